@@ -7,8 +7,7 @@ that the model wrote to the pool.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -34,8 +33,6 @@ PROBE_TOKENS = 48
 """Enough positions for a wrong RoPE to show in every head, few enough to cost nothing."""
 _LOUDER = 3000.0
 """No power of two: FP8 values of a scale that is one times larger would be the same."""
-_BY_BATCH = "quantises its inputs by one scale of the batch: K depends on what else is computed"
-_UNASKED = "has quantised weights and received no plain rows: nothing shows what K depends on"
 _SAID = 16
 """Prompts behind which :func:`said_behind` looks."""
 
@@ -46,7 +43,7 @@ class Observation:
 
     Attributes:
         quantised: Modules of the whole layer that have quantised weights, by name.
-        asked: Why the output of such a module for a token depends on its batch; None: it does not.
+        asked: Whether what each of them makes of a token depends on the batch.
     """
 
     name: str
@@ -54,7 +51,7 @@ class Observation:
     kernel: Any
     linears: list[torch.nn.Module]
     quantised: dict[str, torch.nn.Module]
-    asked: dict[str, str | None] = field(default_factory=dict)
+    asked: dict[str, bool] = field(default_factory=dict)
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
     projection: torch.nn.Module | None = None
     hidden: torch.Tensor | None = None
@@ -65,8 +62,8 @@ class Probe:
     """Layers that were found, with the hidden states that each received during the probe.
 
     Attributes:
-        dependent: Why the output of some quantised modules for a token depends on the other tokens
-            of its batch, or may do so, by name of the module.
+        dependent: Modules whose output for a token depends on the other tokens of its batch, and
+            those that could not be asked, by name.
     """
 
     layers: tuple[AttentionLayer, ...]
@@ -74,21 +71,23 @@ class Probe:
     slots: torch.Tensor
     positions: torch.Tensor
     token_ids: torch.Tensor
-    dependent: Mapping[str, str] = field(default_factory=dict)
+    dependent: tuple[str, ...] = ()
 
-    def refuse_dependence(self, inside: Iterable[str] = ("",)) -> None:
-        """Refuse layers whose K and V depend on which tokens are computed together.
+    def refuse_dependence(self, inside: Sequence[str] = ("",)) -> None:
+        """Refuse modules that quantise inputs by a scale of the whole batch: K depends on it.
 
         Args:
-            inside: Beginnings of the names of modules that count; by default all do.
+            inside: Beginnings of the names of the modules that count; by default all do.
 
         Raises:
-            Refused: Names the first such module, with the reason.
+            Refused: Names the first such module.
         """
-        counted = tuple(inside)
-        for name, reason in self.dependent.items():
-            if name.startswith(counted):
-                raise Refused(f"{name} {reason}")
+        found = next((name for name in self.dependent if name.startswith(tuple(inside))), None)
+        if found is not None:
+            raise Refused(
+                f"the output of {found} for a token depends on the other tokens of the batch, as "
+                "far as it can be tried: its quantised inputs have no scales of their own"
+            )
 
 
 def observe(runner: Any, observations: list[Observation]) -> Probe:
@@ -107,11 +106,10 @@ def observe(runner: Any, observations: list[Observation]) -> Probe:
         *(_describe(index, seen, positions, batch) for index, seen in enumerate(observations)),
         strict=True,
     )
-    asked = {
-        name: seen.asked.get(name, _UNASKED) for seen in observations for name in seen.quantised
-    }
-    dependent = {name: reason for name, reason in asked.items() if reason is not None}
-    return Probe(layers, hidden, slots, positions, token_ids, dependent)
+    dependent = (
+        name for seen in observations for name in seen.quantised if seen.asked.get(name, True)
+    )
+    return Probe(layers, hidden, slots, positions, token_ids, tuple(dependent))
 
 
 def run_again(runner: Any, lengths: Sequence[int], before: int = 0) -> Sequence[torch.Tensor]:
@@ -282,13 +280,13 @@ def _watch(seen: Observation) -> list[Any]:
 
 
 def _is_quantised(module: torch.nn.Module) -> bool:
-    """Whether a matrix of its own, or one for each expert, is not of plain numbers."""
+    """Whether it has a matrix, or one for each expert, of numbers that are no plain ones."""
     weights = (one for one in module.parameters(recurse=False) if one.dim() > 1)
     return any(one.dtype.itemsize == 1 or not one.is_floating_point() for one in weights)
 
 
 def _ask_beside(
-    asked: dict[str, str | None],
+    asked: dict[str, bool],
     name: str,
     module: torch.nn.Module,
     args: tuple[Any, ...],
@@ -296,19 +294,24 @@ def _ask_beside(
 ) -> None:
     """Call the module twice more: the last of its rows, ``[n, width]``, is louder once.
 
-    Both batches have one shape, so all sums have the same order.
+    Both batches have one shape, so everything else is summed in the same order.
     """
-    given = inspect.signature(module.forward).bind(*args, **kwargs)
-    first, rows = next(iter(given.arguments.items()))
+    rows = args[0] if args else next(iter(kwargs.values()), None)
     if not isinstance(rows, torch.Tensor) or rows.dtype.itemsize == 1:
-        return  # quantised before: nothing shows by which scale
-    made = []
-    for factor in (1.0, _LOUDER):
-        given.arguments[first] = rows.clone()  # experts may write to what they receive
-        given.arguments[first][-1] *= factor
-        made.append(linear_output(module.forward(*given.args, **given.kwargs))[:-1, None].clone())
-    fine = relative_difference(*made) <= Bound.of_product(rows.dtype).rms
-    asked[name] = asked.get(name) if fine else _BY_BATCH
+        return  # they are quantised already
+    louder = rows.clone()
+    louder[-1] *= _LOUDER
+    alone, beside = (
+        linear_output(
+            module.forward(one, *args[1:], **kwargs)
+            if args
+            else module.forward(**kwargs | {next(iter(kwargs)): one})
+        )[:-1, None]
+        for one in (rows.clone(), louder)  # experts may write to what they receive
+    )
+    bound = Bound.of_product(rows.dtype).rms
+    depends = not relative_difference(beside, alone) <= bound
+    asked[name] = asked.get(name, False) or depends
 
 
 def _describe(

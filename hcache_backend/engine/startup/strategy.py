@@ -303,7 +303,7 @@ class OwnPagesStrategy(StackStrategy):
             methods = methods.recomputing_first(0)
         modules = step(lambda: attention_modules(runner.model, kvcache.layer_num))
         probe = step(lambda: observe(runner, modules))
-        step(lambda: probe.refuse_dependence(f"{layer.name}." for layer in probe.layers))
+        step(lambda: probe.refuse_dependence([f"{layer.name}." for layer in probe.layers]))
         step(lambda: compare(probe, projector))
         codec = step(lambda: choose_codec(ranks, runtime, probe, projector))
         exchange = step(lambda: make_exchange(probe, kvcache.page_size))
