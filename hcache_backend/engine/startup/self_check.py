@@ -275,7 +275,7 @@ def _ask_beside(
             module.forward(one, *args[1:], **kwargs)
             if args
             else module.forward(**kwargs | {next(iter(kwargs)): one})
-        )[:-1, None]
+        )[:-1, None].clone()  # kernels may write both outputs to one buffer of theirs
         for one in (rows.clone(), louder)  # experts may write to what they receive
     )
     bound = Bound.of_product(rows.dtype).rms

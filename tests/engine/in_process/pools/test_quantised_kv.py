@@ -1,4 +1,4 @@
-"""K and V in fp8, which SGLang serves on no plain CPU: their bits, and the scales beside them."""
+"""K and V in fp8: their bits, and the scales beside them. Served ones: `modes/test_fp8.py`."""
 
 from __future__ import annotations
 

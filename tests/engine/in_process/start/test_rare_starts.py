@@ -346,6 +346,20 @@ def test_models_of_unusual_layers_are_refused() -> None:
         self_check._describe(0, seen, torch.arange(2), None)
 
 
+@pytest.mark.parametrize("in_place", [False, True])
+def test_the_batch_shows_in_modules_that_write_to_one_buffer(in_place: bool) -> None:
+    """Both outputs are there at once, and what the model passed stays as it is."""
+    buffer, rows = torch.empty(8, 4), torch.randn(8, 4)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return torch.div(x, x.abs().amax(), out=x if in_place else buffer)
+
+    asked, before = dict[str, bool](), rows.clone()
+    self_check._ask_beside(asked, "experts", SimpleNamespace(forward=forward), (rows,), {})
+    assert asked == {"experts": True}
+    assert torch.equal(rows, before)
+
+
 def test_a_stage_behind_one_that_failed_is_refused() -> None:
     with pytest.raises(Refused, match="the pipeline stage before this one failed"):
         self_check._Stages._input(SimpleNamespace(_received={}))
