@@ -42,7 +42,6 @@ class Backups:
 
     def wrote(self, cache: Any, node: int) -> None:
         """``node`` is on its way to L3."""
-        self._cache = cache
         if self._on and cache.is_write_back and len(cache.tree_components) == 1:
             found = cache.tree_core.snapshot_buffer_backup(node, False)
             if found is not None and not found.parent_is_root:
@@ -53,6 +52,7 @@ class Backups:
 
         Only ``write_back`` leaves such nodes. They are still on the device.
         """
+        self._cache = cache
         if not self._heads or cache.ongoing_write_through:
             return
         from sglang.srt.mem_cache.unified_cache.cache_action import BackupKV

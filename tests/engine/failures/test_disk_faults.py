@@ -275,3 +275,22 @@ def test_a_prefetch_waits_as_long_as_its_options_say(
     assert hits(held_reads, 0.5, 0.1) == 0
     assert hits(slow_reads, 0.5, 240) == 448
     assert hits(slow_reads, 120, 0) == 448
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=LONG)])
+def test_weights_may_change_while_pages_are_written(
+    ranks: int, model: Path, tmp_path: Path
+) -> None:
+    """The first ones of a server: SGLang ends one that it cannot flush then."""
+    trigger, prompt = tmp_path / "trigger", random_tokens(640, seed=9)
+    env = faulty("disk", trigger)
+    options = our_server(model, tmp_path, metrics=True, extra_env=env, tp=ranks)
+    with Server(options) as server:
+        trigger.write_text("slow writes")
+        server.generate(prompt, 1)
+        server.update_weights_from_disk(model)
+        trigger.unlink()
+        conversations = ask(server, [prompt, prompt])
+        assert_nothing_went_wrong(server)
+    assert [c.turns[0].cached.device for c in conversations] == [0, 576]
+    assert_no_cache_output(model, conversations)

@@ -22,7 +22,6 @@ from tests.engine.harness.ours import (
 pytestmark = [pytest.mark.engine, pytest.mark.versions]
 
 PAGE = 64
-USE_AGAIN_S = 10.0  # uses are looked at every 5 s
 
 
 @pytest.fixture(
@@ -65,10 +64,7 @@ def folders(request: pytest.FixtureRequest, tmp_path: Path) -> list[Path]:
 
 
 class L3:
-    """L3 of `server` in `folders`, with room for `pages` of them in all.
-
-    It knows the page files of `prompts`.
-    """
+    """L3 of `server` in `folders`, with room for `pages` of those of `prompts` in all."""
 
     def __init__(
         self, server: Server, folders: Sequence[Path], pages: int, prompts: Sequence[list[int]]
@@ -77,12 +73,8 @@ class L3:
         self._folders = folders
         server.flush_cache()
         self._attach()
-        self._files: list[set[str]] = []
-        before: set[str] = set()
         for prompt in prompts:
             send(server, prompt)
-            self._files.append(self._stored() - before)
-            before |= self._files[-1]
         page = stored_pages(folders[0].parent.parent)[0]
         files = -(-pages // len(folders)) * server.options.tp  # each rank's share is one
         quota = files * page.stat().st_size
@@ -94,9 +86,6 @@ class L3:
     def _attach(self, **options: Any) -> None:
         dirs = [str(folder) for folder in self._folders]
         attach(self._server, attach_config(self._folders[0], dirs=dirs, **options))
-
-    def _stored(self) -> set[str]:
-        return {page.name for page in stored_pages(self._folders[0].parent.parent)}
 
     def found(self, *prompts: Sequence[int]) -> list[int]:
         """Tokens of each prompt that L3 has; to be called once, as it stores what it has not."""

@@ -17,13 +17,13 @@ NODE = 50  # pages
 class Cache:
     """A radix tree with one branch: node i has the i-th fifty of the pages."""
 
+    is_write_back = False
+
     def __init__(self) -> None:
-        self.is_write_back = False
         self.ongoing_backup: dict[int, Any] = {}
         self.nodes = {i: KEYS[i * NODE : (i + 1) * NODE] for i in range(8)}
-        self.tree_core = SimpleNamespace(get_hash_values=self.nodes.__getitem__)
+        self.tree_core = SimpleNamespace()
         self.on_device_only: set[int] = set()
-        self.written: list[int] = []
         self.ongoing_write_through: dict[int, Any] = {}
         self.ongoing_load_back: dict[int, Any] = {}
         self.ongoing_prefetch: dict[int, Any] = {}
@@ -37,20 +37,14 @@ class Cache:
     def _all_reduce_attn_groups(self, flags: Any, op: Any) -> None:
         pass
 
-    def get_last_hash_value(self, node: int) -> str | None:
-        return self.nodes[node][-1]
-
     def is_backuped(self, node: int) -> bool:
         return node not in self.on_device_only
 
-    def write_backup_storage(self, node: int) -> None:
-        self.written.append(node)
-
 
 def seen(cache: Cache, stages: int = 1) -> Backups:
-    """They know the cache by a node that was written."""
+    """They know the cache by a turn of HiCache's."""
     backups = Backups(stages)
-    backups.wrote(cache, 0)
+    backups.put_heads(cache)
     return backups
 
 
