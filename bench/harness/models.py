@@ -224,6 +224,26 @@ MORE_ARCHITECTURES: dict[str, Architecture] = {
         },
         added_to_json={"swiglu_limit": 7.0},
     ),
+    # Every second layer keeps a state (gated delta net) instead of K and V.
+    "qwen3_next": Architecture(
+        "qwen3_next",
+        _gated(
+            2,
+            head_dim=64,
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=128,
+            shared_expert_intermediate_size=128,
+            decoder_sparse_step=1,
+            linear_num_value_heads=4,
+            linear_num_key_heads=2,
+            linear_key_head_dim=64,
+            linear_value_head_dim=64,
+            linear_conv_kernel_dim=4,
+            layer_types=["linear_attention", "full_attention"] * (LAYERS // 2),
+        ),
+        added_to_json={"full_attention_interval": 2},
+    ),
     # MLA: one compressed vector a token instead of K and V, so there is nothing to project.
     "deepseek": Architecture(
         "deepseek_v3",

@@ -27,6 +27,8 @@ pytestmark = pytest.mark.engine
 QUERY_GROUPS = "the partition has no hidden states: 4 layers loaded as KV"
 TWO_POSITIONS = "model.layers.0.self_attn takes a tensor 'positions' of shape (1, 48)"
 MLA = "the KV pool is a MLATokenToKVPool (FULL)"
+FLOAT32_STATES = (("SGLANG_MAMBA_CONV_DTYPE", "float32"),)
+STATES = "the KV pool is a HybridLinearKVPool"
 WINDOWS = "the KV pool is a SWAKVPool (FULL, SWA)"
 
 
@@ -41,6 +43,8 @@ class Row(NamedTuple):
         files: Page files of two conversations.
         mode: Option of ours.
         reference: Who says the right tokens: transformers, or a server without a cache.
+        env: Variables of the server.
+        grid: A hit ends at a multiple of this many tokens.
     """
 
     model: str
@@ -50,6 +54,8 @@ class Row(NamedTuple):
     files: int = 80
     mode: str = "auto"
     reference: Literal["transformers", "server"] = "transformers"
+    env: tuple[tuple[str, str], ...] = ()
+    grid: int = 16
 
 
 ROWS = [
@@ -65,6 +71,8 @@ ROWS = [
     # Pages of windows are files of their own: the last window of each node.
     Row("gpt_oss", "plain", WINDOWS, files=132),
     Row("mellum", "plain", WINDOWS, files=132),
+    # A state is kept every 64 tokens, and is a file of its own.
+    Row("qwen3_next", "plain", STATES, reference="server", env=FLOAT32_STATES, grid=64, files=78),
 ]
 SHORT = {("gemma3", 1), ("deepseek", 2), ("gpt_oss", 1), ("minimax_m2", 1)}
 
@@ -74,7 +82,11 @@ def _assert_right(options: ServerOptions, row: Row, conversations: list[Conversa
         assert_no_cache_output(Path(options.model), conversations)
         return
     plain = ServerOptions(
-        options.model, options.log.with_name("plain.log"), cache="none", page_size=16
+        options.model,
+        options.log.with_name("plain.log"),
+        cache="none",
+        page_size=16,
+        extra_env=dict(row.env),
     )
     with Server(plain) as server:
         for turn in turns_of(conversations):
@@ -100,6 +112,7 @@ def test_conversations_come_back_from_l3(row: Row, model_cache: Path, tmp_path: 
         hcache={"mode": row.mode},
         page_size=16,
         tp=row.tp,
+        extra_env=dict(row.env),
     )
 
     def talk(**how: Any) -> list[Conversation]:
@@ -110,7 +123,7 @@ def test_conversations_come_back_from_l3(row: Row, model_cache: Path, tmp_path: 
         return list(conversations)
 
     first = talk()
-    assert_restored_from_l3(first, 16)
+    assert_restored_from_l3(first, row.grid)
     assert all(turn.cached.device == turn.cached.host == 0 for turn in turns_of(first))
     assert len(stored_pages(tmp_path)) == row.files
     options.log = tmp_path / "restarted.log"
