@@ -244,6 +244,30 @@ MORE_ARCHITECTURES: dict[str, Architecture] = {
         ),
         added_to_json={"full_attention_interval": 2},
     ),
+    # GLM-4.7-Flash: MLA.
+    "glm4_moe_lite": Architecture(
+        "glm4_moe_lite",
+        _gated(
+            HEADS,
+            q_lora_rank=128,
+            kv_lora_rank=64,
+            qk_nope_head_dim=64,
+            qk_rope_head_dim=32,
+            v_head_dim=64,
+            moe_intermediate_size=128,
+            n_routed_experts=8,
+            n_shared_experts=1,
+            n_group=2,
+            topk_group=1,
+            num_experts_per_tok=2,
+            first_k_dense_replace=1,
+        ),
+        added_to_json={
+            "moe_layer_freq": 1,
+            "topk_method": "noaux_tc",
+            "scoring_func": "sigmoid",
+        },
+    ),
     # MLA: one compressed vector a token instead of K and V, so there is nothing to project.
     "deepseek": Architecture(
         "deepseek_v3",

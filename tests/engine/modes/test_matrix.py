@@ -68,6 +68,7 @@ ROWS = [
     Row("deepseek_v2", "plain", MLA, reference="server"),
     Row("deepseek", "plain", MLA),
     Row("deepseek", "plain", MLA, tp=2),
+    Row("glm4_moe_lite", "plain", MLA, reference="server"),
     # Pages of windows are files of their own: the last window of each node.
     Row("gpt_oss", "plain", WINDOWS, files=132),
     Row("mellum", "plain", WINDOWS, files=132),
