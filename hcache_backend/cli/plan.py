@@ -237,8 +237,8 @@ def _show(result: PartitionPlan, path: Path, extra: list[str]) -> None:
     shown = table("", "", "bytes/token#", "of KV#", "restore, ms#", "slower, x#", "binds")
     kv_bytes = model.layers * model.kv_bytes
     best = result.seconds("mix")
-    for name, partition in result.choices.items():
-        size, seconds = partition.bytes_per_token(model), result.seconds(name)
+    for name in result.choices:
+        size, seconds = result.bytes_per_token(name), result.seconds(name)
         shown.add_row(
             _TITLES[name],
             f"{size:,}",

@@ -93,6 +93,11 @@ class PartitionPlan:
             "recompute": Partition(layers, 0, 0),
         }
 
+    def bytes_per_token(self, choice: str) -> int:
+        """Bytes stored for one of :attr:`choices`; a server stores every layer of its mix."""
+        own = choice == "mix" and self.restore is not None
+        return (self.stored if own else self.choices[choice]).bytes_per_token(self.model)
+
     def seconds(self, choice: str) -> float:
         """Predicted time of a restore by one of :attr:`choices`."""
         return self._seconds(self.choices[choice], self.tokens)
@@ -236,7 +241,7 @@ class PartitionPlan:
             "l3": self.l3 if self.profile.l3 else "none",
             "restore": self.restore,
             "layers": asdict(self.partition),
-            "bytes_per_token": self.partition.bytes_per_token(self.model),
+            "bytes_per_token": self.bytes_per_token("mix"),
             "kv_bytes_per_token": self.model.layers * self.model.kv_bytes,
             "bytes_per_token_and_layer": {
                 "hidden": self.model.hidden_bytes,
