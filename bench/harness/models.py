@@ -69,6 +69,31 @@ class Architecture:
     """Part of a norm's name -> mean of its weights, where it is not 1."""
 
 
+def _mla(
+    model_type: str, scoring: tuple[str, str] = ("noaux_tc", "sigmoid"), **extra: Any
+) -> Architecture:
+    """DeepSeek's attention and experts; how its router chooses and scores these."""
+    shape = {
+        "q_lora_rank": 128,
+        "kv_lora_rank": 64,
+        "qk_nope_head_dim": 64,
+        "qk_rope_head_dim": 32,
+        "v_head_dim": 64,
+        "moe_intermediate_size": 128,
+        "n_routed_experts": 8,
+        "n_group": 2,
+        "topk_group": 1,
+        "num_experts_per_tok": 2,
+        "first_k_dense_replace": 1,
+    }
+    method, function = scoring
+    return Architecture(
+        model_type,
+        _gated(HEADS, **shape | extra),
+        added_to_json={"moe_layer_freq": 1, "topk_method": method, "scoring_func": function},
+    )
+
+
 ARCHITECTURES: dict[str, Architecture] = {
     # MHA, the case HCache is for.
     "llama": Architecture("llama", _gated(HEADS)),
@@ -245,74 +270,18 @@ MORE_ARCHITECTURES: dict[str, Architecture] = {
         added_to_json={"full_attention_interval": 2},
     ),
     # GLM-4.7-Flash: MLA.
-    "glm4_moe_lite": Architecture(
-        "glm4_moe_lite",
-        _gated(
-            HEADS,
-            q_lora_rank=128,
-            kv_lora_rank=64,
-            qk_nope_head_dim=64,
-            qk_rope_head_dim=32,
-            v_head_dim=64,
-            moe_intermediate_size=128,
-            n_routed_experts=8,
-            n_shared_experts=1,
-            n_group=2,
-            topk_group=1,
-            num_experts_per_tok=2,
-            first_k_dense_replace=1,
-        ),
-        added_to_json={
-            "moe_layer_freq": 1,
-            "topk_method": "noaux_tc",
-            "scoring_func": "sigmoid",
-        },
-    ),
+    "glm4_moe_lite": _mla("glm4_moe_lite", n_shared_experts=1),
     # MLA: one compressed vector a token instead of K and V, so there is nothing to project.
-    "deepseek": Architecture(
-        "deepseek_v3",
-        _gated(
-            HEADS,
-            q_lora_rank=128,
-            kv_lora_rank=64,
-            qk_nope_head_dim=64,
-            qk_rope_head_dim=32,
-            v_head_dim=64,
-            moe_intermediate_size=128,
-            n_routed_experts=8,
-            n_group=2,
-            topk_group=1,
-            num_experts_per_tok=2,
-            first_k_dense_replace=1,
-            rope_parameters=_YARN,
-        ),
-        added_to_json={
-            "moe_layer_freq": 1,
-            "topk_method": "noaux_tc",
-            "scoring_func": "sigmoid",
-        },
-    ),
+    "deepseek": _mla("deepseek_v3", rope_parameters=_YARN),
     # MLA with queries that are not compressed, and a router without groups.
-    "deepseek_v2": Architecture(
+    "deepseek_v2": _mla(
         "deepseek_v2",
-        _gated(
-            HEADS,
-            q_lora_rank=None,
-            kv_lora_rank=64,
-            qk_nope_head_dim=64,
-            qk_rope_head_dim=32,
-            v_head_dim=64,
-            moe_intermediate_size=128,
-            n_routed_experts=8,
-            n_shared_experts=1,
-            n_group=1,
-            topk_group=1,
-            topk_method="greedy",
-            num_experts_per_tok=2,
-            first_k_dense_replace=1,
-            rope_parameters=_YARN,
-        ),
-        added_to_json={"moe_layer_freq": 1, "topk_method": "greedy", "scoring_func": "softmax"},
+        scoring=("greedy", "softmax"),
+        q_lora_rank=None,
+        n_shared_experts=1,
+        n_group=1,
+        topk_method="greedy",
+        rope_parameters=_YARN,
     ),
 }
 

@@ -203,7 +203,7 @@ class ShadowArena(Arena):
         filled, empty = self._shadow[pages], self._host[host_pages]
         self._host[host_pages], self._shadow[pages] = filled, empty
         self._move_in(host_pages, pages)
-        self._lost_pages[filled] = False
+        self.complete(host_pages)
         self.host_access(filled, write=True, header=True)
         self.memory[filled, : self.layout.header_bytes] = self._blank_header
         self.layout.positions(self.memory)[filled] = self._positions[slots].reshape(-1, size)
@@ -236,7 +236,7 @@ class ShadowArena(Arena):
         """Rows of tokens (int64 ``[n]`` each) are about to be copied to ``host_pages``; then
         :meth:`arrived` is called, with the same array."""
         size, physical = self.layout.page_size, self._host[host_pages]
-        self._lost_pages[physical] = False
+        self.complete(host_pages)
         self.host_access(physical, write=True, header=True)
         self.memory[physical, : self.layout.header_bytes] = self._blank_header
         self.layout.positions(self.memory)[physical] = positions.reshape(-1, size)

@@ -66,7 +66,7 @@ class HCacheStorage(HiCacheStorage):
     """
 
     # What the store gives is verified unit by unit, and it may be put together from the shares of
-    # several ranks; segments that the host pool does not want are not read.
+    # several ranks.
     verifies_segments = True
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Any = None) -> None:

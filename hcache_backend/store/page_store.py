@@ -317,12 +317,11 @@ class PageStore:
         self, volume: Volume, items: Sequence[PageWrite], deadline: float
     ) -> _Writing:
         incoming = sum(item.layout.file_bytes for item in items)
-        full = volume.is_full(incoming)
-        if full:
+        if volume.is_full(incoming):
             self._recency.save()  # so that what goes is what nobody used
-        if full and not volume.make_room(incoming, deadline - time.monotonic()):
-            self.stats.add(pages_dropped_full=len(items))
-            return _Writing(volume, 0, [])
+            if not volume.make_room(incoming, deadline - time.monotonic()):
+                self.stats.add(pages_dropped_full=len(items))
+                return _Writing(volume, 0, [])
         return _Writing(volume, len(items), volume.start_writing(items, deadline))
 
     def _finish_writing(
