@@ -19,12 +19,13 @@ from bench.harness.report import COLOURS, OUT, markdown, picture, write
 from bench.paper import MODELS as PAPER_MODELS
 from bench.staircase import depth_costs
 from hcache_backend.page import READ_BATCHES
-from hcache_backend.partition.costs import LayerCosts, Partition, layer_costs
+from hcache_backend.partition.costs import LayerCosts, Partition
 from hcache_backend.partition.model_shape import ModelShape
 from hcache_backend.partition.pipeline import simulate
-from hcache_backend.partition.plan import server_plan
+from hcache_backend.partition.plan import PartitionPlan
 from hcache_backend.partition.presets import PRESETS, SSD_BYTES_PER_SECOND, preset_profile
 from hcache_backend.partition.profile import Profile, Rate
+from hcache_backend.partition.restore import Restore
 from hcache_kernels.codecs.exp4 import Exp4Codec
 
 Row = dict[str, Any]
@@ -125,7 +126,8 @@ def restore(setting: Setting) -> Row:
     meanwhile. ``codec``: the same with a lossless codec. ``pointers``: by :func:`two_pointers`.
     """
     (model, tp), tokens, profile = MODELS[setting.model], setting.tokens, setting.profile()
-    ones = layer_costs(profile, model, tokens, tp=tp, l3="first")
+    pure = Restore(profile, model, Partition(0, 0, model.layers), tp, paper=True)
+    ones = pure.costs(tokens, 0, "first")
     row: Row = {
         **setting._asdict(),
         "kv_ms": 1e3 * simulate(ones, Partition(0, 0, model.layers)),
@@ -133,7 +135,7 @@ def restore(setting: Setting) -> Row:
     }
     for name, share in (("depth", 1.0), ("codec", CODEC_SHARE)):
         profile = setting.profile(share)
-        stored = server_plan(profile, model, tokens, tp, "auto").stored
+        stored = PartitionPlan(profile, model, tokens, tp, "auto").stored
         costs = depth_costs(profile, model, stored, tokens // PAGE, PAGE, tp=tp)
         if name == "depth":
             row["read_ms"] = 1e3 * float(costs.seconds(READ_BATCHES)[0, 0])
@@ -161,8 +163,7 @@ def two_pointers(setting: Setting, stored: Partition) -> float:
     batch = max(1, total // POINTER_BATCHES)
 
     def costs(pages: int, before: int = 0) -> LayerCosts:
-        sizes = {"prefix": before * PAGE, "tp": tp}
-        return layer_costs(profile, model, pages * PAGE, l3="first", early_stop=True, **sizes)
+        return Restore(profile, model, stored, tp).costs(pages * PAGE, before * PAGE, "first")
 
     page = costs(1)
     project = page.c_h * stored.hidden

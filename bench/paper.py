@@ -21,12 +21,12 @@ from typing import Any, NamedTuple
 
 from bench.harness.report import COLOURS, OUT, grouped_bars, markdown, picture, write
 from bench.token_wise import TILE, TokenSplit, token_wise_makespan
-from hcache_backend.partition.costs import LayerCosts, Partition
+from hcache_backend.partition.costs import LAYER_METHODS, LayerCosts, Partition
 from hcache_backend.partition.model_shape import ModelShape
 from hcache_backend.partition.pipeline import search, simulate
-from hcache_backend.partition.plan import PartitionPlan
 from hcache_backend.partition.presets import COMPUTE_SHARE, PRESETS, preset_profile
-from hcache_backend.partition.profile import Rate
+from hcache_backend.partition.profile import Profile, Rate
+from hcache_backend.partition.restore import Restore
 from hcache_kernels.launch import COPY_PROGRAMS
 
 Row = dict[str, Any]
@@ -59,6 +59,21 @@ MODELS = {
 }
 
 
+class Planned(NamedTuple):
+    """The paper's plan: recomputed layers are not stored, and L3 is read during the restore.
+
+    Attributes:
+        partition: The fastest one of all three methods.
+        choices: The mix and the three pure methods.
+    """
+
+    profile: Profile
+    model: ModelShape
+    costs: LayerCosts
+    partition: Partition
+    choices: dict[str, Partition]
+
+
 class Setting(NamedTuple):
     """A restore on a machine.
 
@@ -83,13 +98,20 @@ class Setting(NamedTuple):
         storage = f"{self.ssds} SSD{'s' if self.ssds > 1 else ''}" if self.ssds else "DRAM"
         return f"{self.model}, {device}, {storage}"
 
-    def plan(self) -> PartitionPlan:
-        """What ``hcache plan`` finds for it."""
+    def plan(self) -> Planned:
+        """The paper's plan for it."""
         profile = preset_profile(self.preset, self.ssds)
         rate = Rate(per_second=self.compute_share * PRESETS[self.preset].flops)
         rates = dict.fromkeys(("projection", "dense", "attention"), rate)
         profile = profile.model_copy(update=rates)
-        return PartitionPlan(profile, MODELS[self.model], self.tokens, self.tp, "overlapped")
+        model = MODELS[self.model]
+        layers = model.layers
+        restore = Restore(profile, model, Partition(0, 0, layers), self.tp, paper=True)
+        partition = restore.fastest(self.tokens, "overlapped", LAYER_METHODS)
+        pure = Partition(0, layers, 0), Partition(0, 0, layers), Partition(layers, 0, 0)
+        choices = dict(zip(("mix", "hidden", "kv", "recompute"), (partition, *pure), strict=True))
+        costs = restore.costs(self.tokens, 0, "overlapped")
+        return Planned(profile, model, costs, partition, choices)
 
 
 ONE_SSD = Setting("Llama-2-13B", ssds=1)
@@ -261,12 +283,12 @@ def schedules(setting: Setting, paper: Partition, paper_ratio: float | None) -> 
         "ours": plan.partition,
         "closed_form": closed_form(plan.costs, plan.model.layers),
     }
-    sizes = plan.report()
+    kv_bytes = Partition(0, 0, plan.model.layers).bytes_per_token(plan.model)
     return {
         "setting": str(setting),
         **{name: found and asdict(found) for name, found in chosen.items()},
         "paper_kv_over_stored": paper_ratio,
-        "kv_over_stored": sizes["kv_bytes_per_token"] / sizes["bytes_per_token"],
+        "kv_over_stored": kv_bytes / plan.partition.bytes_per_token(plan.model),
     }
 
 

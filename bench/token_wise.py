@@ -14,9 +14,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hcache_backend.partition.costs import LayerCosts, layer_costs
+from hcache_backend.partition.costs import LayerCosts, Partition
 from hcache_backend.partition.model_shape import ModelShape
 from hcache_backend.partition.profile import Profile
+from hcache_backend.partition.restore import Restore
 
 TILE = 128
 
@@ -43,10 +44,12 @@ class TokenSplit:
 def token_wise_costs(profile: Profile, model: ModelShape, split: TokenSplit) -> LayerCosts:
     """The costs of one layer in which every method restores its part of the tokens."""
 
+    restore = Restore(profile, model, Partition(0, 0, model.layers), paper=True)
+
     def costs(tokens: int, prefix: int = 0) -> LayerCosts:
         if not tokens:
             return LayerCosts(0.0, 0.0, 0.0, 0.0)
-        return layer_costs(profile, model, tokens, prefix=prefix)
+        return restore.costs(tokens, prefix, "overlapped")
 
     def whole(tokens: int) -> int:
         return -(-tokens // TILE) * TILE

@@ -9,10 +9,11 @@ from typing import NamedTuple
 
 from bench.harness.machine import Machine, MachineError
 from bench.harness.options import base_environment
-from hcache_backend.partition.costs import Partition, layer_costs
+from hcache_backend.partition.costs import Partition
 from hcache_backend.partition.model_config import ModelConfigError, read_model
 from hcache_backend.partition.pipeline import search
 from hcache_backend.partition.profile import Profile, Rate, load_profile
+from hcache_backend.partition.restore import Restore
 
 SLOW_SHARE = 1 / 3
 """The slow L3 has this share of the rate at which reading hidden states takes as long as projecting
@@ -104,5 +105,5 @@ def naive_hybrid(profile: Profile, machine: Machine, model: str, tokens: int) ->
     shape = read_model(Path(model))
     if machine.device == "cpu":  # where servers compute in float32
         shape = shape.model_copy(update={"element_bytes": 4})
-    costs = layer_costs(profile, shape, tokens, l3="first", early_stop=True)
-    return search(costs, shape.layers, methods=("recompute", "kv"))
+    restore = Restore(profile, shape, Partition(0, 0, shape.layers))
+    return search(restore.costs(tokens, 0, "first"), shape.layers, methods=("recompute", "kv"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, astuple
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, NamedTuple
 
 import typer
 from rich.text import Text
@@ -25,12 +25,7 @@ from hcache_backend.partition.encoded import PlannedCodec, encoded
 from hcache_backend.partition.fleet import Conversations, FleetPlan
 from hcache_backend.partition.model_config import ModelConfigError, read_dtype, read_model
 from hcache_backend.partition.model_shape import ModelShape
-from hcache_backend.partition.plan import (
-    LENGTHS,
-    PartitionPlan,
-    RestorePath,
-    server_plan,
-)
+from hcache_backend.partition.plan import LENGTHS, PartitionPlan, RestorePath
 from hcache_backend.partition.presets import PRESETS, preset_profile
 from hcache_backend.partition.profile import Profile, ProfileError, load_profile
 from hcache_backend.partition.record import records, save_record
@@ -84,29 +79,17 @@ def plan(
     ] = None,
     tokens: Annotated[int, typer.Option("--tokens", min=1, help="Tokens to restore.")] = 1024,
     tp: Annotated[int, typer.Option("--tp", min=1, help="Tensor-parallel ranks.")] = 1,
-    l3: Annotated[
-        Literal["overlapped", "first"] | None,
-        typer.Option(
-            "--l3",
-            help="Plan the paper's way, where recomputed layers are not stored. overlapped: L3 is "
-            "read during the restore; first: before it (HiCache's prefetch).",
-        ),
-    ] = None,
     restore: Annotated[
-        RestorePath | None,
+        RestorePath,
         typer.Option(
             "--restore",
             help="Option `restore` of the server. auto (default): L3 is read during the restore, "
             "if the server can do that; layerwise: before it.",
         ),
-    ] = None,
+    ] = "auto",
     codec: Annotated[
-        PlannedCodec | None,
-        typer.Option(
-            "--codec",
-            help="Option `codec` of the server. Default: auto; with --l3: none, as in the paper.",
-        ),
-    ] = None,
+        PlannedCodec, typer.Option("--codec", help="Option `codec` of the server.")
+    ] = "auto",
     users: Annotated[
         int | None,
         typer.Option(
@@ -148,7 +131,6 @@ def plan(
     if is_preset and dtype == "float32":
         shape, dtype = shape.model_copy(update={"element_bytes": 2}), "float16"
         extra.append("float32 is planned as 16 bits: so SGLang serves it on a GPU")
-    codec = codec or ("auto" if l3 is None else "none")
     plain, shape = shape, encoded(shape, codec, dtype, tp=tp)
     if shape != plain:
         extra.append(
@@ -157,12 +139,7 @@ def plan(
         )
     elif codec not in ("auto", "none"):
         extra.append(f"codec {codec} does not apply to {dtype}; planned without it")
-    if l3 is None:
-        result = server_plan(profile, shape, tokens, tp, restore or "auto")
-    elif restore is None:
-        result = PartitionPlan(profile, shape, tokens, tp, l3)
-    else:
-        fail(f"--l3 {l3}: --restore {restore} says where L3 is; leave one of them out")
+    result = PartitionPlan(profile, shape, tokens, tp, restore)
     fleet = None
     if users is not None:
         fleet = FleetPlan(result, Conversations(users, turns_per_hour, new_tokens), replicas)
@@ -257,19 +234,17 @@ def _show(result: PartitionPlan, path: Path, extra: list[str]) -> None:
         highlight=False,
     )
     heads = ["", "restores of#", "recompute#", "take, ms#", "at best, ms#", "with R + H + K"]
-    shown = table(*heads, *["from L3"] * (result.restore is not None))
+    shown = table(*heads, "from L3")
     for count in LENGTHS:
         found = result.at_length(count)
-        row = [
+        shown.add_row(
             f"{count:,}",
             str(found.recompute_layers),
             f"{found.seconds * 1e3:,.1f}",
             f"{found.best_seconds * 1e3:,.1f}",
             " + ".join(str(part) for part in astuple(found.best)),
-        ]
-        if result.restore is not None:
-            row.append("refused" if found.refused else "read")
-        shown.add_row(*row)
+            "refused" if found.refused else "read",
+        )
     screen.print(shown)
     for note in [*result.notes(), *extra]:
         screen.print(f"- {note}", highlight=False, soft_wrap=True)

@@ -58,8 +58,7 @@ class FleetPlan:
 
     def __post_init__(self) -> None:
         plan, (number, turns_per_hour, new) = self.plan, self.conversations
-        stored = plan.stored if plan.restore else plan.partition
-        token, tokens = stored.bytes_per_token(plan.model), plan.tokens + new
+        token, tokens = plan.bytes_per_token("mix"), plan.tokens + new
         self.turns_per_second = turns = number * turns_per_hour / 3600 / self.replicas
         self.l3_bytes = number * tokens * token
         prefill = plan.machine.prefill(new, plan.tokens)

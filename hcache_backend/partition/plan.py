@@ -1,4 +1,4 @@
-"""A partition with everything one wants to know about it: what ``hcache plan`` shows."""
+"""What a server does for a model on a machine: the numbers that ``hcache plan`` shows."""
 
 from __future__ import annotations
 
@@ -6,16 +6,9 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
-from hcache_backend.partition.costs import (
-    LAYER_METHODS,
-    L3Path,
-    LayerCosts,
-    Partition,
-    describe,
-    until_there,
-)
+from hcache_backend.partition.costs import LAYER_METHODS, L3Path, Partition, describe, until_there
 from hcache_backend.partition.model_shape import ModelShape
-from hcache_backend.partition.pipeline import Task, recompute_layers, simulate
+from hcache_backend.partition.pipeline import Task, simulate
 from hcache_backend.partition.profile import Profile
 from hcache_backend.partition.restore import Restore
 
@@ -27,10 +20,10 @@ LENGTHS = (256, 1024, 4096, 16384)
 
 
 class AtLength(NamedTuple):
-    """A restore of another length, from what this partition stores.
+    """A restore of another length, from what the server stores.
 
     Attributes:
-        recompute_layers: The first layers that it recomputes.
+        recompute_layers: Number of first layers that it recomputes.
         refused: Whether a server computes such a hit instead, because that is sooner.
         best: The partition that would be best for this length.
     """
@@ -44,43 +37,54 @@ class AtLength(NamedTuple):
 
 @dataclass(frozen=True)
 class PartitionPlan:
-    """The best partition for a model on a machine.
+    """What a server stores of each layer, and how long its restores take.
 
     Attributes:
-        tokens: Tokens of the restore that it was solved for.
+        model: With the bytes that the server's codec leaves (:mod:`.encoded`).
+        tokens: Tokens of the restore that it is solved for.
         tp: Tensor-parallel ranks.
-        restore: Plan what a server with this option ``restore`` stores, which is every layer, and
-            how it restores that; None: any method may be used.
+        restore: Option ``restore`` of the server; its other options are the defaults.
     """
 
     profile: Profile
     model: ModelShape
     tokens: int
     tp: int
-    l3: L3Path
-    restore: RestorePath | None = None
+    restore: RestorePath
+
+    @cached_property
+    def l3(self) -> L3Path:
+        """When L3 is read: own pages overlap, if ranks need not exchange hidden states."""
+        if self.restore != "auto" or self.model.latent:
+            return "first"
+        return (
+            "overlapped"
+            if self.tp == 1 or not self._restores("first").partition.hidden
+            else "first"
+        )
 
     @cached_property
     def machine(self) -> Restore:
-        """Restores of what a server stores."""
-        layers, eager = Partition(0, 0, self.model.layers), self.l3 == "overlapped"
+        """Restores of what the server stores."""
+        return self._restores(self.l3)
+
+    def _restores(self, l3: L3Path) -> Restore:
+        layers = Partition(0, 0, self.model.layers)
+        eager = l3 == "overlapped"
         found = Restore(self.profile, self.model, layers, self.tp, eager=eager, paper=True)
-        stored = found.fastest(self.tokens, self.l3)
+        stored = found.fastest(self.tokens, l3)
         # Without hidden states a server decides at no load what to recompute.
         return replace(found, partition=stored, recomputable=stored.layers * bool(stored.hidden))
 
-    @cached_property
-    def costs(self) -> LayerCosts:
-        return self.machine.costs(self.tokens, 0, self.l3)
+    @property
+    def stored(self) -> Partition:
+        """What the server stores: every layer."""
+        return self.machine.partition
 
     @cached_property
     def partition(self) -> Partition:
-        return self._restored(self.tokens) if self.restore else self._best(self.tokens)
-
-    @property
-    def stored(self) -> Partition:
-        """The best one of which every layer is stored: what servers choose by themselves."""
-        return self.machine.partition
+        """How a restore of :attr:`tokens` goes."""
+        return self._restored(self.tokens)
 
     @cached_property
     def choices(self) -> dict[str, Partition]:
@@ -95,8 +99,9 @@ class PartitionPlan:
 
     def bytes_per_token(self, choice: str) -> int:
         """Bytes stored for one of :attr:`choices`; a server stores every layer of its mix."""
-        own = choice == "mix" and self.restore is not None
-        return (self.stored if own else self.choices[choice]).bytes_per_token(self.model)
+        return (self.stored if choice == "mix" else self.choices[choice]).bytes_per_token(
+            self.model
+        )
 
     def seconds(self, choice: str) -> float:
         """Predicted time of a restore by one of :attr:`choices`."""
@@ -104,30 +109,28 @@ class PartitionPlan:
 
     @property
     def recomputes_front(self) -> bool:
-        """Whether a server reads a hit from its last page on and recomputes its front meanwhile.
-
-        Servers do where restores are eager: they store every layer unless an option forbids it.
-        """
-        return self.restore == "auto" and self.l3 == "overlapped" and self.profile.l3 is not None
+        """Whether a hit is read from its last page on while its front is recomputed."""
+        return self.l3 == "overlapped" and self.profile.l3 is not None
 
     @property
     def seconds_read_only(self) -> float:
-        """Predicted time of a restore of which no front is recomputed."""
-        return simulate(self.costs, self.partition)
+        """Predicted time of a restore whose front is not recomputed."""
+        return self._simulated(self.partition, self.tokens, self.l3)
 
     def timeline(self, choice: str) -> list[Task]:
-        """The pipeline of one of :attr:`choices`, with no front recomputed."""
+        """The pipeline of one of :attr:`choices`, without a recomputed front."""
         tasks: list[Task] = []
-        simulate(self.costs, self.choices[choice], note=lambda *task: tasks.append(Task(*task)))
-        late = self._unused(self.choices[choice], self.tokens)
+        partition, costs = self.choices[choice], self.machine.costs(self.tokens, 0, self.l3)
+        simulate(costs, partition, note=lambda *task: tasks.append(Task(*task)))
+        late = self._unused(partition, self.tokens)
         return [
             task._replace(start=task.start + late * (task.stream != "l3"), end=task.end + late)
             for task in tasks
         ]
 
     def busy(self, choice: str) -> dict[Resource, float]:
-        """Seconds that every resource works during a restore by one of :attr:`choices`, with no
-        front recomputed."""
+        """Seconds that each resource works in a restore by one of :attr:`choices`, without a
+        recomputed front."""
         partition, costs = self.choices[choice], self.machine.costs(self.tokens, 0, "first")
         return {
             "compute": costs.compute(partition),
@@ -146,24 +149,18 @@ class PartitionPlan:
         return self._refuses(self.tokens)
 
     def at_length(self, tokens: int) -> AtLength:
-        """How a restore of ``tokens`` tokens goes once this partition is stored."""
-        if self.restore is None:
-            costs = self.machine.costs(tokens, 0, self.l3)
-            used = self.partition.recomputing(recompute_layers(costs, self.partition))
-        else:
-            used = self._restored(tokens)
-        best = self._best(tokens)
-        return AtLength(
-            used.recompute,
-            self._seconds(used, tokens),
-            best,
-            self._seconds(best, tokens),
-            self._refuses(tokens),
+        """A restore of ``tokens`` tokens from what is stored."""
+        used = self._restored(tokens)
+        recomputes = self.machine.recomputable and self.tp == 1 and self._l3 != "overlapped"
+        best = self.machine.fastest(
+            tokens, self.l3, LAYER_METHODS if recomputes else ("hidden", "kv")
         )
+        seconds = (self._seconds(each, tokens) for each in (used, best))
+        return AtLength(used.recompute, next(seconds), best, next(seconds), self._refuses(tokens))
 
     def notes(self) -> list[str]:
-        """What a reader should know beside the numbers."""
-        model, partition = self.model, self.partition
+        """Sentences that a reader needs beside the numbers."""
+        model, partition, measured = self.model, self.partition, self.profile.model
         found = []
         if not partition.hidden:
             reason = (
@@ -180,7 +177,6 @@ class PartitionPlan:
                 "sliding-window layers are planned as full attention; where they have a KV pool of "
                 "their own the server stays in KV mode"
             )
-        measured = self.profile.model
         if measured is not None and measured.as_it_is != model.as_it_is:
             found.append(
                 f"the profile was measured with another shape ({measured.family}, hidden size "
@@ -212,19 +208,15 @@ class PartitionPlan:
         return found
 
     def _other_path(self) -> list[str]:
-        """What this partition takes where L3 is elsewhere in the restore."""
+        """The time of a restore by the other value of option ``restore``."""
         if self.l3 == "overlapped":
-            costs = self.machine.costs(self.tokens, 0, "first")
-            first = simulate(costs, self.partition) * 1e3
-            option = "restore layerwise" if self.restore else "l3 first"
+            first = self._simulated(self.partition, self.tokens, "first") * 1e3
             return [
                 "L3 is read while layers are restored; all of it read first (HiCache's prefetch, "
-                f"--{option}) this partition takes {first:,.1f} ms"
+                f"--restore layerwise) this partition takes {first:,.1f} ms"
             ]
-        if self.restore != "layerwise":
-            return []
-        meanwhile = server_plan(self.profile, self.model, self.tokens, self.tp, "auto")
-        if meanwhile.l3 == "first":
+        meanwhile = replace(self, restore="auto")
+        if self.restore == "auto" or meanwhile.l3 == "first":
             return []
         return [
             "L3 is read before layers are restored; read meanwhile (--restore auto) a hit takes "
@@ -238,7 +230,7 @@ class PartitionPlan:
             "hardware": {"device": self.profile.device, "source": self.profile.source},
             "tokens": self.tokens,
             "tp": self.tp,
-            "l3": self.l3 if self.profile.l3 else "none",
+            "l3": self._l3,
             "restore": self.restore,
             "layers": asdict(self.partition),
             "bytes_per_token": self.bytes_per_token("mix"),
@@ -267,55 +259,33 @@ class PartitionPlan:
             "refused": at.refused,
         }
 
-    def _best(self, tokens: int) -> Partition:
-        """The best one for ``tokens`` tokens, if layers may be recomputed that are."""
-        machine = self.machine
-        server_may = bool(machine.recomputable) and self.tp == 1 and self._l3 != "overlapped"
-        anyhow = self.restore is None or server_may
-        return machine.fastest(tokens, self.l3, LAYER_METHODS if anyhow else ("hidden", "kv"))
-
     def _restored(self, tokens: int) -> Partition:
-        """How a server restores what it stores."""
+        """How a server restores the layers that it stores."""
         if self._l3 == "overlapped":
             return self.stored
         return self.stored.recomputing(self.machine.first_layers(tokens, 0))
 
+    def _simulated(self, partition: Partition, tokens: int, l3: L3Path) -> float:
+        return replace(self.machine, partition=partition).seconds(tokens, l3)
+
     def _unused(self, partition: Partition, tokens: int) -> float:
         """Seconds in which a server reads layers from L3 that it recomputes."""
-        if self.restore is None or partition != self._restored(tokens):
+        if partition != self._restored(tokens):
             return 0.0
         costs = self.machine.costs(tokens, 0, self.l3)
         return costs.reading(self.stored) - costs.reading(partition)
 
     def _seconds(self, partition: Partition, tokens: int) -> float:
-        seconds = simulate(self.machine.costs(tokens, 0, self.l3), partition)
-        seconds += self._unused(partition, tokens)
+        seconds = self._simulated(partition, tokens, self.l3) + self._unused(partition, tokens)
         if partition.recompute or not self.recomputes_front:
             return seconds
         return until_there(seconds, self.machine.prefill(tokens, 0))
 
     def _refuses(self, tokens: int) -> bool:
         """Whether a server computes such a hit: it judges as if all that is stored were read."""
-        judged = self.restore is not None and self.profile.l3 is not None
-        return judged and self.machine.prefill(tokens, 0) <= self._seconds(self.stored, tokens)
+        computing = self.machine.prefill(tokens, 0)
+        return self.profile.l3 is not None and computing <= self._seconds(self.stored, tokens)
 
     @property
     def _l3(self) -> L3Path:
         return self.l3 if self.profile.l3 is not None else "none"
-
-
-def server_plan(
-    profile: Profile, model: ModelShape, tokens: int, tp: int, restore: RestorePath
-) -> PartitionPlan:
-    """What a server does with option ``restore``, the others as they are by default.
-
-    Restores overlap with L3 where pages are our own, and ranks do not exchange hidden states. Bytes
-    are those of ``model``: see :func:`~hcache_backend.partition.encoded.encoded`.
-    """
-    alone = restore == "auto" and tp == 1
-    plan = PartitionPlan(profile, model, tokens, tp, "overlapped" if alone else "first", restore)
-    if model.latent:
-        return replace(plan, l3="first")
-    if restore == "auto" and not plan.stored.hidden:
-        return replace(plan, l3="overlapped")
-    return plan

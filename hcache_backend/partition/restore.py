@@ -16,7 +16,6 @@ from hcache_backend.partition.costs import (
     LayerMethod,
     Partition,
     describe,
-    layer_costs,
 )
 from hcache_backend.partition.model_shape import ModelShape
 from hcache_backend.partition.pipeline import (
@@ -83,10 +82,45 @@ class Restore:
     # ---- estimates; without a profile only `layer` and `first_layers` have an answer ----
 
     def costs(self, tokens: int, prefix: float = 0, l3: L3Path = "none") -> LayerCosts:
-        """The costs of one layer; arguments as of :func:`layer_costs`."""
+        """The costs of one layer.
+
+        Each rank has a device and a bus of the profile's; the ranks share L3.
+
+        Args:
+            tokens: Tokens that are restored.
+            prefix: Tokens before them that are on the device; recomputation attends to them.
+            l3: When L3 is read, if the profile has an L3.
+        """
         assert self.profile is not None and self.shape is not None
-        early_stop, sizes = not self.paper, {"prefix": int(prefix), "tp": self.ranks}
-        return layer_costs(self.profile, self.shape, tokens, l3=l3, early_stop=early_stop, **sizes)
+        profile, model, ranks = self.profile, self.shape, self.ranks
+        # A rank holds its share of the KV heads, at least one; a latent is on every rank.
+        kv_share = 1.0 if model.latent else -(-model.kv_heads // ranks) / model.kv_heads
+        hidden_share = 1 / ranks if profile.gathers else 1.0
+        projection = model.projection_flops * kv_share
+        pairs = tokens * int(prefix) + tokens * tokens / 2
+        c_tok = profile.dense.time(tokens * model.dense_flops / ranks)
+        c_tok += profile.attention.time(pairs * model.attention_flops / ranks)
+        # The engine leaves out attention and MLP of the last recomputed layer; the paper does not.
+        last = profile.projection.time(tokens * (model.query_flops / ranks + projection))
+        costs = LayerCosts(
+            io_h=profile.hidden_copy.time(tokens * model.hidden_bytes * hidden_share),
+            io_kv=profile.kv_load.time(tokens * model.kv_bytes * kv_share),
+            c_h=profile.projection.time(tokens * projection),
+            c_tok=c_tok,
+            c_tok_last=None if self.paper else min(c_tok, last),
+            slowdown=profile.recompute_slowdown,
+        )
+        if profile.l3 is None or l3 == "none":
+            return costs
+        l3_h = profile.l3.time(tokens * model.hidden_bytes)
+        l3_kv = profile.l3.time(tokens * model.kv_bytes)
+        if l3 == "overlapped":
+            return costs._replace(io_h=max(costs.io_h, l3_h), io_kv=max(costs.io_kv, l3_kv))
+        return costs._replace(l3_h=l3_h, l3_kv=l3_kv)
+
+    def seconds(self, tokens: int, l3: L3Path = "none") -> float:
+        """Seconds of a restore of ``tokens`` tokens by :attr:`partition`, as the paper counts."""
+        return simulate(self.costs(tokens, 0, l3), self.partition)
 
     def layer(self, tokens: int, prefix: float) -> float:
         """Seconds to recompute one layer of ``tokens`` tokens behind ``prefix``.
@@ -111,16 +145,14 @@ class Restore:
 
         An eager restore has only the last pages left to do by then.
         """
-        return simulate(self.costs(tokens), self.partition) / (READ_BATCHES if self.eager else 1)
+        return self.seconds(tokens) / (READ_BATCHES if self.eager else 1)
 
     def first_layers(self, tokens: int, prefix: int, slowdown: float = 1.0) -> int:
-        """How many of the first layers a restore from host memory recomputes.
+        """Number of first layers that a restore of ``tokens`` from host memory recomputes.
 
         Args:
-            tokens: Tokens that are restored.
-            prefix: Tokens before them.
-            slowdown: How many times as long as by the profile recomputation takes at this moment;
-                infinite: only what must be recomputed is.
+            slowdown: Present time of a recomputation relative to the profile. With infinity only
+                the layers that are not stored are recomputed.
         """
         least = min(self.partition.recompute, self.recomputable)
         if not self.recomputable or self.profile is None or self.shape is None or not tokens:
@@ -141,9 +173,8 @@ class Restore:
         """The partition whose restores of ``tokens`` tokens are the fastest, of those ``allowed``.
 
         Args:
-            methods: Those that may be used; None: those that servers store. They store every layer:
-                without first layers they would save disk, but hits in host memory and faster disks
-                want these, and a restore may recompute layers that are stored.
+            methods: Methods that may be used. None: those that servers store. Servers store every
+                layer: hits in host memory want the first ones, and a restore may recompute them.
         """
         assert self.shape is not None
         stored: set[LayerMethod] = {"hidden", "kv"} if self.shape.hidden_is_smaller else {"kv"}

@@ -14,7 +14,7 @@ from bench.harness.server import Server
 from hcache_backend.cli.metrics_page import METRICS_LAG_S, MetricsPage, fetch
 from hcache_backend.partition.fleet import Conversations, FleetPlan
 from hcache_backend.partition.model_config import read_model
-from hcache_backend.partition.plan import server_plan
+from hcache_backend.partition.plan import PartitionPlan
 from hcache_backend.partition.profile import Profile, Rate
 from tests.engine.harness.conversations import Conversation, converse, make_conversations
 from tests.engine.harness.ours import assert_own_pages_of_kv, our_server, stored_pages
@@ -36,7 +36,7 @@ def planned(model: Path) -> FleetPlan:
         device="cpu", source="this test", dtype="float32", l3=Rate(per_second=L3_RATE),
         hidden_copy=fast, kv_load=fast, projection=fast, dense=slow, attention=slow,
     )  # fmt: skip
-    plan = server_plan(machine, read_model(model / "config.json"), HISTORY, 1, "auto")
+    plan = PartitionPlan(machine, read_model(model / "config.json"), HISTORY, 1, "auto")
     per_hour = 3600 / (COUNT * TURN_EVERY_S)
     return FleetPlan(plan, Conversations(COUNT, per_hour, NEW), 1)
 

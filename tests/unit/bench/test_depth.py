@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from bench.depth import DRAWN, LENGTHS, MODELS, compute, draw
 from bench.staircase import Depth, DepthCosts, depth_costs
-from hcache_backend.partition.costs import LayerCosts, Partition, layer_costs
+from hcache_backend.partition.costs import LayerCosts, Partition
 from hcache_backend.partition.model_shape import ModelShape
 from hcache_backend.partition.profile import Profile, Rate
-from tests.unit.partition.pipelines import machine_of, models, public_model
+from tests.unit.partition.pipelines import layer_costs, machine_of, models, public_model
 
 RESULTS = Path(__file__).resolve().parents[3] / "bench" / "results" / "depth.json"
 PAGE = 16

@@ -20,7 +20,7 @@ from bench.pyramid import (
     recomputation,
     table_lines,
 )
-from hcache_backend.partition.costs import layer_costs
+from tests.unit.partition.pipelines import layer_costs
 
 RESULTS = Path(__file__).resolve().parents[3] / "bench" / "results" / "pyramid.json"
 

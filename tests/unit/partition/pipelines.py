@@ -8,10 +8,11 @@ from pathlib import Path
 
 from hypothesis import strategies as st
 
-from hcache_backend.partition.costs import LayerCosts, Partition
+from hcache_backend.partition.costs import L3Path, LayerCosts, Partition
 from hcache_backend.partition.model_config import read_model
 from hcache_backend.partition.model_shape import ModelShape
 from hcache_backend.partition.profile import Profile, Rate
+from hcache_backend.partition.restore import Restore
 
 CONFIGS = Path(__file__).parent / "configs"
 
@@ -113,3 +114,18 @@ def machine_of(l3: Rate | None, *rates: Rate) -> Profile:
     names = ("hidden_copy", "kv_load", "projection", "dense", "attention")
     measured = dict(zip(names, rates, strict=True))
     return Profile(device="any", source="test", dtype="bfloat16", l3=l3, **measured)
+
+
+def layer_costs(
+    profile: Profile,
+    model: ModelShape,
+    tokens: int,
+    *,
+    prefix: int = 0,
+    tp: int = 1,
+    l3: L3Path = "overlapped",
+    early_stop: bool = False,
+) -> LayerCosts:
+    """Costs of one layer, as the paper counts unless recomputation stops early."""
+    restore = Restore(profile, model, Partition(0, 0, model.layers), tp, paper=not early_stop)
+    return restore.costs(tokens, prefix, l3)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bench.paper import makespan
-from hcache_backend.partition.costs import Partition, layer_costs
+from hcache_backend.partition.costs import Partition
 from hcache_backend.partition.model_shape import ModelShape
 from hcache_backend.partition.pipeline import search, simulate
 from hcache_backend.partition.presets import (
@@ -15,7 +15,7 @@ from hcache_backend.partition.presets import (
     preset_profile,
 )
 from hcache_backend.partition.profile import CopyWay, Rate
-from tests.unit.partition.pipelines import public_model
+from tests.unit.partition.pipelines import layer_costs, public_model
 
 
 def opt(**changes: int) -> ModelShape:

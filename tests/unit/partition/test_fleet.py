@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from hcache_backend.cli.main import app
 from hcache_backend.partition.fleet import Conversations, FleetPlan
-from hcache_backend.partition.plan import server_plan
+from hcache_backend.partition.plan import PartitionPlan
 from hcache_backend.partition.presets import preset_profile
 from hcache_backend.partition.profile import Rate
 from tests.unit.partition.pipelines import CONFIGS, public_model
@@ -29,7 +29,7 @@ def fleet(
     ssds: int = 4,
 ) -> FleetPlan:
     profile = preset_profile("h100", ssds)
-    plan = server_plan(profile, public_model(model), TOKENS, 1, "auto")
+    plan = PartitionPlan(profile, public_model(model), TOKENS, 1, "auto")
     return FleetPlan(plan, Conversations(number, turns, new), replicas)
 
 

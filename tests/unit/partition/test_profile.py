@@ -16,7 +16,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from hcache_backend.config import HCacheConfig
-from hcache_backend.partition.costs import layer_costs
 from hcache_backend.partition.disk import read_rate
 from hcache_backend.partition.measure import OPERATIONS, Bench, Point, Prepare, Work, fit, measure
 from hcache_backend.partition.model_shape import Latent, ModelShape
@@ -31,6 +30,7 @@ from hcache_backend.partition.profile import (
     processor_name,
 )
 from hcache_backend.store import FileOps
+from tests.unit.partition.pipelines import layer_costs
 
 TINY = ModelShape(
     family="llama",

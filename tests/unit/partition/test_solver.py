@@ -16,7 +16,6 @@ from hcache_backend.partition.costs import (
     LayerCosts,
     LayerMethod,
     Partition,
-    layer_costs,
 )
 from hcache_backend.partition.model_shape import ModelShape
 from hcache_backend.partition.pipeline import (
@@ -29,6 +28,7 @@ from hcache_backend.partition.presets import preset_profile
 from tests.unit.partition.pipelines import (
     all_partitions,
     any_costs,
+    layer_costs,
     machine,
     models,
     public_model,

@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 
 from bench.paper import makespan
 from bench.token_wise import TILE, TokenSplit, token_wise_costs, token_wise_makespan
-from hcache_backend.partition.costs import LayerCosts, Partition, layer_costs
+from hcache_backend.partition.costs import LayerCosts, Partition
 from hcache_backend.partition.pipeline import search
 from hcache_backend.partition.presets import preset_profile
 from hcache_backend.partition.profile import Profile, Rate
-from tests.unit.partition.pipelines import machine_of, public_model
+from tests.unit.partition.pipelines import layer_costs, machine_of, public_model
 
 TOKENS = 8 * TILE
 MODEL = public_model("opt-350m")

@@ -18,7 +18,7 @@ from hcache_backend.engine.startup.refusals import eager_refusal
 from hcache_backend.partition.encoded import PlannedCodec, encoded
 from hcache_backend.partition.model_config import read_dtype
 from hcache_backend.partition.model_shape import ModelShape
-from hcache_backend.partition.plan import PartitionPlan, RestorePath, server_plan
+from hcache_backend.partition.plan import PartitionPlan, RestorePath
 from hcache_backend.partition.presets import preset_profile
 from hcache_backend.partition.profile import Rate
 from hcache_backend.partition.restore import Restore
@@ -38,7 +38,7 @@ def stored_shape(name: str, tp: int, codec: PlannedCodec = "auto") -> ModelShape
 
 def planned(name: str, tp: int, rate: float, tokens: int, restore: RestorePath) -> PartitionPlan:
     profile = preset_profile("h100").model_copy(update={"l3": Rate(per_second=rate)})
-    return server_plan(profile, stored_shape(name, tp), tokens, tp, restore)
+    return PartitionPlan(profile, stored_shape(name, tp), tokens, tp, restore)
 
 
 def slices(plan: PartitionPlan) -> Recomputing:
