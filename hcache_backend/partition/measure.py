@@ -208,47 +208,18 @@ class Bench:
         return prepare
 
     def _dense(self) -> Prepare:
-        model = self.model
-        chains = self._before_attention()
-        output = self._rows(model.hidden, model.heads * model.value_dim)
-        up = [self._rows(model.mlp_width, model.hidden) for _ in range(1 + model.gated)]
-        down = self._rows(model.hidden, model.mlp_width)
+        weights = [self._rows(after, before) for before, after in self.model.dense_products]
 
         def prepare(tokens: int) -> tuple[float, Work]:
-            hidden = self._rows(tokens, model.hidden)
-            attended = self._rows(tokens, model.heads * model.value_dim)
+            rows = {width: self._rows(tokens, width) for width in {w.shape[1] for w in weights}}
 
-            def work() -> torch.Tensor:
-                for chain in chains:
-                    rows = hidden
-                    for weight in chain:
-                        rows = functional.linear(rows[:, : weight.shape[1]], weight)
-                rows = hidden + functional.linear(attended, output)
-                inner = functional.silu(functional.linear(rows, up[0]))
-                if model.gated:
-                    inner = inner * functional.linear(rows, up[1])
-                return rows + functional.linear(inner, down)
+            def work() -> None:
+                for weight in weights:
+                    functional.silu(functional.linear(rows[weight.shape[1]], weight), inplace=True)
 
-            return tokens * model.dense_flops, work
+            return tokens * self.model.dense_flops, work
 
         return prepare
-
-    def _before_attention(self) -> list[list[torch.Tensor]]:
-        """Chains of weights that begin at the hidden state and end in Q, K and V."""
-        model = self.model
-        queries = model.heads * model.head_dim
-        if model.latent is None:
-            return [[self._rows(queries + model.kv_width, model.hidden)]]
-        key_dim = model.head_dim - model.latent.rope_dim
-        expanded = model.heads * (key_dim + model.value_dim)
-        key_value = [
-            self._rows(model.kv_width, model.hidden),
-            self._rows(expanded, model.latent.rank),
-        ]
-        inner = model.latent.query_rank
-        if inner is None:
-            return [[self._rows(queries, model.hidden)], key_value]
-        return [[self._rows(inner, model.hidden), self._rows(queries, inner)], key_value]
 
     def _attention(self) -> Prepare:
         model = self.model

@@ -109,23 +109,32 @@ class ModelShape(BaseModel):
         return 2 * self.hidden * self.kv_width
 
     @property
-    def query_flops(self) -> int:
-        """The queries, from the hidden state."""
+    def query_products(self) -> list[tuple[int, int]]:
+        """Widths before and after the products that make queries from the hidden state."""
         queries = self.heads * self.head_dim
         if self.latent and self.latent.query_rank:
-            return 2 * self.latent.query_rank * (self.hidden + queries)
-        return 2 * self.hidden * queries
+            return [(self.hidden, self.latent.query_rank), (self.latent.query_rank, queries)]
+        return [(self.hidden, queries)]
+
+    @property
+    def dense_products(self) -> list[tuple[int, int]]:
+        """Widths before and after every product of a forward pass but attention."""
+        found = [*self.query_products, (self.hidden, self.kv_width)]
+        if self.latent:
+            key_dim = self.head_dim - self.latent.rope_dim
+            found.append((self.latent.rank, self.heads * (key_dim + self.value_dim)))
+        found.append((self.heads * self.value_dim, self.hidden))
+        found += [(self.hidden, self.mlp_width)] * (2 if self.gated else 1)
+        return [*found, (self.mlp_width, self.hidden)]
+
+    @property
+    def query_flops(self) -> int:
+        return sum(2 * before * after for before, after in self.query_products)
 
     @property
     def dense_flops(self) -> int:
         """A forward pass without attention: the paper's ``24 D^2`` for MHA and an MLP of 4 D."""
-        expand = 0
-        if self.latent:
-            key_dim = self.head_dim - self.latent.rope_dim
-            expand = self.latent.rank * self.heads * (key_dim + self.value_dim)
-        output = self.heads * self.value_dim * self.hidden
-        mlp = self.hidden * self.mlp_width * (3 if self.gated else 2)
-        return self.query_flops + self.projection_flops + 2 * (expand + output + mlp)
+        return sum(2 * before * after for before, after in self.dense_products)
 
     @property
     def attention_flops(self) -> int:
