@@ -24,8 +24,8 @@ from typing import Any
 
 import torch
 
+from hcache_backend.arena import Arena
 from hcache_backend.capture import staging
-from hcache_backend.capture.shadows import ShadowArena
 from hcache_backend.capture.staging import StagedCapture, Staging
 from hcache_backend.engine.capture_hooks import HiddenCapture
 from hcache_backend.page import PageLayout, hidden_layer
@@ -58,7 +58,7 @@ class Steps:
         codec = make_codec("none", WIDTH, torch.float32)
         layout = PageLayout(PAGE, (hidden_layer(PAGE, codec.row_bytes, WIDTH),) * layers)
         memory = torch.zeros((PAGES, layout.page_bytes), dtype=torch.uint8)
-        arena = ShadowArena(memory.numpy(), layout, 1, PAGES - 1, lambda page: None)
+        arena = Arena(memory.numpy(), layout, 1, PAGES - 1, lambda page: None)
         room = Staging(layers, WIDTH, torch.float32, 4 * tokens, "cpu")
         self._capture = StagedCapture(arena, memory, room, range(layers), codec)
         self._hooks: HiddenCapture | None = None

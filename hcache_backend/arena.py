@@ -1,39 +1,135 @@
 """The arena: our pages in one piece of pinned host memory, by the numbers that HiCache gives them.
 
-Bookkeeping on the CPU. Any thread may use what is here for pages that it owns.
+HiCache's index of a host page is logical: a table says which physical page it is at present. If
+layers are captured, every page of the device's KV pool owns one more physical page, its *shadow*.
+Capture writes the rows of its tokens there. To back up a device page is to exchange the two table
+entries, so that a backup copies no hidden states.
+
+- Every physical page is in exactly one table entry, always.
+- Rows belong to one allocation of their slot. Allocating a slot again, or loading other KV into it,
+  makes its rows void; results of a step that began before that no longer count for it.
+- After a backup, or a load, the rows of a device page live in a host page, its *home*. When
+  HiCache frees that while the tokens are still on the device (``write_back`` does), the two entries
+  are exchanged once more: the shadow has the rows again, and the page can be backed up again.
+- A page that was loaded cannot be backed up again.
+- Rows that were recomputed come to a host page without a shadow. It counts once they are there.
+- A page with rows that the codec cannot hold lacks all layers (``keeps_unfit``), or it is as one
+  with lost rows.
+
+:meth:`Arena.depth` is the only answer to the question whether a page can be used. Bookkeeping on
+the CPU, for the scheduler thread. Any thread may use ``physical``, ``pages``, ``depth`` and
+``expect`` for pages that it owns.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import numpy as np
 import numpy.typing as npt
 
-from hcache_backend.page import PageLayout
+from hcache_backend.page import NO_NAMESPACE, WRITER_BYTES, PageLayout
 
 Ids = npt.NDArray[np.int64]
 
+NOT_SETTLED = -1
+"""Depth of a page of which it is not known yet whether its layers are there."""
+
+
+class _RowState:
+    """What is known of the rows of one slot, all layers together; an enum would take time."""
+
+    VOID = 0
+    PROMISED = 1  # the step was launched; that every layer was written is not proven yet
+    PROVEN = 2
+    UNFIT = 3  # the codec cannot hold a row of it
+
+
+class Verdict:
+    """What the device says of a row that was promised, in the numbers of ``judge_rows``."""
+
+    MISSING = 0  # a layer's copy did not happen
+    WRITTEN = 1
+    UNFIT = 2  # the codec cannot hold it in a layer
+
+
+class Lost(NamedTuple):
+    """Numbers of promised rows that were not stored."""
+
+    missing: int
+    unfit: int
+
+
+_NONE_LOST = Lost(0, 0)
+
+
+class ShadowChanges(NamedTuple):
+    """New shadows of device pages, int64 ``[n]`` each; captures from now on must use them."""
+
+    device_pages: Ids
+    physical: Ids
+
 
 class Arena:
-    """Host pages, and which of them are lost.
+    """Page tables, validity of rows, and the tokens of every slot.
 
     Args:
-        memory: uint8 ``[pages, page_bytes]``; only headers are written here.
+        memory: uint8 ``[host_pages + device_pages, page_bytes]``; only headers are written here.
+        host_pages: Pages that HiCache may allocate.
+        device_pages: Pages of the device's KV pool, the padding page included; 0: no layer is
+            captured, and pages get their headers when they go to L3.
+        stamp: Writes the header of a page that is complete: ``stamp(page)`` with uint8
+            ``[page_bytes]``, positions and token ids already in place.
+        keeps_unfit: Whether pages are backed up although the codec cannot hold rows of them: they
+            lack all layers, but say which tokens they are of.
 
     Raises:
         ValueError: The memory has another shape.
     """
 
-    def __init__(self, memory: npt.NDArray[np.uint8], layout: PageLayout, pages: int) -> None:
-        wanted = (pages, layout.page_bytes)
-        if memory.shape != wanted or pages < 1:
+    def __init__(
+        self,
+        memory: npt.NDArray[np.uint8],
+        layout: PageLayout,
+        host_pages: int,
+        device_pages: int = 0,
+        stamp: Callable[[npt.NDArray[np.uint8]], None] = lambda page: None,
+        *,
+        keeps_unfit: bool = False,
+    ) -> None:
+        wanted = (host_pages + device_pages, layout.page_bytes)
+        if host_pages < 1:
+            raise ValueError(f"{host_pages} host pages: the arena needs at least one")
+        if memory.shape != wanted:
             raise ValueError(f"memory is {memory.shape}, the arena needs {wanted}")
         self.memory = memory
         self.layout = layout
-        self._lost_pages = np.zeros(pages, np.bool_)  # by physical page
+        self._lost_pages = np.zeros(len(memory), np.bool_)  # by physical page
+        self._pending: dict[int, Ids] = {}  # by host page, all those that are settled with it
+        self._stamp = stamp
+        self.keeps_unfit = keeps_unfit
+        slots = device_pages * layout.page_size
+        self._host = np.arange(host_pages, dtype=np.int64)
+        self._shadow = np.arange(host_pages, host_pages + device_pages, dtype=np.int64)
+        self._clock = 0
+        self._generation = np.zeros(slots, np.int64)  # clock when the slot's rows last became void
+        self._rows = np.zeros(slots, np.uint8)
+        self._lost = np.zeros(slots, np.bool_)  # filled since, and a row of it is not there
+        self._positions = np.zeros(slots, np.int32)
+        self._token_ids = np.zeros(slots, np.int32)
+        self._tenant = np.full(host_pages, -1, np.int64)  # device page whose tokens it holds
+        self._home = np.full(device_pages, -1, np.int64)  # the same link from the other side
+        self._unproven: set[int] = set()  # host pages that wait for the proof of their rows
+        self._recomputed: set[int] = set()  # pending pages whose rows do not come from shadows
+        self._blank_header = np.empty(layout.header_bytes, np.uint8)
+        layout.begin(self._blank_header, NO_NAMESPACE, bytes(WRITER_BYTES))
+
+    # ---- pages ----
 
     def physical(self, host_pages: Ids) -> Ids:
         """Pages of the memory that hold ``host_pages``, int64 of the same shape."""
-        return host_pages
+        return self._host[host_pages]
 
     def pages(self, host_pages: Ids, *, header: bool = False) -> list[npt.NDArray[np.uint8]]:
         """Views of ``host_pages`` (int64 ``[pages]``), uint8 ``[page_bytes]`` each.
@@ -50,19 +146,295 @@ class Arena:
         Does nothing. NumPy's accesses show in no stream: this is where tests/order sees them.
         """
 
-    def lost(self, host_pages: Ids) -> npt.NDArray[np.bool_]:
-        """Of which pages no segment is there, bool ``[pages]``; of the others all are there."""
-        return self._lost_pages[self.physical(host_pages)]
+    def depth(self, host_pages: Ids) -> Ids:
+        """Number of layers that each page lacks, int64 ``[pages]``: 0, all of them, or
+        :data:`NOT_SETTLED`."""
+        layers = np.int64(len(self.layout.layers))
+        depths = self._lost_pages[self.physical(host_pages)] * layers
+        if self._pending or self._unproven:
+            waits = [p in self._pending or p in self._unproven for p in host_pages.tolist()]
+            depths[np.array(waits, np.bool_)] = NOT_SETTLED
+        return depths
 
     def complete(self, host_pages: Ids) -> None:
-        """All segments of the pages are there, or on their way."""
+        """All layers of the pages are there, or on their way."""
+        self.settle(host_pages)
         self._lost_pages[self.physical(host_pages)] = False
 
     def lose(self, host_pages: Ids) -> None:
-        """No segment of the pages is there, and none is on its way."""
+        """No layer of the pages is there, and none is on its way."""
         self._lost_pages[self.physical(host_pages)] = True
 
     def expect(self, host_pages: Ids) -> None:
         """The pages are about to be read from L3."""
         self.host_access(self.physical(host_pages), write=True)
         self.complete(host_pages)
+
+    def wait_for(self, host_pages: Ids) -> None:
+        """The pages are not settled until :meth:`arrived` gets the same array, or they are written
+        anew."""
+        self._pending |= dict.fromkeys(host_pages.tolist(), host_pages)
+
+    def settle(self, host_pages: Ids) -> None:
+        """All that was to be known of the pages is known."""
+        for page in host_pages.tolist() if self._pending else ():
+            self._pending.pop(page, None)
+            self._recomputed.discard(page)
+
+    def arrived(self, host_pages: Ids, fits: npt.NDArray[np.bool_]) -> Ids:
+        """Pages (int64 ``[p]``) are settled, if they are not another's meanwhile.
+
+        Those that the codec does not hold (``fits`` is False, bool ``[p]``) lack all layers;
+        recomputed ones are stamped.
+
+        Returns:
+            The pages that were lost.
+        """
+        own = np.array([self._pending.get(p) is host_pages for p in host_pages.tolist()], np.bool_)
+        recomputed = np.array([p in self._recomputed for p in host_pages.tolist()], np.bool_) & own
+        self.settle(host_pages[own])
+        lost = host_pages[own & ~fits]
+        self.lose(lost)
+        self._move_out(host_pages[recomputed & ~fits])
+        self._stamp_all(host_pages[recomputed])
+        return lost
+
+    def _stamp_all(self, host_pages: Ids) -> None:
+        physical = self._host[host_pages]
+        self.host_access(physical, write=True, header=True)
+        for page in physical.tolist():
+            self._stamp(self.memory[page])
+
+    # ---- rows ----
+
+    @property
+    def shadows(self) -> Ids:
+        """Shadow of every device page, int64 ``[device_pages]``; a copy."""
+        return self._shadow.copy()
+
+    def allocated(self, slots: Ids) -> None:
+        """``slots`` (int64 ``[n]``) were allocated: what they held is void."""
+        self._leave_home(slots // self.layout.page_size)
+        self._void(slots)
+        self._lost[slots] = False
+
+    def not_captured(self, slots: Ids) -> None:
+        """``slots`` (int64 ``[n]``) are filled by a forward pass that leaves no rows."""
+        self.allocated(slots)
+        self._lost[slots] = True
+
+    @property
+    def none_lost(self) -> bool:
+        """Whether no slot that a forward pass filled lacks its rows, as far as is known."""
+        return not self._lost.any()
+
+    def begin(self, slots: Ids, positions: Ids, token_ids: Ids, *, promised: bool = True) -> int:
+        """A forward pass that fills ``slots`` with these tokens was launched, and with it, if
+        ``promised``, everything that captures its rows.
+
+        Returns:
+            The step's ticket, for :meth:`prove`.
+        """
+        self._leave_home(slots // self.layout.page_size)
+        self._refill(slots, _RowState.PROMISED if promised else _RowState.VOID)
+        self._lost[slots] = not promised
+        self._positions[slots] = positions
+        self._token_ids[slots] = token_ids
+        return self._clock
+
+    def prove(self, slots: Ids, ticket: int, verdicts: npt.NDArray[np.uint8]) -> Lost:
+        """What became of the rows of a step: a :class:`Verdict` for each slot.
+
+        Returns:
+            Rows that are lost although their slot still belongs to the step.
+        """
+        due = (self._generation[slots] == ticket) & (self._rows[slots] == _RowState.PROMISED)
+        written = verdicts == Verdict.WRITTEN
+        if np.count_nonzero(written) == len(written):
+            self._rows[slots[due]] = _RowState.PROVEN
+            self._finish_unproven()
+            return _NONE_LOST
+        self._rows[slots[due & written]] = _RowState.PROVEN
+        missing = slots[due & (verdicts == Verdict.MISSING)]
+        unfit = slots[due & (verdicts == Verdict.UNFIT)]
+        lost = missing if self.keeps_unfit else np.concatenate((missing, unfit))
+        self._void(lost)
+        self._lost[lost] = True
+        self._rows[unfit] = _RowState.UNFIT
+        self._finish_unproven()
+        return Lost(len(missing), len(unfit))
+
+    # ---- backup and load ----
+
+    def problem(self, slots: Ids) -> str | None:
+        """Why the whole pages of ``slots`` (int64 ``[pages * page_size]``) cannot be backed up."""
+        size = self.layout.page_size
+        positions = self._positions[slots]
+        pages = slots[::size] // size
+        if not np.array_equal(slots, (pages[:, None] * size + np.arange(size)).ravel()):
+            return "slots are not whole pages"
+        rows = self._rows[slots]
+        if not self.keeps_unfit and (rows == _RowState.UNFIT).any():
+            return "rows not encodable"
+        if (rows == _RowState.VOID).any():
+            return "rows not valid"
+        if (self._home[pages] >= 0).any():
+            return "rows backed up already"
+        first = int(positions[0])
+        wanted = np.arange(first, first + len(positions), dtype=np.int32)
+        if first % size or not np.array_equal(positions, wanted):
+            return "positions not consecutive"
+        return None
+
+    def swap(self, slots: Ids, host_pages: Ids) -> ShadowChanges:
+        """Back up the pages of ``slots``: their shadows become ``host_pages`` (int64 ``[pages]``).
+
+        :meth:`problem` must have found nothing. Transfers to the shadows may still be under way.
+        """
+        size = self.layout.page_size
+        pages = slots[::size] // size
+        filled, empty = self._shadow[pages], self._host[host_pages]
+        self._host[host_pages], self._shadow[pages] = filled, empty
+        self._move_in(host_pages, pages)
+        self.complete(host_pages)
+        self.host_access(filled, write=True, header=True)
+        self.memory[filled, : self.layout.header_bytes] = self._blank_header
+        self.layout.positions(self.memory)[filled] = self._positions[slots].reshape(-1, size)
+        self.layout.token_ids(self.memory)[filled] = self._token_ids[slots].reshape(-1, size)
+        self._unproven.update(host_pages.tolist())
+        self._finish_unproven()
+        return ShadowChanges(pages, empty)
+
+    def spoil(self, host_pages: Ids) -> None:
+        """HiCache allocated ``host_pages`` for tokens whose rows are not there."""
+        self.complete(host_pages)
+        self.host_access(self._host[host_pages], write=True, header=True)
+        self.memory[self._host[host_pages], : self.layout.header_bytes] = self._blank_header
+
+    def whole(self, host_pages: Ids) -> bool | None:
+        """Whether all rows of ``host_pages`` are there; None: it is not known yet."""
+        depths = self.depth(host_pages)
+        if (depths == NOT_SETTLED).any():
+            return None
+        stamped = map(self.layout.is_stamped, self.memory[self._host[host_pages]])
+        return not depths.any() and (not len(self._shadow) or all(stamped))
+
+    def unfit_rows(self, slots: Ids) -> npt.NDArray[np.bool_]:
+        """Of which of ``slots`` (``[n]``) it cannot hold rows, as far as is known; bool ``[n]``."""
+        return self._rows[slots] == _RowState.UNFIT
+
+    def recomputed(self, host_pages: Ids, positions: Ids, token_ids: Ids) -> None:
+        """Tokens (int64 ``[n]`` each) are recomputed and then copied to ``host_pages``;
+        :meth:`arrived` gets the same array then."""
+        self.complete(host_pages)
+        self.wait_for(host_pages)
+        if not len(self._shadow):
+            return  # headers come when pages go to L3
+        size, physical = self.layout.page_size, self._host[host_pages]
+        self.host_access(physical, write=True, header=True)
+        self.memory[physical, : self.layout.header_bytes] = self._blank_header
+        self.layout.positions(self.memory)[physical] = positions.reshape(-1, size)
+        self.layout.token_ids(self.memory)[physical] = token_ids.reshape(-1, size)
+        self._recomputed.update(host_pages.tolist())
+
+    def loaded(self, slots: Ids, host_pages: Ids) -> None:
+        """``slots`` were allocated anew and will hold the tokens of ``host_pages``.
+
+        Their rows are in these pages. The codec does not hold those of a lost page.
+        """
+        size = self.layout.page_size
+        pages = slots[::size] // size
+        physical = self._host[host_pages]
+        self._leave_home(pages)
+        self.host_access(physical, write=False, header=True)
+        self._positions[slots] = self.layout.positions(self.memory)[physical].ravel()
+        self._token_ids[slots] = self.layout.token_ids(self.memory)[physical].ravel()
+        self._move_in(host_pages, pages)
+        lost = np.repeat(self._lost_pages[physical], size)
+        self._rows[slots] = np.where(lost, _RowState.UNFIT, _RowState.PROVEN)
+
+    def _finish_unproven(self) -> None:
+        """Stamp the pages whose rows are all there; a page that lost one is never stamped."""
+        if not self._unproven:
+            return
+        host_pages = np.fromiter(self._unproven, np.int64)
+        rows = self._rows.reshape(-1, self.layout.page_size)[self._tenant[host_pages]]
+        proven = self._kept(rows)
+        unfit = (rows == _RowState.UNFIT).any(1)
+        lost = (rows == _RowState.VOID).any(1) | (unfit & ~np.bool_(self.keeps_unfit))
+        self.lose(host_pages[unfit])
+        self._stamp_all(host_pages[proven])
+        self._unproven.difference_update(host_pages[proven | lost].tolist())
+
+    def _kept(self, rows: npt.NDArray[np.uint8]) -> npt.NDArray[np.bool_]:
+        """Which pages can be restored by states of their rows ``[pages, page_size]``."""
+        kept = rows == _RowState.PROVEN
+        if self.keeps_unfit:
+            kept |= rows == _RowState.UNFIT
+        return np.asarray(kept.all(1))
+
+    # ---- host pages ----
+
+    def host_freed(self, host_pages: Ids) -> ShadowChanges:
+        """HiCache freed ``host_pages``: tokens still on the device take their rows back.
+
+        All that happened to their slots must be known here, and recomputed rows be there.
+        """
+        self.settle(host_pages)
+        linked = host_pages[self._tenant[host_pages] >= 0]
+        rows = self._rows.reshape(-1, self.layout.page_size)[self._tenant[linked]]
+        back = linked[self._kept(rows)]
+        pages = self._tenant[back]
+        self._host[back], self._shadow[pages] = self._shadow[pages], self._host[back]
+        self._home[pages] = -1
+        self._tenant[back] = -1
+        self._move_out(host_pages)
+        return ShadowChanges(pages, self._shadow[pages])
+
+    def host_dropped(self, host_pages: Ids) -> None:
+        """HiCache freed ``host_pages``, and their tokens are not on the device any more."""
+        self.settle(host_pages)
+        self._move_out(host_pages)
+
+    def clear(self) -> None:
+        """Every host page and every slot was freed; all rows are void."""
+        self._void(slice(None))
+        self._lost[:] = False
+        self._tenant[:] = -1
+        self._home[:] = -1
+        self._unproven.clear()
+        self._pending.clear()
+        self._recomputed.clear()
+
+    # ---- links between device pages and host pages ----
+
+    def _move_in(self, host_pages: Ids, device_pages: Ids) -> None:
+        self._move_out(host_pages)
+        self._tenant[host_pages] = device_pages
+        self._home[device_pages] = host_pages
+
+    def _move_out(self, host_pages: Ids) -> None:
+        """Cut the links: rows that were in these host pages are in no shadow, so they are void."""
+        tenants = self._tenant[host_pages]
+        tenants = tenants[tenants >= 0]
+        size = self.layout.page_size
+        self._void((tenants[:, None] * size + np.arange(size)).ravel())
+        self._home[tenants] = -1
+        self._tenant[host_pages] = -1
+        self._unproven.difference_update(host_pages.tolist())
+
+    def _void(self, slots: Ids | slice) -> None:
+        """Rows of ``slots`` are gone."""
+        self._refill(slots, _RowState.VOID)
+
+    def _refill(self, slots: Ids | slice, state: int) -> None:
+        """``slots`` have other rows; a proof that is still on its way is not for them."""
+        self._clock += 1
+        self._generation[slots] = self._clock
+        self._rows[slots] = state
+
+    def _leave_home(self, device_pages: Ids) -> None:
+        homes = self._home[device_pages]
+        homes = homes[homes >= 0]
+        if len(homes):
+            self._move_out(np.unique(homes))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from hcache_backend.capture.shadows import ShadowArena
+from hcache_backend.arena import Arena
 from hcache_backend.restore.eager import EagerRestores
 
 
-def assert_sound_arena(arena: ShadowArena) -> None:
+def assert_sound_arena(arena: Arena) -> None:
     """No physical page is lost or in two places, and every link has two sides."""
     every = np.sort(np.concatenate((arena._host, arena._shadow)))
     assert np.array_equal(every, np.arange(len(arena.memory))), "a page is lost or doubled"

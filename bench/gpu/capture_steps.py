@@ -12,7 +12,7 @@ from bench.gpu.program import Device
 from bench.gpu.restore_methods import History
 from bench.gpu.restore_models import Layer
 from bench.gpu.shapes import PAGE, Shape
-from hcache_backend.capture.shadows import ShadowArena
+from hcache_backend.arena import Arena
 from hcache_backend.capture.staging import StagedCapture, Staging
 from hcache_backend.page import PageLayout, hidden_layer
 from hcache_backend.restore.layers import RestoredLayer
@@ -38,7 +38,7 @@ class Saving:
         pages = -(-tokens // PAGE) + 1  # slot 0 belongs to the padding page
         self.memory = device.pinned(pages + 1, layout.page_bytes)
         self.memory.fill_(0xEE)
-        self.arena = ShadowArena(self.memory.numpy(), layout, 1, pages, lambda page: None)
+        self.arena = Arena(self.memory.numpy(), layout, 1, pages, lambda page: None)
         self.staging = Staging(shape.layers, shape.hidden, device.dtype, places, device.kind)
         self.capture = StagedCapture(
             self.arena, self.memory, self.staging, range(shape.layers), self.codec

@@ -30,7 +30,7 @@ from bench.gpu.program import Device
 from bench.gpu.shapes import PAGE
 from bench.harness.report import markdown
 from hcache_backend import streams
-from hcache_backend.capture.shadows import ShadowArena
+from hcache_backend.arena import Arena
 from hcache_backend.page import RECOMPUTED, PageLayout, hidden_layer
 from hcache_backend.restore.layers import Recompute, RestoredLayer
 from hcache_backend.restore.pipeline import RestorePipeline
@@ -91,7 +91,7 @@ class Scene:
         first = BEFORE * PAGE
         tokens = np.arange(first, first + RESTORED * PAGE).reshape(RESTORED, PAGE)
         layout.positions(self.memory.numpy())[:RESTORED] = tokens
-        arena = ShadowArena(self.memory.numpy(), layout, RESTORED, 1, lambda page: None)
+        arena = Arena(self.memory.numpy(), layout, RESTORED, 1, lambda page: None)
         self.pages = np.arange(RESTORED, dtype=np.int64)
         self.physical = arena.physical(self.pages)
         kv = torch.zeros((BEFORE + RESTORED) * PAGE, WIDTH, dtype=torch.uint8, device=kind)

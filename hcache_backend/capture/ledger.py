@@ -20,8 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hcache_backend.arena import Ids
-from hcache_backend.capture.shadows import ShadowArena
+from hcache_backend.arena import Arena, Ids
 from hcache_backend.streams import Event, HostBuffer, HostBuffers, StreamFailed, current_stream
 
 
@@ -95,7 +94,7 @@ class Ledger:
         transfer_ms: Time that stage two took.
     """
 
-    def __init__(self, arena: ShadowArena, device: torch.device) -> None:
+    def __init__(self, arena: Arena, device: torch.device) -> None:
         self.broken: str | None = None
         self.passes = 0
         self.without_results = 1

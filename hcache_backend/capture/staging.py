@@ -21,10 +21,9 @@ from typing import TypeGuard
 import numpy as np
 import torch
 
-from hcache_backend.arena import Ids
+from hcache_backend.arena import Arena, Ids, ShadowChanges
 from hcache_backend.capture.encoding import stored_rows
 from hcache_backend.capture.ledger import Ledger, Proof, StepEntry
-from hcache_backend.capture.shadows import ShadowArena, ShadowChanges
 from hcache_backend.capture.step import LayerRing, Step
 from hcache_backend.streams import (
     Event,
@@ -173,7 +172,7 @@ class StagedCapture:
 
     def __init__(
         self,
-        arena: ShadowArena,
+        arena: Arena,
         memory: torch.Tensor,
         staging: Staging,
         segments: Sequence[int],
@@ -369,7 +368,7 @@ class StagedCapture:
     # ---- backup ----
 
     def back_up(self, slots: Ids, host_pages: Ids) -> None:
-        """The pages of ``slots`` become ``host_pages`` by :meth:`ShadowArena.swap`."""
+        """The pages of ``slots`` become ``host_pages`` by :meth:`Arena.swap`."""
         self._use_shadows(self.arena.swap(slots, host_pages))
 
     def host_freed(self, host_pages: Ids, *, duplicates: bool) -> None:

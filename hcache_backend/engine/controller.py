@@ -1,15 +1,23 @@
 """HiCache's controller over own pages: backup, load and storage transfers.
 
-A page gets its header when it goes to L3, and counts as a hit only when that proves it is the
-wanted one, whatever storage backend brought it. Loads become restores, eager ones too.
+A page counts as a hit in L3 only when its header proves that it is the wanted one, whatever storage
+backend brought it. Loads become restores, eager ones too.
+
+A backup waits until it is ready. If layers are captured, a node is backed up only when every row
+of it is valid, by exchanging table entries of the arena. Which slots a node has stands in device
+memory, and HiCache wants its answer at once. If no row of any token in the KV pool was lost, a
+node gets host pages before its slots are known on the CPU, and the exchange follows a few passes
+later. Otherwise the scheduler thread waits for the slots, behind the beginning of the last pass.
+With codec ``krul`` a backup waits until the pairs of its layers are chosen.
 """
 
 from __future__ import annotations
 
 import logging
-from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -20,7 +28,9 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorageExtraInfo, PoolNa
 from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
 
 from hcache_backend import streams
-from hcache_backend.arena import Ids
+from hcache_backend.arena import NOT_SETTLED, Ids
+from hcache_backend.capture.ledger import Ledger, Read
+from hcache_backend.capture.staging import StagedCapture
 from hcache_backend.config import ConfigError
 from hcache_backend.engine import metrics
 from hcache_backend.engine.eager_loads import EagerLoads, token_array
@@ -29,18 +39,45 @@ from hcache_backend.engine.hits.hooks import note_arrival, note_waiting
 from hcache_backend.engine.hits.start import stop_judging
 from hcache_backend.engine.hooks import READS, guarded
 from hcache_backend.engine.host_pool import OwnPagesPool
+from hcache_backend.engine.kv_pages.node_pairs import NodePairs
 from hcache_backend.engine.loads import LoadQueue, Prefix, QueuedLoad, TokenIds
 from hcache_backend.engine.ranks import smallest
 from hcache_backend.engine.read_batches import BackAck, BatchedReads
 from hcache_backend.engine.runtime import Runtime, current
-from hcache_backend.page import Bytes, Ints, key_bytes
+from hcache_backend.engine.service_check import KVChecks, ServiceChecks
+from hcache_backend.engine.stage_pages import StagePages
+from hcache_backend.page import Bytes, Ints, PageLayout, key_bytes
 from hcache_backend.restore.eager import batch_pages
 from hcache_backend.restore.meeting import Meeting, meeting_of
 
 logger = logging.getLogger("hcache")
 
 
-class OwnPagesController(HybridCacheController, ABC):
+_PASSES = 2
+"""The next forward pass copies a node's slots to the CPU; they are known when one more began."""
+
+_STAGED_PASSES = 16
+"""As many as are under way between pipeline stages, or more."""
+
+
+@dataclass(eq=False)
+class _Backup:
+    """A node in HiCache's queue of backups.
+
+    Attributes:
+        slots: Slots of its tokens, int64 ``[n]``, if layers are captured.
+        valid: Whether all rows are there, as far as is known.
+        due: Number of forward passes that have begun when that is known, and the slots are.
+        host_pages: Its pages, int64 ``[n / page_size]``.
+    """
+
+    slots: Read = field(default_factory=Read)
+    valid: int = True
+    due: int = 0
+    host_pages: Ids = field(default_factory=lambda: np.empty(0, np.int64))
+
+
+class OwnPagesController(HybridCacheController):
     """Backup, load and storage transfers of own pages.
 
     ``write``, ``load`` and ``write_storage`` run on the scheduler thread; ``_page_*`` in HiCache's
@@ -48,14 +85,42 @@ class OwnPagesController(HybridCacheController, ABC):
     """
 
     def use_own_pages(
-        self, runtime: Runtime, pool: OwnPagesPool, loads: LoadQueue, eager: EagerLoads | None
+        self,
+        runtime: Runtime,
+        pool: OwnPagesPool,
+        loads: LoadQueue,
+        eager: EagerLoads | None,
+        stages: StagePages,
+        kv_checks: KVChecks,
+        *,
+        capture: StagedCapture | None = None,
+        checks: ServiceChecks | None = None,
+        pairs: NodePairs | None = None,
     ) -> None:
-        """Give the controller what it works with; called once, before the first request."""
+        """Give the controller what it works with; called once, before the first request.
+
+        Args:
+            capture: Fills hidden states of pages; None: pages hold K and V only.
+            checks: Checks these in service.
+            pairs: Chooses the layers that share slots; None: the same in all pages.
+        """
         self._runtime = runtime
         self._pool = pool
         self._loads = loads
         self.governor = loads.governor
         self.eager = eager
+        self._stages = stages
+        self._kv_checks = kv_checks
+        self._capture = capture
+        self._checks = checks
+        self._pairs = pairs
+        self._tree: Any = None
+        self._writing = False
+        self._backups: deque[_Backup] = deque()  # as write_queue
+        self._passes = 0  # of the last turn
+        if capture is not None and not stages.alone:
+            capture.ledger.without_results = _STAGED_PASSES
+        pool.frees_duplicates = lambda: self.write_policy == "write_back"
         self._batches: BatchedReads | None = None
         if eager is not None:
             self._batches = BatchedReads(self.page_size, self._report, partial(note_waiting, self))
@@ -87,13 +152,33 @@ class OwnPagesController(HybridCacheController, ABC):
         self._loads.forget()
         if self.eager is not None:
             self.eager.give_back()
+        self._backups.clear()
+        self._kv_checks.forget()
+        if self._checks is not None:
+            self._checks.forget()
+        if self._pairs is not None:
+            self._pairs.forget()
 
     def turn(self, cache: Any) -> None:
         """HiCache's turn on the scheduler thread; ``cache`` is its radix cache."""
         self.governor.look()
         if self.eager is not None:
             self.eager.turn(cache)
-        if self._never_loaded:
+        if self._capture is not None:
+            ledger = self._capture.ledger
+            if ledger.passes == self._passes and self._backups:
+                # No pass was launched since the last turn: nothing is late because of a wait.
+                self._finish_when_idle(ledger)
+            self._passes = ledger.passes
+        if self._pairs is not None:
+            self._tree = cache.tree_core
+            if self._pairs.answered():
+                self.start_writing()
+        if self._checks is not None:
+            self._checks.read()
+        self._kv_checks.run()
+        self._stages.talk()
+        if self._never_loaded or (self._kv_checks.failed and self._stages.alone):
             # A node whose load is refused stays a hit for HiCache: a miss for ever, which hides
             # what L3 has. It has no way to remove one node, so all go that are in L2 only.
             cache.evict_host(self._pool.size)
@@ -111,13 +196,153 @@ class OwnPagesController(HybridCacheController, ABC):
 
     # ---- device -> host ----
 
+    def write(self, device_indices: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Back up a node, or return None on every rank if a row of it is not valid.
+
+        Pipeline stages cannot agree: they back it up whether its rows are valid or not.
+        """
+        self._stages.talk()
+        backup = self._begun(device_indices)
+        if backup is None:
+            return None
+        self._writing = True
+        try:
+            host_indices = super().write(device_indices, *args, **kwargs)
+        finally:
+            self._writing = False
+        if host_indices is None:
+            return None
+        backup.host_pages = self._pool.page_ids(host_indices)
+        self._pool.arena.wait_for(backup.host_pages)
+        self._backups.append(backup)
+        if self._pairs is not None:
+            # HiCache waits for a write-back on the spot.
+            tree = self._tree if self.write_policy != "write_back" else None
+            self._pairs.ask(tree, self.write_queue[-1].node_ids)
+        if kwargs.get("flush", True):
+            self.start_writing()
+        return host_indices
+
+    def _begun(self, device_indices: torch.Tensor) -> _Backup | None:
+        """A backup of tokens in these slots (int64 ``[n]``, on the device); None: there is none."""
+        problem, tokens = self._ended(), len(device_indices)
+        if self._capture is None:
+            if problem is None:
+                return _Backup()
+            self._not_backed_up(problem, tokens)
+            return None
+        ledger = self._capture.ledger
+        backup = _Backup(due=ledger.passes + _PASSES)
+        backup.valid, can_wait = self._agreed(problem is None, self._can_wait())
+        if backup.valid:
+            backup.slots = ledger.read(device_indices)
+            if not can_wait:
+                metrics.TOKENS.count("waited_for_rows", tokens)
+                ledger.settle()
+                problem, backup.due = self._problem(backup.slots), 0
+                (backup.valid,) = self._agreed(problem is None)
+        if not backup.valid:
+            self._not_backed_up(problem or "another rank", tokens)
+            if self._stages.alone:
+                return None
+        return backup
+
     def start_writing(self) -> None:
+        """Launch the backups that are ready."""
+        if self._writing:
+            return  # not within ``write``: K and V must go where an exchange puts them
+        if self._capture is not None:
+            self._capture.ledger.settle(wait=False)
+        due = 0
+        while self._backups and (layout := self._ready(self._backups[0])) is not None:
+            self._launch(self._backups.popleft(), layout)
+            due += 1
+        later = self.write_queue[due:]
+        del self.write_queue[due:]
         if self.write_queue:
             # HiCache backs a page up as soon as the step that fills its last slot is launched, and
             # waits only for what SGLang's read barrier lets through: with decode graphs that is
             # published before the step has written. (Plain HiCache copies in the same order.)
             self.after_forwards(streams.of(self.l2_transfer_engine.device_to_host_stream))
         super().start_writing()
+        self.write_queue.extend(later)
+
+    def _finish_when_idle(self, ledger: Ledger) -> None:
+        ledger.settle()
+        for backup in self._backups:
+            backup.due = 0
+        self.start_writing()
+
+    def _ready(self, backup: _Backup) -> PageLayout | None:
+        """The layout of the pages of the first backup; None: it has to wait."""
+        if self._pairs is not None:
+            return self._pairs.next()
+        passes = 0 if self._capture is None else self._capture.ledger.passes
+        return self._pool.page_layout if backup.due <= passes else None
+
+    def _launch(self, backup: _Backup, layout: PageLayout) -> None:
+        """Let HiCache copy a backup: its pages are those of these tokens now."""
+        arena, tokens = self._pool.arena, len(backup.host_pages) * self.page_size
+        self._stages.backed_up(backup.host_pages)
+        if self._capture is None:
+            self._pool.divide(backup.host_pages, layout)
+            metrics.TOKENS.count("backed_up", tokens)
+            return
+        slots = backup.slots
+        if backup.valid and slots.values is None:
+            self._capture.ledger.settle()  # the pass that should have copied them could not
+        problem = self._problem(slots)
+        if backup.valid and problem is not None:
+            self._not_backed_up(problem, tokens)
+        if not backup.valid or problem is not None or slots.values is None:
+            arena.spoil(backup.host_pages)
+            return
+        metrics.TOKENS.count("backed_up", tokens)
+        self._capture.back_up(slots.values, backup.host_pages)
+
+    def _can_wait(self) -> bool:
+        """Whether a node may get host pages before its rows are known to be valid.
+
+        Not if HiCache needs a backup at once, nor between pipeline stages, whose passes begin at
+        different times, nor while tokens of other weights, whose rows are void, may be cached.
+        """
+        assert self._capture is not None
+        weights = self._runtime.weights
+        flushed = weights is not None and weights.suspended is None
+        fine = flushed and self._capture.ledger.none_lost
+        return fine and self._stages.alone and self.write_policy != "write_back"
+
+    def _ended(self) -> str | None:
+        """Why nothing is backed up any more, or None."""
+        if self._capture is None:
+            failed = self._kv_checks.failed and self._stages.alone
+            return "self-check failed" if failed else None
+        if self._runtime.distrust is not None:
+            return "self-check failed"
+        return "capture broke" if self._capture.ledger.broken is not None else None
+
+    def _problem(self, slots: Read) -> str | None:
+        """Why a node in ``slots`` cannot be backed up."""
+        assert self._capture is not None
+        ended = self._ended()
+        if ended is not None or slots.values is None:
+            return ended or "capture broke"
+        return self._pool.arena.problem(slots.values)
+
+    def _agreed(self, *fine: int) -> list[int]:
+        """The smallest of each on all ranks; 0, if a rank lost its trust, which it takes from the
+        others."""
+        *agreed, trusted = smallest(self.tp_group, *fine, self._trusted)
+        if not trusted and self._capture is not None:
+            self._runtime.lose_trust("another tensor-parallel rank failed its self-check")
+        return [one if trusted else min(one, 0) for one in agreed]
+
+    @property
+    def _trusted(self) -> bool:
+        """Whether this rank may load pages; those of K and V need nothing from the model."""
+        if self._capture is None and self._stages.alone:
+            return not self._kv_checks.failed
+        return self._runtime.distrust is None
 
     def after_forwards(self, stream: streams.Stream) -> None:
         """Let a stream of transfers wait for the forward passes that were launched."""
@@ -155,38 +380,80 @@ class OwnPagesController(HybridCacheController, ABC):
             self._queued(load, device_indices)
         return device_indices
 
-    @abstractmethod
     def _planned(self, host_pages: Ids) -> QueuedLoad | None:
-        """A load of ``host_pages`` (int64 ``[pages]``); None: a miss, on every rank."""
+        """A load of ``host_pages`` (int64 ``[pages]``); None: a miss, on every rank.
 
-    def _depths(self, host_pages: Ids) -> Ids | None:
-        """How many layers of each of ``host_pages`` (int64 ``[p]``) a rank lacks, none or all:
-        int64 ``[p]``, the same on all ranks. None: of a page that is not known yet.
-
-        What was prepared for a load is there.
+        A page may be one of other weights, or lack layers that cannot be recomputed.
         """
-        own = self._own_depths(host_pages)
-        if self.eager is not None:
-            own[self.eager.prepared(host_pages)] = 0
-        depths = -np.array(smallest(self.tp_group, *(-own).tolist()), dtype=np.int64)
-        return None if (depths > self._pool.layer_num).any() else depths
+        layers, problem, load = self._pool.layer_num, None, None
+        own = self._depths(host_pages)
+        self._stages.talk()
+        if (own == NOT_SETTLED).any():
+            problem = "unsettled"
+        elif not self._may_project(host_pages):
+            problem = "stale_host_page"
+        elif not self._stages.have(host_pages):
+            problem = "another_stage"
+        depths = np.where(own == NOT_SETTLED, layers + 1, own)
+        told = (-depths).tolist()
+        *told, fine, may_come = self._agreed(*told, problem is None, problem != "stale_host_page")
+        if fine:
+            depths = -np.array(told, np.int64)
+            load = self._loads.plan(host_pages, depths, self._prefix, self._token_ids)
+            if depths.any() or self._loads.stored_from:
+                # Which tokens are recomputed stands in the headers of each rank.
+                [fine] = smallest(self.tp_group, load is not None)
+                may_come = fine
+            if not fine:
+                problem = "layers_not_recomputable"
+        if problem in ("stale_host_page", "layers_not_recomputable"):
+            metrics.PROBLEMS.count(problem)
+        if not self._stages.decide(bool(fine)):
+            tokens = len(host_pages) * self.page_size
+            metrics.TOKENS.count(f"not_restored_{problem or 'another_rank'}", tokens)
+            if self._stages.alone:  # stages could not do it at one point
+                self._never_loaded |= not may_come
+            return None
+        if not fine:  # the first stage knew that it is: a mistake of ours
+            self._runtime.lose_trust("a page is not what the first pipeline stage took it for")
+        return load or QueuedLoad(host_pages)
 
-    def _own_depths(self, host_pages: Ids) -> Ids:
-        """The same on this rank, but for what is prepared; more than the number of layers of pages
-        that are not known yet."""
-        self._pool.settle()
-        depths = self._pool.arena.lost(host_pages) * np.int64(self._pool.layer_num)
-        settled = [self._pool.settled(page) for page in host_pages.tolist()]
-        depths[~np.array(settled, np.bool_)] = self._pool.layer_num + 1
+    def _depths(self, host_pages: Ids) -> Ids:
+        """Depth of each of ``host_pages`` (int64 ``[p]``) on this rank, int64 ``[p]``; what was
+        prepared for a load is there."""
+        if self._capture is not None:
+            self._capture.ledger.settle(wait=False)
+        depths = self._pool.depth(host_pages)
+        if self.eager is not None:
+            depths[self.eager.prepared(host_pages)] = 0
         return depths
+
+    def _may_project(self, host_pages: Ids) -> bool:
+        """Whether all captured pages are of the present weights, and have positions of RoPE."""
+        if self._capture is None or self._runtime.distrust is not None:
+            return self._capture is None
+        if self.eager is not None:
+            host_pages = host_pages[~self.eager.prepared(host_pages)]
+        namespaces, layout = self._runtime.page_namespaces(), self._pool.page_layout
+        return all(
+            layout.namespace_of(page) in namespaces and self._has_known_positions(page)
+            for page in self._pool.arena.pages(host_pages, header=True)
+        )
 
     def _queued(self, load: QueuedLoad, device_indices: torch.Tensor) -> None:
         """SGLang queued ``load``, to slots ``device_indices`` (int64 ``[n]``, on the device)."""
+        if self._capture is not None:
+            self._capture.ledger.loaded(device_indices, load.host_pages)
         self._loads.add(load, device_indices)
 
     # ---- host -> storage ----
 
     def write_storage(self, host_indices: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if self._capture is not None:  # the backup is done, so its rows have arrived
+            self._capture.ledger.settle(wait=False)
+        if self._checks is not None:
+            self._checks.read()
+        self._stages.talk()
         if self.eager is not None:
             self.eager.until_saved(self._pool.page_ids(host_indices))
         self._pool.settle()
@@ -211,7 +478,7 @@ class OwnPagesController(HybridCacheController, ABC):
             own = tokens[i * size : (i + 1) * size]
             at = None if first is None else first + i * size
             problem: str | None = "page_with_lost_layers"
-            if not arena.lost(host_pages[i : i + 1]).any():
+            if arena.depth(host_pages[i : i + 1])[0] <= 0:
                 problem = self._finish_header(page, own, at)
             if problem is not None:
                 metrics.PROBLEMS.count(problem)
@@ -221,7 +488,6 @@ class OwnPagesController(HybridCacheController, ABC):
             layout.seal(page, key_bytes(key))
         return len(host_pages)
 
-    @abstractmethod
     def _finish_header(self, page: Bytes, token_ids: Ints, position: int | None) -> str | None:
         """See to the header of a page (uint8 ``[page_bytes]``) but for its seal.
 
@@ -232,6 +498,31 @@ class OwnPagesController(HybridCacheController, ABC):
         Returns:
             Why the page must not be stored, or None.
         """
+        if self._capture is not None:  # it was written when the page's rows were proven
+            return self._header_problem(page, token_ids)
+        layout, weights = self._pool.page_layout.of(page), self._runtime.weights
+        if layout is None:
+            return "page_of_another_form"
+        if weights is None or weights.suspended is not None:
+            return "page_of_other_weights"
+        if position is None:
+            return "page_without_position"
+        layout.begin(page, self._runtime.page_namespace(weights), self._runtime.writer)
+        layout.positions(page)[:] = np.arange(position, position + self.page_size)
+        layout.token_ids(page)[:] = token_ids
+        return None
+
+    def _header_problem(self, page: Bytes, token_ids: Ints) -> str | None:
+        layout = self._pool.page_layout
+        if self._runtime.distrust is not None:
+            return "page_of_distrust"
+        if not layout.is_stamped(page):
+            return "page_with_lost_rows"
+        if layout.namespace_of(page) != self._runtime.page_namespace():
+            return "host_page_of_other_namespace"
+        if not np.array_equal(layout.token_ids(page), token_ids):
+            return "host_page_of_other_tokens"
+        return None
 
     # ---- storage -> host ----
 
@@ -336,6 +627,7 @@ class OwnPagesController(HybridCacheController, ABC):
         """L3 is about to fill these pages; int64 ``[pages]``."""
         host_pages = self._pool.page_ids(host_indices)
         self._pool.arena.expect(host_pages)
+        self._stages.brought(host_pages)
         return host_pages
 
     def _storage_verifies(self) -> bool:

@@ -235,11 +235,11 @@ class EagerLoads:
         if due.unread and restore.failed is None:
             # As a backup would: for HiCache these pages are in host memory now.
             host_pages = due.host_pages
-            self._pool.expect_recomputed(host_pages, positions, self._token_ids(due))
+            self._pool.arena.recomputed(host_pages, positions, self._token_ids(due))
             save = partial(self._pool.save_recomputed, host_pages, slots, rows)
             problem = restore.save(self._saving, slots, save)
             if problem is not None:  # what is on the device is as good as that of other ranks
-                self._pool.lose_recomputed(host_pages)
+                self._pool.arena.arrived(host_pages, np.zeros(len(host_pages), np.bool_))
                 metrics.PROBLEMS.count("recomputed_not_saved")
                 logger.warning("hcache: recomputed pages could not be stored: %r", problem)
         self._budget.launched(restore, len(prefix), due.layers)

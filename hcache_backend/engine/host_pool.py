@@ -13,8 +13,7 @@ import numpy.typing as npt
 import torch
 from sglang.srt.mem_cache.pool_host.base import HostKVCache
 
-from hcache_backend.arena import Arena, Ids
-from hcache_backend.capture.shadows import ShadowArena
+from hcache_backend.arena import NOT_SETTLED, Arena, Ids
 from hcache_backend.capture.staging import StagedCapture
 from hcache_backend.engine import metrics
 from hcache_backend.engine.kv_pages.segments import KVSegments
@@ -53,12 +52,18 @@ class _Saved(NamedTuple):
 class OwnPagesPool(HostKVCache):
     """Our pages in host memory; opaque bytes to everything else in HiCache.
 
+    HiCache's host indices are logical: the arena says which memory a page is in. If layers are
+    captured, the memory also holds the shadow pages of the device, which HiCache never sees.
+
     Args:
         layout: SGLang's name of the host layout; pages look the same whatever it is, but HiCache
             decides by it how indices travel.
         kv: Copies the K and V that pages hold.
+        stamp: As of :class:`.Arena`.
+        keeps_unfit: Likewise.
 
     Attributes:
+        frees_duplicates: Whether HiCache frees pages of tokens that are still on the device.
         on_freed: Who wants to know of pages (int64 ``[n]``) that HiCache has freed.
         on_backed_up: Who wants to know of pages (int64 ``[n]``) that were copied from slots (int64
             ``[n * page_size]``, on the device), on the current stream.
@@ -80,14 +85,19 @@ class OwnPagesPool(HostKVCache):
         kv: KVSegments,
         pin_memory: bool,
         allocator_type: str,
+        stamp: Callable[[np.ndarray], None] = lambda page: None,
+        keeps_unfit: bool = False,
     ) -> None:
         self.page_layout = page_layout
+        self._stamp = stamp
+        self._keeps_unfit = keeps_unfit
+        self._capture: StagedCapture | None = None
+        self.frees_duplicates: Callable[[], bool] = lambda: True
         self.layer_num = len(page_layout.segment_bytes)
         self.target_layer_num = self.layer_num
         self._pages = pages
         self._kv = kv
         self._saved: list[_Saved] = []
-        self._unsettled: dict[int, Ids] = {}  # by host page, all those that were saved with it
         self._warned = False
         self._loads: LoadQueue | None = None
         self._restores: tuple[RunningRestore, ...] = ()
@@ -120,9 +130,10 @@ class OwnPagesPool(HostKVCache):
         )
         assert self.page_num == pages.host
 
-    def use(self, loads: LoadQueue) -> None:
-        """Give the pool what turns pages into K and V."""
+    def use(self, loads: LoadQueue, capture: StagedCapture | None = None) -> None:
+        """Give the pool what turns pages into K and V, and what fills the shadows, if any."""
         self._loads = loads
+        self._capture = capture
 
     # ---- sizes and memory ----
 
@@ -148,11 +159,9 @@ class OwnPagesPool(HostKVCache):
                 # No page lies in two registrations: a copy of the copy engine may not span them.
                 registration_granularity_bytes=size,
             )
-        self.arena = self._new_arena(buffer.numpy())
+        of_arena = (self.page_layout, *self._pages, self._stamp)
+        self.arena = Arena(buffer.numpy(), *of_arena, keeps_unfit=self._keeps_unfit)
         return buffer
-
-    def _new_arena(self, memory: np.ndarray) -> Arena:
-        return Arena(memory, self.page_layout, self._pages.host)
 
     def page_ids(self, host_indices: torch.Tensor) -> Ids:
         """Logical pages that host indices (int64 ``[pages * page_size]``) stand for."""
@@ -168,17 +177,25 @@ class OwnPagesPool(HostKVCache):
         return freed
 
     def _freed(self, host_pages: Ids) -> None:
+        # First: tokens on the device may take rows back that are still to come.
         for told in self.on_freed:
             told(host_pages)
-        for page in host_pages.tolist():
-            self._unsettled.pop(page, None)
+        if self._capture is None:
+            self.arena.host_dropped(host_pages)
+        else:
+            self._capture.host_freed(host_pages, duplicates=self.frees_duplicates())
 
     def clear(self) -> None:
-        if self._backed_up is not None:
+        ends = [self._backed_up] if self._backed_up is not None else []
+        if self._capture is not None:
+            ends.append(self._capture.transfers())  # rows are written without a backup, too
+        for end in ends:
             # Whoever gets a page next may write it at once, so nothing may be on its way there.
             with contextlib.suppress(StreamFailed):
-                self._backed_up.synchronize()
-        self._unsettled.clear()
+                end.synchronize()
+        if self._capture is not None:
+            self._capture.ledger.forget()
+        self.arena.clear()
         super().clear()
 
     # ---- device <-> host ----
@@ -195,7 +212,8 @@ class OwnPagesPool(HostKVCache):
         """Copy pages (int64 ``[p]``) that were recomputed whole from their slots, with their
         ``rows``, on the current stream; ``slots`` are int64 ``[p * page_size]``, on the device."""
         # Rows first: the headers are there before others look at the pages.
-        self._save(host_pages, slots, *self._save_rows(host_pages, rows))
+        fits = () if rows is None else (rows.save(self.arena.physical(host_pages)),)
+        self._save(host_pages, slots, *fits)
 
     def _save(self, host_pages: Ids, slots: torch.Tensor, *fits: torch.Tensor) -> None:
         """Copy K and V. ``fits`` say which pages the codec holds: bool ``[p]``, on their way to the
@@ -211,16 +229,25 @@ class OwnPagesPool(HostKVCache):
             if of_kv is not None:
                 told = host_tensor(of_kv.shape, torch.bool, device)
                 fits = (*fits, told.copy_(of_kv, non_blocking=True))
-        self._wait_for_rows()
+        if self._capture is not None:  # table entries were exchanged: rows may be on their way
+            current_stream(device).wait(self._capture.transfers())
         for note in self.on_backed_up:
             note(host_pages, slots)
         if fits:
-            self._unsettled |= dict.fromkeys(host_pages.tolist(), host_pages)
+            self.arena.wait_for(host_pages)
             self._saved.append(_Saved(current_stream(device).record(), host_pages, fits))
+        else:
+            self.arena.settle(host_pages)
 
-    def _save_rows(self, host_pages: Ids, rows: RecomputedRows | None) -> tuple[torch.Tensor, ...]:
-        """Copy what pages hold besides K and V: which of them the codec holds, if it is asked."""
-        return ()
+    def depth(self, host_pages: Ids) -> Ids:
+        """:meth:`.Arena.depth` of pages (int64 ``[p]``), of all that has arrived by now."""
+        self.settle()
+        depths = self.arena.depth(host_pages)
+        if self._kv.by_header:
+            pages = self.arena.pages(host_pages, header=True)
+            unknown = [self.page_layout.of(page) is None for page in pages]
+            depths[np.array(unknown, np.bool_)] = NOT_SETTLED
+        return depths
 
     def settle(self) -> None:
         """Lose the pages that have arrived and that the codec does not hold."""
@@ -232,13 +259,7 @@ class OwnPagesPool(HostKVCache):
                 self._saved.append(one)
 
     def _arrived(self, host_pages: Ids, fits: npt.NDArray[np.bool_]) -> None:
-        """Pages (int64 ``[p]``) have arrived; freed meanwhile, a page is another's."""
-        pages = host_pages.tolist()
-        own = np.array([self._unsettled.get(page) is host_pages for page in pages], np.bool_)
-        for page in host_pages[own].tolist():
-            del self._unsettled[page]
-        lost = host_pages[own & ~fits]
-        self.arena.lose(lost)
+        lost = self.arena.arrived(host_pages, fits)
         metrics.TOKENS.count("not_encodable", len(lost) * self.page_size)
         if len(lost) and not self._warned:
             self._warned = True
@@ -247,18 +268,6 @@ class OwnPagesPool(HostKVCache):
                 "do not go to L3 (logged once, counted always; codec 'none' encodes all)",
                 len(lost) * self.page_size,
             )
-
-    def lose_recomputed(self, host_pages: Ids) -> None:
-        """Pages that were expected, by the same array, could not be saved."""
-        self.arena.lose(host_pages)
-
-    def expect_recomputed(self, host_pages: Ids, positions: Ids, token_ids: Ids) -> None:
-        """Pages (int64 ``[p]``) of these tokens, int64 ``[p * page_size]`` each, are about to be
-        saved by :meth:`save_recomputed`, which gets the same array."""
-        self.arena.complete(host_pages)
-
-    def _wait_for_rows(self) -> None:
-        """Let the current stream wait for what else comes to pages of a backup."""
 
     def divide(self, host_pages: Ids, layout: PageLayout) -> None:
         """``host_pages`` (int64 ``[n]``) are about to be written whole with this ``layout``: say so
@@ -269,15 +278,6 @@ class OwnPagesPool(HostKVCache):
             self.arena.host_access(pages, write=True, header=True)
             for page in pages.tolist():
                 layout.divide(self.arena.memory[page])
-
-    def divided(self, host_pages: Ids) -> bool:
-        """Whether the headers of ``host_pages`` (int64 ``[n]``) say so, where they have to."""
-        pages = self.arena.pages(host_pages, header=True) if self._kv.by_header else []
-        return all(self.page_layout.of(page) is not None for page in pages)
-
-    def settled(self, host_page: int) -> bool:
-        """Whether it is known if the codec holds ``host_page``."""
-        return host_page not in self._unsettled
 
     def load_to_device_per_layer(
         self,
@@ -328,79 +328,3 @@ class OwnPagesPool(HostKVCache):
 
     def _physical(self, index: Any) -> int:
         return int(self.arena.physical(np.array([int(index) // self.page_size]))[0])
-
-
-class HiddenStatePool(OwnPagesPool):
-    """Own pages with hidden states, which capture writes before HiCache asks for a backup.
-
-    HiCache's host indices are logical: the arena says which memory a page is in. The memory also
-    holds the shadow pages of the device, which HiCache never sees.
-
-    Args:
-        stamp: Writes the header of a page that is complete.
-        keeps_unfit: Whether pages are backed up although the codec does not hold rows of them.
-        others: Those of :class:`OwnPagesPool`.
-
-    Attributes:
-        frees_duplicates: Whether HiCache frees pages of tokens that are still on the device.
-    """
-
-    arena: ShadowArena
-
-    def __init__(
-        self,
-        *args: Any,
-        stamp: Callable[[np.ndarray], None],
-        keeps_unfit: bool = False,
-        **others: Any,
-    ) -> None:
-        self._stamp = stamp
-        self._keeps_unfit = keeps_unfit
-        self._capture: StagedCapture | None = None
-        self.frees_duplicates: Callable[[], bool] = lambda: True
-        super().__init__(*args, **others)
-
-    def follow(self, capture: StagedCapture) -> None:
-        """Give the pool what fills the shadows."""
-        self._capture = capture
-
-    def _new_arena(self, memory: np.ndarray) -> ShadowArena:
-        return ShadowArena(
-            memory,
-            self.page_layout,
-            self._pages.host,
-            self._pages.shadows,
-            self._stamp,
-            keeps_unfit=self._keeps_unfit,
-        )
-
-    def _freed(self, host_pages: Ids) -> None:
-        super()._freed(host_pages)  # first: tokens on the device may take rows back that come yet
-        if self._capture is not None:
-            self._capture.host_freed(host_pages, duplicates=self.frees_duplicates())
-
-    def clear(self) -> None:
-        if self._capture is not None:
-            with contextlib.suppress(StreamFailed):  # rows are written without a backup, too
-                self._capture.transfers().synchronize()
-            self._capture.ledger.forget()
-        super().clear()
-
-    def _save_rows(self, host_pages: Ids, rows: RecomputedRows | None) -> tuple[torch.Tensor, ...]:
-        assert rows is not None
-        return (rows.save(self.arena.physical(host_pages)),)
-
-    def _arrived(self, host_pages: Ids, fits: npt.NDArray[np.bool_]) -> None:
-        super()._arrived(host_pages, fits)
-        self.arena.arrived(host_pages, fits)  # unless it was a backup
-
-    def lose_recomputed(self, host_pages: Ids) -> None:
-        self.arena.arrived(host_pages, np.zeros(len(host_pages), np.bool_))
-
-    def expect_recomputed(self, host_pages: Ids, positions: Ids, token_ids: Ids) -> None:
-        self.arena.recomputed(host_pages, positions, token_ids)
-
-    def _wait_for_rows(self) -> None:
-        """The controller exchanged table entries: rows may still be on their way."""
-        assert self._capture is not None
-        current_stream(self._capture.device).wait(self._capture.transfers())

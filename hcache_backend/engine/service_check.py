@@ -20,10 +20,10 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import torch
 
-from hcache_backend.arena import Ids
+from hcache_backend.arena import NOT_SETTLED, Ids
 from hcache_backend.engine import metrics
 from hcache_backend.engine.check_sampling import InTurn, Pace, Sample
-from hcache_backend.engine.host_pool import HiddenStatePool, OwnPagesPool
+from hcache_backend.engine.host_pool import OwnPagesPool
 from hcache_backend.engine.kv_pages.segments import KVSegments
 from hcache_backend.engine.ranks import on_all_ranks
 from hcache_backend.engine.runtime import Runtime
@@ -164,8 +164,8 @@ class KVChecks:
                 self._buffers.give_back(copied.buffer)
 
     def _arrived(self, copied: _CopiedPage) -> bool:
-        self._pool.settle()
-        return copied.event.query() and self._pool.settled(copied.host_page)
+        depth = self._pool.depth(np.array([copied.host_page]))
+        return copied.event.query() and bool(depth[0] != NOT_SETTLED)
 
     def _problem(self, copied: _CopiedPage) -> str | None:
         try:
@@ -173,7 +173,7 @@ class KVChecks:
         except StreamFailed as failed:
             return str(failed)
         layers, held, part = copied.left.popleft()
-        if held is None or self._pool.arena.lost(np.array([copied.host_page])).any():
+        if held is None or self._pool.arena.depth(np.array([copied.host_page])).any():
             return None  # it was not copied, or it is lost
         layout = self._layout_of(copied.host_page)
         [page] = self._pool.arena.pages(np.array([copied.host_page]))
@@ -224,7 +224,7 @@ class ServiceChecks:
     def __init__(
         self,
         runtime: Runtime,
-        pool: HiddenStatePool,
+        pool: OwnPagesPool,
         hidden_layers: Sequence[AttentionLayer],
         codec: Codec,
         projector: Projector,

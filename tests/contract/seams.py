@@ -82,10 +82,7 @@ OURS = {
     ("controller", "governor"),
     ("controller", "loading_behind"),
     ("controller", "pages_per_report"),
-    ("controller", "use_hidden_states"),
     ("controller", "use_own_pages"),
-    ("cache_controller", "check_by"),
-    ("cache_controller", "use_hidden_states"),
     ("backend", "backups"),
     ("memory", "finish"),
     ("controller", "plain_prompt"),
@@ -97,8 +94,6 @@ OURS = {
 """What we put there ourselves."""
 
 OVERRIDDEN: dict[str, set[str]] = {
-    "HiddenStateController": {"reset", "start_writing", "write", "write_storage"},
-    "KVController": {"reset", "start_writing", "write"},
     "OwnPagesController": {
         "_generic_page_get",
         "_move_op_indices",
@@ -113,9 +108,9 @@ OVERRIDDEN: dict[str, set[str]] = {
         "prefetch",
         "reset",
         "start_writing",
+        "write",
         "write_storage",
     },
-    "HiddenStatePool": {"clear"},
     "OwnPagesPool": {
         "backup_from_device_all_layer",
         "clear",

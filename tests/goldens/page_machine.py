@@ -26,7 +26,7 @@ from hcache_backend.config import parse_config
 from hcache_backend.engine.runtime import Runtime, Weights
 from hcache_backend.engine.startup import stack
 from hcache_backend.engine.startup.page_layout import head_groups, share_of_heads
-from hcache_backend.engine.startup.page_plan import HiddenPagePlan, PagePlan
+from hcache_backend.engine.startup.page_plan import PagePlan
 from hcache_backend.partition.costs import Partition
 from hcache_backend.partition.restore import Restore
 from hcache_backend.store import PageStore
@@ -134,7 +134,7 @@ class Machine:
             self.codec = make_codec(kind.hidden, HIDDEN, kind.dtype)
             parts = {"layers": (), "hooks": None, "runner": None}
             own = {"codec": self.codec, "recomputer": None, "exchange": None, **parts}
-            self.plan = HiddenPagePlan(kvcache, *how, **own, **codec)
+            self.plan = PagePlan(kvcache, *how, **own, **codec)
         else:
             self.plan = PagePlan(kvcache, *how, **codec)
         self.layout = self.plan.layout

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from hcache_backend.capture.shadows import ShadowArena
+from hcache_backend.arena import Arena
 from hcache_backend.capture.staging import StagedCapture, Staging
 from hcache_backend.page import PageLayout, hidden_layer
 from hcache_backend.restore.layers import Fill, RestoredLayer
@@ -43,7 +43,7 @@ class Engine:
         self.memory = torch.zeros(
             (pages, self.layout.page_bytes), dtype=torch.uint8, pin_memory=device == "cuda"
         )
-        self.arena = ShadowArena(
+        self.arena = Arena(
             self.memory.numpy(),
             self.layout,
             HOST_PAGES,

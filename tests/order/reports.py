@@ -168,8 +168,7 @@ SERVED = {
     "stream.wait(streams.of(self.load_fence_stream).record())": Report(
         "conversations", "device to host reads what forward writes", "kv"
     ),
-    "engine/host_pool.py:_wait_for_rows "
-    "current_stream(self._capture.device).wait(self._capture.transfers())": Report(
+    "engine/host_pool.py:_save current_stream(device).wait(self._capture.transfers())": Report(
         "conversations", "device to host reads what hcache transfer writes", query="late"
     ),
     "engine/host_pool.py:load_to_device_per_layer restore.wait_for_layer(layer_id)": Report(

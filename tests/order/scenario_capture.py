@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from hcache_backend import streams
-from hcache_backend.capture.shadows import ShadowArena
+from hcache_backend.arena import Arena
 from hcache_backend.capture.staging import StagedCapture, Staging
 from hcache_backend.engine.capture_hooks import HiddenCapture
 from hcache_backend.page import PageLayout, hidden_layer
@@ -32,7 +32,7 @@ class Captured:
         memory = checker.pinned(
             torch.zeros((2 * PAGES, self.layout.page_bytes), dtype=torch.uint8), "arena"
         )
-        self.arena = ShadowArena(
+        self.arena = Arena(
             memory.numpy(),
             self.layout,
             PAGES,

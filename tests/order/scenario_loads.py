@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from hcache_backend import streams
-from hcache_backend.capture.shadows import ShadowArena
+from hcache_backend.arena import Arena
 from hcache_backend.engine.disaggregation.prefill import before_sending_prefix
 from hcache_backend.engine.loads import LoadQueue, QueuedLoad
 from hcache_backend.engine.recompute.rows import RecomputedRows
@@ -60,7 +60,7 @@ class Loading:
         methods = Restore(None, None, partition, chunk_tokens=4 * SIZE)
         self.checker, self.pool = checker, Pool(checker, methods.methods, codec=codec)
         self.engine = Engine(checker, self.pool)
-        self.arena = ShadowArena(
+        self.arena = Arena(
             self.pool.memory.numpy(), self.pool.layout, PAGES, PAGES, lambda page: None
         )
         self.pipeline = self.pool.pipeline(4 * SIZE)
@@ -119,7 +119,7 @@ class Loading:
     def plan(self, pages: range, prefix: torch.Tensor) -> QueuedLoad:
         """A load of these pages, behind tokens in the slots ``prefix``."""
         ids = np.array(pages)
-        depths = self.arena.lost(ids).astype(np.int64)
+        depths = (self.arena.depth(ids) > 0).astype(np.int64)
         load = self.queue.plan(ids, depths, prefix.clone)  # SGLang makes it of a node's path
         assert load is not None
         return load

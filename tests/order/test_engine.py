@@ -408,7 +408,7 @@ def test_a_replay_whose_step_could_not_begin(model: Path, tmp_path: Path, gives_
     assert bool(findings(found)) is not gives_up
     # Rows were lost: backups wait for what is known of their own, and nothing else waits.
     held_up = [wait["where"] for report in found for wait in in_service(report)["host_waits"]]
-    assert held_up and all("hidden_controller.py" in where for where in held_up), held_up
+    assert held_up and all("controller.py" in where for where in held_up), held_up
 
 
 @LONG

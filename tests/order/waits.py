@@ -17,7 +17,7 @@ AROUND = "hcache_backend/engine/hooks.py"
 
 
 NOTHING_RUNS = {
-    f"{OURS}engine/hidden_controller.py:_finish_when_idle": (
+    f"{OURS}engine/controller.py:_finish_when_idle": (
         "no forward pass was launched since the last turn"
     ),
     f"{OURS}engine/host_pool.py:clear": "a flush, which HiCache does when no request is there",

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from hcache_backend import fingerprint
-from hcache_backend.capture.shadows import ShadowArena
+from hcache_backend.arena import Arena
 from hcache_backend.engine.hits import estimates
 from hcache_backend.page import PageLayout, hidden_layer
 from hcache_backend.partition import profile
@@ -70,8 +70,8 @@ def test_weights_that_stand_at_an_odd_byte_have_the_same_digest() -> None:
 
 def test_an_arena_has_pages() -> None:
     layout = PageLayout(4, (hidden_layer(4, 64, 16),))
-    with pytest.raises(ValueError, match="0 host pages, 1 device pages"):
-        ShadowArena(np.zeros((1, layout.page_bytes), np.uint8), layout, 0, 1, lambda page: None)
+    with pytest.raises(ValueError, match="0 host pages"):
+        Arena(np.zeros((1, layout.page_bytes), np.uint8), layout, 0, 1, lambda page: None)
 
 
 # ---- projections ----

@@ -14,12 +14,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from hcache_backend.arena import Ids
-from hcache_backend.capture.shadows import ShadowArena
+from hcache_backend.arena import Arena, Ids
 from hcache_backend.capture.staging import StagedCapture
 from hcache_backend.engine.ranks import attention_ranks
 from hcache_backend.engine.startup.agreement import Refused
-from hcache_backend.engine.startup.page_plan import HiddenPagePlan
+from hcache_backend.engine.startup.page_plan import PagePlan
 from hcache_backend.engine.startup.self_check import PROBE_TOKENS, prefill_and_decode
 from hcache_backend.page import NAMESPACE_BYTES, WRITER_BYTES
 from hcache_backend.projection.check import difference_problem
@@ -41,15 +40,16 @@ class CaptureCheck:
         ranks: The tensor-parallel ranks.
     """
 
-    def __init__(self, plan: HiddenPagePlan, ranks: Any) -> None:
+    def __init__(self, plan: PagePlan, ranks: Any) -> None:
         layout, device = plan.layout, plan.kvcache.device
-        self._plan = plan
+        assert plan.codec is not None
+        self._plan, self._codec = plan, plan.codec
         self._ranks = ranks
         self._pages = np.arange(-(-PROBE_TOKENS // layout.page_size))
         shadows = len(self._pages) + 1  # an empty pool hands out its first pages, but for page 0
         shape = (len(self._pages) + shadows, layout.page_bytes)
         self._memory = host_tensor(shape, torch.uint8, device).zero_()
-        self._arena = ShadowArena(
+        self._arena = Arena(
             self._memory.numpy(),
             layout,
             len(self._pages),
@@ -58,7 +58,9 @@ class CaptureCheck:
             keeps_unfit=True,  # whether the codec holds enough was decided before
         )
         segments = [layer.index for layer in plan.hidden_layers]
-        self._capture = StagedCapture(self._arena, self._memory, plan.staging, segments, plan.codec)
+        self._capture = StagedCapture(
+            self._arena, self._memory, plan.staging, segments, self._codec
+        )
         self._received: dict[int, torch.Tensor] = {}
         self._not_encoded: set[int] = set()
 
@@ -170,7 +172,7 @@ class CaptureCheck:
 
         Nobody reads rows that the codec cannot hold: what is there in their places is not compared.
         """
-        layout, codec = self._plan.layout, self._plan.codec
+        layout, codec = self._plan.layout, self._codec
         layers = {layer.index: layer for layer in self._plan.hidden_layers}
         prefilled = len(self._pages) * layout.page_size - 1
         for index, received in self._received.items():
@@ -197,7 +199,7 @@ class CaptureCheck:
                 for slots in (there, self._slots)
             )
             found = [relative_difference(*pair) for pair in zip(ours, models, strict=True)]
-            problem = difference_problem(layer, found, projector, plan.codec.name)
+            problem = difference_problem(layer, found, projector, self._codec.name)
             if problem is not None:
                 return problem
         return None

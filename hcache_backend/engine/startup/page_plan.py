@@ -45,19 +45,26 @@ _DECODE_TOKENS = 256
 
 @dataclass
 class PagePlan:
-    """What own pages look like and how many there are; their segments are K and V.
+    """What own pages look like, how many there are, and what hidden states pass through.
 
     Attributes:
         methods: What is stored of each layer.
         share: What this rank holds of a page.
         groups: Groups of heads that K and V of a page divide into, all ranks together.
-        kv_codec: Encodes K and V...
-        pairs: ...with so many pairs of layers, if it makes any,
-        choice: which are chosen so,
-        probe: by a look at attention; None: there is no such choice, or it cannot be looked at.
+        kv_codec: Encodes K and V. ``krul`` makes pairs of layers:
+        pairs: How many of them a page has.
+        choice: Chooses them, by a look at attention.
+        probe: Looks at it; None: the pairs are the same in all pages.
+        runner: SGLang's ModelRunner, if layers are captured.
+        layers: All layers of this pipeline stage, likewise.
+        codec: Encodes hidden states; None: pages hold K and V only, and no layer is captured.
+        recomputer: Recomputes layers; None if it cannot or need not.
+        exchange: Between the ranks that share the tokens of every page; None: pages are whole.
+        hooks: The capture hooks that CUDA graphs were recorded with, if any.
         kv: Copies the K and V that are stored.
         layout: Layout of a page.
         pages: How many pages there are; from :meth:`find_room`.
+        staging: Where captured rows go first, likewise.
     """
 
     kvcache: Any
@@ -66,65 +73,24 @@ class PagePlan:
     groups: int
     kv_codec: str = field(default="none", kw_only=True)
     pairs: int = field(default=0, kw_only=True)
-    kv: KVSegments = field(init=False)
-    layout: PageLayout = field(init=False)
+    runner: Any = field(default=None, kw_only=True)
+    layers: tuple[AttentionLayer, ...] = field(default=(), kw_only=True)
+    codec: Codec | None = field(default=None, kw_only=True)
+    recomputer: Recomputer | None = field(default=None, kw_only=True)
+    exchange: Exchange | None = field(default=None, kw_only=True)
+    hooks: HiddenCapture | None = field(default=None, kw_only=True)
     choice: PairChoice | None = field(init=False, default=None)
     probe: Recomputer | None = field(init=False, default=None)
+    kv: KVSegments = field(init=False)
+    layout: PageLayout = field(init=False)
     pages: HostPages = field(init=False)
-
-    def __post_init__(self) -> None:
-        tokens, stored = self.kvcache.page_size, self.methods.layers("kv")
-        how = self.share, self.groups, self.kv_codec, self.pairs
-        self.kv = make_segments(self.kvcache, stored, tokens, *how)
-        self.layout = self._layout()
-
-    def _layout(self) -> PageLayout:
-        return page_layout(self.kvcache.page_size, self.methods, self.kv, None, self.share)
-
-    def find_room(self) -> None:
-        """Divide host memory; talks to no other rank.
-
-        Raises:
-            Refused: There is no room.
-        """
-        self._divide_host_memory(with_shadows=False)
-
-    def _divide_host_memory(self, *, with_shadows: bool) -> None:
-        memory = get_memory()
-        self.pages = plan_host_pages(
-            self.kvcache,
-            self.layout,
-            memory.hicache_size,
-            memory.hicache_ratio,
-            host_memory_budget_bytes(),
-            with_shadows=with_shadows,
-        )
-
-
-@dataclass
-class HiddenPagePlan(PagePlan):
-    """What own pages with hidden states look like, and what the rows of hidden states pass through.
-
-    Attributes:
-        layers: All layers of this pipeline stage.
-        recomputer: Recomputes the first layers; None where it cannot or need not.
-        codec: Encodes hidden states.
-        exchange: Between the ranks that share the tokens of every page; None: pages are whole.
-        hooks: The capture hooks that CUDA graphs were recorded with, if any.
-        runner: SGLang's ModelRunner.
-        staging: Where captured rows go first; from :meth:`find_room`.
-    """
-
-    layers: tuple[AttentionLayer, ...]
-    recomputer: Recomputer | None
-    codec: Codec
-    exchange: Exchange | None
-    hooks: HiddenCapture | None
-    runner: Any
     staging: Staging = field(init=False)
 
-    def _layout(self) -> PageLayout:
-        return page_layout(self.kvcache.page_size, self.methods, self.kv, self.codec, self.share)
+    def __post_init__(self) -> None:
+        tokens, stored = int(self.kvcache.page_size), self.methods.layers("kv")
+        how = self.share, self.groups, self.kv_codec, self.pairs
+        self.kv = make_segments(self.kvcache, stored, tokens, *how)
+        self.layout = page_layout(tokens, self.methods, self.kv, self.codec, self.share)
 
     @cached_property
     def capture_hooks(self) -> HiddenCapture:
@@ -144,25 +110,31 @@ class HiddenPagePlan(PagePlan):
         return [self.layers[index] for index in self.methods.layers("hidden")]
 
     def find_room(self) -> None:
-        """Divide host memory, and take staging; talks to no other rank.
+        """Divide host memory, and take staging if layers are captured; talks to no other rank.
 
         Raises:
             Refused: There is no room.
         """
+        memory, codec = get_memory(), self.codec
+        self.pages = plan_host_pages(
+            self.kvcache,
+            self.layout,
+            memory.hicache_size,
+            memory.hicache_ratio,
+            host_memory_budget_bytes(),
+            with_shadows=codec is not None,
+        )
+        if codec is None:
+            return
         device, hidden = self.kvcache.device, self.methods.layers("hidden")
-        self._divide_host_memory(with_shadows=True)
         recorded = self.hooks.staging if self.hooks is not None else None
         places = staging_places(len(hidden), *step_tokens(self.runner), 0)
-        rows = self.codec.hidden_size, self.codec.dtype
+        rows = codec.hidden_size, codec.dtype
         self.staging = recorded or take_staging(len(hidden), *rows, places, device)
-        self._try_ring()
-
-    def _try_ring(self) -> None:
-        """Is there room for restores? Freed memory stays in torch's cache until it is needed."""
-        hidden = self.methods.layers("hidden")
+        # Is there room for restores? Freed memory stays in torch's cache until it is needed.
         room = ring_bytes(self.layout, self.methods.chunk_tokens, hidden)
         try:
-            torch.empty(room, dtype=torch.uint8, device=self.kvcache.device)
+            torch.empty(room, dtype=torch.uint8, device=device)
         except torch.OutOfMemoryError as error:
             raise Refused(f"no device memory for restores: {error}") from None
 

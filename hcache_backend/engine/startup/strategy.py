@@ -36,7 +36,7 @@ from hcache_backend.engine.startup.copy_check import check_copies
 from hcache_backend.engine.startup.graphs import check_recording
 from hcache_backend.engine.startup.layer_specs import LayerSpecs
 from hcache_backend.engine.startup.page_layout import head_groups, share_of_heads
-from hcache_backend.engine.startup.page_plan import HiddenPagePlan, PagePlan, make_exchange
+from hcache_backend.engine.startup.page_plan import PagePlan, make_exchange
 from hcache_backend.engine.startup.pair_choice import find_mergeable, find_probe
 from hcache_backend.engine.startup.partition_choice import layer_methods
 from hcache_backend.engine.startup.recompute_check import find_recomputer
@@ -56,8 +56,7 @@ from hcache_backend.engine.startup.self_check import (
 from hcache_backend.engine.startup.stack import (
     Stack,
     restored_layers,
-    use_hidden_mode,
-    use_kv_mode,
+    use_own_pages,
 )
 from hcache_backend.partition.costs import Partition
 from hcache_backend.partition.restore import Restore
@@ -70,7 +69,6 @@ from hcache_backend.units import WHOLE, Share
 logger = logging.getLogger("hcache")
 
 _Result = TypeVar("_Result")
-_Plan = TypeVar("_Plan", bound=PagePlan)
 
 _SMALLEST_PAGE = 4
 """Own pages of K and V have at least so many times the bytes of a header."""
@@ -107,15 +105,13 @@ class OwnPagesStrategy(StackStrategy):
             self._step(params, partial(self._refuse, own_pages_refusal, self._plain, kvcache))
             marker = ProjectionBatch(ForwardMode.EXTEND)
             projector = Projector(marker, PagedPool(kvcache), kvcache.layer_num)
-            hidden = self._plan_or_reason(kvcache, params, projector)
-            if isinstance(hidden, str):
+            plan, reason = self._plan_or_reason(kvcache, params, projector)
+            if plan is None:
                 plan = self._kv_plan(kvcache, params)
-                use_kv_mode(runtime, kvcache, plan, hidden)
-                recomputer = self._page_recomputer(kvcache, params, plan)
-                stack = Stack(runtime, kvcache, params, kwargs).build_kv(plan, recomputer)
-            else:
-                use_hidden_mode(runtime, kvcache, hidden)
-                stack = Stack(runtime, kvcache, params, kwargs).build_hidden(hidden, projector)
+            use_own_pages(runtime, kvcache, plan, reason)
+            if reason is not None:
+                plan.recomputer = self._page_recomputer(kvcache, params, plan)
+            stack = Stack(runtime, kvcache, params, kwargs).build(plan, projector)
             runtime.say_unused()
             return stack
         except Refused as refused:
@@ -137,17 +133,16 @@ class OwnPagesStrategy(StackStrategy):
 
     def _plan_or_reason(
         self, kvcache: Any, params: Any, projector: Projector
-    ) -> HiddenPagePlan | str:
-        """What hidden mode needs, or why it is refused, on every rank of every stage.
+    ) -> tuple[PagePlan | None, str | None]:
+        """The plan of hidden mode, or why it is refused, on every rank of every stage.
 
         If it is refused, nothing is left of it: no hook, no memory.
         """
         try:
-            return self._plan(kvcache, params, projector)
+            return self._hidden_plan(kvcache, params, projector), None
         except Refused as refused:
-            reason = str(refused)
-        self._capture_nothing()
-        return reason
+            self._capture_nothing()
+            return None, str(refused)
 
     def _capture_nothing(self) -> None:
         runner = self._runtime.runner
@@ -225,10 +220,10 @@ class OwnPagesStrategy(StackStrategy):
     def _tried(
         self,
         params: Any,
-        make: Callable[[str], _Plan],
+        make: Callable[[str], PagePlan],
         codec: str,
         written: Callable[[], torch.Tensor],
-    ) -> _Plan:
+    ) -> PagePlan:
         """A plan with room, from which K and V come back: by ``codec``, or as they are.
 
         Args:
@@ -280,7 +275,7 @@ class OwnPagesStrategy(StackStrategy):
         assert config is not None
         return config
 
-    def _plan(self, kvcache: Any, params: Any, projector: Projector) -> HiddenPagePlan:
+    def _hidden_plan(self, kvcache: Any, params: Any, projector: Projector) -> PagePlan:
         """Everything that hidden mode needs, proven on every rank of every stage.
 
         The K and V that the model writes in the probe stay in the pool to the last check.
@@ -314,22 +309,22 @@ class OwnPagesStrategy(StackStrategy):
         if methods.layers("kv"):
             of_kv = step(lambda: kv_codec(runtime, kvcache, share, groups, params.pp_size))
 
-        def make(of_kv: str) -> HiddenPagePlan:
-            return HiddenPagePlan(
+        def make(of_kv: str) -> PagePlan:
+            return PagePlan(
                 kvcache,
                 methods,
                 share,
                 groups,
-                probe.layers,
-                recomputer,
-                codec,
-                exchange,
-                hooks,
-                runner,
                 kv_codec=of_kv,
+                runner=runner,
+                layers=probe.layers,
+                codec=codec,
+                recomputer=recomputer,
+                exchange=exchange,
+                hooks=hooks,
             )
 
-        def check_capture(plan: HiddenPagePlan) -> None:
+        def check_capture(plan: PagePlan) -> None:
             check = step(lambda: CaptureCheck(plan, ranks))
             pipeline = step(lambda: check.make_pipeline(restored_layers(kvcache, plan, projector)))
             for graphs, by_layer in ((False, True), (False, False), (True, False)):
@@ -377,7 +372,7 @@ class OwnPagesStrategy(StackStrategy):
         return methods
 
 
-def _copying(plan: _Plan) -> _Plan:
+def _copying(plan: PagePlan) -> PagePlan:
     """``plan``, from which K and V come back.
 
     Raises:

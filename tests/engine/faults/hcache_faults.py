@@ -142,9 +142,9 @@ def _reallocate(controller: Any, device_indices: Any) -> None:
 
 def _wrap_write(before: bool) -> Callable[[], None]:
     def inject() -> None:
-        from hcache_backend.engine.hidden_controller import HiddenStateController
+        from hcache_backend.engine.controller import OwnPagesController
 
-        write = HiddenStateController.write
+        write = OwnPagesController.write
 
         def faulty(self: Any, device_indices: Any, *args: Any, **kwargs: Any) -> Any:
             if before and _active():
@@ -154,7 +154,7 @@ def _wrap_write(before: bool) -> Callable[[], None]:
                 _reallocate(self, device_indices)
             return result
 
-        HiddenStateController.write = faulty  # type: ignore[method-assign]
+        OwnPagesController.write = faulty  # type: ignore[method-assign]
 
     return inject
 
@@ -308,16 +308,16 @@ def _hooks_raise() -> None:
 
 def _rows_lost() -> None:
     """Rows turn out not to have been written."""
-    from hcache_backend.capture.shadows import ShadowArena, Verdict
+    from hcache_backend.arena import Arena, Verdict
 
-    prove = ShadowArena.prove
+    prove = Arena.prove
 
     def faulty(self: Any, slots: Any, ticket: int, verdicts: Any) -> Any:
         if _active():
             verdicts[:] = Verdict.MISSING
         return prove(self, slots, ticket, verdicts)
 
-    ShadowArena.prove = faulty
+    Arena.prove = faulty
 
 
 _trees: list[Any] = []
@@ -391,7 +391,6 @@ def _misses_on_rank_1() -> None:
     import random
 
     from hcache_backend.engine.controller import OwnPagesController
-    from hcache_backend.engine.hidden_controller import HiddenStateController
     from hcache_backend.engine.storage import HCacheStorage
 
     dice = random.Random(7)
@@ -416,9 +415,9 @@ def _misses_on_rank_1() -> None:
     wrap(HCacheStorage, "_exists", lose_some)  # a share is not on this rank's disk
     wrap(HCacheStorage, "_get", lose_some)  # or it cannot be read
     wrap(OwnPagesController, "_proven_pages", lambda proven: max(0, proven - 1))
-    wrap(HiddenStateController, "_may_project", lambda may: False)
-    wrap(HiddenStateController, "_can_wait", lambda can: False)
-    wrap(HiddenStateController, "_problem", lambda problem: "rows not valid")
+    wrap(OwnPagesController, "_may_project", lambda may: False)
+    wrap(OwnPagesController, "_can_wait", lambda can: False)
+    wrap(OwnPagesController, "_problem", lambda problem: "rows not valid")
 
 
 def _rows_do_not_fit() -> None:

@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from hcache_backend.engine import check_sampling, metrics, service_check
-from hcache_backend.engine.hidden_controller import HiddenStateController
+from hcache_backend.engine.controller import OwnPagesController
 from hcache_backend.engine.runtime import Runtime
 from hcache_backend.engine.service_check import ServiceChecks
 from hcache_backend.streams import WorkerStream
 from hcache_kernels.codecs import ExactCodec
+from tests.engine.in_process.encoded_kv.host import bare_controller
 from tests.unit.capture.machine import LAYERS, LAYOUT, SIZE, WIDTH, Machine, slots
 
 
@@ -38,7 +39,7 @@ class Pages:
         self.arena, self.given = machine.arena, 0
         self.page_layout, self.kv_buffer = LAYOUT, machine.capture.memory
         self.page_size, self.layer_num = SIZE, LAYERS
-        self.settle, self.settled = lambda: None, lambda page: True
+        self.depth, self.frees_duplicates = machine.arena.depth, lambda: True
         self.device_pool = SimpleNamespace(device="cpu")
 
     def allocate(self, device_indices: torch.Tensor, *_: Any) -> tuple[torch.Tensor, None]:
@@ -50,19 +51,16 @@ class Pages:
 
 
 @pytest.fixture
-def controller(machine: Machine, runtime: Runtime) -> HiddenStateController:
-    made = object.__new__(HiddenStateController)
-    made._pool = pool = Pages(machine)  # type: ignore[assignment]
+def controller(machine: Machine, runtime: Runtime) -> OwnPagesController:
+    pool, capture = Pages(machine), machine.capture
+    made: OwnPagesController = bare_controller(
+        pool, _runtime=runtime, _capture=capture, page_size=SIZE
+    )
     made.allocate_host_transfers = pool.allocate
-    made._runtime, made.tp_group = runtime, None
-    made.page_size, made.write_policy, made.write_queue = SIZE, "write_through", []
-    alone = SimpleNamespace(alone=True, talk=lambda: None)
-    no_checks = SimpleNamespace()
-    made.use_hidden_states(machine.capture, no_checks, no_checks, alone)  # type: ignore[arg-type]
     return made
 
 
-def write(controller: HiddenStateController, where: list[int]) -> bool:
+def write(controller: OwnPagesController, where: list[int]) -> bool:
     """Whether a node gets host pages."""
     return controller.write(torch.tensor(where), flush=False) is not None
 
@@ -73,7 +71,7 @@ def waits(machine: Machine) -> bool:
 
 
 def test_a_node_gets_host_pages_before_its_slots_are_known(
-    controller: HiddenStateController, machine: Machine
+    controller: OwnPagesController, machine: Machine
 ) -> None:
     assert machine.forward(slots(1))
     assert write(controller, slots(1))
@@ -81,7 +79,7 @@ def test_a_node_gets_host_pages_before_its_slots_are_known(
 
 
 def test_where_a_row_was_lost_a_node_waits_for_its_own(
-    controller: HiddenStateController, machine: Machine
+    controller: OwnPagesController, machine: Machine
 ) -> None:
     assert not machine.forward(slots(1), layers=LAYERS - 1)
     assert machine.forward(slots(2))
@@ -92,7 +90,7 @@ def test_where_a_row_was_lost_a_node_waits_for_its_own(
 
 @pytest.mark.parametrize("end", ["distrust", "a broken ledger"])
 def test_where_backups_have_ended_nothing_is_waited_for(
-    end: str, controller: HiddenStateController, machine: Machine, runtime: Runtime
+    end: str, controller: OwnPagesController, machine: Machine, runtime: Runtime
 ) -> None:
     assert machine.forward(slots(1))
     if end == "distrust":
@@ -105,7 +103,7 @@ def test_where_backups_have_ended_nothing_is_waited_for(
 
 
 def test_tokens_of_other_weights_get_no_host_pages(
-    controller: HiddenStateController, machine: Machine, runtime: Runtime
+    controller: OwnPagesController, machine: Machine, runtime: Runtime
 ) -> None:
     runtime.on_weights_changed.append(machine.capture.ledger.forget)
     assert machine.forward(slots(1))

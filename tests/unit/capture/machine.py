@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from hcache_backend.capture.shadows import ShadowArena
+from hcache_backend.arena import Arena
 from hcache_backend.capture.staging import StagedCapture, Staging
 from hcache_backend.page import PageLayout, hidden_layer
 from hcache_kernels.codecs import ExactCodec
@@ -35,7 +35,7 @@ class Machine:
         self, *, is_view: bool = True, places: int = PLACES, keeps_unfit: bool = False
     ) -> None:
         memory = torch.zeros((HOST_PAGES + DEVICE_PAGES, LAYOUT.page_bytes), dtype=torch.uint8)
-        self.arena = ShadowArena(
+        self.arena = Arena(
             memory.numpy(),
             LAYOUT,
             HOST_PAGES,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hcache_backend.capture.shadows import ShadowArena
+from hcache_backend.arena import Arena
 from hcache_backend.page import PageLayout, hidden_layer
 
 SIZE = 4
@@ -15,9 +15,9 @@ NAMESPACE, WRITER = b"n" * 16, b"w" * 8
 
 def arena(
     host_pages: int = HOST_PAGES, device_pages: int = DEVICE_PAGES, *, keeps_unfit: bool = False
-) -> ShadowArena:
+) -> Arena:
     memory = np.full((host_pages + device_pages, LAYOUT.page_bytes), 0xEE, np.uint8)
-    return ShadowArena(
+    return Arena(
         memory,
         LAYOUT,
         host_pages,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hcache_backend.capture.shadows import NO_NAMESPACE, ShadowArena, Verdict
+from hcache_backend.arena import NO_NAMESPACE, Arena, Verdict
 from tests.integrity import assert_sound_arena
 from tests.unit.capture.small_arena import (
     LAYOUT,
@@ -18,7 +18,7 @@ from tests.unit.capture.small_arena import (
 )
 
 
-def captured(a: ShadowArena, pages: list[int], first: int = 0) -> np.ndarray:
+def captured(a: Arena, pages: list[int], first: int = 0) -> np.ndarray:
     slots = slots_of(pages)
     positions = np.arange(first, first + len(slots))
     ticket = a.begin(slots, positions, positions + 500)
@@ -26,7 +26,7 @@ def captured(a: ShadowArena, pages: list[int], first: int = 0) -> np.ndarray:
     return slots
 
 
-def promised(a: ShadowArena) -> tuple[np.ndarray, int]:
+def promised(a: Arena) -> tuple[np.ndarray, int]:
     """Slots of device page 2 whose rows are on their way, and the ticket of their proof."""
     slots = slots_of([2])
     return slots, a.begin(slots, np.arange(4), np.arange(4))
@@ -84,10 +84,10 @@ def test_an_unfit_page_is_kept_and_never_counts_as_whole() -> None:
     a.swap(slots, ids(0))
     page = a.memory[a.physical(ids(0))[0]]
     a.prove(slots[:2], ticket, np.array([1, Verdict.UNFIT], np.uint8))
-    assert a.waits_for_proof(ids(0)) and a.whole(ids(0)) is None  # two rows are on their way
+    assert (a.depth(ids(0)) < 0).any() and a.whole(ids(0)) is None  # two rows are on their way
     assert a.prove(slots[2:], ticket, np.ones(2, np.uint8)) == (0, 0)
     assert LAYOUT.namespace_of(page) == NAMESPACE and a.none_lost
-    assert a.lost(ids(0, 1)).tolist() == [True, False] and a.whole(ids(0)) is False
+    assert (a.depth(ids(0, 1)) > 0).tolist() == [True, False] and a.whole(ids(0)) is False
 
 
 def test_an_unfit_page_that_lost_a_row_as_well_is_never_stamped() -> None:
@@ -115,7 +115,7 @@ def test_what_is_unfit_stays_so_in_every_later_backup(on_the_device: bool) -> No
     a.host_freed(ids(0))
     assert a.problem(slots) is None and a.unfit_rows(slots).any()
     a.swap(slots, ids(4))
-    assert a.lost(ids(4)).all() and not a.whole(ids(4))
+    assert (a.depth(ids(4)) > 0).all() and not a.whole(ids(4))
     assert_sound_arena(a)
 
 
@@ -127,7 +127,7 @@ def test_a_recomputed_page_of_which_nothing_is_there_still_says_which_tokens_it_
     page = a.memory[a.physical(pages)[0]]
     assert LAYOUT.namespace_of(page) == NAMESPACE
     assert LAYOUT.token_ids(page).tolist() == [500, 501, 502, 503]
-    assert a.lost(pages).all() and a.whole(pages) is False
+    assert (a.depth(pages) > 0).all() and a.whole(pages) is False
 
 
 def test_a_page_that_is_filled_anew_or_read_from_l3_is_not_unfit_any_more() -> None:
@@ -137,10 +137,10 @@ def test_a_page_that_is_filled_anew_or_read_from_l3_is_not_unfit_any_more() -> N
     a.swap(slots, ids(0))
     a.host_dropped(ids(0))
     a.expect(ids(0))
-    assert not a.lost(ids(0)).any()
+    assert not (a.depth(ids(0)) > 0).any()
     captured(a, [2])
     a.swap(slots, ids(1))
-    assert not a.lost(ids(1)).any() and a.whole(ids(1))
+    assert not (a.depth(ids(1)) > 0).any() and a.whole(ids(1))
 
 
 def test_the_proof_of_an_older_allocation_counts_for_nothing() -> None:
@@ -197,7 +197,7 @@ def test_slots_that_are_no_whole_pages_are_refused() -> None:
 
 def test_the_memory_must_have_a_page_for_every_entry() -> None:
     with pytest.raises(ValueError, match=r"the arena needs \(11, "):
-        ShadowArena(np.zeros((10, LAYOUT.page_bytes), np.uint8), LAYOUT, 6, 5, lambda page: None)
+        Arena(np.zeros((10, LAYOUT.page_bytes), np.uint8), LAYOUT, 6, 5, lambda page: None)
 
 
 # ---- lost pages never pass for whole ones ----
@@ -231,17 +231,17 @@ def test_memory_that_held_such_a_page_is_whole_again_after_a_backup() -> None:
     lacking = int(pool.physical(ids(0))[0])
     first = captured(pool, [2])
     pool.swap(first, ids(0))  # the lacking memory becomes the shadow of page 2
-    assert not pool.lost(ids(0)).any()
+    assert not (pool.depth(ids(0)) > 0).any()
     assert pool.shadows[2] == lacking
     pool.allocated(first)
     second = captured(pool, [2])
     pool.swap(second, ids(3))
     assert int(pool.physical(ids(3))[0]) == lacking
-    assert not pool.lost(ids(3)).any()
+    assert not (pool.depth(ids(3)) > 0).any()
     assert_sound_arena(pool)
 
 
-def expected(a: ShadowArena, *host_pages: int) -> np.ndarray:
+def expected(a: Arena, *host_pages: int) -> np.ndarray:
     """Host pages whose rows were recomputed and are on their way, of tokens from position 0 on."""
     pages = ids(*host_pages)
     a.lose(pages)  # they held something else before
@@ -253,8 +253,8 @@ def expected(a: ShadowArena, *host_pages: int) -> np.ndarray:
 def test_recomputed_rows_count_once_they_are_there() -> None:
     a = arena()
     pages = expected(a, 3, 1)
-    assert a.waits_for_proof(ids(1)) and a.whole(pages) is None
-    assert not a.lost(pages).any()
+    assert (a.depth(ids(1)) < 0).any() and a.whole(pages) is None
+    assert not (a.depth(pages) > 0).any()
     a.arrived(pages, np.array([True, True]))
     assert a.whole(pages)
     second = a.memory[a.physical(ids(1))[0]]
@@ -274,7 +274,7 @@ def test_recomputed_rows_that_the_codec_cannot_hold_are_lost(loaded_before: bool
     if not loaded_before:
         a.loaded(slots, pages)
     assert a.whole(ids(0)) and a.whole(ids(1)) is False
-    assert a.lost(pages).tolist() == [False, True]
+    assert (a.depth(pages) > 0).tolist() == [False, True]
     a.host_freed(pages)  # while their tokens are on the device
     assert a.problem(slots[:SIZE]) is None
     assert a.problem(slots[SIZE:]) == "rows not valid"
@@ -289,10 +289,10 @@ def test_what_arrives_for_a_page_that_was_freed_meanwhile_is_of_no_interest(free
         a.clear()
     else:
         (a.host_freed if freed == "freed" else a.host_dropped)(pages)
-    assert not a.waits_for_proof(pages)
+    assert not (a.depth(pages) < 0).any()
     again = expected(a, 0)
     a.arrived(pages, np.array([False]))
-    assert a.whole(again) is None and not a.lost(again).any()
+    assert a.whole(again) is None and not (a.depth(again) > 0).any()
     a.arrived(again, np.array([False]))
     assert a.whole(again) is False
 

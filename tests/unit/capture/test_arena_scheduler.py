@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from hcache_backend.capture.shadows import ShadowChanges, Verdict
+from hcache_backend.arena import ShadowChanges, Verdict
 from tests.integrity import assert_sound_arena
 from tests.unit.capture.small_arena import (
     DEVICE_PAGES,
@@ -232,7 +232,7 @@ class ScriptedScheduler(RuleBasedStateMachine):
             return
         pages = ids(*node.host)
         prepared = all(page in self.recomputing for page in node.host)
-        if self.arena.waits_for_proof(pages) and not prepared:
+        if (self.arena.depth(pages) < 0).any() and not prepared:
             return
         if not prepared and not all(LAYOUT.is_stamped(page) for page in self.arena.pages(pages)):
             assert not node.written, "a backup was lost"
@@ -271,7 +271,7 @@ class ScriptedScheduler(RuleBasedStateMachine):
         node = Node(self.sequences, 0, None, taken, backup_done=True)
         host, positions = ids(*taken), np.arange(pages * SIZE)
         self.arena.recomputed(host, positions, positions + 1000 * node.sequence)
-        assert not self.arena.lost(host).any()
+        assert not (self.arena.depth(host) > 0).any()
         for i, physical in enumerate(self.arena.physical(host).tolist()):
             rows = self.expected(node)[i]
             for layer in range(2):  # the device may do so at once
@@ -300,7 +300,7 @@ class ScriptedScheduler(RuleBasedStateMachine):
             if not fit and self.recomputing.get(page) is host
         ]
         self.arena.arrived(host, fits)
-        assert self.arena.lost(ids(*wanted)).all()
+        assert (self.arena.depth(ids(*wanted)) > 0).all()
         for node in self.nodes:
             lost = [i for i, page in enumerate(node.host or ()) if page in wanted]
             node.written = node.written and not lost
@@ -342,7 +342,7 @@ class ScriptedScheduler(RuleBasedStateMachine):
                 first = node.first + i * SIZE
                 assert LAYOUT.positions(page).tolist() == list(range(first, first + SIZE))
                 assert (LAYOUT.token_ids(page) // 1000 == node.sequence).all()
-                if self.arena.lost(ids(node.host[i])).item():
+                if (self.arena.depth(ids(node.host[i])) > 0).item():
                     assert not (node.written and node.encodable), "a page was lost"
                     continue  # the load recomputes it
                 for layer in range(2):

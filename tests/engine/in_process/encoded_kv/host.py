@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import deque
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from hcache_backend.engine.controller import OwnPagesController
 from hcache_backend.engine.host_pool import HostPages, OwnPagesPool
 from hcache_backend.engine.kv_pages.paired import make_segments
 from hcache_backend.engine.loads import LoadQueue, QueuedLoad
@@ -119,6 +121,43 @@ class Host:
     def lost(self, host: torch.Tensor) -> list[bool]:
         """Which of some host pages, that have arrived, lack all layers."""
         pages = self.pool.page_ids(host)
-        assert all(map(self.pool.settled, pages.tolist()))
-        lost: list[bool] = self.pool.arena.lost(pages).tolist()
-        return lost
+        depths = self.pool.arena.depth(pages)
+        assert (depths >= 0).all()
+        return [depth > 0 for depth in depths.tolist()]
+
+    def settled(self, host: torch.Tensor) -> bool:
+        """Whether it is known of all these host pages."""
+        return bool((self.pool.arena.depth(self.pool.page_ids(host)) >= 0).all())
+
+
+def bare_controller(pool: Any, loads: Any = None, **fields: Any) -> Any:
+    """A controller without SGLang's part, for one rank, whose prompts begin with its pages."""
+    made: Any = object.__new__(OwnPagesController)
+    stages = SimpleNamespace(
+        alone=True,
+        talk=lambda: None,
+        have=lambda pages: True,
+        decide=lambda verdict: verdict,
+        backed_up=lambda pages: None,
+        brought=lambda pages: None,
+    )
+    checks = SimpleNamespace(failed=False, run=lambda: None, forget=lambda: None)
+    usual = {
+        "_pool": pool,
+        "_loads": loads,
+        "_stages": stages,
+        "_kv_checks": checks,
+        "_runtime": SimpleNamespace(distrust=None),
+        "_prefix": lambda: torch.empty(0, dtype=torch.int64),
+        "_token_ids": lambda: None,
+        "governor": SimpleNamespace(look=lambda: None),
+        "_backups": deque(),
+        "write_queue": [],
+        "write_policy": "write_through",
+        "page_size": PAGE,
+    }
+    nothing = dict.fromkeys(("eager", "tp_group", "_capture", "_checks", "_pairs", "_tree"))
+    no = dict.fromkeys(("_writing", "_never_loaded", "_passes"), False)
+    for name, value in (usual | nothing | no | fields).items():
+        setattr(made, name, value)
+    return made

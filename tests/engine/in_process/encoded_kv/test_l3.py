@@ -10,8 +10,7 @@ import torch
 from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
 
 from hcache_backend.engine import metrics
-from hcache_backend.engine.kv_pages.controller import KVController
-from tests.engine.in_process.encoded_kv.host import PAGE, Host, make_unfit
+from tests.engine.in_process.encoded_kv.host import PAGE, Host, bare_controller, make_unfit
 
 KEYS = [f"{i:064x}" for i in range(8)]
 
@@ -33,9 +32,8 @@ class Server(Host):
             "_page_backup",
             lambda _, operation: self.written.append(operation.hash_value),
         )
-        self.controller = made = object.__new__(KVController)
-        made._pool, made.page_size = self.pool, PAGE
-        made._runtime = SimpleNamespace(  # type: ignore[assignment]
+        self.controller = made = bare_controller(self.pool)
+        made._runtime = SimpleNamespace(
             weights=SimpleNamespace(suspended=None),
             page_namespace=lambda weights: bytes(16),
             writer=bytes(8),

@@ -15,14 +15,14 @@ import torch
 
 from hcache_backend.engine import controller as controllers
 from hcache_backend.engine import metrics
-from hcache_backend.engine.hidden_controller import HiddenStateController
-from hcache_backend.engine.kv_pages.controller import KVController
+from hcache_backend.engine.controller import OwnPagesController
 from hcache_backend.engine.loads import QueuedLoad
 from hcache_backend.streams import Stream, WorkerStream, current_stream
 from tests.engine.in_process.encoded_kv.host import (
     LAYERS,
     PAGE,
     Host,
+    bare_controller,
     bits,
     make_unfit,
     slots_of,
@@ -59,16 +59,12 @@ class Model:
                 assert same.logical_or(values[before].isnan()).all()
 
 
-def controller(server: Host, request: range | None) -> KVController:
+def controller(server: Host, request: range | None) -> OwnPagesController:
     """It loads from the start of a ``request``."""
-    made: Any = object.__new__(KVController)
-    made._pool, made._loads, made.eager, made.tp_group = server.pool, server.loads, None, None
-    made._stages, made._checks = SimpleNamespace(alone=True), SimpleNamespace(failed=False)
-    made.page_size, made._never_loaded = PAGE, False
-    made._prefix = lambda: torch.empty(0, dtype=torch.int64)
-    made._token_ids = lambda: request
-    found: KVController = made
-    return found
+    made: OwnPagesController = bare_controller(
+        server.pool, server.loads, _token_ids=lambda: request
+    )
+    return made
 
 
 @pytest.fixture
@@ -156,12 +152,21 @@ class Collective:
         return found
 
 
+class Planned:
+    """Loads whose plan is the depths of their pages."""
+
+    stored_from = 0
+
+    def plan(self, host_pages: Any, depths: Any, *_: Any) -> Any:
+        return SimpleNamespace(depths=depths.tolist())
+
+
 def asked_on_all_ranks(made: Sequence[Any], pages: int) -> list[list[int] | None]:
     """From which layer on each of the first host pages is there, as each rank says it."""
 
     def ask(one: Any) -> list[int] | None:
-        found = one._depths(np.arange(pages))
-        return None if found is None else found.tolist()
+        found = one._planned(np.arange(pages))
+        return None if found is None else found.depths
 
     with ThreadPoolExecutor(len(made)) as pool:
         return [*pool.map(ask, made)]
@@ -173,9 +178,7 @@ def test_what_does_not_fit_on_one_rank_is_lost_on_all(monkeypatch: pytest.Monkey
     servers, made = [Host(), Host()], []
     for rank, server in enumerate(servers):
         make_unfit(server.device, 1 + rank, rank)
-        one: Any = controller(server, None)
-        one.tp_group = rank
-        made.append(one)
+        made.append(bare_controller(server.pool, Planned(), tp_group=rank))
         server.back_up(1, 2, 3)
     settle = servers[1].pool.settle
     servers[1].pool.settle = lambda: None  # type: ignore[method-assign]
@@ -194,11 +197,10 @@ def test_ranks_agree_how_much_of_a_recomputed_page_is_there(
     prepared = np.array([False, False, False])
     for rank, server in enumerate(servers):
         pages, tokens = np.arange(3), np.arange(3 * PAGE)
-        server.pool.expect_recomputed(pages, tokens, tokens)
+        server.pool.arena.recomputed(pages, tokens, tokens)
         server.pool.arena.arrived(pages, np.array([True, rank == 1, True]))
-        one: Any = object.__new__(HiddenStateController)
-        one._pool, one.tp_group = server.pool, rank
-        one.eager = SimpleNamespace(prepared=lambda pages: prepared)
+        eager = SimpleNamespace(prepared=lambda pages: prepared)
+        one = bare_controller(server.pool, Planned(), tp_group=rank, eager=eager)
         made.append(one)
     assert asked_on_all_ranks(made, 3) == 2 * [[0, LAYERS, 0]]
     prepared[1] = True
@@ -211,8 +213,8 @@ def test_a_recomputed_page_that_fails_in_rows_and_in_units_counts_once(
     server, host_pages = Host(), np.array([0, 1])
     make_unfit(server.device, 1, 0)
     fits = torch.tensor([False, True])
-    server.pool._save_rows = lambda pages, rows: (fits,)  # type: ignore[method-assign]
-    server.pool.save_recomputed(host_pages, slots_of(1, 2), None)
+    rows: Any = SimpleNamespace(save=lambda pages: fits)
+    server.pool.save_recomputed(host_pages, slots_of(1, 2), rows)
     server.pool.settle()
     assert counted["not_encodable"] == PAGE
 
@@ -228,7 +230,7 @@ def test_rows_that_do_not_fit_are_recomputed_whole_behind_what_is_before_them(
     for source, target in (((1, 2, 3), (6, 5, 4)), ((6, 5, 4), (3, 2, 1))):
         host = server.back_up(*source)
         host_pages = server.pool.page_ids(host)
-        assert server.pool.arena.lost(host_pages).tolist() == [False, True, False]
+        assert (server.pool.arena.depth(host_pages) > 0).tolist() == [False, True, False]
         for buffer in (*server.device.k_buffer, *server.device.v_buffer):
             buffer.zero_()
         assert torch.equal(server.load(host, *target), wanted)

@@ -15,18 +15,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
 
 from hcache_backend.config import KrulOption
 from hcache_backend.engine import metrics
 from hcache_backend.engine.controller import OwnPagesController
 from hcache_backend.engine.kv_pages import node_pairs as module
-from hcache_backend.engine.kv_pages.controller import KVController
 from hcache_backend.engine.kv_pages.node_pairs import NodePairs
 from hcache_backend.engine.startup.pair_choice import find_mergeable
 from hcache_backend.krul.paired_layout import CodedPair, PairedLayout
 from hcache_backend.krul.statistics import PairSums
 from hcache_backend.streams import CallerStream, Stream
-from tests.engine.in_process.encoded_kv.host import PAGE, slots_of
+from tests.engine.in_process.encoded_kv.host import PAGE, bare_controller, slots_of
 from tests.engine.in_process.encoded_kv.test_pairs import LAYERS, plan_of
 
 SECONDS = 60
@@ -347,31 +347,35 @@ class Backups:
 
     def __init__(self, model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
         self.launched: list[tuple[str, Sequence[CodedPair]]] = []
-        self.controller = made = object.__new__(KVController)
-        made.write_queue, made.write_policy = [], "write_through"
-        made._node_pairs, made._tree = node_pairs(model), Tree(40, 40, 40)
-        made._checks = SimpleNamespace(run=lambda: None, failed=False, forget=lambda: None)  # type: ignore[assignment]
-        made._stages = SimpleNamespace(talk=lambda: None, alone=True)  # type: ignore[assignment]
         divided: dict[Any, Sequence[CodedPair]] = {}
-        made._pool = SimpleNamespace(  # type: ignore[assignment]
+        pool = SimpleNamespace(
             page_ids=lambda indices: indices,
-            divide=lambda pages, layout: divided.update({pages: layout.pairs}),
-            page_layout=None,
+            divide=lambda pages, layout: divided.update({pages[0]: layout.pairs}),
+            arena=SimpleNamespace(wait_for=lambda pages: None),
         )
+        self.controller = bare_controller(pool, SimpleNamespace(forget=lambda: None))
+        self.controller._pairs = node_pairs(model)
+        self.controller._tree = Tree(40, 40, 40)
+        # HiCache's part: names of nodes stand for their indices.
+        base = HybridCacheController
 
-        def start(controller: Any) -> None:
-            names = [operation.host_indices for operation in controller.write_queue]
+        def write(made: Any, name: Any, node: int) -> Any:
+            made.write_queue.append(SimpleNamespace(host_indices=name, node_ids=[node]))
+            return name
+
+        def start(made: Any) -> None:
+            names = [operation.host_indices[0] for operation in made.write_queue]
             self.launched += [(name, divided[name]) for name in names]
-            controller.write_queue.clear()
+            made.write_queue.clear()
 
-        monkeypatch.setattr(OwnPagesController, "start_writing", start)
-        monkeypatch.setattr(OwnPagesController, "turn", lambda *_: None)
-        monkeypatch.setattr(OwnPagesController, "reset", lambda made: made.write_queue.clear())
+        monkeypatch.setattr(base, "write", write)
+        monkeypatch.setattr(base, "start_writing", start)
+        monkeypatch.setattr(base, "reset", lambda made: made.write_queue.clear())
+        monkeypatch.setattr(OwnPagesController, "after_forwards", lambda *_: None)
+        self.controller.l2_transfer_engine = SimpleNamespace(device_to_host_stream=None)
 
     def write(self, name: str, node: int) -> None:
-        operation: Any = SimpleNamespace(host_indices=name, node_ids=[node])
-        self.controller.write_queue.append(operation)
-        self.controller.start_writing()
+        self.controller.write((name,), node)
 
     def turn(self) -> None:
         self.controller.turn(SimpleNamespace(tree_core=self.controller._tree))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hcache_backend.engine.kv_pages.controller import KVController
+from hcache_backend.arena import NOT_SETTLED
 from hcache_backend.engine.startup.agreement import Refused
 from hcache_backend.engine.startup.copy_check import check_copies
 from hcache_backend.engine.startup.page_plan import PagePlan
@@ -96,13 +96,10 @@ def test_a_spoiled_slot_fails_the_check_in_service(layer: int, at: float) -> Non
 def test_a_page_that_does_not_say_which_layers_share_slots_is_not_loaded() -> None:
     server = paired_host()
     pages = server.pool.page_ids(server.backed_up(1, 2))
-    controller = object.__new__(KVController)
-    controller._pool, controller.eager, controller.tp_group = server.pool, None, None
-    assert controller._depths(pages) is not None
+    assert not server.pool.depth(pages).any()
     table = server.pool.page_layout.tables_at
     server.pool.kv_buffer[int(pages[1]), table.start + 2] ^= 4
-    assert controller._depths(pages) is None
-    assert controller._depths(pages[:1]) is not None
+    assert server.pool.depth(pages).tolist() == [0, NOT_SETTLED]
 
 
 def plan_of(dtype: torch.dtype = torch.bfloat16, pairs: int = 2) -> PagePlan:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from hcache_backend.capture.staging import StagedCapture, Staging
-from hcache_backend.engine.hidden_controller import HiddenStateController
-from hcache_backend.engine.host_pool import HiddenStatePool, HostPages
+from hcache_backend.engine.host_pool import HostPages, OwnPagesPool
 from hcache_backend.engine.kv_pages.segments import KVSegments
 from hcache_backend.engine.loads import LoadQueue
 from hcache_backend.engine.runtime import Runtime
@@ -28,6 +26,7 @@ from tests.engine.in_process.encoded_kv.host import (
     HOST_PAGES,
     LAYERS,
     PAGE,
+    bare_controller,
     kv_pool,
     slots_of,
 )
@@ -64,9 +63,7 @@ def machine(device: WorkerStream) -> Machine:
 def test_an_unfit_page_is_backed_up_as_one_that_loads_recompute(
     machine: Machine, runtime: Runtime
 ) -> None:
-    made: Any = object.__new__(HiddenStateController)
-    made._pool, made._runtime, made._capture = Pages(machine), runtime, machine.capture
-    made.eager = made.tp_group = None
+    made = bare_controller(Pages(machine), _runtime=runtime, _capture=machine.capture)
     assert machine.forward(slots(1), rows=_unfit_rows())
     assert machine.forward(slots(2))
     machine.settle()
@@ -98,7 +95,7 @@ class Rows:
         codec = small.PickyCodec(small.WIDTH, torch.float32)
         layout = PageLayout(PAGE, (hidden_layer(PAGE, codec.row_bytes, small.WIDTH),) * LAYERS)
         self.device = kv_pool(1, small.WIDTH, dtype=torch.float32)
-        self.pool = HiddenStatePool(
+        self.pool = OwnPagesPool(
             self.device,
             PAGE,
             "page_first",
@@ -113,7 +110,6 @@ class Rows:
         arena, memory = self.pool.arena, self.pool.kv_buffer
         staging = Staging(LAYERS, small.WIDTH, torch.float32, 8 * PAGE, "cpu")
         self.capture = StagedCapture(arena, memory, staging, range(LAYERS), codec)
-        self.pool.follow(self.capture)
 
         def restored(layer: int) -> RestoredLayer:
             def fill(segments: torch.Tensor, _: torch.Tensor, slots: torch.Tensor) -> None:
@@ -124,7 +120,7 @@ class Rows:
         pipeline = RestorePipeline(memory, layout, [*map(restored, range(LAYERS))], 8 * PAGE, "cpu")
         methods = Restore(None, None, Partition(0, LAYERS, 0), chunk_tokens=8 * PAGE)
         self.loads = LoadQueue(arena, pipeline, methods, None, "cpu")
-        self.pool.use(self.loads)
+        self.pool.use(self.loads, self.capture)
 
     def write(self, layer: int, slots: torch.Tensor, rows: torch.Tensor) -> None:
         for times, planes in ((2, self.device.k_buffer), (3, self.device.v_buffer)):
@@ -165,7 +161,7 @@ class Rows:
 
     def load(self, host: torch.Tensor, *pages: int) -> torch.Tensor:
         host_pages, slots = self.pool.page_ids(host), slots_of(*pages)
-        depths = self.pool.arena.lost(host_pages).astype(np.int64)
+        depths = (self.pool.arena.depth(host_pages) > 0).astype(np.int64)
         start = torch.empty(0, dtype=torch.int64)
         planned = self.loads.plan(host_pages, depths, lambda: start)
         assert planned is not None

@@ -443,12 +443,12 @@ class Fronts:
             page_layout=LAYOUT,
             on_freed=[],
             page_ids=lambda indices: indices[::SIZE].numpy() // SIZE,
-            expect_recomputed=self._expect,
             save_recomputed=self._save,
             settle=lambda: self.settled.append([*self.saved]),
-            lose_recomputed=lambda host_pages: self.lost.extend(host_pages.tolist()),
             arena=SimpleNamespace(
                 physical=lambda pages: pages,
+                recomputed=self._expect,
+                arrived=lambda host_pages, fits: self.lost.extend(host_pages.tolist()),
             ),
         )
         pipeline: Any = SimpleNamespace(start=scene._launch_alone, start_recomputation=self._launch)

@@ -15,7 +15,7 @@ from sglang.srt.mem_cache.pool_host import common as pool_host_common
 from hcache_backend import streams
 from hcache_backend.capture.staging import StagedCapture, Staging
 from hcache_backend.engine.capture_hooks import HiddenCapture
-from hcache_backend.engine.host_pool import HiddenStatePool, HostPages
+from hcache_backend.engine.host_pool import HostPages, OwnPagesPool
 from hcache_backend.engine.kv_pages.segments import KVSegments
 from hcache_backend.engine.startup.agreement import Refused
 from hcache_backend.engine.startup.page_plan import (
@@ -51,9 +51,9 @@ def kv_pool(pages: int) -> SimpleNamespace:
     )
 
 
-def new_pool(*, pin_memory: bool = False) -> HiddenStatePool:
+def new_pool(*, pin_memory: bool = False) -> OwnPagesPool:
     device = kv_pool(8)
-    return HiddenStatePool(
+    return OwnPagesPool(
         device,
         PAGE,
         "page_first",
@@ -67,7 +67,7 @@ def new_pool(*, pin_memory: bool = False) -> HiddenStatePool:
 
 
 @pytest.fixture
-def pool() -> HiddenStatePool:
+def pool() -> OwnPagesPool:
     pool = new_pool()
     capture = StagedCapture(
         pool.arena,
@@ -76,11 +76,11 @@ def pool() -> HiddenStatePool:
         range(2),
         CODEC,
     )
-    pool.follow(capture)
+    pool.use(None, capture)  # type: ignore[arg-type]
     return pool
 
 
-def save(pool: HiddenStatePool, page: int) -> torch.Tensor:
+def save(pool: OwnPagesPool, page: int) -> torch.Tensor:
     """One forward pass over a device page; the rows of layer 1."""
     capture = pool._capture
     assert capture is not None
@@ -116,13 +116,13 @@ def test_memory_is_pinned_in_whole_pages_and_the_log_says_that_it_goes_on(
     assert "hcache: pinning 0.0 GB: 0 s so far" in caplog.messages
 
 
-def test_hicache_gets_exactly_the_pages_that_are_its_own(pool: HiddenStatePool) -> None:
+def test_hicache_gets_exactly_the_pages_that_are_its_own(pool: OwnPagesPool) -> None:
     assert pool.available_size() == 6 * PAGE
     assert pool.kv_buffer.shape == (15, LAYOUT.page_bytes)
     assert pool.alloc(7 * PAGE) is None
 
 
-def test_a_logical_index_stays_while_its_memory_moves(pool: HiddenStatePool) -> None:
+def test_a_logical_index_stays_while_its_memory_moves(pool: OwnPagesPool) -> None:
     rows = save(pool, 3)
     indices = pool.alloc(PAGE)
     assert indices is not None
@@ -140,7 +140,7 @@ def test_a_logical_index_stays_while_its_memory_moves(pool: HiddenStatePool) -> 
     assert torch.equal(pool.get_data_page(int(indices[0])), other)
 
 
-def test_pieces_of_a_page_follow_each_other(pool: HiddenStatePool) -> None:
+def test_pieces_of_a_page_follow_each_other(pool: OwnPagesPool) -> None:
     indices = pool.alloc(2 * PAGE)
     assert indices is not None
     whole, _ = pool.get_page_buffer_meta(indices)
@@ -152,7 +152,7 @@ def test_pieces_of_a_page_follow_each_other(pool: HiddenStatePool) -> None:
 
 
 def test_freeing_a_host_page_gives_the_rows_back_to_the_tokens_on_the_device(
-    pool: HiddenStatePool,
+    pool: OwnPagesPool,
 ) -> None:
     save(pool, 3)
     indices = pool.alloc(PAGE)
@@ -170,13 +170,13 @@ def test_freeing_a_host_page_gives_the_rows_back_to_the_tokens_on_the_device(
 
 @pytest.mark.parametrize("fits", [True, False])
 def test_recomputed_rows_are_there_before_tokens_on_the_device_take_them_back(
-    fits: bool, pool: HiddenStatePool
+    fits: bool, pool: OwnPagesPool
 ) -> None:
     indices = pool.alloc(PAGE)
     assert indices is not None and pool._capture is not None
     host_pages, slots = pool.page_ids(indices), torch.arange(2 * PAGE, 3 * PAGE)
     rows: Any = SimpleNamespace(save=lambda pages: torch.tensor([fits]))
-    pool.expect_recomputed(host_pages, np.arange(PAGE), np.arange(PAGE))
+    pool.arena.recomputed(host_pages, np.arange(PAGE), np.arange(PAGE))
     pool.save_recomputed(host_pages, slots, rows)
     pool.on_freed.append(lambda pages: pool.settle())
     pool._capture.ledger.loaded(slots, host_pages)
@@ -184,7 +184,7 @@ def test_recomputed_rows_are_there_before_tokens_on_the_device_take_them_back(
     assert pool.arena.problem(slots.numpy()) == (None if fits else "rows not valid")
 
 
-def test_a_flush_waits_for_rows_that_are_on_their_way_to_pages(pool: HiddenStatePool) -> None:
+def test_a_flush_waits_for_rows_that_are_on_their_way_to_pages(pool: OwnPagesPool) -> None:
     assert pool._capture is not None
     arrive = threading.Event()
     pool._capture._transfer.run(arrive.wait)
@@ -268,7 +268,7 @@ def test_staging_holds_two_of_the_largest_graphs_where_sglang_left_enough(
 
 
 def test_capture_finds_the_projection_without_having_seen_a_forward_pass(
-    pool: HiddenStatePool,
+    pool: OwnPagesPool,
 ) -> None:
     class Attention(torch.nn.Module):
         def __init__(self) -> None:
@@ -308,7 +308,7 @@ def test_capture_finds_the_projection_without_having_seen_a_forward_pass(
 
 @pytest.mark.parametrize("tokens_only", [False, True])
 def test_embeddings_that_tokens_do_not_tell_are_not_backed_up_where_layers_are_recomputed(
-    tokens_only: bool, pool: HiddenStatePool
+    tokens_only: bool, pool: OwnPagesPool
 ) -> None:
     model = [torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH)) for _ in range(LAYERS)]
     capture = HiddenCapture([(layer, [layer[0]]) for layer in model])

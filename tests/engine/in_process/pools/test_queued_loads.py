@@ -44,9 +44,6 @@ class HostPages:
     def physical(self, host_pages: np.ndarray) -> np.ndarray:
         return host_pages
 
-    def lost(self, host_pages: np.ndarray) -> np.ndarray:
-        return np.zeros(len(host_pages), np.bool_)
-
 
 def plan_lost(
     loads: LoadQueue, *pages: int, lost: Sequence[int], ids: Sequence[int] | None = None
@@ -107,7 +104,7 @@ def queue(
 
 def plan(loads: LoadQueue, *pages: int, known: int | None = None) -> QueuedLoad | None:
     """A load of ``pages``, of which the slots of ``known`` tokens before them are known."""
-    depths = loads._arena.lost(np.array(pages)).astype(np.int64)
+    depths = np.zeros(len(pages), np.int64)
     prefix = None if known is None else torch.arange(known)
     return loads.plan(np.array(pages), depths, lambda: prefix)
 

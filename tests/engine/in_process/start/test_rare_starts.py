@@ -286,11 +286,19 @@ def test_no_room_on_the_device_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(page_plan.torch, "empty", none_left)
     plan: Any = SimpleNamespace(
         methods=SimpleNamespace(layers=lambda kind: (), chunk_tokens=4),
+        codec=SimpleNamespace(hidden_size=8, dtype=torch.float32),
         layout=None,
+        hooks=SimpleNamespace(staging=object()),
+        runner=None,
         kvcache=SimpleNamespace(device="cpu"),
     )
+    memory = SimpleNamespace(hicache_size=1, hicache_ratio=2.0)
+    monkeypatch.setattr(page_plan, "get_memory", lambda: memory)
+    monkeypatch.setattr(page_plan, "host_memory_budget_bytes", lambda: 1)
+    monkeypatch.setattr(page_plan, "plan_host_pages", lambda *_, with_shadows: None)
+    monkeypatch.setattr(page_plan, "step_tokens", lambda runner: (4, 4))
     with pytest.raises(Refused, match="no device memory for restores: none left"):
-        page_plan.HiddenPagePlan._try_ring(plan)
+        page_plan.PagePlan.find_room(plan)
 
 
 @pytest.mark.parametrize(
