@@ -11,7 +11,7 @@ from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCach
 
 from hcache_backend.engine import metrics
 from hcache_backend.engine.kv_pages.controller import KVController
-from tests.engine.in_process.encoded_kv.host import PAGE, Host, make_unfit
+from tests.kit.host import PAGE, Host, make_unfit
 
 KEYS = [f"{i:064x}" for i in range(8)]
 
