@@ -16,7 +16,6 @@ from bench.harness.server import Server, ServerOptions
 from hcache_backend.store.format import parse_header, parse_name
 from hcache_kernels.codecs import make_codec
 from tests.engine.harness.conversations import (
-    Conversation,
     ask,
     converse,
     make_conversations,
@@ -163,30 +162,6 @@ def test_a_row_that_overflows_keeps_its_page_from_l3_and_exp4_in_use(
         assert "codec 'exp4' cannot encode 1 of the 48 tokens that were tried" in log
         assert "is not used" not in log
     assert_no_cache_output_up_to_ties(served, tmp_path, conversations)
-
-
-@pytest.mark.long
-def test_exp4_gives_way_to_none_where_hidden_states_are_not_bfloat16(
-    model: Path, tmp_path: Path
-) -> None:
-    def first_turns(codec: str) -> tuple[list[Conversation], str]:
-        options = our_server(
-            model, tmp_path, hcache={"codec": codec}, log=tmp_path / f"{codec}.log"
-        )
-        with Server(options) as server:
-            conversations = converse(server, make_conversations(2, turns=1, tokens=400))
-            assert_hidden_mode(server)
-            return list(conversations), server.log_text()
-
-    asked, log = first_turns("exp4")
-    assert (
-        "hcache: codec 'exp4' is not used, hidden states are stored as they are (codec 'none'): "
-        "codec 'exp4' takes bfloat16 hidden states, not torch.float32"
-    ) in log
-    # What was written then belongs to the codec that was used.
-    exact, _ = first_turns("none")
-    assert all(c.turns[0].cached.storage == 384 for c in exact)
-    assert_no_cache_output(model, [*asked, *exact])
 
 
 def test_a_codec_that_breaks_the_model_is_refused_at_start_up(model: Path, tmp_path: Path) -> None:

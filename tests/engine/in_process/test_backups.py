@@ -16,7 +16,7 @@ from hcache_backend.engine.runtime import Runtime
 from hcache_backend.engine.service_check import ServiceChecks
 from hcache_backend.streams import WorkerStream
 from hcache_kernels.codecs import ExactCodec
-from tests.engine.in_process.encoded_kv.host import bare_controller
+from tests.kit.host import bare_controller
 from tests.unit.capture.machine import LAYERS, LAYOUT, SIZE, WIDTH, Machine, slots
 
 

@@ -5,10 +5,7 @@ from __future__ import annotations
 import itertools
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
-from threading import Barrier
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,11 +23,10 @@ from hcache_backend.engine.startup.pair_choice import find_mergeable
 from hcache_backend.krul.paired_layout import CodedPair, PairedLayout
 from hcache_backend.krul.statistics import PairSums
 from hcache_backend.streams import CallerStream, Stream
-from tests.engine.in_process.encoded_kv.host import PAGE, bare_controller, slots_of
 from tests.engine.in_process.encoded_kv.test_pairs import LAYERS, plan_of
+from tests.kit.host import PAGE, bare_controller, slots_of
+from tests.kit.ranks import Ranks, together
 
-SECONDS = 60
-"""After so long a rank is alone in a collective."""
 START = ((4, 5, "fp8"),)
 """The pairs of the start."""
 
@@ -104,7 +100,7 @@ class Forwards(CallerStream):
         return SimpleNamespace(query=lambda: self._model.arrived, synchronize=lambda: None)
 
 
-def node_pairs(model: Any, gamma: float = 0.5, group: Any = None, ranks: int = 1) -> NodePairs:
+def node_pairs(model: Any, group: Any = None, *, gamma: float = 0.5, ranks: int = 1) -> NodePairs:
     plan = plan_of(pairs=1)
     option = KrulOption(error=2, ratio=0.34, gamma=gamma)
     find_mergeable(plan, option, slots_of(1, 2, 3), None)
@@ -256,43 +252,11 @@ def test_with_other_ranks_memory_for_an_answer_may_lack(monkeypatch: pytest.Monk
     assert pairs.answered() and ready(pairs) == [START] and model.asked == []
 
 
-@dataclass(frozen=True)
-class Rank:
-    """A rank's process group: its collectives end when all ranks are in them."""
-
-    number: int
-    barrier: Barrier
-    said: list[Any]
-
-    def gather(self, own: Any) -> list[Any]:
-        self.said[self.number] = own
-        self.barrier.wait()
-        every = [*self.said]
-        self.barrier.wait()
-        return every
-
-
-def ranks(monkeypatch: pytest.MonkeyPatch, module: Any) -> list[Rank]:
-    """Two, which agree in a module."""
-
-    def on_all_ranks(group: Rank, *flags: bool) -> tuple[bool, ...]:
-        every = group.gather(flags)
-        assert len({*map(len, every)}) == 1
-        return tuple(map(all, zip(*every, strict=True)))
-
-    def sum_of_all_ranks(group: Rank, own: torch.Tensor) -> torch.Tensor:
-        return torch.stack(group.gather(own.clone())).sum(0)
-
-    monkeypatch.setattr(module, "on_all_ranks", on_all_ranks)
-    monkeypatch.setattr(module, "sum_of_all_ranks", sum_of_all_ranks)
-    barrier, said = Barrier(2, timeout=SECONDS), [None, None]
-    return [Rank(number, barrier, said) for number in range(2)]
-
-
-def together(*work: Callable[[], Any]) -> list[Any]:
-    """What each rank returns."""
-    with ThreadPoolExecutor(len(work)) as pool:
-        return [done.result() for done in [*map(pool.submit, work)]]
+def two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They agree on pairs of layers."""
+    ranks = Ranks(2)
+    for name in ("on_all_ranks", "sum_of_all_ranks"):
+        monkeypatch.setattr(module, name, getattr(ranks, name))
 
 
 def test_ranks_whose_heads_prefer_other_pairs_make_one_choice(
@@ -309,32 +273,30 @@ def test_ranks_whose_heads_prefer_other_pairs_make_one_choice(
         assert pairs.answered()
         single += ready(pairs)
     assert single == [((1, 4, "merged"),), ((0, 2, "merged"),)]
-    every = [
-        node_pairs(Model({40: sums}), group=group, ranks=2)
-        for sums, group in zip(own, ranks(monkeypatch, module), strict=True)
-    ]
+    two_ranks(monkeypatch)
+    every = [node_pairs(Model({40: sums}), rank, ranks=2) for rank, sums in enumerate(own)]
 
     def choose(pairs: NodePairs) -> list[tuple[CodedPair, ...]]:
         pairs.ask(Tree(40), [0])
         assert pairs.answered()
         return ready(pairs)
 
-    first, second = together(*(lambda pairs=pairs: choose(pairs) for pairs in every))
+    first, second = together(choose, every)
     assert first == second == [((3, 5, "merged"),)]
 
 
 @pytest.mark.parametrize("broken", ["broken_measure", "arrived"])
 def test_what_one_rank_lacks_no_rank_has(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
     models = [Model({40: far({(1, 4): 0.1})}) for _ in range(2)]
-    groups = ranks(monkeypatch, module)
-    every = [node_pairs(m, group=g, ranks=2) for m, g in zip(models, groups, strict=True)]
+    two_ranks(monkeypatch)
+    every = [node_pairs(model, rank, ranks=2) for rank, model in enumerate(models)]
     setattr(models[1], broken, broken == "broken_measure")
 
     def choose(pairs: NodePairs) -> tuple[bool, list[tuple[CodedPair, ...]]]:
         pairs.ask(Tree(40), [0])
         return pairs.answered(), ready(pairs)
 
-    first, second = together(*(lambda pairs=pairs: choose(pairs) for pairs in every))
+    first, second = together(choose, every)
     assert first == second == ((True, [START]) if broken == "broken_measure" else (False, []))
 
 

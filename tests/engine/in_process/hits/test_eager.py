@@ -26,6 +26,7 @@ from hcache_backend.restore.meeting import Meeting
 from hcache_backend.restore.report import RunningRestore
 from hcache_backend.restore.reservation import Launched
 from hcache_backend.streams import WorkerStream
+from tests.kit.prefetch import Prefetch, eager_over
 from tests.unit.restore.pipeline_server import Server
 
 SIZE, PAGES = 4, 10
@@ -73,6 +74,11 @@ class Scene:
         assert ahead
         self.restores.append(Restore())
         return self.restores[-1]
+
+    def loads(self, budget: SliceBudget, starts: dict[str, Any], **others: Any) -> Any:
+        """Eager loads into its pages, whose pipeline starts what it is to with ``starts``."""
+        pipeline = {"start": self._launch_alone} | starts
+        return eager_over(self.pages, PAGES, SIZE, budget, pipeline, **others)
 
     def reserve(self, *host_pages: int, arrived: int = 0) -> None:
         self.eager.reserve("prefetch", host_pages, np.array(host_pages))
@@ -183,42 +189,23 @@ def test_servers_that_restore_layer_wise(
     assert reason in str(eager_refusal(args, "cpu", hidden=hidden))
 
 
-LAYOUT = SimpleNamespace(page_bytes=1)
-
-
-class Operation:
-    """HiCache's operation of a prefetch of eight pages, half of which have arrived."""
-
-    host_indices, hash_value = torch.arange(8 * SIZE), range(8)
-    completed_tokens = 4 * SIZE
-
-
 def test_an_abort_frees_what_it_held_in_the_next_turn(scene: Scene) -> None:
     """HiCache forgets the prefetch, and gives back the host pages that it had brought."""
-    pool: Any = SimpleNamespace(
-        page_size=SIZE,
-        page_layout=LAYOUT,
-        on_freed=[],
-        settle=lambda: None,
-        page_ids=lambda indices: indices[::SIZE].numpy() // SIZE,
-        arena=SimpleNamespace(physical=lambda pages: pages),
-    )
-    pipeline: Any = SimpleNamespace(start=scene._launch_alone)
-    loads: Any = SimpleNamespace(stored_from=0, count_finished=lambda: None)
-    no_budget = SliceBudget(1.0, SIZE, lambda tokens, prefix: 1.0, known=True)
-    eager = EagerLoads(scene.pages, pool, pipeline, loads, PAGES, no_budget)
+    eager = scene.loads(SliceBudget(1.0, SIZE, lambda tokens, prefix: 1.0, known=True), {})
+    prefetch = Prefetch(8, SIZE)
+    prefetch.completed_tokens = 4 * SIZE  # half of it has arrived
     transfers = SimpleNamespace(host_to_device_stream=None)
     cache = SimpleNamespace(
         cache_controller=SimpleNamespace(
             l2_transfer_engine=transfers, after_forwards=lambda stream: None
         ),
-        ongoing_prefetch={0: SimpleNamespace(operation=Operation(), anchor_node_id=0)},
+        ongoing_prefetch={0: prefetch},
     )
     eager.turn(cache)
     eager.turn(cache)
     assert scene.pages.count() == PAGES - 8
     cache.ongoing_prefetch = {}
-    pool.on_freed[0](np.arange(4))
+    eager._pool.on_freed[0](np.arange(4))
     eager.turn(cache)
     assert (scene.pages.count(), scene.allocator.available_size()) == (PAGES, PAGES * SIZE)
     assert all(restore.waited for restore in scene.restores)
@@ -241,28 +228,22 @@ class Slices:
         self.known, self.done, self._problem = True, True, problem
         self.pace = Pace(0.999, "shorter")  # at 1.0 a slice has 256 tokens at least
         self.budget = SliceBudget(seconds, 8 * SIZE, lambda tokens, prefix: tokens, known=True)
-        loads: Any = SimpleNamespace(
-            stored_from=2,
-            count_finished=lambda: None,
-            recompute_of=self._recompute_of,
-            recomputation_failed=self.failures.append,
-            governor=SimpleNamespace(pace=lambda: self.pace),
+        layout = SimpleNamespace(page_bytes=1, positions=lambda page: [SIZE])
+        self.eager = scene.loads(
+            self.budget,
+            {"start_recomputation": self._launch},
+            arena={"pages": lambda pages, header: pages},
+            pool={"page_layout": layout},
+            loads={
+                "stored_from": 2,
+                "recompute_of": self._recompute_of,
+                "recomputation_failed": self.failures.append,
+                "governor": SimpleNamespace(pace=lambda: self.pace),
+            },
         )
-        pool: Any = SimpleNamespace(
-            page_size=SIZE,
-            on_freed=[],
-            settle=lambda: None,
-            arena=SimpleNamespace(
-                physical=lambda pages: pages,
-                pages=lambda pages, header: pages,
-            ),
-            page_layout=SimpleNamespace(page_bytes=1, positions=lambda page: [SIZE]),
-        )
-        pipeline: Any = SimpleNamespace(start=scene._launch_alone, start_recomputation=self._launch)
-        self.eager = EagerLoads(scene.pages, pool, pipeline, loads, PAGES, self.budget)
         self.eager._controller = SimpleNamespace(tp_group=None)
-        self.eager._before_prefetch = (  # type: ignore[method-assign]
-            lambda prefetch: torch.zeros(SIZE, dtype=torch.int64) if self.known else None
+        self.eager._before_prefetch = lambda prefetch: (
+            torch.zeros(SIZE, dtype=torch.int64) if self.known else None
         )
         self.restores = self.eager._restores
 
@@ -386,15 +367,8 @@ def test_copies_of_a_hit_do_not_wait_for_restores_that_others_wait_for(scene: Sc
     server, gate = Server(["hidden", "kv"]), threading.Event()
     loading = WorkerStream("loading")
     loading.run(partial(gate.wait, 240))
-    pool: Any = SimpleNamespace(
-        page_size=SIZE,
-        page_layout=LAYOUT,
-        on_freed=[],
-        arena=SimpleNamespace(physical=lambda pages: pages),
-    )
     budget = SliceBudget(1.0, SIZE, lambda tokens, prefix: 1.0, known=True)
-    loads: Any = SimpleNamespace(stored_from=0)
-    eager = EagerLoads(scene.pages, pool, server.pipeline, loads, PAGES, budget)
+    eager = scene.loads(budget, {"start": server.pipeline.start})
     with loading.as_current():
         launched = eager._launch(np.array([1, 2]), torch.arange(2 * SIZE))
     launched.restore.wait()
@@ -426,35 +400,29 @@ class Fronts:
         self.whole = True
         self.known = True
         self.stream = WorkerStream("forward")
-        loads: Any = SimpleNamespace(
-            stored_from=0,
-            methods=SimpleNamespace(methods=("kv",) * 3),
-            count_finished=lambda: None,
-            recompute_pages=self._recompute_pages,
-            recomputation_failed=self.failures.append,
-            governor=SimpleNamespace(pace=lambda: Pace(1.0, "whole")),
-            recomputes_pages=True,
-            seconds_to_read=lambda tokens: tokens * self.seconds_to_read,
-        )
         self.seconds_to_read = math.inf  # a token
-        self.loads = loads
-        pool: Any = SimpleNamespace(
-            page_size=SIZE,
-            page_layout=LAYOUT,
-            on_freed=[],
-            page_ids=lambda indices: indices[::SIZE].numpy() // SIZE,
-            save_recomputed=self._save,
-            settle=lambda: self.settled.append([*self.saved]),
-            arena=SimpleNamespace(
-                physical=lambda pages: pages,
-                recomputed=self._expect,
-                arrived=lambda host_pages, fits: self.lost.extend(host_pages.tolist()),
-            ),
+        self.eager = scene.loads(
+            SliceBudget(1e9, 2 * SIZE, lambda tokens, prefix: tokens, known=True),
+            {"start_recomputation": self._launch},
+            loads={
+                "methods": SimpleNamespace(methods=("kv",) * 3),
+                "recompute_pages": self._recompute_pages,
+                "recomputation_failed": self.failures.append,
+                "governor": SimpleNamespace(pace=lambda: Pace(1.0, "whole")),
+                "recomputes_pages": True,
+                "seconds_to_read": lambda tokens: tokens * self.seconds_to_read,
+            },
+            pool={
+                "save_recomputed": self._save,
+                "settle": lambda: self.settled.append([*self.saved]),
+                "arena": SimpleNamespace(
+                    physical=lambda pages: pages,
+                    recomputed=self._expect,
+                    arrived=lambda host_pages, fits: self.lost.extend(host_pages.tolist()),
+                ),
+            },
         )
-        pipeline: Any = SimpleNamespace(start=scene._launch_alone, start_recomputation=self._launch)
-        budget = SliceBudget(1e9, 2 * SIZE, lambda tokens, prefix: tokens, known=True)
-        self.eager = EagerLoads(scene.pages, pool, pipeline, loads, PAGES, budget)
-        self.pool = pool
+        self.loads, self.pool = self.eager._loads, self.eager._pool
         self.cache = SimpleNamespace(
             prefetch_stop_policy="wait_complete",
             cache_controller=SimpleNamespace(tp_group=None, after_forwards=lambda stream: None),
@@ -468,18 +436,10 @@ class Fronts:
 
     def begin(self, pages: int = 8) -> Any:
         """A prefetch begins; what HiCache knows of it."""
-        operation = SimpleNamespace(
-            host_indices=torch.arange(pages * SIZE),
-            hash_value=[str(page) for page in range(pages)],
-            token_ids=list(range(100, 100 + pages * SIZE)),
-            completed_tokens=0,
-            storage_start=SIZE,
-            is_terminated=lambda: False,
-            hcache_meeting=Meeting(),
-        )
-        hashable = Hashed(operation)
-        self.cache.ongoing_prefetch[0] = SimpleNamespace(operation=hashable, anchor_node_id=0)
-        return hashable
+        prefetch = Prefetch(pages, SIZE)
+        prefetch.hcache_meeting = Meeting()
+        self.cache.ongoing_prefetch[0] = prefetch
+        return prefetch
 
     def turn(self) -> None:
         self.eager.turn(self.cache)
@@ -508,16 +468,6 @@ class Fronts:
         restore = RunningRestore(len(slots), {}, event, torch.device("cpu"), event, [event] * 3)
         restore.failed = self.problem
         return restore
-
-
-class Hashed(SimpleNamespace):
-    def __init__(self, other: SimpleNamespace) -> None:
-        super().__init__(**vars(other))
-
-    __hash__ = object.__hash__
-
-    def __eq__(self, other: object) -> bool:
-        return self is other
 
 
 def test_front_pages_are_recomputed_and_saved_until_they_meet_the_back(scene: Scene) -> None:
@@ -679,11 +629,11 @@ def test_nothing_is_recomputed_whole_for_a_prefetch_that_has_ended(scene: Scene)
     fronts = Fronts(scene)
     operation = fronts.begin()
     fronts.turn()
-    operation.is_terminated = lambda: True
+    operation.terminated = True
     fronts.turn()
     assert len(fronts.launched) == 1
     fronts.cache.ongoing_prefetch.clear()
-    operation.is_terminated = lambda: False
+    operation.terminated = False
     fronts.turn()
     assert (len(fronts.launched), fronts.eager._restores.pages) == (1, 2)
     fronts.pool.on_freed[0](np.arange(2))
@@ -750,10 +700,7 @@ def test_a_front_does_not_wait_for_what_is_being_read_of_a_prefetch_before_it(
 
     monkeypatch.setattr(eager_loads, "smallest", smallest)
     first, second = fronts.begin(5), fronts.begin(5)
-    fronts.cache.ongoing_prefetch = {
-        number: SimpleNamespace(operation=operation, anchor_node_id=0)
-        for number, operation in enumerate((first, second))
-    }
+    fronts.cache.ongoing_prefetch = dict(enumerate((first, second)))
     first.hash_value, second.token_ids = list("abcde"), list(range(500, 500 + 5 * SIZE))
     second.host_indices = second.host_indices + 5 * SIZE
     first.hcache_meeting.begin(5)

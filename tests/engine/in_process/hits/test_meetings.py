@@ -20,23 +20,10 @@ from hypothesis.stateful import (
 from hcache_backend.engine.read_batches import BackAck, BatchedReads, hear
 from hcache_backend.restore.eager import batch_pages
 from hcache_backend.restore.meeting import Meeting
+from tests.kit.prefetch import Prefetch
 
 SIZE, MOST_PAGES = 2, 14
 STEP = batch_pages(MOST_PAGES)
-
-
-class Operation:
-    """HiCache's, of a prefetch."""
-
-    prefix_keys, request_id, completed_tokens, terminated = None, "r", 0, False
-
-    def __init__(self, pages: int) -> None:
-        self.hash_value = [str(page) for page in range(pages)]
-        self.host_indices = torch.arange(pages * SIZE)
-        self.hcache_meeting = Meeting()
-
-    def is_terminated(self) -> bool:
-        return self.terminated
 
 
 class Rank:
@@ -46,9 +33,9 @@ class Rank:
     """
 
     def __init__(self, pages: int, lost: set[int]) -> None:
-        self.operation = Operation(pages)
+        self.operation, self.meeting = Prefetch(pages, SIZE), Meeting()
+        self.operation.hcache_meeting = self.meeting
         self.lost = lost
-        self.meeting = self.operation.hcache_meeting
         self.meeting.begin(pages)
         self.reading = range(0)
         self.read: set[int] = set()

@@ -19,7 +19,7 @@ from hcache_backend.partition.restore import Restore
 from hcache_backend.restore.eager import HandOut
 from hcache_backend.restore.layers import Recompute
 from hcache_backend.streams import Stream, current_stream
-from tests.engine.in_process.pools.test_host_pool import PAGE
+from tests.kit.host import PAGE
 
 SIZE = PAGE
 

@@ -1,4 +1,4 @@
-"""A host pool of pages with encoded K and V, over a stand-in for SGLang's pool."""
+"""A host pool of own pages over a stand-in for SGLang's pool, and the check of it in service."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from hcache_backend.engine.controller import OwnPagesController
 from hcache_backend.engine.host_pool import HostPages, OwnPagesPool
 from hcache_backend.engine.kv_pages.paired import make_segments
 from hcache_backend.engine.loads import LoadQueue, QueuedLoad
+from hcache_backend.engine.service_check import KVChecks
 from hcache_backend.partition.costs import Partition
 from hcache_backend.partition.restore import Restore
 from hcache_backend.restore.pipeline import RestorePipeline
@@ -27,9 +28,10 @@ def kv_pool(
     v_dim: int | None = None,
     dtype: torch.dtype = torch.bfloat16,
     layers: int = LAYERS,
+    pages: int = DEVICE_PAGES,
 ) -> Any:
     """What is asked of SGLang's pool."""
-    slots = (DEVICE_PAGES + 1) * page
+    slots = (pages + 1) * page
     k, v = (
         [torch.randn(slots, heads, width).to(dtype) for _ in range(layers)]
         for width in (dim, v_dim or dim)
@@ -38,7 +40,7 @@ def kv_pool(
         k_buffer=k,
         v_buffer=v,
         layer_num=layers,
-        size=DEVICE_PAGES * page,
+        size=pages * page,
         page_size=page,
         store_dtype=dtype,
         start_layer=0,
@@ -161,3 +163,26 @@ def bare_controller(pool: Any, loads: Any = None, **fields: Any) -> Any:
     for name, value in (usual | nothing | no | fields).items():
         setattr(made, name, value)
     return made
+
+
+WRONG = "the self-check in service failed: K and V of layer {} in a page are not the pool's"
+
+
+def checked(server: Host, every: int = 1) -> tuple[KVChecks, list[str]]:
+    """Let one page of so many be checked; the checks, and why trust was lost."""
+    lost: list[str] = []
+    runtime: Any = SimpleNamespace(
+        config=SimpleNamespace(check_every_pages=every), lose_trust=lost.append
+    )
+    checks, pool = KVChecks(runtime, server.pool, server.kv, None), server.pool
+    pool.on_freed.append(checks.freed)
+    pool.on_backed_up.append(checks.transferred)
+    pool.on_loaded.append(checks.transferred)
+    return checks, lost
+
+
+def compare_all(checks: KVChecks) -> None:
+    """Let there be as many turns as the checks take that can end."""
+    for _ in range(sum(len(page.left) for page in checks._copied)):
+        checks.run()
+    assert checks.failed or not checks._copied
