@@ -1,0 +1,23 @@
+"""Compares text with what was recorded, or records it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+RECORDED = Path(__file__).parent / "recorded"
+RECORD = "HCACHE_RECORD_GOLDENS"
+"""With this variable tests write what they would compare: ``python -m tests.goldens``."""
+
+
+def compare(name: str, lines: Iterable[str]) -> None:
+    """Compare ``lines`` with the file ``name``.
+
+    Raises:
+        AssertionError: They differ; pytest shows how.
+    """
+    path, found = RECORDED / name, [*lines]
+    if os.environ.get(RECORD):
+        path.write_text("".join(f"{line}\n" for line in found))
+    assert found == path.read_text().splitlines()

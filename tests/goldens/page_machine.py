@@ -1,0 +1,258 @@
+"""Pages as servers make them, of given values: their bytes in host memory, in files and indexes.
+
+Prints a paragraph for each layout. The values are integers over powers of two, so that no function
+of a processor's vector library has a part in them. Imports SGLang: ``test_bytes.py`` runs it.
+
+This is the adapter: what it calls may get other names; what it prints may not change.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sqlite3
+import tempfile
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from hcache_backend.capture.encoding import stored_rows
+from hcache_backend.config import parse_config
+from hcache_backend.engine.layer_methods import LayerMethods
+from hcache_backend.engine.runtime import Runtime, Weights
+from hcache_backend.engine.startup import stack
+from hcache_backend.engine.startup.page_layout import head_groups, share_of_heads
+from hcache_backend.engine.startup.page_plan import HiddenPagePlan, PagePlan
+from hcache_backend.partition.costs import Partition
+from hcache_backend.store import PageStore
+from hcache_kernels.codecs import make_codec
+from hcache_kernels.staging import save_rows
+
+PAGE, HEADS, DIM, HIDDEN = 16, 2, 16, 64
+WRITER = b"writer-1"
+KEY = hashlib.sha256(b"the tokens up to here").digest()
+SECOND_PAGE = 1
+
+
+class Kind(NamedTuple):
+    """A layout and codec.
+
+    Attributes:
+        partition: Layers by method: recomputed, hidden states, K and V.
+        codec: Of K and V; ``hidden``: of hidden states.
+        ranks: As many tensor-parallel ranks divide the page.
+        pairs: Layers that share a slot, and how.
+    """
+
+    partition: tuple[int, int, int]
+    dtype: torch.dtype = torch.bfloat16
+    codec: str = "none"
+    hidden: str = "none"
+    ranks: int = 1
+    pairs: tuple[tuple[int, int, str], ...] = ()
+
+
+KINDS = {
+    "hidden": Kind((0, 4, 0)),
+    "hidden, float32": Kind((0, 4, 0), torch.float32),
+    "K and V": Kind((0, 0, 4)),
+    "mixed": Kind((1, 2, 1)),
+    "hidden, exp4": Kind((0, 4, 0), hidden="exp4"),
+    "K and V, exp4": Kind((0, 0, 4), codec="exp4"),
+    "mixed, exp4": Kind((1, 2, 1), codec="exp4", hidden="exp4"),
+    "mixed, int8": Kind((1, 2, 1), codec="int8", hidden="int8"),
+    "mixed, fp8": Kind((1, 2, 1), codec="fp8", hidden="fp8"),
+    "K and V, two ranks": Kind((0, 0, 4), ranks=2),
+    "mixed, two ranks": Kind((1, 2, 1), ranks=2),
+    "mixed, two ranks, exp4": Kind((1, 2, 1), codec="exp4", hidden="exp4", ranks=2),
+    "krul": Kind((0, 0, 5), codec="krul", pairs=((0, 3, "fp8"), (1, 4, "merged"))),
+}
+
+
+def values(seed: int, *shape: int) -> torch.Tensor:
+    """Values between -4 and 4, of ten bits each: the same on every machine."""
+    numbers = np.random.default_rng(seed).integers(-1024, 1024, shape)
+    return torch.from_numpy(numbers.astype(np.float32) / 256)
+
+
+def device_pool(kind: Kind, rank: int) -> Any:
+    """SGLang's pool of one rank, which has K and V of its own heads."""
+    layers, heads = sum(kind.partition), HEADS // kind.ranks
+    own = slice(rank * heads, (rank + 1) * heads)
+
+    def buffers(seed: int) -> list[torch.Tensor]:
+        every = values(seed, layers, 4 * PAGE, HEADS, DIM)[:, :, own].contiguous()
+        return list(every.to(kind.dtype))
+
+    return SimpleNamespace(
+        k_buffer=buffers(1),
+        v_buffer=buffers(2),
+        layer_num=layers,
+        size=3 * PAGE,
+        page_size=PAGE,
+        store_dtype=kind.dtype,
+        start_layer=0,
+        end_layer=layers - 1,
+        device="cpu",
+    )
+
+
+def runtime_of(kind: Kind) -> Runtime:
+    """A server whose weights have given fingerprints."""
+    config = SimpleNamespace(to_dict=lambda: {"hidden_size": HIDDEN, "_name_or_path": "a/b"})
+    runner = SimpleNamespace(
+        model=torch.nn.Module(),
+        model_config=SimpleNamespace(hf_config=config),
+        dtype=kind.dtype,
+        kv_cache_dtype=kind.dtype,
+        server_args=SimpleNamespace(page_size=PAGE, enable_lora=False, lora_paths=None),
+    )
+    return Runtime(runner, weights=Weights(b"w" * 16, whole=b"v" * 16), writer=WRITER)
+
+
+class Machine:
+    """One rank: its plan, its namespace, one page.
+
+    Attributes:
+        memory: Host memory, uint8 ``[1, page_bytes]``.
+    """
+
+    def __init__(self, kind: Kind, rank: int) -> None:
+        self.kind, self.runtime = kind, runtime_of(kind)
+        kvcache = device_pool(kind, rank)
+        methods = LayerMethods(Partition(*kind.partition), None, None, 4 * PAGE)
+        share = share_of_heads(rank, kind.ranks)
+        how = methods, share, head_groups(None, share, kind.ranks)
+        codec = {"kv_codec": kind.codec, "pairs": len(kind.pairs)}
+        self.plan: Any
+        if kind.partition[1]:
+            self.codec = make_codec(kind.hidden, HIDDEN, kind.dtype)
+            parts = {"layers": (), "hooks": None, "runner": None}
+            own = {"codec": self.codec, "recomputer": None, "exchange": None, **parts}
+            self.plan = HiddenPagePlan(kvcache, *how, **own, **codec)
+        else:
+            self.plan = PagePlan(kvcache, *how, **codec)
+        self.layout = self.plan.layout
+        if kind.pairs:
+            self.layout = self.layout.with_pairs(kind.pairs)
+        stack.attention_ranks = lambda: SimpleNamespace(rank_in_group=rank, world_size=kind.ranks)
+        self.fields = stack._page_fields(self.runtime, kvcache, self.plan)
+        if kind.partition[1]:
+            self.fields["codec"] = self.codec.name
+        self.runtime.page_fields = self.fields
+        self.namespace = self.runtime.page_namespace()
+        self.memory = torch.zeros((1, self.layout.page_bytes), dtype=torch.uint8)
+        self._fill()
+
+    def _fill(self) -> None:
+        """As a backup does: header, rows, K and V, then what proves the page."""
+        layout, page = self.layout, self.memory[0].numpy()
+        layout.begin(page, self.namespace, WRITER)
+        layout.positions(page)[:] = np.arange(PAGE) + SECOND_PAGE * PAGE
+        layout.token_ids(page)[:] = np.arange(PAGE) * 7 + 100
+        hidden = self.plan.methods.layers("hidden")
+        if hidden:
+            rows = values(3, len(hidden), PAGE, HIDDEN).to(self.kind.dtype).view(torch.uint8)
+            marks = torch.zeros(rows.shape[:2], dtype=torch.int64)
+            segments = torch.tensor([layout.segment_offsets[layer] for layer in hidden])
+            slots, table = torch.arange(PAGE), torch.zeros(1, dtype=torch.int64)
+            for part, stored in stored_rows(self.codec, rows, marks):
+                where = segments[part], PAGE, layout.kept
+                save_rows(stored, slots, table, self.memory, *where)
+            assert not marks.any()
+        if self.plan.kv.layers:
+            slots = torch.arange(PAGE) + SECOND_PAGE * PAGE
+            pages = torch.zeros(1, dtype=torch.int64)
+            fits = self.plan.kv.save(layout, self.memory, pages, slots)
+            assert fits is None or fits.all()
+        layout.seal(page, KEY)
+
+    def store(self, folder: Path) -> None:
+        """As the storage class writes it to L3."""
+        page = self.memory[0].numpy()
+        options = {"dirs": [str(folder)], "min_free_bytes": 0, "reader": "posix"}
+        config = parse_config(options, "a test")
+        store = PageStore(config, WRITER, background=False)
+        done = store.put(
+            self.namespace,
+            [KEY],
+            [[page.data.cast("B")]],
+            share=self.layout.share,
+            table=self.layout.table,
+            digests=[self.layout.unit_digests(page)],
+        )
+        assert done == [True]
+        store.close()
+
+
+def digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:32]
+
+
+def page_lines(machine: Machine) -> Iterator[str]:
+    """The page in host memory: its header's fields, then where each layer is and its bytes."""
+    layout, page = machine.layout, machine.memory[0].numpy().tobytes()
+    yield f"page: {len(page)} bytes, {digest(page)}"
+    header = page[: layout.header_bytes]
+    version, layers, segments, blocks = np.frombuffer(header, "<u2", 4, 4).tolist()
+    yield (
+        f"  header {len(header)} bytes, {digest(header)}: {header[:4].decode()} version {version}, "
+        f"{layers} layers, {segments} segments, {blocks} blocks, share {header[88]} of {header[89]}"
+    )
+    for layer, stored in enumerate(layout.layers):
+        where = layout.segment(layer)
+        how = {0: "recompute", 1: "hidden", 2: "K and V"}[len(stored.segments)]
+        with_layers = ", with ".join(map(str, layout.sharing(layer)))
+        data = page[where]
+        yield (
+            f"  layer {with_layers if len(layout.sharing(layer)) > 1 else layer}: {how}, "
+            f"{stored.codec}, {len(data)} bytes at {where.start}, {digest(data) if data else '-'}"
+        )
+
+
+def file_lines(folder: Path) -> Iterator[str]:
+    """Files and indexes; the time of the last use in a record is 0."""
+    for path in sorted(folder.glob("pages/??/*.page")):
+        data = path.read_bytes()
+        header = int.from_bytes(data[8:12], "little")
+        yield f"file {path.relative_to(folder)}"
+        yield (
+            f"  {len(data)} bytes, {digest(data)}: {data[:4].decode()} version "
+            f"{int.from_bytes(data[4:6], 'little')}, share {data[6]} of {data[7]}, "
+            f"header {header} bytes, {digest(data[:header])}"
+        )
+    [path] = folder.rglob("index.sqlite")
+    with closing(sqlite3.connect(path)) as index:
+        for page, files in index.execute("SELECT page, files FROM pages ORDER BY page"):
+            records = [files[start : start + 32] for start in range(0, len(files), 32)]
+            shown = sorted((record[:24] + bytes(8)).hex() for record in records)
+            yield f"index {page.hex()}"
+            yield from (f"  {record}" for record in shown)
+        [(total,)] = index.execute("SELECT value FROM meta WHERE name = 'totals'")
+        yield f"index totals {total.hex()}"
+
+
+def lines(name: str) -> Iterator[str]:
+    """The paragraph of a kind: ranks one after the other, then the folder that all wrote to."""
+    kind = KINDS[name]
+    yield f"[{name}]"
+    with tempfile.TemporaryDirectory() as folder:
+        for rank in range(kind.ranks):
+            machine = Machine(kind, rank)
+            fields = json.dumps(machine.fields, sort_keys=True)
+            yield f"rank {rank}: namespace {machine.namespace.hex()} of {fields}"
+            yield from page_lines(machine)
+            machine.store(Path(folder))
+        yield from file_lines(Path(folder))
+    yield ""
+
+
+if __name__ == "__main__":
+    for name in KINDS:
+        for line in lines(name):
+            print(line)
