@@ -30,7 +30,7 @@ THREADS = {
     "backup_thread_func": "write",
 }
 """What HiCache's threads are called in traces, by the function that they run."""
-WATCHED = ("/hcache_backend/", "/cache_controller.py", "/concurrent/futures/")
+WATCHED = ("/hcache_backend/", "cache_controller.py", "/concurrent/futures/")
 """Threads with such files on their stacks are waited for."""
 
 
@@ -220,11 +220,12 @@ class Trace:
 
 
 def _is_watched(frame: FrameType | None) -> bool:
+    files = set()
     while frame is not None:
-        if any(part in frame.f_code.co_filename for part in WATCHED):
-            return True
+        files.add(frame.f_code.co_filename)
         frame = frame.f_back
-    return False
+    # A thread that has just been started does not show yet what it runs.
+    return any(part in file for file in files for part in WATCHED) or files == {threading.__file__}
 
 
 def _waits_for(frame: FrameType) -> Any:
@@ -232,6 +233,9 @@ def _waits_for(frame: FrameType) -> Any:
     code = frame.f_code
     if code.co_name != "wait" or not code.co_filename.endswith(f"{os.sep}threading.py"):
         return None
+    caller = frame.f_back and frame.f_back.f_back  # of Event.wait
+    if caller is not None and caller.f_code is threading.Thread.start.__code__:
+        return None  # for a thread that does not show before it runs
     values = frame.f_locals
     waiter, condition = values.get("waiter"), values.get("self")
     # Whoever notifies a thread takes its lock out.

@@ -15,7 +15,7 @@ import requests
 from bench.harness.server import CachedTokens, Server, ServerOptions
 from tests.cpu_engine.hcache_cpu_engine import cpu_engine_env
 from tests.engine.harness.conversations import random_tokens
-from tests.engine.harness.ours import our_server
+from tests.engine.harness.ours import our_server, slow_profile
 from tests.goldens.plugin.hcache_golden import VARIABLE
 from tests.goldens.recorder import Settings
 
@@ -29,6 +29,7 @@ def traced(
     folder: Path,
     *,
     trace: dict[str, Any] | None = None,
+    hcache: dict[str, Any] | None = None,
     extra_env: dict[str, str] | None = None,
     **options: Any,
 ) -> ServerOptions:
@@ -41,7 +42,9 @@ def traced(
         "PYTHONPATH": os.pathsep.join(path for path in paths if path),
         VARIABLE: json.dumps(settings.as_dict()),
     }
-    return our_server(model, folder, page_size=PAGE, extra_env=env, **options)
+    # Nothing goes by how fast this machine is.
+    hcache = {"profile": str(slow_profile(folder)), **(hcache or {})}
+    return our_server(model, folder, hcache=hcache, page_size=PAGE, extra_env=env, **options)
 
 
 class Script:
