@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -47,9 +47,6 @@ class Settings:
     folder: str
     read_seconds: float = 1e-3
     compute_seconds: float = 1e-4
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def count_what_waits() -> None:
@@ -166,6 +163,10 @@ class Trace:
             if title := mark.read_text():
                 self._write(["", f"== {title}"])
             mark.unlink()
+
+    def asked(self, name: str) -> bool:
+        """Whether the script asks for something, by a file."""
+        return (Path(self.settings.folder) / name).exists()
 
     def _write(self, lines: Iterable[str]) -> None:
         with self._path("trace").open("a") as file:

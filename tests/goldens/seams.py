@@ -58,7 +58,7 @@ def runs(numbers: Sequence[int]) -> str:
 
 
 def _watch_scheduler(trace: Trace) -> None:
-    from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -94,17 +94,13 @@ def _watch_scheduler(trace: Trace) -> None:
 
     def run(original: Any, scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
         trace.point()
-        mode = "prefill" if batch.forward_mode.is_extend() else batch.forward_mode.name.lower()
-        parts = [
-            f"{req.rid} {tokens} behind {prefix}" if batch.forward_mode.is_extend() else req.rid
-            for req, tokens, prefix in zip(
-                batch.reqs,
-                batch.extend_lens or [1] * len(batch.reqs),
-                batch.prefix_lens or [0] * len(batch.reqs),
-                strict=True,
-            )
-        ]
-        trace.say(f"forward: {mode} {', '.join(parts)}")
+        if batch.forward_mode.is_extend():
+            how = zip(batch.reqs, batch.extend_lens, batch.prefix_lens, strict=True)
+            parts = [f"{req.rid} {tokens} behind {prefix}" for req, tokens, prefix in how]
+            trace.say(f"forward: prefill {', '.join(parts)}")
+        else:
+            rids = ", ".join(req.rid for req in batch.reqs)
+            trace.say(f"forward: {batch.forward_mode.name.lower()} {rids}")
         result = original(scheduler, batch, *args, **kwargs)
         trace.point()
         return result
@@ -113,6 +109,11 @@ def _watch_scheduler(trace: Trace) -> None:
         if (ids := getattr(batch, "input_ids", None)) is not None:
             trace.costs(len(ids) * trace.settings.compute_seconds)
         return original(runner, batch, *args, **kwargs)
+
+    def received(original: Any, req: Any, *args: Any, **kwargs: Any) -> None:
+        original(req, *args, **kwargs)
+        # A prefill server that sends to nobody keeps pages all the same.
+        req.skip_radix_cache_insert = False
 
     def retract(original: Any, *args: Any, **kwargs: Any) -> Any:
         retracted, *others = original(*args, **kwargs)
@@ -128,6 +129,7 @@ def _watch_scheduler(trace: Trace) -> None:
     around(UnifiedRadixCache, "check_prefetch_progress", at_point)
     around(ModelRunner, "forward", forward)
     around(ScheduleBatch, "retract_decode", retract)
+    around(Req, "__init__", received)
 
 
 def _has_virtual_time(module: str) -> bool:
@@ -205,7 +207,8 @@ def _watch_collectives(trace: Trace) -> None:
         if told:
             op = kwargs.get("op", args[0] if args else dist.ReduceOp.SUM)
             found = tensor.flatten().tolist()
-            trace.say(f"all-reduce {_name(op)} {own} -> {found}", polls=True)
+            became = f" -> {found}" if found != own else ""
+            trace.say(f"all-reduce {_name(op)} {own}{became}", polls=True)
         return result
 
     def objects(original: Any, group: Any, own: Any, *args: Any, **kwargs: Any) -> Any:
@@ -376,7 +379,7 @@ def _watch_restores(trace: Trace) -> None:
 
 def _watch_l3(trace: Trace) -> None:
     from hcache_backend.engine import read_batches
-    from hcache_backend.engine.behind.store import StoreBehind
+    from hcache_backend.engine.behind.store import StoreBehind, Values
     from hcache_backend.engine.controller import OwnPagesController
     from hcache_backend.engine.storage import HCacheStorage
 
@@ -425,6 +428,12 @@ def _watch_l3(trace: Trace) -> None:
         trace.say(f"shared tier: get {pages(len(keys))} -> {sum(found)}")
         return found
 
+    def hang(original: Any, values: Any, *args: Any) -> Any:
+        """While a file says so, the shared tier does not answer."""
+        while trace.asked("hang"):
+            trace.next_look()
+        return original(values, *args)
+
     def put_shared(original: Any, shared: Any, namespace: Any, share: Any, keys: Any, *a: Any) -> Any:
         taken = original(shared, namespace, share, keys, *a)
         trace.say(f"shared tier: put {pages(len(keys))} -> {taken} taken")
@@ -439,6 +448,7 @@ def _watch_l3(trace: Trace) -> None:
     around(HCacheStorage, "batch_set_v1", put)
     around(HCacheStorage, "use", use)
     around(OwnPagesController, "_read_pages", read)
+    around(Values, "get", hang)
     around(StoreBehind, "leading", leading)
     around(StoreBehind, "read", get_shared)
     around(StoreBehind, "write", put_shared)

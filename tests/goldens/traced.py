@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import requests
 
-from bench.harness.server import CachedTokens, Server, ServerOptions
+from bench.harness.server import CachedTokens, Reply, Server, ServerOptions
 from tests.cpu_engine.hcache_cpu_engine import cpu_engine_env
-from tests.engine.harness.conversations import random_tokens
+from tests.engine.harness.conversations import Conversation, make_conversations
 from tests.engine.harness.ours import our_server, slow_profile
 from tests.goldens.plugin.hcache_golden import VARIABLE
 from tests.goldens.recorder import Settings
@@ -24,27 +24,24 @@ PAGE = 16
 QUESTION, REPLY = 70, 8
 
 
-def traced(
-    model: Path,
-    folder: Path,
-    *,
-    trace: dict[str, Any] | None = None,
-    hcache: dict[str, Any] | None = None,
-    extra_env: dict[str, str] | None = None,
-    **options: Any,
-) -> ServerOptions:
-    """A server with our backend that writes its trace to ``folder``; ``trace`` as ``Settings``."""
-    settings = Settings(str(folder), **(trace or {}))
-    env = extra_env or {}
-    paths = [str(HERE / "plugin"), str(HERE.parents[1]), *env.pop("PYTHONPATH", "").split(os.pathsep)]
+def traced(options: ServerOptions, **settings: Any) -> ServerOptions:
+    """The same server, which writes its trace to the folder of its log; ``settings`` as
+    ``Settings`` has them."""
+    trace = Settings(str(options.log.parent), **settings)
+    env = dict(options.extra_env)
+    paths = [str(HERE / "plugin"), str(HERE.parents[1]), env.get("PYTHONPATH", "")]
     paths.append(cpu_engine_env()["PYTHONPATH"])
-    env |= {
-        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
-        VARIABLE: json.dumps(settings.as_dict()),
-    }
-    # Nothing goes by how fast this machine is.
-    hcache = {"profile": str(slow_profile(folder)), **(hcache or {})}
-    return our_server(model, folder, hcache=hcache, page_size=PAGE, extra_env=env, **options)
+    env |= {"PYTHONPATH": os.pathsep.join(filter(None, paths)), VARIABLE: json.dumps(asdict(trace))}
+    return replace(options, extra_env=env)
+
+
+def our_traced_server(
+    model: Path, folder: Path, hcache: dict[str, Any], *, trace: dict[str, Any], **options: Any
+) -> ServerOptions:
+    """One with our backend, nothing of which goes by how fast this machine is."""
+    hcache = {"profile": str(slow_profile(folder)), **hcache}
+    options = {"page_size": PAGE} | options
+    return traced(our_server(model, folder, hcache=hcache, **options), **trace)
 
 
 class Script:
@@ -60,7 +57,6 @@ class Script:
         self._folder = server.options.log.parent
         self._ranks = range(ranks)
         self._replies: list[str] = []
-        self._digests: list[str] = []
 
     def ask(self, *requests_: tuple[str, Sequence[int]], tokens: int = REPLY, **body: Any) -> list[Any]:
         """Requests of these ids and prompts, which come in one turn; what was answered."""
@@ -108,23 +104,24 @@ class Script:
         self.settle()
 
     def lines(self) -> list[str]:
-        """Replies, then the trace of each rank."""
+        """Replies, then the trace of each rank; of those that are alike, that of the first."""
         self.settle()
-        found = ["# replies", *self._replies]
+        found, before = ["# replies", *self._replies], list[str]()
         for rank in self._ranks:
             trace = (self._folder / f"trace.{rank}").read_text().splitlines()
-            found += ["", f"# rank {rank}", *trace]
+            same = trace == before
+            found += ["", f"# rank {rank}{', as the one before' if same else ''}"]
+            found += [] if same else trace
+            before = trace
         return found
 
 
-def conversation(script: Script) -> str:
-    """Three turns of a conversation, the last two from L3; a digest of the replies."""
-    history: list[int] = []
-    digest = hashlib.sha256()
-    for turn in range(3):
-        history += random_tokens(QUESTION, 900 + turn)
-        [answer] = script.ask((f"turn {turn}", history), tokens=12)
-        history += answer["output_ids"]
-        digest.update(json.dumps(answer["output_ids"]).encode())
+def conversation(script: Script, turns: int = 3) -> Conversation:
+    """Turns of a conversation, all but the first from L3."""
+    [found] = make_conversations(1, turns, tokens=QUESTION, seed=9)
+    for turn in range(turns):
+        prompt = found.next_prompt()
+        [answer] = script.ask((f"turn {turn}", prompt))
+        found.add(prompt, Reply(answer["output_ids"], answer["meta_info"]))
         script.flush()
-    return digest.hexdigest()[:16]
+    return found
