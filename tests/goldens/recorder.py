@@ -100,6 +100,7 @@ class Trace:
         now: Virtual seconds.
         scheduler: The scheduler's thread.
         rank: Number of this process, once it is known.
+        not_waited_for: Names of threads that wait for other processes.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -107,6 +108,7 @@ class Trace:
         self.now = 1000.0
         self.scheduler = threading.get_ident()
         self.rank: int | None = None
+        self.not_waited_for: set[str] = set()
         self._lock = threading.Lock()
         self._said: dict[str, list[str]] = {}  # since the last point, by thread
         self._turn: list[str] = []
@@ -159,7 +161,6 @@ class Trace:
         self._last = turn or self._last
         mark = self._path("mark")
         if mark.exists() and self._polls.issuperset(turn) and is_idle():
-            self._last = []
             if title := mark.read_text():
                 self._write(["", f"== {title}"])
             mark.unlink()
@@ -211,8 +212,10 @@ class Trace:
     def _what_waits(self) -> dict[int, Any] | None:
         """What each thread waits for; None: one does not wait."""
         waiting = {}
+        others = {t.ident for t in threading.enumerate() if t.name in self.not_waited_for}
+        others.add(self.scheduler)
         for number, frame in sys._current_frames().items():
-            if number != self.scheduler and _is_watched(frame):
+            if number not in others and _is_watched(frame):
                 waiter = _waits_for(frame)
                 if waiter is None:
                     return None

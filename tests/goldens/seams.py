@@ -16,6 +16,7 @@ from tests.goldens.recorder import Clock, Trace, around
 
 def watch(trace: Trace) -> None:
     """Before the model is loaded."""
+    trace.not_waited_for |= {"hcache-stages", "hcache-stage-1"}
     _watch_scheduler(trace)
     _watch_collectives(trace)
     _watch_hicache(trace)
