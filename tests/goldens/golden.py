@@ -22,5 +22,7 @@ def compare(name: str, lines: Iterable[str]) -> None:
     if os.environ.get(RECORD):
         path.write_text("".join(f"{line}\n" for line in found))
     recorded = path.read_text().splitlines()
-    difference = "\n".join(difflib.unified_diff(recorded, found, "recorded", "found", "", "", 5, ""))
+    difference = "\n".join(
+        difflib.unified_diff(recorded, found, "recorded", "found", "", "", 5, "")
+    )
     assert not difference, f"{name} is not what was recorded:\n{difference}"

@@ -12,6 +12,7 @@ This module knows no names of the product: :mod:`.seams` does.
 
 from __future__ import annotations
 
+import functools
 import os
 import queue
 import sys
@@ -54,7 +55,7 @@ def count_what_waits() -> None:
     original = queue.SimpleQueue
     for module in list(sys.modules.values()):
         if getattr(module, "SimpleQueue", None) is original:
-            module.SimpleQueue = queue.Queue
+            setattr(module, "SimpleQueue", queue.Queue)  # noqa: B010
 
 
 def around(owner: Any, name: str, wrap: Callable[..., Any]) -> None:
@@ -64,8 +65,7 @@ def around(owner: Any, name: str, wrap: Callable[..., Any]) -> None:
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         return wrap(original, *args, **kwargs)
 
-    wrapped.__wrapped__ = original  # whose signature hooks ask for
-    setattr(owner, name, wrapped)
+    setattr(owner, name, functools.wraps(original)(wrapped))  # hooks ask for its signature
 
 
 class Clock:
@@ -154,7 +154,6 @@ class Trace:
     def turn(self, is_idle: Callable[[], bool]) -> None:
         """A turn of the scheduler begins."""
         self.point()
-        self.begin_turn()
         turn, self._turn = self._turn, []
         if turn and not (turn == self._last and self._polls.issuperset(turn)):
             self._write([f"{'  ' if number else '* '}{line}" for number, line in enumerate(turn)])
@@ -242,6 +241,6 @@ def _waits_for(frame: FrameType) -> Any:
         return None  # for a thread that does not show before it runs
     values = frame.f_locals
     waiter, condition = values.get("waiter"), values.get("self")
+    waiters = getattr(condition, "_waiters", ())
     # Whoever notifies a thread takes its lock out.
-    waits = isinstance(condition, threading.Condition) and waiter in condition._waiters
-    return waiter if waits else None
+    return waiter if waiter in waiters else None

@@ -65,12 +65,12 @@ def _watch_scheduler(trace: Trace) -> None:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
     def loop(original: Any, scheduler: Any, *args: Any) -> Any:
-        import hcache_backend.engine.hits.gate as gate
+        from hcache_backend.engine.hits import gate
 
         clock = Clock(trace)
         for name, module in list(sys.modules.items()):
             if _has_virtual_time(name) and hasattr(module, "time"):
-                module.time = clock
+                setattr(module, "time", clock)  # noqa: B010
         gate.HitGate.__init__.__defaults__ = (clock.monotonic,)
         if (judge := _runtime().hit_gate) is not None:
             judge._clock = judge.gpu._clock = judge.l3._clock = clock.monotonic
@@ -87,7 +87,8 @@ def _watch_scheduler(trace: Trace) -> None:
         received = _together(held, received) + _aborts(scheduler)
         for one in received:
             _say_request(trace, one)
-        return original(scheduler, received)
+        original(scheduler, received)
+        trace.begin_turn()
 
     def at_point(original: Any, *args: Any, **kwargs: Any) -> Any:
         trace.point()
@@ -243,8 +244,12 @@ def _name(op: Any) -> str:
 def _watch_hicache(trace: Trace) -> None:
     from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
 
-    def prefetch(original: Any, controller: Any, handle: Any, tokens: Any, *a: Any, **kw: Any) -> Any:
-        trace.say(f"prefetch for {handle.rid}: look up {pages(len(tokens) // controller.page_size)}")
+    def prefetch(
+        original: Any, controller: Any, handle: Any, tokens: Any, *a: Any, **kw: Any
+    ) -> Any:
+        trace.say(
+            f"prefetch for {handle.rid}: look up {pages(len(tokens) // controller.page_size)}"
+        )
         return original(controller, handle, tokens, *a, **kw)
 
     def write_storage(original: Any, controller: Any, host_indices: Any, *a: Any, **kw: Any) -> Any:
@@ -424,7 +429,9 @@ def _watch_l3(trace: Trace) -> None:
         trace.say(f"shared tier: exists {pages(len(keys))} -> {found}")
         return found
 
-    def get_shared(original: Any, shared: Any, namespace: Any, share: Any, keys: Any, *a: Any) -> Any:
+    def get_shared(
+        original: Any, shared: Any, namespace: Any, share: Any, keys: Any, *a: Any
+    ) -> Any:
         found = original(shared, namespace, share, keys, *a)
         trace.say(f"shared tier: get {pages(len(keys))} -> {sum(found)}")
         return found
@@ -435,7 +442,9 @@ def _watch_l3(trace: Trace) -> None:
             trace.next_look()
         return original(values, *args)
 
-    def put_shared(original: Any, shared: Any, namespace: Any, share: Any, keys: Any, *a: Any) -> Any:
+    def put_shared(
+        original: Any, shared: Any, namespace: Any, share: Any, keys: Any, *a: Any
+    ) -> Any:
         taken = original(shared, namespace, share, keys, *a)
         trace.say(f"shared tier: put {pages(len(keys))} -> {taken} taken")
         return taken
@@ -480,4 +489,3 @@ def _watch_gate(trace: Trace) -> None:
     around(HitGate, "takes", takes)
     around(HitGate, "may_ask", may_ask)
     around(HitGate, "agreed", agreed)
-

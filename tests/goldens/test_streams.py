@@ -23,7 +23,9 @@ LONGEST = 250
 def traced(name: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What a scenario's streams get, in order."""
     checker, lines, streams = Checker(), list[str](), dict[Any, str]()
-    work, record, wait, keep = (getattr(CheckedStream, n) for n in ("run", "record", "wait", "keep"))
+    work, record, wait, keep = (
+        getattr(CheckedStream, n) for n in ("run", "record", "wait", "keep")
+    )
 
     def of(stream: Any) -> str:
         return checker.clocks.names[stream.actor]

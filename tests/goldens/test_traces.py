@@ -1,13 +1,14 @@
 """What servers do, turn by turn of their schedulers, is what it was.
 
-``recorder.py`` says what stands in a trace and why it is the same in every run. Replies are compared
-with the model's own, and not recorded: another CPU's sums may differ.
+``recorder.py`` says what stands in a trace and why it is the same in every run. Replies are those
+of the model without a cache, in every mode. They are not recorded: sums differ between CPUs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pytest
@@ -50,8 +51,8 @@ class Scenario(NamedTuple):
 
     use: Callable[[Script, Path], list[Conversation]]
     hcache: dict[str, Any]
-    options: dict[str, Any] = {}
-    trace: dict[str, Any] = {}
+    options: Mapping[str, Any] = MappingProxyType({})
+    trace: Mapping[str, Any] = MappingProxyType({})
     options_of: Callable[[Path, Path], ServerOptions] | None = None
     ranks: int = 1
     server: type[Server] = Server

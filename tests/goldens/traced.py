@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -36,7 +36,7 @@ def traced(options: ServerOptions, **settings: Any) -> ServerOptions:
 
 
 def our_traced_server(
-    model: Path, folder: Path, hcache: dict[str, Any], *, trace: dict[str, Any], **options: Any
+    model: Path, folder: Path, hcache: dict[str, Any], *, trace: Mapping[str, Any], **options: Any
 ) -> ServerOptions:
     """One with our backend, nothing of which goes by how fast this machine is."""
     hcache = {"profile": str(slow_profile(folder)), **hcache}
@@ -58,7 +58,9 @@ class Script:
         self._ranks = range(ranks)
         self._replies: list[str] = []
 
-    def ask(self, *requests_: tuple[str, Sequence[int]], tokens: int = REPLY, **body: Any) -> list[Any]:
+    def ask(
+        self, *requests_: tuple[str, Sequence[int]], tokens: int = REPLY, **body: Any
+    ) -> list[Any]:
         """Requests of these ids and prompts, which come in one turn; what was answered."""
 
         def post(rid: str, prompt: Sequence[int]) -> Any:
