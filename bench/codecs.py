@@ -28,13 +28,14 @@ from typing import Any, NamedTuple
 import torch
 
 from bench.fixtures.models import Model, chosen
+from bench.fixtures.smollm2 import FORMS
 from bench.fixtures.text import Texts, corpus, encoder
 from bench.fixtures.train import RECIPES
 from bench.harness.machine import Machine, find_machine
 from bench.harness.methods import METHODS, PAGE_SIZE, server_options
 from bench.harness.program import at_least, failing, names, parser, stamp, steps
 from bench.harness.reference import Scores, agreement
-from bench.harness.report import OUT, grouped_bars, markdown, write
+from bench.harness.report import COLOURS, OUT, markdown, picture, write
 from bench.harness.restorer import page_files
 from bench.harness.server import Server
 from hcache_backend.server_report import read_report
@@ -96,14 +97,19 @@ class Turn(NamedTuple):
 def main() -> None:
     parsed = parser("bench.codecs", __doc__)
     add = parsed.add_argument
-    add("--model", choices=list(RECIPES), default="gqa", help="fixture model")
+    add("--model", choices=[*RECIPES, *FORMS], default="gqa", help="fixture model")
     add("--quick", action="store_true", help="the fixture that is trained in a minute")
     add("--dtypes", type=names(list(CODECS)), default=",".join(CODECS), help="types of the model")
     add("--conversations", type=at_least(1), default=8, help="conversations held")
     add("--turns", type=at_least(2), default=4, help="turns of each conversation")
     add("--question-tokens", type=at_least(1), default=60, help="tokens of each question")
     add("--reply-tokens", type=at_least(1), default=64, help="tokens of each reply")
-    add("--out", type=Path, default=OUT, help="folder for codecs.json and codecs.png")
+    add(
+        "--out",
+        type=Path,
+        default=OUT,
+        help="folder for codecs.json and .png; codecs_MODEL of the others",
+    )
     given = parsed.parse_args()
     script = Script(given.conversations, given.turns, given.question_tokens, given.reply_tokens)
     if script.longest > _POOL_TOKENS:
@@ -115,7 +121,9 @@ def main() -> None:
         model = chosen(given.model, quick=given.quick)
         results = measure(script, model, given.dtypes, find_machine())
         print(table_lines(results))
-        write(given.out, "codecs", results, draw)
+        write(
+            given.out, "codecs" if given.model == "gqa" else f"codecs_{model.name}", results, draw
+        )
 
 
 def measure(script: Script, model: Model, dtypes: Sequence[str], machine: Machine) -> Row:
@@ -174,7 +182,11 @@ def _rows(serve: _Servers, script: Script, texts: Texts, dtype: str) -> Iterator
     yield {"codec": "decoded", "dtype": dtype, "as_recomputed": compared("decoded", decoded, exact)}
     found: dict[str, tuple[Scores, float]] = {}
     for codec in CODECS[dtype]:
-        scores, stored, projection = serve.restored(talk, dtype, codec)
+        restored = serve.restored(talk, dtype, codec)
+        if restored is None:
+            yield {"codec": codec, "dtype": dtype, "refused": True}
+            continue
+        scores, stored, projection = restored
         found[codec] = scores, stored
         uncoded, most = found[UNCODED]
         coded = codec != UNCODED
@@ -249,11 +261,16 @@ class _Servers:
 
     def restored(
         self, talk: Sequence[Sequence[Turn]], dtype: str, codec: str
-    ) -> tuple[Scores, float, list[Row]]:
+    ) -> tuple[Scores, float, list[Row]] | None:
         """Scores of the replies behind restored histories, bytes per token of the pages, and what
-        the server says of its projections: how, and how exactly without a codec."""
+        the server says of its projections: how, and how exactly without a codec.
+
+        None: the server does not use the codec, because it changes K or V of this model too much.
+        """
         folder, scored = self._scratch / f"{codec}-{dtype}", _Scored()
         with self._server("hcache-hidden", folder, dtype, codec=codec) as server:
+            if f"codec {codec}" not in server.log_text():
+                return None
             for number, conversation in enumerate(talk):
                 for turn in conversation:
                     self._advance(f"codec {codec}, {dtype}: conversation {number + 1}")
@@ -266,8 +283,6 @@ class _Servers:
                     if turn.history:
                         scored.add(best, logprobs)
                     server.flush_cache()
-            if f"codec {codec}" not in server.log_text():
-                raise server.error(f"codec {codec} is not in use")
         pages, report = page_files(folder / "l3"), read_report(folder / "l3")
         if report is None:
             raise server.error("it left no report")
@@ -302,7 +317,7 @@ def table_lines(results: Row) -> str:
             row["dtype"],
             f"{row['stored_bytes_per_token']:,.0f}" if "stored_bytes_per_token" in row else None,
             row.get("share_of_uncoded"),
-            *_shown(row["as_recomputed"]),
+            *(("refused at start", None) if "refused" in row else _shown(row["as_recomputed"])),
             *_shown(row.get("as_uncoded")),
         )
         for row in results["codecs"]
@@ -328,32 +343,39 @@ def _shown(found: Mapping[str, Any] | None) -> tuple[str | None, str | None]:
 
 
 def draw(results: Row) -> Any:
-    """Bytes and changed output of every codec."""
-    from matplotlib.figure import Figure
-
-    rows = []
-    for row in results["codecs"]:
-        exact = row["as_recomputed"]
-        rows.append(
-            {
-                "name": f"{row['codec']}, {row['dtype']}",
-                "bytes": row.get("stored_bytes_per_token"),
-                "changed": 100 * (1 - exact["same"] / exact["tokens"]),
-                "difference": exact["mean_difference"],
-            }
-        )
-    figure = Figure(figsize=(15, 3.4), layout="constrained")
-    for axes, (title, key, form) in zip(
-        figure.subplots(1, 3),
-        (
-            ("bytes per token", "bytes", "%.0f"),
-            ("other tokens than without a cache, %", "changed", "%.2f"),
-            ("mean difference of log-probabilities", "difference", "%.1g"),
-        ),
-        strict=True,
-    ):
-        grouped_bars(axes, title, rows, "name", {title: key}, form)
+    """Other tokens than without a cache over the bytes of a token, by type and codec."""
+    rows = [row for row in results["codecs"] if "stored_bytes_per_token" in row]
+    said = [
+        f"{row['codec']} {row['share_of_uncoded']:.2f} of the bytes and {_changed(row):.1f}%"
+        for row in rows
+        if row["dtype"] == "bfloat16" and row["codec"] != "none"
+    ]
+    figure = picture(f"Bytes, and tokens that are not those without a cache: {', '.join(said)}")
+    types = list(dict.fromkeys(row["dtype"] for row in rows))
+    panels = figure.subplots(1, len(types), sharey=True, squeeze=False)[0]
+    for axes, dtype in zip(panels, types, strict=True):
+        for row in (row for row in rows if row["dtype"] == dtype):
+            place = row["stored_bytes_per_token"], _changed(row)
+            axes.plot(*place, "o", color=COLOURS[row["codec"]], markersize=9)
+            axes.annotate(row["codec"], place, (8, 4), textcoords="offset points", fontsize=10)
+        for row in results["codecs"]:
+            if row["dtype"] == dtype and row["codec"] == "decoded":
+                label = "rounding alone: decoded token by token"
+                axes.axhline(_changed(row), color=COLOURS["computed"], linestyle=":", label=label)
+        axes.set_title(dtype, fontsize=10)
+        axes.set_xlabel("bytes per token", fontsize=10)
+        axes.margins(x=0.2)
+        axes.set_xlim(left=0)
+        axes.grid(alpha=0.3)
+    panels[0].set_ylabel("other tokens than without a cache, %", fontsize=10)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", fontsize=10)
     return figure
+
+
+def _changed(row: Row) -> float:
+    """Percent of the tokens."""
+    exact = row["as_recomputed"]
+    return 100 * (1 - exact["same"] / exact["tokens"])
 
 
 if __name__ == "__main__":

@@ -5,10 +5,8 @@
 Frozen traces (:mod:`bench.workload.traces`) go through the store itself: its index, its stamps, its
 eviction. Pages hold four bytes, and the clock is the trace's. In front stand the device and host
 memory (L1, L2) with room for 2% of the trace's pages. As in a server, the store is only told what
-they serve; a page is written once, when it is computed; and what the store loses while L1 and L2
-have it is put again by the server's own :class:`~hcache_backend.engine.repairs.Repairs`. Every 5
-seconds uses are saved, and the server is idle for one round of repairs. Every page is a node of the
-radix tree. Counted are the pages of each prompt that the store has, from the first one on, whether
+they serve, and a page is written once, when it is computed. Every 5 seconds uses are saved. Counted
+are the pages of each prompt that the store has, from the first one on, whether
 L1 and L2 have them or not: what would be found after a restart. Quotas are shares of all pages of
 the trace.
 
@@ -33,7 +31,7 @@ import sys
 import tempfile
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from functools import cache
 from pathlib import Path
@@ -41,10 +39,9 @@ from statistics import mean
 from typing import Any
 from unittest import mock
 
-from bench.harness.report import OUT, markdown, write
+from bench.harness.report import COLOURS, OUT, markdown, picture, write
 from bench.workload.traces import TRACES, Request
 from hcache_backend.config import parse_config
-from hcache_backend.engine.repairs import TURNS, Repairs
 from hcache_backend.store import PageStore
 
 SEED = 1
@@ -57,7 +54,12 @@ NAMESPACE, WRITER = b"bench-----------", b"bench---"
 FILE_BYTES = 8192  # of a page of four bytes: a block of header, a block of payload
 WORST_LOSS, LEAST_MEAN, LEAST_AT_5 = 0.01, 0.90, 0.84
 SERIES = {"store": "the store", "lru": "LRU by chains", "best": "best possible"}
-STYLES = {"store": "o-", "lru": "s--", "best": "k:"}
+STYLES = {
+    "store": ("o-", COLOURS["ours"], 3.0),
+    "lru": ("s--", COLOURS["file"], 1.0),
+    "best": (":", COLOURS["limit"], 1.5),
+}
+"""Line, colour and width."""
 Row = dict[str, Any]
 
 
@@ -117,29 +119,6 @@ def best_possible(trace: Sequence[Request], capacity: int) -> int:
     return found
 
 
-class Memory(Chains):
-    """The pages in L1 and L2, and what :class:`Repairs` asks a radix tree about them.
-
-    Every page is a node; the number of a node is that of its page.
-    """
-
-    ongoing_backup = False
-
-    def __init__(self, capacity: int, write_backup_storage: Callable[[int], None]) -> None:
-        super().__init__(capacity)
-        self.tree_core = self
-        self.write_backup_storage = write_backup_storage
-
-    def get_last_hash_value(self, page: int) -> str:
-        return _text(page)
-
-    def get_hash_values(self, page: int) -> list[str]:
-        return [_text(page)]
-
-    def is_backuped(self, page: int) -> bool:
-        return page in self._pages
-
-
 class StoreUnderTrace:
     """The store, told what an engine tells it.
 
@@ -149,9 +128,7 @@ class StoreUnderTrace:
 
     def __init__(self, store: PageStore, front: int) -> None:
         self._store = store
-        self._memory = Memory(front, self._put_again)
-        self._repairs = Repairs(store.take_gaps, stages=1)
-        self._place: dict[int, tuple[Sequence[int], int]] = {}  # of a page in a sequence
+        self._memory = Chains(front)
         self._page = memoryview(mmap.mmap(-1, mmap.PAGESIZE))[:4]
         self._saved = 0.0
 
@@ -163,39 +140,21 @@ class StoreUnderTrace:
 
         # SGLang asks for what follows the pages that L1 and L2 have.
         known = self._memory.found(request.pages[: request.prompt])
-        self._store.use(NAMESPACE, keys[:known], complete=True)
+        self._store.use(NAMESPACE, keys[:known])
         known += [*self._store.exists(NAMESPACE, prompt[known:]), False].index(False)
-        self._store.use(NAMESPACE, keys[:known], complete=True)
-        self._put(request.pages, known, len(keys))
+        self._store.use(NAMESPACE, keys[:known])
+        memory = [[self._page]] * (len(keys) - known)
+        self._store.put(NAMESPACE, keys[known:], memory, prefix=keys[:known])
         self._memory.use(request.pages)
-        for place, page in enumerate(request.pages):
-            self._place[page] = request.pages, place
-            self._repairs.saw(self._memory, page)
         if request.time >= self._saved + SAVE_S:
             self._store.flush()
-            for _ in range(TURNS):
-                self._repairs.turn(self._memory)
             self._saved = request.time
         return found
-
-    def _put(self, pages: Sequence[int], start: int, end: int) -> None:
-        keys = [_key(page) for page in pages[:end]]
-        last_use = self._repairs.last_use([_text(page) for page in pages[start:end]])
-        memory = [[self._page]] * (end - start)
-        self._store.put(NAMESPACE, keys[start:], memory, prefix=keys[:start], last_use=last_use)
-
-    def _put_again(self, page: int) -> None:
-        pages, place = self._place[page]
-        self._put(pages, place, place + 1)
 
 
 @cache
 def _key(page: int) -> bytes:
     return hashlib.sha256(page.to_bytes(8, "big")).digest()
-
-
-def _text(page: int) -> str:
-    return _key(page).hex()
 
 
 @contextmanager
@@ -281,18 +240,25 @@ def table_lines(rows: Sequence[Row]) -> str:
 
 def draw(rows: Sequence[Row]) -> Any:
     """Shares that are found over the quota, a panel for each trace."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(12, 3.2), layout="constrained")
-    for axes, row in zip(figure.subplots(1, len(rows), sharey=True), rows, strict=True):
+    shares = [of_the_best(rows, quota) for quota in rows[0]["found"]]
+    figure = picture(
+        f"A full store finds {min(shares):.2f} to {max(shares):.2f} of the pages that the best "
+        "possible order would find"
+    )
+    panels = figure.subplots(1, len(rows), sharey=True)
+    for axes, row in zip(panels, rows, strict=True):
         for by, label in SERIES.items():
-            shares = [found[by] for found in row["found"].values()]
-            axes.plot(list(row["found"]), shares, STYLES[by], label=label)
+            found = [each[by] for each in row["found"].values()]
+            style, colour, width = STYLES[by]
+            axes.plot(list(row["found"]), found, style, color=colour, linewidth=width, label=label)
         axes.set_title(row["trace"], fontsize=10)
-        axes.set_xlabel("quota, of all pages")
+        axes.set_xlabel("quota, of all pages", fontsize=10)
         axes.grid(alpha=0.3)
-    figure.axes[0].set_ylabel("pages of prompts found")
-    figure.axes[0].legend(fontsize=8)
+    panels[0].set_ylim(0, 1)
+    panels[0].set_ylabel("pages of prompts found, of all", fontsize=10)
+    figure.legend(
+        *panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=10
+    )
     return figure
 
 

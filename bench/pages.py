@@ -28,7 +28,7 @@ from bench.harness.machine import Machine, MachineError, find_machine
 from bench.harness.methods import PAGE_SIZE, Method, server_options
 from bench.harness.models import TinyLlama
 from bench.harness.program import at_least, failing, parser, stamp
-from bench.harness.report import OUT, markdown, write
+from bench.harness.report import COLOURS, OUT, markdown, picture, write
 from bench.harness.restorer import Restorer, restorer
 
 if TYPE_CHECKING:
@@ -175,25 +175,27 @@ def table_lines(results: Mapping[str, Any]) -> str:
 
 def draw(results: Mapping[str, Any]) -> Figure:
     """Each round's difference, as a share of plain pages' median."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 2.8), layout="constrained")
+    said = [f"{part} {row['own_of_plain']:.2f}" for part, row in results["compared"].items()]
+    figure = picture(f"Own pages take, of the time of plain pages: {', '.join(said)}", 3.5)
     axes = figure.subplots()
     plain, own = (results["turns_ms"][kind] for kind in ("plain", "own"))
     for place, row in enumerate(results["compared"].values()):
         usual = row["plain_ms"]
         pairs = zip(plain, own, strict=True)
         shares = [100 * (b[place] - a[place]) / usual for a, b in pairs]
-        axes.scatter(shares, [place] * len(shares), alpha=0.4, color="#1f77b4")
+        axes.scatter(shares, [place] * len(shares), alpha=0.4, color=COLOURS["ours"])
         ends = [100 * (end - 1) for end in row["interval"]]
-        axes.plot(ends, [place + 0.25] * 2, color="#d62728", linewidth=2)
+        axes.plot(ends, [place + 0.25] * 2, color=COLOURS["limit"], linewidth=2)
         middle = 100 * (row["own_of_plain"] - 1)
-        axes.plot(middle, place + 0.25, "|", color="#d62728", markersize=12)
-    axes.axvline(0, color="black", linewidth=0.8)
-    axes.set_yticks(range(len(Turn._fields)), Turn._fields)
+        axes.plot(middle, place + 0.25, "|", color=COLOURS["limit"], markersize=12)
+    axes.axvline(0, color=COLOURS["file"])
+    axes.set_yticks(range(len(Turn._fields)), Turn._fields, fontsize=10)
     axes.invert_yaxis()
-    axes.set_xlabel("own pages against plain pages, % (dots: rounds; red: median and its 95%)")
-    axes.set_title(f"{results['tokens']:,} tokens, {results['device']}", fontsize=10)
+    axes.set_xlabel(
+        "\N{LEFTWARDS ARROW} faster    own pages against plain pages, %    slower "
+        "\N{RIGHTWARDS ARROW}\ndots: rounds; black: median and its 95% interval",
+        fontsize=10,
+    )
     return figure
 
 

@@ -19,15 +19,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.harness.report import OUT, grouped_bars, markdown, write
+from bench.harness.report import COLOURS, OUT, grouped_bars, markdown, picture, write
 from bench.token_wise import TILE, TokenSplit, token_wise_makespan
 from hcache_backend.partition.costs import LayerCosts, Partition
 from hcache_backend.partition.model_shape import ModelShape
+from hcache_backend.partition.pipeline import search, simulate
 from hcache_backend.partition.plan import PartitionPlan
 from hcache_backend.partition.presets import COMPUTE_SHARE, PRESETS, preset_profile
 from hcache_backend.partition.profile import Rate
-from hcache_backend.partition.solver import search
-from hcache_backend.partition.timeline import finish
 from hcache_kernels.launch import COPY_PROGRAMS
 
 Row = dict[str, Any]
@@ -128,6 +127,16 @@ FIGURE_12 = (
     ("balanced", Setting("Llama-2-13B", ssds=4)),
     ("IO-sufficient", A30),
 )
+FIGURES = {
+    ("platforms", "over_kv"): "Figure 11, platforms: than K and V",
+    ("platforms", "over_recompute"): "Figure 11, platforms: than recomputation",
+    ("SSDs", "over_kv"): "Figure 11, SSDs: than K and V",
+    ("SSDs", "over_recompute"): "Figure 11, SSDs: than recomputation",
+    ("skewed", "over_hidden"): "Figure 12, not balanced: than hidden states only",
+    ("skewed", "over_kv"): "Figure 12, not balanced: than K and V",
+    ("ablations", "over_hybrid"): "Figure 12: than the naive hybrid",
+}
+"""What a range is of."""
 FIGURE_13 = {794: 0.12, 768: 0.07}
 """By how many of 1024 tokens come from hidden states: how much slower than a split by layers."""
 MOST_OVER_RECOMPUTE = 9.05
@@ -171,8 +180,8 @@ def restore(setting: Setting) -> Row:
     """Milliseconds of a restore by the partition, by its ablations and by the pure methods."""
     plan = setting.plan()
     hybrid = search(plan.costs, plan.model.layers, methods=("recompute", "kv"))
-    ms = {name: 1e3 * finish(plan.costs, choice) for name, choice in plan.choices.items()}
-    ms["hybrid"] = 1e3 * finish(plan.costs, hybrid)
+    ms = {name: 1e3 * simulate(plan.costs, choice) for name, choice in plan.choices.items()}
+    ms["hybrid"] = 1e3 * simulate(plan.costs, hybrid)
     return {
         "setting": str(setting),
         "tokens": setting.tokens,
@@ -196,10 +205,10 @@ def contention(setting: Setting) -> Row:
     def added(costs: LayerCosts, partition: Partition) -> float:
         return costs.reading(partition) + costs.transfer(partition) + costs.compute(partition)
 
-    kv = finish(plan.costs, Partition(0, 0, layers))
+    kv = simulate(plan.costs, Partition(0, 0, layers))
     took = {
-        "ideal": finish(plan.costs, plan.partition),
-        "few_programs": finish(beside, search(beside, layers)),
+        "ideal": simulate(plan.costs, plan.partition),
+        "few_programs": simulate(beside, search(beside, layers)),
         "added_up": added(plan.costs, search(plan.costs, layers, added)),
     }
     return {
@@ -212,8 +221,21 @@ def contention(setting: Setting) -> Row:
     }
 
 
+def makespan(costs: LayerCosts, partition: Partition) -> float:
+    """Seconds of a restore with room for all segments, without simulating it.
+
+    Exact for two streams that each work through the layers in order and wait for nothing else: the
+    projections end when the computation does that begins with the first or the last of them.
+    """
+    if not partition.hidden:
+        return costs.least(partition)
+    first = costs.io_h + costs.c_h * partition.hidden
+    last = costs.io_h * partition.hidden + costs.c_h
+    return max(costs.least(partition), costs.reading(partition) + max(first, last))
+
+
 def closed_form(costs: LayerCosts, layers: int) -> Partition | None:
-    """The paper's solution of :func:`steady_makespan` for two methods (section 4.1.2).
+    """The paper's solution of :meth:`LayerCosts.least` for two methods (section 4.1.2).
 
     Hidden states with KV where the projection is the slower part, with recomputation otherwise;
     rounded up as in the paper. None where it does not apply: hidden states that take as long to
@@ -270,7 +292,7 @@ def implied(setting: Setting, over_kv: float) -> Row:
 def by_tokens(setting: Setting, *, first: bool) -> Row:
     """Splits by tokens, the recomputed ones first or last (figure 8), against splits by layers."""
     plan, tokens = setting.plan(), setting.tokens
-    by_layers = finish(plan.costs, plan.partition)
+    by_layers = simulate(plan.costs, plan.partition)
 
     def slower(hidden: int) -> float:
         split = TokenSplit(tokens - hidden, hidden, 0, first)
@@ -281,7 +303,7 @@ def by_tokens(setting: Setting, *, first: bool) -> Row:
         "setting": f"share {setting.compute_share}, {tokens} tokens, recomputed {order}",
         "layers": asdict(plan.partition),
         "layers_ms": 1e3 * by_layers,
-        "papers_layers_slower": finish(plan.costs, Partition(9, 31, 0)) / by_layers - 1,
+        "papers_layers_slower": simulate(plan.costs, Partition(9, 31, 0)) / by_layers - 1,
         **{f"slower_{hidden}": slower(hidden * tokens // TOKENS) for hidden in FIGURE_13},
         "best_hidden": best,
         "best_slower": slower(best),
@@ -289,10 +311,41 @@ def by_tokens(setting: Setting, *, first: bool) -> Row:
 
 
 def table_lines(results: Results) -> str:
-    """Table 3, and restores over KV offload with copies that take multiprocessors."""
-    heads: tuple[str, ...] = ("", "the paper", "`hcache plan`", "the paper's closed form, here")
-    names: tuple[str, ...] = ("setting", "paper", "ours", "closed_form")
-    table_3 = markdown(heads, [[row[name] for name in names] for row in results["table_3"]])
+    """All tables."""
+    lines = (layers_lines, ranges_lines, splits_lines, contention_lines)
+    return "\n\n".join(table(results) for table in lines)
+
+
+def layers_lines(results: Results) -> str:
+    """Table 3: layers by method."""
+    heads = ("", "the paper", "`hcache plan`", "the paper's closed form, here")
+    names = ("setting", "paper", "ours", "closed_form")
+    return markdown(heads, [[row[name] for name in names] for row in results["table_3"]])
+
+
+def ranges_lines(results: Results) -> str:
+    """What the paper's text says of figures 11 and 12."""
+    heads = ("how many times as fast", "the paper", "simulated")
+    rows = [
+        (FIGURES[row["figure"], row["ratio"]], tuple(row["paper"]), tuple(row["ours"]))
+        for row in results["ranges"]
+    ]
+    return markdown(heads, rows)
+
+
+def splits_lines(results: Results) -> str:
+    """Figure 13: how much slower splits by tokens are than the best split by layers."""
+    heads = [f"{hidden} + {TOKENS - hidden} tokens" for hidden in FIGURE_13]
+    paper = ("the paper", *(f"{100 * slower:.0f}%" for slower in FIGURE_13.values()))
+    rows = [
+        (row["setting"], *(f"{round(100 * row[f'slower_{hidden}'])}%" for hidden in FIGURE_13))
+        for row in results["by_tokens"][:4]
+    ]
+    return markdown(("slower than the best split by layers", *heads), [paper, *rows])
+
+
+def contention_lines(results: Results) -> str:
+    """Restores over KV offload with copies that take multiprocessors."""
     heads = (
         "times as fast as KV offload",
         "ideal",
@@ -300,30 +353,34 @@ def table_lines(results: Results) -> str:
         "added up",
         "added up, hidden states only",
     )
-    names = ("setting", "ideal", "few_programs", "added_up", "added_up_hidden_only")
+    names = ("ideal", "few_programs", "added_up", "added_up_hidden_only")
     rows = [
-        [row["setting"], *(row[f"{name}_over_kv"] for name in names[1:])]
+        [row["setting"], *(row[f"{name}_over_kv"] for name in names)]
         for row in results["contention"]
     ]
-    return f"{table_3}\n\n{markdown(heads, rows)}"
+    return markdown(heads, rows)
 
 
 def draw(results: Results) -> Any:
-    """Figures 11 (platforms), 12 and 13, with the paper's numbers."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(20, 5), layout="constrained")
-    platforms, ablations, splits = figure.subplots(1, 3, width_ratios=(2, 1, 1))
+    """Figure 11 (platforms), with the paper's numbers and range."""
+    least, most = results["ranges"][0]["ours"]
+    low, high = results["ranges"][0]["paper"]
+    figure = picture(
+        f"Simulated, hidden states restore {least:.2f} to {most:.2f} times as fast as K and V; "
+        f"the paper measured {low:.2f} to {high:.2f}"
+    )
+    axes = figure.subplots()
+    rows = [
+        {**row, "setting": row["setting"].removesuffix(", DRAM").replace("A100-40G SXM4", "A100")}
+        for row in results["platforms"]
+    ]
     series = {"simulated": "over_kv", "the paper": "paper"}
-    title = "Figure 11: speed over KV offload, pages in DRAM (grey: the paper's range)"
-    grouped_bars(platforms, title, results["platforms"], "setting", series)
-    platforms.axhspan(*results["ranges"][0]["paper"], color="lightgrey", zorder=0)
-    series = {"hidden states only": "over_hidden", "naive hybrid": "over_hybrid", "KV": "over_kv"}
-    grouped_bars(ablations, "Figure 12: speed over", results["ablations"], "setting", series)
-    paper = {f"slower_{hidden}": slower for hidden, slower in FIGURE_13.items()}
-    rows = [{"setting": "the paper", **paper}, *results["by_tokens"][:4]]
-    series = {f"{hidden} + {TOKENS - hidden} tokens": f"slower_{hidden}" for hidden in FIGURE_13}
-    grouped_bars(splits, "Figure 13: slower than split by layers", rows, "setting", series)
+    colours = {"simulated": COLOURS["ours"], "the paper": COLOURS["limit"]}
+    title = "pages in host memory (Figure 11); grey: the paper's range"
+    grouped_bars(axes, title, rows, "setting", series, colours=colours)
+    axes.axhspan(low, high, color="lightgrey", zorder=0)
+    axes.set_ylabel("times as fast as K and V", fontsize=10)
+    axes.tick_params("x", rotation=45)
     return figure
 
 

@@ -2,10 +2,11 @@
 
     python -m bench.record NAME... [--out out]    what a program wrote becomes the recorded result
     python -m bench.record --tables               tables anew from the recorded results
+    python -m bench.record --pictures             pictures anew from the recorded results
 
 A table of the documentation stands between ``<!-- results: NAME -->`` and ``<!-- end -->``; the
-program of that name makes it from its results (``table_lines``). ``NAME short`` is a choice of its
-rows (``short_lines``).
+program of that name makes it from its results (``table_lines``). ``NAME CHOICE`` is a choice of its
+rows (``CHOICE_lines``).
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
-from bench.harness.report import OUT
+from bench.harness.report import OUT, measured, write_picture
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 PROGRAMS = {
     "demo": "bench.demo.report",
     "compare": "bench.compare.report",
@@ -38,20 +41,25 @@ PROGRAMS = {
     "eager": "bench.sweep.report",
     "eager_kv": "bench.sweep.report",
     "codecs": "bench.codecs",
+    "codecs_smollm2-mha": "bench.codecs",
     "segment_codec": "bench.segment_codec",
+    "segment_codec_models": "bench.segment_codec",
     "throttled": "bench.throttled",
     "accuracy_gqa": "bench.accuracy.report",
     "accuracy_paired": "bench.accuracy.report",
+    "accuracy_smollm2": "bench.accuracy.report",
+    "accuracy_smollm2-mha": "bench.accuracy.report",
     "thresholds_gqa": "bench.accuracy.thresholds",
     "thresholds_paired": "bench.accuracy.thresholds",
     "store": "bench.store.__main__",
     "eviction": "bench.eviction",
     "pages": "bench.pages",
     "hits": "bench.hits.report",
+    "hits_flags": "bench.hits.report",
     "hits_load": "bench.hits.load",
 }
 """Name of the results -> the module that makes their table."""
-_BLOCK = re.compile(r"(<!-- results: (\w+(?: short)?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+_BLOCK = re.compile(r"(<!-- results: ([\w-]+(?: \w+)?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
 
 def main() -> None:
@@ -59,11 +67,14 @@ def main() -> None:
     parser.add_argument("names", nargs="*", choices=[[], *PROGRAMS], metavar="NAME")
     parser.add_argument("--out", type=Path, default=OUT, help="folder with what programs wrote")
     parser.add_argument("--tables", action="store_true", help="only write tables anew")
+    parser.add_argument("--pictures", action="store_true", help="draw pictures anew, and tables")
     options = parser.parse_args()
-    if bool(options.names) == options.tables:
-        parser.error(f"give names ({', '.join(PROGRAMS)}) or --tables")
+    if bool(options.names) == (options.tables or options.pictures):
+        parser.error(f"give names ({', '.join(PROGRAMS)}), --tables or --pictures")
     for name in options.names:
         record(name, options.out)
+    for name in drawn() if options.pictures else ():
+        write_picture(RESULTS / f"{name}.png", results_of(name), program_of(name).draw)
     for page in PAGES:
         page.write_text(refreshed(page.read_text()))
 
@@ -93,12 +104,34 @@ def marked(text: str) -> Iterator[tuple[str, str]]:
 
 
 def table(name: str) -> str:
-    """The table of the recorded results of a program; ``NAME short`` has fewer rows."""
-    name, _, short = name.partition(" ")
-    results = json.loads((RESULTS / f"{name}.json").read_text())
-    program = importlib.import_module(PROGRAMS[name])
-    text: str = (program.short_lines if short else program.table_lines)(results)
-    return text.rstrip("\n")
+    """The table of the recorded results of a program, and when and where they were measured.
+
+    ``NAME CHOICE`` has fewer rows.
+    """
+    name, _, choice = name.partition(" ")
+    results = results_of(name)
+    text: str = getattr(program_of(name), f"{choice or 'table'}_lines")(results).rstrip("\n")
+    return f"{text}\n\n{measured(results)}" if "sglang_version" in results else text
+
+
+def drawn() -> list[str]:
+    """Names of the recorded results that have a picture."""
+    return [name for name in recorded() if hasattr(program_of(name), "draw")]
+
+
+def recorded() -> list[str]:
+    """Names of the results of programs that stand in ``bench/results``."""
+    return [name for name in PROGRAMS if (RESULTS / f"{name}.json").exists()]
+
+
+def results_of(name: str) -> Any:
+    """What a program measured."""
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def program_of(name: str) -> ModuleType:
+    """The module that makes tables and the picture of results."""
+    return importlib.import_module(PROGRAMS[name])
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
 """How many exceptions ``exp4`` needs for K, V and hidden states, beside other ways to choose bases.
 
-    python -m bench.segment_codec [--models gqa paired] [--out FOLDER]
+    python -m bench.segment_codec [--models gqa paired] [--only-models] [--out FOLDER]
 
 - synthetic K of pages of 16 and 64 tokens, 64 to 1024 values wide: normal values whose channels
   have scales of their own (lognormal, sigma 1); of which 1/64 stand out, 50 times; of which 4 are
   shifted by 100; all of that
-- with ``--models`` K before and after RoPE, V and hidden states of fixture models or checkpoints
+- with ``--models`` K before and after RoPE, V and hidden states of fixture models or checkpoints;
+  with ``--only-models`` nothing else, in ``segment_codec_models``
 - ways to choose: a window of exponents per unit (exp4: 14 and the most frequent one outside; the 15
   most frequent), per token, per channel, per 16 channels. An exception costs a byte everywhere; a
   window costs one. Units of hidden states are rows
@@ -21,7 +22,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -256,21 +257,26 @@ def table_lines(results: Mapping[str, Any]) -> str:
 
 
 def draw(results: Mapping[str, Any]) -> Any:
-    """Share of plain bytes that the worst unit needs, by way; what exp4 gives is a line."""
+    """Share of plain bytes that the worst unit of each kind of values needs."""
     from matplotlib.figure import Figure
 
-    rows: Sequence[Row] = results["rows"]
-    figure = Figure(figsize=(12, 4.2), layout="constrained")
+    worst: dict[str, float] = {}
+    for row in results["rows"]:
+        share = row["ways"]["exp4"]["share"]
+        worst[row["what"]] = max(share, worst.get(row["what"], 0.0))
+    given = unit_bytes(65536) / 2 / 65536
+    figure = Figure(figsize=(8.5, 1.2 + 0.32 * len(worst)), layout="constrained")
     axes = figure.subplots()
-    for way, label in WAYS.items():
-        shares = [row["ways"].get(way, {"share": None})["share"] for row in rows]
-        axes.plot(range(len(rows)), shares, "o-", label=label, markersize=3)
-    axes.axhline(unit_bytes(65536) / 2 / 65536, color="black", linewidth=0.8)
-    names = [f"{row['what']}, {row['tokens']} x {row['width']}" for row in rows]
-    axes.set_xticks(range(len(rows)), names, rotation=90, fontsize=6)
-    axes.set_ylabel("bytes of the worst unit, of plain")
-    axes.set_title("windows of exponents; the line is what exp4 gives each unit", fontsize=10)
-    axes.legend(fontsize=8)
+    axes.barh(list(worst), list(worst.values()), color="#4c72b0")
+    for place, share in enumerate(worst.values()):
+        axes.text(share, place, f" {share:.4f}", va="center", fontsize=9)
+    axes.axvline(given, color="black", linewidth=0.8)
+    axes.set_xlim(0.745, given + 0.006)
+    axes.invert_yaxis()
+    axes.set_xlabel("bytes that the worst unit needs, of plain; from 0.745 on", fontsize=9)
+    fit = "All units fit" if max(worst.values()) <= given else "Some units do not fit"
+    axes.set_title(f"{fit} into the {given:.3f} that exp4 gives each (the line)", fontsize=11)
+    axes.spines[["top", "right"]].set_visible(False)
     return figure
 
 
@@ -279,20 +285,22 @@ def main() -> None:
     parser.add_argument(
         "--models", nargs="*", default=[], help="fixture models (trained if missing) or folders"
     )
+    parser.add_argument("--only-models", action="store_true", help="no synthetic K")
     parser.add_argument(
         "--out", type=Path, default=OUT, help="folder for segment_codec.json and .png"
     )
     options = parser.parse_args()
     with failing():
         models = [chosen(name, quick=False) for name in options.models]
-    rows = [*synthetic_rows()]
+    rows = [] if options.only_models else [*synthetic_rows()]
     for model in models:
         rows += model_rows(model.name, model.path)
     speeds = speed()
     results = {"rows": rows, "speed": speeds}
     print(table_lines(results))
     print("CPU: " + ", ".join(f"{name} {value:.2f}" for name, value in speeds.items()))
-    write(options.out, "segment_codec", results, draw)
+    name = "segment_codec_models" if options.only_models else "segment_codec"
+    write(options.out, name, results, draw)
     if unfit := sum(row["ways"]["exp4"]["unfit"] for row in rows):
         sys.exit(f"{unfit} units do not fit")
 

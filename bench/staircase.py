@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hcache_backend.partition.costs import Partition, layer_work
+from hcache_backend.partition.costs import Partition
 from hcache_backend.partition.model_shape import ModelShape
 from hcache_backend.partition.profile import Profile, Rate
 
@@ -86,6 +86,41 @@ class DepthCosts:
         seconds = self.seconds(batches)
         pages, column = np.unravel_index(int(np.argmin(seconds)), seconds.shape)
         return Depth(int(pages), self.least + int(column)), float(seconds[pages, column])
+
+
+class LayerWork(NamedTuple):
+    """What one layer of one token takes on one tensor-parallel rank.
+
+    Attributes:
+        hidden_bytes: Bytes of hidden states over the rank's bus.
+        kv_bytes: Bytes of K and V, likewise.
+        projection: FLOPs from hidden states to K and V.
+        dense: FLOPs of recomputation without attention.
+        attention: FLOPs of attention for each token that this one attends to.
+        last: FLOPs of a recomputation that ends with K and V of the layer.
+    """
+
+    hidden_bytes: float
+    kv_bytes: float
+    projection: float
+    dense: float
+    attention: float
+    last: float
+
+
+def layer_work(model: ModelShape, tp: int, *, gathers: bool) -> LayerWork:
+    """The work of one of ``tp`` ranks; ``gathers`` as in :class:`Profile`."""
+    # A rank holds its share of the KV heads, at least one; a latent is on every rank.
+    kv_share = 1.0 if model.latent else -(-model.kv_heads // tp) / model.kv_heads
+    projection = model.projection_flops * kv_share
+    return LayerWork(
+        hidden_bytes=model.hidden_bytes / tp if gathers else model.hidden_bytes,
+        kv_bytes=model.kv_bytes * kv_share,
+        projection=projection,
+        dense=model.dense_flops / tp,
+        attention=model.attention_flops / tp,
+        last=model.query_flops / tp + projection,
+    )
 
 
 def depth_costs(

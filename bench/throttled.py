@@ -20,18 +20,15 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bench.harness.machine import Machine, MachineError, find_machine
 from bench.harness.methods import PAGE_SIZE, Method, server_options
 from bench.harness.models import TinyLlama
 from bench.harness.program import at_least, failing, parser, stamp
-from bench.harness.report import OUT, markdown, write
+from bench.harness.report import OUT, markdown, write_json
 from bench.harness.restorer import l3_bytes, restorer
 from bench.pages import LEAST_ROUNDS, median_interval
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 SHAPE = TinyLlama(layers=8, hidden=1024, heads=8, kv_heads=4, intermediate=1024)
 DTYPE = "bfloat16"
@@ -110,22 +107,6 @@ def table_lines(results: Mapping[str, Any]) -> str:
     return markdown(heads, rows)
 
 
-def draw(results: Mapping[str, Any]) -> Figure:
-    """Every round's ratio, by rate."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6, 3), layout="constrained")
-    axes = figure.subplots()
-    for rate, times in results["times_ms"].items():
-        ratios = [b / a for a, b in zip(*(times[codec] for codec in CODECS), strict=True)]
-        axes.plot([f"{rate} MB/s"] * len(ratios), ratios, "o", alpha=0.5, color="#1f77b4")
-    share = results["bytes"]["exp4"] / results["bytes"]["none"]
-    axes.axhline(share, color="black", linewidth=0.8, label="bytes in L3")
-    axes.set_title("restores with codec exp4 over those with none", fontsize=10)
-    axes.legend(fontsize=8)
-    return figure
-
-
 def main() -> None:
     parsed = parser("bench.throttled", __doc__)
     parsed.add_argument(
@@ -134,7 +115,7 @@ def main() -> None:
     parsed.add_argument(
         "--tokens", type=at_least(PAGE_SIZE), default=1024, help="of a history; whole pages of 64"
     )
-    parsed.add_argument("--out", type=Path, default=OUT, help="folder for throttled.json and .png")
+    parsed.add_argument("--out", type=Path, default=OUT, help="folder for throttled.json")
     options = parsed.parse_args()
     with failing():
         machine = find_machine()
@@ -152,7 +133,7 @@ def main() -> None:
         "compared": {str(rate): compared(of) for rate, of in times.items()},
     }
     print(table_lines(results))
-    write(options.out, "throttled", results, draw)
+    write_json(options.out / "throttled.json", results)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ Ids = npt.NDArray[np.int64]
 
 
 class Arena:
-    """Host pages, and which of their segments are there.
+    """Host pages, and which of them are lost.
 
     Args:
         memory: uint8 ``[pages, page_bytes]``; only headers are written here.
@@ -29,7 +29,7 @@ class Arena:
             raise ValueError(f"memory is {memory.shape}, the arena needs {wanted}")
         self.memory = memory
         self.layout = layout
-        self._first_layer = np.zeros(pages, np.uint16)  # by physical page
+        self._lost_pages = np.zeros(pages, np.bool_)  # by physical page
 
     def physical(self, host_pages: Ids) -> Ids:
         """Pages of the memory that hold ``host_pages``, int64 of the same shape."""
@@ -50,20 +50,19 @@ class Arena:
         Does nothing. NumPy's accesses show in no stream: this is where tests/order sees them.
         """
 
-    def first_layers(self, host_pages: Ids) -> npt.NDArray[np.uint16]:
-        """The first (stored) layer whose segment is there, for each host page."""
-        return self._first_layer[self.physical(host_pages)]
+    def lost(self, host_pages: Ids) -> npt.NDArray[np.bool_]:
+        """Of which pages no segment is there, bool ``[pages]``; of the others all are there."""
+        return self._lost_pages[self.physical(host_pages)]
 
     def complete(self, host_pages: Ids) -> None:
         """All segments of the pages are there, or on their way."""
-        self._first_layer[self.physical(host_pages)] = 0
+        self._lost_pages[self.physical(host_pages)] = False
 
     def lose(self, host_pages: Ids) -> None:
         """No segment of the pages is there, and none is on its way."""
-        self._first_layer[self.physical(host_pages)] = len(self.layout.segment_bytes)
+        self._lost_pages[self.physical(host_pages)] = True
 
-    def expect(self, host_pages: Ids, first_layer: int) -> None:
-        """The pages are about to be read from L3, without the segments of earlier layers."""
-        physical = self.physical(host_pages)
-        self.host_access(physical, write=True)
-        self._first_layer[physical] = first_layer
+    def expect(self, host_pages: Ids) -> None:
+        """The pages are about to be read from L3."""
+        self.host_access(self.physical(host_pages), write=True)
+        self.complete(host_pages)

@@ -13,13 +13,36 @@ import os
 import tomllib
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ByteSize,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import ErrorDetails
 
 ENABLE_VARIABLE = "HCACHE_ENABLE"
 CONFIG_VARIABLE = "HCACHE_CONFIG"
+MODULE_PATH = "hcache_backend"
+CLASS_NAME = "HCacheStorage"
+
+_OUR_KEYS = ("backend_name", "module_path", "class_name", "interface_v1", "hcache")
+_SGLANG_KEYS = (
+    # SGLang takes these out before it builds a backend; which of them, its versions differ in.
+    "prefetch_threshold",
+    "prefetch_timeout_base",
+    "prefetch_timeout_per_ki_token",
+    "prefetch_timeout_max",
+    "hicache_storage_pass_prefix_keys",
+    "tp_lcm_size",
+)
 
 
 class ConfigError(ValueError):
@@ -37,6 +60,20 @@ def default_dirs() -> tuple[Path, ...]:
     return (root / "hcache-backend" / "pages",)
 
 
+def _bytes(value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    try:
+        return int(_SIZE.validate_python(value))
+    except ValidationError:
+        raise ValueError('must be a number of bytes, such as 500000000000 or "500GB"') from None
+
+
+_SIZE = TypeAdapter(ByteSize)
+Bytes = Annotated[int, BeforeValidator(_bytes)]
+"""A number, or a text such as "500GB" (10^9) or "4GiB" (2^30)."""
+
+
 class PartitionOption(BaseModel):
     """Numbers of layers by method; the first ones are recomputed, the last ones are KV."""
 
@@ -48,46 +85,24 @@ class PartitionOption(BaseModel):
 
 
 class BehindOption(BaseModel):
-    """An L3 that several machines share, behind the page store of each.
-
-    Attributes:
-        backend: SGLang's name of it.
-        config: Its own options, as they would be its extra config were it the only L3.
-        read_seconds: Longest wait for a part of a read, of 16 MiB at most; after it the pages that
-            are left are misses, and the backend is left alone for a while.
-        buffer_bytes: Memory for pages on their way, of each rank: a third of it holds pages that
-            are being read, a third those that wait to be kept, and a third those to be written.
-    """
+    """An L3 that several machines share, behind the page store of each; see docs/options.md."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     backend: Literal["file", "mooncake", "nixl"]
     config: dict[str, Any] = Field(default_factory=dict)
     read_seconds: float = Field(default=1.0, gt=0, le=60, allow_inf_nan=False)
-    buffer_bytes: int = Field(default=384 << 20, ge=1)
+    buffer_bytes: Bytes = Field(default=384 << 20, ge=1)
 
 
 class KrulOption(BaseModel):
-    """What codec ``krul`` merges.
-
-    Attributes:
-        ratio: Share of the layers that are in pairs: it decides how long pages are.
-        gamma: Layers are merged that attend to the first and the last tenth of the tokens with at
-            least so much of their weight.
-        error: Largest change of K or V of a layer that a merge may make, relative to their root
-            mean square in each head; above it, a pair's slot holds both layers in ``fp8``.
-        kl: Largest divergence of what the model says behind merged pages from what it says behind
-            its own K and V, in nats per token of the self-check; above it, nothing is merged.
-        pairs: Pairs of layers to be merged, if they may be; None: the closest ones at the end of
-            what is stored together.
-    """
+    """What codec ``krul`` merges; see docs/options.md."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     ratio: float = Field(default=0.5, gt=0, le=1, allow_inf_nan=False)
     gamma: float = Field(default=0.5, ge=0, le=1, allow_inf_nan=False)
     error: float = Field(default=0.2, ge=0, allow_inf_nan=False)
-    kl: float = Field(default=0.01, ge=0, allow_inf_nan=False)
     pairs: tuple[tuple[int, int], ...] | None = None
 
     @field_validator("pairs", mode="before")
@@ -120,42 +135,7 @@ those of the page store."""
 
 
 class HCacheConfig(BaseModel):
-    """The options of one server. Immutable; the defaults work. docs/options.md explains each.
-
-    Attributes:
-        dirs: Folders of the page store (L3). Created with mode 0700 when missing.
-        mode: What pages hold; ``auto``: hidden states where the model allows them and they pay.
-        pages: ``own`` where the model allows them; ``plain``: SGLang's KV pages.
-        partition: How each layer is stored; ``auto``: the fastest restores by the profile.
-        profile: A file of ``hcache profile``; None: a kept one, or a quick measurement.
-        codec: How own pages are encoded, hidden states as well as K and V. ``auto``: bfloat16 by
-            ``exp4``, and nothing else. ``krul``: K and V, some layers in pairs.
-        krul: What that merges.
-        check_every_pages: In service, one in this many backed-up pages is projected and compared
-            with the K and V in the pool. 0: none (the check at start always runs).
-        projection: ``generic``: always by the attention modules, never by the kernels.
-        restore_chunk_tokens: Largest number of tokens in one projection; bounds a restore's memory.
-        restore: When pages from L3 become K and V on the device: ``auto``, while the rest is being
-            read, in free device pages, where the server allows it; ``layerwise``, after that.
-        restore_share: With ``auto``, the largest share of the device's pages in use for it.
-        recompute: Whether restores may recompute first layers; ``never``: all layers are stored.
-        recompute_ms: What recomputation of hits that are being read may take of each turn of the
-            scheduler, as far as that can be foreseen.
-        durability: When stored pages are flushed to the disks.
-        sync_seconds: With durability ``batch``, the longest time until a page's flush begins.
-        quota_bytes: Largest number of bytes of page files in each folder.
-        min_free_bytes: Bytes that stay free on the file system of each folder.
-        high_water: Share of the quota at which eviction of the least recently used pages begins.
-        low_water: Share of the quota at which eviction ends.
-        io_threads: Reading threads, and as many writing threads, per folder.
-        buffer_bytes: Aligned buffer of each of these threads, for memory that is not aligned.
-        write_seconds: Time limit for storing a batch of pages; the rest is dropped and counted.
-        read_seconds: Longest wait of a read batch for its turn; after it the pages are misses.
-        min_gain: An L3 hit is read if computing it takes at least so many times as long as reading
-            and loading it. 0: every hit is read.
-        reader: What reads pages into host memory; ``kvikio`` wants KvikIO and a GPU driver.
-        behind: An L3 that several machines share; what the page store lacks is looked for there.
-    """
+    """The options of one server. Immutable; the defaults work. docs/options.md explains each."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -175,12 +155,12 @@ class HCacheConfig(BaseModel):
     recompute_ms: float = Field(default=10.0, gt=0, allow_inf_nan=False)
     durability: Literal["none", "batch", "always"] = "batch"
     sync_seconds: float = Field(default=1.0, gt=0, le=3600)
-    quota_bytes: int | None = Field(default=None, ge=1)
-    min_free_bytes: int = Field(default=4 << 30, ge=0)
+    quota_bytes: Bytes | None = Field(default=None, ge=1)
+    min_free_bytes: Bytes = Field(default=4 << 30, ge=0)
     high_water: float = Field(default=1.0, gt=0, le=1)
     low_water: float = Field(default=0.98, gt=0, le=1)
     io_threads: int = Field(default=8, ge=1, le=64)
-    buffer_bytes: int = Field(default=4 << 20, ge=4096, multiple_of=4096)
+    buffer_bytes: Bytes = Field(default=4 << 20, ge=4096, multiple_of=4096)
     write_seconds: float = Field(default=30.0, gt=0)
     read_seconds: float = Field(default=30.0, gt=0)
     min_gain: float = Field(default=1.0, ge=0, allow_inf_nan=False)
@@ -221,7 +201,8 @@ class HCacheConfig(BaseModel):
             name = ".".join(str(part) for part in detail["loc"])
             known = ", ".join(PartitionOption.model_fields)
             raise ValueError(
-                f"{name!r}: {detail['msg']}; the methods are {known}, each a number of layers"
+                f"{name!r}: {detail['msg'].replace('Input should', 'must')}; the methods are "
+                f"{known}, each a number of layers"
             ) from None
 
     @field_validator("krul", mode="before")
@@ -313,6 +294,42 @@ def parse_config(
         raise ConfigError("; ".join(lines)) from None
 
 
+def check_extra_config(extra: Mapping[str, Any]) -> None:
+    """Check what stands beside our options.
+
+    Raises:
+        ConfigError: A key is unknown, or SGLang would not hand over pages as we want them.
+    """
+    for key, value in extra.items():
+        if key not in _OUR_KEYS + _SGLANG_KEYS:
+            if key in HCacheConfig.model_fields:
+                hint = f'it belongs under the key \'hcache\': {{"hcache": {{"{key}": ...}}}}'
+            else:
+                hint = nearest(key, _OUR_KEYS + _SGLANG_KEYS, "known: ")
+            raise ConfigError(f"extra config: unknown key {key!r} (value {value!r}); {hint}")
+    if extra.get("interface_v1") != 1:
+        raise ConfigError(
+            f"extra config: 'interface_v1' is {extra.get('interface_v1')!r}; it must be 1, so that "
+            "SGLang hands over pages without copying them"
+        )
+
+
+def start_config(extra: Mapping[str, Any] | None) -> HCacheConfig:
+    """The options of a server at its start: those of its extra config over the environment's.
+
+    Args:
+        extra: The extra config of a server that is started with our L3; None: it is not.
+
+    Raises:
+        ConfigError: They are wrong.
+    """
+    environment = config_from_environment()
+    if extra is None:
+        return environment
+    check_extra_config(extra)
+    return parse_config(extra.get("hcache"), "hcache", environment)
+
+
 def is_enabled(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether a server is to be prepared for us although its L3 is not ours.
 
@@ -332,24 +349,27 @@ def config_from_environment(environ: Mapping[str, str] = os.environ) -> HCacheCo
         ConfigError: They are wrong.
     """
     text = environ.get(CONFIG_VARIABLE, "")
-    return parse_config(_load_table(text) if text else None, CONFIG_VARIABLE)
+    return parse_config(load_table(text, CONFIG_VARIABLE) if text else None, CONFIG_VARIABLE)
 
 
-def _load_table(text: str) -> object:
+def load_table(text: str, source: str) -> object:
+    """The table that ``text`` is (JSON), or names (``@file.toml``).
+
+    Raises:
+        ConfigError: It cannot be read; the message begins with ``source``.
+    """
     if text.startswith("@"):
         path = Path(text[1:])
         try:
             return tomllib.loads(path.read_text())
         except OSError as error:
-            raise ConfigError(f"{CONFIG_VARIABLE}: cannot read {path}: {error.strerror}") from None
+            raise ConfigError(f"{source}: cannot read {path}: {error.strerror}") from None
         except tomllib.TOMLDecodeError as error:
-            raise ConfigError(f"{CONFIG_VARIABLE}: {path} is not TOML: {error}") from None
+            raise ConfigError(f"{source}: {path} is not TOML: {error}") from None
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        raise ConfigError(
-            f"{CONFIG_VARIABLE}: neither JSON nor @file.toml: {error} in {text!r}"
-        ) from None
+        raise ConfigError(f"{source}: neither JSON nor @file.toml: {error} in {text!r}") from None
 
 
 def nearest(name: str, known: Collection[str], what: str) -> str:
@@ -366,7 +386,7 @@ def _explain(detail: ErrorDetails, source: str) -> str:
         known = (tables[table[0]] if table else HCacheConfig).model_fields
         hint = nearest(name, known, "the options are ")
         return f"{source}: unknown option {key!r} (value {detail['input']!r}); {hint}"
-    message = detail["msg"].removeprefix("Value error, ")
+    message = detail["msg"].removeprefix("Value error, ").replace("Input should", "must")
     if not key:  # about several options; the message names them
         return f"{source}: {message}"
     return f"{source}: option {key!r} is {detail['input']!r}: {message}"

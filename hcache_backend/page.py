@@ -75,6 +75,13 @@ from hcache_backend.units import (
 READ_BATCHES = 16
 """The pages of a prefetch are read in about so many batches. What the last one brings is not
 restored eagerly."""
+RUN_AHEAD = 3
+"""Segments of the longest restore that the ring holds: one is projected, one has arrived, and one
+is arriving. A shorter restore runs further ahead in the same memory."""
+FIRST_PIECES = 4
+"""Pieces that the first layer of a restore comes in at most."""
+FIRST_PIECE_TOKENS = 1024
+"""Least tokens of a piece: a projection of fewer is not worth its launch."""
 
 MAGIC = b"HCPG"
 FORMAT_VERSION = 4
@@ -229,11 +236,6 @@ class PageLayout:
         """The bytes of one layer inside a page."""
         start = self.segment_offsets[layer]
         return slice(start, start + self.segment_bytes[layer])
-
-    def segments_from(self, layer: int) -> frozenset[int]:
-        """Numbers, as in :attr:`table`, of the header and the segments from ``layer`` on."""
-        before = sum(len(stored.segments) for stored in self.layers[:layer])
-        return frozenset((0, *range(1 + before, len(self.table.segments))))
 
     def positions(self, pages: Bytes) -> Ints:
         """View of the positions of ``pages`` (``[..., page_bytes]``): int32, ``[..., p]``."""

@@ -27,6 +27,7 @@ logger = logging.getLogger("hcache")
 
 Work = Callable[[], object]
 
+_PROGRESS_SECONDS = 10.0
 _LEAST_BUFFER = 256
 """Bytes of the smallest :class:`HostBuffer`."""
 
@@ -123,6 +124,23 @@ def registered(memory: torch.Tensor, device: torch.device | str) -> Iterator[Non
     """
     with _door.registered(memory, torch.device(device)):
         yield
+
+
+@contextmanager
+def pinning(size: int) -> Iterator[None]:
+    """Log every ten seconds that ``size`` bytes are still being pinned; 100 GB take a minute."""
+    ended, start = threading.Event(), time.monotonic()
+
+    def tell() -> None:
+        while not ended.wait(_PROGRESS_SECONDS):
+            seconds = time.monotonic() - start
+            logger.info("hcache: pinning %.1f GB: %.0f s so far", size / 1e9, seconds)
+
+    threading.Thread(target=tell, name="hcache-pinning", daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()
 
 
 def held_for_device(values: npt.NDArray[Any], device: torch.device | str) -> torch.Tensor:

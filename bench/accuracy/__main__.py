@@ -8,8 +8,8 @@ distance. Methods: K and V as they are, through every codec and with half of the
 recomputed, hidden states through every codec, and each layer alone from hidden states.
 
 Everything runs in SGLang's model runner in this process, with the package's own projections, codecs
-and recomputation. --model is a fixture (gqa or paired, trained when it is first asked for) or any
-model that SGLang serves, with its tokenizer.
+and recomputation. --model is a fixture (gqa or paired, trained when it is first asked for; smollm2
+or smollm2-mha) or any model that SGLang serves, with its tokenizer.
 """
 
 from __future__ import annotations
@@ -29,19 +29,20 @@ from bench.fixtures.text import Texts, corpus
 from bench.harness.machine import Machine, MachineError, find_machine
 from bench.harness.methods import METHODS, PAGE_SIZE, server_options
 from bench.harness.program import at_least, failing, model_name, parser, stamp, steps
-from bench.harness.report import OUT, write
+from bench.harness.report import OUT, write, write_json
 from tests.cpu_engine.hcache_cpu_engine import cpu_engine_env
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parsed = parser("bench.accuracy", __doc__)
     add = parsed.add_argument
-    add("--model", type=model_name, required=True, help="a folder or a name, or gqa or paired")
+    add("--model", type=model_name, required=True, help="a folder, a name or a fixture")
     add("--quick", action="store_true", help="the fixture that is trained in a minute")
     add("--dtype", default="bfloat16", help="type that the model is served in")
     add("--texts", type=at_least(1), default=16, help="how many are scored")
     add("--history", type=at_least(PAGE_SIZE), default=384, help="tokens that are kept")
     add("--turn", type=at_least(8), default=128, help="tokens that are scored")
+    add("--whole", action="store_true", help="no method that restores a single layer")
     add(
         "--thresholds", action="store_true", help="instead, several values of what Krul leaves open"
     )
@@ -49,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--out",
         type=Path,
         default=OUT,
-        help="folder for accuracy_MODEL (or thresholds_MODEL) .json and .png",
+        help="folder for accuracy_MODEL.json and .png, or thresholds_MODEL.json",
     )
     given = parsed.parse_args(arguments)
     if given.history % PAGE_SIZE:
@@ -61,9 +62,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         os.execve(sys.executable, command, {**os.environ, **cpu_engine_env()})
     with failing(), tempfile.TemporaryDirectory(prefix="hcache-accuracy-") as scratch:
         results = measured(given, machine, Path(scratch))
-        what, shown = ("thresholds", thresholds) if given.thresholds else ("accuracy", report)
-        print(shown.table_lines(results))
-        write(given.out, f"{what}_{results['name']}", results, shown.draw)
+        if given.thresholds:
+            print(thresholds.table_lines(results))
+            write_json(given.out / f"thresholds_{results['name']}.json", results)
+        else:
+            print(report.table_lines(results))
+            write(given.out, f"accuracy_{results['name']}", results, report.draw)
 
 
 def measured(given: Any, machine: Machine, scratch: Path) -> dict[str, Any]:
@@ -95,7 +99,9 @@ def measured(given: Any, machine: Machine, scratch: Path) -> dict[str, Any]:
         raise MachineError(f"--model {given.model}: it needs the files of its tokenizer")
     texts = Texts(encode, corpus().held_out)
     with steps(sizes.texts) as (_, advance):
-        known = [*thresholds.rows(engine)] if given.thresholds else methods(engine)
+        known = (
+            [*thresholds.rows(engine)] if given.thresholds else methods(engine, whole=given.whole)
+        )
         found = measure(engine, texts, sizes, advance, known)
     return {
         **stamp(machine),

@@ -17,6 +17,7 @@ import torch
 
 from bench.accuracy.engine import Engine, History
 from bench.accuracy.methods import EXACT, Method
+from bench.accuracy.pairs import mergeable
 from bench.fixtures.text import Text, Texts
 from bench.harness.reference import reference_of
 from hcache_backend.projection.exactness import relative_difference
@@ -164,6 +165,7 @@ def measure(
             found.compare(method.name, said, whole)
     return {
         "exactness": engine.exactness,
+        "krul": mergeable(engine),
         "reference": reference.report(),
         "methods": [
             {

@@ -119,12 +119,13 @@ def hidden_layers(engine: Engine) -> Iterator[Method]:
             yield Method(f"hidden, {codec.name}", size, restore, only)
 
 
-MAKERS = (exact, encoded, paired, recomputed, hidden, hidden_layers)
+MAKERS = (exact, encoded, paired, recomputed, hidden)
 
 
-def methods(engine: Engine) -> list[Method]:
-    """All methods for a model."""
-    return [method for make in MAKERS for method in make(engine)]
+def methods(engine: Engine, *, whole: bool = False) -> list[Method]:
+    """All methods for a model; ``whole``: only those that restore all layers alike."""
+    makers = MAKERS if whole else (*MAKERS, hidden_layers)
+    return [method for make in makers for method in make(engine)]
 
 
 def pair_forms(engine: Engine) -> list[PairForm]:

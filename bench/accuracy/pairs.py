@@ -16,6 +16,7 @@ import torch
 from bench.accuracy.engine import Engine, History
 from bench.accuracy.probes import KV, LayerProbe, output_distances
 from bench.harness.methods import PAGE_SIZE
+from hcache_backend.config import KrulOption
 from hcache_backend.krul.pair_forms import MergedPair, PairForm, changes_of_merges
 from hcache_backend.krul.paired_layout import CodedPair
 from hcache_backend.krul.selection import Strategy, closest_pairs
@@ -68,6 +69,15 @@ def merge_changes(engine: Engine, history: History) -> torch.Tensor:
     form = _merged(engine)
     units = [_units(form.cut, planes) for planes in history.kv]
     return changes_of_merges(form, units)
+
+
+def mergeable(engine: Engine) -> dict[str, float]:
+    """How many pairs of layers a server may merge by default, of how many, and the change of K or V
+    by the merge that changes least."""
+    changes = merge_changes(engine, engine.at_start())
+    above = changes[torch.ones_like(changes).triu(1).bool()]
+    few = int((above <= KrulOption().error).sum())
+    return {"may_be_merged": few, "pairs": len(above), "least_change": float(above.min())}
 
 
 @dataclass

@@ -119,22 +119,3 @@ def table_lines(results: Mapping[str, Any]) -> str:
             )
         )
     return markdown(heads, lines)
-
-
-def draw(results: Mapping[str, Any]) -> Any:
-    """KL over each value."""
-    from matplotlib.figure import Figure
-
-    found = [row for row in whole(results)[1:] if "pairs" in row]
-    groups = list(dict.fromkeys(row["method"].split()[0] for row in found))
-    figure = Figure(figsize=(14, 3), layout="constrained")
-    for axes, group in zip(figure.subplots(1, len(groups), sharey=True), groups, strict=True):
-        values = [row for row in found if row["method"].split()[0] == group]
-        axes.plot(
-            [row["method"].split()[-1] for row in values], [row["kl"] for row in values], "o-"
-        )
-        axes.set_yscale("log")
-        axes.set_title(group.rstrip(":"), fontsize=10)
-        axes.grid(alpha=0.3)
-    figure.suptitle(f"KL, nats per token: {results['name']}, {results['dtype']}", fontsize=9)
-    return figure

@@ -11,8 +11,8 @@ from bench.harness.machine import Machine, MachineError
 from bench.harness.options import base_environment
 from hcache_backend.partition.costs import Partition, layer_costs
 from hcache_backend.partition.model_config import ModelConfigError, read_model
+from hcache_backend.partition.pipeline import search
 from hcache_backend.partition.profile import Profile, Rate, load_profile
-from hcache_backend.partition.solver import search
 
 SLOW_SHARE = 1 / 3
 """The slow L3 has this share of the rate at which reading hidden states takes as long as projecting

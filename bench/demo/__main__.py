@@ -1,37 +1,50 @@
-"""Measures on a real SGLang server whether an L3 hit is slower than computing.
+"""Talks with a real model on real SGLang servers, and brings the conversation back from disk.
 
-Two tiny random models answer questions behind a history that is in L3 and nowhere else: computed
-without a cache, read by SGLang's `file` backend, and by HCache with default options. The disk is as
-it is; then slowed down until it brings K and V 1.35 and 0.24 times as fast as computing: about the
-ratios of one SSD and an H100 for Llama-3-8B and for Llama-2-7B.
+A model answers three questions about a module of Python's standard library. Between them its cache
+is evicted, as if others had used the server. One server computes the conversation anew, one reads
+it by SGLang's `file` backend, and one by this backend. The model is SmolLM2-135M-Instruct in two
+forms with the same function: multi-head attention, whose hidden states are stored, and
+grouped-query attention, as it is published, with default options, but that every hit is read. If
+it cannot be had, a random model is used.
 
-Exit status: 0; 1 when a token differs or nothing came from L3; 2 when the demo could not run.
+Exit status: 0; 1 when a reply differs or nothing came from L3; 2 when the demo could not run.
 """
 
 from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from bench.demo.codecs import codec_report, codec_steps, codec_table, run_codecs
-from bench.demo.conversations import MethodRun, Script
-from bench.demo.report import build_report, draw, table
-from bench.demo.settings import MODELS
-from bench.demo.settings import measure as measure_settings
-from bench.demo.settings import steps as setting_steps
-from bench.harness.machine import find_machine
-from bench.harness.methods import PAGE_SIZE
+from bench.demo.report import build_report, draw, finding, form_report, table
+from bench.demo.talk import (
+    COMPUTED,
+    FILE,
+    FORMS,
+    OURS,
+    QUESTIONS,
+    Heads,
+    Talk,
+    Tokens,
+    Words,
+    converse,
+)
+from bench.fixtures.models import real_model
+from bench.fixtures.smollm2 import TITLE, ModelMissing, source_facts
+from bench.harness.machine import Machine, find_machine
 from bench.harness.models import TinyLlama
 from bench.harness.program import at_least, failing, parser, stamp, steps
 from bench.harness.report import OUT, write
 from hcache_backend.cli.common import print_json
 
 FAILED = 1
+RANDOM = "a random Llama of 2 layers"
+_KV_HEADS = {"multi-head": 8, "grouped-query": 2}
+_REAL = {"multi-head": "smollm2-mha", "grouped-query": "smollm2"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -39,14 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = parser("bench.demo", __doc__)
     add = parsed.add_argument
     add("--json", dest="as_json", action="store_true", help="print only the report, as JSON")
-    add("--tokens", type=at_least(PAGE_SIZE), default=1024, help="tokens of the history")
-    add("--rounds", type=at_least(1), default=7, help="questions to each server and setting")
-    add(
-        "--no-codecs",
-        dest="codecs",
-        action="store_false",
-        help="do not compare the codecs of hidden states too (four short servers)",
-    )
+    add("--tokens", type=at_least(128), default=1500, help="tokens of the text")
+    add("--random", action="store_true", help="use the random model")
     add(
         "--out",
         type=Path,
@@ -54,9 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="where the report goes; a picture (.png) goes beside it",
     )
     given = parsed.parse_args(arguments)
-    tokens = given.tokens - given.tokens % PAGE_SIZE
     with failing():
-        report = measure(tokens, given.rounds, given.codecs)
+        report = measure(given.tokens, real=not given.random)
         write(given.out.parent, given.out.stem, report, draw)
     if given.as_json:
         print_json(report)
@@ -65,41 +71,80 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if report["succeeded"] else FAILED
 
 
-def measure(tokens: int, rounds: int, codecs: bool) -> dict[str, Any]:
-    """Run every setting and, where asked for, every codec; returns the content of ``demo.json``.
+def measure(tokens: int, *, real: bool) -> dict[str, Any]:
+    """Have the conversations; returns the content of ``demo.json``.
 
     Args:
-        tokens: Of the history; whole pages.
+        tokens: Of the text.
+        real: Use the real model, if it can be had.
 
     Raises:
         MachineError: SGLang cannot serve here.
         ServerError: A server did not start, or a request failed.
     """
     machine = find_machine()
-    script, shape = Script(), TinyLlama()
-    number = setting_steps(rounds, machine) + (codec_steps(script) if codecs else 0)
+    why = _why_random() if real else "asked for by --random"
+    forms = []
     with (
-        steps(number) as (_, advance),
+        steps(len(FORMS) * (1 + 3 * len(QUESTIONS))) as (_, advance),
         tempfile.TemporaryDirectory(prefix="hcache-demo-") as folder,
     ):
-        models = measure_settings(machine, Path(folder), tokens, rounds, advance)
-        runs: dict[str, MethodRun] = {}
-        if codecs:
-            runs = run_codecs(script, shape.build(Path(folder)), machine, Path(folder), advance)
+        for heads in FORMS:
+            advance(f"{heads}: building the model (once)")
+            model, talk = _model(heads, Path(folder), tokens, random=why is not None)
+            place = Path(folder) / heads
+            forms.append(_form(heads, model, talk, machine, place, advance))
     about = {
         **stamp(machine),
-        "shapes": {kind: shape.describe() for kind, shape in MODELS.items()},
-        "history_tokens": tokens,
-        "rounds": rounds,
+        "model": TITLE if why is None else RANDOM,
+        "why_random": why,
+        "text_tokens": tokens,
     }
-    return build_report(models, about, codec_report(runs, shape) if runs else None)
+    return build_report(forms, about)
+
+
+def _form(
+    heads: Heads,
+    model: Path,
+    talk: Talk,
+    machine: Machine,
+    folder: Path,
+    said: Callable[[str], None],
+) -> dict[str, Any]:
+    runs = {
+        method: converse(method, heads, model, talk, machine, folder, said)
+        for method in (COMPUTED, FILE, OURS)
+    }
+    return form_report(heads, runs, talk)
+
+
+def _model(heads: Heads, folder: Path, tokens: int, *, random: bool) -> tuple[Path, Talk]:
+    if random:
+        shape = TinyLlama(layers=2, hidden=1024, heads=8, kv_heads=_KV_HEADS[heads])
+        return shape.build(folder), Tokens(shape.vocabulary, tokens)
+    model = real_model(_REAL[heads])
+    return model, Words(model, tokens)
+
+
+def _why_random() -> str | None:
+    """Why the real model cannot be had, or None."""
+    try:
+        source_facts()
+    except ModelMissing as lacking:
+        return str(lacking)
+    return None
 
 
 def _show(report: dict[str, Any], out: Path) -> None:
     console = Console(highlight=False)
+    if report["why_random"]:
+        console.print(f"The model is random: {report['why_random']}.", markup=False)
+    for question, turn in zip(QUESTIONS, report["forms"][0]["turns"], strict=True):
+        if turn["reply"] is not None:
+            console.print(f"> {question}", style="bold", markup=False)
+            console.print(f"{turn['reply']}\n", markup=False)
     console.print(table(report))
-    if "codecs" in report:
-        console.print(codec_table(report["codecs"]))
+    console.print(f"\n{finding(report)}", markup=False)
     for problem in report["problems"]:
         console.print(f"FAILED {problem}", style="red", markup=False)
     console.print(f"Report: {out}", markup=False)

@@ -1,145 +1,134 @@
-"""What follows from the demo's measurements: verdict, JSON, tables and picture."""
+"""What follows from the demo's measurements: verdict, JSON, table and picture."""
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from bench.demo.settings import COMPARED, FILE, OURS, UNSLOWED
+from bench.demo.talk import COMPUTED, FILE, OURS, SHOWN, Run, Talk
 from bench.harness.report import grouped_bars, markdown
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_HEADS = (
-    "model, bytes per token (`file` / ours)",
-    "disk",
-    "TTFT, ms: computed",
-    "`file`",
-    "ours",
-    "ours / best",
-    "restore, ms: `file`",
-    "ours",
-    "same output",
-)
+_STORED = {"multi-head": "hidden states", "grouped-query": "K and V"}
 
 
-def build_report(
-    models: Sequence[Mapping[str, Any]],
-    about: Mapping[str, object],
-    codecs: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
-    """The content of ``demo.json``; ``about`` comes first in it.
-
-    Args:
-        models: What :func:`bench.demo.settings.measure` returns.
-        codecs: What :func:`bench.demo.codecs.codec_report` says; None if they were not run.
-    """
-    found = problems(models) + (codecs["problems"] if codecs else [])
-    return {
-        **about,
-        "succeeded": not found,
-        "problems": found,
-        "models": list(models),
-        **({"codecs": dict(codecs)} if codecs else {}),
-    }
+def form_report(heads: str, runs: Mapping[str, Run], talk: Talk) -> dict[str, Any]:
+    """One form of the model, on all servers."""
+    computed = runs[COMPUTED].turns
+    turns = [
+        {
+            "history_tokens": turn.history,
+            "ttft_ms": {name: run.turns[number].ttft_ms for name, run in runs.items()},
+            "from_l3": {name: run.turns[number].cached.storage for name, run in runs.items()},
+            "same_reply": all(run.turns[number].reply == turn.reply for run in runs.values()),
+            "reply": talk.text(turn.reply),
+        }
+        for number, turn in enumerate(computed)
+    ]
+    sizes = {name: runs[name].bytes_per_token for name in (FILE, OURS)}
+    return {"heads": heads, "stored": _STORED[heads], "bytes_per_token": sizes, "turns": turns}
 
 
-def problems(models: Sequence[Mapping[str, Any]]) -> list[str]:
+def build_report(forms: Sequence[Mapping[str, Any]], about: Mapping[str, object]) -> dict[str, Any]:
+    """The content of ``demo.json``; ``about`` comes first in it."""
+    found = problems(forms)
+    return {**about, "succeeded": not found, "problems": found, "forms": list(forms)}
+
+
+def problems(forms: Sequence[Mapping[str, Any]]) -> list[str]:
     """What went wrong, one line each; empty when the demo succeeded."""
     found = []
-    for model in models:
-        for setting in model["settings"]:
-            where = f"{model['model']}, {setting['disk']}"
-            found += [
-                f"{where}: a reply with {COMPARED[method].title} differs from that without a cache"
-                for method, same in setting["identical_tokens"].items()
-                if not same
-            ]
-            if setting["mb_per_s"] is None and not setting["share_from_l3"][OURS]:
+    for form in forms:
+        for number, turn in enumerate(form["turns"], 1):
+            where = f"{form['heads']}, question {number}"
+            if not turn["same_reply"]:
+                found.append(f"{where}: replies differ")
+            if number > 1 and not turn["from_l3"][OURS]:
                 found.append(f"{where}: nothing came from L3")
     return found
 
 
+def times_sooner(report: Mapping[str, Any]) -> float:
+    """How many times sooner than by computing the first token comes, at the median."""
+    return statistics.median(
+        turn["ttft_ms"][COMPUTED] / turn["ttft_ms"][OURS]
+        for form in report["forms"]
+        for turn in form["turns"][1:]
+    )
+
+
+def finding(report: Mapping[str, Any]) -> str:
+    """What the table and the picture show, in a sentence."""
+    hidden, file = (report["forms"][0]["bytes_per_token"][name] for name in (OURS, FILE))
+    return (
+        f"From disk the next reply begins {times_sooner(report):.0f} times sooner than computed "
+        f"anew; hidden states take {hidden / file:.2f} of the bytes."
+    )
+
+
 def table_lines(results: Mapping[str, Any]) -> str:
-    """The settings as a Markdown table, for the marked blocks of the documentation."""
-    return markdown(_HEADS, _rows(results))
+    """The turns as a Markdown table, for the marked blocks of the documentation."""
+    heads = ("attention: stored", "bytes per token: `file` / hcache", "history, tokens")
+    times = (f"{SHOWN[name]}, ms" for name in (COMPUTED, FILE, OURS))
+    return markdown((*heads, *times, "same reply"), _rows(results))
 
 
 def table(report: Mapping[str, Any]) -> Table:
-    """The settings, for a terminal of 80 columns."""
+    """The same, for a terminal of 80 columns."""
     view = Table(box=None, pad_edge=False, title=_headline(report), title_justify="left")
-    for column in ("", "disk"):
-        view.add_column(column, no_wrap=True)
-    heads = ("ms:\ncomputed", "file", "ours", "ours /\nbest", "restore\nfile", "ours")
-    for column in (*heads, "same\noutput"):
+    view.add_column("attention:\nstored")
+    heads = ("bytes a token:\nfile / hcache", "history", "ms:\ncomputed", "file", "hcache")
+    for column in (*heads, "same\nreply"):
         view.add_column(column, justify="right", no_wrap=True)
-    for model in report["models"]:
-        for cells in _cells(model):
-            view.add_row(model["model"], *cells)
+    for row in _rows(report):
+        view.add_row(*row)
     return view
 
 
 def _rows(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """A row for each question behind a history."""
     return [
-        (f"{model['model']}, {_sizes(model)}", f"{disk}{_rate(setting)}", *cells)
-        for model in report["models"]
-        for setting, (disk, *cells) in zip(model["settings"], _cells(model), strict=True)
+        (
+            f"{form['heads']}: {form['stored']}",
+            " / ".join(f"{form['bytes_per_token'][name]:,.0f}" for name in (FILE, OURS)),
+            f"{turn['history_tokens']:,}",
+            *(f"{turn['ttft_ms'][name]:,.0f}" for name in (COMPUTED, FILE, OURS)),
+            "yes" if turn["same_reply"] else "NO",
+        )
+        for form in report["forms"]
+        for turn in form["turns"][1:]
     ]
 
 
-def _rate(setting: Mapping[str, Any]) -> str:
-    """The rate of a disk that is slowed down."""
-    return f", {setting['mb_per_s']:.1f} MB/s" if setting["mb_per_s"] else ""
-
-
-def _sizes(model: Mapping[str, Any]) -> str:
-    return " / ".join(f"{model['bytes_per_token'][method]:,.0f}" for method in (FILE, OURS))
-
-
-def _cells(model: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """A row for each setting, from the disk on."""
-    rows: list[tuple[str, ...]] = []
-    for setting in model["settings"]:
-        restores = (setting["restore_ms"][method] for method in (FILE, OURS))
-        rows.append(
-            (
-                setting["disk"],
-                *(f"{ms:,.0f}" for ms in setting["ttft_ms"].values()),
-                f"{setting['ours']['of_better']:.2f}",
-                *("refused" if ms is None else f"{ms:,.0f}" for ms in restores),
-                "yes" if all(setting["identical_tokens"].values()) else "NO",
-            )
-        )
-    return rows
-
-
 def _headline(report: Mapping[str, Any]) -> str:
-    sizes = (f"{model['model']} {_sizes(model)}" for model in report["models"])
-    rounds = report["rounds"]
     return (
-        f"SGLang {report['sglang_version']} on {report['device']}\n"
-        f"a question behind {report['history_tokens']:,} tokens of history; medians of {rounds}, "
-        f"this disk {UNSLOWED * rounds}\nbytes per token (file / ours): {', '.join(sizes)}"
+        f"{report['model']}, float32, SGLang {report['sglang_version']} on {report['device']}\n"
+        "time to the first token of the second and third reply; the cache was evicted before each"
     )
 
 
 def draw(report: Mapping[str, Any]) -> Figure:
-    """Time to the first token by setting and method, a panel for each model."""
+    """Time to the first token of each later reply, a panel for each form of the model."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 3.6), layout="constrained")
-    panels = figure.subplots(1, len(report["models"]), squeeze=False)[0]
-    for axes, model in zip(panels, report["models"], strict=True):
-        rows = [{"disk": one["disk"], **one["ttft_ms"]} for one in model["settings"]]
-        series = {how.title: name for name, how in COMPARED.items()}
-        heading = f"{model['model']}: ms to the first token"
-        grouped_bars(axes, heading, rows, "disk", series, "%.0f")
+    figure = Figure(figsize=(9, 4.4), layout="constrained")
+    panels = figure.subplots(1, len(report["forms"]), squeeze=False)[0]
+    for axes, form in zip(panels, report["forms"], strict=True):
+        rows = [
+            {"turn": f"{turn['history_tokens']:,} tokens of history", **turn["ttft_ms"]}
+            for turn in form["turns"][1:]
+        ]
+        series = {SHOWN[name].replace("`", ""): name for name in (COMPUTED, FILE, OURS)}
+        grouped_bars(axes, f"{form['heads']}: {form['stored']}", rows, "turn", series, "%.0f")
+        axes.set_ylabel("ms to the first token")
     figure.suptitle(
-        f"{report['history_tokens']:,} tokens of history, SGLang {report['sglang_version']}, "
-        f"{report['device']}",
-        fontsize=9,
+        f"From disk the next reply begins {times_sooner(report):.0f} times sooner\n"
+        f"({report['model']}, float32, {report['device']})",
+        fontsize=11,
     )
     return figure

@@ -128,7 +128,7 @@ class History:
         layers = range(len(self.layers))
         segments = [self._segment(i, which)[on_pages] for i in layers]
         if kind == "kv":
-            return segments, [RestoredLayer("kv", copy=self.copy_kv(i)) for i in layers]
+            return segments, [RestoredLayer("kv", copy=self.copy_kv) for i in layers]
         codec = self.codecs[0]
         return segments, [RestoredLayer("hidden", self.fill_hidden(i, codec)) for i in layers]
 
@@ -173,19 +173,22 @@ class History:
 
         return fill
 
-    def copy_kv(self, index: int) -> Copy:
+    def copy_kv(
+        self,
+        layers: Sequence[int],
+        memory: torch.Tensor,
+        pages: torch.Tensor,
+        offsets: Sequence[int],
+        slots: torch.Tensor,
+    ) -> None:
         """K and V go to their slots."""
-        planes = [
-            buffer.view(-1, PAGE, 1, buffer[0].numel()).view(torch.uint8)
-            for buffer in (self.pools[index].k, self.pools[index].v)
-        ]
-
-        def copy(
-            memory: torch.Tensor, pages: torch.Tensor, offset: int, slots: torch.Tensor
-        ) -> None:
+        for layer, offset in zip(layers, offsets, strict=True):
+            pool = self.pools[layer]
+            planes = [
+                buffer.view(-1, PAGE, 1, buffer[0].numel()).view(torch.uint8)
+                for buffer in (pool.k, pool.v)
+            ]
             gather_planes(memory, pages, offset, planes, slots[::PAGE] // PAGE)
-
-        return copy
 
     def recompute(self, layers: int) -> Recompute:
         """The forward pass of the first layers."""
@@ -285,10 +288,15 @@ class Ways:
         """``copy`` as over a bus of ``rate`` bytes per second."""
 
         def slow(
-            memory: torch.Tensor, pages: torch.Tensor, offset: int, slots: torch.Tensor
+            layers: Sequence[int],
+            memory: torch.Tensor,
+            pages: torch.Tensor,
+            offsets: Sequence[int],
+            slots: torch.Tensor,
         ) -> None:
-            copy(memory, pages, offset, slots)
-            self._slow_down(self.history.kv_bytes * len(slots) // self.history.tokens, rate)
+            copy(layers, memory, pages, offsets, slots)
+            size = self.history.kv_bytes * len(slots) // self.history.tokens
+            self._slow_down(len(layers) * size, rate)
 
         return slow
 
@@ -297,6 +305,7 @@ class Ways:
     ) -> Way:
         history, device = self.history, self.history.device
         restored, segments = [], []
+        kv = RestoredLayer("kv", copy=self._slow(history.copy_kv, rate))
         for i, method in enumerate(methods):
             if method == "hidden":
                 restored.append(
@@ -304,7 +313,7 @@ class Ways:
                 )
                 segments.append(3 * i + codec)
             elif method == "kv":
-                restored.append(RestoredLayer("kv", copy=self._slow(history.copy_kv(i), rate)))
+                restored.append(kv)
                 segments.append(3 * i + 2)
             else:
                 restored.append(RestoredLayer("recompute"))

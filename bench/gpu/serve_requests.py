@@ -80,7 +80,7 @@ DRY_LOADS = (Load("prefill", 2, 256, 1, 8, 1), Load("decode", 4, 64, 65, 8, 1))
 
 RECOMPUTATION = "recomputation"
 """The step of the row that says why the server recomputes no layers."""
-REFUSED = "hcache: layers are not recomputed: "
+REFUSED = "hcache: not used: recomputation ("
 """What it logs then."""
 DECODING, TOLD, DRY_TOLD = 4, 512, 96
 """Requests beside which a history comes back, and how many tokens each generates."""
@@ -162,7 +162,7 @@ def refused_recomputation(method: Method, log: str, report: ServerReport | None)
         report: What it says about itself; None: it has said nothing that can be read.
     """
     if REFUSED in log:
-        return log.split(REFUSED, 1)[1].splitlines()[0]
+        return log.split(REFUSED, 1)[1].splitlines()[0].removesuffix(")")
     if report is None:
         return "the server left no report"
     found = report.recomputation

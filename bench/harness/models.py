@@ -40,6 +40,17 @@ _DECODER = {
     "num_attention_heads": HEADS,
 }
 
+_YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": MAX_POSITIONS // 4,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+
 
 def _gated(kv_heads: int, **extra: Any) -> dict[str, Any]:
     """Configuration of a Llama-like decoder with a gated MLP."""
@@ -56,6 +67,31 @@ class Architecture:
     """What SGLang reads from config.json and transformers 5 does not write there."""
     norm_means: dict[str, float] = field(default_factory=dict)
     """Part of a norm's name -> mean of its weights, where it is not 1."""
+
+
+def _mla(
+    model_type: str, scoring: tuple[str, str] = ("noaux_tc", "sigmoid"), **extra: Any
+) -> Architecture:
+    """DeepSeek's attention and experts; how its router chooses and scores these."""
+    shape = {
+        "q_lora_rank": 128,
+        "kv_lora_rank": 64,
+        "qk_nope_head_dim": 64,
+        "qk_rope_head_dim": 32,
+        "v_head_dim": 64,
+        "moe_intermediate_size": 128,
+        "n_routed_experts": 8,
+        "n_group": 2,
+        "topk_group": 1,
+        "num_experts_per_tok": 2,
+        "first_k_dense_replace": 1,
+    }
+    method, function = scoring
+    return Architecture(
+        model_type,
+        _gated(HEADS, **shape | extra),
+        added_to_json={"moe_layer_freq": 1, "topk_method": method, "scoring_func": function},
+    )
 
 
 ARCHITECTURES: dict[str, Architecture] = {
@@ -152,6 +188,41 @@ MORE_ARCHITECTURES: dict[str, Architecture] = {
             norm_topk_prob=True,
         ),
     ),
+    # The first layer is dense, an expert is shared, the router has a bias; RoPE on half a head.
+    "glm4_moe": Architecture(
+        "glm4_moe",
+        _gated(
+            2,
+            head_dim=64,
+            n_routed_experts=8,
+            n_shared_experts=1,
+            num_experts_per_tok=2,
+            moe_intermediate_size=128,
+            n_group=1,
+            topk_group=1,
+            first_k_dense_replace=1,
+            use_qk_norm=True,
+            partial_rotary_factor=0.5,
+        ),
+    ),
+    # A norm over all heads of q and k, summed up by a kernel of its own.
+    "minimax_m2": Architecture(
+        "minimax_m2",
+        {
+            **_gated(2, head_dim=64, num_local_experts=4, num_experts_per_tok=2),
+            "intermediate_size": 128,
+        },
+        added_to_json={
+            "use_qk_norm": True,
+            "qk_norm_type": "per_layer",
+            "scoring_func": "sigmoid",
+            "use_routing_bias": True,
+            "attn_type_list": [1] * LAYERS,
+            "rotary_dim": 64,
+            "rope_theta": 10000.0,
+        },
+        norm_means={"q_norm": 4.0},
+    ),
     # What the projection makes is cut at a bound: more than a product, norm and RoPE.
     "olmo": Architecture("olmo", _gated(HEADS, clip_qkv=4.0)),
     # A pool of its own for layers with a sliding window.
@@ -167,38 +238,50 @@ MORE_ARCHITECTURES: dict[str, Architecture] = {
             layer_types=["sliding_attention", "full_attention"] * (LAYERS // 2),
         ),
     ),
-    # MLA: one compressed vector a token instead of K and V, so there is nothing to project.
-    "deepseek": Architecture(
-        "deepseek_v3",
-        _gated(
-            HEADS,
-            q_lora_rank=128,
-            kv_lora_rank=64,
-            qk_nope_head_dim=64,
-            qk_rope_head_dim=32,
-            v_head_dim=64,
-            moe_intermediate_size=128,
-            n_routed_experts=8,
-            n_group=2,
-            topk_group=1,
-            num_experts_per_tok=2,
-            first_k_dense_replace=1,
-            rope_parameters={
-                "rope_type": "yarn",
-                "rope_theta": 10000.0,
-                "factor": 4.0,
-                "original_max_position_embeddings": MAX_POSITIONS // 4,
-                "beta_fast": 32,
-                "beta_slow": 1,
-                "mscale": 1.0,
-                "mscale_all_dim": 1.0,
-            },
-        ),
-        added_to_json={
-            "moe_layer_freq": 1,
-            "topk_method": "noaux_tc",
-            "scoring_func": "sigmoid",
+    # The same with sinks, and experts with biases.
+    "gpt_oss": Architecture(
+        "gpt_oss",
+        {
+            **_gated(2, head_dim=64, num_local_experts=4, num_experts_per_tok=2),
+            "intermediate_size": 128,
+            "sliding_window": 128,
+            "layer_types": ["sliding_attention", "full_attention"] * (LAYERS // 2),
         },
+        added_to_json={"swiglu_limit": 7.0},
+    ),
+    # Every second layer keeps a state (gated delta net) instead of K and V.
+    "qwen3_next": Architecture(
+        "qwen3_next",
+        _gated(
+            2,
+            head_dim=64,
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=128,
+            shared_expert_intermediate_size=128,
+            decoder_sparse_step=1,
+            linear_num_value_heads=4,
+            linear_num_key_heads=2,
+            linear_key_head_dim=64,
+            linear_value_head_dim=64,
+            linear_conv_kernel_dim=4,
+            layer_types=["linear_attention", "full_attention"] * (LAYERS // 2),
+        ),
+        added_to_json={"full_attention_interval": 2},
+    ),
+    # GLM-4.7-Flash: MLA.
+    "glm4_moe_lite": _mla("glm4_moe_lite", n_shared_experts=1),
+    # MLA: one compressed vector a token instead of K and V, so there is nothing to project.
+    "deepseek": _mla("deepseek_v3", rope_parameters=_YARN),
+    # MLA with queries that are not compressed, and a router without groups.
+    "deepseek_v2": _mla(
+        "deepseek_v2",
+        scoring=("greedy", "softmax"),
+        q_lora_rank=None,
+        n_shared_experts=1,
+        n_group=1,
+        topk_method="greedy",
+        rope_parameters=_YARN,
     ),
 }
 

@@ -23,7 +23,7 @@ _BUS_VARIABLE, _L3_VARIABLE = "HCACHE_CPU_BUS_FILE", "HCACHE_CPU_L3_FILE"
 of L3 may reach; 0: no limit."""
 _SIGNS = (
     *("hcache: hidden mode", "hcache: KV mode", "hcache: partition:"),
-    "hcache: restores are layer-wise",
+    "hcache: not used:",
 )
 
 

@@ -180,6 +180,7 @@ class Server:
         extra_key: str | None = None,
         cache_salt: str | None = None,
         replica: int | None = None,
+        priority: int | None = None,
         timeout: float = 600.0,
         **sampling: Any,
     ) -> Reply:
@@ -204,6 +205,8 @@ class Server:
             body["cache_salt"] = cache_salt
         if extra_key is not None:
             body["extra_key"] = extra_key
+        if priority is not None:
+            body["priority"] = priority
         if replica is not None:
             body["routed_dp_rank"] = replica
         reply = self._done("/generate", json=body, timeout=timeout).json()

@@ -118,6 +118,7 @@ def taking_turns(
     model: Path,
     methods: Mapping[str, Method],
     tokens: int,
+    extra_args: Sequence[str] = (),
     **options: Any,
 ) -> Iterator[Turns]:
     """Servers of ``methods``, one of them :data:`NO_L3`, as long as the block lasts.
@@ -125,6 +126,7 @@ def taking_turns(
     Args:
         model: Its folder, beside which the servers have theirs.
         tokens: Of the history; whole pages.
+        extra_args: Further arguments of all servers.
         options: Further fields of :class:`ServerOptions`.
     """
     with ExitStack() as stack:
@@ -138,7 +140,8 @@ def taking_turns(
                 model,
                 folder,
                 pool_tokens=3 * (tokens + PAGE_SIZE + QUESTION),
-                extra_args=("--mem-fraction-static", "0.5"),  # the others' weights count as used
+                # The others' weights count as used.
+                extra_args=("--mem-fraction-static", "0.5", *extra_args),
                 **options,
             )
             restored = stack.enter_context(restorer(served, folder / "l3"))

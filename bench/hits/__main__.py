@@ -26,7 +26,7 @@ from bench.harness.machine import Machine, MachineError, find_machine
 from bench.harness.program import at_least, failing, names, parser, stamp, steps
 from bench.harness.report import OUT, write
 from bench.harness.turns import Turns
-from bench.hits.cases import ALWAYS, MODELS, OURS
+from bench.hits.cases import ALWAYS, MODELS, OURS, WITH_FLAGS
 from bench.hits.measure import at_speed, stalled
 from bench.hits.report import draw, table_lines
 
@@ -35,7 +35,8 @@ def main() -> int:
     """Returns 1 if a reply differs from that of another server."""
     parsed = parser("bench.hits", __doc__)
     add = parsed.add_argument
-    add("--models", type=names(list(MODELS)), default=list(MODELS), help="kinds of models")
+    kinds = names([*MODELS, *WITH_FLAGS])
+    add("--models", type=kinds, default=list(MODELS), help="kinds of models")
     add("--tokens", type=at_least(128), nargs="+", default=[1024, 4096], help="histories")
     speeds = [4.0, 2.0, 1.0, 0.5, 0.25, 0.1]
     add("--speeds", type=float, nargs="+", default=speeds, help="of L3; 1: as fast as computing")
@@ -65,7 +66,7 @@ def measure(machine: Machine, given: Any) -> list[dict[str, Any]]:
         for kind in given.models:
             for tokens in given.tokens:
                 advance(f"{kind}, {tokens:,} tokens: starting servers")
-                model = MODELS[kind]
+                model = (MODELS | WITH_FLAGS)[kind]
                 with model.turns(machine, Path(folder), tokens, **model.methods()) as turns:
                     case = _case(turns, given.speeds, given.rounds, advance)
                 stored = {"pages": model.pages, "codec": model.codec, "dtype": model.dtype}

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 
+from bench.harness.drafts import drafting_arguments, eagle
 from bench.harness.machine import Machine
 from bench.harness.methods import METHODS, Method
 from bench.harness.models import TinyLlama, build_model, narrowed
@@ -42,6 +43,8 @@ class Model:
         insists: Options that make ours store that on a CPU, which projects slowly.
         dtype: It is served in.
         codec: What default options encode its pages by; None: they are plain.
+        arguments: Further ones of SGLang's, given the model's folder; None: none.
+        tp: Number of tensor-parallel ranks.
     """
 
     pages: str
@@ -49,6 +52,8 @@ class Model:
     insists: Mapping[str, str] = field(default_factory=dict)
     dtype: str = "float32"
     codec: str | None = "none"
+    arguments: Callable[[Path], Sequence[str]] | None = None
+    tp: int = 1
 
     def methods(self) -> dict[str, Method]:
         """Those that can run here."""
@@ -56,7 +61,7 @@ class Model:
         return {
             name: replace(how, hcache={**how.hcache, **self.insists})
             for name, how in COMPARED.items()
-            if name != "nixl" or with_nixl
+            if name != "nixl" or (with_nixl and self.arguments is None)
         }
 
     @contextmanager
@@ -73,7 +78,10 @@ class Model:
             ServerError: Ours stores pages by another codec, so that it would not be measured.
         """
         model = self.build(folder, tokens)
-        with taking_turns(machine, model, methods, tokens, dtype=self.dtype) as turns:
+        extra = self.arguments(model) if self.arguments is not None else ()
+        with taking_turns(
+            machine, model, methods, tokens, extra, dtype=self.dtype, tp=self.tp
+        ) as turns:
             for name in (ALWAYS, OURS):
                 report = read_report(turns.servers[name].l3)
                 used = report.codec if report is not None else "unknown"
@@ -105,6 +113,31 @@ def _latent(folder: Path, tokens: int) -> Path:
     )
 
 
+def _mixture(folder: Path, tokens: int) -> Path:
+    width = narrowed(1024, tokens)
+    return build_model(
+        "qwen3_moe",
+        folder,
+        num_hidden_layers=layers(tokens),
+        hidden_size=width,
+        moe_intermediate_size=width,
+        max_position_embeddings=POSITIONS,
+    )
+
+
+def _drafted(folder: Path, tokens: int) -> Path:
+    """A model that is little more than its first layer, which drafts."""
+    return eagle(_llama(2)(folder, tokens), folder)[0]
+
+
+def _eagle_arguments(model: Path) -> Sequence[str]:
+    return drafting_arguments("EAGLE", model.with_name("eagle-0"))
+
+
+def _two_groups(_model: Path) -> Sequence[str]:
+    return ("--enable-dp-attention", "--dp-size", "2")
+
+
 MODELS = {
     "MHA": Model("hidden states", _llama(8), {"mode": "hidden"}),
     "GQA": Model("K and V", _llama(2)),
@@ -115,3 +148,8 @@ MODELS = {
     ),
     "GQA-bf16": Model("K and V", _llama(2, 512), dtype="bfloat16", codec="exp4"),
 }
+WITH_FLAGS = {
+    "GQA-eagle": Model("K and V, a draft", _drafted, arguments=_eagle_arguments),
+    "GQA-dp": Model("K and V, two groups", _mixture, arguments=_two_groups, tp=2),
+}
+"""Models under flags of production, which are measured if they are named."""

@@ -25,7 +25,7 @@ import torch
 
 from bench.harness.machine import MachineError, find_machine
 from bench.harness.program import at_least, failing, names, parser, stamp, steps
-from bench.harness.report import OUT, markdown, write
+from bench.harness.report import COLOURS, OUT, markdown, picture, times, write
 from bench.harness.restorer import Restorer
 from bench.harness.turns import NO_L3, Turns, history, question
 from bench.hits.cases import ALWAYS, COMPARED, MODELS, OURS
@@ -39,6 +39,12 @@ OFFERED = 1.2
 SPEEDS = (2.0, 0.5)
 """Of L3; 1: as fast as computing."""
 SERVERS = (NO_L3, ALWAYS, OURS)
+BARS = {
+    NO_L3: ("computed", COLOURS["computed"]),
+    ALWAYS: ("hcache, all read", COLOURS["ours, all read"]),
+    OURS: ("hcache, default options", COLOURS["ours"]),
+}
+"""Label and colour."""
 
 
 def main() -> int:
@@ -181,29 +187,33 @@ def table_lines(results: Mapping[str, Any]) -> str:
 
 
 def draw(results: Mapping[str, Any]) -> Figure:
-    """Mean time to the first token of every burst, a panel for each model and speed of L3.
-
-    Models stand beside each other.
-    """
-    from matplotlib.figure import Figure
-
+    """Seconds to the first token in bursts, a panel for each speed of L3; ranges of the bursts."""
     rows = results["rows"]
-    models = list(dict.fromkeys(row["model"] for row in rows))
+    ratios = [row["wait_of_better"] for row in rows]
+    figure = picture(
+        f"In bursts the first token comes after {min(ratios):.2f} to {max(ratios):.2f} times the "
+        "wait of the better choice"
+    )
     speeds = list(dict.fromkeys(row["speed"] for row in rows))
-    figure = Figure(figsize=(2.6 * len(models), 3 * len(speeds)), layout="constrained")
-    panels = figure.subplots(len(speeds), len(models), squeeze=False)
-    for row in rows:
-        axes = panels[speeds.index(row["speed"]), models.index(row["model"])]
-        for place, name in enumerate(SERVERS):
-            each = row["rounds_first_token_s"][name]
-            axes.plot([place] * len(each), each, "o", label=COMPARED[name].title)
-        axes.set_title(f"{row['model']}, L3 {row['speed']:g} times as fast", fontsize=9)
-        axes.set_xticks([])
-        axes.set_ylim(bottom=0)
-        axes.grid(alpha=0.3)
-    figure.axes[0].set_ylabel("mean seconds to the first token", fontsize=8)
-    figure.axes[0].legend(fontsize=7)
-    figure.suptitle(f"Bursts of requests, {results['device']}", fontsize=10)
+    panels = figure.subplots(1, len(speeds), sharey=True, squeeze=False)[0]
+    for axes, speed in zip(panels, speeds, strict=True):
+        mine = [row for row in rows if row["speed"] == speed]
+        for number, (name, (label, colour)) in enumerate(BARS.items()):
+            places = [place + 0.27 * (number - 1) for place in range(len(mine))]
+            middles = [row["first_token_s"][name] for row in mine]
+            each = [row["rounds_first_token_s"][name] for row in mine]
+            below = [middle - min(all_) for middle, all_ in zip(middles, each, strict=True)]
+            above = [max(all_) - middle for middle, all_ in zip(middles, each, strict=True)]
+            axes.bar(places, middles, 0.25, yerr=(below, above), color=colour, label=label)
+        axes.set_title(f"L3 {times(speed)} as fast as computing", fontsize=10)
+        names = [row["model"].replace("-", "\n") for row in mine]
+        axes.set_xticks(range(len(mine)), names, fontsize=10)
+        axes.set_xlabel("attention, and bfloat16 instead of float32", fontsize=10)
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylabel("seconds to the first token, mean of a burst", fontsize=10)
+    figure.legend(
+        *panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=10
+    )
     return figure
 
 

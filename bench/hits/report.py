@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from bench.harness.report import markdown
+from bench.harness.report import COLOURS, markdown, picture, ratio_axis
 from bench.harness.turns import NO_L3
-from bench.hits.cases import COMPARED, OURS
+from bench.hits.cases import ALWAYS, COMPARED, OURS
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-FILE, SHORT_TOKENS = "file", 1024
+FILE, SHOWN_TOKENS = "file", 1024
+SHOWN_SPEEDS = (2, 1, 0.5, 0.1)
+"""The models of longer histories have one layer: to recompute its K and V takes next to nothing."""
+PANELS = 3
+LINES = {
+    FILE: ("SGLang file", "file"),
+    ALWAYS: ("hcache, all read", "ours, all read"),
+    OURS: ("hcache, default options", "ours"),
+}
+"""What is drawn: label and colour."""
 
 
 def table_lines(results: Mapping[str, Any]) -> str:
@@ -39,6 +48,16 @@ def table_lines(results: Mapping[str, Any]) -> str:
 
 def short_lines(results: Mapping[str, Any]) -> str:
     """Default options beside computing and SGLang's `file`, for MHA and GQA, 1,024 tokens."""
+    return _compared_lines(results)
+
+
+def chosen_lines(results: Mapping[str, Any]) -> str:
+    """The same at four speeds."""
+    return _compared_lines(results, SHOWN_SPEEDS)
+
+
+def _compared_lines(results: Mapping[str, Any], speeds: Sequence[float] = ()) -> str:
+    """Default options beside computing and SGLang's `file`; of all ``speeds`` if none is given."""
     rows = [
         (
             title(case),
@@ -49,8 +68,9 @@ def short_lines(results: Mapping[str, Any]) -> str:
             tuple(point["interval"]) if point["interval"] else None,
         )
         for case in results["cases"]
-        if case["model"] in ("MHA", "GQA") and case["tokens"] == SHORT_TOKENS
+        if case["model"] in ("MHA", "GQA") and case["tokens"] == SHOWN_TOKENS
         for point in case["points"]
+        if not speeds or point["speed"] in speeds
     ]
     heads = ("model, history", "speed of L3", "MB/s", "computed", "`file`", "ours")
     return markdown((*heads, "ours / better", "95%"), rows)
@@ -62,32 +82,33 @@ def title(case: Mapping[str, Any]) -> str:
 
 
 def draw(results: Mapping[str, Any]) -> Figure:
-    """Time to the first token by the speed of L3, a panel for each model and history."""
-    from matplotlib.figure import Figure
-
-    cases = results["cases"]
-    columns = min(4, len(cases))
-    rows = -(-len(cases) // columns)
-    figure = Figure(figsize=(3.6 * columns, 3.8 * rows), layout="constrained")
-    panels = figure.subplots(rows, columns, squeeze=False).flat
-    for axes in list(panels)[len(cases) :]:
-        axes.remove()
-    for axes, case in zip(figure.axes, cases, strict=True):
+    """Time to the first token by the speed of L3, a panel for each float32 model."""
+    shown = [case for case in results["cases"] if case["tokens"] == SHOWN_TOKENS]
+    cases = (shown or results["cases"])[:PANELS]
+    ratios = [point["of_better"] for case in cases for point in case["points"]]
+    figure = picture(
+        f"At any speed of the disk the first token takes {min(ratios):.2f} to {max(ratios):.2f} "
+        "times as long as by the better choice"
+    )
+    panels = figure.subplots(1, len(cases), sharey=True, squeeze=False)[0]
+    heights: list[float] = []
+    for axes, case in zip(panels, cases, strict=True):
         points = sorted(case["points"], key=lambda point: float(point["speed"]))
-        for name in points[0]["ms"]:
-            axes.plot(
-                [point["speed"] for point in points],
-                [point["ms"][name] / case["computing_ms"] for point in points],
-                "o-" if name == OURS else ".--",
-                linewidth=2.5 if name == OURS else 1,
-                label=COMPARED[name].title,
-            )
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log", base=2)
-        axes.set_title(title(case), fontsize=9)
-        axes.set_xlabel("speed of L3 (1: as fast as computing)", fontsize=8)
+        speeds = [point["speed"] for point in points]
+        for name, (label, colour) in LINES.items():
+            if name in points[0]["ms"]:
+                of_computing = [point["ms"][name] / point["ms"][NO_L3] for point in points]
+                style = "o-" if name == OURS else ".--"
+                heights += of_computing
+                axes.plot(speeds, of_computing, style, color=COLOURS[colour], label=label)
+        axes.axhline(1, color=COLOURS["computed"], label="computed")
+        axes.set_title(f"{title(case)} tokens", fontsize=10)
+        axes.set_xlabel("speed of L3, of computing", fontsize=10)
+        ratio_axis(axes, "x", speeds)
         axes.grid(alpha=0.3)
-    figure.axes[0].set_ylabel("time to first token (1: computing)", fontsize=8)
-    figure.axes[0].legend(fontsize=7)
-    figure.suptitle(f"L3 of any speed, {results['device']}", fontsize=10)
+    ratio_axis(panels[0], "y", heights)
+    panels[0].set_ylabel("time to the first token, of computing", fontsize=10)
+    figure.legend(
+        *panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=10
+    )
     return figure

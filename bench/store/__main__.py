@@ -42,13 +42,21 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bench.harness.report import OUT, grouped_bars, markdown, write
+from bench.harness.report import COLOURS, OUT, grouped_bars, markdown, picture, write
 from bench.store.index import bench_index
 from bench.store.pages import BARE, CEILING, HASHED, KVIKIO, MIB, STORE, bench_pages
 from bench.store.peers import PEERS
 
 NAMES = (CEILING, STORE, BARE, HASHED, KVIKIO, *PEERS)
 """The contestants, in the order of tables."""
+DRAWN = {
+    CEILING: COLOURS["limit"],
+    STORE: COLOURS["ours"],
+    "HiCacheFile": COLOURS["file"],
+    "NIXL POSIX": COLOURS["nixl"],
+}
+"""Those of the picture, with their colours."""
+CHOSEN_PAGE = 2 * MIB
 
 
 def main() -> None:
@@ -83,9 +91,8 @@ def table_lines(results: dict[str, Any]) -> str:
         heads = (f"{kind}s", "store", "GB/s", "of the ceiling", "CPU s per GB", "GIL, us per page")
         rows: list[tuple[object, ...]] = []
         for size, found in sorted(results["pages"].items(), key=lambda page: int(page[0])):
-            speeds, kib = found[kind], int(size) // 1024
+            speeds, page = found[kind], page_name(size)
             gil = found["gil"].get(kind, {})
-            page = f"{kib} KiB" if kib < 1024 else f"{kib // 1024} MiB"
             rows += [
                 (
                     page,
@@ -121,26 +128,58 @@ def table_lines(results: dict[str, Any]) -> str:
     return "\n\n".join((*tables, markdown(columns, indexes)))
 
 
+def chosen_lines(results: dict[str, Any]) -> str:
+    """Stores on the disk with pages of 2 MiB."""
+    found = results["pages"][str(CHOSEN_PAGE)]
+    rows = [
+        (
+            f"{kind}s, {name}",
+            median(found[kind][name]) * MIB / 1e9,
+            ratio(found[kind], name, CEILING),
+            median(found["cpu"][kind][name]),
+        )
+        for kind in ("read", "write")
+        for name in DRAWN
+    ]
+    heads = (f"pages of {page_name(CHOSEN_PAGE)}", "GB/s", "of the ceiling", "CPU s per GB")
+    return markdown(heads, rows)
+
+
+def page_name(size: int | str) -> str:
+    """Bytes of a page, in words."""
+    kib = int(size) // 1024
+    return f"{kib} KiB" if kib < 1024 else f"{kib // 1024} MiB"
+
+
 def ratio(speeds: dict[str, list[float]], name: str, other: str) -> float:
     """How many times as fast ``name`` was as ``other``: the median over the rounds."""
     return median(one / two for one, two in zip(speeds[name], speeds[other], strict=True))
 
 
 def draw(results: dict[str, Any]) -> Any:
-    """Median speeds of the contestants."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
-    panels = zip(figure.subplots(1, 2, sharey=True), ("read", "write"), strict=True)
-    for axes, kind in panels:
-        measured = set().union(*(found[kind] for found in results["pages"].values()))
-        names = {name: name for name in NAMES if name in measured}
+    """Median speeds of stores on the disk, a panel for reads and one for writes."""
+    pages = sorted(results["pages"].items(), key=lambda page: int(page[0]))
+    said = []
+    for kind in ("read", "write"):
+        shares = [ratio(found[kind], STORE, CEILING) for _, found in pages]
+        said.append(f"{kind}s at {min(shares):.2f} to {max(shares):.2f}")
+    figure = picture(f"The page store {' and '.join(said)} of the disk's speed")
+    panels = figure.subplots(1, 2, sharey=True)
+    for axes, kind in zip(panels, ("read", "write"), strict=True):
+        names = [name for name in DRAWN if all(name in found[kind] for _, found in pages)]
         rows = [
-            {"page": f"{int(size) // 1024} KiB"}
-            | {name: median(speeds) for name, speeds in found[kind].items()}
-            for size, found in results["pages"].items()
+            {"page": page_name(size)}
+            | {name: median(found[kind][name]) * MIB / 1e9 for name in names}
+            for size, found in pages
         ]
-        grouped_bars(axes, f"{kind}s, MiB/s", rows, "page", names, "%.0f")
+        grouped_bars(axes, f"{kind}s", rows, "page", {n: n for n in names}, "%.2f", DRAWN)
+        if (legend := axes.get_legend()) is not None:
+            legend.remove()
+        axes.set_xlabel("size of a page", fontsize=10)
+    panels[0].set_ylabel("GB/s", fontsize=10)
+    figure.legend(
+        *panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=10
+    )
     return figure
 
 

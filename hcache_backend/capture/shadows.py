@@ -203,7 +203,7 @@ class ShadowArena(Arena):
         filled, empty = self._shadow[pages], self._host[host_pages]
         self._host[host_pages], self._shadow[pages] = filled, empty
         self._move_in(host_pages, pages)
-        self._first_layer[filled] = 0
+        self.complete(host_pages)
         self.host_access(filled, write=True, header=True)
         self.memory[filled, : self.layout.header_bytes] = self._blank_header
         self.layout.positions(self.memory)[filled] = self._positions[slots].reshape(-1, size)
@@ -226,7 +226,7 @@ class ShadowArena(Arena):
         if self.waits_for_proof(host_pages):
             return None
         stamped = all(self.layout.is_stamped(self.memory[page]) for page in self._host[host_pages])
-        return stamped and not self.first_layers(host_pages).any()
+        return stamped and not self.lost(host_pages).any()
 
     def unfit_rows(self, slots: Ids) -> npt.NDArray[np.bool_]:
         """Of which of ``slots`` (``[n]``) it cannot hold rows, as far as is known; bool ``[n]``."""
@@ -236,7 +236,7 @@ class ShadowArena(Arena):
         """Rows of tokens (int64 ``[n]`` each) are about to be copied to ``host_pages``; then
         :meth:`arrived` is called, with the same array."""
         size, physical = self.layout.page_size, self._host[host_pages]
-        self._first_layer[physical] = 0
+        self.complete(host_pages)
         self.host_access(physical, write=True, header=True)
         self.memory[physical, : self.layout.header_bytes] = self._blank_header
         self.layout.positions(self.memory)[physical] = positions.reshape(-1, size)
@@ -259,8 +259,7 @@ class ShadowArena(Arena):
     def loaded(self, slots: Ids, host_pages: Ids) -> None:
         """``slots`` were allocated anew and will hold the tokens of ``host_pages``.
 
-        Their rows are in these pages, unless a page lacks segments. Of a page that lacks all, the
-        codec does not hold them.
+        Their rows are in these pages. The codec does not hold those of a lost page.
         """
         size = self.layout.page_size
         pages = slots[::size] // size
@@ -270,11 +269,8 @@ class ShadowArena(Arena):
         self._positions[slots] = self.layout.positions(self.memory)[physical].ravel()
         self._token_ids[slots] = self.layout.token_ids(self.memory)[physical].ravel()
         self._move_in(host_pages, pages)
-        first = np.repeat(self._first_layer[physical], size)
-        lost = first == len(self.layout.segment_bytes)
-        self._rows[slots[first == 0]] = _RowState.PROVEN
-        self._rows[slots[lost]] = _RowState.UNFIT
-        self._void(slots[(first > 0) & ~lost])
+        lost = np.repeat(self._lost_pages[physical], size)
+        self._rows[slots] = np.where(lost, _RowState.UNFIT, _RowState.PROVEN)
 
     def _finish_unproven(self) -> None:
         """Stamp the pages whose rows are all there; a page that lost one is never stamped."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import aiohttp
@@ -53,12 +52,7 @@ class Client:
         )
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.session.close()
 
     async def server(self) -> dict[str, Any]:
@@ -74,8 +68,8 @@ class Client:
                 return found
         except (RequestError, ValueError) as error:
             raise UnusableServer(
-                f"--url {self.url}: no SGLang server answers there ({error}); start one, or "
-                "give its address by --url"
+                f"no SGLang server at {self.url} ({error}). Start one, or pass its address with "
+                "--url"
             ) from None
         hint = "; give its --api-key" if status in (401, 403) else ": is it an SGLang server?"
         raise UnusableServer(f"--url {self.url}: /server_info answered {status}{hint}")

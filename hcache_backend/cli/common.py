@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
+from pydantic import ByteSize
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -21,16 +23,20 @@ from hcache_backend.config import (
     config_from_environment,
     parse_config,
 )
+from hcache_backend.partition.model_shape import ModelShape
 from hcache_backend.store import is_store_folder
 
+Folders = Annotated[
+    list[Path] | None,
+    typer.Argument(
+        help="Folders of the page store (the server's `dirs`). Default: those of HCACHE_CONFIG, "
+        "otherwise a server's default folder.",
+        show_default=False,
+    ),
+]
 Dirs = Annotated[
     list[Path] | None,
-    typer.Option(
-        "--dir",
-        "-d",
-        help="Folder of the store; repeat it for more folders. Default: the folders in "
-        "HCACHE_CONFIG, else a server's default folder.",
-    ),
+    typer.Option("--dir", "-d", help="A folder of the page store; may be repeated."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 NamespaceDigits = Annotated[
@@ -44,15 +50,15 @@ errors = Console(stderr=True)
 
 def fail(message: str) -> NoReturn:
     """Print why the command cannot do its work, and end it with status 2."""
-    errors.print(f"[red]hcache:[/red] {message}", highlight=False, soft_wrap=True)
+    errors.print(f"[red]hcache:[/red] {escape(message)}", highlight=False, soft_wrap=True)
     raise typer.Exit(2)
 
 
-def settings(dirs: Sequence[Path] | None, **options: object) -> HCacheConfig:
+def settings(*dirs: Sequence[Path] | None, **options: object) -> HCacheConfig:
     """The options of the environment, and over them those of the command; wrong ones end it."""
     try:
-        if dirs:
-            options["dirs"] = [path.absolute() for path in dirs]
+        if any(dirs):
+            options["dirs"] = [path.absolute() for paths in dirs for path in paths or ()]
         given = {name: value for name, value in options.items() if value is not None}
         return parse_config(given, "hcache", config_from_environment())
     except ConfigError as error:
@@ -64,7 +70,10 @@ def existing_store(config: HCacheConfig) -> HCacheConfig:
     with explained():
         for path in config.dirs:
             if not is_store_folder(path):
-                fail(f"{path} is no page store; name its folders with --dir")
+                fail(
+                    f"{path} is not a page store. Name the folders of the server's `dirs`, or set "
+                    "HCACHE_CONFIG"
+                )
     return config
 
 
@@ -76,6 +85,14 @@ def explained(*also: type[Exception]) -> Iterator[None]:
         yield
     except failures as error:
         fail(str(error))
+
+
+def check_ranks(shape: ModelShape, tp: int) -> None:
+    """End the command if ``tp`` ranks cannot divide a model's heads."""
+    if shape.heads % tp:
+        fail(f"--tp {tp}: must divide the model's {shape.heads} attention heads")
+    if not shape.latent and shape.kv_heads % tp and tp % shape.kv_heads:
+        fail(f"--tp {tp}: must divide the model's {shape.kv_heads} KV heads, or be a multiple")
 
 
 def print_json(value: Any) -> None:
@@ -102,12 +119,7 @@ def table(title: str, *columns: str) -> Table:
 
 def human_bytes(count: int) -> str:
     """A number of bytes as people read it."""
-    value = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.1f} TiB"
+    return ByteSize(count).human_readable(separator=" ")
 
 
 def progress_bar(*, hidden: bool) -> Progress:

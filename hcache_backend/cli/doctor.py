@@ -5,10 +5,12 @@ from __future__ import annotations
 import mmap
 import os
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
+from itertools import groupby
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -17,6 +19,7 @@ import typer
 from hcache_backend.cli.common import (
     AsJson,
     Dirs,
+    Folders,
     explained,
     human_bytes,
     print_json,
@@ -26,7 +29,7 @@ from hcache_backend.cli.common import (
 )
 from hcache_backend.config import CONFIG_VARIABLE, ENABLE_VARIABLE, HCacheConfig
 from hcache_backend.kvikio_state import kvikio_state
-from hcache_backend.partition.plan import describe
+from hcache_backend.partition.costs import describe
 from hcache_backend.partition.profile import Profile
 from hcache_backend.partition.record import PartitionRecord, kept_profiles, records
 from hcache_backend.server_report import ServerReport, read_report
@@ -37,7 +40,16 @@ from hcache_backend.store.page_io import probe_alignment
 
 _PROBE_BYTES = 64 << 20
 _PIECE = 4 << 20
-_COLOURS = {"good": "green", "fair": "yellow", "bad": "red"}
+_COLOURS = {"good": "green", "fair": "yellow", "bad": "red", "skip": "dim"}
+_SHARED = "a network file system; the store's index needs file locks and a fast local disk"
+_FILE_SYSTEMS = {
+    "overlay": "its pages are lost with the container; mount a volume there",
+    "tmpfs": "its pages take memory, and are lost at a restart",
+    "9p": "a folder of the host of a virtual machine; use a disk",
+    "virtiofs": "a folder of the host of a virtual machine; use a disk",
+    **dict.fromkeys(("ceph", "lustre", "gpfs", "beegfs", "glusterfs", "fuse"), _SHARED),
+}
+"""What is wrong with file systems on which a server starts nevertheless."""
 _PLUGIN_GROUP = "sglang.srt.plugins"
 
 
@@ -46,31 +58,44 @@ class Check(NamedTuple):
 
     Attributes:
         subject: What was checked.
-        verdict: ``good``; ``fair``: works, but slower or with less; ``bad``: does not work.
+        verdict: ``good``; ``fair``: works, but slower or with less; ``bad``: does not work;
+            ``skip``: is not there and not needed.
         detail: What was found, and what to do about it.
     """
 
     subject: str
-    verdict: Literal["good", "fair", "bad"]
+    verdict: Literal["good", "fair", "bad", "skip"]
     detail: str
 
 
-def doctor(dirs: Dirs = None, as_json: AsJson = False) -> None:
+def doctor(folders: Folders = None, dirs: Dirs = None, as_json: AsJson = False) -> None:
     """Check folders, disks, KvikIO and SGLang. Exit status 1: something cannot work."""
-    config = settings(dirs)
+    config = settings(folders, dirs)
     with explained():
         checks = [check for path in config.dirs for check in _look_at_folder(path, config)]
     checks += [_kvikio(config), *_sglang()]
     if as_json:
         print_json({"checks": [check._asdict() for check in checks]})
     else:
-        shown = table("", "", "what", "found")
-        for check in checks:
-            colour = _COLOURS[check.verdict]
-            shown.add_row(f"[{colour}]{check.verdict}[/{colour}]", check.subject, check.detail)
-        screen.print(shown)
+        _show(checks)
     if any(check.verdict == "bad" for check in checks):
         raise typer.Exit(1)
+
+
+def _show(checks: Sequence[Check]) -> None:
+    """A table for each folder, and one for the rest."""
+    for place, group in groupby(checks, _folder_of):
+        shown = table(place, "", "what", "found")
+        for check in group:
+            colour = _COLOURS[check.verdict]
+            what = check.subject.removeprefix(f"{place}: ") if check.subject != place else "folder"
+            shown.add_row(f"[{colour}]{check.verdict}[/{colour}]", what, check.detail)
+        screen.print(shown, highlight=False)
+
+
+def _folder_of(check: Check) -> str:
+    """The folder that a check is about, or nothing."""
+    return check.subject.partition(": ")[0] if check.subject.startswith("/") else ""
 
 
 def _look_at_folder(path: Path, config: HCacheConfig) -> Iterator[Check]:
@@ -80,12 +105,15 @@ def _look_at_folder(path: Path, config: HCacheConfig) -> Iterator[Check]:
         if place != path or not os.access(path, os.X_OK) or not is_store_folder(path):
             return
     elif place != path:
-        yield Check(str(path), "good", f"does not exist yet; it will be made in {place}")
+        yield Check(str(path), "good", f"does not exist yet; will be made in {place}")
     elif is_store_folder(path):
         yield Check(str(path), "good", "a page store")
     else:
         yield Check(str(path), "good", "will be a page store")
-    yield Check(f"{path}: file system", "good", file_system_of(place))
+    kind = file_system_of(place)
+    flaw = _FILE_SYSTEMS.get(kind) or _FILE_SYSTEMS.get(kind.partition(".")[0])
+    found = f"{kind}: {flaw}" if flaw else kind
+    yield Check(f"{path}: file system", "fair" if flaw else "good", found)
     free, kept = shutil.disk_usage(place).free, config.min_free_bytes
     detail = f"{human_bytes(free)}, of which {human_bytes(kept)} stay free"
     if free <= kept:
@@ -119,7 +147,7 @@ def _last_server(path: Path, report: ServerReport) -> Check:
     if report.partition is not None:
         parts.append(f"stored: {report.partition}")
     if report.behind is not None:
-        parts.append(f"behind the store: {report.behind}")
+        parts.append(f"shared L3: {report.behind}")
     if report.tokens_per_second:
         rates = (f"{name} {rate:,.0f}" for name, rate in report.tokens_per_second.items())
         parts.append(f"tokens per second: {', '.join(rates)}")
@@ -136,7 +164,7 @@ def _partition(path: Path, record: PartitionRecord, profiles: Sequence[Profile])
             partition, times = better
             found += (
                 f"; restores would be {times:.2f} times as fast with {describe(partition)} on "
-                f"{profile.device} (hcache plan --apply; what is stored would be stored anew)"
+                f"{profile.device} (hcache plan --apply; pages stored so far become misses)"
             )
             return Check(f"{path}: partition of {record.model}", "fair", found)
     return Check(f"{path}: partition of {record.model}", "good", found)
@@ -146,7 +174,7 @@ def _copies(path: Path, profile: Profile) -> Check:
     """How a server with this profile copies over the bus."""
     subject = f"{path}: copies to {profile.device}"
     if not profile.copies:
-        return Check(subject, "good", "measured alone, not beside matrix products")
+        return Check(subject, "good", "measured alone, not during matrix products")
     return Check(subject, "good", profile.copies[0].describe())
 
 
@@ -188,7 +216,8 @@ def _probe(path: Path, folder: Path) -> Iterator[Check]:
         finally:
             ops.close(file)
         yield Check(f"{path}: speed", "good", f"writes {writing}, reads {reading} on one thread")
-        yield Check(f"{path}: locks", "good" if locked else "bad", "work" if locked else "do not")
+        supported = "supported" if locked else "not supported"
+        yield Check(f"{path}: file locks", "good" if locked else "bad", supported)
     finally:
         os.close(fd)
 
@@ -202,13 +231,10 @@ def _speed(work: Callable[[], object]) -> str:
 def _kvikio(config: HCacheConfig) -> Check:
     mode, why = kvikio_state()
     if config.reader == "posix":
-        use = "option 'reader' is 'posix', which does not need it"
-    elif mode == "nothing":
-        use = "option 'reader' is 'kvikio', so pages are read as 'posix'"
-    else:
-        use = "it reads pages into host memory, for which GDS is not needed"
-    wanted_in_vain = config.reader == "kvikio" and mode == "nothing"
-    return Check("KvikIO", "fair" if wanted_in_vain else "good", f"{mode}: {why}; {use}")
+        return Check("KvikIO", "skip", f"{why}; not needed (reader: posix)")
+    if mode == "nothing":
+        return Check("KvikIO", "fair", f"{why}; pages are read by posix, although reader: kvikio")
+    return Check("KvikIO", "good", f"{mode}: {why}; reads pages into host memory, without GDS")
 
 
 def _sglang() -> Iterator[Check]:
@@ -223,13 +249,16 @@ def _sglang() -> Iterator[Check]:
     if ours is not None:
         yield Check("plugin", "good", f"SGLang sees {ours}")
     else:
-        missing = f"no entry point of ours in {_PLUGIN_GROUP}"
-        yield Check("plugin", "bad", f"{missing}: install hcache-backend where SGLang is")
-    enabled = os.environ.get(ENABLE_VARIABLE, "0")
-    yield Check(
-        ENABLE_VARIABLE,
-        "good",
-        f"{enabled}; a server started from here can have hidden mode "
-        + ("whatever its L3 is" if enabled == "1" else "if it is started with our L3")
-        + (f"; {CONFIG_VARIABLE} is set" if os.environ.get(CONFIG_VARIABLE) else ""),
-    )
+        yield Check(
+            "plugin",
+            "bad",
+            "not registered with SGLang. Run `pip install hcache-backend` in SGLang's Python "
+            f"environment (this one is {sys.executable})",
+        )
+    if os.environ.get(ENABLE_VARIABLE) == "1":
+        enabled = "1: servers started from here store hidden states with any L3"
+    else:
+        enabled = "not set: only servers started with this backend as L3 store hidden states"
+    if os.environ.get(CONFIG_VARIABLE):
+        enabled += f"; {CONFIG_VARIABLE} is set"
+    yield Check(ENABLE_VARIABLE, "good", enabled)

@@ -13,10 +13,11 @@ import asyncio
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hcache_backend.cli.client import Client, RequestError, UnusableServer
 
@@ -27,41 +28,23 @@ class DocumentError(ValueError):
     """A document cannot be read; the message names the file, and what would be right."""
 
 
-@dataclass(frozen=True)
-class Document:
-    """One document and where it is; its content is read when it is sent.
+class Document(NamedTuple):
+    """One document.
 
     Attributes:
         name: Its path, with the number or the ``id`` of its line in a JSONL file.
-        digest: SHA-256 of what is sent for it, without what stands before all documents.
-        offset: Byte offset of its line in a JSONL file; None: the whole file is the document.
+        content: Its text, or its token ids.
+        digest: SHA-256 of the content.
     """
 
     name: str
+    content: str | list[int]
     digest: str
-    path: Path
-    offset: int | None = None
-
-    def prompt(self, prefix: str) -> str | list[int]:
-        """What is sent: ``prefix`` and the text, or token ids as they are.
-
-        Raises:
-            DocumentError: It changed since it was listed, or cannot be read any more.
-        """
-        try:
-            with self.path.open("rb") as file:
-                file.seek(self.offset or 0)
-                data = file.read() if self.offset is None else file.readline()
-        except OSError as error:
-            raise DocumentError(f"{self.path}: {error.strerror}") from None
-        content = _text(data, self.name) if self.offset is None else _entry(data, self.name)[0]
-        if _digest(content) != self.digest:
-            raise DocumentError(f"{self.name}: changed while it was being ingested")
-        return prefix + content if isinstance(content, str) else content
 
 
-def find_documents(paths: Sequence[Path], has_prefix: bool) -> list[Document]:
-    """All documents of files and folders, in the order of their names.
+def find_documents(paths: Sequence[Path], has_prefix: bool) -> Iterator[Document]:
+    """All documents of files and folders, in the order of their names; each is read when its turn
+    comes.
 
     A file is a document, in UTF-8. A ``.jsonl`` file has one in each line: an object with ``text``,
     or ``input_ids`` (token ids), and an ``id`` where it likes. Folders are searched; hidden files
@@ -73,19 +56,23 @@ def find_documents(paths: Sequence[Path], has_prefix: bool) -> list[Document]:
     Raises:
         DocumentError: One cannot be read, or there is none.
     """
-    found: dict[str, Document] = {}
-    for path in paths:
-        for file in _files(path):
-            for document, content in _documents(file):
+    seen: set[str] = set()
+    for path in (file for given in paths for file in _files(given)):
+        try:
+            for name, content in _contents(path):
                 if has_prefix and not isinstance(content, str):
                     raise DocumentError(
-                        f"{document.name}: has 'input_ids', and --prefix-file is a text: put its "
-                        "tokens before those of the document, and leave --prefix-file out"
+                        f"{name}: has 'input_ids', and --prefix-file is a text: put its tokens "
+                        "before those of the document, and leave --prefix-file out"
                     )
-                found.setdefault(document.digest, document)
-    if not found:
+                digest = hashlib.sha256(json.dumps(content).encode()).hexdigest()
+                if digest not in seen:
+                    seen.add(digest)
+                    yield Document(name, content, digest)
+        except OSError as error:
+            raise DocumentError(f"{path}: {error.strerror}") from None
+    if not seen:
         raise DocumentError(f"{', '.join(map(str, paths))}: no document is there")
-    return list(found.values())
 
 
 def _files(path: Path) -> Iterator[Path]:
@@ -98,41 +85,34 @@ def _files(path: Path) -> Iterator[Path]:
             yield below
 
 
-def _documents(path: Path) -> Iterator[tuple[Document, str | list[int]]]:
-    try:
-        if path.suffix != LINES:
-            content = _text(path.read_bytes(), str(path))
-            if content.strip():  # an empty file is none
-                yield Document(str(path), _digest(content), path), content
-            return
-        with path.open("rb") as file:
-            offset = 0
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    where = f"{path}:{number}"
-                    entry, name = _entry(line, where)
-                    yield Document(name or where, _digest(entry), path, offset), entry
-                offset += len(line)
-    except OSError as error:
-        raise DocumentError(f"{path}: {error.strerror}") from None
+def _contents(path: Path) -> Iterator[tuple[str, str | list[int]]]:
+    """Names and contents of the documents of a file."""
+    if path.suffix != LINES:
+        content = _text(path.read_bytes(), str(path))
+        if content.strip():  # an empty file is none
+            yield str(path), content
+        return
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                yield _entry(line, f"{path}:{number}")
 
 
-def _entry(line: bytes, where: str) -> tuple[str | list[int], str]:
-    """Content and ``id`` of a line."""
+def _entry(line: bytes, where: str) -> tuple[str, str | list[int]]:
     try:
         entry = json.loads(_text(line, where))
-    except ValueError as error:
+    except json.JSONDecodeError as error:
         raise DocumentError(f"{where}: not JSON: {error}") from None
     if isinstance(entry, dict):
-        name = f"{where} ({entry['id']})" if "id" in entry else ""
+        name = f"{where} ({entry['id']})" if "id" in entry else where
         text, ids = entry.get("text"), entry.get("input_ids")
         if isinstance(text, str) and text and ids is None:
-            return text, name
+            return name, text
         if text is None and isinstance(ids, list) and ids and all(type(i) is int for i in ids):
-            return ids, name
+            return name, ids
     raise DocumentError(
-        f"{where}: must be an object with 'text', or with 'input_ids' (a list of token ids), and "
-        f"is {line.decode()[:60].strip()}"
+        f'{where}: expected {{"text": ...}} or {{"input_ids": [...]}}, found '
+        f"{line.decode()[:60].strip()}"
     )
 
 
@@ -141,10 +121,6 @@ def _text(data: bytes, where: str) -> str:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise DocumentError(f"{where}: not UTF-8 text at byte {error.start}") from None
-
-
-def _digest(content: str | list[int]) -> str:
-    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
 _IDENTITY = ("model_path", "weight_version", "dtype", "kv_cache_dtype", "page_size")
@@ -174,7 +150,7 @@ class Journal:
             except (ValueError, KeyError, TypeError):
                 if number < len(lines):  # the last line may have been cut by a kill
                     raise UnusableServer(
-                        f"--journal {path}: line {number} is none of a journal; give another file"
+                        f"--journal {path}: line {number} is not a journal entry; use another file"
                     ) from None
                 path.write_text("".join(f"{kept}\n" for kept in lines[:-1]), encoding="utf-8")
 
@@ -222,7 +198,7 @@ class Ingested:
 
 async def store_documents(
     client: Client,
-    documents: Sequence[Document],
+    documents: Iterable[Document],
     journal: Journal,
     *,
     prefix: str = "",
@@ -239,23 +215,25 @@ async def store_documents(
     Args:
         prefix: Text before every document, as it stands before it in questions.
         group: Documents between two flushes.
-        settle_s: Instead of a flush, which needs an idle server, wait so many seconds for L3.
+        settle_s: Instead of a flush, which needs an idle server, wait this many seconds for L3.
         done: Called after each document.
 
     Raises:
         UnusableServer: The server went away, or could not be flushed.
-        DocumentError: A document changed or cannot be read any more.
+        DocumentError: A document cannot be read.
         OSError: The journal cannot be written.
     """
     result = Ingested()
-    missing = [document for document in documents if document not in journal]
+    missing = (document for document in documents if document not in journal)
     gate = asyncio.Semaphore(max_parallel)
 
     async def store(document: Document) -> tuple[Document, int] | None:
         async with gate:
-            prompt = document.prompt(prefix)
+            content = document.content
             try:
-                prefilled = await client.prefill(prompt)
+                prefilled = await client.prefill(
+                    prefix + content if isinstance(content, str) else content
+                )
             except RequestError as error:
                 await _still_there(client)
                 result.failed[document.name] = str(error)
@@ -268,8 +246,8 @@ async def store_documents(
         result.shorter_than_a_page += prefilled.tokens < page_size
         return document, prefilled.tokens
 
-    for start in range(0, len(missing), group):
-        tasks = [asyncio.ensure_future(store(one)) for one in missing[start : start + group]]
+    while some := list(islice(missing, group)):
+        tasks = [asyncio.ensure_future(store(one)) for one in some]
         try:
             found = await asyncio.gather(*tasks)
         finally:

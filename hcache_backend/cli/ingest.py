@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import asdict
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,7 +14,6 @@ from hcache_backend.cli.common import (
     AsJson,
     errors,
     explained,
-    fail,
     human_bytes,
     print_json,
     progress_bar,
@@ -37,9 +35,9 @@ def ingest(
         ),
     ],
     url: Annotated[
-        str, typer.Option(help="The server; its L3 gets the pages.")
+        str, typer.Option(help="The server whose L3 gets the pages.")
     ] = "http://127.0.0.1:30000",
-    api_key: Annotated[str | None, typer.Option(help="Its (admin) API key.")] = None,
+    api_key: Annotated[str | None, typer.Option(help="The server's (admin) API key.")] = None,
     prefix_file: Annotated[
         Path | None,
         typer.Option(
@@ -47,29 +45,25 @@ def ingest(
         ),
     ] = None,
     journal: Annotated[
-        Path, typer.Option(help="What is in L3; the command goes on where it ends.")
+        Path, typer.Option(help="Progress file; a later run continues from it.")
     ] = Path("hcache-ingest.jsonl"),
     max_parallel: Annotated[int, typer.Option(min=1, help="Documents at a time.")] = 4,
-    group: Annotated[
-        int, typer.Option(min=1, help="Documents between two notes in the journal.")
-    ] = 32,
+    group: Annotated[int, typer.Option(min=1, help="Write progress after every N documents.")] = 32,
     settle: Annotated[
         float | None,
         typer.Option(
             min=0,
-            help="For a server that is in use: before each note wait so many seconds for L3. "
-            "Default: flush device and host caches, which needs an idle server, and is certain.",
+            help="On a busy server: wait this many seconds before recording progress. Default: "
+            "flush the caches, which is certain but needs an idle server.",
         ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Have a server compute documents and store their pages, before anybody asks about them.
+    """Fill the store with documents ahead of time: a server computes them and stores their pages.
 
     Questions then find them in L3, if they begin with the same text: the prefix file, then the
     document. Exit status: 0; 1 when the server refused documents; 2 when it could not run.
     """
-    if find_spec("aiohttp") is None:
-        fail("this command needs aiohttp, which SGLang brings: pip install aiohttp")
     from hcache_backend.cli.client import Client, UnusableServer
     from hcache_backend.cli.documents import DocumentError, Journal, find_documents, store_documents
 
@@ -77,13 +71,14 @@ def ingest(
         prefix = prefix_file.read_text(encoding="utf-8") if prefix_file is not None else ""
 
     async def run() -> dict[str, Any]:
-        found = find_documents(documents, bool(prefix))
+        # Only names and digests are kept: what is missing is read again when its turn comes.
+        found = [one._replace(content="") for one in find_documents(documents, bool(prefix))]
         async with Client(url, api_key) as client:
             server = await client.server()
             if not server.get("hicache_storage_backend"):
                 errors.print(
                     "the server was started without an L3 backend: unless one was attached since, "
-                    "what it stores is gone when it ends",
+                    "the pages are gone when it ends",
                     style="yellow",
                     soft_wrap=True,
                 )
@@ -94,7 +89,7 @@ def ingest(
                 task = bar.add_task("documents", total=len(found), completed=len(found) - missing)
                 result = await store_documents(
                     client,
-                    found,
+                    find_documents(documents, bool(prefix)),
                     notes,
                     prefix=prefix,
                     page_size=int(server.get("page_size") or 1),
@@ -128,16 +123,18 @@ def ingest(
 def show(said: dict[str, Any]) -> None:
     shown = table("", "", "#")
     shown.add_row("documents stored", f"{said['stored']:,}")
-    shown.add_row("stored before, by the journal", f"{said['already_stored']:,}")
+    shown.add_row("stored before", f"{said['already_stored']:,}")
     shown.add_row("refused", f"{len(said['failed']):,}")
     shown.add_row("tokens", f"{said['tokens']:,}")
-    shown.add_row("of them already in L3", f"{said['tokens_found_in_l3']:,}")
+    shown.add_row("tokens already in L3", f"{said['tokens_found_in_l3']:,}")
     shown.add_row("tokens per second", f"{said['tokens_per_second']:,.0f}")
     if "bytes_written" in said["l3"]:
         shown.add_row("L3 writes", human_bytes(said["l3"]["bytes_written"]))
     screen.print(shown)
     if said["shorter_than_a_page"]:
-        _note(f"{said['shorter_than_a_page']} documents are shorter than a page: L3 has none of it")
+        _note(
+            f"{said['shorter_than_a_page']} documents are shorter than a page and not stored in L3"
+        )
     if said["l3"].get("pages_dropped"):
         _note(f"L3 dropped {said['l3']['pages_dropped']:,} pages: see hcache top and its quota")
     if said["l3"].get("pages_evicted"):

@@ -14,24 +14,13 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from hcache_backend.engine import metrics
+
 TIMEOUT_SECONDS = 5.0
 METRICS_LAG_S = 1.5
 """Counters of the page store are passed on once per second."""
-COUNTERS = {
-    "tokens": ("hcache_tokens_total", "event"),
-    "bytes": ("hcache_bytes_total", "event"),
-    "pages": ("hcache_pages_total", "event"),
-    "lookups": ("hcache_lookups_total", "result"),
-    "l3_tokens": ("hcache_l3_tokens_total", "result"),
-    "store": ("hcache_store_total", "what"),
-    "behind": ("hcache_behind_pages_total", "event"),
-    "slices": ("hcache_slices_total", "decision"),
-    "problems": ("hcache_problems_total", "kind"),
-    "prompt": ("sglang:prefill_effective_tokens_total", "mode"),
-}
-"""Name in reports -> metric, and the label that tells its counters apart."""
-STAGES = "hcache_stage_seconds"
-RATES = "hcache_tokens_per_second"
+PROMPT = ("sglang:prefill_effective_tokens_total", "mode")
+"""SGLang's counter of prompt tokens, and the label that says where they came from."""
 
 
 class NoMetrics(Exception):
@@ -83,11 +72,10 @@ class MetricsPage:
 
     Attributes:
         time: When the page was read: seconds of the monotonic clock.
-        counters: For each key of `COUNTERS`, the counts by the value of its label.
+        counters: For each table of `metrics.COUNTS`, and `prompt`, the counts by event.
         stages: Durations by stage.
         mode: ``hidden`` or ``kv``.
         pages: ``own`` or ``plain``.
-        reason: Why it is ``kv``, or empty.
         codec: How own pages are encoded; None: pages are plain.
         suspended: Why L3 is neither read nor written, or None.
         behind: What L3 is behind the page store, or None.
@@ -102,7 +90,6 @@ class MetricsPage:
     stages: Mapping[str, Histogram]
     mode: str
     pages: str
-    reason: str
     codec: str | None
     suspended: str | None
     behind: str | None
@@ -162,36 +149,43 @@ def parse(text: str) -> MetricsPage:
     Raises:
         NoMetrics: The text is no such page, or has none of our metrics.
     """
-    counters = {name: defaultdict[str, float](float) for name in COUNTERS}
+    counters = {name: defaultdict[str, float](float) for name in (*metrics.COUNTS, "prompt")}
     seconds = defaultdict[str, float](float)
     buckets = defaultdict[str, defaultdict[float, float]](lambda: defaultdict(float))
     on: dict[str, list[dict[str, str]]] = {}
     rates: dict[str, float] = {}
     requests = {"sglang:num_running_reqs": 0.0, "sglang:num_queue_reqs": 0.0}
-    by_metric = {metric: (name, label) for name, (metric, label) in COUNTERS.items()}
+    ours = {
+        f"{metric.name}_total": (name, metric)
+        for name, table in metrics.COUNTS.items()
+        for metric in table.counters
+    }
+    stages = metrics.STAGE_SECONDS.name
     for name, labels, value in _samples(text):
-        if name in by_metric:
-            ours, label = by_metric[name]
-            counters[ours][labels.get(label, "")] += value
-        elif name == f"{STAGES}_bucket":
+        if name in ours:
+            table, metric = ours[name]
+            counters[table][metric.event(labels)] += value
+        elif name == PROMPT[0]:
+            counters["prompt"][labels.get(PROMPT[1], "")] += value
+        elif name == f"{stages}_bucket":
             buckets[labels["stage"]][float(labels["le"])] += value
-        elif name == f"{STAGES}_sum":
+        elif name == f"{stages}_sum":
             seconds[labels["stage"]] += value
         elif name in requests:
             requests[name] += value
-        elif name == RATES and value:  # 0: a backend that was detached
+        elif name == metrics.RATES.name and value:  # 0: a backend that was detached
             rates[labels["operation"]] = value
         elif value == 1.0:
             on.setdefault(name, []).append(labels)
-    modes = on.get("hcache_mode")
+    modes = on.get(metrics.MODE.name)
     if not modes:
         raise NoMetrics(
-            "the server has metrics and none of ours: is hcache-backend installed where it runs, "
-            "and its L3 backend ours or HCACHE_ENABLE=1 set?"
+            "no hcache metrics on /metrics. Check that hcache-backend is installed in the server's "
+            "environment and is its storage backend (or HCACHE_ENABLE=1)"
         )
-    codecs = on.get("hcache_codec")
-    suspended = on.get("hcache_l3_suspended")
-    behind = on.get("hcache_l3_behind", [])
+    codecs = on.get(metrics.CODEC.name)
+    suspended = on.get(metrics.SUSPENDED.name)
+    behind = on.get(metrics.BEHIND.name, [])
     return MetricsPage(
         time=time.monotonic(),
         counters=counters,
@@ -201,7 +195,6 @@ def parse(text: str) -> MetricsPage:
         },
         mode=modes[0]["mode"],
         pages=modes[0]["pages"],
-        reason=modes[0]["reason"],
         codec=codecs[0]["used"] if codecs and modes[0]["pages"] == "own" else None,
         suspended=suspended[0]["reason"] if suspended else None,
         behind=behind[0]["backend"] if behind else None,
@@ -244,7 +237,6 @@ def summary(page: MetricsPage, before: MetricsPage | None) -> dict[str, Any]:
     return {
         "mode": page.mode,
         "pages": page.pages,
-        "reason": page.reason or None,
         "codec": page.codec,
         "suspended": page.suspended,
         "behind": page.behind,

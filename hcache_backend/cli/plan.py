@@ -9,10 +9,18 @@ from typing import Annotated, Literal, NamedTuple
 import typer
 from rich.text import Text
 
-from hcache_backend.cli.common import AsJson, explained, fail, print_json, screen, table
+from hcache_backend.cli.common import (
+    AsJson,
+    check_ranks,
+    explained,
+    fail,
+    print_json,
+    screen,
+    table,
+)
 from hcache_backend.cli.fleet import show_fleet
 from hcache_backend.config import nearest
-from hcache_backend.partition.costs import LayerMethod, Partition
+from hcache_backend.partition.costs import LayerMethod, Partition, describe
 from hcache_backend.partition.encoded import PlannedCodec, encoded
 from hcache_backend.partition.fleet import Conversations, FleetPlan
 from hcache_backend.partition.model_config import ModelConfigError, read_dtype, read_model
@@ -21,7 +29,6 @@ from hcache_backend.partition.plan import (
     LENGTHS,
     PartitionPlan,
     RestorePath,
-    describe,
     server_plan,
 )
 from hcache_backend.partition.presets import PRESETS, preset_profile
@@ -61,7 +68,9 @@ def plan(
     hardware: Annotated[
         str,
         typer.Option(
-            "--hardware", "-w", help=f"{', '.join(PRESETS)}, or a file of hcache profile."
+            "--hardware",
+            "-w",
+            help=f"Preset ({', '.join(PRESETS)}) or a file written by `hcache profile`.",
         ),
     ],
     ssds: Annotated[
@@ -69,8 +78,8 @@ def plan(
         typer.Option(
             "--ssds",
             min=0,
-            help="SSDs of L3, 6.9 GB/s each as in the paper. 0: pages in host memory (the default "
-            "for presets). A profile has its own L3; 0 ignores it.",
+            help="SSDs of L3, 6.9 GB/s each as in the paper. 0: pages in host memory (default for "
+            "presets). A profile has its own L3; 0 ignores it.",
         ),
     ] = None,
     tokens: Annotated[int, typer.Option("--tokens", min=1, help="Tokens to restore.")] = 1024,
@@ -79,25 +88,23 @@ def plan(
         Literal["overlapped", "first"] | None,
         typer.Option(
             "--l3",
-            help="Plan as the paper does: by any method, layers that are recomputed are not "
-            "stored. overlapped: L3 is read during the restore; first: before it (HiCache's "
-            "prefetch).",
+            help="Plan the paper's way, where recomputed layers are not stored. overlapped: L3 is "
+            "read during the restore; first: before it (HiCache's prefetch).",
         ),
     ] = None,
     restore: Annotated[
         RestorePath | None,
         typer.Option(
             "--restore",
-            help="Plan as a server with this option `restore` does. auto (the default): L3 is read "
-            "during the restore where the server can do that; layerwise: before it.",
+            help="Option `restore` of the server. auto (default): L3 is read during the restore, "
+            "if the server can do that; layerwise: before it.",
         ),
     ] = None,
     codec: Annotated[
         PlannedCodec | None,
         typer.Option(
             "--codec",
-            help="Plan the bytes that a server with this option `codec` stores. Default: auto; "
-            "with --l3: none, as the paper.",
+            help="Option `codec` of the server. Default: auto; with --l3: none, as in the paper.",
         ),
     ] = None,
     users: Annotated[
@@ -105,8 +112,7 @@ def plan(
         typer.Option(
             "--users",
             min=1,
-            help="Plan for so many conversations with a history of --tokens: bytes, rates, and how "
-            "busy L3, bus and GPU are.",
+            help="Plan capacity for N conversations of --tokens each.",
         ),
     ] = None,
     turns_per_hour: Annotated[
@@ -127,16 +133,16 @@ def plan(
         typer.Option(
             "--apply",
             metavar="DIR",
-            help="Let servers store every layer by the method that is best for it here, from their "
-            "next start on, in the page store with this folder, which a server with the model has "
-            "opened before.",
+            help="Record this plan in the page store DIR: servers follow it from their next start. "
+            "Pages stored by another plan become misses. The model must have been served from DIR "
+            "before.",
         ),
     ] = None,
 ) -> None:
     """Plan which layers to store as hidden states, as KV, or not at all; predict restore times."""
     with explained(ModelConfigError):
         shape, dtype = read_model(model), read_dtype(model)
-    _check_ranks(shape, tp)
+    check_ranks(shape, tp)
     profile, is_preset = _find_hardware(hardware, ssds)
     extra = []
     if is_preset and dtype == "float32":
@@ -150,7 +156,7 @@ def plan(
             f"{plain.hidden_bytes:,} bytes, K and V {shape.kv_bytes:,} of {plain.kv_bytes:,}"
         )
     elif codec not in ("auto", "none"):
-        extra.append(f"codec {codec} takes nothing of this model ({dtype}): planned as it is")
+        extra.append(f"codec {codec} does not apply to {dtype}; planned without it")
     if l3 is None:
         result = server_plan(profile, shape, tokens, tp, restore or "auto")
     elif restore is None:
@@ -161,11 +167,8 @@ def plan(
     if users is not None:
         fleet = FleetPlan(result, Conversations(users, turns_per_hour, new_tokens), replicas)
     if plot is not None:
-        try:
-            with explained():
-                _draw(result, plot)
-        except ImportError:
-            fail("--plot needs matplotlib: pip install matplotlib")
+        with explained():
+            _draw(result, plot)
     if apply is not None:
         _apply(apply, shape, result.stored)
     if as_json:
@@ -187,7 +190,7 @@ def _apply(folder: Path, shape: ModelShape, partition: Partition) -> None:
         if record.shape is not None and _dimensions(record.shape) == _dimensions(shape)
     ]
     if not found:
-        fail(f"--apply {folder}: no server with this model has decided on a partition there")
+        fail(f"--apply {folder}: no server has used this model with it yet; start one first")
     for name, record in found:
         with explained():
             reason = {"reason": "hcache plan --apply"}
@@ -219,13 +222,6 @@ def _find_hardware(name: str, ssds: int | None) -> tuple[Profile, bool]:
     return (profile if ssds is None else profile.model_copy(update={"l3": None})), False
 
 
-def _check_ranks(shape: ModelShape, tp: int) -> None:
-    if shape.heads % tp:
-        fail(f"--tp {tp}: must divide the model's {shape.heads} attention heads")
-    if not shape.latent and shape.kv_heads % tp and tp % shape.kv_heads:
-        fail(f"--tp {tp}: must divide the model's {shape.kv_heads} KV heads, or be a multiple")
-
-
 def _show(result: PartitionPlan, path: Path, extra: list[str]) -> None:
     model = result.model
     screen.print(
@@ -241,8 +237,8 @@ def _show(result: PartitionPlan, path: Path, extra: list[str]) -> None:
     shown = table("", "", "bytes/token#", "of KV#", "restore, ms#", "slower, x#", "binds")
     kv_bytes = model.layers * model.kv_bytes
     best = result.seconds("mix")
-    for name, partition in result.choices.items():
-        size, seconds = partition.bytes_per_token(model), result.seconds(name)
+    for name in result.choices:
+        size, seconds = result.bytes_per_token(name), result.seconds(name)
         shown.add_row(
             _TITLES[name],
             f"{size:,}",
@@ -318,14 +314,13 @@ def _draw(plan: PartitionPlan, path: Path) -> None:
     """Write the pipelines of the partition and of every pure method as a PNG.
 
     Raises:
-        ImportError: matplotlib is not installed.
         OSError: The file cannot be written.
     """
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
     streams = ["compute", "transfer"] + ["l3"] * (plan.l3 == "first")
-    figure = Figure(figsize=(11, 7), layout="constrained")
+    figure = Figure(figsize=(9, 6), layout="constrained")
     panels = figure.subplots(len(plan.choices), 1, height_ratios=(3, 2, 2, 2))
     longest = max(plan.seconds(name) for name in plan.choices)
     for axes, name in zip(panels, plan.choices, strict=True):
@@ -337,12 +332,12 @@ def _draw(plan: PartitionPlan, path: Path) -> None:
             axes.barh(row, width, 0.8, start, color=colour, edgecolor="white", linewidth=0.4)
             label = "all" if task.layer is None else str(task.layer)
             if width > _MIN_LABEL * end:
-                axes.text(start + width / 2, row, label, ha="center", va="center", fontsize=6)
+                axes.text(start + width / 2, row, label, ha="center", va="center", fontsize=9)
         axes.set_yticks(range(len(streams)), streams)
         axes.set_xlim(0, end)
         axes.set_ylim(-0.5, len(streams) - 0.5)
         heading = f"{_TITLES[name]}: {plan.seconds(name) * 1e3:,.1f} ms"
-        axes.set_title(heading, loc="left", fontsize=9)
+        axes.set_title(heading, loc="left", fontsize=10)
         axes.spines[["top", "right"]].set_visible(False)
     panels[-1].set_xlabel("ms")
     handles = [
@@ -350,10 +345,10 @@ def _draw(plan: PartitionPlan, path: Path) -> None:
         for method, look in _LOOKS.items()
         if method is not None or plan.l3 == "first"
     ]
-    figure.legend(handles=handles, loc="outside lower center", ncols=4, fontsize=8)
+    figure.legend(handles=handles, loc="outside lower center", ncols=4, fontsize=10)
     figure.suptitle(
-        f"{plan.model.family}, {plan.model.layers} layers, hidden size {plan.model.hidden}: "
-        f"{plan.tokens:,} tokens on {_devices(plan)}",
-        fontsize=10,
+        f"Predicted: {plan.tokens:,} tokens are restored in {1e3 * plan.seconds('mix'):,.1f} ms\n"
+        f"{plan.model.family}, {plan.model.layers} layers of {plan.model.hidden}, {_devices(plan)}",
+        fontsize=12,
     )
     figure.savefig(path, dpi=130, format="png")

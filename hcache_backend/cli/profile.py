@@ -10,6 +10,7 @@ import typer
 from hcache_backend.cli.common import (
     AsJson,
     Dirs,
+    Folders,
     errors,
     explained,
     fail,
@@ -38,6 +39,7 @@ def profile(
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Write the profile to this file.")
     ] = None,
+    folders: Folders = None,
     dirs: Dirs = None,
     seconds: Annotated[
         float, typer.Option("--seconds", min=0.01, max=600, help="Approximate time for each part.")
@@ -47,7 +49,7 @@ def profile(
     """Measure L3, the way to the device, projection and recomputation on this machine."""
     with explained(ModelConfigError):
         shape = read_model(model)
-    config = settings(dirs)
+    config = settings(folders, dirs)
     if out is not None and not out.absolute().parent.is_dir():
         fail(f"--out {out}: there is no folder {out.absolute().parent}")
     with explained():
@@ -81,7 +83,7 @@ def _measure(shape: ModelShape, config: HCacheConfig, seconds: float, *, hidden:
             errors.print("L3 was read through the page cache: the disk itself may be slower")
 
         def begin(operation: str) -> None:
-            title = _TITLES.get(operation, "copies beside products")
+            title = _TITLES.get(operation, "copies during products")
             progress.update(task, advance=1, description=title)
 
         try:
@@ -111,9 +113,9 @@ def _show(measured: Profile) -> None:
         )
     screen.print(shown)
     if not measured.copies:
-        screen.print("Each was measured alone, copies not beside products as on GPUs.")
+        screen.print("Copies were measured alone, not during matrix products as on GPUs.")
         return
-    ways = table("", "copies beside products", "alone#", "beside#", "products keep#")
+    ways = table("", "copies", "alone#", "during products#", "products keep#")
     for number, way in enumerate(measured.copies):
         used = " (used)" if number == 0 else ""
         speeds = (_rate(way.alone, "B/s"), _rate(way.beside, "B/s"), f"{way.products:.0%}")

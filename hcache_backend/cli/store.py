@@ -16,7 +16,9 @@ import typer
 from hcache_backend.cli.common import (
     AsJson,
     Dirs,
+    Folders,
     NamespaceDigits,
+    errors,
     existing_store,
     explained,
     fail,
@@ -41,18 +43,18 @@ _READ_AT_MOST = 3
 """Headers of so many pages are read for the codec of their namespace: servers delete files."""
 
 
-def stats(dirs: Dirs = None, as_json: AsJson = False) -> None:
+def stats(folders: Folders = None, dirs: Dirs = None, as_json: AsJson = False) -> None:
     """Show how much each folder and each namespace holds, and which server was the last."""
-    config = existing_store(settings(dirs))
+    config = existing_store(settings(folders, dirs))
     with explained():
         found = [_folder_stats(path) for path in config.dirs]
     if as_json:
         print_json({"folders": found})
         return
-    folders = table("Folders", "pages#", "bytes#", "free#", "direct I/O", "index", "folder")
+    shown = table("Folders", "pages#", "bytes#", "free#", "direct I/O", "index", "folder")
     spaces = table("Namespaces", "namespace", "codec", "pages#", "bytes#", "last used", "folder")
     for folder in found:
-        folders.add_row(
+        shown.add_row(
             f"{folder['pages']:,}",
             human_bytes(folder["bytes"]),
             human_bytes(folder["free_bytes"]),
@@ -69,7 +71,7 @@ def stats(dirs: Dirs = None, as_json: AsJson = False) -> None:
                 _when(space["last_used"]),
                 folder["folder"],
             )
-    screen.print(folders)
+    screen.print(shown)
     if spaces.row_count:
         screen.print()
         screen.print(spaces)
@@ -77,13 +79,14 @@ def stats(dirs: Dirs = None, as_json: AsJson = False) -> None:
 
 
 def list_pages(
+    folders: Folders = None,
     dirs: Dirs = None,
     namespace: NamespaceDigits = None,
     limit: Annotated[int, typer.Option(min=1, help="Largest number of page files shown.")] = 50,
     as_json: AsJson = False,
 ) -> None:
     """List the page files by namespace and key, and which server was the last."""
-    config = existing_store(settings(dirs))
+    config = existing_store(settings(folders, dirs))
     rows: list[dict[str, Any]] = []
     with explained():
         for path in config.dirs:
@@ -111,6 +114,7 @@ def list_pages(
 
 
 def verify(
+    folders: Folders = None,
     dirs: Dirs = None,
     rebuild: Annotated[
         bool, typer.Option("--rebuild", help="First rebuild the index from the page files.")
@@ -122,7 +126,7 @@ def verify(
     as_json: AsJson = False,
 ) -> None:
     """Read and verify every page. Exit status 1: problems were found and not repaired."""
-    config = existing_store(settings(dirs))
+    config = existing_store(settings(folders, dirs))
     results: dict[str, dict[str, Any]] = {}
     with explained(), progress_bar(hidden=as_json) as progress:
         for path in config.dirs:
@@ -154,16 +158,19 @@ def verify(
     else:
         _show_findings(results)
     if any(result["problems"] > result["repaired"] for result in results.values()):
+        if not (repair or as_json):
+            screen.print("Delete damaged pages with: hcache verify --repair")
         raise typer.Exit(1)
 
 
 def collect(
+    folders: Folders = None,
     dirs: Dirs = None,
     quota_bytes: Annotated[
-        int | None, typer.Option(min=1, help="Bytes of page files that each folder may hold.")
+        str | None, typer.Option(help="Page files that each folder may hold, such as 500GB.")
     ] = None,
     min_free_bytes: Annotated[
-        int | None, typer.Option(min=0, help="Bytes that must stay free on each file system.")
+        str | None, typer.Option(help="What must stay free on each file system, such as 4GiB.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -172,7 +179,9 @@ def collect(
     Bounds that are not given here are those of HCACHE_CONFIG. Temporary files of killed servers
     are deleted too.
     """
-    config = existing_store(settings(dirs, quota_bytes=quota_bytes, min_free_bytes=min_free_bytes))
+    config = existing_store(
+        settings(folders, dirs, quota_bytes=quota_bytes, min_free_bytes=min_free_bytes)
+    )
     with explained(), closing(_store(config)) as store:
         for volume in store.volumes:
             volume.make_room(0, seconds=60.0)
@@ -188,20 +197,24 @@ def collect(
 
 
 def clear(
+    folders: Folders = None,
     dirs: Dirs = None,
     namespace: NamespaceDigits = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Delete without asking.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Delete all pages, or those of one namespace."""
-    config = existing_store(settings(dirs))
+    config = existing_store(settings(folders, dirs))
     with explained():
         doomed: Counter[bytes] = Counter()
         for path in config.dirs:
             with _viewed(path) as folder:
                 doomed.update(entry.name.namespace for entry in _entries(folder, namespace))
     if namespace is not None and len(doomed) > 1:
-        fail(f"namespace {namespace!r} could be {len(doomed)} of them; give more digits")
+        fail(f"{len(doomed)} namespaces begin with {namespace!r}; give more digits")
+    if namespace is not None and not doomed:
+        errors.print(f"no namespace begins with {namespace!r}; `hcache stats` lists them")
+        raise typer.Exit(1)
     count = doomed.total()
     if count and not yes:
         where = ", ".join(map(str, config.dirs))
@@ -306,7 +319,7 @@ def _store(config: HCacheConfig) -> PageStore:
 
 def _show_findings(results: dict[str, dict[str, Any]]) -> None:
     shown = table(
-        "", "right#", "bytes#", "damaged#", "missing#", "unknown#", "index#", "repaired#", "folder"
+        "", "intact#", "bytes#", "damaged#", "missing#", "unknown#", "index#", "repaired#", "folder"
     )
     for path, found in results.items():
         counts = [len(found[kind]) for kind in ("damaged", "missing", "unknown", "index")]

@@ -46,7 +46,7 @@ LINES = (
     Line("  and not readable", "l3_tokens", ("unreadable",)),
     Line("  and refused", "l3_tokens", ("slower", "ended")),
     Line("  absent", "l3_tokens", ("absent", "other_pool")),
-    Line("  while L3 was suspended", "l3_tokens", ("suspended",)),
+    Line("  while L3 was off", "l3_tokens", ("suspended",)),
     Line("L3 reads", "store", ("bytes_read",), "bytes"),
     Line("L3 pages damaged or unreadable", "store", ("bad_pages", "read_errors"), "pages"),
     Line("L3 writes", "store", ("bytes_written",), "bytes"),
@@ -57,11 +57,11 @@ LINES = (
         "pages",
     ),
     Line("L3 pages evicted", "store", ("pages_evicted",), "pages"),
-    Line("behind L3: read", "behind", ("read",), "pages"),
-    Line("behind L3: not readable or damaged", "behind", ("missed",), "pages"),
-    Line("behind L3: not asked, it did not answer", "behind", ("not_asked",), "pages"),
-    Line("behind L3: written", "behind", ("written",), "pages"),
-    Line("behind L3: not written", "behind", ("dropped_full", "write_failed"), "pages"),
+    Line("shared L3: read", "behind", ("read",), "pages"),
+    Line("shared L3: not readable or damaged", "behind", ("missed",), "pages"),
+    Line("shared L3: not asked, not responding", "behind", ("not_asked",), "pages"),
+    Line("shared L3: written", "behind", ("written",), "pages"),
+    Line("shared L3: not written", "behind", ("dropped_full", "write_failed"), "pages"),
 )
 
 
@@ -156,15 +156,14 @@ def _panel(server: Watched) -> Panel:
 
 
 def _state(seen: dict[str, Any]) -> str:
-    why = f" ({seen['reason']})" if seen["reason"] else ""
-    said = [f"{seen['mode']} mode, {seen['pages']} pages{why}"]
+    said = [f"{seen['mode']} mode, {seen['pages']} pages"]
     if seen["codec"] is not None:
         said.append(f"codec {seen['codec']}")
     if seen["suspended"] is not None:
-        said.append(f"L3 suspended: {seen['suspended']}")
+        said.append(f"L3 is off ({seen['suspended'].replace('_', ' ')})")
     if seen["behind"] is not None:
-        silent = ", which does not answer" if seen["behind_silent"] else ""
-        said.append(f"{seen['behind']} behind L3{silent}")
+        silent = ", not responding" if seen["behind_silent"] else ""
+        said.append(f"shared L3: {seen['behind']}{silent}")
     said.append(f"{seen['running']} requests running, {seen['queued']} queued")
     return ", ".join(said)
 
@@ -173,7 +172,7 @@ def _rates(seen: dict[str, Any]) -> list[Text]:
     """What decisions about L3 hits go by."""
     names = {
         "l3_read": "L3 is read",
-        "behind_read": "what is behind it",
+        "behind_read": "the shared L3",
         "load": "loaded to the device",
         "prefill": "computed",
     }

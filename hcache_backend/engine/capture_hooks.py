@@ -205,7 +205,6 @@ class HiddenCapture:
         ledger = capture.ledger
         elapsed, ledger.transfer_ms = ledger.transfer_ms, 0.0
         if elapsed:
-            metrics.SECONDS.count("capture_transfer", elapsed / 1e3)
             metrics.STAGE_SECONDS.observe("capture_transfer", elapsed / 1e3)
         missing, ledger.tokens_missing = ledger.tokens_missing, 0
         if missing:
@@ -217,8 +216,8 @@ class HiddenCapture:
             if not self._noted_unfit:
                 self._noted_unfit = True
                 logger.warning(
-                    "hcache: codec %r cannot hold a row of %d tokens of this step; what they "
-                    "belong to does not go to L3 (said once, counted always)",
+                    "hcache: codec %r cannot encode %d tokens of this step; their pages do not "
+                    "go to L3 (logged once, counted always)",
                     capture.codec.name,
                     unfit,
                 )
@@ -227,7 +226,7 @@ class HiddenCapture:
         metrics.PROBLEMS.count("capture")
         if not self._complained:
             self._complained = True
-            logger.warning("hcache: not captured: %s (said once, counted always)", what)
+            logger.warning("hcache: not captured: %s (logged once, counted always)", what)
 
 
 class _FedHook:

@@ -160,8 +160,8 @@ class OwnPagesController(HybridCacheController, ABC):
         """A load of ``host_pages`` (int64 ``[pages]``); None: a miss, on every rank."""
 
     def _depths(self, host_pages: Ids) -> Ids | None:
-        """From which layer on each of ``host_pages`` (int64 ``[p]``) is there, on all ranks: int64
-        ``[p]``, the number of layers where none is. None: of a page that is not known yet.
+        """How many layers of each of ``host_pages`` (int64 ``[p]``) a rank lacks, none or all:
+        int64 ``[p]``, the same on all ranks. None: of a page that is not known yet.
 
         What was prepared for a load is there.
         """
@@ -175,7 +175,7 @@ class OwnPagesController(HybridCacheController, ABC):
         """The same on this rank, but for what is prepared; more than the number of layers of pages
         that are not known yet."""
         self._pool.settle()
-        depths = self._pool.arena.first_layers(host_pages).astype(np.int64)
+        depths = self._pool.arena.lost(host_pages) * np.int64(self._pool.layer_num)
         settled = [self._pool.settled(page) for page in host_pages.tolist()]
         depths[~np.array(settled, np.bool_)] = self._pool.layer_num + 1
         return depths
@@ -211,7 +211,7 @@ class OwnPagesController(HybridCacheController, ABC):
             own = tokens[i * size : (i + 1) * size]
             at = None if first is None else first + i * size
             problem: str | None = "page_with_lost_layers"
-            if not arena.first_layers(host_pages[i : i + 1]).any():
+            if not arena.lost(host_pages[i : i + 1]).any():
                 problem = self._finish_header(page, own, at)
             if problem is not None:
                 metrics.PROBLEMS.count(problem)
@@ -308,19 +308,14 @@ class OwnPagesController(HybridCacheController, ABC):
     def _read_pages(
         self, operation: Any, hash_values: Any, host_indices: torch.Tensor, *others: Any
     ) -> int:
-        wanted = len(operation.hash_value) * self.page_size
-        if not hasattr(operation, "hcache_first_layer"):  # the same of all its batches
-            operation.hcache_first_layer = (
-                self._loads.first_to_read(wanted) if self._storage_verifies() else 0
-            )
         read = partial(super()._page_get_zero_copy, operation, hash_values, host_indices, *others)
-        return self._got(read, operation, hash_values, host_indices, operation.hcache_first_layer)
+        return self._got(read, operation, hash_values, host_indices)
 
     def _generic_page_get(
         self, operation: Any, hash_values: Any, host_indices: torch.Tensor, *others: Any
     ) -> int:
         read = partial(super()._generic_page_get, operation, hash_values, host_indices, *others)
-        return self._got(read, operation, hash_values, host_indices, 0)
+        return self._got(read, operation, hash_values, host_indices)
 
     def _got(
         self,
@@ -328,24 +323,23 @@ class OwnPagesController(HybridCacheController, ABC):
         operation: Any,
         hash_values: Sequence[str],
         host_indices: torch.Tensor,
-        first_layer: int,
     ) -> int:
-        """How many pages ``read`` has brought, from ``first_layer`` on, that are right."""
+        """How many pages ``read`` has brought that are right."""
         with metrics.harmless("read", "pages of L3 are a miss"):  # a thread of SGLang's
-            host_pages = self._expect(host_indices, first_layer)
+            host_pages = self._expect(host_indices)
             proven = self._proven_pages(operation, hash_values, host_pages, read())
             note_arrival(self, proven)
             return proven
         return 0
 
-    def _expect(self, host_indices: torch.Tensor, first_layer: int) -> Ids:
-        """L3 is about to fill these pages, from ``first_layer`` on; int64 ``[pages]``."""
+    def _expect(self, host_indices: torch.Tensor) -> Ids:
+        """L3 is about to fill these pages; int64 ``[pages]``."""
         host_pages = self._pool.page_ids(host_indices)
-        self._pool.arena.expect(host_pages, first_layer)
+        self._pool.arena.expect(host_pages)
         return host_pages
 
     def _storage_verifies(self) -> bool:
-        """Whether L3 is our own store, which verifies each segment it reads, and reads parts."""
+        """Whether L3 is our own store, which verifies each unit that it reads."""
         return getattr(self.storage_backend, "verifies_segments", False)
 
     def _proven_pages(
@@ -355,7 +349,8 @@ class OwnPagesController(HybridCacheController, ABC):
         namespace, layout = self._runtime.page_namespace(), self._pool.page_layout
         size = self.page_size
         tokens = token_array(operation.token_ids)
-        first = operation.hash_value.index(hash_values[0]) if hash_values else 0
+        # With buffer_only, `hash_value` loses pages that the device has got meanwhile.
+        first = operation.all_hash_values.index(hash_values[0]) if hash_values else 0
         segments = not self._storage_verifies()
         for i, page in enumerate(self._pool.arena.pages(host_pages[:got])):
             key, start = hash_values[i], (first + i) * size
@@ -368,7 +363,9 @@ class OwnPagesController(HybridCacheController, ABC):
                 metrics.PROBLEMS.count(f"page_{why}")
                 metrics.L3_TOKENS.count(f"refused_{why}", (got - i) * size)
                 logger.warning(
-                    "hcache: page %s from storage is not ours (%s): a miss", key[:12], problem
+                    "hcache: page %s from L3 is not the requested one (%s): counted as a miss",
+                    key[:12],
+                    problem,
                 )
                 return i
         return got

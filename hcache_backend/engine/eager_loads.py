@@ -27,7 +27,7 @@ from hcache_backend.engine.recompute.rows import RecomputedRows
 from hcache_backend.engine.recompute.slices import SliceBudget
 from hcache_backend.engine.reservable_pages import ReservablePages
 from hcache_backend.partition.costs import side_by_side
-from hcache_backend.restore.eager import EagerRestores, batch_pages
+from hcache_backend.restore.eager import EagerRestores, batch_pages, launch_pages
 from hcache_backend.restore.meeting import Meeting, meeting_of
 from hcache_backend.restore.pipeline import RestorePipeline
 from hcache_backend.restore.reservation import Ids, Launched, Recomputation
@@ -65,7 +65,8 @@ class EagerLoads:
         self._saving = streams.new_stream(pages.device, "saves")
         self._recomputed = False  # since somebody asked
         self._anchors: dict[Any, Any] = {}  # of running prefetches: the node before them
-        self._restores = EagerRestores(pool.page_size, pages, self._launch, limit)
+        at_once = launch_pages(pages.device, pool.page_layout.page_bytes)
+        self._restores = EagerRestores(pool.page_size, pages, self._launch, limit, at_once)
         pages.eager = self._restores
         pool.on_freed.append(self._host_freed)
 
@@ -86,11 +87,12 @@ class EagerLoads:
             if operation not in restores.running():
                 self._begin(operation)
             there = range(operation.completed_tokens // size)
-            meeting = meeting_of(operation)
+            meeting, met = meeting_of(operation), False
             if meeting is not None:
                 there = meeting.here
+                met = there.start <= meeting.front
                 meeting.reachable = self._reachable(operation)
-            arrived = restores.arrived(operation, there.stop, there.start)
+            arrived = restores.arrived(operation, there.stop, there.start, last=met)
             if arrived:
                 metrics.TOKENS.count("eager", arrived * size)
                 self._loads.count_finished()  # no load may come for a long time
@@ -119,8 +121,8 @@ class EagerLoads:
 
     def _launch(self, host_pages: Ids, slots: torch.Tensor) -> Launched:
         arena = self._pool.arena
-        lacking = max(self._loads.stored_from, int(arena.first_layers(host_pages).max()))
-        with self._stream.as_current():
+        lacking = self._loads.stored_from
+        with self._stream.as_current(), metrics.timed("host_load"):
             physical = arena.physical(host_pages)
             restore = self._pipeline.start(physical, slots, None, lacking, ahead=True)
         return Launched(restore, lacking)
@@ -239,7 +241,7 @@ class EagerLoads:
             if problem is not None:  # what is on the device is as good as that of other ranks
                 self._pool.lose_recomputed(host_pages)
                 metrics.PROBLEMS.count("recomputed_not_saved")
-                logger.warning("hcache: recomputed pages could not be saved: %r", problem)
+                logger.warning("hcache: recomputed pages could not be stored: %r", problem)
         self._budget.launched(restore, len(prefix), due.layers)
         self._recomputed = True
         self._restores.recomputed(due, restore)

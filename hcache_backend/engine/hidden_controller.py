@@ -270,7 +270,7 @@ class HiddenStateController(OwnPagesController):
             return "host_page_of_other_tokens"
         return None
 
-    def _expect(self, host_indices: torch.Tensor, first_layer: int) -> Ids:
-        host_pages = super()._expect(host_indices, first_layer)
+    def _expect(self, host_indices: torch.Tensor) -> Ids:
+        host_pages = super()._expect(host_indices)
         self._stages.brought(host_pages)
         return host_pages

@@ -32,7 +32,6 @@ PREFETCH = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.prefetch_
 WRITTEN = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.write_backup_storage"
 BACKED_UP = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache._execute_kv_backup"
 STOPPING = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.release_host_resources"
-IDLE = "sglang.srt.managers.scheduler.Scheduler.on_idle"
 RECEIVED = "sglang.srt.managers.scheduler.Scheduler._prefetch_kvcache"
 LOAD_BACK = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.init_load_back"
 BATCH = "sglang.srt.managers.scheduler.Scheduler.run_batch"
@@ -119,9 +118,7 @@ def use_hooks() -> list[Hook]:
         Hook(STOPPING, _before_stop),
         Hook(PREFETCH, _around_prefetch),
         Hook(RECEIVED, _after_received),
-        Hook(LOAD_BACK, _before_load_back),
         Hook(WRITTEN, _after_written),
-        Hook(IDLE, _before_idle),
     ]
 
 
@@ -172,7 +169,9 @@ def notice_uses() -> None:
     """Have L3 told which pages are used, or say that it is not."""
     unnoticed = install(use_hooks())
     if unnoticed is not None:
-        logger.warning("hcache: L3 may lack or evict pages that L1 and L2 serve: %s", unnoticed)
+        logger.warning(
+            "hcache: eviction from L3 does not see uses on the GPU or in host memory: %s", unnoticed
+        )
 
 
 def install(hooks: list[Hook]) -> str | None:
@@ -234,7 +233,7 @@ def guarded(hook: Hook) -> Callable[..., Any]:
             if type(error) not in reasons:
                 reasons.add(type(error))
                 logger.exception(
-                    "hcache: our hook on %s raised (said once): %s",
+                    "hcache: the hook on %s raised an error (logged once): %s",
                     hook.target,
                     hook.on_error.value,
                 )
@@ -393,7 +392,6 @@ def _around_prefetch(original: Callable[..., Any], cache: Any, *a: Any, **kw: An
     node = given.arguments["last_host_node_id"]
     given.arguments["prefix_keys"] = prefix = _keys_to(cache, node)
     l3.use(prefix)
-    l3.repairs.saw(cache, node)
     return original(*given.args, **given.kwargs)
 
 
@@ -412,7 +410,7 @@ def _after_received(
         if type(error) not in _look_up_failures:
             _look_up_failures.add(type(error))
             logger.warning(
-                "hcache: SGLang cannot look up request %s in L3 (said once): %r", req.rid, error
+                "hcache: SGLang cannot look up request %s in L3 (logged once): %r", req.rid, error
             )
         return None
     cache, node = scheduler.tree_cache, req.last_host_node
@@ -422,23 +420,13 @@ def _after_received(
     return result
 
 
-def _before_load_back(
-    original: Callable[..., Any], cache: Any, params: Any, *a: Any, **kw: Any
-) -> Any:
-    """Nodes that came from L3 were not seen before: SGLang makes them when a prefetch has ended."""
-    l3 = _our_l3(cache)
-    if l3 is not None:
-        l3.repairs.saw(cache, params.best_match_node)
-    return original(cache, params, *a, **kw)
-
-
 def _after_written(
     original: Callable[..., Any], cache: Any, node_id: int, *a: Any, **kw: Any
 ) -> Any:
     result = original(cache, node_id, *a, **kw)
     l3 = _our_l3(cache)
     if l3 is not None:
-        l3.repairs.wrote(cache, node_id)
+        l3.backups.wrote(cache, node_id)
     return result
 
 
@@ -456,7 +444,7 @@ def _after_events(original: Callable[..., Any], cache: Any, *a: Any, **kw: Any) 
     result = original(cache, *a, **kw)
     l3 = _our_l3(cache)
     if l3 is not None:
-        l3.repairs.put_heads(cache)
+        l3.backups.put_heads(cache)
     return result
 
 
@@ -468,18 +456,11 @@ def _before_stop(original: Callable[..., Any], cache: Any, *a: Any, **kw: Any) -
     return original(cache, *a, **kw)
 
 
-def _before_idle(original: Callable[..., Any], scheduler: Any, *a: Any, **kw: Any) -> Any:
-    l3 = _our_l3(scheduler.tree_cache)
-    if l3 is not None:
-        l3.repairs.turn(scheduler.tree_cache)
-    return original(scheduler, *a, **kw)
-
-
 def _our_l3(cache: Any) -> Any:
     """The :class:`HCacheStorage` of ``cache``; None where its L3 is another one or none."""
     controller = getattr(cache, "cache_controller", None)
     backend = getattr(controller, "storage_backend", None)
-    return backend if hasattr(backend, "repairs") else None
+    return backend if hasattr(backend, "backups") else None
 
 
 def _keys_to(cache: Any, node: int) -> list[str]:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,27 +22,16 @@ from hcache_backend.engine.loads import LoadQueue
 from hcache_backend.engine.recompute.rows import RecomputedRows
 from hcache_backend.page import PageLayout
 from hcache_backend.restore.report import RunningRestore
-from hcache_backend.streams import Event, StreamFailed, current_stream, host_tensor, to_device
+from hcache_backend.streams import (
+    Event,
+    StreamFailed,
+    current_stream,
+    host_tensor,
+    pinning,
+    to_device,
+)
 
 logger = logging.getLogger("hcache")
-
-_PROGRESS_SECONDS = 10.0
-
-
-@contextlib.contextmanager
-def _progress(task: str) -> Iterator[None]:
-    """Log every ten seconds that ``task`` still runs: a large pool takes a minute to pin."""
-    ended, start = threading.Event(), time.monotonic()
-
-    def tell() -> None:
-        while not ended.wait(_PROGRESS_SECONDS):
-            logger.info("hcache: %s: %.0f s so far", task, time.monotonic() - start)
-
-    threading.Thread(target=tell, name="hcache-progress", daemon=True).start()
-    try:
-        yield
-    finally:
-        ended.set()
 
 
 class HostPages(NamedTuple):
@@ -151,7 +138,7 @@ class OwnPagesPool(HostKVCache):
 
         self.token_stride_size = self.size_per_token
         pages, size = sum(self._pages), self.page_layout.page_bytes
-        with _progress(f"pinning {pages * size / 1e9:.1f} GB of host memory"):
+        with pinning(pages * size):
             buffer: torch.Tensor = ALLOC_MEMORY_FUNCS[self.device_pool.device](
                 (pages, size),
                 dtype=torch.uint8,
@@ -219,7 +206,8 @@ class OwnPagesPool(HostKVCache):
             pages = torch.from_numpy(physical)
             if not self._kv.by_header:
                 pages = to_device(physical, device)
-            of_kv = self._kv.save(self.page_layout, self.kv_buffer, pages, slots)
+            with metrics.timed("host_backup"):
+                of_kv = self._kv.save(self.page_layout, self.kv_buffer, pages, slots)
             if of_kv is not None:
                 told = host_tensor(of_kv.shape, torch.bool, device)
                 fits = (*fits, told.copy_(of_kv, non_blocking=True))
@@ -256,7 +244,7 @@ class OwnPagesPool(HostKVCache):
             self._warned = True
             logger.warning(
                 "hcache: pages of %d tokens cannot be encoded: loads compute them again, and they "
-                "do not go to L3 (said once, counted always; codec 'none' holds all)",
+                "do not go to L3 (logged once, counted always; codec 'none' encodes all)",
                 len(lost) * self.page_size,
             )
 
@@ -313,10 +301,6 @@ class OwnPagesPool(HostKVCache):
             self._loads.count_finished()
 
     # ---- pages as storage backends see them ----
-
-    def first_layer(self, host_indices: torch.Tensor) -> int:
-        """Layers before this one are not wanted from L3 in the pages of these indices."""
-        return int(self.arena.first_layers(self.page_ids(host_indices)).max(initial=0))
 
     def get_page_buffer_meta(self, indices: torch.Tensor) -> tuple[list[int], list[int]]:
         """Address and length of every piece of every page, page by page."""

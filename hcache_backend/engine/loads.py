@@ -18,9 +18,9 @@ import torch
 
 from hcache_backend.arena import Arena, Ids
 from hcache_backend.engine import metrics
-from hcache_backend.engine.layer_methods import LayerMethods
 from hcache_backend.engine.ranks import OutOfStep
 from hcache_backend.engine.recompute.governor import Governor
+from hcache_backend.partition.restore import Restore
 from hcache_backend.restore.eager import HandOut
 from hcache_backend.restore.layers import Recompute
 from hcache_backend.restore.pipeline import RestorePipeline
@@ -44,7 +44,6 @@ class QueuedLoad:
 
     Attributes:
         host_pages: int64 ``[pages]``.
-        missing: The first layers whose segments a page lacks, but for pages that lack all.
         spans: The tokens of which not all layers are launched yet; None: some that cannot be
             recomputed.
         lost: Pages that lack the segments of all layers, bool ``[pages]``; None: there are none.
@@ -54,7 +53,6 @@ class QueuedLoad:
     """
 
     host_pages: Ids
-    missing: int = 0
     spans: Sequence[TokenSpan | None] = ()
     lost: npt.NDArray[np.bool_] | None = None
     lost_spans: Sequence[TokenSpan] = ()
@@ -78,9 +76,9 @@ class QueuedLoad:
 
 
 class LoadQueue:
-    """Plans loads, and launches those that were queued. Scheduler thread only, except
-    :meth:`first_to_read`. The recomputer is None where the model cannot be run, and from its first
-    failure on.
+    """Plans loads, and launches those that were queued. Scheduler thread only.
+
+    The recomputer is None where the model cannot be run, and from its first failure on.
 
     Attributes:
         methods: How each layer is stored.
@@ -96,7 +94,7 @@ class LoadQueue:
         self,
         arena: Arena,
         pipeline: RestorePipeline,
-        methods: LayerMethods,
+        methods: Restore,
         recomputer: Recomputer | None,
         device: torch.device | str,
     ) -> None:
@@ -114,20 +112,6 @@ class LoadQueue:
         self.seconds_to_compute: Callable[[int, int], float] = lambda tokens, prefix: math.inf
         self.on_failed: list[Callable[[str], None]] = []
 
-    def first_to_read(self, tokens: int) -> int:
-        """Layers of which a restore of ``tokens`` tokens is better off without segments from L3.
-
-        Any thread. 0: all that are stored are to be read.
-        """
-        if self._recomputer is None:
-            return 0
-        share, decision = self.governor.pace()
-        if decision == "put_off_waiting":
-            share = 1.0  # for a turn perhaps: all of the hit is not to be read for that
-        slowdown = self.slowdown(tokens) / share if share else math.inf
-        first = self.methods.first_layers(tokens, 0, "first", slowdown)
-        return first if first > self.stored_from else 0
-
     # ---- from asking to launching ----
 
     def plan(
@@ -135,15 +119,14 @@ class LoadQueue:
     ) -> QueuedLoad | None:
         """A load of ``host_pages`` (int64 ``[p]``, at least one) behind the tokens of ``prefix``.
 
-        ``depths`` (int64 ``[p]``, the same on all ranks) are the first layer of each page that is
-        there. Pages of which none is need ``token_ids`` where headers do not say these. None: they
-        lack layers, and nothing can help.
+        ``depths`` (int64 ``[p]``, the same on all ranks) are the numbers of layers that pages lack,
+        none or all. Pages that lack all need ``token_ids`` where headers do not say these. None:
+        they lack layers, and nothing can help.
         """
-        lost, layers = depths >= len(self._layout.segment_bytes), self._recomputable
-        missing = max(self.stored_from, int(depths[~lost].max(initial=0)))
-        if missing > layers or (lost.any() and layers < len(self.methods.methods)):
+        lost, layers = depths > 0, self._recomputable
+        if self.stored_from > layers or (lost.any() and layers < len(self.methods.methods)):
             return None
-        load = QueuedLoad(host_pages, missing, [self._span(host_pages, prefix)])
+        load = QueuedLoad(host_pages, [self._span(host_pages, prefix)])
         if lost.any():
             span = load.spans[0] or self._told(len(host_pages), prefix, token_ids)
             if span is None:
@@ -152,11 +135,7 @@ class LoadQueue:
         if self._recomputer is not None:
             # Here and not in launch: then SGLang's stream of loads is the current one.
             load.forwards = self._recomputer.stream()
-        # In one restore the same layers of all that is queued are recomputed.
-        together = [one for one in (*self._queued, load) if one.spans]
-        if any(one.missing for one in together) and any(None in one.spans for one in together):
-            return None
-        return load
+        return None if self.stored_from and None in load.spans else load
 
     def add(self, load: QueuedLoad, slots: torch.Tensor) -> None:
         """SGLang queued ``load``, to ``slots`` (int64 ``[pages * page_size]``, on the device)."""
@@ -176,6 +155,7 @@ class LoadQueue:
         """Queued loads were dropped."""
         self._queued.clear()
 
+    @metrics.timed("host_load")
     def launch(self, slots: torch.Tensor) -> tuple[RunningRestore, ...]:
         """Launch what is queued as one restore, on the current stream.
 
@@ -196,7 +176,7 @@ class LoadQueue:
             restore = self._pipeline.start(pages, slots, recompute)
             if restore.failed is None:
                 return (restore,)
-            self._need_no_recomputation(restore.failed, loads)
+            self._need_no_recomputation(restore.failed)
             current_stream(self._device).wait(restore.layers[0])  # it may have written some layers
             return (restore, self._pipeline.start(pages, slots))
         handed = [load.handed for load in loads if load.handed is not None]
@@ -209,7 +189,7 @@ class LoadQueue:
         if recompute is not None or missing.any():
             restore = self._pipeline.start(pages[missing], self._slots(slots, missing), recompute)
             if restore.failed is not None:
-                self._need_no_recomputation(restore.failed, loads)
+                self._need_no_recomputation(restore.failed)
             restores = (*restores, restore)
         if lost.any():
             restores = (*restores, self._start_lost(loads, self._slots(slots, lost)))
@@ -228,10 +208,10 @@ class LoadQueue:
         metrics.TOKENS.count("recomputed_at_load", len(slots))
         return restore
 
-    def _need_no_recomputation(self, problem: Exception, loads: Sequence[QueuedLoad]) -> None:
-        """First layers of ``loads`` were not recomputed: raise that where they are not stored."""
+    def _need_no_recomputation(self, problem: Exception) -> None:
+        """First layers were not recomputed: raise that if they are not stored."""
         self.recomputation_failed(problem)
-        if any(load.missing for load in loads):
+        if self.stored_from:
             raise problem
 
     def recomputation_failed(self, problem: Exception) -> None:
@@ -261,11 +241,10 @@ class LoadQueue:
             metrics.TOKENS.count("restored", report.tokens)
             for method, number in report.bytes.items():
                 metrics.BYTES.count(f"restored_{method}", number)
-            metrics.SECONDS.count("restore", report.total_ms / 1e3)
             metrics.STAGE_SECONDS.observe("restore", report.total_ms / 1e3)
             for stream in ("copy", "compute"):
-                metrics.SECONDS.count(f"restore_{stream}_busy", report.busy_ms(stream) / 1e3)
-                metrics.SECONDS.count(f"restore_{stream}_idle", report.idle_ms(stream) / 1e3)
+                metrics.STREAM_SECONDS.count(f"{stream}_busy", report.busy_ms(stream) / 1e3)
+                metrics.STREAM_SECONDS.count(f"{stream}_idle", report.idle_ms(stream) / 1e3)
 
     # ---- recomputation ----
 
@@ -310,7 +289,7 @@ class LoadQueue:
         """
         wanted = [span for load in loads for span in load.spans]
         spans = [span for span in wanted if span is not None]
-        first = max((load.missing for load in loads if load.spans), default=0)
+        first = self.stored_from if wanted else 0
         if not spans or len(spans) < len(wanted) or self._recomputer is None:
             assert first == 0, "pages without their first layers were queued"
             return None
@@ -318,7 +297,7 @@ class LoadQueue:
             tokens = sum(len(span.token_ids) for span in spans)
             pairs = sum(len(span.token_ids) * len(span.prefix) for span in spans)
             prefix, slowdown = pairs // tokens, self.slowdown(tokens)
-            first = max(first, self.methods.first_layers(tokens, prefix, "none", slowdown))
+            first = max(first, self.methods.first_layers(tokens, prefix, slowdown))
         if not first:
             return None
         forwards = next(load.forwards for load in loads if load.forwards is not None)

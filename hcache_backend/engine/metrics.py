@@ -1,7 +1,8 @@
 """Metrics of one server process; with ``--enable-metrics`` they stand beside SGLang's.
 
 SGLang collects from several processes, so every metric here is one that adds up over processes, or
-a gauge whose largest value counts. Their names are used by ``hcache top`` and by the dashboard.
+a gauge whose largest or smallest value counts. ``hcache top`` reads them by the tables below; the
+dashboard and the alerts name them.
 
 Counts outlive their process, as Prometheus wants. Gauges say how a process is, and end with it.
 """
@@ -11,10 +12,11 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import re
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
@@ -41,9 +43,15 @@ class Metric:
     No count is worth a page or a request: metrics are kept in files, which can fail.
 
     The name is without the ending that counters have; ``options`` are those of the metric's class.
+
+    Attributes:
+        events: What a counter counts: a regular expression, whose group is the label's value.
     """
 
-    def __init__(self, kind: Any, name: str, text: str, *labels: str, **options: Any) -> None:
+    def __init__(
+        self, kind: Any, name: str, text: str, *labels: str, events: str = "(.+)", **options: Any
+    ) -> None:
+        self.name, self.labels, self.events = name, labels, events
         self._make = lambda: kind(name, text, labels, **options)
         self._mode = options.get("multiprocess_mode")
         self._series: dict[tuple[str, ...], Any] = {}  # to look one up takes longer than to count
@@ -56,33 +64,74 @@ class Metric:
                 _take_file(self._mode)
         return self._make()
 
+    @property
+    def counters(self) -> Sequence[Metric]:
+        """Itself, as :attr:`Events.counters`."""
+        return (self,)
+
+    def event(self, labels: Mapping[str, str]) -> str:
+        """The event that a sample with these labels counts."""
+        value = labels.get(self.labels[0], "") if self.labels else ""
+        return re.sub(r"\(.*\)", lambda _: value, self.events)
+
     def count(self, label: str, number: float = 1) -> None:
         """Add ``number`` (at least 0) to a counter."""
-        self._do("inc", label, amount=max(0, number))
+        self.do("inc", label, amount=max(0, number))
 
     def observe(self, label: str, value: float) -> None:
         """Put ``value`` into a histogram."""
-        self._do("observe", label, amount=value)
+        self.do("observe", label, amount=value)
 
     def set(self, *labels: str, value: float = 1) -> None:
         """Set a gauge."""
-        self._do("set", *labels, value=value)
+        self.do("set", *labels, value=value)
 
     def clear(self) -> None:
         """Forget all that was counted or set."""
         self._series.clear()
-        self.family.clear()
+        if self.labels:
+            self.family.clear()
+        else:
+            self.family.reset()
 
-    def _do(self, what: str, *labels: str, **value: float) -> None:
+    def do(self, what: str, *labels: str, **value: float) -> None:
+        """Call the method ``what`` of the series with these labels."""
         try:
             series = self._series.get(labels)
             if series is None:
-                series = self._series[labels] = self.family.labels(*labels)
+                family = self.family
+                series = self._series[labels] = family.labels(*labels) if labels else family
             getattr(series, what)(**value)
         except Exception as error:
             if not _complained.is_set():
                 _complained.set()
-                logger.warning("hcache: metrics cannot be kept (said once): %s", error)
+                logger.warning("hcache: metrics could not be written (logged once): %s", error)
+
+
+class Events:
+    """Counters of events of one kind. A counter has events whose sum means something.
+
+    Args:
+        counters: Name, events (see :class:`Metric`), text; the label of the events' group, if any.
+    """
+
+    def __init__(self, *counters: tuple[str, ...]) -> None:
+        self.counters = [
+            Metric(Counter, name, text, *label, events=events)
+            for name, events, text, *label in counters
+        ]
+        self._found: dict[str, tuple[Metric, tuple[str, ...]]] = {}
+
+    def count(self, event: str, number: float = 1) -> None:
+        """Add ``number`` (at least 0) to the counter of an event."""
+        if event not in self._found:
+            self._found[event] = next(
+                (metric, found.groups())
+                for metric in self.counters
+                if (found := re.fullmatch(metric.events, event))
+            )
+        metric, labels = self._found[event]
+        metric.do("inc", *labels, amount=max(0, number))
 
 
 def _take_file(mode: str) -> None:
@@ -108,144 +157,175 @@ def _take_file(mode: str) -> None:
     _held[path] = held
 
 
-TOKENS = Metric(Counter, "hcache_tokens", "Tokens by what happened to them", "event")
-"""captured, backed_up, restored, checked, ..."""
+TOKENS = Events(
+    ("hcache_captured_tokens", "captured", "Tokens captured from forward passes"),
+    ("hcache_not_written_tokens", "not_written", "Captured tokens that lack rows of a layer"),
+    ("hcache_not_encodable_tokens", "not_encodable", "Tokens that the codec cannot encode"),
+    ("hcache_backed_up_tokens", "backed_up", "Tokens backed up to host memory"),
+    ("hcache_not_backed_up_tokens", "not_backed_up_(.+)", "Tokens not backed up", "reason"),
+    ("hcache_waited_for_rows_tokens", "waited_for_rows", "Tokens whose backup waited for the GPU"),
+    ("hcache_restored_tokens", "restored", "Tokens restored to the device"),
+    ("hcache_not_restored_tokens", "not_restored_(.+)", "Tokens whose load was refused", "reason"),
+    ("hcache_eager_tokens", "eager", "Tokens restored while the rest of their hit was read"),
+    ("hcache_eager_recomputed_tokens", "eager_recomputed", "Tokens recomputed while L3 was read"),
+    ("hcache_load_tokens", "(ready_at_load|not_ready_at_load)", "Tokens of hits at load", "state"),
+    ("hcache_recomputed_at_load_tokens", "recomputed_at_load", "Tokens recomputed by loads"),
+    ("hcache_checked_tokens", "checked", "Tokens compared with the model's K and V in service"),
+)
 
-BYTES = Metric(Counter, "hcache_bytes", "Bytes by what moved them", "event")
+BYTES = Metric(Counter, "hcache_device_bytes", "Bytes copied between host and device", "transfer")
 """captured (device to host), restored_METHOD (host to device)."""
 
-SECONDS = Metric(Counter, "hcache_seconds", "Time of the device's streams by stage", "stage")
-"""Bubbles are the idle stages of a restore."""
+STREAM_SECONDS = Metric(
+    Counter,
+    "hcache_restore_stream_seconds",
+    "Time of the streams of restores, copy and compute, busy or idle",
+    "state",
+)
 
 STAGE_SECONDS = Metric(
     Histogram, "hcache_stage_seconds", "How long a stage takes", "stage", buckets=STAGE_BUCKETS
 )
 """l3_exists, l3_read and l3_write: a batch of pages in the page store. behind_exists and
-behind_read: one in what is behind it. restore: a load to the device.
-capture_transfer: the way to the host of what one step captured."""
+behind_read: one in the shared L3. restore: a load to the device. capture_transfer: the way to the
+host of the rows that one step captured. host_backup and host_load: the scheduler thread launches
+the copies of K and V of a backup, or a restore."""
 
-PAGES = Metric(Counter, "hcache_pages", "Pages by what happened to them", "event")
-"""Between the host pool and L3."""
-
-LOOKUPS = Metric(
-    Counter, "hcache_lookups", "Pages that were looked for in L3, by the answer", "result"
+PAGES = Events(
+    ("hcache_l3_read_pages", "(read|missed)", "Pages asked for in L3", "result"),
+    ("hcache_l3_written_pages", "(written|dropped_.+)", "Pages given to L3", "result"),
+    ("hcache_l3_head_pages", "heads_(.+)", "Pages of beginnings, with write_back", "result"),
 )
+
+LOOKUPS = Metric(Counter, "hcache_l3_lookup_pages", "Pages looked up in L3", "result")
 """found, absent, suspended (L3 was not asked), or not_promised (by a decode server)."""
 
-L3_TOKENS = Metric(
-    Counter, "hcache_l3_tokens", "Tokens that were looked for in L3, by how it ended", "result"
+L3_TOKENS = Events(
+    (
+        "hcache_l3_lookup_tokens",
+        "(found|absent|suspended|not_promised|other_pool)",
+        "Tokens looked up in L3",
+        "result",
+    ),
+    ("hcache_l3_hit_tokens", "(.+)", "Tokens found in L3, by what became of them", "result"),
 )
-"""
-- ``absent``: their page, or one before it, is not stored (new text, mostly);
-- ``suspended``: L3 was not asked;
-- ``not_promised``: nor on a decode server;
-- ``other_pool``: KV is stored and what other pools of the model need for it is not;
-- ``found``: stored. Of these SGLang fetches all that are enough of them (``prefetch_threshold``),
-  that have room in the host pool and that their request waits for:
-- ``hit``: read;
-- ``unreadable``: their page, or one before it, was damaged, gone or too slow when it was read;
-- ``refused_PROBLEM``: read, and their page or one before it is not the one that was asked for;
-- ``slower``: found, and not read because computing them is sooner;
-- ``ended``: found, and their prefetch ended before they arrived because L3 became slow;
-- ``recomputed``: found, and recomputed while what is behind them was being read.
-"""
+"""docs/operations.md has what each result means."""
 
-STORE = Metric(Counter, "hcache_store", "The page store's counters", "what")
-"""Bytes, evictions, drops by reason, damaged pages, errors."""
+STORE = Events(
+    ("hcache_store_read_bytes", "bytes_read", "Bytes read from page files"),
+    ("hcache_store_written_bytes", "bytes_written", "Bytes written to page files"),
+    ("hcache_store_evicted_bytes", "bytes_evicted", "Bytes of evicted page files"),
+    ("hcache_store_copied_bytes", "bytes_copied", "Bytes copied because memory was not aligned"),
+    ("hcache_store_pages", "pages_(.+)", "Pages of the page store by event", "event"),
+    ("hcache_store_missed_pages", "misses", "Pages asked for and not stored"),
+    ("hcache_store_bad_pages", "bad_pages", "Pages deleted because they were damaged"),
+    ("hcache_store_errors", "(.+)_errors", "Failed operations of the page store", "operation"),
+    ("hcache_store_lost_folders", "folders_lost", "Times that a folder went away"),
+    ("hcache_store_syncs", "syncs", "Flushes of page files to the disks"),
+)
 
 PROBLEMS = Metric(Counter, "hcache_problems", "Problems by kind, each a cache miss", "kind")
 """Never an error of a request."""
 
 MODE = Metric(
     Gauge,
-    "hcache_mode",
-    "1 for the mode (hidden, kv) that the server is in, its pages (own, plain), and why",
+    "hcache_mode_info",
+    "1 for the mode of the server (hidden, kv) and its pages (own, plain); the log says why",
     "mode",
     "pages",
-    "reason",
     multiprocess_mode="livemax",
 )
 
 SUSPENDED = Metric(
     Gauge,
     "hcache_l3_suspended",
-    "1 while L3 neither takes nor gives, and why",
+    "1 while L3 is neither read nor written",
     "reason",
     multiprocess_mode="livemax",
 )
+"""quarantined (a check failed, or weight updates would go unnoticed), not_restorable, flush_needed,
+stages (not all pipeline stages have said which weights they have)."""
 
 CODEC = Metric(
     Gauge,
-    "hcache_codec",
-    "1 for the codec that is used, by the one that was asked for",
+    "hcache_codec_info",
+    "1 for the codec that is used, by the requested one",
     "asked",
     "used",
     multiprocess_mode="livemax",
 )
 
-PAIRS = Metric(
-    Counter,
-    "hcache_pairs",
-    "Pairs of layers in nodes that are backed up, by their code",
-    "code",
-)
+PAIRS = Metric(Counter, "hcache_pairs", "Pairs of layers in nodes that were backed up", "codec")
 """merged or fp8; with codec krul only."""
 
 PAIR_DISTANCES = Metric(
     Histogram,
     "hcache_pair_distance",
-    "Distance of the attention of the layers of each pair chosen for a node, by the pair's code",
-    "code",
+    "Distance of the attention of the layers of each pair that was chosen for a node",
+    "codec",
     buckets=tuple(base * 10.0**power for power in range(-3, 1) for base in (1, 2, 5)),
 )
 """Of pairs that were chosen by it: those of the start are not among them."""
 
 BEHIND = Metric(
     Gauge,
-    "hcache_l3_behind",
-    "1 for the L3 behind the page store and its state (answers, silent)",
+    "hcache_l3_shared",
+    "1 for the shared L3 and its state (answers, silent)",
     "backend",
     "state",
     multiprocess_mode="livemax",
 )
 """silent: it failed, or did not answer in time, when it was asked last."""
 
-BEHIND_PAGES = Metric(
-    Counter,
-    "hcache_behind_pages",
-    "Pages and the L3 behind the page store",
-    "event",
+BEHIND_PAGES = Events(
+    ("hcache_shared_lookup_pages", "(found|absent)", "Pages looked up in the shared L3", "result"),
+    ("hcache_shared_read_pages", "(read|missed)", "Pages asked for in the shared L3", "result"),
+    ("hcache_shared_damaged_pages", "damaged", "Pages of the shared L3 with wrong bytes"),
+    ("hcache_shared_skipped_pages", "not_asked", "Pages not asked for: the shared L3 is silent"),
+    ("hcache_shared_kept_pages", "(kept|not_kept)", "Pages copied to the page store", "result"),
+    (
+        "hcache_shared_written_pages",
+        "(written|write_failed|dropped_full)",
+        "Pages given to the shared L3",
+        "result",
+    ),
 )
-"""
-- ``found``, ``absent``: looked for, since the page store lacks them;
-- ``read``, ``missed``: asked for, and proven or not; ``damaged``: not what they should be;
-- ``not_asked``: not looked for or read, since it does not answer, or failed a moment ago;
-- ``kept``, ``not_kept``: were read, and given to the page store at once, or not;
-- ``written``, ``write_failed``, ``dropped_full``: written, refused, or too many waited already.
-"""
 
 SLICES = Metric(
     Counter,
     "hcache_slices",
-    "Turns of the scheduler in which first layers could be recomputed, by what was decided",
-    "decision",
+    "Turns of the scheduler in which first layers could be recomputed",
+    "result",
 )
 """``whole``, ``shorter``, ``put_off_running``, ``put_off_waiting``; see engine/recompute."""
 
 RATES = Metric(
     Gauge,
-    "hcache_tokens_per_second",
-    "What decisions about L3 hits expect of an operation on 4,096 tokens",
+    "hcache_expected_tokens_per_second",
+    "Rate of an operation on 4,096 tokens, as decisions about L3 hits expect it",
     "operation",
     "backend",
     multiprocess_mode="livemin",
 )
-"""l3_read, behind_read (of the L3 behind the page store), load (host memory to the KV pool, as far
-as a batch waits for it) and prefill; of several ranks the slowest counts."""
+"""l3_read, behind_read (of the shared L3), load (host memory to the KV pool, as far as a batch
+waits for it) and prefill; of several ranks the slowest counts."""
+
+COUNTS: Mapping[str, Metric | Events] = {
+    "tokens": TOKENS,
+    "bytes": BYTES,
+    "pages": PAGES,
+    "lookups": LOOKUPS,
+    "l3_tokens": L3_TOKENS,
+    "store": STORE,
+    "behind": BEHIND_PAGES,
+    "slices": SLICES,
+    "problems": PROBLEMS,
+}
+"""Tables of counts, by their names in ``hcache top --json``."""
 
 ALL = (
-    TOKENS, BYTES, SECONDS, STAGE_SECONDS, PAGES, LOOKUPS, L3_TOKENS, STORE, PROBLEMS, MODE,
-    SUSPENDED, CODEC, PAIRS, PAIR_DISTANCES, BEHIND, BEHIND_PAGES, SLICES, RATES,
+    *(metric for table in COUNTS.values() for metric in table.counters),
+    STREAM_SECONDS, STAGE_SECONDS, MODE, SUSPENDED, CODEC, PAIRS, PAIR_DISTANCES, BEHIND, RATES,
 )  # fmt: skip
 
 
@@ -276,7 +356,7 @@ class SuspendedGauge:
         self._reason: str | None = None
 
     def set(self, reason: str | None) -> None:
-        """L3 is suspended for ``reason`` from now on, or serves (None)."""
+        """L3 is suspended for ``reason`` (see ``SUSPENDED``) from now on, or serves (None)."""
         before, self._reason = self._reason, reason
         if before is not None:
             SUSPENDED.set(before, value=0)

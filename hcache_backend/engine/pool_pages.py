@@ -20,7 +20,6 @@ from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from hcache_backend.config import ConfigError
 from hcache_backend.engine.arguments import check_tp_lcm_size
 from hcache_backend.page import PageLayout, key_bytes
-from hcache_backend.store import Subset
 from hcache_backend.units import WHOLE, Parts, SegmentTable, Share
 
 logger = logging.getLogger("hcache")
@@ -56,13 +55,6 @@ class PoolMemory(NamedTuple):
 
     shares: list[list[Parts]]
     finish: Callable[[Sequence[bool]], None] = lambda found: None
-
-
-class PartialRead(NamedTuple):
-    """The part of a page of ours that is to be read, and its bytes."""
-
-    subset: Subset
-    bytes: int
 
 
 class PoolPages:
@@ -112,7 +104,7 @@ class PoolPages:
             )
         if config.tp_lcm_size and name == PoolName.KV and not self._any_ranks and not shared:
             logger.warning(
-                "hcache: 'tp_lcm_size' does nothing here: KV pages can be divided by heads with "
+                "hcache: 'tp_lcm_size' is ignored: KV pages can be divided by heads with "
                 "--hicache-mem-layout page_head only, and not those of MLA"
             )
         if config.is_mla_model and config.tp_size > 1 and divided and name != PoolName.MAMBA:
@@ -161,15 +153,6 @@ class PoolPages:
         if layout is None:
             return None
         return [layout.unit_digests(np.frombuffer(page, np.uint8)) for [page] in pages]
-
-    def wanted(self, host_indices: torch.Tensor) -> PartialRead | None:
-        """What is to be read into pages of ours; None: all of them, or pages of another kind."""
-        layout = self._layout
-        first = self.host_pool.first_layer(host_indices) if layout is not None else 0
-        if layout is None or first == 0:
-            return None
-        size = layout.header_bytes + sum(layout.segment_bytes[first:])
-        return PartialRead(Subset(layout.segments_from(first)), size)
 
     def to_write(self, host_indices: torch.Tensor, pages: int) -> PoolMemory | None:
         """Memory that holds ``pages`` pages at ``host_indices`` (``[pages * page_size]``).
@@ -229,7 +212,7 @@ class PoolPages:
         except (ValueError, NotImplementedError):
             logger.warning("hcache: pages of pool %s cannot be stored: %s", self.name, refused)
             return "none"
-        logger.info("hcache: pages of pool %s are copied: %s", self.name, refused)
+        logger.debug("hcache: pages of pool %s are copied: %s", self.name, refused)
         return "copy"
 
     def _copies(self, copies: Sequence[torch.Tensor]) -> PoolMemory:

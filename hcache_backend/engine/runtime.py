@@ -16,7 +16,6 @@ from hcache_backend.config import HCacheConfig
 from hcache_backend.engine import metrics
 from hcache_backend.engine.arguments import page_size
 from hcache_backend.engine.hits.gate import HitGate
-from hcache_backend.engine.layer_methods import LayerMethods
 from hcache_backend.engine.ranks import PipelineStages
 from hcache_backend.fingerprint import (
     TensorDigest,
@@ -30,6 +29,7 @@ from hcache_backend.fingerprint import (
 from hcache_backend.page import FORMAT_VERSION, WRITER_BYTES
 from hcache_backend.partition.profile import Profile
 from hcache_backend.partition.record import PartitionRecord
+from hcache_backend.partition.restore import Restore
 from hcache_backend.server_report import LayerGroup, ServerReport
 from hcache_backend.store import PageStore
 
@@ -85,6 +85,7 @@ class Runtime:
             store was known.
         hit_gate: Decides which L3 hits are read; None: all are.
         codec: What encodes our own pages; None: there are none.
+        unused: What the server goes without, and why; with ``recomputation``, for the log.
     """
 
     runner: Any
@@ -105,11 +106,12 @@ class Runtime:
     on_distrust: list[Callable[[], None]] = field(default_factory=list)
     projection: list[LayerGroup] = field(default_factory=list)
     recomputation: str | None = None
-    layer_methods: LayerMethods | None = None
+    layer_methods: Restore | None = None
     kept_profile: tuple[str, Profile] | None = None
     kept_partition: tuple[str, PartitionRecord] | None = None
     hit_gate: HitGate | None = None
     codec: str | None = None
+    unused: dict[str, str] = field(default_factory=dict)
     distrust: str | None = None
     _not_restorable: str | None = None
     _namespaces: dict[tuple[bytes, str], bytes] = field(default_factory=dict)
@@ -129,7 +131,7 @@ class Runtime:
         """
         self.mode, self.own_pages, self.reason = "kv" if reason else "hidden", True, reason
         self.page_fields = fields
-        metrics.MODE.set(self.mode, "own", reason or "")
+        metrics.MODE.set(self.mode, "own")
         if reason is not None:
             logger.info("hcache: KV mode, own pages: %s", reason)
 
@@ -141,8 +143,16 @@ class Runtime:
     def use_plain_pages(self, reason: str) -> None:
         """The host pool holds SGLang's plain KV pages, and this is why."""
         self.mode, self.own_pages, self.reason = "kv", False, reason
-        metrics.MODE.set("kv", "plain", reason)
+        metrics.MODE.set("kv", "plain")
         logger.warning("hcache: KV mode, plain pages: %s", reason)
+
+    def say_unused(self) -> None:
+        """Log what the server goes without; the last line about its host pool."""
+        problem = (self.recomputation or "").partition("none: ")[2]
+        unused = {"recomputation": problem} if problem else {}
+        if unused := {**unused, **self.unused}:
+            said = "; ".join(f"{what} ({reason})" for what, reason in unused.items())
+            logger.info("hcache: not used: %s", said)
 
     def report(self) -> ServerReport:
         """What this server says about itself to ``hcache doctor``."""
@@ -233,7 +243,10 @@ class Runtime:
     def begin_weight_update(self) -> None:
         """Weights are about to change: what was captured or queued under the old ones is void."""
         if self.weights is not None and self.weights.suspended is None:
-            logger.warning("hcache: weights change: L3 is off until the caches are flushed")
+            logger.warning(
+                "hcache: weights are changing: L3 is off until the caches are flushed "
+                "(POST /flush_cache)"
+            )
         with self._lock:
             self._flush_due = "the weights were updated and the caches not flushed yet"
             self._refresh()
@@ -275,7 +288,10 @@ class Runtime:
                 return
             self._flush_due = "a prefill server sent K and V of other weights"
             self._refresh()
-        logger.warning("hcache: %s, or did not say which: L3 is off until a flush", self._flush_due)
+        logger.warning(
+            "hcache: a prefill server sent K and V of other or unknown weights: L3 is off until "
+            "POST /flush_cache"
+        )
 
     def lose_trust(self, reason: str) -> None:
         """Projected K and V differ from the model's: stop saving and serving, for good."""
@@ -285,7 +301,8 @@ class Runtime:
             self.distrust = reason
             self._refresh()
         logger.error(
-            "hcache: %s. Backups end, what this server wrote is dropped, every L3 lookup is a miss",
+            "hcache: %s. L3 is off until a restart, and the pages that this server wrote are being "
+            "deleted. Requests continue. Please report this with the log",
             reason,
         )
         for callback in self.on_distrust:
@@ -299,14 +316,19 @@ class Runtime:
 
     def _refresh(self) -> None:
         """Suspend L3, or let it serve, as what is known by now wants it. Under the lock."""
-        reason = self.distrust or self._not_restorable or self._flush_due
-        if reason is None and self._updates_untold:
-            reason = "the weights were updated and not all pipeline stages have said theirs"
+        untold = "the weights were updated and not all pipeline stages have said theirs"
+        reasons = {
+            "quarantined": self.distrust,
+            "not_restorable": self._not_restorable,
+            "flush_needed": self._flush_due,
+            "stages": untold if self._updates_untold else None,
+        }
+        code, reason = next(((c, r) for c, r in reasons.items() if r is not None), (None, None))
         if self.weights is not None and self.weights.suspended != reason:
             self.weights = replace(self.weights, suspended=reason)
             if reason is None:
                 logger.info("hcache: L3 serves again, in the namespace of the new weights")
-        self._suspended.set(reason)
+        self._suspended.set(code)
 
     def _tell_stages(self) -> Future[list[Weights | None]]:
         """Say to all pipeline stages what the weights of this one are; what all of them said."""

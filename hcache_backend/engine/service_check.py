@@ -173,7 +173,7 @@ class KVChecks:
         except StreamFailed as failed:
             return str(failed)
         layers, held, part = copied.left.popleft()
-        if held is None or self._pool.arena.first_layers(np.array([copied.host_page])).any():
+        if held is None or self._pool.arena.lost(np.array([copied.host_page])).any():
             return None  # it was not copied, or it is lost
         layout = self._layout_of(copied.host_page)
         [page] = self._pool.arena.pages(np.array([copied.host_page]))

@@ -104,7 +104,7 @@ class StagePages:
         try:
             stages = heard.result()
         except Exception as error:
-            logger.error("hcache: pipeline stages cannot hear each other: %s", error)
+            logger.error("hcache: pipeline stages cannot exchange messages: %s", error)
             stages = [_Said(whole=False, trusted=True)]
         if not all(said.whole for said in stages):
             self._backup_of[self._backup_of == number] = _LOST

@@ -34,9 +34,9 @@ from sglang.srt.observability.metrics_collector import StorageMetrics
 
 from hcache_backend.engine import metrics
 from hcache_backend.engine.arguments import decodes_for_others
+from hcache_backend.engine.backups import Backups
 from hcache_backend.engine.hits.start import stop_judging
 from hcache_backend.engine.pool_pages import tensor_parts
-from hcache_backend.engine.repairs import Repairs
 from hcache_backend.engine.startup import attach
 from hcache_backend.engine.stored_pools import StoredPools
 
@@ -61,12 +61,12 @@ class HCacheStorage(HiCacheStorage):
             raise, or none.
 
     Attributes:
-        repairs: Puts pages again that L3 evicted and L2 still has.
+        backups: Those that HiCache would not make, or not wait for.
         reads_any_page_alike: Whether no page of a hit is farther away than others.
     """
 
     # What the store gives is verified unit by unit, and it may be put together from the shares of
-    # several ranks; segments that the host pool does not want are not read.
+    # several ranks.
     verifies_segments = True
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Any = None) -> None:
@@ -74,7 +74,7 @@ class HCacheStorage(HiCacheStorage):
         self._runtime, config, kv_fields, store, behind = joined
         self._pools = StoredPools(self._runtime, store, storage_config, kv_fields, behind)
         self.reads_any_page_alike = behind is None
-        self.repairs = Repairs(self._pools.take_gaps, storage_config.pp_size)
+        self.backups = Backups(storage_config.pp_size)
         self._promises_hits = not decodes_for_others(self._runtime.runner.server_args)
         if not self._promises_hits:
             logger.warning(
@@ -82,17 +82,16 @@ class HCacheStorage(HiCacheStorage):
                 "be read, so every look-up is a miss"
             )
         self._runtime.on_distrust.append(self._drop_own_pages)
-        self._runtime.on_weights_changed.append(self.repairs.finish)
+        self._runtime.on_weights_changed.append(self.backups.finish)
         self._leave_report = partial(attach.leave_report, joined, storage_config)
         self._reported = time.monotonic()
         self._guard("report", self._leave_report, None)
+        quota = config.quota_bytes
         logger.info(
-            "hcache: L3 in %s%s, %s mode, %s pages%s",
+            "hcache: L3 in %s, %s%s",
             ", ".join(map(str, config.dirs)),
+            f"at most {quota / 1e9:.1f} GB in each" if quota else "no quota",
             f", {config.behind.backend} behind" if config.behind is not None else "",
-            self._runtime.mode or "kv",
-            "own" if self._runtime.own_pages else "plain",
-            f" ({self._runtime.reason})" if self._runtime.reason else "",
         )
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
@@ -230,7 +229,7 @@ class HCacheStorage(HiCacheStorage):
 
     def clear(self) -> None:
         """Delete the pages of this server's namespaces; other models in the folders stay."""
-        self.repairs.forget()
+        self.backups.forget()
         self._guard("clear", self._pools.drop, 0)
 
     def get_stats(self) -> StorageMetrics:
@@ -239,14 +238,14 @@ class HCacheStorage(HiCacheStorage):
 
     def stop(self, cache: Any) -> None:
         """Store what is queued, as far as there is time: the server is about to end."""
-        if self.repairs.stop(cache):
+        if self.backups.stop(cache):
             self._pools.close()
 
     def close(self) -> None:
         """Called at detach; data stays."""
         if self._drop_own_pages in self._runtime.on_distrust:
             self._runtime.on_distrust.remove(self._drop_own_pages)
-            self._runtime.on_weights_changed.remove(self.repairs.finish)
+            self._runtime.on_weights_changed.remove(self.backups.finish)
         stop_judging(self._runtime)
         self._pools.close()
 
@@ -269,8 +268,7 @@ class HCacheStorage(HiCacheStorage):
         pool: str = PoolName.KV,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> None:
-        prefix, last_use = _prefix(extra_info), self.repairs.last_use(keys)
-        set_all = partial(self._pools.set, keys, host_indices, pool, prefix, last_use)
+        set_all = partial(self._pools.set, keys, host_indices, pool, _prefix(extra_info))
         self._guard("set", set_all, None)
 
     def _exists(self, keys: Sequence[str], pool: str = PoolName.KV) -> list[bool]:

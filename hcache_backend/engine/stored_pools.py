@@ -20,10 +20,10 @@ from hcache_backend.engine import metrics
 from hcache_backend.engine.behind.backend import MadeBackend
 from hcache_backend.engine.behind.store import LOOK_UP_SECONDS, StoreBehind
 from hcache_backend.engine.behind.threads import GivenUp
-from hcache_backend.engine.pool_pages import PageKeys, PartialRead, PoolPages
+from hcache_backend.engine.pool_pages import PageKeys, PoolPages
 from hcache_backend.engine.runtime import Runtime, Weights
 from hcache_backend.page import key_bytes
-from hcache_backend.store import Gap, PageStore
+from hcache_backend.store import PageStore
 from hcache_backend.units import Parts
 
 logger = logging.getLogger("hcache")
@@ -134,9 +134,8 @@ class StoredPools:
         memory = pages.to_read(host_indices, len(keys))
         if memory is None:
             return [False] * len(keys)
-        wanted = pages.wanted(host_indices)
         for share, parts in enumerate(memory.shares):
-            here = self.read(keys, parts, pool, share, wanted)
+            here = self.read(keys, parts, pool, share)
             if self._behind is not None and pool == PoolName.KV and not all(here):
                 self._read_behind(self._behind, keys, parts, share, prefix, here)
             found = list(map(and_, found, here))
@@ -149,14 +148,12 @@ class StoredPools:
         host_indices: Any,
         pool: str = PoolName.KV,
         prefix: Sequence[str] = (),
-        last_use: int | None = None,
     ) -> None:
         """Store pages of the host pool; see :meth:`PageStore.put`."""
         pages = self._pools[pool]
         memory = None if pages.empty else pages.to_write(host_indices, len(keys))
         for share, parts in enumerate(memory.shares if memory else ()):
-            namespace = self.write(keys, parts, pool, share, prefix, last_use)
-            behind = self._behind if last_use is None else None  # else they are only put again here
+            namespace, behind = self.write(keys, parts, pool, share, prefix), self._behind
             if behind is not None and pool == PoolName.KV and namespace is not None:
                 hashes = [key_bytes(key) for key in keys]
                 self._write_behind(behind, namespace, share, hashes, parts)
@@ -166,14 +163,8 @@ class StoredPools:
 
         The time that this takes does not grow with the prompt.
         """
-        for pool, namespace in self._namespaces():
-            # Other pools need the last pages of a prompt only.
-            complete = pool == PoolName.KV and not self._pools[pool].empty
-            self._store.use(namespace, PageKeys(keys), complete=complete)
-
-    def take_gaps(self) -> list[Gap]:
-        """KV pages of prompts in use that L3 has no more, since the last call. Never waits."""
-        return self._store.take_gaps()
+        for _, namespace in self._namespaces():
+            self._store.use(namespace, PageKeys(keys))
 
     def drop(self) -> int:
         """Delete the pages of the weights and pools that are served; returns how many files."""
@@ -200,7 +191,6 @@ class StoredPools:
         parts: Sequence[Parts],
         pool: str = PoolName.KV,
         share: int = 0,
-        wanted: PartialRead | None = None,
     ) -> list[bool]:
         """Read a share of pages into the memory ``parts``; False is a miss."""
         namespace = self._serving_namespace(pool, share)
@@ -208,12 +198,10 @@ class StoredPools:
             return [False] * len(keys)
         start = time.perf_counter()
         hashes = [key_bytes(key) for key in keys]
-        own, subset = self._pools[pool].share, wanted and wanted.subset
         with metrics.timed("l3_read"):
-            found = self._store.get(namespace, hashes, parts, subset=subset, share=own)
+            found = self._store.get(namespace, hashes, parts, share=self._pools[pool].share)
         self._store_counters.publish()
-        there = compress(parts, found)
-        size = sum(wanted.bytes if wanted else _bytes(page) for page in there)
+        size = sum(map(_bytes, compress(parts, found)))
         metrics.PAGES.count("read", sum(found))
         metrics.PAGES.count("missed", len(found) - sum(found))
         with self._lock:
@@ -228,7 +216,6 @@ class StoredPools:
         pool: str = PoolName.KV,
         share: int = 0,
         prefix: Sequence[str] = (),
-        last_use: int | None = None,
         made_by: bytes | None = None,
     ) -> bytes | None:
         """Store a share of pages from the memory ``parts``; see :meth:`PageStore.put`.
@@ -252,7 +239,6 @@ class StoredPools:
                     hashes,
                     parts,
                     prefix=PageKeys(prefix),
-                    last_use=last_use,
                     share=pages.share,
                     table=pages.table(),
                     digests=pages.digests(parts),
@@ -281,18 +267,18 @@ class StoredPools:
     def _use_behind(self, pages: PoolPages, made: MadeBackend) -> None:
         """Look for the pages of the one pool that there is behind the page store, too."""
         page_bytes = pages.host_pool.size_per_token * pages.host_pool.page_size // pages.shares
-        problem = "it does not take our memory: "
+        problem = f"{made.option.backend} did not register the buffers: "
         try:
             self._behind = StoreBehind(made, page_bytes, 1 if self._config.is_mla_model else 2)
         except GivenUp as error:  # it may still be at it, so it must not be closed
-            logger.warning("hcache: option 'behind' does nothing: %s%s", problem, error)
+            logger.warning("hcache: option 'behind' is not used: %s%s", problem, error)
         except Exception as error:  # raised on one rank, it would leave the others waiting
             self._go_without_behind(f"{problem}{type(error).__name__}: {error}")
         self._unused_behind = None
 
     def _go_without_behind(self, problem: str) -> None:
         if self._behind is not None or self._unused_behind is not None:
-            logger.warning("hcache: option 'behind' does nothing: %s", problem)
+            logger.warning("hcache: option 'behind' is not used: %s", problem)
             self._close_behind()
 
     def _close_behind(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -34,14 +34,7 @@ class PairChoice:
     def by_distance(self, sums: PairSums) -> tuple[CodedPair, ...]:
         """The closest I-R layers are merged (Krul's Algorithm 1)."""
         candidates = initial_recent_layers(sums.initial_recent, self.gamma)
-        return self._first(sums.distances, candidates)
-
-    def extremes(self, sums: PairSums) -> Iterator[tuple[CodedPair, ...]]:
-        """The closest layers of all are merged, and those that are furthest from each other."""
-        for distances in (sums.distances, -sums.distances):
-            yield self._first(distances, list(range(self.layers)))
-
-    def _first(self, distances: torch.Tensor, candidates: list[int]) -> tuple[CodedPair, ...]:
+        distances = sums.distances
         allowed = torch.full_like(distances, torch.inf)
         for pair in self.mergeable:
             allowed[pair] = allowed[pair[::-1]] = distances[pair]

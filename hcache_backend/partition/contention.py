@@ -34,7 +34,8 @@ Work = Callable[[], object]
 
 
 class CopySpeed(NamedTuple):
-    """One way to copy.
+    """One way to copy, as :class:`~hcache_backend.partition.profile.CopyWay` has it, which machines
+    with nothing but torch cannot import.
 
     Attributes:
         programs: Those of the kernel; None: the copy engine.
@@ -101,6 +102,20 @@ def fastest_first(
     return tuple(found)
 
 
+def cold_pages(
+    tokens: int, segment: int, device: torch.device
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Pages in host memory with two segments each (bytes), and sets of them to copy in turn.
+
+    Pages that are restored have not been touched for long: no copy may find the last one's in the
+    processor's cache.
+    """
+    pages = tokens // PAGE
+    sets = 1 + _COLD_BYTES // (pages * segment)
+    memory = host_tensor((sets * pages, 2 * segment), torch.uint8, device).zero_()
+    return memory, list(torch.randperm(sets * pages).view(sets, pages))
+
+
 class Contention:
     """Copies hidden states to a device beside products.
 
@@ -120,15 +135,11 @@ class Contention:
         tokens: int = TOKENS,
     ) -> None:
         self._device, self._product, self._tokens = device, product, tokens
-        pages, self._length = tokens // PAGE, PAGE * row_bytes
-        # No copy may find the last one's pages in the processor's cache.
-        sets = 1 + _COLD_BYTES // (pages * self._length)
-        # Segments lie apart, as in pages. Pages of equal bytes could not be told from each other.
-        self._memory = host_tensor((sets * pages, 2 * self._length), torch.uint8, device)
-        self._memory.random_(0, 256)
-        self._here = list(torch.randperm(sets * pages).view(sets, pages))
+        self._length = PAGE * row_bytes
+        self._memory, self._here = cold_pages(tokens, self._length, device)
+        self._memory.random_(0, 256)  # pages of equal bytes could not be told from each other
         self._ids = [ids.to(device) for ids in self._here]
-        self._out = torch.empty((pages, self._length), dtype=torch.uint8, device=device)
+        self._out = torch.empty((tokens // PAGE, self._length), dtype=torch.uint8, device=device)
         self._computing = new_stream(device, "compute")
         # One for all ways: torch hands out 32 streams in turn, and the next ones would be SGLang's.
         self._copying = new_stream(device, "copy")
@@ -146,7 +157,7 @@ class Contention:
             except Exception as error:
                 self._copying = new_stream(self._device, "copy")  # a failed one runs nothing more
                 how = "the copy engine" if programs is None else f"{programs} programs"
-                logger.warning("hcache: copies by %s are left out: %s", how, error)
+                logger.warning("hcache: copies by %s could not be measured: %s", how, error)
         per_layer = product * self._tokens / PRODUCT_TOKENS
         return fastest_first(found, self._out.nbytes, per_layer)
 

@@ -63,6 +63,18 @@ class Partition:
         return Partition(first, hidden, self.layers - first - hidden)
 
 
+def describe(partition: Partition) -> str:
+    """The methods of a partition in words, in the order of the layers."""
+    parts = [
+        (partition.recompute, "recomputed"),
+        (partition.hidden, "from hidden states"),
+        (partition.kv, "loaded as KV"),
+    ]
+    return ", ".join(
+        f"{count} layer{'s' if count > 1 else ''} {how}" for count, how in parts if count
+    )
+
+
 class LayerCosts(NamedTuple):
     """Seconds of one layer of all tokens of a restore.
 
@@ -88,7 +100,7 @@ class LayerCosts(NamedTuple):
     slowdown: float = 1.0
 
     def slower_recomputation(self, times: float) -> LayerCosts:
-        """The same where recomputation takes so many times as long."""
+        """The same if recomputation takes ``times`` times as long."""
         last = None if self.c_tok_last is None else times * self.c_tok_last
         return self._replace(c_tok=times * self.c_tok, c_tok_last=last)
 
@@ -114,40 +126,12 @@ class LayerCosts(NamedTuple):
         )
         return recomputation + self.c_h * partition.hidden
 
+    def least(self, partition: Partition) -> float:
+        """Seconds that no restore of ``partition`` falls short of: those of the slower stream.
 
-class LayerWork(NamedTuple):
-    """What one layer of one token takes on one tensor-parallel rank.
-
-    Attributes:
-        hidden_bytes: Bytes of hidden states over the rank's bus.
-        kv_bytes: Bytes of K and V, likewise.
-        projection: FLOPs from hidden states to K and V.
-        dense: FLOPs of recomputation without attention.
-        attention: FLOPs of attention for each token that this one attends to.
-        last: FLOPs of a recomputation that ends with K and V of the layer.
-    """
-
-    hidden_bytes: float
-    kv_bytes: float
-    projection: float
-    dense: float
-    attention: float
-    last: float
-
-
-def layer_work(model: ModelShape, tp: int, *, gathers: bool) -> LayerWork:
-    """The work of one of ``tp`` ranks; ``gathers`` as in :class:`Profile`."""
-    # A rank holds its share of the KV heads, at least one; a latent is on every rank.
-    kv_share = 1.0 if model.latent else -(-model.kv_heads // tp) / model.kv_heads
-    projection = model.projection_flops * kv_share
-    return LayerWork(
-        hidden_bytes=model.hidden_bytes / tp if gathers else model.hidden_bytes,
-        kv_bytes=model.kv_bytes * kv_share,
-        projection=projection,
-        dense=model.dense_flops / tp,
-        attention=model.attention_flops / tp,
-        last=model.query_flops / tp + projection,
-    )
+        It is the paper's objective (section 4.1.2), which leaves out filling the pipeline.
+        """
+        return self.reading(partition) + max(self.compute(partition), self.transfer(partition))
 
 
 def layer_costs(
@@ -171,18 +155,22 @@ def layer_costs(
             MLP nobody needs, as the engine does it. Without it that layer is computed whole, as the
             paper counts.
     """
-    work = layer_work(model, tp, gathers=profile.gathers)
-    io_h = profile.hidden_copy.time(tokens * work.hidden_bytes)
-    io_kv = profile.kv_load.time(tokens * work.kv_bytes)
-    c_h = profile.projection.time(tokens * work.projection)
+    # A rank holds its share of the KV heads, at least one; a latent is on every rank.
+    kv_share = 1.0 if model.latent else -(-model.kv_heads // tp) / model.kv_heads
+    projection = model.projection_flops * kv_share
+    io_h = profile.hidden_copy.time(
+        tokens * (model.hidden_bytes / tp if profile.gathers else model.hidden_bytes)
+    )
+    io_kv = profile.kv_load.time(tokens * model.kv_bytes * kv_share)
+    c_h = profile.projection.time(tokens * projection)
     pairs = tokens * prefix + tokens * tokens / 2
-    c_tok = profile.dense.time(tokens * work.dense)
-    c_tok += profile.attention.time(pairs * work.attention)
-    c_tok_last = None
+    c_tok = profile.dense.time(tokens * model.dense_flops / tp)
+    c_tok += profile.attention.time(pairs * model.attention_flops / tp)
+    last = None
     if early_stop:
-        c_tok_last = min(c_tok, profile.projection.time(tokens * work.last))
+        last = min(c_tok, profile.projection.time(tokens * (model.query_flops / tp + projection)))
     slowdown = profile.recompute_slowdown
-    costs = LayerCosts(io_h, io_kv, c_h, c_tok, c_tok_last=c_tok_last, slowdown=slowdown)
+    costs = LayerCosts(io_h, io_kv, c_h, c_tok, c_tok_last=last, slowdown=slowdown)
     if profile.l3 is None or l3 == "none":
         return costs
     l3_h = profile.l3.time(tokens * model.hidden_bytes)

@@ -6,9 +6,9 @@ import mmap
 import os
 import random
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from itertools import cycle
 from pathlib import Path
@@ -113,31 +113,23 @@ def _write(ops: FileOps, fd: int, piece: int, pieces: int, seconds: float) -> in
 
 
 def _read(probes: Sequence[_Probe], piece: int, threads: int, seconds: float) -> float:
-    problems: list[OSError] = []
-    finished: list[int] = []
     until = time.perf_counter() + seconds
 
-    def work(probe: _Probe, numbers: Iterator[int]) -> None:
-        room = memoryview(mmap.mmap(-1, piece))
-        try:
-            for number in numbers:
-                probe.io.read(probe.fd, number * piece, [room])
-                finished.append(piece)
-                if time.perf_counter() > until:
-                    return
-        except OSError as error:
-            problems.append(error)
+    def work(probe: _Probe, numbers: Iterator[int]) -> int:
+        room, done = memoryview(mmap.mmap(-1, piece)), 0
+        for number in numbers:
+            probe.io.read(probe.fd, number * piece, [room])
+            done += piece
+            if time.perf_counter() > until:
+                break
+        return done
 
     start = time.perf_counter()
-    workers = []
-    for probe in probes:
-        # An order that no read-ahead guesses; taking the next number is atomic.
-        numbers = cycle(random.sample(range(probe.pieces), probe.pieces))
-        workers += [threading.Thread(target=work, args=(probe, numbers)) for _ in range(threads)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    if problems:
-        raise problems[0]
-    return sum(finished) / (time.perf_counter() - start)
+    with ThreadPoolExecutor(threads * len(probes)) as pool:
+        readers = []
+        for probe in probes:
+            # An order that no read-ahead guesses; taking the next number is atomic.
+            numbers = cycle(random.sample(range(probe.pieces), probe.pieces))
+            readers += [pool.submit(work, probe, numbers) for _ in range(threads)]
+        read = sum(reader.result() for reader in readers)
+    return read / (time.perf_counter() - start)

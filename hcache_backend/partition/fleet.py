@@ -8,10 +8,8 @@ servers cannot keep up.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NamedTuple
 
-from hcache_backend.partition.costs import layer_costs
 from hcache_backend.partition.plan import PartitionPlan, Resource
 
 
@@ -29,92 +27,55 @@ class Conversations(NamedTuple):
     new_tokens: int
 
 
-@dataclass(frozen=True)
+@dataclass
 class FleetPlan:
     """Replicas of a server with the partition of ``plan``, whose tokens are those of a history.
 
     Each replica has ``plan.tp`` devices and an L3 of the profile's; a conversation's turns are
     divided over the replicas evenly. Hits that are not refused are read whole: idle servers
     recompute a front meanwhile, busy ones have no time for that.
+
+    Attributes:
+        turns_per_second: Turns that each replica serves per second.
+        l3_bytes: All conversations, on all replicas together, each page once.
+        turn: Seconds of each resource for one turn.
+        busy: Share of time that each resource of a replica works.
+        binds: The resource that is busiest.
+        most_conversations: On all replicas together, if the busiest resource works all the time.
+        recompute_busy: Share of time that the GPU of a replica would work if histories were
+            computed.
+        l2_bytes: Host memory of a replica for turns that are under way, by Little's law and with
+            the delays of a queue at the busiest resource (M/M/1); None: turns pile up.
+        read_rate: Bytes per second that a replica reads from L3.
+        write_rate: Bytes per second that a replica writes to L3.
+        network_rate: Bytes per second that a replica reads from behind its L3, if turns go to any
+            replica.
     """
 
     plan: PartitionPlan
     conversations: Conversations
     replicas: int
 
-    @property
-    def turns_per_second(self) -> float:
-        """Turns that each replica serves per second."""
-        turns = self.conversations.number * self.conversations.turns_per_hour / 3600
-        return turns / self.replicas
-
-    @cached_property
-    def bytes_per_token(self) -> int:
-        stored = self.plan.stored if self.plan.restore else self.plan.partition
-        return stored.bytes_per_token(self.plan.model)
-
-    @property
-    def l3_bytes(self) -> int:
-        """All conversations, on all replicas together, each page once."""
-        tokens = self.plan.tokens + self.conversations.new_tokens
-        return self.conversations.number * tokens * self.bytes_per_token
-
-    @cached_property
-    def turn(self) -> dict[Resource, float]:
-        """Seconds of each resource for one turn."""
-        busy = self.plan.busy("recompute" if self.plan.refused else "mix")
-        return {**busy, "compute": busy["compute"] + self._prefill(self.plan.tokens)}
-
-    @property
-    def busy(self) -> dict[Resource, float]:
-        """Share of time that each resource of a replica works."""
-        return {name: seconds * self.turns_per_second for name, seconds in self.turn.items()}
-
-    @property
-    def binds(self) -> Resource:
-        """The resource that is busiest."""
-        return max(self.turn, key=lambda resource: self.turn[resource])
-
-    @property
-    def most_conversations(self) -> int:
-        """With so many, all replicas together, the busiest resource works all the time."""
-        return int(self.conversations.number / self.busy[self.binds])
-
-    @property
-    def recompute_busy(self) -> float:
-        """Share of time that the GPU of a replica would work, were histories computed."""
-        seconds = self.plan.seconds("recompute") + self._prefill(self.plan.tokens)
-        return seconds * self.turns_per_second
-
-    @property
-    def l2_bytes(self) -> float | None:
-        """Host memory of a replica for turns that are under way; None: they pile up.
-
-        By Little's law, with the delays of a queue at the busiest resource (M/M/1).
-        """
-        busiest = self.busy[self.binds]
-        if busiest >= 1:
-            return None
-        under_way = self.turns_per_second * sum(self.turn.values()) / (1 - busiest)
-        tokens = self.plan.tokens + self.conversations.new_tokens
-        return max(1.0, under_way) * tokens * self.bytes_per_token
-
-    @property
-    def read_rate(self) -> float:
-        """Bytes per second that a replica reads from L3."""
-        read = 0 if self.plan.refused else self.plan.tokens * self.bytes_per_token
-        return self.turns_per_second * read
-
-    @property
-    def write_rate(self) -> float:
-        """Bytes per second that a replica writes to L3."""
-        return self.turns_per_second * self.conversations.new_tokens * self.bytes_per_token
-
-    @property
-    def network_rate(self) -> float:
-        """Bytes per second that a replica reads from what is behind its L3, where turns go to any
-        replica."""
-        return self.read_rate * (self.replicas - 1) / self.replicas
+    def __post_init__(self) -> None:
+        plan, (number, turns_per_hour, new) = self.plan, self.conversations
+        stored = plan.stored if plan.restore else plan.partition
+        token, tokens = stored.bytes_per_token(plan.model), plan.tokens + new
+        self.turns_per_second = turns = number * turns_per_hour / 3600 / self.replicas
+        self.l3_bytes = number * tokens * token
+        prefill = plan.machine.prefill(new, plan.tokens)
+        self.turn = plan.busy("recompute" if plan.refused else "mix")
+        self.turn["compute"] += prefill
+        self.busy = {name: seconds * turns for name, seconds in self.turn.items()}
+        self.binds: Resource = max(self.turn, key=self.turn.__getitem__)
+        self.most_conversations = int(number / self.busy[self.binds])
+        self.recompute_busy = (plan.seconds("recompute") + prefill) * turns
+        self.l2_bytes: float | None = None
+        if (busiest := self.busy[self.binds]) < 1:
+            under_way = turns * sum(self.turn.values()) / (1 - busiest)
+            self.l2_bytes = max(1.0, under_way) * tokens * token
+        self.read_rate = 0.0 if plan.refused else turns * plan.tokens * token
+        self.write_rate = turns * new * token
+        self.network_rate = self.read_rate * (self.replicas - 1) / self.replicas
 
     def report(self) -> dict[str, Any]:
         """The plan as JSON."""
@@ -132,9 +93,3 @@ class FleetPlan:
             "binds": self.binds,
             "most_conversations": self.most_conversations,
         }
-
-    def _prefill(self, prefix: int) -> float:
-        """Seconds to compute the new tokens of a turn behind ``prefix`` tokens."""
-        plan, new = self.plan, self.conversations.new_tokens
-        costs = layer_costs(plan.profile, plan.model, new, prefix=prefix, tp=plan.tp)
-        return costs.c_tok * plan.model.layers

@@ -21,10 +21,16 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from hcache_backend.partition.contention import PRODUCT_TOKENS, Contention, engine_works
+from hcache_backend.partition.contention import (
+    PAGE,
+    PRODUCT_TOKENS,
+    Contention,
+    cold_pages,
+    engine_works,
+)
 from hcache_backend.partition.model_shape import ModelShape
 from hcache_backend.partition.profile import CopyWay, Profile, Rate, processor_name
-from hcache_backend.streams import current_stream, host_tensor, new_stream
+from hcache_backend.streams import current_stream, new_stream
 from hcache_kernels.launch import COPY_PROGRAMS, copies_by_engine, use_copies
 from hcache_kernels.pages import gather_pages, gather_planes
 
@@ -32,9 +38,7 @@ logger = logging.getLogger("hcache")
 
 OPERATIONS = ("hidden_copy", "kv_load", "projection", "dense", "attention")
 _SIZES = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
-_PAGE = 64
 _LEAST_POINTS = 2
-_COLD_BYTES = 64 << 20
 _LEAST_RUNS, _MOST_RUNS = 3, 50
 
 Work = Callable[[], object]
@@ -111,14 +115,15 @@ class Bench:
         try:
             weight = self._rows(model.kv_width, model.hidden)
             hidden = self._rows(PRODUCT_TOKENS, model.hidden)
+            row_bytes = model.hidden * self.dtype.itemsize
             found = Contention(
-                self.device,
-                model.hidden * self.dtype.itemsize,
-                lambda: functional.linear(hidden, weight),
-                self.seconds,
+                self.device, row_bytes, lambda: functional.linear(hidden, weight), self.seconds
             ).measure()
         except Exception as error:  # the rest of a profile is worth having
-            logger.warning("hcache: copies were not measured beside products: %s", error)
+            logger.warning(
+                "hcache: copies were not measured during matrix products (defaults are used): %s",
+                error,
+            )
             return ()
         torch.cuda.empty_cache()  # nobody else could use what products left to their stream
         return tuple(CopyWay(**speed._asdict()) for speed in found)
@@ -147,9 +152,9 @@ class Bench:
 
     def _hidden_copy(self) -> Prepare:
         def prepare(tokens: int) -> tuple[float, Work]:
-            segment = _PAGE * self.model.hidden * self.dtype.itemsize
-            memory, turns = self._pages(tokens, segment)
-            room = torch.empty((tokens // _PAGE, segment), dtype=torch.uint8, device=self.device)
+            segment = PAGE * self.model.hidden * self.dtype.itemsize
+            memory, turns = cold_pages(tokens, segment, self.device)
+            room = torch.empty((tokens // PAGE, segment), dtype=torch.uint8, device=self.device)
             following = cycle([ids if self.engine else ids.to(self.device) for ids in turns])
 
             def work() -> None:
@@ -166,11 +171,11 @@ class Bench:
 
     def _kv_load(self) -> Prepare:
         def prepare(tokens: int) -> tuple[float, Work]:
-            pages, row = tokens // _PAGE, self.model.kv_width * self.dtype.itemsize
-            memory, turns = self._pages(tokens, _PAGE * row)
+            pages, row = tokens // PAGE, self.model.kv_width * self.dtype.itemsize
+            memory, turns = cold_pages(tokens, PAGE * row, self.device)
             following = cycle([ids.to(self.device) for ids in turns])
             # Which of its bytes are K's, and in how many heads, makes no difference.
-            halves = (_PAGE * (row // 2), _PAGE * (row - row // 2))
+            halves = (PAGE * (row // 2), PAGE * (row - row // 2))
             pool = [
                 torch.zeros((2 * pages, 1, 1, half), dtype=torch.uint8, device=self.device)
                 for half in halves
@@ -181,20 +186,11 @@ class Bench:
 
         return prepare
 
-    def _pages(self, tokens: int, segment: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Pages in host memory that have two segments each, and sets of them to copy in turn."""
-        pages = tokens // _PAGE
-        # Pages that are restored have not been touched for long: no call may find the last one's
-        # in the processor's cache.
-        sets = 1 + _COLD_BYTES // (pages * segment)
-        memory = host_tensor((sets * pages, 2 * segment), torch.uint8, self.device).zero_()
-        return memory, list(torch.randperm(sets * pages).view(sets, pages))
-
     def _pool_writer(self, tokens: int) -> Callable[[torch.Tensor], object]:
         """Writing rows of K and V to pages of a pool, in no order."""
         pool = self._rows(2 * tokens, self.model.kv_width)
-        pages = torch.randperm(2 * tokens // _PAGE)[: tokens // _PAGE]
-        slots = (pages[:, None] * _PAGE + torch.arange(_PAGE)).flatten().to(self.device)
+        pages = torch.randperm(2 * tokens // PAGE)[: tokens // PAGE]
+        slots = (pages[:, None] * PAGE + torch.arange(PAGE)).flatten().to(self.device)
         return lambda rows: pool.index_copy_(0, slots, rows)
 
     # ---- computation ----
@@ -278,25 +274,10 @@ def use_measured_copies(
         engine: Whether the copy engine may be taken. It is tried: a profile may be of another
             machine, or another rank.
     """
-    if copies:
-        kernel = _by_kernel(copies)
-        programs = COPY_PROGRAMS if kernel is None or kernel.programs is None else kernel.programs
+    if copies:  # K and V are always copied by a kernel
+        programs = next((way.programs for way in copies if way.programs), COPY_PROGRAMS)
         taken = engine and copies[0].programs is None and engine_works(device)
         use_copies(programs, engine=taken)
-
-
-def _by_kernel(copies: Sequence[CopyWay]) -> CopyWay | None:
-    """The best of the kernel's ways: K and V are always copied by a kernel."""
-    return next((way for way in copies if way.programs is not None), None)
-
-
-def _shares(copies: Sequence[CopyWay]) -> dict[str, float]:
-    """What operations keep, beside each other, of their rates alone."""
-    taken, kernel = copies[0], _by_kernel(copies)
-    shares = {"hidden_copy": taken.beside / taken.alone, "projection": taken.products}
-    if kernel is not None:
-        shares["kv_load"] = kernel.beside / kernel.alone
-    return shares
 
 
 def device_name(device: torch.device) -> str:
@@ -326,11 +307,14 @@ def measure(
             begin(operation)
             points[operation] = bench.points(operation)
     rates: dict[str, Any] = {operation: fit(found) for operation, found in points.items()}
-    if copies:
-        for operation, share in _shares(copies).items():
-            alone = rates[operation]
-            slower = Rate(seconds=alone.seconds, per_second=alone.per_second * share)
-            rates[operation] = slower
+    # What operations keep, beside each other, of their rates alone.
+    kernels = [way for way in copies if way.programs is not None]
+    kept = [("projection", way.products) for way in copies[:1]]
+    kept += [("hidden_copy", way.beside / way.alone) for way in copies[:1]]
+    kept += [("kv_load", way.beside / way.alone) for way in kernels[:1]]
+    for operation, share in kept:
+        alone = rates[operation]
+        rates[operation] = Rate(seconds=alone.seconds, per_second=alone.per_second * share)
     return Profile(
         device=device_name(bench.device),
         date=datetime.now(UTC).isoformat(timespec="seconds"),

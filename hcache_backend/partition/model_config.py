@@ -40,6 +40,10 @@ _STATE_FIELDS = (
     "linear_num_value_heads",
     "ssm_cfg",
 )
+_STATE = (
+    "layers with a recurrent state instead of KV; there is no partition for them, the server keeps "
+    "to KV mode or none"
+)
 
 
 class ModelConfigError(ValueError):
@@ -140,15 +144,13 @@ class _Fields:
         if default is not None:
             return default
         listed = " or ".join(repr(name) for name in names)
-        raise ModelConfigError(
-            f"{self._source}: no {what}: field {listed} is missing; take the config.json that came "
-            "with the model's weights"
+        raise self.error(
+            f"no {what}: field {listed} is missing; take the config.json that came with the "
+            "model's weights"
         )
 
     def wrong(self, name: str, right: str) -> ModelConfigError:
-        return ModelConfigError(
-            f"{self._source}: field {name!r} is {json.dumps(self.get(name))}; it {right}"
-        )
+        return self.error(f"field {name!r} is {json.dumps(self.get(name))}; it {right}")
 
     def error(self, message: str) -> ModelConfigError:
         return ModelConfigError(f"{self._source}: {message}")
@@ -161,17 +163,10 @@ def _require_kv_cache(fields: _Fields) -> None:
         )
     for name in _STATE_FIELDS:
         if fields.get(name) is not None:
-            raise fields.wrong(
-                name,
-                "means layers with a recurrent state instead of KV; there is no partition for "
-                "them, the server keeps to KV mode or none",
-            )
+            raise fields.wrong(name, f"means {_STATE}")
     state = sorted(_STATE_LAYERS & set(_layer_types(fields)))
     if state:
-        raise fields.error(
-            f"field 'layer_types' has {', '.join(state)}: layers with a recurrent state instead "
-            "of KV; there is no partition for them, the server keeps to KV mode or none"
-        )
+        raise fields.error(f"field 'layer_types' has {', '.join(state)}: {_STATE}")
 
 
 def _layer_types(fields: _Fields) -> list[str]:
@@ -197,15 +192,13 @@ def _latent(fields: _Fields) -> Latent | None:
         return None
     rank = fields.integer("width of the latent", ("kv_lora_rank",))
     rope_dim = fields.integer("head size of RoPE", ("qk_rope_head_dim",))
-    if fields.get("q_lora_rank") is None:
-        return Latent(rank=rank, rope_dim=rope_dim)
-    query_rank = fields.integer("width of the query latent", ("q_lora_rank",))
-    return Latent(rank=rank, rope_dim=rope_dim, query_rank=query_rank)
+    query_rank = fields.integer("width of the query latent", ("q_lora_rank",), 0)
+    return Latent(rank=rank, rope_dim=rope_dim, query_rank=query_rank or None)
 
 
 def _head_dim(fields: _Fields, hidden: int, heads: int) -> int:
-    if any(fields.get(name) is not None for name in _HEAD_DIM):
-        return fields.integer("head size", _HEAD_DIM)
+    if given := fields.integer("head size", _HEAD_DIM, 0):
+        return given
     if hidden % heads:
         raise fields.error(
             f"the hidden size {hidden} is no multiple of the {heads} heads, and there is no "

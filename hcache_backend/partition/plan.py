@@ -10,15 +10,14 @@ from hcache_backend.partition.costs import (
     LAYER_METHODS,
     L3Path,
     LayerCosts,
-    LayerMethod,
     Partition,
-    layer_costs,
+    describe,
     until_there,
 )
 from hcache_backend.partition.model_shape import ModelShape
+from hcache_backend.partition.pipeline import Task, recompute_layers, simulate
 from hcache_backend.partition.profile import Profile
-from hcache_backend.partition.solver import makespan, recompute_layers, search
-from hcache_backend.partition.timeline import Task, simulate
+from hcache_backend.partition.restore import Restore
 
 Resource = Literal["compute", "bus", "l3"]
 RestorePath = Literal["auto", "layerwise"]
@@ -62,19 +61,26 @@ class PartitionPlan:
     restore: RestorePath | None = None
 
     @cached_property
+    def machine(self) -> Restore:
+        """Restores of what a server stores."""
+        layers, eager = Partition(0, 0, self.model.layers), self.l3 == "overlapped"
+        found = Restore(self.profile, self.model, layers, self.tp, eager=eager, paper=True)
+        stored = found.fastest(self.tokens, self.l3)
+        # Without hidden states a server decides at no load what to recompute.
+        return replace(found, partition=stored, recomputable=stored.layers * bool(stored.hidden))
+
+    @cached_property
     def costs(self) -> LayerCosts:
-        return self._costs(self.l3)
+        return self.machine.costs(self.tokens, 0, self.l3)
 
     @cached_property
     def partition(self) -> Partition:
-        return self._restored(self.costs) if self.restore else self._best(self.costs)
+        return self._restored(self.tokens) if self.restore else self._best(self.tokens)
 
-    @cached_property
+    @property
     def stored(self) -> Partition:
         """The best one of which every layer is stored: what servers choose by themselves."""
-        smaller = self.model.hidden_is_smaller
-        methods: tuple[LayerMethod, ...] = ("hidden", "kv") if smaller else ("kv",)
-        return search(self.costs, self.model.layers, methods=methods)
+        return self.machine.partition
 
     @cached_property
     def choices(self) -> dict[str, Partition]:
@@ -87,9 +93,14 @@ class PartitionPlan:
             "recompute": Partition(layers, 0, 0),
         }
 
+    def bytes_per_token(self, choice: str) -> int:
+        """Bytes stored for one of :attr:`choices`; a server stores every layer of its mix."""
+        own = choice == "mix" and self.restore is not None
+        return (self.stored if own else self.choices[choice]).bytes_per_token(self.model)
+
     def seconds(self, choice: str) -> float:
         """Predicted time of a restore by one of :attr:`choices`."""
-        return self._seconds(self.costs, self.choices[choice])
+        return self._seconds(self.choices[choice], self.tokens)
 
     @property
     def recomputes_front(self) -> bool:
@@ -102,21 +113,26 @@ class PartitionPlan:
     @property
     def seconds_read_only(self) -> float:
         """Predicted time of a restore of which no front is recomputed."""
-        return makespan(self.costs, self.partition)
+        return simulate(self.costs, self.partition)
 
     def timeline(self, choice: str) -> list[Task]:
         """The pipeline of one of :attr:`choices`, with no front recomputed."""
-        return simulate(self.costs, self.choices[choice])
+        tasks: list[Task] = []
+        simulate(self.costs, self.choices[choice], note=lambda *task: tasks.append(Task(*task)))
+        late = self._unused(self.choices[choice], self.tokens)
+        return [
+            task._replace(start=task.start + late * (task.stream != "l3"), end=task.end + late)
+            for task in tasks
+        ]
 
     def busy(self, choice: str) -> dict[Resource, float]:
         """Seconds that every resource works during a restore by one of :attr:`choices`, with no
         front recomputed."""
-        partition = self.choices[choice]
-        bus, l3 = self._costs("none"), self._costs("first")
+        partition, costs = self.choices[choice], self.machine.costs(self.tokens, 0, "first")
         return {
-            "compute": bus.compute(partition),
-            "bus": bus.transfer(partition),
-            "l3": l3.reading(partition),
+            "compute": costs.compute(partition),
+            "bus": costs.transfer(partition),
+            "l3": costs.reading(partition),
         }
 
     def binds(self, choice: str) -> Resource:
@@ -127,22 +143,22 @@ class PartitionPlan:
     @property
     def refused(self) -> bool:
         """Whether a server computes such hits in L3 instead, because that is sooner."""
-        return self._refuses(self.costs)
+        return self._refuses(self.tokens)
 
     def at_length(self, tokens: int) -> AtLength:
         """How a restore of ``tokens`` tokens goes once this partition is stored."""
-        costs = self._costs(self.l3, tokens)
         if self.restore is None:
+            costs = self.machine.costs(tokens, 0, self.l3)
             used = self.partition.recomputing(recompute_layers(costs, self.partition))
         else:
-            used = self._restored(costs)
-        best = self._best(costs)
+            used = self._restored(tokens)
+        best = self._best(tokens)
         return AtLength(
             used.recompute,
-            self._seconds(costs, used),
+            self._seconds(used, tokens),
             best,
-            self._seconds(costs, best),
-            self._refuses(costs),
+            self._seconds(best, tokens),
+            self._refuses(tokens),
         )
 
     def notes(self) -> list[str]:
@@ -188,7 +204,7 @@ class PartitionPlan:
                 f"takes {self.seconds_read_only * 1e3:,.1f} ms"
             )
         if self.refused:
-            times = self._seconds(self.costs, self.stored) / self.seconds("recompute")
+            times = self._seconds(self.stored, self.tokens) / self.seconds("recompute")
             found.append(
                 f"L3 hits of {self.tokens:,} tokens are refused: computing them is {times:.1f} "
                 "times as fast (option 'min_gain'); hits in host memory are restored"
@@ -198,7 +214,8 @@ class PartitionPlan:
     def _other_path(self) -> list[str]:
         """What this partition takes where L3 is elsewhere in the restore."""
         if self.l3 == "overlapped":
-            first = makespan(self._costs("first"), self.partition) * 1e3
+            costs = self.machine.costs(self.tokens, 0, "first")
+            first = simulate(costs, self.partition) * 1e3
             option = "restore layerwise" if self.restore else "l3 first"
             return [
                 "L3 is read while layers are restored; all of it read first (HiCache's prefetch, "
@@ -224,7 +241,7 @@ class PartitionPlan:
             "l3": self.l3 if self.profile.l3 else "none",
             "restore": self.restore,
             "layers": asdict(self.partition),
-            "bytes_per_token": self.partition.bytes_per_token(self.model),
+            "bytes_per_token": self.bytes_per_token("mix"),
             "kv_bytes_per_token": self.model.layers * self.model.kv_bytes,
             "bytes_per_token_and_layer": {
                 "hidden": self.model.hidden_bytes,
@@ -250,41 +267,41 @@ class PartitionPlan:
             "refused": at.refused,
         }
 
-    @property
-    def _may_recompute(self) -> bool:
-        """Whether first layers may be recomputed: a server decides it at each load, when eager
-        restores have been launched already, and not with several ranks."""
-        if self.restore is None:
-            return True
-        from_l3 = self.profile.l3 is not None and self.l3 == "overlapped"
-        return bool(self.stored.hidden) and self.tp == 1 and not from_l3
+    def _best(self, tokens: int) -> Partition:
+        """The best one for ``tokens`` tokens, if layers may be recomputed that are."""
+        machine = self.machine
+        server_may = bool(machine.recomputable) and self.tp == 1 and self._l3 != "overlapped"
+        anyhow = self.restore is None or server_may
+        return machine.fastest(tokens, self.l3, LAYER_METHODS if anyhow else ("hidden", "kv"))
 
-    def _best(self, costs: LayerCosts) -> Partition:
-        methods = LAYER_METHODS if self._may_recompute else ("hidden", "kv")
-        return search(costs, self.model.layers, methods=methods)
-
-    def _restored(self, costs: LayerCosts) -> Partition:
+    def _restored(self, tokens: int) -> Partition:
         """How a server restores what it stores."""
-        first = recompute_layers(costs, self.stored) if self._may_recompute else 0
-        return self.stored.recomputing(first)
+        if self._l3 == "overlapped":
+            return self.stored
+        return self.stored.recomputing(self.machine.first_layers(tokens, 0))
 
-    def _seconds(self, costs: LayerCosts, partition: Partition) -> float:
-        """Seconds of a restore with such costs."""
-        seconds = makespan(costs, partition)
+    def _unused(self, partition: Partition, tokens: int) -> float:
+        """Seconds in which a server reads layers from L3 that it recomputes."""
+        if self.restore is None or partition != self._restored(tokens):
+            return 0.0
+        costs = self.machine.costs(tokens, 0, self.l3)
+        return costs.reading(self.stored) - costs.reading(partition)
+
+    def _seconds(self, partition: Partition, tokens: int) -> float:
+        seconds = simulate(self.machine.costs(tokens, 0, self.l3), partition)
+        seconds += self._unused(partition, tokens)
         if partition.recompute or not self.recomputes_front:
             return seconds
-        return until_there(seconds, self._computing(costs))
+        return until_there(seconds, self.machine.prefill(tokens, 0))
 
-    def _refuses(self, costs: LayerCosts) -> bool:
+    def _refuses(self, tokens: int) -> bool:
         """Whether a server computes such a hit: it judges as if all that is stored were read."""
         judged = self.restore is not None and self.profile.l3 is not None
-        return judged and self._computing(costs) <= self._seconds(costs, self.stored)
+        return judged and self.machine.prefill(tokens, 0) <= self._seconds(self.stored, tokens)
 
-    def _computing(self, costs: LayerCosts) -> float:
-        return makespan(costs, Partition(self.model.layers, 0, 0))
-
-    def _costs(self, l3: L3Path, tokens: int | None = None) -> LayerCosts:
-        return layer_costs(self.profile, self.model, tokens or self.tokens, tp=self.tp, l3=l3)
+    @property
+    def _l3(self) -> L3Path:
+        return self.l3 if self.profile.l3 is not None else "none"
 
 
 def server_plan(
@@ -302,15 +319,3 @@ def server_plan(
     if restore == "auto" and not plan.stored.hidden:
         return replace(plan, l3="overlapped")
     return plan
-
-
-def describe(partition: Partition) -> str:
-    """The methods of a partition in words, in the order of the layers."""
-    parts = [
-        (partition.recompute, "recomputed"),
-        (partition.hidden, "from hidden states"),
-        (partition.kv, "loaded as KV"),
-    ]
-    return ", ".join(
-        f"{count} layer{'s' if count > 1 else ''} {how}" for count, how in parts if count
-    )

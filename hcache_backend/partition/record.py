@@ -13,9 +13,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from hcache_backend.partition.costs import L3Path, Partition
 from hcache_backend.partition.model_shape import ModelShape
-from hcache_backend.partition.plan import PartitionPlan
+from hcache_backend.partition.pipeline import recompute_layers, simulate
 from hcache_backend.partition.profile import Profile, ProfileError, load_profile
-from hcache_backend.partition.solver import makespan, recompute_layers
+from hcache_backend.partition.restore import Restore
 from hcache_backend.store import write_note
 
 _WORTH_IT = 1.1
@@ -54,11 +54,12 @@ class PartitionRecord(BaseModel):
         """A partition by which restores on this machine are 10% faster or more, and how much."""
         if self.shape is None:
             return None
-        plan = PartitionPlan(profile, self.shape, self.tokens, self.tp, self.l3, "layerwise")
-        best, ours = plan.stored, self.partition
+        ours = self.partition
+        restore = Restore(profile, self.shape, ours, self.tp, paper=True)
+        best, costs = restore.fastest(self.tokens, self.l3), restore.costs(self.tokens, 0, self.l3)
         if ours.hidden and self.tp == 1:  # a restore may recompute first layers that are stored
-            ours = ours.recomputing(recompute_layers(plan.costs, ours))
-        faster = makespan(plan.costs, ours) / makespan(plan.costs, best)
+            ours = ours.recomputing(recompute_layers(costs, ours))
+        faster = simulate(costs, ours) / simulate(costs, best)
         return (best, faster) if faster >= _WORTH_IT else None
 
 

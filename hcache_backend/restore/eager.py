@@ -21,7 +21,7 @@ passed: they all decide the same.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -45,6 +45,21 @@ from hcache_backend.streams import StreamFailed
 
 _LEAST_BATCH = 4
 """Pages that are read at a time at least, if there are so many: disks want company."""
+
+
+_LAUNCH_SHARE = 4
+_LAUNCH_BYTES = 64 << 20
+"""A GPU is given a quarter of a hit at a time, or what its bus copies in two milliseconds: each
+launch takes the scheduler thread a tenth of one."""
+
+
+def launch_pages(device: torch.device | str, page_bytes: int) -> Callable[[int], int]:
+    """How many pages of a prefetch of that many pages are restored at once, at least: nobody but
+    the restore waits for those that have arrived. The same on all ranks."""
+    if torch.device(device).type != "cuda":
+        return lambda pages: 1
+    enough = max(1, _LAUNCH_BYTES // page_bytes)
+    return lambda pages: min(enough, -(-pages // _LAUNCH_SHARE))
 
 
 def batch_pages(pages: int) -> int:
@@ -86,9 +101,21 @@ class HandOut(NamedTuple):
 
 
 class EagerRestores:
-    """Which free device pages are reserved, at most ``limit``, for what. Scheduler thread only."""
+    """Which free device pages are reserved, at most ``limit``, for what. Scheduler thread only.
 
-    def __init__(self, page_size: int, free: FreePages, launch: LaunchRestore, limit: int) -> None:
+    ``launch`` restores pages, as many of a prefetch at once as ``at_once`` says; see
+    :func:`launch_pages`.
+    """
+
+    def __init__(
+        self,
+        page_size: int,
+        free: FreePages,
+        launch: LaunchRestore,
+        limit: int,
+        at_once: Callable[[int], int] = lambda pages: 1,
+    ) -> None:
+        self._at_once = at_once
         self._size = page_size
         self._free = free
         self._launch = launch
@@ -151,15 +178,20 @@ class EagerRestores:
         """How many of its first pages can be recomputed one after the other, or were."""
         return self._running[prefetch].reachable
 
-    def arrived(self, prefetch: Hashable, pages: int, start: int = 0) -> int:
+    def arrived(self, prefetch: Hashable, pages: int, start: int = 0, *, last: bool = False) -> int:
         """Pages ``start`` to ``pages`` of a prefetch are there, and proven, on all ranks.
 
-        Returns how many pages are restored by what it launched, but for layers that they lack.
+        Few of them wait for others, unless they are the ``last`` ones that are read. Returns how
+        many pages are restored by what it launched, but for layers that they lack.
         """
         reservation = self._running[prefetch]
         self._reading = [one for one in self._reading if not one[1].copied.query()]
         there = range(start - reservation.first, pages - reservation.first)
         due = [i for i in reservation.waiting() if i in there]
+        size = len(reservation.host_pages)
+        last = last or (there.start <= 0 and size <= there.stop)
+        if not last and len(due) < self._at_once(size):
+            return 0
         for run in runs(due):
             ids = np.array(reservation.host_pages[run.start : run.stop], dtype=np.int64)
             launched = self._launch(ids, self._slots(reservation, run))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -17,10 +17,11 @@ Fill = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 """Projects K and V of one layer to the pool: ``fill(segments, positions, slots)`` with uint8
 ``[pages, segment_bytes]`` and int64 ``[pages * page_size]`` twice, all on the device."""
 
-Copy = Callable[[torch.Tensor, torch.Tensor, int, torch.Tensor], None]
-"""Copies K and V of one layer from pages straight to the pool: ``copy(memory, pages, offset,
-slots)`` with the arena (uint8 ``[all pages, page_bytes]``), int64 ``[p]`` on the device, the bytes
-before the layer's segment in a page, and int64 ``[p * page_size]`` on the device."""
+Copy = Callable[[Sequence[int], torch.Tensor, torch.Tensor, Sequence[int], torch.Tensor], None]
+"""Copies K and V of consecutive layers from pages straight to the pool: ``copy(layers, memory,
+pages, offsets, slots)`` with the layers, the arena (uint8 ``[all pages, page_bytes]``), int64
+``[p]`` on the device, the bytes before each layer's segment in a page, and int64
+``[p * page_size]`` on the device."""
 
 
 class Parking(Protocol):
@@ -76,7 +77,8 @@ class RestoredLayer(NamedTuple):
             nothing is stored (the segment's length is 0).
         fill: For ``hidden``.
         parking: Where segments can wait for ``fill``, if they can.
-        copy: For ``kv``.
+        copy: For ``kv``, the same of all layers that it can bring at once...
+        launches: ...by so many launches.
         by_header: Whether ``copy`` goes by the headers of pages, and is given them on the CPU.
     """
 
@@ -84,6 +86,7 @@ class RestoredLayer(NamedTuple):
     fill: Fill | None = None
     parking: Parking | None = None
     copy: Copy | None = None
+    launches: int = 1
     by_header: bool = False
 
 

@@ -1,4 +1,5 @@
-"""How a restore is divided into copies: by layer, the first one in pieces."""
+"""How a restore is divided into copies: hidden states by layer, the first one in pieces, K and V by
+groups of layers."""
 
 from __future__ import annotations
 
@@ -7,12 +8,11 @@ from typing import NamedTuple
 
 import torch
 
+from hcache_backend.page import FIRST_PIECE_TOKENS
 from hcache_backend.restore.layers import RestoredLayer
 
-FIRST_PIECES = 4
-"""Pieces that the first layer of a restore comes in, if each has..."""
-FIRST_PIECE_TOKENS = 1024
-"""...so many tokens: a projection of fewer would not be worth its launch."""
+MOST_LAUNCHES = 4
+"""Of the copies of K and V in a restore. A forward pass waits for groups of layers, not for all."""
 
 
 class TokenRows(NamedTuple):
@@ -23,9 +23,10 @@ class TokenRows(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What one copy brings: a layer of some pages. Rows are in the order in which they arrive."""
+    """What one copy brings: layers of some pages, of hidden states one. Rows are in the order in
+    which they arrive."""
 
-    layer: int
+    layers: range
     pages: slice
     page_ids: torch.Tensor
     positions: torch.Tensor
@@ -40,6 +41,7 @@ def parts_of(
     shared: TokenRows,
     chunk_pages: int,
     pieces: int,
+    launches: int = MOST_LAUNCHES,
 ) -> Iterator[Part]:
     """The parts of a restore, in the order in which they are copied.
 
@@ -48,18 +50,40 @@ def parts_of(
         ids: Physical pages, int64 ``[p]``, by method; as ``"header"`` where the copy goes by these.
         rows: All tokens...
         shared: ...and those of hidden states, in the order in which these arrive.
-        chunk_pages: Pages of a part at most.
+        chunk_pages: Pages of a part of hidden states at most.
         pieces: How many the first layer has, if it has enough tokens.
+        launches: Into as many as these copies K and V are divided at most, if one group of layers
+            takes no more.
     """
     pages, first = len(ids["kv"]), next(iter(layers), 0)
     size = len(rows.slots) // max(1, pages)
-    for index, layer in layers.items():
-        step = chunk_pages
-        if index == first:
+    for group in _groups(layers, launches):
+        layer = layers[group.start]
+        step = chunk_pages if layer.copy is None else max(1, pages)
+        if group.start == first and layer.copy is None:
             step = min(step, max(-(-pages // pieces), FIRST_PIECE_TOKENS // max(1, size), 1))
         positions, slots = shared if layer.method == "hidden" else rows
         page_ids = ids["header" if layer.by_header else layer.method]
         for start in range(0, pages, step):
             tokens = slice(start * size, (start + step) * size)
             part, last = slice(start, start + step), start + step >= pages
-            yield Part(index, part, page_ids[part], positions[tokens], slots[tokens], last)
+            yield Part(group, part, page_ids[part], positions[tokens], slots[tokens], last)
+
+
+def _groups(layers: Mapping[int, RestoredLayer], launches: int) -> Iterator[range]:
+    """Consecutive layers that are copied together."""
+    start, numbers = 0, list(layers)
+    while start < len(numbers):
+        layer, stop = layers[numbers[start]], start + 1
+        while (
+            layer.copy is not None
+            and stop < len(numbers)
+            and layers[numbers[stop]].copy == layer.copy
+        ):
+            stop += 1
+        count = min(stop - start, max(1, launches // layer.launches))
+        for number in range(count):
+            first = start + number * (stop - start) // count
+            last = start + (number + 1) * (stop - start) // count
+            yield range(numbers[first], numbers[last - 1] + 1)
+        start = stop

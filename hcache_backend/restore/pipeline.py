@@ -24,10 +24,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hcache_backend.page import PageLayout
+from hcache_backend.page import FIRST_PIECES, PageLayout
 from hcache_backend.restore.exchange import CollectiveOrder, Exchange
 from hcache_backend.restore.layers import Recompute, RestoredLayer
-from hcache_backend.restore.parts import FIRST_PIECES, Part, TokenRows, parts_of
+from hcache_backend.restore.parts import MOST_LAUNCHES, Part, TokenRows, parts_of
 from hcache_backend.restore.report import RestoreReport, RunningRestore
 from hcache_backend.restore.ring import Ring, largest_segment, ring_bytes
 from hcache_backend.streams import Event, current_stream, held_for_device, host_tensor, new_stream
@@ -125,8 +125,9 @@ class RestorePipeline:
         hidden = held_pages if copies_by_engine() else page_ids
         ids = {"kv": page_ids, "hidden": hidden, "header": held_pages}
         pieces = FIRST_PIECES if recompute is None and self._exchange is None else 1
+        launches = 1 if ahead else MOST_LAUNCHES  # no forward pass waits for what is ahead
         chosen = {index: self._layers[index] for index in range(first, len(self._layers))}
-        parts = deque(parts_of(chosen, ids, rows, shared, self._chunk_pages, pieces))
+        parts = deque(parts_of(chosen, ids, rows, shared, self._chunk_pages, pieces, launches))
         bring = self._exchanged(parts, held_pages) if self._exchange else self._bring_own
         behind = current_stream(device).record()
         self._copy.wait(behind)
@@ -171,8 +172,8 @@ class RestorePipeline:
             item = arrived.popleft()
             filled = self._fill(restore, item)
             if item.part.is_last:
-                restore.layers.append(filled)
-                self._written[item.part.layer] = filled
+                restore.layers += [filled] * len(item.part.layers)
+                self._written |= dict.fromkeys(item.part.layers, filled)
             if parts:
                 arrived.append(copy(parts.popleft()))
         if self._order is not None:
@@ -261,11 +262,12 @@ class RestorePipeline:
         here: dict[tuple[int, int], torch.Tensor] = {}
         wanted = []
         for part in parts:
-            if self._layers[part.layer].method == "hidden":
+            layer = part.layers.start
+            if self._layers[layer].method == "hidden":
                 own_part = part._replace(page_ids=pages[part.pages])
-                size = len(own_part.page_ids) * self._layout.segment_bytes[part.layer]
+                size = len(own_part.page_ids) * self._layout.segment_bytes[layer]
                 shares = host_tensor((exchange.shares, size), torch.uint8, self._device)
-                here[part.layer, part.pages.start] = shares
+                here[layer, part.pages.start] = shares
                 wanted.append((shares, partial(self._bring_own, own_part)))
         failed: Exception | None = None
         try:
@@ -276,7 +278,9 @@ class RestorePipeline:
         def copy(part: Part, out: torch.Tensor) -> None:
             if failed is not None:
                 raise failed
-            out.view(-1).copy_(here[part.layer, part.pages.start].view(-1), non_blocking=True)
+            out.view(-1).copy_(
+                here[part.layers.start, part.pages.start].view(-1), non_blocking=True
+            )
 
         return copy
 
@@ -293,7 +297,7 @@ class RestorePipeline:
 
     def _bring_own(self, part: Part, out: torch.Tensor) -> None:
         """Copy what this rank's pages hold of a hidden part to ``out`` (uint8, as long)."""
-        offset = self._layout.segment_offsets[part.layer]
+        offset = self._layout.segment_offsets[part.layers.start]
         self._gather(self._memory, part.page_ids, offset, out.view(len(part.page_ids), -1))
 
     def _can_wait(self, layer: int) -> bool:
@@ -307,17 +311,18 @@ class RestorePipeline:
         room: torch.Tensor | None = None,
     ) -> _Arrived:
         """Copy K and V to the pool, hidden states to the ring, or through ``room`` to be parked."""
-        layer, buffer = self._layers[part.layer], None
+        first = part.layers.start
+        layer, buffer = self._layers[first], None
         if layer.copy is None:
             shares = self._exchange.shares if self._exchange is not None else 1
-            length = self._layout.segment_bytes[part.layer] * shares
+            length = self._layout.segment_bytes[first] * shares
             place = self._ring.next(self._copy) if room is None else room
             buffer = place[: len(part.page_ids) * length].view(-1, length)
 
         def copy() -> None:
             if layer.copy is not None:
-                offset = self._layout.segment_offsets[part.layer]
-                layer.copy(self._memory, part.page_ids, offset, part.slots)
+                offsets = self._layout.segment_offsets[first : part.layers.stop]
+                layer.copy(part.layers, self._memory, part.page_ids, offsets, part.slots)
                 return
             assert buffer is not None
             bring(part, buffer)
@@ -328,13 +333,14 @@ class RestorePipeline:
         start = self._copy.record(timed=True)
         self._copy.run(copy)
         restore.copied = copied = self._copy.record(timed=True)
-        restore.timed.append(("copy", part.layer, start, copied))
+        restore.timed.append(("copy", first, start, copied))
         return _Arrived(part, buffer if room is None else None, copied)
 
     def _fill(self, restore: RunningRestore, arrived: _Arrived) -> Event:
         """Project a part to the pool if it is not there yet; an event behind that."""
         part, buffer, copied = arrived
-        fill, parking = self._layers[part.layer].fill, self._layers[part.layer].parking
+        layer = part.layers.start
+        fill, parking = self._layers[layer].fill, self._layers[layer].parking
         if fill is None:
             return copied
 
@@ -349,7 +355,7 @@ class RestorePipeline:
         start = self._compute.record(timed=True)
         self._compute.run(project)
         filled = self._compute.record(timed=True)
-        restore.timed.append(("compute", part.layer, start, filled))
+        restore.timed.append(("compute", layer, start, filled))
         if buffer is not None:
             self._ring.used(filled)
         return filled

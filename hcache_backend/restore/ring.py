@@ -7,12 +7,8 @@ from collections.abc import Iterable
 
 import torch
 
-from hcache_backend.page import PageLayout
+from hcache_backend.page import RUN_AHEAD, PageLayout
 from hcache_backend.streams import Event, Stream
-
-RUN_AHEAD = 3
-"""Segments of the longest restore that the ring holds: one is projected, one has arrived, and one
-is arriving. A shorter restore runs further ahead in the same memory."""
 
 
 def largest_segment(layout: PageLayout, hidden: Iterable[int]) -> int:

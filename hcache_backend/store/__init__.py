@@ -12,19 +12,15 @@ from hcache_backend.store.file_ops import FileOps
 from hcache_backend.store.folder import SERVER_REPORT, NotOurFolderError, is_store_folder
 from hcache_backend.store.kvikio_ops import best_file_ops
 from hcache_backend.store.notes import write_note
-from hcache_backend.store.page_files import Subset
 from hcache_backend.store.page_store import PageStore
-from hcache_backend.store.recency import Gap
 from hcache_backend.store.stats import StoreStats
 
 __all__ = [
     "SERVER_REPORT",
     "FileOps",
-    "Gap",
     "NotOurFolderError",
     "PageStore",
     "StoreStats",
-    "Subset",
     "best_file_ops",
     "is_store_folder",
     "write_note",

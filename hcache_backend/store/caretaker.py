@@ -50,7 +50,7 @@ def _take_care(
                 next_save = now + _RECENCY_SECONDS
             _complete_index(volume, stopping)
         except Exception:
-            logger.exception("hcache: looking after %s failed", volume.path)
+            logger.exception("hcache: maintenance of %s failed", volume.path)
 
 
 def _complete_index(volume: Volume, stopping: threading.Event) -> None:

@@ -16,7 +16,6 @@ from hcache_backend.store.format import DamagedFileError, PageName, parse_name
 from hcache_backend.store.index import Entry
 from hcache_backend.store.page_files import (
     PageRead,
-    Subset,
     check_size,
     delete_page,
     open_page,
@@ -150,8 +149,7 @@ def _verify_entry(folder: FolderView, entry: Entry, findings: Findings, repair: 
     payload = memoryview(mmap.mmap(-1, max(entry.payload_bytes, 1)))[: entry.payload_bytes]
     try:
         memory = PageMemory([payload], name.share)
-        own = name.share.eighths
-        read_page(folder, PageRead(0, entry, memory, own), Subset(eighths=own))
+        read_page(folder, PageRead(0, entry, memory, name.share.eighths))
     except FileNotFoundError:
         if folder.index.find(name) is None:
             return  # a live server has evicted the page meanwhile

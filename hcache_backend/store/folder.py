@@ -424,8 +424,8 @@ def _warn_of_others(path: Path, root_fd: int) -> None:
     status = os.fstat(root_fd)
     if status.st_mode & 0o022:
         logger.warning(
-            "hcache: %s has mode %o and belongs to user %d: other users may replace what is in it, "
-            "and so change what servers answer; give it to this user with mode 700",
+            "hcache: %s has mode %o and belongs to user %d: other users may replace its pages, "
+            "and so change the replies of servers. Give it to this user, with mode 700",
             path,
             stat.S_IMODE(status.st_mode),
             status.st_uid,

@@ -71,7 +71,9 @@ def best_file_ops(config: HCacheConfig) -> FileOps:
         return FileOps()
     mode, why = kvikio_state()
     if mode == "nothing":
-        logger.warning("hcache: reading as 'posix', although 'reader' is 'kvikio': %s", why)
+        logger.warning(
+            "hcache: pages are read by 'posix', although option 'reader' is 'kvikio': %s", why
+        )
         return FileOps()
-    logger.info("hcache: reading through kvikio")
+    logger.debug("hcache: reading through kvikio")
     return KvikioFileOps(config.io_threads * len(config.dirs))

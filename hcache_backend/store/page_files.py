@@ -24,20 +24,7 @@ from hcache_backend.store.format import (
 )
 from hcache_backend.store.index import Entry
 from hcache_backend.store.page_io import PageIO, PageMemory
-from hcache_backend.units import ALL_EIGHTHS, WHOLE, SegmentTable, Share, Unit
-
-
-class Subset(NamedTuple):
-    """The part of a page that a caller wants.
-
-    Attributes:
-        segments: Numbers of the wanted segments; None means all.
-        eighths: Bit mask of the wanted eighths. A group that stands for several is wanted when one
-            of them is.
-    """
-
-    segments: frozenset[int] | None = None
-    eighths: int = ALL_EIGHTHS
+from hcache_backend.units import WHOLE, SegmentTable, Share, Unit
 
 
 class OtherSizeError(Exception):
@@ -51,8 +38,8 @@ class PageRead(NamedTuple):
         number: Place of the page in the caller's lists.
         entry: The file.
         memory: Where it goes to: the memory of the same or another share.
-        own: Bit mask of the wanted eighths that this file is there for. A group that several files
-            have comes from the file that is there for the first of its eighths.
+        own: Bit mask of the memory's eighths that this file is there for. A group that several
+            files have comes from the file that is there for the first of its eighths.
     """
 
     number: int
@@ -190,12 +177,8 @@ def open_page(folder: FolderView, name: PageName) -> int:
         return folder.ops.open(name.file, flags, shard_fd)
 
 
-def read_page(folder: FolderView, read: PageRead, wanted: Subset) -> tuple[int, int]:
-    """Read and verify what is wanted of a page file.
-
-    Args:
-        wanted: What is wanted of the page, of this and other files: no other eighths than those of
-            the memory's share.
+def read_page(folder: FolderView, read: PageRead) -> tuple[int, int]:
+    """Read and verify what the memory needs of a page file.
 
     Returns:
         Payload bytes that were read, and bytes that went through aligned memory.
@@ -210,9 +193,9 @@ def read_page(folder: FolderView, read: PageRead, wanted: Subset) -> tuple[int, 
     fd = open_page(folder, entry.name)
     try:
         check_size(fd, entry.file_bytes)
-        if share == memory.share and wanted == Subset(eighths=own) and own == share.eighths:
+        if share == memory.share and own == share.eighths:
             return _read_all(folder.io, fd, entry, memory)
-        return _read_units(folder.io, fd, entry, memory, wanted, own)
+        return _read_units(folder.io, fd, entry, memory, own)
     except DamagedFileError as error:
         error.status = os.fstat(fd)
         raise
@@ -267,28 +250,18 @@ def _read_all(io: PageIO, fd: int, entry: Entry, memory: PageMemory) -> tuple[in
     return memory.length, copied
 
 
-def _read_units(
-    io: PageIO, fd: int, entry: Entry, memory: PageMemory, wanted: Subset, own: int
-) -> tuple[int, int]:
-    """Read the wanted units of a file to where the memory has them."""
+def _read_units(io: PageIO, fd: int, entry: Entry, memory: PageMemory, own: int) -> tuple[int, int]:
+    """Read the units that a file is there for to where the memory has them."""
     header = read_header(io, fd)
     _check_names(header, entry)
     _check_memory(file_layout(header.table, memory.share).payload_bytes, memory)
     copied = 0
-    read, runs = _runs(header.table, header.name.share, memory.share, wanted, own)
+    read, runs = _runs(header.table, header.name.share, memory.share, own)
     for offset, stretches, numbers, units in runs:
         pieces = [piece for stretch in stretches for piece in memory.pieces(*stretch)]
         copied += io.read(fd, offset, pieces)
         _verify(memory, units, tuple(header.digests[number] for number in numbers))
     return read, copied
-
-
-def _is_in(unit: Unit, wanted: Subset, own: int) -> bool:
-    if wanted.segments is not None and unit.segment not in wanted.segments:
-        return False
-    eighths = unit.eighths & wanted.eighths
-    first = eighths & -eighths
-    return bool(first & own)
 
 
 def _verify(memory: PageMemory, units: Sequence[Unit], digests: tuple[int, ...]) -> None:
@@ -316,10 +289,8 @@ class _Run(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def _runs(
-    table: SegmentTable, share: Share, target: Share, wanted: Subset, own: int
-) -> tuple[int, list[_Run]]:
-    """How the wanted units of a file of ``share`` come into the memory of share ``target``.
+def _runs(table: SegmentTable, share: Share, target: Share, own: int) -> tuple[int, list[_Run]]:
+    """How units of a file of ``share`` come into the memory of share ``target``.
 
     Returns:
         Their bytes, and the readings.
@@ -329,7 +300,8 @@ def _runs(
     runs: list[_Run] = []
     read = end = 0
     for number, unit in enumerate(layout.units):
-        if not _is_in(unit, wanted, own):
+        eighths = unit.eighths & target.eighths
+        if not eighths & -eighths & own:  # another file is there for its first eighth
             continue
         if not runs or end != unit.payload_offset:
             runs.append(_Run(layout.header_bytes + unit.payload_offset, [], [], []))

@@ -27,9 +27,9 @@ from hcache_backend.store.format import (
     file_layout,
 )
 from hcache_backend.store.kvikio_ops import best_file_ops
-from hcache_backend.store.page_files import PageRead, PageWrite, Subset, page_write
+from hcache_backend.store.page_files import PageRead, PageWrite, page_write
 from hcache_backend.store.page_io import PageMemory
-from hcache_backend.store.recency import Gap, Recency
+from hcache_backend.store.recency import Recency
 from hcache_backend.store.stats import ProblemLog, StoreContext, StoreStats
 from hcache_backend.store.volume import Volume, Writer, result_of
 from hcache_backend.units import WHOLE, Parts, SegmentTable, Share
@@ -121,24 +121,17 @@ class PageStore:
                 found[number] |= mask
         return [wanted & mask == wanted for mask in found]
 
-    def use(self, namespace: bytes, keys: Sequence[bytes], *, complete: bool = False) -> None:
+    def use(self, namespace: bytes, keys: Sequence[bytes]) -> None:
         """The pages ``keys`` (32 bytes each) of a sequence, from its first one on, are being used.
 
         Wherever they are: what L1 and L2 serve is worth keeping here, too. Never waits; all keys
         but the last are read later.
 
-        Args:
-            complete: Say in :meth:`take_gaps` which of them are not there.
-
         Raises:
             ValueError: Names of a wrong length.
         """
         check_names(namespace, list(keys[-1:]))
-        self._recency.note(namespace, keys, complete)
-
-    def take_gaps(self) -> list[Gap]:
-        """What uses of sequences found missing since the last call, in their order. Never waits."""
-        return self._recency.take_gaps()
+        self._recency.note(namespace, keys)
 
     def put(
         self,
@@ -147,7 +140,6 @@ class PageStore:
         pages: Sequence[Parts],
         *,
         prefix: Sequence[bytes] = (),
-        last_use: int | None = None,
         share: Share = WHOLE,
         table: SegmentTable | None = None,
         digests: Sequence[Sequence[int]] | None = None,
@@ -164,8 +156,6 @@ class PageStore:
                 page, with nothing between. The payload of the whole page is the page.
             prefix: The keys of the pages before them in their sequence, from its first one on.
                 They are in use, too.
-            last_use: When the pages were used, as :class:`Gap` says it; None: they are in use.
-                A full folder does not take pages that would be the first to go.
             share: The eighths of every page that the caller has.
             table: How the whole page divides; a must for shares and for reading parts of a layer.
                 Without it every part is one segment.
@@ -184,7 +174,7 @@ class PageStore:
         if digests is not None and len(digests) != len(keys):
             raise ValueError(f"digests of {len(digests)} pages for {len(keys)} keys")
         deadline = time.monotonic() + self._config.write_seconds
-        stamps = self._recency.note_new(namespace, prefix, keys, last_use)
+        stamps = self._recency.note_new(namespace, prefix, keys)
         done = self._already_stored(namespace, keys, share)
         layout = None if table is None else file_layout(table, share)
         work = []
@@ -210,8 +200,8 @@ class PageStore:
             self._finish_writing(before, deadline, done)
             before = started
         self._finish_writing(before, deadline, done)
-        if share != WHOLE and last_use is None:  # used together with the shares of other ranks
-            self._recency.note(namespace, [*prefix, *keys], complete=False)
+        if share != WHOLE:  # used together with the shares of other ranks
+            self._recency.note(namespace, [*prefix, *keys])
         if self._config.durability == "always":
             for volume in self.volumes:
                 if volume.dirty and not volume.flush():
@@ -224,20 +214,16 @@ class PageStore:
         keys: Sequence[bytes],
         pages: Sequence[Parts],
         *,
-        subset: Subset | None = None,
         share: Share = WHOLE,
     ) -> list[bool]:
         """Read a share of pages, from files of whatever shares.
 
-        False is a miss; the memory of that page then holds anything. With ``subset`` only the
-        memory of the wanted segments and eighths is written. Where neither the share nor the
-        subset leaves an eighth, there is nothing to be had: a miss.
+        False is a miss; the memory of that page then holds anything.
 
         Args:
             namespace: 16 bytes.
             keys: 32 bytes each.
             pages: The memory of the payload of the share (see :meth:`put`), of just that length.
-            subset: What is wanted of the share; None means all.
 
         Raises:
             ValueError: Names of a wrong length, or no such share.
@@ -247,9 +233,7 @@ class PageStore:
         check_share(share)
         if len(pages) != len(keys):
             raise ValueError(f"{len(pages)} pages for {len(keys)} keys")
-        subset = subset or Subset()
-        wanted = subset._replace(eighths=subset.eighths & share.eighths)
-        covers = cover(self.volumes, namespace, keys, wanted.eighths)
+        covers = cover(self.volumes, namespace, keys, share.eighths)
         reads: dict[Volume, list[PageRead]] = {}
         for number, pieces in enumerate(covers):
             memory = PageMemory(pages[number], share)
@@ -260,7 +244,7 @@ class PageStore:
         reading = [
             future
             for volume, files in reads.items()
-            for future in volume.start_reading(files, wanted, deadline)
+            for future in volume.start_reading(files, deadline)
         ]
         wait(reading, seconds)
         came: Counter[int] = Counter()
@@ -333,19 +317,11 @@ class PageStore:
         self, volume: Volume, items: Sequence[PageWrite], deadline: float
     ) -> _Writing:
         incoming = sum(item.layout.file_bytes for item in items)
-        full = volume.is_full(incoming)
-        if full:
+        if volume.is_full(incoming):
             self._recency.save()  # so that what goes is what nobody used
-            # What would be the first to go does not come, and nothing goes for it.
-            oldest, _ = volume.stamps() or (0, 0)
-            newer = [item for item in items if item.stamp > oldest]
-            self.stats.add(pages_dropped_old=len(items) - len(newer))
-            items, incoming = newer, sum(item.layout.file_bytes for item in newer)
-        if not items:
-            return _Writing(volume, 0, [])
-        if full and not volume.make_room(incoming, deadline - time.monotonic()):
-            self.stats.add(pages_dropped_full=len(items))
-            return _Writing(volume, 0, [])
+            if not volume.make_room(incoming, deadline - time.monotonic()):
+                self.stats.add(pages_dropped_full=len(items))
+                return _Writing(volume, 0, [])
         return _Writing(volume, len(items), volume.start_writing(items, deadline))
 
     def _finish_writing(

@@ -60,7 +60,7 @@ class Presence:
             self._index_is_broken = False
         self._had_own_device = self.path.is_mount()
         if not folder.io.alignment.flags:
-            logger.info("hcache: %s has no direct I/O; reads and writes are buffered", self.path)
+            logger.debug("hcache: %s has no direct I/O; reads and writes are buffered", self.path)
 
     def is_online(self, *, writing: bool = False) -> bool:
         """Whether it can be read, or written, now."""
@@ -130,10 +130,11 @@ class Presence:
         if self._errors_in_a_row[writing] >= _ERRORS_IN_A_ROW:
             self._errors_in_a_row[writing] = 0
             self._rest_until[writing] = time.monotonic() + _REST_SECONDS
-            rests = "writing rests" if writing else "it rests"
+            use = "written" if writing else "used"
             self._problems.report(
                 f"rest {writing} {self.path}",
-                f"{self.path} keeps failing; {rests} for {_REST_SECONDS:.0f} s",
+                f"{self.path} failed {_ERRORS_IN_A_ROW} times in a row; not {use} for "
+                f"{_REST_SECONDS:.0f} s",
             )
 
     def _rests(self, writing: bool) -> bool:
@@ -152,7 +153,7 @@ class Presence:
         except OSError as error:
             self._problems.report("offline", f"{self.path} cannot be used: {error}")
             return
-        logger.warning("hcache: %s is back", self.path)
+        logger.info("hcache: %s works again", self.path)
 
     def _let_go(self, folder: Folder) -> None:
         with self._state:

@@ -19,30 +19,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from hcache_backend.store.format import PageName
-from hcache_backend.store.index import Entry
 from hcache_backend.store.volume import Volume
-from hcache_backend.units import ALL_EIGHTHS
 
 _YOUNG = 16
 _FURTHER = 1_000_000
 _PENDING_AT_MOST = 1 << 20
 """Keys of uses that wait to be saved; more in one interval are not noted."""
-_GAPS_AT_MOST = 256
-"""Sequences that lack pages; more between two calls of :meth:`Recency.take_gaps` are not noted."""
-
-
-class Gap(NamedTuple):
-    """Pages that a sequence lacks of which it was used up to the last of ``keys``, at ``time``
-    (access epoch)."""
-
-    keys: Sequence[bytes]
-    missing: list[int]
-    """Their places in ``keys``."""
-    time: int
 
 
 class _Use(NamedTuple):
@@ -51,8 +37,6 @@ class _Use(NamedTuple):
     namespace: bytes
     keys: Sequence[bytes]
     time: int
-    complete: bool
-    """Whether all its pages should be there."""
 
 
 class Recency:
@@ -61,44 +45,32 @@ class Recency:
     def __init__(self, volumes: Sequence[Volume]) -> None:
         self._volumes = volumes
         self._lock = threading.Lock()
-        self._pending: dict[tuple[bytes, bytes, bool], _Use] = {}
+        self._pending: dict[tuple[bytes, bytes], _Use] = {}
         self._pending_keys = 0
-        self._gaps: dict[tuple[bytes, bytes], Gap] = {}
         self._saving = threading.Lock()
         self._epoch_behind = 0  # what is to be added to the machine's own time
         self._follow(time.time_ns())
         self._young()
 
-    def note(self, namespace: bytes, keys: Sequence[bytes], complete: bool) -> None:
+    def note(self, namespace: bytes, keys: Sequence[bytes]) -> None:
         """The pages ``keys`` of a sequence, from its first one on, are being used. Never waits.
 
-        Keys but the last are read when the use is saved, by another thread. Where the pages should
-        all be there (``complete``), those that are not become a :class:`Gap`.
+        Keys but the last are read when the use is saved, by another thread.
         """
         if keys:
-            self._note(_Use(namespace, keys, self._now(), complete))
-
-    def take_gaps(self) -> list[Gap]:
-        """What was found missing since the last call, in the order of uses. Never waits."""
-        with self._lock:
-            gaps, self._gaps = self._gaps, {}
-        return list(gaps.values())
+            self._note(_Use(namespace, keys, self._now()))
 
     def note_new(
-        self,
-        namespace: bytes,
-        prefix: Sequence[bytes],
-        keys: Sequence[bytes],
-        last_use: int | None = None,
+        self, namespace: bytes, prefix: Sequence[bytes], keys: Sequence[bytes]
     ) -> list[int]:
         """Pages ``keys`` behind those of ``prefix`` are about to be stored; returns their stamps.
 
-        They and those of them that are there are being used, or were at ``last_use``.
+        They and those of them that are there are being used.
         """
         with self._saving:
             young = self._young()
             now = self._now()
-            level, start, used = last_use or now, 0, 0
+            level, start, used = now, 0, 0
             if prefix:
                 [last] = self._levels(namespace, prefix[-1:], len(prefix) - 1)
                 if last and min(last) >= young:  # then so are those before it
@@ -112,8 +84,8 @@ class Recency:
                     used = place + 1
                 if place >= len(prefix):
                     stamps.append(level - place)
-            if used and last_use is None:
-                self._note(_Use(namespace, [*prefix, *keys][:used], now, False))
+            if used:
+                self._note(_Use(namespace, [*prefix, *keys][:used], now))
             return stamps
 
     def save(self) -> None:
@@ -132,12 +104,12 @@ class Recency:
     def _note(self, use: _Use) -> None:
         with self._lock:
             if self._pending_keys < _PENDING_AT_MOST:
-                self._pending[use.namespace, use.keys[-1], use.complete] = use
+                self._pending[use.namespace, use.keys[-1]] = use
                 self._pending_keys += len(use.keys)
 
     def _apply(self, use: _Use, young: int, changes: Sequence[dict[PageName, int]]) -> None:
         """Note in ``changes``, one for each volume, what a use changes."""
-        namespace, level, missing = use.namespace, use.time, []
+        namespace, level = use.namespace, use.time
         [last] = self._levels(namespace, use.keys[-1:], len(use.keys) - 1)
         if len(last) == 1 and min(last) >= young:
             return
@@ -149,8 +121,6 @@ class Recency:
                 for change, found in zip(changes, files, strict=True)
                 for entry in found[place]
             ]
-            if use.complete and not _is_whole(entry for _, entry in entries):
-                missing.append(place)
             levels = {entry.stamp + place for _, entry in entries}
             if len(levels) == 1 and min(levels) >= young:
                 level = min(level, *levels)
@@ -160,9 +130,6 @@ class Recency:
                 stamp = max(max(level, newest) - place, change.get(entry.name, 0))
                 if stamp > entry.stamp:
                     change[entry.name] = stamp
-        with self._lock:
-            if missing and len(self._gaps) < _GAPS_AT_MOST:
-                self._gaps[namespace, keys[-1]] = Gap(keys, missing, use.time)
 
     def _levels(self, namespace: bytes, keys: Sequence[bytes], first: int) -> list[set[int]]:
         """The levels of the files of consecutive pages from page ``first`` on; none: not there."""
@@ -188,11 +155,3 @@ class Recency:
         self._follow(max((last for _, last in ends), default=0) + _FURTHER)
         now = self._now()
         return now - max(0, now - min((first for first, _ in ends), default=now)) // _YOUNG
-
-
-def _is_whole(files: Iterable[Entry]) -> bool:
-    """Whether ``files`` have all of a page together."""
-    eighths = 0
-    for entry in files:
-        eighths |= entry.name.share.eighths
-    return eighths == ALL_EIGHTHS

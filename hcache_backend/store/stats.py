@@ -33,7 +33,6 @@ class StoreStats:
     evict_errors: int = 0
     pages_already_stored: int = 0
     pages_dropped_full: int = 0
-    pages_dropped_old: int = 0
     pages_dropped_late: int = 0
     pages_dropped_offline: int = 0
     pages_evicted: int = 0
@@ -72,7 +71,7 @@ class ProblemLog:
                 return
             self._last[kind] = now
             held_back = self._held_back.pop(kind, 0)
-        more = f" ({held_back} more like it since the last such line)" if held_back else ""
+        more = f" ({held_back} similar problems since the last such line)" if held_back else ""
         logger.warning("hcache: %s%s", message, more)
 
 

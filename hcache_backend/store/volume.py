@@ -27,7 +27,6 @@ from hcache_backend.store.page_files import (
     OtherSizeError,
     PageRead,
     PageWrite,
-    Subset,
     Written,
     delete_page,
     file_exists,
@@ -81,15 +80,13 @@ class Volume(Presence):
         """Whether a page file is really there."""
         return self._ask(lambda folder: file_exists(folder, name), False)
 
-    def start_reading(
-        self, reads: Sequence[PageRead], wanted: Subset, deadline: float
-    ) -> list[Future[list[int]]]:
+    def start_reading(self, reads: Sequence[PageRead], deadline: float) -> list[Future[list[int]]]:
         """Have threads read page files (see :func:`read_page`); they start none after ``deadline``.
 
         Their results are the numbers of the pages that came; what is missing is a miss.
         """
         left = iter(reads)  # a thread takes the next one when it has done one
-        work = partial(self._read_all, left, wanted, deadline)
+        work = partial(self._read_all, left, deadline)
         return [self._start(self.readers, work) for _ in reads[: self._threads]]
 
     def start_writing(self, writes: Sequence[PageWrite], deadline: float) -> list[Writer]:
@@ -242,7 +239,7 @@ class Volume(Presence):
             done.set_result(work())
             return done
 
-    def _read_all(self, reads: Iterator[PageRead], wanted: Subset, deadline: float) -> list[int]:
+    def _read_all(self, reads: Iterator[PageRead], deadline: float) -> list[int]:
         """Read page files until there are no more; returns the numbers of the pages that came."""
         came: list[int] = []
         payload = copied = 0
@@ -250,16 +247,16 @@ class Volume(Presence):
             for read in reads:
                 if time.monotonic() > deadline or not self.is_online():
                     break
-                if (sizes := self._read(folder, read, wanted)) is not None:
+                if (sizes := self._read(folder, read)) is not None:
                     came.append(read.number)
                     payload, copied = payload + sizes[0], copied + sizes[1]
         self._stats.add(bytes_read=payload, bytes_copied=copied)
         return came
 
-    def _read(self, folder: Folder, read: PageRead, wanted: Subset) -> tuple[int, int] | None:
+    def _read(self, folder: Folder, read: PageRead) -> tuple[int, int] | None:
         """Read a page file; None is a miss."""
         try:
-            sizes = read_page(folder, read, wanted)
+            sizes = read_page(folder, read)
         except FileNotFoundError:
             self._discard(read.entry, None)
         except DamagedFileError as error:

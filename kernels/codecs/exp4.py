@@ -17,6 +17,8 @@ import triton
 import triton.language as tl
 
 from ..launch import Launch
+from ..layers import ONE_LAYER, LayerTable
+from ..page_kernels import plane_of
 from .base import Codec, UnsupportedRows
 from .exp4_code import (
     BLOCK_VALUES,
@@ -107,6 +109,8 @@ def encode_launch(
     pages: torch.Tensor | None,
     offset: int,
     fits: torch.Tensor,
+    layers: LayerTable | None = None,
+    slots: int = 1,
 ) -> Launch:
     """Encode units of some items of the planes into pages.
 
@@ -118,12 +122,16 @@ def encode_launch(
         pages: The page of each item, int64 ``[p]``; None: as many pages as items, in their order.
         offset: Where the units of an item begin in its page, a multiple of 8. The units of the
             first plane come first.
-        fits: Which units fit, bool ``[p, planes * units]``.
+        fits: Which units fit, bool ``[p, planes * units]``; of several layers ``[layers, p, ...]``.
+        layers: Several layers, whose planes and offsets stand there, in this one launch.
+        slots: Slots of an item: ``items`` are the first ones of these, int64 ``[p * slots]``.
     """
     return _launch(
         encode_kernel,
-        len(fits) * len(planes) * cut.units,
+        fits.numel() // (1 if layers is None else len(layers)),
         cut,
+        layers,
+        slots,
         planes,
         items,
         memory=memory,
@@ -141,20 +149,23 @@ def decode_launch(
     planes: Sequence[torch.Tensor],
     items: torch.Tensor | None,
     cut: Cut,
+    layers: LayerTable | None = None,
+    slots: int = 1,
 ) -> Launch:
     """Decode the units of some items into the planes.
 
     Args:
         encoded: Contiguous uint8 ``[p, planes * units * unit_bytes]``, as :func:`encode_launch`
-            writes them; bytes of any other kind decode to something.
-        planes: As there.
-        items: As there.
-        cut: As there.
+            writes them (of several layers ``[layers, p, ...]``); bytes of any other kind decode to
+            something.
+        planes: As there; so ``items``, ``cut``, ``layers`` and ``slots``.
     """
     return _launch(
         decode_kernel,
-        len(encoded) * len(planes) * cut.units * blocks_of(cut.values),
+        encoded.shape[-2] * len(planes) * cut.units * blocks_of(cut.values),
         cut,
+        layers,
+        slots,
         planes,
         items,
         encoded=encoded,
@@ -165,6 +176,8 @@ def _launch(
     kernel: Any,
     programs: int,
     cut: Cut,
+    layers: LayerTable | None,
+    slots: int,
     planes: Sequence[torch.Tensor],
     items: torch.Tensor | None,
     **arguments: Any,
@@ -175,6 +188,9 @@ def _launch(
         "first": planes[0].view(torch.int32),
         "second": planes[-1].view(torch.int32),
         "items": items,
+        **(ONE_LAYER if layers is None else layers.arguments()),
+        "ALIGNED": 1 if layers is None else layers.aligned,
+        "SLOTS": slots,
         "PLANES": len(planes),
         "GROUPS": cut.groups,
         "PIECES": cut.pieces,
@@ -185,16 +201,27 @@ def _launch(
         "TAIL": tail_bytes(values),
         "BLOCK": block,
     }
-    return Launch(kernel, (programs,), arguments, max(1, block // (32 * _THREAD_PAIRS)), stages=1)
+    grid = (programs, 1 if layers is None else len(layers))
+    return Launch(kernel, grid, arguments, max(1, block // (32 * _THREAD_PAIRS)), stages=1)
+
+
+@triton.jit
+def item_place(items, item, SLOTS: tl.constexpr):
+    """The number of an item in its plane."""
+    return tl.load(items + item * SLOTS).to(tl.int64) // SLOTS
 
 
 @triton.jit
 def _unit_values(
     first,
     second,
+    table,
+    layer,
     items,
     item,
     unit,
+    ALIGNED: tl.constexpr,
+    SLOTS: tl.constexpr,
     PLANES: tl.constexpr,
     GROUPS: tl.constexpr,
     PIECES: tl.constexpr,
@@ -202,13 +229,14 @@ def _unit_values(
     WIDTH: tl.constexpr,
 ):
     """Where the values of a unit begin; unit is its number among those of its item."""
-    plane = first
+    plane = plane_of(first, table, layer, 0, ALIGNED)
     if PLANES == 2:
-        plane = tl.where(unit < GROUPS * PIECES, first, second)
+        other = plane_of(second, table, layer, 1, ALIGNED)
+        plane = tl.where(unit < GROUPS * PIECES, plane, other)
         unit = unit % (GROUPS * PIECES)
     place = item
     if items is not None:
-        place = tl.load(items + item).to(tl.int64)
+        place = item_place(items, item, SLOTS)
     token = (place * PIECES + unit % PIECES) * TOKENS
     return plane + (token * GROUPS + unit // PIECES) * WIDTH
 
@@ -221,16 +249,20 @@ def in_plane(at, GROUPS: tl.constexpr, WIDTH: tl.constexpr):
 
 # One word of two values becomes 16 bits of sign and mantissa and 8 bits of codes: nothing moves
 # between threads but the ranks of exceptions.
-@triton.jit(do_not_specialize_on_alignment=["items", "pages", "fits"])
+@triton.jit(do_not_specialize_on_alignment=["items", "pages", "fits", "table", "offsets"])
 def encode_kernel(
     first,  # int32 [all items, PIECES * TOKENS * GROUPS * WIDTH]: two bfloat16 values each
     second,
-    items,  # int64 [p], or None
+    table,  # int64 [layers, 2], or None
+    offsets,  # int64 [layers], or None
+    items,  # int64 [p * SLOTS], or None
     memory,  # uint8 [all pages, page_bytes]
     pages,  # int64 [p], or None
-    fits,  # uint8 [p, PLANES * GROUPS * PIECES]
+    fits,  # uint8 [layers, p, PLANES * GROUPS * PIECES]
     page_bytes,
     offset,
+    ALIGNED: tl.constexpr,
+    SLOTS: tl.constexpr,
     PLANES: tl.constexpr,
     GROUPS: tl.constexpr,
     PIECES: tl.constexpr,
@@ -245,12 +277,30 @@ def encode_kernel(
 ):
     PAIRS: tl.constexpr = TOKENS * WIDTH
     UNITS: tl.constexpr = PLANES * GROUPS * PIECES
-    number = tl.program_id(0)
+    number, layer = tl.program_id(0), tl.program_id(1).to(tl.int64)
     item, unit = (number // UNITS).to(tl.int64), number % UNITS
-    values = _unit_values(first, second, items, item, unit, PLANES, GROUPS, PIECES, TOKENS, WIDTH)
+    values = _unit_values(
+        first,
+        second,
+        table,
+        layer,
+        items,
+        item,
+        unit,
+        ALIGNED,
+        SLOTS,
+        PLANES,
+        GROUPS,
+        PIECES,
+        TOKENS,
+        WIDTH,
+    )
+    fits += layer * tl.num_programs(0)
     page = item
     if pages is not None:
         page = tl.load(pages + item).to(tl.int64)
+    if offsets is not None:
+        offset = tl.load(offsets + layer)
     encoded = memory + page * page_bytes + offset + unit * (3 * PAIRS + TAIL)
 
     histogram = tl.zeros([256], tl.int32)
@@ -305,12 +355,16 @@ def _code(exponent, lowest, extra):
     return tl.where(exponent == extra, 15, code)
 
 
-@triton.jit(do_not_specialize_on_alignment=["items"])
+@triton.jit(do_not_specialize_on_alignment=["items", "table", "offsets"])
 def decode_kernel(
-    encoded,  # uint8 [p, PLANES * GROUPS * PIECES, 6 * TOKENS * WIDTH + TAIL]
+    encoded,  # uint8 [layers, p, PLANES * GROUPS * PIECES, 6 * TOKENS * WIDTH + TAIL]
     first,  # int32 [all items, PIECES * TOKENS * GROUPS * WIDTH]
     second,
-    items,  # int64 [p], or None
+    table,  # int64 [layers, 2], or None
+    offsets,
+    items,  # int64 [p * SLOTS], or None
+    ALIGNED: tl.constexpr,
+    SLOTS: tl.constexpr,
     PLANES: tl.constexpr,
     GROUPS: tl.constexpr,
     PIECES: tl.constexpr,
@@ -325,9 +379,25 @@ def decode_kernel(
     BLOCKS: tl.constexpr = (PAIRS + BLOCK - 1) // BLOCK
     UNITS: tl.constexpr = PLANES * GROUPS * PIECES
     number, block = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS
+    layer = tl.program_id(1).to(tl.int64)
     item, unit = (number // UNITS).to(tl.int64), number % UNITS
-    values = _unit_values(first, second, items, item, unit, PLANES, GROUPS, PIECES, TOKENS, WIDTH)
-    encoded += number.to(tl.int64) * (3 * PAIRS + TAIL)
+    values = _unit_values(
+        first,
+        second,
+        table,
+        layer,
+        items,
+        item,
+        unit,
+        ALIGNED,
+        SLOTS,
+        PLANES,
+        GROUPS,
+        PIECES,
+        TOKENS,
+        WIDTH,
+    )
+    encoded += (layer * (tl.num_programs(0) // BLOCKS) + number) * (3 * PAIRS + TAIL)
     tail = encoded + 3 * PAIRS
     lowest, extra = tl.load(tail).to(tl.int32), tl.load(tail + 1).to(tl.int32)
     starts = (tail + STARTS).to(tl.pointer_type(tl.uint16))

@@ -8,7 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .exp4 import in_plane
+from ..page_kernels import plane_of
+from .exp4 import in_plane, item_place
 from .scaled import GREATEST_BITS, SMALLEST_BITS, nearest_code, value_of_code
 
 
@@ -17,27 +18,32 @@ def _first_value(
     items,
     item,
     unit,
+    SLOTS: tl.constexpr,
     GROUPS: tl.constexpr,
     PIECES: tl.constexpr,
     TOKENS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
     """Where the values of a unit begin in its plane."""
-    page = tl.load(items + item).to(tl.int64)
+    page = item_place(items, item, SLOTS)
     token = (page * PIECES + unit % PIECES) * TOKENS
     return (token * GROUPS + unit // PIECES) * WIDTH
 
 
-@triton.jit(do_not_specialize_on_alignment=["items", "pages", "fits"])
+@triton.jit(do_not_specialize_on_alignment=["items", "pages", "fits", "table", "offsets"])
 def encode_kernel(
     k,  # floats [all items, PIECES * TOKENS * GROUPS * WIDTH]
     v,
-    items,  # int64 [p]
+    table,  # int64 [layers, 2], or None
+    offsets,  # int64 [layers], or None
+    items,  # int64 [p * SLOTS]
     memory,  # uint8 [all pages, page_bytes]
     pages,  # int64 [p]
-    fits,  # uint8 [p, all blocks of lines of an item]
+    fits,  # uint8 [layers, p, all blocks of lines of an item]
     page_bytes,
     offset,
+    ALIGNED: tl.constexpr,
+    SLOTS: tl.constexpr,
     GROUPS: tl.constexpr,
     PIECES: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -56,13 +62,17 @@ def encode_kernel(
     HEADS: tl.constexpr = TOKENS * (WIDTH // DIM)
     K_BLOCKS: tl.constexpr = (WIDTH + K_AT_ONCE - 1) // K_AT_ONCE
     V_BLOCKS: tl.constexpr = (HEADS + V_AT_ONCE - 1) // V_AT_ONCE
-    number = tl.program_id(0)
+    number, layer = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    k, v = plane_of(k, table, layer, 0, ALIGNED), plane_of(v, table, layer, 1, ALIGNED)
+    fits += layer * tl.num_programs(0)
+    if offsets is not None:
+        offset = tl.load(offsets + layer)
     item = (number // (UNITS * (K_BLOCKS + V_BLOCKS))).to(tl.int64)
     part = number % (UNITS * (K_BLOCKS + V_BLOCKS))
     target = memory + tl.load(pages + item).to(tl.int64) * page_bytes + offset
     if part < UNITS * K_BLOCKS:
         unit, block = part // K_BLOCKS, part % K_BLOCKS
-        first = _first_value(items, item, unit, GROUPS, PIECES, TOKENS, WIDTH)
+        first = _first_value(items, item, unit, SLOTS, GROUPS, PIECES, TOKENS, WIDTH)
         channel = block * K_AT_ONCE + tl.arange(0, K_AT_ONCE)
         token = tl.arange(0, K_SPAN)[None, :]
         fit = _encode_lines(
@@ -81,7 +91,7 @@ def encode_kernel(
     else:
         part -= UNITS * K_BLOCKS
         unit, block = part // V_BLOCKS, part % V_BLOCKS
-        first = _first_value(items, item, unit, GROUPS, PIECES, TOKENS, WIDTH)
+        first = _first_value(items, item, unit, SLOTS, GROUPS, PIECES, TOKENS, WIDTH)
         head = block * V_AT_ONCE + tl.arange(0, V_AT_ONCE)
         value = tl.arange(0, V_SPAN)[None, :]
         at = (head * DIM)[:, None] + value
@@ -132,12 +142,16 @@ def _encode_lines(
     return tl.min((usable | (bits == 0)).to(tl.int32), 0)
 
 
-@triton.jit(do_not_specialize_on_alignment=["items"])
+@triton.jit(do_not_specialize_on_alignment=["items", "table", "offsets"])
 def decode_kernel(
-    encoded,  # uint8 [p, GROUPS * PIECES * (K_BYTES + V_BYTES)]
+    encoded,  # uint8 [layers, p, GROUPS * PIECES * (K_BYTES + V_BYTES)]
     k,  # floats [all items, PIECES * TOKENS * GROUPS * WIDTH]
     v,
-    items,  # int64 [p]
+    table,  # int64 [layers, 2], or None
+    offsets,
+    items,  # int64 [p * SLOTS]
+    ALIGNED: tl.constexpr,
+    SLOTS: tl.constexpr,
     GROUPS: tl.constexpr,
     PIECES: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -153,9 +167,12 @@ def decode_kernel(
     VALUES: tl.constexpr = TOKENS * WIDTH
     BLOCKS: tl.constexpr = (VALUES + BLOCK - 1) // BLOCK
     number, block = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS
+    layer = tl.program_id(1).to(tl.int64)
+    k, v = plane_of(k, table, layer, 0, ALIGNED), plane_of(v, table, layer, 1, ALIGNED)
     item, unit = (number // (2 * UNITS)).to(tl.int64), number % (2 * UNITS)
-    encoded += item * (UNITS * (K_BYTES + V_BYTES))
-    first = _first_value(items, item, unit % UNITS, GROUPS, PIECES, TOKENS, WIDTH)
+    items_of_layer = tl.num_programs(0) // (BLOCKS * 2 * UNITS)
+    encoded += (layer * items_of_layer + item) * (UNITS * (K_BYTES + V_BYTES))
+    first = _first_value(items, item, unit % UNITS, SLOTS, GROUPS, PIECES, TOKENS, WIDTH)
     at = block * BLOCK + tl.arange(0, BLOCK)
     place, inside = first + in_plane(at, GROUPS, WIDTH), at < VALUES
     dtype = k.dtype.element_ty

@@ -29,6 +29,7 @@ import torch
 import triton
 
 from ..launch import Launch
+from ..layers import ONE_LAYER, LayerTable
 from .base import UnsupportedRows
 from .exp4 import Cut
 from .scaled import FP8_LARGEST, GREATEST, INT8_LARGEST, SMALLEST, nearest_codes, values_of_codes
@@ -148,11 +149,15 @@ class ScaledSegments(SegmentCodec):
         pages: torch.Tensor,
         offset: int,
         fits: torch.Tensor,
+        layers: LayerTable | None = None,
+        slots: int = 1,
     ) -> Launch:
         return self._launch(
             encode_kernel,
-            len(items) * self.flags,
+            len(pages) * self.flags,
             max(a * b for a, b in zip(self._spans, self._at_once, strict=True)),
+            layers,
+            slots,
             planes,
             items,
             memory=memory,
@@ -168,14 +173,21 @@ class ScaledSegments(SegmentCodec):
         )
 
     def decode_launch(
-        self, encoded: torch.Tensor, planes: Sequence[torch.Tensor], items: torch.Tensor
+        self,
+        encoded: torch.Tensor,
+        planes: Sequence[torch.Tensor],
+        items: torch.Tensor,
+        layers: LayerTable | None = None,
+        slots: int = 1,
     ) -> Launch:
         block = min(_BLOCK_VALUES, triton.next_power_of_2(self.cut.values))
         blocks = triton.cdiv(self.cut.values, block)
         return self._launch(
             decode_kernel,
-            len(items) * 2 * self.cut.units * blocks,
+            encoded.shape[-2] * 2 * self.cut.units * blocks,
             block,
+            layers,
+            slots,
             planes,
             items,
             encoded=encoded,
@@ -188,6 +200,8 @@ class ScaledSegments(SegmentCodec):
         kernel: Any,
         programs: int,
         block: int,
+        layers: LayerTable | None,
+        slots: int,
         planes: Sequence[torch.Tensor],
         items: torch.Tensor,
         **arguments: Any,
@@ -196,6 +210,9 @@ class ScaledSegments(SegmentCodec):
             "k": planes[0],
             "v": planes[1],
             "items": items,
+            **(ONE_LAYER if layers is None else layers.arguments()),
+            "ALIGNED": 1 if layers is None else layers.aligned,
+            "SLOTS": slots,
             "GROUPS": self.cut.groups,
             "PIECES": self.cut.pieces,
             "TOKENS": self.cut.tokens,
@@ -206,7 +223,8 @@ class ScaledSegments(SegmentCodec):
             "FP8": self.largest == FP8_LARGEST,
         }
         warps = max(1, min(8, block // (32 * _THREAD_VALUES)))
-        return Launch(kernel, (programs,), arguments, warps, stages=1)
+        grid = (programs, 1 if layers is None else len(layers))
+        return Launch(kernel, grid, arguments, warps, stages=1)
 
 
 class Int8Segments(ScaledSegments):

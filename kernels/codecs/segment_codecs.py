@@ -14,6 +14,7 @@ from typing import ClassVar
 import torch
 
 from ..launch import Launch
+from ..layers import LayerTable
 from ..pages import check_ids
 from .base import UnsupportedRows
 from .exp4 import Cut, Exp4Codec, decode_launch, encode_launch
@@ -69,14 +70,27 @@ class SegmentCodec(ABC):
         pages: torch.Tensor,
         offset: int,
         fits: torch.Tensor,
+        layers: LayerTable | None = None,
+        slots: int = 1,
     ) -> Launch:
-        """:meth:`encode` as one kernel; ``fits`` is bool ``[p, flags]``, contiguous."""
+        """:meth:`encode` as one kernel; ``fits`` is bool ``[p, flags]``, contiguous.
+
+        Args:
+            layers: Several layers at once: ``planes`` are the first one's, ``offset`` is in the
+                table, ``fits`` is ``[layers, p, flags]``.
+            slots: Slots of an item in ``items``, int64 ``[p * slots]``: those of its tokens.
+        """
 
     @abstractmethod
     def decode_launch(
-        self, encoded: torch.Tensor, planes: Sequence[torch.Tensor], items: torch.Tensor
+        self,
+        encoded: torch.Tensor,
+        planes: Sequence[torch.Tensor],
+        items: torch.Tensor,
+        layers: LayerTable | None = None,
+        slots: int = 1,
     ) -> Launch:
-        """:meth:`decode` as one kernel."""
+        """:meth:`decode` as one kernel; of several layers ``encoded`` is ``[layers, p, ...]``."""
 
     @abstractmethod
     def encode_units(self, units: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -277,13 +291,20 @@ class Exp4Segments(SegmentCodec):
         pages: torch.Tensor,
         offset: int,
         fits: torch.Tensor,
+        layers: LayerTable | None = None,
+        slots: int = 1,
     ) -> Launch:
-        return encode_launch(planes, items, self.cut, memory, pages, offset, fits)
+        return encode_launch(planes, items, self.cut, memory, pages, offset, fits, layers, slots)
 
     def decode_launch(
-        self, encoded: torch.Tensor, planes: Sequence[torch.Tensor], items: torch.Tensor
+        self,
+        encoded: torch.Tensor,
+        planes: Sequence[torch.Tensor],
+        items: torch.Tensor,
+        layers: LayerTable | None = None,
+        slots: int = 1,
     ) -> Launch:
-        return decode_launch(encoded, planes, items, self.cut)
+        return decode_launch(encoded, planes, items, self.cut, layers, slots)
 
     def encode_units(self, units: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         encoded, fits = encode_units(units.reshape(-1, self.cut.values))

@@ -1,21 +1,34 @@
-"""The Grafana dashboard asks for metrics that exist."""
+"""The Grafana dashboard and the alerts of Prometheus ask for metrics that exist."""
 
 from __future__ import annotations
 
+import ast
 import json
 import re
+from itertools import pairwise
+from typing import Any
 
 import pytest
+import yaml
 
-from hcache_backend.cli.metrics_page import COUNTERS, STAGES
+from hcache_backend.cli.metrics_page import PROMPT
+from hcache_backend.engine import metrics
 from hcache_backend.store import StoreStats
 from tests.contract.versions import ROOT, WANTED, source
 from tests.docs.names import known_metrics
 
 DASHBOARD = json.loads((ROOT / "dashboards" / "hcache.json").read_text())
-EXPRESSIONS = [target["expr"] for panel in DASHBOARD["panels"] for target in panel["targets"]]
+PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
+ON_THE_DASHBOARD = [target["expr"] for panel in PANELS for target in panel["targets"]]
+ALERTS: list[dict[str, Any]] = [
+    rule
+    for group in yaml.safe_load((ROOT / "dashboards" / "alerts.yml").read_text())["groups"]
+    for rule in group["rules"]
+]
+EXPRESSIONS = [*ON_THE_DASHBOARD, *(alert["expr"] for alert in ALERTS)]
 NAME = r"\b(?:hcache_|sglang:)\w+"
 OURS = known_metrics()
+OPERATIONS = (ROOT / "docs" / "operations.md").read_text()
 
 
 def names(expressions: list[str]) -> set[str]:
@@ -25,37 +38,101 @@ def names(expressions: list[str]) -> set[str]:
 def test_our_metrics_exist_and_each_is_on_the_dashboard() -> None:
     asked = {name for name in names(EXPRESSIONS) if name.startswith("hcache_")}
     assert asked <= set(OURS)
-    families = {name.removesuffix("_bucket") for name in asked}
+    families = {name.removesuffix("_bucket") for name in names(ON_THE_DASHBOARD)}
     assert {name for name in OURS if not name.endswith(("_sum", "_count", "_bucket"))} <= families
 
 
 @pytest.mark.parametrize("version", WANTED)
 def test_sglangs_metrics_exist(version: str) -> None:
     text = source(version).text("sglang/srt/observability/metrics_collector.py")
-    asked = names([*EXPRESSIONS, *(metric for metric, _ in COUNTERS.values())])
+    asked = names([*EXPRESSIONS, PROMPT[0]])
     for name in (name for name in asked if name.startswith("sglang:")):
         assert f'"{name.removesuffix("_bucket")}"' in text
 
 
 def test_labels_exist() -> None:
     for expression in EXPRESSIONS:
-        for name, inside in re.findall(rf"({NAME})\{{([^}}]*)\}}", expression):
-            labels = set(re.findall(r"(\w+)=", inside)) - {"instance"}
+        for name, inside in re.findall(rf"({NAME})(?:\{{([^}}]*)\}})?", expression):
+            labels = set(re.findall(r"(\w+)!?=", inside))
             if name in OURS:
                 grouped = re.search(r"by \(([^)]*)\)", expression)
-                labels |= set(grouped[1].split(", ")) - {"instance"} if grouped else set()
-                assert labels <= OURS[name], expression
+                labels |= set(grouped[1].split(", ")) if grouped else set()
+                assert labels <= OURS[name] | {"instance"}, expression
 
 
-def test_counters_of_the_store_that_are_asked_for_exist() -> None:
-    counted = set(StoreStats().snapshot())
-    for pattern in re.findall(r'what=~"([^"]*)"', " ".join(EXPRESSIONS)):
-        assert any(re.fullmatch(pattern, name) for name in counted), pattern
-        for choice in re.findall(r"\w+", re.sub(r"[().*|]", " ", pattern)):
-            assert any(choice in name for name in counted), choice
+def test_values_of_labels_exist() -> None:
+    """Those that are written in the package as they are, and counters of the store."""
+    text = "\n".join(path.read_text() for path in (ROOT / "hcache_backend").rglob("*.py"))
+    text += " ".join(StoreStats().snapshot())
+    for expression in EXPRESSIONS:
+        for value in re.findall(
+            r'(?:event|result|kind|state|asked|used)!?=~?"([^"]*)"', expression
+        ):
+            for choice in value.split("|"):
+                assert choice.removesuffix(".*") in text, f"{choice} in {expression}"
 
 
-def test_top_reads_metrics_that_exist() -> None:
-    for metric, label in COUNTERS.values():
-        assert metric.startswith("sglang:") or label in OURS[metric]
-    assert f"{STAGES}_bucket" in OURS
+def test_panels_have_rows_descriptions_and_units() -> None:
+    assert DASHBOARD["panels"][0]["type"] == "row"
+    for panel in PANELS:
+        assert panel["description"].endswith("."), panel["title"]
+        assert panel["fieldConfig"]["defaults"]["unit"] != "short", panel["title"]
+    ids = [panel["id"] for panel in DASHBOARD["panels"]]
+    assert len(set(ids)) == len(ids)
+    places = [panel["gridPos"] for panel in DASHBOARD["panels"]]
+    for one, other in pairwise(places):
+        assert other["y"] >= one["y"] + one["h"] or other["x"] >= one["x"] + one["w"]
+
+
+@pytest.mark.parametrize("alert", ALERTS, ids=lambda alert: alert["alert"])
+def test_an_alert_is_a_rule_with_a_runbook(alert: dict[str, Any]) -> None:
+    """As Prometheus reads it; its own checker is not a package of Python."""
+    assert set(alert) <= {"alert", "expr", "for", "labels", "annotations"}
+    assert set(alert["labels"]) == {"severity"}
+    assert re.fullmatch(r"\d+[smhd]", alert.get("for", "0s"))
+    assert alert["expr"].count("(") == alert["expr"].count(")")
+    name = alert["alert"]
+    assert alert["annotations"]["runbook"] == f"docs/operations.md#{name.lower()}"
+    assert f"\n#### {name}\n" in OPERATIONS
+    shown = set(re.findall(r"\$labels\.(\w+)", alert["annotations"]["summary"])) - {"instance"}
+    assert shown <= set().union(*(OURS[name] for name in names([alert["expr"]])))
+
+
+def test_each_runbook_is_of_an_alert() -> None:
+    assert re.findall(r"^#### (HCache\w+)$", OPERATIONS, re.M) == [rule["alert"] for rule in ALERTS]
+
+
+def test_every_event_that_is_counted_has_a_counter() -> None:
+    """``Events.count`` would raise within SGLang."""
+    tables = {
+        name: table for name, table in vars(metrics).items() if isinstance(table, metrics.Events)
+    }
+    counted = {("STORE", name) for name in StoreStats().snapshot()}
+    for path in (ROOT / "hcache_backend").rglob("*.py"):
+        for call in ast.walk(ast.parse(path.read_text())):
+            if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)):
+                continue
+            table = ast.unparse(call.func.value).rpartition(".")[2]
+            if table in tables and call.func.attr == "count":
+                event = call.args[0]
+                if isinstance(event, ast.JoinedStr):  # any value, after what all of them begin with
+                    [first, *_] = [
+                        str(part.value) for part in event.values if isinstance(part, ast.Constant)
+                    ]
+                    counted.add((table, f"{first}reason"))
+                elif isinstance(event, ast.Constant):
+                    counted.add((table, str(event.value)))
+    assert len(counted) > 50
+    for of, happened in counted:
+        known = any(re.fullmatch(one.events, happened) for one in tables[of].counters)
+        assert known, (of, happened)
+
+
+def test_names_of_metrics_say_their_unit() -> None:
+    for metric in metrics.ALL:
+        assert re.search(
+            r"_(tokens|bytes|pages|seconds|errors|folders|syncs|problems|pairs|slices|info"
+            r"|suspended|shared|distance|per_second)$",
+            metric.name,
+        ), metric.name
+        assert len(metric.labels) <= 2

@@ -5,6 +5,7 @@ or sgl_kernel, and SGLang spawns fresh interpreters, so an import hook set here 
 that is early enough in all of them.
 """
 
+import logging
 import os
 
 if os.environ.get("HCACHE_DARK"):  # make dark: tests/dark
@@ -16,3 +17,5 @@ if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
     from hcache_cpu_engine import shims
 
     shims.install()
+    # Servers log a summary of their start; tests also read the reasons behind it.
+    logging.getLogger("hcache").setLevel(os.environ.get("HCACHE_CPU_LOG_LEVEL", "DEBUG"))

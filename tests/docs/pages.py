@@ -120,6 +120,24 @@ def read_page(path: Path) -> Page:
     )
 
 
+def prose(path: Path) -> Iterator[tuple[int, str]]:
+    """The text of each paragraph or list item with its line; inline code is the word "Code".
+
+    Headings, cells of tables and blocks are no prose.
+    """
+    tokens = _PARSER.parse(path.read_text())
+    for before, token in pairwise(tokens):
+        if token.type == "inline" and before.type == "paragraph_open":
+            line = token.map[0] + 1 if token.map else 1
+            yield line, "".join(_word(child) for child in token.children or ())
+
+
+def _word(child: Token) -> str:
+    if child.type in ("softbreak", "hardbreak"):
+        return " "
+    return "Code" if child.type == "code_inline" else child.content
+
+
 def _inlines(tokens: Sequence[Token]) -> Iterator[tuple[int, Token]]:
     """Every inline token with its line; cells of tables have that of their row."""
     line = 1

@@ -278,7 +278,7 @@ def test_the_demo_leaves_the_checkout_as_it_was() -> None:
     before = status()
     said = io.StringIO()
     with redirect_stdout(said):
-        assert run_demo(["--tokens", "256", "--rounds", "1", "--no-codecs"]) == 0
+        assert run_demo(["--tokens", "256", "--random"]) == 0
     assert "out/demo.json" in said.getvalue()
     assert status() == before
 

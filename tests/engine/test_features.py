@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import requests
 
+from bench.harness.drafts import drafting
 from bench.harness.models import build_model
 from bench.harness.server import CachedTokens, Server
-from tests.engine.harness.conversations import converse, make_conversations
+from tests.engine.harness.clients import Clients
+from tests.engine.harness.conversations import converse, make_conversations, turns_of
 from tests.engine.harness.ours import (
     assert_no_cache_output,
+    assert_no_cache_replies_up_to_ties,
     assert_restored_from_l3,
     assert_sound_own_pages,
     our_server,
@@ -37,6 +41,81 @@ def test_chunks_mixed_with_decode(model_cache: Path, tmp_path: Path) -> None:
     with Server(options) as server:
         conversations = make_conversations(8, turns=2, tokens=200, seed=1)
         converse(server, conversations, concurrent=True, reply_tokens=24)
+        assert_sound_own_pages(server, "kv")
+    assert_restored_from_l3(conversations, 16)
+    assert_no_cache_output(model, conversations)
+
+
+@pytest.mark.parametrize(
+    ("mode", "tp"),
+    [
+        ("hidden", 1),
+        pytest.param("kv", 1, marks=pytest.mark.long),
+        pytest.param("hidden", 2, marks=pytest.mark.long),
+        pytest.param("kv", 2, marks=pytest.mark.long),
+    ],
+)
+def test_host_memory_that_is_a_buffer_only(mode: str, tp: int, model: Path, tmp_path: Path) -> None:
+    """Nodes go while they are read, and the device gets pages that others have asked L3 for."""
+    options = our_server(
+        model,
+        tmp_path,
+        hcache={"mode": mode},
+        page_size=16,
+        max_total_tokens=2048,
+        hicache_ratio=1.5,
+        tp=tp,
+        extra_args=["--hicache-host-memory-mode", "buffer_only"],
+        extra_env={"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"},
+    )
+    with Server(options) as server:
+        conversations = converse(server, make_conversations(2, turns=3, tokens=200))
+        assert_restored_from_l3(conversations, 16)
+        clients = Clients(server, 12, aborted=0.2, kept=20)
+        kinds = ("replied", "aborted", "disconnected", "device", "storage")
+        clients.talk(8, until=lambda: all(clients.counts[kind] for kind in kinds))
+        server.wait_backed_up()
+        assert clients.counts["host"] == 0
+        assert_sound_own_pages(server, mode)
+        assert "L3 is off" not in server.log_text()
+        assert "is not the requested one" not in server.log_text()
+    options.log = tmp_path / "restarted.log"
+    with Server(options) as server:
+        again = converse(server, make_conversations(2, turns=1, tokens=200))
+    assert all(turn.cached.storage == 192 for turn in turns_of(again))
+    assert_no_cache_output(model, [*conversations, *again])
+    assert_no_cache_replies_up_to_ties(model, clients.turns)
+
+
+@pytest.mark.parametrize("kind", ["drafts", pytest.param("data-parallel", marks=pytest.mark.long)])
+def test_one_request_at_a_time_by_priorities(kind: str, model_cache: Path, tmp_path: Path) -> None:
+    """The start's check wants to run more requests; those of low priority wait for others."""
+    options: dict[str, Any] = {}
+    if kind == "drafts":
+        drafts = drafting("STANDALONE", model_cache, tmp_path)
+        model, arguments = drafts.model, drafts.arguments
+    else:
+        model = build_model("qwen3_moe", model_cache)
+        arguments = ["--enable-dp-attention", "--dp-size", "2", "--mem-fraction-static", "0.3"]
+        options["tp"] = 2
+    limit = 1 if kind == "drafts" else 2  # of both groups of ranks
+    options["extra_args"] = [
+        *arguments,
+        *("--max-running-requests", str(limit)),
+        *("--enable-priority-scheduling", "--disable-priority-preemption"),
+    ]
+    started = our_server(model, tmp_path, hcache={"mode": "kv"}, page_size=16, **options)
+    conversations = make_conversations(6, turns=3, tokens=120)
+    with Server(started) as server, ThreadPoolExecutor(len(conversations)) as pool:
+        for _ in range(3):
+            prompts = [conversation.next_prompt() for conversation in conversations]
+            replies = [
+                pool.submit(server.generate, prompt, 16, priority=number % 3)
+                for number, prompt in enumerate(prompts)
+            ]
+            for conversation, prompt, reply in zip(conversations, prompts, replies, strict=True):
+                conversation.add(prompt, reply.result())
+            server.flush_cache()
         assert_sound_own_pages(server, "kv")
     assert_restored_from_l3(conversations, 16)
     assert_no_cache_output(model, conversations)

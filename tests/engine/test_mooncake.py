@@ -53,6 +53,6 @@ def test_what_one_server_wrote_another_one_reads_and_believes_nothing_else(
             mooncake.damage(cluster, halves)
             once_more = ask(reader, prompts)
             assert [c.turns[0].cached.storage for c in once_more] == [0, 0]
-            assert "is not ours (checksum): a miss" in reader.log_text()
+            assert "is not the requested one (checksum): counted as a miss" in reader.log_text()
             assert_nothing_went_wrong(reader)
     assert_no_cache_output(model, [first, second, *once_more])

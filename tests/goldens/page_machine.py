@@ -23,12 +23,12 @@ import torch
 
 from hcache_backend.capture.encoding import stored_rows
 from hcache_backend.config import parse_config
-from hcache_backend.engine.layer_methods import LayerMethods
 from hcache_backend.engine.runtime import Runtime, Weights
 from hcache_backend.engine.startup import stack
 from hcache_backend.engine.startup.page_layout import head_groups, share_of_heads
 from hcache_backend.engine.startup.page_plan import HiddenPagePlan, PagePlan
 from hcache_backend.partition.costs import Partition
+from hcache_backend.partition.restore import Restore
 from hcache_backend.store import PageStore
 from hcache_kernels.codecs import make_codec
 from hcache_kernels.staging import save_rows
@@ -125,7 +125,7 @@ class Machine:
     def __init__(self, kind: Kind, rank: int) -> None:
         self.kind, self.runtime = kind, runtime_of(kind)
         kvcache = device_pool(kind, rank)
-        methods = LayerMethods(Partition(*kind.partition), None, None, 4 * PAGE)
+        methods = Restore(None, None, Partition(*kind.partition), chunk_tokens=4 * PAGE)
         share = share_of_heads(rank, kind.ranks)
         how = methods, share, head_groups(None, share, kind.ranks)
         codec = {"kv_codec": kind.codec, "pairs": len(kind.pairs)}

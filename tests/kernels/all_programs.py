@@ -2,7 +2,7 @@
 
 A value has one more dimension, its programs, in front of those that a kernel knows of: a scalar is
 ``[programs, 1]``, a block ``[programs, n]``. Where it is the same for all of them, that may lack.
-This is for kernels with a grid and blocks of one dimension, whose loops and branches are the same
+This is for one layer, blocks of one dimension, and loops and branches that are the same
 for all programs.
 """
 
@@ -22,11 +22,12 @@ from hcache_kernels.launch import Launch
 
 def run_at_once(launch: Launch) -> None:
     """Do what ``launch.run()`` does."""
-    [programs] = launch.grid
+    programs, layers = launch.grid
+    assert layers == 1
 
     def program_id(builder: Any, axis: int) -> TensorHandle:
-        assert not axis
-        return TensorHandle(np.arange(programs, dtype=np.int32)[:, None], tl.int32)
+        numbers = np.arange(1 if axis else programs, dtype=np.int32)
+        return TensorHandle(numbers[:, None], tl.int32)
 
     with (
         patch.multiple(
@@ -40,7 +41,7 @@ def run_at_once(launch: Launch) -> None:
         ),
         patch.multiple(interpreter, ReduceOps=_Reduce, ScanOps=_Scan),
     ):
-        replace(launch, grid=(1,)).run()
+        replace(launch, grid=(1, 1)).run()
 
 
 class _Reduce(interpreter.ReduceOps):  # type: ignore[misc]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,6 +15,7 @@ from bench.compiled import TOOLS, Job, Usage, compile_all, source
 from hcache_kernels import page_kernels
 from hcache_kernels.codecs import Cut, make_codec, make_segment_codec
 from hcache_kernels.launch import Launch
+from hcache_kernels.layers import LayerTable
 from hcache_kernels.project_kv import (
     KeyNorm,
     KVPool,
@@ -192,6 +193,24 @@ def segments_launch(name: str, decode: bool, cut: Cut, dim: int, dtype: torch.dt
     return codec.encode_launch(planes, ids(N), memory, ids(N), 4096, fits)
 
 
+def layers_of(planes: Sequence[torch.Tensor], count: int = 32) -> LayerTable:
+    """A table of so many layers, wherever it begins."""
+    return LayerTable(
+        (planes[0], planes[1]), ids(4 * count)[2 * count :].view(-1, 2), ids(count), 16
+    )
+
+
+def layers_launch(name: str, decode: bool, cut: Cut, dim: int, dtype: torch.dtype) -> Launch:
+    codec, size = make_segment_codec(name, cut, dim, dtype), cut.tokens * cut.pieces
+    planes = [empty(N, cut.units * cut.values // dim, dim, dtype=dtype)] * 2
+    slots, length, table = ids(N * size), codec.segment_bytes, layers_of(planes)
+    if decode:
+        return codec.decode_launch(empty(32, N, length), planes, slots, table, size)
+    fits = empty(32, N, codec.flags, dtype=torch.bool)
+    memory = empty(N, 4096 + 32 * length)
+    return codec.encode_launch(planes, slots, memory, ids(N), 0, fits, table, size)
+
+
 def gather(length: int) -> Launch:
     return page_kernels.gather_launch(empty(N, 4096 + 4 * length), ids(N), 4096, empty(N, length))
 
@@ -199,6 +218,18 @@ def gather(length: int) -> Launch:
 def gather_planes(groups: int, row_bytes: int) -> Launch:
     memory, plane = empty(N, 4096 + 128 * groups * row_bytes), empty(N, 64, groups, row_bytes)
     return page_kernels.gather_planes_launch(memory, ids(N), 4096, [plane, plane], ids(N))
+
+
+def copy_layers(groups: int, save: bool) -> Launch:
+    memory, plane = empty(N, 4096 + 128 * groups * 256), empty(N, 64, groups, 256)
+    pool, slots = [plane, plane], ids(64 * N)
+    arguments = memory, ids(N), 0, pool, slots, None, layers_of(pool), 64
+    return page_kernels.gather_planes_launch(*arguments, save=save)
+
+
+def gather_layers(length: int) -> Launch:
+    out, table = empty(32, N, length), layers_of([empty(N, 64)] * 2)
+    return page_kernels.gather_launch(empty(N, 4096 + length), ids(N), 0, out, layers=table)
 
 
 def scatter(row_bytes: int) -> Launch:
@@ -222,6 +253,18 @@ def transfer_jobs(capability: tuple[int, int]) -> Jobs:
                     f"{'decode' if decode else 'encode'} segments, {codec} {name(dtype)}, {what}",
                     partial(segments_launch, codec, decode, cut, dim, dtype),
                 )
+    cut, dim = CUTS["8 groups"]
+    for codec, dtype in SEGMENTS:
+        for decode in (False, True):
+            yield (
+                f"{'decode' if decode else 'encode'} layers, {codec} {name(dtype)}",
+                partial(layers_launch, codec, decode, cut, dim, dtype),
+            )
+    for groups in (1, 4):
+        for save in (False, True):
+            way = "save" if save else "load"
+            yield f"{way} layers, {groups} groups", partial(copy_layers, groups, save)
+    yield "gather layers", partial(gather_layers, 64 * 392)
     for length in (64 * 8192, 64 * 392 + 8):
         yield f"gather {length}", partial(gather, length)
     for groups in (1, 4):
@@ -345,6 +388,8 @@ def launches_of(n: int) -> dict[str, Launch]:
     int8 = make_segment_codec("int8", Cut(128, 64), 128, torch.bfloat16)
     planes, segments = [empty(N, 128, dtype=torch.bfloat16)] * 2, empty(n, int8.segment_bytes)
     flags = empty(n, int8.flags)
+    slots, of_pool = ids((n + 1) * 64)[64:], [pool, pool]
+    table, of_layers = layers_of(planes, n), layers_of(of_pool, n)
     return {
         "gather": page_kernels.gather_launch(memory, some, offset, empty(n, 64 * row)),
         "gather planes": page_kernels.gather_planes_launch(
@@ -366,6 +411,18 @@ def launches_of(n: int) -> dict[str, Launch]:
         "decode": exp4.decode_launch(encoded, rows),
         "encode segments": int8.encode_launch(planes, some, memory, some, offset, flags),
         "decode segments": int8.decode_launch(segments, planes, some),
+        "encode layers": int8.encode_launch(
+            planes, slots, memory, some, 0, empty(n, n, int8.flags), table, 64
+        ),
+        "decode layers": int8.decode_launch(
+            empty(n, n, int8.segment_bytes), planes, slots, table, 64
+        ),
+        "gather layers": page_kernels.gather_launch(
+            memory, some, 0, empty(n, n, 64 * row), layers=of_layers
+        ),
+        "save layers": page_kernels.gather_planes_launch(
+            memory, some, 0, of_pool, slots, None, of_layers, 64, save=True
+        ),
     }
 
 

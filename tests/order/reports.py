@@ -71,7 +71,7 @@ UNIT = {
         "restore, first layers recomputed", "forward reads what schedule writes"
     ),
     "restore/pipeline.py:_recompute forward.wait(event)": Report(
-        "eager, behind an unknown prefix", "forward writes what hcache compute writes"
+        "eager, behind what was restored ahead", "forward reads what hcache copy writes"
     ),
     "restore/pipeline.py:_recompute forward.wait(self._copy.record())": Report(
         "restore, between ranks", "forward writes what hcache copy writes"

@@ -14,10 +14,10 @@ import torch
 from hcache_backend import streams
 from hcache_backend.capture.shadows import ShadowArena
 from hcache_backend.engine.disaggregation.prefill import before_sending_prefix
-from hcache_backend.engine.layer_methods import LayerMethods
 from hcache_backend.engine.loads import LoadQueue, QueuedLoad
 from hcache_backend.engine.recompute.rows import RecomputedRows
 from hcache_backend.partition.costs import Partition
+from hcache_backend.partition.restore import Restore
 from hcache_backend.restore.eager import EagerRestores
 from hcache_backend.restore.reservation import Launched
 from tests.order.checker import Checker
@@ -57,7 +57,7 @@ class Loading:
     def __init__(
         self, checker: Checker, partition: Partition = _SOME_OF_EACH, codec: str = "none"
     ) -> None:
-        methods = LayerMethods(partition, None, None, 4 * SIZE)
+        methods = Restore(None, None, partition, chunk_tokens=4 * SIZE)
         self.checker, self.pool = checker, Pool(checker, methods.methods, codec=codec)
         self.engine = Engine(checker, self.pool)
         self.arena = ShadowArena(
@@ -81,7 +81,7 @@ class Loading:
 
     def _launch(self, host_pages: npt.NDArray[np.int64], slots: torch.Tensor) -> Launched:
         """As ``hcache_backend/engine/eager_loads.py``, which needs SGLang."""
-        lacking = max(self.queue.stored_from, int(self.arena.first_layers(host_pages).max()))
+        lacking = self.queue.stored_from
         with self.checker.on(self.engine.loading):
             physical = self.arena.physical(host_pages)
             restore = self.pipeline.start(physical, slots, None, lacking, ahead=True)
@@ -119,7 +119,7 @@ class Loading:
     def plan(self, pages: range, prefix: torch.Tensor) -> QueuedLoad:
         """A load of these pages, behind tokens in the slots ``prefix``."""
         ids = np.array(pages)
-        depths = self.arena.first_layers(ids).astype(np.int64)
+        depths = self.arena.lost(ids).astype(np.int64)
         load = self.queue.plan(ids, depths, prefix.clone)  # SGLang makes it of a node's path
         assert load is not None
         return load
@@ -275,7 +275,6 @@ def eager_behind_an_unknown_prefix(checker: Checker) -> None:
         loading.begin("late", range(4, 10))
         loading.arrived("late", 4)
         loading.eager.end("late")
-        loading.arena.expect(np.array([8, 9]), 3)  # one more layer was not read from L3
         prefix = loading.free.take(4)
         loading.engine.forward(prefix)
         loading.hand_out(range(4, 10), prefix)

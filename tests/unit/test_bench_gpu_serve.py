@@ -121,7 +121,7 @@ def test_a_server_that_recomputes_nothing_is_told_from_one_that_need_not(
 ) -> None:
     served = METHODS_SERVED[method]
     assert refused_recomputation(served, "", report(mode, said)) == why
-    log = f"a line\n[12:00] {REFUSED}K 53% equal\nmore"
+    log = f"a line\n[12:00] {REFUSED}K 53% equal)\nmore"
     assert refused_recomputation(served, log, report(mode, said)) == "K 53% equal"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,9 +12,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from hcache_backend.cli import client, doctor, ingest, page_codecs, plan, profile, store, top
-from hcache_backend.cli.common import human_bytes
-from hcache_backend.cli.documents import Document, DocumentError, Journal, find_documents
+from hcache_backend.cli import client, doctor, ingest, page_codecs, profile, store, top
+from hcache_backend.cli.common import check_ranks, human_bytes
+from hcache_backend.cli.documents import DocumentError, Journal, find_documents
 from hcache_backend.cli.main import app
 from hcache_backend.config import ConfigError, config_from_environment, parse_config
 
@@ -26,7 +27,7 @@ def shown(call: Any, module: Any, capsys: pytest.CaptureFixture[str]) -> str:
 
 @pytest.mark.parametrize(
     ("count", "text"),
-    [(5, "5 B"), (1536, "1.5 KiB"), (3 << 40, "3.0 TiB"), (5 << 50, "5120.0 TiB")],
+    [(5, "5 B"), (1536, "1.5 KiB"), (3 << 40, "3.0 TiB"), (5 << 50, "5.0 PiB")],
 )
 def test_bytes_as_people_read_them(count: int, text: str) -> None:
     assert human_bytes(count) == text
@@ -67,12 +68,13 @@ def test_an_answer_that_is_no_json_is_told() -> None:
 
 
 def test_a_document_that_is_gone_is_named(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("text")
-    [document] = find_documents([tmp_path / "a.txt"], False)
-    assert isinstance(document, Document)
-    (tmp_path / "a.txt").unlink()
-    with pytest.raises(DocumentError, match=r"a\.txt: No such file"):
-        document.prompt("")
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text(name)
+    documents = find_documents([tmp_path / "a.txt", tmp_path / "b.txt"], False)
+    assert next(documents).content == "a.txt"
+    (tmp_path / "b.txt").unlink()
+    with pytest.raises(DocumentError, match=r"b\.txt: No such file"):
+        next(documents)
 
 
 def test_a_journal_that_cannot_be_read_is_named(tmp_path: Path) -> None:
@@ -83,9 +85,10 @@ def test_a_journal_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 def test_what_is_missing_for_ingestion_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ingest, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "aiohttp", None)
+    monkeypatch.delitem(sys.modules, "hcache_backend.cli.client")
     run = CliRunner().invoke(app, ["ingest", str(tmp_path)])
-    assert run.exit_code == 2 and "needs aiohttp" in run.output
+    assert run.exit_code == 2 and "pip install 'hcache-backend[ingest]'" in run.output
 
 
 def test_what_happened_to_documents_is_said(capsys: pytest.CaptureFixture[str]) -> None:
@@ -139,15 +142,15 @@ def test_a_server_without_metrics_is_an_error_in_json() -> None:
 def test_a_suspended_l3_is_said_and_no_problems_are_not() -> None:
     seen = dict.fromkeys(("reason", "codec", "behind", "behind_silent"))
     seen |= {"mode": "hidden", "pages": "own", "suspended": "a flush", "running": 0, "queued": 0}
-    assert "L3 suspended: a flush" in top._state(seen)
+    assert "L3 is off (a flush)" in top._state(seen)
     assert top._problems({"totals": {"problems": {}}}) == []
 
 
 def test_ranks_that_do_not_divide_kv_heads_are_refused() -> None:
     shape: Any = SimpleNamespace(heads=12, kv_heads=4, latent=False)
-    plan._check_ranks(shape, 4)
+    check_ranks(shape, 4)
     with pytest.raises(Exception) as stopped:
-        plan._check_ranks(shape, 3)
+        check_ranks(shape, 3)
     assert getattr(stopped.value, "exit_code", None) == 2
 
 
@@ -161,7 +164,7 @@ def test_a_python_without_sglang_or_without_our_plugin_is_told(
     monkeypatch.setattr(doctor.metadata, "entry_points", lambda group: [])
     first, second, *_ = doctor._sglang()
     assert (first.subject, "not installed" in first.detail) == ("SGLang", True)
-    assert "no entry point of ours" in second.detail
+    assert "not registered with SGLang" in second.detail
 
 
 # ---- options ----

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-import tomllib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -68,17 +67,6 @@ def importers(paths: Iterable[Path], *packages: str) -> list[str]:
         for name in imports_of(path)
         if any(f"{name}.".startswith(f"{package}.") for package in packages)
     ]
-
-
-def test_every_folder_is_installed() -> None:
-    """The checkout is found through an editable installation, which does not look at the list."""
-    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
-    folders = {
-        ".".join((name, *init.parent.relative_to(root).parts))
-        for name, root in (("hcache_backend", PACKAGE), ("hcache_kernels", KERNELS))
-        for init in root.rglob("__init__.py")
-    }
-    assert sorted(listed) == sorted(folders)
 
 
 def test_every_part_has_a_rank() -> None:

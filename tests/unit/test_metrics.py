@@ -21,7 +21,7 @@ from hcache_backend.store import StoreStats
 
 logging.basicConfig(stream=sys.stdout)
 shutil.rmtree(sys.argv[1])
-metrics.MODE.set("hidden", "own", "")
+metrics.MODE.set("hidden", "own")
 metrics.TOKENS.count("captured", 1)
 metrics.SuspendedGauge().set("why")
 counters = metrics.StoreCounters(stats := StoreStats())
@@ -43,7 +43,7 @@ def test_where_metrics_cannot_be_kept_the_work_goes_on_and_one_line_says_so(tmp_
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("hcache: metrics cannot be kept") == 1
+    assert done.stdout.count("hcache: metrics could not be written") == 1
     assert done.stdout.endswith("[True]\n")
 
 
@@ -57,9 +57,9 @@ for what in sys.argv[1:]:
             kind = path.name.rpartition("_")[0]
             os.rename(path.path, f"{os.path.dirname(path.path)}/{kind}_{os.getpid()}.db")
     elif what == "suspended":
-        metrics.SUSPENDED.set("the weights were updated")
+        metrics.SUSPENDED.set("flush_needed")
     else:
-        metrics.MODE.set(what, "own", "")
+        metrics.MODE.set(what, "own")
         metrics.RATES.set("l3_read", what, value=len(what))
 metrics.TOKENS.count("captured", 1)
 print("said", flush=True)
@@ -95,12 +95,12 @@ def shown(folder: Path) -> set[str]:
 
 
 def values(*modes: str, captured: int) -> set[str]:
-    found = {f'hcache_mode{{mode="{mode}",pages="own",reason=""}} 1.0' for mode in modes}
+    found = {f'hcache_mode_info{{mode="{mode}",pages="own"}} 1.0' for mode in modes}
     found |= {
-        f'hcache_tokens_per_second{{backend="{mode}",operation="l3_read"}} {len(mode)}.0'
+        f'hcache_expected_tokens_per_second{{backend="{mode}",operation="l3_read"}} {len(mode)}.0'
         for mode in modes
     }
-    return found | {f'hcache_tokens_total{{event="captured"}} {captured}.0'}
+    return found | {f"hcache_captured_tokens_total {captured}.0"}
 
 
 @pytest.mark.parametrize("inherit", [[], ["inherit"]], ids=["another PID", "the same PID"])
@@ -108,7 +108,7 @@ def test_gauges_of_a_killed_server_end_with_it_and_its_counts_do_not(
     inherit: list[str], tmp_path: Path
 ) -> None:
     with saying(tmp_path, "hidden", "suspended"):
-        suspended = 'hcache_l3_suspended{reason="the weights were updated"} 1.0'
+        suspended = 'hcache_l3_suspended{reason="flush_needed"} 1.0'
         assert shown(tmp_path) == values("hidden", captured=1) | {suspended}
     with saying(tmp_path, *inherit, "kv"):
         assert shown(tmp_path) == values("kv", captured=2)

@@ -75,7 +75,7 @@ def pages() -> list[str]:
     """Two pages of one server, with work in between."""
     for metric in metrics.ALL:
         metric.clear()  # other tests of the process may have counted
-    metrics.MODE.set("hidden", "own", "")
+    metrics.MODE.set("hidden", "own")
     metrics.CODEC.set("int8", "none")
     counters = metrics.StoreCounters(stats := StoreStats())
     stats.add(bytes_read=1000, pages_evicted=3)
@@ -97,8 +97,9 @@ def pages() -> list[str]:
 
 def test_a_page_tells_mode_counts_and_stages(pages: list[str]) -> None:
     page = parse(pages[0])
-    assert (page.mode, page.reason, page.codec, page.suspended) == ("hidden", "", "none", None)
-    assert page.counters["store"] == {"bytes_read": 1000, "pages_evicted": 3}
+    assert (page.mode, page.codec, page.suspended) == ("hidden", "none", None)
+    counted = {event: count for event, count in page.counters["store"].items() if count}
+    assert counted == {"bytes_read": 1000, "pages_evicted": 3}
     assert page.counters["tokens"]["captured"] == 64
     assert page.stages["restore"].count == 90
 
@@ -134,28 +135,27 @@ def test_what_is_behind_l3_shows_and_whether_it_answers(server: Pages, pages: li
     server.pages = [answers, written()]
     _, output = run(address(server), "--once", "--interval", "0.2")
     said = " ".join(output.replace("│", " ").split())  # lines are wrapped
-    assert "mooncake behind L3, which does not answer" in said
-    assert "what is behind it at 1,234" in output
-    assert re.search(r"behind L3: read .* 7 pages", output)
+    assert "shared L3: mooncake, not responding" in said
+    assert "the shared L3 at 1,234" in output
+    assert re.search(r"shared L3: read .* 7 pages", output)
     assert not parse(answers).behind_silent
-    for family in (metrics.BEHIND, metrics.BEHIND_PAGES, metrics.RATES):
+    for family in (metrics.BEHIND, *metrics.BEHIND_PAGES.counters, metrics.RATES):
         family.clear()
     page = parse(written())
     assert (page.behind, page.behind_silent) == (None, False)
 
 
-def test_suspended_l3_and_kv_mode_show_with_their_reasons() -> None:
+def test_suspended_l3_shows_with_its_reason_and_kv_mode() -> None:
     gauge = metrics.SuspendedGauge()
-    gauge.set("the weights were updated")
+    gauge.set("flush_needed")
     page = parse(written())
-    assert page.suspended == "the weights were updated"
+    assert page.suspended == "flush_needed"
     gauge.set(None)
     assert parse(written()).suspended is None
-    metrics.MODE.family.labels(mode="hidden", pages="own", reason="").set(0)
-    metrics.MODE.set("kv", "plain", "LoRA adapters")
+    metrics.MODE.set("hidden", "own", value=0)
+    metrics.MODE.set("kv", "plain")
     page = parse(written())
     assert (page.mode, page.pages, page.codec) == ("kv", "plain", None)
-    assert page.reason == "LoRA adapters"
     metrics.MODE.clear()
 
 
@@ -198,7 +198,7 @@ def test_a_server_that_was_started_anew_has_no_rates_at_first(
     [
         (404, "start it with --enable-metrics"),
         (503, "answered 503"),
-        ("# TYPE up gauge\nup 1\n", "none of ours: is hcache-backend installed"),
+        ("# TYPE up gauge\nup 1\n", "no hcache metrics on /metrics"),
         ("<html>hello</html>", "is no Prometheus page"),
     ],
 )

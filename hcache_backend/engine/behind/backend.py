@@ -53,7 +53,7 @@ class MadeBackend(NamedTuple):
             if close is not None:
                 bounded("hcache-behind-close", close, CLOSE_SECONDS)
         except Exception:
-            logger.exception("hcache: %s behind the page store does not close", self.option.backend)
+            logger.exception("hcache: the shared L3 (%s) could not be closed", self.option.backend)
 
 
 def make_backend(option: BehindOption, config: HiCacheStorageConfig) -> MadeBackend:

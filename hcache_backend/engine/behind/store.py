@@ -202,9 +202,9 @@ class StoreBehind:
         """What this server wrote may be wrong: forget the rest, and say what has to be deleted."""
         self.forget()
         logger.error(
-            "hcache: pages that this server wrote are still in %s behind the page store, where "
-            "other machines read them and keep them: delete the values there whose names begin "
-            "with %s, and clear the page store of every machine",
+            "hcache: pages that this server wrote are still in the shared L3 (%s), and other "
+            "machines read and keep them. Delete the values there whose names begin with %s, "
+            "then run `hcache clear` on every machine",
             self._name,
             " or ".join(sorted({f"hcache-{namespace.hex()}-" for namespace in namespaces})),
         )
@@ -266,7 +266,7 @@ class StoreBehind:
             return found
         self._rests_until = time.monotonic() + REST_SECONDS
         metrics.PROBLEMS.count("behind_silent")
-        problem += f": it is not asked for {REST_SECONDS:.0f} s at a time"
+        problem += f"; not used for {REST_SECONDS:.0f} s"
         self._note("reads", problem)
         return None
 
@@ -279,9 +279,9 @@ class StoreBehind:
             metrics.BEHIND.set(self._name, "answers", value=int(not self._failing))
             metrics.BEHIND.set(self._name, "silent", value=int(bool(self._failing)))
         if problem is not None:
-            logger.warning("hcache: %s behind the page store %s", self._name, problem)
+            logger.warning("hcache: the shared L3 (%s) %s", self._name, problem)
         elif not self._failing:
-            logger.info("hcache: %s behind the page store answers again", self._name)
+            logger.info("hcache: the shared L3 (%s) responds again", self._name)
 
 
 def _name(namespace: bytes, key: bytes, share: Share) -> str:

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from hcache_backend.engine.hits.estimates import Estimate
-from hcache_backend.page import READ_BATCHES
-from hcache_backend.partition.costs import Partition, layer_costs, side_by_side, until_there
-from hcache_backend.partition.model_shape import ModelShape
-from hcache_backend.partition.profile import Profile
-from hcache_backend.partition.solver import makespan
+from hcache_backend.partition.costs import side_by_side, until_there
+from hcache_backend.partition.restore import Restore
 
 SHOWN_TOKENS = 4096
 """Rates are shown for operations of this size."""
@@ -67,49 +63,6 @@ class Hit(NamedTuple):
         return (side_by_side if begun else until_there)(read, recomputing, share)
 
 
-@dataclass(frozen=True)
-class Machine:
-    """What is known of the machine before anything was measured in service.
-
-    Attributes:
-        profile: Its profile; ``l3`` is None where L3 is not our store.
-        shape: The model, as the cost model sees it.
-        partition: How L3 has the layers.
-        ranks: Tensor-parallel ranks.
-        eager: Whether what has arrived is restored while L3 is still being read.
-    """
-
-    profile: Profile
-    shape: ModelShape
-    partition: Partition
-    ranks: int = 1
-    eager: bool = False
-
-    def of_other_l3(self) -> Machine:
-        """The same with an L3 that nobody measured."""
-        return replace(self, profile=self.profile.model_copy(update={"l3": None}))
-
-    def prefill(self, tokens: int, prefix: float) -> float:
-        """:data:`Curve` of computing all layers."""
-        found = layer_costs(self.profile, self.shape, tokens, prefix=int(prefix), tp=self.ranks)
-        return found.c_tok * self.shape.layers
-
-    def read(self, tokens: int, prefix: float) -> float:
-        """:data:`Curve` of reading from our store."""
-        assert self.profile.l3 is not None
-        return self.profile.l3.time(tokens * self.partition.bytes_per_token(self.shape))
-
-    def load(self, tokens: int, prefix: float) -> float:
-        """:data:`Curve` of what a batch waits for a load from host memory.
-
-        An eager restore has only the last pages left to do by then.
-        """
-        costs = layer_costs(
-            self.profile, self.shape, tokens, tp=self.ranks, l3="none", early_stop=True
-        )
-        return makespan(costs, self.partition) / (READ_BATCHES if self.eager else 1)
-
-
 class Costs:
     """Estimates of everything that a decision about a hit needs; they learn.
 
@@ -123,11 +76,12 @@ class Costs:
         load: What a batch waits for their load to the device.
     """
 
-    def __init__(self, machine: Machine | None) -> None:
+    def __init__(self, machine: Restore | None) -> None:
         known = machine is not None
         self.prefill = Estimate(machine.prefill if machine else _linear, known=known)
         self.load = Estimate(machine.load if machine else _linear, known=known)
-        reads = machine.read if machine and machine.profile.l3 is not None else None
+        l3 = machine.profile.l3 if machine and machine.profile else None
+        reads = machine.read if machine and l3 is not None else None
         self.read = Estimate(reads or _linear, known=reads is not None)
         self.behind = Estimate(_linear, known=False)
 

@@ -21,11 +21,12 @@ from typing import NamedTuple
 
 from hcache_backend.engine import metrics
 from hcache_backend.engine.hits.asked import Asked, delays
-from hcache_backend.engine.hits.costs import Costs, Hit, Machine, Recomputing
+from hcache_backend.engine.hits.costs import Costs, Hit, Recomputing
 from hcache_backend.engine.hits.estimates import Estimate
 from hcache_backend.engine.hits.gpu import Gpu
 from hcache_backend.engine.hits.progress import L3Progress
 from hcache_backend.engine.hits.trials import TRIAL_SHARE, Trials, seconds_like
+from hcache_backend.partition.restore import Restore
 
 logger = logging.getLogger("hcache")
 
@@ -79,7 +80,7 @@ class HitGate:
 
     def __init__(
         self,
-        machine: Machine | None,
+        machine: Restore | None,
         backend: str,
         min_gain: float,
         clock: Callable[[], float] = time.monotonic,
@@ -166,10 +167,11 @@ class HitGate:
         if overdue and not before:
             metrics.PROBLEMS.count("l3_overdue")
             logger.warning(
-                "hcache: L3 does not answer: prefetches end, hits are refused until it does"
+                "hcache: L3 is not responding: prompts are computed instead until it does. "
+                "Check the disks of `dirs`"
             )
         elif before and not overdue:
-            logger.info("hcache: L3 answers again")
+            logger.info("hcache: L3 responds again")
 
     def launched(self, tokens: int, prefix: float, loaded: int) -> int:
         """A batch is launched that computes this (see :meth:`prefilled`); its number."""
@@ -227,7 +229,7 @@ class HitGate:
             metrics.L3_TOKENS.count("slower", tokens - taken)
             if self._said is None or now - self._said > _SILENCE_SECONDS:
                 self._said = now
-                logger.info("hcache: %d tokens of a hit are refused: %s", tokens - taken, problem)
+                logger.info("hcache: %d tokens of a hit are computed: %s", tokens - taken, problem)
         return taken
 
     # ---- the thread that reads ----
@@ -271,6 +273,9 @@ class HitGate:
             elif 0 < reading.tokens == reading.wanted:
                 whole = seconds_like(asked.tried, reading, seconds, self.costs)
                 trials.ended(pays=self._pays(asked.tried, whole))
+            elif reading.whole == asked.tried.tokens and not reading.wanted:
+                # All of it was recomputed before the pages of a draft had come: these are read.
+                trials.ended(pays=self._pays(asked.tried._replace(recomputing=None), seconds))
             # Else its client is gone, or pages are: that says nothing of the disk.
 
     def _measured(self, reads: Estimate, tokens: int, wanted: int, seconds: float) -> None:

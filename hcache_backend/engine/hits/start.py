@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 from hcache_backend.config import HCacheConfig
 from hcache_backend.engine import hooks
@@ -11,8 +12,8 @@ from hcache_backend.engine.arguments import (
     ranks_of_a_request,
     resolved,
 )
-from hcache_backend.engine.hits.costs import Machine
 from hcache_backend.engine.runtime import Runtime
+from hcache_backend.partition.restore import Restore
 
 logger = logging.getLogger("hcache")
 
@@ -33,17 +34,19 @@ def may_judge(runtime: Runtime, config: HCacheConfig) -> bool:
         return False
     missing = hooks.install(hooks.hit_hooks())
     if missing is not None:
-        logger.warning("hcache: every L3 hit is read, however slow L3 is: %s", missing)
+        logger.warning(
+            "hcache: every L3 hit is read, even if L3 is slower than computing: %s", missing
+        )
     return missing is None
 
 
-def known_machine(runtime: Runtime) -> Machine | None:
+def known_machine(runtime: Runtime) -> Restore | None:
     """What the choice of the partition found out about the machine; None: it did not look."""
     methods = runtime.layer_methods
     if methods is None or methods.profile is None or methods.shape is None:
         return None
     ranks = ranks_of_a_request(runtime.runner.server_args)
-    return Machine(methods.profile, methods.shape, methods.partition, ranks, runtime.eager)
+    return replace(methods, ranks=ranks, eager=runtime.eager)
 
 
 def stop_judging(runtime: Runtime) -> None:

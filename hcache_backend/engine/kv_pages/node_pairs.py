@@ -212,8 +212,8 @@ class NodePairs:
                 self._recomputer = None
                 metrics.PROBLEMS.count("probe")
                 logger.error(
-                    "hcache: attention cannot be looked at, and pairs of layers are those of the "
-                    "start from now on: %r",
+                    "hcache: attention could not be observed; pairs of layers stay those of the "
+                    "start: %r",
                     self._problem,
                 )
             return self._layout.pairs

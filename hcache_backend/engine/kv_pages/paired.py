@@ -88,19 +88,24 @@ class PairedSegments(KVSegments):
         return fits
 
     def restored_layer(self, layer: int) -> RestoredLayer:
-        """The first layer of a pair brings both; nobody reads the second one before its turn."""
+        return RestoredLayer("kv", copy=self.load, by_header=True)
 
-        def copy(
-            memory: torch.Tensor, pages: torch.Tensor, offset: int, slots: torch.Tensor
-        ) -> None:
-            held = self.pages_of(slots)
+    def load(
+        self,
+        layers: Sequence[int],
+        memory: torch.Tensor,
+        pages: torch.Tensor,
+        offsets: Sequence[int],
+        slots: torch.Tensor,
+    ) -> None:
+        """The first layer of a pair brings both; nobody reads the second one before its turn."""
+        held = self.pages_of(slots)
+        for layer in layers:
             for slot, at, where in self._by_slot(layer, memory, pages, held.device):
                 if len(slot.layers) == 1:
                     self._load_layer(layer, held[at], memory, where, slot.offset)
                 elif layer == slot.layers[0]:
                     self._load_pair(slot, held[at], memory, where)
-
-        return RestoredLayer("kv", copy=copy, by_header=True)
 
     def _by_slot(
         self, layer: int, memory: torch.Tensor, pages: torch.Tensor, device: torch.device

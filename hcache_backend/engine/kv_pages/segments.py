@@ -11,10 +11,13 @@ from hcache_backend.page import PageLayout, StoredLayer, kv_layer
 from hcache_backend.restore.layers import RestoredLayer
 from hcache_backend.units import Share, units_per_group
 from hcache_kernels.codecs import Cut, SegmentCodec, UnsupportedRows, make_segment_codec
+from hcache_kernels.launch import Launch
+from hcache_kernels.layers import LayerTable
+from hcache_kernels.page_kernels import gather_launch, gather_planes_launch
 from hcache_kernels.pages import gather_pages, gather_planes, scatter_rows
 
-_COPIED_BYTES = 64 << 20
-"""A layer of so many bytes is copied, or encoded, at once: device memory that nobody planned."""
+_GATHERED_BYTES = 128 << 20
+"""So many encoded bytes are on the device at once: memory that nobody planned."""
 
 
 class KVSegments:
@@ -55,6 +58,7 @@ class KVSegments:
         self.layers = tuple(layers)
         self.codec = codec
         self._encoder = None if codec == "none" else self._make_encoder(codec)
+        self._tables: dict[tuple[int, int, int], LayerTable] = {}
 
     def layout(self, layers: Sequence[StoredLayer], share: Share) -> PageLayout:
         """The layout of pages with these ``layers``; of those of K and V as by
@@ -85,12 +89,29 @@ class KVSegments:
             With a codec, which layers of which pages fit, bool ``[layers, p]`` on the device: what
             the pages hold of others means nothing.
         """
+        offsets = [layout.segment_offsets[layer] for layer in self.layers]
+        if slots.is_cuda:
+            return self._save_at_once(offsets, memory, pages, slots)
         held = self.pages_of(slots)
         fits = [
-            self._save_layer(layer, held, memory, pages, layout.segment_offsets[layer])
-            for layer in self.layers
+            self._save_layer(layer, held, memory, pages, offset)
+            for layer, offset in zip(self.layers, offsets, strict=True)
         ]
         return torch.stack(fits) if self._encoder is not None else None
+
+    def _save_at_once(
+        self, offsets: Sequence[int], memory: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor
+    ) -> torch.Tensor | None:
+        """As :meth:`save`, by one launch over layers, planes and units."""
+        table, encoder = self._table(self.layers, offsets), self._encoder
+        if encoder is None:
+            self._plain_launch(table, memory, pages, slots, save=True).run()
+            return None
+        shape = (len(table), len(pages), encoder.flags)
+        fits = torch.empty(shape, dtype=torch.bool, device=slots.device)
+        units = memory, pages, 0, fits
+        encoder.encode_launch(table.planes, slots, *units, table, self.page_size).run()
+        return fits.all(2)
 
     def _save_layer(
         self,
@@ -104,19 +125,10 @@ class KVSegments:
 
         ``held`` and ``pages`` are int64 ``[p]``, on the device.
         """
-        fits = torch.ones(len(held), dtype=torch.bool, device=held.device)
-        # An even number: where the ids of a part begin is aligned alike, and no kernel is compiled
-        # again while a server serves.
-        at_once = max(2, _COPIED_BYTES // self.bytes_of(layer) // 2 * 2)
-        parts = zip(*(ids.split(at_once) for ids in (held, pages, fits)), strict=True)
-        for some, to, fit in parts:
-            if self._encoder is None:
-                self.save_plain(layer, some, memory, to, offset)
-                continue
-            rows, fitting = self._encoded(layer, some, self._encoder)
-            scatter_rows(rows, memory, to, torch.zeros_like(to), offset)
-            fit.copy_(fitting)
-        return fits
+        if self._encoder is not None:
+            return self._encoder.encode(self.planes(layer), held, memory, pages, offset)
+        self.save_plain(layer, held, memory, pages, offset)
+        return torch.ones(len(held), dtype=torch.bool, device=held.device)
 
     def save_plain(
         self,
@@ -143,20 +155,49 @@ class KVSegments:
         offset: int = 0,
     ) -> None:
         """Copy back what :meth:`save_plain` did."""
-        size = (self.page_size, self._groups, -1)
-        planes = (self._by_page(buffer).view(torch.uint8) for buffer in self.planes(layer))
-        pool = [plane.unflatten(1, size) for plane in planes]
+        pool = [self._by_group(plane) for plane in self.planes(layer)]
         gather_planes(memory, rows, offset, pool, held)
 
     def restored_layer(self, layer: int) -> RestoredLayer:
         """How a layer whose K and V are stored comes back."""
+        return RestoredLayer("kv", copy=self.load, launches=1 if self._encoder is None else 2)
 
-        def copy(
-            memory: torch.Tensor, pages: torch.Tensor, offset: int, slots: torch.Tensor
-        ) -> None:
-            self._load_layer(layer, self.pages_of(slots), memory, pages, offset)
+    def load(
+        self,
+        layers: Sequence[int],
+        memory: torch.Tensor,
+        pages: torch.Tensor,
+        offsets: Sequence[int],
+        slots: torch.Tensor,
+    ) -> None:
+        """:data:`.Copy` of K and V: on a GPU by a launch or two over layers, planes and units."""
+        if slots.is_cuda:
+            self._load_at_once(layers, memory, pages, offsets, slots)
+            return
+        held = self.pages_of(slots)
+        for layer, offset in zip(layers, offsets, strict=True):
+            self._load_layer(layer, held, memory, pages, offset)
 
-        return RestoredLayer("kv", copy=copy)
+    def _load_at_once(
+        self,
+        layers: Sequence[int],
+        memory: torch.Tensor,
+        pages: torch.Tensor,
+        offsets: Sequence[int],
+        slots: torch.Tensor,
+    ) -> None:
+        table, encoder, size = self._table(layers, offsets), self._encoder, self.page_size
+        if encoder is None:
+            self._plain_launch(table, memory, pages, slots).run()
+            return
+        # An even number: where the ids of a part begin is aligned alike.
+        row = len(table) * encoder.segment_bytes
+        at_once = max(2, _GATHERED_BYTES // row // 2 * 2)
+        for some, to in zip(pages.split(at_once), slots.split(at_once * size), strict=True):
+            shape = (len(table), len(some), encoder.segment_bytes)
+            encoded = torch.empty(shape, dtype=torch.uint8, device=slots.device)
+            gather_launch(memory, some, 0, encoded, layers=table).run()
+            encoder.decode_launch(encoded, table.planes, to, table, size).run()
 
     def _load_layer(
         self,
@@ -173,6 +214,27 @@ class KVSegments:
             return
         encoded = gather_pages(memory, pages, offset, encoder.segment_bytes)
         encoder.decode(encoded, self.planes(layer), held)
+
+    def _plain_launch(
+        self,
+        table: LayerTable,
+        memory: torch.Tensor,
+        pages: torch.Tensor,
+        slots: torch.Tensor,
+        *,
+        save: bool = False,
+    ) -> Launch:
+        pool = [self._by_group(plane) for plane in table.planes]
+        ids = pages, 0, pool, slots
+        return gather_planes_launch(memory, *ids, None, table, self.page_size, save=save)
+
+    def _table(self, layers: Sequence[int], offsets: Sequence[int]) -> LayerTable:
+        """Where these layers are, for kernels; made once, when they are first wanted."""
+        key = (layers[0], len(layers), offsets[0])
+        if key not in self._tables:
+            planes = [self.planes(layer) for layer in layers]
+            self._tables[key] = LayerTable.of(planes, offsets)
+        return self._tables[key]
 
     def held(self, layers: Sequence[int], slots: torch.Tensor) -> torch.Tensor:
         """K and V of ``layers`` in the pool, as plain pages have them: layer after layer, uint8, on
@@ -281,15 +343,10 @@ class KVSegments:
             rows = _swapped(self._by_page(buffer)[held], self.page_size, self._groups)
             yield rows.view(torch.uint8)
 
-    def _encoded(
-        self, layer: int, held: torch.Tensor, encoder: SegmentCodec
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Encoded K and V of pages of the pool, uint8 ``[p, bytes]``, and which of the pages fit,
-        bool ``[p]``."""
-        shape = (len(held), encoder.segment_bytes)
-        encoded = torch.empty(shape, dtype=torch.uint8, device=held.device)
-        order = torch.arange(len(held), device=held.device)
-        return encoded, encoder.encode(self.planes(layer), held, encoded, order, 0)
+    def _by_group(self, plane: torch.Tensor) -> torch.Tensor:
+        """A plane of the pool, uint8 ``[pool pages, page_size, groups, row_bytes]``."""
+        rows = self._by_page(plane).view(torch.uint8)
+        return rows.unflatten(1, (self.page_size, self._groups, -1))
 
     def _by_page(self, buffer: torch.Tensor) -> torch.Tensor:
         """A buffer of the pool, ``[slots, heads, dim]``, as one row for each page."""

@@ -51,8 +51,8 @@ def all_or_none(work: Callable[[], _Result], *groups: Any) -> _Result:
     except Refused as refused:
         reason = str(refused)
     except Exception as error:
-        logger.error("hcache: the self-check broke", exc_info=error)
-        reason = f"the self-check broke: {type(error).__name__}: {error}"
+        logger.error("hcache: the self-check raised an error", exc_info=error)
+        reason = f"the self-check raised an error: {type(error).__name__}: {error}"
     fine = reason is None
     for group in groups:
         (fine,) = on_all_ranks(group, fine)

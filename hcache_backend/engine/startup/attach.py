@@ -19,7 +19,7 @@ from hcache_backend.config import (
     FIXED_AT_START,
     ConfigError,
     HCacheConfig,
-    nearest,
+    check_extra_config,
     parse_config,
 )
 from hcache_backend.engine import hooks
@@ -44,17 +44,6 @@ logger = logging.getLogger("hcache")
 
 STARTED_WITHOUT_US = "the server was started without HCACHE_ENABLE=1"
 _NO_RIGHT_TO_WRITE = (errno.EACCES, errno.EPERM, errno.EROFS)
-
-_OUR_KEYS = ("backend_name", "module_path", "class_name", "interface_v1", "hcache")
-_SGLANG_KEYS = (
-    # SGLang takes these out before it builds a backend; which of them, its versions differ in.
-    "prefetch_threshold",
-    "prefetch_timeout_base",
-    "prefetch_timeout_per_ki_token",
-    "prefetch_timeout_max",
-    "hicache_storage_pass_prefix_keys",
-    "tp_lcm_size",
-)
 
 
 class Joined(NamedTuple):
@@ -121,26 +110,6 @@ def leave_report(joined: Joined, storage_config: HiCacheStorageConfig) -> None:
         keep_profile(runtime, folders[0])
 
 
-def check_extra_config(extra: Mapping[str, Any]) -> None:
-    """Check what stands beside our options.
-
-    Raises:
-        ConfigError: A key is unknown, or SGLang would not hand over pages as we want them.
-    """
-    for key, value in extra.items():
-        if key not in _OUR_KEYS + _SGLANG_KEYS:
-            if key in HCacheConfig.model_fields:
-                hint = f'it belongs under the key \'hcache\': {{"hcache": {{"{key}": ...}}}}'
-            else:
-                hint = nearest(key, _OUR_KEYS + _SGLANG_KEYS, "known: ")
-            raise ConfigError(f"extra config: unknown key {key!r} (value {value!r}); {hint}")
-    if extra.get("interface_v1") != 1:
-        raise ConfigError(
-            f"extra config: 'interface_v1' is {extra.get('interface_v1')!r}; it must be 1, so that "
-            "SGLang hands over pages without copying them"
-        )
-
-
 def check_preemption(args: Any) -> None:
     """Does SGLang lose requests if there is an L3?
 
@@ -187,7 +156,7 @@ def warn_of_small_host_pool(
         enough = f"--hicache-ratio {math.ceil(100 * (memory.hicache_ratio + more)) / 100:.2f}"
     logger.warning(
         "hcache: the host pool has room for %d tokens and the device pool for %d: about %d%% of "
-        "what fills the device is stored (hcache_tokens_total, not_backed_up_host_pool_full); with "
+        "what fills the device is stored (hcache_not_backed_up_tokens_total counts the rest); with "
         "%s all of it",
         host_tokens,
         device_tokens,

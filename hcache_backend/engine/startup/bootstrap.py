@@ -8,12 +8,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from hcache_backend.config import (
+    CLASS_NAME,
     CONFIG_VARIABLE,
     ENABLE_VARIABLE,
+    MODULE_PATH,
     HCacheConfig,
-    config_from_environment,
     is_enabled,
-    parse_config,
+    start_config,
 )
 from hcache_backend.engine import hooks
 from hcache_backend.engine.arguments import (
@@ -29,7 +30,6 @@ from hcache_backend.engine.ranks import attention_ranks
 from hcache_backend.engine.runtime import current, remember
 from hcache_backend.engine.startup.agreement import or_stop
 from hcache_backend.engine.startup.attach import (
-    check_extra_config,
     check_preemption,
     open_store,
     warn_of_single_tokens,
@@ -37,9 +37,6 @@ from hcache_backend.engine.startup.attach import (
 from hcache_backend.engine.startup.restore_trace import install_if_asked
 
 logger = logging.getLogger("hcache")
-
-MODULE_PATH = "hcache_backend"
-CLASS_NAME = "HCacheStorage"
 
 
 def bootstrap(runner: Any) -> None:
@@ -66,14 +63,14 @@ def _join(runner: Any) -> None:
     extra = _our_extra_config(args)
     if extra is None and ENABLE_VARIABLE not in os.environ:
         if CONFIG_VARIABLE in os.environ:
-            logger.warning("hcache: HCACHE_CONFIG does nothing here without HCACHE_ENABLE=1")
+            logger.warning("hcache: HCACHE_CONFIG is ignored; set HCACHE_ENABLE=1, too")
         return
-    config = or_stop(lambda: _start_config(extra))
-    if config is None:
+    if not or_stop(is_enabled) and extra is None:
         return
+    config = or_stop(lambda: start_config(extra))
     offloads = args.disaggregation_decode_enable_offload_kvcache
     if not (args.enable_hierarchical_cache or offloads):
-        logger.warning("hcache: configured, but --enable-hierarchical-cache is off: nothing to do")
+        logger.warning("hcache: configured, but inactive: add --enable-hierarchical-cache")
         return
     runtime.config = config
     or_stop(lambda: _check_groups(runner, args, config))
@@ -82,8 +79,8 @@ def _join(runner: Any) -> None:
     warn_of_single_tokens(runtime)
     if config.behind is not None and extra is None and args.hicache_storage_backend is not None:
         logger.warning(
-            "hcache: option 'behind' does nothing behind --hicache-storage-backend %s: it stands "
-            "behind the page store of this package",
+            "hcache: option 'behind' is ignored: it needs the page store of this package, and "
+            "--hicache-storage-backend is %s",
             args.hicache_storage_backend,
         )
     if extra is not None:
@@ -161,18 +158,3 @@ def _check_groups(runner: Any, args: Any, config: HCacheConfig) -> None:
     heads = runner.model_config.get_num_kv_heads(group.world_size)
     own_pages = config.pages == "own" and not runner.use_mla_backend
     check_tp_lcm_size(asked, group.world_size, heads, own_pages=own_pages)
-
-
-def _start_config(extra: Mapping[str, Any] | None) -> HCacheConfig | None:
-    """The options of a server that is started for us: those of its L3 over the environment's.
-
-    Raises:
-        ConfigError: They are wrong.
-    """
-    if not is_enabled() and extra is None:
-        return None
-    environment = config_from_environment()
-    if extra is None:
-        return environment
-    check_extra_config(extra)
-    return parse_config(extra.get("hcache"), "hcache", environment)

@@ -175,7 +175,7 @@ def _proven(name: str, probe: Probe, projector: Projector) -> Codec:
     if lost:
         logger.log(
             logging.WARNING if lost > _UNENCODABLE_SHARE * len(fits) else logging.INFO,
-            "hcache: codec %r cannot hold %d of the %d tokens that were tried; pages with such "
+            "hcache: codec %r cannot encode %d of the %d tokens that were tried; pages with such "
             "tokens do not go to L3 (option 'codec')",
             name,
             lost,

@@ -67,7 +67,7 @@ def record_copies(runtime: Runtime, runner: Any) -> None:
     except Refused as refused:
         runner.hcache_no_capture = str(refused)
     except Exception:
-        logger.exception("hcache: CUDA graphs are recorded without our copies")
+        logger.exception("hcache: CUDA graphs are recorded without copies of hidden states")
 
 
 def check_recording(runner: Any, hidden: torch.Tensor) -> HiddenCapture | None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 from hcache_backend.config import ConfigError, HCacheConfig
 from hcache_backend.engine.arguments import ranks_of_a_request, resolved
-from hcache_backend.engine.hits.costs import Machine
 from hcache_backend.engine.hits.gate import HitGate
 from hcache_backend.engine.hits.start import known_machine, may_judge
 from hcache_backend.engine.ranks import said_by_all_ranks
@@ -18,6 +18,7 @@ from hcache_backend.engine.startup.quick_profile import copy_as_measured, find_p
 from hcache_backend.partition.costs import Partition
 from hcache_backend.partition.model_shape import ModelShape
 from hcache_backend.partition.profile import Profile
+from hcache_backend.partition.restore import Restore
 
 logger = logging.getLogger("hcache")
 
@@ -39,12 +40,13 @@ def judge_other_hits(runtime: Runtime, backend: str) -> None:
     config = runtime.config
     if config is not None and may_judge(runtime, config):
         machine = _machine(runtime, config)
-        if machine is not None:
-            machine = machine.of_other_l3()
+        if machine is not None and machine.profile is not None:  # nobody measured its L3
+            profile = machine.profile.model_copy(update={"l3": None})
+            machine = replace(machine, profile=profile)
         runtime.hit_gate = HitGate(machine, backend, config.min_gain)
 
 
-def _machine(runtime: Runtime, config: HCacheConfig) -> Machine | None:
+def _machine(runtime: Runtime, config: HCacheConfig) -> Restore | None:
     known = known_machine(runtime)
     if known is not None:
         return known
@@ -67,7 +69,7 @@ def _machine(runtime: Runtime, config: HCacheConfig) -> Machine | None:
     methods = runtime.layer_methods
     partition = methods.partition if methods is not None else Partition(0, 0, shape.layers)
     ranks = ranks_of_a_request(runtime.runner.server_args)
-    return Machine(profile, shape, partition, ranks, runtime.eager)
+    return Restore(profile, shape, partition, ranks, eager=runtime.eager)
 
 
 def _measured(runtime: Runtime, config: HCacheConfig) -> tuple[Profile, ModelShape] | None:
@@ -95,6 +97,6 @@ def _measured(runtime: Runtime, config: HCacheConfig) -> tuple[Profile, ModelSha
     except ConfigError:
         raise
     except Exception as error:  # pools of several kinds, for which there is no cost model
-        logger.info("hcache: L3 hits: only what is measured in service is known: %s", error)
+        logger.info("hcache: L3 hits are judged by measurements in service alone: %s", error)
         return None
     return (profile, shape) if profile is not None and shape is not None else None

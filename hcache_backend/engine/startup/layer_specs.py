@@ -179,7 +179,7 @@ class LayerSpecs:
             for projection in kinds.values():
                 measure_choice(projection, self._projector.pool.dtype)
         except Exception as error:  # no memory left, or a compiler that cannot
-            logger.warning("hcache: the ways to project were not measured: %s", error)
+            logger.warning("hcache: the ways to project could not be timed: %s", error)
 
     def follow_weights(self) -> None:
         """From now on, forget the specs when weights change, and find them anew."""
@@ -204,7 +204,7 @@ class LayerSpecs:
             if isinstance(error, Refused):
                 self._runtime.lose_trust(reason)
             else:
-                logger.exception("hcache: the search for specs broke")
+                logger.exception("hcache: the search for specs raised an error")
         try:
             self.settle()
         except Refused as refused:
@@ -228,16 +228,16 @@ class LayerSpecs:
         by_spec = [group for group in self._runtime.projection if group.method == "spec"]
         if by_spec:
             parts = [f"{len(group.layers)} layers by spec ({group.detail})" for group in by_spec]
-            logger.info("hcache: projection: %s", "; ".join(parts))
+            logger.debug("hcache: projection: %s", "; ".join(parts))
         for group in self._runtime.projection:
             if group.method == "generic":
-                logger.info(
+                logger.debug(
                     "hcache: projection: layers %s by their attention modules: %s",
                     ", ".join(map(str, group.layers)),
                     group.detail,
                 )
             numbers = ", ".join(map(str, group.layers))
-            logger.info("hcache: exactness: layers %s: %s", numbers, group.exactness)
+            logger.debug("hcache: exactness: layers %s: %s", numbers, group.exactness)
 
 
 def _figures(found: Sequence[Found]) -> str:

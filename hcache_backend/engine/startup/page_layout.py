@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from hcache_backend.engine.kv_pages.segments import KVSegments
-from hcache_backend.engine.layer_methods import LayerMethods
 from hcache_backend.page import RECOMPUTED, PageLayout, hidden_layer
+from hcache_backend.partition.restore import Restore
 from hcache_backend.units import SHARE_COUNTS, WHOLE, Share
 from hcache_kernels.codecs import Codec
 
@@ -30,7 +30,7 @@ def head_groups(tp_lcm_size: int | None, share: Share, ranks: int) -> int:
 
 
 def page_layout(
-    page_size: int, methods: LayerMethods, kv: KVSegments, codec: Codec | None, share: Share
+    page_size: int, methods: Restore, kv: KVSegments, codec: Codec | None, share: Share
 ) -> PageLayout:
     """The layout of pages whose layers are restored by ``methods``.
 

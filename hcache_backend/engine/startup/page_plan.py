@@ -20,13 +20,13 @@ from hcache_backend.engine.capture_hooks import HiddenCapture
 from hcache_backend.engine.host_pool import HostPages
 from hcache_backend.engine.kv_pages.paired import make_segments
 from hcache_backend.engine.kv_pages.segments import KVSegments
-from hcache_backend.engine.layer_methods import LayerMethods
 from hcache_backend.engine.ranks import attention_ranks
 from hcache_backend.engine.startup.agreement import Refused
 from hcache_backend.engine.startup.page_layout import page_layout
 from hcache_backend.engine.startup.self_check import Probe
 from hcache_backend.krul.choice import PairChoice
 from hcache_backend.page import PageLayout
+from hcache_backend.partition.restore import Restore
 from hcache_backend.projection.attention import AttentionLayer
 from hcache_backend.restore.exchange import Exchange, share_of_rank
 from hcache_backend.restore.recompute import Recomputer
@@ -61,7 +61,7 @@ class PagePlan:
     """
 
     kvcache: Any
-    methods: LayerMethods
+    methods: Restore
     share: Share
     groups: int
     kv_codec: str = field(default="none", kw_only=True)

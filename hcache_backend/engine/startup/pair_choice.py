@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
@@ -14,20 +10,17 @@ import numpy as np
 import torch
 
 from hcache_backend.config import KrulOption
-from hcache_backend.engine import metrics
 from hcache_backend.engine.hooks import hidden_mode_hooks, install
 from hcache_backend.engine.kv_pages.paired import PairedSegments
-from hcache_backend.engine.kv_pages.segments import KVSegments
-from hcache_backend.engine.ranks import on_all_ranks, sum_of_all_ranks
+from hcache_backend.engine.ranks import on_all_ranks
 from hcache_backend.engine.recompute.batch import make_recomputer
 from hcache_backend.engine.startup.agreement import Refused
 from hcache_backend.engine.startup.page_plan import PagePlan
-from hcache_backend.engine.startup.self_check import probe_tokens, said_behind
+from hcache_backend.engine.startup.self_check import probe_tokens
 from hcache_backend.krul.choice import PairChoice
-from hcache_backend.krul.pair_forms import MergedPair
 from hcache_backend.krul.paired_layout import PairedLayout
-from hcache_backend.krul.selection import Pair, Strategy
-from hcache_backend.krul.statistics import PROBE_TOKENS, PairSums, attention_sums
+from hcache_backend.krul.selection import Strategy
+from hcache_backend.krul.statistics import PROBE_TOKENS, attention_sums
 from hcache_backend.streams import current_stream
 
 logger = logging.getLogger("hcache")
@@ -60,7 +53,7 @@ def find_mergeable(plan: PagePlan, option: KrulOption, slots: torch.Tensor, grou
     mergeable = frozenset(pair for pair, fits in zip(every, small, strict=True) if fits)
     choice = PairChoice(layers, len(layout.pairs), mergeable, option.ratio, option.gamma)
     layout = _use(plan, choice, option)
-    logger.info(
+    logger.debug(
         "hcache: %d of %d pairs of layers may be merged; in each page until others are chosen: %s",
         len(mergeable),
         len(every),
@@ -68,9 +61,8 @@ def find_mergeable(plan: PagePlan, option: KrulOption, slots: torch.Tensor, grou
     )
 
 
-def find_probe(runner: Any, plan: PagePlan, slots: torch.Tensor) -> PairSums:
-    """Let the plan choose pairs for each node, if attention can be looked at here; returns what is
-    found of this rank's heads.
+def find_probe(runner: Any, plan: PagePlan, slots: torch.Tensor) -> None:
+    """Let the plan choose pairs for each node, if attention can be looked at here.
 
     The model has written K and V of the self-check's tokens to ``slots`` (int64 ``[n]``).
 
@@ -84,13 +76,12 @@ def find_probe(runner: Any, plan: PagePlan, slots: torch.Tensor) -> PairSums:
     recomputer = make_recomputer(runner, kvcache, plan.methods.chunk_tokens)
     ids = np.array(probe_tokens(runner.model_config.vocab_size, len(slots)))[-PROBE_TOKENS:]
     problems: list[Exception] = []
-    found: list[PairSums] = []
 
     def run() -> None:
         try:
             asked = recomputer.probe(recomputer.layers, ids, slots)
             with torch.inference_mode():
-                found.append(attention_sums(asked))
+                attention_sums(asked)
         except Exception as error:  # a model's own code, with a batch that it was not made for
             problems.append(error)
 
@@ -102,55 +93,6 @@ def find_probe(runner: Any, plan: PagePlan, slots: torch.Tensor) -> PairSums:
     if problems:
         raise Refused(f"{type(problems[0]).__name__}: {problems[0]}")
     plan.probe = recomputer
-    return found[0]
-
-
-@torch.no_grad()
-def check_output(
-    runner: Any,
-    plan: PagePlan,
-    slots: torch.Tensor,
-    sums: PairSums | None,
-    option: KrulOption,
-    group: Any,
-) -> None:
-    """Let the plan merge only what hardly changes what the model says next.
-
-    All tensor-parallel ranks (``group``) must call it; the pool gets back what it held. Tried are
-    the closest pairs by ``sums`` of this rank, whatever they attend to, and those that are furthest
-    from each other, or those of the option. If only the closest ones change little, no others are
-    merged; if these change much, none are.
-
-    Args:
-        slots: Where the model has written K and V of the self-check's tokens, int64 ``[p *
-            page_size]``.
-    """
-    layout, choice = plan.layout, plan.choice
-    assert isinstance(layout, PairedLayout) and choice is not None
-    layouts = [layout]
-    if sums is not None:
-        whole = PairSums.unpacked(sum_of_all_ranks(group, sums.packed().cpu()), choice.layers)
-        layouts = list(dict.fromkeys(map(layout.with_pairs, choice.extremes(whole))))
-    tried = [_merged(each) for each in layouts]
-    if not tried[0]:
-        return
-    changes = _changes(runner, plan.kv, slots, layouts, group)
-    fine = on_all_ranks(group, *(change <= option.kl for change in changes))
-    for pairs, change in zip(tried, changes, strict=True):
-        logger.info("hcache: merging layers %s changes what is said by %.1e nats", pairs, change)
-    if all(fine):
-        return
-    metrics.PROBLEMS.count("merged_layers")
-    told = (
-        "hcache: merging layers %s changes what the model says by %.1e nats per token (limit %.1e)"
-    )
-    if fine[0]:
-        logger.warning(f"{told}: only %s are merged", tried[1], changes[1], option.kl, tried[0])
-        _use(plan, replace(choice, mergeable=frozenset(tried[0])), option)
-        return
-    logger.warning(f"{told}: all pairs hold fp8", tried[0], changes[0], option.kl)
-    plan.probe = None
-    _use(plan, replace(choice, mergeable=frozenset()), option)
 
 
 def _use(plan: PagePlan, choice: PairChoice, option: KrulOption) -> PairedLayout:
@@ -161,65 +103,6 @@ def _use(plan: PagePlan, choice: PairChoice, option: KrulOption) -> PairedLayout
     plan.choice = choice
     plan.layout = layout = layout.with_pairs(choice.coded(option.pairs or ()))
     return layout
-
-
-def _merged(layout: PairedLayout) -> list[Pair]:
-    return [(first, second) for first, second, code in layout.pairs if code == MergedPair.name]
-
-
-def _changes(
-    runner: Any, kv: KVSegments, slots: torch.Tensor, layouts: Sequence[PairedLayout], group: Any
-) -> list[float]:
-    """How much K and V that come back from pages of each layout change what the model says, in
-    nats; infinity: it is not known."""
-    held: list[list[torch.Tensor]] = []
-    back: list[list[list[torch.Tensor]]] = []
-    with _reported():
-        held = [[plane[slots] for plane in kv.planes(layer)] for layer in kv.layers]
-        for layout in layouts:
-            planes, _ = kv.through_codec(layout, held)
-            back.append([[part.to(slots.device) for part in parts] for parts in planes])
-    # The model's own collectives follow: no rank may be missing there.
-    (ready,) = on_all_ranks(group, len(back) == len(layouts))
-    changes = [math.inf] * len(layouts)
-    if not ready:
-        return changes
-    with _reported():
-        exact = said_behind(runner, slots)
-        for number, merged in enumerate(back):
-            with _pool_holds(kv, slots, merged, held):
-                changed = said_behind(runner, slots)
-            changes[number] = float((exact.exp() * (exact - changed)).sum(-1).mean())
-    return changes
-
-
-@contextmanager
-def _reported() -> Iterator[None]:
-    try:
-        yield
-    except Exception:
-        logger.exception("hcache: what merged layers change in what the model says is not known")
-
-
-@contextmanager
-def _pool_holds(
-    kv: KVSegments,
-    slots: torch.Tensor,
-    planes: Sequence[Sequence[torch.Tensor]],
-    before: Sequence[Sequence[torch.Tensor]],
-) -> Iterator[None]:
-    """K and V of every layer are others within the block."""
-    try:
-        _put(kv, slots, planes)
-        yield
-    finally:
-        _put(kv, slots, before)
-
-
-def _put(kv: KVSegments, slots: torch.Tensor, planes: Sequence[Sequence[torch.Tensor]]) -> None:
-    for layer, parts in zip(kv.layers, planes, strict=True):
-        for plane, part in zip(kv.planes(layer), parts, strict=True):
-            plane[slots] = part
 
 
 def _problem(option: KrulOption, layers: int, number: int) -> str | None:

@@ -7,13 +7,12 @@ in the life of a store.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from hcache_backend.config import ConfigError, HCacheConfig
 from hcache_backend.engine.arguments import resolved
-from hcache_backend.engine.layer_methods import LayerMethods, pipeline_seconds
 from hcache_backend.engine.ranks import attention_ranks
 from hcache_backend.engine.runtime import Runtime
 from hcache_backend.engine.startup.agreement import or_stop
@@ -21,19 +20,11 @@ from hcache_backend.engine.startup.codec_choice import encoded_share, wanted_cod
 from hcache_backend.engine.startup.page_plan import host_bytes, kv_bytes_per_token
 from hcache_backend.engine.startup.quick_profile import copy_as_measured, find_profile
 from hcache_backend.engine.startup.refusals import eager_refusal
-from hcache_backend.partition.costs import (
-    L3Path,
-    LayerCosts,
-    LayerMethod,
-    Partition,
-    layer_costs,
-)
+from hcache_backend.partition.costs import L3Path, Partition, describe
 from hcache_backend.partition.model_config import ModelConfigError, shape_from_config
 from hcache_backend.partition.model_shape import CLEARLY_LESS, ModelShape
-from hcache_backend.partition.plan import describe
-from hcache_backend.partition.profile import Profile
 from hcache_backend.partition.record import PartitionRecord, find_record, record_name, save_record
-from hcache_backend.partition.solver import Objective, search
+from hcache_backend.partition.restore import Restore
 from hcache_backend.restore.exchange import share_of_rank
 from hcache_backend.restore.layers import PoolParking
 
@@ -44,7 +35,7 @@ LEAST_HOST_SHARE = 1.5
 evicted, so prefetches have room in the others only; K and V of all layers may leave fewer."""
 
 
-def layer_methods(runtime: Runtime, kvcache: Any) -> LayerMethods:
+def layer_methods(runtime: Runtime, kvcache: Any) -> Restore:
     """How each layer of this server is stored. All ranks must ask first at the same point.
 
     The server stops when option ``partition`` or ``profile`` is wrong.
@@ -61,7 +52,7 @@ class _Decision(NamedTuple):
     reason: str
 
 
-def _choose(runtime: Runtime, kvcache: Any) -> LayerMethods:
+def _choose(runtime: Runtime, kvcache: Any) -> Restore:
     """By the options, else by what the store has, else by the profile.
 
     The profile is found by the first rank of the first stage only.
@@ -102,15 +93,18 @@ def _choose(runtime: Runtime, kvcache: Any) -> LayerMethods:
     kv_bytes = kv_share * kv_bytes_per_token(kvcache)
     given = host_bytes(kvcache, args.hicache_size, args.hicache_ratio)
 
+    every_kv = Partition(0, 0, layers)
+
     def leaves_room(partition: Partition) -> bool:
         """Whether host memory holds enough tokens besides the hidden states of the device's."""
         token = (partition.hidden * row_bytes / shares) + partition.kv * kv_bytes / layers
         host = given / token - (int(kvcache.size) if partition.hidden else 0)
-        return host >= min(LEAST_HOST_SHARE * int(kvcache.size), given / kv_bytes)
+        wanted = LEAST_HOST_SHARE * int(kvcache.size)
+        return partition == every_kv or host >= min(wanted, given / kv_bytes)
 
+    restore = Restore(profile, shape, every_kv, ranks, chunk_tokens, parks=parks, eager=eager)
     if decision is None and profile is not None and shape is not None and alone:
-        seconds = pipeline_seconds(chunk_tokens, tokens, ranks, parks)
-        decision = _fastest(profile, shape, tokens, ranks, l3, layers, seconds, leaves_room)
+        decision = _fastest(restore, tokens, l3, leaves_room)
     elif decision is None:
         smaller = layers * row_bytes < CLEARLY_LESS * kv_bytes
         smaller = smaller and (not alone or leaves_room(Partition(0, layers, 0)))
@@ -135,9 +129,7 @@ def _choose(runtime: Runtime, kvcache: Any) -> LayerMethods:
             settled = stage.all_gather_object(settled)[0]
             decision = _known(wanted, settled) if settled != record else decision
             assert decision is not None
-    return LayerMethods(
-        decision.partition, profile, shape, chunk_tokens, parks=parks, ranks=ranks, eager=eager
-    )
+    return replace(restore, partition=decision.partition)
 
 
 def _known(wanted: Partition | None, recorded: PartitionRecord | None) -> _Decision | None:
@@ -154,7 +146,7 @@ def _known(wanted: Partition | None, recorded: PartitionRecord | None) -> _Decis
         return _Decision(wanted, "by an option")
     if recorded is None:
         return None
-    logger.info(
+    logger.debug(
         "hcache: partition: %s, as the store has it: %s",
         describe(recorded.partition),
         recorded.reason,
@@ -163,37 +155,20 @@ def _known(wanted: Partition | None, recorded: PartitionRecord | None) -> _Decis
 
 
 def _fastest(
-    profile: Profile,
-    shape: ModelShape,
-    tokens: int,
-    ranks: int,
-    l3: L3Path,
-    layers: int,
-    seconds: Objective,
-    leaves_room: Callable[[Partition], bool],
+    restore: Restore, tokens: int, l3: L3Path, leaves_room: Callable[[Partition], bool]
 ) -> _Decision:
-    """The partition whose restores are the fastest by the profile, of those that leave room.
-
-    Every layer is stored: who leaves first layers out saves disk, and hits in host memory and
-    faster disks want them. A restore may recompute layers that are stored.
-    """
-    usable: set[LayerMethod] = {"hidden", "kv"}
-    if not shape.hidden_is_smaller:
-        usable.remove("hidden")
-    costs = layer_costs(profile, shape, tokens, tp=ranks, l3=l3, early_stop=True)
-    partition = search(costs, layers, seconds, usable)
-    reason = f"the best for {tokens} tokens by the profile of {profile.device}"
+    """The partition whose restores are the fastest by the profile, of those that leave room."""
+    assert restore.profile is not None
+    partition = restore.fastest(tokens, l3)
+    reason = f"the best for {tokens} tokens by the profile of {restore.profile.device}"
     if not leaves_room(partition):
-
-        def with_room(costs: LayerCosts, partition: Partition) -> float:
-            return seconds(costs, partition) if leaves_room(partition) else math.inf
-
-        faster, partition = partition, search(costs, layers, with_room, usable)
+        faster, partition = partition, restore.fastest(tokens, l3, allowed=leaves_room)
         reason += (
             f" that leaves room for {LEAST_HOST_SHARE} times the device's tokens in host memory; a "
             f"larger --hicache-ratio allows {describe(faster)}"
         )
-    logger.info("hcache: partition: %s; %s (%s)", describe(partition), reason, profile.source)
+    source = restore.profile.source
+    logger.debug("hcache: partition: %s; %s (%s)", describe(partition), reason, source)
     return _Decision(partition, reason)
 
 
@@ -201,7 +176,7 @@ def _smallest(layers: int, hidden: bool, because: str) -> _Decision:
     """Hidden states of all layers if these are smaller (``hidden``), else K and V of all."""
     partition = Partition(0, layers, 0) if hidden else Partition(0, 0, layers)
     reason = "hidden states where they are smaller than K and V"
-    logger.info("hcache: partition: %s: %s (%s)", describe(partition), reason, because)
+    logger.debug("hcache: partition: %s: %s (%s)", describe(partition), reason, because)
     return _Decision(partition, reason)
 
 
@@ -229,7 +204,7 @@ class _Store:
         try:
             save_record(self._folders[0], self.name, record, replace=False)
         except OSError as error:
-            logger.warning("hcache: partition: it is not recorded: %s", error)
+            logger.warning("hcache: partition: it could not be recorded: %s", error)
         return self.find() or record
 
 

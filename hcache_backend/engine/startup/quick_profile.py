@@ -43,7 +43,9 @@ def find_profile(
         except ProfileError as error:
             raise ConfigError(f"hcache: option 'profile': {error}") from None
     device = torch.device(kvcache.device)
-    digest = hashlib.sha256(f"{device_name(device)} {shape.model_dump_json()}".encode()).hexdigest()
+    # Bytes of pages are not measured: partitions and hits have one profile, whatever the codec.
+    measured = shape.model_dump_json(exclude={"hidden_row_bytes", "kv_row_bytes"})
+    digest = hashlib.sha256(f"{device_name(device)} {measured}".encode()).hexdigest()
     file = f"profile-{digest[:12]}.json"
     if runtime.kept_profile is not None and runtime.kept_profile[0] == file:
         return runtime.kept_profile[1]
@@ -54,7 +56,7 @@ def find_profile(
             except ProfileError as error:
                 logger.warning("hcache: %s", error)
             else:
-                logger.info("hcache: partition: using the profile in %s", path)
+                logger.debug("hcache: partition: using the profile in %s", path)
                 return kept
     try:
         profile = _measure(config, shape, device, runtime.runner.dtype)
@@ -78,7 +80,7 @@ def copy_as_measured(profile: Profile, device: torch.device | str, segment_bytes
     measured = PAGE * profile.model.hidden * profile.model.element_bytes
     engine = 2 * segment_bytes >= measured
     use_measured_copies(profile.copies, torch.device(device), engine=engine)
-    logger.info(
+    logger.debug(
         "hcache: copies: kernels have %d programs%s",
         copy_programs(torch.device(device)),
         "; hidden states come by the copy engine" if copies_by_engine() else "",
@@ -100,10 +102,7 @@ def keep_profile(runtime: Runtime, folder: Path) -> None:
 def _measure(
     config: HCacheConfig, shape: ModelShape, device: torch.device, dtype: torch.dtype
 ) -> Profile:
-    logger.info(
-        "hcache: partition: measuring a quick profile of this machine (option 'profile' takes "
-        "one of `hcache profile`)"
-    )
+    logger.debug("hcache: partition: measuring a quick profile of this machine")
     l3: Rate | None = None
     try:
         l3 = Rate(per_second=read_rate(config, shape, _QUICK_SECONDS).per_second)

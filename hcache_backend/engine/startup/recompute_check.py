@@ -9,12 +9,12 @@ import torch
 
 from hcache_backend.engine.arguments import resolved
 from hcache_backend.engine.hooks import install, recompute_hooks
-from hcache_backend.engine.layer_methods import LayerMethods
 from hcache_backend.engine.ranks import attention_ranks, smallest
 from hcache_backend.engine.recompute.batch import NO_REQUEST, make_recomputer
 from hcache_backend.engine.runtime import Runtime
 from hcache_backend.engine.startup.agreement import Refused, all_or_none
 from hcache_backend.engine.startup.self_check import Probe, run_again
+from hcache_backend.partition.restore import Restore
 from hcache_backend.projection.exactness import (
     Bound,
     KVExactness,
@@ -34,7 +34,7 @@ _WAITING = ("flashinfer", "torch_native", "flex_attention")
 
 
 def find_recomputer(
-    runtime: Runtime, probe: Probe, kvcache: Any, methods: LayerMethods, *, whole: bool
+    runtime: Runtime, probe: Probe, kvcache: Any, methods: Restore, *, whole: bool
 ) -> Recomputer | None:
     """What recomputes layers, the same on every tensor-parallel rank; all must call it.
 
@@ -54,6 +54,7 @@ def find_recomputer(
     def prove() -> Recomputed:
         if runner.model_config.is_multimodal:
             raise Refused("the model's embeddings are not those of token ids alone")
+        probe.refuse_dependence()
         refuse_attention(runner)
         missing = install(recompute_hooks())
         if missing is not None:
@@ -67,14 +68,13 @@ def find_recomputer(
             raise Refused(found.problem or "a layer of another tensor-parallel rank is not exact")
     except Refused as refused:
         runtime.recomputation = f"none: {refused}"
-        logger.warning("hcache: layers are not recomputed: %s", refused)
         return None
     runtime.recomputation = found.exactness
     if recomputer.layers < kvcache.layer_num:
         reason = found.problem or "other tensor-parallel ranks"
         first = f"the first {recomputer.layers} layers only ({reason})"
         runtime.recomputation = f"{first}; {found.exactness}"
-    logger.info("hcache: exactness: recomputed layers: %s", runtime.recomputation)
+    logger.debug("hcache: exactness: recomputed layers: %s", runtime.recomputation)
     return recomputer
 
 

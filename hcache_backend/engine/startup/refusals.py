@@ -3,7 +3,6 @@ every rank."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -20,10 +19,6 @@ from hcache_backend.engine.arguments import (
 from hcache_backend.engine.runtime import Runtime
 from hcache_backend.engine.startup.agreement import Refused
 from hcache_backend.projection.check import TOLERANCE
-
-_QUANTISED_INPUTS = re.compile(r"Fp8|FP8|W\dA\d|Int8|(?<!Nv)Fp4")
-"""In the names of SGLang's ways to compute quantised layers; with ``A16`` only weights are."""
-
 
 _DRAFTING = ("EAGLE", "EAGLE3", "NGRAM", "STANDALONE")
 """Drafts are in a pool of their own, if they have K and V at all."""
@@ -44,14 +39,6 @@ def own_pages_refusal(runtime: Runtime, kvcache: Any) -> str | None:
             "packs behind the model's in host memory",
         ),
         (getattr(args, "attn_cp_size", 1) > 1, "attention in context-parallel ranks"),
-        (
-            args.hicache_host_memory_mode == "buffer_only",
-            "--hicache-host-memory-mode buffer_only keeps no host copies",
-        ),
-        (
-            getattr(args, "disaggregation_decode_retraction_backup", None) == "host_pool",
-            "retraction uses the host pool for plain KV",
-        ),
         (
             decodes_for_others(runtime.runner.server_args),
             "a server that decodes for prefill servers, or may after a role switch, fails a "
@@ -126,25 +113,6 @@ def refuse_shared_workspaces(modules: Iterable[torch.nn.Module], what: str) -> N
                 )
 
 
-def refuse_quantised_inputs(linears: Iterable[torch.nn.Module]) -> None:
-    """Refuse projections that quantise what they receive: FP8 with static or dynamic scales, W8A8.
-
-    With static scales the norm before them hands out FP8 values and a scale, no hidden states. With
-    dynamic ones a scale may be that of all tokens of the batch, so that K depends on the others.
-
-    Raises:
-        Refused: Names the first such way of SGLang's.
-    """
-    for linear in linears:
-        for way in (getattr(linear, "quant_method", None), getattr(linear, "scheme", None)):
-            name = type(way).__name__
-            if _QUANTISED_INPUTS.search(name) and "A16" not in name:
-                raise Refused(
-                    f"the projections' inputs are quantised ({name}): they are no hidden states, "
-                    "or K depends on what else is in the batch"
-                )
-
-
 def graphs_are_off() -> bool:
     """Whether no phase of the forward pass is recorded."""
     from sglang.srt.model_executor.cuda_graph_config import cuda_graph_fully_disabled
@@ -171,6 +139,8 @@ def eager_refusal(server_args: Any, device: torch.device | str, *, hidden: bool)
     """
     if server_args.pp_size > 1:
         return "pipeline stages are not supported"
+    if server_args.hicache_host_memory_mode == "buffer_only":
+        return "the node before a prefetch may go while it runs (buffer_only)"
     if hidden and server_args.tp_size > 1 and torch.device(device).type == "cuda":
         return "ranks would exchange shares while a batch runs, and forward passes wait for that"
     return None

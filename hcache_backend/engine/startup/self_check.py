@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,22 +25,31 @@ from hcache_backend.engine.startup.prefill import (
 )
 from hcache_backend.projection.attention import AttentionLayer, UnknownCall, learn_call
 from hcache_backend.projection.check import first_problem, projection_problem
+from hcache_backend.projection.exactness import Bound, relative_difference
 from hcache_backend.projection.projector import Projector
+from hcache_backend.projection.spec import linear_output
 
 PROBE_TOKENS = 48
 """Enough positions for a wrong RoPE to show in every head, few enough to cost nothing."""
-_SAID = 16
-"""Prompts behind which :func:`said_behind` looks."""
+_LOUDER = 3000.0
+"""No power of two: FP8 values of a scale that is one times larger would be the same."""
 
 
 @dataclass
 class Observation:
-    """What one layer did during the probe."""
+    """What one layer did during the probe.
+
+    Attributes:
+        quantised: Modules of the whole layer that have quantised weights, by name.
+        asked: Whether what each of them makes of a token depends on the batch.
+    """
 
     name: str
     module: torch.nn.Module
     kernel: Any
     linears: list[torch.nn.Module]
+    quantised: dict[str, torch.nn.Module]
+    asked: dict[str, bool] = field(default_factory=dict)
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
     projection: torch.nn.Module | None = None
     hidden: torch.Tensor | None = None
@@ -47,13 +57,35 @@ class Observation:
 
 @dataclass(frozen=True)
 class Probe:
-    """Layers that were found, with the hidden states that each received during the probe."""
+    """Layers that were found, with the hidden states that each received during the probe.
+
+    Attributes:
+        dependent: Modules whose output for a token depends on the other tokens of its batch, and
+            those that could not be asked, by name.
+    """
 
     layers: tuple[AttentionLayer, ...]
     hidden: tuple[torch.Tensor, ...]
     slots: torch.Tensor
     positions: torch.Tensor
     token_ids: torch.Tensor
+    dependent: tuple[str, ...] = ()
+
+    def refuse_dependence(self, inside: Sequence[str] = ("",)) -> None:
+        """Refuse modules that quantise inputs by a scale of the whole batch: K depends on it.
+
+        Args:
+            inside: Beginnings of the names of the modules that count; by default all do.
+
+        Raises:
+            Refused: Names the first such module.
+        """
+        found = next((name for name in self.dependent if name.startswith(tuple(inside))), None)
+        if found is not None:
+            raise Refused(
+                f"the output of {found} for a token depends on the other tokens of the batch, as "
+                "far as it can be tried: its quantised inputs have no scales of their own"
+            )
 
 
 def observe(runner: Any, observations: list[Observation]) -> Probe:
@@ -72,7 +104,10 @@ def observe(runner: Any, observations: list[Observation]) -> Probe:
         *(_describe(index, seen, positions, batch) for index, seen in enumerate(observations)),
         strict=True,
     )
-    return Probe(layers, hidden, slots, positions, token_ids)
+    dependent = (
+        name for seen in observations for name in seen.quantised if seen.asked.get(name, True)
+    )
+    return Probe(layers, hidden, slots, positions, token_ids, tuple(dependent))
 
 
 def run_again(runner: Any, lengths: Sequence[int], before: int = 0) -> Sequence[torch.Tensor]:
@@ -140,35 +175,6 @@ def prefill_and_decode(runner: Any, tokens: int, ranks: Any, *, graphs: bool) ->
     return torch.cat(slots)
 
 
-@torch.no_grad()
-def said_behind(runner: Any, slots: torch.Tensor) -> torch.Tensor:
-    """What the model says behind the first tokens of the probe, whose K and V the pool has in
-    ``slots`` (int64 ``[n]``, whole pages), and behind some that follow: log-probabilities, float32
-    ``[prompts, vocab]``, the same on all tensor-parallel ranks, which all must call it.
-
-    The pool keeps what is in ``slots``; where others are is overwritten.
-
-    Raises:
-        Refused: The pool's first slots are others.
-    """
-    allocator, requests = runner.token_to_kv_pool_allocator, runner.req_to_token_pool
-    _empty_pools(runner)
-    try:
-        if not torch.equal(allocator.alloc(len(slots)), slots):
-            raise Refused("the KV pool hands out other slots than before")
-        prompt = probe_tokens(runner.model_config.vocab_size, len(slots) + _SAID)
-        # Each prompt takes a page for what follows.
-        prompts = min(_SAID, requests.size, allocator.available_size() // allocator.page_size)
-        lengths = range(len(slots) + 1, len(slots) + 1 + prompts)
-        batch = prefill_batch(runner, [prefill_request(prompt[:end], slots) for end in lengths])
-        with _without_prefill_graphs(runner):
-            said = runner.forward(forward_batch(runner, batch)).logits_output
-        found: torch.Tensor = said.next_token_logits.float().log_softmax(-1)
-        return found
-    finally:
-        _empty_pools(runner)
-
-
 def compare(probe: Probe, projector: Projector) -> None:
     """Project what every layer received and compare with the pool.
 
@@ -207,7 +213,13 @@ def attention_modules(model: torch.nn.Module, layers: int) -> list[Observation]:
             ]
             if linears:
                 break
-        found.append(Observation(name, modules[name], kernel, linears))
+        layer = name.rpartition(".")[0]
+        quantised = {
+            f"{layer}.{part}": module
+            for part, module in modules[layer].named_modules()
+            if _is_quantised(module)
+        }
+        found.append(Observation(name, modules[name], kernel, linears, quantised))
     found.sort(key=lambda seen: seen.kernel.layer_id)
     ids = [seen.kernel.layer_id for seen in found]
     if not found or ids != list(range(ids[0], ids[0] + len(ids))):
@@ -230,7 +242,45 @@ def _watch(seen: Observation) -> list[Any]:
     handles = [seen.module.register_forward_pre_hook(on_call, with_kwargs=True)]
     for linear in seen.linears:
         handles.append(linear.register_forward_pre_hook(on_linear, with_kwargs=True))
+    for name, module in seen.quantised.items():
+        ask = partial(_ask_beside, seen.asked, name)
+        handles.append(module.register_forward_pre_hook(ask, with_kwargs=True))
     return handles
+
+
+def _is_quantised(module: torch.nn.Module) -> bool:
+    """Whether it has a matrix, or one for each expert, of numbers that are no plain ones."""
+    weights = (one for one in module.parameters(recurse=False) if one.dim() > 1)
+    return any(one.dtype.itemsize == 1 or not one.is_floating_point() for one in weights)
+
+
+def _ask_beside(
+    asked: dict[str, bool],
+    name: str,
+    module: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
+    """Call the module twice more: the last of its rows, ``[n, width]``, is louder once.
+
+    Both batches have one shape, so everything else is summed in the same order.
+    """
+    rows = args[0] if args else next(iter(kwargs.values()), None)
+    if not isinstance(rows, torch.Tensor) or rows.dtype.itemsize == 1:
+        return  # they are quantised already
+    louder = rows.clone()
+    louder[-1] *= _LOUDER
+    alone, beside = (
+        linear_output(
+            module.forward(one, *args[1:], **kwargs)
+            if args
+            else module.forward(**kwargs | {next(iter(kwargs)): one})
+        )[:-1, None].clone()  # kernels may write both outputs to one buffer of theirs
+        for one in (rows.clone(), louder)  # experts may write to what they receive
+    )
+    bound = Bound.of_product(rows.dtype).rms
+    depends = not relative_difference(beside, alone) <= bound
+    asked[name] = asked.get(name, False) or depends
 
 
 def _describe(

@@ -201,7 +201,7 @@ class Stack:
             budget = SliceBudget(
                 config.recompute_ms / 1e3,
                 methods.chunk_tokens,
-                methods.recomputing,
+                methods.layer,
                 known=methods.profile is not None,
             )
             loads.seconds_to_read = self.runtime.seconds_to_read
@@ -237,25 +237,18 @@ def use_hidden_mode(runtime: Runtime, kvcache: Any, plan: HiddenPagePlan) -> Non
     runtime.use_own_pages({**_page_fields(runtime, kvcache, plan), "codec": plan.codec.name})
     chunk_tokens = plan.methods.chunk_tokens
     logger.info(
-        "hcache: restores take %.0f MB of device memory beside one projection of %d tokens",
-        ring_bytes(plan.layout, chunk_tokens, plan.methods.layers("hidden")) / 1e6,
-        chunk_tokens,
-    )
-    logger.info(
-        "hcache: hidden mode: %s, %d bytes a %d-token page, codec %s, %d host pages, %d shadows",
+        "hcache: hidden mode: %s, %d bytes per %d-token page, codec %s, %d host pages, %d shadows, "
+        "%.0f MB of device memory for restores",
         plan.methods.describe(),
         plan.layout.page_bytes,
         plan.layout.page_size,
         codec,
         plan.pages.host,
         plan.pages.shadows,
+        ring_bytes(plan.layout, chunk_tokens, plan.methods.layers("hidden")) / 1e6,
     )
     if not plan.codec.is_view and plan.recomputer is None:
-        logger.info(
-            "hcache: nothing can be recomputed: a page with a row of hidden states that codec %r "
-            "does not hold is not backed up",
-            plan.codec.name,
-        )
+        runtime.unused["pages that the codec cannot encode"] = "they cannot be recomputed"
 
 
 def use_kv_mode(runtime: Runtime, kvcache: Any, plan: PagePlan, reason: str) -> None:
@@ -303,7 +296,7 @@ def _reservable(runtime: Runtime, allocator: Any, *, hidden: bool) -> Reservable
         )
     if reason is None:
         return ReservablePages(allocator)
-    logger.info("hcache: restores are layer-wise, not eager: %s", reason)
+    runtime.unused["restores while L3 is read"] = reason
     return None
 
 
@@ -321,7 +314,7 @@ def _start_capture(
     hooks.use(capture, tokens_only=plan.recomputer is not None, order=order)
     invalidate_on_allocation(allocator, hooks)
     runtime.on_weights_changed.append(capture.ledger.forget)
-    logger.info(
+    logger.debug(
         "hcache: capture: staging of %d tokens, %.0f MB of device memory",
         plan.staging.places,
         Staging.bytes_for(plan.staging.layers, plan.staging.row_bytes, plan.staging.places) / 1e6,

@@ -20,7 +20,6 @@ from hcache_backend.config import HCacheConfig
 from hcache_backend.engine import metrics
 from hcache_backend.engine.arguments import resolved, storage_extra_config
 from hcache_backend.engine.capture_hooks import HiddenCapture
-from hcache_backend.engine.layer_methods import LayerMethods
 from hcache_backend.engine.ranks import attention_ranks, smallest
 from hcache_backend.engine.runtime import Runtime
 from hcache_backend.engine.startup.agreement import Refused, all_or_none
@@ -38,7 +37,7 @@ from hcache_backend.engine.startup.graphs import check_recording
 from hcache_backend.engine.startup.layer_specs import LayerSpecs
 from hcache_backend.engine.startup.page_layout import head_groups, share_of_heads
 from hcache_backend.engine.startup.page_plan import HiddenPagePlan, PagePlan, make_exchange
-from hcache_backend.engine.startup.pair_choice import check_output, find_mergeable, find_probe
+from hcache_backend.engine.startup.pair_choice import find_mergeable, find_probe
 from hcache_backend.engine.startup.partition_choice import layer_methods
 from hcache_backend.engine.startup.recompute_check import find_recomputer
 from hcache_backend.engine.startup.refusals import (
@@ -46,7 +45,6 @@ from hcache_backend.engine.startup.refusals import (
     module_refusal,
     own_pages_refusal,
     refusal,
-    refuse_quantised_inputs,
 )
 from hcache_backend.engine.startup.self_check import (
     PROBE_TOKENS,
@@ -61,8 +59,8 @@ from hcache_backend.engine.startup.stack import (
     use_hidden_mode,
     use_kv_mode,
 )
-from hcache_backend.krul.statistics import PairSums
 from hcache_backend.partition.costs import Partition
+from hcache_backend.partition.restore import Restore
 from hcache_backend.projection.generic import ProjectionBatch
 from hcache_backend.projection.paged_pool import PagedPool
 from hcache_backend.projection.projector import Projector
@@ -114,9 +112,12 @@ class OwnPagesStrategy(StackStrategy):
                 plan = self._kv_plan(kvcache, params)
                 use_kv_mode(runtime, kvcache, plan, hidden)
                 recomputer = self._page_recomputer(kvcache, params, plan)
-                return Stack(runtime, kvcache, params, kwargs).build_kv(plan, recomputer)
-            use_hidden_mode(runtime, kvcache, hidden)
-            return Stack(runtime, kvcache, params, kwargs).build_hidden(hidden, projector)
+                stack = Stack(runtime, kvcache, params, kwargs).build_kv(plan, recomputer)
+            else:
+                use_hidden_mode(runtime, kvcache, hidden)
+                stack = Stack(runtime, kvcache, params, kwargs).build_hidden(hidden, projector)
+            runtime.say_unused()
+            return stack
         except Refused as refused:
             self._capture_nothing()
             runtime.use_plain_pages(str(refused))
@@ -170,9 +171,7 @@ class OwnPagesStrategy(StackStrategy):
         chunk = min(self._runtime.config.restore_chunk_tokens, int(kvcache.size))
         everything = Partition(0, 0, int(kvcache.layer_num))
         ranks = attention_ranks()
-        methods = LayerMethods(
-            everything, None, None, chunk, recomputable=0, ranks=ranks.world_size
-        )
+        methods = Restore(None, None, everything, ranks.world_size, chunk, recomputable=0)
         of_heads = share_of_heads(ranks.rank_in_group, ranks.world_size)
         groups = self._head_groups(methods, of_heads)
         codec = self._step(
@@ -216,8 +215,6 @@ class OwnPagesStrategy(StackStrategy):
         try:
             self._step(params, partial(self._refuse, module_refusal, None, kvcache))
             modules = self._step(params, lambda: attention_modules(runner.model, kvcache.layer_num))
-            linears = [linear for seen in modules for linear in seen.linears]
-            self._step(params, lambda: refuse_quantised_inputs(linears))
             probe = self._step(params, lambda: observe(runner, modules))
         except Refused as refused:
             runtime.recomputation = f"none: {refused}"
@@ -250,11 +247,7 @@ class OwnPagesStrategy(StackStrategy):
                 if plan.kv.by_header:
                     group = params.tp_cache_group
                     self._step(params, lambda: find_mergeable(plan, option, pages, group))
-                    sums = self._look_at_attention(params, plan, slots)
-                    runner = self._runtime.runner
-                    self._step(
-                        params, lambda: check_output(runner, plan, pages, sums, option, group)
-                    )
+                    self._look_at_attention(params, plan, slots)
                 check = partial(check_lossy, plan.kv, plan.layout, pages, option.error)
                 self._step(params, check)
         except Refused as refused:
@@ -269,20 +262,17 @@ class OwnPagesStrategy(StackStrategy):
         self._step(params, plan.find_room)
         return plan
 
-    def _look_at_attention(
-        self, params: Any, plan: PagePlan, slots: torch.Tensor
-    ) -> PairSums | None:
-        """See to it that the plan can, unless the pairs are known; what it sees now."""
+    def _look_at_attention(self, params: Any, plan: PagePlan, slots: torch.Tensor) -> None:
+        """See to it that the plan can, unless the pairs are known."""
         if self._config.krul.pairs is not None:
-            return None
+            return
         try:
             # SGLang's state of a batch, of LoRA adapters say, would be that of another one.
             self._step(params, partial(self._refuse, refusal, None, plan.kvcache))
-            return self._step(params, lambda: find_probe(self._runtime.runner, plan, slots))
+            self._step(params, lambda: find_probe(self._runtime.runner, plan, slots))
         except Refused as refused:
             plan.probe = None
             logger.warning("hcache: pairs of layers are the same in all pages: %s", refused)
-            return None
 
     @property
     def _config(self) -> HCacheConfig:
@@ -307,9 +297,8 @@ class OwnPagesStrategy(StackStrategy):
         if params.pp_size > 1:  # the first layers are in another stage
             methods = methods.recomputing_first(0)
         modules = step(lambda: attention_modules(runner.model, kvcache.layer_num))
-        linears = [linear for seen in modules for linear in seen.linears]
-        step(lambda: refuse_quantised_inputs(linears))
         probe = step(lambda: observe(runner, modules))
+        step(lambda: probe.refuse_dependence([f"{layer.name}." for layer in probe.layers]))
         step(lambda: compare(probe, projector))
         codec = step(lambda: choose_codec(ranks, runtime, probe, projector))
         exchange = step(lambda: make_exchange(probe, kvcache.page_size))
@@ -369,21 +358,21 @@ class OwnPagesStrategy(StackStrategy):
         specs.follow_weights()
         return plan
 
-    def _head_groups(self, methods: LayerMethods, share: Share) -> int:
+    def _head_groups(self, methods: Restore, share: Share) -> int:
         """Into how many groups of heads K and V of pages divide."""
         if not methods.layers("kv"):
             return share.of
         extra = storage_extra_config(resolved(self._runtime.runner.server_args))
         return head_groups(extra.get("tp_lcm_size"), share, attention_ranks().world_size)
 
-    def _choose_methods(self, kvcache: Any) -> LayerMethods:
+    def _choose_methods(self, kvcache: Any) -> Restore:
         config, methods = self._runtime.config, layer_methods(self._runtime, kvcache)
         assert config is not None
         chosen = config.mode == "auto" and config.partition == "auto"
         if not methods.layers("hidden") and (chosen or not methods.layers("recompute")):
             raise Refused(
-                f"the partition has no hidden states: {methods.describe()} (options 'mode': "
-                "'hidden' and 'partition' insist)"
+                f"the partition has no hidden states: {methods.describe()} (override with mode: "
+                "hidden or partition)"
             )
         return methods
 

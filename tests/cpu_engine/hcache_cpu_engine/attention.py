@@ -5,7 +5,8 @@ SGLang's `torch_native`, they compute new tokens only, read the pool of sliding 
 slots, and know sinks, capped scores, token trees and FP8 caches. Outputs of plain decoders are
 those of `torch_native` to the last bit, except for single new tokens.
 
-With `HCACHE_CPU_REORDER_SUMS=1` the order of sums depends on the number of rows: see `reordering`.
+With `HCACHE_CPU_REORDER_SUMS=1` the order of sums depends on the number of rows, and with
+`HCACHE_CPU_EXACT_SUMS=1` they are float64: see `reordering`.
 """
 
 from __future__ import annotations
@@ -228,6 +229,8 @@ def _attend(
     `[n, m]` give `[n, heads, value_size]`.
     """
     new, total, splits = len(query), key.shape[1], reordering.splits(len(query))
+    if reordering.exact():
+        query, key, value = query.double(), key.double(), value.double()
     query, step, parts = query.movedim(0, 1), _QUERY_ROWS, []
     # Without a prefix the kernel needs no mask, which would take a sixth of its time.
     square = causal and new == total and tree is None and not (splits or softmax.special)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from . import attention, reordering, speculation, transfers
+from . import attention, fp8, recurrent, reordering, speculation, transfers
 
 
 def activate() -> None:
@@ -32,6 +32,8 @@ def activate() -> None:
     attention.install()
     speculation.install()
     reordering.install()
+    fp8.install()
+    recurrent.install()
 
 
 def _name_operators() -> None:
@@ -98,6 +100,11 @@ def _replace_elementwise_kernels() -> None:
 
     elementwise._fused_gate_sigmoid_mul_add_kernel = TorchKernel(gate_sigmoid_mul_add)
 
+    from sglang.srt.models import minimax_m2
+
+    minimax_m2.rms_sumsq_serial = sums_of_squares
+    minimax_m2.rms_apply_serial = norms_by_sums
+
 
 def gate_sigmoid_mul_add(
     hidden_states: torch.Tensor,
@@ -112,6 +119,31 @@ def gate_sigmoid_mul_add(
     gate = torch.sigmoid(hidden_states.float() @ gate_weight.float())
     result = gate[:, None] * shared_output.float()
     output.copy_(result + output.float() if DO_ADD else result)
+
+
+def sums_of_squares(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """MiniMax-M2's norms over all heads, one half: sums of each row, float32 `[2 n]`."""
+    return torch.cat([rows.float().pow(2).sum(1) for rows in (query, key)])
+
+
+def norms_by_sums(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    query_weight: torch.Tensor,
+    key_weight: torch.Tensor,
+    sums: torch.Tensor,
+    ranks: int = 1,
+    eps: float = 1e-5,
+) -> tuple[torch.Tensor, ...]:
+    """The other half: `sums` are those of all `ranks`, each of which has as many heads."""
+    return tuple(
+        (rows.float() * torch.rsqrt(of[:, None] / rows.shape[1] / ranks + eps) * weight.float()).to(
+            rows.dtype
+        )
+        for rows, weight, of in zip(
+            (query, key), (query_weight, key_weight), sums.chunk(2), strict=True
+        )
+    )
 
 
 def _unpin_host_pools() -> None:

@@ -159,8 +159,8 @@ def test_a_row_that_overflows_keeps_its_page_from_l3_and_exp4_in_use(
         assert_restored_from_l3([other], 64)
         assert_nothing_went_wrong(server)
         log = server.log_text()
-        assert "codec 'exp4' cannot hold a row of 1 tokens of this step" in log
-        assert "codec 'exp4' cannot hold 1 of the 48 tokens that were tried" in log
+        assert "codec 'exp4' cannot encode 1 tokens of this step" in log
+        assert "codec 'exp4' cannot encode 1 of the 48 tokens that were tried" in log
         assert "is not used" not in log
     assert_no_cache_output_up_to_ties(served, tmp_path, conversations)
 

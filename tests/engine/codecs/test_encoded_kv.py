@@ -161,7 +161,9 @@ def test_units_that_do_not_fit_are_computed_again(
         # It refuses no load, and what is beside it is loaded.
         assert never or (from_host and not tokens["not_restored_layers_not_recomputable"])
         kept = ROWS if never and not hcache.get("mode") else ""
-        assert ("does not hold is not backed up" in server.log_text()) == bool(kept)
+        assert (
+            "pages that the codec cannot encode (they cannot be recomputed)" in server.log_text()
+        ) == bool(kept)
         server.flush_cache()
         # What was not encodable is not in L3, which serves what stands before it.
         again = ask(server, [c.turns[0].prompt for c in conversations])

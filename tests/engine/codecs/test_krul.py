@@ -47,7 +47,7 @@ def paired(
     model: Path, folder: Path, tp: int = 1, metrics: bool = False, **krul: Any
 ) -> ServerOptions:
     """A random model's layers are not alike: whatever a merge makes of them is taken."""
-    krul = {"ratio": 0.7, "error": 10.0, "kl": 100.0, **krul}
+    krul = {"ratio": 0.7, "error": 10.0, **krul}
     more = {"hcache": {"mode": "kv", "krul": krul}, "tp": tp, "metrics": metrics}
     return options(model, folder, "krul", **more)
 
@@ -164,8 +164,7 @@ def test_each_part_of_a_conversation_has_pairs_of_its_own(
         assert_restored_from_l3([conversation], PAGE)
         assert_nothing_went_wrong(server)
         assert "15 of 15 pairs of layers may be merged" in server.log_text()
-        assert "attention cannot be looked at" not in server.log_text()
-        assert "changes what is said by" in server.log_text()
+        assert "attention could not be observed" not in server.log_text()
         page = requests.get(f"{server.url}/metrics", timeout=240).text
     files = by_key(tmp_path)
     assert {len(of_ranks) for of_ranks in files.values()} == {tp}
@@ -176,13 +175,12 @@ def test_each_part_of_a_conversation_has_pairs_of_its_own(
     assert {len(pairs) for pairs in found} == {2}
     assert {code for pairs in found for *_, code in pairs} == {b"merged"}
     chosen, far = (
-        dict(re.findall(f'^{name}{{.*code="(.*?)".*}} (.*)$', page, re.MULTILINE))
+        dict(re.findall(f'^{name}{{.*codec="(.*?)".*}} (.*)$', page, re.MULTILINE))
         for name in ("hcache_pairs_total", "hcache_pair_distance_count")
     )
     assert chosen.keys() == far.keys() == {"merged"}
     assert chosen == far and float(chosen["merged"]) >= 2 * len(found)
-    with Server(served(kl=0.0)) as server:
-        assert "all pairs hold fp8" in server.log_text()
+    with Server(served(error=0.1)) as server:
         [again] = ask(server, [conversation.history])  # pages with merged layers are read
         assert again.turns[0].cached.storage == len(conversation.history) // PAGE * PAGE
         assert_nothing_went_wrong(server)
@@ -207,7 +205,7 @@ def test_layers_with_the_same_weights_are_found_and_half_of_the_layers_in_pairs_
     prompts = [texts.draw(source, 6 * PAGE, keys=16, gap=4).ids for _ in range(3)]
     krul: dict[str, Any] = {"gamma": 0.0, "ratio": ratio, "error": 0.3}
     if ratio == 1.0:  # merging the first two layers changes more
-        krul |= {"error": 0.6, "kl": 1.0}
+        krul |= {"error": 0.6}
     with Server(options(model, tmp_path, "krul", hcache={"mode": "kv", "krul": krul})) as server:
         for prompt in prompts:
             for tokens in (2 * PAGE, 6 * PAGE):  # two nodes
@@ -217,7 +215,6 @@ def test_layers_with_the_same_weights_are_found_and_half_of_the_layers_in_pairs_
         for prompt in prompts:
             assert server.generate(prompt, max_new_tokens=4).cached.storage == 5 * PAGE
         assert_nothing_went_wrong(server)
-        assert "changes what is said by" in server.log_text()
     config = json.loads((model / "config.json").read_text())
     layers = config["num_hidden_layers"]
     pages = stored_pages(tmp_path)

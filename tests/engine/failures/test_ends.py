@@ -68,7 +68,7 @@ def test_what_is_queued_for_l3_is_written_when_a_server_is_asked_to_end(
         trigger.write_text("held writes")
         converse(server, conversations, flush=False)
         ask_to_end(server)
-        server.wait_for_log("the server ends: up to 10 s for [1-9]")
+        server.wait_for_log("shutting down: up to 10 s to write [1-9]")
         trigger.unlink()
         assert server.wait_exit() == 0
         assert_nothing_went_wrong(server)

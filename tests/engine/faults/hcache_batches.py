@@ -1,10 +1,9 @@
-"""Prefetches that are read in step with the scheduler, and lack first layers as a test wants."""
+"""Prefetches that are read in step with the scheduler."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import random
 import time
 from collections.abc import Callable
 from functools import partial
@@ -102,25 +101,3 @@ def _number(place: int) -> float:
     with contextlib.suppress(FileNotFoundError, ValueError, IndexError):
         return float(Path(os.environ["HCACHE_TEST_TRIGGER"]).read_text().split()[place])
     return float("inf")
-
-
-def draw_depths(active: Callable[[], bool]) -> None:
-    """Every batch of a prefetch lacks as many first layers as the one before it, or fewer.
-
-    How many is drawn by the batch's first key: all ranks draw alike. None lacks its last layer.
-    """
-    from hcache_backend.engine.controller import OwnPagesController
-
-    read = OwnPagesController._read_pages
-
-    def drawn(self: Any, operation: Any, keys: Any, *others: Any) -> int:
-        loads = self._loads
-        if active() and loads._recomputer is not None and self._storage_verifies():
-            dice, last = random.Random(keys[0]), len(self._pool.page_layout.segment_bytes) - 1
-            depth = getattr(operation, "hcache_first_layer", last)
-            if dice.random() < 0.6:
-                depth = dice.randint(loads.stored_from, max(depth, loads.stored_from))
-            operation.hcache_first_layer = depth if depth > loads.stored_from else 0
-        return read(self, operation, keys, *others)
-
-    OwnPagesController._read_pages = drawn  # type: ignore[method-assign]

@@ -459,7 +459,6 @@ FAULTS: dict[str, Callable[[], None]] = {
     "lost_after_look_ups": lambda: hcache_restores.lose_what_was_looked_up(_active),
     "decisions_held": _hold_decisions,
     "batches_in_step": lambda: hcache_batches.keep_in_step(lambda: _active() and not _says("free")),
-    "depths_drawn": lambda: hcache_batches.draw_depths(lambda: _says("depths")),
     "no_store_on_rank_1": _no_store_on_rank_1,
     "units_do_not_fit": hcache_units.do_not_fit,
     "attention_in_blocks": hcache_sums.attention_in_blocks,

@@ -13,26 +13,30 @@ def do_not_fit(one_in: int = 3) -> None:
     from hcache_backend.engine.kv_pages.segments import KVSegments
     from hcache_backend.engine.startup import strategy
 
-    encode = KVSegments._encoded
+    save = KVSegments._save_layer
 
-    def unfit(self: Any, layer: int, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        encoded, fits = encode(self, layer, *args)
+    def unfit(
+        self: Any, layer: int, held: Any, memory: Any, pages: torch.Tensor, offset: int
+    ) -> torch.Tensor:
+        fits = save(self, layer, held, memory, pages, offset)
         # By what the page holds: encoded once more, it does not fit either.
-        chosen = (encoded[:, 0] % one_in == 0) & (layer % 2 == 1)
-        encoded[chosen] = 0xA5
-        return encoded, fits & ~chosen
+        chosen = (memory[pages, offset] % one_in == 0) & (layer % 2 == 1)
+        part = slice(offset, offset + self._encoder.segment_bytes)
+        # No index by a mask: the host would wait for the device.
+        memory[pages, part] = torch.where(chosen[:, None], 0xA5, memory[pages, part])
+        return fits & ~chosen
 
     check = strategy.check_copies
 
     def as_always(plan: Any) -> None:
-        KVSegments._encoded = encode  # type: ignore[method-assign]
+        KVSegments._save_layer = save  # type: ignore[method-assign]
         try:
             check(plan)
         finally:
-            KVSegments._encoded = unfit  # type: ignore[method-assign]
+            KVSegments._save_layer = unfit  # type: ignore[method-assign]
 
     strategy.check_copies = as_always  # the start would refuse the codec
-    KVSegments._encoded = unfit  # type: ignore[method-assign]
+    KVSegments._save_layer = unfit  # type: ignore[method-assign]
 
 
 def copy_wrongly(active: Callable[[], bool]) -> None:

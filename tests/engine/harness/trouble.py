@@ -19,11 +19,11 @@ PAGES = ("damaged", "cut off", "lost")
 
 
 class Trouble:
-    """Faults of a disk and of pages in it, drawn at random, and how deep pages are read.
+    """Faults of a disk and of pages in it, drawn at random.
 
     Args:
         folder: Of the store.
-        tell: Tells the server's faults `batches_in_step`, `disk` and `depths_drawn` a text.
+        tell: Tells the server's faults `batches_in_step` and `disk` a text.
         stall_s: How long L3 hangs when it does.
         seed: Of what is drawn; when it happens depends on the machine.
 
@@ -55,10 +55,9 @@ class Trouble:
     def _go_on(self, over: threading.Event) -> None:
         dice = self._dice
         while not over.is_set():
-            depths = "depths" if dice.random() < 0.75 else ""
             what = dice.choice(DISK + PAGES)
             self.counts[what or "in step"] += 1
-            self._tell(f"{depths} {what if what in DISK else ''}")
+            self._tell(what if what in DISK else "")
             if what in PAGES:
                 self._spoil_a_page(what)
             over.wait(self._stall_s if what == HELD else dice.uniform(0.05, 0.5))

@@ -26,7 +26,7 @@ STORED: dict[str, dict[str, Any]] = {
     "recompute, mixed": {"partition": partition(1, 2, 1), "recompute_ms": 1e4},
     "recompute, kv": {"partition": partition(1, 0, 3), "recompute_ms": 1e4},
 }
-FAULTS = "batches_in_step,disk,depths_drawn"
+FAULTS = "batches_in_step,disk"
 """All that :class:`tests.engine.harness.trouble.Trouble` needs."""
 
 
@@ -99,7 +99,7 @@ def until_more(server: Server, what: str, event: str, count: int) -> Iterator[No
 
 def assert_fine(server: Server, stored: str) -> None:
     assert_sound_own_pages(server, "kv" if stored.startswith("kv") else "hidden")
-    assert "restores are layer-wise" not in server.log_text()
+    assert "restores while L3 is read (" not in server.log_text()
     assert "eak" not in server.log_text().replace("peak", "").replace("Peak", "")
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench.harness.server import POLL_S, WAIT_S, CachedTokens, Server, ServerOptions
+from bench.harness.server import CachedTokens, Server, ServerOptions
 from tests.engine.harness.conversations import random_tokens
 from tests.engine.harness.ours import (
     assert_hidden_mode,
@@ -23,7 +22,6 @@ from tests.engine.harness.ours import (
 pytestmark = [pytest.mark.engine, pytest.mark.versions]
 
 PAGE = 64
-USE_AGAIN_S = 10.0  # uses are looked at every 5 s
 
 
 @pytest.fixture(
@@ -66,10 +64,7 @@ def folders(request: pytest.FixtureRequest, tmp_path: Path) -> list[Path]:
 
 
 class L3:
-    """L3 of `server` in `folders`, with room for `pages` of them in all.
-
-    It knows the page files of `prompts`.
-    """
+    """L3 of `server` in `folders`, with room for `pages` of those of `prompts` in all."""
 
     def __init__(
         self, server: Server, folders: Sequence[Path], pages: int, prompts: Sequence[list[int]]
@@ -78,12 +73,8 @@ class L3:
         self._folders = folders
         server.flush_cache()
         self._attach()
-        self._files: list[set[str]] = []
-        before: set[str] = set()
         for prompt in prompts:
             send(server, prompt)
-            self._files.append(self._stored() - before)
-            before |= self._files[-1]
         page = stored_pages(folders[0].parent.parent)[0]
         files = -(-pages // len(folders)) * server.options.tp  # each rank's share is one
         quota = files * page.stat().st_size
@@ -95,21 +86,6 @@ class L3:
     def _attach(self, **options: Any) -> None:
         dirs = [str(folder) for folder in self._folders]
         attach(self._server, attach_config(self._folders[0], dirs=dirs, **options))
-
-    def _stored(self) -> set[str]:
-        return {page.name for page in stored_pages(self._folders[0].parent.parent)}
-
-    def wait_for_last(self, prompts: int, use_again: Callable[[], object] | None = None) -> None:
-        """Wait until all pages of the last `prompts` of those that are known are there."""
-        wanted = set().union(*self._files[-prompts:])
-        deadline = time.monotonic() + WAIT_S
-        next_use = time.monotonic() + USE_AGAIN_S
-        while missing := wanted - self._stored():
-            assert time.monotonic() < deadline, f"{len(missing)} of {len(wanted)} pages are missing"
-            if use_again is not None and time.monotonic() > next_use:
-                use_again()
-                next_use = time.monotonic() + USE_AGAIN_S
-            time.sleep(POLL_S)
 
     def found(self, *prompts: Sequence[int]) -> list[int]:
         """Tokens of each prompt that L3 has; to be called once, as it stores what it has not."""
@@ -126,26 +102,6 @@ def send(server: Server, prompt: Sequence[int]) -> CachedTokens:
     reply = server.generate([*prompt, 0], 1)
     server.wait_backed_up()
     return reply.cached
-
-
-def test_of_conversations_that_stay_on_the_device_whole_ones_are_kept(
-    server: Server, folders: list[Path]
-) -> None:
-    """HiCache writes a page once: those that went while L2 has them are put again."""
-    conversations = [random_tokens(16 * PAGE, seed=c) for c in range(1, 7)]
-    l3 = L3(server, folders, 60, conversations)
-    for turn in range(1, 5):
-        for conversation in conversations:
-            send(server, conversation[: 4 * turn * PAGE])
-
-    def use_last() -> None:
-        for conversation in conversations[-3:]:
-            send(server, conversation)
-
-    # Each of several folders evicts what is oldest there, though another may have what is older; a
-    # page that went so after its last use is put again at the next one.
-    l3.wait_for_last(3, use_last if len(folders) > 1 else None)
-    assert sum(tokens == 16 * PAGE for tokens in l3.found(*conversations)) >= 3
 
 
 def test_a_shared_prompt_is_kept_for_the_newest_user(server: Server, folders: list[Path]) -> None:
@@ -168,14 +124,3 @@ def test_of_two_conversations_the_older_one_loses_its_end(
     in_first, in_second = l3.found(first, second)
     assert in_second == 15 * PAGE
     assert in_first >= 8 * PAGE
-
-
-def test_pages_that_came_from_l3_are_put_again_as_well(server: Server, tmp_path: Path) -> None:
-    first, second = (random_tokens(16 * PAGE, seed=seed) for seed in (40, 41))
-    l3 = L3(server, [tmp_path / "l3" / "0"], 26, [second, first])
-    send(server, first)
-    server.flush_cache()
-    assert send(server, first).storage == 16 * PAGE
-    send(server, second)
-    assert send(server, first).device == 16 * PAGE
-    l3.wait_for_last(1)

@@ -413,7 +413,7 @@ def test_a_front_is_recomputed_in_the_order_in_which_the_models_attention_sums(
         hicache_ratio=8.0,
     )
     with Server(options) as server:
-        assert "layers are not recomputed" not in server.log_text()
+        assert "not used: recomputation" not in server.log_text()
         [told] = re.findall("hcache: exactness: recomputed layers: (.*)", server.log_text())
         assert told.startswith("K 100% equal, 0 ulp, V 100% equal, 0 ulp; ")
         prompt = stored(server, seed=1)
@@ -442,7 +442,7 @@ def test_a_front_is_recomputed_where_the_order_of_sums_depends_on_the_number_of_
     )
     with Server(options) as server:
         assert "hcache: exactness: recomputed layers: " in server.log_text()
-        assert "layers are not recomputed" not in server.log_text()
+        assert "not used: recomputation" not in server.log_text()
         prompt = stored(server, seed=1)
         before = recomputed_tokens(server)
         with recomputed(server, prompt) as replies:

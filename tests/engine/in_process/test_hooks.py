@@ -246,7 +246,7 @@ def test_without_hierarchical_cache_there_is_nothing_to_do(
     monkeypatch.setenv("HCACHE_ENABLE", "1")
     monkeypatch.setattr(bootstrap_module, "resolved", lambda args: args)
     bootstrap(runner(enable_hierarchical_cache=False))
-    assert "configured, but --enable-hierarchical-cache is off" in caplog.text
+    assert "configured, but inactive: add --enable-hierarchical-cache" in caplog.text
     assert current().config is None
 
 
@@ -366,7 +366,7 @@ def test_an_l3_behind_another_one_than_ours_is_warned_of(
     monkeypatch.setattr("hcache_backend.engine.runtime._stage_weights", lambda _: Weights(b"w"))
     monkeypatch.setattr(hybrid_pool_assembler, "register_stack_strategy", lambda strategy: None)
     bootstrap(runner(hicache_storage_backend="mooncake"))
-    warning = "option 'behind' does nothing behind --hicache-storage-backend mooncake"
+    warning = "--hicache-storage-backend is mooncake"
     assert warning in caplog.text
 
 
@@ -379,7 +379,7 @@ def test_options_without_the_variable_that_enables_them_are_warned_of(
         monkeypatch.setenv("HCACHE_ENABLE", enabled)
     bootstrap(runner())
     assert current().config is None
-    warning = "hcache: HCACHE_CONFIG does nothing here without HCACHE_ENABLE=1"
+    warning = "hcache: HCACHE_CONFIG is ignored; set HCACHE_ENABLE=1, too"
     assert caplog.messages.count(warning) == (enabled is None)
 
 

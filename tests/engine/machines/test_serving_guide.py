@@ -1,4 +1,4 @@
-"""The commands of docs/serving.md for several machines run as they stand there.
+"""The commands of docs/cluster.md run as they stand there.
 
 What readers have to fill in is filled in: `...` by what every server of a test has; hosts, ports
 and folders by those of this machine; transfers are by TCP (`mooncake_tcp`).
@@ -35,7 +35,7 @@ from .servers import ROUTER, TRANSFER
 pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 PAGE = 64
-GUIDE = read_page(Path(__file__).parents[3] / "docs" / "serving.md")
+GUIDE = read_page(Path(__file__).parents[3] / "docs" / "cluster.md")
 PLAIN = {"mode": "kv", "pages": "plain"}
 TCP: dict[str, object] = {"-transfer-backend mooncake": "-transfer-backend mooncake_tcp"}
 EVERY_HIT = {"HCACHE_CONFIG": '{"min_gain": 0}'}

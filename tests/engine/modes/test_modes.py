@@ -41,6 +41,24 @@ def attach_error(server: Server, config: dict[str, object]) -> str:
     return answer.text
 
 
+@pytest.mark.parametrize("mode", ["hidden", "kv"])
+def test_a_start_is_summed_up_in_at_most_six_lines(mode: str, model: Path, tmp_path: Path) -> None:
+    options = our_server(
+        model,
+        tmp_path,
+        hcache={"mode": mode, "quota_bytes": "2GB"},
+        fork=False,  # the level is read when Python starts
+        extra_env={"HCACHE_CPU_LOG_LEVEL": "INFO"},
+    )
+    with Server(options) as server:
+        log = server.log_text()
+    lines = [line.split("hcache: ", 1)[1] for line in log.splitlines() if "hcache: " in line]
+    assert len(lines) <= 6, lines
+    assert lines[0].startswith("hidden mode: " if mode == "hidden" else "KV mode, own pages: ")
+    assert lines[-1] == f"L3 in {tmp_path / 'l3'}, at most 2.0 GB in each"
+    assert all(said in "".join(lines) for said in ("4 layers ", "codec none", "host pages"))
+
+
 class TestServerThatWasStartedWithoutUs:
     @pytest.fixture(scope="class")
     @classmethod
@@ -107,7 +125,7 @@ class TestServerThatWaitsForABackend:
             ({"dirs": "relative"}, "hcache: option 'dirs' is 'relative': must be a list of"),
             ({"dirs": ["relative"]}, "every folder must be an absolute path, not 'relative'"),
             ({"dirs": ["/proc/no"]}, "hcache: option 'dirs' is ['/proc/no']:"),
-            ({"check_every_pages": -1}, "option 'check_every_pages' is -1: Input should be"),
+            ({"check_every_pages": -1}, "option 'check_every_pages' is -1: must be greater"),
             ({"mode": "kv"}, "option 'mode' is 'kv' but this server runs in hidden mode; it can"),
             ({"mode": "auto"}, "option 'mode' is 'auto' but this server was started with 'hidden'"),
             (
@@ -210,7 +228,7 @@ def test_pages_travel_through_sglangs_own_file_backend_and_still_prove_themselve
             flip_bit(path, 5000)
         converse(server, conversations)
         assert all(c.turns[2].cached.storage == 0 for c in conversations)
-        assert "is not ours (checksum): a miss" in server.log_text()
+        assert "is not the requested one (checksum): counted as a miss" in server.log_text()
         assert_nothing_went_wrong(server)
     assert_no_cache_output(model, conversations)
 

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
+from bench.harness.drafts import accepted, drafting, drafting_by_packed_layers
 from bench.harness.server import Server, ServerOptions
 from tests.engine.harness.conversations import Conversation, converse, make_conversations, turns_of
-from tests.engine.harness.drafts import accepted, drafting, drafting_by_packed_layers
 from tests.engine.harness.ours import (
     assert_no_cache_output,
+    assert_no_cache_output_up_to_ties,
     assert_nothing_went_wrong,
     assert_restored_from_l3,
     assert_sound_own_pages,
@@ -39,6 +40,7 @@ def drafts_without_a_cache(
         cache="none",
         page_size=options.page_size,
         tp=options.tp,
+        dtype=options.dtype,
         extra_args=options.extra_args,
     )
     with Server(plain) as server:
@@ -98,11 +100,38 @@ def test_l3_changes_neither_tokens_nor_accepted_drafts(
     assert algorithm in ("NGRAM", "EAGLE3") or sum(sum(turn[1:]) for turn in found) > 10
 
 
+@pytest.mark.parametrize("mode", ["kv", pytest.param("hidden", marks=LONG)])
+def test_encoded_pages_of_a_model_that_drafts(mode: str, model_cache: Path, tmp_path: Path) -> None:
+    drafts = drafting("STANDALONE", model_cache, tmp_path)
+    options = our_server(
+        drafts.model,
+        tmp_path,
+        hcache={"mode": mode},
+        page_size=16,
+        dtype="bfloat16",
+        extra_args=drafts.arguments,
+    )
+    with Server(options) as server:
+        conversations = converse(server, make_conversations(2, turns=3, tokens=200))
+        assert_restored_from_l3(conversations, 16)
+        assert_sound_own_pages(server, mode)
+        assert "codec exp4" in server.log_text()
+    assert_no_cache_output_up_to_ties(drafts.model, tmp_path, conversations)
+
+    def drafts_taken(turns: list[list[int]]) -> int:
+        return sum(number * count for counts in turns for number, count in enumerate(counts))
+
+    # A prefill behind a hit rounds otherwise than one of the whole prompt, so drafts may differ.
+    found = drafts_taken([accepted(turn.reply) for turn in turns_of(conversations)])
+    assert found >= 0.9 * drafts_taken(drafts_without_a_cache(options, tmp_path, conversations))
+
+
 @pytest.mark.parametrize("hcache", [LAYERWISE, {}], ids=["layer-wise", "front"])
 def test_lost_and_damaged_pages_of_a_draft_cost_no_token(
     hcache: dict[str, Any], model_cache: Path, tmp_path: Path
 ) -> None:
-    """Read in order, the hit ends before such a page. Behind a front, fewer drafts are accepted."""
+    """Read in order, the hit ends before such a page, as with SGLang's own backends. Behind a
+    front, fewer drafts are accepted. Neither costs a token."""
     drafts = drafting("STANDALONE", model_cache, tmp_path)
     options = our_server(
         drafts.model,
@@ -113,6 +142,7 @@ def test_lost_and_damaged_pages_of_a_draft_cost_no_token(
     )
     with Server(options) as server:
         converse(server, make_conversations(2, turns=2, tokens=200), flush=False)
+        server.wait_backed_up()
     pages = stored_pages(tmp_path)
     of_draft = min(path.stat().st_size for path in pages)
     damaged = [path for path in pages if path.stat().st_size == of_draft]
@@ -146,7 +176,7 @@ def test_pages_of_another_draft_are_not_taken_for_those_of_this_one(
         )
         before = len(stored_pages(tmp_path))
         with Server(options) as server:
-            [conversation] = converse(server, make_conversations(1, turns=1, tokens=200))
+            [conversation] = converse(server, make_conversations(1, turns=1, tokens=200))  # flushed
             assert_nothing_went_wrong(server)
         storage = conversation.turns[0].cached.storage
         assert storage == (192 if before > 20 and seed == 0 else 0)

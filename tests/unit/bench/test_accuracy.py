@@ -13,7 +13,7 @@ import torch
 from bench.accuracy import pairs, thresholds
 from bench.accuracy.measure import Found, Sizes, by_distance
 from bench.accuracy.probes import KV, LayerProbe, output_distances
-from bench.accuracy.report import by_layer, draw, table_lines
+from bench.accuracy.report import by_layer, draw, short_lines, table_lines
 from bench.fixtures.text import Recalled, Text
 from bench.harness.reference import OwnReference
 from hcache_backend.krul.pair_forms import MergedPair
@@ -94,6 +94,21 @@ def test_the_reference_has_no_divergence_and_single_layers_are_in_the_picture_on
     assert by_layer(results) == {"hidden, int8": [0.1, 0.01]}
     pytest.importorskip("matplotlib")
     draw(results).savefig(tmp_path / "it.png")
+
+
+def test_what_a_server_finds_at_its_start_has_a_table() -> None:
+    results = {
+        "name": "it",
+        "dtype": "bfloat16",
+        "exactness": {"projected": [{"exactness": "K 0 ulp"}], "recomputed": "K 2 ulp"},
+        "krul": {"may_be_merged": 0, "pairs": 435, "least_change": 0.412},
+    }
+    assert short_lines(results).splitlines()[2:] == [
+        "| projected from hidden states | K 0 ulp |",
+        "| recomputed | K 2 ulp |",
+        "| pairs of layers that codec `krul` may merge | 0 of 435; the merge that changes least "
+        "changes K or V by 0.41 |",
+    ]
 
 
 @pytest.mark.parametrize("layers", [4, 6, 8, 22])
@@ -183,7 +198,7 @@ def test_other_merges_keep_more_or_fewer_tokens_or_go_another_way() -> None:
     assert thresholds.Retaining(8, *of_pairs).slot_bytes > plain.slot_bytes
 
 
-def test_a_threshold_has_a_line_with_its_merged_pairs(tmp_path: Path) -> None:
+def test_a_threshold_has_a_line_with_its_merged_pairs() -> None:
     run = {"tokens": 4, "nll": 2.5, "recall": {}, "kl": 1e-3, "largest_kl": 0.1, "same": 3}
     run |= {"bytes_per_token": 3136, "layer": None}
     rows = [
@@ -197,5 +212,3 @@ def test_a_threshold_has_a_line_with_its_merged_pairs(tmp_path: Path) -> None:
         "| gamma 0.2 | 3,136 | 3 of 8 | 1.0e-03 | 1.0e-01 | 3 of 4 |",
         "| t = 0.6 | 3,136 | 8 of 8 | 1.0e-03 | 1.0e-01 | 3 of 4 |",
     ]
-    pytest.importorskip("matplotlib")
-    thresholds.draw(results).savefig(tmp_path / "it.png")

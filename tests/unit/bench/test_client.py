@@ -218,7 +218,7 @@ def answers_json(body: object) -> Handler:
     [
         ("/server_info", answers(401, ""), "answered 401; give its --api-key"),
         ("/other", answers(200, ""), "/server_info answered 404: is it an SGLang server?"),
-        ("/server_info", answers(200, "<html>"), "no SGLang server answers there"),
+        ("/server_info", answers(200, "<html>"), "no SGLang server at "),
     ],
 )
 def test_what_is_no_server_is_named(path: str, handler: Handler, message: str) -> None:
@@ -233,7 +233,7 @@ def test_an_unreachable_server_is_named() -> None:
 
     with pytest.raises(
         UnusableServer,
-        match=r"--url http://127.0.0.1:9: no SGLang .*; start one, or give its address by --url$",
+        match=r"^no SGLang server at http://127.0.0.1:9 \(.*\)\. Start one, or pass .* --url$",
     ):
         asyncio.run(look())
 

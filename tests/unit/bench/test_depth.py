@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.depth import LENGTHS, MODELS, compute, draw
+from bench.depth import DRAWN, LENGTHS, MODELS, compute, draw
 from bench.staircase import Depth, DepthCosts, depth_costs
 from hcache_backend.partition.costs import LayerCosts, Partition, layer_costs
 from hcache_backend.partition.model_shape import ModelShape
@@ -211,4 +211,4 @@ def test_slower_l3_means_more_recomputation(results: list[dict[str, Any]]) -> No
 
 def test_the_picture_can_be_drawn(results: list[dict[str, Any]]) -> None:
     pytest.importorskip("matplotlib")
-    assert len(draw(results).axes) == len(MODELS)
+    assert len(draw(results).axes) == len(DRAWN)

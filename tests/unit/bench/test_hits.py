@@ -34,7 +34,7 @@ def test_few_rounds_have_no_interval() -> None:
 def test_nothing_is_measured_whose_pages_are_in_another_codec(
     codec: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def started(*_: Any, dtype: str) -> Any:
+    def started(*_: Any, dtype: str, tp: int) -> Any:
         server = SimpleNamespace(l3=tmp_path, server=SimpleNamespace(error=ServerError))
         return nullcontext(SimpleNamespace(servers={ALWAYS: server, OURS: server}, dtype=dtype))
 

@@ -28,8 +28,8 @@ NOBODY = "http://127.0.0.1:9"
         (["--scale", "0"], "--scale 0: must be a number above 0"),
         (["--url", NOBODY, "--port", "3"], "give it, or --host and --port, and not both"),
         (["--url", "localhost:30000"], "--url localhost:30000: must be http://HOST:PORT"),
-        (["--url", NOBODY], f"--url {NOBODY}: no SGLang server answers there"),
-        (["--host", "127.0.0.1", "--port", "9"], f"--url {NOBODY}: no SGLang server answers"),
+        (["--url", NOBODY], f"no SGLang server at {NOBODY}"),
+        (["--host", "127.0.0.1", "--port", "9"], f"no SGLang server at {NOBODY}"),
         (
             ["--workload", "rag", "--request-length", "5"],
             "--request-length 5: is for --workload multiturn; rag has its own",
@@ -98,17 +98,17 @@ def test_a_workload_that_the_server_would_refuse_is_refused_before() -> None:
         check_length(workload, {"max_req_input_len": 100})
 
 
-MODE = 'hcache_mode{mode="hidden",pages="own",reason=""} 1.0\n'
+MODE = 'hcache_mode_info{mode="hidden",pages="own"} 1.0\n'
 
 
 def page(read: int, restored: int, dropped: int = 0) -> MetricsPage:
     return parse(
         MODE
-        + f'hcache_store_total{{what="bytes_read"}} {read}\n'
-        + f'hcache_store_total{{what="pages_dropped_full"}} {dropped}\n'
-        + f'hcache_bytes_total{{event="restored_hidden"}} {restored}\n'
-        + 'hcache_bytes_total{event="restored_kv"} 5\n'
-        + 'hcache_bytes_total{event="captured"} 1000\n'
+        + f"hcache_store_read_bytes_total {read}\n"
+        + f'hcache_store_pages_total{{event="dropped_full"}} {dropped}\n'
+        + f'hcache_device_bytes_total{{transfer="restored_hidden"}} {restored}\n'
+        + 'hcache_device_bytes_total{transfer="restored_kv"} 5\n'
+        + 'hcache_device_bytes_total{transfer="captured"} 1000\n'
     )
 
 

@@ -7,10 +7,7 @@ from dataclasses import replace
 import pytest
 
 from bench.codecs import compared, standing_out
-from bench.demo.codecs import codec_report
-from bench.harness.models import TinyLlama
 from bench.harness.reference import Agreement, OwnReference, Scores, agreement, reference_of
-from tests.unit.bench.test_demo import make_codec_runs
 
 
 def test_a_row_whose_reference_is_itself_is_refused_by_name() -> None:
@@ -41,14 +38,6 @@ def test_the_codec_table_refuses_a_codec_beside_itself() -> None:
     scores = Scores([1], [0.0])
     with pytest.raises(OwnReference, match="'none'"):
         compared("none", scores, scores)
-
-
-@pytest.mark.parametrize(("codec", "same_as"), [("none", "recompute"), ("exp4", "none")])
-def test_the_demo_refuses_a_codec_beside_itself(codec: str, same_as: str) -> None:
-    runs = make_codec_runs()
-    runs[codec] = runs[same_as]
-    with pytest.raises(OwnReference, match=f"'{codec}'"):
-        codec_report(runs, TinyLlama())
 
 
 def test_int8_loses_less_than_fp8_until_some_channels_stand_out() -> None:

@@ -87,7 +87,7 @@ def test_an_unfit_page_is_kept_and_never_counts_as_whole() -> None:
     assert a.waits_for_proof(ids(0)) and a.whole(ids(0)) is None  # two rows are on their way
     assert a.prove(slots[2:], ticket, np.ones(2, np.uint8)) == (0, 0)
     assert LAYOUT.namespace_of(page) == NAMESPACE and a.none_lost
-    assert a.first_layers(ids(0, 1)).tolist() == [2, 0] and a.whole(ids(0)) is False
+    assert a.lost(ids(0, 1)).tolist() == [True, False] and a.whole(ids(0)) is False
 
 
 def test_an_unfit_page_that_lost_a_row_as_well_is_never_stamped() -> None:
@@ -115,7 +115,7 @@ def test_what_is_unfit_stays_so_in_every_later_backup(on_the_device: bool) -> No
     a.host_freed(ids(0))
     assert a.problem(slots) is None and a.unfit_rows(slots).any()
     a.swap(slots, ids(4))
-    assert a.first_layers(ids(4)).tolist() == [2] and not a.whole(ids(4))
+    assert a.lost(ids(4)).all() and not a.whole(ids(4))
     assert_sound_arena(a)
 
 
@@ -127,7 +127,7 @@ def test_a_recomputed_page_of_which_nothing_is_there_still_says_which_tokens_it_
     page = a.memory[a.physical(pages)[0]]
     assert LAYOUT.namespace_of(page) == NAMESPACE
     assert LAYOUT.token_ids(page).tolist() == [500, 501, 502, 503]
-    assert a.first_layers(pages).tolist() == [2] and a.whole(pages) is False
+    assert a.lost(pages).all() and a.whole(pages) is False
 
 
 def test_a_page_that_is_filled_anew_or_read_from_l3_is_not_unfit_any_more() -> None:
@@ -136,11 +136,11 @@ def test_a_page_that_is_filled_anew_or_read_from_l3_is_not_unfit_any_more() -> N
     a.prove(slots, ticket, np.array([1, 2, 1, 1], np.uint8))
     a.swap(slots, ids(0))
     a.host_dropped(ids(0))
-    a.expect(ids(0), 0)
-    assert not a.first_layers(ids(0)).any()
+    a.expect(ids(0))
+    assert not a.lost(ids(0)).any()
     captured(a, [2])
     a.swap(slots, ids(1))
-    assert not a.first_layers(ids(1)).any() and a.whole(ids(1))
+    assert not a.lost(ids(1)).any() and a.whole(ids(1))
 
 
 def test_the_proof_of_an_older_allocation_counts_for_nothing() -> None:
@@ -200,16 +200,15 @@ def test_the_memory_must_have_a_page_for_every_entry() -> None:
         ShadowArena(np.zeros((10, LAYOUT.page_bytes), np.uint8), LAYOUT, 6, 5, lambda page: None)
 
 
-# ---- pages without the segments of their first layers never pass for whole ones ----
+# ---- lost pages never pass for whole ones ----
 
 
 def test_tokens_that_were_loaded_from_such_a_page_are_not_backed_up_from_it() -> None:
     pool = arena()
-    pool.expect(ids(0), 1)
-    assert pool.first_layers(ids(0)).tolist() == [1]
+    pool.lose(ids(0))
     slots = slots_of([2])
     pool.loaded(slots, ids(0))
-    assert pool.problem(slots) == "rows not valid"
+    assert pool.problem(slots) == "rows not encodable"
     pool.host_freed(ids(0))  # as write_back does while the tokens stay on the device
     assert pool.problem(slots) == "rows not valid"
     assert_sound_arena(pool)
@@ -217,8 +216,8 @@ def test_tokens_that_were_loaded_from_such_a_page_are_not_backed_up_from_it() ->
 
 def test_of_a_load_only_the_rows_of_whole_pages_are_valid() -> None:
     pool = arena()
-    pool.expect(ids(0), 0)
-    pool.expect(ids(1), 1)
+    pool.expect(ids(0))
+    pool.lose(ids(1))
     pool.layout.positions(pool.memory)[pool.physical(ids(0, 1))] = np.arange(SIZE)
     pool.loaded(slots_of([2, 3]), ids(0, 1))
     pool.host_freed(ids(0, 1))
@@ -228,24 +227,24 @@ def test_of_a_load_only_the_rows_of_whole_pages_are_valid() -> None:
 
 def test_memory_that_held_such_a_page_is_whole_again_after_a_backup() -> None:
     pool = arena()
-    pool.expect(ids(0), 1)
+    pool.lose(ids(0))
     lacking = int(pool.physical(ids(0))[0])
     first = captured(pool, [2])
     pool.swap(first, ids(0))  # the lacking memory becomes the shadow of page 2
-    assert pool.first_layers(ids(0)).tolist() == [0]
+    assert not pool.lost(ids(0)).any()
     assert pool.shadows[2] == lacking
     pool.allocated(first)
     second = captured(pool, [2])
     pool.swap(second, ids(3))
     assert int(pool.physical(ids(3))[0]) == lacking
-    assert pool.first_layers(ids(3)).tolist() == [0]
+    assert not pool.lost(ids(3)).any()
     assert_sound_arena(pool)
 
 
 def expected(a: ShadowArena, *host_pages: int) -> np.ndarray:
     """Host pages whose rows were recomputed and are on their way, of tokens from position 0 on."""
     pages = ids(*host_pages)
-    a.expect(pages, 1)  # they held something else before
+    a.lose(pages)  # they held something else before
     positions = np.arange(len(pages) * SIZE)
     a.recomputed(pages, positions, positions + 500)
     return pages
@@ -255,7 +254,7 @@ def test_recomputed_rows_count_once_they_are_there() -> None:
     a = arena()
     pages = expected(a, 3, 1)
     assert a.waits_for_proof(ids(1)) and a.whole(pages) is None
-    assert a.first_layers(pages).tolist() == [0, 0]
+    assert not a.lost(pages).any()
     a.arrived(pages, np.array([True, True]))
     assert a.whole(pages)
     second = a.memory[a.physical(ids(1))[0]]
@@ -275,7 +274,7 @@ def test_recomputed_rows_that_the_codec_cannot_hold_are_lost(loaded_before: bool
     if not loaded_before:
         a.loaded(slots, pages)
     assert a.whole(ids(0)) and a.whole(ids(1)) is False
-    assert a.first_layers(pages).tolist() == [0, 2]
+    assert a.lost(pages).tolist() == [False, True]
     a.host_freed(pages)  # while their tokens are on the device
     assert a.problem(slots[:SIZE]) is None
     assert a.problem(slots[SIZE:]) == "rows not valid"
@@ -293,7 +292,7 @@ def test_what_arrives_for_a_page_that_was_freed_meanwhile_is_of_no_interest(free
     assert not a.waits_for_proof(pages)
     again = expected(a, 0)
     a.arrived(pages, np.array([False]))
-    assert a.whole(again) is None and not a.first_layers(again).any()
+    assert a.whole(again) is None and not a.lost(again).any()
     a.arrived(again, np.array([False]))
     assert a.whole(again) is False
 

@@ -248,7 +248,7 @@ class ScriptedScheduler(RuleBasedStateMachine):
         self.sequences += 1
         taken, self.free_host = self.free_host[:pages], self.free_host[pages:]
         node = Node(self.sequences, 0, None, taken, backup_done=True)
-        self.arena.expect(ids(*taken), 0)
+        self.arena.expect(ids(*taken))
         for i, physical in enumerate(self.arena.physical(ids(*taken)).tolist()):
             page = self.arena.memory[physical]
             LAYOUT.begin(page, NAMESPACE, WRITER)
@@ -271,7 +271,7 @@ class ScriptedScheduler(RuleBasedStateMachine):
         node = Node(self.sequences, 0, None, taken, backup_done=True)
         host, positions = ids(*taken), np.arange(pages * SIZE)
         self.arena.recomputed(host, positions, positions + 1000 * node.sequence)
-        assert not self.arena.first_layers(host).any()
+        assert not self.arena.lost(host).any()
         for i, physical in enumerate(self.arena.physical(host).tolist()):
             rows = self.expected(node)[i]
             for layer in range(2):  # the device may do so at once
@@ -300,8 +300,7 @@ class ScriptedScheduler(RuleBasedStateMachine):
             if not fit and self.recomputing.get(page) is host
         ]
         self.arena.arrived(host, fits)
-        layers = len(LAYOUT.segment_bytes)
-        assert (self.arena.first_layers(ids(*wanted)) == layers).all()
+        assert self.arena.lost(ids(*wanted)).all()
         for node in self.nodes:
             lost = [i for i, page in enumerate(node.host or ()) if page in wanted]
             node.written = node.written and not lost
@@ -343,7 +342,7 @@ class ScriptedScheduler(RuleBasedStateMachine):
                 first = node.first + i * SIZE
                 assert LAYOUT.positions(page).tolist() == list(range(first, first + SIZE))
                 assert (LAYOUT.token_ids(page) // 1000 == node.sequence).all()
-                if self.arena.first_layers(ids(node.host[i])).item():
+                if self.arena.lost(ids(node.host[i])).item():
                     assert not (node.written and node.encodable), "a page was lost"
                     continue  # the load recomputes it
                 for layer in range(2):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from hcache_backend.engine.hits.costs import Costs, Hit, Machine
+from hcache_backend.engine.hits.costs import Costs, Hit
 from hcache_backend.engine.hits.estimates import Estimate
 from hcache_backend.partition.costs import Partition
 from hcache_backend.partition.presets import preset_profile
+from hcache_backend.partition.restore import Restore
 from tests.unit.partition.pipelines import public_model
 
 LLAMA_7B = public_model("llama-2-7b")
@@ -82,7 +85,7 @@ def test_without_a_machine_only_growth_is_known() -> None:
 
 def test_a_hit_saves_what_is_not_computed_and_not_attended_from() -> None:
     profile = preset_profile("h100", 1)
-    machine = Machine(profile, LLAMA_7B, Partition(0, 32, 0))
+    machine = Restore(profile, LLAMA_7B, Partition(0, 32, 0))
     costs = Costs(machine)
     near = costs.saved(Hit(tokens=4096, prefix=0, rest=64))
     far = costs.saved(Hit(tokens=4096, prefix=16384, rest=64))
@@ -92,18 +95,19 @@ def test_a_hit_saves_what_is_not_computed_and_not_attended_from() -> None:
 
 
 def test_a_profile_gives_all_rates() -> None:
-    machine = Machine(preset_profile("h100", 1), LLAMA_7B, Partition(0, 0, 32))
+    machine = Restore(preset_profile("h100", 1), LLAMA_7B, Partition(0, 0, 32))
     costs = Costs(machine)
     assert costs.read.seconds(4096) == pytest.approx(4096 * 32 * LLAMA_7B.kv_bytes / 6.9e9)
     assert costs.loaded(4096) > 0
-    eager = Machine(machine.profile, LLAMA_7B, machine.partition, eager=True)
+    eager = Restore(preset_profile("h100", 1), LLAMA_7B, machine.partition, eager=True)
     assert 0 < Costs(eager).loaded(4096) < costs.loaded(4096) / 2
-    assert Costs(machine.of_other_l3()).read.seconds(4096) is None
+    other_l3 = replace(machine, profile=preset_profile("h100"))
+    assert Costs(other_l3).read.seconds(4096) is None
 
 
 def test_short_prefills_say_nothing_of_long_ones() -> None:
     """They take as long as the machine needs for any."""
-    costs = Costs(Machine(preset_profile("h100", 1), LLAMA_7B, Partition(0, 0, 32)))
+    costs = Costs(Restore(preset_profile("h100", 1), LLAMA_7B, Partition(0, 0, 32)))
     hit = Hit(tokens=4096, prefix=0, rest=1)
     before = costs.saved(hit)
     for _ in range(10):

@@ -6,13 +6,14 @@ import math
 
 import pytest
 
-from hcache_backend.engine.hits.costs import Hit, Machine, Recomputing
+from hcache_backend.engine.hits.costs import Hit, Recomputing
 from hcache_backend.engine.hits.gate import HitGate
 from hcache_backend.engine.hits.gpu import Gpu
 from hcache_backend.engine.hits.progress import LONGEST_PART_SECONDS, OVERDUE_SECONDS
 from hcache_backend.engine.hits.trials import TRIAL_SECONDS
 from hcache_backend.partition.costs import Partition
 from hcache_backend.partition.presets import preset_profile
+from hcache_backend.partition.restore import Restore
 from tests.unit.hits.gates import STEP, Clock, at, read, reading, takes, turn
 from tests.unit.partition.pipelines import public_model
 
@@ -414,7 +415,7 @@ def test_a_read_whose_parts_come_is_not_overdue_though_nobody_looked(
 
 def test_a_part_of_a_read_takes_its_share_of_it_whatever_small_reads_take(clock: Clock) -> None:
     """By the profile L3 is a fast disk; whole hits show that it is a slow one by now."""
-    machine = Machine(preset_profile("h100", 1), public_model("llama-2-7b"), Partition(0, 0, 32))
+    machine = Restore(preset_profile("h100", 1), public_model("llama-2-7b"), Partition(0, 0, 32))
     gate = HitGate(machine, "test", 1.0, clock)
     for _ in range(3):
         read(gate, clock, 16.0, tokens=1024)

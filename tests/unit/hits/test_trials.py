@@ -49,6 +49,24 @@ def test_a_disk_that_is_good_again_is_noticed_by_a_part_of_a_hit_and_a_whole_one
     assert takes(gate, "d")
 
 
+@pytest.mark.parametrize("seconds", [0.05, 1.5, 10.0])
+def test_a_trial_of_which_nothing_was_read_is_judged_by_the_time_that_it_took(
+    gate: HitGate, clock: Clock, seconds: float
+) -> None:
+    """A draft's pages come first. Meanwhile K and V of the model were all recomputed."""
+    for _ in range(2):
+        read(gate, clock, 10.0)
+    clock.now += TRIAL_SECONDS + 1
+    assert gate.may_ask("a", 0, lambda tokens, prefix: 0.1)
+    assert gate.takes("a", 1000, 1000, page=0) == 1000
+    with reading(gate, "a", 1000):
+        clock.now += seconds
+        gate.l3.spared(1000)
+    turn(gate)
+    assert gate.may_ask("b", 0, lambda tokens, prefix: 0.1)
+    assert gate.takes("b", 1000, 1000, page=0) == (1000 if seconds < 1 else 0)
+
+
 def test_where_the_whole_hit_is_slow_trials_begin_anew(gate: HitGate, clock: Clock) -> None:
     """Its part came from a cache."""
     for _ in range(2):

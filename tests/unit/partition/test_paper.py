@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 
 from bench.paper import A30, FIGURE_13, MODELS, ONE_SSD, Setting
+from hcache_backend.partition.pipeline import search, simulate
 from hcache_backend.partition.presets import COMPUTE_SHARE
-from hcache_backend.partition.solver import search
-from hcache_backend.partition.timeline import finish
 from tests.unit.partition.pipelines import public_model
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -142,12 +141,12 @@ def test_splitting_by_tokens(content: dict[str, Any]) -> None:
 @pytest.mark.parametrize("setting", [ONE_SSD, ONE_SSD._replace(ssds=4), A30], ids=str)
 def test_a_ring_of_few_segments_is_slower_even_if_planned_for(setting: Setting) -> None:
     plan = setting.plan()
-    fastest = finish(plan.costs, plan.partition)
+    fastest = simulate(plan.costs, plan.partition)
 
     def slower(ring: int) -> tuple[float, float]:
         """Than with room for all, as the paper has it: planned for that, or for ``ring``."""
-        planned = search(plan.costs, plan.model.layers, partial(finish, ring=ring))
-        both = (finish(plan.costs, partition, ring) for partition in (plan.partition, planned))
+        planned = search(plan.costs, plan.model.layers, partial(simulate, ring=ring))
+        both = (simulate(plan.costs, partition, ring) for partition in (plan.partition, planned))
         unaware, aware = (seconds / fastest - 1 for seconds in both)
         return unaware, aware
 

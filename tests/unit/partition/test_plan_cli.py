@@ -211,7 +211,7 @@ def test_bytes_are_those_that_a_server_stores_by_its_codec(name: str, codec: str
     notes = [note for note in found["notes"] if note.startswith("codec ")]
     plain = public_model(name).kv_bytes
     if kv == plain:
-        said = f"codec {codec} takes nothing of this model"
+        said = f"codec {codec} does not apply to"
         assert [note.startswith(said) for note in notes] == [True] * (codec not in ("auto", "none"))
     else:
         assert len(notes) == 1 and notes[0].endswith(f"K and V {kv:,} of {plain:,}")
@@ -298,12 +298,13 @@ def test_without_matplotlib_a_picture_is_refused(
 
     def without(name: str, *rest: Any, **options: Any) -> Any:
         if name.startswith("matplotlib"):
-            raise ImportError(name)
+            raise ModuleNotFoundError(name, name="matplotlib")
         return real(name, *rest, **options)
 
     monkeypatch.setattr(builtins, "__import__", without)
     model = ("plan", "-m", CONFIGS / "gpt2.json", "-w", "h100")
-    assert "needs matplotlib" in said(*model, "--plot", tmp_path / "plan.png")
+    refused = said(*model, "--plot", tmp_path / "plan.png")
+    assert "needs matplotlib: pip install 'hcache-backend[plot]'" in refused
 
 
 # ---- profile ----
@@ -323,7 +324,7 @@ def test_a_measured_profile_is_planned_with(tiny: Path, tmp_path: Path) -> None:
     done = hcache("profile", "-m", tiny, "-o", out, "-d", pages, "--seconds", "0.02")
     assert done.exit_code == 0, done.output
     assert "attention" in done.stdout
-    assert "Each was measured alone" in done.stdout
+    assert "Copies were measured alone" in done.stdout
     assert not pages.exists()
     written = json.loads(out.read_text())
     assert written["dirs"] == [str(pages)]

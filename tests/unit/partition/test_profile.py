@@ -20,6 +20,7 @@ from hcache_backend.partition.costs import layer_costs
 from hcache_backend.partition.disk import read_rate
 from hcache_backend.partition.measure import OPERATIONS, Bench, Point, Prepare, Work, fit, measure
 from hcache_backend.partition.model_shape import Latent, ModelShape
+from hcache_backend.partition.pipeline import search
 from hcache_backend.partition.presets import PRESETS, preset_profile
 from hcache_backend.partition.profile import (
     CopyWay,
@@ -29,7 +30,6 @@ from hcache_backend.partition.profile import (
     load_profile,
     processor_name,
 )
-from hcache_backend.partition.solver import search
 from hcache_backend.store import FileOps
 
 TINY = ModelShape(

@@ -102,7 +102,7 @@ def test_doctor_says_when_another_partition_is_faster_and_plan_changes_it(folder
             "kernel, 16 programs: 52.5 GB/s beside matrix products (55.0 alone), which keep 93% of "
             "their speed",
         ),
-        ((), "measured alone, not beside matrix products"),
+        ((), "measured alone, not during matrix products"),
     ],
 )
 def test_doctor_says_how_servers_copy(folder: Path, ways: tuple[CopyWay, ...], said: str) -> None:
@@ -118,5 +118,5 @@ def test_a_partition_is_applied_to_stores_that_know_the_model_only(folder: Path)
         app, ["plan", "-m", str(other), "-w", "a100-40g", "--apply", str(folder)]
     )
     assert result.exit_code != 0
-    assert "no server with this model has decided on a partition there" in result.output
+    assert "no server has used this model with it yet" in result.output
     assert find_record([folder], NAME) == RECORD

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.paper import closed_form
+from bench.paper import closed_form, makespan
 from hcache_backend.partition.costs import (
     LAYER_METHODS,
     L3Path,
@@ -19,15 +19,13 @@ from hcache_backend.partition.costs import (
     layer_costs,
 )
 from hcache_backend.partition.model_shape import ModelShape
-from hcache_backend.partition.presets import preset_profile
-from hcache_backend.partition.solver import (
+from hcache_backend.partition.pipeline import (
     Objective,
-    makespan,
     recompute_layers,
     search,
-    steady_makespan,
+    simulate,
 )
-from hcache_backend.partition.timeline import finish
+from hcache_backend.partition.presets import preset_profile
 from tests.unit.partition.pipelines import (
     all_partitions,
     any_costs,
@@ -51,7 +49,7 @@ def mha_costs(draw: st.DrawFn) -> LayerCosts:
 # ---- the search ----
 
 
-objectives = st.just(makespan) | rings.map(lambda ring: partial(finish, ring=ring))
+objectives = st.just(makespan) | rings.map(lambda ring: partial(simulate, ring=ring))
 
 
 @given(any_costs(), layer_counts, st.sets(st.sampled_from(LAYER_METHODS), min_size=1), objectives)
@@ -99,11 +97,11 @@ def test_the_closed_form_is_the_search_rounded_up(costs: LayerCosts, layers: int
     assert closed is not None
     assert closed.layers == layers
     other: LayerMethod = "kv" if costs.c_h > costs.io_h else "recompute"
-    found = search(costs, layers, steady_makespan, ("hidden", other))
+    found = search(costs, layers, LayerCosts.least, ("hidden", other))
     assert closed.hidden - 1 <= found.hidden <= closed.hidden
-    best = search(costs, layers, steady_makespan)
-    assert steady_makespan(costs, best) <= steady_makespan(costs, found)
-    assert steady_makespan(costs, found) <= steady_makespan(costs, closed)
+    best = search(costs, layers, LayerCosts.least)
+    assert costs.least(best) <= costs.least(found)
+    assert costs.least(found) <= costs.least(closed)
 
 
 @given(mha_costs(), st.integers(1, 80))
@@ -189,10 +187,10 @@ def test_a_restore_recomputes_what_is_best_for_its_length(
     stored = round(share * model.layers)
     partition = Partition(model.layers - stored, stored // 2, stored - stored // 2)
     costs = layer_costs(profile, model, tokens, early_stop=early_stop)
-    first = recompute_layers(costs, partition, partial(finish, ring=ring))
+    first = recompute_layers(costs, partition, partial(simulate, ring=ring))
     assert first >= partition.recompute
     times = {
-        number: finish(costs, partition.recomputing(number), ring)
+        number: simulate(costs, partition.recomputing(number), ring)
         for number in range(partition.recompute, model.layers + 1)
     }
     assert times[first] == pytest.approx(min(times.values()))
@@ -225,7 +223,7 @@ def test_ending_early_never_recomputes_less(
     profile, everything = machine(io, compute), Partition(0, model.layers, 0)
     both = (layer_costs(profile, model, tokens, early_stop=stop) for stop in (False, True))
     whole, early = (
-        recompute_layers(costs, everything, partial(finish, ring=ring)) for costs in both
+        recompute_layers(costs, everything, partial(simulate, ring=ring)) for costs in both
     )
     assert early >= whole
 
@@ -236,14 +234,14 @@ def test_little_room_means_little_recomputation() -> None:
     profile, everything = preset_profile("a100-40g", ssds=1), Partition(0, model.layers, 0)
     costs = layer_costs(profile, model, 1024)
     found = [
-        recompute_layers(costs, everything, partial(finish, ring=ring))
+        recompute_layers(costs, everything, partial(simulate, ring=ring))
         for ring in (3, 12, 24, None)
     ]
     assert found == [1, 6, 10, 10]
-    halves = recompute_layers(costs, everything, partial(finish, ring=24, chunks=2))
+    halves = recompute_layers(costs, everything, partial(simulate, ring=24, chunks=2))
     assert found[1] <= halves < found[2]
     short, half, whole, split = (
-        search(costs, model.layers, partial(finish, **room))
+        search(costs, model.layers, partial(simulate, **room))
         for room in ({"ring": 3}, {"ring": 24}, {}, {"ring": 24, "chunks": 2})
     )
     assert short == Partition(1, 39, 0)
@@ -259,7 +257,7 @@ def test_a_decision_simulates_each_number_of_layers_once_at_most() -> None:
 
     def objective(costs: LayerCosts, partition: Partition) -> float:
         asked.append(partition.recompute)
-        return finish(costs, partition, ring=3)
+        return simulate(costs, partition, ring=3)
 
     recompute_layers(costs, Partition(0, 80, 0), objective)
     assert asked
@@ -280,7 +278,7 @@ def test_the_first_layers_are_recomputed_whatever_is_stored_for_them() -> None:
 def test_a_short_ring_does_not_hold_up_what_can_be_parked() -> None:
     costs = LayerCosts(io_h=1.0, io_kv=2.0, c_h=0.1, c_tok=1.0)
     mix, none = Partition(10, 22, 0), Partition(0, 32, 0)
-    short, parked = partial(finish, ring=3), partial(finish, ring=3, parks=True)
+    short, parked = partial(simulate, ring=3), partial(simulate, ring=3, parks=True)
     assert parked(costs, mix) == pytest.approx(makespan(costs, mix))
     assert short(costs, mix) > 1.1 * parked(costs, mix)
     assert short(costs, none) == parked(costs, none)

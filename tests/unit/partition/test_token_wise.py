@@ -6,11 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.paper import makespan
 from bench.token_wise import TILE, TokenSplit, token_wise_costs, token_wise_makespan
-from hcache_backend.partition.costs import Partition, layer_costs
+from hcache_backend.partition.costs import LayerCosts, Partition, layer_costs
+from hcache_backend.partition.pipeline import search
 from hcache_backend.partition.presets import preset_profile
 from hcache_backend.partition.profile import Profile, Rate
-from hcache_backend.partition.solver import makespan, search, steady_makespan
 from tests.unit.partition.pipelines import machine_of, public_model
 
 TOKENS = 8 * TILE
@@ -56,7 +57,7 @@ def test_no_split_by_tokens_is_faster_than_layers(profile: Profile, split: Token
     tokens has shorter ones.
     """
     costs = layer_costs(profile, MODEL, TOKENS)
-    by_layers = steady_makespan(costs, search(costs, MODEL.layers, steady_makespan))
+    by_layers = costs.least(search(costs, MODEL.layers, LayerCosts.least))
     assert by_layers <= token_wise_makespan(profile, MODEL, split) * (1 + 1e-9)
 
 

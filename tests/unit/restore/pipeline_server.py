@@ -45,18 +45,24 @@ class Server:
             self.v[layer, slots] = rows * 2
             self.calls.append((layer, len(slots)))
 
-        def copy(
-            memory: torch.Tensor, pages: torch.Tensor, offset: int, slots: torch.Tensor
-        ) -> None:
+        if self.methods[layer] == "hidden":
+            return RestoredLayer("hidden", fill)
+        return RestoredLayer("kv", copy=self.copy)
+
+    def copy(
+        self,
+        layers: Sequence[int],
+        memory: torch.Tensor,
+        pages: torch.Tensor,
+        offsets: Sequence[int],
+        slots: torch.Tensor,
+    ) -> None:
+        for layer, offset in zip(layers, offsets, strict=True):
             segments = memory[pages, offset : offset + self.layout.segment_bytes[layer]]
             k, v = segments.view(torch.float32).view(-1, 2, SIZE, WIDTH).unbind(1)
             self.k[layer, slots] = k.reshape(-1, WIDTH)
             self.v[layer, slots] = v.reshape(-1, WIDTH)
             self.calls.append((layer, len(slots)))
-
-        if self.methods[layer] == "hidden":
-            return RestoredLayer("hidden", fill)
-        return RestoredLayer("kv", copy=copy)
 
     def before_filling(self, layer: int, work: Callable[[], object]) -> None:
         """From now on, ``work`` runs on the stream before a layer is filled."""

@@ -6,7 +6,7 @@ With as many GPUs as ranks the same runs over their links.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -124,15 +124,21 @@ class Rank:
             self.rows[layer, slots] = segments.reshape(-1, ROW)
             self.positions[layer, slots] = positions
 
-        def copy(
-            memory: torch.Tensor, pages: torch.Tensor, offset: int, slots: torch.Tensor
-        ) -> None:
+        if METHODS[layer] == "kv":
+            return RestoredLayer("kv", copy=self.copy)
+        return RestoredLayer("hidden", fill)
+
+    def copy(
+        self,
+        layers: Sequence[int],
+        memory: torch.Tensor,
+        pages: torch.Tensor,
+        offsets: Sequence[int],
+        slots: torch.Tensor,
+    ) -> None:
+        for layer, offset in zip(layers, offsets, strict=True):
             k = memory[pages.cpu(), offset : offset + SIZE * ROW]
             self.rows[layer, slots] = k.reshape(-1, ROW).to(self.device)
-
-        if METHODS[layer] == "kv":
-            return RestoredLayer("kv", copy=copy)
-        return RestoredLayer("hidden", fill)
 
     def assert_restored(self, pages: np.ndarray, slots: torch.Tensor, first: int = 0) -> None:
         for layer in range(first, LAYERS):

@@ -252,4 +252,5 @@ def test_device_memory_is_bounded_by_the_chunk(monkeypatch: pytest.MonkeyPatch) 
     assert ring_bytes(server.layout, 2 * SIZE, [0]) == RUN_AHEAD * 2 * largest
     assert server.pipeline._ring._memory.nbytes == RUN_AHEAD * 2 * largest
     wait(server, *some(PAGES))
-    assert max(tokens for _, tokens in server.calls) == 2 * SIZE
+    hidden = [tokens for layer, tokens in server.calls if server.methods[layer] == "hidden"]
+    assert max(hidden) == 2 * SIZE

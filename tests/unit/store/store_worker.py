@@ -63,18 +63,9 @@ def write(store: PageStore, chance: random.Random, log: TextIO | None) -> None:
         log.write("".join(f"{n}\n" for n, ok in zip(numbers, stored, strict=True) if ok))
 
 
-def put_again(store: PageStore) -> None:
-    """Save the uses, and store what they found missing."""
-    store.flush()
-    for gap in store.take_gaps():
-        names = [gap.keys[place] for place in gap.missing]
-        pages = [[memory(content(name))] for name in names]
-        store.put(NAMESPACE, names, pages, prefix=gap.keys[: gap.missing[0]], last_use=gap.time)
-
-
 def read(store: PageStore, chance: random.Random, log: TextIO) -> None:
     names = sequence_to(chance.randrange(PAGES))
-    store.use(NAMESPACE, names, complete=True)
+    store.use(NAMESPACE, names)
     views = [memory(PAGE) for _ in names]
     found = store.get(NAMESPACE, names, [[view] for view in views])
     for name, view, ok in zip(names, views, found, strict=True):
@@ -91,13 +82,13 @@ def work(store: PageStore, role: str, seed: str, deadline: float, log: TextIO) -
         elif role == "reader":
             read(store, chance, log)
             if chance.random() < 0.1:
-                put_again(store)
+                store.flush()
         elif chance.random() < 0.4:
             write(store, chance, None)
         elif chance.random() < 0.95:
             read(store, chance, log)
         elif chance.random() < 0.6:
-            put_again(store)
+            store.flush()
         else:
             store.drop_writer(b"writer-%d" % chance.randrange(8))
 

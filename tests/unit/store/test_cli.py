@@ -26,6 +26,7 @@ from store_testing import (
 )
 from typer.testing import CliRunner
 
+from hcache_backend.cli import doctor
 from hcache_backend.cli.main import app
 from hcache_backend.store import PageStore
 
@@ -157,6 +158,7 @@ def without_root_power() -> None:
 SEVERAL_COMMANDS = """
 import json, sys
 from typer.testing import CliRunner
+from hcache_backend.cli import doctor
 from hcache_backend.cli.main import app
 folder, *commands = sys.argv[1:]
 for command in commands:
@@ -229,7 +231,7 @@ def test_doctor_says_when_the_disk_has_no_room(
     checks = {check["subject"]: check for check in hcache_json("doctor", "-d", folder)["checks"]}
     found = checks[f"{folder}: free"]
     assert found["verdict"] == "fair"
-    assert "no room, option 'min_free_bytes' keeps 1048576.0 TiB" in found["detail"]
+    assert "no room, option 'min_free_bytes' keeps 1.0 EiB" in found["detail"]
 
 
 def test_doctor_says_when_a_folder_cannot_work(tmp_path: Path) -> None:
@@ -242,7 +244,7 @@ def test_doctor_says_when_a_folder_cannot_work(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("command", ["stats", "ls", "verify", "gc", "clear"])
 def test_a_folder_that_is_no_store_is_named(command: str, tmp_path: Path) -> None:
-    assert "is no page store" in " ".join(hcache(command, "-d", tmp_path, status=2).split())
+    assert "is not a page store" in " ".join(hcache(command, "-d", tmp_path, status=2).split())
     assert names(tmp_path) == []
 
 
@@ -260,7 +262,47 @@ def test_what_is_shown_is_short_and_says_so(folder: Path, store: PageStore) -> N
     said = hcache("gc", "-d", folder, "--quota-bytes", 5 * FILE)
     assert "2 pages evicted, 40.0 KiB" in said
     put(store, 0, 1, 4, 5, namespace=OTHER_NAMESPACE)
-    assert "could be 2 of them; give more digits" in hcache(
+    assert "2 namespaces begin with '6'; give more digits" in hcache(
         "clear", "-d", folder, "-y", "-n", "6", status=2
     )
     assert " pages deleted" in hcache("clear", "-d", folder, "-y")
+
+
+def test_a_namespace_that_is_not_there_is_said(folder: Path, store: PageStore) -> None:
+    said = hcache("clear", folder, "-y", "-n", "99", status=1)
+    assert "no namespace begins with '99'" in said
+    assert hcache_json("stats", folder)["folders"][0]["pages"] == 6
+
+
+@pytest.mark.parametrize(
+    ("kind", "verdict"),
+    [
+        ("ext4", "good"),
+        ("overlay", "fair"),
+        ("ceph", "fair"),
+        ("lustre", "fair"),
+        ("gpfs", "fair"),
+        ("9p", "fair"),
+        ("fuse.glusterfs", "fair"),
+    ],
+)
+def test_doctor_knows_file_systems(
+    kind: str, verdict: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "file_system_of", lambda place: kind)
+    checks = {check["subject"]: check for check in hcache_json("doctor", folder)["checks"]}
+    found = checks[f"{folder}: file system"]
+    assert found["verdict"] == verdict and found["detail"].startswith(kind)
+
+
+@pytest.mark.parametrize("command", ["stats", "ls", "verify", "doctor"])
+def test_tables_fit_into_80_columns(command: str, folder: Path, store: PageStore) -> None:
+    shown = hcache(command, folder)
+    tables = shown.split("Last server")[0].splitlines()
+    assert max(len(line.replace(str(folder), "")) for line in tables) <= 80
+
+
+def test_sizes_have_units(folder: Path, store: PageStore) -> None:
+    assert hcache_json("gc", folder, "--quota-bytes", "1TB", "--min-free-bytes", "0")["pages"] == 0
+    said = hcache("gc", folder, "--quota-bytes", "much", status=2)
+    assert 'such as 500000000000 or "500GB"' in said

@@ -29,7 +29,7 @@ from store_testing import (
     put,
 )
 
-from hcache_backend.store import FileOps, PageStore, Subset
+from hcache_backend.store import FileOps, PageStore
 from hcache_backend.store.index import Index
 
 QUOTA = 5 * (PAGE + 4096)
@@ -125,13 +125,13 @@ def read_all(store: PageStore) -> None:
         allowed = [content(key(number), version=version) for version in range(VERSIONS)]
         assert found is None or found in allowed, f"wrong bytes for page {number}"
     half = memory(PAGE)
-    [found] = store.get(NAMESPACE, [key(1)], [[half[:8192], half[8192:]]], subset=Subset())
+    [found] = store.get(NAMESPACE, [key(1)], [[half[:8192], half[8192:]]])
     allowed = [content(key(1), version=version) for version in range(VERSIONS)]
     assert not found or bytes(half) in allowed
 
 
 def scenario(folder: Path, ops: FileOps) -> None:
-    """Open, write, overwrite, read, use, evict, put again, delete, close, reopen, read."""
+    """Open, write, overwrite, read, use, evict, delete, close, reopen, read."""
     store = open_quiet(folder, ops=ops, durability="always", quota_bytes=QUOTA)
     try:
         put(store, 0, 1, 2)
@@ -143,13 +143,9 @@ def scenario(folder: Path, ops: FileOps) -> None:
         read_all(store)
         for number in range(5, PAGES, 2):
             sequence = [key(n) for n in range(5, number)]
-            store.use(NAMESPACE, [key(0), *sequence], complete=True)
+            store.use(NAMESPACE, [key(0), *sequence])
             put(store, number, number + 1, prefix=[key(0), *sequence])
         store.flush()
-        for gap in store.take_gaps():
-            lost = [gap.keys[place] for place in gap.missing]
-            pages = [[memory(content(name))] for name in lost]
-            store.put(NAMESPACE, lost, pages, prefix=gap.keys[: gap.missing[0]], last_use=gap.time)
         read_all(store)
         put(store, 12, namespace=OTHER_NAMESPACE)
         store.drop(OTHER_NAMESPACE)
@@ -183,13 +179,11 @@ def test_the_scenario_covers_every_operation(
 
     watch(Index, "touch")
     watch(Index, "oldest")
-    watch(PageStore, "take_gaps")
     ops = FaultyOps()
     scenario(memory_path / "store", ops)
     assert set(ops.names) == set(OPERATIONS), "the fault enumeration leaves an operation out"
     assert results["touch"], "no use is saved"
     assert any(results["oldest"]), "nothing is evicted"
-    assert any(results["take_gaps"]), "nothing in use is evicted and put again"
 
 
 @pytest.mark.parametrize("fault", FAULTS)

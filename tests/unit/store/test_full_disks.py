@@ -7,7 +7,6 @@ import os
 import sqlite3
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from typing import Any
 import pytest
 from store_testing import (
     NAMESPACE,
-    PAGE,
     Ops,
     assert_sound,
     content,
@@ -259,16 +257,3 @@ def test_a_process_that_may_open_few_files_finds_every_page(tmp_path: Path) -> N
     stored, right, shards = map(int, done.stdout.split())
     assert (stored, right) == (600, 600), done.stderr
     assert shards > 150, "pages must be spread over more folders than stay open"
-
-
-def test_old_pages_evict_nothing(tmp_path: Path) -> None:
-    store = open_quiet(tmp_path / "store", quota_bytes=20 * (PAGE + 4096))
-    put(store, *range(18))
-    for _ in range(3):
-        keys = [key(number) for number in range(100, 108)]
-        pages = [[memoryview(bytearray(content(name)))] for name in keys]
-        hour_ago = time.time_ns() - 3600 * 10**9
-        assert not any(store.put(NAMESPACE, keys, pages, last_use=hour_ago))
-    assert all(store.exists(NAMESPACE, [key(number) for number in range(18)]))
-    assert store.stats.pages_evicted == 0
-    assert store.stats.pages_dropped_old == 24

@@ -118,10 +118,20 @@ def test_pages_are_read_as_posix_where_kvikio_does_nothing(
 @pytest.mark.parametrize(
     ("state", "reader", "verdict", "said"),
     [
-        (("nothing", "a reason"), "posix", "good", "does not need it"),
-        (("nothing", "a reason"), "kvikio", "fair", "pages are read as 'posix'"),
-        (("compat", "a reason"), "kvikio", "good", "reads pages into host memory"),
-        (("GDS", "a reason"), "kvikio", "good", "for which GDS is not needed"),
+        (("nothing", "a reason"), "posix", "skip", "a reason; not needed (reader: posix)"),
+        (("nothing", "a reason"), "kvikio", "fair", "a reason; pages are read by posix"),
+        (
+            ("compat", "a reason"),
+            "kvikio",
+            "good",
+            "compat: a reason; reads pages into host memory",
+        ),
+        (
+            ("GDS", "a reason"),
+            "kvikio",
+            "good",
+            "GDS: a reason; reads pages into host memory, without GDS",
+        ),
     ],
     indirect=["state"],
 )
@@ -139,4 +149,4 @@ def test_doctor_says_what_kvikio_would_do(
     checks = {check["subject"]: check for check in json.loads(result.output)["checks"]}
     found = checks["KvikIO"]
     assert found["verdict"] == verdict
-    assert found["detail"].startswith(f"{state.mode}: a reason; ") and said in found["detail"]
+    assert found["detail"].startswith(said)

@@ -20,7 +20,6 @@ from store_testing import (
     payload,
 )
 
-from hcache_backend.store import Subset
 from hcache_backend.units import Segment, SegmentTable, Share
 
 TABLE = SegmentTable((Segment(512), Segment(4096, 8), Segment(4096, 8), Segment(4096, 8, 2)))
@@ -101,22 +100,6 @@ class StoreMachine(RuleBasedStateMachine):
             assert ok or not given or self.bounded, "a page is gone without eviction"
             if ok:
                 assert bytes(view) == payload(self.page(namespace, number), TABLE, share)
-
-    @rule(number=numbers, namespace=namespaces, segment=st.integers(0, 3), eighth=st.integers(0, 7))
-    def get_some(self, number: int, namespace: bytes, segment: int, eighth: int) -> None:
-        view = memory(SIZE)
-        subset = Subset(frozenset([segment]), 1 << eighth)
-        [ok] = self.store.get(namespace, [key(number)], [[view]], subset=subset)
-        given = bool(self.eighths(namespace, number) & subset.eighths)
-        assert ok <= given
-        assert ok or not given or self.bounded
-        if ok:
-            page = self.page(namespace, number)
-            same = [one == other for one, other in zip(view, page, strict=True)]
-            assert all(one == 0 or equal for one, equal in zip(view, same, strict=True)), (
-                "wrong bytes"
-            )
-            assert any(same[:512]) if segment == 0 else any(view[512:])
 
     @rule(namespace=namespaces, share=shares)
     def exists(self, namespace: bytes, share: Share) -> None:

@@ -302,4 +302,4 @@ def test_what_fails_in_the_care_of_a_folder_is_logged_and_goes_on(
     options = config(volume.path, sync_seconds=0.001)
     caretaker._take_care(volume, SimpleNamespace(save=lambda: None), options, stopping)
     assert len(calls) == 2
-    assert "looking after" in caplog.text
+    assert "maintenance of" in caplog.text

@@ -62,36 +62,6 @@ def bounded(folders: Sequence[Path], pages: int) -> PageStore:
     return open_quiet(*folders, quota_bytes=quota, high_water=1.0, low_water=0.95)
 
 
-def put_again(store: PageStore) -> None:
-    """What is missing of sequences in use is stored once more, in nodes of four pages."""
-    for gap in store.take_gaps():
-        for end in sorted({place // 4 * 4 + 4 for place in gap.missing}):
-            keys = gap.keys[end - 4 : end]
-            pages = [[memory(content(name))] for name in keys]
-            prefix = gap.keys[: end - 4]
-            store.put(NAMESPACE, keys, pages, prefix=prefix, last_use=gap.time)
-
-
-@pytest.mark.parametrize("at_once", [False, True], ids=["put again later", "put again at once"])
-def test_of_conversations_that_stay_on_the_device_the_last_ones_are_whole(
-    folders: list[Path], at_once: bool
-) -> None:
-    """Six of them round robin; what L1 serves is a use, and what went is stored again from L2."""
-    store = bounded(folders, 60)
-    conversations = [range(100 * c, 100 * c + 16) for c in range(6)]
-    for turn in range(4):
-        for pages in conversations:
-            known = 4 * turn
-            store.use(NAMESPACE, [key(number) for number in pages[:known]], complete=True)
-            store_sequence(store, pages[: known + 4], known)
-            if at_once:
-                put_again(store)
-    for _ in range(2):
-        store.flush()
-        put_again(store)
-    assert [found(store, pages) == 16 for pages in conversations] == 3 * [False] + 3 * [True]
-
-
 def test_a_shared_prompt_stays_while_anybody_uses_it(folders: list[Path]) -> None:
     store = bounded(folders, 60)
     shared = range(5)

@@ -22,7 +22,7 @@ from store_testing import (
     payload,
 )
 
-from hcache_backend.store import PageStore, Subset
+from hcache_backend.store import PageStore
 from hcache_backend.store.file_ops import MAX_VECTORS
 from hcache_backend.store.format import file_layout, parse_header
 from hcache_backend.units import ALL_EIGHTHS, WHOLE, Segment, SegmentTable, Share, units_of
@@ -88,7 +88,6 @@ def get_share(
     store: PageStore,
     share: Share,
     table: SegmentTable = LAYERS,
-    subset: Subset | None = None,
     *,
     cut: int = 0,
     shift: int = 0,
@@ -96,19 +95,8 @@ def get_share(
     """What a rank finds of page 1; None is a miss."""
     target = memory(len(payload(bytes(table.page_bytes), table, share)), shift)
     target[:] = bytes([UNTOUCHED]) * len(target)
-    [found] = store.get(NAMESPACE, [key(1)], [split(target, cut)], subset=subset, share=share)
+    [found] = store.get(NAMESPACE, [key(1)], [split(target, cut)], share=share)
     return bytes(target) if found else None
-
-
-def page_with(table: SegmentTable, wanted: Callable[[int, int], bool]) -> bytes:
-    """Page 1, with only the wanted (segment, eighths) and other bytes left alone."""
-    page = content(key(1), table.page_bytes)
-    shown = bytearray([UNTOUCHED]) * len(page)
-    for unit in units_of(table):
-        if wanted(unit.segment, unit.eighths):
-            span = slice(unit.page_offset, unit.page_offset + unit.length)
-            shown[span] = page[span]
-    return bytes(shown)
 
 
 def union(shares: Sequence[Share]) -> int:
@@ -137,10 +125,10 @@ def test_shares_of_different_counts_cover_together(store: PageStore) -> None:
     page = content(key(1), LAYERS.page_bytes)
     for share in (Share(0, 2), Share(2, 4), Share(6, 8)):
         assert put_share(store, share)
-    first_seven = page_with(LAYERS, lambda _, eighths: bool(eighths & 0b0111_1111))
     assert store.exists(NAMESPACE, [key(1)]) == [False]
     assert get_share(store, WHOLE) is None
-    assert get_share(store, WHOLE, subset=Subset(eighths=0b0111_1111)) == first_seven
+    first_half = Share(0, 2)
+    assert get_share(store, first_half) == payload(page, LAYERS, first_half)
     assert put_share(store, Share(7, 8))
     assert get_share(store, WHOLE) == page
 
@@ -150,8 +138,6 @@ def test_shares_of_different_counts_cover_together(store: PageStore) -> None:
     table=tables,
     written=st.lists(some_shares, max_size=6),
     share=some_shares,
-    wanted_segments=st.none() | st.frozensets(st.integers(0, 5)),
-    eighths=st.just(ALL_EIGHTHS) | st.integers(0, ALL_EIGHTHS),
     cut=st.integers(0, 5000),
     shift=st.sampled_from([0, 0, 8, 512]),
 )
@@ -160,8 +146,6 @@ def test_what_was_written_is_found_and_nothing_else_touched(
     table: SegmentTable,
     written: list[Share],
     share: Share,
-    wanted_segments: frozenset[int] | None,
-    eighths: int,
     cut: int,
     shift: int,
 ) -> None:
@@ -175,18 +159,9 @@ def test_what_was_written_is_found_and_nothing_else_touched(
         assert store.stats.pages_written - before == news, "what is covered is not written again"
         there |= one.eighths
     assert store.exists(NAMESPACE, [key(1)], share=share) == [not share.eighths & ~there]
-    subset = Subset(wanted_segments, eighths)
-    wanted = share.eighths & eighths
-    found = get_share(store, share, table, subset, cut=cut, shift=shift)
-    if not wanted or wanted & ~there:
-        assert found is None
-        return
-
-    def is_wanted(segment: int, of_unit: int) -> bool:
-        named = wanted_segments is None or segment in wanted_segments
-        return named and bool(of_unit & wanted)
-
-    assert found == payload(page_with(table, is_wanted), table, share)
+    found = get_share(store, share, table, cut=cut, shift=shift)
+    page = content(key(1), table.page_bytes)
+    assert found == (None if share.eighths & ~there else payload(page, table, share))
 
 
 @settings(deadline=None, max_examples=100, suppress_health_check=list(HealthCheck))

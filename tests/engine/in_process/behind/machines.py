@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -86,4 +87,8 @@ def wait_for_values(shared: Path, count: int) -> None:
 
 
 def counted(event: str) -> float:
-    return metrics.BEHIND_PAGES.family.labels(event)._value.get()
+    for metric in metrics.BEHIND_PAGES.counters:
+        if (found := re.fullmatch(metric.events, event)) is not None:
+            labels = found.groups()
+            return (metric.family.labels(*labels) if labels else metric.family)._value.get()
+    raise LookupError(event)

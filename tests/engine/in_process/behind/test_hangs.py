@@ -226,4 +226,4 @@ def test_what_is_distrusted_while_it_is_stored_does_not_go_behind(
     first.write(0)
     first.storage.close()
     assert values(shared) == []
-    assert "delete the values there whose names begin with hcache-" in caplog.text
+    assert "Delete the values there whose names begin with hcache-" in caplog.text

@@ -80,7 +80,10 @@ def test_a_rank_whose_backend_takes_no_memory_goes_without(
 
     monkeypatch.setattr(HiCacheFile, "register_mem_pool_host", refuse)
     first = machine("first")
-    assert "option 'behind' does nothing: it does not take our memory: RuntimeError" in caplog.text
+    assert (
+        "option 'behind' is not used: file did not register the buffers: RuntimeError"
+        in caplog.text
+    )
     first.write(0)
     assert first.read(0) == [True]
     assert values(shared) == []
@@ -176,20 +179,6 @@ def test_a_backend_that_takes_no_page_counts_as_silent_until_it_takes_one(
         assert is_silent()
     first.write(1)
     until(lambda: not is_silent(), "it to answer again")
-
-
-def test_pages_that_are_put_again_stay_on_this_machine(
-    machine: Callable[..., Machine], shared: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first = machine("first")
-    first.write(0)
-    wait_for_values(shared, 1)
-    value, page = values(shared)[0], next(first.folder.glob("pages/??/*.page"))
-    value.unlink()
-    first.storage.repairs._last_uses = {KEYS[0]: 1}
-    first.storage.batch_set_v1(KEYS[:1], first.pool.fill(range(1)))
-    first.storage.close()
-    assert page.exists() and not value.exists()
 
 
 def test_pages_that_wait_to_be_kept_do_not_come_back_after_a_clear(

@@ -248,7 +248,7 @@ def test_a_server_with_several_host_pools_goes_without(
 ) -> None:
     first = machine("first")
     first.storage.register_mem_host_pool_v2(HostPool(8), PoolName.SWA)
-    assert "option 'behind' does nothing: the model has several host pools" in caplog.text
+    assert "option 'behind' is not used: the model has several host pools" in caplog.text
     first.write(0)
     assert first.read(0) == [True]
     first.storage.close()

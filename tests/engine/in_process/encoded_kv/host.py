@@ -9,9 +9,9 @@ import torch
 
 from hcache_backend.engine.host_pool import HostPages, OwnPagesPool
 from hcache_backend.engine.kv_pages.paired import make_segments
-from hcache_backend.engine.layer_methods import LayerMethods
 from hcache_backend.engine.loads import LoadQueue, QueuedLoad
 from hcache_backend.partition.costs import Partition
+from hcache_backend.partition.restore import Restore
 from hcache_backend.restore.pipeline import RestorePipeline
 from hcache_backend.units import WHOLE
 
@@ -92,7 +92,7 @@ class Host:
         )
         restored = [self.kv.restored_layer(layer) for layer in every]
         self.pipeline = RestorePipeline(self.pool.kv_buffer, layout, restored, 8 * PAGE, "cpu")
-        methods = LayerMethods(Partition(0, 0, layers), None, None, 8 * PAGE)
+        methods = Restore(None, None, Partition(0, 0, layers), chunk_tokens=8 * PAGE)
         self.loads = LoadQueue(self.pool.arena, self.pipeline, methods, None, "cpu")
         self.pool.use(self.loads)
 
@@ -120,6 +120,5 @@ class Host:
         """Which of some host pages, that have arrived, lack all layers."""
         pages = self.pool.page_ids(host)
         assert all(map(self.pool.settled, pages.tolist()))
-        first, layers = self.pool.arena.first_layers(pages), len(self.device.k_buffer)
-        assert {0, layers}.issuperset(first.tolist())
-        return [bool(layer) for layer in first]
+        lost: list[bool] = self.pool.arena.lost(pages).tolist()
+        return lost

@@ -228,7 +228,7 @@ def test_rows_that_do_not_fit_are_recomputed_whole_behind_what_is_before_them(
     for source, target in (((1, 2, 3), (6, 5, 4)), ((6, 5, 4), (3, 2, 1))):
         host = server.back_up(*source)
         host_pages = server.pool.page_ids(host)
-        assert server.pool.arena.first_layers(host_pages).tolist() == [0, LAYERS, 0]
+        assert server.pool.arena.lost(host_pages).tolist() == [False, True, False]
         for buffer in (*server.device.k_buffer, *server.device.v_buffer):
             buffer.zero_()
         assert torch.equal(server.load(host, *target), wanted)

@@ -218,7 +218,7 @@ def test_without_a_tree_or_a_model_that_runs_the_pairs_are_those_of_the_start(
     assert ready(pairs) == [START] * 2
     with caplog.at_level("ERROR", "hcache"):
         assert pairs.answered()
-    assert "attention cannot be looked at" in caplog.text and "no memory" in caplog.text
+    assert "attention could not be observed" in caplog.text and "no memory" in caplog.text
     model.broken = False
     pairs.ask(Tree(40), [0])
     assert ready(pairs) == [START] * 3

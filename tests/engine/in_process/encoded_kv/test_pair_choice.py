@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,17 +9,14 @@ import pytest
 import torch
 
 from hcache_backend.config import HCacheConfig, KrulOption
-from hcache_backend.engine import metrics
-from hcache_backend.engine.startup import pair_choice, strategy
+from hcache_backend.engine.startup import strategy
 from hcache_backend.engine.startup.agreement import Refused
 from hcache_backend.engine.startup.codec_choice import check_lossy
 from hcache_backend.engine.startup.page_plan import PagePlan
-from hcache_backend.engine.startup.pair_choice import check_output, find_mergeable
+from hcache_backend.engine.startup.pair_choice import find_mergeable
 from hcache_backend.krul.paired_layout import CodedPair, PairedLayout
-from hcache_backend.krul.statistics import PairSums
-from tests.engine.in_process.encoded_kv.host import DEVICE_PAGES, bits, slots_of
-from tests.engine.in_process.encoded_kv.test_node_pairs import ranks, together
-from tests.engine.in_process.encoded_kv.test_pairs import LAYERS, plan_of
+from tests.engine.in_process.encoded_kv.host import slots_of
+from tests.engine.in_process.encoded_kv.test_pairs import plan_of
 
 
 def alike(plan: PagePlan, first: int, second: int) -> None:
@@ -68,123 +63,6 @@ def test_pairs_that_cannot_be_made_are_refused(
 ) -> None:
     with pytest.raises(Refused, match=why):
         find_mergeable(plan_of(), KrulOption(pairs=pairs), slots_of(1), None)
-
-
-def saying(plan: PagePlan) -> Callable[[Any, torch.Tensor], torch.Tensor]:
-    """A model whose words are K of its last layer."""
-
-    def said(runner: Any, slots: torch.Tensor) -> torch.Tensor:
-        return plan.kvcache.k_buffer[LAYERS - 1][slots].float().flatten(1).log_softmax(-1)
-
-    return said
-
-
-@pytest.mark.parametrize(("kl", "merged"), [(10.0, True), (0.0, False)])
-def test_nothing_is_merged_if_the_model_would_say_something_else(
-    kl: float, merged: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    plan, slots = plan_of(), slots_of(1, 2, 3)
-    option = KrulOption(pairs=((0, 5), (2, 3)), error=2, kl=kl)
-    assert tried(plan, option) == ((0, 5, "merged"), (2, 3, "merged"))
-    before = bits(plan.kvcache, *range(DEVICE_PAGES))
-    problems: list[str] = []
-    monkeypatch.setattr(metrics.PROBLEMS, "count", problems.append)
-    monkeypatch.setattr(pair_choice, "said_behind", saying(plan))
-    with caplog.at_level("WARNING", "hcache"):
-        check_output(None, plan, slots, None, option, None)
-    assert torch.equal(bits(plan.kvcache, *range(DEVICE_PAGES)), before)
-    assert isinstance(plan.layout, PairedLayout) and plan.choice is not None
-    code = "merged" if merged else "fp8"
-    assert plan.layout.pairs == ((0, 5, code), (2, 3, code))
-    assert (problems == []) == merged == bool(plan.choice.mergeable) == (caplog.text == "")
-
-
-def test_nothing_is_merged_if_the_model_cannot_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan, slots = plan_of(), slots_of(1, 2, 3)
-    option = KrulOption(pairs=((0, 5),), error=2)
-    tried(plan, option)
-    plan.probe = SimpleNamespace()  # type: ignore[assignment]
-    before, asked = bits(plan.kvcache, *range(DEVICE_PAGES)), []
-
-    def said(runner: Any, slots: torch.Tensor) -> torch.Tensor:
-        asked.append(1)
-        if len(asked) == 2:  # while the pool holds merged pages
-            raise RuntimeError("no memory")
-        return saying(plan)(runner, slots)
-
-    monkeypatch.setattr(pair_choice, "said_behind", said)
-    check_output(None, plan, slots, None, option, None)
-    assert torch.equal(bits(plan.kvcache, *range(DEVICE_PAGES)), before)
-    assert plan.choice is not None and not plan.choice.mergeable and plan.probe is None
-    assert isinstance(plan.layout, PairedLayout) and {c for *_, c in plan.layout.pairs} == {"fp8"}
-
-
-def test_the_closest_pairs_are_tried_whatever_they_attend_to(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    plan, slots = plan_of(), slots_of(1, 2, 3)
-    option = KrulOption(error=2, kl=10.0)
-    tried(plan, option)
-    monkeypatch.setattr(pair_choice, "said_behind", saying(plan))
-    with caplog.at_level("INFO", "hcache"):
-        check_output(None, plan, slots, differing({(1, 4): 0.1}), option, None)
-    assert "merging layers [(0, 2), (1, 4)] changes" in caplog.text
-
-
-def differing(pairs: dict[tuple[int, int], float]) -> PairSums:
-    """No I-R layers, which differ so, all others alike."""
-    mass = torch.zeros(LAYERS, dtype=torch.float64)
-    squared = torch.full((LAYERS, LAYERS), 1.0, dtype=torch.float64)
-    for (first, second), far in pairs.items():
-        squared[first, second] = squared[second, first] = far
-    return PairSums(1, mass, squared)
-
-
-def test_layers_that_are_furthest_from_each_other_are_tried_too(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """In service others of the pairs that may be merged will be the closest ones."""
-    plan, slots = plan_of(pairs=1), slots_of(1, 2, 3)
-    option = KrulOption(error=2, kl=1e-6, ratio=0.34)
-    tried(plan, option)
-    monkeypatch.setattr(pair_choice, "said_behind", saying(plan))  # by the last layer
-    with caplog.at_level("INFO", "hcache"):
-        check_output(None, plan, slots, differing({(1, 4): 0.1, (2, 5): 9.0}), option, None)
-    assert "merging layers [(1, 4)] changes what is said by 0.0e+00" in caplog.text
-    assert "merging layers [(2, 5)] changes what the model says by" in caplog.text
-    assert "only [(1, 4)] are merged" in caplog.text
-    assert plan.choice is not None and plan.choice.mergeable == {(1, 4)}
-    assert isinstance(plan.layout, PairedLayout) and plan.layout.pairs == ((4, 5, "fp8"),)
-
-
-def test_where_one_rank_cannot_merge_all_ranks_have_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
-    """None of them is in the model's collectives then."""
-    plans, slots = [plan_of(), plan_of()], slots_of(1, 2, 3)
-    option, asked = KrulOption(pairs=((0, 5),), error=2, kl=100.0), list[int]()
-    for plan in plans:
-        tried(plan, option)
-
-    def none(*_: Any) -> Any:
-        raise RuntimeError("no memory")
-
-    def said(runner: Any, slots: torch.Tensor) -> torch.Tensor:
-        asked.append(1)
-        return saying(plans[0])(runner, slots)
-
-    monkeypatch.setattr(plans[1].kv, "through_codec", none)
-    monkeypatch.setattr(pair_choice, "said_behind", said)
-    groups = ranks(monkeypatch, pair_choice)
-    together(
-        *(
-            partial(check_output, None, plan, slots, None, option, group)
-            for plan, group in zip(plans, groups, strict=True)
-        )
-    )
-    assert asked == []
-    for plan in plans:
-        assert plan.choice is not None and not plan.choice.mergeable
-        assert isinstance(plan.layout, PairedLayout)
-        assert {code for *_, code in plan.layout.pairs} == {"fp8"}
 
 
 def test_a_model_that_keeps_something_of_each_batch_is_not_asked_in_service(

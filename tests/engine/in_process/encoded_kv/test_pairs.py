@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from hcache_backend.engine.kv_pages.controller import KVController
-from hcache_backend.engine.layer_methods import LayerMethods
 from hcache_backend.engine.startup.agreement import Refused
 from hcache_backend.engine.startup.copy_check import check_copies
 from hcache_backend.engine.startup.page_plan import PagePlan
 from hcache_backend.krul import pair_forms
 from hcache_backend.krul.paired_layout import CodedPair, PairedLayout
 from hcache_backend.partition.costs import Partition
+from hcache_backend.partition.restore import Restore
 from hcache_backend.units import WHOLE
 from tests.engine.in_process.encoded_kv.host import (
     DEVICE_PAGES,
@@ -107,7 +107,7 @@ def test_a_page_that_does_not_say_which_layers_share_slots_is_not_loaded() -> No
 
 def plan_of(dtype: torch.dtype = torch.bfloat16, pairs: int = 2) -> PagePlan:
     device = kv_pool(dtype=dtype, layers=LAYERS)
-    methods = LayerMethods(Partition(0, 0, LAYERS), None, None, 8192)
+    methods = Restore(None, None, Partition(0, 0, LAYERS), chunk_tokens=8192)
     return PagePlan(device, methods, WHOLE, 1, kv_codec="krul", pairs=pairs)
 
 

@@ -14,11 +14,11 @@ from hcache_backend.capture.staging import StagedCapture, Staging
 from hcache_backend.engine.hidden_controller import HiddenStateController
 from hcache_backend.engine.host_pool import HiddenStatePool, HostPages
 from hcache_backend.engine.kv_pages.segments import KVSegments
-from hcache_backend.engine.layer_methods import LayerMethods
 from hcache_backend.engine.loads import LoadQueue
 from hcache_backend.engine.runtime import Runtime
 from hcache_backend.page import PageLayout, hidden_layer
 from hcache_backend.partition.costs import Partition
+from hcache_backend.partition.restore import Restore
 from hcache_backend.restore.layers import RestoredLayer
 from hcache_backend.restore.pipeline import RestorePipeline
 from hcache_backend.streams import WorkerStream
@@ -122,7 +122,7 @@ class Rows:
             return RestoredLayer("hidden", fill)
 
         pipeline = RestorePipeline(memory, layout, [*map(restored, range(LAYERS))], 8 * PAGE, "cpu")
-        methods = LayerMethods(Partition(0, LAYERS, 0), None, None, 8 * PAGE)
+        methods = Restore(None, None, Partition(0, LAYERS, 0), chunk_tokens=8 * PAGE)
         self.loads = LoadQueue(arena, pipeline, methods, None, "cpu")
         self.pool.use(self.loads)
 
@@ -165,7 +165,7 @@ class Rows:
 
     def load(self, host: torch.Tensor, *pages: int) -> torch.Tensor:
         host_pages, slots = self.pool.page_ids(host), slots_of(*pages)
-        depths = self.pool.arena.first_layers(host_pages).astype(np.int64)
+        depths = self.pool.arena.lost(host_pages).astype(np.int64)
         start = torch.empty(0, dtype=torch.int64)
         planned = self.loads.plan(host_pages, depths, lambda: start)
         assert planned is not None

@@ -68,7 +68,7 @@ def test_encoded_segments_come_back_to_other_slots_bit_for_bit(
     copy = kv.restored_layer(1).copy
     assert copy is not None
     target = slots_of(6, 5, size=page)
-    copy(memory, pages, layout.segment_offsets[1], target)
+    copy([1], memory, pages, layout.segment_offsets[1:2], target)
     assert torch.equal(device.k_buffer[1][target], want[0])
     assert torch.equal(device.v_buffer[1][target], want[1])
     assert torch.equal(device.k_buffer[0], others[0])
@@ -129,10 +129,9 @@ def test_a_page_that_was_freed_before_its_backup_arrived_belongs_to_the_next() -
     assert torch.equal(server.load(again, 5), want)
 
 
-def test_a_layer_is_one_encoding_and_one_copy_each_way_however_many_pages_there_are(
+def test_on_a_cpu_a_layer_is_one_encoding_and_one_copy_however_many_pages_there_are(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A kernel that waits for the bus is to have few programs, one that encodes has many: two."""
     server, seen = Host(), list[str]()
 
     def counted(where: Any, name: str) -> None:
@@ -147,7 +146,6 @@ def test_a_layer_is_one_encoding_and_one_copy_each_way_however_many_pages_there_
     for where, name in (
         (server.kv._encoder, "encode"),
         (server.kv._encoder, "decode"),
-        (kv_segments, "scatter_rows"),
         (kv_segments, "gather_pages"),
         (kv_segments, "gather_planes"),
     ):
@@ -155,29 +153,10 @@ def test_a_layer_is_one_encoding_and_one_copy_each_way_however_many_pages_there_
     for pages in ([1], [1, 2, 3]):
         seen.clear()
         host = server.backed_up(*pages)
-        assert seen == ["encode", "scatter_rows"] * len(server.kv.layers)
+        assert seen == ["encode"] * len(server.kv.layers)
         seen.clear()
         server.load(host, *(page + 4 for page in pages))
         assert seen == ["gather_pages", "decode"] * len(server.kv.layers)
-
-
-def test_a_large_backup_is_encoded_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is encoded at once takes device memory that nobody planned."""
-    server = Host()
-    monkeypatch.setattr(kv_segments, "_COPIED_BYTES", 2 * server.kv.plain_bytes)
-    make_unfit(server.device, 3, 1)
-    want, encoded = bits(server.device, 1, 2), []
-    encode = server.kv._encoded
-
-    def noted(layer: int, held: torch.Tensor, cut: Any) -> Any:
-        encoded.append(len(held))
-        return encode(layer, held, cut)
-
-    monkeypatch.setattr(server.kv, "_encoded", noted)
-    host = server.backed_up(1, 2, 3)
-    assert encoded == [2, 1] * LAYERS
-    assert server.lost(host) == [False, False, True]
-    assert torch.equal(server.load(host[: 2 * PAGE], 5, 7), want)
 
 
 def test_a_host_page_that_was_lost_is_as_good_as_any_when_it_is_used_again() -> None:

@@ -12,7 +12,6 @@ from hcache_backend.config import HCacheConfig
 from hcache_backend.engine import metrics
 from hcache_backend.engine.host_pool import HostPages
 from hcache_backend.engine.kv_pages.segments import KVSegments
-from hcache_backend.engine.layer_methods import LayerMethods
 from hcache_backend.engine.startup import codec_choice
 from hcache_backend.engine.startup.agreement import Refused
 from hcache_backend.engine.startup.codec_choice import (
@@ -26,6 +25,7 @@ from hcache_backend.engine.startup.page_plan import PagePlan, plan_host_pages
 from hcache_backend.engine.startup.strategy import OwnPagesStrategy
 from hcache_backend.page import PageLayout, hidden_layer
 from hcache_backend.partition.costs import Partition
+from hcache_backend.partition.restore import Restore
 from hcache_backend.units import WHOLE
 from hcache_kernels.codecs import SEGMENT_CODECS, UnsupportedRows, make_codec, segment_codecs
 from tests.engine.in_process.encoded_kv.host import (
@@ -39,7 +39,7 @@ from tests.engine.in_process.pools.host_pools import kv_cache_of_llama_3_8b
 
 
 def plan_of(device: Any, codec: str) -> PagePlan:
-    methods = LayerMethods(Partition(0, 0, device.layer_num), None, None, 8192)
+    methods = Restore(None, None, Partition(0, 0, device.layer_num), chunk_tokens=8192)
     return PagePlan(device, methods, WHOLE, 1, kv_codec=codec)
 
 
@@ -214,17 +214,17 @@ def test_a_codec_that_brings_something_else_is_refused(
 ) -> None:
     """Any bits at all are in the second page: it does not fit, and is not to be said to."""
     plan = plan_of(kv_pool(), codec)
-    encode = plan.kv._encoded
+    save = plan.kv._save_layer
 
-    def wrong(*args: Any) -> Any:
-        encoded, fits = encode(*args)
+    def wrong(layer: int, held: Any, memory: Any, pages: torch.Tensor, offset: int) -> Any:
+        fits = save(layer, held, memory, pages, offset)
         assert fits.tolist() == [True, False]
         if broken == "its bytes":
-            encoded[:, 0] ^= 1
-            return encoded, fits
-        return encoded, torch.ones_like(fits)
+            memory[pages, offset] ^= 1
+            return fits
+        return torch.ones_like(fits)
 
-    monkeypatch.setattr(plan.kv, "_encoded", wrong)
+    monkeypatch.setattr(plan.kv, "_save_layer", wrong)
     with pytest.raises(Refused, match="K or V of layer 0 come back"):
         check_copies(plan)
 

@@ -1,1 +1,1 @@
-"""Pages that L3 has: loads, eager loads and repairs, on SGLang's own classes."""
+"""Pages that L3 has: loads, eager loads and heads, on SGLang's own classes."""

@@ -166,15 +166,24 @@ def test_an_allocator_of_another_kind_speaks_against_it() -> None:
 def test_only_ranks_that_exchange_hidden_states_on_gpus_restore_layer_wise(
     tp: int, device: str, hidden: bool, reason: str | None
 ) -> None:
-    args = SimpleNamespace(pp_size=1, tp_size=tp)
+    args = SimpleNamespace(pp_size=1, tp_size=tp, hicache_host_memory_mode="cache")
     found = eager_refusal(args, device, hidden=hidden)
     assert found is None if reason is None else found is not None and reason in found
 
 
 @pytest.mark.parametrize("hidden", [False, True])
-def test_pipeline_stages_restore_layer_wise(hidden: bool) -> None:
-    args = SimpleNamespace(pp_size=2, tp_size=1)
-    assert "not supported" in str(eager_refusal(args, "cpu", hidden=hidden))
+@pytest.mark.parametrize(
+    ("stages", "host_memory", "reason"),
+    [(2, "cache", "not supported"), (1, "buffer_only", "may go while it runs")],
+)
+def test_servers_that_restore_layer_wise(
+    stages: int, host_memory: str, reason: str, hidden: bool
+) -> None:
+    args = SimpleNamespace(pp_size=stages, tp_size=1, hicache_host_memory_mode=host_memory)
+    assert reason in str(eager_refusal(args, "cpu", hidden=hidden))
+
+
+LAYOUT = SimpleNamespace(page_bytes=1)
 
 
 class Operation:
@@ -188,12 +197,11 @@ def test_an_abort_frees_what_it_held_in_the_next_turn(scene: Scene) -> None:
     """HiCache forgets the prefetch, and gives back the host pages that it had brought."""
     pool: Any = SimpleNamespace(
         page_size=SIZE,
+        page_layout=LAYOUT,
         on_freed=[],
         settle=lambda: None,
         page_ids=lambda indices: indices[::SIZE].numpy() // SIZE,
-        arena=SimpleNamespace(
-            physical=lambda pages: pages, first_layers=lambda pages: np.zeros(len(pages), np.int64)
-        ),
+        arena=SimpleNamespace(physical=lambda pages: pages),
     )
     pipeline: Any = SimpleNamespace(start=scene._launch_alone)
     loads: Any = SimpleNamespace(stored_from=0, count_finished=lambda: None)
@@ -222,7 +230,6 @@ class Slices:
     Attributes:
         launched: For each slice the pages, and how many tokens are before them.
         layers: How many first layers each recomputes.
-        depths: By host page, how many first layers were not read.
         done: Whether the device has done what was launched.
         failures: What recomputation was given up for.
     """
@@ -230,7 +237,6 @@ class Slices:
     def __init__(self, scene: Scene, seconds: float, problem: Exception | None = None) -> None:
         self.launched: list[tuple[list[int], int]] = []
         self.layers: list[int] = []
-        self.depths = np.zeros(PAGES, np.int64)
         self.failures: list[Exception | None] = []
         self.known, self.done, self._problem = True, True, problem
         self.pace = Pace(0.999, "shorter")  # at 1.0 a slice has 256 tokens at least
@@ -248,10 +254,9 @@ class Slices:
             settle=lambda: None,
             arena=SimpleNamespace(
                 physical=lambda pages: pages,
-                first_layers=lambda pages: self.depths[pages],
                 pages=lambda pages, header: pages,
             ),
-            page_layout=SimpleNamespace(positions=lambda page: [SIZE]),
+            page_layout=SimpleNamespace(page_bytes=1, positions=lambda page: [SIZE]),
         )
         pipeline: Any = SimpleNamespace(start=scene._launch_alone, start_recomputation=self._launch)
         self.eager = EagerLoads(scene.pages, pool, pipeline, loads, PAGES, self.budget)
@@ -290,19 +295,6 @@ def test_a_turn_recomputes_one_slice_of_the_first_prefetch_that_lacks_layers(sce
     handed = slices.restores.hand_out(np.array([1, 2, 3, 4, 5]))
     assert handed is not None and handed.whole.all()
     assert [slices.eager.take_recomputed(), slices.eager.take_recomputed()] == [True, False]
-
-
-def test_pages_of_another_depth_are_another_slice(scene: Scene) -> None:
-    """What was not read of a page is recomputed, also of layers that the store has."""
-    slices = Slices(scene, seconds=1e9)
-    slices.depths[1:6] = 4, 4, 3, 2, 0
-    slices.restores.reserve("a", range(5), np.arange(1, 6))
-    for arrived in range(2, 6):
-        slices.restores.arrived("a", arrived)
-    for _ in range(4):
-        slices.eager._recompute()
-    assert [pages for pages, _ in slices.launched] == [[1, 2], [3], [4, 5]]
-    assert slices.layers == [4, 3, 2]  # of 5, too: the store has nothing of the first two
 
 
 def test_no_slice_is_launched_while_two_are_not_done(scene: Scene) -> None:
@@ -396,10 +388,9 @@ def test_copies_of_a_hit_do_not_wait_for_restores_that_others_wait_for(scene: Sc
     loading.run(partial(gate.wait, 240))
     pool: Any = SimpleNamespace(
         page_size=SIZE,
+        page_layout=LAYOUT,
         on_freed=[],
-        arena=SimpleNamespace(
-            physical=lambda pages: pages, first_layers=lambda pages: np.zeros(len(pages), np.int64)
-        ),
+        arena=SimpleNamespace(physical=lambda pages: pages),
     )
     budget = SliceBudget(1.0, SIZE, lambda tokens, prefix: 1.0, known=True)
     loads: Any = SimpleNamespace(stored_from=0)
@@ -449,6 +440,7 @@ class Fronts:
         self.loads = loads
         pool: Any = SimpleNamespace(
             page_size=SIZE,
+            page_layout=LAYOUT,
             on_freed=[],
             page_ids=lambda indices: indices[::SIZE].numpy() // SIZE,
             expect_recomputed=self._expect,
@@ -457,7 +449,6 @@ class Fronts:
             lose_recomputed=lambda host_pages: self.lost.extend(host_pages.tolist()),
             arena=SimpleNamespace(
                 physical=lambda pages: pages,
-                first_layers=lambda pages: np.zeros(len(pages), np.int64),
             ),
         )
         pipeline: Any = SimpleNamespace(start=scene._launch_alone, start_recomputation=self._launch)

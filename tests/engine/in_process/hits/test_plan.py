@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from hcache_backend.config import HCacheConfig
-from hcache_backend.engine.hits.costs import Machine, Recomputing
+from hcache_backend.engine.hits.costs import Recomputing
 from hcache_backend.engine.hits.gate import HitGate
-from hcache_backend.engine.layer_methods import LayerMethods
 from hcache_backend.engine.recompute.slices import SliceBudget
 from hcache_backend.engine.startup.codec_choice import encoded_share, wanted_codec
 from hcache_backend.engine.startup.partition_choice import model_shape
@@ -22,6 +21,7 @@ from hcache_backend.partition.model_shape import ModelShape
 from hcache_backend.partition.plan import PartitionPlan, RestorePath, server_plan
 from hcache_backend.partition.presets import preset_profile
 from hcache_backend.partition.profile import Rate
+from hcache_backend.partition.restore import Restore
 from tests.unit.partition.pipelines import CONFIGS, public_model
 
 CONFIG = HCacheConfig()
@@ -44,16 +44,16 @@ def planned(name: str, tp: int, rate: float, tokens: int, restore: RestorePath) 
 def slices(plan: PartitionPlan) -> Recomputing:
     """How long an idle server takes for the front of a hit once it has measured a slice."""
     most = CONFIG.restore_chunk_tokens
-    methods = LayerMethods(plan.stored, plan.profile, plan.model, most, ranks=plan.tp)
-    budget = SliceBudget(CONFIG.recompute_ms / 1e3, most, methods.recomputing, known=True)
+    methods = Restore(plan.profile, plan.model, plan.stored, chunk_tokens=most, ranks=plan.tp)
+    budget = SliceBudget(CONFIG.recompute_ms / 1e3, most, methods.layer, known=True)
     return lambda tokens, prefix: budget.seconds(tokens, PAGE, prefix, plan.model.layers)
 
 
 def gate_takes(plan: PartitionPlan) -> bool:
-    args = SimpleNamespace(pp_size=1, enable_dp_attention=False, tp_size=plan.tp)
+    args = SimpleNamespace(pp_size=1, tp_size=plan.tp, hicache_host_memory_mode="cache")
     refused = eager_refusal(args, "cuda", hidden=bool(plan.stored.hidden))
     eager = plan.restore == "auto" and refused is None and plan.model.latent is None
-    machine = Machine(plan.profile, plan.model, plan.stored, plan.tp, eager)
+    machine = Restore(plan.profile, plan.model, plan.stored, plan.tp, eager=eager)
     gate = HitGate(machine, "hcache", CONFIG.min_gain)
     assert gate.may_ask("a", 0, slices(plan) if eager else None)
     return gate.takes("a", plan.tokens, plan.tokens) == plan.tokens

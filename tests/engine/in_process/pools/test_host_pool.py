@@ -14,7 +14,6 @@ from sglang.srt.mem_cache.pool_host import common as pool_host_common
 
 from hcache_backend import streams
 from hcache_backend.capture.staging import StagedCapture, Staging
-from hcache_backend.engine import host_pool
 from hcache_backend.engine.capture_hooks import HiddenCapture
 from hcache_backend.engine.host_pool import HiddenStatePool, HostPages
 from hcache_backend.engine.kv_pages.segments import KVSegments
@@ -110,11 +109,11 @@ def test_memory_is_pinned_in_whole_pages_and_the_log_says_that_it_goes_on(
         pinned.append(registration_granularity_bytes)
 
     monkeypatch.setattr(pool_host_common, "_cuda_host_register", pin)
-    monkeypatch.setattr(host_pool, "_PROGRESS_SECONDS", 0.01)
+    monkeypatch.setattr(streams, "_PROGRESS_SECONDS", 0.01)
     with caplog.at_level("INFO", "hcache"):
         new_pool(pin_memory=True)
     assert pinned == [LAYOUT.page_bytes]
-    assert "hcache: pinning 0.0 GB of host memory: 0 s so far" in caplog.messages
+    assert "hcache: pinning 0.0 GB: 0 s so far" in caplog.messages
 
 
 def test_hicache_gets_exactly_the_pages_that_are_its_own(pool: HiddenStatePool) -> None:

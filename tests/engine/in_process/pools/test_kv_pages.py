@@ -9,11 +9,11 @@ import torch
 
 from hcache_backend.engine.host_pool import HostPages, OwnPagesPool
 from hcache_backend.engine.kv_pages.segments import KVSegments
-from hcache_backend.engine.layer_methods import LayerMethods
 from hcache_backend.engine.service_check import KVChecks
 from hcache_backend.engine.startup.page_plan import PagePlan, plan_host_pages
 from hcache_backend.page import PageLayout
 from hcache_backend.partition.costs import Partition
+from hcache_backend.partition.restore import Restore
 from hcache_backend.units import WHOLE
 from tests.engine.in_process.pools.host_pools import kv_cache_of_llama_3_8b
 from tests.engine.in_process.pools.test_host_pool import LAYERS, PAGE, kv_pool
@@ -24,7 +24,7 @@ def test_host_memory_holds_as_many_tokens_as_sglangs_own_pool_would(page_size: i
     """With Llama-3-8B: 32 layers, 8 heads of 128 values, bfloat16. SGLang's has no headers."""
     kvcache = kv_cache_of_llama_3_8b(page_size)
     slots = kvcache.size
-    plan = PagePlan(kvcache, LayerMethods(Partition(0, 0, 32), None, None, 8192), WHOLE, 1)
+    plan = PagePlan(kvcache, Restore(None, None, Partition(0, 0, 32), chunk_tokens=8192), WHOLE, 1)
     pages = plan_host_pages(kvcache, plan.layout, 0, 2.0, 1e12, with_shadows=False)
     assert pages.shadows == 0
     assert 0.99 * 2 * slots <= pages.host * page_size <= 2 * slots

@@ -51,12 +51,9 @@ class Server:
         stored = hidden_layer(PAGE, 4 * WIDTH, WIDTH) if hidden else RECOMPUTED
         layers = (RECOMPUTED, stored, self.kv.stored_layer(2))
         self.page_layout = PageLayout(PAGE, layers, share)
-        self.page_size, self.first = PAGE, 0
+        self.page_size = PAGE
         self.size_per_token = -(-self.page_layout.page_bytes // PAGE)
         self.memory = torch.zeros((PAGES, self.page_layout.page_bytes), dtype=torch.uint8)
-
-    def first_layer(self, indices: torch.Tensor) -> int:
-        return self.first
 
     def get_page_buffer_meta(self, indices: torch.Tensor) -> tuple[list[int], list[int]]:
         pages = [self.memory[page] for page in (indices[::PAGE] // PAGE).tolist()]
@@ -87,7 +84,7 @@ class Server:
         assert copy is not None
         for buffer in (self.kvcache.k_buffer[2], self.kvcache.v_buffer[2]):
             buffer.fill_(-1)
-        copy(self.memory, at, layout.segment_offsets[2], slots)
+        copy([2], self.memory, at, layout.segment_offsets[2:3], slots)
         assert torch.equal(self.kvcache.k_buffer[2][slots], self.k[slots])
         assert torch.equal(self.kvcache.v_buffer[2][slots], self.v[slots])
         for page in pages:
@@ -163,20 +160,6 @@ def test_a_share_that_is_gone_or_damaged_is_a_miss_for_the_ranks_that_need_it(
             assert storage.batch_get_v1(KEYS[:2], indices([0, 1])) == [found, found]
             if found:
                 reader.assert_restored([0, 1], runtime.page_namespace())
-
-
-def test_layers_that_a_restore_recomputes_are_not_read(tmp_path: Path, runtime: Runtime) -> None:
-    server = Server(WHOLE, 1, hidden=True)
-    with opened(tmp_path, runtime, server) as storage:
-        server.compute([0], runtime.page_namespace())
-        storage.batch_set_v1(KEYS[:1], indices([0]))
-        kept = server.memory.clone()
-        server.memory.zero_()
-        server.first = 2
-        assert storage.batch_get_v1(KEYS[:1], indices([0])) == [True]
-        layout = server.page_layout
-        assert not server.memory[0, layout.segment(1)].any()
-        assert torch.equal(server.memory[0, layout.segment(2)], kept[0, layout.segment(2)])
 
 
 def test_every_byte_of_a_page_is_digested_once_on_its_way_out_and_once_on_its_way_in(

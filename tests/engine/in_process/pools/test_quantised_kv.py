@@ -1,4 +1,4 @@
-"""K and V in fp8, which SGLang serves on no plain CPU: their bits, and the scales beside them."""
+"""K and V in fp8: their bits, and the scales beside them. Served ones: `modes/test_fp8.py`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from hcache_backend.engine.kv_pages.segments import KVSegments
-from hcache_backend.engine.layer_methods import LayerMethods
 from hcache_backend.engine.runtime import Runtime
 from hcache_backend.engine.startup import stack
 from hcache_backend.engine.startup.page_plan import PagePlan
 from hcache_backend.page import PageLayout
 from hcache_backend.partition.costs import Partition
+from hcache_backend.partition.restore import Restore
 from hcache_backend.units import WHOLE
 from tests.engine.in_process.pools.host_pools import mha
 from tests.engine.in_process.pools.test_pool_pages import KEYS, opened, pages
@@ -47,7 +47,7 @@ def test_pages_hold_the_bits_of_the_pool(kvcache: MHATokenToKVPool) -> None:
     for layer in range(LAYERS):
         copy = kv.restored_layer(layer).copy
         assert copy is not None
-        copy(memory, on_host, layout.segment_offsets[layer], others)
+        copy([layer], memory, on_host, [layout.segment_offsets[layer]], others)
     for buffer in (*kvcache.k_buffer, *kvcache.v_buffer):
         bits = buffer.view(torch.uint8)
         assert torch.equal(bits[others], bits[slots])
@@ -62,7 +62,9 @@ def test_scales_tell_own_and_plain_pages_apart(
         stack, "attention_ranks", lambda: SimpleNamespace(world_size=1, rank_in_group=0)
     )
     attention = runtime.runner.model.attention = RadixAttention(4, 8, 1.0, 4, layer_id=0)
-    plan = PagePlan(kvcache, LayerMethods(Partition(0, 0, LAYERS), None, None, 64), WHOLE, 1)
+    plan = PagePlan(
+        kvcache, Restore(None, None, Partition(0, 0, LAYERS), chunk_tokens=64), WHOLE, 1
+    )
     plain, own = mha("page_first"), set()
     for scale, found in ((None, 0), (1.5, 0), (2.0, 0), (1.5, 1), (None, 1)):
         attention.k_scale = attention.v_scale = scale

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -12,11 +11,11 @@ import pytest
 import torch
 
 from hcache_backend.engine.hooks import EVENTS, guarded, own_pages_hooks
-from hcache_backend.engine.layer_methods import LayerMethods
 from hcache_backend.engine.loads import LoadQueue, QueuedLoad
 from hcache_backend.engine.recompute.governor import Pace
 from hcache_backend.page import PageLayout, hidden_layer
 from hcache_backend.partition.costs import Partition
+from hcache_backend.partition.restore import Restore
 from hcache_backend.restore.eager import HandOut
 from hcache_backend.restore.layers import Recompute
 from hcache_backend.streams import Stream, current_stream
@@ -35,7 +34,6 @@ class HostPages:
         for page in range(8):
             self.layout.positions(self.memory)[page] = np.arange(SIZE) + page * SIZE
             self.layout.token_ids(self.memory)[page] = page
-        self.first = 0
 
     def pages(self, host_pages: np.ndarray, *, header: bool = False) -> list[np.ndarray]:
         return [self.memory[page] for page in host_pages]
@@ -46,8 +44,8 @@ class HostPages:
     def physical(self, host_pages: np.ndarray) -> np.ndarray:
         return host_pages
 
-    def first_layers(self, host_pages: np.ndarray) -> np.ndarray:
-        return np.full(len(host_pages), self.first)
+    def lost(self, host_pages: np.ndarray) -> np.ndarray:
+        return np.zeros(len(host_pages), np.bool_)
 
 
 def plan_lost(
@@ -101,7 +99,7 @@ class Recomputer:
 def queue(
     host: HostPages, partition: Partition, recomputer: object = None, **fields: Any
 ) -> LoadQueue:
-    parts = LayerMethods(partition, None, None, 1024, **fields)
+    parts = Restore(None, None, partition, chunk_tokens=1024, **fields)
     if isinstance(recomputer, Recomputer):
         recomputer.layers = recomputer.layers or partition.layers
     return LoadQueue(host, Pipeline(), parts, recomputer, "cpu")  # type: ignore[arg-type]
@@ -109,7 +107,7 @@ def queue(
 
 def plan(loads: LoadQueue, *pages: int, known: int | None = None) -> QueuedLoad | None:
     """A load of ``pages``, of which the slots of ``known`` tokens before them are known."""
-    depths = loads._arena.first_layers(np.array(pages))
+    depths = loads._arena.lost(np.array(pages)).astype(np.int64)
     prefix = None if known is None else torch.arange(known)
     return loads.plan(np.array(pages), depths, lambda: prefix)
 
@@ -149,7 +147,7 @@ class TestQueuedLoads:
         assert plan(loads, 1, 2) is None  # nobody said what is before page 1
         assert plan(loads, 1, 2, known=SIZE - 1) is None  # that is not all of it
         load = plan(loads, 1, 2, known=SIZE)
-        assert load is not None and load.missing == 2
+        assert load is not None and loads.stored_from == 2
         slots = add(loads, load)
         pipeline: Any = loads._pipeline
         loads.launch(slots)
@@ -160,26 +158,6 @@ class TestQueuedLoads:
     def test_pages_that_do_not_follow_each_other_are_not_recomputed(self) -> None:
         loads = queue(HostPages(), Partition(1, 3, 0), Recomputer())
         assert plan(loads, 0, 2) is None
-
-    def test_pages_without_first_layers_need_somebody_who_recomputes(self) -> None:
-        host = HostPages()
-        host.first = 3
-        assert plan(queue(host, Partition(0, 4, 0)), 0) is None
-        loads = queue(host, Partition(0, 4, 0), Recomputer())
-        add(loads, plan(loads, 0))
-        recompute = recomputed(loads)
-        assert recompute is not None and recompute.layers == 3
-
-    def test_one_load_that_cannot_be_recomputed_keeps_out_those_that_must(self) -> None:
-        host = HostPages()
-        loads = queue(host, Partition(0, 4, 0), Recomputer())
-        unknown = plan(loads, 2)
-        assert unknown is not None and unknown.spans == [None]
-        add(loads, unknown)
-        host.first = 1
-        assert plan(loads, 0) is None
-        assert plan(loads, 0) is None
-        assert recomputed(loads) is None
 
     def test_only_pages_that_lack_layers_are_recomputed_behind_all_before_them(self) -> None:
         loads = queue(HostPages(), Partition(2, 2, 0), recomputer := Recomputer())
@@ -212,26 +190,19 @@ class TestQueuedLoads:
         assert recomputer.spans == [(2 * SIZE, known.tolist())]
         assert recomputer.tokens == [2] * SIZE + [3] * SIZE
 
-    def test_what_prefills_took_lately_and_who_wants_the_gpu_decide_what_is_recomputed(
+    def test_what_prefills_took_lately_decides_what_a_load_recomputes(
         self,
     ) -> None:
-        """Not of a load: the forward pass behind it holds the GPU whatever comes first."""
+        """Whoever wants the GPU: the forward pass behind it holds the GPU whatever comes first."""
         loads, asked = queue(HostPages(), Partition(1, 3, 0), Recomputer()), []
         loads.methods = SimpleNamespace(
             first_layers=lambda *a: asked.append(a) or 3, recomputable=4
         )  # type: ignore[assignment, func-returns-value]
         loads.slowdown = lambda tokens: tokens / 50
-        for share in (1.0, 0.5, 0.0):
-            loads.governor.pace = lambda share=share: Pace(share, "")  # type: ignore[method-assign]
-            assert loads.first_to_read(100) == 3
+        loads.governor.pace = lambda: Pace(0.0, "")  # type: ignore[method-assign]
         add(loads, plan(loads, 0))
         recomputed(loads)
-        assert asked == [
-            (100, 0, "first", 2.0),
-            (100, 0, "first", 4.0),
-            (100, 0, "first", math.inf),
-            (SIZE, 0, "none", SIZE / 50),
-        ]
+        assert asked == [(SIZE, 0, SIZE / 50)]
 
     def test_what_recomputes_whole_pages_does_nothing_to_loads_of_kv(self) -> None:
         """Their headers say nothing: a backup of K and V writes none."""
@@ -242,7 +213,6 @@ class TestQueuedLoads:
         add(loads, load, True, False)
         assert load is not None and not any(load.spans)
         assert recomputed(loads, only_missing=True) is None
-        assert loads.first_to_read(1000) == 0
         known = torch.arange(3)
         recompute = loads.recompute_pages(np.array([7, 8]), known)
         assert recompute is not None and recompute.layers == 4
@@ -321,10 +291,7 @@ class TestQueuedLoads:
     def test_what_lacks_layers_that_cannot_be_recomputed_is_no_hit(self) -> None:
         loads = queue(HostPages(), Partition(2, 4, 0), Recomputer(3), recomputable=3)
         assert not loads.recomputes_pages
-        depths = np.array([2, 3])
-        [one, two] = [0, 1]
-        assert loads.plan(np.array([one, two]), depths, lambda: None) is not None
-        assert loads.plan(np.array([one, two]), depths + 1, lambda: None) is None
+        assert plan(loads, 0, 1) is not None
         assert plan_lost(loads, 1, 2, lost=[1]) is None
 
     def test_lost_pages_that_others_restored_are_not_recomputed(self) -> None:

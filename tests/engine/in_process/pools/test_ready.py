@@ -10,10 +10,10 @@ import torch
 
 from hcache_backend.engine.host_pool import HostPages, OwnPagesPool
 from hcache_backend.engine.kv_pages.segments import KVSegments
-from hcache_backend.engine.layer_methods import LayerMethods
 from hcache_backend.engine.loads import LoadQueue, QueuedLoad
 from hcache_backend.page import PageLayout
 from hcache_backend.partition.costs import Partition
+from hcache_backend.partition.restore import Restore
 from hcache_backend.restore.eager import HandOut
 from hcache_backend.restore.layers import Recompute
 from hcache_backend.streams import current_stream
@@ -21,7 +21,7 @@ from hcache_backend.units import WHOLE
 from tests.engine.in_process.pools.test_host_pool import LAYERS, LAYOUT, PAGE, kv_pool
 
 
-class Restore:
+class Running:
     """Notes which layers somebody waited for."""
 
     failed = None
@@ -38,10 +38,10 @@ class Pipeline:
 
     def __init__(self) -> None:
         self.started: list[tuple[list[int], list[int], Recompute | None]] = []
-        self.restore = Restore()
+        self.restore = Running()
         self.may_be_read = False
 
-    def start(self, pages: Any, slots: torch.Tensor, recompute: Recompute | None) -> Restore:
+    def start(self, pages: Any, slots: torch.Tensor, recompute: Recompute | None) -> Running:
         self.started.append((pages.tolist(), (slots[::PAGE] // PAGE).tolist(), recompute))
         assert len(slots) == PAGE * len(pages)
         return self.restore
@@ -67,7 +67,7 @@ def pool() -> OwnPagesPool:
         pin_memory=False,
         allocator_type="default",
     )
-    parts = LayerMethods(Partition(0, LAYERS, 0), None, None, 64)
+    parts = Restore(None, None, Partition(0, LAYERS, 0), chunk_tokens=64)
     loads = LoadQueue(pool.arena, Pipeline(), parts, None, "cpu")  # type: ignore[arg-type]
     pool.use(loads)
     return pool
@@ -98,7 +98,7 @@ def handed_out(device: list[int], ready: list[bool], whole: list[bool], *made: A
 def test_only_missing_pages_are_transferred_and_all_restores_waited_for(
     pool: OwnPagesPool,
 ) -> None:
-    early = Restore()
+    early = Running()
     handed = handed_out([5, 6, 2], *2 * [[False, True, False]], early)
     pipeline = load(pool, [3, 1, 4], [5, 6, 2], handed)
     assert pipeline.started == [([3, 4], [5, 2], None)]
@@ -106,7 +106,7 @@ def test_only_missing_pages_are_transferred_and_all_restores_waited_for(
 
 
 def test_nothing_is_launched_where_nothing_is_missing(pool: OwnPagesPool) -> None:
-    early = [Restore(), Restore()]
+    early = [Running(), Running()]
     pipeline = load(pool, [3, 1], [5, 6], handed_out([5, 6], *2 * [[True, True]], *early))
     assert pipeline.started == [] and pipeline.may_be_read
     assert all(restore.waited == list(range(LAYERS)) for restore in early)
@@ -116,7 +116,7 @@ def test_first_layers_are_recomputed_for_pages_that_lack_them_whatever_is_transf
     pool: OwnPagesPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     LAYOUT.positions(pool.arena.memory)[:] = np.arange(len(pool.arena.memory))[:, None]
-    early, seen = Restore(), []
+    early, seen = Running(), []
 
     def fill(positions: np.ndarray, slots: torch.Tensor) -> None:
         seen.append((positions[::PAGE].tolist(), (slots[::PAGE] // PAGE).tolist()))

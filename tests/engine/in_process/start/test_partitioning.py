@@ -13,7 +13,6 @@ import torch
 
 from hcache_backend.config import ConfigError, parse_config
 from hcache_backend.engine.kv_pages.segments import KVSegments
-from hcache_backend.engine.layer_methods import LayerMethods
 from hcache_backend.engine.recompute.batch import forward_stream
 from hcache_backend.engine.startup.page_layout import page_layout
 from hcache_backend.engine.startup.partition_choice import fixed_partition
@@ -24,6 +23,7 @@ from hcache_backend.partition.costs import Partition
 from hcache_backend.partition.model_config import shape_from_config
 from hcache_backend.partition.model_shape import ModelShape
 from hcache_backend.partition.profile import CopyWay, Profile, Rate
+from hcache_backend.partition.restore import Restore
 from hcache_backend.restore.layers import PoolParking
 from hcache_backend.streams import WorkerStream
 from hcache_backend.units import WHOLE
@@ -36,7 +36,7 @@ CONFIGS = Path(__file__).parents[3] / "unit" / "partition" / "configs"
 
 def test_codes_that_encode_the_same_rows_otherwise_share_no_pages() -> None:
     """An earlier ``exp4`` had rows of the same length, which this one would decode to others."""
-    methods = LayerMethods(Partition(0, 1, 0), None, None, 64)
+    methods = Restore(None, None, Partition(0, 1, 0), chunk_tokens=64)
     kv = KVSegments(kv_pool(8), (), 64, WHOLE, 1)
     codec = make_codec("exp4", 256, torch.bfloat16)
     layout = page_layout(64, methods, kv, codec, WHOLE)
@@ -64,7 +64,7 @@ def test_kv_segments_come_back_to_other_slots_bit_for_bit() -> None:
     target = torch.cat((torch.arange(6 * SIZE, 7 * SIZE), torch.arange(5 * SIZE, 6 * SIZE)))
     copy = kv.restored_layer(1).copy
     assert copy is not None
-    copy(memory, pages, layout.segment_offsets[1], target)
+    copy([1], memory, pages, layout.segment_offsets[1:2], target)
     assert torch.equal(pool.k_buffer[1][target], k)
     assert torch.equal(pool.v_buffer[1][target], v)
     assert torch.equal(pool.k_buffer[0], others)
@@ -135,53 +135,39 @@ def test_a_server_copies_as_its_profile_found_to_be_best(
 
 class TestPartition:
     def test_kv_takes_the_place_of_recomputation_that_is_not_possible(self) -> None:
-        parts = LayerMethods(Partition(1, 2, 1), None, None, 1024)
+        parts = Restore(None, None, Partition(1, 2, 1), chunk_tokens=1024)
         assert parts.methods == ("recompute", "hidden", "hidden", "kv")
         without = parts.recomputing_first(0)
         assert without.methods == ("kv", "hidden", "hidden", "kv")
         assert without.layers("hidden") == parts.layers("hidden")  # what is captured stays
-        assert without.first_layers(100, 0, "none") == 0
+        assert without.first_layers(100, 0) == 0
 
     def test_layers_that_are_not_exact_enough_are_loaded(self) -> None:
         """However much the bus would gain by recomputing them."""
         profile, shape = slow_bus(l3=None), gpt2()
-        stored = LayerMethods(Partition(3, shape.layers - 3, 0), profile, shape, 1024)
-        assert stored.first_layers(100, 0, "none") == shape.layers
+        stored = Restore(profile, shape, Partition(3, shape.layers - 3, 0), chunk_tokens=1024)
+        assert stored.first_layers(100, 0) == shape.layers
         some = stored.recomputing_first(2)
         assert some.methods[:4] == ("recompute", "recompute", "kv", "hidden")
-        assert some.first_layers(100, 0, "none") == 2
-        assert replace(some, ranks=2).first_layers(100, 0, "none") == 2
+        assert some.first_layers(100, 0) == 2
+        assert replace(some, ranks=2).first_layers(100, 0) == 2
 
     def test_ranks_recompute_what_they_must_and_no_more(self) -> None:
         """A bus so slow that one rank recomputes everything it may."""
         profile, shape = slow_bus(l3=None), gpt2()
         stored = Partition(1, shape.layers - 1, 0)
-        alone = LayerMethods(stored, profile, shape, 1024)
-        assert alone.first_layers(100, 0, "none") == shape.layers
-        assert replace(alone, ranks=2).first_layers(100, 0, "none") == 1
-
-    def test_nothing_more_is_recomputed_where_layers_are_projected_during_the_prefetch(
-        self,
-    ) -> None:
-        """What is recomputed is known before it is read; what L2 has, all can be recomputed."""
-        profile, shape = slow_bus(l3=SLOW), gpt2()
-        layerwise = LayerMethods(Partition(1, shape.layers - 1, 0), profile, shape, 1024)
-        eager = replace(layerwise, eager=True)
-        assert layerwise.first_layers(100, 0, "first") == shape.layers
-        assert eager.first_layers(100, 0, "first") == 1
-        assert eager.first_layers(100, 0, "none") == shape.layers
+        alone = Restore(profile, shape, stored, chunk_tokens=1024)
+        assert alone.first_layers(100, 0) == shape.layers
+        assert replace(alone, ranks=2).first_layers(100, 0) == 1
 
     def test_fewer_layers_are_recomputed_the_longer_that_takes(self) -> None:
         """Of layers that need not be."""
         profile, shape = slow_bus(l3=SLOW), gpt2()
-        parts = LayerMethods(Partition(1, shape.layers - 1, 0), profile, shape, 1024)
-        for l3 in ("first", "none"):
-            layers = [
-                parts.first_layers(100, 0, l3, slowdown)
-                for slowdown in (1.0, 1e3, 1e9, 1e18, math.inf)
-            ]
-            assert layers == sorted(layers, reverse=True)
-            assert layers[0] == shape.layers and layers[-2:] == [1, 1]
+        parts = Restore(profile, shape, Partition(1, shape.layers - 1, 0), chunk_tokens=1024)
+        slowdowns = (1.0, 1e3, 1e9, 1e18, math.inf)
+        layers = [parts.first_layers(100, 0, slowdown) for slowdown in slowdowns]
+        assert layers == sorted(layers, reverse=True)
+        assert layers[0] == shape.layers and layers[-2:] == [1, 1]
 
     def test_options_decide_before_the_profile(self) -> None:
         hidden = parse_config({"mode": "hidden"}, "hcache")

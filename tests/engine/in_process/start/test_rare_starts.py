@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,8 +30,12 @@ from hcache_backend.engine.startup import (
 )
 from hcache_backend.engine.startup.agreement import Refused, all_or_none
 from hcache_backend.engine.startup.layer_specs import Found, LayerSpecs
+from hcache_backend.partition.costs import Partition
+from hcache_backend.partition.presets import preset_profile
 from hcache_backend.partition.profile import ProfileError
+from hcache_backend.partition.restore import Restore
 from tests.engine.in_process.start.test_refusals import server
+from tests.unit.partition.pipelines import public_model
 
 
 def failing(error: Exception) -> Any:
@@ -100,7 +105,7 @@ def test_why_graphs_were_recorded_without_copies_is_told(
 
     monkeypatch.setattr(graphs, "own_pages_refusal", failing(ValueError("a test's")))
     graphs.record_copies(None, gpu_runner())
-    assert "recorded without our copies" in caplog.text
+    assert "recorded without copies of hidden states" in caplog.text
 
 
 def test_graphs_that_copy_other_rows_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,7 +254,7 @@ def test_on_a_gpu_each_kind_of_layer_is_measured_once(
     assert measured == [("a kind", torch.bfloat16)]
     monkeypatch.setattr(layer_specs, "measure_choice", failing(torch.OutOfMemoryError("none left")))
     specs.measure()
-    assert "the ways to project were not measured: none left" in caplog.text
+    assert "the ways to project could not be timed: none left" in caplog.text
 
 
 def test_a_search_or_a_kernel_that_breaks_leaves_the_module(
@@ -341,15 +346,29 @@ def test_models_of_unusual_layers_are_refused() -> None:
         self_check._describe(0, seen, torch.arange(2), None)
 
 
+@pytest.mark.parametrize("in_place", [False, True])
+def test_the_batch_shows_in_modules_that_write_to_one_buffer(in_place: bool) -> None:
+    """Both outputs are there at once, and what the model passed stays as it is."""
+    buffer, rows = torch.empty(8, 4), torch.randn(8, 4)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return torch.div(x, x.abs().amax(), out=x if in_place else buffer)
+
+    asked, before = dict[str, bool](), rows.clone()
+    self_check._ask_beside(asked, "experts", SimpleNamespace(forward=forward), (rows,), {})
+    assert asked == {"experts": True}
+    assert torch.equal(rows, before)
+
+
 def test_a_stage_behind_one_that_failed_is_refused() -> None:
     with pytest.raises(Refused, match="the pipeline stage before this one failed"):
         self_check._Stages._input(SimpleNamespace(_received={}))
 
 
 def test_a_check_that_breaks_is_a_refusal_of_all(caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(Refused, match="the self-check broke: KeyError: 'x'"):
+    with pytest.raises(Refused, match="the self-check raised an error: KeyError: 'x'"):
         all_or_none(failing(KeyError("x")))
-    assert "the self-check broke" in caplog.text
+    assert "the self-check raised an error" in caplog.text
 
 
 # ---- what is known of the machine ----
@@ -358,7 +377,7 @@ def test_a_check_that_breaks_is_a_refusal_of_all(caplog: pytest.LogCaptureFixtur
 def test_a_profile_that_is_unusable_is_measured_anew(
     runtime: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
-    shape: Any = SimpleNamespace(model_dump_json=lambda: "{}")
+    shape: Any = SimpleNamespace(model_dump_json=lambda **_: "{}")
     kvcache: Any = SimpleNamespace(device="cpu")
     config = HCacheConfig(dirs=(tmp_path,))
     runtime.runner = SimpleNamespace(dtype=torch.float32)
@@ -408,18 +427,18 @@ def test_without_its_hooks_every_hit_is_read(
     test_which_servers_judge_hits(runtime, monkeypatch, {}, False, True)
     monkeypatch.setattr(start.hooks, "install", lambda hooks: "a hook is missing")
     assert not start.may_judge(runtime, HCacheConfig())
-    assert "every L3 hit is read, however slow L3 is: a hook is missing" in caplog.text
+    assert "every L3 hit is read, even if L3 is slower than computing: a hook" in caplog.text
 
 
 def test_the_choice_of_the_partition_knows_the_machine(
     runtime: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runtime.layer_methods = SimpleNamespace(profile="profile", shape="shape", partition="partition")
+    profile, shape = preset_profile("h100", 1), public_model("gpt2")
+    runtime.layer_methods = Restore(profile, shape, Partition(0, 12, 0), parks=True)
     runtime.runner = SimpleNamespace(server_args=None)
     monkeypatch.setattr(start, "ranks_of_a_request", lambda args: 2)
-    monkeypatch.setattr(start, "Machine", lambda *given: given)
     known = hit_machine._machine(runtime, HCacheConfig())
-    assert known[:4] == ("profile", "shape", "partition", 2)
+    assert known == replace(runtime.layer_methods, ranks=2, eager=runtime.eager)
 
 
 # ---- seams that are missing ----
@@ -464,7 +483,7 @@ def test_uses_that_go_unnoticed_are_said(
     monkeypatch.setattr(hooks, "install", lambda hooks: "a hook is missing")
     with caplog.at_level(logging.WARNING):
         hooks.notice_uses()
-    assert "L3 may lack or evict pages that L1 and L2 serve: a hook is missing" in caplog.text
+    assert "eviction from L3 does not see uses on the GPU or in host memory" in caplog.text
 
 
 def test_a_version_that_nobody_knows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -15,11 +16,11 @@ from sglang.srt.environ import envs
 from hcache_backend.capture.staging import Staging
 from hcache_backend.config import HCacheConfig
 from hcache_backend.engine.capture_hooks import HiddenCapture
-from hcache_backend.engine.layer_methods import LayerMethods
-from hcache_backend.engine.startup import recompute_check, refusals
+from hcache_backend.engine.startup import recompute_check, refusals, self_check
 from hcache_backend.engine.startup.agreement import Refused
 from hcache_backend.engine.startup.strategy import OwnPagesStrategy
 from hcache_backend.partition.costs import Partition
+from hcache_backend.partition.restore import Restore
 
 
 def server(monkeypatch: pytest.MonkeyPatch, prefill: str) -> tuple[Any, Any]:
@@ -81,8 +82,7 @@ def test_a_pool_that_grows_after_graphs_are_recorded(monkeypatch: pytest.MonkeyP
         ({"speculative_algorithm": "DFLASH"}, {}, "speculative decoding by DFLASH, not by EAGLE"),
         ({"enable_dp_attention": True}, {}, None),
         ({"attn_cp_size": 2}, {}, "context-parallel"),
-        ({"hicache_host_memory_mode": "buffer_only"}, {}, "keeps no host copies"),
-        ({"disaggregation_decode_retraction_backup": "host_pool"}, {}, "retraction"),
+        ({"hicache_host_memory_mode": "buffer_only"}, {}, None),
         ({"disaggregation_mode": "prefill"}, {}, None),
         ({"disaggregation_mode": "decode"}, {}, "decodes for prefill servers"),
         ({"enable_pd_role_switch": True}, {}, "may after a role switch"),
@@ -135,7 +135,7 @@ def test_rows_of_trees_are_not_captured(
 
 
 def test_models_of_several_kinds_of_inputs_are_stored_and_not_recomputed(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The token ids of an image say nothing of its embeddings."""
     monkeypatch.setattr(recompute_check, "attention_ranks", lambda: SimpleNamespace(cpu_group=None))
@@ -143,12 +143,11 @@ def test_models_of_several_kinds_of_inputs_are_stored_and_not_recomputed(
     runtime: Any = SimpleNamespace(runner=runner, recomputation=None, config=HCacheConfig())
     probe: Any = SimpleNamespace()
     kvcache = SimpleNamespace(dtype=torch.bfloat16, start_layer=0, layer_num=2)
-    methods = LayerMethods(Partition(1, 1, 0), None, None, 1024)
+    methods = Restore(None, None, Partition(1, 1, 0), chunk_tokens=1024)
     find = partial(recompute_check.find_recomputer, runtime, probe, kvcache, methods, whole=False)
     assert find() is None
     why = "the model's embeddings are not those of token ids alone"
     assert runtime.recomputation == f"none: {why}"
-    assert f"hcache: layers are not recomputed: {why}" in caplog.messages
     runtime.config = HCacheConfig(recompute="never")
     assert find() is None
     assert runtime.recomputation == "none: option 'recompute'"
@@ -191,31 +190,43 @@ def test_on_a_cpu_no_attention_waits_for_a_gpu() -> None:
     recompute_check.refuse_attention(runner)
 
 
+def _by_token(rows: torch.Tensor) -> torch.Tensor:
+    return rows / rows.abs().amax(-1, keepdim=True)
+
+
+def _by_batch(rows: torch.Tensor) -> torch.Tensor:
+    return rows / rows.abs().amax()
+
+
+def _not_a_number(rows: torch.Tensor) -> torch.Tensor:
+    return rows * torch.nan
+
+
 @pytest.mark.parametrize(
-    ("way", "refused"),
-    [
-        ("Fp8LinearMethod", True),
-        ("ModelOptFp8LinearMethod", True),
-        ("W8A8Int8LinearMethod", True),
-        ("BlockInt8LinearMethod", True),
-        ("CompressedTensorsW8A8Fp8", True),
-        ("QuarkW4A4MXFP4", True),
-        ("ModelOptFp4LinearMethod", True),
-        ("CompressedTensorsW8A16Fp8", False),
-        ("PetitNvFp4LinearMethod", False),
-        ("GPTQMarlinLinearMethod", False),
-        ("UnquantizedLinearMethod", False),
-    ],
+    ("way", "depends"), [(_by_token, False), (_by_batch, True), (_not_a_number, True)]
 )
-@pytest.mark.parametrize("name", ["quant_method", "scheme"])
-def test_projections_that_quantise_their_inputs(way: str, refused: bool, name: str) -> None:
-    plain, quantised = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
-    setattr(quantised, name, type(way, (), {})())
-    if not refused:
-        refusals.refuse_quantised_inputs([plain, quantised])
-        return
-    with pytest.raises(Refused, match=f"inputs are quantised .{way}.: they are no hidden states"):
-        refusals.refuse_quantised_inputs([plain, quantised])
+@pytest.mark.parametrize("named", [False, True])
+def test_modules_are_asked_whether_a_token_depends_on_the_others(
+    way: Any, depends: bool, named: bool
+) -> None:
+    module = SimpleNamespace(forward=lambda x: (way(x), None))
+    rows, asked = torch.randn(8, 4), dict[str, bool]()
+    self_check._ask_beside(asked, "qkv", module, *(((), {"x": rows}) if named else ((rows,), {})))
+    assert asked == {"qkv": depends}
+    probe = self_check.Probe((), (), rows, rows, rows, ("layers.0.mlp",) if depends else ())
+    probe.refuse_dependence(["layers.0.attention."])
+    with (
+        pytest.raises(Refused, match=r"the output of layers\.0\.mlp") if depends else nullcontext()
+    ):
+        probe.refuse_dependence()
+
+
+def test_modules_that_receive_quantised_rows_are_not_asked() -> None:
+    """They count as dependent: nobody knows the rows before they were quantised."""
+    asked = dict[str, bool]()
+    rows = torch.zeros(2, 4, dtype=torch.float8_e4m3fn)
+    self_check._ask_beside(asked, "qkv", SimpleNamespace(), (rows,), {})
+    assert asked == {}
 
 
 def test_modules_whose_kernels_share_a_workspace() -> None:

@@ -1,0 +1,170 @@
+"""A conversation about a text that every machine has, on one server after the other."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import random
+import textwrap
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import requests
+
+from bench.harness.machine import Machine
+from bench.harness.methods import METHODS, Method, server_options
+from bench.harness.restorer import l3_bytes
+from bench.harness.server import ADMIN_KEY, CachedTokens, Server, ServerError
+from tests.cpu_engine.hcache_cpu_engine import stub_torchvision
+
+REPLY_TOKENS = 48
+PAGE = 64
+QUESTIONS = (
+    "In two sentences: what is this code for?",
+    "Which function would you call to add a prefix to every line? Answer in one sentence.",
+    "Write one line of Python that calls it.",
+)
+COMPUTED, FILE, OURS = "computed", "file", "ours"
+METHODS_OF = {COMPUTED: "recompute", FILE: "file", OURS: "hcache-eager"}
+SHOWN = {COMPUTED: "computed", FILE: "SGLang `file`", OURS: "hcache"}
+Heads = Literal["multi-head", "grouped-query"]
+FORMS: Mapping[Heads, Mapping[str, Any]] = {
+    # By default a CPU stores K and V of this one: it projects slowly compared with its copies.
+    "multi-head": {"mode": "hidden"},
+    "grouped-query": {},
+}
+"""Options of ours besides the defaults. Every hit is read, also on a machine that is busy."""
+
+
+class Talk(Protocol):
+    """What is said, as token ids."""
+
+    def question(self, number: int) -> list[int]:
+        """What the next prompt adds to all that was said before."""
+
+    def text(self, reply: Sequence[int]) -> str | None:
+        """A reply in words, if the model speaks any."""
+
+
+class Words:
+    """Questions about a module of the standard library, in the model's chat template."""
+
+    def __init__(self, model: Path, tokens: int) -> None:
+        stub_torchvision()
+        from transformers import AutoTokenizer
+
+        self._tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
+        source = self._tokenizer.encode(inspect.getsource(textwrap), add_special_tokens=False)
+        self._source = self._tokenizer.decode(source[:tokens])
+
+    def question(self, number: int) -> list[int]:
+        asked = QUESTIONS[number]
+        if not number:
+            asked = f"This is a part of a Python module:\n\n{self._source}\n\n{asked}"
+        start = "" if not number else "<|im_end|>\n"
+        said = f"{start}<|im_start|>user\n{asked}<|im_end|>\n<|im_start|>assistant\n"
+        ids: list[int] = self._tokenizer.encode(said, add_special_tokens=False)
+        return ids
+
+    def text(self, reply: Sequence[int]) -> str | None:
+        return str(self._tokenizer.decode(reply, skip_special_tokens=True)).strip()
+
+
+class Tokens:
+    """Random tokens, for a random model."""
+
+    def __init__(self, vocabulary: int, tokens: int) -> None:
+        self._vocabulary, self._tokens = vocabulary, tokens
+
+    def question(self, number: int) -> list[int]:
+        dice = random.Random(number)
+        return [dice.randrange(self._vocabulary) for _ in range(20 if number else self._tokens)]
+
+    def text(self, reply: Sequence[int]) -> str | None:
+        return None
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One question.
+
+    Attributes:
+        history: Tokens of the conversation before it.
+        ttft_ms: Until the first token of the reply came.
+        reply: Token ids, without the end of the message.
+    """
+
+    history: int
+    ttft_ms: float
+    cached: CachedTokens
+    reply: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A conversation on one server; ``bytes_per_token`` of what it stored, if it stores."""
+
+    turns: Sequence[Turn]
+    bytes_per_token: float | None
+
+
+def converse(
+    method: str,
+    heads: Heads,
+    model: Path,
+    talk: Talk,
+    machine: Machine,
+    folder: Path,
+    said: Callable[[str], None],
+) -> Run:
+    """Have the conversation on a server of ``method``; device and host memory are emptied between
+    turns, as if others had used them meanwhile.
+
+    Raises:
+        ServerError: The server did not start, or a request failed.
+    """
+    way: Method = METHODS[METHODS_OF[method]]
+    pages, place = folder / "l3", folder / method
+    hcache = FORMS[heads] if method == OURS else None
+    options = server_options(
+        way, machine, model, place, pool_tokens=8192, l3=pages / method, hcache=hcache
+    )
+    turns: list[Turn] = []
+    history: list[int] = []
+    place.mkdir(parents=True, exist_ok=True)
+    with Server(options) as server:
+        for number in range(len(QUESTIONS)):
+            said(f"{heads}, {SHOWN[method]}: question {number + 1}")
+            prompt = history + talk.question(number)
+            turn = _ask(server, prompt, len(history))
+            turns.append(turn)
+            history = [*prompt, *turn.reply]
+            server.flush_cache(300)
+        stored = l3_bytes(pages / method)
+    whole = len(history) // PAGE * PAGE
+    return Run(turns, stored / whole if stored else None)
+
+
+def _ask(server: Server, prompt: Sequence[int], history: int) -> Turn:
+    """One streamed request, greedy, up to the end of the message."""
+    sampling = {"temperature": 0.0, "max_new_tokens": REPLY_TOKENS}
+    body: Any = {"input_ids": list(prompt), "sampling_params": sampling, "stream": True}
+    headers = {"Authorization": f"Bearer {ADMIN_KEY}"}
+    sent, first, said = time.perf_counter(), None, None
+    with requests.post(
+        f"{server.url}/generate", json=body, headers=headers, stream=True, timeout=600
+    ) as answer:
+        for line in answer.iter_lines():
+            if line.startswith(b"data:") and not line.endswith(b"[DONE]"):
+                said = json.loads(line[5:])
+                first = first or time.perf_counter()
+    if first is None or said is None or "meta_info" not in said:
+        raise ServerError(f"no reply: {said}")
+    meta = said["meta_info"]
+    ids = tuple(said["output_ids"])
+    if (meta.get("finish_reason") or {}).get("type") == "stop":
+        ids = ids[:-1]
+    return Turn(history, 1e3 * (first - sent), CachedTokens.of(meta), ids)

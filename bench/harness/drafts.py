@@ -1,0 +1,165 @@
+"""Models and their drafts, for speculative decoding: some of what the drafts say is accepted."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.harness.models import build_model
+from bench.harness.server import Reply
+from tests.cpu_engine.hcache_cpu_engine import stub_torchvision
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """How a server drafts.
+
+    Attributes:
+        model: The model that is served; it decides every token.
+        arguments: What SGLang is started with.
+    """
+
+    model: Path
+    arguments: Sequence[str]
+
+
+def drafting(algorithm: str, models: Path, folder: Path, *, seed: int = 0) -> Drafting:
+    """A Llama of four layers with SGLang's `algorithm`; drafts of another `seed` are others."""
+    model = build_model("llama", models)
+    draft: Path | None = None
+    if algorithm == "STANDALONE":
+        draft = build_model("llama", models, seed=seed)
+    elif algorithm == "EAGLE":
+        model, draft = eagle(model, folder, seed)
+    elif algorithm == "EAGLE3":
+        draft = _eagle3(model, folder, seed)
+    # Drafts take memory, of which others on this machine may leave little.
+    arguments = [*drafting_arguments(algorithm, draft), "--mem-fraction-static", "0.3"]
+    return Drafting(model, arguments)
+
+
+def drafting_arguments(algorithm: str, draft: Path | None) -> list[str]:
+    """Arguments for three drafts at a time, one after the other; NGRAM has no draft model."""
+    arguments: list[object] = ["--speculative-algorithm", algorithm]
+    arguments += ["--speculative-num-draft-tokens", 4]
+    if draft is None:
+        arguments += ["--speculative-ngram-max-bfs-breadth", 1]
+    else:
+        arguments += ["--speculative-num-steps", 3, "--speculative-eagle-topk", 1]
+        arguments += ["--speculative-draft-model-path", draft]
+    return [str(argument) for argument in arguments]
+
+
+def drafting_by_packed_layers(folder: Path) -> Drafting:
+    """A GLM with a layer of its own that drafts (MTP), of weights that SGLang draws."""
+    stub_torchvision()
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model(
+        "glm4_moe",
+        vocab_size=1024,
+        hidden_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        intermediate_size=512,
+        moe_intermediate_size=128,
+        n_routed_experts=8,
+        max_position_embeddings=8192,
+        num_nextn_predict_layers=1,
+        dtype="float32",
+        architectures=["Glm4MoeForCausalLM"],
+    )
+    config.save_pretrained(folder / "glm")
+    arguments = [
+        *("--load-format", "dummy", "--skip-tokenizer-init", "--speculative-algorithm", "EAGLE"),
+        *("--speculative-num-steps", "2", "--speculative-eagle-topk", "1"),
+        *("--speculative-num-draft-tokens", "3", "--mem-fraction-static", "0.3"),
+    ]
+    return Drafting(folder / "glm", arguments)
+
+
+def accepted(reply: Reply) -> list[int]:
+    """How many verifications accepted 0, 1, 2... drafts."""
+    counts: list[int] = reply.meta_info["spec_correct_drafts_histogram"]
+    return counts
+
+
+def eagle(model: Path, folder: Path, seed: int = 0) -> tuple[Path, Path]:
+    """A model that is little more than its first layer, and a draft that is this layer.
+
+    EAGLE's layer has no norm before it: rows of the embedding have the norm already.
+    """
+    import torch
+    from safetensors.torch import load_file
+
+    weights = load_file(model / "model.safetensors")
+    embedding = weights["model.embed_tokens.weight"]
+    embedding /= embedding.pow(2).mean(1, keepdim=True).sqrt()
+    for name, weight in weights.items():
+        if name in ("model.norm.weight", "model.layers.0.input_layernorm.weight"):
+            weight.fill_(1.0)
+        if ("o_proj" in name or "down_proj" in name) and ".layers.0." not in name:
+            weight.mul_(0.01)
+    width = embedding.shape[1]
+    draft = {
+        name.removeprefix("model."): weight
+        for name, weight in weights.items()
+        if ".layers.0." in name and "input_layernorm" not in name
+    }
+    draft["embed_tokens.weight"] = embedding
+    draft["fc.weight"] = torch.eye(width, 2 * width) * (1 + seed)
+    draft["fc.bias"] = torch.zeros(width)
+    target = _save(folder / "eagle-target", model, weights)
+    one_layer = {"architectures": ["LlamaForCausalLMEagle"], "num_hidden_layers": 1}
+    return target, _save(folder / f"eagle-{seed}", model, draft, one_layer)
+
+
+def _eagle3(model: Path, folder: Path, seed: int) -> Path:
+    """A random draft: next to nothing of what it says is accepted."""
+    import torch
+    from safetensors.torch import load_file
+
+    first = {
+        name.removeprefix("model.layers.0."): weight
+        for name, weight in load_file(model / "model.safetensors").items()
+        if ".layers.0." in name
+    }
+    width = len(first["input_layernorm.weight"])
+    dice = torch.Generator().manual_seed(seed)
+    draft = {f"midlayer.{name}": weight for name, weight in first.items()}
+    for part in ("q", "k", "v"):
+        weight = first[f"self_attn.{part}_proj.weight"]
+        draft[f"midlayer.self_attn.{part}_proj.weight"] = torch.cat((weight, weight), 1)
+    draft["midlayer.hidden_norm.weight"] = torch.ones(width)
+    draft["norm.weight"] = torch.ones(width)
+    draft["fc.weight"] = torch.randn(width, 3 * width, generator=dice) / width**0.5
+    changes = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "num_hidden_layers": 1,
+        "draft_vocab_size": None,
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]},
+    }
+    return _save(folder / f"eagle3-{seed}", model, draft, changes)
+
+
+def _save(
+    folder: Path,
+    model: Path,
+    weights: Mapping[str, Any],
+    changes: Mapping[str, object] | None = None,
+) -> Path:
+    """A model like `model` with other weights and settings, unless it is there."""
+    from safetensors.torch import save_file
+
+    if not folder.exists():
+        shutil.copytree(model, folder)
+        save_file({n: w.contiguous() for n, w in weights.items()}, folder / "model.safetensors")
+        settings = json.loads((model / "config.json").read_text()) | (changes or {})
+        (folder / "config.json").write_text(json.dumps(settings, indent=2))
+    return folder

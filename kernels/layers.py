@@ -1,0 +1,54 @@
+"""K and V of several layers in one launch: where each of them is, for kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from .launch import alignment
+
+Planes = tuple[torch.Tensor, torch.Tensor]
+
+
+class LayerTable(NamedTuple):
+    """Layers whose K and V look alike, on one GPU, and their segments in pages.
+
+    A kernel takes the layer of a program from the grid, or from the number of its part, and reads
+    from the table what is that layer's.
+
+    Attributes:
+        planes: K and V of the first layer.
+        addresses: Where K and V of each layer begin, int64 ``[layers, 2]``, on the device.
+        offsets: Bytes of a page before each layer's segment, int64 ``[layers]``, on the device.
+        aligned: The largest of 16, 8, 4, 2 and 1 of which all of these are multiples.
+    """
+
+    planes: Planes
+    addresses: torch.Tensor
+    offsets: torch.Tensor
+    aligned: int
+
+    @staticmethod
+    def of(planes: Sequence[Planes], offsets: Sequence[int]) -> LayerTable:
+        """The table of layers with these ``planes``, contiguous, and ``offsets``; to be kept."""
+        first, addresses = planes[0], [[plane.data_ptr() for plane in both] for both in planes]
+        device = first[0].device
+        flat = [address for both in addresses for address in both]
+        return LayerTable(
+            first,
+            torch.tensor(addresses, dtype=torch.int64, device=device),
+            torch.tensor(offsets, dtype=torch.int64, device=device),
+            alignment(*flat, *offsets),
+        )
+
+    def __len__(self) -> int:
+        return len(self.offsets)
+
+    def arguments(self) -> dict[str, Any]:
+        """What kernels are given; of one layer alone (:data:`ONE_LAYER`) there is no table."""
+        return {"table": self.addresses, "offsets": self.offsets}
+
+
+ONE_LAYER: dict[str, Any] = {"table": None, "offsets": None}

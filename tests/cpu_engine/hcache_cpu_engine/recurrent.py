@@ -1,0 +1,267 @@
+"""Gated delta net in PyTorch: layers that keep a state instead of K and V (Qwen3-Next).
+
+A state is read and written in its pool, one step for each token. Host copies of states and the
+checkpoints of states within a prefill are those of SGLang's pools.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+_CHUNK = 64
+"""A prefill leaves the state before each chunk of this many tokens, as the kernel does."""
+
+_OPERATORS = "sgl_kernel.mamba"
+
+
+def install() -> None:
+    """Put the operators in their places. Models without such layers do not call them."""
+    from sglang.kernels.ops.attention.fla import fused_norm_gate
+    from sglang.kernels.ops.mamba import mamba_state_scatter_triton
+    from sglang.srt.arg_groups import mamba_hook
+    from sglang.srt.layers.attention import hybrid_linear_attn_backend
+    from sglang.srt.mem_cache.pool_host import common
+    from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
+
+    operators = types.ModuleType(_OPERATORS)
+    vars(operators).update(
+        causal_conv1d_fn_cpu=convolve,
+        causal_conv1d_update_cpu=convolve_next,
+        chunk_gated_delta_rule_cpu=prefill,
+    )
+    sys.modules[_OPERATORS] = operators
+    vars(torch.ops.sgl_kernel).update(
+        fused_gdn_gating_cpu=gates,
+        fused_sigmoid_gating_delta_rule_update_cpu=decode,
+    )
+    fused_norm_gate.layer_norm_gated_fwd = gated_norm
+    for module in (mamba_state_scatter_triton, hybrid_linear_attn_backend):
+        module.track_mamba_states_if_needed = track
+        module.track_mamba_states_all_layers = track_layers
+    mamba_hook.validate_mamba_extra_buffer = lambda *_, **_options: None  # it asks for a GPU
+    common._cuda_host_register = lambda *_, **_options: None
+    MambaPoolHost.load_to_device_per_layer = load
+    MambaPoolHost.backup_from_device_all_layer = back_up
+
+
+def convolve(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    conv_states: Any = None,
+    query_start_loc: Any = None,
+    seq_lens_cpu: Any = None,
+    cache_indices: Any = None,
+    has_initial_state: Any = None,
+    activation: str | None = "silu",
+    *_: Any,
+    **_options: Any,
+) -> torch.Tensor:
+    """Depthwise convolution over the tokens of each sequence; `x` is `[channels, n]`."""
+    out, starts = torch.empty_like(x), query_start_loc.tolist()
+    for number, (start, end) in enumerate(pairwise(starts)):
+        if start < end:
+            state = conv_states[int(cache_indices[number])]
+            known = has_initial_state is not None and bool(has_initial_state[number])
+            before = state if known else torch.zeros_like(state)
+            out[:, start:end] = _convolved(x[:, start:end], weight, bias, before, state, activation)
+    return out
+
+
+def convolve_next(
+    x: torch.Tensor,
+    conv_state: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    *_: Any,
+    conv_state_indices: Any = None,
+    **_options: Any,
+) -> torch.Tensor:
+    """One token of each sequence; `x` is `[n, channels]`."""
+    out = torch.empty_like(x)
+    for number, slot in enumerate(conv_state_indices.tolist()):
+        if slot >= 0:
+            state = conv_state[slot]
+            out[number] = _convolved(x[number, :, None], weight, bias, state, state, activation)[
+                :, 0
+            ]
+    return out
+
+
+def _convolved(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    before: torch.Tensor,
+    state: torch.Tensor,
+    activation: str | None,
+) -> torch.Tensor:
+    """Of one sequence; its last inputs go to `state`, `[channels, width - 1]` or wider."""
+    width = weight.shape[1] - 1
+    rows = torch.cat([before[:, -width:].to(x.dtype), x], 1)
+    found = functional.conv1d(rows[None], weight[:, None].to(x.dtype), bias, groups=len(x))[0]
+    state[:, -width:] = rows[:, -width:].to(state.dtype)
+    return functional.silu(found) if activation in ("silu", "swish") else found
+
+
+def gates(
+    a_log: torch.Tensor, a: torch.Tensor, b: torch.Tensor, dt_bias: torch.Tensor, *_: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The logarithm of the decay and the strength of each write, `[1, n, heads]`."""
+    decay = -torch.exp(a_log.float()) * functional.softplus(a.float() + dt_bias.float())
+    return decay[None], torch.sigmoid(b.float()).to(b.dtype)[None]
+
+
+def prefill(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    initial_state: Any = None,
+    initial_state_indices: Any = None,
+    cu_seqlens: Any = None,
+    *_: Any,
+    **_options: Any,
+) -> tuple[torch.Tensor, None, torch.Tensor | None]:
+    """All tokens of each sequence; also the states before each chunk, `[1, chunks, ...]`."""
+    out, starts = torch.empty_like(v), cu_seqlens.tolist()
+    checkpoints: list[torch.Tensor] = []
+    for number, (start, end) in enumerate(pairwise(starts)):
+        if start < end:
+            state = initial_state[int(initial_state_indices[number])]
+            some = [part[0, start:end] for part in (q, k, v, g, beta)]
+            out[0, start:end] = _steps(some, state, checkpoints).to(out.dtype)
+    return out, None, torch.stack(checkpoints)[None] if checkpoints else None
+
+
+def decode(
+    A_log: Any = None,
+    dt_bias: Any = None,
+    q: Any = None,
+    k: Any = None,
+    v: Any = None,
+    a: Any = None,
+    b: Any = None,
+    initial_state_source: Any = None,
+    initial_state_indices: Any = None,
+    cu_seqlens: Any = None,
+    **_options: Any,
+) -> torch.Tensor:
+    """The next tokens of each sequence."""
+    out = torch.empty_like(v)
+    q, k, v, flat = (part.reshape(-1, *part.shape[-2:]) for part in (q, k, v, out))
+    g, beta = gates(A_log, a.reshape(-1, a.shape[-1]), b.reshape(-1, b.shape[-1]), dt_bias)
+    starts = cu_seqlens.tolist()
+    for number, (start, end) in enumerate(pairwise(starts)):
+        slot = int(initial_state_indices[number])
+        if slot >= 0 and start < end:
+            some = [part[start:end] for part in (q, k, v, g[0], beta[0])]
+            flat[start:end] = _steps(some, initial_state_source[slot], []).to(out.dtype)
+    return out
+
+
+def _steps(
+    parts: Sequence[torch.Tensor], state: torch.Tensor, checkpoints: list[torch.Tensor]
+) -> torch.Tensor:
+    """The gated delta rule, token by token; `state` is `[value heads, value size, key size]`.
+
+    `parts` are q, k, v, the logarithms of decays, and strengths of one sequence.
+    """
+    q, k, v, g, beta = parts
+    repeats, size = v.shape[1] // q.shape[1], q.shape[-1]
+    q, k = (functional.normalize(rows.float(), dim=-1, eps=1e-6) for rows in (q, k))
+    q, k = (rows.repeat_interleave(repeats, 1) for rows in (q * size**-0.5, k))
+    now, decay, strength, values = state.float(), g.float().exp(), beta.float(), v.float()
+    out = torch.empty_like(values)
+    for token in range(len(v)):
+        if token % _CHUNK == 0:
+            checkpoints.append(now)
+        now = now * decay[token][:, None, None]
+        read = torch.einsum("hvk,hk->hv", now, k[token])
+        change = (values[token] - read) * strength[token][:, None]
+        now = now + change[:, :, None] * k[token][:, None]
+        out[token] = torch.einsum("hvk,hk->hv", now, q[token])
+    state.copy_(now)
+    return out
+
+
+def gated_norm(
+    x: torch.Tensor,
+    g: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    activation: str = "swish",
+    eps: float = 1e-5,
+    residual: torch.Tensor | None = None,
+    *_: Any,
+    is_rms_norm: bool = False,
+    **_options: Any,
+) -> tuple[torch.Tensor, None, None, torch.Tensor]:
+    """A norm times a gate of the same shape."""
+    rows = x.float() if residual is None else x.float() + residual.float()
+    centred = rows if is_rms_norm else rows - rows.mean(-1, keepdim=True)
+    normed = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
+    normed = normed if weight is None else normed * weight.float()
+    normed = normed if bias is None else normed + bias.float()
+    gate = torch.sigmoid(g.float())
+    gate = gate * g.float() if activation in ("swish", "silu") else gate
+    return (normed * gate).to(x.dtype), None, None, x
+
+
+def track(
+    conv: Any,
+    states: Any,
+    source: Any,
+    mask: Any,
+    target: Any,
+    size: int,
+    *_: Any,
+    **_options: Any,
+) -> None:
+    """Copy the states of some sequences of a batch to where they are kept."""
+    for number in range(size):
+        if bool(mask[number]):
+            to, slot = int(target[number]), int(source[number])
+            conv[to], states[to] = conv[slot], states[slot]
+
+
+def track_layers(conv: Any, states: Any, *others: Any, **options: Any) -> None:
+    """The same in all layers."""
+    for layer in range(len(conv)):
+        track(conv[layer], states[layer], *others, **options)
+
+
+def load(
+    self: Any, device_pool: Any, host: Any, device: Any, layer_id: int, *_: Any, **_options: Any
+) -> None:
+    """States of a layer from host memory."""
+    for held, pool in _pools(self, device_pool):
+        rows = held[layer_id][host] if self.layout == "layer_first" else held[host, layer_id]
+        pool[layer_id][device] = rows.reshape(pool[layer_id][device].shape).to(pool.dtype)
+
+
+def back_up(self: Any, device_pool: Any, host: Any, device: Any, *_: Any, **_options: Any) -> None:
+    """States of all layers to host memory."""
+    for held, pool in _pools(self, device_pool):
+        for layer in range(self.num_mamba_layers):
+            rows = pool[layer][device]
+            if self.layout == "layer_first":
+                held[layer][host] = rows.reshape(held[layer][host].shape)
+            else:
+                held[host, layer] = rows.reshape(held[host, layer].shape)
+
+
+def _pools(host_pool: Any, device_pool: Any) -> list[tuple[Any, Any]]:
+    cache = device_pool.mamba_cache
+    pairs = [(host_pool.temporal_buffer, cache.temporal)]
+    pairs += zip(host_pool.conv_buffer, cache.conv, strict=True)
+    return [(held, pool) for held, pool in pairs if held is not None and held.numel()]

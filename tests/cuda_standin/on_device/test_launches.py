@@ -1,0 +1,153 @@
+"""How often a backup, a load and an eager hit of 32 layers launch: each costs the scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hcache_backend.engine.kv_pages.segments import KVSegments
+from hcache_backend.restore.eager import EagerRestores, launch_pages
+from hcache_backend.restore.pipeline import RestorePipeline
+from hcache_backend.restore.reservation import Launched
+from hcache_backend.streams import host_tensor
+from hcache_backend.units import WHOLE
+from tests.cuda_standin import device
+from tests.cuda_standin.device import CUDA
+
+LAYERS, HEADS, DIM, PAGE = 32, 2, 8, 16
+PAGES = 24
+COPIES = ("_copied", "_to_device", "_moved")
+"""Of the stand-in: they put copies of memory into a stream, which no kernel makes."""
+
+
+class Server:
+    """K and V in a pool on the device, and pages in host memory."""
+
+    def __init__(self, codec: str) -> None:
+        slots = 2 * PAGES * PAGE
+        self.pool = SimpleNamespace(
+            **{
+                name: [torch.randn(slots, HEADS, DIM).bfloat16().to(CUDA) for _ in range(LAYERS)]
+                for name in ("k_buffer", "v_buffer")
+            }
+        )
+        self.kv = KVSegments(self.pool, range(LAYERS), PAGE, WHOLE, 1, codec)
+        stored = [self.kv.stored_layer(layer) for layer in range(LAYERS)]
+        self.layout = self.kv.layout(stored, WHOLE)
+        self.memory = host_tensor((PAGES, self.layout.page_bytes), torch.uint8, CUDA)
+        self.memory.zero_()
+        restored = [self.kv.restored_layer(layer) for layer in range(LAYERS)]
+        self.pipeline = RestorePipeline(self.memory, self.layout, restored, 4096, CUDA)
+
+    def slots(self, first: int, pages: int) -> torch.Tensor:
+        return torch.arange(first * PAGE, (first + pages) * PAGE).to(CUDA)
+
+    def values(self, slots: torch.Tensor) -> list[torch.Tensor]:
+        """K and V of all layers, on the CPU."""
+        planes = [*self.pool.k_buffer, *self.pool.v_buffer]
+        return [plane[slots].cpu() for plane in planes]
+
+
+@contextmanager
+def launches() -> Iterator[list[str]]:
+    """What is put into streams within the block, but for events and copies of memory."""
+    seen: list[str] = []
+    put = device.Stream.put
+
+    def counted(stream: Any, work: Any) -> None:
+        name = work.__qualname__
+        if not any(part in name for part in ("Event.", "wait_event", *COPIES)):
+            seen.append(name)
+        put(stream, work)
+
+    device.Stream.put = counted  # type: ignore[method-assign]
+    try:
+        yield seen
+    finally:
+        device.Stream.put = put  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("codec", ["none", "exp4", "int8"])
+def test_a_backup_and_a_load_launch_four_times_at_most(codec: str) -> None:
+    server, pages = Server(codec), np.arange(3)
+    slots, others = server.slots(2, 3), server.slots(PAGES + 5, 3)
+    host_pages = torch.from_numpy(pages).to(CUDA)
+    for _ in range(2):  # the first time a table is made
+        with launches() as saving:
+            fits = server.kv.save(server.layout, server.memory, host_pages, slots)
+        with launches() as loading:
+            restore = server.pipeline.start(pages, others)
+    assert 1 <= len(saving) <= 4, saving
+    assert 1 <= len(loading) <= 4, loading
+    restore.synchronize()
+    assert fits is None or fits.all().item()
+    back, want = server.values(others), server.values(slots)
+    if server.kv.lossless:
+        assert all(map(torch.equal, back, want))
+    else:
+        assert all(torch.allclose(a, b, atol=0.02) for a, b in zip(back, want, strict=True))
+    # A forward pass waits for groups of layers, not for all of them.
+    assert len(set(map(id, restore.layers))) == (4 if codec == "none" else 2)
+
+
+@pytest.mark.parametrize("codec", ["none", "exp4"])
+@pytest.mark.parametrize("from_back", [False, True])
+def test_an_eager_hit_launches_eight_times_at_most(codec: str, from_back: bool) -> None:
+    """Sixteen reports of one page each; a quarter of the hit is launched at a time."""
+    server, hit = Server(codec), 16
+    slots, host_pages = server.slots(1, hit), np.arange(hit)
+    fits = server.kv.save(server.layout, server.memory, torch.arange(hit).to(CUDA), slots)
+    assert fits is None or fits.all().item()
+    torch.cuda.synchronize()
+    taken = server.slots(PAGES, hit)
+    free = SimpleNamespace(
+        count=lambda: hit, make_room=lambda pages: None, take=lambda pages: taken
+    )
+
+    def launch(ids: np.ndarray, into: torch.Tensor) -> Launched:
+        return Launched(server.pipeline.start(ids, into, ahead=True), 0)
+
+    at_once = launch_pages(CUDA, server.layout.page_bytes)
+    eager = EagerRestores(PAGE, free, launch, hit, at_once)  # type: ignore[arg-type]
+    eager.reserve("prefetch", range(hit), host_pages)
+    with launches() as seen:
+        for page in range(1, hit + 1):
+            there = (hit, hit - page) if from_back else (page, 0)
+            eager.arrived("prefetch", *there)
+    assert 1 <= len(seen) <= 8, seen
+    handed = eager.hand_out(host_pages)
+    assert handed is not None and handed.whole.all()
+    for restore in handed.restores:
+        restore.synchronize()
+    assert all(map(torch.equal, server.values(taken), server.values(slots)))
+
+
+def test_pages_before_a_front_do_not_wait_for_others() -> None:
+    """The front and the back have met: no further page comes."""
+    server = Server("none")
+    taken = server.slots(PAGES, 16)
+    free = SimpleNamespace(count=lambda: 16, make_room=lambda pages: None, take=lambda _: taken)
+    launched: list[int] = []
+
+    def launch(ids: np.ndarray, into: torch.Tensor) -> Launched:
+        launched.append(len(ids))
+        return Launched(server.pipeline.start(ids, into, ahead=True), 0)
+
+    at_once = launch_pages(CUDA, server.layout.page_bytes)
+    eager = EagerRestores(PAGE, free, launch, 16, at_once)  # type: ignore[arg-type]
+    eager.reserve("prefetch", range(16), np.arange(16), LAYERS)
+    for start, met in ((13, False), (12, False), (11, False), (10, True)):
+        eager.arrived("prefetch", 16, start, last=met)
+    assert launched == [4, 2]
+
+
+def test_a_large_hit_is_launched_by_what_the_bus_copies_in_two_milliseconds() -> None:
+    assert [launch_pages(CUDA, 8 << 20)(pages) for pages in (1, 16, 32, 1000)] == [1, 4, 8, 8]
+    assert launch_pages(CUDA, 1 << 30)(1000) == 1
+    assert launch_pages("cpu", 64)(1000) == 1

@@ -1,0 +1,59 @@
+"""Lengths of the sentences of a page, in words.
+
+``python -m tests.docs.sentences`` prints them for README, changelog and docs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.docs.pages import prose
+
+_END = re.compile(r"(?<=[.!?])[\"')]*\s+(?=[^a-z])")
+_ABBREVIATION = re.compile(r"\b(e\.g|i\.e|et al|vs|cf|etc)\.", re.I)
+
+
+class Sentence(NamedTuple):
+    """A sentence, the line in which its paragraph begins, and its number of words."""
+
+    line: int
+    text: str
+    words: int
+
+
+def sentences(path: Path) -> Iterator[Sentence]:
+    """The sentences of paragraphs and lists; headings, tables and blocks are left out.
+
+    A paragraph ends a sentence, too. A word is a run of characters with a letter or a digit; a
+    piece of inline code is one word.
+    """
+    for line, text in prose(path):
+        for part in _END.split(_ABBREVIATION.sub(r"\1", text)):
+            words = sum(any(c.isalnum() for c in word) for word in part.split())
+            if words:
+                yield Sentence(line, part, words)
+
+
+def main() -> None:
+    from tests.docs.__main__ import ROOT, pages_of
+
+    every: list[int] = []
+    print("sentences  average  over 30  over 40  longest")
+    for path in pages_of(ROOT):
+        counts = [sentence.words for sentence in sentences(path)]
+        every += counts
+        print(_row(counts), path.relative_to(ROOT))
+    print(_row(every), "all")
+
+
+def _row(counts: list[int]) -> str:
+    over = [sum(count > bound for count in counts) for bound in (30, 40)]
+    average = sum(counts) / len(counts)
+    return f"{len(counts):9d} {average:8.1f} {over[0]:8d} {over[1]:8d} {max(counts):8d} "
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""A chat model with trained weights: a reply behind K and V from L3 is the computed one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bench.demo.talk import Words
+from bench.fixtures.models import real_model
+from bench.fixtures.smollm2 import ModelMissing
+from bench.harness.server import Server
+from tests.engine.harness.ours import our_server
+
+pytestmark = pytest.mark.engine
+
+TEXT_TOKENS, REPLY_TOKENS = 300, 16
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("form", "mode"), [("smollm2-mha", "hidden"), ("smollm2", "kv")])
+def test_a_reply_behind_a_history_from_l3_is_the_computed_one(
+    form: str, mode: str, dtype: str, tmp_path: Path
+) -> None:
+    try:
+        model = real_model(form)
+    except ModelMissing as missing:
+        pytest.skip(str(missing))
+    talk = Words(model, TEXT_TOKENS)
+    prompt = talk.question(0)
+    kept = prompt[: len(prompt) // 64 * 64]
+    codec = "exp4" if dtype == "bfloat16" else "none"
+    options = our_server(model, tmp_path, dtype=dtype, hcache={"mode": mode})
+    with Server(options) as server:
+        computed = server.generate(prompt, REPLY_TOKENS)
+        assert computed.cached.total == 0
+        server.flush_cache()
+        restored = server.generate(prompt, REPLY_TOKENS)
+        log = server.log_text()
+    assert restored.cached.storage >= len(kept) - 64  # the last token is computed in any case
+    assert restored.output_ids == computed.output_ids
+    assert " the " in str(talk.text(computed.output_ids))  # it speaks
+    assert f"codec {codec}" in log
+    assert ("hidden mode" if mode == "hidden" else "KV mode, own pages") in log

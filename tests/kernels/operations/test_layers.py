@@ -1,0 +1,96 @@
+"""One launch for several layers does what one for each does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hcache_kernels.codecs import Cut, make_segment_codec
+from hcache_kernels.layers import LayerTable
+from hcache_kernels.page_kernels import gather_launch, gather_planes_launch
+from hcache_kernels.pages import gather_pages, gather_planes
+from tests.kernels.codec_rows import bits_of
+from tests.kernels.operations.conftest import INTERPRETED
+from tests.kernels.operations.test_segments import CUTS, DIM, POISON, host, planes_of
+
+PAGES = torch.tensor([0, 4, 2])
+ITEMS = torch.tensor([3, 1, 0])
+
+
+def slots_of(items: torch.Tensor, size: int) -> torch.Tensor:
+    """Slots of the tokens of pages of the pool."""
+    return (items[:, None] * size + torch.arange(size)).flatten()
+
+
+def finish() -> None:
+    if not INTERPRETED:
+        torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("name", ["exp4", "int8"])
+@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
+def test_layers_are_encoded_and_decoded(cut: Cut, name: str, device: str) -> None:
+    codec = make_segment_codec(name, cut, DIM, torch.bfloat16)
+    layers = [planes_of(cut, 4, seed, torch.bfloat16) for seed in (0, 4, 8)]
+    length, size = codec.segment_bytes, cut.tokens * cut.pieces
+    offsets = [8 + 2 * (length + 8), 8, 8 + length + 8]  # in no order
+    here = [tuple(plane.to(device) for plane in planes) for planes in layers]
+    table, slots = LayerTable.of(here, offsets), slots_of(ITEMS, size).to(device)
+    memory = host(5, 3 * (length + 8) + 8)
+    flags = torch.full((3, 3, codec.flags), POISON, dtype=torch.uint8, device=device)
+    fits = flags.view(torch.bool)
+    pages = PAGES.to(device)
+    codec.encode_launch(here[0], slots, memory, pages, 0, fits, table, size).run()
+    finish()
+    want, encoded = torch.full_like(memory, POISON), []
+    for planes, offset, flag in zip(layers, offsets, flags.cpu().view(torch.bool), strict=True):
+        rows, wanted = codec.encode_reference(planes, ITEMS)
+        assert torch.equal(flag.all(1), wanted)
+        want[PAGES, offset : offset + length] = rows
+        encoded.append(rows)
+    assert torch.equal(memory, want)
+
+    gathered = torch.full((3, 3, length), POISON, dtype=torch.uint8, device=device)
+    gather_launch(memory, pages, 0, gathered, layers=table).run()
+    assert torch.equal(gathered.cpu(), torch.stack(encoded))
+    back = [tuple(torch.full_like(plane, 7.0) for plane in planes) for planes in here]
+    there = LayerTable.of(back, offsets)
+    codec.decode_launch(gathered, back[0], slots, there, size).run()
+    for rows, got in zip(encoded, back, strict=True):
+        expected = [torch.full(plane.shape, 7.0, dtype=plane.dtype) for plane in got]
+        codec.decode_reference(rows, expected, ITEMS)
+        for plane, wanted in zip(got, expected, strict=True):
+            assert torch.equal(bits_of(plane.cpu()), bits_of(wanted))
+
+
+@pytest.mark.parametrize(("groups", "programs"), [(1, 1), (1, 1000), (4, 3)])
+@pytest.mark.parametrize(("k_bytes", "v_bytes"), [(256, 256), (8, 24)])
+def test_layers_are_copied(
+    k_bytes: int, v_bytes: int, groups: int, programs: int, device: str
+) -> None:
+    tokens, rows = 8, (k_bytes, v_bytes)
+    layers = [
+        [torch.randint(0, 256, (6, tokens, groups, row), dtype=torch.uint8) for row in rows]
+        for _ in range(3)
+    ]
+    here = [tuple(plane.to(device) for plane in planes) for planes in layers]
+    length = tokens * groups * sum(rows)
+    offsets = [16 + 2 * length, 16, 16 + length]
+    table, slots = LayerTable.of(here, offsets), slots_of(ITEMS, tokens).to(device)
+    memory, pages = host(5, 3 * length + 24), PAGES.to(device)
+    arguments = memory, pages, 0
+    gather_planes_launch(*arguments, here[0], slots, programs, table, tokens, save=True).run()
+    finish()
+    back = [tuple(torch.full_like(plane, POISON) for plane in planes) for planes in here]
+    there = LayerTable.of(back, offsets)
+    gather_planes_launch(*arguments, back[0], slots, programs, there, tokens).run()
+    want = torch.full_like(memory, POISON)
+    for planes, offset, got in zip(layers, offsets, back, strict=True):
+        one = [torch.full_like(plane, POISON) for plane in planes]
+        gather_planes(memory, PAGES, offset, one, ITEMS)
+        for plane, wanted, exact in zip(got, one, planes, strict=True):
+            assert torch.equal(plane.cpu(), wanted)
+            assert torch.equal(wanted[ITEMS], exact[ITEMS])
+            assert (wanted[[2, 4, 5]] == POISON).all()
+        want[PAGES, offset : offset + length] = gather_pages(memory, PAGES, offset, length)
+    assert torch.equal(memory, want)

@@ -1,0 +1,121 @@
+"""The arithmetic of ``hcache size`` is that of pages that servers wrote."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from hcache_backend.cli.main import app
+from hcache_backend.cli.size import Sizing, sizing
+from hcache_backend.partition.costs import Partition
+from hcache_backend.partition.model_shape import ModelShape
+from tests.unit.partition.pipelines import CONFIGS
+
+ROOT = Path(__file__).resolve().parents[2]
+CODECS = json.loads((ROOT / "bench" / "results" / "codecs.json").read_text())
+MEASURED = [row for row in CODECS["codecs"] if "stored_bytes_per_token" in row]
+DTYPES = {2: "bfloat16", 4: "float32"}
+
+
+def sized(element_bytes: int, partition: Partition, hidden: int = 256, **options: Any) -> Sizing:
+    """What ``sizing`` says of models with as many values of K as of hidden states."""
+    model = ModelShape(
+        family="llama",
+        layers=partition.layers,
+        hidden=hidden,
+        heads=4,
+        kv_heads=4,
+        head_dim=hidden // 4,
+        value_dim=hidden // 4,
+        mlp_width=hidden,
+        element_bytes=element_bytes,
+    )
+    given = {"conversations": 1, "tokens": 64, **options}
+    return sizing(model, DTYPES[element_bytes], partition, **given)
+
+
+@pytest.mark.parametrize("row", MEASURED, ids=lambda row: f"{row['codec']}-{row['dtype']}")
+def test_files_are_as_large_as_those_of_servers(row: dict[str, Any]) -> None:
+    width = {"float32": 4, "bfloat16": 2}[row["dtype"]]
+    found = sized(width, Partition(0, CODECS["model"]["layers"], 0), codec=row["codec"])
+    assert found.file_bytes == 64 * row["stored_bytes_per_token"]
+
+
+def test_pages_and_shadows_are_those_of_servers() -> None:
+    """As the log of a server said that had 4,352 tokens on the device and 202 pages of host memory.
+
+    What a server makes of that memory today is tested by tests/engine/in_process/start.
+    """
+    said = (
+        "hidden mode: 8 layers from hidden states, 2101248 bytes a 64-token page, codec none, "
+        "202 host pages, 69 shadows"
+    )
+    found = sized(
+        4,
+        Partition(0, 8, 0),
+        1024,
+        device_tokens=4352,
+        conversations=202,
+        tokens=64 + 63,  # the part of a page is not kept
+    )
+    assert f"{found.page_bytes} bytes a 64-token page" in said
+    assert said.endswith(f"{found.pages} host pages, {found.shadows} shadows")
+
+
+def test_ranks_share_hidden_states_and_have_kv_of_their_own() -> None:
+    whole, half = (sized(4, Partition(0, 4, 0), tp=n) for n in (1, 2))
+    assert half.page_bytes - 4096 == (whole.page_bytes - 4096) // 2
+    assert (whole.files, half.files) == (1, 2)
+    page = sized(4, Partition(1, 2, 1), tp=2)
+    assert page.page_bytes == 4096 + 2 * 64 * 1024 // 2 + 64 * 2048 // 2
+    assert page.file_bytes == 4096 + page.page_bytes
+
+
+def test_pages_of_k_and_v_have_no_shadows() -> None:
+    found = sized(4, Partition(0, 0, 4), device_tokens=640, conversations=3, tokens=128)
+    assert (found.pages, found.shadows) == (6, 0)
+    assert found.host_bytes == 6 * (4096 + 64 * 8192)
+    assert found.disk_bytes == 6 * (2 * 4096 + 64 * 8192)
+    assert found.ratio == found.host_bytes / (640 * 8192)
+
+
+def test_by_default_values_of_16_bits_are_encoded() -> None:
+    sizes = {
+        codec: sized(2, Partition(0, 3, 1), codec=codec).page_bytes
+        for codec in ("auto", "none", "exp4")
+    }
+    assert sizes["auto"] == sizes["exp4"] < 0.78 * sizes["none"]
+
+
+def size(model: str, *options: str) -> str:
+    given = ["size", str(CONFIGS / f"{model}.json"), "--conversations", "2000", "--tokens", "16384"]
+    done = CliRunner().invoke(app, [*given, *options], env={"COLUMNS": "80"})
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "said"),
+    [
+        ("llama-3-8b", [], ["32 layers loaded as KV", "--hicache-size 3291\n", "3,292.5 GB in"]),
+        ("llama-2-7b", [], ["from hidden states", "16,781,312 bytes for each 64 tokens on the"]),
+        ("llama-2-7b", ["--device-tokens", "40000"], ["(or --hicache-ratio 410.3)"]),
+        ("llama-2-7b", ["--mode", "kv", "--folders", "2"], ["as KV", "each of 2 folder(s)"]),
+        ("deepseek-v3", ["--tp", "8"], ["61 layers loaded as KV", " in 512,000 files"]),
+    ],
+)
+def test_the_command_says_what_to_give_to_the_server(
+    model: str, options: list[str], said: list[str]
+) -> None:
+    output = size(model, *options)
+    assert all(part in output for part in said), output
+
+
+def test_json_has_the_options() -> None:
+    found = json.loads(size("llama-3-8b", "--json"))
+    assert found["pages"] == 2000 * 16384 // 64
+    assert found["hicache_size"] == 3291 and found["quota_bytes"] == found["disk_bytes"]
