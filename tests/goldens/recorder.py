@@ -84,7 +84,8 @@ class Clock:
 
     def sleep(self, seconds: float) -> None:
         if threading.get_ident() == self._trace.scheduler:
-            self._trace.begin_turn()  # it waits for threads, which go on by turns
+            self._trace.until_quiet()  # it waits for threads, which go on by turns
+            self._trace.begin_turn()
             self._trace.until_quiet()
         else:
             self._trace.next_look()
@@ -196,17 +197,25 @@ class Trace:
             self._looking.wait_for(lambda: self._turns > turns)
 
     def until_quiet(self) -> None:
-        """Return when no other thread has anything to do, and each has looked once."""
+        """Return when no other thread has anything to do, and each has looked once.
+
+        Only those look that waited before: a thread that comes meanwhile would look in one run and
+        not in another, or in one rank and not in another, and ranks wait for each other.
+        """
+        self._until_all_wait()
         with self._looking:
             self._looks += 1
             self._looking.notify_all()
+        self._until_all_wait()
+        self.now += 1e-3
+
+    def _until_all_wait(self) -> None:
         while True:
             waiting = self._what_waits()
             # The same locks twice: all threads waited at the moment between.
             if waiting is not None and waiting == self._what_waits():
-                break
+                return
             time.sleep(0.0002)
-        self.now += 1e-3
 
     def _what_waits(self) -> dict[int, Any] | None:
         """What each thread waits for; None: one does not wait."""

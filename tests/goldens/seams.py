@@ -408,7 +408,8 @@ def _watch_l3(trace: Trace) -> None:
         return original(storage, keys, *args, **kwargs)
 
     def use(original: Any, storage: Any, keys: Any) -> Any:
-        trace.say(f"store: use {named(keys)}")
+        if keys:
+            trace.say(f"store: use {named(keys)}")
         return original(storage, keys)
 
     def simply(text: str) -> Callable[..., Any]:

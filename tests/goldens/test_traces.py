@@ -62,7 +62,7 @@ def one_server(script: Script, folder: Path) -> list[Conversation]:
     """A conversation from L3, aborts in each phase, a weight update, a flush and a cleared L3."""
     script.settle("a conversation from L3")
     found = conversation(script)
-    prompts = [random_tokens(160, seed) for seed in range(3)]
+    prompts = [random_tokens(160, seed) for seed in range(2)]
     script.settle("aborts in each phase")
     for number, prompt in enumerate(prompts):
         script.ask((f"first {number}", prompt))
@@ -70,8 +70,8 @@ def one_server(script: Script, folder: Path) -> list[Conversation]:
     script.ask(("abort in prefetch", [*prompts[0], 5]), ("beside it", [*prompts[1], 5]))
     script.flush()
     script.ask(("abort in load", [*prompts[1], 6]))
-    script.ask(("abort in prefill", [*prompts[2], *random_tokens(200, 7)]))
-    script.ask(("abort in decode", [*prompts[2], 7]))
+    script.ask(("abort in prefill", [*prompts[0], *random_tokens(200, 7)]))
+    script.ask(("abort in decode", [*prompts[0], 7]))
     script.settle("weight update")
     other = with_changed_layers(script.server.options.model, folder / "other", layers=[0])
     script.flush()
@@ -93,12 +93,12 @@ def one_server(script: Script, folder: Path) -> list[Conversation]:
 def pressure(script: Script, folder: Path) -> list[Conversation]:
     """More than the device holds, then more than that and host memory, then decodes that do not
     fit."""
-    prompts = [random_tokens(150, seed) for seed in range(8)]
+    prompts = [random_tokens(245, seed) for seed in range(5)]
     script.settle("eviction under pressure")
-    for turn in range(2):
-        for number, prompt in enumerate(prompts[:5]):
-            script.ask((f"turn {turn} of {number}", [*prompt, turn]))
-    script.ask(*((f"together {number}", [*prompts[number], 9]) for number in (5, 6)))
+    for number, prompt in enumerate(prompts[:3]):
+        script.ask((f"first {number}", prompt))
+    script.ask(("from the host", [*prompts[0], 9]))
+    script.ask(*((f"together {number}", prompts[number]) for number in (3, 4)))
     script.settle("retraction")
     script.ask(*((f"long {n}", random_tokens(140, 50 + n)) for n in range(3)), tokens=60)
     return []
@@ -148,7 +148,7 @@ def fronts(script: Script, folder: Path) -> list[Conversation]:
 def lost(script: Script, folder: Path) -> list[Conversation]:
     """Pages that cannot be encoded: loads from host memory compute them again."""
     script.settle("lost pages")
-    prompts = [random_tokens(150, seed) for seed in range(4)]
+    prompts = [random_tokens(180, seed) for seed in range(3)]
     for number, prompt in enumerate(prompts):
         script.ask((f"first {number}", prompt))
     script.ask(("from the host", [*prompts[0], 5]))
@@ -204,11 +204,11 @@ def ranks(script: Script, folder: Path) -> list[Conversation]:
 def slow_l3(script: Script, folder: Path) -> list[Conversation]:
     """Reading takes longer than computing: hits are refused once that is known."""
     script.settle("a slow L3")
-    prompts = [random_tokens(150, seed) for seed in range(3)]
+    prompts = [random_tokens(150, seed) for seed in range(2)]
     for number, prompt in enumerate(prompts):
         script.ask((f"first {number}", prompt))
     script.flush()
-    for turn in range(4):
+    for turn in range(2):
         for number, prompt in enumerate(prompts):
             script.ask((f"turn {turn} of {number}", [*prompt, turn]))
         script.flush()

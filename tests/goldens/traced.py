@@ -18,6 +18,7 @@ from tests.engine.harness.conversations import Conversation, make_conversations
 from tests.engine.harness.ours import our_server, slow_profile
 from tests.goldens.plugin.hcache_golden import VARIABLE
 from tests.goldens.recorder import Settings
+from tests.goldens.repeats import turns_once
 
 HERE = Path(__file__).parent
 PAGE = 16
@@ -84,9 +85,11 @@ class Script:
         if reason != "length":
             return f"reply {rid}: {reason}"
         cached = CachedTokens.of(meta)
+        places = {"the device": cached.device, "the host": cached.host, "L3": cached.storage}
+        found = [f"{tokens} from {place}" for place, tokens in places.items() if tokens]
         return (
-            f"reply {rid}: {len(answer['output_ids'])} tokens; of the prompt {cached.device} from "
-            f"the device, {cached.host} from the host, {cached.storage} from L3"
+            f"reply {rid}: {len(answer['output_ids'])} tokens"
+            f"{'; of the prompt ' if found else ''}{', '.join(found)}"
         )
 
     def settle(self, title: str = "") -> None:
@@ -113,7 +116,7 @@ class Script:
             trace = (self._folder / f"trace.{rank}").read_text().splitlines()
             same = trace == before
             found += ["", f"# rank {rank}{', as the one before' if same else ''}"]
-            found += [] if same else trace
+            found += [] if same else turns_once(trace)
             before = trace
         return found
 
