@@ -210,12 +210,14 @@ class Trace:
         self.now += 1e-3
 
     def _until_all_wait(self) -> None:
+        pause = 1e-4
         while True:
             waiting = self._what_waits()
             # The same locks twice: all threads waited at the moment between.
             if waiting is not None and waiting == self._what_waits():
                 return
-            time.sleep(0.0002)
+            time.sleep(pause)  # a busy machine has better things to do than to look
+            pause = min(2 * pause, 5e-3)
 
     def _what_waits(self) -> dict[int, Any] | None:
         """What each thread waits for; None: one does not wait."""
