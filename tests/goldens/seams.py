@@ -272,9 +272,7 @@ def _watch_host_pages(trace: Trace) -> None:
     from hcache_backend.arena import Arena
     from hcache_backend.capture.staging import StagedCapture
     from hcache_backend.engine.controller import OwnPagesController
-    from hcache_backend.engine.hidden_controller import HiddenStateController
     from hcache_backend.engine.host_pool import OwnPagesPool
-    from hcache_backend.engine.kv_pages.controller import KVController
 
     def turn(original: Any, controller: Any, cache: Any) -> Any:
         trace.point()
@@ -316,8 +314,7 @@ def _watch_host_pages(trace: Trace) -> None:
 
     around(OwnPagesController, "turn", turn)
     around(OwnPagesController, "load", load)
-    for controller in (HiddenStateController, KVController):
-        around(controller, "write", write)
+    around(OwnPagesController, "write", write)
     around(OwnPagesPool, "backup_from_device_all_layer", backup)
     around(OwnPagesPool, "save_recomputed", save)
     around(OwnPagesPool, "free", free)
