@@ -274,9 +274,9 @@ def _watch_host_pages(trace: Trace) -> None:
     from hcache_backend.engine.controller import OwnPagesController
     from hcache_backend.engine.host_pool import OwnPagesPool
 
-    def turn(original: Any, controller: Any, cache: Any) -> Any:
+    def turn(original: Any, controller: Any, *args: Any) -> Any:
         trace.point()
-        return original(controller, cache)
+        return original(controller, *args)
 
     def write(original: Any, controller: Any, device_indices: Any, *a: Any, **kw: Any) -> Any:
         host = original(controller, device_indices, *a, **kw)
@@ -312,7 +312,7 @@ def _watch_host_pages(trace: Trace) -> None:
         trace.say(f"hand hidden states of {pages(len(host_pages))} to the host")
         return original(capture, slots, host_pages)
 
-    around(OwnPagesController, "turn", turn)
+    around(OwnPagesController, "begin_turn", turn)
     around(OwnPagesController, "load", load)
     around(OwnPagesController, "write", write)
     around(OwnPagesPool, "backup_from_device_all_layer", backup)

@@ -17,6 +17,7 @@ from hcache_backend.partition.costs import Partition
 from hcache_backend.partition.restore import Restore
 from hcache_backend.restore.pipeline import RestorePipeline
 from hcache_backend.units import WHOLE
+from tests.kit.turns import turn_of_checks
 
 LAYERS, PAGE, DEVICE_PAGES, HOST_PAGES = 2, 16, 8, 6
 
@@ -143,7 +144,9 @@ def bare_controller(pool: Any, loads: Any = None, **fields: Any) -> Any:
         backed_up=lambda pages: None,
         brought=lambda pages: None,
     )
-    checks = SimpleNamespace(failed=False, run=lambda: None, forget=lambda: None)
+    checks = SimpleNamespace(
+        failed=False, ask=lambda turn: None, hear=lambda: None, forget=lambda: None
+    )
     usual = {
         "_pool": pool,
         "_loads": loads,
@@ -183,6 +186,6 @@ def checked(server: Host, every: int = 1) -> tuple[KVChecks, list[str]]:
 
 def compare_all(checks: KVChecks) -> None:
     """Let there be as many turns as the checks take that can end."""
-    for _ in range(sum(len(page.left) for page in checks._copied)):
-        checks.run()
+    for _ in range(1 + sum(len(page.left) for page in checks._copied)):
+        turn_of_checks(checks)
     assert checks.failed or not checks._copied

@@ -30,6 +30,12 @@ class Ranks:
     def smallest(self, rank: int, *numbers: int) -> list[int]:
         return [min(each) for each in zip(*self.gather(rank, numbers), strict=True)]
 
+    def reduce(self, rank: int) -> Callable[[torch.Tensor, Any], object]:
+        """The reduction of a turn, for a rank."""
+        return lambda numbers, _: numbers.copy_(
+            torch.tensor(self.smallest(rank, *numbers.tolist()))
+        )
+
     def on_all_ranks(self, rank: int, *flags: bool) -> tuple[bool, ...]:
         return tuple(map(all, zip(*self.gather(rank, flags), strict=True)))
 

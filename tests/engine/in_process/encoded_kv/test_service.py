@@ -31,6 +31,7 @@ from tests.kit.host import (
     make_unfit,
     slots_of,
 )
+from tests.kit.turns import turn_of_checks
 
 
 @pytest.mark.parametrize(
@@ -257,7 +258,7 @@ def test_a_turn_compares_one_unit_of_k_and_of_v(
     monkeypatch.setattr(SEGMENT_CODECS[codec], "decode_units", noted)
     turns = 0
     while checks._copied:
-        checks.run()
+        turn_of_checks(checks)
         turns += 1
         assert values == [2 * UNIT_VALUES] * turns
     assert turns == 2 * LAYERS * 2
@@ -287,16 +288,16 @@ def test_no_page_is_copied_to_wait_while_comparisons_rest(monkeypatch: pytest.Mo
     monkeypatch.setattr(server.kv, "holds", slow)
     server.backed_up(1)
     while now[0] == 100.0:
-        checks.run()
-    checks.run()
+        turn_of_checks(checks)
+    turn_of_checks(checks)
     server.load(server.backed_up(2), 3)
     assert len(checks._copied) == 1
     for _ in range(LAYERS):
         now[0] += 6.0
-        checks.run()
+        turn_of_checks(checks)
     assert not checks._copied
     now[0] += 6.0
-    checks.run()
+    turn_of_checks(checks)
     server.backed_up(3)
     assert len(checks._copied) == 1
     assert lost == []
@@ -308,7 +309,7 @@ def test_a_page_that_is_lost_is_not_checked_nor_one_that_is_not_known_yet() -> N
     make_unfit(server.device, 2, 1)
     host = server.back_up(2)
     settle, server.pool.settle = server.pool.settle, lambda: None  # type: ignore[method-assign]
-    checks.run()
+    turn_of_checks(checks)
     assert len(checks._copied) == 1
     server.pool.settle = settle  # type: ignore[method-assign]
     compare_all(checks)

@@ -14,19 +14,20 @@ import torch
 from hcache_cpu_engine import plugin
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 
-from hcache_backend.engine import eager_loads
-from hcache_backend.engine.eager_loads import EagerLoads
+from hcache_backend.engine.eager_loads import EagerLoads, Offer
 from hcache_backend.engine.loads import QueuedLoad
 from hcache_backend.engine.recompute.governor import Pace
 from hcache_backend.engine.recompute.slices import SliceBudget
 from hcache_backend.engine.reservable_pages import ReservablePages
 from hcache_backend.engine.startup.refusals import allocator_refusal, eager_refusal
+from hcache_backend.engine.turn import Turn
 from hcache_backend.restore.eager import EagerRestores
 from hcache_backend.restore.meeting import Meeting
 from hcache_backend.restore.report import RunningRestore
 from hcache_backend.restore.reservation import Launched
 from hcache_backend.streams import WorkerStream
 from tests.kit.prefetch import Prefetch, eager_over
+from tests.kit.turns import Reduce, alone, recompute, turn_of
 from tests.unit.restore.pipeline_server import Server
 
 SIZE, PAGES = 4, 10
@@ -201,12 +202,12 @@ def test_an_abort_frees_what_it_held_in_the_next_turn(scene: Scene) -> None:
         ),
         ongoing_prefetch={0: prefetch},
     )
-    eager.turn(cache)
-    eager.turn(cache)
+    turn_of(eager, cache)
+    turn_of(eager, cache)
     assert scene.pages.count() == PAGES - 8
     cache.ongoing_prefetch = {}
     eager._pool.on_freed[0](np.arange(4))
-    eager.turn(cache)
+    turn_of(eager, cache)
     assert (scene.pages.count(), scene.allocator.available_size()) == (PAGES, PAGES * SIZE)
     assert all(restore.waited for restore in scene.restores)
 
@@ -270,7 +271,7 @@ def test_a_turn_recomputes_one_slice_of_the_first_prefetch_that_lacks_layers(sce
         slices.restores.reserve(prefetch, [f"{prefetch}{i}" for i in host], np.array(host))
         slices.restores.arrived(prefetch, len(host))
     for _ in range(4):
-        slices.eager._recompute()
+        recompute(slices.eager)
     assert slices.launched == [([1, 2], SIZE), ([3], 3 * SIZE), ([4, 5], SIZE)]
     assert slices.layers == [2, 2, 2]
     handed = slices.restores.hand_out(np.array([1, 2, 3, 4, 5]))
@@ -284,10 +285,10 @@ def test_no_slice_is_launched_while_two_are_not_done(scene: Scene) -> None:
     slices.restores.arrived("a", 4)
     slices.done = False
     for _ in range(4):
-        slices.eager._recompute()
+        recompute(slices.eager)
     assert len(slices.launched) == 2
     slices.done = True
-    slices.eager._recompute()
+    recompute(slices.eager)
     assert len(slices.launched) == 3
 
 
@@ -297,9 +298,9 @@ def test_what_was_recomputed_long_ago_is_in_front_of_no_batch(scene: Scene, done
     slices.restores.reserve("a", ["x"], np.array([1]))
     slices.restores.arrived("a", 1)
     slices.done = False
-    slices.eager._recompute()
+    recompute(slices.eager)
     slices.done = done
-    slices.eager.turn(SimpleNamespace(cache_controller=None, ongoing_prefetch={}))
+    turn_of(slices.eager, SimpleNamespace(cache_controller=None, ongoing_prefetch={}))
     assert slices.eager.take_recomputed() == (not done)
 
 
@@ -308,15 +309,15 @@ def test_a_slice_is_no_longer_than_every_rank_allows(
 ) -> None:
     slices, asked = Slices(scene, seconds=1e9), []
 
-    def smallest(group: Any, free: int, pages: int) -> list[int]:
-        asked.append(pages)
-        return [len(asked) > 1, len(asked) - 1]  # at first the other rank is busy with earlier ones
+    def reduce(numbers: torch.Tensor, _: Any) -> None:
+        asked.append(int(numbers[1]))
+        # At first the other rank is busy with earlier ones.
+        numbers.copy_(torch.tensor([len(asked) > 1, len(asked) - 1]))
 
-    monkeypatch.setattr(eager_loads, "smallest", smallest)
     slices.restores.reserve("a", ["x", "y", "z"], np.array([1, 2, 3]))
     slices.restores.arrived("a", 3)
     for _ in range(3):
-        slices.eager._recompute()
+        recompute(slices.eager, reduce)
     assert asked == [3, 3, 2]
     assert [pages for pages, _ in slices.launched] == [[1], [2, 3]]
 
@@ -327,20 +328,18 @@ def test_a_slice_that_is_put_off_is_put_off_on_every_rank(
     """They agree on it: none needs to have seen what this one saw."""
     slices, asked = Slices(scene, seconds=1e9), []
 
-    def smallest(group: Any, free: int, pages: int) -> list[int]:
-        asked.append(pages)
-        return [free, pages]
+    def reduce(numbers: torch.Tensor, _: Any) -> None:
+        asked.append(numbers.tolist())
 
-    monkeypatch.setattr(eager_loads, "smallest", smallest)
     slices.restores.reserve("a", ["x", "y"], np.array([1, 2]))
     slices.restores.arrived("a", 2)
     slices.pace = Pace(0.0, "put_off_waiting")
     for _ in range(3):
-        slices.eager._recompute()
-    assert (asked, slices.launched) == ([0, 0, 0], [])
+        recompute(slices.eager, reduce)
+    assert (asked, slices.launched) == ([[0, 0]] * 3, [])
     assert not slices.eager.take_recomputed()
     slices.pace = Pace(0.5, "shorter")
-    slices.eager._recompute()
+    recompute(slices.eager)
     assert [pages for pages, _ in slices.launched] == [[1, 2]]
 
 
@@ -349,7 +348,7 @@ def test_nothing_is_recomputed_behind_tokens_that_are_not_on_the_device(scene: S
     slices.restores.reserve("a", ["x"], np.array([1]))
     slices.restores.arrived("a", 1)
     slices.known = False
-    slices.eager._recompute()
+    recompute(slices.eager)
     assert slices.launched == [] and not slices.eager.take_recomputed()
 
 
@@ -357,7 +356,7 @@ def test_pages_whose_recomputation_failed_lack_layers_at_the_load(scene: Scene) 
     slices = Slices(scene, 1e9, problem := RuntimeError("out of memory"))
     slices.restores.reserve("a", ["x", "y"], np.array([1, 2]))
     slices.restores.arrived("a", 2)
-    slices.eager._recompute()
+    recompute(slices.eager)
     assert slices.failures == [problem]
     handed = slices.restores.hand_out(np.array([1, 2]))
     assert handed is not None and handed.ready.all() and not handed.whole.any()
@@ -441,8 +440,8 @@ class Fronts:
         self.cache.ongoing_prefetch[0] = prefetch
         return prefetch
 
-    def turn(self) -> None:
-        self.eager.turn(self.cache)
+    def turn(self, reduce: Reduce = alone) -> None:
+        turn_of(self.eager, self.cache, reduce)
 
     def _recompute_pages(self, token_ids: np.ndarray, prefix: torch.Tensor) -> object:
         self.launched.append((token_ids.tolist(), len(prefix)))
@@ -504,17 +503,16 @@ def test_a_front_goes_on_as_far_as_every_rank_allows_and_has_unread_pages(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fronts, asked = Fronts(scene), []
-    others = iter([[1, 1, 8], [1, 2, 0], [1, 2, 2]])
+    others = iter([[1, 1], [1, 0], [1, 2]])
 
-    def smallest(group: Any, free: int, allowed: int, room: int) -> list[int]:
-        asked.append((allowed, room))
-        return next(others)
+    def reduce(numbers: torch.Tensor, _: Any) -> None:
+        asked.append(numbers.tolist())
+        numbers.copy_(torch.tensor(next(others)))
 
-    monkeypatch.setattr(eager_loads, "smallest", smallest)
     fronts.begin()
     for _ in range(3):
-        fronts.turn()
-    assert asked == [(2, 8), (2, 7), (2, 7)]
+        fronts.turn(reduce)
+    assert asked == [[1, 2]] * 3
     assert [len(tokens) for tokens, _ in fronts.launched] == [SIZE, 2 * SIZE]
 
 
@@ -538,8 +536,10 @@ def test_no_front_is_recomputed_where_another_one_was_taken(scene: Scene) -> Non
     fronts.turn()
     [due] = fronts.eager._restores.to_recompute(2)
     assert due.pages == range(2, 4)
-    assert fronts.eager._taken(due._replace(pages=range(3, 5)), 1, 2) == (1, 0)
-    assert operation.hcache_meeting.next_batch(8) == range(4, 8)
+    meeting = operation.hcache_meeting
+    offer = Offer(due._replace(pages=range(3, 5)), meeting, Turn().say())
+    assert meeting.offer() == 6 and fronts.eager._taken(offer, 2) == 0
+    assert meeting.next_batch(8) == range(4, 8)
 
 
 def test_slices_get_shorter_behind_all_that_is_before_them(scene: Scene) -> None:
@@ -689,16 +689,14 @@ def test_what_l3_brings_sooner_is_not_recomputed(
 def test_a_front_does_not_wait_for_what_is_being_read_of_a_prefetch_before_it(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The last pages of the first prefetch are being read, perhaps for long. Two ranks ask each
-    other as often as long as one cannot launch a slice."""
+    """The last pages of the first prefetch are being read, perhaps for long."""
     fronts, asked, other_is_free = Fronts(scene), [], 1
     fronts.seconds_to_read = 1e9
 
-    def smallest(group: Any, free: int, *others: int) -> list[int]:
-        asked.append(others)
-        return [min(free, other_is_free), *others]
+    def reduce(numbers: torch.Tensor, _: Any) -> None:
+        asked.append(numbers.tolist())
+        numbers[::2] *= other_is_free
 
-    monkeypatch.setattr(eager_loads, "smallest", smallest)
     first, second = fronts.begin(5), fronts.begin(5)
     fronts.cache.ongoing_prefetch = dict(enumerate((first, second)))
     first.hash_value, second.token_ids = list("abcde"), list(range(500, 500 + 5 * SIZE))
@@ -706,11 +704,11 @@ def test_a_front_does_not_wait_for_what_is_being_read_of_a_prefetch_before_it(
     first.hcache_meeting.begin(5)
     assert first.hcache_meeting.next_batch(5) == range(5)
     other_is_free = 0
-    fronts.turn()
+    fronts.turn(reduce)
     assert len(asked) == 1 and not fronts.launched
     other_is_free = 1
-    fronts.turn()
-    assert len(asked) == 3
+    fronts.turn(reduce)
+    assert asked == [[1, 0, 1, 2]] * 2
     assert [tokens[0] for tokens, _ in fronts.launched] == [500]
 
 

@@ -114,17 +114,13 @@ class Meetings(RuleBasedStateMachine):
     @precondition(lambda self: not self.failed)
     @rule(most=st.integers(0, 5), fails=st.booleans())
     def recompute(self, most: int, fails: bool) -> None:
-        rooms: list[int] = []
-        for rank in self.ranks:  # each tells its room before anybody has an answer
-            with rank.meeting._lock:
-                assert rank.meeting._unread is not None
-                rooms.append(rank.meeting._unread - rank.meeting._taken)
-
-        taken = [rank.meeting.take(lambda _: min(most, *rooms)) for rank in self.ranks]
+        # Each tells its room before anybody has an answer.
+        agreed = min(most, *(rank.meeting.offer() for rank in self.ranks))
+        taken = [rank.meeting.take(agreed) for rank in self.ranks]
         assert len(set(taken)) == 1
         if fails and taken[0] and len(self.ranks) == 1:  # with more the server stops
             self.failed = True
-            assert not self.ranks[0].meeting.take(lambda room: room)
+            assert not self.ranks[0].meeting.take(self.ranks[0].meeting.offer())
             return
         for rank in self.ranks:
             if taken[0]:

@@ -15,6 +15,7 @@ from hcache_backend.engine.eager_loads import EagerLoads
 from hcache_backend.engine.recompute.slices import SliceBudget
 from hcache_backend.engine.reservable_pages import ReservablePages
 from tests.kit.prefetch import Prefetch
+from tests.kit.turns import turn_of
 from tests.order import edges
 from tests.order.checker import Checker
 from tests.order.reports import IN_PROCESS
@@ -71,10 +72,10 @@ def eager(checker: Checker) -> None:
             ),
         )
         at_root.completed_tokens = 2 * SIZE
-        eager.turn(pages.cache)
+        turn_of(eager, pages.cache)
         engine.forward(before)
         behind.completed_tokens = 2 * SIZE
-        eager.turn(pages.cache)
+        turn_of(eager, pages.cache)
         pages.give(before)
         engine.forward(pages.take(6))
 

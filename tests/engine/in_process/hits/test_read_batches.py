@@ -190,7 +190,7 @@ class BackRank:
         self.batches += 1
         self.read_pages += pages
         if self.batches == READS:
-            taken = self.meeting.take(lambda room: min(room, self.front))
+            taken = self.meeting.take(min(self.meeting.offer(), self.front))
             self.meeting.launched(taken)
         return next((i for i, page in enumerate(pages) if page in self.missing), len(pages))
 

@@ -20,6 +20,7 @@ from hcache_backend.restore.eager import HandOut
 from hcache_backend.restore.layers import Recompute
 from hcache_backend.streams import Stream, current_stream
 from tests.kit.host import PAGE
+from tests.kit.turns import alone
 
 SIZE = PAGE
 
@@ -258,11 +259,12 @@ class TestQueuedLoads:
         """The others wait for it in the model's collectives."""
         loads = queue(HostPages(), Partition(2, 2, 0), Recomputer(), ranks=2)
 
-        def turn(cache: object) -> None:  # slices are recomputed there
+        def end_turn(cache: object) -> None:  # slices are recomputed there
             loads.recomputation_failed(RuntimeError("out of memory"))
 
         events = next(hook for hook in own_pages_hooks() if hook.target == EVENTS)
-        cache = SimpleNamespace(cache_controller=SimpleNamespace(turn=turn))
+        controller = SimpleNamespace(begin_turn=lambda cache, turn: None, end_turn=end_turn)
+        cache = SimpleNamespace(cache_controller=controller, _all_reduce_attn_groups=alone)
         with pytest.raises(RuntimeError, match="out of memory"):
             guarded(events)(lambda cache: None, cache)
 
