@@ -69,6 +69,16 @@ def test_hidden_states_are_encoded_unless_no_token_of_the_self_check_fits(
     assert [record.levelname for record in caplog.records] == ([level] if level else [])
 
 
+def test_hidden_states_of_float32_are_stored_as_they_are(caplog: pytest.LogCaptureFixture) -> None:
+    probe: Any = SimpleNamespace(
+        hidden=(torch.randn(10, 64),), layers=(0,), positions=torch.arange(10), slots=None
+    )
+    runtime: Any = SimpleNamespace(config=HCacheConfig(codec="exp4"))
+    codec = choose_codec(None, runtime, probe, None)  # type: ignore[arg-type]
+    assert codec.name == "none"
+    assert "(codec 'none'): " in caplog.text and "bfloat16" in caplog.text
+
+
 @pytest.mark.parametrize("page_size", [16, 64])
 @pytest.mark.parametrize(("codec", "least", "most"), [("none", 0.99, 1.0), ("exp4", 1.28, 1.31)])
 def test_host_memory_holds_so_many_times_the_tokens_of_sglangs_own_pool(
