@@ -15,9 +15,9 @@ GPU_PYTHON := $(shell command -v nvidia-smi >/dev/null && python -c \
 export CPU_SETUP := $(if $(GPU_PYTHON),,1)
 
 .PHONY: setup versions demo test dark test-long test-versions test-gpu-versions lint docs bench-store bench-codecs \
-	bench-segment-codec bench-throttled bench-accuracy bench-thresholds bench-partition bench-paper bench-occupancy bench-step-time bench-launches bench-depth \
-	bench-pyramid bench-beside bench-eager bench-hits bench-hits-load bench-eviction bench-pages bench-compare bench-real-model record-demo record-eager record-compare \
-	record-accuracy record-thresholds record-real-model
+	bench-throttled bench-accuracy bench-partition bench-paper bench-step-time bench-launches \
+	bench-beside bench-eager bench-hits bench-hits-load bench-eviction bench-pages bench-compare bench-real-model record-demo record-eager record-compare \
+	record-accuracy record-real-model
 .DELETE_ON_ERROR:
 
 demo: setup
@@ -140,10 +140,6 @@ bench-store: setup $(VENV)/.peers
 bench-codecs: setup
 	$(BIN)/python -m bench.codecs $(ARGS)
 
-# MODELS="gqa paired": their K, V and hidden states, too.
-bench-segment-codec: setup
-	$(BIN)/python -m bench.segment_codec --models $(MODELS) $(ARGS)
-
 # Encoded K and V from a slow L3 beside those as they are. Five minutes, alone.
 bench-throttled: setup
 	$(BIN)/python -m bench.throttled $(ARGS)
@@ -156,20 +152,11 @@ bench-accuracy: setup
 # What codecs, pairs of layers and exp4 do to a model with trained weights. A quarter of an hour.
 bench-real-model: setup
 	$(foreach model,smollm2 smollm2-mha,$(BIN)/python -m bench.accuracy --whole --model $(model) $(ARGS) &&) true
-	$(BIN)/python -m bench.segment_codec --only-models --models smollm2 smollm2-mha
 	$(BIN)/python -m bench.codecs --model smollm2-mha --dtypes bfloat16 --conversations 2 --turns 3
 
-# The same for several values of what Krul leaves open.
-bench-thresholds: setup
-	$(foreach model,$(or $(MODEL),gqa paired),$(BIN)/python -m bench.accuracy --thresholds --model $(model) $(ARGS) &&) true
-
-# The paper's Table 3 and figures 11 to 13, simulated, beside its numbers. Seconds.
+# The paper's Table 3 and figures 11 and 12, simulated, beside its numbers. Seconds.
 bench-paper: setup
 	$(BIN)/python -m bench.paper $(ARGS)
-
-# What copies take of a GPU beside matrix products, compiled for four GPUs. Minutes.
-bench-occupancy: setup
-	$(BIN)/python -m bench.occupancy $(ARGS)
 
 # Python time that capture takes in a decode step without CUDA graphs, per step and per layer. Seconds.
 bench-step-time: setup
@@ -178,14 +165,6 @@ bench-step-time: setup
 # Launches and Python time of a backup, a load and an eager restore of 32 layers. Seconds.
 bench-launches: setup
 	$(BIN)/python -m bench.launches $(ARGS)
-
-# Restores whose front is recomputed while L3 brings the back, computed for an H100 or H200. Seconds.
-bench-depth: setup
-	$(BIN)/python -m bench.depth $(ARGS)
-
-# The recomputation pyramid of Krul beside the staircase of a restore, computed. Seconds.
-bench-pyramid: setup
-	$(BIN)/python -m bench.pyramid $(ARGS)
 
 # What a full store still has of each prompt, beside LRU and the best possible. Minutes.
 bench-eviction: setup
@@ -238,10 +217,7 @@ record-accuracy: bench-accuracy
 	$(BIN)/python -m bench.record accuracy_gqa accuracy_paired
 
 record-real-model: bench-real-model
-	$(BIN)/python -m bench.record accuracy_smollm2 accuracy_smollm2-mha segment_codec_models codecs_smollm2-mha
-
-record-thresholds: bench-thresholds
-	$(BIN)/python -m bench.record thresholds_gqa thresholds_paired
+	$(BIN)/python -m bench.record accuracy_smollm2 accuracy_smollm2-mha codecs_smollm2-mha
 
 record-%: bench-%
 	$(BIN)/python -m bench.record $*

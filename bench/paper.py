@@ -1,4 +1,4 @@
-"""The paper's Table 3 and figures 11, 12 and 13 in the simulated pipeline, beside its numbers.
+"""The paper's Table 3 and figures 11 and 12 in the simulated pipeline, beside its numbers.
 
     python -m bench.paper [--out FOLDER]
 
@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench.harness.report import COLOURS, OUT, grouped_bars, markdown, picture, write
-from bench.token_wise import TILE, TokenSplit, token_wise_makespan
 from hcache_backend.partition.costs import LayerCosts, Partition
 from hcache_backend.partition.model_shape import ModelShape
 from hcache_backend.partition.pipeline import search, simulate
@@ -33,9 +32,6 @@ Row = dict[str, Any]
 Results = dict[str, list[Row]]
 TOKENS = 1024
 """History of the paper's experiments where it says how long it is (6.2.2, 6.3.2)."""
-BALANCED_SHARE = 0.63
-"""Compute share that the paper's 24 GB/s for the 7B model stand for (see presets), the lower of the
-two that it gives. With it 31 + 9 layers end together, as they do in the paper's profile."""
 
 
 def mha(family: str, layers: int, heads: int, mlp_width: int, *, gated: bool) -> ModelShape:
@@ -137,8 +133,6 @@ FIGURES = {
     ("ablations", "over_hybrid"): "Figure 12: than the naive hybrid",
 }
 """What a range is of."""
-FIGURE_13 = {794: 0.12, 768: 0.07}
-"""By how many of 1024 tokens come from hidden states: how much slower than a split by layers."""
 MOST_OVER_RECOMPUTE = 9.05
 RANGES = (
     ("platforms", "over_kv", (1.33, 1.81)),
@@ -171,8 +165,6 @@ def compute() -> Results:
     found["contention"] = [contention(each) for each in FIGURE_11["platforms"]]
     found["implied"] = [implied(setting, over_kv) for setting, over_kv in POINTS.items()]
     found["table_3"] = [schedules(*case) for case in TABLE_3]
-    split = ONE_SSD, ONE_SSD._replace(compute_share=BALANCED_SHARE), ONE_SSD._replace(tokens=16384)
-    found["by_tokens"] = [by_tokens(each, first=first) for each in split for first in (False, True)]
     return found
 
 
@@ -289,30 +281,9 @@ def implied(setting: Setting, over_kv: float) -> Row:
     }
 
 
-def by_tokens(setting: Setting, *, first: bool) -> Row:
-    """Splits by tokens, the recomputed ones first or last (figure 8), against splits by layers."""
-    plan, tokens = setting.plan(), setting.tokens
-    by_layers = simulate(plan.costs, plan.partition)
-
-    def slower(hidden: int) -> float:
-        split = TokenSplit(tokens - hidden, hidden, 0, first)
-        return token_wise_makespan(plan.profile, plan.model, split) / by_layers - 1
-
-    order, best = "first" if first else "last", min(range(0, tokens + 1, TILE), key=slower)
-    return {
-        "setting": f"share {setting.compute_share}, {tokens} tokens, recomputed {order}",
-        "layers": asdict(plan.partition),
-        "layers_ms": 1e3 * by_layers,
-        "papers_layers_slower": simulate(plan.costs, Partition(9, 31, 0)) / by_layers - 1,
-        **{f"slower_{hidden}": slower(hidden * tokens // TOKENS) for hidden in FIGURE_13},
-        "best_hidden": best,
-        "best_slower": slower(best),
-    }
-
-
 def table_lines(results: Results) -> str:
     """All tables."""
-    lines = (layers_lines, ranges_lines, splits_lines, contention_lines)
+    lines = (layers_lines, ranges_lines, contention_lines)
     return "\n\n".join(table(results) for table in lines)
 
 
@@ -331,17 +302,6 @@ def ranges_lines(results: Results) -> str:
         for row in results["ranges"]
     ]
     return markdown(heads, rows)
-
-
-def splits_lines(results: Results) -> str:
-    """Figure 13: how much slower splits by tokens are than the best split by layers."""
-    heads = [f"{hidden} + {TOKENS - hidden} tokens" for hidden in FIGURE_13]
-    paper = ("the paper", *(f"{100 * slower:.0f}%" for slower in FIGURE_13.values()))
-    rows = [
-        (row["setting"], *(f"{round(100 * row[f'slower_{hidden}'])}%" for hidden in FIGURE_13))
-        for row in results["by_tokens"][:4]
-    ]
-    return markdown(("slower than the best split by layers", *heads), [paper, *rows])
 
 
 def contention_lines(results: Results) -> str:

@@ -4,6 +4,8 @@
     python -m bench.record --tables               tables anew from the recorded results
     python -m bench.record --pictures             pictures anew from the recorded results
 
+``bench/results/archive`` has results of programs that left the tree: nothing makes them anew.
+
 A table of the documentation stands between ``<!-- results: NAME -->`` and ``<!-- end -->``; the
 program of that name makes it from its results (``table_lines``). ``NAME CHOICE`` is a choice of its
 rows (``CHOICE_lines``).
@@ -33,24 +35,17 @@ PROGRAMS = {
     "saving": "bench.compare.report",
     "load": "bench.compare.report",
     "paper": "bench.paper",
-    "depth": "bench.depth",
-    "pyramid": "bench.pyramid",
     "beside": "bench.beside",
-    "occupancy": "bench.occupancy",
     "partition": "bench.sweep.report",
     "eager": "bench.sweep.report",
     "eager_kv": "bench.sweep.report",
     "codecs": "bench.codecs",
     "codecs_smollm2-mha": "bench.codecs",
-    "segment_codec": "bench.segment_codec",
-    "segment_codec_models": "bench.segment_codec",
     "throttled": "bench.throttled",
     "accuracy_gqa": "bench.accuracy.report",
     "accuracy_paired": "bench.accuracy.report",
     "accuracy_smollm2": "bench.accuracy.report",
     "accuracy_smollm2-mha": "bench.accuracy.report",
-    "thresholds_gqa": "bench.accuracy.thresholds",
-    "thresholds_paired": "bench.accuracy.thresholds",
     "store": "bench.store.__main__",
     "eviction": "bench.eviction",
     "pages": "bench.pages",

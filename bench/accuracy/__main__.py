@@ -23,13 +23,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from bench.accuracy import report, thresholds
+from bench.accuracy import report
 from bench.fixtures.models import chosen
 from bench.fixtures.text import Texts, corpus
 from bench.harness.machine import Machine, MachineError, find_machine
 from bench.harness.methods import METHODS, PAGE_SIZE, server_options
 from bench.harness.program import at_least, failing, model_name, parser, stamp, steps
-from bench.harness.report import OUT, write, write_json
+from bench.harness.report import OUT, write
 from tests.cpu_engine.hcache_cpu_engine import cpu_engine_env
 
 
@@ -43,15 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--history", type=at_least(PAGE_SIZE), default=384, help="tokens that are kept")
     add("--turn", type=at_least(8), default=128, help="tokens that are scored")
     add("--whole", action="store_true", help="no method that restores a single layer")
-    add(
-        "--thresholds", action="store_true", help="instead, several values of what Krul leaves open"
-    )
-    add(
-        "--out",
-        type=Path,
-        default=OUT,
-        help="folder for accuracy_MODEL.json and .png, or thresholds_MODEL.json",
-    )
+    add("--out", type=Path, default=OUT, help="folder for accuracy_MODEL.json and .png")
     given = parsed.parse_args(arguments)
     if given.history % PAGE_SIZE:
         parsed.error(f"--history {given.history} must be a whole number of {PAGE_SIZE}-token pages")
@@ -62,16 +54,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         os.execve(sys.executable, command, {**os.environ, **cpu_engine_env()})
     with failing(), tempfile.TemporaryDirectory(prefix="hcache-accuracy-") as scratch:
         results = measured(given, machine, Path(scratch))
-        if given.thresholds:
-            print(thresholds.table_lines(results))
-            write_json(given.out / f"thresholds_{results['name']}.json", results)
-        else:
-            print(report.table_lines(results))
-            write(given.out, f"accuracy_{results['name']}", results, report.draw)
+        print(report.table_lines(results))
+        write(given.out, f"accuracy_{results['name']}", results, report.draw)
 
 
 def measured(given: Any, machine: Machine, scratch: Path) -> dict[str, Any]:
-    """The content of ``accuracy_MODEL.json``, or of that of thresholds."""
+    """The content of ``accuracy_MODEL.json``."""
     from bench.accuracy.engine import Engine
     from bench.accuracy.measure import Sizes, measure
     from bench.accuracy.methods import methods
@@ -99,10 +87,7 @@ def measured(given: Any, machine: Machine, scratch: Path) -> dict[str, Any]:
         raise MachineError(f"--model {given.model}: it needs the files of its tokenizer")
     texts = Texts(encode, corpus().held_out)
     with steps(sizes.texts) as (_, advance):
-        known = (
-            [*thresholds.rows(engine)] if given.thresholds else methods(engine, whole=given.whole)
-        )
-        found = measure(engine, texts, sizes, advance, known)
+        found = measure(engine, texts, sizes, advance, methods(engine, whole=given.whole))
     return {
         **stamp(machine),
         "name": model.name,
