@@ -1,7 +1,5 @@
 """The paper's Table 3 and figures 11 and 12 in the simulated pipeline, beside its numbers.
 
-    python -m bench.paper [--out FOLDER]
-
 Seconds, no GPU: everything follows from the presets of ``hcache plan`` and the cost model, with one
 compute share and one bus share for all. Prints tables; writes paper.json and paper.png. Reasons
 where results differ from the paper's: docs/paper.md. Only what the paper's text says of its figures
@@ -13,13 +11,12 @@ a few, as the product's do, or all of them, so that copies and projections add u
 
 from __future__ import annotations
 
-import argparse
 import math
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.harness.report import COLOURS, OUT, grouped_bars, markdown, picture, write
+from bench.harness.program import Program
+from bench.harness.report import Column, Picture, Series, Table
 from hcache_backend.partition.costs import LayerCosts, Partition
 from hcache_backend.partition.model_shape import ModelShape
 from hcache_backend.partition.pipeline import search, simulate
@@ -281,78 +278,78 @@ def implied(setting: Setting, over_kv: float) -> Row:
     }
 
 
-def table_lines(results: Results) -> str:
-    """All tables."""
-    lines = (layers_lines, ranges_lines, contention_lines)
-    return "\n\n".join(table(results) for table in lines)
-
-
-def layers_lines(results: Results) -> str:
-    """Table 3: layers by method."""
-    heads = ("", "the paper", "`hcache plan`", "the paper's closed form, here")
-    names = ("setting", "paper", "ours", "closed_form")
-    return markdown(heads, [[row[name] for name in names] for row in results["table_3"]])
-
-
-def ranges_lines(results: Results) -> str:
+def ranges(results: Results) -> list[Row]:
     """What the paper's text says of figures 11 and 12."""
-    heads = ("how many times as fast", "the paper", "simulated")
-    rows = [
-        (FIGURES[row["figure"], row["ratio"]], tuple(row["paper"]), tuple(row["ours"]))
-        for row in results["ranges"]
-    ]
-    return markdown(heads, rows)
+    return [{**row, "name": FIGURES[row["figure"], row["ratio"]]} for row in results["ranges"]]
 
 
-def contention_lines(results: Results) -> str:
-    """Restores over KV offload with copies that take multiprocessors."""
-    heads = (
-        "times as fast as KV offload",
-        "ideal",
-        "copies by few programs",
-        "added up",
-        "added up, hidden states only",
-    )
-    names = ("ideal", "few_programs", "added_up", "added_up_hidden_only")
-    rows = [
-        [row["setting"], *(row[f"{name}_over_kv"] for name in names)]
-        for row in results["contention"]
-    ]
-    return markdown(heads, rows)
+def panels(results: Results) -> dict[str, list[Row]]:
+    """Figure 11 (platforms), with the paper's numbers."""
+    return {
+        "pages in host memory (Figure 11)": [
+            {**row, "name": row["setting"].removesuffix(", DRAM").replace("A100-40G SXM4", "A100")}
+            for row in results["platforms"]
+        ]
+    }
 
 
-def draw(results: Results) -> Any:
-    """Figure 11 (platforms), with the paper's numbers and range."""
-    least, most = results["ranges"][0]["ours"]
-    low, high = results["ranges"][0]["paper"]
-    figure = picture(
+def finding(results: Results) -> str:
+    """What the picture shows."""
+    (least, most), (low, high) = results["ranges"][0]["ours"], results["ranges"][0]["paper"]
+    return (
         f"Simulated, hidden states restore {least:.2f} to {most:.2f} times as fast as K and V; "
         f"the paper measured {low:.2f} to {high:.2f}"
     )
-    axes = figure.subplots()
-    rows = [
-        {**row, "setting": row["setting"].removesuffix(", DRAM").replace("A100-40G SXM4", "A100")}
-        for row in results["platforms"]
-    ]
-    series = {"simulated": "over_kv", "the paper": "paper"}
-    colours = {"simulated": COLOURS["ours"], "the paper": COLOURS["limit"]}
-    title = "pages in host memory (Figure 11); grey: the paper's range"
-    grouped_bars(axes, title, rows, "setting", series, colours=colours)
-    axes.axhspan(low, high, color="lightgrey", zorder=0)
-    axes.set_ylabel("times as fast as K and V", fontsize=10)
-    axes.tick_params("x", rotation=45)
-    return figure
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=OUT, help="folder for paper.json and paper.png")
-    out = parser.parse_args().out
-    results = compute()
-    for name, rows in results.items():
-        print(f"\n{name}\n\n{markdown(list(rows[0]), (row.values() for row in rows))}")
-    write(out, "paper", results, draw)
-
+_TABLES = {
+    "layers": Table(
+        "table_3",
+        (
+            Column("", "setting"),
+            Column("the paper", "paper"),
+            Column("`hcache plan`", "ours"),
+            Column("the paper's closed form, here", "closed_form"),
+        ),
+    ),
+    "ranges": Table(
+        ranges,
+        (
+            Column("how many times as fast", "name"),
+            Column("the paper", "paper"),
+            Column("simulated", "ours"),
+        ),
+    ),
+    "contention": Table(
+        "contention",
+        (
+            Column("times as fast as KV offload", "setting"),
+            Column("ideal", "ideal_over_kv"),
+            Column("copies by few programs", "few_programs_over_kv"),
+            Column("added up", "added_up_over_kv"),
+            Column("added up, hidden states only", "added_up_hidden_only_over_kv"),
+        ),
+    ),
+}
+PROGRAM = Program(
+    name="paper",
+    doc=__doc__,
+    measure=lambda run: compute(),
+    serves=False,
+    tables={"table": tuple(_TABLES.values()), **{name: (one,) for name, one in _TABLES.items()}},
+    draw=Picture(
+        title=finding,
+        panels=panels,
+        x="name",
+        x_label="model, GPU",
+        y_label="times as fast as K and V",
+        series=(
+            Series("simulated", "over_kv", "ours"),
+            Series("the paper", "paper", "limit"),
+        ),
+        bars="%.2f",
+    ),
+)
 
 if __name__ == "__main__":
-    main()
+    PROGRAM.run()

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from bench.accuracy import pairs
+from bench.accuracy.__main__ import PROGRAM
 from bench.accuracy.measure import Found, Sizes, by_distance
 from bench.accuracy.probes import KV, LayerProbe, output_distances
-from bench.accuracy.report import by_layer, draw, short_lines, table_lines
+from bench.accuracy.report import by_layer, draw
 from bench.fixtures.text import Recalled, Text
 from bench.harness.reference import OwnReference
 from hcache_backend.krul.selection import closest_pairs
@@ -85,7 +86,7 @@ def test_the_reference_has_no_divergence_and_single_layers_are_in_the_picture_on
     methods = [{**coded, "layer": None}, *layers]
     results = {"name": "gqa", "dtype": "bfloat16", "device": "a machine"}
     results |= {"reference": run, "methods": methods}
-    assert table_lines(results).splitlines()[2:] == [
+    assert PROGRAM.table(results).splitlines()[2:] == [
         "| no cache | - | - | - | - | - | - | - | 2.5000 | 3 of 4 |",
         "| hidden, int8 | 1,088 | 2 | 1.0e-02 | 2.0e-02 | 1.0e-03 | 1.0e-01 | 3 of 4 | 2.5000 "
         "| 3 of 4 |",
@@ -102,7 +103,7 @@ def test_what_a_server_finds_at_its_start_has_a_table() -> None:
         "exactness": {"projected": [{"exactness": "K 0 ulp"}], "recomputed": "K 2 ulp"},
         "krul": {"may_be_merged": 0, "pairs": 435, "least_change": 0.412},
     }
-    assert short_lines(results).splitlines()[2:] == [
+    assert PROGRAM.table(results, "short").splitlines()[2:] == [
         "| projected from hidden states | K 0 ulp |",
         "| recomputed | K 2 ulp |",
         "| pairs of layers that codec `krul` may merge | 0 of 435; the merge that changes least "
