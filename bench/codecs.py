@@ -43,7 +43,7 @@ from bench.harness.program import (
     switch,
 )
 from bench.harness.reference import Scores, agreement
-from bench.harness.report import COLOURS, Column, Results, Table, picture
+from bench.harness.report import COLOURS, Results, Table, columns, picture
 from bench.harness.restorer import page_files
 from bench.harness.server import Server
 from hcache_backend.server_report import read_report
@@ -368,22 +368,18 @@ PROGRAM = Program(
         "table": (
             Table(
                 shown,
-                (
-                    *(Column("codec", "name"), Column("in", "dtype")),
-                    Column("bytes per token", "stored_bytes_per_token", ",.0f"),
-                    Column("of uncoded", "share_of_uncoded"),
-                    Column("same token as without a cache", "computed"),
-                    Column("log-probability off by", "computed_off"),
-                    Column("same token as uncoded", "uncoded"),
-                    Column("off by", "uncoded_off"),
+                columns(
+                    "codec = name | in = dtype | bytes per token = stored_bytes_per_token :,.0f | "
+                    "of uncoded = share_of_uncoded | same token as without a cache = computed | "
+                    "log-probability off by = computed_off | same token as uncoded = uncoded | "
+                    "off by = uncoded_off"
                 ),
             ),
             Table(
                 "standing_out",
-                (
-                    Column("4 of 4,096 channels so many times as large", "times"),
-                    Column("error of K: `int8`", "int8", ".1%"),
-                    Column("`fp8`", "fp8", ".1%"),
+                columns(
+                    "4 of 4,096 channels so many times as large = times | "
+                    "error of K: `int8` = int8 :.1% | `fp8` = fp8 :.1%"
                 ),
             ),
         )

@@ -19,7 +19,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.harness.program import Program, Run, Setting, at_least
-from bench.harness.report import Column, Results, Table
+from bench.harness.report import Results, Table, columns
 from hcache_backend.engine.kv_pages.segments import KVSegments
 from hcache_backend.restore.parts import MOST_LAUNCHES
 from hcache_backend.units import WHOLE
@@ -121,10 +121,7 @@ PROGRAM = Program(
         "table": (
             Table(
                 "rows",
-                (
-                    *(Column("codec", "codec"), Column("copy", "copy")),
-                    *(Column("launches", "launches"), Column("microseconds", "us", ",.1f")),
-                ),
+                columns("codec | copy | launches | microseconds = us :,.1f"),
             ),
         )
     },

@@ -35,7 +35,7 @@ from bench.harness.program import (
     several,
     switch,
 )
-from bench.harness.report import Column, Picture, Results, Row, Series, Table
+from bench.harness.report import Column, Picture, Results, Row, Series, Table, columns
 from bench.harness.server import CachedTokens, Server
 from bench.workload.base import Workload, WorkloadError
 from bench.workload.paper import LEVAL, leval, sharegpt4, zipf_contexts
@@ -406,12 +406,12 @@ PROGRAM = Program(
             Table(
                 "rows",
                 (
-                    *(Column("method", "method"), Column("offered per second", "rate", "g")),
-                    *(Column("done", "per_second"), Column("failed", "failed")),
-                    Column("first token, ms", "first_ms", ",.0f"),
-                    Column("90%", "first_p90_ms", ",.0f"),
-                    Column("between tokens, ms", "between_ms", ",.1f"),
-                    Column("prompt tokens from a cache", "cached", ".0%"),
+                    *columns(
+                        "method | offered per second = rate :g | done = per_second | failed | "
+                        "first token, ms = first_ms :,.0f | 90% = first_p90_ms :,.0f | "
+                        "between tokens, ms = between_ms :,.1f | "
+                        "prompt tokens from a cache = cached :.0%"
+                    ),
                     Column("% device / host / storage", tiers),
                 ),
             ),

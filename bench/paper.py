@@ -16,7 +16,7 @@ from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from bench.harness.program import Program
-from bench.harness.report import Column, Picture, Series, Table
+from bench.harness.report import Picture, Series, Table, columns
 from hcache_backend.partition.costs import LayerCosts, Partition
 from hcache_backend.partition.model_shape import ModelShape
 from hcache_backend.partition.pipeline import search, simulate
@@ -305,29 +305,21 @@ def finding(results: Results) -> str:
 _TABLES = {
     "layers": Table(
         "table_3",
-        (
-            Column("", "setting"),
-            Column("the paper", "paper"),
-            Column("`hcache plan`", "ours"),
-            Column("the paper's closed form, here", "closed_form"),
+        columns(
+            " = setting | the paper = paper | `hcache plan` = ours | "
+            "the paper's closed form, here = closed_form"
         ),
     ),
     "ranges": Table(
         ranges,
-        (
-            Column("how many times as fast", "name"),
-            Column("the paper", "paper"),
-            Column("simulated", "ours"),
-        ),
+        columns("how many times as fast = name | the paper = paper | simulated = ours"),
     ),
     "contention": Table(
         "contention",
-        (
-            Column("times as fast as KV offload", "setting"),
-            Column("ideal", "ideal_over_kv"),
-            Column("copies by few programs", "few_programs_over_kv"),
-            Column("added up", "added_up_over_kv"),
-            Column("added up, hidden states only", "added_up_hidden_only_over_kv"),
+        columns(
+            "times as fast as KV offload = setting | ideal = ideal_over_kv | "
+            "copies by few programs = few_programs_over_kv | added up = added_up_over_kv | "
+            "added up, hidden states only = added_up_hidden_only_over_kv"
         ),
     ),
 }

@@ -1,8 +1,7 @@
 """What saving hidden states costs requests that are running: the time between their tokens.
 
 Decode steps of more and more sequences, each with a history of 512 tokens, as in the paper's figure
-14: without saving, and with ours (two stages, section 4.2.2). The figure's DirectIO, which writes
-within the step, is a variant of ``bench.gpu.capture``.
+14: without saving, and with ours (two stages, section 4.2.2).
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from bench.harness.program import Program, Run, Setting, at_least
-from bench.harness.report import Column, Results, Table
+from bench.harness.report import Results, Table, columns
 from hcache_backend.capture import staging
 from hcache_backend.capture.shadows import ShadowArena
 from hcache_backend.capture.staging import StagedCapture, Staging
@@ -172,14 +172,10 @@ PROGRAM = Program(
     ),
     tables={
         "table": (
-            Table("times", (Column("capture, per", "per"), Column("microseconds", "us", ".1f"))),
+            Table("times", columns("capture, per = per | microseconds = us :.1f")),
             Table(
                 lambda results: results["functions"][:16],
-                (
-                    Column("function", "function"),
-                    Column("calls per step", "calls per step", ".1f"),
-                    Column("share", "share", ".1%"),
-                ),
+                columns("function | calls per step :.1f | share :.1%"),
             ),
         )
     },

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bench.accuracy.methods import EXACT
-from bench.harness.report import SMALLEST, Column, Table, picture
+from bench.harness.report import SMALLEST, Column, Table, columns, picture
 
 Row = Mapping[str, Any]
 CHOSEN = (EXACT, "KV, exp4", "KV, int8", "KV, fp8", "KV, pairs by attention, merged")
 
 
-def columns(results: Row) -> list[Column]:
+def all_columns(results: Row) -> Sequence[Column]:
     """Bytes, errors of K and V, what the model says, recall by distance."""
     distances = dict.fromkeys(far for row in whole(results) for far in row["recall"])
-    return [
-        *(Column("history from", "method"), Column("bytes per token", "bytes_per_token", ",")),
-        *(Column("not kept", "not_kept"), Column("error of K", "k_error", ".1e")),
-        *(Column("of V", "v_error", ".1e"), *_DIVERGENCE, Column("NLL", "nll", ".4f")),
+    return (
+        *columns(
+            "history from = method | bytes per token = bytes_per_token :, | "
+            "not kept = not_kept | error of K = k_error :.1e | of V = v_error :.1e"
+        ),
+        *_DIVERGENCE,
+        Column("NLL", "nll", ".4f"),
         *(Column(f"recalled, {far} back", f"shares.{far}") for far in distances),
-    ]
+    )
 
 
 def start_rows(results: Row) -> list[Row]:
@@ -108,12 +111,9 @@ def draw(results: Row) -> Any:
     return figure
 
 
-_DIVERGENCE = (
-    *(Column("KL, nats", "kl", ".1e"), Column("largest", "largest_kl", ".1e")),
-    Column("same token", "same_of"),
-)
+_DIVERGENCE = columns("KL, nats = kl :.1e | largest = largest_kl :.1e | same token = same_of")
 TABLES = {
-    "table": (Table(whole, columns),),
+    "table": (Table(whole, all_columns),),
     "short": (
         Table(
             start_rows,
@@ -127,11 +127,11 @@ TABLES = {
         Table(
             chosen,
             (
-                *(
-                    Column("history from", "method"),
-                    Column("bytes per token", "bytes_per_token", ","),
+                *columns(
+                    "history from = method | bytes per token = bytes_per_token :, | "
+                    "of plain = of_plain"
                 ),
-                *(Column("of plain", "of_plain"), *_DIVERGENCE),
+                *_DIVERGENCE,
             ),
         ),
     ),

@@ -123,7 +123,7 @@ class Program:
 
     name: str
     doc: str | None
-    measure: Callable[[Run], Results]
+    measure: Callable[[Any], Results]
     settings: Sequence[Setting] = ()
     tables: Mapping[str, Sequence[Table]] = field(default_factory=dict)
     said: Callable[[Results], Sequence[str]] = lambda results: ()

@@ -60,6 +60,16 @@ class Column(NamedTuple):
         return cell(value_of(row, self.value), self.form)
 
 
+def columns(text: str) -> tuple[Column, ...]:
+    """Columns with `` | `` between them: ``TITLE = KEY :FORM``, or the key alone."""
+    found = []
+    for part in text.split(" | "):
+        rest, _, form = part.partition(" :")
+        title, _, key = rest.partition(" = ")
+        found.append(Column(title, key or title, *filter(None, (form,))))
+    return tuple(found)
+
+
 class Table(NamedTuple):
     """A table of results; one without rows is left out.
 

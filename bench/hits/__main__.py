@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from bench.harness.program import Program, Run, Setting, at_least, names, scratch, several, steps
-from bench.harness.report import Column, Picture, Results, Row, Series, Table
+from bench.harness.report import Column, Picture, Results, Row, Series, Table, columns
 from bench.harness.turns import NO_L3, Turns
 from bench.hits.cases import ALWAYS, COMPARED, MODELS, OURS, WITH_FLAGS, title
 from bench.hits.measure import at_speed, stalled
@@ -90,7 +90,7 @@ def compared(results: Results, speeds: Sequence[float]) -> list[Row]:
     ]
 
 
-def columns(results: Results) -> list[Column]:
+def all_columns(results: Results) -> list[Column]:
     """Times of every method that was measured."""
     measured = results["cases"][0]["points"][0]["ms"]
     times = (Column(COMPARED[name].title, f"ms.{name}", ",.0f") for name in measured)
@@ -130,12 +130,17 @@ def finding(results: Results) -> str:
     )
 
 
-_CASE, _SPEED = Column("model, history", "case"), Column("speed of L3", "speed", "g")
+_CASE, _SPEED = columns("model, history = case | speed of L3 = speed :g")
 _INTERVAL = Column("95%", "interval")
 _COMPARED = (
-    *(_CASE, _SPEED, Column("MB/s", "mb_per_s", ".1f")),
-    *(Column("computed", f"ms.{NO_L3}", ",.0f"), Column("`file`", "ms.file", ",.0f")),
-    *(Column("ours", f"ms.{OURS}", ",.0f"), Column("ours / better", "of_better"), _INTERVAL),
+    _CASE,
+    _SPEED,
+    Column("MB/s", "mb_per_s", ".1f"),
+    Column("computed", f"ms.{NO_L3}", ",.0f"),
+    Column("`file`", "ms.file", ",.0f"),
+    Column("ours", f"ms.{OURS}", ",.0f"),
+    Column("ours / better", "of_better"),
+    _INTERVAL,
 )
 PROGRAM = Program(
     name="hits",
@@ -151,7 +156,7 @@ PROGRAM = Program(
         Setting("--rounds", at_least(1), 9, "requests to each server and speed"),
     ),
     tables={
-        "table": (Table(points, columns), Table(stops, stop_columns)),
+        "table": (Table(points, all_columns), Table(stops, stop_columns)),
         "short": (Table(partial(compared, speeds=()), _COMPARED),),
         "chosen": (Table(partial(compared, speeds=SHOWN_SPEEDS), _COMPARED),),
     },

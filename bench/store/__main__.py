@@ -42,7 +42,7 @@ from statistics import median
 from typing import Any
 
 from bench.harness.program import Program, Run, Setting, at_least, scratch
-from bench.harness.report import Column, Picture, Results, Row, Series, Table
+from bench.harness.report import Column, Picture, Results, Row, Series, Table, columns
 from bench.store.index import bench_index
 from bench.store.pages import BARE, CEILING, HASHED, KVIKIO, MIB, STORE, bench_pages
 from bench.store.peers import PEERS
@@ -132,11 +132,12 @@ def _table(kind: str) -> Table:
     return Table(lambda results: rows_of(results, kind), (Column(f"{kind}s", "size"), *_COLUMNS))
 
 
-_SPEEDS = (
-    *(Column("GB/s", "gb_s"), Column("of the ceiling", "of_ceiling")),
-    Column("CPU s per GB", "cpu"),
+_SPEEDS = columns("GB/s = gb_s | of the ceiling = of_ceiling | CPU s per GB = cpu")
+_COLUMNS = (
+    Column("store", "name"),
+    *_SPEEDS,
+    Column("GIL, us per page", "gil", ",.0f"),
 )
-_COLUMNS = (Column("store", "name"), *_SPEEDS, Column("GIL, us per page", "gil", ",.0f"))
 PROGRAM = Program(
     name="store",
     doc=__doc__,
@@ -157,13 +158,10 @@ PROGRAM = Program(
                     {"pages": f"{int(pages):,}", **found}
                     for pages, found in results["indexes"].items()
                 ],
-                (
-                    Column("pages in the index", "pages"),
-                    Column("128 `exists`, us", "exists128_us", ",.0f"),
-                    Column("lmdb", "lmdb128_us", ",.0f"),
-                    Column("beside a busy thread", "exists128_busy_us", ",.0f"),
-                    Column("lmdb", "lmdb128_busy_us", ",.0f"),
-                    Column("open, ms", "open_ms", ".0f"),
+                columns(
+                    "pages in the index = pages | 128 `exists`, us = exists128_us :,.0f | "
+                    "lmdb = lmdb128_us :,.0f | beside a busy thread = exists128_busy_us :,.0f | "
+                    "lmdb = lmdb128_busy_us :,.0f | open, ms = open_ms :.0f"
                 ),
             ),
         ),

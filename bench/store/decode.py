@@ -27,7 +27,7 @@ from statistics import median
 from bench.harness.models import TinyLlama
 from bench.harness.options import ServerOptions, base_environment
 from bench.harness.program import Program, Run, Setting, at_least, scratch
-from bench.harness.report import Column, Results, Table
+from bench.harness.report import Results, Table, columns
 from bench.harness.server import Server
 from hcache_backend.config import parse_config
 from hcache_backend.store import PageStore
@@ -164,9 +164,8 @@ PROGRAM = Program(
         "table": (
             Table(
                 "rows",
-                (
-                    *(Column("store", "turn"), Column("ms per token", "ms")),
-                    *(Column("of idle", "of_idle"), Column("GB moved", "gb_moved")),
+                columns(
+                    "store = turn | ms per token = ms | of idle = of_idle | GB moved = gb_moved"
                 ),
             ),
         )
