@@ -23,7 +23,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
@@ -231,11 +231,7 @@ class Servers:
 
     def measure(self) -> None:
         """Go through all limits: methods in turn, and one alone that cannot wait for others."""
-        alone = [
-            name
-            for name, method in self._study.methods.items()
-            if self._machine.device != "cpu" or method.storage == MOONCAKE
-        ]
+        alone = list(filter(self._alone, self._study.methods))
         together = [name for name in self._study.methods if name not in alone]
         for chosen in filter(None, (together, *([name] for name in alone))):
             self._measure(chosen)
@@ -253,7 +249,7 @@ class Servers:
                 if name not in study.planned
             }
             if not self.balanced and any(limit.of_balanced for limit in study.limits):
-                self.balanced = self._find_balanced(servers[next(iter(servers))])
+                self.balanced = self._find_balanced(*next(iter(servers.items())))
             for limit in study.limits:
                 if self._machine.device != "cpu" and self.limit(limit):
                     continue
@@ -272,9 +268,17 @@ class Servers:
         for number in range(self._study.rounds):
             self._said(f"{label(limit, self.limit(limit))}, round {number + 1}")
             for name in random.Random(number).sample(list(servers), len(servers)):
-                with servers[name].turn() if len(servers) > 1 else nullcontext():
+                with self._turn(name, servers[name]):
                     for part, ms in self._times(servers[name], name, number).items():
                         self.ms.setdefault((limit, part), {}).setdefault(name, []).append(ms)
+
+    def _turn(self, name: str, server: Restorer) -> AbstractContextManager[None]:
+        """The server runs in the block; on the CPU engine it is stopped behind it."""
+        return nullcontext() if self._alone(name) else server.turn()
+
+    def _alone(self, name: str) -> bool:
+        """Whether a server has the machine for itself: others cannot wait for it."""
+        return self._machine.device != "cpu" or self._study.methods[name].storage == MOONCAKE
 
     def _times(self, server: Restorer, name: str, number: int) -> Mapping[str, float]:
         """Milliseconds of one restore, by part."""
@@ -287,10 +291,10 @@ class Servers:
         parts = {"restore": found.ms, "reading L3": found.l3_ms, "load": found.load_ms}
         return {**parts, "first token": found.ttft_ms}
 
-    def _find_balanced(self, server: Restorer) -> float:
+    def _find_balanced(self, name: str, server: Restorer) -> float:
         """MB/s at which the stored bytes take as long as their load takes here."""
         server.slow_down(bus=1e6 * self._study.bus)
-        with server.turn():
+        with self._turn(name, server):
             loads = [server.restore(self._histories[0]).load_ms for _ in range(3)]
         return l3_bytes(server.l3) / median(loads) / 1e3
 
@@ -321,8 +325,7 @@ class Servers:
                 cluster = stack.enter_context(mooncake.cluster(folder, _lent()))
                 options = replace(options, extra_config=mooncake.store_config(cluster))
             server = stack.enter_context(restorer(options, folder / "l3"))
-            stops = self._machine.device == "cpu" and method.storage != MOONCAKE
-            with server.turn() if stops else nullcontext():
+            with self._turn(name, server):
                 server.store(self._histories[0])
                 size = l3_bytes(server.l3)
                 self._times(server, name, study.rounds)  # the first does more
