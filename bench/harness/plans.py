@@ -1,37 +1,20 @@
-"""What partitions of a comparison go by: this machine's profile, and it with a slower bus or L3."""
+"""This machine's profile, and it with a slower bus or L3, as plans of servers go by it."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple
 
 from bench.harness.machine import Machine, MachineError
 from bench.harness.options import base_environment
 from hcache_backend.partition.costs import Partition
 from hcache_backend.partition.model_config import ModelConfigError, read_model
-from hcache_backend.partition.pipeline import search
 from hcache_backend.partition.profile import Profile, Rate, load_profile
 from hcache_backend.partition.restore import Restore
 
-SLOW_SHARE = 1 / 3
-"""The slow L3 has this share of the rate at which reading hidden states takes as long as projecting
-them."""
 _SECONDS = "2"
 """About so long is each operation measured."""
-
-
-class Rates(NamedTuple):
-    """Bytes a second at which something of the machine is slowed down.
-
-    Attributes:
-        bus: Copies to the device, at which hidden states take as long to copy as to project.
-        l3: Reads of L3.
-    """
-
-    bus: float
-    l3: float
 
 
 def has_shape(model: str) -> bool:
@@ -90,20 +73,10 @@ def with_l3(profile: Profile, rate: float) -> Profile:
     return profile.model_copy(update={"l3": Rate(per_second=min(rate, found))})
 
 
-def in_setting(profile: Profile, setting: str, rates: Rates | None) -> Profile:
-    """The profile of the machine in one of the settings of a comparison."""
-    if setting == "disk":
-        return profile
-    assert rates is not None
-    if setting == "balanced":
-        return with_bus(profile, rates.bus)
-    return with_l3(profile, rates.l3)
-
-
 def naive_hybrid(profile: Profile, machine: Machine, model: str, tokens: int) -> Partition:
     """KV and recomputation without hidden states, so that a layer-wise restore ends soonest."""
     shape = read_model(Path(model))
     if machine.device == "cpu":  # where servers compute in float32
         shape = shape.model_copy(update={"element_bytes": 4})
     restore = Restore(profile, shape, Partition(0, 0, shape.layers))
-    return search(restore.costs(tokens, 0, "first"), shape.layers, methods=("recompute", "kv"))
+    return restore.fastest(tokens, "first", methods=("recompute", "kv"))

@@ -18,7 +18,6 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-import bench.gpu  # noqa: F401  the kernels, in processes of their own too
 from hcache_kernels.launch import Launch
 
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
