@@ -16,8 +16,8 @@ from bench.harness.machine import Machine, MachineError
 from bench.harness.options import CPU_ATTENTION
 from bench.harness.server import ServerError, unwind_when_terminated
 from bench.workload.base import WorkloadError
-from hcache_backend.cli.client import UnusableServer
 from hcache_backend.cli.common import errors, progress_bar
+from hcache_backend.cli.ingest import UnusableServer
 
 Number = TypeVar("Number", int, float)
 

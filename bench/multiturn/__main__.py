@@ -25,8 +25,8 @@ from bench.multiturn.driver import PARALLEL, Pace
 from bench.multiturn.report import append, log_lines, request_lines, show
 from bench.multiturn.run import Plan, Target, measure
 from bench.workload.options import add_workload_options, choose
-from hcache_backend.cli.client import UnusableServer
 from hcache_backend.cli.common import errors, print_json, progress_bar, screen
+from hcache_backend.cli.ingest import UnusableServer
 
 RATES = (16, 14, 12, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1)
 """Rates of ``--auto-run``, as in SGLang's benchmark."""

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from bench.harness.client import Reply, StreamingClient
 from bench.harness.server import CachedTokens
 from bench.workload.base import Workload
-from hcache_backend.cli.client import RequestError
+from hcache_backend.cli.common import RequestError
 
 _NOTHING = CachedTokens()
 PARALLEL = 128

@@ -14,7 +14,8 @@ from bench.harness.client import StreamingClient
 from bench.multiturn.driver import Pace, Request, RunResult, prefill, run
 from bench.multiturn.summary import by_round, errors, summarise
 from bench.workload.base import Workload
-from hcache_backend.cli.client import RequestError, UnusableServer
+from hcache_backend.cli.common import RequestError
+from hcache_backend.cli.ingest import UnusableServer
 from hcache_backend.cli.metrics_page import METRICS_LAG_S, MetricsPage, NoMetrics, look, moved
 
 _SERVER_FACTS = (

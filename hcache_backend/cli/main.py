@@ -19,7 +19,6 @@ from hcache_backend.cli.size import size
 from hcache_backend.cli.top import top
 
 _EXTRAS = {
-    "aiohttp": "'hcache-backend[ingest]'",
     "matplotlib": "'hcache-backend[plot]'",
     "torch": "torch (not needed by `hcache plan --codec none`)",
 }

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import http.client
 import math
 import time
-import urllib.error
-import urllib.request
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,6 +11,7 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from hcache_backend.cli.common import RequestError, ask
 from hcache_backend.engine import metrics
 
 TIMEOUT_SECONDS = 5.0
@@ -124,23 +122,14 @@ def fetch(url: str) -> MetricsPage:
     Raises:
         NoMetrics: The server does not answer, or its page has none of our metrics.
     """
-    whole = url if "://" in url else f"http://{url}"
-    if not whole.startswith(("http://", "https://")):
-        raise NoMetrics(f"{url!r} is no address of a server; it must be http://HOST:PORT")
-    address = whole.rstrip("/").removesuffix("/metrics") + "/metrics"
     try:
-        with urllib.request.urlopen(address, timeout=TIMEOUT_SECONDS) as answer:
-            text = answer.read().decode(errors="replace")
-    except urllib.error.HTTPError as error:
-        if error.code == 404:
+        return parse(ask(url.rstrip("/").removesuffix("/metrics"), "metrics", TIMEOUT_SECONDS))
+    except RequestError as error:
+        if error.status == 404:
             raise NoMetrics(
                 "the server answers and has no /metrics: start it with --enable-metrics"
             ) from None
-        raise NoMetrics(f"{address} answered {error.code} {error.reason}") from None
-    except (OSError, ValueError, http.client.HTTPException) as error:
-        why = getattr(error, "reason", error)
-        raise NoMetrics(f"the server does not answer: {why}") from None
-    return parse(text)
+        raise NoMetrics(f"/metrics answered {error}" if error.status else str(error)) from None
 
 
 def parse(text: str) -> MetricsPage:

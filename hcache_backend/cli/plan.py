@@ -11,11 +11,11 @@ from rich.text import Text
 
 from hcache_backend.cli.common import (
     AsJson,
-    check_ranks,
     explained,
     fail,
     print_json,
     screen,
+    served_model,
     table,
 )
 from hcache_backend.cli.fleet import show_fleet
@@ -23,7 +23,6 @@ from hcache_backend.config import nearest
 from hcache_backend.partition.costs import LayerMethod, Partition, describe
 from hcache_backend.partition.encoded import PlannedCodec, encoded
 from hcache_backend.partition.fleet import Conversations, FleetPlan
-from hcache_backend.partition.model_config import ModelConfigError, read_dtype, read_model
 from hcache_backend.partition.model_shape import ModelShape
 from hcache_backend.partition.plan import (
     LENGTHS,
@@ -140,9 +139,7 @@ def plan(
     ] = None,
 ) -> None:
     """Plan which layers to store as hidden states, as KV, or not at all; predict restore times."""
-    with explained(ModelConfigError):
-        shape, dtype = read_model(model), read_dtype(model)
-    check_ranks(shape, tp)
+    shape, dtype = served_model(model, tp)
     profile, is_preset = _find_hardware(hardware, ssds)
     extra = []
     if is_preset and dtype == "float32":

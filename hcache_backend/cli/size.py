@@ -10,12 +10,11 @@ from typing import Annotated, Literal
 
 import typer
 
-from hcache_backend.cli.common import AsJson, check_ranks, explained, print_json, screen
+from hcache_backend.cli.common import AsJson, print_json, screen, served_model
 from hcache_backend.config import HCacheConfig
 from hcache_backend.page import RECOMPUTED, PageLayout, StoredLayer, hidden_layer, kv_layer
 from hcache_backend.partition.costs import Partition
 from hcache_backend.partition.encoded import PlannedCodec, encoded
-from hcache_backend.partition.model_config import ModelConfigError, read_dtype, read_model
 from hcache_backend.partition.model_shape import ModelShape
 from hcache_backend.partition.plan import describe
 from hcache_backend.store.format import file_layout
@@ -143,9 +142,7 @@ def size(
     as_json: AsJson = False,
 ) -> None:
     """Compute the host memory and the disk that conversations take."""
-    with explained(ModelConfigError):
-        shape, dtype = read_model(model), read_dtype(model)
-    check_ranks(shape, tp)
+    shape, dtype = served_model(model, tp)
     smaller = encoded(shape, codec, dtype, tp=tp, page_size=page_size).hidden_is_smaller
     hidden = mode == "hidden" or (mode == "auto" and smaller)
     hidden = hidden and not shape.latent

@@ -17,7 +17,6 @@ from hcache_backend.cli.common import (
     AsJson,
     Dirs,
     Folders,
-    NamespaceDigits,
     errors,
     existing_store,
     explained,
@@ -26,7 +25,6 @@ from hcache_backend.cli.common import (
     print_json,
     progress_bar,
     screen,
-    settings,
     table,
 )
 from hcache_backend.cli.page_codecs import codecs_of
@@ -37,6 +35,10 @@ from hcache_backend.store.check import find_unknown_files, verify_folder
 from hcache_backend.store.folder import Folder, FolderView
 from hcache_backend.store.index import Entry
 
+NamespaceDigits = Annotated[
+    str | None,
+    typer.Option("--namespace", "-n", help="Only this namespace (first hexadecimal digits)."),
+]
 _WRITER = b"hcachcli"  # a store has a writer; these commands write no pages
 _SHOWN_AT_MOST = 20
 _READ_AT_MOST = 3
@@ -45,7 +47,7 @@ _READ_AT_MOST = 3
 
 def stats(folders: Folders = None, dirs: Dirs = None, as_json: AsJson = False) -> None:
     """Show how much each folder and each namespace holds, and which server was the last."""
-    config = existing_store(settings(folders, dirs))
+    config = existing_store(folders, dirs)
     with explained():
         found = [_folder_stats(path) for path in config.dirs]
     if as_json:
@@ -86,7 +88,7 @@ def list_pages(
     as_json: AsJson = False,
 ) -> None:
     """List the page files by namespace and key, and which server was the last."""
-    config = existing_store(settings(folders, dirs))
+    config = existing_store(folders, dirs)
     rows: list[dict[str, Any]] = []
     with explained():
         for path in config.dirs:
@@ -126,7 +128,7 @@ def verify(
     as_json: AsJson = False,
 ) -> None:
     """Read and verify every page. Exit status 1: problems were found and not repaired."""
-    config = existing_store(settings(folders, dirs))
+    config = existing_store(folders, dirs)
     results: dict[str, dict[str, Any]] = {}
     with explained(), progress_bar(hidden=as_json) as progress:
         for path in config.dirs:
@@ -179,9 +181,7 @@ def collect(
     Bounds that are not given here are those of HCACHE_CONFIG. Temporary files of killed servers
     are deleted too.
     """
-    config = existing_store(
-        settings(folders, dirs, quota_bytes=quota_bytes, min_free_bytes=min_free_bytes)
-    )
+    config = existing_store(folders, dirs, quota_bytes=quota_bytes, min_free_bytes=min_free_bytes)
     with explained(), closing(_store(config)) as store:
         for volume in store.volumes:
             volume.make_room(0, seconds=60.0)
@@ -204,7 +204,7 @@ def clear(
     as_json: AsJson = False,
 ) -> None:
     """Delete all pages, or those of one namespace."""
-    config = existing_store(settings(folders, dirs))
+    config = existing_store(folders, dirs)
     with explained():
         doomed: Counter[bytes] = Counter()
         for path in config.dirs:

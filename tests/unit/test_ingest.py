@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from hcache_backend.cli.client import Client, Prefilled, RequestError, UnusableServer
-from hcache_backend.cli.documents import (
+from hcache_backend.cli.common import RequestError
+from hcache_backend.cli.ingest import (
     Document,
     DocumentError,
-    Ingested,
     Journal,
+    Server,
+    UnusableServer,
     find_documents,
     store_documents,
 )
@@ -30,7 +32,7 @@ def lines(path: Path, *entries: Any) -> Path:
 
 
 def contents(paths: Sequence[Path], prefix: str = "") -> list[Any]:
-    return [document.content for document in find_documents(paths, bool(prefix))]
+    return [document.content for document in find_documents(paths, prefix)]
 
 
 def test_a_folder_is_searched_for_files(tmp_path: Path) -> None:
@@ -40,7 +42,7 @@ def test_a_folder_is_searched_for_files(tmp_path: Path) -> None:
     (tmp_path / "empty.txt").write_text(" \n")
     (tmp_path / ".git").mkdir()
     (tmp_path / ".git" / "config").write_text("hidden")
-    found = list(find_documents([tmp_path], False))
+    found = list(find_documents([tmp_path]))
     assert [document.name for document in found] == [
         str(tmp_path / "a.txt"),
         str(tmp_path / "b" / "two.md"),
@@ -51,7 +53,7 @@ def test_a_folder_is_searched_for_files(tmp_path: Path) -> None:
 def test_a_jsonl_file_has_a_document_in_each_line(tmp_path: Path) -> None:
     path = lines(tmp_path / "d.jsonl", {"text": "one"}, {"input_ids": [1, 2], "id": "x"})
     path.write_text(path.read_text() + "\n")
-    found = list(find_documents([path], False))
+    found = list(find_documents([path]))
     assert [document.name for document in found] == [f"{path}:1", f"{path}:2 (x)"]
     assert contents([path]) == ["one", [1, 2]]
 
@@ -76,36 +78,37 @@ def test_the_same_content_twice_is_one_document(tmp_path: Path) -> None:
 )
 def test_a_line_of_another_form_is_named(tmp_path: Path, entry: Any, message: str) -> None:
     with pytest.raises(DocumentError, match=message):
-        list(find_documents([lines(tmp_path / "d.jsonl", entry)], False))
+        list(find_documents([lines(tmp_path / "d.jsonl", entry)]))
 
 
 def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(DocumentError, match=r"none.txt: No such file"):
-        list(find_documents([tmp_path / "none.txt"], False))
+        list(find_documents([tmp_path / "none.txt"]))
     with pytest.raises(DocumentError, match="no document is there"):
-        list(find_documents([tmp_path], False))
+        list(find_documents([tmp_path]))
     (tmp_path / "a.bin").write_bytes(b"ab\xff")
     with pytest.raises(DocumentError, match=r"a.bin: not UTF-8 text at byte 2"):
-        list(find_documents([tmp_path], False))
+        list(find_documents([tmp_path]))
     (tmp_path / "a.bin").unlink()
     (tmp_path / "b.jsonl").write_text("{")
     with pytest.raises(DocumentError, match=r"b.jsonl:1: not JSON"):
-        list(find_documents([tmp_path], False))
+        list(find_documents([tmp_path]))
 
 
 def test_token_ids_have_no_place_for_a_prefix(tmp_path: Path) -> None:
     path = lines(tmp_path / "d.jsonl", {"input_ids": [1]})
     with pytest.raises(DocumentError, match="--prefix-file is a text"):
-        list(find_documents([path], True))
+        list(find_documents([path], "> "))
 
 
 @dataclass
 class Notes:
-    """A client that computes everything but documents with ``bad`` in them.
+    """A server that computes everything but documents with ``bad`` in them.
 
     Attributes:
         seen: Prompts, and ``flush`` with the journal's lines at that time.
         gone_after: Prompts after which the server is gone.
+        all_there: Prompts wait for one another here.
     """
 
     journal: Path
@@ -113,47 +116,49 @@ class Notes:
     gone_after: int = 10**9
     in_flight: int = 0
     most: int = 0
+    all_there: threading.Barrier = field(default_factory=lambda: threading.Barrier(1))
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    url = "http://server"
 
-    async def prefill(self, prompt: Any) -> Prefilled:
-        if len([seen for seen in self.seen if seen[0] != "f"]) >= self.gone_after:
-            raise RequestError("refused")
-        self.seen.append(prompt)
-        self.in_flight += 1
-        self.most = max(self.most, self.in_flight)
-        await asyncio.sleep(0)
-        self.in_flight -= 1
+    def prefill(self, prompt: Any) -> tuple[int, int]:
+        with self.lock:
+            if len([seen for seen in self.seen if seen[0] != "f"]) >= self.gone_after:
+                raise RequestError("refused")
+            self.seen.append(prompt)
+            self.in_flight += 1
+            self.most = max(self.most, self.in_flight)
+        self.all_there.wait()
+        with self.lock:
+            self.in_flight -= 1
         if "bad" in prompt:
             raise RequestError("too long")
-        return Prefilled(len(prompt), 1)
+        return len(prompt), 1
 
-    async def flush(self) -> None:
+    def flush(self) -> None:
         assert not self.in_flight
         noted = self.journal.read_text().count("\n") if self.journal.exists() else 0
         self.seen.append(f"flush {noted}")
 
-    async def server(self) -> dict[str, Any]:
+    def info(self) -> dict[str, Any]:
         if len(self.seen) > self.gone_after:
             raise UnusableServer("nobody")
         return SERVER
 
-    @property
-    def url(self) -> str:
-        return "http://server"
+
+def store(notes: Notes, documents: Sequence[Document], prefix: str = "", **options: Any) -> Any:
+    journal = Journal(notes.journal, SERVER, prefix)
+    result = store_documents(cast(Server, notes), documents, journal, **options)
+    return SimpleNamespace(**result)
 
 
-def store(notes: Notes, documents: Sequence[Document], **options: Any) -> Ingested:
-    journal = Journal(notes.journal, SERVER, options.get("prefix", ""))
-    return asyncio.run(store_documents(cast(Client, notes), documents, journal, **options))
-
-
-def texts(folder: Path, *contents: str) -> list[Document]:
+def texts(folder: Path, *contents: str, prefix: str = "") -> list[Document]:
     path = lines(folder / "texts.jsonl", *({"text": text} for text in contents))
-    return list(find_documents([path], False))
+    return list(find_documents([path], prefix))
 
 
 def test_the_journal_names_documents_only_after_the_flush(tmp_path: Path) -> None:
     notes = Notes(tmp_path / "journal")
-    documents = texts(tmp_path, *"abcde")
+    documents = texts(tmp_path, *"abcde", prefix="> ")
     result = store(notes, documents, group=2, prefix="> ")
     assert [seen for seen in notes.seen if seen[0] == "f"] == ["flush 0", "flush 2", "flush 4"]
     assert sorted(seen for seen in notes.seen if seen[0] == ">") == [f"> {c}" for c in "abcde"]
@@ -219,11 +224,11 @@ def test_a_server_that_goes_away_ends_it_with_what_to_do(tmp_path: Path) -> None
 
 
 def test_no_more_documents_are_in_flight_than_allowed(tmp_path: Path) -> None:
-    notes = Notes(tmp_path / "journal")
+    notes = Notes(tmp_path / "journal", all_there=threading.Barrier(3, timeout=60))
     done: list[int] = []
-    store(notes, texts(tmp_path, *"abcdefgh"), max_parallel=3, done=lambda: done.append(notes.most))
+    store(notes, texts(tmp_path, *"abcdefghi"), max_parallel=3, done=lambda: done.append(1))
     assert notes.most == 3
-    assert len(done) == 8
+    assert len(done) == 9
 
 
 def test_a_server_in_use_is_not_flushed(tmp_path: Path) -> None:

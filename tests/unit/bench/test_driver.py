@@ -15,7 +15,8 @@ from bench.harness.server import CachedTokens
 from bench.multiturn.driver import Pace, RunResult, prefill, run
 from bench.workload.base import Session, Turn, Workload
 from bench.workload.synthetic import multiturn
-from hcache_backend.cli.client import RequestError, UnusableServer
+from hcache_backend.cli.common import RequestError
+from hcache_backend.cli.ingest import UnusableServer
 
 VOCABULARY = 1000
 AT_ONCE = Pace(rate=math.inf)

@@ -14,7 +14,7 @@ from bench.multiturn.report import notes
 from bench.multiturn.run import Measured, check_length
 from bench.workload.base import Session, Turn, Workload, WorkloadError
 from bench.workload.options import add_workload_options, choose, load_tokenizer
-from hcache_backend.cli.client import UnusableServer
+from hcache_backend.cli.ingest import UnusableServer
 from hcache_backend.cli.metrics_page import MetricsPage, NoMetrics, moved, parse
 
 NOBODY = "http://127.0.0.1:9"
@@ -28,8 +28,8 @@ NOBODY = "http://127.0.0.1:9"
         (["--scale", "0"], "--scale 0: must be a number above 0"),
         (["--url", NOBODY, "--port", "3"], "give it, or --host and --port, and not both"),
         (["--url", "localhost:30000"], "--url localhost:30000: must be http://HOST:PORT"),
-        (["--url", NOBODY], f"no SGLang server at {NOBODY}"),
-        (["--host", "127.0.0.1", "--port", "9"], f"no SGLang server at {NOBODY}"),
+        (["--url", NOBODY], f"no usable SGLang server at {NOBODY}"),
+        (["--host", "127.0.0.1", "--port", "9"], f"no usable SGLang server at {NOBODY}"),
         (
             ["--workload", "rag", "--request-length", "5"],
             "--request-length 5: is for --workload multiturn; rag has its own",
