@@ -102,13 +102,6 @@ def test_a_server_without_metrics_is_an_error_in_json() -> None:
     assert watched.as_json() == {"url": "http://server", "error": "no answer"}
 
 
-def test_a_suspended_l3_is_said_and_no_problems_are_not() -> None:
-    seen = dict.fromkeys(("reason", "codec", "behind", "behind_silent"))
-    seen |= {"mode": "hidden", "pages": "own", "suspended": "a flush", "running": 0, "queued": 0}
-    assert "L3 is off (a flush)" in top._state(seen)
-    assert top._problems({"totals": {"problems": {}}}) == []
-
-
 def test_a_python_without_sglang_or_without_our_plugin_is_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

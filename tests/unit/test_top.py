@@ -145,11 +145,15 @@ def test_what_is_behind_l3_shows_and_whether_it_answers(server: Pages, pages: li
     assert (page.behind, page.behind_silent) == (None, False)
 
 
-def test_suspended_l3_shows_with_its_reason_and_kv_mode() -> None:
+def test_suspended_l3_shows_with_its_reason_and_kv_mode(server: Pages, pages: list[str]) -> None:
     gauge = metrics.SuspendedGauge()
     gauge.set("flush_needed")
+    metrics.PROBLEMS.clear()
+    server.pages = [written()]
     page = parse(written())
     assert page.suspended == "flush_needed"
+    _, output = run(address(server), "--once", "--interval", "0.2")
+    assert "L3 is off (flush needed)" in output and "problems" not in output
     gauge.set(None)
     assert parse(written()).suspended is None
     metrics.MODE.set("hidden", "own", value=0)

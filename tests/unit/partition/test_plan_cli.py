@@ -277,7 +277,9 @@ def test_bad_input_is_named(tmp_path: Path) -> None:
     gqa = ("plan", "--model", CONFIGS / "gemma-3-12b.json", "--hardware", "h100")
     assert "16 attention heads" in said(*gqa, "--tp", 32)
     few = tmp_path / "config.json"
-    few.write_text(json.dumps({**TINY, "num_attention_heads": 12, "num_key_value_heads": 4}))
+    few.write_text(
+        json.dumps({**TINY, "num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 8})
+    )
     assert "4 KV heads, or be a multiple" in said("plan", "-m", few, "-w", "h100", "--tp", 3)
     assert "cannot read nowhere" in said("plan", "--model", "nowhere", "--hardware", "h100")
     for option, value in (("--tokens", 0), ("--tp", 0), ("--ssds", -1), ("--l3", "later")):
