@@ -22,19 +22,8 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from hcache_backend.cli.common import (
-    AsJson,
-    RequestError,
-    ask,
-    errors,
-    explained,
-    human_bytes,
-    print_json,
-    progress_bar,
-    say,
-    screen,
-    table,
-)
+from hcache_backend.cli import common
+from hcache_backend.cli.common import RequestError, ask, explained, say
 from hcache_backend.cli.metrics_page import METRICS_LAG_S, look, moved
 
 _SILENCE_S = 600.0
@@ -123,15 +112,18 @@ class Document(NamedTuple):
     Attributes:
         name: Its path, with the number and the ``id`` of its line in a JSONL file.
         content: The prefix and its text, or its token ids.
-        digest: SHA-256 of its text or token ids.
+        key: Its name in the journal; the same content has another one on another server (by
+            ``_IDENTITY``), or behind another prefix.
     """
 
     name: str
     content: str | list[int]
-    digest: str
+    key: str
 
 
-def find_documents(paths: Iterable[Path], prefix: str = "") -> Iterator[Document]:
+def find_documents(
+    paths: Iterable[Path], server: Mapping[str, Any], prefix: str = ""
+) -> Iterator[Document]:
     """All documents of files and folders in the order of their names, read one by one.
 
     A file is a document, in UTF-8. A ``.jsonl`` file has one in each line: an object with ``text``,
@@ -142,24 +134,29 @@ def find_documents(paths: Iterable[Path], prefix: str = "") -> Iterator[Document
         DocumentError: One cannot be read, or has token ids although there is a prefix; or there is
             no document.
     """
+    seed = json.dumps([server.get(name) for name in _IDENTITY]) + "\n" + _digest(prefix)
     seen: set[str] = set()
     for path in (file for given in paths for file in _files(given)):
         try:
             for name, content in _contents(path):
-                digest = hashlib.sha256(json.dumps(content).encode()).hexdigest()
+                key = _digest(f"{seed}\n{_digest(json.dumps(content))}")
                 if prefix and not isinstance(content, str):
                     raise DocumentError(
                         f"{name}: has 'input_ids', and --prefix-file is a text: put its tokens "
                         "before those of the document, and leave --prefix-file out"
                     )
-                if digest not in seen:
-                    seen.add(digest)
+                if key not in seen:
+                    seen.add(key)
                     whole = prefix + content if isinstance(content, str) else content
-                    yield Document(name, whole, digest)
+                    yield Document(name, whole, key)
         except OSError as error:
             raise DocumentError(f"{path}: {error.strerror}") from None
     if not seen:
         raise DocumentError(f"{', '.join(map(str, paths))}: no document is there")
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _files(path: Path) -> list[Path]:
@@ -201,17 +198,14 @@ def _entry(where: str, line: str) -> tuple[str, str | list[int]]:
 
 
 class Journal:
-    """Documents in L3, a JSON line each; those of other servers or prefixes are others.
+    """Documents in L3: JSON lines in the file at ``path``, and their ``keys``.
 
     Raises:
-        UnusableServer: The file at ``path`` exists and cannot be read.
+        UnusableServer: The file exists and cannot be read.
     """
 
-    def __init__(self, path: Path, server: Mapping[str, Any], prefix: str) -> None:
-        self.path = path
-        served = json.dumps([server.get(name) for name in _IDENTITY])
-        self._seed = served + "\n" + hashlib.sha256(prefix.encode()).hexdigest()
-        keys: list[str] = []
+    def __init__(self, path: Path) -> None:
+        self.path, keys = path, []
         try:
             *lines, cut = (path.read_text("utf-8") if path.exists() else "").split("\n")
             for line in lines:
@@ -221,28 +215,20 @@ class Journal:
         except OSError as error:
             raise UnusableServer(f"--journal {path}: {error}") from None
         except (ValueError, LookupError, TypeError):
-            raise UnusableServer(
-                f"--journal {path}: line {len(keys) + 1} is not a journal entry; use another file"
-            ) from None
-        self._keys = set(keys)
-
-    def __contains__(self, document: Document) -> bool:
-        return self._key(document) in self._keys
+            entry = f"line {len(keys) + 1} is not a journal entry"
+            raise UnusableServer(f"--journal {path}: {entry}; use another file") from None
+        self.keys = set(keys)
 
     def add(self, stored: Sequence[tuple[Document, int]]) -> None:
         """Note documents with their tokens; on disk when this returns. Raises OSError."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a", encoding="utf-8") as file:
             for document, tokens in stored:
-                key = self._key(document)
-                self._keys.add(key)
-                entry = {"key": key, "name": document.name, "tokens": tokens}
+                entry = {"key": document.key, "name": document.name, "tokens": tokens}
                 file.write(json.dumps(entry) + "\n")
             file.flush()
             os.fsync(file.fileno())
-
-    def _key(self, document: Document) -> str:
-        return hashlib.sha256(f"{self._seed}\n{document.digest}".encode()).hexdigest()
+        self.keys |= {document.key for document, _ in stored}
 
 
 def store_documents(
@@ -283,7 +269,7 @@ def store_documents(
         finally:
             done()
 
-    missing = (document for document in documents if document not in journal)
+    missing = (document for document in documents if document.key not in journal.keys)
     pool = ThreadPoolExecutor(max_parallel)
     try:
         while some := list(islice(missing, group)):
@@ -291,7 +277,13 @@ def store_documents(
             for document, answer in zip(some, pool.map(send, some), strict=True):
                 if isinstance(answer, RequestError):
                     failed[document.name] = str(answer)
-                    _check_that_it_is_there(server)
+                    try:
+                        server.info()
+                    except UnusableServer:
+                        raise UnusableServer(
+                            f"{server.url}: the server went away; start it and run the command "
+                            "again, which goes on where the journal ends"
+                        ) from None
                     continue
                 tokens, found = answer
                 stored.append((document, tokens))
@@ -305,16 +297,6 @@ def store_documents(
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
     return {**counts, "failed": failed}
-
-
-def _check_that_it_is_there(server: Server) -> None:
-    try:
-        server.info()
-    except UnusableServer:
-        raise UnusableServer(
-            f"{server.url}: the server went away; start it and run the command again, which goes "
-            "on where the journal ends"
-        ) from None
 
 
 def ingest(
@@ -348,7 +330,7 @@ def ingest(
             "flush the caches, which is certain but needs an idle server.",
         ),
     ] = None,
-    as_json: AsJson = False,
+    as_json: common.AsJson = False,
 ) -> None:
     """Fill the store with documents ahead of time: a server computes them and stores their pages.
 
@@ -357,25 +339,23 @@ def ingest(
     """
     with explained(UnusableServer, DocumentError):
         prefix = prefix_file.read_text(encoding="utf-8") if prefix_file is not None else ""
-        # Only names and digests are kept: a document is read again when it is sent.
-        found = [one._replace(content="") for one in find_documents(documents, prefix)]
-        server = Server(url, api_key)
+        server, notes = Server(url, api_key), Journal(journal)
         info = server.info()
+        # Only keys are kept: a document is read again when it is sent.
+        keys = {document.key for document in find_documents(documents, info, prefix)}
+        known = len(keys & notes.keys)
         if not info.get("hicache_storage_backend"):
-            say(
-                "the server was started without an L3 backend: unless one was attached since, "
-                "the pages are gone when it ends",
-                errors,
-                style="yellow",
+            warning = (
+                "the server was started without an L3 backend: unless one was attached since, the "
+                "pages are gone when it ends"
             )
-        notes = Journal(journal, info, prefix)
-        known = sum(document in notes for document in found)
+            say(warning, common.errors, style="yellow")
         before, begun = look(url), time.monotonic()
-        with progress_bar(hidden=False) as bar:
-            task = bar.add_task("documents", total=len(found), completed=known)
+        with common.progress_bar(hidden=False) as bar:
+            task = bar.add_task("documents", total=len(keys), completed=known)
             said = store_documents(
                 server,
-                find_documents(documents, prefix),
+                find_documents(documents, info, prefix),
                 notes,
                 page_size=int(info.get("page_size") or 1),
                 max_parallel=max_parallel,
@@ -384,7 +364,7 @@ def ingest(
                 done=lambda: bar.advance(task),
             )
     seconds = time.monotonic() - begun
-    time.sleep(METRICS_LAG_S * (known < len(found)))
+    time.sleep(METRICS_LAG_S * (known < len(keys)))
     said |= {
         "already_stored": known,
         "seconds": seconds,
@@ -392,7 +372,7 @@ def ingest(
         "l3": moved(before, look(url)),
     }
     if as_json:
-        print_json(said)
+        common.print_json(said)
     else:
         show(said)
     if said["failed"]:
@@ -402,26 +382,19 @@ def ingest(
 def show(said: dict[str, Any]) -> None:
     """Print the results of a run, by their names in JSON."""
     l3, failed = said["l3"], list(said["failed"].items())
-    counts = {
-        "documents stored": said["stored"],
-        "stored before": said["already_stored"],
-        "refused": len(failed),
-        "tokens": said["tokens"],
-        "tokens already in L3": said["tokens_found_in_l3"],
-        "tokens per second": said["tokens_per_second"],
-    }
-    rows = [(name, f"{count:,.0f}") for name, count in counts.items()]
+    names = ("stored", "already_stored", "tokens", "tokens_found_in_l3", "tokens_per_second")
+    rows = [(name.replace("_", " "), f"{said[name]:,.0f}") for name in names]
     if "bytes_written" in l3:
-        rows.append(("L3 writes", human_bytes(l3["bytes_written"])))
-    screen.print(table("", "", "#", rows=rows))
+        rows.append(("written to L3", common.human_bytes(l3["bytes_written"])))
+    common.screen.print(common.table("", "", "#", rows=rows))
     notes = {
         "{:,} documents are shorter than a page and not stored in L3": said["shorter_than_a_page"],
         "L3 dropped {:,} pages: see hcache top and its quota": l3.get("pages_dropped"),
         f"L3 evicted {{:,}} pages to stay within its quota: {_SMALL}": l3.get("pages_evicted"),
+        "{:,} documents were refused": len(failed),
     }
     lines = [text.format(count) for text, count in notes.items() if count]
     lines += [f"{name}: {reason}" for name, reason in failed[:SHOWN_FAILURES]]
-    if (more := len(failed) - SHOWN_FAILURES) > 0:
-        lines.append(f"and {more} more")
+    lines += [f"and {len(failed) - SHOWN_FAILURES} more"] * (len(failed) > SHOWN_FAILURES)
     for line in lines:
         say(f"- {line}", style="yellow", markup=False)

@@ -6,8 +6,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -26,16 +25,9 @@ class NoMetrics(Exception):
     """A server's metrics cannot be read; the message says why and what to do."""
 
 
-@dataclass(frozen=True)
-class Histogram:
-    """The durations of a stage.
-
-    Attributes:
-        count: Number of durations.
-        seconds: Their sum.
-        below: For each bucket its upper bound in seconds, rising, and the number of durations up
-            to that bound.
-    """
+class Histogram(NamedTuple):
+    """The durations of a stage: their number, their sum, and for each bucket its upper bound in
+    seconds, rising, with the number of durations up to that bound."""
 
     count: float = 0.0
     seconds: float = 0.0
@@ -47,10 +39,10 @@ class Histogram:
         below = ((bound, number - earlier.get(bound, 0.0)) for bound, number in self.below)
         return Histogram(self.count - count, self.seconds - seconds, tuple(below))
 
-    def quantile(self, share: float) -> float | None:
+    def quantile(self, share: float) -> float:
         """Seconds that ``share`` of the durations do not exceed, interpolated within a bucket.
 
-        None if there are no durations; the largest finite bound if the bucket has no upper one.
+        NaN if there are no durations; the largest finite bound if the bucket has no upper one.
         """
         wanted, bound, count = share * self.count, 0.0, 0.0
         for upper, below in self.below:
@@ -59,25 +51,21 @@ class Histogram:
                     return bound
                 return bound + (upper - bound) * (wanted - count) / (below - count)
             bound, count = upper, below
-        return None
+        return math.nan
 
 
-@dataclass(frozen=True)
-class MetricsPage:
+class MetricsPage(NamedTuple):
     """The content of a server's page at one time.
 
     Attributes:
         time: When the page was read: seconds of the monotonic clock.
         counters: For each table of `metrics.COUNTS`, and `prompt`, the counts by event.
         stages: Durations by stage.
-        mode: ``hidden`` or ``kv``.
-        pages: ``own`` or ``plain``.
-        codec: How own pages are encoded; None: pages are plain.
+        mode, pages, codec: As the server's report; no codec: pages are plain.
         suspended: Why L3 is neither read nor written, or None.
-        behind: The shared tier, or None; ``behind_silent``: it did not answer when asked last.
+        behind, behind_silent: The shared tier, or None; whether it did not answer when asked last.
         tokens_per_second: Rates by operation, as decisions about L3 hits expect them.
-        running: Requests in a batch.
-        queued: Requests waiting for a batch.
+        running, queued: Requests in a batch, and those that wait for one.
     """
 
     time: float
@@ -96,17 +84,16 @@ class MetricsPage:
     def follows(self, before: MetricsPage) -> bool:
         """Whether both pages are of the same run of the server: no counter has decreased."""
         return all(
-            self.counters[name].get(label, 0.0) >= count
-            for name, counts in before.counters.items()
-            for label, count in counts.items()
+            self.counters[table].get(event, 0.0) >= count
+            for table, counts in before.counters.items()
+            for event, count in counts.items()
         )
 
     def since(self, before: MetricsPage) -> dict[str, dict[str, float]]:
         """Counts by table and event since ``before``, an earlier page of the same run."""
         return {
             table: {
-                label: count - before.counters[table].get(label, 0.0)
-                for label, count in counts.items()
+                event: n - before.counters[table].get(event, 0.0) for event, n in counts.items()
             }
             for table, counts in self.counters.items()
         }
@@ -178,21 +165,27 @@ def parse(text: str) -> MetricsPage:
             "no hcache metrics on /metrics. Check that hcache-backend is installed in the server's "
             "environment and is its storage backend (or HCACHE_ENABLE=1)"
         )
-    codecs, suspended = on[metrics.CODEC.name], on[metrics.SUSPENDED.name]
-    behind = on[metrics.BEHIND.name]
+    codec, suspended, behind = (
+        next((labels[label] for labels in on[metric.name]), None)
+        for metric, label in (
+            (metrics.CODEC, "used"),
+            (metrics.SUSPENDED, "reason"),
+            (metrics.BEHIND, "backend"),
+        )
+    )
     return MetricsPage(
-        time=time.monotonic(),
-        counters=counters,
-        stages={
+        time.monotonic(),
+        counters,
+        {
             name: Histogram(below[math.inf], sums[name], tuple(sorted(below.items())))
             for name, below in buckets.items()
         },
         mode=modes[0]["mode"],
         pages=modes[0]["pages"],
-        codec=codecs[0]["used"] if codecs and modes[0]["pages"] == "own" else None,
-        suspended=suspended[0]["reason"] if suspended else None,
-        behind=behind[0]["backend"] if behind else None,
-        behind_silent=any(rank["state"] == "silent" for rank in behind),
+        codec=codec if modes[0]["pages"] == "own" else None,
+        suspended=suspended,
+        behind=behind,
+        behind_silent=any(rank["state"] == "silent" for rank in on[metrics.BEHIND.name]),
         tokens_per_second=rates,
         running=int(sums[_REQUESTS[0]]),
         queued=int(sums[_REQUESTS[1]]),
@@ -211,24 +204,24 @@ def summary(page: MetricsPage, before: MetricsPage | None) -> dict[str, Any]:
     for name, histogram in sorted(page.stages.items()):
         recent = histogram.since(before.stages.get(name, Histogram())) if before else histogram
         times = recent if recent.count > 0 else histogram
-        p50, p99 = (times.quantile(share) for share in (0.5, 0.99))
+        milliseconds = {
+            "mean_ms": 1e3 * times.seconds / times.count if times.count else math.nan,
+            "p50_ms": 1e3 * times.quantile(0.5),
+            "p99_ms": 1e3 * times.quantile(0.99),
+        }
         stages[name] = {
             "count": histogram.count,
             "per_second": recent.count / elapsed if before else None,
-            "mean_ms": 1e3 * times.seconds / times.count if times.count else None,
-            "p50_ms": None if p50 is None else 1e3 * p50,
-            "p99_ms": None if p99 is None else 1e3 * p99,
+            **{name: None if math.isnan(ms) else ms for name, ms in milliseconds.items()},
         }
-    said = {name: value for name, value in vars(page).items() if name not in _COUNTED}
-    rates = before and {
-        table: {label: count / elapsed for label, count in counts.items()}
-        for table, counts in page.since(before).items()
+    _, counters, _, *state = page
+    grown = page.since(before) if before else {}
+    return {
+        **dict(zip(page._fields[3:], state, strict=True)),
+        "totals": {name: dict(counts) for name, counts in counters.items()},
+        "per_second": {t: {e: n / elapsed for e, n in grown[t].items()} for t in grown} or None,
+        "stages": stages,
     }
-    totals = {name: dict(counts) for name, counts in page.counters.items()}
-    return {**said, "totals": totals, "per_second": rates, "stages": stages}
-
-
-_COUNTED = ("time", "counters", "stages")
 
 
 def moved(before: MetricsPage | NoMetrics, after: MetricsPage | NoMetrics) -> dict[str, Any]:
@@ -238,17 +231,10 @@ def moved(before: MetricsPage | NoMetrics, after: MetricsPage | NoMetrics) -> di
     if not after.follows(before):
         return {"missing": "the server was started anew during the run"}
     grown = after.since(before)
-
-    def total(table: str, start: str) -> int:
-        return int(sum(n for label, n in grown[table].items() if label.startswith(start)))
-
-    return {
-        "mode": after.mode,
-        "pages": after.pages,
-        "bytes_read": total("store", "bytes_read"),
-        "bytes_written": total("store", "bytes_written"),
-        "bytes_restored": total("bytes", "restored"),
-        "pages_evicted": total("store", "pages_evicted"),
-        "pages_dropped": total("store", "pages_dropped"),
-        "problems": total("problems", ""),
+    store = {
+        name: int(sum(n for event, n in grown["store"].items() if event.startswith(name)))
+        for name in ("bytes_read", "bytes_written", "pages_evicted", "pages_dropped")
     }
+    restored = (n for event, n in grown["bytes"].items() if event.startswith("restored"))
+    moved = {"bytes_restored": int(sum(restored)), "problems": int(sum(grown["problems"].values()))}
+    return {"mode": after.mode, "pages": after.pages, **store, **moved}

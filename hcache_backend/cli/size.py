@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Literal, NamedTuple
@@ -67,11 +68,17 @@ def sizing(
     heads = -(-model.kv_heads // tp)
     kv_bytes = model.kv_bytes if model.latent else model.kv_bytes * heads // model.kv_heads
     if model.latent:  # SGLang's plain pages, of which every rank has the same
-        table = SegmentTable((Segment(page_size * model.layers * kv_bytes),))
-        page_bytes, files, share = table.page_bytes, 1, WHOLE
+        table, files, share = (
+            SegmentTable((Segment(page_size * model.layers * kv_bytes),)),
+            1,
+            WHOLE,
+        )
+        page_bytes = table.page_bytes
     else:
         share = share_of_rank(0, tp, page_size)
-        layers = _layers(model, dtype, partition, page_size, codec, heads, share)
+        hidden, kv = _stored(model, dtype, codec, page_size, heads, share)
+        kinds = ((RECOMPUTED, partition.recompute), (hidden, partition.hidden), (kv, partition.kv))
+        layers = tuple(layer for layer, count in kinds for _ in range(count))
         layout = PageLayout(page_size, layers, share)
         table, page_bytes = layout.table, layout.page_bytes
         files = tp if partition.kv else share.of  # K and V are those of a rank's own heads
@@ -81,21 +88,14 @@ def sizing(
     host_bytes = (pages + shadows) * page_bytes
     ratio = host_bytes / (device_tokens * model.layers * kv_bytes) if device_tokens else None
     file_bytes, files = file_layout(table, share).file_bytes, pages * files
-    return Sizing(
-        page_bytes, pages, shadows, host_bytes, ratio, file_bytes, files, files * file_bytes
-    )
+    disk_bytes = files * file_bytes
+    return Sizing(page_bytes, pages, shadows, host_bytes, ratio, file_bytes, files, disk_bytes)
 
 
-def _layers(
-    model: ModelShape,
-    dtype: str,
-    partition: Partition,
-    page_size: int,
-    codec: str,
-    heads: int,
-    share: Share,
-) -> tuple[StoredLayer, ...]:
-    """The layers of a page; ``heads`` of K and V are a rank's own."""
+def _stored(
+    model: ModelShape, dtype: str, codec: str, page_size: int, heads: int, share: Share
+) -> tuple[StoredLayer, StoredLayer]:
+    """A layer of hidden states, and one of K and V in ``heads`` heads of each rank."""
     import torch
 
     from hcache_backend.engine.kv_pages.segments import KVSegments
@@ -104,25 +104,19 @@ def _layers(
     values = getattr(torch, dtype)
     if codec == "auto":
         codec = "exp4" if dtype == "bfloat16" else "none"
-    try:
-        rows = make_codec(codec, model.hidden, values).row_bytes
-        hidden = hidden_layer(page_size, rows, model.hidden, codec)
-    except UnsupportedRows:
-        hidden = hidden_layer(page_size, model.hidden_bytes, model.hidden)
-    k, v = (
-        [torch.empty((1, heads, dim), dtype=values, device="meta")]
-        for dim in (model.head_dim, model.value_dim)
+    hidden = hidden_layer(page_size, model.hidden_bytes, model.hidden)
+    with suppress(UnsupportedRows):
+        row_bytes = make_codec(codec, model.hidden, values).row_bytes
+        hidden = hidden_layer(page_size, row_bytes, model.hidden, codec)
+    pool = SimpleNamespace(
+        k_buffer=[torch.empty((1, heads, model.head_dim), dtype=values, device="meta")],
+        v_buffer=[torch.empty((1, heads, model.value_dim), dtype=values, device="meta")],
     )
-    pool = SimpleNamespace(k_buffer=k, v_buffer=v)
     try:
         kv = KVSegments(pool, (0,), page_size, share, share.of, codec)
     except UnsupportedRows:
         kv = KVSegments(pool, (0,), page_size, share, share.of)
-    return (
-        *(RECOMPUTED,) * partition.recompute,
-        *(hidden,) * partition.hidden,
-        *(kv.stored_layer(0),) * partition.kv,
-    )
+    return hidden, kv.stored_layer(0)
 
 
 def size(

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hcache_backend.cli import doctor, ingest, page_codecs, profile, store, top
+from hcache_backend.cli import doctor, ingest, profile, store, top
 from hcache_backend.cli.common import human_bytes
 from hcache_backend.config import ConfigError, config_from_environment, parse_config
 
@@ -42,7 +42,7 @@ def test_rates_as_people_read_them() -> None:
 def test_a_document_that_is_gone_is_named(tmp_path: Path) -> None:
     for name in ("a.txt", "b.txt"):
         (tmp_path / name).write_text(name)
-    documents = ingest.find_documents([tmp_path / "a.txt", tmp_path / "b.txt"])
+    documents = ingest.find_documents([tmp_path / "a.txt", tmp_path / "b.txt"], {})
     assert next(documents).content == "a.txt"
     (tmp_path / "b.txt").unlink()
     with pytest.raises(ingest.DocumentError, match=r"b\.txt: No such file"):
@@ -51,7 +51,7 @@ def test_a_document_that_is_gone_is_named(tmp_path: Path) -> None:
 
 def test_a_journal_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(ingest.UnusableServer, match=f"--journal {tmp_path}"):
-        ingest.Journal(tmp_path, {}, "")
+        ingest.Journal(tmp_path)
 
 
 def test_what_happened_to_documents_is_said(capsys: pytest.CaptureFixture[str]) -> None:
@@ -76,17 +76,17 @@ def test_what_happened_to_documents_is_said(capsys: pytest.CaptureFixture[str]) 
 
 def test_files_that_are_no_pages_have_no_codecs(tmp_path: Path) -> None:
     (tmp_path / "other").write_bytes(b"x" * 8192)
-    assert page_codecs.codecs_of(tmp_path / "other") is None
-    assert page_codecs.codecs_of(tmp_path / "none") is None
+    assert store.codecs_of(tmp_path / "other") is None
+    assert store.codecs_of(tmp_path / "none") is None
 
 
 def test_a_short_page_has_no_codecs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "page").write_bytes(b"x" * 8192)
     for length in (4, 64):  # less than a prefix, then none of ours
         header = SimpleNamespace(table=SimpleNamespace(segments=[SimpleNamespace(length=length)]))
-        monkeypatch.setattr(page_codecs, "header_length", len)
-        monkeypatch.setattr(page_codecs, "parse_header", lambda data, header=header: header)
-        assert page_codecs.codecs_of(tmp_path / "page") is None
+        monkeypatch.setattr(store, "header_length", len)
+        monkeypatch.setattr(store, "parse_header", lambda data, header=header: header)
+        assert store.codecs_of(tmp_path / "page") is None
 
 
 def test_more_findings_than_are_shown_are_counted(capsys: pytest.CaptureFixture[str]) -> None:

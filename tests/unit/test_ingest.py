@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,7 +32,7 @@ def lines(path: Path, *entries: Any) -> Path:
 
 
 def contents(paths: Sequence[Path], prefix: str = "") -> list[Any]:
-    return [document.content for document in find_documents(paths, prefix)]
+    return [document.content for document in find_documents(paths, SERVER, prefix)]
 
 
 def test_a_folder_is_searched_for_files(tmp_path: Path) -> None:
@@ -42,7 +42,7 @@ def test_a_folder_is_searched_for_files(tmp_path: Path) -> None:
     (tmp_path / "empty.txt").write_text(" \n")
     (tmp_path / ".git").mkdir()
     (tmp_path / ".git" / "config").write_text("hidden")
-    found = list(find_documents([tmp_path]))
+    found = list(find_documents([tmp_path], SERVER))
     assert [document.name for document in found] == [
         str(tmp_path / "a.txt"),
         str(tmp_path / "b" / "two.md"),
@@ -53,7 +53,7 @@ def test_a_folder_is_searched_for_files(tmp_path: Path) -> None:
 def test_a_jsonl_file_has_a_document_in_each_line(tmp_path: Path) -> None:
     path = lines(tmp_path / "d.jsonl", {"text": "one"}, {"input_ids": [1, 2], "id": "x"})
     path.write_text(path.read_text() + "\n")
-    found = list(find_documents([path]))
+    found = list(find_documents([path], SERVER))
     assert [document.name for document in found] == [f"{path}:1", f"{path}:2 (x)"]
     assert contents([path]) == ["one", [1, 2]]
 
@@ -78,27 +78,27 @@ def test_the_same_content_twice_is_one_document(tmp_path: Path) -> None:
 )
 def test_a_line_of_another_form_is_named(tmp_path: Path, entry: Any, message: str) -> None:
     with pytest.raises(DocumentError, match=message):
-        list(find_documents([lines(tmp_path / "d.jsonl", entry)]))
+        list(find_documents([lines(tmp_path / "d.jsonl", entry)], SERVER))
 
 
 def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(DocumentError, match=r"none.txt: No such file"):
-        list(find_documents([tmp_path / "none.txt"]))
+        list(find_documents([tmp_path / "none.txt"], SERVER))
     with pytest.raises(DocumentError, match="no document is there"):
-        list(find_documents([tmp_path]))
+        list(find_documents([tmp_path], SERVER))
     (tmp_path / "a.bin").write_bytes(b"ab\xff")
     with pytest.raises(DocumentError, match=r"a.bin: not UTF-8 text at byte 2"):
-        list(find_documents([tmp_path]))
+        list(find_documents([tmp_path], SERVER))
     (tmp_path / "a.bin").unlink()
     (tmp_path / "b.jsonl").write_text("{")
     with pytest.raises(DocumentError, match=r"b.jsonl:1: not JSON"):
-        list(find_documents([tmp_path]))
+        list(find_documents([tmp_path], SERVER))
 
 
 def test_token_ids_have_no_place_for_a_prefix(tmp_path: Path) -> None:
     path = lines(tmp_path / "d.jsonl", {"input_ids": [1]})
     with pytest.raises(DocumentError, match="--prefix-file is a text"):
-        list(find_documents([path], "> "))
+        list(find_documents([path], SERVER, "> "))
 
 
 @dataclass
@@ -145,21 +145,27 @@ class Notes:
         return SERVER
 
 
-def store(notes: Notes, documents: Sequence[Document], prefix: str = "", **options: Any) -> Any:
-    journal = Journal(notes.journal, SERVER, prefix)
-    result = store_documents(cast(Server, notes), documents, journal, **options)
+def store(notes: Notes, documents: Sequence[Document], **options: Any) -> Any:
+    result = store_documents(cast(Server, notes), documents, Journal(notes.journal), **options)
     return SimpleNamespace(**result)
 
 
-def texts(folder: Path, *contents: str, prefix: str = "") -> list[Document]:
+def texts(
+    folder: Path, *contents: str, prefix: str = "", server: Mapping[str, Any] = SERVER
+) -> list[Document]:
     path = lines(folder / "texts.jsonl", *({"text": text} for text in contents))
-    return list(find_documents([path], prefix))
+    return list(find_documents([path], server, prefix))
+
+
+def noted(journal: Path, *documents: Document) -> list[bool]:
+    keys = Journal(journal).keys
+    return [document.key in keys for document in documents]
 
 
 def test_the_journal_names_documents_only_after_the_flush(tmp_path: Path) -> None:
     notes = Notes(tmp_path / "journal")
     documents = texts(tmp_path, *"abcde", prefix="> ")
-    result = store(notes, documents, group=2, prefix="> ")
+    result = store(notes, documents, group=2)
     assert [seen for seen in notes.seen if seen[0] == "f"] == ["flush 0", "flush 2", "flush 4"]
     assert sorted(seen for seen in notes.seen if seen[0] == ">") == [f"> {c}" for c in "abcde"]
     assert (result.stored, result.tokens, result.tokens_found_in_l3) == (5, 15, 5)
@@ -176,14 +182,11 @@ def test_it_goes_on_where_the_journal_ends(tmp_path: Path) -> None:
     assert store(Notes(tmp_path / "journal"), documents).stored == 0
 
 
-@pytest.mark.parametrize("what", ["server", "prefix"])
-def test_another_server_or_prefix_has_nothing_yet(tmp_path: Path, what: str) -> None:
-    documents = texts(tmp_path, "a")
-    store(Notes(tmp_path / "journal"), documents)
-    server = {**SERVER, "weight_version": "2"} if what == "server" else SERVER
-    journal = Journal(tmp_path / "journal", server, "p" if what == "prefix" else "")
-    assert documents[0] not in journal
-    assert documents[0] in Journal(tmp_path / "journal", SERVER, "")
+@pytest.mark.parametrize("other", [{"server": {**SERVER, "weight_version": "2"}}, {"prefix": "p"}])
+def test_another_server_or_prefix_has_nothing_yet(tmp_path: Path, other: dict[str, Any]) -> None:
+    path, documents = tmp_path / "journal", texts(tmp_path, "a")
+    store(Notes(path), documents)
+    assert noted(path, *documents, *texts(tmp_path, "a", **other)) == [True, False]
 
 
 def test_a_last_line_that_a_kill_cut_is_dropped(tmp_path: Path) -> None:
@@ -191,17 +194,17 @@ def test_a_last_line_that_a_kill_cut_is_dropped(tmp_path: Path) -> None:
     store(Notes(path), documents[:1])
     whole = path.read_text()
     path.write_text(whole + '{"key": "12')
-    assert documents[0] in Journal(path, SERVER, "")
+    assert noted(path, *documents) == [True, False]
     assert path.read_text() == whole
     store(Notes(path), documents)
-    assert documents[1] in Journal(path, SERVER, "")
+    assert noted(path, *documents) == [True, True]
 
 
 def test_a_file_that_is_no_journal_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     path.write_text("first\nsecond\n")
     with pytest.raises(UnusableServer, match="line 1 is not a journal entry"):
-        Journal(path, SERVER, "")
+        Journal(path)
     assert path.read_text() == "first\nsecond\n"
 
 
@@ -211,7 +214,7 @@ def test_a_document_that_is_refused_is_left_out(tmp_path: Path) -> None:
     result = store(notes, documents)
     assert result.failed == {documents[1].name: "too long"}
     assert result.stored == 2
-    assert documents[1] not in Journal(notes.journal, SERVER, "")
+    assert noted(notes.journal, *documents) == [True, False, True]
 
 
 def test_a_server_that_goes_away_ends_it_with_what_to_do(tmp_path: Path) -> None:
@@ -219,8 +222,7 @@ def test_a_server_that_goes_away_ends_it_with_what_to_do(tmp_path: Path) -> None
     documents = texts(tmp_path, *"abcde")
     with pytest.raises(UnusableServer, match="run the command again"):
         store(notes, documents, group=2, max_parallel=1)
-    journal = Journal(notes.journal, SERVER, "")
-    assert [document in journal for document in documents] == [True, True, False, False, False]
+    assert noted(notes.journal, *documents) == [True, True, False, False, False]
 
 
 def test_no_more_documents_are_in_flight_than_allowed(tmp_path: Path) -> None:
