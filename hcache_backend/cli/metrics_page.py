@@ -6,6 +6,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -25,7 +26,8 @@ class NoMetrics(Exception):
     """A server's metrics cannot be read; the message says why and what to do."""
 
 
-class Histogram(NamedTuple):
+@dataclass(frozen=True)
+class Histogram:
     """The durations of a stage: their number, their sum, and for each bucket its upper bound in
     seconds, rising, with the number of durations up to that bound."""
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from typer.testing import CliRunner, Result
 
 from hcache_backend.cli.common import RequestError
 from hcache_backend.cli.ingest import (
@@ -22,6 +24,7 @@ from hcache_backend.cli.ingest import (
     find_documents,
     store_documents,
 )
+from hcache_backend.cli.main import app
 
 SERVER = {"model_path": "m", "weight_version": "1", "page_size": 64}
 
@@ -242,3 +245,58 @@ def test_a_server_in_use_is_not_flushed(tmp_path: Path) -> None:
 def test_documents_shorter_than_a_page_are_counted(tmp_path: Path) -> None:
     result = store(Notes(tmp_path / "journal"), texts(tmp_path, "abc", "abcd"), page_size=4)
     assert (result.stored, result.shorter_than_a_page) == (2, 1)
+
+
+class Handler(BaseHTTPRequestHandler):
+    """An SGLang server without an L3 backend and without metrics."""
+
+    def do_GET(self) -> None:
+        self.answer(200, SERVER) if self.path == "/server_info" else self.answer(404, {})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        text = body.get("text", "")
+        if "bad" in text:
+            self.answer(400, {"error": {"message": "too long"}})
+            return
+        details = {"cached_tokens_details": {"storage": 2}, "finish_reason": {"type": "length"}}
+        self.answer(200, {"meta_info": {"prompt_tokens": len(text), **details}})
+
+    def answer(self, status: int, body: Any) -> None:
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(json.dumps(body).encode())
+
+    def log_message(self, format: str, *args: object) -> None:
+        """No line for each request."""
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def test_the_command_says_what_became_of_the_documents(url: str, tmp_path: Path) -> None:
+    (tmp_path / "prefix").write_text("> ")
+    documents = lines(tmp_path / "d.jsonl", {"text": "a" * 70}, {"text": "bad"}, {"text": "b"})
+    given = ("ingest", documents, "--url", url, "--journal", tmp_path / "journal", "--group", "2")
+
+    def ingest(*options: object) -> Result:
+        return CliRunner().invoke(app, [str(part) for part in (*given, *options)])
+
+    first = ingest("--json", "--prefix-file", tmp_path / "prefix")
+    found = json.loads(first.stdout)
+    assert first.exit_code == 1
+    assert (found["stored"], found["tokens"], found["tokens_found_in_l3"]) == (2, 75, 4)
+    assert found["failed"] == {f"{documents}:2": "400: too long"}
+    assert "has no /metrics" in found["l3"]["missing"]
+    assert "without an L3 backend" in first.stderr
+    again = ingest("--prefix-file", tmp_path / "prefix")
+    assert again.exit_code == 1
+    said = " ".join(again.stdout.split())
+    assert "already stored 2" in said and f"{documents}:2: 400: too long" in said
+    (tmp_path / "d.jsonl").write_text("{")
+    assert ingest().exit_code == 2
