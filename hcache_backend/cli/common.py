@@ -21,12 +21,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from hcache_backend.config import (
-    ConfigError,
-    HCacheConfig,
-    config_from_environment,
-    parse_config,
-)
+from hcache_backend.config import ConfigError, HCacheConfig, config_from_environment, parse_config
 from hcache_backend.partition.model_config import ModelConfigError, read_dtype, read_model
 from hcache_backend.partition.model_shape import ModelShape
 from hcache_backend.store import is_store_folder
@@ -44,6 +39,7 @@ Dirs = Annotated[
     typer.Option("--dir", "-d", help="A folder of the page store; may be repeated."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+SERVER = "http://127.0.0.1:30000"
 MODEL_HELP = "A config.json, or its folder."
 Model = Annotated[Path, typer.Option("--model", "-m", help=MODEL_HELP)]
 Ranks = Annotated[int, typer.Option("--tp", min=1, help="Tensor-parallel ranks.")]
@@ -130,20 +126,23 @@ def ask(server: str, path: str, seconds: float, *, body: Any = None, key: str | 
     data = None if body is None else json.dumps(body).encode()
     try:
         request = urllib.request.Request(f"{whole.rstrip('/')}/{path}", data, headers)
-        with urllib.request.urlopen(request, timeout=seconds) as answer:
+        try:
+            answer = urllib.request.urlopen(request, timeout=seconds)
+        except urllib.error.HTTPError as error:
+            answer = error
+        with answer:
             text: str = answer.read().decode(errors="replace")
-            return text
-    except urllib.error.HTTPError as error:
-        said = "give its --api-key" if error.code in (401, 403) else error_text(error.read())
-        raise RequestError(f"{error.code}: {said}", error.code) from None
     except (OSError, ValueError, http.client.HTTPException) as error:
         why = getattr(error, "reason", error)
         raise RequestError(f"the server does not answer: {why}") from None
+    if answer.status >= 400:
+        said = "give its --api-key" if answer.status in (401, 403) else error_text(text)
+        raise RequestError(f"{answer.status}: {said}", answer.status)
+    return text
 
 
-def error_text(answer: str | bytes) -> str:
+def error_text(text: str) -> str:
     """The message in an error of SGLang."""
-    text = answer if isinstance(answer, str) else answer.decode(errors="replace")
     try:
         error = json.loads(text)["error"]
     except (ValueError, LookupError, TypeError):

@@ -307,15 +307,10 @@ def ingest(
             "'input_ids' in each line."
         ),
     ],
-    url: Annotated[
-        str, typer.Option(help="The server whose L3 gets the pages.")
-    ] = "http://127.0.0.1:30000",
+    url: Annotated[str, typer.Option(help="The server whose L3 gets the pages.")] = common.SERVER,
     api_key: Annotated[str | None, typer.Option(help="The server's (admin) API key.")] = None,
     prefix_file: Annotated[
-        Path | None,
-        typer.Option(
-            help="Text that stands before the document in every question: system prompt, template."
-        ),
+        Path | None, typer.Option(help="Text before the document in every question.")
     ] = None,
     journal: Annotated[
         Path, typer.Option(help="Progress file; a later run continues from it.")
@@ -351,18 +346,22 @@ def ingest(
             )
             say(warning, common.errors, style="yellow")
         before, begun = look(url), time.monotonic()
-        with common.progress_bar(hidden=False) as bar:
-            task = bar.add_task("documents", total=len(keys), completed=known)
-            said = store_documents(
-                server,
-                find_documents(documents, info, prefix),
-                notes,
-                page_size=int(info.get("page_size") or 1),
-                max_parallel=max_parallel,
-                group=group,
-                settle_s=settle,
-                done=lambda: bar.advance(task),
-            )
+        try:
+            with common.progress_bar(hidden=False) as bar:
+                task = bar.add_task("documents", total=len(keys), completed=known)
+                said = store_documents(
+                    server,
+                    find_documents(documents, info, prefix),
+                    notes,
+                    page_size=int(info.get("page_size") or 1),
+                    max_parallel=max_parallel,
+                    group=group,
+                    settle_s=settle,
+                    done=lambda: bar.advance(task),
+                )
+        except KeyboardInterrupt:
+            say("interrupted; a later run continues from the journal", common.errors)
+            os._exit(130)  # threads may wait for the server for minutes
     seconds = time.monotonic() - begun
     time.sleep(METRICS_LAG_S * (known < len(keys)))
     said |= {

@@ -85,22 +85,13 @@ def plan(
         ),
     ] = None,
     users: Annotated[
-        int | None,
-        typer.Option(min=1, help="Plan capacity for N conversations of --tokens each."),
+        int | None, typer.Option(min=1, help="Plan capacity for N conversations of --tokens each.")
     ] = None,
-    turns_per_hour: Annotated[
-        float, typer.Option(min=0.001, help="Turns of each conversation.")
-    ] = 6.0,
-    new_tokens: Annotated[
-        int, typer.Option(min=1, help="Tokens of a question and its reply.")
-    ] = 500,
-    replicas: Annotated[
-        int, typer.Option(min=1, help="Servers, each with --tp GPUs and --ssds.")
-    ] = 1,
+    turns_per_hour: Annotated[float, typer.Option(min=0.001, help="Turns of each of them.")] = 6.0,
+    new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a question and reply.")] = 500,
+    replicas: Annotated[int, typer.Option(min=1, help="Servers of --tp GPUs and --ssds.")] = 1,
     as_json: common.AsJson = False,
-    plot: Annotated[
-        Path | None, typer.Option(help="Write a picture of the pipelines, as PNG.")
-    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the pipelines, as PNG.")] = None,
     apply: Annotated[
         Path | None,
         typer.Option(
@@ -165,8 +156,8 @@ def _apply(folder: Path, shape: ModelShape, partition: Partition) -> None:
     ]
     if not found:
         fail(f"--apply {folder}: no server has used this model with it yet; start one first")
+    update = {**asdict(partition), "reason": "hcache plan --apply"}
     for name, record in found:
-        update = {**asdict(partition), "reason": "hcache plan --apply"}
         save_record(folder, name, record.model_copy(update=update), replace=True)
 
 
@@ -227,8 +218,8 @@ def _show(result: PartitionPlan, path: Path, extra: list[str]) -> None:
         f"Bytes per token and layer: {model.hidden_bytes:,} as hidden states, "
         f"{model.kv_bytes:,} as KV.\n"
     )
-    heads = ["", "restores of#", "recompute#", "take, ms#", "at best, ms#", "with R + H + K"]
-    shown = table("", *heads[1:], *["from L3"] * (result.restore is not None))
+    heads = ["restores of#", "recompute#", "take, ms#", "at best, ms#", "with R + H + K"]
+    shown = table("", *heads, *["from L3"] * (result.restore is not None))
     for count in LENGTHS:
         at = result.at_length(count)
         read = [] if result.restore is None else ["refused" if at.refused else "read"]
@@ -259,7 +250,7 @@ def _pipelines(result: PartitionPlan) -> list[Text]:
             task = next(at, None)
             line.append(*_LOOKS[task.method][1:3] if task else " ")
         lines.append(line.append("|"))
-    legend = "R recompute, H hidden states, K KV" + (", L reading L3" if len(lines) > 2 else "")
+    legend = "R recompute, H hidden states, K KV" + ", L reading L3" * (len(lines) > 2)
     if result.recomputes_front:
         legend += ", with no front recomputed"
     return [*lines, Text(f"{'':>9} {legend}; {total * 1e3:,.1f} ms in all\n", style="dim")]

@@ -100,8 +100,7 @@ def verify(
         bool, typer.Option("--rebuild", help="First rebuild the index from the page files.")
     ] = False,
     repair: Annotated[
-        bool,
-        typer.Option("--repair", help="Delete damaged pages and index entries without a file."),
+        bool, typer.Option("--repair", help="Delete damaged pages and entries without a file.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:

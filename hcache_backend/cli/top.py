@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -15,10 +16,9 @@ from rich.live import Live
 from rich.panel import Panel
 from rich.text import Text
 
-from hcache_backend.cli.common import AsJson, human_bytes, print_json, screen, table
+from hcache_backend.cli.common import SERVER, AsJson, human_bytes, print_json, screen, table
 from hcache_backend.cli.metrics_page import MetricsPage, NoMetrics, look, summary
 
-DEFAULT_URL = "http://127.0.0.1:30000"
 LINES = {
     "prompt tokens computed": "prompt input",
     "  found on the device": "prompt device_hit",
@@ -84,8 +84,7 @@ class Watched:
 
 def top(
     urls: Annotated[
-        list[str] | None,
-        typer.Argument(help=f"Servers, as http://HOST:PORT; default {DEFAULT_URL}."),
+        list[str] | None, typer.Argument(help=f"Servers, as http://HOST:PORT; default {SERVER}.")
     ] = None,
     interval: Annotated[
         float, typer.Option("--interval", "-i", min=0.2, help="Seconds between two fetches.")
@@ -94,7 +93,7 @@ def top(
     as_json: AsJson = False,
 ) -> None:
     """Watch what servers do with hidden states and L3. The servers need --enable-metrics."""
-    watched = [Watched(url) for url in urls or [DEFAULT_URL]]
+    watched = [Watched(url) for url in urls or [SERVER]]
     with ThreadPoolExecutor(len(watched)) as pool:
         _look(pool, watched)
         if not (once or as_json):
@@ -116,14 +115,14 @@ def _look(pool: ThreadPoolExecutor, watched: Sequence[Watched]) -> None:
 
 
 def _watch(pool: ThreadPoolExecutor, watched: Sequence[Watched], interval: float) -> None:
-    with Live(picture(watched), console=screen, auto_refresh=False) as live:
-        try:
-            while True:
-                time.sleep(interval)
-                _look(pool, watched)
-                live.update(picture(watched), refresh=True)
-        except KeyboardInterrupt:
-            pass
+    with (
+        suppress(KeyboardInterrupt),
+        Live(picture(watched), console=screen, auto_refresh=False) as live,
+    ):
+        while True:
+            time.sleep(interval)
+            _look(pool, watched)
+            live.update(picture(watched), refresh=True)
 
 
 def picture(watched: Sequence[Watched]) -> Columns:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -256,6 +260,8 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         text = body.get("text", "")
+        if "hang" in text:
+            self.server.hang.wait(60)  # type: ignore[attr-defined]
         if "bad" in text:
             self.answer(400, {"error": {"message": "too long"}})
             return
@@ -271,11 +277,19 @@ class Handler(BaseHTTPRequestHandler):
         """No line for each request."""
 
 
+class Hanging(ThreadingHTTPServer):
+    """Answers a document with ``hang`` in it when ``hang`` is set."""
+
+    hang: threading.Event
+
+
 @pytest.fixture
 def url() -> Iterator[str]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+    with Hanging(("127.0.0.1", 0), Handler) as server:
+        server.hang = threading.Event()
         threading.Thread(target=server.serve_forever).start()
         yield f"http://127.0.0.1:{server.server_port}"
+        server.hang.set()
         server.shutdown()
 
 
@@ -300,3 +314,20 @@ def test_the_command_says_what_became_of_the_documents(url: str, tmp_path: Path)
     assert "already stored 2" in said and f"{documents}:2: 400: too long" in said
     (tmp_path / "d.jsonl").write_text("{")
     assert ingest().exit_code == 2
+
+
+def test_an_interrupted_command_does_not_wait_for_its_server(url: str, tmp_path: Path) -> None:
+    documents = lines(tmp_path / "d.jsonl", {"text": "a"}, {"text": "hang"})
+    journal = tmp_path / "journal"
+    given = ("ingest", documents, "--url", url, "--journal", journal, "--group", "1")
+    command = [sys.executable, "-m", "hcache_backend.cli.main", *map(str, given)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as run:
+        while not journal.exists() or not journal.read_text():
+            assert run.poll() is None
+            time.sleep(0.05)
+        time.sleep(0.2)  # the second document is under way
+        run.send_signal(signal.SIGINT)
+        _, said = run.communicate(timeout=30)
+    assert run.returncode == 130
+    assert "a later run continues from the journal" in said
+    assert len(Journal(journal).keys) == 1
