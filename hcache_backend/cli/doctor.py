@@ -45,14 +45,8 @@ _FILE_SYSTEMS = {
 
 
 class Check(NamedTuple):
-    """The result of one check.
-
-    Attributes:
-        subject: What was checked.
-        verdict: ``good``; ``fair``: works, but slower or with less; ``bad``: does not work;
-            ``skip``: is not there and not needed.
-        detail: What was found, and what to do about it.
-    """
+    """The result of one check. ``fair``: works, but slower or with less; ``bad``: does not work;
+    ``skip``: is not there and not needed. ``detail`` says what was found, and what to do."""
 
     subject: str
     verdict: Literal["good", "fair", "bad", "skip"]
@@ -71,13 +65,11 @@ def doctor(
         common.print_json({"checks": [check._asdict() for check in checks]})
     else:
         for folder, group in groupby(checks, _folder_of):
-            rows = []
-            for check in group:
-                what = check.subject.removeprefix(f"{folder}: ")
-                colour = _COLOURS[check.verdict]
-                verdict = f"[{colour}]{check.verdict}[/{colour}]"
-                rows.append((verdict, "folder" if what == folder else what, check.detail))
-            screen.print(common.table(folder, "", "what", "found", rows=rows), highlight=False)
+            shown = common.table(folder, "", "what", "found")
+            for subject, verdict, detail in group:
+                what = "folder" if subject == folder else subject.removeprefix(f"{folder}: ")
+                shown.add_row(f"[{_COLOURS[verdict]}]{verdict}[/]", what, detail)
+            screen.print(shown, highlight=False)
     if any(check.verdict == "bad" for check in checks):
         raise typer.Exit(1)
 

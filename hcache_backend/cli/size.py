@@ -21,17 +21,11 @@ from hcache_backend.units import WHOLE, Segment, SegmentTable, Share
 
 
 class Sizing(NamedTuple):
-    """Room for conversations.
+    """Room for conversations; page and host memory are a rank's, files those of all ranks.
 
     Attributes:
-        page_bytes: Host memory of a page on one rank.
-        pages: Pages of all conversations.
         shadows: Host pages that stand for the tokens on the device.
-        host_bytes: Host memory that HiCache needs on every rank.
-        ratio: The same as a multiple of the device's KV pool; None: its size was not given.
-        file_bytes: Bytes of a page file.
-        files: Page files in L3, all ranks together.
-        disk_bytes: Their bytes.
+        ratio: Host memory as a multiple of the device's KV pool; None: its size was not given.
     """
 
     page_bytes: int
@@ -68,12 +62,8 @@ def sizing(
     heads = -(-model.kv_heads // tp)
     kv_bytes = model.kv_bytes if model.latent else model.kv_bytes * heads // model.kv_heads
     if model.latent:  # SGLang's plain pages, of which every rank has the same
-        table, files, share = (
-            SegmentTable((Segment(page_size * model.layers * kv_bytes),)),
-            1,
-            WHOLE,
-        )
-        page_bytes = table.page_bytes
+        table = SegmentTable((Segment(page_size * model.layers * kv_bytes),))
+        page_bytes, files, share = table.page_bytes, 1, WHOLE
     else:
         share = share_of_rank(0, tp, page_size)
         hidden, kv = _stored(model, dtype, codec, page_size, heads, share)

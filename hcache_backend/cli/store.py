@@ -74,8 +74,17 @@ def list_pages(
     with common.explained():
         for path in config.dirs:
             with _viewed(path) as folder:
-                found = islice(_entries(folder, namespace), limit - len(rows))
-                rows += [_row(path, entry) for entry in found]
+                for entry in islice(_entries(folder, namespace), limit - len(rows)):
+                    row = {
+                        "folder": str(path),
+                        "namespace": entry.name.namespace.hex(),
+                        "key": entry.name.key.hex(),
+                        "share": f"{entry.name.share.number} of {entry.name.share.of}",
+                        "bytes": entry.file_bytes,
+                        "writer": entry.writer.hex(),
+                        "last_used": entry.stamp / 1e9,
+                    }
+                    rows.append(row)
     if as_json:
         reports = {str(path): report for path, report in _last_servers(config)}
         servers = {path: report.model_dump(mode="json") for path, report in reports.items()}
@@ -281,19 +290,6 @@ def _show_last_servers(config: HCacheConfig) -> None:
         codec = f", codec {report.codec}" if report.codec is not None else ""
         pages = f"{report.mode} mode, {report.pages} pages{reason}{codec}"
         say(f"\nLast server of {path}: {pages}; {report.model}, {when(report.time)}")
-
-
-def _row(path: Path, entry: Entry) -> dict[str, Any]:
-    namespace, key, share = entry.name
-    return {
-        "folder": str(path),
-        "namespace": namespace.hex(),
-        "key": key.hex(),
-        "share": f"{share.number} of {share.of}",
-        "bytes": entry.file_bytes,
-        "writer": entry.writer.hex(),
-        "last_used": entry.stamp / 1e9,
-    }
 
 
 def _show_findings(results: dict[str, dict[str, Any]]) -> None:
