@@ -39,7 +39,8 @@ from bench.harness.report import Column, Picture, Results, Row, Series, Table, c
 from bench.harness.server import CachedTokens, Server
 from bench.workload.base import Workload, WorkloadError
 from bench.workload.paper import LEVAL, leval, sharegpt4, zipf_contexts
-from hcache_backend.cli.client import RequestError, UnusableServer
+from hcache_backend.cli.common import RequestError
+from hcache_backend.cli.ingest import UnusableServer
 
 SHAPE = TinyLlama(layers=4, hidden=512, heads=4, kv_heads=4, intermediate=1408)
 """Small: there are many requests to each method."""

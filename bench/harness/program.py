@@ -240,7 +240,7 @@ def failing() -> Iterator[None]:
     from bench.harness.machine import MachineError
     from bench.harness.server import ServerError, unwind_when_terminated
     from bench.workload.base import WorkloadError
-    from hcache_backend.cli.client import UnusableServer
+    from hcache_backend.cli.ingest import UnusableServer
 
     unwind_when_terminated()
     try:

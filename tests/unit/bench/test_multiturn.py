@@ -25,7 +25,8 @@ from bench.multiturn import (
     tiers,
 )
 from bench.workload.base import Session, Turn, Workload
-from hcache_backend.cli.client import RequestError, UnusableServer
+from hcache_backend.cli.common import RequestError
+from hcache_backend.cli.ingest import UnusableServer
 
 AT_ONCE = Pace(rate=math.inf)
 
