@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, astuple
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -201,9 +201,9 @@ def _show(result: PartitionPlan, path: Path, extra: list[str]) -> None:
         shown.add_row(
             f"{count:,}",
             str(at.recompute_layers),
-            f"{at.seconds * 1e3:,.1f}",
-            f"{at.best_seconds * 1e3:,.1f}",
-            " + ".join(map(str, astuple(at.best))),
+            f"{at.ms:,.1f}",
+            f"{at.best_ms:,.1f}",
+            " + ".join(map(str, at.best.values())),
             "refused" if at.refused else "read",
         )
     say(shown)
