@@ -41,13 +41,13 @@ from hcache_backend.engine.hooks import READS, guarded
 from hcache_backend.engine.host_pool import OwnPagesPool
 from hcache_backend.engine.kv_pages.node_pairs import NodePairs
 from hcache_backend.engine.loads import LoadQueue, Prefix, QueuedLoad, TokenIds
-from hcache_backend.engine.ranks import smallest
 from hcache_backend.engine.read_batches import BackAck, BatchedReads
 from hcache_backend.engine.runtime import Runtime, current
 from hcache_backend.engine.service_check import KVChecks, ServiceChecks
 from hcache_backend.engine.stage_pages import StagePages
 from hcache_backend.engine.turn import Turn
 from hcache_backend.page import Bytes, Ints, PageLayout, key_bytes
+from hcache_backend.ranks import smallest
 from hcache_backend.restore.eager import batch_pages
 from hcache_backend.restore.meeting import Meeting, meeting_of
 
@@ -108,7 +108,7 @@ class OwnPagesController(HybridCacheController):
         self._runtime = runtime
         self._pool = pool
         self._loads = loads
-        self.governor = loads.governor
+        self.governor = None if eager is None else eager.governor
         self.eager = eager
         self._stages = stages
         self._kv_checks = kv_checks
@@ -162,8 +162,8 @@ class OwnPagesController(HybridCacheController):
 
     def begin_turn(self, cache: Any, turn: Turn) -> None:
         """HiCache had its turn on the scheduler thread; ``cache`` is its radix cache."""
-        self.governor.look()
         if self.eager is not None:
+            self.eager.governor.look()
             self.eager.begin_turn(cache, turn)
         if self._pairs is not None:
             self._tree = cache.tree_core

@@ -20,9 +20,9 @@ import torch
 
 from hcache_backend import streams
 from hcache_backend.engine import metrics
-from hcache_backend.engine.hits.hooks import is_on_device
 from hcache_backend.engine.host_pool import OwnPagesPool
 from hcache_backend.engine.loads import LoadQueue, QueuedLoad
+from hcache_backend.engine.recompute.governor import Governor
 from hcache_backend.engine.recompute.rows import RecomputedRows
 from hcache_backend.engine.recompute.slices import SliceBudget
 from hcache_backend.engine.reservable_pages import ReservablePages
@@ -70,6 +70,7 @@ class EagerLoads:
         budget: SliceBudget,
         new_rows: Callable[[], RecomputedRows] | None = None,
     ) -> None:
+        self.governor = Governor()
         self._budget = budget
         self._new_rows = new_rows
         self._pages = pages
@@ -158,7 +159,7 @@ class EagerLoads:
     def seconds_to_recompute(self, tokens: int, prefix: int) -> float:
         """How long all layers of so many tokens behind so many take in slices; infinite: they are
         put off, or nobody knows. Any thread."""
-        share, layers = self._loads.governor.pace().share, len(self._loads.methods.methods)
+        share, layers = self.governor.pace().share, len(self._loads.methods.methods)
         if not share:
             return math.inf
         seconds = self._budget.seconds(tokens, self._pool.page_size, prefix, layers)
@@ -175,7 +176,7 @@ class EagerLoads:
 
     def _ask(self, turn: Turn) -> None:
         """Say how many pages a slice may recompute now, as many as one turn has time for."""
-        size, budget, pace = self._pool.page_size, self._budget, self._loads.governor.pace()
+        size, budget, pace = self._pool.page_size, self._budget, self.governor.pace()
         while self._offers:  # an error came between
             self._taken(self._offers.pop(), 0)
         for due in islice(self._restores.to_recompute(max(1, budget.tokens // size)), _OFFERS):
@@ -195,7 +196,7 @@ class EagerLoads:
 
     def end_turn(self) -> None:
         """The ranks have agreed: recompute layers that pages lack, of the first that may be."""
-        decision, launched = self._loads.governor.pace().decision, False
+        decision, launched = self.governor.pace().decision, False
         while self._offers:
             offer = self._offers.pop(0)
             free, pages = offer.said.least
@@ -324,3 +325,9 @@ class EagerLoads:
 def token_array(token_ids: Any) -> npt.NDArray[np.int32]:
     """Token ids of a storage operation (a key, a list or an array) as int32 ``[n]``."""
     return np.asarray(getattr(token_ids, "token_ids", token_ids), dtype=np.int64).astype(np.int32)
+
+
+def is_on_device(tree: Any, node: Hashable) -> bool:
+    """Whether the device has K and V of all tokens up to the end of a node of SGLang's tree."""
+    root = tree.empty_match_result.last_device_node
+    return bool(node == root or not tree.is_full_device_evicted(node))

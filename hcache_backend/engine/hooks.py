@@ -15,10 +15,10 @@ from hcache_backend.engine import metrics
 from hcache_backend.engine.disaggregation.prefill import before_sending_prefix
 from hcache_backend.engine.disaggregation.weights import after_metadata, before_commit
 from hcache_backend.engine.hits import hooks as hits
-from hcache_backend.engine.ranks import OutOfStep
 from hcache_backend.engine.runtime import current
 from hcache_backend.engine.turn import Turn
 from hcache_backend.projection.generic import ProjectionBatch, ProjectionReached
+from hcache_backend.ranks import OutOfStep
 from hcache_backend.restore.recompute import RecomputePass
 
 logger = logging.getLogger("hcache")

@@ -155,7 +155,6 @@ def bare_controller(pool: Any, loads: Any = None, **fields: Any) -> Any:
         "_runtime": SimpleNamespace(distrust=None),
         "_prefix": lambda: torch.empty(0, dtype=torch.int64),
         "_token_ids": lambda: None,
-        "governor": SimpleNamespace(look=lambda: None),
         "_backups": deque(),
         "write_queue": [],
         "write_policy": "write_through",

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from hcache_backend.engine.recompute.governor import Pace
 from hcache_backend.restore.meeting import Meeting
 
 
@@ -57,9 +56,7 @@ def eager_over(
         "page_ids": lambda indices: indices[::size].numpy() // size,
         "arena": SimpleNamespace(**arena),
     }
-    governor = SimpleNamespace(pace=lambda: Pace(1.0, "whole"))
-    loads: dict[str, Any] = {"stored_from": 0, "count_finished": lambda: None, "governor": governor}
-    loads |= others.get("loads", {})
+    loads = {"stored_from": 0, "count_finished": lambda: None} | others.get("loads", {})
     parts: list[Any] = [pool | others.get("pool", {}), pipeline, loads]
     into, starts, queue = (SimpleNamespace(**part) for part in parts)
     return EagerLoads(pages, into, starts, queue, most, budget)

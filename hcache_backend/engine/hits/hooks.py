@@ -9,11 +9,12 @@ from __future__ import annotations
 import inspect
 import itertools
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
 from hcache_backend.engine import metrics
+from hcache_backend.engine.eager_loads import is_on_device
 from hcache_backend.engine.hits.gate import HitGate, Running
 from hcache_backend.engine.recompute.governor import waits_for_gpu
 from hcache_backend.engine.runtime import current
@@ -188,12 +189,6 @@ def _running(cache: Any, operation: Any) -> Running:
         lost=lost,
         reachable=reachable,
     )
-
-
-def is_on_device(tree: Any, node: Hashable) -> bool:
-    """Whether the device has K and V of all tokens up to the end of a node of SGLang's tree."""
-    root = tree.empty_match_result.last_device_node
-    return bool(node == root or not tree.is_full_device_evicted(node))
 
 
 def _pages_per_report(controller: Any, pages: int) -> int:

@@ -19,11 +19,11 @@ import numpy as np
 import torch
 
 from hcache_backend.engine import metrics
-from hcache_backend.engine.ranks import on_all_ranks, sum_of_all_ranks
 from hcache_backend.engine.turn import Said, Turn
 from hcache_backend.krul.choice import PairChoice
 from hcache_backend.krul.paired_layout import CodedPair, PairedLayout
 from hcache_backend.krul.statistics import PROBE_TOKENS, PairSums, attention_sums
+from hcache_backend.ranks import on_all_ranks, sum_of_all_ranks
 from hcache_backend.restore.recompute import Recomputer
 from hcache_backend.streams import Event, StreamFailed, current_stream, host_tensor
 

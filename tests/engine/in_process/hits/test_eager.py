@@ -239,10 +239,10 @@ class Slices:
                 "stored_from": 2,
                 "recompute_of": self._recompute_of,
                 "recomputation_failed": self.failures.append,
-                "governor": SimpleNamespace(pace=lambda: self.pace),
             },
         )
         self.eager._controller = SimpleNamespace(tp_group=None)
+        self.eager.governor = SimpleNamespace(pace=lambda: self.pace)
         self.eager._before_prefetch = lambda prefetch: (
             torch.zeros(SIZE, dtype=torch.int64) if self.known else None
         )
@@ -407,7 +407,6 @@ class Fronts:
                 "methods": SimpleNamespace(methods=("kv",) * 3),
                 "recompute_pages": self._recompute_pages,
                 "recomputation_failed": self.failures.append,
-                "governor": SimpleNamespace(pace=lambda: Pace(1.0, "whole")),
                 "recomputes_pages": True,
                 "seconds_to_read": lambda tokens: tokens * self.seconds_to_read,
             },
@@ -720,9 +719,9 @@ def test_a_front_is_not_waited_for_where_slices_are_put_off(scene: Scene) -> Non
     assert fronts.eager.seconds_to_recompute(8 * SIZE, 0) == 3 * 8 * SIZE
     together, alone = fronts.eager.until_met(meeting, 0)
     assert (together, alone) == (pytest.approx(8 * SIZE * 3 / 4), 8 * SIZE)
-    fronts.loads.governor.pace = lambda: Pace(0.5, "shorter")
+    fronts.eager.governor.pace = lambda: Pace(0.5, "shorter")
     assert fronts.eager.seconds_to_recompute(8 * SIZE, 0) == 2 * 3 * 8 * SIZE
-    fronts.loads.governor.pace = lambda: Pace(0.0, "put_off_running")
+    fronts.eager.governor.pace = lambda: Pace(0.0, "put_off_running")
     assert fronts.eager.until_met(meeting, 0) == (alone, alone)
 
 
@@ -731,7 +730,7 @@ def test_slices_take_as_long_as_a_prefill_until_one_has_run(scene: Scene) -> Non
     fronts = Fronts(scene)
     fronts.eager._budget = SliceBudget(1.0, 2 * SIZE, lambda tokens, _: tokens, known=False)
     fronts.loads.seconds_to_compute = lambda tokens, prefix: tokens * 5 + prefix
-    fronts.loads.governor.pace = lambda: Pace(0.5, "shorter")
+    fronts.eager.governor.pace = lambda: Pace(0.5, "shorter")
     assert fronts.eager.seconds_to_recompute(8 * SIZE, 3) == 2 * (8 * SIZE * 5 + 3)
     fronts.eager._budget._layer.measured(2 * SIZE, 0, 2.0 * SIZE)
     assert fronts.eager.seconds_to_recompute(8 * SIZE, 3) == 2 * 3 * 8 * SIZE

@@ -11,12 +11,10 @@ import pytest
 import torch
 
 from hcache_backend.engine.hooks import EVENTS, guarded, own_pages_hooks
-from hcache_backend.engine.loads import LoadQueue, QueuedLoad
-from hcache_backend.engine.recompute.governor import Pace
+from hcache_backend.engine.loads import HandOut, LoadQueue, QueuedLoad
 from hcache_backend.page import PageLayout, hidden_layer
 from hcache_backend.partition.costs import Partition
 from hcache_backend.partition.restore import Restore
-from hcache_backend.restore.eager import HandOut
 from hcache_backend.restore.layers import Recompute
 from hcache_backend.streams import Stream, current_stream
 from tests.kit.host import PAGE
@@ -197,7 +195,6 @@ class TestQueuedLoads:
             first_layers=lambda *a: asked.append(a) or 3, recomputable=4
         )  # type: ignore[assignment, func-returns-value]
         loads.slowdown = lambda tokens: tokens / 50
-        loads.governor.pace = lambda: Pace(0.0, "")  # type: ignore[method-assign]
         add(loads, plan(loads, 0))
         recomputed(loads)
         assert asked == [(SIZE, 0, SIZE / 50)]
