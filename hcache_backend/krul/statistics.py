@@ -10,9 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
+
+from hcache_backend.restore.recompute import ProbedLayer
 
 PROBE_TOKENS = 32
 """How many of the last tokens are asked."""
@@ -20,30 +21,6 @@ _ENDS = 0.1
 """Share of the tokens that are the first ones, and of those that are the last ones."""
 _WEIGHTS = 1 << 24
 """So many weights of attention exist at once, or those of one query in the heads of a KV head."""
-
-
-class ProbedLayer(Protocol):
-    """The last queries of a sequence in one layer, and what they attend to, which is fetched when
-    it is asked for."""
-
-    @property
-    def q(self) -> torch.Tensor:
-        """Of the last ``t`` tokens, ``[t, heads, dim]``, as attention receives them."""
-
-    @property
-    def scale(self) -> float:
-        """Factor of the products of queries and keys."""
-
-    @property
-    def length(self) -> int:
-        """All ``n`` tokens."""
-
-    @property
-    def kv_heads(self) -> int:
-        """Heads of K, and of V."""
-
-    def keys(self, heads: slice) -> torch.Tensor:
-        """K of all tokens in some heads, ``[n, heads, dim]``; its type may be another one."""
 
 
 @dataclass(frozen=True)

@@ -12,14 +12,37 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 
-from hcache_backend.krul.statistics import ProbedLayer
 from hcache_backend.projection.paged_pool import PagedPool
 from hcache_backend.streams import Stream, to_device
+
+
+class ProbedLayer(Protocol):
+    """The last queries of a sequence in one layer, and what they attend to, which is fetched when
+    it is asked for."""
+
+    @property
+    def q(self) -> torch.Tensor:
+        """Of the last ``t`` tokens, ``[t, heads, dim]``, as attention receives them."""
+
+    @property
+    def scale(self) -> float:
+        """Factor of the products of queries and keys."""
+
+    @property
+    def length(self) -> int:
+        """All ``n`` tokens."""
+
+    @property
+    def kv_heads(self) -> int:
+        """Heads of K, and of V."""
+
+    def keys(self, heads: slice) -> torch.Tensor:
+        """K of all tokens in some heads, ``[n, heads, dim]``; its type may be another one."""
 
 
 class TokenSpan(NamedTuple):

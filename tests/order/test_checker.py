@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.cpu_engine.hcache_cpu_engine.plugin import _unpinned
+from tests.order.edges import PARTS
 from tests.order.checker import Checker
 from tests.order.clocks import Query
 
@@ -215,7 +216,7 @@ def test_the_engine_s_path_reaches_streams_by_one_door() -> None:
     package = Path(__file__).parents[2] / "hcache_backend"
     beside = [
         str(path.relative_to(package))
-        for part in ("engine", "capture", "restore", "projection")
+        for part in (*PARTS, "projection")
         for path in (package / part).rglob("*.py")
         if "torch.cuda" in path.read_text()
     ]
