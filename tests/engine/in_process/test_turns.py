@@ -50,6 +50,7 @@ def test_all_that_a_turn_has_to_say_is_reduced_at_once(monkeypatch: pytest.Monke
             answered=lambda: False,
             begin_turn=lambda cache, turn: turn.say(*numbers),
             end_turn=lambda: None,
+            governor=SimpleNamespace(look=lambda: None),
         )
 
     controller = bare_controller(
