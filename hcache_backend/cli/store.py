@@ -75,7 +75,7 @@ def list_pages(
         for path in config.dirs:
             with _viewed(path) as folder:
                 for entry in islice(_entries(folder, namespace), limit - len(rows)):
-                    row = {
+                    row: dict[str, Any] = {
                         "folder": str(path),
                         "namespace": entry.name.namespace.hex(),
                         "key": entry.name.key.hex(),
