@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -258,7 +259,7 @@ def store_documents(
         DocumentError: A document cannot be read.
         OSError: The journal cannot be written.
     """
-    counts = {"stored": 0, "tokens": 0, "tokens_found_in_l3": 0, "shorter_than_a_page": 0}
+    counts = Counter(stored=0, tokens=0, tokens_found_in_l3=0, shorter_than_a_page=0)
     failed: dict[str, str] = {}
 
     def send(document: Document) -> tuple[int, int] | RequestError:
@@ -287,8 +288,8 @@ def store_documents(
                     continue
                 tokens, found = answer
                 stored.append((document, tokens))
-                for name, more in zip(counts, (1, tokens, found, tokens < page_size), strict=True):
-                    counts[name] += more
+                counts.update(stored=1, tokens=tokens, tokens_found_in_l3=found)
+                counts["shorter_than_a_page"] += tokens < page_size
             if settle_s is None:
                 server.flush()
             else:
