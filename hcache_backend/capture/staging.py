@@ -76,8 +76,7 @@ class Staging:
         )
 
     def free(self) -> None:
-        """Give the memory back; nothing may be under way. Recorded copies do nothing from now
-        on."""
+        """Give the memory back; nothing may be under way. Recorded copies then do nothing."""
         self.name_none()
         current_stream(self.device).record().synchronize()  # a replay uses another stream
         self.places = 0
@@ -94,7 +93,7 @@ class Staging:
     def begin(
         self, tokens: TokenRows, step: int, placed: range
     ) -> Callable[[torch.Tensor, torch.Tensor], None]:
-        """Returns ``launch`` of :meth:`Ledger.step`; ``placed`` has a place for each token, or
+        """Returns ``launch`` of :meth:`Ledger.step`; ``placed``: a place for each token, or
         none."""
         return lambda where, copied: begin_rows(tokens, where, copied, self._now, step, placed)
 
@@ -131,9 +130,8 @@ class Staging:
         stage_rows(hidden, places, self._now.number, self.staged, layer)
 
     def record(self, layer: int, hidden: object) -> None:
-        """Copy all of ``hidden`` while a CUDA graph is recorded; a replay uses the places of its
-        own step. Call it in the warm-up too: a kernel must not be compiled while a graph is
-        recorded."""
+        """Copy ``hidden`` while a CUDA graph is recorded; a replay uses the places of its own step.
+        Also for the warm-up: a kernel must not be compiled while a graph is recorded."""
         if self.fits(hidden, 0):
             self.stage(layer, hidden, len(hidden))
 
@@ -254,8 +252,7 @@ class StagedCapture:
             current_stream(self.device).wait(last)
 
     def take(self, layer: int, hidden: object) -> None:
-        """Stage one of the projection's input of ``layer``; outside of a step only for CUDA
-        graphs."""
+        """Stage one of the projection's input; outside of a step only to record CUDA graphs."""
         step = self._step
         if step is None:
             if recording_graph():
@@ -287,9 +284,8 @@ class StagedCapture:
         step.ring.used(self._transfer.record())
 
     def end(self, step: Step, *, replayed: bool) -> bool:
-        """Launch stage two behind the forward pass. Returns True if its rows are promised;
-        otherwise they stay void. ``replayed``: a recorded graph ran, so that Python saw no
-        layer."""
+        """Launch stage two behind the forward pass; ``replayed`` ones showed Python no layer.
+        Returns True if the rows are promised; otherwise they stay void."""
         self._step = None
         if replayed and step.first is None:
             return False  # recorded copies know only the ring of places
