@@ -213,8 +213,7 @@ class Arena:
         return self._clock
 
     def prove(self, slots: Ids, ticket: int, verdicts: npt.NDArray[np.uint8]) -> Lost:
-        """Apply a step's :class:`Verdict` on each slot; lost rows of reallocated slots do not
-        count."""
+        """Apply a step's verdicts; returns the lost rows of slots that still belong to it."""
         due = (self._generation[slots] == ticket) & (self._rows[slots] == _RowState.PROMISED)
         written = verdicts == Verdict.WRITTEN
         if np.count_nonzero(written) == len(written):
@@ -289,8 +288,7 @@ class Arena:
         return self._rows[slots] == _RowState.UNFIT
 
     def recomputed(self, host_pages: Ids, positions: Ids, token_ids: Ids) -> None:
-        """The tokens will be recomputed to ``host_pages``; :meth:`arrived` gets the same array
-        then."""
+        """The tokens come recomputed to ``host_pages``; :meth:`arrived` gets this array then."""
         self.complete(host_pages)
         self.wait_for(host_pages)
         if not len(self._shadow):
@@ -303,8 +301,7 @@ class Arena:
         self._recomputed.update(host_pages.tolist())
 
     def loaded(self, slots: Ids, host_pages: Ids) -> None:
-        """``slots`` were allocated for the tokens of ``host_pages``; rows of a lost page are
-        unfit."""
+        """``slots`` were allocated for the tokens of ``host_pages``; a lost page has none."""
         size = self.layout.page_size
         pages = slots[::size] // size
         physical = self._host[host_pages]

@@ -93,8 +93,7 @@ class Staging:
     def begin(
         self, tokens: TokenRows, step: int, placed: range
     ) -> Callable[[torch.Tensor, torch.Tensor], None]:
-        """Returns ``launch`` of :meth:`Ledger.step`; ``placed``: a place for each token, or
-        none."""
+        """Returns ``launch`` of :meth:`Ledger.step`; ``placed``: a place per token, or none."""
         return lambda where, copied: begin_rows(tokens, where, copied, self._now, step, placed)
 
     def name_none(self) -> None:
