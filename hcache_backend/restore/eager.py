@@ -44,8 +44,8 @@ from hcache_backend.streams import StreamFailed
 _LEAST_BATCH = 4  # pages of a read at least, if there are as many: disks need parallel requests
 
 
-_LAUNCH_SHARE = 4  # a launch on a GPU restores a quarter of a hit, or
-_LAUNCH_BYTES = 64 << 20  # 2 ms of its bus, because it takes the scheduler thread 0.1 ms
+_LAUNCH_SHARE = 4  # a GPU gets a quarter of a hit at a time, or what its bus copies
+_LAUNCH_BYTES = 64 << 20  # in 2 ms: a launch takes the scheduler thread 0.1 ms
 
 
 def launch_pages(device: torch.device | str, page_bytes: int) -> Callable[[int], int]:
@@ -267,8 +267,7 @@ class EagerRestores:
     # ---- the end ----
 
     def clear(self) -> None:
-        """Give back everything and block until nothing reads host pages. Prefetches go on
-        without."""
+        """Give back everything and block until nothing reads host pages; prefetches go on."""
         for _, restore in self._reading:
             _until_copied(restore)
         self._give_back(list(self._places.values()))

@@ -49,8 +49,7 @@ class Exchange:
 
     @classmethod
     def between(cls, ranks: Sequence[int], device: torch.device | str) -> Exchange:
-        """Make the process groups of global ``ranks`` in the order of shares; all must call
-        this."""
+        """Make the groups of global ``ranks``, in the order of shares; all of them call this."""
         own = list(ranks).index(dist.get_rank())
         options = {"timeout": _TIMEOUT, "use_local_synchronization": True}
         groups = [dist.new_group(list(ranks), backend="gloo", **options)]

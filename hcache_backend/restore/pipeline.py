@@ -354,8 +354,7 @@ _Bring = Callable[[Part, torch.Tensor], None]  # copies a part to the given devi
 
 
 class _Arrived(NamedTuple):
-    """A part whose copy was launched, with the event behind it; it is parked if it has no
-    buffer."""
+    """A part whose copy was launched, and the event behind it; no buffer: it is parked."""
 
     part: Part
     buffer: torch.Tensor | None

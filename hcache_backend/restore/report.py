@@ -61,8 +61,7 @@ class RunningRestore:
         self, stream: Stream, slots: torch.Tensor, work: Callable[[], object]
     ) -> Exception | None:
         """Let ``work()`` copy what was recomputed from ``slots`` to the host; the restore ends
-        behind that. Returns the error if it failed: not all is in host pages then, nor on its
-        way."""
+        behind that. Returns the error if it failed: host pages lack something then."""
         problem = None
         stream.wait(self.layers[-1])
         stream.keep(slots)
