@@ -14,8 +14,7 @@ from hcache_kernels.project_kv import ProjectionCall, Way, project_kv
 
 
 class Projector:
-    """Projects hidden states to ``pool``, by a layer's spec or without one by its attention
-    module."""
+    """Projects hidden states to ``pool``, by a layer's spec if it has one, or by its module."""
 
     def __init__(self, batch: ProjectionBatch, pool: PagedPool, layers: int) -> None:
         self.batch = batch
