@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from tests.cpu_engine.hcache_cpu_engine.plugin import _unpinned
-from tests.order.edges import PARTS
 from tests.order.checker import Checker
 from tests.order.clocks import Query
+from tests.order.edges import PARTS
 
 GPU = torch.device("cpu")
 """A variable: on a machine with a GPU it would name that."""
