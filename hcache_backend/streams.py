@@ -76,8 +76,7 @@ class Stream(ABC):
 
 
 def new_stream(device: torch.device | str, name: str, *, in_turn: bool = False) -> Stream:
-    """A new stream. If ``in_turn``, its work has collectives: on a CPU the caller's thread does
-    it."""
+    """A new stream; ``in_turn``: its work has collectives; on a CPU the caller runs it."""
     return _door.new_stream(torch.device(device), name, in_turn=in_turn)
 
 

@@ -1,1 +1,1 @@
-"""Which layers are stored and restored by which method: cost model, measured profile, solver."""
+"""Cost model, machine profile and solver: by which method each layer is stored and restored."""
