@@ -1,8 +1,8 @@
 """Every option, once; docs/options.md explains each.
 
-Options are the table ``hcache`` in SGLang's ``--hicache-storage-backend-extra-config``. Below it,
-``HCACHE_CONFIG`` has the same table, for a later attach or a backend of SGLang's own. Both are JSON
-or ``@file.toml``.
+Options are the table ``hcache`` in SGLang's ``--hicache-storage-backend-extra-config``, JSON or
+``@file.toml``. The environment variable ``HCACHE_CONFIG`` has the same table at lower priority, for
+a later attach or a backend of SGLang's own.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple, get_args
 from hcache_backend.partition.model_shape import ModelShape
 
 L3Path = Literal["overlapped", "first", "none"]
-"""When L3 is read. ``overlapped``: during the restore (the paper), so a transfer is as slow as the
+"""Reading of L3. ``overlapped``: during the restore (the paper), so a transfer is as slow as the
 slower of L3 and bus. ``first``: before it (HiCache's prefetch). ``none``: not at all."""
 LEAST_PART = 1 / 8  # least share of a hit that is read during recomputation; below it all is read
 

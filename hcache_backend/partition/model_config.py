@@ -56,7 +56,8 @@ def read_model(path: Path) -> ModelShape:
 
 
 def read_dtype(path: Path) -> str:
-    """Its value type: ``bfloat16``, ``float16`` or ``float32``; raises ModelConfigError."""
+    """Value type of the model: ``bfloat16``, ``float16`` or ``float32``; raises
+    ModelConfigError."""
     return _dtype(_Fields(*_read(path)))
 
 

@@ -30,7 +30,7 @@ class AtLength(NamedTuple):
 
 @dataclass(frozen=True)
 class PartitionPlan:
-    """What a server stores of each layer, and how long its restores take.
+    """Storage of each layer on a server, and the time of its restores.
 
     ``model`` has encoded bytes (:mod:`.encoded`); ``tokens`` is the restore that is solved for.
     ``restore`` is the server's option; its other options are the defaults.
@@ -44,7 +44,7 @@ class PartitionPlan:
 
     @cached_property
     def l3(self) -> L3Path:
-        """When L3 is read: own pages overlap, unless ranks exchange hidden states."""
+        """Own pages overlap, unless ranks exchange hidden states."""
         if self.restore != "auto" or self.model.latent:
             return "first"
         return (

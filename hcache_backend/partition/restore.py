@@ -29,7 +29,7 @@ from hcache_backend.partition.profile import Profile
 
 @dataclass(frozen=True)
 class Restore:
-    """How a server stores and restores each layer, and how long that takes. Any thread.
+    """Storage and restore of each layer of a model, and their times. Any thread.
 
     Attributes:
         profile: The machine; None: not measured, so restores recompute only what they must.

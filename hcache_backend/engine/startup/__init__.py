@@ -1,1 +1,1 @@
-"""What runs once, when a server starts or an L3 is attached: checks, plans, and setting up."""
+"""Start and attach of a server: checks, plans, setting up."""
