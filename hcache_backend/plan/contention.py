@@ -1,7 +1,7 @@
-"""Copies to a GPU beside matrix products: how fast both are, by every way to copy.
+"""Copies to a GPU during matrix products: the speed of both, for every way to copy.
 
-A copy by a kernel keeps products off the multiprocessors that it waits on, so in a restore neither
-is as fast as alone. The more programs copy, the fuller the bus, and the slower the products.
+A copying kernel keeps products off the multiprocessors that it waits on, so a restore slows both.
+More programs fill the bus more, and slow products more.
 """
 
 from __future__ import annotations
@@ -21,20 +21,16 @@ from hcache_kernels.pages import gather_pages
 logger = logging.getLogger("hcache")
 
 PROGRAMS = (2, 4, 8, 16, 32)
-TOKENS, PAGE, PRODUCT_TOKENS = 2048, 64, 8192
-"""Tokens of a copy, of each of its pages, and of a product. Both take longer than their launch, or
-Python's launches would be measured."""
+TOKENS, PAGE, PRODUCT_TOKENS = 2048, 64, 8192  # of a copy, a page, a product; longer than a launch
 _COLD_BYTES = 64 << 20
-_EVEN = 1.05
-"""Ways whose layers take so much longer at most count as equally fast."""
-_LEAST, _MOST = 4, 1000
-"""Repetitions of one measurement."""
+_EVEN = 1.05  # ways count as equally fast if their layers take at most this many times as long
+_LEAST, _MOST = 4, 1000  # repetitions of one measurement
 
 Work = Callable[[], object]
 
 
 class CopySpeed(NamedTuple):
-    """As :class:`~hcache_backend.plan.profile.CopyWay`, without pydantic."""
+    """A :class:`~hcache_backend.plan.profile.CopyWay` without pydantic."""
 
     programs: int | None
     alone: float
@@ -43,12 +39,8 @@ class CopySpeed(NamedTuple):
 
 
 class Repeated(NamedTuple):
-    """Work that one stream repeated beside another stream, from a common start.
-
-    Attributes:
-        alone: Seconds of one repetition with nothing beside.
-        took: Seconds of all.
-    """
+    """Work that one of two concurrent streams repeated: seconds of one repetition undisturbed
+    (``alone``), and of all together (``took``)."""
 
     times: int
     alone: float
@@ -56,13 +48,13 @@ class Repeated(NamedTuple):
 
 
 def shares(one: Repeated, other: Repeated) -> tuple[float, float]:
-    """The share of its own speed that each stream kept while both worked; at most 1."""
+    """Share of its own speed, at most 1, that each stream kept while both worked."""
     both = min(one.took, other.took)
 
     def share(work: Repeated) -> float:
         # The slower one worked alone after the other's end.
         done = work.times * work.alone - (work.took - both)
-        return min(1.0, max(done, work.alone / 2) / both)  # noise is no standstill
+        return min(1.0, max(done, work.alone / 2) / both)  # noise must not look like a standstill
 
     return share(one), share(other)
 
@@ -70,11 +62,8 @@ def shares(one: Repeated, other: Repeated) -> tuple[float, float]:
 def fastest_first(
     speeds: Sequence[CopySpeed], size: float, product: float
 ) -> tuple[CopySpeed, ...]:
-    """The best way first.
-
-    A layer takes as long as the longer one of its copy (``size`` bytes) and its product
-    (``product`` seconds alone). Of equally fast ways the one that slows products least comes first.
-    """
+    """Sort by the time of a layer: the longer of its copy (``size`` bytes) and its product (seconds
+    alone). Of equally fast ways the one that slows products least comes first."""
 
     def seconds(way: CopySpeed) -> float:
         return max(size / way.beside, product / way.products)
@@ -90,8 +79,8 @@ def fastest_first(
 def cold_pages(
     tokens: int, segment: int, device: torch.device
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Pages in host memory with two segments each (bytes), and sets of them to copy in turn, so
-    that no copy finds its pages in the processor's cache."""
+    """Host pages of two segments each (bytes), and sets of page ids to copy in turn, so that no
+    page is in the processor's cache."""
     pages = tokens // PAGE
     sets = 1 + _COLD_BYTES // (pages * segment)
     memory = host_tensor((sets * pages, 2 * segment), torch.uint8, device).zero_()
@@ -99,11 +88,8 @@ def cold_pages(
 
 
 class Contention:
-    """Copies ``tokens`` hidden states of ``row_bytes`` bytes to a device beside products.
-
-    ``product`` launches the projection of :data:`PRODUCT_TOKENS` tokens. All ways together take
-    about ``seconds``.
-    """
+    """Copies ``tokens`` hidden states to a device beside products of :data:`PRODUCT_TOKENS` tokens,
+    which ``product`` launches. All ways together take about ``seconds``."""
 
     def __init__(
         self,
@@ -127,7 +113,7 @@ class Contention:
         self._share = seconds / (2 * len(self._ways) + 3)
 
     def measure(self) -> tuple[CopySpeed, ...]:
-        """Speeds, :func:`fastest_first`. Ways that do not work here are left out."""
+        """Speeds, :func:`fastest_first`, of the ways that work here."""
         product = self._alone(self._computing, self._product)
         found = []
         for programs in (*self._ways, None):
@@ -164,7 +150,7 @@ class Contention:
         return CopySpeed(programs, rate, rate * kept[0], kept[1])
 
     def _alone(self, stream: Stream, work: Work) -> float:
-        """Seconds of one ``work`` with nothing beside."""
+        """Seconds of one undisturbed ``work``."""
         first = self._run(stream, work, 1)
         first = min(first, self._run(stream, work, 1))  # the first one compiles
         times = min(_MOST, max(_LEAST, round(self._share / first)))
@@ -181,7 +167,7 @@ class Contention:
         try:
             for stream, work in in_turn(loops):
                 stream.run(work)
-        finally:  # nothing is on its way when the memory goes
+        finally:  # no work may run when the memory is freed
             ends: list[Event] = [stream.record(timed=True) for stream, _, _ in loops]
             for end in ends:
                 end.synchronize()
@@ -189,7 +175,7 @@ class Contention:
 
 
 def engine_works(device: torch.device) -> bool:
-    """Whether the copy engine brings the right bytes to ``device``."""
+    """True if the copy engine brings the right bytes to ``device``."""
     memory = host_tensor((3, 1024), torch.uint8, device)
     memory.view(-1).copy_(torch.arange(memory.numel()) % 251)
     ids, out = torch.tensor([2, 0]), torch.zeros((2, 512), dtype=torch.uint8, device=device)
@@ -205,7 +191,7 @@ def engine_works(device: torch.device) -> bool:
 
 
 def in_turn(loops: Sequence[tuple[Stream, Work, int]]) -> Iterator[tuple[Stream, Work]]:
-    """The work of all loops in an order in which each gets on as fast as the others."""
+    """Work of all loops, interleaved so that all progress evenly."""
     turns = [
         ((number + 1) / times, index) for index, (_, _, times) in enumerate(loops)
         for number in range(times)

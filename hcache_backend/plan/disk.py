@@ -1,4 +1,4 @@
-"""How fast the folders of L3 can be read: the store's own file operations, all folders at once."""
+"""Read speed of the folders of L3, by the store's own file operations, all folders at once."""
 
 from __future__ import annotations
 
@@ -28,15 +28,13 @@ _MOST_PIECE_BYTES = 16 << 20
 
 
 class ReadRate(NamedTuple):
-    """Bytes per second of all folders together; whether every one was read past the page cache."""
+    """Bytes per second of all folders; ``direct``: every one was read past the page cache."""
 
     per_second: float
     direct: bool
 
 
 class _Probe(NamedTuple):
-    """A file beside a folder's pages."""
-
     fd: int
     pieces: int
     io: PageIO
@@ -45,16 +43,10 @@ class _Probe(NamedTuple):
 def read_rate(
     config: HCacheConfig, model: ModelShape, seconds: float, ops: FileOps | None = None
 ) -> ReadRate:
-    """Write a file beside every folder's pages, and read all of them for ``seconds``.
+    """Write a file beside every folder's pages, then read all of them for ``seconds``.
 
-    Args:
-        config: Folders (of one that does not exist yet the nearest parent is used), threads for
-            each of them, and bytes that stay free on every file system.
-        model: One read is a page of its hidden states, or 16 MiB of a larger page.
-        seconds: How long to read, and how long to write at most.
-
-    Raises:
-        OSError: A folder cannot be written or read, or is too full for the measurement.
+    Writing takes at most as long. A read is a page of hidden states, at most 16 MiB. The nearest
+    parent replaces a missing folder. Raises OSError if a folder cannot be used or is too full.
     """
     ops = ops or best_file_ops(config)
     piece = round_up(min(_PAGE_TOKENS * model.layers * model.hidden_bytes, _MOST_PIECE_BYTES))
@@ -98,7 +90,7 @@ def _written(
 
 
 def _write(ops: FileOps, fd: int, piece: int, pieces: int, seconds: float) -> int:
-    """Write up to ``pieces`` pieces within ``seconds``; returns how many there are."""
+    """Write up to ``pieces`` pages within ``seconds``; returns how many there are."""
     room = memoryview(mmap.mmap(-1, piece))
     room[:] = os.urandom(piece)
     until = time.perf_counter() + seconds
@@ -130,7 +122,7 @@ def _read(probes: Sequence[_Probe], piece: int, threads: int, seconds: float) ->
     with ThreadPoolExecutor(threads * len(probes)) as pool:
         readers = []
         for probe in probes:
-            # An order that no read-ahead guesses; taking the next number is atomic.
+            # A random order defeats read-ahead; taking the next number is atomic.
             numbers = cycle(random.sample(range(probe.pieces), probe.pieces))
             readers += [pool.submit(work, probe, numbers) for _ in range(threads)]
         read = sum(reader.result() for reader in readers)

@@ -1,4 +1,4 @@
-"""What the pages of a model take once a codec has encoded them."""
+"""Size of a model's pages after encoding."""
 
 from __future__ import annotations
 
@@ -8,28 +8,21 @@ from typing import Literal
 from hcache_backend.plan.model_shape import ModelShape
 from hcache_backend.units import units_per_group
 
-PAGE_TOKENS = 64
-"""Tokens of a page, unless a caller gives another number."""
+PAGE_TOKENS = 64  # of a page, by default
 
-PlannedCodec = Literal["auto", "none", "exp4", "int8", "fp8"]
-"""Option ``codec`` of a server. With ``krul`` a server has other pages, which are not planned."""
+PlannedCodec = Literal["auto", "none", "exp4", "int8", "fp8"]  # krul is not planned
 
 
 def encoded(
     shape: ModelShape, codec: PlannedCodec, dtype: str, *, tp: int = 1, page_size: int = PAGE_TOKENS
 ) -> ModelShape:
-    """``shape`` with the bytes that a server stores; the same shape where it encodes nothing.
+    """``shape`` with the bytes that a server stores. Kinds that the codec does not take stay plain.
 
-    Hidden states and K and V are judged apart: what the codec does not take stays as it is.
-
-    Args:
-        dtype: What the model is served in: ``bfloat16``, ``float16`` or ``float32``.
-        tp: Tensor-parallel ranks, each of which encodes its own heads.
-        page_size: Tokens of a page.
+    ``dtype`` is the type that the model is served in; each of ``tp`` ranks encodes its own heads.
     """
     if codec == "auto":
         codec = "exp4" if dtype == "bfloat16" else "none"
-    if codec == "none" or shape.latent:  # MLA has plain pages, which nobody encodes
+    if codec == "none" or shape.latent:  # MLA has plain pages
         return shape
     # Not above: most plans need no torch, which takes seconds to import.
     import torch

@@ -1,7 +1,7 @@
-"""Bytes and rates that conversations need, and how busy L3, bus and GPU are, from mean rates.
+"""Bytes and rates of many conversations, and the load of L3, bus and GPU, from mean rates.
 
-A turn of a conversation restores its history from L3, then computes its new tokens. With a share of
-time near 1 turns wait for each other; above 1 the servers cannot keep up.
+A turn restores its history from L3, then computes its new tokens. Near a load of 1 turns wait for
+each other; above 1 the servers cannot keep up.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from hcache_backend.plan.plan import PartitionPlan, Resource
 
 
 class Conversations(NamedTuple):
-    """Restorable conversations, turns of each of them, tokens of a question and its reply."""
+    """Restorable conversations, turns of each, tokens of a question and its reply."""
 
     number: int
     turns_per_hour: float
@@ -22,23 +22,19 @@ class Conversations(NamedTuple):
 
 @dataclass
 class FleetPlan:
-    """Replicas of a server of ``plan``, whose ``tokens`` are those of a history.
+    """``replicas`` servers of ``plan``, whose ``tokens`` are a history; turns divide evenly.
 
-    Each replica has ``plan.tp`` devices and an L3 of the profile's. Turns are divided evenly. Hits
-    that are not refused are read whole, because busy servers have no time to recompute a front.
+    Each replica has ``plan.tp`` devices and an L3. Hits that are not refused are read whole,
+    because busy servers have no time to recompute a front. Rates are bytes per second.
 
     Attributes:
-        turns_per_second: Turns of each replica.
         l3_bytes: All conversations on all replicas, each page once.
-        turn: Seconds of each resource for one turn.
-        busy: Share of time that each resource of a replica works.
-        binds: The resource that is busiest.
-        most_conversations: On all replicas, if the busiest resource works all the time.
-        recompute_busy: Share of time that a replica's GPU would work if histories were computed.
-        l2_bytes: Host memory of a replica for turns that are under way, by Little's law and with
-            the delays of a queue at the busiest resource (M/M/1); None: turns pile up.
-        read_rate, write_rate: Bytes per second between a replica and its L3.
-        network_rate: Bytes per second from other replicas' L3, if turns go to any replica.
+        turn, busy: Seconds per turn, and load, of each resource of a replica.
+        most_conversations: On all replicas, at full load of ``binds``, the busiest resource.
+        recompute_busy: Load of a replica's GPU if histories were computed.
+        l2_bytes: A replica's host memory for turns under way, by Little's law and the delays of a
+            queue (M/M/1) at the busiest resource; None: turns pile up.
+        network_rate: From other replicas' L3, if turns go to any replica.
     """
 
     plan: PartitionPlan
@@ -66,7 +62,6 @@ class FleetPlan:
         self.network_rate = self.read_rate * (self.replicas - 1) / self.replicas
 
     def report(self) -> dict[str, Any]:
-        """The plan as JSON."""
         return {
             **self.conversations._asdict(),
             "replicas": self.replicas,

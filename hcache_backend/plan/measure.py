@@ -1,8 +1,8 @@
-"""Measuring a profile on the machine at hand: one layer of the model's shape, random weights.
+"""Measures a profile on this machine: one layer of the model's shape, random weights.
 
-Every operation is timed for more and more tokens, until one call takes too long. A fixed part and a
-rate are fitted to the times. On a GPU the rates of copies and projections are those that each keeps
-beside the other (:mod:`hcache_backend.plan.contention`).
+Each operation is timed for more and more tokens until one call takes too long; a fixed part and a
+rate are fitted. On a GPU the rates of copies and projections are those beside each other
+(:mod:`hcache_backend.plan.contention`).
 """
 
 from __future__ import annotations
@@ -41,12 +41,11 @@ _LEAST_POINTS = 2
 _LEAST_RUNS, _MOST_RUNS = 3, 50
 
 Work = Callable[[], object]
-Prepare = Callable[[int], tuple[float, Work]]
-"""For a number of tokens: bytes or FLOPs, and what is timed."""
+Prepare = Callable[[int], tuple[float, Work]]  # of tokens: bytes or FLOPs, and the timed work
 
 
 class Point(NamedTuple):
-    """One measurement; ``amount`` is bytes or FLOPs, ``seconds`` the fastest call's."""
+    """One measurement: bytes or FLOPs, and seconds of the fastest call."""
 
     tokens: int
     amount: float
@@ -54,7 +53,7 @@ class Point(NamedTuple):
 
 
 def fit(points: Sequence[Point]) -> Rate:
-    """A fixed part and a rate, with the least squares of relative errors; neither is negative."""
+    """Fixed part and rate by least squares of relative errors; neither is negative."""
     points = sorted(points, key=lambda point: point.amount)
     largest = points[-1].amount
     amounts = np.array([point.amount / largest for point in points])
@@ -70,12 +69,8 @@ def fit(points: Sequence[Point]) -> Rate:
 
 @dataclass(frozen=True)
 class Bench:
-    """Times the operations of one layer.
-
-    Attributes:
-        seconds: What one operation may take, all sizes together, before larger ones are left out.
-        engine: Whether the copy engine copies hidden states.
-    """
+    """Times the operations of one layer. ``seconds`` bounds all sizes of one operation; ``engine``:
+    the copy engine copies hidden states."""
 
     model: ModelShape
     device: torch.device
@@ -106,7 +101,7 @@ class Bench:
 
     @torch.no_grad()
     def copies(self) -> tuple[CopyWay, ...]:
-        """Ways to copy beside projections, the best first; none on a CPU or after a failure."""
+        """Ways to copy beside projections, best first; none on a CPU or after a failure."""
         if self.device.type != "cuda":
             return ()
         model = self.model
@@ -123,11 +118,11 @@ class Bench:
                 error,
             )
             return ()
-        torch.cuda.empty_cache()  # nobody else could use what products left to their stream
+        torch.cuda.empty_cache()  # other streams cannot use the memory cached for products
         return tuple(CopyWay(**speed._asdict()) for speed in found)
 
     def _time(self, work: Work, share: float) -> float:
-        """Seconds of the fastest call: what else the machine does only adds to it."""
+        """Seconds of the fastest call: other load of the machine only adds to it."""
         work()
         times: list[float] = []
         until = time.perf_counter() + share
@@ -172,7 +167,7 @@ class Bench:
             pages, row = tokens // PAGE, self.model.kv_width * self.dtype.itemsize
             memory, turns = cold_pages(tokens, PAGE * row, self.device)
             following = cycle([ids.to(self.device) for ids in turns])
-            # Which of its bytes are K's, and in how many heads, makes no difference.
+            # The split into K, V and heads makes no difference.
             halves = (PAGE * (row // 2), PAGE * (row - row // 2))
             pool = [
                 torch.zeros((2 * pages, 1, 1, half), dtype=torch.uint8, device=self.device)
@@ -185,7 +180,7 @@ class Bench:
         return prepare
 
     def _pool_writer(self, tokens: int) -> Callable[[torch.Tensor], object]:
-        """Writing rows of K and V to pages of a pool, in no order."""
+        """Writes rows of K and V to pages of a pool in random order."""
         pool = self._rows(2 * tokens, self.model.kv_width)
         pages = torch.randperm(2 * tokens // PAGE)[: tokens // PAGE]
         slots = (pages[:, None] * PAGE + torch.arange(PAGE)).flatten().to(self.device)
@@ -237,11 +232,8 @@ class Bench:
 def use_measured_copies(
     copies: Sequence[CopyWay], device: torch.device, *, engine: bool = True
 ) -> None:
-    """Let this process copy by the first of :attr:`Profile.copies`, if there are any.
-
-    The copy engine is taken if ``engine`` allows it and it works: a profile may be of another
-    machine.
-    """
+    """Let this process copy by the first of ``copies``, if any. The copy engine must be allowed and
+    work here, because a profile may be of another machine."""
     if copies:  # K and V are always copied by a kernel
         programs = next((way.programs for way in copies if way.programs), COPY_PROGRAMS)
         taken = engine and copies[0].programs is None and engine_works(device)
@@ -261,8 +253,8 @@ def measure(
 ) -> Profile:
     """Measure every operation of a layer; ``begin`` is called before each.
 
-    This process copies in the best way from then on. The state of random numbers is restored,
-    because ranks must go on drawing the same ones.
+    From then on this process copies in the best way. Random state is restored, because ranks must
+    keep drawing the same numbers.
     """
     points: dict[str, list[Point]] = {}
     on_gpu = [bench.device] if bench.device.type == "cuda" else []
@@ -275,7 +267,7 @@ def measure(
             begin(operation)
             points[operation] = bench.points(operation)
     rates: dict[str, Any] = {operation: fit(found) for operation, found in points.items()}
-    # What operations keep, beside each other, of their rates alone.
+    # Shares of their rates that operations keep beside each other.
     kernels = [way for way in copies if way.programs is not None]
     kept = [("projection", way.products) for way in copies[:1]]
     kept += [("hidden_copy", way.beside / way.alone) for way in copies[:1]]

@@ -1,4 +1,4 @@
-"""The shape of a model from its Hugging Face ``config.json``, whatever names its authors chose."""
+"""The shape of a model from its Hugging Face ``config.json``, for any author's field names."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _DTYPES = {
     "float16": "float16", "half": "float16", "auto": "float16",
 }  # fmt: skip
 
-# Families that leave out the width of the MLP, 4 D; and those where it has no gate.
+# Families that omit the width of the MLP (4 D), and those without a gate in it.
 _FOUR_WIDE = frozenset(
     ("bloom", "codegen", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gptj", "mpt")
 )
 _NOT_GATED = _FOUR_WIDE | {"gpt_neox", "nemotron", "opt", "persimmon", "phi", "starcoder2"}
 
-# Layers of these have a state instead of a KV cache that grows with every token.
+# Layers with a state, instead of a KV cache that grows with every token.
 _STATE_LAYERS = frozenset(("linear_attention", "mamba", "mamba2", "recurrent", "conv", "rwkv"))
 _WINDOW_LAYERS = frozenset(("sliding_attention", "chunked_attention", "local_attention"))
 _STATE_FIELDS = (
@@ -47,25 +47,22 @@ _STATE = (
 
 
 class ModelConfigError(ValueError):
-    """A config.json that cannot be planned. The message names file, field and value."""
+    """A config.json that cannot be planned; the message names file, field and value."""
 
 
 def read_model(path: Path) -> ModelShape:
-    """The shape of the model of a ``config.json`` or a folder, or a ModelConfigError."""
+    """Shape of the model of a ``config.json`` or a folder; raises ModelConfigError."""
     return shape_from_config(*_read(path))
 
 
 def read_dtype(path: Path) -> str:
-    """The type of the values of that model: ``bfloat16``, ``float16`` or ``float32``.
-
-    Raises:
-        ModelConfigError: The file cannot be read, or says another one.
-    """
+    """Value type of the model: ``bfloat16``, ``float16`` or ``float32``; raises
+    ModelConfigError."""
     return _dtype(_Fields(*_read(path)))
 
 
 def _read(path: Path) -> tuple[dict[str, Any], str]:
-    """The fields of a ``config.json``, or of that in a folder, and its name for messages."""
+    """Fields of a ``config.json`` (or of a folder's), and its name for messages."""
     file = path / "config.json" if path.is_dir() else path
     try:
         table = json.loads(file.read_text())
@@ -81,11 +78,8 @@ def _read(path: Path) -> tuple[dict[str, Any], str]:
 
 
 def shape_from_config(table: Mapping[str, Any], source: str) -> ModelShape:
-    """The shape that the fields of a ``config.json`` describe; ``source`` is for messages.
-
-    Raises:
-        ModelConfigError: A field is missing or wrong, or the model is no decoder-only transformer.
-    """
+    """Shape by the fields of a ``config.json``. Raises a ModelConfigError with ``source`` if a
+    field is missing or wrong, or the model is no decoder-only transformer."""
     fields = _Fields(table, source)
     _require_kv_cache(fields)
     hidden = fields.integer("hidden size", _HIDDEN)
@@ -115,7 +109,7 @@ def shape_from_config(table: Mapping[str, Any], source: str) -> ModelShape:
 
 
 class _Fields:
-    """Fields of the language model in a config: nested tables are looked through."""
+    """Fields of the language model, with nested tables merged."""
 
     def __init__(self, table: Mapping[str, Any], source: str) -> None:
         merged: dict[str, Any] = dict(table)
@@ -133,7 +127,7 @@ class _Fields:
         return self._table.get(name)
 
     def integer(self, what: str, names: tuple[str, ...], default: int | None = None) -> int:
-        """The first of ``names`` that is there, a positive integer."""
+        """The first of ``names`` that is present, a positive integer."""
         for name in names:
             value = self.get(name)
             if value is None:
@@ -235,7 +229,7 @@ def _dtype(fields: _Fields) -> str:
 
 
 def _mlp_width(fields: _Fields, hidden: int) -> int:
-    """Inner width that a token goes through, averaged over the layers."""
+    """Inner width that a token passes, averaged over the layers."""
     default = 4 * hidden if fields.family in _FOUR_WIDE else None
     experts = fields.integer("number of experts", _EXPERTS, 1)
     if experts == 1:

@@ -1,25 +1,19 @@
-"""The shape of a model, as the cost model needs it.
+"""The shape of a model for the cost model.
 
-Bytes and FLOPs are those of one token in one layer (a multiply-add is 2 FLOPs, as in the paper's
-section 3.2). Layers that differ (dense and expert layers) are averaged.
+Bytes and FLOPs are per token and layer (a multiply-add is 2 FLOPs, paper section 3.2). Layers that
+differ (dense and expert layers) are averaged.
 """
 
 from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict, Field
 
-CLEARLY_LESS = 0.99
-"""Codecs round units to whole words: sizes that are equal but for that differ in noise only."""
+CLEARLY_LESS = 0.99  # codecs round units to whole words: smaller differences are noise
 
 
 class Latent(BaseModel):
-    """Multi-head latent attention (MLA): one cached latent vector for all heads.
-
-    Attributes:
-        rank: Width of the latent that K and V are made of.
-        rope_dim: Width of the part of K that carries the position.
-        query_rank: Width of the latent of the queries, if they have one.
-    """
+    """Multi-head latent attention (MLA): one cached latent for all heads. Widths: of the latent for
+    K and V, of K's part with the position, of the queries' latent, if any."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -29,25 +23,17 @@ class Latent(BaseModel):
 
 
 class ModelShape(BaseModel):
-    """The shape of a decoder-only model.
+    """A decoder-only model.
 
     Attributes:
         family: ``model_type`` of its config.json.
-        layers: Layers.
         hidden: Width of a hidden state.
-        heads: Query heads.
-        kv_heads: Heads of K and of V.
-        head_dim: Dimensions of a head of Q and K.
-        value_dim: Dimensions of a head of V.
-        mlp_width: Inner width that a token goes through: of the MLP, or of its active experts
-            together.
-        gated: Whether the MLP has a gate, and so three matrices instead of two.
-        element_bytes: Bytes of one element of hidden states, K and V.
-        hidden_row_bytes: Bytes of a stored hidden state, where a codec makes them fewer.
-        kv_element_bytes: Bytes of one element of K and V, where they differ.
-        kv_row_bytes: Bytes of the stored K and V of a token, where a codec makes them fewer.
-        latent: MLA, or None.
-        windowed: Whether some layers attend to a window only; they are planned as if they did not.
+        value_dim: Dimensions of a V head; ``head_dim`` is that of Q and K.
+        mlp_width: Inner width of the MLP, or of all active experts together.
+        gated: The MLP has a gate, so three matrices instead of two.
+        element_bytes: Of hidden states, K and V; ``kv_element_bytes`` of K and V if they differ.
+        hidden_row_bytes, kv_row_bytes: Stored bytes of a token if a codec changes them.
+        windowed: Some layers attend to a window; they are planned as if they did not.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -79,7 +65,7 @@ class ModelShape(BaseModel):
 
     @property
     def kv_width(self) -> int:
-        """Elements of K and V that are cached."""
+        """Cached elements of K and V."""
         if self.latent:
             return self.latent.rank + self.latent.rope_dim
         return self.kv_heads * (self.head_dim + self.value_dim)
@@ -95,22 +81,22 @@ class ModelShape(BaseModel):
 
     @property
     def as_it_is(self) -> ModelShape:
-        """The same without a codec."""
+        """The shape without a codec."""
         return self.model_copy(update={"hidden_row_bytes": None, "kv_row_bytes": None})
 
     @property
     def hidden_is_smaller(self) -> bool:
-        """Whether hidden states take clearly less than K and V."""
+        """True if hidden states take clearly less than K and V."""
         return self.hidden_bytes < CLEARLY_LESS * self.kv_bytes
 
     @property
     def projection_flops(self) -> int:
-        """What is cached, from the hidden state: the paper's C_hidden, ``4 D^2`` for MHA."""
+        """From hidden state to cached elements: the paper's C_hidden, ``4 D^2`` for MHA."""
         return 2 * self.hidden * self.kv_width
 
     @property
     def query_products(self) -> list[tuple[int, int]]:
-        """Widths before and after the products that make queries from the hidden state."""
+        """(before, after) widths of the products from hidden state to queries."""
         queries = self.heads * self.head_dim
         if self.latent and self.latent.query_rank:
             return [(self.hidden, self.latent.query_rank), (self.latent.query_rank, queries)]
@@ -118,7 +104,7 @@ class ModelShape(BaseModel):
 
     @property
     def dense_products(self) -> list[tuple[int, int]]:
-        """Widths before and after every product of a forward pass but attention."""
+        """(before, after) widths of every product of a forward pass but attention."""
         found = [*self.query_products, (self.hidden, self.kv_width)]
         if self.latent:
             key_dim = self.head_dim - self.latent.rope_dim
@@ -138,5 +124,5 @@ class ModelShape(BaseModel):
 
     @property
     def attention_flops(self) -> int:
-        """Scores and weighted values of one pair of a query and a key."""
+        """Scores and weighted values, per pair of query and key."""
         return 2 * self.heads * (self.head_dim + self.value_dim)

@@ -1,4 +1,4 @@
-"""The pipeline of a restore: its simulation, and the partition by which it ends first."""
+"""The pipeline of a restore: its simulation, and the search for the fastest partition."""
 
 from __future__ import annotations
 
@@ -8,18 +8,14 @@ from typing import Any, Literal, NamedTuple
 
 from hcache_backend.plan.costs import LAYER_METHODS, LayerCosts, LayerMethod, Partition
 
-_FASTER = 1 - 1e-9
-"""Times whose quotient is closer to 1 are equal: they differ by the rounding of sums."""
+_FASTER = 1 - 1e-9  # quotients closer to 1 are the rounding of sums
 
-Objective = Callable[[LayerCosts, Partition], float]
-"""Seconds of a restore; :meth:`LayerCosts.least` or more."""
+Objective = Callable[[LayerCosts, Partition], float]  # seconds, at least LayerCosts.least
 
 
 class Task(NamedTuple):
-    """One piece of work on one stream, in seconds from the beginning of the restore.
-
-    ``layer`` and ``method`` are None for L3, whose pages hold all layers.
-    """
+    """Work on one stream, in seconds from the restore's beginning. L3 has no ``layer`` and
+    ``method``, because its pages hold all layers."""
 
     stream: Literal["l3", "transfer", "compute"]
     layer: int | None
@@ -37,16 +33,15 @@ def simulate(
     parks: bool = False,
     note: Callable[..., Any] = lambda *task: None,
 ) -> float:
-    """Seconds of a restore whose streams each work through the layers in their order.
+    """Seconds of a restore; each stream works through the layers in order.
 
     Args:
-        ring: Segments that have room on the device. A transfer waits until the segment that many
-            before it was used: hidden states by their projection, KV by its own transfer. None:
-            room for all.
-        chunks: Segments of one layer. Those of a long restore arrive and are projected in parts.
+        ring: Segments with room on the device; None: all. A transfer waits until the segment
+            ``ring`` before it was used: by its projection, or for KV by its own transfer.
+        chunks: Segments of one layer; long restores arrive and are projected in parts.
         pieces: Parts of the first layer, if no layer is recomputed before it.
-        parks: Segments wait elsewhere for the end of a recomputation, which leaves room for all.
-        note: Called with the fields of every :class:`Task`, those of a layer in their order.
+        parks: Segments wait elsewhere for the end of a recomputation, so all have room.
+        note: Called with the fields of every :class:`Task`, those of a layer in order.
     """
     if partition.recompute:
         pieces, ring = 1, None if parks else ring
@@ -70,7 +65,7 @@ def simulate(
             transfer = start + io_h
             note("transfer", layer, "hidden", start, transfer)
             start = max(compute, transfer - io_h * (1 - 1 / parts))
-            # One piece after the other, whichever of the two streams is the slower one.
+            # Pieces go one after the other, at the pace of the slower stream.
             compute = max(start + c_h, transfer + c_h / parts)
             note("compute", layer, "hidden", start, compute)
             parts = 1
@@ -89,10 +84,8 @@ def search(
     methods: Collection[LayerMethod] = LAYER_METHODS,
     allowed: Callable[[Partition], bool] = lambda partition: True,
 ) -> Partition:
-    """The best of the partitions of ``layers`` layers by ``methods`` that are ``allowed``.
-
-    Of equally fast ones the one that recomputes least, then the one with most hidden states.
-    """
+    """The best ``allowed`` partition of ``layers`` layers by ``methods``. Ties go to the least
+    recomputation, then to the most hidden states."""
     usable = set(methods)
     every = (
         Partition(recompute, hidden, layers - recompute - hidden)
@@ -106,17 +99,15 @@ def search(
 def recompute_layers(
     costs: LayerCosts, partition: Partition, objective: Objective = simulate
 ) -> int:
-    """Number of first layers that a restore recomputes, if ``partition`` is stored.
-
-    At least those that are not stored; of equally fast numbers the smallest.
-    """
+    """Number of first layers that a restore of the stored ``partition`` recomputes: at least those
+    not stored. Ties go to the smallest number."""
     numbers = range(partition.recompute, partition.layers + 1)
     choices = (partition.recomputing(first) for first in numbers)
     return _fastest(costs, choices, objective).recompute
 
 
 def _fastest(costs: LayerCosts, partitions: Iterable[Partition], objective: Objective) -> Partition:
-    """The first of the fastest, without asking the objective where it cannot be faster."""
+    """The first of the fastest; the objective is not asked if the lower bound is too slow."""
     best, limit = None, math.inf
     for partition in partitions:
         if costs.least(partition) < limit:

@@ -1,4 +1,4 @@
-"""What a server does for a model on a machine: the numbers that ``hcache plan`` shows."""
+"""A server's plan for a model on a machine: the numbers that ``hcache plan`` shows."""
 
 from __future__ import annotations
 
@@ -13,19 +13,13 @@ from hcache_backend.plan.profile import Profile
 from hcache_backend.plan.restore import Restore
 
 Resource = Literal["compute", "bus", "l3"]
-RestorePath = Literal["auto", "layerwise"]
-"""Option ``restore`` of a server."""
-LENGTHS = (256, 1024, 4096, 16384)
-"""Tokens of the restores that a plan compares with the one it was solved for."""
+RestorePath = Literal["auto", "layerwise"]  # option restore
+LENGTHS = (256, 1024, 4096, 16384)  # tokens of other restores to show
 
 
 class AtLength(NamedTuple):
-    """A restore of another length, from what the server stores, and by the best partition for it.
-
-    Attributes:
-        recompute_layers: Number of first layers that it recomputes.
-        refused: Whether a server computes such a hit instead, because that is sooner.
-    """
+    """A restore of another length, from the stored layers and by the best partition (``best``). If
+    ``refused``, a server computes the hit instead, because that is sooner."""
 
     recompute_layers: int
     ms: float
@@ -36,13 +30,10 @@ class AtLength(NamedTuple):
 
 @dataclass(frozen=True)
 class PartitionPlan:
-    """What a server stores of each layer, and how long its restores take.
+    """Storage of each layer on a server, and the time of its restores.
 
-    Attributes:
-        model: With the bytes that the server's codec leaves (:mod:`.encoded`).
-        tokens: Tokens of the restore that it is solved for.
-        tp: Tensor-parallel ranks.
-        restore: Option ``restore`` of the server; its other options are the defaults.
+    ``model`` has encoded bytes (:mod:`.encoded`); ``tokens`` is the restore that is solved for.
+    ``restore`` is the server's option; its other options are the defaults.
     """
 
     profile: Profile
@@ -53,7 +44,7 @@ class PartitionPlan:
 
     @cached_property
     def l3(self) -> L3Path:
-        """When L3 is read: own pages overlap, if ranks need not exchange hidden states."""
+        """Own pages overlap, unless ranks exchange hidden states."""
         if self.restore != "auto" or self.model.latent:
             return "first"
         return (
@@ -64,7 +55,7 @@ class PartitionPlan:
 
     @cached_property
     def machine(self) -> Restore:
-        """Restores of what the server stores."""
+        """Restores from the stored layers."""
         return self._restores(self.l3)
 
     def _restores(self, l3: L3Path) -> Restore:
@@ -77,12 +68,11 @@ class PartitionPlan:
 
     @property
     def stored(self) -> Partition:
-        """What the server stores: every layer."""
         return self.machine.partition
 
     @cached_property
     def partition(self) -> Partition:
-        """How a restore of :attr:`tokens` goes."""
+        """Partition of a restore of :attr:`tokens`."""
         return self._restored(self.tokens)
 
     @cached_property
@@ -97,7 +87,7 @@ class PartitionPlan:
         }
 
     def bytes_per_token(self, choice: str) -> int:
-        """Bytes stored for one of :attr:`choices`; a server stores every layer of its mix."""
+        """Stored bytes of a token; for the mix a server stores every layer."""
         return (self.stored if choice == "mix" else self.choices[choice]).bytes_per_token(
             self.model
         )
@@ -108,12 +98,12 @@ class PartitionPlan:
 
     @property
     def recomputes_front(self) -> bool:
-        """Whether a hit is read from its last page on while its front is recomputed."""
+        """True if a hit is read from its last page on while its front is recomputed."""
         return self.l3 == "overlapped" and self.profile.l3 is not None
 
     @property
     def seconds_read_only(self) -> float:
-        """Predicted time of a restore whose front is not recomputed."""
+        """Predicted time of a restore without a recomputed front."""
         return self._simulated(self.partition, self.tokens, self.l3)
 
     def timeline(self, choice: str) -> list[Task]:
@@ -128,8 +118,7 @@ class PartitionPlan:
         ]
 
     def busy(self, choice: str) -> dict[Resource, float]:
-        """Seconds that each resource works in a restore by one of :attr:`choices`, without a
-        recomputed front."""
+        """Seconds that each resource works in a restore, without a recomputed front."""
         partition, costs = self.choices[choice], self.machine.costs(self.tokens, 0, "first")
         return {
             "compute": costs.compute(partition),
@@ -138,17 +127,15 @@ class PartitionPlan:
         }
 
     def binds(self, choice: str) -> Resource:
-        """The resource that works longest."""
         busy = self.busy(choice)
         return max(busy, key=lambda resource: busy[resource])
 
     @property
     def refused(self) -> bool:
-        """Whether a server computes such hits in L3 instead, because that is sooner."""
+        """True if a server computes such L3 hits instead, because that is sooner."""
         return self._refuses(self.tokens)
 
     def at_length(self, tokens: int) -> AtLength:
-        """A restore of ``tokens`` tokens from what is stored."""
         used = self._restored(tokens)
         recomputes = self.machine.recomputable and self.tp == 1 and self._l3 != "overlapped"
         best = self.machine.fastest(
@@ -158,7 +145,7 @@ class PartitionPlan:
         return AtLength(used.recompute, ms, asdict(best), best_ms, self._refuses(tokens))
 
     def notes(self) -> list[str]:
-        """Sentences that a reader needs beside the numbers."""
+        """Sentences that explain the numbers."""
         model, partition, measured = self.model, self.partition, self.profile.model
         found = []
         if not partition.hidden:
@@ -207,7 +194,7 @@ class PartitionPlan:
         return found
 
     def _other_path(self) -> list[str]:
-        """The time of a restore by the other value of option ``restore``."""
+        """Note on the other value of option ``restore``."""
         if self.l3 == "overlapped":
             first = self._simulated(self.partition, self.tokens, "first") * 1e3
             return [
@@ -223,7 +210,6 @@ class PartitionPlan:
         ]
 
     def report(self) -> dict[str, Any]:
-        """The plan as JSON."""
         return {
             "model": {"attention": self.model.attention, **self.model.model_dump()},
             "hardware": {"device": self.profile.device, "source": self.profile.source},
@@ -249,7 +235,6 @@ class PartitionPlan:
         }
 
     def _restored(self, tokens: int) -> Partition:
-        """How a server restores the layers that it stores."""
         if self._l3 == "overlapped":
             return self.stored
         return self.stored.recomputing(self.machine.first_layers(tokens, 0))
@@ -258,7 +243,7 @@ class PartitionPlan:
         return replace(self.machine, partition=partition).seconds(tokens, l3)
 
     def _unused(self, partition: Partition, tokens: int) -> float:
-        """Seconds in which a server reads layers from L3 that it recomputes."""
+        """Seconds of reading layers from L3 that are recomputed."""
         if partition != self._restored(tokens):
             return 0.0
         costs = self.machine.costs(tokens, 0, self.l3)
@@ -271,7 +256,7 @@ class PartitionPlan:
         return until_there(seconds, self.machine.prefill(tokens, 0))
 
     def _refuses(self, tokens: int) -> bool:
-        """Whether a server computes such a hit: it judges as if all that is stored were read."""
+        """True if a server computes such a hit; it judges as if all stored layers were read."""
         computing = self.machine.prefill(tokens, 0)
         return self.profile.l3 is not None and computing <= self._seconds(self.stored, tokens)
 

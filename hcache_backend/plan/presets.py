@@ -1,7 +1,5 @@
-"""Machines by name: peak rates from data sheets, and what a restore reaches of them.
-
-The shares are assumptions (docs/planning.md has their reasons); ``hcache profile`` measures.
-"""
+"""Machines by name: peak rates of data sheets, and the assumed shares that a restore reaches.
+docs/planning.md has the reasons; ``hcache profile`` measures."""
 
 from __future__ import annotations
 
@@ -12,8 +10,7 @@ from hcache_backend.plan.profile import Profile, Rate
 COMPUTE_SHARE = 0.69
 BUS_SHARE = 0.84
 
-SSD_BYTES_PER_SECOND = 6.9e9
-"""Reading from one Samsung PM9A3, the paper's SSD (section 6.2.2), as reached."""
+SSD_BYTES_PER_SECOND = 6.9e9  # as reached by a Samsung PM9A3, the paper's SSD (section 6.2.2)
 
 _PCIE4, _PCIE5 = 32e9, 64e9
 _TABLE_2 = "paper, Table 2"
@@ -22,14 +19,8 @@ _DATA_SHEET = "vendor's data sheet, dense, FP32 accumulation"
 
 @dataclass(frozen=True)
 class Hardware:
-    """Peak rates of one accelerator.
-
-    Attributes:
-        flops: FLOP/s of a 16-bit GEMM, without sparsity.
-        bus: Bytes per second from the host, one direction (PCIe x16).
-        nvlink: Whether several of them are connected faster than by PCIe.
-        source: Where the numbers come from.
-    """
+    """Peak rates of one accelerator: FLOP/s of a dense 16-bit GEMM, bytes per second from the host
+    (PCIe x16); ``nvlink``: several are connected faster than by PCIe."""
 
     name: str
     flops: float
@@ -56,7 +47,7 @@ PRESETS: dict[str, Hardware] = {
 
 
 def preset_profile(name: str, ssds: int = 0) -> Profile:
-    """The profile of a machine of :data:`PRESETS`, with L3 on ``ssds`` SSDs or in host memory."""
+    """Profile of a machine of :data:`PRESETS`, with L3 on ``ssds`` SSDs or in host memory."""
     hardware = PRESETS[name]
     bus = Rate(per_second=hardware.bus * BUS_SHARE)
     compute = Rate(per_second=hardware.flops * COMPUTE_SHARE)

@@ -1,7 +1,7 @@
 """The measured, or assumed, speed of a machine.
 
-A profile says how long an operation on one layer takes, as a fixed part and a rate: bytes for
-copies, FLOPs for computation. So it also plans other models of about the measured size.
+An operation on one layer takes a fixed part, and bytes (copies) or FLOPs over a rate. So a profile
+also plans other models of about the measured size.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from hcache_backend.plan.model_shape import ModelShape
 
 
 def processor_name() -> str:
-    """The processor's name where the system tells it, else its architecture."""
     info = Path("/proc/cpuinfo")
     if info.exists():
         for line in info.read_text().splitlines():
@@ -26,7 +25,7 @@ def processor_name() -> str:
 
 
 class ProfileError(ValueError):
-    """A profile that cannot be used. The message names file, field, value and what is right."""
+    """An unusable profile; the message names file, field, value and what is right."""
 
 
 class Rate(BaseModel):
@@ -38,19 +37,13 @@ class Rate(BaseModel):
     per_second: float = Field(gt=0, allow_inf_nan=False)
 
     def time(self, amount: float) -> float:
-        """Seconds for ``amount`` bytes or FLOPs of one layer."""
         return self.seconds + amount / self.per_second
 
 
 class CopyWay(BaseModel):
-    """One way to copy hidden states to the device, measured beside matrix products.
-
-    Attributes:
-        programs: Programs of the kernel that copies; None: the copy engine.
-        alone: Bytes per second with nothing beside.
-        beside: Bytes per second beside products.
-        products: Share of their speed that products keep beside such copies.
-    """
+    """A way to copy hidden states to the device, measured beside matrix products: bytes per second
+    ``alone`` and ``beside``, and the share of their speed that ``products`` keep. ``programs`` are
+    those of the copying kernel; None: the copy engine."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -64,7 +57,6 @@ class CopyWay(BaseModel):
         return "copy engine" if self.programs is None else f"kernel, {self.programs} programs"
 
     def describe(self) -> str:
-        """The way and its speeds in words."""
         return (
             f"{self.name}: {self.beside / 1e9:,.1f} GB/s beside matrix products "
             f"({self.alone / 1e9:,.1f} alone), which keep {self.products:.0%} of their speed"
@@ -74,27 +66,20 @@ class CopyWay(BaseModel):
 class Profile(BaseModel):
     """A machine: one device, its bus, and the L3 of the host.
 
-    Copies to the device and projections run at the same time. So where ``copies`` were measured,
-    ``hidden_copy``, ``kv_load`` and ``projection`` are what each reaches beside the other.
+    Copies and projections run at the same time: if ``copies`` were measured, ``hidden_copy``,
+    ``kv_load`` and ``projection`` are rates beside each other.
 
     Attributes:
         format: Version of the file.
-        date: When it was measured (ISO 8601); None for assumed numbers.
-        source: Where the numbers come from.
-        dtype: Data type that was computed with.
-        gathers: Whether each tensor-parallel rank loads a share of every hidden state and gathers
-            the rest at no cost (NVLink; paper section 5). Without it each rank's bus carries all.
-        l3: Reading from L3, all folders together, bytes; None: everything is in host memory.
-        hidden_copy: Host memory to device, the hidden states of one layer, bytes.
-        kv_load: Host memory to the slots of the KV pool, K and V of one layer, bytes.
-        projection: Hidden states on the device to K and V in the pool, FLOPs.
-        dense: A layer's forward pass without attention, FLOPs.
-        attention: Its attention, FLOPs: what makes recomputation quadratic.
-        model: The shape that was measured; None for assumed numbers.
-        dirs: Folders of L3 that were measured.
-        copies: Ways to copy hidden states, the one that is used first; none on a CPU, and for
-            assumed numbers.
-        points: What was measured, for readers: operation -> (tokens, seconds), each alone.
+        date: ISO 8601; ``date`` and ``model`` are None for assumed numbers.
+        gathers: A tensor-parallel rank loads its share of every hidden state and gathers the rest
+            at no cost (NVLink; paper section 5). Otherwise each rank's bus carries all.
+        l3: Bytes from L3, all folders together; None: all pages are in host memory.
+        hidden_copy, kv_load: Bytes of a layer from host memory to the device, to KV slots.
+        projection: FLOPs from hidden states on the device to K and V in the pool.
+        dense, attention: FLOPs of a layer's forward pass; attention makes recomputation quadratic.
+        copies: Ways to copy hidden states, the used one first; none on a CPU or if assumed.
+        points: Measured, for readers: operation -> (tokens, seconds), each alone.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -118,16 +103,15 @@ class Profile(BaseModel):
 
     @property
     def recompute_slowdown(self) -> float:
-        """How much longer a layer is recomputed while others are copied."""
+        """Factor on recomputation while other layers are copied."""
         return 1 / self.copies[0].products if self.copies else 1.0
 
     def save(self, path: Path) -> None:
-        """Write the profile as JSON."""
         path.write_text(self.model_dump_json(indent=2) + "\n")
 
 
 def load_profile(path: Path) -> Profile:
-    """Read what :meth:`Profile.save` wrote; the ProfileError names every wrong field."""
+    """Read a saved profile; a ProfileError names every wrong field."""
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:

@@ -1,6 +1,6 @@
-"""Which part of each layer a store holds: decided once per model, and followed by later servers.
+"""The partition of a model's store: decided once, and followed by later servers.
 
-Otherwise a restart, or a server on other hardware, would orphan all that is stored.
+Otherwise a restart, or a server on other hardware, would orphan all stored pages.
 """
 
 from __future__ import annotations
@@ -18,18 +18,12 @@ from hcache_backend.plan.profile import Profile, ProfileError, load_profile
 from hcache_backend.plan.restore import Restore
 from hcache_backend.store import write_note
 
-_WORTH_IT = 1.1
-"""Another partition is worth a word if restores by the recorded one take so many times as long."""
+_WORTH_IT = 1.1  # another partition is reported if restores take this many times as long
 
 
 class PartitionRecord(BaseModel):
-    """Numbers of layers by method, and the restores that they were chosen for.
-
-    Attributes:
-        model: Path or name, for readers.
-        reason: How it was decided, for readers.
-        shape: The model as the cost model sees it; None if its configuration is not known.
-    """
+    """Numbers of layers by method, and the restores that they were chosen for. ``model`` and
+    ``reason`` are for readers; ``shape`` is None if the model's config is unknown."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -48,7 +42,7 @@ class PartitionRecord(BaseModel):
         return Partition(self.recompute, self.hidden, self.kv)
 
     def better(self, profile: Profile) -> tuple[Partition, float] | None:
-        """A partition by which restores on this machine are 10% faster or more, and how much."""
+        """A partition whose restores are at least 10% faster on this machine, and the factor."""
         if self.shape is None:
             return None
         ours = self.partition
@@ -61,12 +55,12 @@ class PartitionRecord(BaseModel):
 
 
 def record_name(key: bytes) -> str:
-    """The file in a store folder for the model (with its settings) that ``key`` tells apart."""
+    """File name in a store folder; ``key`` identifies the model and its settings."""
     return f"partition-{key.hex()[:16]}.json"
 
 
 def find_record(folders: Iterable[Path], name: str) -> PartitionRecord | None:
-    """The record of that name in the first folder that has one which can be read."""
+    """The first readable record of that name."""
     for folder in folders:
         with contextlib.suppress(OSError, ValidationError):
             return PartitionRecord.model_validate_json((folder / name).read_bytes())
@@ -74,7 +68,7 @@ def find_record(folders: Iterable[Path], name: str) -> PartitionRecord | None:
 
 
 def records(folder: Path) -> Iterator[tuple[str, PartitionRecord]]:
-    """All records of a store folder, by their names."""
+    """All readable records of a store folder, by name."""
     for path in sorted(folder.glob("partition-*.json")):
         record = find_record([folder], path.name)
         if record is not None:
@@ -82,16 +76,12 @@ def records(folder: Path) -> Iterator[tuple[str, PartitionRecord]]:
 
 
 def save_record(folder: Path, name: str, record: PartitionRecord, *, replace: bool) -> None:
-    """Write a record; without ``replace`` the one that is there stays.
-
-    Raises:
-        OSError: It cannot be written.
-    """
+    """Write a record; without ``replace`` an existing one stays. Raises OSError."""
     write_note(folder, name, record.model_dump_json(indent=2) + "\n", replace=replace)
 
 
 def kept_profiles(folder: Path) -> Iterator[Profile]:
-    """Profiles that servers left in a store folder."""
+    """Readable profiles that servers left in a store folder."""
     for path in sorted(folder.glob("profile-*.json")):
         with contextlib.suppress(ProfileError):
             yield load_profile(path)

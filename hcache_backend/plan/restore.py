@@ -29,20 +29,20 @@ from hcache_backend.plan.profile import Profile
 
 @dataclass(frozen=True)
 class Restore:
-    """How a server stores and restores each layer of a model, and how long that takes. Any thread.
+    """Storage and restore of each layer of a model, and their times. Any thread.
 
     Attributes:
         profile: The machine; None: not measured, so restores recompute only what they must.
-        shape: The model, with the bytes that a codec leaves; None without a profile.
+        shape: The model in encoded bytes; None without a profile.
         partition: Numbers of layers by method; fixed while a server runs.
-        ranks: Tensor-parallel ranks. With several, restores recompute only what they must, because
-            recomputation and transfers both talk to the other ranks.
-        chunk_tokens: Most tokens of a projection; the pipeline's ring is as long.
+        ranks: Tensor-parallel ranks. Several recompute only what they must, because recomputation
+            and transfers both have collectives.
+        chunk_tokens: Most tokens of a projection, and length of the pipeline's ring.
         parks: Segments can wait in the KV pool.
         recomputable: Number of first layers that can be recomputed here.
         eager: Pages are restored while L3 is being read.
-        paper: Time is counted as by the paper: the device has room for all segments, the first
-            layer comes in one piece, and the last recomputed layer is computed whole.
+        paper: Count as the paper: all segments have room, the first layer comes in one piece, and
+            the last recomputed layer is computed whole.
     """
 
     profile: Profile | None
@@ -57,14 +57,13 @@ class Restore:
 
     @property
     def methods(self) -> tuple[LayerMethod, ...]:
-        """The method of every layer; KV instead of a recomputation that is not possible."""
+        """Method of each layer; KV if its recomputation is not possible."""
         methods = [self.partition.method(layer) for layer in range(self.partition.layers)]
         for layer in range(self.recomputable, self.partition.recompute):
             methods[layer] = "kv"
         return tuple(methods)
 
     def layers(self, method: LayerMethod) -> tuple[int, ...]:
-        """The layers of a method."""
         return tuple(i for i, used in enumerate(self.methods) if used == method)
 
     def recomputing_first(self, most: int) -> Restore:
@@ -72,21 +71,13 @@ class Restore:
         return replace(self, recomputable=most)
 
     def describe(self) -> str:
-        """The methods in words, for the log."""
         return describe(Partition(*(len(self.layers(method)) for method in LAYER_METHODS)))
 
     # ---- estimates; without a profile only `layer` and `first_layers` have an answer ----
 
     def costs(self, tokens: int, prefix: float = 0, l3: L3Path = "none") -> LayerCosts:
-        """The costs of one layer.
-
-        Each rank has a device and a bus of the profile's; the ranks share L3.
-
-        Args:
-            tokens: Tokens that are restored.
-            prefix: Tokens before them that are on the device; recomputation attends to them.
-            l3: When L3 is read, if the profile has an L3.
-        """
+        """Costs of one layer of ``tokens`` tokens; ``prefix`` tokens before them are on the device.
+        Each rank has a device and a bus of the profile's; the ranks share L3, if there is one."""
         assert self.profile is not None and self.shape is not None
         profile, model, ranks = self.profile, self.shape, self.ranks
         # A rank holds its share of the KV heads, at least one; a latent is on every rank.
@@ -115,18 +106,16 @@ class Restore:
         return costs._replace(l3_h=l3_h, l3_kv=l3_kv)
 
     def seconds(self, tokens: int, l3: L3Path = "none") -> float:
-        """Seconds of a restore of ``tokens`` tokens by :attr:`partition`, as the paper counts."""
+        """Seconds of a restore of ``tokens`` tokens, counted as in the paper."""
         return simulate(self.costs(tokens, 0, l3), self.partition)
 
     def layer(self, tokens: int, prefix: float) -> float:
-        """Seconds to recompute one layer of ``tokens`` tokens behind ``prefix``.
-
-        Without a profile it is in no unit, and says only how the time grows.
-        """
+        """Seconds to recompute one layer of ``tokens`` tokens after ``prefix``. Without a profile
+        the number has no unit and shows only the growth."""
         return float(tokens) if self.profile is None else self.costs(tokens, prefix).c_tok
 
     def prefill(self, tokens: int, prefix: float) -> float:
-        """Seconds to compute all layers of ``tokens`` tokens behind ``prefix``."""
+        """Seconds to compute all layers of ``tokens`` tokens after ``prefix``."""
         assert self.shape is not None
         return self.layer(tokens, prefix) * self.shape.layers
 
@@ -137,19 +126,12 @@ class Restore:
         return self.profile.l3.time(tokens * self.partition.bytes_per_token(self.shape))
 
     def load(self, tokens: int, prefix: float) -> float:
-        """Seconds that a batch waits for a load of ``tokens`` tokens from host memory.
-
-        An eager restore has only the last pages left to do by then.
-        """
+        """Seconds that a batch waits for a load from host memory; eager: for its last pages."""
         return self.seconds(tokens) / (READ_BATCHES if self.eager else 1)
 
     def first_layers(self, tokens: int, prefix: int, slowdown: float = 1.0) -> int:
-        """Number of first layers that a restore of ``tokens`` from host memory recomputes.
-
-        Args:
-            slowdown: Present time of a recomputation relative to the profile. With infinity only
-                the layers that are not stored are recomputed.
-        """
+        """Number of first layers that a restore from host memory recomputes. ``slowdown``:
+        recomputation relative to the profile; at infinity only layers that are not stored."""
         least = min(self.partition.recompute, self.recomputable)
         if not self.recomputable or self.profile is None or self.shape is None or not tokens:
             return least
@@ -166,11 +148,10 @@ class Restore:
         methods: Collection[LayerMethod] | None = None,
         allowed: Callable[[Partition], bool] = lambda partition: True,
     ) -> Partition:
-        """The partition whose restores of ``tokens`` tokens are the fastest, of those ``allowed``.
+        """The ``allowed`` partition whose restores of ``tokens`` tokens are the fastest.
 
-        Args:
-            methods: Methods that may be used. None: those that servers store. Servers store every
-                layer: hits in host memory want the first ones, and a restore may recompute them.
+        ``methods`` None: those that servers store. Servers store every layer, because hits in host
+        memory want the first ones, and a restore may still recompute them.
         """
         assert self.shape is not None
         stored: set[LayerMethod] = {"hidden", "kv"} if self.shape.hidden_is_smaller else {"kv"}

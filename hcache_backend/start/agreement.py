@@ -1,7 +1,5 @@
-"""Agreement between ranks at start-up: all take a step towards hidden mode, or none does.
-
-A wrong option stops all of them, once and before anything is set up for it.
-"""
+"""Agreement of ranks at start-up: all take a step towards hidden mode, or none. A wrong option
+stops all of them, once, and before anything is set up for it."""
 
 from __future__ import annotations
 
@@ -23,28 +21,22 @@ logger = logging.getLogger("hcache")
 
 _Result = TypeVar("_Result")
 
-_STOP_SECONDS = 10.0
-"""SGLang kills its ranks at once; if not, they end by themselves."""
+_STOP_SECONDS = 10.0  # SGLang kills its ranks at once; if not, they end by themselves
 
 
 class Refused(Exception):
-    """This server cannot use hidden mode and stores KV pages; the message says why."""
+    """A server cannot have a capability, such as hidden mode; the message says why."""
 
 
 def all_or_none(work: Callable[[], _Result], *groups: Any) -> _Result:
-    """What ``work`` returns on this rank, when it went well on every rank.
+    """The result of ``work`` on this rank; raises Refused on every rank if it failed on one.
 
-    The invariant: every rank reaches every collective, in the same order. All ranks learn whether
-    ``work`` went well on all of them (one MIN-reduce per group, whatever happened), and only then
-    does any rank go on. So they all leave at the same step. Work that talks to other ranks itself
-    must reach each of its collectives whatever it finds, and refuse after the last.
+    - Every rank reaches every collective, in the same order.
+    - All ranks learn the outcome, by one MIN-reduce per group, before any rank goes on. So all of
+      them leave at the same step.
+    - Work with collectives must reach each of them whatever it finds, and refuse after the last.
 
-    Args:
-        groups: Process groups on the CPU that have to agree: tensor-parallel ranks and, where
-            there is no way back, pipeline stages.
-
-    Raises:
-        Refused: On every rank, when ``work`` failed on one of them.
+    ``groups`` are on the CPU: tensor-parallel ranks, and pipeline stages if there is no fallback.
     """
     reason: str | None = None
     try:
@@ -63,13 +55,10 @@ def all_or_none(work: Callable[[], _Result], *groups: Any) -> _Result:
 
 
 def or_stop(work: Callable[[], _Result]) -> _Result:
-    """What ``work`` returns on this rank, when no rank found a wrong option in it.
+    """The result of ``work`` on this rank; stops the server if a rank found a wrong option.
 
-    Otherwise the server stops, with one line in the log: to an exception SGLang adds tracebacks
-    that hide the message. All ranks of a data-parallel group must call it at one point.
-
-    Raises:
-        SystemExit: On every rank, when ``work`` raised a ConfigError on one of them.
+    All ranks of a data-parallel group call it at one point. A ConfigError on one raises SystemExit
+    on all, with one log line: to an exception SGLang adds tracebacks that hide the message.
     """
     own = dist.get_rank() if dist.is_initialized() else 0
     launcher = socket.gethostname(), os.getppid()
@@ -84,11 +73,11 @@ def or_stop(work: Callable[[], _Result]) -> _Result:
         return result
     if found[0] == own:
         logger.error("%s", problem)
-    said_by_all_ranks(None)  # the first signal ends all: it waits for that line
+    said_by_all_ranks(None)  # the first signal ends all ranks, so it comes after that line
     if own == next(rank for rank, other, _ in said if other == launcher):
-        # What SGLang's schedulers send when they fail. A second one, while its handler logs the
-        # first, would add a traceback.
+        # SGLang's schedulers send this signal when they fail. A second one would add a traceback
+        # while the handler logs the first.
         os.kill(os.getppid(), signal.SIGQUIT)
     else:
-        time.sleep(_STOP_SECONDS)  # a launcher that saw a rank end would log that instead
+        time.sleep(_STOP_SECONDS)  # a launcher that sees a rank end logs that instead
     raise SystemExit(1)

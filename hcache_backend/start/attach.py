@@ -1,7 +1,7 @@
-"""Joining a server: options are checked, the store is opened, and all ranks agree that they could.
+"""Joining a server, at start-up or at a run-time attach: options, store, agreement of ranks.
 
-At start-up and at a run-time attach alike. Every rank says how it went before any of them raises:
-a rank that failed alone would leave the others waiting in HiCache's next collective.
+Every rank reports before any of them raises: a rank that failed alone would leave the others
+waiting in HiCache's next collective.
 """
 
 from __future__ import annotations
@@ -47,12 +47,7 @@ _NO_RIGHT_TO_WRITE = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 class Joined(NamedTuple):
-    """What a backend instance works with.
-
-    Attributes:
-        kv_fields: What K and V depend on but the weights.
-        behind: What option ``behind`` names, or None.
-    """
+    """Parts of a backend instance; ``kv_fields``: what K and V depend on besides the weights."""
 
     runtime: Runtime
     config: HCacheConfig
@@ -62,12 +57,8 @@ class Joined(NamedTuple):
 
 
 def join(storage_config: HiCacheStorageConfig) -> Joined:
-    """Open the store for the running server; called on all ranks of a server at the same point.
-
-    Raises:
-        ConfigError: An option is wrong, or would change the pages of a running server, or a folder
-            cannot be used. It is raised on every rank, whichever rank found it.
-    """
+    """Open the store for the running server; all ranks call it at the same point. Raises
+    ConfigError on every rank if an option is wrong or fixed, or a folder cannot be used."""
     joined: Joined | None = None
     error: Exception | None = None
     try:
@@ -90,11 +81,7 @@ def join(storage_config: HiCacheStorageConfig) -> Joined:
 
 
 def leave_report(joined: Joined, storage_config: HiCacheStorageConfig) -> None:
-    """Say in every folder of the store which server opened it and how; keep what it decided.
-
-    Raises:
-        OSError: It cannot be written.
-    """
+    """Write the server's report and its decisions to the store folders; raises OSError."""
     if storage_config.tp_rank != 0:
         return
     runtime, folders = joined.runtime, joined.config.dirs
@@ -111,11 +98,7 @@ def leave_report(joined: Joined, storage_config: HiCacheStorageConfig) -> None:
 
 
 def check_preemption(args: Any) -> None:
-    """Does SGLang lose requests if there is an L3?
-
-    Raises:
-        ConfigError: It does; the message names the option.
-    """
+    """Raise ConfigError if SGLang loses preempted requests when there is an L3."""
     preempts = args.enable_priority_scheduling and not args.disable_priority_preemption
     if preempts and numbers_of(version := sglang_version()) < (0, 5, 22):
         raise ConfigError(
@@ -126,7 +109,7 @@ def check_preemption(args: Any) -> None:
 
 
 def warn_of_single_tokens(runtime: Runtime) -> None:
-    """Say that ``--page-size`` was forgotten, if it was."""
+    """Warn if ``--page-size`` was forgotten."""
     if page_size(runtime.runner.server_args) == 1:
         logger.warning(
             "hcache: the page size is 1: every token becomes a file, and pages of hidden states "
@@ -137,21 +120,15 @@ def warn_of_single_tokens(runtime: Runtime) -> None:
 def warn_of_small_host_pool(
     host_tokens: int, device_tokens: int, host_token_bytes: int, device_token_bytes: int
 ) -> None:
-    """Say how much of what is computed can be stored, if the host pool is the smaller one.
-
-    Args:
-        host_tokens: Tokens that HiCache has room for in host memory...
-        device_tokens: ...and on the device, of this rank.
-        host_token_bytes: What a token takes there...
-        device_token_bytes: ...and its K and V on the device.
-    """
+    """Warn with the share that can be stored if the host pool is smaller than the device's.
+    ``*_token_bytes``: of a token in host memory, and of its K and V on the device."""
     missing = (device_tokens - host_tokens) * host_token_bytes
     if missing <= 0 or (memory := get_memory()).hicache_write_policy == "write_back":
-        return  # write_back has tokens in host memory that the device has no more
+        return  # write_back keeps tokens in host memory that left the device
     if memory.hicache_size > 0:
         enough = f"--hicache-size {math.ceil(memory.hicache_size + missing / 1e9)}"
     else:
-        # A little more: some of it may be set aside for what a codec cannot hold.
+        # A little more: some may be set aside for rows that a codec cannot hold.
         more = 1.004 * missing / (device_tokens * device_token_bytes)
         enough = f"--hicache-ratio {math.ceil(100 * (memory.hicache_ratio + more)) / 100:.2f}"
     logger.warning(
@@ -166,11 +143,7 @@ def warn_of_small_host_pool(
 
 
 def open_store(config: HCacheConfig, writer: bytes) -> PageStore:
-    """The page store of option ``dirs``.
-
-    Raises:
-        ConfigError: No folder can be used, or one is in use for something else.
-    """
+    """The page store of option ``dirs``; raises ConfigError if a folder cannot be used."""
     try:
         return PageStore(config, writer)
     except OSError as error:
@@ -198,11 +171,7 @@ def _join_here(storage_config: HiCacheStorageConfig) -> Joined:
 
 
 def _attach_config(runtime: Runtime, extra: Mapping[str, Any]) -> HCacheConfig:
-    """The options of an attach, and for those that it does not set what the server has.
-
-    Raises:
-        ConfigError: An option is wrong, or the running server cannot follow it any more.
-    """
+    """Options of an attach over the server's. Raises ConfigError if one is wrong or fixed."""
     check_extra_config(extra)
     check_preemption(resolved(runtime.runner.server_args))
     options = extra.get("hcache")
@@ -214,11 +183,11 @@ def _attach_config(runtime: Runtime, extra: Mapping[str, Any]) -> HCacheConfig:
     for name in sorted(FIXED_AT_START.intersection(options or ())):
         asked, has = getattr(config, name), getattr(started, name)
         told = in_mode if runtime.config is None else f"was started with {has!r}"
-        if name == "mode" and asked != "auto":  # a server may be in another mode than it was to be
+        if name == "mode" and asked != "auto":  # the mode may differ from the option
             has, told = runtime.mode or "kv", in_mode
-        if name == "codec" and has == "auto" and asked != "auto":  # what that means here
+        if name == "codec" and has == "auto" and asked != "auto":  # the codec that this server uses
             has = runtime.codec or "none"
-        if name == "pages" and not runtime.own_pages:  # whatever it was to have
+        if name == "pages" and not runtime.own_pages:  # whatever the option was
             has, told = "plain", in_mode
         if asked != has:
             raise ConfigError(
@@ -232,14 +201,14 @@ def _attach_config(runtime: Runtime, extra: Mapping[str, Any]) -> HCacheConfig:
 
 
 def _check_late_start(runtime: Runtime) -> None:
-    """Can pages of a server that was started without us be kept apart from those of others?"""
+    """Raise ConfigError if pages of a server started without us would mix with others."""
     if runtime.weights is None and resolved(runtime.runner.server_args).enable_dp_attention:
         # Ranks of one data-parallel group attach alone; the weights are those of all groups.
         raise ConfigError(
             f"hcache: {STARTED_WITHOUT_US}; with --enable-dp-attention it has to be started with it"
         )
     if serves_adapters(resolved(runtime.runner.server_args)):
-        # What L1 and L2 hold has keys that other requests may have, too.
+        # Pages in L1 and L2 have keys that other requests may have, too.
         raise ConfigError(
             f"hcache: {STARTED_WITHOUT_US}; with --enable-lora it has to be started with it"
         )
@@ -252,7 +221,7 @@ def _check_late_start(runtime: Runtime) -> None:
 def _agree(
     storage_config: HiCacheStorageConfig, joined: Joined | None, error: Exception | None
 ) -> None:
-    """Raise on every rank when one of them found a problem; then read the weights together."""
+    """Raise on every rank if one found a problem; then read the weights together."""
     rank = f"tensor-parallel rank {storage_config.tp_rank}"
     if storage_config.pp_size > 1:
         rank += f" of pipeline stage {storage_config.pp_rank}"

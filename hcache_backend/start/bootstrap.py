@@ -1,4 +1,4 @@
-"""The bootstrap hook's work: find out whether we are wanted, and register the rest only then."""
+"""The bootstrap hook's work: register everything else only if this server wants us."""
 
 from __future__ import annotations
 
@@ -40,19 +40,14 @@ logger = logging.getLogger("hcache")
 
 
 def bootstrap(runner: Any) -> None:
-    """Called when a process has loaded its model.
-
-    The server stops with a message when we are configured wrongly.
-
-    Raises:
-        RuntimeError: A trace was asked for that cannot be made; it stops the server too.
-    """
+    """Called when a process has loaded its model. A wrong configuration stops the server, as does a
+    RuntimeError for a trace that cannot be made."""
     _join(runner)
-    install_if_asked()  # of any server, so that other L3 backends are timed as ours is
+    install_if_asked()  # for any server, so that other L3 backends are timed like ours
 
 
 def note_draft(runner: Any) -> None:
-    """Called when a process has loaded a draft model, behind that which it drafts for."""
+    """Called when a process has loaded a draft model, after its target model."""
     if current().config is not None:
         current().read_draft(runner)
 
@@ -132,12 +127,12 @@ def _join(runner: Any) -> None:
     if plain is None and no_hidden is None:
         no_graphs = hooks.install(graph_hooks())
         if no_graphs is not None:
-            logger.debug("hcache: %s", no_graphs)  # hidden mode says so where graphs are recorded
+            logger.debug("hcache: %s", no_graphs)  # hidden mode reports it if graphs are recorded
     register_stack_strategy(OwnPagesStrategy(runtime, plain, no_hidden))  # before SGLang's own
 
 
 def _our_extra_config(args: Any) -> Mapping[str, Any] | None:
-    """The extra config of a server that is started with our L3, else None."""
+    """The extra config of a server that is started with our L3, otherwise None."""
     if args.hicache_storage_backend != "dynamic":
         return None
     extra = storage_extra_config(args)
@@ -146,11 +141,7 @@ def _our_extra_config(args: Any) -> Mapping[str, Any] | None:
 
 
 def _check_groups(runner: Any, args: Any, config: HCacheConfig) -> None:
-    """Can K and V divide as SGLang's option ``tp_lcm_size`` says? SGLang asks with an assertion.
-
-    Raises:
-        ConfigError: They cannot.
-    """
+    """Raise ConfigError if K and V do not divide by ``tp_lcm_size``; SGLang only asserts it."""
     asked = storage_extra_config(args).get("tp_lcm_size")
     if asked is None:
         return

@@ -1,8 +1,7 @@
-"""The check at start-up that hidden states get to pages of host memory and back, as in service.
+"""Check at start-up: hidden states reach pages of host memory and come back, as in service.
 
-A prefill and a decode step of the model go through all that a page goes through: capture, transfer,
-verdicts, backup, restore; by the CUDA graphs that serve, too. It also compiles the kernels of all
-this: what was not tried at the start is not believed later.
+A prefill and a decode step pass capture, transfer, verdicts, backup and restore, also by the CUDA
+graphs that serve. This compiles the kernels: what was not tried at the start is not trusted later.
 """
 
 from __future__ import annotations
@@ -31,14 +30,9 @@ from hcache_backend.streams import StreamFailed, host_tensor
 
 
 class CaptureCheck:
-    """A few pages that go from the model to host memory and from there to other slots.
-
-    Nothing may be allocated yet: pages of the pool are overwritten. All ranks must take its steps,
-    in their order.
-
-    Args:
-        ranks: The tensor-parallel ranks.
-    """
+    """A few pages that go from the model to host memory and from there to other slots. Nothing may
+    be allocated yet: pages of the pool are overwritten. All ``ranks`` (tensor-parallel) must take
+    its steps, in their order."""
 
     def __init__(self, plan: PagePlan, ranks: Any) -> None:
         layout, device = plan.layout, plan.kvcache.device
@@ -46,7 +40,7 @@ class CaptureCheck:
         self._plan, self._codec = plan, plan.codec
         self._ranks = ranks
         self._pages = np.arange(-(-PROBE_TOKENS // layout.page_size))
-        shadows = len(self._pages) + 1  # an empty pool hands out its first pages, but for page 0
+        shadows = len(self._pages) + 1  # an empty pool hands out its first pages, except page 0
         shape = (len(self._pages) + shadows, layout.page_bytes)
         self._memory = host_tensor(shape, torch.uint8, device).zero_()
         self._arena = Arena(
@@ -65,17 +59,12 @@ class CaptureCheck:
         self._not_encoded: set[int] = set()
 
     def save(self, runner: Any, *, graphs: bool, by_layer: bool = False) -> None:
-        """Let the model run, with capture, and back up what it left.
+        """Run the model with capture, and back up the rows; raises Refused for lost or wrong ones.
 
         Args:
-            graphs: Prefills go by CUDA graphs where some were recorded, as decode steps always do.
-                No Python sees what projections receive there, so rows are not compared with that; K
-                and V that come of them are.
-            by_layer: The prefill passes staging layer by layer, as prompts that are too long for
-                it.
-
-        Raises:
-            Refused: Rows are missing in host memory, or others than the projections received.
+            graphs: Prefills use recorded CUDA graphs, as decode steps always do. Python does not
+                see the inputs of projections there, so only K and V are compared.
+            by_layer: The prefill passes staging layer by layer, as prompts too long for it do.
         """
         plan = self._plan
         self._received.clear()
@@ -104,10 +93,8 @@ class CaptureCheck:
             raise Refused(f"hidden states do not get to host memory: {problem}")
 
     def make_pipeline(self, layers: Sequence[RestoredLayer]) -> RestorePipeline:
-        """What brings the pages back by ``layers``; it talks to no other rank.
-
-        Its memory may not be there on one rank, and :meth:`restore` has collectives.
-        """
+        """The pipeline that restores the pages by ``layers``. It is no part of :meth:`restore`,
+        which has collectives, because one rank may lack memory."""
         plan, device = self._plan, self._plan.kvcache.device
         return RestorePipeline(
             self._memory,
@@ -120,11 +107,7 @@ class CaptureCheck:
         )
 
     def restore(self, pipeline: RestorePipeline, projector: Projector) -> None:
-        """Bring the pages back by ``pipeline``, to other pages of the pool.
-
-        Raises:
-            Refused: K and V of a layer do not come back, or not as the model wrote them.
-        """
+        """Restore to other pages of the pool; raises Refused if K or V differ from the model's."""
         plan, size = self._plan, self._plan.layout.page_size
         first = len(plan.methods.layers("recompute"))
         there = self._slots + (int(self._slots.max()) // size) * size
@@ -157,7 +140,7 @@ class CaptureCheck:
         if plan.kv.layers:
             pages = torch.from_numpy(self._arena.physical(self._pages)).to(plan.kvcache.device)
             fits = plan.kv.save(plan.layout, self._memory, pages, self._slots)
-            if fits is not None:  # what does not is kept apart, and pages lack it
+            if fits is not None:  # K and V that do not fit are kept apart, and pages lack them
                 of_layers = zip(plan.kv.layers, fits.all(1).tolist(), strict=True)
                 self._not_encoded = {layer for layer, fit in of_layers if not fit}
         self._capture.transfers().synchronize()
@@ -168,10 +151,8 @@ class CaptureCheck:
         return None if all(proven) else "rows are not proven"
 
     def _difference(self) -> str | None:
-        """Which layer's rows in host memory are not what its projection received in the prefill.
-
-        Nobody reads rows that the codec cannot hold: what is there in their places is not compared.
-        """
+        """The layer whose rows in host memory differ from its projection's input. Rows that the
+        codec cannot hold are never read, so they do not count."""
         layout, codec = self._plan.layout, self._codec
         layers = {layer.index: layer for layer in self._plan.hidden_layers}
         prefilled = len(self._pages) * layout.page_size - 1
@@ -188,8 +169,8 @@ class CaptureCheck:
         return None
 
     def _changed(self, first: int, there: torch.Tensor, projector: Projector) -> str | None:
-        """Which layer's K or V, from layer ``first`` on, differ between the two places, where the
-        codec holds the rows of hidden states."""
+        """The layer from ``first`` on whose K or V differ between the two places, in rows of hidden
+        states that the codec holds."""
         pool, plan, fits = projector.pool, self._plan, self._fits.to(there.device)
         for layer in plan.layers[first:]:
             if layer.index in self._not_encoded:
@@ -206,5 +187,4 @@ class CaptureCheck:
 
 
 def _told(error: Exception) -> str:
-    """What went wrong: a kernel that cannot be compiled, or memory that is not there."""
     return str(error) if isinstance(error, StreamFailed) else f"{type(error).__name__}: {error}"

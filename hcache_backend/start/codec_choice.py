@@ -1,4 +1,4 @@
-"""Which codecs pages are really stored in: the wanted one, if it serves this model."""
+"""The codecs that pages are really stored in: the wanted one, if it serves this model."""
 
 from __future__ import annotations
 
@@ -23,14 +23,12 @@ from hcache_kernels.codecs import Codec, ExactCodec, UnsupportedRows, make_codec
 logger = logging.getLogger("hcache")
 
 _UNENCODABLE_SHARE = 0.1
-"""If a codec cannot hold more than this share of the probe's tokens, chosen from the whole
-vocabulary, somebody should know: hardly a conversation goes to L3. It stays in use, because what
-pages hold must not depend on what a server finds at its start."""
+"""Warn if a codec cannot hold a larger share of the probe's tokens: hardly a conversation goes to
+L3 then. It stays in use, because pages must not depend on findings at a server's start."""
 
 
 def asked_codec(runtime: Runtime, dtype: torch.dtype) -> str:
-    """What option ``codec`` means for K and V, or hidden states, of a type: ``auto`` goes by that
-    alone."""
+    """The codec that option ``codec`` means for values of ``dtype``, on which ``auto`` depends."""
     assert runtime.config is not None
     asked = runtime.config.codec
     if asked == "auto":
@@ -39,7 +37,7 @@ def asked_codec(runtime: Runtime, dtype: torch.dtype) -> str:
 
 
 def wanted_codec(runtime: Runtime, runner: Any) -> Codec:
-    """The codec of hidden states; whether it serves this model is found out by the probe."""
+    """The codec of hidden states; the probe finds out later if it serves this model."""
     width, dtype = runner.model_config.hidden_size, runner.dtype
     try:
         return make_codec(asked_codec(runtime, dtype), width, dtype)
@@ -48,12 +46,8 @@ def wanted_codec(runtime: Runtime, runner: Any) -> Codec:
 
 
 def kv_codec(runtime: Runtime, kvcache: Any, share: Share, groups: int, stages: int) -> str:
-    """The codec of K and V, by option ``codec`` and their form alone; logs why it is another one.
-
-    Args:
-        groups: Groups of heads in a page of all ranks.
-        stages: Pipeline stages.
-    """
+    """The codec of K and V, by the option and their shape alone; logs a fallback to ``none``.
+    ``groups``: groups of heads in a page of all ranks."""
     try:
         return _encoding_segments(runtime, kvcache, share, groups, stages).codec
     except UnsupportedRows as error:
@@ -64,7 +58,7 @@ def kv_codec(runtime: Runtime, kvcache: Any, share: Share, groups: int, stages: 
 
 
 def encoded_share(runtime: Runtime, kvcache: Any, stages: int) -> float:
-    """What the codec of K and V leaves of their bytes: 1.0 where there is none."""
+    """Encoded bytes of K and V relative to plain ones; 1.0 without a codec."""
     try:
         kv = _encoding_segments(runtime, kvcache, WHOLE, 1, stages)
     except UnsupportedRows:
@@ -76,7 +70,7 @@ def encoded_share(runtime: Runtime, kvcache: Any, stages: int) -> float:
 def _encoding_segments(
     runtime: Runtime, kvcache: Any, share: Share, groups: int, stages: int
 ) -> KVSegments:
-    """K and V of all layers by the codec of option ``codec``, or an UnsupportedRows."""
+    """K and V of all layers by option ``codec``; raises UnsupportedRows."""
     codec = asked_codec(runtime, kvcache.k_buffer[0].dtype)
     if codec != "none" and stages > 1:  # a stage cannot tell the others what it could not keep
         raise UnsupportedRows(f"codec {codec!r} takes no K and V of pipeline stages")
@@ -87,26 +81,20 @@ def _encoding_segments(
 
 
 def number_of_pairs(runtime: Runtime, kvcache: Any) -> int:
-    """Pairs of layers in each page, if there are any."""
+    """Pairs of layers in each page, if the codec makes any."""
     assert runtime.config is not None
     return max(1, int(runtime.config.krul.ratio * kvcache.layer_num / 2))
 
 
 def whole_pages(slots: torch.Tensor, page_size: int) -> torch.Tensor:
-    """As many of ``slots`` (int64 ``[n]``) as make whole pages; less than one again and again."""
+    """``slots`` (int64 ``[n]``) truncated to whole pages, repeated to fill at least one."""
     tokens = max(1, len(slots) // page_size) * page_size
     return slots[torch.arange(tokens, device=slots.device) % len(slots)]
 
 
 def check_lossy(kv: KVSegments, layout: PageLayout, slots: torch.Tensor, merged: float) -> None:
-    """Encode and decode the K and V that the model wrote to ``slots`` (int64 ``[p * page_size]``).
-
-    Args:
-        merged: How much merging layers may change them.
-
-    Raises:
-        Refused: What comes back of a layer is too different, or its codec cannot hold it.
-    """
+    """Encode and decode the model's K and V in ``slots`` (int64 ``[p * page_size]``). Raises
+    Refused if a layer changes too much (merged ones by ``merged``) or does not fit."""
     planes = [[plane[slots].cpu() for plane in kv.planes(layer)] for layer in kv.layers]
     encoded, fits = kv.through_codec(layout, planes)
     for layer, exact, back, fit in zip(kv.layers, planes, encoded, fits, strict=True):
@@ -115,7 +103,7 @@ def check_lossy(kv: KVSegments, layout: PageLayout, slots: torch.Tensor, merged:
         allowed = CODEC_TOLERANCE.get(kv.code_of(layout, layer), merged)
         for name, got, plane in zip("KV", back, exact, strict=True):
             wanted = plane.float()
-            # All tokens count alike: one that stands out would hide what the others lose.
+            # All tokens count alike: an outlier would hide the losses of the others.
             size = wanted.square().mean(2, keepdim=True).sqrt().clamp_min(1e-12)
             difference = relative_difference(got.float() / size, wanted / size)
             if not difference <= allowed:
@@ -126,12 +114,8 @@ def check_lossy(kv: KVSegments, layout: PageLayout, slots: torch.Tensor, merged:
 
 
 def choose_codec(group: Any, runtime: Runtime, probe: Probe, projector: Projector) -> Codec:
-    """The codec of hidden states that option ``codec`` means, if all tensor-parallel ranks
-    (``group``) can use it, else the exact one.
-
-    All ranks must call it. The K and V that the model wrote during the probe must still be in the
-    pool.
-    """
+    """The wanted codec of hidden states if all ranks of ``group``, which all call it, can use it;
+    otherwise the exact one. K and V of the probe must still be in the pool."""
     wanted = asked_codec(runtime, probe.hidden[0].dtype)
     try:
         return all_or_none(lambda: _proven(wanted, probe, projector), group)
@@ -151,8 +135,8 @@ def hidden_as_they_are(name: str, width: int, dtype: torch.dtype, refused: Refus
 
 
 def _proven(name: str, probe: Probe, projector: Projector) -> Codec:
-    """Project what comes back of the probe's rows; compare with what the model wrote. Says how many
-    tokens are not encodable; it may not be all."""
+    """The codec, if rows of the probe decode to the model's K and V; raises Refused otherwise. Logs
+    the number of tokens that are not encodable, which may not be all."""
     try:
         codec = make_codec(name, probe.hidden[0].shape[1], probe.hidden[0].dtype)
     except UnsupportedRows as error:

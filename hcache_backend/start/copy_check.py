@@ -1,7 +1,5 @@
-"""The check at start-up that own pages of K and V bring back what the pool held.
-
-It also compiles the kernels that copy them: what was not tried at the start is not believed later.
-"""
+"""Check at start-up: own pages of K and V bring back what the pool held. It compiles the kernels
+that copy them: what was not tried at the start is not trusted later."""
 
 from __future__ import annotations
 
@@ -19,21 +17,16 @@ from hcache_backend.start.agreement import Refused
 from hcache_backend.start.page_plan import PagePlan
 from hcache_backend.streams import host_tensor
 
-_FROM, _TO, _HOST = (1, 2), (4, 3), (1, 0)
-"""Pages of the pool, and of host memory between them."""
+_FROM, _TO, _HOST = (1, 2), (4, 3), (1, 0)  # pages of the pool, and of host memory between them
 
 
 def check_copies(plan: PagePlan) -> None:
-    """Copy two pages of the pool to host memory, and from there to two others, in the layers of
-    which K and V are stored. If there is a codec, one page has any bits at all, and comes back if
-    the codec says that it holds it; the other one is to come back as by the codec's reference. If
-    layers share slots, that is done with each way to encode these.
+    """Round-trip two pool pages through host memory, in the layers stored as K and V.
 
-    Nothing may be served yet: the pages of the pool get back what they held.
-
-    Raises:
-        Refused: What comes back is something else, or nothing comes back, or the codec does not
-            hold normally distributed values.
+    With a codec, the first must decode to the codec's reference. The second has random bits, and
+    must come back if the codec says that it fits. Repeated for each pair code. Nothing may be
+    served yet; the pool gets its content back. Raises Refused for wrong or missing pages, or if the
+    codec does not hold normally distributed values.
     """
     layout = plan.layout
     for tried in layout.in_each_code if isinstance(layout, PairedLayout) else [layout]:
@@ -82,7 +75,7 @@ def _check_copies(kvcache: Any, layout: PageLayout, kv: KVSegments) -> None:
         if fits is not None:
             unfit = (~fits).repeat_interleave(size, 1).repeat(2, 1)
             for buffer, held, at in zip(buffers, wanted, unfit, strict=True):
-                held[at] = buffer[others[at]]  # that means nothing
+                held[at] = buffer[others[at]]  # any content will do
         wrong = [
             not torch.equal(buffer[others], held)
             for buffer, held in zip(buffers, wanted, strict=True)

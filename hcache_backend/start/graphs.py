@@ -1,8 +1,8 @@
-"""CUDA graphs: SGLang records them before it asks for a host pool; our copies must be there first.
+"""CUDA graphs: SGLang records them before it asks for a host pool, so our copies come first.
 
-On replay no Python hook runs, recorded kernels do. So the staging buffer and the hooks exist before
-recording; the copies read from device memory where rows of a step go, and leave the step's number
-beside each row, which is how a replay that recorded no copy of ours is found out.
+- A replay runs recorded kernels and no Python hook: staging and hooks exist before recording.
+- The copies read the places of a step's rows from device memory, and leave the step's number beside
+  each row. This shows a replay that recorded no copy of ours.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ GRAPHS = "sglang.srt.model_executor.model_runner.ModelRunner.init_cuda_graphs"
 
 
 def graph_hooks() -> list[Hook]:
-    """What capture needs where CUDA graphs are recorded; not every version has the place."""
+    """Hooks for capture in recorded CUDA graphs; some versions lack the place."""
     return [Hook(GRAPHS, _before_graphs)]
 
 
@@ -43,17 +43,13 @@ def _before_graphs(original: Callable[..., Any], runner: Any, *a: Any, **kw: Any
 
 
 def record_copies(runtime: Runtime, runner: Any) -> None:
-    """Called right before SGLang records its CUDA graphs.
-
-    Raises:
-        SystemExit: An option is wrong; nothing else is raised.
-    """
+    """Prepare capture before SGLang records CUDA graphs. Raises only SystemExit (wrong option)."""
     if runner.device == "cpu" or getattr(runner, "is_draft_worker", False) or graphs_are_off():
         return
     try:
         kvcache = runner.token_to_kv_pool
         if own_pages_refusal(runtime, kvcache) or refusal(runtime, kvcache):
-            return  # the same question is answered aloud when the host pool is built
+            return  # the reason is logged when the host pool is built
         hidden = layer_methods(runtime, kvcache).layers("hidden")
         every = attention_modules(runner.model, kvcache.layer_num)
         seen = [every[layer] for layer in hidden]
@@ -71,11 +67,8 @@ def record_copies(runtime: Runtime, runner: Any) -> None:
 
 
 def check_recording(runner: Any, hidden: torch.Tensor) -> HiddenCapture | None:
-    """The capture hooks that CUDA graphs were recorded with; None where none are recorded.
-
-    Raises:
-        Refused: Recorded graphs do not capture rows like those of ``hidden``, ``[n, hidden]``.
-    """
+    """Capture hooks of the recorded CUDA graphs; None if none are recorded. Raises Refused if they
+    do not capture rows like those of ``hidden``, ``[n, hidden]``."""
     hooks: HiddenCapture | None = getattr(runner, "hcache_capture", None)
     if runner.device == "cpu" or graphs_are_off():
         return hooks

@@ -1,4 +1,4 @@
-"""Judging L3 hits begins, where a storage backend is attached; what is known of the machine."""
+"""Start of judging L3 hits when a storage backend is attached, with the machine's cost model."""
 
 from __future__ import annotations
 
@@ -24,23 +24,18 @@ logger = logging.getLogger("hcache")
 
 
 def judge_our_hits(runtime: Runtime, config: HCacheConfig) -> None:
-    """Judge the hits of our store from now on, if option ``min_gain`` says so.
-
-    Called on all ranks at the same point, when the store is attached.
-
-    Raises:
-        ConfigError: On every rank: option ``profile`` names no usable file.
-    """
+    """Judge hits of our store from now on, if option ``min_gain`` says so. All ranks call it at the
+    same point, at attach. Raises ConfigError on every rank if the profile is unusable."""
     if may_judge(runtime, config):
         runtime.hit_gate = HitGate(_machine(runtime, config), "hcache", config.min_gain)
 
 
 def judge_other_hits(runtime: Runtime, backend: str) -> None:
-    """The same of another L3 than our store, whose pages are our own."""
+    """Judge hits of another L3 whose pages are our own."""
     config = runtime.config
     if config is not None and may_judge(runtime, config):
         machine = _machine(runtime, config)
-        if machine is not None and machine.profile is not None:  # nobody measured its L3
+        if machine is not None and machine.profile is not None:  # its L3 was not measured
             profile = machine.profile.model_copy(update={"l3": None})
             machine = replace(machine, profile=profile)
         runtime.hit_gate = HitGate(machine, backend, config.min_gain)
@@ -64,7 +59,7 @@ def _machine(runtime: Runtime, config: HCacheConfig) -> Restore | None:
     if found is None:
         return None
     profile, shape = found
-    # The self-check is over: what it did not try is not begun.
+    # The self-check is over: hidden states keep the way of copying that it tried.
     copy_as_measured(profile, runtime.runner.device, segment_bytes=0)
     methods = runtime.layer_methods
     partition = methods.partition if methods is not None else Partition(0, 0, shape.layers)
@@ -73,11 +68,8 @@ def _machine(runtime: Runtime, config: HCacheConfig) -> Restore | None:
 
 
 def _measured(runtime: Runtime, config: HCacheConfig) -> tuple[Profile, ModelShape] | None:
-    """The profile that this rank found, and for what; one rank looks for all that attach together.
-
-    Raises:
-        ConfigError: Option ``profile`` names no usable file.
-    """
+    """Profile and shape on the one rank that looks for all that attach together, otherwise None.
+    Raises ConfigError if option ``profile`` names no usable file."""
     from sglang.srt.distributed import parallel_state
 
     groups = (

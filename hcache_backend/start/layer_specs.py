@@ -1,4 +1,4 @@
-"""How each layer is projected on this server: by its spec where one is proven, or why not."""
+"""The projection of each layer on this server: by a proven spec, or by its attention module."""
 
 from __future__ import annotations
 
@@ -44,13 +44,12 @@ logger = logging.getLogger("hcache")
 
 @dataclass(frozen=True)
 class Found:
-    """What is known about one layer.
+    """Findings on one layer.
 
     Attributes:
-        spec: Its spec, or None.
         detail: The spec's description, or why there is none.
         own: How exactly the attention module repeats itself at other batch sizes.
-        reached: How exact the spec is, or the one that was refused for it. None: there is none.
+        reached: Exactness of the spec, or of the one refused for it; None without one.
     """
 
     spec: LayerSpec | None
@@ -60,10 +59,8 @@ class Found:
 
 
 class LayerSpecs:
-    """Gives the projector its specs, at start and again after every update of the weights.
-
-    ``group`` is the process group of the tensor-parallel ranks.
-    """
+    """Gives the projector its specs, at start and after every update of the weights. ``group``: the
+    process group of the tensor-parallel ranks."""
 
     def __init__(self, runtime: Runtime, probe: Probe, projector: Projector, group: Any) -> None:
         self._runtime = runtime
@@ -74,11 +71,8 @@ class LayerSpecs:
         self._found: list[Found] = []
 
     def find(self) -> None:
-        """Look for the spec of every layer, on this rank. All ranks must call it.
-
-        Raises:
-            Refused: Not even the attention modules can restore pages.
-        """
+        """Look for the spec of every layer on this rank; all ranks call it. Raises Refused if not
+        even the attention modules can restore pages."""
         found, problems = [], []
         for layer, hidden in zip(self._probe.layers, self._probe.hidden, strict=True):
             limit = int(self._runtime.runner.model_config.context_len)
@@ -101,12 +95,12 @@ class LayerSpecs:
             reached = spec_exactness(spec, evidence.samples)
         except NoSpec as error:
             return Found(None, str(error), own, error.reached)
-        except Exception as error:  # a model's own code, looked at in a new way
+        except Exception as error:  # a model's own code, called in a new way
             return Found(None, f"the search broke: {type(error).__name__}: {error}", own)
         return Found(spec, spec.describe(), own, reached)
 
     def check_writing(self) -> None:
-        """Drop specs that do not write to the pool what the model did. Nothing may run yet.
+        """Drop specs that do not write the model's K and V to the pool. Nothing may run yet.
 
         A fused spec multiplies by some rows of a weight. If that is not exact enough, the product
         of the whole module, as the model computes it, is tried before the attention module.
@@ -123,7 +117,7 @@ class LayerSpecs:
                 self._found[layer.index] = found = checked
 
     def _written(self, layer: AttentionLayer, found: Found) -> Found:
-        """``found``, or why its spec is not used."""
+        """``found``, or a replacement with the reason against its spec."""
         assert found.spec is not None
         probe, projector = self._probe, self._projector
         projector.use_specs([one.spec for one in self._found])
@@ -139,11 +133,8 @@ class LayerSpecs:
         return Found(None, f"in the KV pool {LESS_EXACT}", found.own, written)
 
     def settle(self) -> None:
-        """Use what was found on every rank. All ranks must call it.
-
-        Raises:
-            Refused: On all ranks: projections could get in the way of forward passes.
-        """
+        """Use the specs found on every rank; all ranks call it. Raises Refused on all ranks if
+        projections could get in the way of forward passes."""
         # Some attention modules talk to the other ranks: all must call them, or none.
         agreed = on_all_ranks(self._group, *(found.spec is not None for found in self._found))
         specs = [
@@ -164,11 +155,10 @@ class LayerSpecs:
             )
 
     def measure(self) -> None:
-        """On a GPU, find the faster way to project each kind of layer.
+        """On a GPU, find the faster way to project each kind of layer, or use the library's.
 
-        It takes seconds, on the first start with a model only: a file of the device keeps the
-        times. What is not measured is projected the library's way. What was chosen is held to
-        the same test as everything: :meth:`check_writing` comes behind it.
+        It takes seconds on the first start with a model: a file of the device keeps the times. Its
+        choice is tested too, because :meth:`check_writing` comes after it.
         """
         if not self._probe.hidden[0].is_cuda:
             return
@@ -178,16 +168,16 @@ class LayerSpecs:
         try:
             for projection in kinds.values():
                 measure_choice(projection, self._projector.pool.dtype)
-        except Exception as error:  # no memory left, or a compiler that cannot
+        except Exception as error:  # no memory left, or the compiler fails
             logger.warning("hcache: the ways to project could not be timed: %s", error)
 
     def follow_weights(self) -> None:
-        """From now on, forget the specs when weights change, and find them anew."""
+        """Forget the specs whenever weights change, and find them anew."""
         self._runtime.on_weights_changed.append(self._forget)
         self._runtime.on_caches_flushed.append(self._renew)
 
     def _forget(self) -> None:
-        """Weights change: attention modules are right whatever they become."""
+        """Weights change: attention modules stay right, specs may not."""
         self._projector.use_specs([None] * len(self._probe.layers))
         self._stale = True
 
@@ -241,7 +231,7 @@ class LayerSpecs:
 
 
 def _figures(found: Sequence[Found]) -> str:
-    """What the log and ``hcache doctor`` say about the exactness of layers that are alike."""
+    """Exactness of layers that are alike, for the log and ``hcache doctor``."""
     parts = [f"attention modules at other batch sizes {together(one.own for one in found)}"]
     reached = [one.reached for one in found if one.reached is not None]
     if reached:
@@ -257,11 +247,9 @@ def written_exactness(
     projector: Projector,
     ways: Sequence[Way | None] = (None,),
 ) -> KVExactness:
-    """How exactly what the projector writes to ``slots`` is what the model wrote there.
-
-    The worst of ``ways`` counts. They write in another order than the model, whose K and V are
-    there again afterwards. Arguments as in :meth:`Projector.project_to_pool`.
-    """
+    """Exactness of the projector's writes to ``slots`` against the model's K and V there, which are
+    restored. The worst of ``ways`` counts; rows are written in another order than the model's.
+    Arguments as in :meth:`Projector.project_to_pool`."""
     pool, kernel, found = projector.pool, layer.kernel, []
     wanted = pool.fetch(kernel, slots, hidden.dtype)
     order = torch.arange(len(slots) - 1, -1, -1, device=slots.device)

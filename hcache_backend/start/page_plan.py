@@ -1,6 +1,6 @@
-"""What pages look like on this server, how many there are, and what they pass through.
+"""The layout and number of this server's pages, and what hidden states pass through.
 
-All host and device memory that hidden mode takes is within what the user gave.
+All host and device memory that hidden mode takes is within the user's limits.
 """
 
 from __future__ import annotations
@@ -37,34 +37,26 @@ from hcache_kernels.codecs import Codec
 
 _STAGING_SHARE = 1 / 4
 """Most of the device's free memory that staging takes: SGLang left it for activations and CUDA
-graphs, and what it lacks there ends the server."""
+graphs, and a lack of it ends the server."""
 
-_DECODE_TOKENS = 256
-"""Larger decode steps are captured layer by layer; staging need not hold two of them."""
+_DECODE_TOKENS = 256  # larger decode steps are captured layer by layer; staging need not hold two
 
 
 @dataclass
 class PagePlan:
-    """What own pages look like, how many there are, and what hidden states pass through.
+    """Layout and number of own pages, and what hidden states pass through.
 
     Attributes:
-        methods: What is stored of each layer.
-        share: What this rank holds of a page.
-        groups: Groups of heads that K and V of a page divide into, all ranks together.
-        kv_codec: Encodes K and V. ``krul`` makes pairs of layers:
-        pairs: How many of them a page has.
-        choice: Chooses them, by a look at attention.
-        probe: Looks at it; None: the pairs are the same in all pages.
-        runner: SGLang's ModelRunner, if layers are captured.
-        layers: All layers of this pipeline stage, likewise.
+        share: Part of a page that this rank holds.
+        groups: Groups of heads that K and V of a page divide into, over all ranks.
+        pairs: Pairs of layers in a page, with ``kv_codec`` ``krul``.
+        runner: SGLang's ModelRunner; it and ``layers`` (of this stage) are given for capture.
         codec: Encodes hidden states; None: pages hold K and V only, and no layer is captured.
         recomputer: Recomputes layers; None if it cannot or need not.
-        exchange: Between the ranks that share the tokens of every page; None: pages are whole.
+        exchange: Between ranks that share the tokens of a page; None: pages are whole.
         hooks: The capture hooks that CUDA graphs were recorded with, if any.
-        kv: Copies the K and V that are stored.
-        layout: Layout of a page.
-        pages: How many pages there are; from :meth:`find_room`.
-        staging: Where captured rows go first, likewise.
+        choice: Chooses pairs by the attention that ``probe`` sees; without it all pages are alike.
+        pages, staging: Number of pages, and first place of captured rows; from :meth:`find_room`.
     """
 
     kvcache: Any
@@ -94,10 +86,8 @@ class PagePlan:
 
     @cached_property
     def capture_hooks(self) -> HiddenCapture:
-        """What captures hidden states: the hooks that CUDA graphs were recorded with, or new ones.
-
-        From the first look on the model has them, and nothing but projections is watched.
-        """
+        """Hooks that capture hidden states: those of recorded CUDA graphs, or new ones. From the
+        first access the model has them, and only projections are watched."""
         layers = self.hidden_layers
         hooks = self.hooks or HiddenCapture([(layer.module, ()) for layer in layers])
         hooks.watch_only(layer.projection for layer in layers)
@@ -106,15 +96,11 @@ class PagePlan:
 
     @property
     def hidden_layers(self) -> list[AttentionLayer]:
-        """Layers that are stored as hidden states."""
         return [self.layers[index] for index in self.methods.layers("hidden")]
 
     def find_room(self) -> None:
-        """Divide host memory, and take staging if layers are captured; talks to no other rank.
-
-        Raises:
-            Refused: There is no room.
-        """
+        """Divide host memory, and take staging for capture; Refused without room. No
+        collectives."""
         memory, codec = get_memory(), self.codec
         self.pages = plan_host_pages(
             self.kvcache,
@@ -131,7 +117,7 @@ class PagePlan:
         places = staging_places(len(hidden), *step_tokens(self.runner), 0)
         rows = codec.hidden_size, codec.dtype
         self.staging = recorded or take_staging(len(hidden), *rows, places, device)
-        # Is there room for restores? Freed memory stays in torch's cache until it is needed.
+        # Try the room for restores: freed memory stays in torch's cache until it is needed.
         room = ring_bytes(self.layout, self.methods.chunk_tokens, hidden)
         try:
             torch.empty(room, dtype=torch.uint8, device=device)
@@ -140,14 +126,8 @@ class PagePlan:
 
 
 def make_exchange(probe: Probe, page_size: int) -> Exchange | None:
-    """What brings the shares of a page's tokens together; all ranks must call it at one point.
-
-    Returns:
-        None where there is nothing to share: one rank, or pages that do not divide.
-
-    Raises:
-        Refused: On every rank: hidden states differ between ranks, or do not get across.
-    """
+    """The exchange of token shares between ranks, which all call it; None if pages are whole.
+    Raises Refused on every rank if hidden states differ between ranks or do not get across."""
     ranks = attention_ranks()
     number, shares = share_of_rank(ranks.rank_in_group, ranks.world_size, page_size)
     if shares == 1:
@@ -177,7 +157,7 @@ def kv_bytes_per_token(kvcache: Any) -> int:
 
 
 def host_bytes(kvcache: Any, size_gb: float, ratio: float) -> float:
-    """Bytes of host memory that HiCache is given; arguments as in :func:`plan_host_pages`."""
+    """Bytes of host memory for HiCache; arguments as in :func:`plan_host_pages`."""
     return size_gb * 1e9 if size_gb > 0 else ratio * kvcache.size * kv_bytes_per_token(kvcache)
 
 
@@ -190,15 +170,12 @@ def plan_host_pages(
     *,
     with_shadows: bool,
 ) -> HostPages:
-    """Divide the memory that HiCache may take into host pages and shadows.
+    """Divide HiCache's host memory into pages and shadows; raises Refused if it is too little.
 
     Args:
         size_gb: ``--hicache-size``, or 0.
-        ratio: ``--hicache-ratio``: without a size, host memory is this many times the KV pool's.
-        budget_bytes: What the machine has.
-
-    Raises:
-        Refused: It is not enough, or not there.
+        ratio: ``--hicache-ratio``: host memory relative to the KV pool, without a size.
+        budget_bytes: Memory of the machine; raises Refused if it is less than the option asks for.
     """
     shadows = int(kvcache.k_buffer[0].shape[0]) // layout.page_size if with_shadows else 0
     given = host_bytes(kvcache, size_gb, ratio)
@@ -233,7 +210,7 @@ def plan_host_pages(
 
 
 def _gigabytes(*sizes: float) -> list[str]:
-    """Sizes in bytes as GB, with two digits behind the point or as many as tell them apart."""
+    """Sizes as GB, with two decimals or as many as tell them apart."""
     for digits in range(2, 10):
         shown = [f"{size / 1e9:.{digits}f}" for size in sizes]
         if len(set(shown)) == len(sizes):
@@ -245,12 +222,10 @@ def staging_places(layers: int, step_tokens: int, decode_tokens: int, recorded_t
     """Rows that staging needs.
 
     Args:
-        layers: Captured layers. Without any, places take no memory.
-        step_tokens: Tokens of the longest eager forward pass; it uses staging layer by layer, and
-            wants two layers to fit.
-        decode_tokens: Tokens of the largest decode step; two of them fit, so that one is captured
-            while the one before is still on its way.
-        recorded_tokens: Tokens of the largest CUDA graph; all its layers must fit.
+        layers: Captured layers; without any, places take no memory.
+        step_tokens: Of the longest eager forward pass; two of its layers fit.
+        decode_tokens: Of the largest decode step; two fit, one captured and one in transfer.
+        recorded_tokens: Of the largest CUDA graph; all its layers must fit.
     """
     by_layer = -(-2 * step_tokens // layers) if layers else step_tokens
     return max(by_layer, 2 * decode_tokens, recorded_tokens, 1)
@@ -265,15 +240,10 @@ def take_staging(
     *,
     recorded_tokens: int = 0,
 ) -> Staging:
-    """Staging in the memory that SGLang left beside its KV pool.
+    """Staging of at least ``places`` rows in the memory that SGLang left beside its KV pool.
 
-    Args:
-        places: Rows that it holds at least, see :func:`staging_places`.
-        recorded_tokens: Tokens of the largest CUDA graph. Two such steps fit if that is not too
-            much memory: the second need not wait for the transfer of the first.
-
-    Raises:
-        Refused: It would take too much of what SGLang left for CUDA graphs and forward passes.
+    Two steps of ``recorded_tokens`` (the largest CUDA graph) fit if memory allows, so that the
+    second need not wait for the first. Raises Refused if that memory is too small.
     """
     row_bytes = width * dtype.itemsize
     free, two_steps = free_memory(device), max(places, 2 * recorded_tokens)
@@ -294,7 +264,7 @@ def take_staging(
 
 
 def step_tokens(runner: Any) -> tuple[int, int]:
-    """Tokens of the longest forward pass to be captured, and of a decode step."""
+    """Tokens of the longest captured forward pass, and of a decode step."""
     args = resolved(runner.server_args)
     decode = int(runner.max_running_requests) * drafted_tokens(args)
     chunk = args.chunked_prefill_size

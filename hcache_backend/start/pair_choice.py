@@ -1,4 +1,4 @@
-"""Which layers codec ``krul`` may merge on this server, from what merging changes at the start."""
+"""The layers that codec ``krul`` may merge on this server, by the changes that merging makes."""
 
 from __future__ import annotations
 
@@ -27,14 +27,10 @@ logger = logging.getLogger("hcache")
 
 
 def find_mergeable(plan: PagePlan, option: KrulOption, slots: torch.Tensor, group: Any) -> None:
-    """Give the plan what may be merged on all tensor-parallel ranks (``group``), which all call it,
-    and the pairs of pages until others are chosen: those of the option.
+    """Give the plan the pairs that may be merged on all ranks of ``group``, and default pairs.
 
-    The model has written K and V to ``slots``, int64 ``[p * page_size]``.
-
-    Raises:
-        Refused: On every rank: the option names no pairs of the model's layers, or too many, or
-            merging cannot be tried.
+    All ranks call it. The model has written K and V to ``slots``, int64 ``[p * page_size]``. Raises
+    Refused on every rank if the option's pairs do not fit the model or merging fails.
     """
     layout, kv = plan.layout, plan.kv
     assert isinstance(layout, PairedLayout) and isinstance(kv, PairedSegments)
@@ -62,13 +58,8 @@ def find_mergeable(plan: PagePlan, option: KrulOption, slots: torch.Tensor, grou
 
 
 def find_probe(runner: Any, plan: PagePlan, slots: torch.Tensor) -> None:
-    """Let the plan choose pairs for each node, if attention can be looked at here.
-
-    The model has written K and V of the self-check's tokens to ``slots`` (int64 ``[n]``).
-
-    Raises:
-        Refused: It cannot be.
-    """
+    """Let the plan choose pairs for each node by a look at attention; raises Refused if that fails.
+    K and V of the self-check's tokens are in ``slots`` (int64 ``[n]``)."""
     kvcache = plan.kvcache
     missing = install(hidden_mode_hooks())
     if missing is not None:
@@ -82,10 +73,10 @@ def find_probe(runner: Any, plan: PagePlan, slots: torch.Tensor) -> None:
             asked = recomputer.probe(recomputer.layers, ids, slots)
             with torch.inference_mode():
                 attention_sums(asked)
-        except Exception as error:  # a model's own code, with a batch that it was not made for
+        except Exception as error:  # a model's own code, with an unusual batch
             problems.append(error)
 
-    # Where it will be run in service; nothing is served yet, so the host may wait.
+    # On the stream of service; nothing is served yet, so the host may wait.
     forwards = recomputer.stream()
     current_stream(slots.device).record().synchronize()
     forwards.run(run)
@@ -96,8 +87,8 @@ def find_probe(runner: Any, plan: PagePlan, slots: torch.Tensor) -> None:
 
 
 def _use(plan: PagePlan, choice: PairChoice, option: KrulOption) -> PairedLayout:
-    """Pages of the plan have the pairs of the option, in what is returned, until others are chosen
-    so."""
+    """Install ``choice``. Returns the layout with the default pairs (option ``krul.pairs``), used
+    until a node has pairs of its own."""
     layout = plan.layout
     assert isinstance(layout, PairedLayout)
     plan.choice = choice

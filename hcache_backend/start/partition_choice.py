@@ -1,7 +1,6 @@
-"""Which layers this server stores as hidden states, as KV or not at all (paper section 4.1).
+"""Choice of what this server stores of each layer: hidden states, KV or nothing (section 4.1).
 
-Decided before CUDA graphs are recorded, because what is captured hangs on it, and for a model once
-in the life of a store.
+It precedes CUDA graphs, because capture depends on it, and is made once per model and store.
 """
 
 from __future__ import annotations
@@ -31,32 +30,26 @@ from hcache_backend.start.refusals import eager_refusal
 logger = logging.getLogger("hcache")
 
 LEAST_HOST_SHARE = 1.5
-"""Tokens in host memory for each on the device. Host pages of tokens that the device has are not
-evicted, so prefetches have room in the others only; K and V of all layers may leave fewer."""
+"""Tokens in host memory for each on the device. Host pages of tokens on the device are not evicted,
+so prefetches have only the others; K and V of all layers may leave fewer."""
 
 
 def layer_methods(runtime: Runtime, kvcache: Any) -> Restore:
-    """How each layer of this server is stored. All ranks must ask first at the same point.
-
-    The server stops when option ``partition`` or ``profile`` is wrong.
-    """
+    """The storage of each layer. All ranks must ask first at the same point. The server stops if
+    option ``partition`` or ``profile`` is wrong."""
     if runtime.layer_methods is None:
         runtime.layer_methods = _choose(runtime, kvcache)
     return runtime.layer_methods
 
 
 class _Decision(NamedTuple):
-    """What is stored of each layer, and why."""
-
     partition: Partition
     reason: str
 
 
 def _choose(runtime: Runtime, kvcache: Any) -> Restore:
-    """By the options, else by what the store has, else by the profile.
-
-    The profile is found by the first rank of the first stage only.
-    """
+    """Choose by the options, otherwise the store's record, otherwise the profile, which only the
+    first rank of the first stage finds."""
     from sglang.srt.distributed.parallel_state import get_pp_group
 
     config, args = runtime.config, resolved(runtime.runner.server_args)
@@ -96,7 +89,7 @@ def _choose(runtime: Runtime, kvcache: Any) -> Restore:
     every_kv = Partition(0, 0, layers)
 
     def leaves_room(partition: Partition) -> bool:
-        """Whether host memory holds enough tokens besides the hidden states of the device's."""
+        """True if host memory holds enough tokens besides hidden states of the device's."""
         token = (partition.hidden * row_bytes / shares) + partition.kv * kv_bytes / layers
         host = given / token - (int(kvcache.size) if partition.hidden else 0)
         wanted = LEAST_HOST_SHARE * int(kvcache.size)
@@ -122,7 +115,7 @@ def _choose(runtime: Runtime, kvcache: Any) -> Restore:
             tp=ranks,
             l3=l3,
         )
-        if runtime.store is None:  # nobody knows in which folders an attach will want it
+        if runtime.store is None:  # the attach will name the folders
             runtime.kept_partition = store.name, record
         else:
             settled = store.settle(record) if stage.is_first_rank else None
@@ -133,7 +126,7 @@ def _choose(runtime: Runtime, kvcache: Any) -> Restore:
 
 
 def _known(wanted: Partition | None, recorded: PartitionRecord | None) -> _Decision | None:
-    """By the options, else by the store's record; None: it is to be decided."""
+    """The partition of the options, otherwise of the store's record; None: undecided."""
     if wanted is not None:
         if recorded is not None and wanted != recorded.partition:
             logger.warning(
@@ -157,7 +150,7 @@ def _known(wanted: Partition | None, recorded: PartitionRecord | None) -> _Decis
 def _fastest(
     restore: Restore, tokens: int, l3: L3Path, leaves_room: Callable[[Partition], bool]
 ) -> _Decision:
-    """The partition whose restores are the fastest by the profile, of those that leave room."""
+    """The partition with the fastest restores by the profile, of those that leave room."""
     assert restore.profile is not None
     partition = restore.fastest(tokens, l3)
     reason = f"the best for {tokens} tokens by the profile of {restore.profile.device}"
@@ -173,7 +166,7 @@ def _fastest(
 
 
 def _smallest(layers: int, hidden: bool, because: str) -> _Decision:
-    """Hidden states of all layers if these are smaller (``hidden``), else K and V of all."""
+    """Hidden states of all layers if they are smaller (``hidden``), otherwise K and V."""
     partition = Partition(0, layers, 0) if hidden else Partition(0, 0, layers)
     reason = "hidden states where they are smaller than K and V"
     logger.debug("hcache: partition: %s: %s (%s)", describe(partition), reason, because)
@@ -181,12 +174,8 @@ def _smallest(layers: int, hidden: bool, because: str) -> _Decision:
 
 
 class _Store:
-    """Our store, where it is L3 of this server, or may become that; what it has of the partition.
-
-    Attributes:
-        is_ours: L3 is not another backend.
-        name: The record's file.
-    """
+    """Our store, if it is or may become this server's L3, and its record of the partition.
+    ``is_ours``: L3 is not another backend."""
 
     def __init__(self, runtime: Runtime, kvcache: Any, backend: str | None) -> None:
         assert runtime.config is not None and runtime.weights is not None
@@ -200,7 +189,7 @@ class _Store:
         return find_record(self._folders, self.name) if self.is_ours else None
 
     def settle(self, record: PartitionRecord) -> PartitionRecord:
-        """Write ``record``; what the store has now: that of a server that was faster, if any."""
+        """Write ``record``; returns the store's, because another server may have been faster."""
         try:
             save_record(self._folders[0], self.name, record, replace=False)
         except OSError as error:
@@ -209,11 +198,8 @@ class _Store:
 
 
 def fixed_partition(config: HCacheConfig, layers: int) -> Partition | None:
-    """The partition that the options demand; None: the profile decides.
-
-    Raises:
-        ConfigError: Option ``partition`` is for another number of layers.
-    """
+    """The partition that the options demand; None: the profile decides. Raises ConfigError if it is
+    for another number of layers."""
     option = config.partition
     if isinstance(option, str):
         return Partition(0, layers, 0) if config.mode == "hidden" else None
@@ -229,12 +215,8 @@ def fixed_partition(config: HCacheConfig, layers: int) -> Partition | None:
 def model_shape(
     runner: Any, kvcache: Any, row_bytes: int | None = None, kv_share: float = 1.0
 ) -> ModelShape | None:
-    """The model as the cost model sees it, or None where its configuration does not tell.
-
-    Args:
-        row_bytes: Bytes of a stored hidden state; None: as in the model's dtype.
-        kv_share: What a codec leaves of the bytes of K and V.
-    """
+    """The model for the cost model, or None if its configuration does not tell. ``row_bytes``: of a
+    stored hidden state; None: plain. ``kv_share``: encoded bytes of K and V relative to plain."""
     try:
         shape = shape_from_config(runner.model_config.hf_config.to_dict(), "the model's config")
     except ModelConfigError as error:

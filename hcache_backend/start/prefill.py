@@ -1,4 +1,4 @@
-"""Forward passes through SGLang's own batch objects, without its scheduler or prefix cache."""
+"""Forward passes through SGLang's own batch objects, without scheduler or prefix cache."""
 
 from __future__ import annotations
 
@@ -13,12 +13,8 @@ from hcache_backend.sglang.arguments import page_size
 
 
 def prefill_request(token_ids: Sequence[int], prefix: torch.Tensor | None = None) -> Any:
-    """SGLang's request for a prefill of a prompt.
-
-    Args:
-        token_ids: The whole prompt.
-        prefix: Slots of its first tokens, whose K and V the pool has (int64 ``[n]``); None: none.
-    """
+    """SGLang's request for a prefill; ``token_ids`` is the whole prompt. ``prefix``: slots of its
+    first tokens whose K and V the pool has (int64 ``[n]``)."""
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.sampling.sampling_params import SamplingParams
 
@@ -41,7 +37,7 @@ def prefill_request(token_ids: Sequence[int], prefix: torch.Tensor | None = None
 
 
 def prefill_batch(runner: Any, requests: list[Any]) -> Any:
-    """SGLang's ScheduleBatch of a prefill of ``requests``; takes slots of ``runner``'s pools."""
+    """SGLang's ScheduleBatch of a prefill; takes slots of ``runner``'s pools."""
     from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
@@ -61,7 +57,7 @@ def prefill_batch(runner: Any, requests: list[Any]) -> Any:
 
 
 def prepare_decode(batch: Any, token_ids: Sequence[int]) -> None:
-    """Let SGLang's ``batch`` go on with one token for each of its requests."""
+    """Continue SGLang's ``batch`` with one token for each request."""
     batch.input_ids = torch.tensor(token_ids, dtype=torch.int64, device=batch.device)
     batch.prepare_for_decode()
 
@@ -74,7 +70,7 @@ def forward_batch(runner: Any, batch: Any) -> Any:
 
 
 def _no_tree(runner: Any) -> SimpleNamespace:
-    """What batches ask of a prefix cache, in any supported version, for a batch without one."""
+    """A prefix cache with nothing in it, for batches of any supported version."""
     return SimpleNamespace(
         page_size=page_size(runner.server_args),
         device=runner.device,

@@ -1,7 +1,5 @@
-"""The profile that a server goes by: the one it was given, a kept one, or a quick measurement.
-
-It also says how this machine copies best beside matrix products, and the server copies so.
-"""
+"""The profile of a server: the given one, a kept one, or a quick measurement. The server also
+copies in the way that the profile found best beside matrix products."""
 
 from __future__ import annotations
 
@@ -29,14 +27,8 @@ _QUICK_SECONDS = 0.2
 def find_profile(
     runtime: Runtime, config: HCacheConfig, kvcache: Any, shape: ModelShape
 ) -> Profile | None:
-    """The profile of option ``profile``, the one that was kept, or a new quick one.
-
-    Returns:
-        None where the machine could not be measured.
-
-    Raises:
-        ConfigError: The option names no usable file.
-    """
+    """The profile of option ``profile``, a kept one, or a new quick one; None if measuring fails.
+    Raises ConfigError if the option names no usable file."""
     if config.profile is not None:
         try:
             return load_profile(config.profile)
@@ -68,12 +60,11 @@ def find_profile(
 
 
 def copy_as_measured(profile: Profile, device: torch.device | str, segment_bytes: int) -> None:
-    """Copy over the bus, on this rank, as ``profile`` found to be the best.
+    """Copy over the bus, on this rank, in the best way of ``profile``.
 
-    Args:
-        segment_bytes: Hidden states of one layer in one page of this rank; 0: hidden states are
-            copied as before. The copy engine takes its time for each segment, so it is not used for
-            segments of less than half of what was measured.
+    ``segment_bytes``: hidden states of one layer in one page of this rank; 0 leaves their way of
+    copying as it is. The copy engine takes its time for each segment, so segments of less than half
+    the measured size do not use it.
     """
     if not profile.copies or profile.model is None:
         return
@@ -88,11 +79,7 @@ def copy_as_measured(profile: Profile, device: torch.device | str, segment_bytes
 
 
 def keep_profile(runtime: Runtime, folder: Path) -> None:
-    """Leave a profile that was measured at start-up in a store folder, for the next start.
-
-    Raises:
-        OSError: It cannot be written.
-    """
+    """Save a profile measured at start-up in a store folder, for the next start. Raises OSError."""
     if runtime.kept_profile is not None:
         name, profile = runtime.kept_profile
         if not (folder / name).exists():

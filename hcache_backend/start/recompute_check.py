@@ -1,4 +1,4 @@
-"""Whether the first layers of a restore can be recomputed on this server, found out by doing it."""
+"""Check at start-up: the first layers of a restore are recomputed, and compared."""
 
 from __future__ import annotations
 
@@ -30,20 +30,16 @@ from hcache_backend.streams import current_stream
 logger = logging.getLogger("hcache")
 
 
-_WAITING = ("flashinfer", "torch_native", "flex_attention")
-"""Attention backends of SGLang that copy from the GPU in a prefill, or before it, and wait."""
+_WAITING = ("flashinfer", "torch_native", "flex_attention")  # they copy from the GPU and wait
 
 
 def find_recomputer(
     runtime: Runtime, probe: Probe, kvcache: Any, methods: Restore, *, whole: bool
 ) -> Recomputer | None:
-    """What recomputes layers, the same on every tensor-parallel rank; all must call it.
+    """The recomputer of layers, the same on every tensor-parallel rank; None if there is none.
 
-    The K and V that the model wrote during the probe must still be in the pool. ``runtime`` is told
-    how exact the recomputed ones are, or why there are none. ``whole``: only all layers are of use.
-
-    Returns:
-        None where nothing is to be recomputed, or a rank cannot.
+    All ranks call it; K and V of the probe must still be in the pool. ``runtime`` gets the
+    exactness, or the reason for None. ``whole``: only all layers are of use.
     """
     assert runtime.config is not None
     if runtime.config.recompute == "never":
@@ -80,11 +76,7 @@ def find_recomputer(
 
 
 def refuse_attention(runner: Any) -> None:
-    """Look for attention that a recomputation cannot plan without getting in somebody's way.
-
-    Raises:
-        Refused: There is one.
-    """
+    """Raise Refused if attention cannot be planned without disturbing other work."""
     backend = runner.attn_backend.prefill_attention_backend_str
     if backend in _WAITING and runner.device != "cpu":
         raise Refused(f"attention backend {backend!r} waits for the GPU before every prefill")
@@ -95,13 +87,8 @@ def refuse_attention(runner: Any) -> None:
 
 
 class Recomputed(NamedTuple):
-    """What was found out about recomputation.
-
-    Attributes:
-        layers: How many first layers are exact enough.
-        exactness: How exact these are, and the model's own at other batch sizes, in words.
-        problem: Why the next layer is not; None: all are exact.
-    """
+    """Number of first layers that are exact enough, exactness in words (theirs, and the model's own
+    at other batch sizes), and why the next layer is not (None: all are)."""
 
     layers: int
     exactness: str
@@ -111,13 +98,11 @@ class Recomputed(NamedTuple):
 def check_recompute(
     runner: Any, probe: Probe, recomputer: Recomputer, pool: PagedPool, kvcache: Any
 ) -> Recomputed:
-    """Recompute the probe's tokens, and once more the second half of them behind the first.
+    """Recompute the probe's tokens, and once more their second half after the first.
 
     Nothing may be allocated yet: other slots of the pool are overwritten too. There are more tokens
-    than the probe had, so what is left of its batch would show.
-
-    Raises:
-        Refused: It cannot be done, or not even the first layer is exact enough.
+    than in the probe, so that leftovers of its batch would show. Raises Refused if it fails, or not
+    even the first layer is exact enough.
     """
     slots, tokens, half = probe.slots, len(probe.slots), len(probe.slots) // 2
     dtype = probe.hidden[0].dtype
@@ -126,7 +111,7 @@ def check_recompute(
         return [pool.fetch(layer.kernel, at, dtype) for layer in probe.layers]
 
     def exactness(at: torch.Tensor, part: slice) -> list[KVExactness]:
-        """How exact a part of the probe's tokens is that was written to ``at``, layer by layer."""
+        """Exactness, by layer, of a part of the probe's tokens that was written to ``at``."""
         pairs = zip(written(at[part]), wanted, strict=True)
         return [kv_exactness(got, (k[part], v[part]), pool.dtype) for got, (k, v) in pairs]
 
@@ -168,15 +153,15 @@ def check_recompute(
         own = [worst(layer) for layer in zip(*runs, strict=True)]
         for buffer in buffers:
             buffer[slots] = 0
-        # Where it will be run in service; nothing is served yet, so the host may wait.
+        # On the stream of service; nothing is served yet, so the host may wait.
         forwards = recomputer.stream()
         current_stream(slots.device).record().synchronize()
         forwards.run(lambda: recomputer.run(len(probe.layers), positions, where, spans))
         forwards.record().synchronize()
-        # Part by part: of many values the few that differ are a small share.
+        # Part by part: among many values the few that differ would not show.
         parts = [exactness(at, part) for at in (slots, others) for part in halves]
         recomputed = [worst(layer) for layer in zip(*parts, strict=True)]
-    except Exception as error:  # a model's own code, with a batch that it was not made for
+    except Exception as error:  # a model's own code, with an unusual batch
         problem = f"{type(error).__name__}: {error}"
     finally:
         for buffer, rows in zip(buffers, held, strict=True):

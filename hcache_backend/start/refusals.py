@@ -1,5 +1,4 @@
-"""What own pages, and hidden states in them, refuse before any forward pass; the same answer on
-every rank."""
+"""Refusals of own pages and hidden states before any forward pass; the same on every rank."""
 
 from __future__ import annotations
 
@@ -20,12 +19,11 @@ from hcache_backend.sglang.arguments import (
 from hcache_backend.sglang.runtime import Runtime
 from hcache_backend.start.agreement import Refused
 
-_DRAFTING = ("EAGLE", "EAGLE3", "NGRAM", "STANDALONE")
-"""Drafts are in a pool of their own, if they have K and V at all."""
+_DRAFTING = ("EAGLE", "EAGLE3", "NGRAM", "STANDALONE")  # drafts have a pool of their own, if any
 
 
 def own_pages_refusal(runtime: Runtime, kvcache: Any) -> str | None:
-    """Why this server keeps SGLang's plain pages, or None as far as its arguments tell."""
+    """Reason to keep SGLang's plain pages, or None as far as the server's arguments tell."""
     args = resolved(runtime.runner.server_args)
     algorithm = args.speculative_algorithm
     checks = (
@@ -60,8 +58,7 @@ def own_pages_refusal(runtime: Runtime, kvcache: Any) -> str | None:
 
 
 def refusal(runtime: Runtime, kvcache: Any) -> str | None:
-    """Why this server cannot store hidden states in its own pages, or None as far as its arguments
-    tell."""
+    """Reason against hidden states in own pages, or None as far as the server's arguments tell."""
     if drafts_trees(resolved(runtime.runner.server_args)):
         return (
             "speculative decoding by trees (--speculative-eagle-topk, "
@@ -71,8 +68,8 @@ def refusal(runtime: Runtime, kvcache: Any) -> str | None:
 
 
 def module_refusal(runtime: Runtime, kvcache: Any) -> str | None:
-    """Why the model's modules are not to be called, nor hooked: neither for hidden states nor to
-    recompute pages. None as far as the server's arguments tell."""
+    """Reason not to call or hook the model's modules, for hidden states or recomputation, or None
+    as far as the server's arguments tell."""
     runner, args = runtime.runner, resolved(runtime.runner.server_args)
     checks = (
         (
@@ -96,14 +93,8 @@ def module_refusal(runtime: Runtime, kvcache: Any) -> str | None:
 
 
 def refuse_shared_workspaces(modules: Iterable[torch.nn.Module], what: str) -> None:
-    """Refuse to call ``modules`` beside forward passes where their kernels lock memory of theirs.
-
-    Marlin's kernels of quantised layers do: in the same module on two streams at once they wait
-    for each other for ever, or mix their sums.
-
-    Raises:
-        Refused: Names the first such module.
-    """
+    """Raise Refused if a kernel of ``modules`` locks memory of its own. Marlin's kernels of
+    quantised layers do: in one module on two streams they wait for ever, or mix sums."""
     for module in modules:
         for name, part in module.named_modules():
             if isinstance(getattr(part, "workspace", None), torch.Tensor):
@@ -114,7 +105,7 @@ def refuse_shared_workspaces(modules: Iterable[torch.nn.Module], what: str) -> N
 
 
 def graphs_are_off() -> bool:
-    """Whether no phase of the forward pass is recorded."""
+    """True if no phase of the forward pass is recorded."""
     from sglang.srt.model_executor.cuda_graph_config import cuda_graph_fully_disabled
 
     return bool(cuda_graph_fully_disabled())
@@ -133,10 +124,8 @@ def _graphs() -> Any:
 
 
 def eager_refusal(server_args: Any, device: torch.device | str, *, hidden: bool) -> str | None:
-    """Why restores cannot be eager, or None as far as the server's arguments tell.
-
-    ``hidden``: pages hold hidden states, of which ranks exchange shares, or are to be recomputed.
-    """
+    """Reason against eager restores, or None as far as arguments tell. ``hidden``: pages hold
+    hidden states, of which ranks exchange shares, or are to be recomputed."""
     if server_args.pp_size > 1:
         return "pipeline stages are not supported"
     if server_args.hicache_host_memory_mode == "buffer_only":
@@ -147,7 +136,7 @@ def eager_refusal(server_args: Any, device: torch.device | str, *, hidden: bool)
 
 
 def allocator_refusal(allocator: Any) -> str | None:
-    """Why no pages can be reserved in SGLang's allocator of device pages, or None."""
+    """Reason against reserving pages in SGLang's allocator of device pages, or None."""
     if type(allocator) is not PagedTokenToKVPoolAllocator:
         return f"the device's pages are managed by a {type(allocator).__name__}"
     if not hasattr(allocator, "_release_page_ids"):

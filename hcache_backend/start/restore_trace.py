@@ -1,7 +1,5 @@
-"""Hooks that write the trace of restores; :mod:`hcache_backend.trace` has its format.
-
-Backups and loads are timed to their end, which waits for the device: not for production.
-"""
+"""Hooks that write the restore trace (:mod:`hcache_backend.trace`). Backups and loads are timed to
+their end, which waits for the device: not for production."""
 
 from __future__ import annotations
 
@@ -21,12 +19,8 @@ _BASE = "sglang.srt.managers.cache_controller.HiCacheController."
 
 
 def install_if_asked() -> None:
-    """Hook the stages of a restore when the environment variable is set.
-
-    Raises:
-        RuntimeError: The file cannot be written, or SGLang has no place for a hook. It stops the
-            server, because who asked for a trace would wait for it in vain.
-    """
+    """Hook the stages of a restore if the environment variable is set. Raises RuntimeError, which
+    stops the server, if a trace cannot be written: its reader would wait in vain."""
     path = os.environ.get(TRACE_VARIABLE)
     if not path:
         return

@@ -1,8 +1,7 @@
 """The self-check at start-up: the model's own forward pass on a few tokens, on real pool slots.
 
-It learns how the model calls its attention modules, finds each layer's projection by watching which
-linear module is fed first, and proves that projecting what that module received gives the K and V
-that the model wrote to the pool.
+It learns the call of each attention module, and finds its projection: the linear module that is fed
+first. It proves that projecting that input gives the K and V that the model wrote.
 """
 
 from __future__ import annotations
@@ -29,20 +28,14 @@ from hcache_backend.start.prefill import (
     prepare_decode,
 )
 
-PROBE_TOKENS = 48
-"""Enough positions for a wrong RoPE to show in every head, few enough to cost nothing."""
-_LOUDER = 3000.0
-"""No power of two: FP8 values of a scale that is one times larger would be the same."""
+PROBE_TOKENS = 48  # enough for a wrong RoPE to show in every head, at little cost
+_LOUDER = 3000.0  # no power of two: FP8 values whose scale is one times larger would be equal
 
 
 @dataclass
 class Observation:
-    """What one layer did during the probe.
-
-    Attributes:
-        quantised: Modules of the whole layer that have quantised weights, by name.
-        asked: Whether what each of them makes of a token depends on the batch.
-    """
+    """One layer during the probe. ``quantised``: its modules with quantised weights, by name;
+    ``asked``: True if a module's output for a token depends on the batch."""
 
     name: str
     module: torch.nn.Module
@@ -57,12 +50,8 @@ class Observation:
 
 @dataclass(frozen=True)
 class Probe:
-    """Layers that were found, with the hidden states that each received during the probe.
-
-    Attributes:
-        dependent: Modules whose output for a token depends on the other tokens of its batch, and
-            those that could not be asked, by name.
-    """
+    """Layers, with the hidden states that each received. ``dependent``: names of modules whose
+    output for a token depends on its batch, or that could not be asked."""
 
     layers: tuple[AttentionLayer, ...]
     hidden: tuple[torch.Tensor, ...]
@@ -72,14 +61,8 @@ class Probe:
     dependent: tuple[str, ...] = ()
 
     def refuse_dependence(self, inside: Sequence[str] = ("",)) -> None:
-        """Refuse modules that quantise inputs by a scale of the whole batch: K depends on it.
-
-        Args:
-            inside: Beginnings of the names of the modules that count; by default all do.
-
-        Raises:
-            Refused: Names the first such module.
-        """
+        """Raise Refused for a module that quantises inputs by a scale of the whole batch, on which
+        K would depend. ``inside``: beginnings of the names that count; by default all."""
         found = next((name for name in self.dependent if name.startswith(tuple(inside))), None)
         if found is not None:
             raise Refused(
@@ -89,11 +72,8 @@ class Probe:
 
 
 def observe(runner: Any, observations: list[Observation]) -> Probe:
-    """Run the probe and describe every layer. All ranks must call it.
-
-    Raises:
-        Refused: A layer is built or called in a way that hidden mode does not know.
-    """
+    """Run the probe and describe every layer; all ranks call it. Raises Refused if a layer is built
+    or called in an unknown way."""
     handles = [handle for seen in observations for handle in _watch(seen)]
     try:
         batch, slots, positions, token_ids = _forward(runner, [PROBE_TOKENS])
@@ -111,36 +91,19 @@ def observe(runner: Any, observations: list[Observation]) -> Probe:
 
 
 def run_again(runner: Any, lengths: Sequence[int], before: int = 0) -> Sequence[torch.Tensor]:
-    """Run the model on prompts that begin as the probe does; the slots of each, int64 ``[n]``.
-
-    All ranks must call it. What the KV pool held is overwritten.
-
-    Args:
-        lengths: Tokens of each prompt; more than the probe's go on in the same way.
-        before: So many first tokens of the only prompt are computed in a pass of their own, as
-            when a prompt comes in chunks; 0: none.
-    """
+    """Run prompts that begin as the probe does; returns the slots of each, int64 ``[n]``. All ranks
+    call it; the KV pool is overwritten. ``before``: first tokens with a pass of their own."""
     _, slots, _, _ = _forward(runner, lengths, before)
     return slots.split(list(lengths))
 
 
 @torch.no_grad()
 def prefill_and_decode(runner: Any, tokens: int, ranks: Any, *, graphs: bool) -> torch.Tensor:
-    """Run the model on a prompt that begins as the probe does, and on its last token by itself.
+    """Run all but the last token of a prompt that begins as the probe, then the last one by itself.
 
-    The latter is a decode step, by a CUDA graph where one was recorded. All ranks must call it.
-    What the KV pool held is overwritten.
-
-    Args:
-        tokens: Length of the prompt, at least 2.
-        ranks: The tensor-parallel ranks: none takes the decode step when the prefill failed on one.
-        graphs: Whether the prefill goes by a CUDA graph, too, where one was recorded.
-
-    Returns:
-        The slots of all tokens, int64 ``[tokens]``.
-
-    Raises:
-        Refused: It failed on another rank.
+    Returns the slots, int64 ``[tokens]``; ``tokens`` is at least 2. All ranks call it; the KV pool
+    is overwritten. The decode step uses a recorded CUDA graph, and with ``graphs`` the prefill too.
+    If the prefill fails on one of ``ranks``, none decodes, and the others raise Refused.
     """
     prompt = probe_tokens(runner.model_config.vocab_size, tokens)
     batch: Any = None
@@ -150,7 +113,7 @@ def prefill_and_decode(runner: Any, tokens: int, ranks: Any, *, graphs: bool) ->
     try:
         with prefill_graphs:
             for _ in range(2):
-                stages = _Stages()  # also behind a problem: the others go on
+                stages = _Stages()  # also after a problem: the others go on
                 try:
                     if problem is None and batch is None:
                         batch = prefill_batch(runner, [prefill_request(prompt[:-1])])
@@ -176,11 +139,7 @@ def prefill_and_decode(runner: Any, tokens: int, ranks: Any, *, graphs: bool) ->
 
 
 def compare(probe: Probe, projector: Projector) -> None:
-    """Project what every layer received and compare with the pool.
-
-    Raises:
-        Refused: A layer's K or V differ by more than rounding explains.
-    """
+    """Project every layer's input; raises Refused if K or V differ by more than rounding."""
     problem = first_problem(
         projection_problem(layer, hidden, probe.positions, probe.slots, projector)
         for layer, hidden in zip(probe.layers, probe.hidden, strict=True)
@@ -190,11 +149,8 @@ def compare(probe: Probe, projector: Projector) -> None:
 
 
 def attention_modules(model: torch.nn.Module, layers: int) -> list[Observation]:
-    """The attention modules of ``model``, in the order of their layers.
-
-    Raises:
-        Refused: They are not ``layers``, as the KV pool has, numbered one after the other.
-    """
+    """The attention modules of ``model``, in order. Raises Refused if they are not ``layers``, as
+    the KV pool has, numbered one after the other."""
     from sglang.srt.layers.linear import LinearBase
     from sglang.srt.layers.radix_attention import RadixAttention
 
@@ -249,7 +205,7 @@ def _watch(seen: Observation) -> list[Any]:
 
 
 def _is_quantised(module: torch.nn.Module) -> bool:
-    """Whether it has a matrix, or one for each expert, of numbers that are no plain ones."""
+    """True if a matrix of the module, or of its experts, has quantised numbers."""
     weights = (one for one in module.parameters(recurse=False) if one.dim() > 1)
     return any(one.dtype.itemsize == 1 or not one.is_floating_point() for one in weights)
 
@@ -261,10 +217,8 @@ def _ask_beside(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> None:
-    """Call the module twice more: the last of its rows, ``[n, width]``, is louder once.
-
-    Both batches have one shape, so everything else is summed in the same order.
-    """
+    """Call the module twice more, once with a louder last row (``[n, width]``). Both batches have
+    one shape, so all other sums have the same order."""
     rows = args[0] if args else next(iter(kwargs.values()), None)
     if not isinstance(rows, torch.Tensor) or rows.dtype.itemsize == 1:
         return  # they are quantised already
@@ -307,11 +261,8 @@ def _describe(
 def _forward(
     runner: Any, lengths: Sequence[int], before: int = 0
 ) -> tuple[object, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """One prefill of prompts of these lengths through SGLang's own batch objects, or two of one.
-
-    Nothing has been allocated yet when it runs, so both pools are simply emptied afterwards, also
-    when SGLang's code fails half-way: a lost slot would stop the server later.
-    """
+    """One prefill of prompts of these lengths through SGLang's batch objects, or two of one. Then
+    both pools are emptied, also after an error: a lost slot would stop the server later."""
     vocabulary = runner.model_config.vocab_size
     prefix: torch.Tensor | None = None
     try:
@@ -339,13 +290,12 @@ def _empty_pools(runner: Any) -> None:
 
 
 def probe_tokens(vocabulary: int, length: int) -> list[int]:
-    """The first tokens of the probe."""
     step = max(1, vocabulary // PROBE_TOKENS)
     return [(7 + i * step) % vocabulary for i in range(length)]
 
 
 class _Stages:
-    """What pipeline stages hand on in a pass; the first and the only one receive nothing."""
+    """Data between pipeline stages in a pass; the first and the only one receive none."""
 
     def __init__(self) -> None:
         from sglang.srt.distributed import parallel_state
@@ -356,17 +306,13 @@ class _Stages:
         self._received = None if self._group.is_first_rank else self._group.recv_tensor_dict()
 
     def run(self, runner: Any, batch: Any) -> torch.Tensor:
-        """Let the model of this stage run on ``batch``; the slots that it filled, int64 ``[n]``.
-
-        Raises:
-            Refused: The stage before this one has nothing to hand on.
-        """
+        """Run this stage's model; returns the slots that it filled, int64 ``[n]``. Raises Refused
+        if the stage before failed."""
         slots: torch.Tensor = batch.out_cache_loc.clone()
         self._outcome = runner.forward(batch, pp_proxy_tensors=self._input()).logits_output
         return slots
 
     def _input(self) -> Any:
-        """What the model of this stage begins with, or None at the first one."""
         from sglang.srt.model_executor.forward_batch_info import PPProxyTensors
 
         if self._received is None:
@@ -376,14 +322,14 @@ class _Stages:
         return PPProxyTensors(self._received)
 
     def pass_on(self) -> None:
-        """Hand the output to the next stage, or nothing when this one failed."""
+        """Hand the output to the next stage; nothing if this one failed."""
         if not self._group.is_last_rank:
             self._group.send_tensor_dict(getattr(self._outcome, "tensors", {}))
 
 
 @contextmanager
 def _without_prefill_graphs(runner: Any) -> Iterator[None]:
-    """A replay would run without our hooks; SGLang's eager runner is always there."""
+    """Prefill by SGLang's eager runner, because a replay would run without our hooks."""
     graphs = getattr(runner, "prefill_cuda_graph_runner", None)
     runner.prefill_cuda_graph_runner = None
     try:

@@ -48,12 +48,7 @@ logger = logging.getLogger("hcache")
 
 @dataclass
 class Stack:
-    """Puts the stack of a server together. It is used once.
-
-    Args:
-        params: What SGLang gives a stack strategy...
-        arguments: ...and what it gives by name.
-    """
+    """Puts one server's stack together. SGLang gives ``params`` and ``arguments`` to a strategy."""
 
     runtime: Runtime
     kvcache: Any
@@ -61,7 +56,7 @@ class Stack:
     arguments: Mapping[str, Any]
 
     def build(self, plan: PagePlan, projector: Projector) -> StackBuildResult:
-        """What HiCache works with, by the plan that every rank agreed on."""
+        """HiCache's components, by the plan that every rank agreed on."""
         runtime, kvcache, layout, params = self.runtime, self.kvcache, plan.layout, self.params
         codec, ranks, memory = plan.codec, attention_ranks(), get_memory()
         pool = OwnPagesPool(
@@ -79,7 +74,7 @@ class Stack:
         order = None
         if codec is not None and ranks.world_size > 1:
             order = CollectiveOrder(kvcache.device)
-        # Before capture wraps the allocator: what is handed out of a reservation is allocated, too.
+        # Before capture wraps the allocator: pages taken from a reservation are allocated, too.
         reservable = _reservable(
             runtime, params.token_to_kv_pool_allocator, hidden=codec is not None
         )
@@ -204,10 +199,7 @@ _CONTROLLER_ARGUMENTS = (
 
 
 def use_own_pages(runtime: Runtime, kvcache: Any, plan: PagePlan, reason: str | None) -> None:
-    """Say what pages look like: in their namespace, in metrics and in the log.
-
-    ``reason``: why they hold no hidden states; None: they do.
-    """
+    """Tell namespace, metrics and log about pages; ``reason``: why no hidden states, or None."""
     runtime.layer_methods = plan.methods
     fields, codec = _page_fields(runtime, kvcache, plan), plan.kv.codec
     if plan.codec is None:
@@ -236,7 +228,7 @@ def use_own_pages(runtime: Runtime, kvcache: Any, plan: PagePlan, reason: str | 
 
 
 def _page_fields(runtime: Runtime, kvcache: Any, plan: PagePlan) -> dict[str, object]:
-    """What the namespace of own pages holds besides the weights."""
+    """Fields of the namespace of own pages besides the weights."""
     fields: dict[str, object] = {
         "kind": "own",
         "partition": list(plan.methods.methods),
@@ -248,13 +240,13 @@ def _page_fields(runtime: Runtime, kvcache: Any, plan: PagePlan) -> dict[str, ob
     ranks = attention_ranks()
     if not plan.kv.layers or plan.layout.share.of == ranks.world_size:
         fields["any_ranks"] = True
-    else:  # K and V are those of a rank's own heads, and these are no share
+    else:  # K and V are of a rank's own heads, which are no share
         fields["tp"] = [ranks.rank_in_group, ranks.world_size]
     return fields
 
 
 def _reservable(runtime: Runtime, allocator: Any, *, hidden: bool) -> ReservablePages | None:
-    """The device's pages, some of which are to be reserved; None: restores are layer-wise."""
+    """The device's pages that can be reserved; None: restores are layer-wise."""
     assert runtime.config is not None
     args, runtime.eager = resolved(runtime.runner.server_args), False
     if runtime.config.restore == "layerwise":
@@ -277,8 +269,7 @@ def _start_capture(
     plan: PagePlan,
     order: CollectiveOrder | None,
 ) -> StagedCapture | None:
-    """Capture what the layers that are stored as hidden states receive in every forward pass;
-    None: there are none."""
+    """Capture hidden states in every forward pass; None if no layer stores them."""
     if plan.codec is None:
         return None
     hooks = plan.capture_hooks
@@ -296,7 +287,6 @@ def _start_capture(
 
 
 def restored_layers(kvcache: Any, plan: PagePlan, projector: Projector) -> list[RestoredLayer]:
-    """How each layer comes back."""
     codec = plan.codec
     row_bytes = 0 if codec is None else codec.row_bytes
     parks = codec is not None and PoolParking.fits(kvcache, row_bytes)

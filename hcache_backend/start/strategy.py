@@ -71,18 +71,14 @@ logger = logging.getLogger("hcache")
 
 _Result = TypeVar("_Result")
 
-_SMALLEST_PAGE = 4
-"""Own pages of K and V have at least so many times the bytes of a header."""
+_SMALLEST_PAGE = 4  # least bytes of an own page of K and V, in headers
 
 
 class OwnPagesStrategy(StackStrategy):
-    """Own pages for a plain MHA/GQA pool: with hidden states where these are possible and pay, else
-    of K and V; and SGLang's plain pages where there can be no own ones.
+    """Own pages for a plain MHA/GQA pool: with hidden states if possible and useful, otherwise of K
+    and V. Without own pages SGLang's plain ones.
 
-    Args:
-        runtime: State of this process.
-        plain: Why own pages are already out of the question, or None.
-        no_hidden: Why hidden states in them are, or None.
+    ``plain``, ``no_hidden``: known reasons against own pages, against hidden states, or None.
     """
 
     def __init__(self, runtime: Runtime, plain: str | None, no_hidden: str | None) -> None:
@@ -135,10 +131,8 @@ class OwnPagesStrategy(StackStrategy):
     def _plan_or_reason(
         self, kvcache: Any, params: Any, projector: Projector
     ) -> tuple[PagePlan | None, str | None]:
-        """The plan of hidden mode, or why it is refused, on every rank of every stage.
-
-        If it is refused, nothing is left of it: no hook, no memory.
-        """
+        """The plan of hidden mode, or why it is refused on every rank of every stage; then no hook
+        and no memory of it are left."""
         try:
             return self._hidden_plan(kvcache, params, projector), None
         except Refused as refused:
@@ -151,18 +145,14 @@ class OwnPagesStrategy(StackStrategy):
         if hooks is None:
             return
         runner.hcache_capture = None
-        # Graphs that were recorded with our copies read the places of a step in every replay.
+        # Recorded graphs read the places of a step from this memory in every replay.
         runner.hcache_recorded = hooks.staging
         with metrics.harmless("staging_not_freed", "staging keeps its memory on the device"):
             hooks.remove()
 
     def _kv_plan(self, kvcache: Any, params: Any) -> PagePlan:
-        """Pages of K and V of all layers.
-
-        Raises:
-            Refused: On every rank: there is no room for them, or too much of it is for headers, or
-                K and V do not come back from them.
-        """
+        """Pages of K and V of all layers. Raises Refused on every rank if there is no room, the
+        header is too large, or K and V do not come back."""
         assert self._runtime.config is not None
         chunk = min(self._runtime.config.restore_chunk_tokens, int(kvcache.size))
         everything = Partition(0, 0, int(kvcache.layer_num))
@@ -196,7 +186,7 @@ class OwnPagesStrategy(StackStrategy):
         return plan
 
     def _page_recomputer(self, kvcache: Any, params: Any, plan: PagePlan) -> Recomputer | None:
-        """What recomputes pages of K and V whole while others are read; None: they are all read."""
+        """Recomputer of whole pages of K and V while others are read; None: all are read."""
         runtime, runner = self._runtime, self._runtime.runner
         assert runtime.config is not None
         runtime.recomputation = None
@@ -225,14 +215,10 @@ class OwnPagesStrategy(StackStrategy):
         codec: str,
         written: Callable[[], torch.Tensor],
     ) -> PagePlan:
-        """A plan with room, from which K and V come back: by ``codec``, or as they are.
+        """A plan with room, from which K and V come back: by ``codec``, otherwise as they are.
 
-        Args:
-            make: Makes the plan with that codec of K and V.
-            written: Has the model write K and V, if it has not; their slots, int64 ``[n]``.
-
-        Raises:
-            Refused: On every rank: there is none.
+        ``make`` makes the plan with a codec of K and V. ``written`` has the model write them, if it
+        has not, and returns their slots, int64 ``[n]``. Raises Refused on every rank.
         """
         try:
             plan = self._step(params, lambda: _copying(make(codec)))
@@ -259,11 +245,11 @@ class OwnPagesStrategy(StackStrategy):
         return plan
 
     def _look_at_attention(self, params: Any, plan: PagePlan, slots: torch.Tensor) -> None:
-        """See to it that the plan can, unless the pairs are known."""
+        """Let the plan look at attention, unless the pairs are known."""
         if self._config.krul.pairs is not None:
             return
         try:
-            # SGLang's state of a batch, of LoRA adapters say, would be that of another one.
+            # SGLang's state of a batch (of LoRA adapters, say) would be that of another one.
             self._step(params, partial(self._refuse, refusal, None, plan.kvcache))
             self._step(params, lambda: find_probe(self._runtime.runner, plan, slots))
         except Refused as refused:
@@ -277,13 +263,8 @@ class OwnPagesStrategy(StackStrategy):
         return config
 
     def _hidden_plan(self, kvcache: Any, params: Any, projector: Projector) -> PagePlan:
-        """Everything that hidden mode needs, proven on every rank of every stage.
-
-        The K and V that the model writes in the probe stay in the pool to the last check.
-
-        Raises:
-            Refused: On every rank, at the same step; see :func:`all_or_none`.
-        """
+        """Everything that hidden mode needs, proven on every rank of every stage. K and V of the
+        probe stay in the pool to the last check. Raises Refused on every rank, at the same step."""
         runtime, runner = self._runtime, self._runtime.runner
         ranks, stages = params.tp_cache_group, params.pp_cache_group
 
@@ -343,7 +324,7 @@ class OwnPagesStrategy(StackStrategy):
         except Refused as refused:
             if codec.is_view:
                 raise
-            # Its hooks and its staging are those of the next plan.
+            # The next plan reuses its hooks and its staging.
             hooks = plan.capture_hooks
             codec = hidden_as_they_are(codec.name, codec.hidden_size, codec.dtype, refused)
             plan = self._tried(params, make, of_kv, lambda: probe.slots)
@@ -355,7 +336,6 @@ class OwnPagesStrategy(StackStrategy):
         return plan
 
     def _head_groups(self, methods: Restore, share: Share) -> int:
-        """Into how many groups of heads K and V of pages divide."""
         if not methods.layers("kv"):
             return share.of
         extra = storage_extra_config(resolved(self._runtime.runner.server_args))
@@ -374,11 +354,7 @@ class OwnPagesStrategy(StackStrategy):
 
 
 def _copying(plan: PagePlan) -> PagePlan:
-    """``plan``, from which K and V come back.
-
-    Raises:
-        Refused: They do not.
-    """
+    """``plan``; raises Refused if K and V do not come back from it."""
     if plan.kv.layers:
         check_copies(plan)
     return plan
