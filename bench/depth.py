@@ -18,14 +18,13 @@ import torch
 from bench.harness.report import COLOURS, OUT, markdown, picture, write
 from bench.paper import MODELS as PAPER_MODELS
 from bench.staircase import depth_costs
-from hcache_backend.page import READ_BATCHES
 from hcache_backend.partition.costs import LayerCosts, Partition
 from hcache_backend.partition.model_shape import ModelShape
 from hcache_backend.partition.pipeline import simulate
 from hcache_backend.partition.plan import PartitionPlan
 from hcache_backend.partition.presets import PRESETS, SSD_BYTES_PER_SECOND, preset_profile
 from hcache_backend.partition.profile import Profile, Rate
-from hcache_backend.partition.restore import Restore
+from hcache_backend.partition.restore import READ_BATCHES, Restore
 from hcache_kernels.codecs.exp4 import Exp4Codec
 
 Row = dict[str, Any]

@@ -25,8 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.harness.report import markdown
 from hcache_backend.engine.kv_pages.segments import KVSegments
+from hcache_backend.format.units import WHOLE
 from hcache_backend.restore.parts import MOST_LAUNCHES
-from hcache_backend.units import WHOLE
 from hcache_kernels.launch import Launch
 
 PAGE, HEADS, DIM = 16, 2, 16

@@ -27,12 +27,12 @@ import torch
 from bench.harness.report import COLOURS, OUT, grouped_bars, markdown, picture, write
 from bench.paper import MODELS
 from bench.staircase import depth_costs, layer_work
+from hcache_backend.format.units import units_per_group
 from hcache_backend.krul.pair_forms import PairSlot
-from hcache_backend.page import READ_BATCHES
 from hcache_backend.partition.costs import Partition
 from hcache_backend.partition.presets import preset_profile
 from hcache_backend.partition.profile import Profile, Rate
-from hcache_backend.units import units_per_group
+from hcache_backend.partition.restore import READ_BATCHES
 from hcache_kernels.codecs import Cut
 
 Row = dict[str, Any]

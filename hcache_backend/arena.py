@@ -29,7 +29,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hcache_backend.page import NO_NAMESPACE, WRITER_BYTES, PageLayout
+from hcache_backend.format.page import NO_NAMESPACE, WRITER_BYTES, PageLayout
 
 Ids = npt.NDArray[np.int64]
 

@@ -17,11 +17,11 @@ from bench.gpu.eager_files import DeviceReader, HostReader, Reader, StandIn, ope
 from bench.gpu.program import Device
 from bench.gpu.restore_methods import History
 from bench.gpu.shapes import PAGE
+from hcache_backend.format.page import PageLayout, StoredLayer
+from hcache_backend.format.units import Segment
 from hcache_backend.kvikio_state import kvikio_state
-from hcache_backend.page import PageLayout, StoredLayer
 from hcache_backend.restore.eager import batch_pages
 from hcache_backend.restore.pipeline import Gather, RestorePipeline, gather_segments
-from hcache_backend.units import Segment
 
 BLOCK = 4096
 

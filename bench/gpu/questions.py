@@ -31,8 +31,8 @@ from bench.gpu.shapes import LLAMA_7B, LLAMA_8B, PAGE, Shape
 from bench.harness.report import markdown
 from hcache_backend import streams
 from hcache_backend.engine.kv_pages.segments import KVSegments
-from hcache_backend.page import PageLayout
-from hcache_backend.units import WHOLE
+from hcache_backend.format.page import PageLayout
+from hcache_backend.format.units import WHOLE
 
 ROWS = (1, 16, 48, 96, 816)
 """Tokens of a product: decode steps, and the prefill of a start's probe."""

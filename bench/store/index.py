@@ -18,10 +18,10 @@ import numpy as np
 
 from bench.store.pages import BATCH, MIB, NAMESPACE, WRITER, require
 from hcache_backend.config import parse_config
+from hcache_backend.format.file import PageName
+from hcache_backend.format.units import WHOLE
 from hcache_backend.store import PageStore
-from hcache_backend.store.format import PageName
 from hcache_backend.store.index import Entry
-from hcache_backend.units import WHOLE
 
 
 def bench_index(folder: Path, pages: int) -> dict[str, float]:

@@ -19,10 +19,10 @@ import numpy as np
 from bench.store.gil import gil_seconds
 from bench.store.peers import Peer, files_in, found_peers
 from hcache_backend.config import parse_config
+from hcache_backend.format.file import BLOCK, PageName
+from hcache_backend.format.units import WHOLE, digest
 from hcache_backend.kvikio_state import kvikio_state
 from hcache_backend.store import PageStore
-from hcache_backend.store.format import BLOCK, PageName
-from hcache_backend.units import WHOLE, digest
 
 MIB = 1 << 20
 BATCH = 128

@@ -19,7 +19,7 @@ from hcache_backend.engine import metrics
 from hcache_backend.engine.kv_pages.segments import KVSegments
 from hcache_backend.engine.loads import LoadQueue
 from hcache_backend.engine.recompute.rows import RecomputedRows
-from hcache_backend.page import PageLayout
+from hcache_backend.format.page import PageLayout
 from hcache_backend.restore.report import RunningRestore
 from hcache_backend.streams import (
     Event,

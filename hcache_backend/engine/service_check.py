@@ -27,7 +27,7 @@ from hcache_backend.engine.host_pool import OwnPagesPool
 from hcache_backend.engine.kv_pages.segments import KVSegments
 from hcache_backend.engine.ranks import on_all_ranks
 from hcache_backend.engine.runtime import Runtime
-from hcache_backend.page import PageLayout
+from hcache_backend.format.page import PageLayout
 from hcache_backend.projection.attention import AttentionLayer
 from hcache_backend.projection.check import difference_problem, projected_differences
 from hcache_backend.projection.projector import Projector

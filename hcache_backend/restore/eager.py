@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hcache_backend.page import READ_BATCHES
+from hcache_backend.partition.restore import READ_BATCHES
 from hcache_backend.restore.report import RunningRestore
 from hcache_backend.restore.reservation import (
     Ids,

@@ -11,8 +11,8 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from hcache_backend.format.file import DamagedFileError, PageName, parse_name
 from hcache_backend.store.folder import FolderView
-from hcache_backend.store.format import DamagedFileError, PageName, parse_name
 from hcache_backend.store.index import Entry
 from hcache_backend.store.page_files import (
     PageRead,

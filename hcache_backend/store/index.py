@@ -25,10 +25,10 @@ from queue import SimpleQueue
 from typing import NamedTuple
 from urllib.parse import quote
 
-from hcache_backend.page import KEY_BYTES, NAMESPACE_BYTES
+from hcache_backend.format.file import BLOCK, PageName, round_up
+from hcache_backend.format.page import KEY_BYTES, NAMESPACE_BYTES
+from hcache_backend.format.units import ALL_EIGHTHS, Share
 from hcache_backend.store.file_ops import FileOps
-from hcache_backend.store.format import BLOCK, PageName, round_up
-from hcache_backend.units import ALL_EIGHTHS, Share
 
 INDEX_FORMAT = b"2"
 INDEX_FILE = "index.sqlite"

@@ -8,9 +8,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from hcache_backend.store.file_ops import opened
-from hcache_backend.store.folder import Folder, FolderView
-from hcache_backend.store.format import (
+from hcache_backend.format.file import (
     BLOCK,
     DamagedFileError,
     FileLayout,
@@ -22,9 +20,11 @@ from hcache_backend.store.format import (
     parse_header,
     round_up,
 )
+from hcache_backend.format.units import WHOLE, SegmentTable, Share, Unit
+from hcache_backend.store.file_ops import opened
+from hcache_backend.store.folder import Folder, FolderView
 from hcache_backend.store.index import Entry
 from hcache_backend.store.page_io import PageIO, PageMemory
-from hcache_backend.units import WHOLE, SegmentTable, Share, Unit
 
 
 class OtherSizeError(Exception):

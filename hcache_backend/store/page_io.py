@@ -20,9 +20,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hcache_backend.format.file import BLOCK, round_up
+from hcache_backend.format.units import WHOLE, Parts, Share, Unit, digest
 from hcache_backend.store.file_ops import FileOps, opened
-from hcache_backend.store.format import BLOCK, round_up
-from hcache_backend.units import WHOLE, Parts, Share, Unit, digest
 
 
 class Alignment(NamedTuple):

@@ -15,24 +15,24 @@ from concurrent.futures import wait
 from typing import NamedTuple
 
 from hcache_backend.config import HCacheConfig
-from hcache_backend.store import caretaker
-from hcache_backend.store.cover import cover
-from hcache_backend.store.file_ops import FileOps
-from hcache_backend.store.folder import NotOurFolderError
-from hcache_backend.store.format import (
+from hcache_backend.format.file import (
     PageName,
     check_names,
     check_share,
     check_writer,
     file_layout,
 )
+from hcache_backend.format.units import WHOLE, Parts, SegmentTable, Share
+from hcache_backend.store import caretaker
+from hcache_backend.store.cover import cover
+from hcache_backend.store.file_ops import FileOps
+from hcache_backend.store.folder import NotOurFolderError
 from hcache_backend.store.kvikio_ops import best_file_ops
 from hcache_backend.store.page_files import PageRead, PageWrite, page_write
 from hcache_backend.store.page_io import PageMemory
 from hcache_backend.store.recency import Recency
 from hcache_backend.store.stats import ProblemLog, StoreContext, StoreStats
 from hcache_backend.store.volume import Volume, Writer, result_of
-from hcache_backend.units import WHOLE, Parts, SegmentTable, Share
 
 logger = logging.getLogger("hcache.store")
 

@@ -26,9 +26,9 @@ from hcache_backend.engine.behind.backend import (
     row_bytes,
 )
 from hcache_backend.engine.behind.threads import BoundedCalls, CopyQueue, GivenUp, bounded
-from hcache_backend.page import Bytes
+from hcache_backend.format.page import Bytes
+from hcache_backend.format.units import Parts, Share
 from hcache_backend.store.stats import ProblemLog
-from hcache_backend.units import Parts, Share
 
 logger = logging.getLogger("hcache")
 

@@ -12,12 +12,12 @@ from hcache_backend.engine.kv_pages.segments import KVSegments
 from hcache_backend.engine.runtime import Runtime
 from hcache_backend.engine.startup.agreement import Refused, all_or_none
 from hcache_backend.engine.startup.self_check import Probe
-from hcache_backend.page import PageLayout
+from hcache_backend.format.page import PageLayout
+from hcache_backend.format.units import WHOLE, Share
 from hcache_backend.projection.attention import AttentionLayer
 from hcache_backend.projection.check import CODEC_TOLERANCE, first_problem, projection_problem
 from hcache_backend.projection.exactness import relative_difference
 from hcache_backend.projection.projector import Projector
-from hcache_backend.units import WHOLE, Share
 from hcache_kernels.codecs import Codec, ExactCodec, UnsupportedRows, make_codec
 
 logger = logging.getLogger("hcache")

@@ -13,8 +13,8 @@ import torch
 from hcache_backend.engine.kv_pages.segments import KVSegments
 from hcache_backend.engine.startup.agreement import Refused
 from hcache_backend.engine.startup.page_plan import PagePlan
+from hcache_backend.format.page import PageLayout
 from hcache_backend.krul.paired_layout import PairedLayout
-from hcache_backend.page import PageLayout
 from hcache_backend.restore.layers import RestoredLayer
 from hcache_backend.restore.pipeline import RestorePipeline
 from hcache_backend.streams import host_tensor

@@ -24,15 +24,15 @@ from hcache_backend.engine.ranks import attention_ranks
 from hcache_backend.engine.startup.agreement import Refused
 from hcache_backend.engine.startup.page_layout import page_layout
 from hcache_backend.engine.startup.self_check import Probe
+from hcache_backend.format.page import PageLayout
+from hcache_backend.format.units import Share
 from hcache_backend.krul.choice import PairChoice
-from hcache_backend.page import PageLayout
 from hcache_backend.partition.restore import Restore
 from hcache_backend.projection.attention import AttentionLayer
 from hcache_backend.restore.exchange import Exchange, share_of_rank
 from hcache_backend.restore.recompute import Recomputer
 from hcache_backend.restore.ring import ring_bytes
 from hcache_backend.streams import free_memory
-from hcache_backend.units import Share
 from hcache_kernels.codecs import Codec
 
 _STAGING_SHARE = 1 / 4

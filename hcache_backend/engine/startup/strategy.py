@@ -58,13 +58,13 @@ from hcache_backend.engine.startup.stack import (
     restored_layers,
     use_own_pages,
 )
+from hcache_backend.format.units import WHOLE, Share
 from hcache_backend.partition.costs import Partition
 from hcache_backend.partition.restore import Restore
 from hcache_backend.projection.generic import ProjectionBatch
 from hcache_backend.projection.paged_pool import PagedPool
 from hcache_backend.projection.projector import Projector
 from hcache_backend.restore.recompute import Recomputer
-from hcache_backend.units import WHOLE, Share
 
 logger = logging.getLogger("hcache")
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from hcache_backend.engine.kv_pages.segments import KVSegments
+from hcache_backend.format.units import WHOLE
 from hcache_backend.restore.eager import EagerRestores, launch_pages
 from hcache_backend.restore.pipeline import RestorePipeline
 from hcache_backend.restore.reservation import Launched
 from hcache_backend.streams import host_tensor
-from hcache_backend.units import WHOLE
 from tests.cuda_standin import device
 from tests.cuda_standin.device import CUDA
 

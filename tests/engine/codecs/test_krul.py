@@ -17,9 +17,9 @@ from bench.fixtures.models import fixture
 from bench.fixtures.text import Texts, corpus
 from bench.harness.models import build_model
 from bench.harness.server import Server, ServerOptions
+from hcache_backend.format.file import parse_header, parse_name
+from hcache_backend.format.page import LAYER_ENTRY
 from hcache_backend.krul.pair_forms import PairSlot
-from hcache_backend.page import LAYER_ENTRY
-from hcache_backend.store.format import parse_header, parse_name
 from hcache_kernels.codecs import make_segment_codec
 from tests.cpu_engine.hcache_cpu_engine import stub_torchvision
 from tests.engine.codecs.test_lossy_kv import PAGE, kv_codec, likeliest, options, payloads

@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 
 from hcache_backend.config import HCacheConfig, parse_config
+from hcache_backend.format.file import parse_name
+from hcache_backend.format.units import SegmentTable, Share
 from hcache_backend.store import FileOps, PageStore
-from hcache_backend.store.format import parse_name
 from hcache_backend.store.kvikio_ops import KvikioFileOps
-from hcache_backend.units import SegmentTable, Share
 
 NAMESPACE = b"namespace-------"
 OTHER_NAMESPACE = b"other-namespace-"

@@ -20,9 +20,7 @@ from store_testing import (
     put,
 )
 
-from hcache_backend.store import PageStore
-from hcache_backend.store.check import find_unknown_files
-from hcache_backend.store.format import (
+from hcache_backend.format.file import (
     DamagedFileError,
     PageName,
     check_names,
@@ -30,7 +28,9 @@ from hcache_backend.store.format import (
     parse_header,
     parse_name,
 )
-from hcache_backend.units import WHOLE, Segment, SegmentTable, Share, units_of
+from hcache_backend.format.units import WHOLE, Segment, SegmentTable, Share, units_of
+from hcache_backend.store import PageStore
+from hcache_backend.store.check import find_unknown_files
 
 FIXTURES = Path(__file__).parent / "fixtures"
 LAYERS = SegmentTable(

@@ -20,7 +20,7 @@ from store_testing import (
     payload,
 )
 
-from hcache_backend.units import Segment, SegmentTable, Share
+from hcache_backend.format.units import Segment, SegmentTable, Share
 
 TABLE = SegmentTable((Segment(512), Segment(4096, 8), Segment(4096, 8), Segment(4096, 8, 2)))
 SIZE = TABLE.page_bytes

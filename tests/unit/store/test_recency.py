@@ -31,10 +31,10 @@ from store_testing import (
     put,
 )
 
+from hcache_backend.format.file import PageName
+from hcache_backend.format.units import WHOLE, Segment, SegmentTable, Share
 from hcache_backend.store import PageStore
-from hcache_backend.store.format import PageName
 from hcache_backend.store.index import Entry
-from hcache_backend.units import WHOLE, Segment, SegmentTable, Share
 
 FILE = PAGE + 4096
 

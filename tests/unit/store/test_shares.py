@@ -22,10 +22,10 @@ from store_testing import (
     payload,
 )
 
+from hcache_backend.format.file import file_layout, parse_header
+from hcache_backend.format.units import ALL_EIGHTHS, WHOLE, Segment, SegmentTable, Share, units_of
 from hcache_backend.store import PageStore
 from hcache_backend.store.file_ops import MAX_VECTORS
-from hcache_backend.store.format import file_layout, parse_header
-from hcache_backend.units import ALL_EIGHTHS, WHOLE, Segment, SegmentTable, Share, units_of
 
 LAYERS = SegmentTable(
     (
@@ -339,7 +339,7 @@ def test_digests_that_the_caller_has_are_not_computed_again(
     starts = ((unit.payload_offset, unit.length) for unit in units_of(LAYERS, share))
     digests = [xxhash.xxh3_64_intdigest(own[start : start + length]) for start, length in starts]
     with monkeypatch.context() as patched:
-        patched.delattr("hcache_backend.units.xxhash")
+        patched.delattr("hcache_backend.format.units.xxhash")
         [stored] = store.put(
             NAMESPACE, [key(1)], [[memory(own)]], share=share, table=LAYERS, digests=[digests]
         )

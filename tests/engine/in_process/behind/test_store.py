@@ -13,7 +13,7 @@ from hcache_backend import HCacheStorage
 from hcache_backend.config import ConfigError
 from hcache_backend.engine.hits.gate import HitGate
 from hcache_backend.engine.runtime import Runtime, Weights
-from hcache_backend.units import Share
+from hcache_backend.format.units import Share
 from tests.engine.in_process.behind.machines import (
     PAGE,
     SECONDS,

@@ -9,11 +9,11 @@ from hcache_backend.arena import NOT_SETTLED
 from hcache_backend.engine.startup.agreement import Refused
 from hcache_backend.engine.startup.copy_check import check_copies
 from hcache_backend.engine.startup.page_plan import PagePlan
+from hcache_backend.format.units import WHOLE
 from hcache_backend.krul import pair_forms
 from hcache_backend.krul.paired_layout import CodedPair, PairedLayout
 from hcache_backend.partition.costs import Partition
 from hcache_backend.partition.restore import Restore
-from hcache_backend.units import WHOLE
 from tests.engine.in_process.encoded_kv.host import (
     DEVICE_PAGES,
     PAGE,

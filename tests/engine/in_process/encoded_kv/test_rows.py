@@ -14,13 +14,13 @@ from hcache_backend.engine.host_pool import HostPages, OwnPagesPool
 from hcache_backend.engine.kv_pages.segments import KVSegments
 from hcache_backend.engine.loads import LoadQueue
 from hcache_backend.engine.runtime import Runtime
-from hcache_backend.page import PageLayout, hidden_layer
+from hcache_backend.format.page import PageLayout, hidden_layer
+from hcache_backend.format.units import WHOLE
 from hcache_backend.partition.costs import Partition
 from hcache_backend.partition.restore import Restore
 from hcache_backend.restore.layers import RestoredLayer
 from hcache_backend.restore.pipeline import RestorePipeline
 from hcache_backend.streams import WorkerStream
-from hcache_backend.units import WHOLE
 from tests.engine.in_process.encoded_kv.host import (
     DEVICE_PAGES,
     HOST_PAGES,

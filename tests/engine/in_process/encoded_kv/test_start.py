@@ -23,10 +23,10 @@ from hcache_backend.engine.startup.codec_choice import (
 from hcache_backend.engine.startup.copy_check import check_copies
 from hcache_backend.engine.startup.page_plan import PagePlan, plan_host_pages
 from hcache_backend.engine.startup.strategy import OwnPagesStrategy
-from hcache_backend.page import PageLayout, hidden_layer
+from hcache_backend.format.page import PageLayout, hidden_layer
+from hcache_backend.format.units import WHOLE
 from hcache_backend.partition.costs import Partition
 from hcache_backend.partition.restore import Restore
-from hcache_backend.units import WHOLE
 from hcache_kernels.codecs import SEGMENT_CODECS, UnsupportedRows, make_codec, segment_codecs
 from tests.engine.in_process.encoded_kv.host import (
     DEVICE_PAGES,

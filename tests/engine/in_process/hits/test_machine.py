@@ -12,9 +12,9 @@ import torch
 from hcache_backend.config import ConfigError, HCacheConfig
 from hcache_backend.engine import arguments
 from hcache_backend.engine.startup import hit_machine
-from hcache_backend.page import READ_BATCHES
 from hcache_backend.partition.presets import preset_profile
 from hcache_backend.partition.profile import Profile, Rate
+from hcache_backend.partition.restore import READ_BATCHES
 from tests.engine.in_process.encoded_kv.host import kv_pool
 
 MODEL = {

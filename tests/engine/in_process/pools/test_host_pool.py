@@ -24,8 +24,8 @@ from hcache_backend.engine.startup.page_plan import (
     staging_places,
     take_staging,
 )
-from hcache_backend.page import PageLayout, hidden_layer
-from hcache_backend.units import WHOLE
+from hcache_backend.format.page import PageLayout, hidden_layer
+from hcache_backend.format.units import WHOLE
 from hcache_kernels.codecs import ExactCodec
 from tests.integrity import assert_sound_arena
 

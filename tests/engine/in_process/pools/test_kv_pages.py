@@ -11,10 +11,10 @@ from hcache_backend.engine.host_pool import HostPages, OwnPagesPool
 from hcache_backend.engine.kv_pages.segments import KVSegments
 from hcache_backend.engine.service_check import KVChecks
 from hcache_backend.engine.startup.page_plan import PagePlan, plan_host_pages
-from hcache_backend.page import PageLayout
+from hcache_backend.format.page import PageLayout
+from hcache_backend.format.units import WHOLE
 from hcache_backend.partition.costs import Partition
 from hcache_backend.partition.restore import Restore
-from hcache_backend.units import WHOLE
 from tests.engine.in_process.pools.host_pools import kv_cache_of_llama_3_8b
 from tests.engine.in_process.pools.test_host_pool import LAYERS, PAGE, kv_pool
 

@@ -15,10 +15,10 @@ from hcache_backend.engine.kv_pages.segments import KVSegments
 from hcache_backend.engine.runtime import Runtime
 from hcache_backend.engine.startup import stack
 from hcache_backend.engine.startup.page_plan import PagePlan
-from hcache_backend.page import PageLayout
+from hcache_backend.format.page import PageLayout
+from hcache_backend.format.units import WHOLE
 from hcache_backend.partition.costs import Partition
 from hcache_backend.partition.restore import Restore
-from hcache_backend.units import WHOLE
 from tests.engine.in_process.pools.host_pools import mha
 from tests.engine.in_process.pools.test_pool_pages import KEYS, opened, pages
 

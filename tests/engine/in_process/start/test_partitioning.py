@@ -17,7 +17,8 @@ from hcache_backend.engine.recompute.batch import forward_stream
 from hcache_backend.engine.startup.page_layout import page_layout
 from hcache_backend.engine.startup.partition_choice import fixed_partition
 from hcache_backend.engine.startup.quick_profile import copy_as_measured
-from hcache_backend.page import RECOMPUTED, PageLayout, hidden_layer
+from hcache_backend.format.page import RECOMPUTED, PageLayout, hidden_layer
+from hcache_backend.format.units import WHOLE
 from hcache_backend.partition import measure
 from hcache_backend.partition.costs import Partition
 from hcache_backend.partition.model_config import shape_from_config
@@ -26,7 +27,6 @@ from hcache_backend.partition.profile import CopyWay, Profile, Rate
 from hcache_backend.partition.restore import Restore
 from hcache_backend.restore.layers import PoolParking
 from hcache_backend.streams import WorkerStream
-from hcache_backend.units import WHOLE
 from hcache_kernels.codecs import make_codec
 from tests.engine.in_process.pools.test_host_pool import PAGE, kv_pool
 

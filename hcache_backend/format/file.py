@@ -22,8 +22,8 @@ from typing import NamedTuple
 
 import xxhash
 
-from hcache_backend.page import KEY_BYTES, NAMESPACE_BYTES, WRITER_BYTES
-from hcache_backend.units import (
+from hcache_backend.format.page import KEY_BYTES, NAMESPACE_BYTES, WRITER_BYTES
+from hcache_backend.format.units import (
     PACKED_SEGMENT,
     SHARE_COUNTS,
     Segment,

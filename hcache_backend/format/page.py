@@ -3,7 +3,7 @@
 A page holds ``page_size`` consecutive tokens of one sequence, all layers:
 
 - bytes are little-endian; a page is a header, then what is stored of one layer after the other:
-  nothing, hidden states, or K and then V (:mod:`hcache_backend.units` says how they divide);
+  nothing, hidden states, or K and then V (:mod:`hcache_backend.format.units` says how they divide);
 - the header is padded to a multiple of 4096 bytes: direct I/O reads straight into a page, and
   segments keep the alignment of the page;
 - where tensor-parallel ranks share pages (paper section 5), each rank's page has the hidden states
@@ -59,7 +59,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from hcache_backend.units import (
+from hcache_backend.format.units import (
     EIGHTHS,
     PACKED_SEGMENT,
     WHOLE,
@@ -71,17 +71,6 @@ from hcache_backend.units import (
     units_of,
     units_per_group,
 )
-
-READ_BATCHES = 16
-"""The pages of a prefetch are read in about so many batches. What the last one brings is not
-restored eagerly."""
-RUN_AHEAD = 3
-"""Segments of the longest restore that the ring holds: one is projected, one has arrived, and one
-is arriving. A shorter restore runs further ahead in the same memory."""
-FIRST_PIECES = 4
-"""Pieces that the first layer of a restore comes in at most."""
-FIRST_PIECE_TOKENS = 1024
-"""Least tokens of a piece: a projection of fewer is not worth its launch."""
 
 MAGIC = b"HCPG"
 FORMAT_VERSION = 4
