@@ -18,7 +18,7 @@ import numpy as np
 
 from bench.store.pages import BATCH, MIB, NAMESPACE, WRITER, require
 from hcache_backend.config import parse_config
-from hcache_backend.format.file import PageName
+from hcache_backend.format.envelope import PageName
 from hcache_backend.format.units import WHOLE
 from hcache_backend.store import PageStore
 from hcache_backend.store.index import Entry

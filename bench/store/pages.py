@@ -19,7 +19,7 @@ import numpy as np
 from bench.store.gil import gil_seconds
 from bench.store.peers import Peer, files_in, found_peers
 from hcache_backend.config import parse_config
-from hcache_backend.format.file import BLOCK, PageName
+from hcache_backend.format.envelope import BLOCK, PageName
 from hcache_backend.format.units import WHOLE, digest
 from hcache_backend.kvikio_state import kvikio_state
 from hcache_backend.store import PageStore
@@ -165,7 +165,7 @@ class BareLoop:
             came = 0
             for key, [page] in left:
                 name = PageName(namespace, key, WHOLE)
-                file = f"{self._root}/{name.shard}/{name.file}"
+                file = f"{self._root}/{name.bucket}/{name.file}"
                 fd = os.open(file, os.O_RDONLY | os.O_DIRECT)
                 came += os.preadv(fd, [header, page], 0) == BLOCK + page.nbytes
                 os.close(fd)

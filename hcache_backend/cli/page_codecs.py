@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hcache_backend.format.file import BLOCK, DamagedFileError, header_length, parse_header
+from hcache_backend.format.envelope import BLOCK
+from hcache_backend.format.file import DamagedFileError, header_length, parse_header
 from hcache_backend.format.page import FORMAT_VERSION, LAYER_ENTRY, MAGIC, PREFIX, TOKENS
 
 

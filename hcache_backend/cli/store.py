@@ -256,7 +256,7 @@ def _folder_stats(path: Path) -> dict[str, Any]:
                 entry.name.namespace.hex(), {"pages": 0, "bytes": 0, "last_used": 0.0}
             )
             if space.get("codec") is None and space["pages"] < _READ_AT_MOST:
-                space["codec"] = codecs_of(path / "pages" / entry.name.shard / entry.name.file)
+                space["codec"] = codecs_of(path / "pages" / entry.name.bucket / entry.name.file)
             space["pages"] += 1
             space["bytes"] += entry.file_bytes
             space["last_used"] = max(space["last_used"], entry.stamp / 1e9)

@@ -22,7 +22,7 @@ from hcache_backend.engine.behind.store import LOOK_UP_SECONDS, StoreBehind
 from hcache_backend.engine.behind.threads import GivenUp
 from hcache_backend.engine.pool_pages import PageKeys, PoolPages
 from hcache_backend.engine.runtime import Runtime, Weights
-from hcache_backend.format.page import key_bytes
+from hcache_backend.format.envelope import key_bytes
 from hcache_backend.format.units import Parts
 from hcache_backend.store import PageStore
 

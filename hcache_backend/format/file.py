@@ -1,19 +1,19 @@
 """Page files, format version 2: header and payload of one share of one page.
 
-- Integers are little-endian; header and file are padded with zeros to multiples of 4096 bytes.
-- The payload is the share's units in the order of the page, with nothing between them: that of
-  share 0 of 1 is the page, and that of any other is the page of the rank that wrote it.
-- The header says how the page divides, and has the xxh3-64 of every unit, so that any of them can
-  be read and verified alone; it has an xxh3-128 over all of itself but that digest.
+- The header begins as every form of a page does (:mod:`.envelope`). It says how the page divides,
+  and has the xxh3-64 of every unit, so that each can be read and verified alone. Its checksum is
+  over all of it but the checksum.
+- The payload is the share's units in the order of the page, with nothing between them. That of
+  share 0 of 1 is the page, that of another share the page of the rank that wrote it. Zeros follow
+  it up to a multiple of 4096 bytes.
 - A reader believes a file only if length, magic, version, share, namespace, key and digests agree.
-- Paths are ``pages/<first two digits of the key>/<namespace>.<key>.<index>of<count>.page``, in
-  hexadecimal digits: nothing in them comes from text that a caller chose.
+- Paths are ``pages/<first two digits of the key>/<namespace>.<key>.<share>of<shares>.page``, in
+  hexadecimal digits.
 """
 
 from __future__ import annotations
 
 import os
-import re
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,10 +22,10 @@ from typing import NamedTuple
 
 import xxhash
 
-from hcache_backend.format.page import KEY_BYTES, NAMESPACE_BYTES, WRITER_BYTES
+from hcache_backend.format.envelope import BLOCK, CHECKSUM, PageName, check_share, round_up
 from hcache_backend.format.units import (
     PACKED_SEGMENT,
-    SHARE_COUNTS,
+    Eighths,
     Segment,
     SegmentTable,
     Share,
@@ -35,59 +35,30 @@ from hcache_backend.format.units import (
 
 MAGIC = b"HCPF"
 VERSION = 2
-BLOCK = 4096
 MAX_HEADER_BYTES = 1 << 20
 
-# The header: prefix, digest, fields, every segment (bytes in the whole page, groups, units per
+# The header: prefix, checksum, fields, every segment (bytes in the whole page, groups, units per
 # group), and the xxh3-64 of every unit (8 bytes each) in the order of the file.
 _PREFIX = struct.Struct("<4sHBBII")
 """Magic, version, share number, share count, header bytes, number of segments."""
-_DIGEST = slice(16, 32)
-"""xxh3-128 of the header but these bytes."""
 _FIELDS = struct.Struct("<16s32s8sQQII")
 """Namespace, key, writer, payload bytes of this share, bytes of the page, number of units, 0."""
-_SEGMENTS = 32 + _FIELDS.size
-"""Where the segments begin."""
-_NAME = re.compile(r"([0-9a-f]{32})\.([0-9a-f]{64})\.([0-7])of([1248])\.page")
+_SEGMENTS_AT = CHECKSUM.stop + _FIELDS.size
 
 
 class DamagedFileError(Exception):
     """A file is not the page file that it should be; the message says what is wrong.
 
     Attributes:
-        status: The file's, where one was opened.
+        status: That of the file, if one was opened.
     """
 
     status: os.stat_result | None = None
 
 
-class PageName(NamedTuple):
-    """What a page file is called: namespace (16 bytes), key (32 bytes) and share."""
-
-    namespace: bytes
-    key: bytes
-    share: Share
-
-    @property
-    def page(self) -> bytes:
-        """Namespace and key: all files of one page have them in common."""
-        return self.namespace + self.key
-
-    @property
-    def shard(self) -> str:
-        """The folder below ``pages`` that the file stands in."""
-        return self.key[:1].hex()
-
-    @property
-    def file(self) -> str:
-        """The name of the file in that folder."""
-        share = self.share
-        return f"{self.namespace.hex()}.{self.key.hex()}.{share.number}of{share.of}.page"
-
-
 @dataclass(frozen=True)
 class FileLayout:
-    """Where things stand in the file of a share of a page that divides by ``table``."""
+    """The layout of the file of a share of a page that divides by ``table``."""
 
     table: SegmentTable
     header_bytes: int
@@ -100,7 +71,7 @@ class FileLayout:
 
     @cached_property
     def payload_offsets(self) -> dict[int, int]:
-        """Where in the payload every unit begins, by its offset in the page."""
+        """Start of every unit in the payload, by its offset in the page."""
         return {unit.page_offset: unit.payload_offset for unit in self.units}
 
 
@@ -117,25 +88,14 @@ class Header(NamedTuple):
         return self.layout.table
 
 
-def round_up(length: int) -> int:
-    """``length`` as the next multiple of :data:`BLOCK`."""
-    return -(-length // BLOCK) * BLOCK
-
-
 @lru_cache(maxsize=256)
 def file_layout(table: SegmentTable, share: Share) -> FileLayout:
     """The layout of ``share`` of a page; a ValueError if there is no such share."""
     check_share(share)
     units = units_of(table, share)
-    used = _SEGMENTS + PACKED_SEGMENT.size * len(table.segments) + 8 * len(units)
+    used = _SEGMENTS_AT + PACKED_SEGMENT.size * len(table.segments) + 8 * len(units)
     payload_bytes = sum(segment.length_in(share) for segment in table.segments)
     return FileLayout(table, round_up(used), payload_bytes, units)
-
-
-def check_share(share: Share) -> None:
-    """Refuse, by a ValueError, what is no share."""
-    if share.of not in SHARE_COUNTS or not 0 <= share.number < share.of:
-        raise ValueError(f"share {share.number} of {share.of}: there are 1, 2, 4 or 8")
 
 
 def pack_header(
@@ -152,7 +112,7 @@ def pack_header(
     prefix = _PREFIX.pack(MAGIC, VERSION, *share, layout.header_bytes, len(table.segments))
     fields = _FIELDS.pack(namespace, key, writer, *sizes, len(digests), 0)
     units = struct.pack(f"<{len(digests)}Q", *digests)
-    body = (fields + table.packed + units).ljust(layout.header_bytes - _DIGEST.stop, b"\0")
+    body = (fields + table.packed + units).ljust(layout.header_bytes - CHECKSUM.stop, b"\0")
     target[:] = prefix + xxhash.xxh3_128_digest(prefix + body) + body
 
 
@@ -162,15 +122,15 @@ def parse_header(data: memoryview) -> Header:
     _, version, number, of, _, segment_count = _PREFIX.unpack_from(header)
     if version != VERSION:
         raise DamagedFileError(f"format version {version}; this is version {VERSION}")
-    rest = header[: _DIGEST.start] + header[_DIGEST.stop :]
-    if xxhash.xxh3_128_digest(rest) != header[_DIGEST]:
+    rest = header[: CHECKSUM.start] + header[CHECKSUM.stop :]
+    if xxhash.xxh3_128_digest(rest) != header[CHECKSUM]:
         raise DamagedFileError("header checksum")
     # From here on the bytes are what a writer meant.
-    namespace, key, writer, _, _, unit_count, _ = _FIELDS.unpack_from(header, 32)
-    behind = _SEGMENTS + PACKED_SEGMENT.size * segment_count
+    namespace, key, writer, _, _, unit_count, _ = _FIELDS.unpack_from(header, CHECKSUM.stop)
+    end = _SEGMENTS_AT + PACKED_SEGMENT.size * segment_count
     share = Share(number, of)
-    layout = file_layout(_table(header[_SEGMENTS:behind]), share)
-    digests = struct.unpack_from(f"<{unit_count}Q", header, behind)
+    layout = file_layout(_table(header[_SEGMENTS_AT:end]), share)
+    digests = struct.unpack_from(f"<{unit_count}Q", header, end)
     return Header(PageName(namespace, key, share), writer, layout, digests)
 
 
@@ -184,34 +144,54 @@ def header_length(data: memoryview) -> int:
     return length
 
 
-def parse_name(file: str) -> PageName | None:
-    """The page file that has this file name, or None when it is no page file's."""
-    match = _NAME.fullmatch(file)
-    if match is None or int(match[3]) >= int(match[4]):
-        return None
-    share = Share(int(match[3]), int(match[4]))
-    return PageName(bytes.fromhex(match[1]), bytes.fromhex(match[2]), share)
-
-
-def check_names(namespace: bytes, keys: tuple[bytes, ...] | list[bytes]) -> None:
-    """Refuse, by a ValueError, what is no namespace (16 bytes) or key (32 bytes)."""
-    _check_bytes("namespace", namespace, NAMESPACE_BYTES)
-    if {*map(type, keys)} <= {bytes} and {*map(len, keys)} <= {KEY_BYTES}:
-        return  # the usual case, for all keys at once
-    for key in keys:
-        _check_bytes("key", key, KEY_BYTES)
-
-
-def check_writer(writer: bytes) -> None:
-    """Refuse, by a ValueError, what is no writer (8 bytes)."""
-    _check_bytes("writer", writer, WRITER_BYTES)
-
-
-def _check_bytes(what: str, value: bytes, length: int) -> None:
-    if not isinstance(value, bytes) or len(value) != length:
-        raise ValueError(f"a {what} is {length} bytes, not {value!r}")
-
-
 @lru_cache(maxsize=256)
 def _table(packed: bytes) -> SegmentTable:
     return SegmentTable(tuple(map(Segment._make, PACKED_SEGMENT.iter_unpack(packed))))
+
+
+class Run(NamedTuple):
+    """Units that follow each other in a file: one reading.
+
+    Attributes:
+        offset: Their start in the file.
+        stretches: Start and length of the memory that they go to, as few stretches as possible.
+        numbers: Their numbers among the file's units.
+        units: The units, with the offsets of the memory.
+    """
+
+    offset: int
+    stretches: list[tuple[int, int]]
+    numbers: list[int]
+    units: list[Unit]
+
+
+@lru_cache(maxsize=256)
+def runs_between(
+    table: SegmentTable, share: Share, target: Share, part: Eighths
+) -> tuple[int, list[Run]]:
+    """Bytes and readings that bring ``part`` of the memory of ``target`` from a file of ``share``.
+
+    A group that several files have comes from the file whose part has the first of its eighths.
+    """
+    layout = file_layout(table, share)
+    places = file_layout(table, target).payload_offsets
+    runs: list[Run] = []
+    total = end = 0
+    for number, unit in enumerate(layout.units):
+        eighths = unit.eighths & target.eighths
+        if not eighths & -eighths & part:  # the first of them
+            continue
+        if not runs or end != unit.payload_offset:
+            runs.append(Run(layout.header_bytes + unit.payload_offset, [], [], []))
+        _, stretches, numbers, units = runs[-1]
+        end = unit.payload_offset + unit.length
+        place = places[unit.page_offset]
+        if stretches and sum(stretches[-1]) == place:
+            start, length = stretches[-1]
+            stretches[-1] = (start, length + unit.length)
+        else:
+            stretches.append((place, unit.length))
+        numbers.append(number)
+        units.append(unit._replace(payload_offset=place))
+        total += unit.length
+    return total, runs

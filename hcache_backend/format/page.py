@@ -1,19 +1,20 @@
-"""The page: the unit of the host pool (L2) and of storage (L3).
+"""The page in host memory (L2), which is also what storage (L3) keeps.
 
 A page holds ``page_size`` consecutive tokens of one sequence, all layers:
 
-- bytes are little-endian; a page is a header, then what is stored of one layer after the other:
-  nothing, hidden states, or K and then V (:mod:`hcache_backend.format.units` says how they divide);
-- the header is padded to a multiple of 4096 bytes: direct I/O reads straight into a page, and
-  segments keep the alignment of the page;
-- where tensor-parallel ranks share pages (paper section 5), each rank's page has the hidden states
-  of its own tokens and K and V of its own heads; all that the header says of tokens and layers it
-  says of the whole page;
-- the header holds the digest of every unit of the rank's page, the same number as the header of a
-  page file, and a checksum of itself;
+- it is a header, then the stored bytes of one layer after the other: nothing, hidden states, or K
+  and then V (:mod:`.units` says how they divide), so segments keep the alignment of the page;
+- if tensor-parallel ranks share pages (paper section 5), each rank's page has the hidden states of
+  its own tokens and K and V of its own heads. The header describes tokens and layers of the whole
+  page;
+- the header has the digest of every unit of the rank's page, the same number as the header of a
+  page file has;
 - a reader believes a page only if magic, version, layers, namespace, key and digests all agree,
-  whatever storage backend brought it. A backend that verifies what it reads by itself may put a
-  page together from the shares of others: then the header tells nothing of the units.
+  whatever storage backend brought it. A backend that verifies what it reads may put a page together
+  from the shares of others: then the header tells nothing of the units.
+
+The header begins as every form of a page does (:mod:`.envelope`). Its checksum is over the bytes
+from 32 on.
 
 ====== ===== ====================================================================
 offset bytes field
@@ -24,10 +25,7 @@ offset bytes field
 8      2     segments, without the header
 10     2     header bytes / 4096
 12     4     page size in tokens
-16     16    xxh3-128 of bytes 32 to the end of the header
-32     16    namespace (weights, dtypes, page size, format, partition, stage)
-48     32    key: SGLang's chained sha256 over the whole prefix
-80     8     writer: the server run that made the page
+16     16    checksum, then namespace, key and writer
 88     1     number of the share
 89     1     number of shares
 90     6     0
@@ -43,13 +41,11 @@ offset bytes field
 
 The slot of a layer is the number of its first segment, 65535 for a layer of which nothing is
 stored. The codec names what encodes its units. Layers with one slot share it
-(:mod:`hcache_backend.krul.paired_layout`); else the table is the same in all pages.
+(:mod:`hcache_backend.krul.paired_layout`); otherwise the table is the same in all pages.
 """
 
 from __future__ import annotations
 
-import hashlib
-import re
 import struct
 from dataclasses import dataclass
 from functools import cached_property
@@ -59,6 +55,15 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from hcache_backend.format.envelope import (
+    BLOCK,
+    CHECKSUM,
+    KEY,
+    NAMESPACE,
+    NAMESPACE_BYTES,
+    WRITER,
+    round_up,
+)
 from hcache_backend.format.units import (
     EIGHTHS,
     PACKED_SEGMENT,
@@ -74,20 +79,10 @@ from hcache_backend.format.units import (
 
 MAGIC = b"HCPG"
 FORMAT_VERSION = 4
-NAMESPACE_BYTES = 16
-KEY_BYTES = 32
-WRITER_BYTES = 8
-HEADER_ALIGNMENT = 4096
 NO_NAMESPACE = bytes(NAMESPACE_BYTES)
 """The namespace of a page whose rows are not all there."""
 
-_SHA256_HEX = re.compile(rf"[0-9a-f]{{{2 * KEY_BYTES}}}")
 PREFIX = struct.Struct("<4sHHHHI")
-_CHECKSUM = slice(16, 32)
-_COVERED = 32
-_NAMESPACE = slice(32, 48)
-_KEY = slice(48, 80)
-_WRITER = slice(80, 88)
 _SHARE = slice(88, 90)
 TOKENS = 96
 LAYER_ENTRY = struct.Struct("<BxH8s")
@@ -201,8 +196,7 @@ class PageLayout:
     @cached_property
     def header_bytes(self) -> int:
         units = sum(segment.groups * segment.pieces for segment in self._segments)
-        used = self._digests_at + _DIGEST.itemsize * units
-        return -(-used // HEADER_ALIGNMENT) * HEADER_ALIGNMENT
+        return round_up(self._digests_at + _DIGEST.itemsize * units)
 
     @cached_property
     def segment_bytes(self) -> tuple[int, ...]:
@@ -264,16 +258,16 @@ class PageLayout:
 
     def stamp(self, page: Bytes, namespace: bytes, writer: bytes) -> None:
         """Say whose page it is, when that was left open at :meth:`begin`."""
-        page[_NAMESPACE] = np.frombuffer(namespace, np.uint8)
-        page[_WRITER] = np.frombuffer(writer, np.uint8)
+        page[NAMESPACE] = np.frombuffer(namespace, np.uint8)
+        page[WRITER] = np.frombuffer(writer, np.uint8)
 
     def seal(self, page: Bytes, key: bytes) -> None:
         """Stamp key and digests: from here on the page proves itself."""
         page[_SHARE] = self.share  # the header may have come with another share
-        page[_KEY] = np.frombuffer(key, np.uint8)
+        page[KEY] = np.frombuffer(key, np.uint8)
         page[self._digests_at : self.header_bytes] = 0
         self._digests(page)[:] = self._digests_now(page)
-        page[_CHECKSUM] = np.frombuffer(self._checksum_now(page), np.uint8)
+        page[CHECKSUM] = np.frombuffer(self._checksum_now(page), np.uint8)
 
     def unit_digests(self, page: Bytes) -> list[int]:
         """The digests of all :attr:`units` of a sealed page, as a page file has them."""
@@ -301,11 +295,11 @@ class PageLayout:
         layout = self.of(page)
         if layout is None or page[self.tables_at].tobytes() != layout._tables:
             return "format"
-        if page[_NAMESPACE].tobytes() != namespace:
+        if page[NAMESPACE].tobytes() != namespace:
             return "namespace"
-        if page[_KEY].tobytes() != key:
+        if page[KEY].tobytes() != key:
             return "key"
-        if page[_CHECKSUM].tobytes() != self._checksum_now(page):
+        if page[CHECKSUM].tobytes() != self._checksum_now(page):
             return "checksum"
         if segments and page[_SHARE].tolist() != [*self.share]:
             return "share"
@@ -317,7 +311,7 @@ class PageLayout:
 
     def namespace_of(self, page: Bytes) -> bytes:
         """The namespace in the header of ``page``."""
-        return page[_NAMESPACE].tobytes()
+        return page[NAMESPACE].tobytes()
 
     def is_stamped(self, page: Bytes) -> bool:
         """Whether ``page`` was stamped: no row of it was lost, or is still on its way."""
@@ -334,7 +328,7 @@ class PageLayout:
             FORMAT_VERSION,
             len(self.layers),
             len(self._segments),
-            self.header_bytes // HEADER_ALIGNMENT,
+            self.header_bytes // BLOCK,
             self.page_size,
         )
 
@@ -373,14 +367,4 @@ class PageLayout:
         ]
 
     def _checksum_now(self, page: Bytes) -> bytes:
-        return xxhash.xxh3_128_digest(page[_COVERED : self.header_bytes].data)
-
-
-def key_bytes(key: str) -> bytes:
-    """32 bytes for a key: SGLang's sha256 itself, or the sha256 of any other text.
-
-    Whatever the text is, no path can be built from it.
-    """
-    if _SHA256_HEX.fullmatch(key):
-        return bytes.fromhex(key)
-    return hashlib.sha256(b"text:" + key.encode()).digest()
+        return xxhash.xxh3_128_digest(page[CHECKSUM.stop : self.header_bytes].data)

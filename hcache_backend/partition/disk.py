@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hcache_backend.config import HCacheConfig
-from hcache_backend.format.file import round_up
+from hcache_backend.format.envelope import round_up
 from hcache_backend.partition.model_shape import ModelShape
 from hcache_backend.store import FileOps, best_file_ops
 from hcache_backend.store.file_ops import FOLDER

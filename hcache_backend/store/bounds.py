@@ -8,7 +8,7 @@ A folder that cannot be asked raises an OSError, an index that cannot be changed
 from __future__ import annotations
 
 from hcache_backend.config import HCacheConfig
-from hcache_backend.format.file import PageName
+from hcache_backend.format.envelope import PageName
 from hcache_backend.store.folder import Folder
 from hcache_backend.store.index import Entry
 from hcache_backend.store.page_files import delete_page

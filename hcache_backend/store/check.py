@@ -11,7 +11,9 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from hcache_backend.format.file import DamagedFileError, PageName, parse_name
+from hcache_backend.format.envelope import PageName, parse_name
+from hcache_backend.format.file import DamagedFileError
+from hcache_backend.format.units import PageMemory
 from hcache_backend.store.folder import FolderView
 from hcache_backend.store.index import Entry
 from hcache_backend.store.page_files import (
@@ -22,7 +24,6 @@ from hcache_backend.store.page_files import (
     read_header,
     read_page,
 )
-from hcache_backend.store.page_io import PageMemory
 
 _LOCK_SECONDS = 30.0
 _FILES_AT_A_TIME = 128
@@ -92,7 +93,7 @@ def find_unknown_files(
                 result.damaged.append((shard, file, "its name is no page file's"))
             elif name in known:
                 continue
-            elif name.shard != shard:
+            elif name.bucket != shard:
                 result.damaged.append((shard, file, "it stands in the wrong folder"))
             else:
                 names.append(name)
@@ -133,7 +134,7 @@ def verify_folder(
             progress(done, max(total, done))
     unknown = find_unknown_files(folder, adopt=False)
     for name in unknown.pages:
-        findings.unknown.append((f"{name.shard}/{name.file}", "a page file"))
+        findings.unknown.append((f"{name.bucket}/{name.file}", "a page file"))
     for shard, file, reason in unknown.damaged:
         findings.unknown.append((f"{shard}/{file}", reason))
         if repair:
@@ -145,7 +146,7 @@ def verify_folder(
 
 def _verify_entry(folder: FolderView, entry: Entry, findings: Findings, repair: bool) -> None:
     name = entry.name
-    path = f"{name.shard}/{name.file}"
+    path = f"{name.bucket}/{name.file}"
     payload = memoryview(mmap.mmap(-1, max(entry.payload_bytes, 1)))[: entry.payload_bytes]
     try:
         memory = PageMemory([payload], name.share)
@@ -196,7 +197,7 @@ def _entries(folder: FolderView, names: Sequence[PageName], result: Unknown) -> 
         except FileNotFoundError:
             continue
         except (DamagedFileError, OSError) as error:
-            result.damaged.append((name.shard, name.file, str(error)))
+            result.damaged.append((name.bucket, name.file, str(error)))
             continue
         sizes = (layout.header_bytes, layout.payload_bytes)
         entries.append(Entry(name, *sizes, header.writer, written))

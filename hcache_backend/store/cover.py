@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from hcache_backend.format.file import PageName
+from hcache_backend.format.envelope import PageName
 from hcache_backend.store.index import Entry
 from hcache_backend.store.volume import Volume
 

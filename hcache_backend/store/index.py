@@ -25,8 +25,7 @@ from queue import SimpleQueue
 from typing import NamedTuple
 from urllib.parse import quote
 
-from hcache_backend.format.file import BLOCK, PageName, round_up
-from hcache_backend.format.page import KEY_BYTES, NAMESPACE_BYTES
+from hcache_backend.format.envelope import BLOCK, KEY_BYTES, NAMESPACE_BYTES, PageName, round_up
 from hcache_backend.format.units import ALL_EIGHTHS, Share
 from hcache_backend.store.file_ops import FileOps
 

@@ -5,26 +5,24 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import NamedTuple
 
+from hcache_backend.format.envelope import BLOCK, PageName, round_up
 from hcache_backend.format.file import (
-    BLOCK,
     DamagedFileError,
     FileLayout,
     Header,
-    PageName,
     file_layout,
     header_length,
     pack_header,
     parse_header,
-    round_up,
+    runs_between,
 )
-from hcache_backend.format.units import WHOLE, SegmentTable, Share, Unit
+from hcache_backend.format.units import WHOLE, PageMemory, SegmentTable, Unit
 from hcache_backend.store.file_ops import opened
 from hcache_backend.store.folder import Folder, FolderView
 from hcache_backend.store.index import Entry
-from hcache_backend.store.page_io import PageIO, PageMemory
+from hcache_backend.store.page_io import PageIO
 
 
 class OtherSizeError(Exception):
@@ -132,7 +130,7 @@ def give_name(folder: Folder, written: Written) -> None:
     """Make a page file of a file of the session."""
     name = written.entry.name
     source_fd, source = folder.session.place(written.file)
-    with folder.shard(name.shard, make=True) as shard_fd:
+    with folder.shard(name.bucket, make=True) as shard_fd:
         folder.ops.rename(source, source_fd, name.file, shard_fd)
 
 
@@ -146,7 +144,7 @@ def remove_nameless(folder: Folder, number: int) -> None:
 def file_exists(folder: FolderView, name: PageName) -> bool:
     """Whether a page file is really there."""
     try:
-        with folder.shard(name.shard) as shard_fd:
+        with folder.shard(name.bucket) as shard_fd:
             folder.ops.stat(name.file, shard_fd)
     except FileNotFoundError:
         return False
@@ -159,7 +157,7 @@ def delete_page(folder: FolderView, name: PageName, only: os.stat_result | None 
     Another file than the one with status ``only`` stays. Returns whether nothing stands there now.
     """
     try:
-        with folder.shard(name.shard) as shard_fd:
+        with folder.shard(name.bucket) as shard_fd:
             if only is not None:
                 there = folder.ops.stat(name.file, shard_fd)
                 if not os.path.samestat(there, only) or there.st_mtime_ns != only.st_mtime_ns:
@@ -173,7 +171,7 @@ def delete_page(folder: FolderView, name: PageName, only: os.stat_result | None 
 def open_page(folder: FolderView, name: PageName) -> int:
     """Open a page file for reading; FileNotFoundError when it is not there."""
     flags = os.O_RDONLY | folder.io.alignment.flags
-    with folder.shard(name.shard) as shard_fd:
+    with folder.shard(name.bucket) as shard_fd:
         return folder.ops.open(name.file, flags, shard_fd)
 
 
@@ -256,7 +254,7 @@ def _read_units(io: PageIO, fd: int, entry: Entry, memory: PageMemory, own: int)
     _check_names(header, entry)
     _check_memory(file_layout(header.table, memory.share).payload_bytes, memory)
     copied = 0
-    read, runs = _runs(header.table, header.name.share, memory.share, own)
+    read, runs = runs_between(header.table, header.name.share, memory.share, own)
     for offset, stretches, numbers, units in runs:
         pieces = [piece for stretch in stretches for piece in memory.pieces(*stretch)]
         copied += io.read(fd, offset, pieces)
@@ -270,50 +268,3 @@ def _verify(memory: PageMemory, units: Sequence[Unit], digests: tuple[int, ...])
         pairs = zip(units, found, digests, strict=True)
         wrong = next(unit for unit, here, there in pairs if here != there)
         raise DamagedFileError(f"checksum of segment {wrong.segment}")
-
-
-class _Run(NamedTuple):
-    """Units that follow each other in a file: one reading.
-
-    Attributes:
-        offset: Where they begin in the file.
-        stretches: Where they go in the memory, as few stretches: their starts and lengths.
-        numbers: Which units of the file they are.
-        units: They, as they stand in the memory.
-    """
-
-    offset: int
-    stretches: list[tuple[int, int]]
-    numbers: list[int]
-    units: list[Unit]
-
-
-@lru_cache(maxsize=256)
-def _runs(table: SegmentTable, share: Share, target: Share, own: int) -> tuple[int, list[_Run]]:
-    """How units of a file of ``share`` come into the memory of share ``target``.
-
-    Returns:
-        Their bytes, and the readings.
-    """
-    layout = file_layout(table, share)
-    places = file_layout(table, target).payload_offsets
-    runs: list[_Run] = []
-    read = end = 0
-    for number, unit in enumerate(layout.units):
-        eighths = unit.eighths & target.eighths
-        if not eighths & -eighths & own:  # another file is there for its first eighth
-            continue
-        if not runs or end != unit.payload_offset:
-            runs.append(_Run(layout.header_bytes + unit.payload_offset, [], [], []))
-        _, stretches, numbers, units = runs[-1]
-        end = unit.payload_offset + unit.length
-        place = places[unit.page_offset]
-        if stretches and sum(stretches[-1]) == place:
-            start, length = stretches[-1]
-            stretches[-1] = (start, length + unit.length)
-        else:
-            stretches.append((place, unit.length))
-        numbers.append(number)
-        units.append(unit._replace(payload_offset=place))
-        read += unit.length
-    return read, runs

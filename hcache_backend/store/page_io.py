@@ -12,16 +12,13 @@ import errno
 import mmap
 import os
 import threading
-from bisect import bisect_right
 from collections.abc import Sequence
-from functools import cached_property
-from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
 
-from hcache_backend.format.file import BLOCK, round_up
-from hcache_backend.format.units import WHOLE, Parts, Share, Unit, digest
+from hcache_backend.format.envelope import BLOCK, round_up
+from hcache_backend.format.units import PageMemory
 from hcache_backend.store.file_ops import FileOps, opened
 
 
@@ -40,49 +37,6 @@ class Alignment(NamedTuple):
 
 
 BUFFERED = Alignment(0, 1, 1)
-
-
-class PageMemory:
-    """The memory of a share of one page, addressed by offsets in the payload of the share.
-
-    Attributes:
-        digests: Those of all units of the share, where somebody has them already.
-    """
-
-    def __init__(
-        self, parts: Parts, share: Share = WHOLE, digests: Sequence[int] | None = None
-    ) -> None:
-        self.share = share
-        self.digests = digests
-        self.parts = [part for part in parts if part.nbytes]
-        self.length = sum([part.nbytes for part in self.parts])
-
-    def pieces(self, start: int, length: int) -> list[memoryview]:
-        """The memory of ``length`` bytes of the payload from ``start`` on."""
-        if len(self.parts) == 1:
-            return [self.parts[0][start : start + length]]
-        found = []
-        number = bisect_right(self._ends, start)
-        while length > 0:
-            part = self.parts[number]
-            begin = start - (self._ends[number] - part.nbytes)
-            piece = part[begin : begin + length]
-            found.append(piece)
-            start += piece.nbytes
-            length -= piece.nbytes
-            number += 1
-        return found
-
-    @cached_property
-    def _ends(self) -> list[int]:
-        return list(accumulate(part.nbytes for part in self.parts))
-
-    def digests_of(self, units: Sequence[Unit]) -> tuple[int, ...]:
-        """The digests of units, as the memory is now."""
-        if len(self.parts) == 1:
-            [part] = self.parts
-            return tuple(digest([part[start : start + size]]) for _, _, _, start, size in units)
-        return tuple(digest(self.pieces(unit.payload_offset, unit.length)) for unit in units)
 
 
 class Scratch(threading.local):

@@ -15,21 +15,21 @@ from concurrent.futures import wait
 from typing import NamedTuple
 
 from hcache_backend.config import HCacheConfig
-from hcache_backend.format.file import (
+from hcache_backend.format.envelope import (
+    WRITER_BYTES,
     PageName,
+    check_bytes,
     check_names,
     check_share,
-    check_writer,
-    file_layout,
 )
-from hcache_backend.format.units import WHOLE, Parts, SegmentTable, Share
+from hcache_backend.format.file import file_layout
+from hcache_backend.format.units import WHOLE, PageMemory, Parts, SegmentTable, Share
 from hcache_backend.store import caretaker
 from hcache_backend.store.cover import cover
 from hcache_backend.store.file_ops import FileOps
 from hcache_backend.store.folder import NotOurFolderError
 from hcache_backend.store.kvikio_ops import best_file_ops
 from hcache_backend.store.page_files import PageRead, PageWrite, page_write
-from hcache_backend.store.page_io import PageMemory
 from hcache_backend.store.recency import Recency
 from hcache_backend.store.stats import ProblemLog, StoreContext, StoreStats
 from hcache_backend.store.volume import Volume, Writer, result_of
@@ -79,7 +79,7 @@ class PageStore:
         ops: FileOps | None = None,
         background: bool = True,
     ) -> None:
-        check_writer(writer)
+        check_bytes("writer", writer, WRITER_BYTES)
         self.stats = StoreStats()
         self._config = config
         self._problems = ProblemLog()
@@ -269,7 +269,7 @@ class PageStore:
 
     def drop_writer(self, writer: bytes) -> int:
         """Delete the pages of all namespaces that a server run wrote; returns how many files."""
-        check_writer(writer)
+        check_bytes("writer", writer, WRITER_BYTES)
         return sum(volume.drop(b"", writer) for volume in self.volumes)
 
     def flush(self) -> bool:

@@ -22,7 +22,7 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from hcache_backend.format.file import PageName
+from hcache_backend.format.envelope import PageName
 from hcache_backend.store.volume import Volume
 
 _YOUNG = 16

@@ -18,7 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from hcache_backend.format.file import BLOCK, DamagedFileError, PageName, round_up
+from hcache_backend.format.envelope import BLOCK, PageName, round_up
+from hcache_backend.format.file import DamagedFileError
 from hcache_backend.store.bounds import broken_bound, evict, excess_bytes, pressure
 from hcache_backend.store.file_ops import is_no_space
 from hcache_backend.store.folder import Folder

@@ -20,7 +20,7 @@ from hcache_backend.engine.ranks import attention_ranks
 from hcache_backend.engine.startup.agreement import Refused
 from hcache_backend.engine.startup.page_plan import PagePlan
 from hcache_backend.engine.startup.self_check import PROBE_TOKENS, prefill_and_decode
-from hcache_backend.format.page import NAMESPACE_BYTES, WRITER_BYTES
+from hcache_backend.format.envelope import NAMESPACE_BYTES, WRITER_BYTES
 from hcache_backend.projection.check import difference_problem
 from hcache_backend.projection.exactness import relative_difference
 from hcache_backend.projection.projector import Projector

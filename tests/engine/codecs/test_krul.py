@@ -17,7 +17,8 @@ from bench.fixtures.models import fixture
 from bench.fixtures.text import Texts, corpus
 from bench.harness.models import build_model
 from bench.harness.server import Server, ServerOptions
-from hcache_backend.format.file import parse_header, parse_name
+from hcache_backend.format.envelope import parse_name
+from hcache_backend.format.file import parse_header
 from hcache_backend.format.page import LAYER_ENTRY
 from hcache_backend.krul.pair_forms import PairSlot
 from hcache_kernels.codecs import make_segment_codec

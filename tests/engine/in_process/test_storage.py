@@ -21,7 +21,7 @@ from sglang.srt.observability.metrics_collector import StorageMetrics
 
 from hcache_backend import HCacheStorage
 from hcache_backend.engine.runtime import Runtime, Weights
-from hcache_backend.format.page import key_bytes
+from hcache_backend.format.envelope import key_bytes
 from tests.engine.in_process.storage_config import PAGE, storage_config
 
 KEYS = [f"{i:064x}" for i in range(8)]

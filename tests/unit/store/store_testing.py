@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from hcache_backend.config import HCacheConfig, parse_config
-from hcache_backend.format.file import parse_name
+from hcache_backend.format.envelope import parse_name
 from hcache_backend.format.units import SegmentTable, Share
 from hcache_backend.store import FileOps, PageStore
 from hcache_backend.store.kvikio_ops import KvikioFileOps

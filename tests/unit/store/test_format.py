@@ -20,14 +20,8 @@ from store_testing import (
     put,
 )
 
-from hcache_backend.format.file import (
-    DamagedFileError,
-    PageName,
-    check_names,
-    file_layout,
-    parse_header,
-    parse_name,
-)
+from hcache_backend.format.envelope import PageName, check_names, parse_name
+from hcache_backend.format.file import DamagedFileError, file_layout, parse_header
 from hcache_backend.format.units import WHOLE, Segment, SegmentTable, Share, units_of
 from hcache_backend.store import PageStore
 from hcache_backend.store.check import find_unknown_files
@@ -47,9 +41,9 @@ def test_version_2_files_stay_readable(tmp_path: Path) -> None:
     for fixture in fixtures:
         parsed = parse_name(fixture.name)
         assert parsed is not None
-        shard = folder / "pages" / parsed.shard
-        shard.mkdir(exist_ok=True)
-        (shard / fixture.name).write_bytes(fixture.read_bytes())
+        bucket = folder / "pages" / parsed.bucket
+        bucket.mkdir(exist_ok=True)
+        (bucket / fixture.name).write_bytes(fixture.read_bytes())
     with store.volumes[0].use() as opened:
         assert len(find_unknown_files(opened, adopt=True).pages) == 3
     whole, shared = memory(LAYERS.page_bytes), memory(LAYERS.page_bytes)
@@ -173,7 +167,7 @@ def test_every_unit_is_verified_alone(tmp_path: Path, store: PageStore) -> None:
 def test_names_are_made_of_hexadecimal_digits_only() -> None:
     page = PageName(b"../../../../../.", b"/etc/passwd\x00" + b"/" * 20, Share(1, 2))
     name = page.file
-    assert page.shard == "2f"
+    assert page.bucket == "2f"
     assert "/" not in name
     assert parse_name(name) == page
     for wrong in ("x" + name, name + "x", name.replace("1of2", "2of2"), name.upper()):

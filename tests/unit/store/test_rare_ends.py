@@ -62,7 +62,7 @@ def test_a_page_file_that_the_index_lacks_is_named(store: PageStore) -> None:
         name = next(iter(held.index.entries())).name
         held.index.remove([name])
         found = verify_folder(held)
-    assert found.unknown == [(f"{name.shard}/{name.file}", "a page file")]
+    assert found.unknown == [(f"{name.bucket}/{name.file}", "a page file")]
     assert found.pages == 1
 
 

@@ -31,7 +31,7 @@ from store_testing import (
     put,
 )
 
-from hcache_backend.format.file import PageName
+from hcache_backend.format.envelope import PageName
 from hcache_backend.format.units import WHOLE, Segment, SegmentTable, Share
 from hcache_backend.store import PageStore
 from hcache_backend.store.index import Entry

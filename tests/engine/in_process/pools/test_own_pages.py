@@ -21,7 +21,8 @@ from hcache_backend.engine.kv_pages.segments import KVSegments
 from hcache_backend.engine.runtime import Runtime
 from hcache_backend.engine.startup.page_layout import head_groups, share_of_heads
 from hcache_backend.format import units
-from hcache_backend.format.page import RECOMPUTED, PageLayout, hidden_layer, key_bytes
+from hcache_backend.format.envelope import key_bytes
+from hcache_backend.format.page import RECOMPUTED, PageLayout, hidden_layer
 from hcache_backend.format.units import WHOLE, Share
 from tests.engine.in_process.storage_config import storage_config
 
