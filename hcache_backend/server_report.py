@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from hcache_backend.store import SERVER_REPORT, write_note
+from hcache_backend.store import SERVER_REPORT, write_sidecar
 
 
 class LayerGroup(BaseModel):
@@ -66,7 +66,7 @@ def write_report(folder: Path, report: ServerReport) -> None:
     Raises:
         OSError: It cannot be written.
     """
-    write_note(folder, SERVER_REPORT, report.model_dump_json(indent=2) + "\n")
+    write_sidecar(folder, SERVER_REPORT, report.model_dump_json(indent=2) + "\n")
 
 
 def read_report(folder: Path) -> ServerReport | None:

@@ -58,7 +58,7 @@ def bench_index(folder: Path, pages: int) -> dict[str, float]:
 def fill_index(store: PageStore, pages: int) -> None:
     """Enter pages that have no files: only the index is looked at here."""
     chunk = 50_000
-    with store.volumes[0].use() as folder:
+    with store.disks[0].use() as folder:
         for start in range(0, pages, chunk):
             numbers = np.random.default_rng(start).permutation(
                 np.arange(start, min(start + chunk, pages))

@@ -151,7 +151,7 @@ class BareLoop:
     """
 
     def __init__(self, store: PageStore, threads: int, opened: ExitStack, *, hashed: bool) -> None:
-        self._root = store.volumes[0].path / "pages"
+        self._root = store.disks[0].path / "pages"
         self._hashed = hashed
         self._pool = opened.enter_context(ThreadPoolExecutor(threads))
         self._headers = [memoryview(mmap.mmap(-1, BLOCK)) for _ in range(threads)]
@@ -279,7 +279,7 @@ def _store_round(
 
     speeds.note("write", STORE, names, page, write)
     for name, reader in readers:
-        drop_cache(path for volume in store.volumes for path in volume.path.glob("pages/??/*.page"))
+        drop_cache(path for disk in store.disks for path in disk.path.glob("pages/??/*.page"))
         speeds.note("read", name, names, page, partial(read, reader))
     store.drop(NAMESPACE)
 

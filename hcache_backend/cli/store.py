@@ -33,9 +33,9 @@ from hcache_backend.cli.page_codecs import codecs_of
 from hcache_backend.config import HCacheConfig
 from hcache_backend.server_report import ServerReport, read_report
 from hcache_backend.store import FileOps, PageStore
-from hcache_backend.store.check import find_unknown_files, verify_folder
-from hcache_backend.store.folder import Folder, FolderView
+from hcache_backend.store.folder import Folder
 from hcache_backend.store.index import Entry
+from hcache_backend.store.maintenance import find_unknown_files, verify_folder
 
 _WRITER = b"hcachcli"  # a store has a writer; these commands write no pages
 _SHOWN_AT_MOST = 20
@@ -183,8 +183,8 @@ def collect(
         settings(folders, dirs, quota_bytes=quota_bytes, min_free_bytes=min_free_bytes)
     )
     with explained(), closing(_store(config)) as store:
-        for volume in store.volumes:
-            volume.make_room(0, seconds=60.0)
+        for disk in store.disks:
+            disk.make_room(0, seconds=60.0)
         result = {
             "pages": store.stats.pages_evicted,
             "bytes": store.stats.bytes_evicted,
@@ -229,17 +229,17 @@ def clear(
         screen.print(f"{dropped:,} pages deleted")
 
 
-def _viewed(path: Path) -> closing[FolderView]:
+def _viewed(path: Path) -> closing[Folder]:
     """A store folder to look at, beside the servers that use it; it need not be writable."""
-    return closing(FolderView(path, FileOps(), HCacheConfig().buffer_bytes))
+    return closing(Folder(path, FileOps(), HCacheConfig().buffer_bytes, readonly=True))
 
 
 def _opened(path: Path) -> closing[Folder]:
     """A store folder to change, opened beside the servers that use it."""
-    return closing(Folder(path, FileOps(), HCacheConfig().buffer_bytes, create=False))
+    return closing(Folder(path, FileOps(), HCacheConfig().buffer_bytes))
 
 
-def _entries(folder: FolderView, namespace: str | None) -> Iterator[Entry]:
+def _entries(folder: Folder, namespace: str | None) -> Iterator[Entry]:
     """The entries of ``folder`` whose namespace begins with these hexadecimal digits."""
     digits = (namespace or "").lower()
     for entry in folder.index.entries():
@@ -259,7 +259,7 @@ def _folder_stats(path: Path) -> dict[str, Any]:
                 space["codec"] = codecs_of(path / "pages" / entry.name.bucket / entry.name.file)
             space["pages"] += 1
             space["bytes"] += entry.file_bytes
-            space["last_used"] = max(space["last_used"], entry.stamp / 1e9)
+            space["last_used"] = max(space["last_used"], entry.rank / 1e9)
         report = read_report(path)
         return {
             "folder": str(path),
@@ -305,7 +305,7 @@ def _row(path: Path, entry: Entry) -> dict[str, Any]:
         "share": f"{share.number} of {share.of}",
         "bytes": entry.file_bytes,
         "writer": entry.writer.hex(),
-        "last_used": entry.stamp / 1e9,
+        "last_used": entry.rank / 1e9,
     }
 
 

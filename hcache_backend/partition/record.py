@@ -16,7 +16,7 @@ from hcache_backend.partition.model_shape import ModelShape
 from hcache_backend.partition.pipeline import recompute_layers, simulate
 from hcache_backend.partition.profile import Profile, ProfileError, load_profile
 from hcache_backend.partition.restore import Restore
-from hcache_backend.store import write_note
+from hcache_backend.store import write_sidecar
 
 _WORTH_IT = 1.1
 """Another partition is worth a word if restores by the recorded one take so many times as long."""
@@ -90,7 +90,7 @@ def save_record(folder: Path, name: str, record: PartitionRecord, *, replace: bo
     Raises:
         OSError: It cannot be written.
     """
-    write_note(folder, name, record.model_dump_json(indent=2) + "\n", replace=replace)
+    write_sidecar(folder, name, record.model_dump_json(indent=2) + "\n", replace=replace)
 
 
 def kept_profiles(folder: Path) -> Iterator[Profile]:

@@ -1,4 +1,4 @@
-"""What a store counts, and what it says in the log."""
+"""The counters of a store, and its lines in the log."""
 
 from __future__ import annotations
 
@@ -76,10 +76,9 @@ class ProblemLog:
 
 
 class StoreContext(NamedTuple):
-    """What the folders of one store have in common; ``writer`` is the server run, 8 bytes."""
+    """What the disks of one store have in common."""
 
     config: HCacheConfig
     ops: FileOps
-    writer: bytes
     stats: StoreStats
     problems: ProblemLog

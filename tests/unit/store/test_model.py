@@ -132,8 +132,8 @@ class StoreMachine(RuleBasedStateMachine):
     def sound(self) -> None:
         if hasattr(self, "store"):
             assert_sound(self.store)
-            for volume in self.store.volumes:
-                with volume.use() as folder:
+            for disk in self.store.disks:
+                with disk.use() as folder:
                     assert not self.bounded or folder.index.totals().bytes <= QUOTA
 
     def teardown(self) -> None:
