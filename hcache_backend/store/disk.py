@@ -14,7 +14,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -48,6 +48,8 @@ _REST_SECONDS = 5.0
 _EVICTIONS_IN_VAIN = 3
 """Others may want the space, too: after so many evictions that were no help there are no more."""
 
+_COUNTERS = {"read": "read_errors", "sync": "sync_errors", "delete": "evict_errors"}
+
 _Result = TypeVar("_Result")
 
 
@@ -55,11 +57,12 @@ class OfflineError(OSError):
     """The folder is not there at the moment."""
 
 
-class Writer(NamedTuple):
-    """A thread that writes pages; ``tried`` has those that it has written or failed to write."""
+class Writing(NamedTuple):
+    """Pages that threads of a disk write: their number, and those that were written or failed."""
 
-    future: Future[None]
+    pages: int
     tried: list[PageWrite]
+    threads: list[Future[None]]
 
 
 class Disk:
@@ -166,6 +169,8 @@ class Disk:
     def failed(self, what: str, error: Exception, *, writing: bool = False) -> None:
         """Log and count that the operation ``what`` failed, which read or wrote the folder."""
         self._problems.report(f"{what} {self.path}", f"{self.path}: {what} failed: {error}")
+        if what in _COUNTERS:
+            self._stats.add(**{_COUNTERS[what]: 1})
         if isinstance(error, sqlite3.Error):
             self._stats.add(index_errors=1)
         if is_damaged(error):
@@ -209,7 +214,12 @@ class Disk:
             folder.close()
 
     def _ask(
-        self, work: Callable[[Folder], _Result], otherwise: _Result, *, writing: bool = False
+        self,
+        work: Callable[[Folder], _Result],
+        otherwise: _Result,
+        what: str = "use",
+        *,
+        writing: bool = False,
     ) -> _Result:
         """The result of ``work``; ``otherwise`` if the folder is away or fails."""
         try:
@@ -222,7 +232,7 @@ class Disk:
         except sqlite3.Error as error:
             self.failed("index", error, writing=writing)
         except OSError as error:
-            self.failed("use", error, writing=writing)
+            self.failed(what, error, writing=writing)
         return otherwise
 
     def _ask_alone(self, work: Callable[[Folder], _Result], otherwise: _Result) -> _Result:
@@ -302,7 +312,6 @@ class Disk:
         except OtherSizeError as error:
             self._problems.report("size", f"{self.path}: page not read: {error}")
         except OSError as error:
-            self._stats.add(read_errors=1)
             self.failed("read", error)
         else:
             self._errors_in_a_row[False] = 0
@@ -328,38 +337,54 @@ class Disk:
 
     # ---- writing ----
 
-    def start_writing(self, writes: Sequence[PageWrite], deadline: float) -> list[Writer]:
-        """Have threads write shares to nameless files; they start none after ``deadline``."""
-        left = iter(writes)
-        started = []
-        for _ in writes[: self._threads]:
-            tried: list[PageWrite] = []
-            work = partial(self._write_all, left, deadline, tried)
-            started.append(Writer(self._start(self.writers, work), tried))
-        return started
+    def start_writing(
+        self, writes: Sequence[PageWrite], deadline: float, save_uses: Callable[[], None]
+    ) -> Writing:
+        """Have threads write shares to nameless files; they start none after ``deadline``.
 
-    def take(self, writer: Writer) -> list[PageWrite]:
-        """The pages that a thread has tried to write. A later file is removed when it is done."""
-        ended = writer.future.done() or writer.future.cancel()
-        taken = writer.tried[:]
+        Before pages are evicted, uses are saved, so that those go that were not used.
+        """
+        incoming = sum(write.entry.file_bytes for write in writes)
+        if self._ask(lambda folder: excess_bytes(folder, self._config, incoming) > 0, False):
+            save_uses()
+            if not self.make_room(incoming, deadline - time.monotonic()):
+                self._stats.add(pages_dropped_full=len(writes))
+                return Writing(0, [], [])
+        tried: list[PageWrite] = []
+        work = partial(self._write_all, iter(writes), deadline, tried)
+        threads = [self._start(self.writers, work) for _ in writes[: self._threads]]
+        return Writing(len(writes), tried, threads)
+
+    def finish_writing(
+        self, writing: Writing, deadline: float, save_uses: Callable[[], None]
+    ) -> None:
+        """Make pages of the files that were written by ``deadline``; these are then ``stored``.
+
+        A file that is written later is removed.
+        """
+        pages, tried, threads = writing
+        wait(threads, max(deadline - time.monotonic(), 0.0))
+        late = [thread for thread in threads if not (thread.done() or thread.cancel())]
+        taken = tried[:]
 
         def remove(_: Future[None]) -> None:
-            for write in writer.tried[len(taken) :]:
+            for write in tried[len(taken) :]:
                 self._ask(partial(remove_nameless, file=write.file), None, writing=True)
 
-        if not ended:
-            writer.future.add_done_callback(remove)
-        elif not writer.future.cancelled():
-            result_of(writer.future)
-        return taken
+        for thread in threads:
+            if thread in late:
+                thread.add_done_callback(remove)
+            elif not thread.cancelled():
+                result_of(thread)
+        if ready := [write for write in taken if write.file is not None]:
+            self._commit(ready, deadline, save_uses)
+        if missing := pages - len(taken):
+            self._stats.add(pages_dropped_late=missing)
+            self._problems.report("late", f"{self.path} is too slow; {missing} pages were dropped")
 
-    def commit(
+    def _commit(
         self, batch: Sequence[PageWrite], deadline: float, save_uses: Callable[[], None]
     ) -> None:
-        """Make pages of nameless files: those that are then ``stored``.
-
-        Before others are evicted, uses are saved, so that what goes is what was not used.
-        """
         size = sum(write.entry.file_bytes for write in batch)
         try:
             with self.use(writing=True) as folder:
@@ -367,7 +392,7 @@ class Disk:
                     for saved in (False, True):
                         with folder.lock.held(max(deadline - time.monotonic(), 0.0)):
                             if saved or not excess_bytes(folder, self._config, size, size):
-                                self._commit(folder, batch)
+                                self._enter(folder, batch)
                                 break
                         save_uses()
                 finally:
@@ -385,19 +410,15 @@ class Disk:
     def flush(self) -> bool:
         """Bring everything to the disk; False if it refused."""
         self.dirty = False
-        try:
-            with self.use(writing=True) as folder:
-                folder.ops.sync(folder.root_fd)
-        except OfflineError:
-            self.dirty = True
-            return False
-        except OSError as error:
-            self.dirty = True
-            self._stats.add(sync_errors=1)
-            self.failed("sync", error, writing=True)
-            return False
-        self._stats.add(syncs=1)
-        return True
+
+        def work(folder: Folder) -> bool:
+            folder.ops.sync(folder.root_fd)
+            self._stats.add(syncs=1)
+            return True
+
+        synced = self._ask(work, False, "sync", writing=True)
+        self.dirty = self.dirty or not synced
+        return synced
 
     def _write_all(
         self, writes: Iterator[PageWrite], deadline: float, tried: list[PageWrite]
@@ -442,7 +463,8 @@ class Disk:
         self._stats.add(write_errors=pages)
         self.failed("write", error, writing=True)
 
-    def _commit(self, folder: Folder, batch: Sequence[PageWrite]) -> None:
+    def _enter(self, folder: Folder, batch: Sequence[PageWrite]) -> None:
+        """Make room for a batch, and name it. The folder's lock is held."""
         fresh = []
         known = folder.index.known(write.entry.name for write in batch)
         for write in batch:
@@ -496,10 +518,6 @@ class Disk:
     def pressure(self) -> tuple[int, int]:
         """Grows with the worth of the pages that a further one would drive out."""
         return self._ask(lambda folder: pressure(folder, self._config), (0, 0))
-
-    def is_full(self, incoming: int) -> bool:
-        """Whether ``incoming`` bytes have room only if others go."""
-        return self._ask(lambda folder: excess_bytes(folder, self._config, incoming) > 0, False)
 
     def make_room(self, incoming: int, seconds: float) -> bool:
         """Evict what is needed for ``incoming`` bytes; False if there is no room."""
@@ -581,7 +599,6 @@ class Disk:
         try:
             delete_page(folder, name)
         except OSError as error:
-            self._stats.add(evict_errors=1)
             self.failed("delete", error, writing=True)
             return False
         return True

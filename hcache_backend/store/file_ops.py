@@ -34,17 +34,15 @@ Buffer = memoryview | bytearray | bytes
 
 FOLDER = os.O_RDONLY | os.O_DIRECTORY
 """The flags that open a folder."""
-
-_libc = ctypes.CDLL(None, use_errno=True)
 MAX_VECTORS = 1024
 """Pieces of memory that one system call takes at most."""
 
+_libc = ctypes.CDLL(None, use_errno=True)
 _GET_FLAGS, _SET_FLAGS = (
     direction << 30 | struct.calcsize("l") << 16 | ord("f") << 8 | number
     for direction, number in ((2, 1), (1, 2))
 )
 _TOP_OF_HIERARCHIES = 0x20000
-
 _SHORTEST_WAIT = 0.0002
 _LONGEST_WAIT = 0.005
 
@@ -60,11 +58,11 @@ class FileOps:
         os.close(fd)
 
     def read(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        """``preadv``; may read less than asked for."""
+        """``preadv``; may read less."""
         return os.preadv(fd, buffers[:MAX_VECTORS], offset)
 
     def write(self, fd: int, buffers: Sequence[Buffer], offset: int) -> int:
-        """``pwritev``; may write less than asked for."""
+        """``pwritev``; may write less."""
         return os.pwritev(fd, buffers[:MAX_VECTORS], offset)
 
     def rename(self, source: str, source_fd: int, target: str, target_fd: int) -> None:
@@ -79,7 +77,7 @@ class FileOps:
         os.mkdir(name, 0o700, dir_fd=dir_fd)
 
     def spread_folders(self, fd: int) -> None:
-        """Ask for the folders in this one to be put in places apart (``chattr +T``)."""
+        """Ask the file system to put the folders in this one apart (``chattr +T``)."""
         flags = bytearray(struct.calcsize("l"))
         fcntl.ioctl(fd, _GET_FLAGS, flags)
         [known] = struct.unpack_from("i", flags)
@@ -90,11 +88,9 @@ class FileOps:
         os.rmdir(name, dir_fd=dir_fd)
 
     def stat(self, name: str, dir_fd: int) -> os.stat_result:
-        """``lstat``."""
         return os.stat(name, dir_fd=dir_fd, follow_symlinks=False)
 
     def list(self, fd: int) -> list[str]:
-        """The names in a folder."""
         return os.listdir(fd)
 
     def free_bytes(self, fd: int) -> int:
@@ -122,7 +118,6 @@ def is_no_space(error: Exception) -> bool:
 
 @contextmanager
 def opened(ops: FileOps, name: str, flags: int, dir_fd: int) -> Iterator[int]:
-    """A file or folder, open for as long as the block lasts."""
     fd = ops.open(name, flags, dir_fd)
     try:
         yield fd
@@ -167,7 +162,7 @@ class KvikioFileOps(FileOps):
         places = list(accumulate((buffer.nbytes for buffer in buffers), initial=offset))
         problems: list[RuntimeError] = []
         try:
-            # The path leads to the open file itself, whatever its name by now. To open it takes 10
+            # The path leads to the open file itself, whatever its name is now. To open it takes 10
             # us, and a page is one reading or two: not worth keeping it open.
             with self._open(f"/proc/self/fd/{fd}", "r") as file:
                 reads = []
@@ -268,6 +263,7 @@ class Alignment(NamedTuple):
 
 
 BUFFERED = Alignment(0, 1, 1)
+_ZEROS = memoryview(mmap.mmap(-1, BLOCK)).toreadonly()
 
 
 class Scratch(threading.local):
@@ -279,13 +275,9 @@ class Scratch(threading.local):
         self.tail = memoryview(mmap.mmap(-1, BLOCK))
 
     def header(self, length: int) -> memoryview:
-        """Aligned room for a header of ``length`` bytes."""
         if length > len(self._header):
             self._header = memoryview(mmap.mmap(-1, length))
         return self._header[:length]
-
-
-ZEROS = memoryview(mmap.mmap(-1, BLOCK)).toreadonly()
 
 
 class PageIO:
@@ -312,7 +304,7 @@ class PageIO:
         """
         length = sum(piece.nbytes for piece in pieces)
         if padding := round_up(length) - length:
-            pieces = [*pieces, ZEROS[:padding]]
+            pieces = [*pieces, _ZEROS[:padding]]
         if _aligned(pieces, 0, self.alignment):
             self._write_all(fd, pieces, 0)
             return 0
@@ -374,48 +366,43 @@ class PageIO:
 
 
 def probe_alignment(ops: FileOps, dir_fd: int, name: str) -> Alignment:
-    """Find out by trying what direct I/O wants in a folder; ``name`` is made and removed there."""
+    """The demands of direct I/O in a folder, found by trying a file ``name`` there."""
     room = memoryview(mmap.mmap(-1, 4 * BLOCK))
-    # Small demands first: every step asks for more than the one before.
-    demands = ((64, 512), (512, 512), (64, BLOCK), (512, BLOCK), (BLOCK, BLOCK))
-    candidates = [Alignment(os.O_DIRECT, *demand) for demand in demands]
-    flags = os.O_RDWR | os.O_CREAT
-    try:
-        fd = ops.open(name, flags | os.O_DIRECT, dir_fd)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
-            raise
-        return BUFFERED
-    try:
-        for candidate in candidates:
-            start, first = candidate.memory, candidate.length
-            vectors = [room[start : start + first]]
-            if first < BLOCK:
-                second = 2 * BLOCK + start
-                vectors.append(room[second : second + BLOCK - first])
-            try:
-                if ops.write(fd, vectors, 0) == BLOCK and ops.read(fd, vectors, 0) == BLOCK:
-                    return candidate
-            except OSError as error:
-                if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
-                    raise
-        return BUFFERED
-    finally:
-        ops.close(fd)
-        ops.unlink(name, dir_fd)
+    with _unless_refused():
+        fd = ops.open(name, os.O_RDWR | os.O_CREAT | os.O_DIRECT, dir_fd)
+        try:
+            # Small demands first: every step asks for more than the one before.
+            for start, first in ((64, 512), (512, 512), (64, BLOCK), (512, BLOCK), (BLOCK, BLOCK)):
+                vectors = [room[start : start + first]]
+                if first < BLOCK:
+                    second = 2 * BLOCK + start
+                    vectors.append(room[second : second + BLOCK - first])
+                with _unless_refused():
+                    if ops.write(fd, vectors, 0) == BLOCK and ops.read(fd, vectors, 0) == BLOCK:
+                        return Alignment(os.O_DIRECT, start, first)
+        finally:
+            ops.close(fd)
+            ops.unlink(name, dir_fd)
+    return BUFFERED
 
 
 def reading_alignment(ops: FileOps, dir_fd: int, name: str) -> Alignment:
-    """What direct reads in a folder want: whole blocks, if its file ``name`` can be read so."""
+    """The demands of direct reads in a folder: whole blocks, if its file ``name`` is read so."""
     room = memoryview(mmap.mmap(-1, BLOCK))
+    with _unless_refused(), opened(ops, name, os.O_RDONLY | os.O_DIRECT, dir_fd) as fd:
+        ops.read(fd, [room], 0)
+        return Alignment(os.O_DIRECT, BLOCK, BLOCK)
+    return BUFFERED
+
+
+@contextmanager
+def _unless_refused() -> Iterator[None]:
+    """Ignore that a file system refuses direct I/O."""
     try:
-        with opened(ops, name, os.O_RDONLY | os.O_DIRECT, dir_fd) as fd:
-            ops.read(fd, [room], 0)
+        yield
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
             raise
-        return BUFFERED
-    return Alignment(os.O_DIRECT, BLOCK, BLOCK)
 
 
 def _aligned(pieces: Sequence[memoryview], offset: int, alignment: Alignment) -> bool:

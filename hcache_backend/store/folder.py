@@ -286,7 +286,7 @@ class Folder:
         self.index_is_partial = False
 
     def _index_is_complete(self) -> bool:
-        stated = self.index.meta(b"complete"), self.index.meta(b"boot")
+        stated = self.index.meta("complete"), self.index.meta("boot")
         return stated == (INDEX_FORMAT, _boot_id())
 
     def _holds_no_pages(self) -> bool:

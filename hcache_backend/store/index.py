@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 import sqlite3
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from queue import SimpleQueue
@@ -89,7 +89,7 @@ class Entry(NamedTuple):
 
 
 class Totals(NamedTuple):
-    """What a folder holds: page files, and their bytes."""
+    """Page files of a folder, and their bytes."""
 
     pages: int
     bytes: int
@@ -140,7 +140,6 @@ class Index:
         ]
 
     def lookup(self, namespace: bytes, keys: Sequence[bytes]) -> list[list[Entry]]:
-        """The files of every page."""
         found = self._files([namespace + key for key in keys])
         return [found.get(namespace + key, []) for key in keys]
 
@@ -150,7 +149,7 @@ class Index:
         return next((entry for entry in files if entry.name == name), None)
 
     def known(self, names: Iterable[PageName]) -> set[PageName]:
-        """Those of the files that have entries."""
+        """The files that have entries."""
         wanted = set(names)
         files = self._files({name.page for name in wanted})
         return {entry.name for entries in files.values() for entry in entries} & wanted
@@ -188,50 +187,46 @@ class Index:
         return _RANK.unpack_from(first)[0], _RANK.unpack_from(last)[0]
 
     def totals(self) -> Totals:
-        """Page files and bytes in this folder."""
         with self._reading() as connection:
             return _totals(connection)
 
-    def meta(self, name: bytes) -> bytes | None:
+    def meta(self, name: str) -> bytes | None:
         """A named fact about the index."""
         with self._reading() as connection:
-            return _meta(connection, name.decode())
+            return _meta(connection, name)
 
     def insert(self, entries: Iterable[Entry]) -> None:
         """Add entries; one for a share that is there replaces it. All or nothing."""
-        new = {entry.name: entry for entry in entries}
+        new: Files = {}
+        for entry in {entry.name: entry for entry in entries}.values():
+            new.setdefault(entry.name.page, []).append(entry)
 
-        def change(files: Files) -> None:
-            for name, entry in new.items():
-                others = [other for other in files.get(name.page, ()) if other.name != name]
-                # A whole page stands first: coverage looks at the first record only.
-                files[name.page] = [entry, *others] if name.share.of == 1 else [*others, entry]
+        def change(page: bytes, files: list[Entry]) -> list[Entry]:
+            names = {entry.name for entry in new[page]}
+            files = [*(entry for entry in files if entry.name not in names), *new[page]]
+            # A whole page comes first: coverage looks at the first record only.
+            return sorted(files, key=lambda entry: entry.name.share.of > 1)
 
-        self._change({name.page for name in new}, change)
+        self._change(new, change)
 
     def remove(self, names: Iterable[PageName]) -> int:
         """Take entries out; those that are not there are ignored. Returns their bytes."""
         gone = set(names)
-
-        def change(files: Files) -> None:
-            for page, some in files.items():
-                files[page] = [entry for entry in some if entry.name not in gone]
-
-        return -self._change({name.page for name in gone}, change)
+        return -self._change(
+            {name.page for name in gone},
+            lambda _, files: [entry for entry in files if entry.name not in gone],
+        )
 
     def raise_ranks(self, ranks: Mapping[PageName, int]) -> None:
         """Give entries higher eviction ranks; those that are not there are ignored."""
 
-        def change(files: Files) -> None:
-            for page, some in files.items():
-                files[page] = [
-                    entry._replace(rank=max(entry.rank, ranks.get(entry.name, 0))) for entry in some
-                ]
+        def change(_: bytes, files: list[Entry]) -> list[Entry]:
+            new = [max(entry.rank, ranks.get(entry.name, 0)) for entry in files]
+            return [entry._replace(rank=rank) for entry, rank in zip(files, new, strict=True)]
 
         self._change({name.page for name in ranks}, change)
 
     def set_meta(self, **facts: bytes) -> None:
-        """State facts about the index."""
         with self._transaction() as connection:
             for name, value in facts.items():
                 connection.execute("REPLACE INTO meta VALUES (?, ?)", (name, value))
@@ -284,25 +279,26 @@ class Index:
     def _files(self, pages: Iterable[bytes]) -> Files:
         return {page: _unpack(page, records) for page, records in self._records(pages).items()}
 
-    def _change(self, pages: set[bytes], change: Callable[[Files], None]) -> int:
-        """Have ``change`` change the files of some pages; returns the bytes that are added."""
+    def _change(
+        self, pages: Collection[bytes], change: Callable[[bytes, list[Entry]], list[Entry]]
+    ) -> int:
+        """Replace the files of some pages by those of ``change``; returns the added bytes."""
         with self._transaction() as connection:
             records = _find(connection, list(pages))
-            found = {page: _unpack(page, packed) for page, packed in records.items()}
-            before = {entry for files in found.values() for entry in files}
-            change(found)
-            after = {entry for files in found.values() for entry in files}
-            rows = [(page, b"".join(map(_pack, files))) for page, files in found.items() if files]
+            before = {page: _unpack(page, records.get(page, b"")) for page in pages}
+            after = {page: change(page, files) for page, files in before.items()}
+            rows = [(page, b"".join(map(_pack, files))) for page, files in after.items() if files]
             _execute(connection, "REPLACE INTO pages VALUES", "(?, ?)", rows)
-            empty = [(page,) for page, files in found.items() if not files]
+            empty = [(page,) for page in records if not after[page]]
             _execute(connection, "DELETE FROM pages WHERE page IN", "?", empty)
-            marks = [(_mark(entry),) for entry in before - after]
+            old, new = ({e for files in some.values() for e in files} for some in (before, after))
+            marks = [(_mark(entry),) for entry in old - new]
             _execute(connection, "DELETE FROM recency WHERE mark IN", "?", marks)
-            marks = [(_mark(entry),) for entry in after - before]
+            marks = [(_mark(entry),) for entry in new - old]
             _execute(connection, "REPLACE INTO recency VALUES", "(?)", marks)
-            size = sum(e.file_bytes for e in after) - sum(e.file_bytes for e in before)
+            size = sum(e.file_bytes for e in new) - sum(e.file_bytes for e in old)
             totals = _totals(connection)
-            packed = _TOTALS.pack(totals.pages + len(after) - len(before), totals.bytes + size)
+            packed = _TOTALS.pack(totals.pages + len(new) - len(old), totals.bytes + size)
             connection.execute("REPLACE INTO meta VALUES ('totals', ?)", (packed,))
         return size
 

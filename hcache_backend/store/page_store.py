@@ -12,14 +12,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
-from typing import NamedTuple
 
 from hcache_backend.config import HCacheConfig
 from hcache_backend.format.envelope import WRITER_BYTES, PageName, check_bytes, check_names
 from hcache_backend.format.file import file_layout
 from hcache_backend.format.units import WHOLE, Eighths, PageMemory, Parts, SegmentTable, Share
 from hcache_backend.store import maintenance
-from hcache_backend.store.disk import Disk, Writer, result_of
+from hcache_backend.store.disk import Disk, Writing, result_of
 from hcache_backend.store.eviction import Recency
 from hcache_backend.store.file_ops import FileOps, best_file_ops
 from hcache_backend.store.folder import NotOurFolderError
@@ -37,14 +36,6 @@ are on a disk without being counted in its quota.
 """
 
 _CLOSE_SECONDS = 10.0
-
-
-class _Writing(NamedTuple):
-    """The ``pages`` (a number) of a group that a disk is writing."""
-
-    disk: Disk
-    pages: int
-    writers: list[Writer]
 
 
 class PageStore:
@@ -181,19 +172,21 @@ class PageStore:
         if work and not disks:
             self.stats.add(pages_dropped_offline=len(work))
             work = []
-        before: list[_Writing] = []
-        for group in _groups(work, len(disks)):
-            # The last round may end early: the folders that can do with more pages come first.
-            disks.sort(key=Disk.pressure)
-            placed = [group[start :: len(disks)] for start in range(len(disks))]
-            started = [
-                self._start_writing(disk, items, deadline)
-                for disk, items in zip(disks, placed, strict=True)
-                if items
-            ]
-            self._finish_writing(before, deadline, done)
+        limits = deadline, self._recency.save
+        before: list[tuple[Disk, Writing]] = []
+        for group in (*_groups(work, len(disks)), ()):  # the empty one: to finish the last one
+            started = []
+            if group:
+                # The last round may end early: the folders that can do with more pages come first.
+                disks.sort(key=Disk.pressure)
+            for start, disk in enumerate(disks):
+                if items := group[start :: len(disks)]:
+                    started.append((disk, disk.start_writing(items, *limits)))
+            for disk, writing in before:
+                disk.finish_writing(writing, *limits)
             before = started
-        self._finish_writing(before, deadline, done)
+        for write in work:
+            done[write.number] = write.stored
         if share != WHOLE:  # used together with the shares of other ranks
             self._recency.note(namespace, [*prefix, *keys])
         if self._config.durability == "always":
@@ -332,31 +325,6 @@ class PageStore:
                         found[number].append((disk, entry, useful))
                         missing[number] &= ~useful
         return [[] if left else files for left, files in zip(missing, found, strict=True)]
-
-    def _start_writing(self, disk: Disk, items: Sequence[PageWrite], deadline: float) -> _Writing:
-        incoming = sum(item.layout.file_bytes for item in items)
-        if disk.is_full(incoming):
-            self._recency.save()  # so that unused pages go
-            if not disk.make_room(incoming, deadline - time.monotonic()):
-                self.stats.add(pages_dropped_full=len(items))
-                return _Writing(disk, 0, [])
-        return _Writing(disk, len(items), disk.start_writing(items, deadline))
-
-    def _finish_writing(
-        self, started: Sequence[_Writing], deadline: float, done: list[bool]
-    ) -> None:
-        """Wait for a group of pages and name them; note in ``done`` which are stored."""
-        for disk, pages, writers in started:
-            wait([writer.future for writer in writers], max(deadline - time.monotonic(), 0.0))
-            tried = [write for writer in writers for write in disk.take(writer)]
-            ready = [write for write in tried if write.file is not None]
-            if ready:
-                disk.commit(ready, deadline, self._recency.save)
-            for write in ready:
-                done[write.number] = write.stored
-            if late := pages - len(tried):
-                self.stats.add(pages_dropped_late=late)
-                self._problems.report("late", f"{disk.path} is too slow; {late} pages were dropped")
 
 
 def _groups(work: Sequence[PageWrite], disks: int) -> Iterator[list[PageWrite]]:
