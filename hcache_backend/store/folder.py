@@ -444,16 +444,18 @@ def _ensure_folder(ops: FileOps, name: str, dir_fd: int) -> None:
 
 
 def _open_index(path: Path, ops: FileOps, root_fd: int) -> Index:
-    for is_last in (False, True):
+    try:
         try:
             return Index(path / _INDEX, ops)
         except sqlite3.Error as error:
-            if is_last or not is_damaged(error):
-                problem = f"its index cannot be opened: {error}"
-                raise OSError(errno.EIO, problem, str(path)) from None
+            if not is_damaged(error):
+                raise
         _set_aside(ops, root_fd)
         _ensure_folder(ops, _INDEX, root_fd)
-    raise AssertionError("unreachable")
+        return Index(path / _INDEX, ops)
+    except sqlite3.Error as error:
+        problem = f"its index cannot be opened: {error}"
+        raise OSError(errno.EIO, problem, str(path)) from None
 
 
 def _set_aside(ops: FileOps, root_fd: int) -> None:

@@ -37,7 +37,7 @@ def test_the_list_and_a_run_are_compared() -> None:
 
 PROGRAM = """
 import os, signal
-from hcache_backend.store import check
+from hcache_backend.store import maintenance
 from hcache_backend.format import units
 units.Share(0, 1).eighths
 if os.fork():
