@@ -26,6 +26,7 @@ from hcache_backend.format.envelope import BLOCK, CHECKSUM, PageName, check_shar
 from hcache_backend.format.units import (
     PACKED_SEGMENT,
     Eighths,
+    PageMemory,
     Segment,
     SegmentTable,
     Share,
@@ -68,6 +69,16 @@ class FileLayout:
     @property
     def file_bytes(self) -> int:
         return self.header_bytes + round_up(self.payload_bytes)
+
+    def check(self, memory: PageMemory) -> None:
+        """Refuse, by a ValueError, memory or digests of another number than the file has."""
+        digests = len(self.units) if memory.digests is None else len(memory.digests)
+        if (self.payload_bytes, len(self.units)) != (memory.length, digests):
+            number, of = memory.share
+            raise ValueError(
+                f"memory of {memory.length} bytes and {digests} digests for share {number} of {of} "
+                f"of a page; by its table it has {self.payload_bytes} and {len(self.units)}"
+            )
 
     @cached_property
     def payload_offsets(self) -> dict[int, int]:

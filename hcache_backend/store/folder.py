@@ -175,24 +175,25 @@ class Folder:
             self.root_fd = kept_open(os.open(path, FOLDER), stack)
             _check_marker(path, ops, self.root_fd, create)
             if readonly:
-                self._open_to_read(stack, buffer_bytes)
+                self._open_to_read(buffer_bytes)
             else:
                 self._open_to_write(stack, buffer_bytes, lanes)
+            stack.callback(self.index.close)
+            self.pages_fd = kept_open(ops.open(_PAGES, FOLDER, self.root_fd), stack)
+            stated = self.index.meta("complete"), self.index.meta("boot")
+            self.index_is_partial = stated != (INDEX_FORMAT, _boot_id())
+            if self.index_is_partial and not readonly and self._holds_no_pages():
+                self.mark_index_complete()
             self._open_files = stack.pop_all()
 
-    def _open_to_read(self, stack: ExitStack, buffer_bytes: int) -> None:
+    def _open_to_read(self, buffer_bytes: int) -> None:
         self.lock = FolderLock(None)
-        self.pages_fd = kept_open(self.ops.open(_PAGES, FOLDER, self.root_fd), stack)
+        self.io = PageIO(self.ops, reading_alignment(self.ops, self.root_fd, MARKER), buffer_bytes)
         try:
             self.index = Index(self.path / _INDEX, self.ops, readonly=True)
         except sqlite3.Error as error:
-            problem = (
-                f"its index cannot be opened: {error}; hcache verify --rebuild makes a new one"
-            )
+            problem = f"its index cannot be opened: {error}; hcache verify --rebuild makes another"
             raise OSError(errno.EIO, problem, str(self.path)) from None
-        stack.callback(self.index.close)
-        self.index_is_partial = not self._index_is_complete()
-        self.io = PageIO(self.ops, reading_alignment(self.ops, self.root_fd, MARKER), buffer_bytes)
 
     def _open_to_write(self, stack: ExitStack, buffer_bytes: int, lanes: int) -> None:
         ops, root_fd = self.ops, self.root_fd
@@ -201,18 +202,12 @@ class Folder:
         with self.lock.held(_OPEN_SECONDS):
             for name in (_INDEX, _PAGES, _SESSIONS):
                 _ensure_folder(ops, name, root_fd)
-            self.pages_fd = kept_open(ops.open(_PAGES, FOLDER, root_fd), stack)
             _remove_dead_sessions(ops, root_fd)
             self.session = Session(ops, root_fd, lanes)
             stack.callback(self.session.close)
-            self.index = _open_index(self.path, ops, root_fd)
-            stack.callback(self.index.close)
             self.io = PageIO(ops, probe_alignment(ops, self.session.fd, "probe"), buffer_bytes)
-            self.index_is_partial = not self._index_is_complete()
-            if self.index_is_partial and self._holds_no_pages():
-                self._state_completeness()
-        self._index_inode = (self.path / _INDEX).stat().st_ino
-        self._index_file_inode = (self.path / _INDEX / INDEX_FILE).stat().st_ino
+            self.index = _open_index(self.path, ops, root_fd)
+        self._inodes = [path.stat().st_ino for path in self._index_paths]
 
     @contextmanager
     def bucket(self, name: str, *, make: bool = False) -> Iterator[int]:
@@ -254,40 +249,35 @@ class Folder:
     def is_in_place(self) -> bool:
         """Whether path and index still lead to what was opened."""
         try:
-            here = self.path.stat()
-            index = (self.path / _INDEX).stat()
-            opened = os.fstat(self.root_fd)
+            here, index = self.path.stat(), self._index_paths[0].stat()
+            return os.path.samestat(here, os.fstat(self.root_fd)) and (
+                index.st_ino == self._inodes[0]
+            )
         except OSError:
             return False
-        return os.path.samestat(here, opened) and index.st_ino == self._index_inode
 
     def index_file_is_gone(self) -> bool:
         """Whether the open index has lost its file: no other process would find its entries."""
         try:
-            return (self.path / _INDEX / INDEX_FILE).stat().st_ino != self._index_file_inode
-        except FileNotFoundError:
-            return True
-        except OSError:
-            return False
+            return self._index_paths[1].stat().st_ino != self._inodes[1]
+        except OSError as error:
+            return isinstance(error, FileNotFoundError)
+
+    @property
+    def _index_paths(self) -> tuple[Path, Path]:
+        return self.path / _INDEX, self.path / _INDEX / INDEX_FILE
 
     def mark_index_complete(self) -> None:
         """State that the index knows every page file."""
         with self.lock.held(_OPEN_SECONDS):
-            self._state_completeness()
+            self.index.set_meta(complete=INDEX_FORMAT, boot=_boot_id())
+        self.index_is_partial = False
 
     def set_index_aside(self) -> None:
         """Take a broken index away; the next opening makes a new one from the page files."""
         with self.lock.held(_OPEN_SECONDS):
             if self.is_in_place():  # otherwise another process was faster
                 _set_aside(self.ops, self.root_fd)
-
-    def _state_completeness(self) -> None:
-        self.index.set_meta(complete=INDEX_FORMAT, boot=_boot_id())
-        self.index_is_partial = False
-
-    def _index_is_complete(self) -> bool:
-        stated = self.index.meta("complete"), self.index.meta("boot")
-        return stated == (INDEX_FORMAT, _boot_id())
 
     def _holds_no_pages(self) -> bool:
         for name in self.buckets():
@@ -369,8 +359,14 @@ def _has_marker(path: Path, ops: FileOps, root_fd: int) -> bool:
         NotOurFolderError: It has files that no store makes, or another format.
     """
     names = ops.list(root_fd)
-    if MARKER in names and _marker_is_whole(path, ops, root_fd):
-        return True
+    if MARKER in names:
+        with opened(ops, MARKER, os.O_RDONLY, root_fd) as fd:
+            text = os.pread(fd, 4096, 0)
+        with suppress(ValueError, KeyError, TypeError):
+            if (found := json.loads(text)["format"]) == FOLDER_FORMAT:
+                return True
+            reason = f"it has format {found}, this is format {FOLDER_FORMAT}"
+            raise NotOurFolderError(errno.EINVAL, reason, str(path))
     # A marker that a power cut tore, or a first opening that was interrupted, is no reason to
     # refuse. Anything that neither a store nor an administrator's tools make is one.
     own = {MARKER, _LOCK, _INDEX, _PAGES, _SESSIONS, SERVER_REPORT} if MARKER in names else set()
@@ -421,19 +417,6 @@ def _warn_of_others(path: Path, root_fd: int) -> None:
             stat.S_IMODE(status.st_mode),
             status.st_uid,
         )
-
-
-def _marker_is_whole(path: Path, ops: FileOps, root_fd: int) -> bool:
-    with opened(ops, MARKER, os.O_RDONLY, root_fd) as fd:
-        text = os.pread(fd, 4096, 0)
-    try:
-        found = json.loads(text)["format"]
-    except (ValueError, KeyError, TypeError):
-        return False
-    if found != FOLDER_FORMAT:
-        reason = f"it has format {found}, this is format {FOLDER_FORMAT}"
-        raise NotOurFolderError(errno.EINVAL, reason, str(path))
-    return True
 
 
 def _ensure_folder(ops: FileOps, name: str, dir_fd: int) -> None:

@@ -14,6 +14,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from hcache_backend.config import HCacheConfig
@@ -41,18 +42,8 @@ _LONGEST_PAUSE = 1.0
 _RECENCY_SECONDS = 5.0
 
 
-def start(
-    disk: Disk, recency: Recency, config: HCacheConfig, stopping: threading.Event
-) -> threading.Thread:
-    """A thread that maintains ``disk``, and saves ``recency``, until ``stopping`` is set."""
-    thread = threading.Thread(target=_maintain, args=(disk, recency, config, stopping), daemon=True)
-    thread.start()
-    return thread
-
-
-def _maintain(
-    disk: Disk, recency: Recency, config: HCacheConfig, stopping: threading.Event
-) -> None:
+def maintain(disk: Disk, recency: Recency, config: HCacheConfig, stopping: threading.Event) -> None:
+    """Maintain ``disk``, and save ``recency``, until ``stopping`` is set: a thread's work."""
     pause = min(config.sync_seconds, _LONGEST_PAUSE)
     next_sync = next_save = time.monotonic()
     while not stopping.wait(pause):
@@ -66,35 +57,33 @@ def _maintain(
             if now >= next_save:
                 recency.save()
                 next_save = now + _RECENCY_SECONDS
-            _complete_index(disk, stopping)
+            _recover(disk, stopping)
         except Exception:
             logger.exception("hcache: maintenance of %s failed", disk.path)
 
 
-def _complete_index(disk: Disk, stopping: threading.Event) -> None:
-    try:
-        with disk.use() as folder:
-            if not folder.index_is_partial:
-                return
-            found = find_unknown_files(folder, adopt=True, stop=stopping.is_set)
-            if not stopping.is_set():
-                folder.mark_index_complete()
-    except (OSError, sqlite3.Error):
-        return  # the folder is offline or failing; the next round tries again
-    logger.info(
-        "hcache: %s: the index was completed: %d pages found, %d files not usable",
-        disk.path,
-        len(found.pages),
-        len(found.damaged),
-    )
+def _recover(disk: Disk, stopping: threading.Event) -> None:
+    """Complete the index, if it may lack files. A folder that fails is tried again later."""
+    with suppress(OSError, sqlite3.Error), disk.use() as folder:
+        if not folder.index_is_partial:
+            return
+        found = find_unknown_files(folder, adopt=True, stop=stopping.is_set)
+        if not stopping.is_set():
+            folder.mark_index_complete()
+        logger.info(
+            "hcache: %s: the index was completed: %d pages found, %d files not usable",
+            disk.path,
+            len(found.pages),
+            len(found.damaged),
+        )
 
 
 @dataclass
 class Unknown:
-    """Files that the index does not know: sound pages, and others (bucket, name, reason)."""
+    """Files that the index does not know: sound pages, and others (path and reason)."""
 
     pages: list[PageName] = field(default_factory=list)
-    damaged: list[tuple[str, str, str]] = field(default_factory=list)
+    damaged: list[tuple[str, str]] = field(default_factory=list)
 
 
 @dataclass
@@ -150,11 +139,11 @@ def find_unknown_files(
         known = folder.index.known(name for name in parsed.values() if name is not None)
         for file, name in parsed.items():
             if name is None:
-                result.damaged.append((bucket, file, "its name is no page file's"))
+                result.damaged.append((f"{bucket}/{file}", "its name is no page file's"))
             elif name in known:
                 continue
             elif name.bucket != bucket:
-                result.damaged.append((bucket, file, "it stands in the wrong folder"))
+                result.damaged.append((f"{bucket}/{file}", "it stands in the wrong folder"))
             else:
                 names.append(name)
         for start in range(0, len(names), _FILES_AT_A_TIME):
@@ -193,13 +182,13 @@ def verify_folder(
         if done % 16 == 0 or done == total:
             progress(done, max(total, done))
     unknown = find_unknown_files(folder, adopt=False)
-    findings.unknown += [(f"{name.bucket}/{name.file}", "a page file") for name in unknown.pages]
-    for bucket, file, reason in unknown.damaged:
-        findings.unknown.append((f"{bucket}/{file}", reason))
-        if repair:
-            with folder.lock.held(_LOCK_SECONDS), folder.bucket(bucket) as bucket_fd:
-                folder.ops.unlink(file, bucket_fd)
-            findings.repaired += 1
+    pages = [(f"{name.bucket}/{name.file}", "a page file") for name in unknown.pages]
+    findings.unknown = pages + unknown.damaged
+    for path, _ in unknown.damaged if repair else ():
+        bucket, _, file = path.partition("/")
+        with folder.lock.held(_LOCK_SECONDS), folder.bucket(bucket) as bucket_fd:
+            folder.ops.unlink(file, bucket_fd)
+        findings.repaired += 1
     return findings
 
 
@@ -217,20 +206,14 @@ def _verify_entry(folder: Folder, entry: Entry, findings: Findings, repair: bool
             findings.missing.append(path)
         else:
             findings.damaged.append((path, str(error)))
-        findings.repaired += repair and _remove(folder, name)
+        if repair:
+            with folder.lock.held(_LOCK_SECONDS), suppress(OSError):
+                delete_page(folder, name)
+                folder.index.remove([name])
+                findings.repaired += 1
     else:
         findings.pages += 1
         findings.bytes += entry.file_bytes
-
-
-def _remove(folder: Folder, name: PageName) -> bool:
-    with folder.lock.held(_LOCK_SECONDS):
-        try:
-            delete_page(folder, name)
-        except OSError:
-            return False
-        folder.index.remove([name])
-    return True
 
 
 def _entries(folder: Folder, names: Sequence[PageName], result: Unknown) -> list[Entry]:
@@ -254,7 +237,7 @@ def _entries(folder: Folder, names: Sequence[PageName], result: Unknown) -> list
         except FileNotFoundError:
             continue
         except (DamagedFileError, OSError) as error:
-            result.damaged.append((name.bucket, name.file, str(error)))
+            result.damaged.append((f"{name.bucket}/{name.file}", str(error)))
             continue
         sizes = (layout.header_bytes, layout.payload_bytes)
         entries.append(Entry(name, *sizes, header.writer, written))

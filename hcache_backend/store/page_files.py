@@ -19,7 +19,7 @@ from hcache_backend.format.file import (
     parse_header,
     runs_between,
 )
-from hcache_backend.format.units import WHOLE, Eighths, PageMemory, SegmentTable, Unit
+from hcache_backend.format.units import Eighths, PageMemory, Unit
 from hcache_backend.store.file_ops import PageIO, opened
 from hcache_backend.store.folder import Folder
 from hcache_backend.store.index import Entry
@@ -64,40 +64,6 @@ class PageWrite:
     file: int | None = None
     copied: int = 0
     stored: bool = False
-
-
-def page_write(
-    number: int,
-    name: PageName,
-    writer: bytes,
-    rank: int,
-    memory: PageMemory,
-    layout: FileLayout | None,
-) -> PageWrite:
-    """A share of page ``name`` in ``memory``, checked against its table.
-
-    Args:
-        writer: The server run, 8 bytes.
-        rank: Its eviction rank.
-        layout: That of the share's file; None: every part of ``memory`` is one segment.
-
-    Raises:
-        ValueError: A share without a layout, or memory or digests of another number.
-    """
-    share = name.share
-    if layout is None:
-        if share != WHOLE:
-            raise ValueError(f"share {share.number} of {share.of} without a table of the page")
-        layout = file_layout(SegmentTable.of_parts(memory.parts), share)
-    digests = len(layout.units) if memory.digests is None else len(memory.digests)
-    if (layout.payload_bytes, len(layout.units)) != (memory.length, digests):
-        raise ValueError(
-            f"memory of {memory.length} bytes and {digests} digests for share {share.number} of "
-            f"{share.of} of a page; by its table it has {layout.payload_bytes} and "
-            f"{len(layout.units)}"
-        )
-    entry = Entry(name, layout.header_bytes, layout.payload_bytes, writer, rank)
-    return PageWrite(number, entry, memory, layout)
 
 
 def write_page(folder: Folder, write: PageWrite) -> None:

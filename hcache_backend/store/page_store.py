@@ -17,13 +17,13 @@ from hcache_backend.config import HCacheConfig
 from hcache_backend.format.envelope import WRITER_BYTES, PageName, check_bytes, check_names
 from hcache_backend.format.file import file_layout
 from hcache_backend.format.units import WHOLE, Eighths, PageMemory, Parts, SegmentTable, Share
-from hcache_backend.store import maintenance
 from hcache_backend.store.disk import Disk, Writing, result_of
 from hcache_backend.store.eviction import Recency
 from hcache_backend.store.file_ops import FileOps, best_file_ops
 from hcache_backend.store.folder import NotOurFolderError
 from hcache_backend.store.index import Entry
-from hcache_backend.store.page_files import PageRead, PageWrite, page_write
+from hcache_backend.store.maintenance import maintain
+from hcache_backend.store.page_files import PageRead, PageWrite
 from hcache_backend.store.stats import ProblemLog, StoreContext, StoreStats
 
 logger = logging.getLogger("hcache.store")
@@ -80,10 +80,13 @@ class PageStore:
             raise
         self._recency = Recency(self.disks)
         self._stopping = threading.Event()
-        self._maintenance: list[threading.Thread] = []
-        if background:
-            care = self._recency, config, self._stopping
-            self._maintenance = [maintenance.start(disk, *care) for disk in self.disks]
+        care = self._recency, config, self._stopping
+        self._maintenance = [
+            threading.Thread(target=maintain, args=(disk, *care), daemon=True)
+            for disk in (self.disks if background else ())
+        ]
+        for thread in self._maintenance:
+            thread.start()
 
     def exists(
         self, namespace: bytes, keys: Sequence[bytes], *, share: Share = WHOLE
@@ -157,17 +160,21 @@ class PageStore:
             raise ValueError(f"{len(pages)} pages for {len(keys)} keys")
         if digests is not None and len(digests) != len(keys):
             raise ValueError(f"digests of {len(digests)} pages for {len(keys)} keys")
+        if table is None and share != WHOLE:
+            raise ValueError(f"share {share.number} of {share.of} without a table of the page")
         deadline = time.monotonic() + self._config.write_seconds
         ranks = self._recency.note_new(namespace, prefix, keys)
         done = self._already_stored(namespace, keys, share)
-        layout = None if table is None else file_layout(table, share)
         work = []
         for number, (key, parts) in enumerate(zip(keys, pages, strict=True)):
             if not done[number]:
                 name = PageName(namespace, key, share)
                 memory = PageMemory(parts, share, None if digests is None else digests[number])
-                how = self._writer, ranks[number], memory, layout
-                work.append(page_write(number, name, *how))
+                layout = file_layout(table or SegmentTable.of_parts(memory.parts), share)
+                layout.check(memory)
+                sizes = layout.header_bytes, layout.payload_bytes
+                entry = Entry(name, *sizes, self._writer, ranks[number])
+                work.append(PageWrite(number, entry, memory, layout))
         disks = [disk for disk in self.disks if disk.is_online(writing=True)]
         if work and not disks:
             self.stats.add(pages_dropped_offline=len(work))

@@ -53,7 +53,7 @@ def test_files_in_wrong_places_are_damaged(store: PageStore) -> None:
         shutil.copy(one, two)
         three.rename(one.with_name(three.name))
         found = find_unknown_files(held, adopt=True)
-        assert {reason for _, _, reason in found.damaged} == {
+        assert {reason for _, reason in found.damaged} == {
             "its name is not the one in its header",
             "it stands in the wrong folder",
         }
@@ -305,6 +305,6 @@ def test_what_fails_in_the_care_of_a_folder_is_logged_and_goes_on(
 
     monkeypatch.setattr(disk, "look_after", look)
     options = config(disk.path, sync_seconds=0.001)
-    maintenance._maintain(disk, SimpleNamespace(save=lambda: None), options, stopping)
+    maintenance.maintain(disk, SimpleNamespace(save=lambda: None), options, stopping)
     assert len(calls) == 2
     assert "maintenance of" in caplog.text
