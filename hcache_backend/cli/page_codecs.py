@@ -20,7 +20,7 @@ def codecs_of(file: Path) -> str | None:
             first = opened.read(BLOCK)
             rest = opened.read(header_length(memoryview(first)) - BLOCK)
             header = parse_header(memoryview(first + rest))
-            page = opened.read(header.table.segments[0].length)
+            page = opened.read(header.layout.table.segments[0].length)
     except (OSError, DamagedFileError):
         return None
     if len(page) < PREFIX.size:

@@ -64,14 +64,16 @@ class PageName(NamedTuple):
     @property
     def file(self) -> str:
         """The name of the page file in that folder: no text of a caller is in it."""
-        share = self.share
-        return f"{self.namespace.hex()}.{self.key.hex()}.{share.number}of{share.of}.page"
+        return f"{self.namespace.hex()}.{self.key.hex()}.{self._part}.page"
 
     @property
     def value(self) -> str:
         """The name of the value in a shared tier."""
-        share = self.share
-        return f"hcache-{self.namespace.hex()}-{self.key.hex()}-{share.number}of{share.of}"
+        return f"hcache-{self.namespace.hex()}-{self.key.hex()}-{self._part}"
+
+    @property
+    def _part(self) -> str:
+        return f"{self.share.number}of{self.share.of}"
 
 
 def parse_name(file: str) -> PageName | None:

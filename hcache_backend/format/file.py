@@ -94,10 +94,6 @@ class Header(NamedTuple):
     layout: FileLayout
     digests: tuple[int, ...]
 
-    @property
-    def table(self) -> SegmentTable:
-        return self.layout.table
-
 
 @lru_cache(maxsize=256)
 def file_layout(table: SegmentTable, share: Share) -> FileLayout:
@@ -137,7 +133,8 @@ def parse_header(data: memoryview) -> Header:
     if xxhash.xxh3_128_digest(rest) != header[CHECKSUM]:
         raise DamagedFileError("header checksum")
     # From here on the bytes are what a writer meant.
-    namespace, key, writer, _, _, unit_count, _ = _FIELDS.unpack_from(header, CHECKSUM.stop)
+    fields = _FIELDS.unpack_from(header, CHECKSUM.stop)
+    namespace, key, writer, _, _, unit_count, _ = fields
     end = _SEGMENTS_AT + PACKED_SEGMENT.size * segment_count
     share = Share(number, of)
     layout = file_layout(_table(header[_SEGMENTS_AT:end]), share)

@@ -179,9 +179,8 @@ class PageLayout:
     @property
     def kept(self) -> range:
         """The tokens of a page whose hidden states it holds."""
-        number, of = self.share
-        rows = self.page_size // of
-        return range(number * rows, (number + 1) * rows)
+        rows = self.page_size // self.share.of
+        return range(self.share.number * rows, (self.share.number + 1) * rows)
 
     @cached_property
     def table(self) -> SegmentTable:
@@ -196,7 +195,7 @@ class PageLayout:
     @cached_property
     def header_bytes(self) -> int:
         units = sum(segment.groups * segment.pieces for segment in self._segments)
-        return round_up(self._digests_at + _DIGEST.itemsize * units)
+        return round_up(self.tables_at.stop + _DIGEST.itemsize * units)
 
     @cached_property
     def segment_bytes(self) -> tuple[int, ...]:
@@ -230,8 +229,8 @@ class PageLayout:
         return pages[..., start : start + 4 * self.page_size].view(np.int32)
 
     def of(self, page: Bytes) -> PageLayout | None:
-        """Where things stand in ``page`` (uint8 ``[page_bytes]``): layers share slots in some pages
-        of a form and not in others, and their headers say which. None: it is of another form."""
+        """The layout of ``page`` (uint8 ``[page_bytes]``), whose header may let layers share slots.
+        None: it is of another form."""
         return self
 
     def sharing(self, layer: int) -> tuple[int, ...]:
@@ -239,8 +238,7 @@ class PageLayout:
         return (layer,)
 
     def divide(self, pages: Bytes) -> None:
-        """Say in the headers of ``pages`` (``[..., page_bytes]``) which layers are in which slot:
-        all that a reader of host memory needs."""
+        """Write the slots of layers to the headers of ``pages`` (``[..., page_bytes]``)."""
         pages[..., self.tables_at] = np.frombuffer(self._tables, np.uint8)
 
     def begin(self, page: Bytes, namespace: bytes, writer: bytes) -> None:
@@ -248,7 +246,7 @@ class PageLayout:
 
         The page is not valid until :meth:`seal`.
         """
-        # Where the page is divided already, others may read how: that never changes.
+        # If the page is divided already, others may read how: that never changes.
         page[: self.tables_at.start] = 0
         page[self.tables_at.stop : self.header_bytes] = 0
         page[: PREFIX.size] = np.frombuffer(self._prefix, np.uint8)
@@ -257,15 +255,15 @@ class PageLayout:
         self.stamp(page, namespace, writer)
 
     def stamp(self, page: Bytes, namespace: bytes, writer: bytes) -> None:
-        """Say whose page it is, when that was left open at :meth:`begin`."""
+        """Write the namespace and the writer, if :meth:`begin` left them open."""
         page[NAMESPACE] = np.frombuffer(namespace, np.uint8)
         page[WRITER] = np.frombuffer(writer, np.uint8)
 
     def seal(self, page: Bytes, key: bytes) -> None:
-        """Stamp key and digests: from here on the page proves itself."""
+        """Write key and digests: from here on the page proves itself."""
         page[_SHARE] = self.share  # the header may have come with another share
         page[KEY] = np.frombuffer(key, np.uint8)
-        page[self._digests_at : self.header_bytes] = 0
+        page[self.tables_at.stop : self.header_bytes] = 0
         self._digests(page)[:] = self._digests_now(page)
         page[CHECKSUM] = np.frombuffer(self._checksum_now(page), np.uint8)
 
@@ -282,13 +280,13 @@ class PageLayout:
         *,
         segments: bool = True,
     ) -> str | None:
-        """Why ``page`` (uint8 ``[page_bytes]``) is not the wanted one, or None when it is.
+        """Why ``page`` (uint8 ``[page_bytes]``) is not the wanted one, or None if it is.
 
         Args:
             namespace: 16 bytes the page must belong to.
             key: 32 bytes of the page's key.
             token_ids: The page's tokens as the radix tree knows them, when the caller has them.
-            segments: Look at share and units too; not where the storage verified what it read.
+            segments: Look at share and units too; not if the storage verified them.
         """
         if page[: PREFIX.size].tobytes() != self._prefix:
             return "format"
@@ -348,23 +346,14 @@ class PageLayout:
         start = TOKENS + 8 * self.page_size
         return slice(start, start + len(self._tables))
 
-    @property
-    def _digests_at(self) -> int:
-        return self.tables_at.stop
-
     def _digests(self, page: Bytes) -> Digests:
         """View of the digests in the header: of all units but the header, which has a checksum."""
-        start = self._digests_at
+        start = self.tables_at.stop
         end = start + _DIGEST.itemsize * (len(self.units) - 1)
         return page[start:end].view(_DIGEST)
 
     def _digests_now(self, page: Bytes) -> list[int]:
-        """What they would be of the page as it is."""
-        memory = page.data
-        return [
-            digest([memory[unit.payload_offset : unit.payload_offset + unit.length]])
-            for unit in self.units[1:]
-        ]
+        return [digest([page.data[start : start + size]]) for *_, start, size in self.units[1:]]
 
     def _checksum_now(self, page: Bytes) -> bytes:
         return xxhash.xxh3_128_digest(page[CHECKSUM.stop : self.header_bytes].data)

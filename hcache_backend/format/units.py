@@ -110,7 +110,7 @@ class SegmentTable:
         return b"".join(PACKED_SEGMENT.pack(*segment) for segment in self.segments)
 
     def __hash__(self) -> int:
-        return self._hash  # looked up for every page, and segments of every layer take long
+        return self._hash  # tables are looked up for every page
 
     @cached_property
     def _hash(self) -> int:

@@ -192,7 +192,9 @@ class Folder:
         try:
             self.index = Index(self.path / _INDEX, self.ops, readonly=True)
         except sqlite3.Error as error:
-            problem = f"its index cannot be opened: {error}; hcache verify --rebuild makes another"
+            problem = (
+                f"its index cannot be opened: {error}; hcache verify --rebuild makes a new one"
+            )
             raise OSError(errno.EIO, problem, str(self.path)) from None
 
     def _open_to_write(self, stack: ExitStack, buffer_bytes: int, lanes: int) -> None:

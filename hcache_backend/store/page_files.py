@@ -201,9 +201,9 @@ def _read_units(
     """Read the units of ``part`` to their places in the memory."""
     header = read_header(io, fd)
     _check_names(header, entry)
-    _check_memory(file_layout(header.table, memory.share).payload_bytes, memory)
+    _check_memory(file_layout(header.layout.table, memory.share).payload_bytes, memory)
     copied = 0
-    read, runs = runs_between(header.table, header.name.share, memory.share, part)
+    read, runs = runs_between(header.layout.table, header.name.share, memory.share, part)
     for offset, stretches, numbers, units in runs:
         pieces = [piece for stretch in stretches for piece in memory.pieces(*stretch)]
         copied += io.read(fd, offset, pieces)

@@ -61,7 +61,7 @@ def segments(path: Path) -> tuple[bytes, torch.Tensor]:
     assert name is not None
     data = bytearray(path.read_bytes())
     header = parse_header(memoryview(data))
-    start = header.layout.header_bytes + header.table.segments[0].length
+    start = header.layout.header_bytes + header.layout.table.segments[0].length
     end = header.layout.header_bytes + header.layout.payload_bytes
     return name[1], torch.frombuffer(data, dtype=torch.uint8)[start:end].view(LAYERS * PAGE, -1)
 

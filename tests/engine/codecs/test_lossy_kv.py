@@ -61,7 +61,7 @@ def payloads(files: Sequence[Path]) -> dict[bytes, torch.Tensor]:
         name, data = parse_name(path.name), bytearray(path.read_bytes())
         assert name is not None
         header = parse_header(memoryview(data))
-        start = header.layout.header_bytes + header.table.segments[0].length
+        start = header.layout.header_bytes + header.layout.table.segments[0].length
         end = header.layout.header_bytes + header.layout.payload_bytes
         found[name[1]] = torch.frombuffer(data, dtype=torch.uint8)[start:end]
     return found
