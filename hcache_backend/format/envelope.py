@@ -64,16 +64,13 @@ class PageName(NamedTuple):
     @property
     def file(self) -> str:
         """The name of the page file in that folder: no text of a caller is in it."""
-        return f"{self.namespace.hex()}.{self.key.hex()}.{self._part}.page"
+        share = self.share
+        return f"{self.namespace.hex()}.{self.key.hex()}.{share.number}of{share.of}.page"
 
     @property
     def value(self) -> str:
         """The name of the value in a shared tier."""
-        return f"hcache-{self.namespace.hex()}-{self.key.hex()}-{self._part}"
-
-    @property
-    def _part(self) -> str:
-        return f"{self.share.number}of{self.share.of}"
+        return f"hcache-{self.file.removesuffix('.page').replace('.', '-')}"
 
 
 def parse_name(file: str) -> PageName | None:
