@@ -20,11 +20,12 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+from hcache_backend.config import HCacheConfig
 from hcache_backend.format.envelope import BLOCK, PageName, round_up
 from hcache_backend.format.file import DamagedFileError
 from hcache_backend.format.units import Eighths
 from hcache_backend.store.eviction import broken_bound, evict, excess_bytes, pressure
-from hcache_backend.store.file_ops import is_no_space
+from hcache_backend.store.file_ops import FileOps, is_no_space
 from hcache_backend.store.folder import Folder, descriptors_of_each, is_store_folder
 from hcache_backend.store.index import Entry, is_damaged
 from hcache_backend.store.page_files import (
@@ -38,7 +39,7 @@ from hcache_backend.store.page_files import (
     remove_nameless,
     write_page,
 )
-from hcache_backend.store.stats import StoreContext
+from hcache_backend.store.stats import ProblemLog, StoreStats
 
 logger = logging.getLogger("hcache.store")
 
@@ -76,9 +77,16 @@ class Disk:
         dirty: Something was written since the last sync.
     """
 
-    def __init__(self, path: Path, store: StoreContext) -> None:
+    def __init__(
+        self,
+        path: Path,
+        config: HCacheConfig,
+        ops: FileOps,
+        stats: StoreStats,
+        problems: ProblemLog,
+    ) -> None:
         self.path = path
-        self._config, self._ops, self._stats, self._problems = store
+        self._config, self._ops, self._stats, self._problems = config, ops, stats, problems
         self._state = threading.Lock()
         self._folder: Folder | None = None
         self._errors_in_a_row = [0, 0]  # of reading and of writing; likewise:

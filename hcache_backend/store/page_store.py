@@ -24,7 +24,7 @@ from hcache_backend.store.folder import NotOurFolderError
 from hcache_backend.store.index import Entry
 from hcache_backend.store.maintenance import maintain
 from hcache_backend.store.page_files import PageRead, PageWrite
-from hcache_backend.store.stats import ProblemLog, StoreContext, StoreStats
+from hcache_backend.store.stats import ProblemLog, StoreStats
 
 logger = logging.getLogger("hcache.store")
 
@@ -70,8 +70,8 @@ class PageStore:
         self._problems = ProblemLog()
         self._closed = False
         ops = ops or best_file_ops(config)
-        context = StoreContext(config, ops, self.stats, self._problems)
-        self.disks = [Disk(path, context) for path in config.dirs]
+        shared = config, ops, self.stats, self._problems
+        self.disks = [Disk(path, *shared) for path in config.dirs]
         try:
             self._attach_all()
         except BaseException:

@@ -6,10 +6,6 @@ import logging
 import threading
 import time
 from dataclasses import dataclass, field
-from typing import NamedTuple
-
-from hcache_backend.config import HCacheConfig
-from hcache_backend.store.file_ops import FileOps
 
 logger = logging.getLogger("hcache.store")
 
@@ -73,12 +69,3 @@ class ProblemLog:
             held_back = self._held_back.pop(kind, 0)
         more = f" ({held_back} similar problems since the last such line)" if held_back else ""
         logger.warning("hcache: %s%s", message, more)
-
-
-class StoreContext(NamedTuple):
-    """What the disks of one store have in common."""
-
-    config: HCacheConfig
-    ops: FileOps
-    stats: StoreStats
-    problems: ProblemLog
