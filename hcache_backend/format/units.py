@@ -21,8 +21,7 @@ from typing import NamedTuple
 
 import xxhash
 
-EIGHTHS = 8
-ALL_EIGHTHS = (1 << EIGHTHS) - 1
+EIGHTHS, ALL_EIGHTHS = 8, 0b11111111
 SHARE_COUNTS = (1, 2, 4, 8)
 """Numbers of shares that a page may have, and of groups that a segment may have."""
 UNIT_VALUES = 65536

@@ -78,15 +78,10 @@ class Disk:
     """
 
     def __init__(
-        self,
-        path: Path,
-        config: HCacheConfig,
-        ops: FileOps,
-        stats: StoreStats,
-        problems: ProblemLog,
+        self, path: Path, config: HCacheConfig, ops: FileOps, stats: StoreStats, log: ProblemLog
     ) -> None:
         self.path = path
-        self._config, self._ops, self._stats, self._problems = config, ops, stats, problems
+        self._config, self._ops, self._stats, self._problems = config, ops, stats, log
         self._state = threading.Lock()
         self._folder: Folder | None = None
         self._errors_in_a_row = [0, 0]  # of reading and of writing; likewise:
