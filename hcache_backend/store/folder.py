@@ -179,6 +179,7 @@ class Folder:
             else:
                 self._open_to_write(stack, buffer_bytes, lanes)
             stack.callback(self.index.close)
+            self._inodes = [path.stat().st_ino for path in self._index_paths]
             self.pages_fd = kept_open(ops.open(_PAGES, FOLDER, self.root_fd), stack)
             stated = self.index.meta("complete"), self.index.meta("boot")
             self.index_is_partial = stated != (INDEX_FORMAT, _boot_id())
@@ -209,7 +210,6 @@ class Folder:
             stack.callback(self.session.close)
             self.io = PageIO(ops, probe_alignment(ops, self.session.fd, "probe"), buffer_bytes)
             self.index = _open_index(self.path, ops, root_fd)
-        self._inodes = [path.stat().st_ino for path in self._index_paths]
 
     @contextmanager
     def bucket(self, name: str, *, make: bool = False) -> Iterator[int]:
