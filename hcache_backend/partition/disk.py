@@ -34,6 +34,8 @@ class ReadRate(NamedTuple):
 
 
 class _Probe(NamedTuple):
+    """A file beside a folder's pages."""
+
     fd: int
     pieces: int
     io: PageIO
