@@ -13,18 +13,11 @@ import typer
 from hcache_backend.cli import common
 from hcache_backend.config import HCacheConfig
 from hcache_backend.format.file import file_layout
-from hcache_backend.format.page import RECOMPUTED, PageLayout, StoredLayer, hidden_layer, kv_layer
-from hcache_backend.format.units import WHOLE, Segment, SegmentTable, units_per_group
-from hcache_backend.partition.costs import Partition
-from hcache_backend.partition.encoded import PlannedCodec, encoded
-from hcache_backend.partition.model_config import ModelConfigError, read_dtype, read_model
-from hcache_backend.partition.model_shape import ModelShape
-from hcache_backend.partition.plan import describe
 from hcache_backend.format.page import RECOMPUTED, PageLayout, StoredLayer, hidden_layer
+from hcache_backend.format.units import WHOLE, Segment, SegmentTable, Share
 from hcache_backend.partition.costs import Partition, describe
 from hcache_backend.partition.encoded import PAGE_TOKENS, PlannedCodec, encoded
-from hcache_backend.format.file import file_layout
-from hcache_backend.format.units import WHOLE, Segment, SegmentTable, Share
+from hcache_backend.partition.model_shape import ModelShape
 
 
 class Sizing(NamedTuple):

@@ -16,15 +16,12 @@ from rich.progress import Progress
 from hcache_backend.cli import common
 from hcache_backend.cli.common import AsJson, Dirs, Folders, human_bytes, say, screen, when
 from hcache_backend.config import HCacheConfig
-from hcache_backend.format.page import FORMAT_VERSION, LAYER_ENTRY, PREFIX, TOKENS
-from hcache_backend.page import MAGIC
+from hcache_backend.format.envelope import BLOCK
+from hcache_backend.format.file import DamagedFileError, header_length, parse_header
+from hcache_backend.format.page import FORMAT_VERSION, LAYER_ENTRY, MAGIC, PREFIX, TOKENS
 from hcache_backend.server_report import ServerReport, read_report
 from hcache_backend.store import FileOps, PageStore
 from hcache_backend.store.folder import Folder
-from hcache_backend.store.maintenance import find_unknown_files, verify_folder
-from hcache_backend.store.folder import FolderView, Folder
-from hcache_backend.format.envelope import BLOCK
-from hcache_backend.format.file import DamagedFileError, header_length, parse_header
 from hcache_backend.store.index import Entry
 from hcache_backend.store.maintenance import find_unknown_files, verify_folder
 
@@ -86,7 +83,7 @@ def list_pages(
                         "share": f"{entry.name.share.number} of {entry.name.share.of}",
                         "bytes": entry.file_bytes,
                         "writer": entry.writer.hex(),
-                        "last_used": entry.stamp / 1e9,
+                        "last_used": entry.rank / 1e9,
                     }
                     rows.append(row)
     if as_json:
@@ -150,8 +147,8 @@ def collect(
     bounds = {"quota_bytes": quota_bytes, "min_free_bytes": min_free_bytes}
     config = common.existing_store(folders, dirs, **bounds)
     with common.explained(), closing(PageStore(config, _WRITER, background=False)) as store:
-        for volume in store.volumes:
-            volume.make_room(0, seconds=60.0)
+        for disk in store.disks:
+            disk.make_room(0, seconds=60.0)
         result = {
             "pages": store.stats.pages_evicted,
             "bytes": store.stats.bytes_evicted,
@@ -268,7 +265,7 @@ def codecs_of(file: Path) -> str | None:
             first = opened.read(BLOCK)
             rest = opened.read(header_length(memoryview(first)) - BLOCK)
             header = parse_header(memoryview(first + rest))
-            page = opened.read(header.table.segments[0].length)
+            page = opened.read(header.layout.table.segments[0].length)
     except (OSError, DamagedFileError):
         return None
     if len(page) < PREFIX.size:

@@ -45,11 +45,9 @@ from hcache_backend.engine.read_batches import BackAck, BatchedReads
 from hcache_backend.engine.runtime import Runtime, current
 from hcache_backend.engine.service_check import KVChecks, ServiceChecks
 from hcache_backend.engine.stage_pages import StagePages
-from hcache_backend.format.envelope import key_bytes
-from hcache_backend.format.page import Bytes, Ints, PageLayout
 from hcache_backend.engine.turn import Turn
-from hcache_backend.format.page import Bytes, Ints, PageLayout
 from hcache_backend.format.envelope import key_bytes
+from hcache_backend.format.page import Bytes, Ints, PageLayout
 from hcache_backend.ranks import smallest
 from hcache_backend.restore.eager import batch_pages
 from hcache_backend.restore.meeting import Meeting, meeting_of

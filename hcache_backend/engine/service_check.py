@@ -26,7 +26,6 @@ from hcache_backend.engine.check_sampling import InTurn, Pace, Sample
 from hcache_backend.engine.host_pool import OwnPagesPool
 from hcache_backend.engine.kv_pages.segments import KVSegments
 from hcache_backend.engine.runtime import Runtime
-from hcache_backend.format.page import PageLayout
 from hcache_backend.engine.turn import Said, Turn
 from hcache_backend.format.page import PageLayout
 from hcache_backend.projection.attention import AttentionLayer

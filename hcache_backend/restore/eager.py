@@ -28,7 +28,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hcache_backend.partition.restore import READ_BATCHES
 from hcache_backend.engine.loads import HandOut
 from hcache_backend.partition.restore import READ_BATCHES
 from hcache_backend.restore.report import RunningRestore

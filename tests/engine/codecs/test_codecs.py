@@ -13,9 +13,6 @@ from safetensors.torch import load_file, save_file
 
 from bench.harness.models import HIDDEN, LAYERS
 from bench.harness.server import Server, ServerOptions
-from hcache_backend.format.envelope import parse_name
-from hcache_backend.format.file import parse_header
-from hcache_kernels.codecs import make_codec
 from tests.engine.harness.conversations import (
     ask,
     converse,

@@ -19,11 +19,6 @@ from bench.harness.server import Server, ServerOptions
 from hcache_backend.format.envelope import parse_name
 from hcache_backend.format.file import parse_header
 from hcache_backend.format.page import LAYER_ENTRY
-from hcache_backend.krul.pair_forms import PairSlot
-from hcache_kernels.codecs import make_segment_codec
-from hcache_backend.format.page import LAYER_ENTRY
-from hcache_backend.format.file import parse_header
-from hcache_backend.format.envelope import parse_name
 from tests.cpu_engine.hcache_cpu_engine import stub_torchvision
 from tests.engine.codecs.test_lossy_kv import PAGE, likeliest, options
 from tests.engine.harness.conversations import (

@@ -10,9 +10,6 @@ import pytest
 
 from bench.harness.models import build_model
 from bench.harness.server import Server, ServerOptions
-from hcache_backend.format.envelope import parse_name
-from hcache_backend.format.file import parse_header
-from hcache_kernels.codecs import Cut, SegmentCodec, make_segment_codec
 from tests.engine.harness.conversations import (
     Conversation,
     converse,

@@ -14,7 +14,6 @@ from hcache_backend.krul import pair_forms
 from hcache_backend.krul.paired_layout import CodedPair, PairedLayout
 from hcache_backend.partition.costs import Partition
 from hcache_backend.partition.restore import Restore
-from hcache_backend.format.units import WHOLE
 from tests.engine.in_process.encoded_kv.test_lossy import by_reference
 from tests.kit.host import (
     DEVICE_PAGES,

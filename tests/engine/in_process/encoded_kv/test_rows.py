@@ -21,7 +21,6 @@ from hcache_backend.partition.restore import Restore
 from hcache_backend.restore.layers import RestoredLayer
 from hcache_backend.restore.pipeline import RestorePipeline
 from hcache_backend.streams import WorkerStream
-from hcache_backend.format.units import WHOLE
 from tests.engine.in_process.test_backups import Checks, Pages
 from tests.kit.host import (
     DEVICE_PAGES,

@@ -14,10 +14,8 @@ import torch
 from hcache_backend.engine import check_sampling, service_check
 from hcache_backend.engine.kv_pages import segments as kv_segments
 from hcache_backend.engine.kv_pages.segments import KVSegments
-from hcache_backend.engine.service_check import KVChecks
 from hcache_backend.format.page import RECOMPUTED, PageLayout
 from hcache_backend.format.units import UNIT_VALUES, WHOLE, Share
-from hcache_backend.format.page import RECOMPUTED, PageLayout
 from hcache_backend.streams import WorkerStream
 from hcache_kernels.codecs import SEGMENT_CODECS, segment_codecs
 from tests.kit.host import (

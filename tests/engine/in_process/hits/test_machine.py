@@ -15,7 +15,6 @@ from hcache_backend.engine.startup import hit_machine
 from hcache_backend.partition.presets import preset_profile
 from hcache_backend.partition.profile import Profile, Rate
 from hcache_backend.partition.restore import READ_BATCHES
-from tests.engine.in_process.encoded_kv.host import kv_pool
 from tests.kit.host import kv_pool
 
 MODEL = {

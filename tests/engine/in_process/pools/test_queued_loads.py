@@ -11,9 +11,6 @@ import pytest
 import torch
 
 from hcache_backend.engine.hooks import EVENTS, guarded, own_pages_hooks
-from hcache_backend.engine.loads import LoadQueue, QueuedLoad
-from hcache_backend.engine.recompute.governor import Pace
-from hcache_backend.format.page import PageLayout, hidden_layer
 from hcache_backend.engine.loads import HandOut, LoadQueue, QueuedLoad
 from hcache_backend.format.page import PageLayout, hidden_layer
 from hcache_backend.partition.costs import Partition

@@ -8,19 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from hcache_backend.engine.host_pool import HostPages, OwnPagesPool
-from hcache_backend.engine.kv_pages.segments import KVSegments
-from hcache_backend.engine.loads import LoadQueue, QueuedLoad
-from hcache_backend.format.page import PageLayout
-from hcache_backend.format.units import WHOLE
-from hcache_backend.partition.costs import Partition
-from hcache_backend.partition.restore import Restore
-from hcache_backend.restore.eager import HandOut
-from hcache_backend.restore.layers import Recompute
-from hcache_backend.streams import current_stream
-from tests.engine.in_process.pools.test_host_pool import LAYERS, LAYOUT, PAGE, kv_pool
 from hcache_backend.engine.host_pool import OwnPagesPool
 from hcache_backend.engine.loads import HandOut, LoadQueue, QueuedLoad
+from hcache_backend.restore.layers import Recompute
+from hcache_backend.streams import current_stream
 from tests.kit.host import LAYERS, PAGE, Host, slots_of
 
 

@@ -17,9 +17,8 @@ from hcache_backend.engine.recompute.batch import forward_stream
 from hcache_backend.engine.startup.page_layout import page_layout
 from hcache_backend.engine.startup.partition_choice import fixed_partition
 from hcache_backend.engine.startup.quick_profile import copy_as_measured
-from hcache_backend.format.page import RECOMPUTED, PageLayout, hidden_layer
-from hcache_backend.format.units import WHOLE
 from hcache_backend.format.page import PageLayout, hidden_layer
+from hcache_backend.format.units import WHOLE
 from hcache_backend.partition import measure
 from hcache_backend.partition.costs import Partition
 from hcache_backend.partition.model_config import shape_from_config
