@@ -38,7 +38,7 @@ from bench.harness.report import Column, Picture, Results, Series, Table, column
 from hcache_backend.config import parse_config
 from hcache_backend.format.page import PageLayout, StoredLayer
 from hcache_backend.format.units import Segment
-from hcache_backend.restore.eager import batch_pages
+from hcache_backend.prefetch.eager import batch_pages
 from hcache_backend.restore.pipeline import RestorePipeline
 from hcache_backend.store import PageStore
 

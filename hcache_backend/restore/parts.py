@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from hcache_backend.partition.restore import FIRST_PIECE_TOKENS
+from hcache_backend.plan.restore import FIRST_PIECE_TOKENS
 from hcache_backend.restore.layers import RestoredLayer
 
 MOST_LAUNCHES = 4

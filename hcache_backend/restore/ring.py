@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 
 from hcache_backend.format.page import PageLayout
-from hcache_backend.partition.restore import RUN_AHEAD
+from hcache_backend.plan.restore import RUN_AHEAD
 from hcache_backend.streams import Event, Stream
 
 

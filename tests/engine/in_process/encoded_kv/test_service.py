@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from hcache_backend.engine import check_sampling, service_check
-from hcache_backend.engine.kv_pages import segments as kv_segments
-from hcache_backend.engine.kv_pages.segments import KVSegments
+from hcache_backend.checks import sampling as check_sampling
+from hcache_backend.checks import service as service_check
 from hcache_backend.format.page import RECOMPUTED, PageLayout
 from hcache_backend.format.units import UNIT_VALUES, WHOLE, Share
+from hcache_backend.host import segments as kv_segments
+from hcache_backend.host.segments import KVSegments
 from hcache_backend.streams import WorkerStream
 from hcache_kernels.codecs import SEGMENT_CODECS, segment_codecs
 from tests.kit.host import (
