@@ -26,7 +26,7 @@ from hcache_backend.arena import Arena
 from hcache_backend.capture import staging
 from hcache_backend.capture.hooks import HiddenCapture
 from hcache_backend.capture.staging import StagedCapture, Staging
-from hcache_backend.page import PageLayout, hidden_layer
+from hcache_backend.format.page import PageLayout, hidden_layer
 from hcache_kernels.codecs import make_codec
 
 WIDTH, PAGE, PAGES = 16, 16, 64

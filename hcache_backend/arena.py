@@ -26,7 +26,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hcache_backend.page import NO_NAMESPACE, WRITER_BYTES, PageLayout
+from hcache_backend.format.envelope import WRITER_BYTES
+from hcache_backend.format.page import NO_NAMESPACE, PageLayout
 
 Ids = npt.NDArray[np.int64]  # numbers of pages or slots, [n]
 

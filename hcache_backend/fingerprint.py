@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 import xxhash
 
-from hcache_backend.page import NAMESPACE_BYTES
+from hcache_backend.format.envelope import NAMESPACE_BYTES
 
 _CHUNK = 1 << 21
 _MIX_A = -7046029254386353131  # odd 64-bit constants of the golden ratio and of splitmix64

@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from hcache_backend.store import SERVER_REPORT, write_note
+from hcache_backend.store import SERVER_REPORT, write_sidecar
 
 
 class LayerGroup(BaseModel):
@@ -52,7 +52,7 @@ class ServerReport(BaseModel):
 
 def write_report(folder: Path, report: ServerReport) -> None:
     """Replace a folder's report atomically; raises OSError."""
-    write_note(folder, SERVER_REPORT, report.model_dump_json(indent=2) + "\n")
+    write_sidecar(folder, SERVER_REPORT, report.model_dump_json(indent=2) + "\n")
 
 
 def read_report(folder: Path) -> ServerReport | None:

@@ -28,7 +28,7 @@ from bench.gpu.shapes import PAGE
 from bench.harness.report import Column, Table, columns
 from hcache_backend import streams
 from hcache_backend.arena import Arena
-from hcache_backend.page import RECOMPUTED, PageLayout, hidden_layer
+from hcache_backend.format.page import RECOMPUTED, PageLayout, hidden_layer
 from hcache_backend.restore.layers import Recompute, RestoredLayer
 from hcache_backend.restore.pipeline import RestorePipeline
 from hcache_backend.restore.recompute import TokenSpan

@@ -27,9 +27,9 @@ from bench.gpu.shapes import LLAMA_7B, LLAMA_8B, PAGE, Shape
 from bench.harness.program import Setting
 from bench.harness.report import Column, Results, Table
 from hcache_backend import streams
+from hcache_backend.format.page import PageLayout
+from hcache_backend.format.units import WHOLE
 from hcache_backend.host.segments import KVSegments
-from hcache_backend.page import PageLayout
-from hcache_backend.units import WHOLE
 
 ROWS = (1, 16, 48, 96, 816)
 """Tokens of a product: decode steps, and the prefill of a start's probe."""

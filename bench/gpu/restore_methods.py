@@ -15,12 +15,12 @@ import torch
 from bench.gpu.program import Device
 from bench.gpu.restore_models import Layer
 from bench.gpu.shapes import PAGE, Shape
+from hcache_backend.format.page import PageLayout, StoredLayer
+from hcache_backend.format.units import WHOLE, Segment
 from hcache_backend.host.segments import KVSegments
-from hcache_backend.page import PageLayout, StoredLayer
 from hcache_backend.restore.layers import Copy, Fill, Recompute, RestoredLayer
 from hcache_backend.restore.pipeline import RestorePipeline, RestoreReport, gather_segments
 from hcache_backend.streams import current_stream, to_device
-from hcache_backend.units import WHOLE, Segment
 from hcache_kernels.codecs import Codec, make_codec
 from hcache_kernels.project_kv import KVPool, ProjectionCall, project_kv
 

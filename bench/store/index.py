@@ -18,10 +18,10 @@ import numpy as np
 
 from bench.store.pages import BATCH, MIB, NAMESPACE, WRITER, require
 from hcache_backend.config import parse_config
+from hcache_backend.format.envelope import PageName
+from hcache_backend.format.units import WHOLE
 from hcache_backend.store import PageStore
-from hcache_backend.store.format import PageName
 from hcache_backend.store.index import Entry
-from hcache_backend.units import WHOLE
 
 
 def bench_index(folder: Path, pages: int) -> dict[str, float]:
@@ -58,7 +58,7 @@ def bench_index(folder: Path, pages: int) -> dict[str, float]:
 def fill_index(store: PageStore, pages: int) -> None:
     """Enter pages that have no files: only the index is looked at here."""
     chunk = 50_000
-    with store.volumes[0].use() as folder:
+    with store.disks[0].use() as folder:
         for start in range(0, pages, chunk):
             numbers = np.random.default_rng(start).permutation(
                 np.arange(start, min(start + chunk, pages))

@@ -19,10 +19,10 @@ import numpy as np
 from bench.store.gil import gil_seconds
 from bench.store.peers import Peer, files_in, found_peers
 from hcache_backend.config import parse_config
+from hcache_backend.format.envelope import BLOCK, PageName
+from hcache_backend.format.units import WHOLE, digest
 from hcache_backend.kvikio_state import kvikio_state
 from hcache_backend.store import PageStore
-from hcache_backend.store.format import BLOCK, PageName
-from hcache_backend.units import WHOLE, digest
 
 MIB = 1 << 20
 BATCH = 128
@@ -151,7 +151,7 @@ class BareLoop:
     """
 
     def __init__(self, store: PageStore, threads: int, opened: ExitStack, *, hashed: bool) -> None:
-        self._root = store.volumes[0].path / "pages"
+        self._root = store.disks[0].path / "pages"
         self._hashed = hashed
         self._pool = opened.enter_context(ThreadPoolExecutor(threads))
         self._headers = [memoryview(mmap.mmap(-1, BLOCK)) for _ in range(threads)]
@@ -165,7 +165,7 @@ class BareLoop:
             came = 0
             for key, [page] in left:
                 name = PageName(namespace, key, WHOLE)
-                file = f"{self._root}/{name.shard}/{name.file}"
+                file = f"{self._root}/{name.bucket}/{name.file}"
                 fd = os.open(file, os.O_RDONLY | os.O_DIRECT)
                 came += os.preadv(fd, [header, page], 0) == BLOCK + page.nbytes
                 os.close(fd)
@@ -279,7 +279,7 @@ def _store_round(
 
     speeds.note("write", STORE, names, page, write)
     for name, reader in readers:
-        drop_cache(path for volume in store.volumes for path in volume.path.glob("pages/??/*.page"))
+        drop_cache(path for disk in store.disks for path in disk.path.glob("pages/??/*.page"))
         speeds.note("read", name, names, page, partial(read, reader))
     store.drop(NAMESPACE)
 

@@ -23,8 +23,8 @@ import torch
 from hcache_backend import metrics
 from hcache_backend.arena import NOT_SETTLED, Ids
 from hcache_backend.checks.sampling import InTurn, Pace, Sample
+from hcache_backend.format.page import PageLayout
 from hcache_backend.host.segments import KVSegments
-from hcache_backend.page import PageLayout
 from hcache_backend.projection.attention import AttentionLayer
 from hcache_backend.projection.check import difference_problem, projected_differences
 from hcache_backend.projection.projector import Projector

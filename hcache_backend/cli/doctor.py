@@ -26,9 +26,8 @@ from hcache_backend.plan.profile import Profile
 from hcache_backend.plan.record import PartitionRecord, kept_profiles, records
 from hcache_backend.server_report import ServerReport, read_report
 from hcache_backend.store import FileOps, is_store_folder
-from hcache_backend.store.file_ops import try_lock
+from hcache_backend.store.file_ops import probe_alignment, try_lock
 from hcache_backend.store.folder import existing_part, file_system_of, why_not
-from hcache_backend.store.page_io import probe_alignment
 
 _PROBE_BYTES = 64 << 20
 _PIECE = 4 << 20

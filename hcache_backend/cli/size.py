@@ -12,12 +12,12 @@ import typer
 
 from hcache_backend.cli import common
 from hcache_backend.config import HCacheConfig
-from hcache_backend.page import RECOMPUTED, PageLayout, StoredLayer, hidden_layer
+from hcache_backend.format.file import file_layout
+from hcache_backend.format.page import RECOMPUTED, PageLayout, StoredLayer, hidden_layer
+from hcache_backend.format.units import WHOLE, Segment, SegmentTable, Share
 from hcache_backend.plan.costs import Partition, describe
 from hcache_backend.plan.encoded import PAGE_TOKENS, PlannedCodec, encoded
 from hcache_backend.plan.model_shape import ModelShape
-from hcache_backend.store.format import file_layout
-from hcache_backend.units import WHOLE, Segment, SegmentTable, Share
 
 
 class Sizing(NamedTuple):

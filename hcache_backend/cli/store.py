@@ -16,13 +16,14 @@ from rich.progress import Progress
 from hcache_backend.cli import common
 from hcache_backend.cli.common import AsJson, Dirs, Folders, human_bytes, say, screen, when
 from hcache_backend.config import HCacheConfig
-from hcache_backend.page import FORMAT_VERSION, LAYER_ENTRY, MAGIC, PREFIX, TOKENS
+from hcache_backend.format.envelope import BLOCK
+from hcache_backend.format.file import DamagedFileError, header_length, parse_header
+from hcache_backend.format.page import FORMAT_VERSION, LAYER_ENTRY, MAGIC, PREFIX, TOKENS
 from hcache_backend.server_report import ServerReport, read_report
 from hcache_backend.store import FileOps, PageStore
-from hcache_backend.store.check import find_unknown_files, verify_folder
-from hcache_backend.store.folder import Folder, FolderView
-from hcache_backend.store.format import BLOCK, DamagedFileError, header_length, parse_header
+from hcache_backend.store.folder import Folder
 from hcache_backend.store.index import Entry
+from hcache_backend.store.maintenance import find_unknown_files, verify_folder
 
 NamespaceDigits = Annotated[
     str | None,
@@ -82,7 +83,7 @@ def list_pages(
                         "share": f"{entry.name.share.number} of {entry.name.share.of}",
                         "bytes": entry.file_bytes,
                         "writer": entry.writer.hex(),
-                        "last_used": entry.stamp / 1e9,
+                        "last_used": entry.rank / 1e9,
                     }
                     rows.append(row)
     if as_json:
@@ -146,8 +147,8 @@ def collect(
     bounds = {"quota_bytes": quota_bytes, "min_free_bytes": min_free_bytes}
     config = common.existing_store(folders, dirs, **bounds)
     with common.explained(), closing(PageStore(config, _WRITER, background=False)) as store:
-        for volume in store.volumes:
-            volume.make_room(0, seconds=60.0)
+        for disk in store.disks:
+            disk.make_room(0, seconds=60.0)
         result = {
             "pages": store.stats.pages_evicted,
             "bytes": store.stats.bytes_evicted,
@@ -211,17 +212,17 @@ def _verified(path: Path, bar: Progress, rebuild: bool, repair: bool) -> dict[st
     return {**asdict(found), "adopted": adopted, "problems": found.problems}
 
 
-def _viewed(path: Path) -> closing[FolderView]:
+def _viewed(path: Path) -> closing[Folder]:
     """A store folder to look at, beside the servers that use it; it need not be writable."""
-    return closing(FolderView(path, FileOps(), HCacheConfig().buffer_bytes))
+    return closing(Folder(path, FileOps(), HCacheConfig().buffer_bytes, readonly=True))
 
 
 def _opened(path: Path) -> closing[Folder]:
     """A store folder to change, opened beside the servers that use it."""
-    return closing(Folder(path, FileOps(), HCacheConfig().buffer_bytes, create=False))
+    return closing(Folder(path, FileOps(), HCacheConfig().buffer_bytes))
 
 
-def _entries(folder: FolderView, namespace: str | None) -> Iterator[Entry]:
+def _entries(folder: Folder, namespace: str | None) -> Iterator[Entry]:
     """The entries of ``folder`` whose namespace begins with these hexadecimal digits."""
     digits = (namespace or "").lower()
     return (e for e in folder.index.entries() if e.name.namespace.hex().startswith(digits))
@@ -236,10 +237,10 @@ def _folder_stats(path: Path) -> dict[str, Any]:
                 entry.name.namespace.hex(), {"pages": 0, "bytes": 0, "last_used": 0.0}
             )
             if space.get("codec") is None and space["pages"] < _READ_AT_MOST:
-                space["codec"] = codecs_of(path / "pages" / entry.name.shard / entry.name.file)
+                space["codec"] = codecs_of(path / "pages" / entry.name.bucket / entry.name.file)
             space["pages"] += 1
             space["bytes"] += entry.file_bytes
-            space["last_used"] = max(space["last_used"], entry.stamp / 1e9)
+            space["last_used"] = max(space["last_used"], entry.rank / 1e9)
         report = read_report(path)
         return {
             "folder": str(path),
@@ -264,7 +265,7 @@ def codecs_of(file: Path) -> str | None:
             first = opened.read(BLOCK)
             rest = opened.read(header_length(memoryview(first)) - BLOCK)
             header = parse_header(memoryview(first + rest))
-            page = opened.read(header.table.segments[0].length)
+            page = opened.read(header.layout.table.segments[0].length)
     except (OSError, DamagedFileError):
         return None
     if len(page) < PREFIX.size:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from hcache_backend.format.page import RECOMPUTED, PageLayout, hidden_layer
+from hcache_backend.format.units import SHARE_COUNTS, WHOLE, Share
 from hcache_backend.host.segments import KVSegments
-from hcache_backend.page import RECOMPUTED, PageLayout, hidden_layer
 from hcache_backend.plan.restore import Restore
-from hcache_backend.units import SHARE_COUNTS, WHOLE, Share
 from hcache_kernels.codecs import Codec
 
 

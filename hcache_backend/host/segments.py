@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from hcache_backend.page import PageLayout, StoredLayer, kv_layer
+from hcache_backend.format.page import PageLayout, StoredLayer, kv_layer
+from hcache_backend.format.units import Share, units_per_group
 from hcache_backend.restore.layers import RestoredLayer
-from hcache_backend.units import Share, units_per_group
 from hcache_kernels.codecs import Cut, SegmentCodec, UnsupportedRows, make_segment_codec
 from hcache_kernels.launch import Launch
 from hcache_kernels.layers import LayerTable

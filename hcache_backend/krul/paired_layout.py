@@ -17,9 +17,9 @@ import numpy as np
 import xxhash
 
 from hcache_backend.arena import Ids
+from hcache_backend.format.page import LAYER_ENTRY, Bytes, PageLayout
+from hcache_backend.format.units import PACKED_SEGMENT, Segment
 from hcache_backend.krul.selection import Strategy
-from hcache_backend.page import LAYER_ENTRY, Bytes, PageLayout
-from hcache_backend.units import PACKED_SEGMENT, Segment
 
 _KV = 2  # segments of a slot
 _KNOWN = 1024  # parsed tables of pages that are kept

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from hcache_backend.format.page import PageLayout, StoredLayer
+from hcache_backend.format.units import WHOLE, Segment, Share
 from hcache_backend.host.segments import KVSegments
 from hcache_backend.krul.pair_forms import (
     PAIR_FORMS,
@@ -16,10 +18,8 @@ from hcache_backend.krul.pair_forms import (
     changes_of_merges,
 )
 from hcache_backend.krul.paired_layout import PairedLayout, Slot
-from hcache_backend.page import PageLayout, StoredLayer
 from hcache_backend.restore.layers import RestoredLayer
 from hcache_backend.streams import to_device
-from hcache_backend.units import WHOLE, Segment, Share
 from hcache_kernels.codecs import UnsupportedRows, make_segment_codec
 from hcache_kernels.pages import gather_pages, scatter_rows
 

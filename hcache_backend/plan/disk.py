@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hcache_backend.config import HCacheConfig
+from hcache_backend.format.envelope import round_up
 from hcache_backend.plan.model_shape import ModelShape
 from hcache_backend.store import FileOps, best_file_ops
-from hcache_backend.store.file_ops import FOLDER
-from hcache_backend.store.format import round_up
-from hcache_backend.store.page_io import PageIO, probe_alignment
+from hcache_backend.store.file_ops import FOLDER, PageIO, probe_alignment
 
 _FILE_BYTES = 512 << 20
 _LEAST_PIECES = 8

@@ -5,8 +5,8 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import Literal
 
+from hcache_backend.format.units import units_per_group
 from hcache_backend.plan.model_shape import ModelShape
-from hcache_backend.units import units_per_group
 
 PAGE_TOKENS = 64  # of a page, by default
 

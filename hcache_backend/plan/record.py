@@ -16,7 +16,7 @@ from hcache_backend.plan.model_shape import ModelShape
 from hcache_backend.plan.pipeline import recompute_layers, simulate
 from hcache_backend.plan.profile import Profile, ProfileError, load_profile
 from hcache_backend.plan.restore import Restore
-from hcache_backend.store import write_note
+from hcache_backend.store import write_sidecar
 
 _WORTH_IT = 1.1  # another partition is reported if restores take this many times as long
 
@@ -77,7 +77,7 @@ def records(folder: Path) -> Iterator[tuple[str, PartitionRecord]]:
 
 def save_record(folder: Path, name: str, record: PartitionRecord, *, replace: bool) -> None:
     """Write a record; without ``replace`` an existing one stays. Raises OSError."""
-    write_note(folder, name, record.model_dump_json(indent=2) + "\n", replace=replace)
+    write_sidecar(folder, name, record.model_dump_json(indent=2) + "\n", replace=replace)
 
 
 def kept_profiles(folder: Path) -> Iterator[Profile]:

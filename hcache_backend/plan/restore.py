@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import partial
 
-from hcache_backend.page import FIRST_PIECE_TOKENS, FIRST_PIECES, READ_BATCHES, RUN_AHEAD
 from hcache_backend.plan.costs import (
     LAYER_METHODS,
     L3Path,
@@ -25,6 +24,17 @@ from hcache_backend.plan.pipeline import (
     simulate,
 )
 from hcache_backend.plan.profile import Profile
+
+READ_BATCHES = 16
+"""The pages of a prefetch are read in about so many batches. What the last one brings is not
+restored eagerly."""
+RUN_AHEAD = 3
+"""Segments of the longest restore that the ring holds: one is projected, one has arrived, and one
+is arriving. A shorter restore runs further ahead in the same memory."""
+FIRST_PIECES = 4
+"""Pieces that the first layer of a restore comes in at most."""
+FIRST_PIECE_TOKENS = 1024
+"""Least tokens of a piece: a projection of fewer is not worth its launch."""
 
 
 @dataclass(frozen=True)

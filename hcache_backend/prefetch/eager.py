@@ -27,7 +27,7 @@ import numpy.typing as npt
 import torch
 
 from hcache_backend.host.loads import HandOut, runs
-from hcache_backend.page import READ_BATCHES
+from hcache_backend.plan.restore import READ_BATCHES
 from hcache_backend.prefetch.reservation import (
     Ids,
     Launched,

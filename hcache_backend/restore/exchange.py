@@ -17,8 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hcache_backend.format.units import EIGHTHS, Share
 from hcache_backend.streams import Event, Stream, current_stream
-from hcache_backend.units import EIGHTHS, Share
 
 _TIMEOUT = timedelta(minutes=5)
 

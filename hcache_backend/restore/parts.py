@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from hcache_backend.page import FIRST_PIECE_TOKENS
+from hcache_backend.plan.restore import FIRST_PIECE_TOKENS
 from hcache_backend.restore.layers import RestoredLayer
 
 MOST_LAUNCHES = 4  # copies of K and V of a restore: a forward pass waits for a group, not for all

@@ -22,7 +22,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hcache_backend.page import FIRST_PIECES, PageLayout
+from hcache_backend.format.page import PageLayout
+from hcache_backend.plan.restore import FIRST_PIECES
 from hcache_backend.restore.exchange import CollectiveOrder, Exchange
 from hcache_backend.restore.layers import Recompute, RestoredLayer
 from hcache_backend.restore.parts import MOST_LAUNCHES, Part, TokenRows, parts_of

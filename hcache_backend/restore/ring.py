@@ -7,7 +7,8 @@ from collections.abc import Iterable
 
 import torch
 
-from hcache_backend.page import RUN_AHEAD, PageLayout
+from hcache_backend.format.page import PageLayout
+from hcache_backend.plan.restore import RUN_AHEAD
 from hcache_backend.streams import Event, Stream
 
 

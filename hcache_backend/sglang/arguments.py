@@ -12,7 +12,7 @@ import torch
 
 from hcache_backend.config import ConfigError
 from hcache_backend.fingerprint import digest_tensors, fingerprint, namespace
-from hcache_backend.units import SHARE_COUNTS
+from hcache_backend.format.units import SHARE_COUNTS
 
 OLDEST = (0, 5, 21)
 NEWEST = (0, 5, 23)

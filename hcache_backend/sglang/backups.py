@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from hcache_backend import metrics
-from hcache_backend.page import key_bytes
+from hcache_backend.format.envelope import key_bytes
 
 logger = logging.getLogger("hcache")
 

@@ -32,9 +32,10 @@ from hcache_backend.arena import NOT_SETTLED, Ids
 from hcache_backend.capture.ledger import Ledger, Read
 from hcache_backend.capture.staging import StagedCapture
 from hcache_backend.config import ConfigError
+from hcache_backend.format.envelope import key_bytes
+from hcache_backend.format.page import Bytes, Ints, PageLayout
 from hcache_backend.host.loads import LoadQueue, Prefix, QueuedLoad, TokenIds
 from hcache_backend.krul.node_pairs import NodePairs
-from hcache_backend.page import Bytes, Ints, PageLayout, key_bytes
 from hcache_backend.prefetch.costs import Recomputing
 from hcache_backend.prefetch.eager import batch_pages
 from hcache_backend.prefetch.eager_loads import EagerLoads, token_array

@@ -17,9 +17,9 @@ from hcache_backend import metrics
 from hcache_backend.arena import NOT_SETTLED, Arena, Ids
 from hcache_backend.capture.recomputed_rows import RecomputedRows
 from hcache_backend.capture.staging import StagedCapture
+from hcache_backend.format.page import PageLayout
 from hcache_backend.host.loads import LoadQueue
 from hcache_backend.host.segments import KVSegments
-from hcache_backend.page import PageLayout
 from hcache_backend.restore.report import RunningRestore
 from hcache_backend.streams import (
     Event,

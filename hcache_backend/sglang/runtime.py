@@ -23,7 +23,8 @@ from hcache_backend.fingerprint import (
     of_all_stages,
     whole_fingerprint,
 )
-from hcache_backend.page import FORMAT_VERSION, WRITER_BYTES
+from hcache_backend.format.envelope import WRITER_BYTES
+from hcache_backend.format.page import FORMAT_VERSION
 from hcache_backend.plan.profile import Profile
 from hcache_backend.plan.record import PartitionRecord
 from hcache_backend.plan.restore import Restore

@@ -15,7 +15,7 @@ import torch
 
 from hcache_backend.arena import Arena, Ids
 from hcache_backend.capture.staging import StagedCapture
-from hcache_backend.page import NAMESPACE_BYTES, WRITER_BYTES
+from hcache_backend.format.envelope import NAMESPACE_BYTES, WRITER_BYTES
 from hcache_backend.projection.check import difference_problem
 from hcache_backend.projection.exactness import relative_difference
 from hcache_backend.projection.projector import Projector

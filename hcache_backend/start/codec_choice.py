@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
+from hcache_backend.format.page import PageLayout
+from hcache_backend.format.units import WHOLE, Share
 from hcache_backend.host.segments import KVSegments
 from hcache_backend.krul.segments import make_segments
-from hcache_backend.page import PageLayout
 from hcache_backend.projection.attention import AttentionLayer
 from hcache_backend.projection.check import CODEC_TOLERANCE, first_problem, projection_problem
 from hcache_backend.projection.exactness import relative_difference
@@ -17,7 +18,6 @@ from hcache_backend.projection.projector import Projector
 from hcache_backend.sglang.runtime import Runtime
 from hcache_backend.start.agreement import Refused, all_or_none
 from hcache_backend.start.self_check import Probe
-from hcache_backend.units import WHOLE, Share
 from hcache_kernels.codecs import Codec, ExactCodec, UnsupportedRows, make_codec
 
 logger = logging.getLogger("hcache")

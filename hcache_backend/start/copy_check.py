@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from hcache_backend.format.page import PageLayout
 from hcache_backend.host.segments import KVSegments
 from hcache_backend.krul.paired_layout import PairedLayout
-from hcache_backend.page import PageLayout
 from hcache_backend.restore.layers import RestoredLayer
 from hcache_backend.restore.pipeline import RestorePipeline
 from hcache_backend.start.agreement import Refused

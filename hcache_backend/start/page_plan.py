@@ -16,11 +16,12 @@ from sglang.srt.runtime_context import get_memory
 
 from hcache_backend.capture.hooks import HiddenCapture
 from hcache_backend.capture.staging import Staging
+from hcache_backend.format.page import PageLayout
+from hcache_backend.format.units import Share
 from hcache_backend.host.page_layout import page_layout
 from hcache_backend.host.segments import KVSegments
 from hcache_backend.krul.choice import PairChoice
 from hcache_backend.krul.segments import make_segments
-from hcache_backend.page import PageLayout
 from hcache_backend.plan.restore import Restore
 from hcache_backend.projection.attention import AttentionLayer
 from hcache_backend.restore.exchange import Exchange, share_of_rank
@@ -32,7 +33,6 @@ from hcache_backend.sglang.host_pool import HostPages
 from hcache_backend.start.agreement import Refused
 from hcache_backend.start.self_check import Probe
 from hcache_backend.streams import free_memory
-from hcache_backend.units import Share
 from hcache_kernels.codecs import Codec
 
 _STAGING_SHARE = 1 / 4

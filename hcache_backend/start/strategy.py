@@ -19,6 +19,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from hcache_backend import metrics
 from hcache_backend.capture.hooks import HiddenCapture
 from hcache_backend.config import HCacheConfig
+from hcache_backend.format.units import WHOLE, Share
 from hcache_backend.host.page_layout import head_groups, share_of_heads
 from hcache_backend.plan.costs import Partition
 from hcache_backend.plan.restore import Restore
@@ -65,7 +66,6 @@ from hcache_backend.start.stack import (
     restored_layers,
     use_own_pages,
 )
-from hcache_backend.units import WHOLE, Share
 
 logger = logging.getLogger("hcache")
 

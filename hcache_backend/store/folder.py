@@ -5,8 +5,8 @@
     <folder>/hcache-store.json   marker: this folder is ours, format, identity
     <folder>/lock                held by whoever changes index or names
     <folder>/index/              SQLite
-    <folder>/pages/<2 digits>/   page files
-    <folder>/server.json         what the last server said about itself
+    <folder>/pages/<2 digits>/   buckets of page files
+    <folder>/server.json         a sidecar: the report of the last server
     <folder>/sessions/<token>/lock           held by an open store: leftovers of the dead are known
     <folder>/sessions/<token>/lane<number>/  files that it is writing
 """
@@ -32,18 +32,19 @@ from hcache_backend.store.file_ops import (
     FOLDER,
     FileOps,
     FolderLock,
-    NoLock,
+    PageIO,
     kept_open,
     opened,
+    probe_alignment,
+    reading_alignment,
     try_lock,
 )
 from hcache_backend.store.index import INDEX_FILE, INDEX_FORMAT, Index, is_damaged
-from hcache_backend.store.page_io import PageIO, probe_alignment, reading_alignment
 
 MARKER = "hcache-store.json"
 SERVER_REPORT = "server.json"
 FOLDER_FORMAT = 1
-SHARDS = frozenset(f"{number:02x}" for number in range(256))
+BUCKETS = frozenset(f"{number:02x}" for number in range(256))
 _LOCK = "lock"
 _INDEX = "index"
 _PAGES = "pages"
@@ -72,15 +73,14 @@ class NotOurFolderError(OSError):
 
 
 class Session:
-    """Where one open store writes files before they get their names.
+    """The place where one open store writes files before they get their names.
 
-    Files are made in lanes in turn, which are in places apart. In one folder, ext4 without a
-    journal passes every file deleted in the last minutes: after an eviction that takes longer than
-    a page.
+    Files go to lanes in turn, which are in places apart. In one folder, ext4 without a journal
+    passes every file deleted in the last minutes: after an eviction that takes longer than a page.
 
     Args:
         root_fd: The open store folder, whose lock is held.
-        lanes: How many there are; each keeps a descriptor.
+        lanes: Their number; each keeps a descriptor.
 
     Attributes:
         token: Name of the session's folder.
@@ -99,7 +99,7 @@ class Session:
             with opened(ops, _SESSIONS, FOLDER, root_fd) as sessions_fd:
                 ops.make_folder(self.token, sessions_fd)
                 self.fd = kept_open(ops.open(self.token, FOLDER, sessions_fd), stack)
-            # Nobody else knows this file yet, so it is free.
+            # No other process knows this file yet, so it is free.
             try_lock(kept_open(ops.open(_LOCK, os.O_RDWR | os.O_CREAT, self.fd), stack))
             with suppress(OSError):  # most file systems cannot be asked
                 ops.spread_folders(self.fd)
@@ -122,23 +122,24 @@ class Session:
         return self._lanes[lane], str(number)
 
     def close(self) -> None:
-        """Remove what is unfinished; what cannot be removed goes at the next opening."""
+        """Remove unfinished files; the next opening removes the rest."""
         with suppress(OSError), opened(self._ops, _SESSIONS, FOLDER, self._root_fd) as sessions_fd:
             _remove_session(self._ops, sessions_fd, self.token)
         self._open_files.close()
 
 
-class FolderView:
-    """A store folder, opened to look at it: nothing in it changes, and it need not be writable.
-
-    What its disk refuses is an OSError.
+class Folder:
+    """An open store folder. An error of its disk is an OSError.
 
     Args:
         buffer_bytes: Size of the aligned buffer of every thread that reads or writes pages.
-        descriptors: How many it may keep open from one page to the next; at least 1.
+        create: Make the folder, or make an empty one a store's.
+        readonly: Nothing in it changes, and it need not be writable: there is no session.
+        descriptors: Number that it may keep open from one page to the next; at least 1.
 
     Attributes:
-        lock: What protects a change from those of others.
+        users: Number of those that hold it open; :class:`~hcache_backend.store.disk.Disk` counts.
+        lock: Protects a change from those of others.
         index_is_partial: Page files may be there that the index does not know.
 
     Raises:
@@ -146,26 +147,49 @@ class FolderView:
         OSError: It cannot be used.
     """
 
-    lock: FolderLock | NoLock = NoLock()
+    session: Session
 
     def __init__(
-        self, path: Path, ops: FileOps, buffer_bytes: int, *, descriptors: int = LANES
+        self,
+        path: Path,
+        ops: FileOps,
+        buffer_bytes: int,
+        *,
+        create: bool = False,
+        readonly: bool = False,
+        descriptors: int = LANES,
     ) -> None:
         self.path = path
         self.ops = ops
-        self._lanes = max(1, min(LANES, descriptors // 4))
-        self._shards_at_most = descriptors - self._lanes
-        self._shards: dict[str, int] = {}
-        self._shards_lock = threading.Lock()
+        self.users = 0
+        lanes = max(1, min(LANES, descriptors // 4))
+        self._buckets_at_most = descriptors - lanes
+        self._buckets: dict[str, int] = {}
+        self._buckets_lock = threading.Lock()
+        if create:
+            if (problem := why_not(path, ops)) is not None:
+                raise problem
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
         with ExitStack() as stack:
             self._open_files = stack
             self.root_fd = kept_open(os.open(path, FOLDER), stack)
-            self._open(stack, buffer_bytes)
+            _check_marker(path, ops, self.root_fd, create)
+            if readonly:
+                self._open_to_read(buffer_bytes)
+            else:
+                self._open_to_write(stack, buffer_bytes, lanes)
+            stack.callback(self.index.close)
+            self._inodes = [path.stat().st_ino for path in self._index_paths]
+            self.pages_fd = kept_open(ops.open(_PAGES, FOLDER, self.root_fd), stack)
+            stated = self.index.meta("complete"), self.index.meta("boot")
+            self.index_is_partial = stated != (INDEX_FORMAT, _boot_id())
+            if self.index_is_partial and not readonly and self._holds_no_pages():
+                self.mark_index_complete()
             self._open_files = stack.pop_all()
 
-    def _open(self, stack: ExitStack, buffer_bytes: int) -> None:
-        _check_marker(self.path, self.ops, self.root_fd, create=False)
-        self.pages_fd = kept_open(self.ops.open(_PAGES, FOLDER, self.root_fd), stack)
+    def _open_to_read(self, buffer_bytes: int) -> None:
+        self.lock = FolderLock(None)
+        self.io = PageIO(self.ops, reading_alignment(self.ops, self.root_fd, MARKER), buffer_bytes)
         try:
             self.index = Index(self.path / _INDEX, self.ops, readonly=True)
         except sqlite3.Error as error:
@@ -173,27 +197,37 @@ class FolderView:
                 f"its index cannot be opened: {error}; hcache verify --rebuild makes a new one"
             )
             raise OSError(errno.EIO, problem, str(self.path)) from None
-        stack.callback(self.index.close)
-        self.index_is_partial = not self._index_is_complete()
-        self.io = PageIO(self.ops, reading_alignment(self.ops, self.root_fd, MARKER), buffer_bytes)
+
+    def _open_to_write(self, stack: ExitStack, buffer_bytes: int, lanes: int) -> None:
+        ops, root_fd = self.ops, self.root_fd
+        _warn_of_others(self.path, root_fd)
+        self.lock = FolderLock(kept_open(ops.open(_LOCK, os.O_RDWR | os.O_CREAT, root_fd), stack))
+        with self.lock.held(_OPEN_SECONDS):
+            for name in (_INDEX, _PAGES, _SESSIONS):
+                _ensure_folder(ops, name, root_fd)
+            _remove_dead_sessions(ops, root_fd)
+            self.session = Session(ops, root_fd, lanes)
+            stack.callback(self.session.close)
+            self.io = PageIO(ops, probe_alignment(ops, self.session.fd, "probe"), buffer_bytes)
+            self.index = _open_index(self.path, ops, root_fd)
 
     @contextmanager
-    def shard(self, name: str, *, make: bool = False) -> Iterator[int]:
+    def bucket(self, name: str, *, make: bool = False) -> Iterator[int]:
         """The folder of page files whose keys begin with ``name``; ``make`` a missing one.
 
-        It stays open behind the block if there is room for it: to open and close it would be a
+        It stays open after the block if there is room for it: to open and close it would be a
         third of a page's system calls. When ``make`` finds it deleted, it makes another.
         """
-        fd = self._shards.get(name)
+        fd = self._buckets.get(name)
         with ExitStack() as stack:
             if fd is None or (make and not os.fstat(fd).st_nlink):
-                fd = self._open_shard(name, fd, make, stack)
+                fd = self._open_bucket(name, fd, make, stack)
             yield fd
 
-    def _open_shard(self, name: str, known: int | None, make: bool, stack: ExitStack) -> int:
+    def _open_bucket(self, name: str, known: int | None, make: bool, stack: ExitStack) -> int:
         """Open it anew, instead of a ``known`` one, to be kept or closed with ``stack``."""
-        with self._shards_lock:
-            if (meanwhile := self._shards.get(name)) is not None and meanwhile != known:
+        with self._buckets_lock:
+            if (meanwhile := self._buckets.get(name)) is not None and meanwhile != known:
                 return meanwhile
             try:
                 fd = self.ops.open(name, FOLDER, self.pages_fd)
@@ -202,89 +236,38 @@ class FolderView:
                     raise
                 self.ops.make_folder(name, self.pages_fd)
                 fd = self.ops.open(name, FOLDER, self.pages_fd)
-            if known is None and len(self._shards) >= self._shards_at_most:
+            if known is None and len(self._buckets) >= self._buckets_at_most:
                 return kept_open(fd, stack)
-            self._shards[name] = kept_open(fd, self._open_files)
+            self._buckets[name] = kept_open(fd, self._open_files)
             return fd
 
-    def shards(self) -> list[str]:
-        """The shard folders that are there."""
-        return sorted(SHARDS.intersection(self.ops.list(self.pages_fd)))
+    def buckets(self) -> list[str]:
+        """The buckets that are there."""
+        return sorted(BUCKETS.intersection(self.ops.list(self.pages_fd)))
 
     def close(self) -> None:
         self._open_files.close()
 
-    def _index_is_complete(self) -> bool:
-        return (self.index.meta(b"complete"), self.index.meta(b"boot")) == (
-            INDEX_FORMAT,
-            _boot_id(),
-        )
-
-
-class Folder(FolderView):
-    """An open store folder in use.
-
-    Args:
-        create: Make the folder, or make an empty one a store's.
-
-    Attributes:
-        users: How many hold it open; counted by :class:`~hcache_backend.store.presence.Presence`.
-    """
-
-    lock: FolderLock
-
-    def __init__(
-        self, path: Path, ops: FileOps, buffer_bytes: int, *, create: bool, descriptors: int = LANES
-    ) -> None:
-        self.users = 0
-        self._create = create
-        if create:
-            if (problem := why_not(path, ops)) is not None:
-                raise problem
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        super().__init__(path, ops, buffer_bytes, descriptors=descriptors)
-
-    def _open(self, stack: ExitStack, buffer_bytes: int) -> None:
-        ops, root_fd = self.ops, self.root_fd
-        _check_marker(self.path, ops, root_fd, self._create)
-        _warn_of_others(self.path, root_fd)
-        self.lock = FolderLock(kept_open(ops.open(_LOCK, os.O_RDWR | os.O_CREAT, root_fd), stack))
-        with self.lock.held(_OPEN_SECONDS):
-            for name in (_INDEX, _PAGES, _SESSIONS):
-                _ensure_folder(ops, name, root_fd)
-            self.pages_fd = kept_open(ops.open(_PAGES, FOLDER, root_fd), stack)
-            _remove_dead_sessions(ops, root_fd)
-            self.session = Session(ops, root_fd, self._lanes)
-            stack.callback(self.session.close)
-            self.index = _open_index(self.path, ops, root_fd)
-            stack.callback(self.index.close)
-            alignment = probe_alignment(ops, self.session.fd, "probe")
-            self.io = PageIO(ops, alignment, buffer_bytes)
-            self.index_is_partial = not self._index_is_complete()
-            if self.index_is_partial and self._holds_no_pages():
-                self.index.set_meta(complete=INDEX_FORMAT, boot=_boot_id())
-                self.index_is_partial = False
-        self._index_inode = (self.path / _INDEX).stat().st_ino
-        self._index_file_inode = (self.path / _INDEX / INDEX_FILE).stat().st_ino
-
     def is_in_place(self) -> bool:
         """Whether path and index still lead to what was opened."""
         try:
-            here = self.path.stat()
-            index = (self.path / _INDEX).stat()
-            opened = os.fstat(self.root_fd)
+            here, index = self.path.stat(), self._index_paths[0].stat()
+            return os.path.samestat(here, os.fstat(self.root_fd)) and (
+                index.st_ino == self._inodes[0]
+            )
         except OSError:
             return False
-        return os.path.samestat(here, opened) and index.st_ino == self._index_inode
 
     def index_file_is_gone(self) -> bool:
-        """Whether the index that is open has lost its file: nobody else would find its entries."""
+        """Whether the open index has lost its file: no other process would find its entries."""
         try:
-            return (self.path / _INDEX / INDEX_FILE).stat().st_ino != self._index_file_inode
-        except FileNotFoundError:
-            return True
-        except OSError:
-            return False
+            return self._index_paths[1].stat().st_ino != self._inodes[1]
+        except OSError as error:
+            return isinstance(error, FileNotFoundError)
+
+    @property
+    def _index_paths(self) -> tuple[Path, Path]:
+        return self.path / _INDEX, self.path / _INDEX / INDEX_FILE
 
     def mark_index_complete(self) -> None:
         """State that the index knows every page file."""
@@ -295,21 +278,21 @@ class Folder(FolderView):
     def set_index_aside(self) -> None:
         """Take a broken index away; the next opening makes a new one from the page files."""
         with self.lock.held(_OPEN_SECONDS):
-            if self.is_in_place():  # else another process was faster
+            if self.is_in_place():  # otherwise another process was faster
                 _set_aside(self.ops, self.root_fd)
 
     def _holds_no_pages(self) -> bool:
-        for name in self.shards():
-            with self.shard(name) as fd:
+        for name in self.buckets():
+            with self.bucket(name) as fd:
                 if self.ops.list(fd):
                     return False
         return True
 
 
 def descriptors_of_each(folders: int) -> int:
-    """How many descriptors a store of so many folders may keep open in each."""
+    """Descriptors that a store of ``folders`` folders may keep open in each."""
     allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = LANES + len(SHARDS)
+    most = LANES + len(BUCKETS)
     if allowed == resource.RLIM_INFINITY:
         return most
     return max(1, min(most, (allowed - _OTHER_FILES) // (2 * folders)))
@@ -321,7 +304,7 @@ def is_store_folder(path: Path) -> bool:
 
 
 def why_not(path: Path, ops: FileOps) -> OSError | None:
-    """Why no store can be opened in ``path``, as it is now; None: one can. Changes nothing."""
+    """Why no store can be opened in ``path`` now; None if one can. Changes nothing."""
     try:
         if path.is_symlink() and not path.exists():
             raise FileNotFoundError(errno.ENOENT, "it is a link to nothing", str(path))
@@ -378,10 +361,16 @@ def _has_marker(path: Path, ops: FileOps, root_fd: int) -> bool:
         NotOurFolderError: It has files that no store makes, or another format.
     """
     names = ops.list(root_fd)
-    if MARKER in names and _marker_is_whole(path, ops, root_fd):
-        return True
+    if MARKER in names:
+        with opened(ops, MARKER, os.O_RDONLY, root_fd) as fd:
+            text = os.pread(fd, 4096, 0)
+        with suppress(ValueError, KeyError, TypeError):
+            if (found := json.loads(text)["format"]) == FOLDER_FORMAT:
+                return True
+            reason = f"it has format {found}, this is format {FOLDER_FORMAT}"
+            raise NotOurFolderError(errno.EINVAL, reason, str(path))
     # A marker that a power cut tore, or a first opening that was interrupted, is no reason to
-    # refuse; anything that neither a store nor an administrator's tools make is.
+    # refuse. Anything that neither a store nor an administrator's tools make is one.
     own = {MARKER, _LOCK, _INDEX, _PAGES, _SESSIONS, SERVER_REPORT} if MARKER in names else set()
     harmless = (f".{MARKER}.*", f".{SERVER_REPORT}.*", *_HARMLESS)
     strangers = sorted(
@@ -401,7 +390,7 @@ def _has_marker(path: Path, ops: FileOps, root_fd: int) -> bool:
 
 
 def _check_marker(path: Path, ops: FileOps, root_fd: int, create: bool) -> None:
-    """Refuse a folder that is no store; ``create``: make it one if it can become one."""
+    """Refuse a folder that is no store; with ``create``, make it one if it can become one."""
     if _has_marker(path, ops, root_fd):
         return
     if not create:
@@ -415,7 +404,7 @@ def _check_marker(path: Path, ops: FileOps, root_fd: int, create: bool) -> None:
             raise OSError(errno.EIO, "short write", str(path / temporary))
         os.fsync(fd)
     ops.rename(temporary, root_fd, MARKER, root_fd)
-    # Nothing else may come to stand in a folder without marker.
+    # No page may come to a folder without marker.
     ops.stat(MARKER, root_fd)
     os.fsync(root_fd)
 
@@ -432,19 +421,6 @@ def _warn_of_others(path: Path, root_fd: int) -> None:
         )
 
 
-def _marker_is_whole(path: Path, ops: FileOps, root_fd: int) -> bool:
-    with opened(ops, MARKER, os.O_RDONLY, root_fd) as fd:
-        text = os.pread(fd, 4096, 0)
-    try:
-        found = json.loads(text)["format"]
-    except (ValueError, KeyError, TypeError):
-        return False
-    if found != FOLDER_FORMAT:
-        reason = f"it has format {found}, this is format {FOLDER_FORMAT}"
-        raise NotOurFolderError(errno.EINVAL, reason, str(path))
-    return True
-
-
 def _ensure_folder(ops: FileOps, name: str, dir_fd: int) -> None:
     with suppress(FileExistsError):
         ops.make_folder(name, dir_fd)
@@ -453,16 +429,18 @@ def _ensure_folder(ops: FileOps, name: str, dir_fd: int) -> None:
 
 
 def _open_index(path: Path, ops: FileOps, root_fd: int) -> Index:
-    for is_last in (False, True):
+    try:
         try:
             return Index(path / _INDEX, ops)
         except sqlite3.Error as error:
-            if is_last or not is_damaged(error):
-                problem = f"its index cannot be opened: {error}"
-                raise OSError(errno.EIO, problem, str(path)) from None
+            if not is_damaged(error):
+                raise
         _set_aside(ops, root_fd)
         _ensure_folder(ops, _INDEX, root_fd)
-    raise AssertionError("unreachable")
+        return Index(path / _INDEX, ops)
+    except sqlite3.Error as error:
+        problem = f"its index cannot be opened: {error}"
+        raise OSError(errno.EIO, problem, str(path)) from None
 
 
 def _set_aside(ops: FileOps, root_fd: int) -> None:
@@ -478,7 +456,7 @@ def _boot_id() -> bytes:
 
 
 def _remove_dead_sessions(ops: FileOps, root_fd: int) -> None:
-    """Remove what stores left that were killed; the folder's lock is held."""
+    """Remove what killed stores left; the folder's lock is held."""
     with opened(ops, _SESSIONS, FOLDER, root_fd) as sessions_fd:
         for token in ops.list(sessions_fd):
             # One that cannot be removed is tried again at the next opening.
@@ -508,3 +486,26 @@ def _remove_session(ops: FileOps, sessions_fd: int, token: str) -> None:
             else:
                 ops.unlink(name, session_fd)
         ops.remove_folder(token, sessions_fd)
+
+
+def write_sidecar(folder: Path, name: str, text: str, *, replace: bool = True) -> None:
+    """Write a file beside the pages that only the owner may read. Readers see all of it or none.
+
+    Args:
+        replace: Whether a file of this ``name`` is replaced; otherwise it stays.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    temporary = folder / f".{name}.{secrets.token_hex(4)}"
+    try:
+        temporary.touch(mode=0o600)
+        temporary.write_text(text)
+        if replace:
+            temporary.replace(folder / name)
+        else:
+            with suppress(FileExistsError):
+                os.link(temporary, folder / name)
+    finally:
+        with suppress(OSError):
+            temporary.unlink()

@@ -1,16 +1,15 @@
-"""The index of one folder: which page files it has, who wrote them, when they were last used.
+"""The index of one folder: its page files, their writers, and the order in which they are evicted.
 
 It is an SQLite database in WAL mode that any number of processes open at once; a look-up waits for
 no writer. SQLite's locks belong to open files, so they hold between containers, too. All changes
 are made by the holder of the folder's lock. It can be rebuilt from the page files at any time.
 
 - ``pages``: namespace + key -> one record of 32 bytes for every share in this folder.
-- ``recency``: last use (big-endian nanoseconds) + namespace + key + share; the order in which pages
-  are evicted.
+- ``recency``: eviction rank (8 bytes, big-endian) + namespace + key + share.
 - ``meta``: totals (pages, bytes), format, the machine's boot, whether the index is complete.
 
-Each row that a statement returns costs a switch of Python's threads. So a look-up, of however many
-pages, is one statement with one row.
+Each row that a statement returns costs a switch of Python's threads. So a look-up of any number of
+pages is one statement with one row.
 """
 
 from __future__ import annotations
@@ -18,26 +17,25 @@ from __future__ import annotations
 import os
 import sqlite3
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from queue import SimpleQueue
 from typing import NamedTuple
 from urllib.parse import quote
 
-from hcache_backend.page import KEY_BYTES, NAMESPACE_BYTES
+from hcache_backend.format.envelope import BLOCK, KEY_BYTES, NAMESPACE_BYTES, PageName, round_up
+from hcache_backend.format.units import ALL_EIGHTHS, Eighths, Share
 from hcache_backend.store.file_ops import FileOps
-from hcache_backend.store.format import BLOCK, PageName, round_up
-from hcache_backend.units import ALL_EIGHTHS, Share
 
 INDEX_FORMAT = b"2"
 INDEX_FILE = "index.sqlite"
 
 _RECORD = struct.Struct("<BBHI8sQQ")
-_STAMP = struct.Struct(">Q")
+_RANK = struct.Struct(">Q")
 _TOTALS = struct.Struct("<QQ")
 _NAME_BYTES = NAMESPACE_BYTES + KEY_BYTES
-_WHOLE_COUNT = 1  # position of the share count in a record
+_SHARE_COUNT = 1  # its position in a record
 
 _TABLES = """
 CREATE TABLE IF NOT EXISTS pages (page BLOB PRIMARY KEY, files BLOB NOT NULL) WITHOUT ROWID;
@@ -48,7 +46,7 @@ _WAL_BYTES = 16 << 20
 _CACHE_KIB = 16 << 10
 _WAIT_SECONDS = 5.0
 _READERS = 4
-"""Threads that look up at once; the next one waits for one of them."""
+"""Threads that look up at once; another one waits."""
 _AT_A_TIME = 512
 """Entries of one statement."""
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
@@ -76,14 +74,14 @@ class Entry(NamedTuple):
 
     Attributes:
         writer: The server run that made it, 8 bytes.
-        stamp: The last use, in nanoseconds of the store's access epoch; see :mod:`.recency`.
+        rank: The eviction rank: the lowest goes first; see :mod:`.eviction`.
     """
 
     name: PageName
     header_bytes: int
     payload_bytes: int
     writer: bytes
-    stamp: int
+    rank: int
 
     @property
     def file_bytes(self) -> int:
@@ -91,24 +89,24 @@ class Entry(NamedTuple):
 
 
 class Totals(NamedTuple):
-    """What a folder holds: page files, and their bytes."""
+    """Page files of a folder, and their bytes."""
 
     pages: int
     bytes: int
 
 
-_Files = dict[bytes, list[Entry]]
-"""Namespace + key -> the files of that page."""
+Files = dict[bytes, list[Entry]]
+"""The files of each page, by namespace + key."""
 
 
 class Index:
     """The index in ``folder`` (which exists).
 
-    Reading needs no lock, changing that of the folder. A change that raises sqlite3.Error has
+    Reading needs no lock, a change needs that of the folder. A change that raises sqlite3.Error has
     changed nothing.
 
     Args:
-        readonly: Nothing is to be changed, and the folder need not be writable.
+        readonly: No change is made, and the folder need not be writable.
 
     Raises:
         sqlite3.Error: It cannot be opened; it may be rebuilt if it :func:`is_damaged`.
@@ -119,12 +117,12 @@ class Index:
         self._path = folder / INDEX_FILE
         self._readonly = readonly
         self._readers: list[sqlite3.Connection] = []
-        self._idle: SimpleQueue[sqlite3.Connection] = SimpleQueue()  # those of them not in use
+        self._idle: SimpleQueue[sqlite3.Connection] = SimpleQueue()
         self._writer: sqlite3.Connection | None = None
         try:
             if not readonly:
                 self._writer = self._open_to_write()
-            # As many as stay: SQLite keeps the descriptors of those that are closed meanwhile.
+            # All at once: SQLite keeps the descriptors of those that are closed meanwhile.
             for _ in range(1 if readonly else _READERS):
                 self._readers.append(self._open_to_read())
                 self._idle.put(self._readers[-1])
@@ -132,35 +130,32 @@ class Index:
             self.close()
             raise
 
-    def coverage(self, namespace: bytes, keys: Sequence[bytes]) -> list[int]:
-        """Bit mask of the eighths of every page that stand in this folder."""
-        pages = [namespace + key for key in keys]
-        found = {record[:_NAME_BYTES]: record[_NAME_BYTES:] for record in self._records(pages)}
+    def coverage(self, namespace: bytes, keys: Sequence[bytes]) -> list[Eighths]:
+        """The part of every page that is in this folder."""
+        found = self._records([namespace + key for key in keys])
         # Most pages have one file, of the whole page: no function is called for those.
         return [
-            ALL_EIGHTHS if records and records[_WHOLE_COUNT] == 1 else _eighths(records)
-            for records in map(found.get, pages)
+            ALL_EIGHTHS if records and records[_SHARE_COUNT] == 1 else _eighths(records)
+            for records in [found.get(namespace + key) for key in keys]
         ]
 
     def lookup(self, namespace: bytes, keys: Sequence[bytes]) -> list[list[Entry]]:
-        """The files of every page."""
-        pages = [namespace + key for key in keys]
-        found = self._files(pages)
-        return [found.get(page, []) for page in pages]
+        found = self._files([namespace + key for key in keys])
+        return [found.get(namespace + key, []) for key in keys]
 
     def find(self, name: PageName) -> Entry | None:
-        """The entry of a file; None where there is none."""
+        """The entry of a file; None if there is none."""
         [files] = self.lookup(name.namespace, [name.key])
         return next((entry for entry in files if entry.name == name), None)
 
     def known(self, names: Iterable[PageName]) -> set[PageName]:
-        """Those of the files that have entries."""
+        """The files that have entries."""
         wanted = set(names)
         files = self._files({name.page for name in wanted})
         return {entry.name for entries in files.values() for entry in entries} & wanted
 
     def entries(self, namespace: bytes = b"") -> Iterator[Entry]:
-        """All entries of a namespace (of all namespaces); it may miss what comes meanwhile."""
+        """All entries of a namespace (of all namespaces), perhaps without those that come now."""
         page = namespace
         while True:
             with self._reading() as connection:
@@ -174,7 +169,7 @@ class Index:
                 return
 
     def oldest(self, after: Entry | None = None) -> list[Entry]:
-        """Up to 64 entries, least recently used first; those ``after`` one, also a removed one."""
+        """Up to 64 entries, lowest rank first; those ``after`` an entry, which may be gone."""
         with self._reading() as connection:
             last = _mark(after) if after is not None else b""
             [(found,)] = connection.execute(_OLDEST, (last,)).fetchall()
@@ -183,60 +178,55 @@ class Index:
         entries = {_mark(entry): entry for some in files.values() for entry in some}
         return [entries[mark] for mark in marks if mark in entries]
 
-    def stamps(self) -> tuple[int, int] | None:
-        """The stamps of the least and the most recently used entry; None: there is no entry."""
+    def rank_range(self) -> tuple[int, int] | None:
+        """The lowest and the highest eviction rank; None if there is no entry."""
         with self._reading() as connection:
             [(first, last)] = connection.execute(_ENDS).fetchall()
         if first is None:
             return None
-        return _STAMP.unpack_from(first)[0], _STAMP.unpack_from(last)[0]
+        return _RANK.unpack_from(first)[0], _RANK.unpack_from(last)[0]
 
     def totals(self) -> Totals:
-        """Page files and bytes in this folder."""
-        value = self.meta(b"totals")
-        return Totals(*_TOTALS.unpack(value)) if value else Totals(0, 0)
+        with self._reading() as connection:
+            return _totals(connection)
 
-    def meta(self, name: bytes) -> bytes | None:
+    def meta(self, name: str) -> bytes | None:
         """A named fact about the index."""
         with self._reading() as connection:
-            return _meta(connection, name.decode())
+            return _meta(connection, name)
 
     def insert(self, entries: Iterable[Entry]) -> None:
         """Add entries; one for a share that is there replaces it. All or nothing."""
-        new = {entry.name: entry for entry in entries}
+        new: Files = {}
+        for entry in {entry.name: entry for entry in entries}.values():
+            new.setdefault(entry.name.page, []).append(entry)
 
-        def change(files: _Files) -> None:
-            for name, entry in new.items():
-                others = [other for other in files.get(name.page, ()) if other.name != name]
-                # A whole page stands first: coverage looks at the first record only.
-                files[name.page] = [entry, *others] if name.share.of == 1 else [*others, entry]
+        def change(page: bytes, files: list[Entry]) -> list[Entry]:
+            names = {entry.name for entry in new[page]}
+            files = [*(entry for entry in files if entry.name not in names), *new[page]]
+            # A whole page comes first: coverage looks at the first record only.
+            return sorted(files, key=lambda entry: entry.name.share.of > 1)
 
-        self._change({name.page for name in new}, change)
+        self._change(new, change)
 
     def remove(self, names: Iterable[PageName]) -> int:
-        """Take entries out; those that are not there are ignored. Returns the bytes of the rest."""
+        """Take entries out; those that are not there are ignored. Returns their bytes."""
         gone = set(names)
+        return -self._change(
+            {name.page for name in gone},
+            lambda _, files: [entry for entry in files if entry.name not in gone],
+        )
 
-        def change(files: _Files) -> None:
-            for page, some in files.items():
-                files[page] = [entry for entry in some if entry.name not in gone]
+    def raise_ranks(self, ranks: Mapping[PageName, int]) -> None:
+        """Give entries higher eviction ranks; those that are not there are ignored."""
 
-        return -self._change({name.page for name in gone}, change)
+        def change(_: bytes, files: list[Entry]) -> list[Entry]:
+            new = [max(entry.rank, ranks.get(entry.name, 0)) for entry in files]
+            return [entry._replace(rank=rank) for entry, rank in zip(files, new, strict=True)]
 
-    def touch(self, stamps: Mapping[PageName, int]) -> None:
-        """Set the last use of entries; those that are not there are ignored."""
-
-        def change(files: _Files) -> None:
-            for page, some in files.items():
-                files[page] = [
-                    entry._replace(stamp=max(entry.stamp, stamps.get(entry.name, 0)))
-                    for entry in some
-                ]
-
-        self._change({name.page for name in stamps}, change)
+        self._change({name.page for name in ranks}, change)
 
     def set_meta(self, **facts: bytes) -> None:
-        """State facts about the index."""
         with self._transaction() as connection:
             for name, value in facts.items():
                 connection.execute("REPLACE INTO meta VALUES (?, ?)", (name, value))
@@ -246,7 +236,7 @@ class Index:
         problems = []
         pages = size = 0
         with self._reading() as connection:
-            connection.execute("BEGIN")  # all as it is at one moment
+            connection.execute("BEGIN")  # one moment for all
             try:
                 marks = {mark for (mark,) in connection.execute("SELECT mark FROM recency")}
                 for page, value in connection.execute("SELECT page, files FROM pages"):
@@ -267,13 +257,11 @@ class Index:
         return problems
 
     def close(self) -> None:
-        """Close it; nobody may be using it."""
+        """Close it; no thread may be using it."""
         for connection in (*self._readers, self._writer):
             with suppress(sqlite3.Error):
                 if connection is not None:
                     connection.close()
-
-    # ---- reading ----
 
     @contextmanager
     def _reading(self) -> Iterator[sqlite3.Connection]:
@@ -284,29 +272,26 @@ class Index:
         finally:
             self._idle.put(connection)
 
-    def _records(self, pages: Sequence[bytes]) -> list[bytes]:
-        """Of those pages that are there: namespace, key and the records of their files."""
-        if not pages:
-            return []
+    def _records(self, pages: Iterable[bytes]) -> dict[bytes, bytes]:
         with self._reading() as connection:
-            return _find(connection, pages)
+            return _find(connection, list(pages))
 
-    def _files(self, pages: Iterable[bytes]) -> _Files:
-        return _by_page(self._records(list(pages)))
+    def _files(self, pages: Iterable[bytes]) -> Files:
+        return {page: _unpack(page, records) for page, records in self._records(pages).items()}
 
-    # ---- changing ----
-
-    def _change(self, pages: set[bytes], change: Callable[[_Files], None]) -> int:
-        """Have ``change`` change the files of some pages; by how many bytes there are more then."""
+    def _change(
+        self, pages: Collection[bytes], change: Callable[[bytes, list[Entry]], list[Entry]]
+    ) -> int:
+        """Replace the files of some pages by those of ``change``; returns the added bytes."""
         with self._transaction() as connection:
-            found = _by_page(_find(connection, list(pages))) if pages else {}
-            before = {page: list(files) for page, files in found.items()}
-            change(found)
-            rows = [(page, _pack_all(files)) for page, files in found.items() if files]
+            records = _find(connection, list(pages))
+            before = {page: _unpack(page, records.get(page, b"")) for page in pages}
+            after = {page: change(page, files) for page, files in before.items()}
+            rows = [(page, b"".join(map(_pack, files))) for page, files in after.items() if files]
             _execute(connection, "REPLACE INTO pages VALUES", "(?, ?)", rows)
-            empty = [(page,) for page, files in found.items() if not files]
+            empty = [(page,) for page in records if not after[page]]
             _execute(connection, "DELETE FROM pages WHERE page IN", "?", empty)
-            old, new = ({e for files in some.values() for e in files} for some in (before, found))
+            old, new = ({e for files in some.values() for e in files} for some in (before, after))
             marks = [(_mark(entry),) for entry in old - new]
             _execute(connection, "DELETE FROM recency WHERE mark IN", "?", marks)
             marks = [(_mark(entry),) for entry in new - old]
@@ -329,8 +314,6 @@ class Index:
         finally:
             if connection.in_transaction:
                 connection.rollback()
-
-    # ---- opening ----
 
     def _connect(self, how: str) -> sqlite3.Connection:
         connection = sqlite3.connect(
@@ -378,19 +361,16 @@ def is_damaged(error: Exception) -> bool:
     return code is not None and code & 0xFF in _DAMAGED
 
 
-def _find(connection: sqlite3.Connection, pages: Sequence[bytes]) -> list[bytes]:
-    names = (len(pages), b"".join(pages))
-    [(found,)] = connection.execute(_FIND, names).fetchall()
-    return _from_hex(found)
+def _find(connection: sqlite3.Connection, pages: Sequence[bytes]) -> dict[bytes, bytes]:
+    """The records of those of ``pages`` that are there."""
+    if not pages:
+        return {}
+    [(found,)] = connection.execute(_FIND, (len(pages), b"".join(pages))).fetchall()
+    return {record[:_NAME_BYTES]: record[_NAME_BYTES:] for record in _from_hex(found)}
 
 
 def _from_hex(found: str | None) -> list[bytes]:
     return list(map(bytes.fromhex, found.split(","))) if found else []
-
-
-def _by_page(records: Iterable[bytes]) -> _Files:
-    cut = ((record[:_NAME_BYTES], record[_NAME_BYTES:]) for record in records)
-    return {page: _unpack(page, files) for page, files in cut}
 
 
 def _execute(
@@ -414,25 +394,20 @@ def _totals(connection: sqlite3.Connection) -> Totals:
     return Totals(*_TOTALS.unpack(value)) if value else Totals(0, 0)
 
 
-def _pack_all(files: Iterable[Entry]) -> bytes:
-    return b"".join(map(_pack, files))
-
-
 def _pack(entry: Entry) -> bytes:
     blocks = entry.header_bytes // BLOCK
-    sizes = (entry.payload_bytes, entry.stamp)
-    return _RECORD.pack(*entry.name.share, 0, blocks, entry.writer, *sizes)
+    return _RECORD.pack(*entry.name.share, 0, blocks, entry.writer, entry.payload_bytes, entry.rank)
 
 
 def _unpack(page: bytes, records: bytes | memoryview) -> list[Entry]:
     namespace, key = page[:NAMESPACE_BYTES], page[NAMESPACE_BYTES:]
     return [
-        Entry(PageName(namespace, key, Share(number, of)), blocks * BLOCK, payload, writer, stamp)
-        for number, of, _, blocks, writer, payload, stamp in _RECORD.iter_unpack(records)
+        Entry(PageName(namespace, key, Share(number, of)), blocks * BLOCK, payload, writer, rank)
+        for number, of, _, blocks, writer, payload, rank in _RECORD.iter_unpack(records)
     ]
 
 
-def _eighths(records: bytes | None) -> int:
+def _eighths(records: bytes | None) -> Eighths:
     mask = 0
     for number, of, *_ in _RECORD.iter_unpack(records or b""):
         mask |= Share(number, of).eighths
@@ -441,4 +416,4 @@ def _eighths(records: bytes | None) -> int:
 
 def _mark(entry: Entry) -> bytes:
     """The key of an entry in ``recency``."""
-    return _STAMP.pack(entry.stamp) + entry.name.page + bytes(entry.name.share)
+    return _RANK.pack(entry.rank) + entry.name.page + bytes(entry.name.share)

@@ -1,4 +1,4 @@
-"""What a store counts, and what it says in the log."""
+"""The counters of a store, and its lines in the log."""
 
 from __future__ import annotations
 
@@ -6,10 +6,6 @@ import logging
 import threading
 import time
 from dataclasses import dataclass, field
-from typing import NamedTuple
-
-from hcache_backend.config import HCacheConfig
-from hcache_backend.store.file_ops import FileOps
 
 logger = logging.getLogger("hcache.store")
 
@@ -73,13 +69,3 @@ class ProblemLog:
             held_back = self._held_back.pop(kind, 0)
         more = f" ({held_back} similar problems since the last such line)" if held_back else ""
         logger.warning("hcache: %s%s", message, more)
-
-
-class StoreContext(NamedTuple):
-    """What the folders of one store have in common; ``writer`` is the server run, 8 bytes."""
-
-    config: HCacheConfig
-    ops: FileOps
-    writer: bytes
-    stats: StoreStats
-    problems: ProblemLog

@@ -18,9 +18,10 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, PoolName
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 
 from hcache_backend.config import ConfigError
-from hcache_backend.page import PageLayout, key_bytes
+from hcache_backend.format.envelope import key_bytes
+from hcache_backend.format.page import PageLayout
+from hcache_backend.format.units import WHOLE, Parts, SegmentTable, Share
 from hcache_backend.sglang.arguments import check_tp_lcm_size
-from hcache_backend.units import WHOLE, Parts, SegmentTable, Share
 
 logger = logging.getLogger("hcache")
 

@@ -14,10 +14,11 @@ from functools import partial
 from typing import TypeVar
 
 import numpy as np
-import xxhash
 
 from hcache_backend import metrics
-from hcache_backend.page import Bytes
+from hcache_backend.format.envelope import PROOF_BYTES, PageName, proof
+from hcache_backend.format.page import Bytes
+from hcache_backend.format.units import Parts, Share
 from hcache_backend.store.stats import ProblemLog
 from hcache_backend.tiers.shared_backend import (
     CLOSE_SECONDS,
@@ -28,7 +29,6 @@ from hcache_backend.tiers.shared_backend import (
     row_bytes,
 )
 from hcache_backend.tiers.threads import BoundedCalls, CopyQueue, GivenUp, bounded
-from hcache_backend.units import Parts, Share
 
 logger = logging.getLogger("hcache")
 
@@ -39,8 +39,6 @@ REST_SECONDS = 10.0
 """A backend that failed, or did not answer in time, is left alone for so long."""
 _PART_BYTES = 16 << 20
 """Largest part of a read or of a write, unless one page is larger."""
-_MAGIC = b"HCBEHIND"
-_PROOF_BYTES = len(_MAGIC) + 16
 
 _Result = TypeVar("_Result")
 
@@ -65,7 +63,7 @@ class StoreBehind:
         self._made = made
         self._name = option.backend
         self._read_seconds = option.read_seconds
-        length = row_bytes(page_bytes + _PROOF_BYTES, pieces)
+        length = row_bytes(page_bytes + PROOF_BYTES, pieces)
         self._rows = rows = max(1, option.buffer_bytes // 3 // length)
         pool = RowPool(2 * rows, length, pieces)
         self._part = max(1, min(rows, _PART_BYTES // length))
@@ -104,7 +102,10 @@ class StoreBehind:
         """
         start_time, took, found = time.monotonic(), 0.0, 0
         for start in range(0, len(keys), _LOOK_UP_PAGES):
-            names = [_name(namespace, key, share) for key in keys[start : start + _LOOK_UP_PAGES]]
+            names = [
+                PageName(namespace, key, share).value
+                for key in keys[start : start + _LOOK_UP_PAGES]
+            ]
             began = time.monotonic()
             left = start_time + LOOK_UP_SECONDS - began
             if left < 2 * took:  # the next part would perhaps not come in time
@@ -157,9 +158,9 @@ class StoreBehind:
 
         def write(rows: list[int], copies: list[Parts]) -> None:
             for row, key, copy in zip(rows, keys, copies, strict=False):
-                proof = _proof(namespace, key, share, copy)
-                self._memory[self._rows + row, -_PROOF_BYTES:] = np.frombuffer(proof, np.uint8)
-            names = [_name(namespace, key, share) for key in keys[: len(rows)]]
+                end = np.frombuffer(proof(PageName(namespace, key, share), copy), np.uint8)
+                self._memory[self._rows + row, -PROOF_BYTES:] = end
+            names = [PageName(namespace, key, share).value for key in keys[: len(rows)]]
             stored, problem = [False] * len(names), "takes no pages"
             try:
                 stored = self._values.set(names, [self._rows + row for row in rows])
@@ -224,7 +225,7 @@ class StoreBehind:
         self, namespace: bytes, share: Share, keys: Sequence[bytes], pages: Sequence[Parts]
     ) -> list[bool] | None:
         """Read a part of the pages; None: the backend is left alone."""
-        names = [_name(namespace, key, share) for key in keys]
+        names = [PageName(namespace, key, share).value for key in keys]
         get = partial(self._values.get, names, range(len(names)))
         came = self._ask(self._reading, get, self._read_seconds)
         if came is None:
@@ -241,7 +242,7 @@ class StoreBehind:
             end = start + part.nbytes
             np.frombuffer(part, np.uint8)[:] = value[start:end]
             start = end
-        if value[-_PROOF_BYTES:].tobytes() == _proof(namespace, key, share, page):
+        if value[-PROOF_BYTES:].tobytes() == proof(PageName(namespace, key, share), page):
             return True
         metrics.BEHIND_PAGES.count("damaged")
         metrics.PROBLEMS.count("behind_damaged")
@@ -282,16 +283,3 @@ class StoreBehind:
             logger.warning("hcache: the shared L3 (%s) %s", self._name, problem)
         elif not self._failing:
             logger.info("hcache: the shared L3 (%s) responds again", self._name)
-
-
-def _name(namespace: bytes, key: bytes, share: Share) -> str:
-    return f"hcache-{namespace.hex()}-{key.hex()}-{share.number}of{share.of}"
-
-
-def _proof(namespace: bytes, key: bytes, share: Share, page: Parts) -> bytes:
-    """What stands at the end of the value of ``page``."""
-    hasher = xxhash.xxh3_128()
-    for part in page:
-        hasher.update(part)
-    hasher.update(namespace + key + bytes(share))
-    return _MAGIC + hasher.digest()

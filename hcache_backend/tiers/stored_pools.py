@@ -17,14 +17,14 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, PoolName
 from sglang.srt.observability.metrics_collector import StorageMetrics
 
 from hcache_backend import metrics
-from hcache_backend.page import key_bytes
+from hcache_backend.format.envelope import key_bytes
+from hcache_backend.format.units import Parts
 from hcache_backend.sglang.runtime import Runtime, Weights
 from hcache_backend.store import PageStore
 from hcache_backend.tiers.pool_pages import PageKeys, PoolPages
 from hcache_backend.tiers.shared import LOOK_UP_SECONDS, StoreBehind
 from hcache_backend.tiers.shared_backend import MadeBackend
 from hcache_backend.tiers.threads import GivenUp
-from hcache_backend.units import Parts
 
 logger = logging.getLogger("hcache")
 

@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from hcache_backend.page import Bytes
+from hcache_backend.format.page import Bytes
+from hcache_backend.format.units import Parts
 from hcache_backend.store.stats import ProblemLog
-from hcache_backend.units import Parts
 
 _Result = TypeVar("_Result")
 

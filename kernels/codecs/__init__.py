@@ -12,8 +12,8 @@ int8   float32, 16-bit floats   d + 4, to a multiple of 16     error at most 1/2
 fp8    float32, 16-bit floats   d + 4, to a multiple of 16     error at most 1/16 of each value
 ====== ======================== ============================== ====================================
 
-K and V are encoded unit by unit (:mod:`hcache_backend.units`): ``exp4`` of bfloat16, ``int8`` and
-``fp8`` of 16-bit floats.
+K and V are encoded unit by unit (:mod:`hcache_backend.format.units`): ``exp4`` of bfloat16,
+``int8`` and ``fp8`` of 16-bit floats.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """K and V in pages of the KV pool <-> their encoded segments in our pages.
 
 The segments of a layer are K, then V; each is one group of heads after the other, and each group
-its units, which are runs of tokens (:mod:`hcache_backend.units`). One launch takes all pages of a
-save or a load. Encoding writes device memory, or pages in pinned memory right over the bus.
+its units, which are runs of tokens (:mod:`hcache_backend.format.units`). One launch takes all pages
+of a save or a load. Encoding writes device memory, or pages in pinned memory right over the bus.
 """
 
 from __future__ import annotations

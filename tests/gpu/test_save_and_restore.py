@@ -14,7 +14,7 @@ import torch
 
 from hcache_backend.arena import Arena
 from hcache_backend.capture.staging import StagedCapture, Staging
-from hcache_backend.page import PageLayout, hidden_layer
+from hcache_backend.format.page import PageLayout, hidden_layer
 from hcache_backend.restore.layers import Fill, RestoredLayer
 from hcache_backend.restore.pipeline import RestorePipeline
 from hcache_kernels.codecs import ExactCodec

@@ -12,7 +12,7 @@ pytest.importorskip("hypothesis", reason="hypothesis is not installed")
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hcache_backend.page import PageLayout, hidden_layer
+from hcache_backend.format.page import PageLayout, hidden_layer
 from hcache_kernels.codecs import CODECS, Codec, UnsupportedRows, make_codec
 from hcache_kernels.codecs.exp4_code import most_exceptions
 from tests.kernels.codec_rows import bfloat16, bits_of, exceptions_of, float_rows, full_rows

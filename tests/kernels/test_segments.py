@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from hcache_backend.page import PageLayout, StoredLayer, kv_layer
-from hcache_backend.units import Segment, units_of, units_per_group
+from hcache_backend.format.page import PageLayout, StoredLayer, kv_layer
+from hcache_backend.format.units import Segment, units_of, units_per_group
 from hcache_kernels.codecs import (
     SEGMENT_CODECS,
     Cut,

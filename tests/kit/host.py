@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from hcache_backend.checks.service import KVChecks
+from hcache_backend.format.units import WHOLE
 from hcache_backend.host.loads import LoadQueue, QueuedLoad
 from hcache_backend.krul.segments import make_segments
 from hcache_backend.plan.costs import Partition
@@ -16,7 +17,6 @@ from hcache_backend.plan.restore import Restore
 from hcache_backend.restore.pipeline import RestorePipeline
 from hcache_backend.sglang.controller import OwnPagesController
 from hcache_backend.sglang.host_pool import HostPages, OwnPagesPool
-from hcache_backend.units import WHOLE
 from tests.kit.turns import turn_of_checks
 
 LAYERS, PAGE, DEVICE_PAGES, HOST_PAGES = 2, 16, 8, 6

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hcache_backend.page import PageLayout
+from hcache_backend.format.page import PageLayout
 from tests.order import watch
 from tests.order.clocks import HOST, Clocks, Query, site
 from tests.order.memory import Finding, Kind, Memory

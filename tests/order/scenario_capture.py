@@ -12,7 +12,7 @@ from hcache_backend import streams
 from hcache_backend.arena import Arena
 from hcache_backend.capture.hooks import HiddenCapture
 from hcache_backend.capture.staging import StagedCapture, Staging
-from hcache_backend.page import PageLayout, hidden_layer
+from hcache_backend.format.page import PageLayout, hidden_layer
 from hcache_kernels.codecs import ExactCodec
 from tests.order import edges
 from tests.order.checker import Checker

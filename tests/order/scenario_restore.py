@@ -13,14 +13,14 @@ import numpy.typing as npt
 import torch
 
 from hcache_backend import streams
+from hcache_backend.format.page import RECOMPUTED, PageLayout, StoredLayer
+from hcache_backend.format.units import Segment, Share
 from hcache_backend.host.segments import KVSegments
-from hcache_backend.page import RECOMPUTED, PageLayout, StoredLayer
 from hcache_backend.restore.exchange import CollectiveOrder
 from hcache_backend.restore.layers import Recompute, RestoredLayer
 from hcache_backend.restore.pipeline import RestorePipeline
 from hcache_backend.restore.recompute import TokenSpan
 from hcache_backend.restore.report import RunningRestore
-from hcache_backend.units import Segment, Share
 from tests.order.checker import Checker
 
 GPU = torch.device("cpu")

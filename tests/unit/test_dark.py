@@ -37,8 +37,8 @@ def test_the_list_and_a_run_are_compared() -> None:
 
 PROGRAM = """
 import os, signal
-from hcache_backend.store import check
-from hcache_backend import units
+from hcache_backend.store import maintenance
+from hcache_backend.format import units
 units.Share(0, 1).eighths
 if os.fork():
     os.wait()
@@ -61,7 +61,7 @@ def test_statements_that_ran_are_known_although_the_process_was_killed(tmp_path:
     text = (ROOT / "hcache_backend/cli/common.py").read_text()
     owned = {key for key in statements() if key[:2] == ("hcache_backend/cli/common.py", "settings")}
     assert owned and owned - dark and owned & dark, text
-    assert ("hcache_backend/units.py", "", "class Share(NamedTuple):") not in dark
+    assert ("hcache_backend/format/units.py", "", "class Share(NamedTuple):") not in dark
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,7 @@ RANKS = {
     "config": 0,
     "kvikio_state": 0,
     "trace": 0,
-    "units": 0,
-    "page": 1,
+    "format": 0,
     "ranks": 1,
     "streams": 1,
     "turn": 1,
@@ -111,7 +110,7 @@ def test_of_the_tests_benchmarks_import_the_cpu_engine_only() -> None:
 
 
 def test_the_store_and_the_page_format_import_no_torch() -> None:
-    light = [path for path in modules() if part_of(path) in ("store", "page", "config", "trace")]
+    light = [path for path in modules() if part_of(path) in ("store", "format", "config", "trace")]
     assert importers(light, "torch") == []
 
 
@@ -119,7 +118,7 @@ def test_kernels_import_nothing_of_the_backend() -> None:
     assert importers(KERNELS.rglob("*.py"), "hcache_backend", "sglang") == []
 
 
-LIGHT = ("", "config", "page", "store", "trace")
+LIGHT = ("", "config", "format", "store", "trace")
 
 WITHOUT = """
 import importlib, sys

@@ -10,14 +10,14 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hcache_backend.page import (
+from hcache_backend.format.page import (
     RECOMPUTED,
     PageLayout,
     StoredLayer,
     hidden_layer,
     kv_layer,
 )
-from hcache_backend.units import SHARE_COUNTS, UNIT_VALUES, WHOLE, Share, Unit, units_of
+from hcache_backend.format.units import SHARE_COUNTS, UNIT_VALUES, WHOLE, Share, Unit, units_of
 
 HIDDEN, KV = hidden_layer(16, 16, 8), kv_layer(16, 16, 16, 2, 1)
 LAYOUT = PageLayout(16, (RECOMPUTED, HIDDEN, HIDDEN, KV))

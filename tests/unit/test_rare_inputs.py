@@ -14,7 +14,7 @@ from torch import nn
 
 from hcache_backend import fingerprint
 from hcache_backend.arena import Arena
-from hcache_backend.page import PageLayout, hidden_layer
+from hcache_backend.format.page import PageLayout, hidden_layer
 from hcache_backend.plan import profile
 from hcache_backend.plan.model_config import _Fields, _kv_heads, _latent, _mlp_width
 from hcache_backend.plan.record import PartitionRecord

@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 
 from hcache_backend.cli.main import app
 from hcache_backend.config import parse_config
-from hcache_backend.page import PageLayout, StoredLayer, hidden_layer, kv_layer
+from hcache_backend.format.page import PageLayout, StoredLayer, hidden_layer, kv_layer
+from hcache_backend.format.units import Segment, SegmentTable
 from hcache_backend.server_report import (
     LayerGroup,
     ServerReport,
@@ -20,7 +21,6 @@ from hcache_backend.server_report import (
     write_report,
 )
 from hcache_backend.store import SERVER_REPORT, PageStore
-from hcache_backend.units import Segment, SegmentTable
 
 BY_SPEC = LayerGroup(
     layers=(0, 2), method="spec", detail="fused weight 512x256", exactness="100% equal"

@@ -11,7 +11,7 @@ import pytest
 from bench.harness.models import build_model
 from bench.harness.server import Server
 from hcache_backend.cli.metrics_page import fetch
-from hcache_backend.store.format import BLOCK
+from hcache_backend.format.envelope import BLOCK
 from tests.engine.harness.conversations import (
     Conversation,
     ask,

@@ -16,8 +16,9 @@ from bench.fixtures.models import fixture
 from bench.fixtures.text import Texts, corpus
 from bench.harness.models import build_model
 from bench.harness.server import Server, ServerOptions
-from hcache_backend.page import LAYER_ENTRY
-from hcache_backend.store.format import parse_header, parse_name
+from hcache_backend.format.envelope import parse_name
+from hcache_backend.format.file import parse_header
+from hcache_backend.format.page import LAYER_ENTRY
 from tests.cpu_engine.hcache_cpu_engine import stub_torchvision
 from tests.engine.codecs.test_lossy_kv import PAGE, likeliest, options
 from tests.engine.harness.conversations import (

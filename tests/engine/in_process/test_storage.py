@@ -20,7 +20,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 from sglang.srt.observability.metrics_collector import StorageMetrics
 
 from hcache_backend import HCacheStorage
-from hcache_backend.page import key_bytes
+from hcache_backend.format.envelope import key_bytes
 from hcache_backend.sglang.runtime import Runtime, Weights
 from tests.engine.in_process.storage_config import PAGE, storage_config
 

@@ -10,7 +10,7 @@ import torch
 
 from hcache_backend.arena import Arena
 from hcache_backend.capture.staging import StagedCapture, Staging
-from hcache_backend.page import PageLayout, hidden_layer
+from hcache_backend.format.page import PageLayout, hidden_layer
 from hcache_kernels.codecs import ExactCodec
 
 LAYERS, WIDTH, SIZE, PLACES = 3, 8, 4, 12

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from hcache_backend.arena import Arena
-from hcache_backend.page import PageLayout, hidden_layer
+from hcache_backend.format.page import PageLayout, hidden_layer
 
 SIZE = 4
 LAYOUT = PageLayout(SIZE, (hidden_layer(SIZE, 8, 8),) * 2)

@@ -7,9 +7,9 @@ import hashlib
 import pytest
 import torch
 
+from hcache_backend.format.units import units_per_group
 from hcache_backend.krul.pair_forms import PAIR_FORMS, Fp8Pair, MergedPair, PairSlot
 from hcache_backend.krul.selection import Strategy
-from hcache_backend.units import units_per_group
 from hcache_kernels.codecs import Cut, UnsupportedRows
 from hcache_kernels.codecs.scaled_segments import Fp8Segments
 

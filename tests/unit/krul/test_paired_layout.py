@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hcache_backend.format.page import PageLayout, kv_layer
+from hcache_backend.format.units import Segment
 from hcache_backend.krul.paired_layout import CodedPair, PairedLayout
-from hcache_backend.page import PageLayout, kv_layer
-from hcache_backend.units import Segment
 
 LAYERS, TOKENS = 6, 16
 ALONE = kv_layer(TOKENS, 64, 64, 2, 1, "exp4.2", (1024, 1024))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from hcache_backend.page import RECOMPUTED, PageLayout, hidden_layer, kv_layer
+from hcache_backend.format.page import RECOMPUTED, PageLayout, hidden_layer, kv_layer
 from hcache_backend.restore.layers import Recompute, RestoredLayer
 from hcache_backend.restore.pipeline import RestorePipeline
 from hcache_backend.streams import current_stream

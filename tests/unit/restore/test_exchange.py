@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as processes
 
-from hcache_backend.page import PageLayout, hidden_layer, kv_layer
+from hcache_backend.format.page import PageLayout, hidden_layer, kv_layer
+from hcache_backend.format.units import Share
 from hcache_backend.restore.exchange import (
     CollectiveOrder,
     Exchange,
@@ -26,7 +27,6 @@ from hcache_backend.restore.exchange import (
 from hcache_backend.restore.layers import RestoredLayer
 from hcache_backend.restore.pipeline import RestorePipeline
 from hcache_backend.streams import StreamFailed, WorkerStream
-from hcache_backend.units import Share
 from tests.unit.restore.pipeline_server import recompute
 
 SIZE, ROW, PAGES, SLOTS, LAYERS = 8, 16, 12, 96, 3

@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 
 from hcache_backend.config import HCacheConfig, parse_config
+from hcache_backend.format.envelope import parse_name
+from hcache_backend.format.units import SegmentTable, Share
 from hcache_backend.store import FileOps, PageStore
-from hcache_backend.store.format import parse_name
-from hcache_backend.store.kvikio_ops import KvikioFileOps
-from hcache_backend.units import SegmentTable, Share
+from hcache_backend.store.file_ops import KvikioFileOps
 
 NAMESPACE = b"namespace-------"
 OTHER_NAMESPACE = b"other-namespace-"
@@ -43,7 +43,7 @@ class BufferedOps(Ops):
 
 @lru_cache(maxsize=512)  # making them takes longer than storing them
 def key(number: int) -> bytes:
-    """The key of page ``number``; keys spread over all shard folders."""
+    """The key of page ``number``; keys spread over all buckets."""
     return np.random.default_rng(number).bytes(32)
 
 
@@ -113,8 +113,8 @@ def get(store: PageStore, number: int, namespace: bytes = NAMESPACE) -> bytes | 
 
 def look_after(store: PageStore) -> None:
     """Notice folders that vanished or came back, as the background does."""
-    for volume in store.volumes:
-        volume.look_after()
+    for disk in store.disks:
+        disk.look_after()
 
 
 def assert_right_or_miss(store: PageStore, *numbers: int) -> int:
@@ -134,8 +134,8 @@ def page_files(*dirs: Path) -> list[Path]:
 
 def assert_sound(store: PageStore) -> None:
     """Index and files agree: nothing uncounted, nothing unfinished, totals right."""
-    for volume in store.volumes:
-        with volume.use() as folder:
+    for disk in store.disks:
+        with disk.use() as folder:
             assert folder.index.check() == []
             known = {entry.name: entry.file_bytes for entry in folder.index.entries()}
             for path in page_files(folder.path):

@@ -27,7 +27,7 @@ def test_pages_whose_turn_to_be_read_comes_too_late_are_misses(
     put(store, 1, 2)
     passed = 0.0
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + passed)
-    monkeypatch.setattr("hcache_backend.store.volume.time", clock)
+    monkeypatch.setattr("hcache_backend.store.disk.time", clock)
     targets = [[memory(PAGE)], [memory(PAGE)]]
     found = store.get(NAMESPACE, [key(1), key(2)], targets)
     assert found == [True, False], "what has begun is waited for"
@@ -46,8 +46,8 @@ def test_threads_wake_and_the_index_changes_once_for_many_pages(
 
     ops = CountingOps()
     store = open_quiet(tmp_path / "store", ops=ops, io_threads=2)
-    volume, woken = store.volumes[0], []
-    for pool in (volume.readers, volume.writers):
+    disk, woken = store.disks[0], []
+    for pool in (disk.readers, disk.writers):
 
         def submit(work: Any, start: Any = pool.submit) -> Any:
             woken.append(work)

@@ -125,7 +125,7 @@ def test_two_containers_share_a_folder(
         assert container.process.returncode == 0
     store = open_quiet(folder)
     assert_sound(store)
-    assert names(folder / "sessions") == [store.volumes[0]._folder.session.token]
+    assert names(folder / "sessions") == [store.disks[0]._folder.session.token]
 
 
 def test_commands_run_in_another_container(

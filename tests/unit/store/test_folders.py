@@ -28,9 +28,9 @@ from store_testing import (
 )
 
 from hcache_backend.store import SERVER_REPORT, NotOurFolderError
-from hcache_backend.store.check import find_unknown_files
+from hcache_backend.store.file_ops import BUFFERED, probe_alignment
 from hcache_backend.store.folder import MARKER
-from hcache_backend.store.page_io import BUFFERED, probe_alignment
+from hcache_backend.store.maintenance import find_unknown_files
 
 
 def test_a_folder_that_vanishes_costs_its_own_pages_only(tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_a_failing_folder_rests_and_comes_back(
             return super().write(fd, buffers, offset)
 
     clock = SimpleNamespace(now=1000.0, monotonic=lambda: clock.now)
-    monkeypatch.setattr("hcache_backend.store.presence.time", clock)
+    monkeypatch.setattr("hcache_backend.store.disk.time", clock)
     ops = BrokenOps()
     store = open_quiet(tmp_path / "store", ops=ops)
     put(store, 0)
@@ -96,7 +96,7 @@ def test_a_failing_folder_rests_and_comes_back(
 
 def test_a_file_system_without_direct_io_is_used_without(tmp_path: Path) -> None:
     store = open_quiet(tmp_path / "store", ops=BufferedOps())
-    with store.volumes[0].use() as folder:
+    with store.disks[0].use() as folder:
         assert folder.io.alignment == BUFFERED
         assert probe_alignment(BufferedOps(), folder.session.fd, "probe") == BUFFERED
     put(store, 1)
@@ -173,8 +173,8 @@ def test_a_lost_index_is_rebuilt_from_the_files(tmp_path: Path) -> None:
         path.write_bytes(b"garbage" * 2000)
     store = open_quiet(tmp_path / "store")
     assert store.exists(NAMESPACE, [key(1)]) == [False]
-    volume = store.volumes[0]
-    with volume.use() as folder:
+    disk = store.disks[0]
+    with disk.use() as folder:
         assert folder.index_is_partial
         assert len(find_unknown_files(folder, adopt=True).pages) == 10
         folder.mark_index_complete()
@@ -182,7 +182,7 @@ def test_a_lost_index_is_rebuilt_from_the_files(tmp_path: Path) -> None:
     assert_sound(store)
     store.close()
     store = open_quiet(tmp_path / "store")
-    with store.volumes[0].use() as folder:
+    with store.disks[0].use() as folder:
         assert not folder.index_is_partial, "opens without a scan"
 
 
@@ -193,8 +193,8 @@ def test_an_index_whose_file_is_deleted_under_two_stores_is_made_anew_once(tmp_p
     assert put(stores[1], 5) == [True], "until it is noticed, the open index works on"
     for store in stores:
         look_after(store)
-    volume = stores[0].volumes[0]
-    with volume.use() as folder:
+    disk = stores[0].disks[0]
+    with disk.use() as folder:
         assert len(find_unknown_files(folder, adopt=True).pages) == 6
     for store in stores:
         look_after(store)
@@ -218,8 +218,8 @@ def test_an_entry_without_file_is_removed_and_the_page_stored_again(tmp_path: Pa
 def test_a_shard_folder_that_is_deleted_while_open_is_made_anew(tmp_path: Path) -> None:
     store = open_quiet(tmp_path / "store")
     put(store, 1)
-    [shard] = (tmp_path / "store" / "pages").iterdir()
-    shutil.rmtree(shard)
+    [bucket] = (tmp_path / "store" / "pages").iterdir()
+    shutil.rmtree(bucket)
     assert get(store, 1) is None
     assert put(store, 1) == [True]
     assert get(store, 1) == content(key(1))

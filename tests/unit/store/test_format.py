@@ -20,17 +20,11 @@ from store_testing import (
     put,
 )
 
+from hcache_backend.format.envelope import PageName, check_names, parse_name
+from hcache_backend.format.file import DamagedFileError, file_layout, parse_header
+from hcache_backend.format.units import WHOLE, Segment, SegmentTable, Share, units_of
 from hcache_backend.store import PageStore
-from hcache_backend.store.check import find_unknown_files
-from hcache_backend.store.format import (
-    DamagedFileError,
-    PageName,
-    check_names,
-    file_layout,
-    parse_header,
-    parse_name,
-)
-from hcache_backend.units import WHOLE, Segment, SegmentTable, Share, units_of
+from hcache_backend.store.maintenance import find_unknown_files
 
 FIXTURES = Path(__file__).parent / "fixtures"
 LAYERS = SegmentTable(
@@ -47,10 +41,10 @@ def test_version_2_files_stay_readable(tmp_path: Path) -> None:
     for fixture in fixtures:
         parsed = parse_name(fixture.name)
         assert parsed is not None
-        shard = folder / "pages" / parsed.shard
-        shard.mkdir(exist_ok=True)
-        (shard / fixture.name).write_bytes(fixture.read_bytes())
-    with store.volumes[0].use() as opened:
+        bucket = folder / "pages" / parsed.bucket
+        bucket.mkdir(exist_ok=True)
+        (bucket / fixture.name).write_bytes(fixture.read_bytes())
+    with store.disks[0].use() as opened:
         assert len(find_unknown_files(opened, adopt=True).pages) == 3
     whole, shared = memory(LAYERS.page_bytes), memory(LAYERS.page_bytes)
     assert store.get(NAMESPACE, [key(1), key(2)], [[whole], [shared]]) == [True, True]
@@ -78,9 +72,9 @@ def test_any_changed_byte_is_a_miss(tmp_path: Path, store: PageStore) -> None:
     [path] = page_files(tmp_path / "store")
     original = path.read_bytes()
     assert len(original) == 4096 + PAGE
-    [[record]] = store.volumes[0].lookup(NAMESPACE, [key(1)])
-    volume = store.volumes[0]
-    volume._discard = lambda *ignored: None  # type: ignore[method-assign]  # put it back by hand
+    [[record]] = store.disks[0].lookup(NAMESPACE, [key(1)])
+    disk = store.disks[0]
+    disk._discard = lambda *ignored: None  # type: ignore[method-assign]  # put it back by hand
     target = memory(PAGE)
     with path.open("r+b", buffering=0) as file:
         for what, changed in damaged_versions(original):
@@ -92,7 +86,7 @@ def test_any_changed_byte_is_a_miss(tmp_path: Path, store: PageStore) -> None:
         file.write(original)
         file.truncate(len(original))
     assert get(store, 1) == content(key(1)), "the undamaged file is still believed"
-    assert volume.lookup(NAMESPACE, [key(1)]) == [[record]]
+    assert disk.lookup(NAMESPACE, [key(1)]) == [[record]]
 
 
 @pytest.mark.parametrize("share", [WHOLE, Share(1, 2), Share(3, 8)])
@@ -102,7 +96,7 @@ def test_a_changed_byte_at_either_end_of_any_unit_is_a_miss(
     own = payload(content(key(1), LAYERS.page_bytes), LAYERS, share)
     store.put(NAMESPACE, [key(1)], [[memory(own)]], share=share, table=LAYERS)
     [path] = page_files(tmp_path / "store")
-    store.volumes[0]._discard = lambda *ignored: None  # type: ignore[method-assign]
+    store.disks[0]._discard = lambda *ignored: None  # type: ignore[method-assign]
     layout, target = file_layout(LAYERS, share), memory(len(own))
     with path.open("r+b", buffering=0) as file:
         for unit in layout.units:
@@ -118,7 +112,7 @@ def test_a_changed_byte_at_either_end_of_any_unit_is_a_miss(
 def test_any_truncated_length_is_a_miss(tmp_path: Path, store: PageStore, step: int) -> None:
     put(store, 1)
     [path] = page_files(tmp_path / "store")
-    store.volumes[0]._discard = lambda *ignored: None  # type: ignore[method-assign]
+    store.disks[0]._discard = lambda *ignored: None  # type: ignore[method-assign]
     target = memory(PAGE)
     with path.open("r+b", buffering=0) as file:
         lengths = {*range(4200), *range(4200, 4096 + PAGE, step), 4096 + PAGE - 1}
@@ -173,7 +167,7 @@ def test_every_unit_is_verified_alone(tmp_path: Path, store: PageStore) -> None:
 def test_names_are_made_of_hexadecimal_digits_only() -> None:
     page = PageName(b"../../../../../.", b"/etc/passwd\x00" + b"/" * 20, Share(1, 2))
     name = page.file
-    assert page.shard == "2f"
+    assert page.bucket == "2f"
     assert "/" not in name
     assert parse_name(name) == page
     for wrong in ("x" + name, name + "x", name.replace("1of2", "2of2"), name.upper()):

@@ -24,8 +24,6 @@ from store_testing import (
     put,
 )
 
-from hcache_backend.store import presence
-
 NO_SPACE = {"ENOSPC": errno.ENOSPC, "EDQUOT": errno.EDQUOT}
 ROOM = 12
 """Page files that a small disk has room for."""
@@ -65,7 +63,7 @@ class SmallDisk(Ops):
         super().rename(source, source_fd, target, target_fd)
 
     def make_folder(self, name: str, dir_fd: int) -> None:
-        if len(name) == 2:  # a shard folder
+        if len(name) == 2:  # a bucket
             self._check("make_folder")
         super().make_folder(name, dir_fd)
 
@@ -120,10 +118,10 @@ def test_failed_writes_rest_writing_and_reads_go_on(
     gone = 3 if code in NO_SPACE else 0
     assert store.stats.pages_evicted == gone
     assert [get(store, n) is not None for n in range(16)].count(True) == 16 - gone
-    monkeypatch.setattr(presence, "_REST_SECONDS", 0.0)
+    monkeypatch.setattr("hcache_backend.store.disk._REST_SECONDS", 0.0)
     ops.code = 0
-    [volume] = store.volumes
-    volume._rest_until[True] = 0.0  # it has rested
+    [disk] = store.disks
+    disk._rest_until[True] = 0.0  # it has rested
     assert put(store, 200) == [True]
     assert get(store, 200) == content(key(200))
     assert_sound(store)
@@ -223,8 +221,7 @@ def test_a_file_system_that_becomes_read_only_is_read_until_it_is_writable(mount
         subprocess.run(["mount", "-o", "remount,rw", str(disk)], check=True)
     else:
         assert "busy" in refused.stderr
-    [volume] = store.volumes
-    volume._rest_until[True] = 0.0  # it has rested
+    store.disks[0]._rest_until[True] = 0.0  # it has rested
     assert put(store, 50) == [True]
 
 
@@ -254,6 +251,6 @@ def test_a_process_that_may_open_few_files_finds_every_page(tmp_path: Path) -> N
         text=True,
         check=True,
     )
-    stored, right, shards = map(int, done.stdout.split())
+    stored, right, buckets = map(int, done.stdout.split())
     assert (stored, right) == (600, 600), done.stderr
-    assert shards > 150, "pages must be spread over more folders than stay open"
+    assert buckets > 150, "pages must be spread over more folders than stay open"

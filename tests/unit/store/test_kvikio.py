@@ -98,7 +98,7 @@ def test_a_driver_that_kvikio_cannot_use_is_found_by_a_read(tmp_path: Path) -> N
 def state(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> KvikioState:
     """The state of the test's parameters, as every module finds it."""
     found = KvikioState(*request.param)
-    for module in ("cli.doctor", "store.kvikio_ops"):
+    for module in ("cli.doctor", "store.file_ops"):
         monkeypatch.setattr(f"hcache_backend.{module}.kvikio_state", lambda: found)
     return found
 

@@ -20,7 +20,7 @@ from store_testing import (
     payload,
 )
 
-from hcache_backend.units import Segment, SegmentTable, Share
+from hcache_backend.format.units import Segment, SegmentTable, Share
 
 TABLE = SegmentTable((Segment(512), Segment(4096, 8), Segment(4096, 8), Segment(4096, 8, 2)))
 SIZE = TABLE.page_bytes
@@ -132,8 +132,8 @@ class StoreMachine(RuleBasedStateMachine):
     def sound(self) -> None:
         if hasattr(self, "store"):
             assert_sound(self.store)
-            for volume in self.store.volumes:
-                with volume.use() as folder:
+            for disk in self.store.disks:
+                with disk.use() as folder:
                     assert not self.bounded or folder.index.totals().bytes <= QUOTA
 
     def teardown(self) -> None:

@@ -118,8 +118,8 @@ def kill_loop(
             assert_right_or_miss(store, *sample)
             assert_sound(store)
             if quota:
-                for volume in store.volumes:
-                    with volume.use() as folder:
+                for disk in store.disks:
+                    with disk.use() as folder:
                         assert folder.index.totals().bytes <= quota
             else:
                 lost = [n for n in acknowledged if not store.exists(NAMESPACE, [key(n)])[0]]
@@ -155,8 +155,8 @@ def crowd(memory_path: Path, workers: Workers, seconds: float) -> None:
     hits = assert_right_or_miss(store, *range(PAGES))
     assert hits > PAGES // 4, "the processes did not do much"
     assert_sound(store)
-    for volume in store.volumes:
-        with volume.use() as folder:
+    for disk in store.disks:
+        with disk.use() as folder:
             entries = list(folder.index.entries())
             assert len(entries) == len(page_files(folder.path)), "index and files agree"
             assert folder.index.totals().bytes <= quota

@@ -28,27 +28,32 @@ from store_testing import (
     put,
 )
 
-from hcache_backend.store import PageStore, caretaker, folder, page_store
-from hcache_backend.store.check import find_unknown_files, verify_folder
-from hcache_backend.store.file_ops import FileOps, FolderLock, NoLock
+from hcache_backend.store import PageStore, folder, maintenance, page_store
+from hcache_backend.store.file_ops import (
+    FileOps,
+    FolderLock,
+    PageIO,
+    probe_alignment,
+    reading_alignment,
+)
 from hcache_backend.store.folder import descriptors_of_each
+from hcache_backend.store.maintenance import find_unknown_files, verify_folder
 from hcache_backend.store.page_files import delete_page
-from hcache_backend.store.page_io import PageIO, probe_alignment, reading_alignment
 
 
 def first_folder(store: PageStore) -> Any:
-    return store.volumes[0].use()
+    return store.disks[0].use()
 
 
 def test_files_in_wrong_places_are_damaged(store: PageStore) -> None:
     put(store, 1, 2, 3)
-    one, two, three = page_files(store.volumes[0].path)
+    one, two, three = page_files(store.disks[0].path)
     with first_folder(store) as held:
         held.index.remove([entry.name for entry in held.index.entries()])
         shutil.copy(one, two)
         three.rename(one.with_name(three.name))
         found = find_unknown_files(held, adopt=True)
-        assert {reason for _, _, reason in found.damaged} == {
+        assert {reason for _, reason in found.damaged} == {
             "its name is not the one in its header",
             "it stands in the wrong folder",
         }
@@ -62,7 +67,7 @@ def test_a_page_file_that_the_index_lacks_is_named(store: PageStore) -> None:
         name = next(iter(held.index.entries())).name
         held.index.remove([name])
         found = verify_folder(held)
-    assert found.unknown == [(f"{name.shard}/{name.file}", "a page file")]
+    assert found.unknown == [(f"{name.bucket}/{name.file}", "a page file")]
     assert found.pages == 1
 
 
@@ -71,7 +76,7 @@ def test_a_page_that_is_evicted_while_it_is_verified_is_no_finding(
     store: PageStore, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(store, 1)
-    [file] = page_files(store.volumes[0].path)
+    [file] = page_files(store.disks[0].path)
     with first_folder(store) as held:
         entries = list(held.index.entries())
         monkeypatch.setattr(held.index, "entries", lambda: iter(entries))
@@ -86,7 +91,7 @@ def test_a_damaged_file_that_cannot_be_deleted_stays_in_the_index(
     store: PageStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(store, 1)
-    [file] = page_files(store.volumes[0].path)
+    [file] = page_files(store.disks[0].path)
     file.write_bytes(file.read_bytes()[:-1] + b"?")
     with first_folder(store) as held:
         monkeypatch.setattr(held.ops, "unlink", failing(OSError(errno.EROFS, "read-only")))
@@ -136,7 +141,7 @@ def test_the_lock_of_a_folder_is_waited_for_by_threads_and_by_nobody_who_only_lo
         lock = FolderLock(file.fileno())
         with lock.held(1), pytest.raises(TimeoutError), lock.held(0.0):
             pass
-        with NoLock().held(0.0):
+        with FolderLock(None).held(0.0):
             pass
 
 
@@ -227,34 +232,34 @@ def test_many_pages_are_written_in_groups(
 
 
 def test_too_many_open_files_are_no_fault_of_the_disk(store: PageStore) -> None:
-    [volume] = store.volumes
+    [disk] = store.disks
     for _ in range(20):
-        volume.failed("use", OSError(errno.EMFILE, "too many open files"))
-    assert volume.is_online()
+        disk.failed("use", OSError(errno.EMFILE, "too many open files"))
+    assert disk.is_online()
     for _ in range(20):
-        volume.failed("use", OSError(errno.EIO, "an error"))
-    assert not volume.is_online()
+        disk.failed("use", OSError(errno.EIO, "an error"))
+    assert not disk.is_online()
 
 
 def test_a_damaged_index_is_made_anew_when_it_can_be(
     store: PageStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(store, 1)
-    [volume] = store.volumes
-    volume.failed("index", sqlite3.DatabaseError("database disk image is malformed"))
-    with volume.use() as held:
+    [disk] = store.disks
+    disk.failed("index", sqlite3.DatabaseError("database disk image is malformed"))
+    with disk.use() as held:
         monkeypatch.setattr(held, "set_index_aside", failing(OSError(errno.EIO, "an error")))
     look_after(store)
-    assert volume.is_online()
+    assert disk.is_online()
 
 
 def test_a_folder_that_came_back_and_cannot_be_used_stays_away(
     store: PageStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(store, 1)
-    [volume] = store.volumes
-    volume.detach()
-    monkeypatch.setattr(volume, "attach", failing(OSError(errno.EIO, "an error")))
+    [disk] = store.disks
+    disk.detach()
+    monkeypatch.setattr(disk, "attach", failing(OSError(errno.EIO, "an error")))
     look_after(store)
     assert get(store, 1) is None
     monkeypatch.undo()
@@ -263,21 +268,21 @@ def test_a_folder_that_came_back_and_cannot_be_used_stays_away(
 
 
 def test_a_batch_for_a_folder_that_is_away_is_dropped_and_counted(store: PageStore) -> None:
-    [volume] = store.volumes
-    volume.detach()
+    [disk] = store.disks
+    disk.detach()
     assert put(store, 1, 2) == [False, False]
     assert store.stats.pages_dropped_offline == 2
 
 
 def test_work_behind_the_end_of_a_store_is_done_by_the_caller(store: PageStore) -> None:
-    [volume] = store.volumes
+    [disk] = store.disks
     store.close()
-    assert volume._start(volume.readers, threading.get_ident).result() == (threading.get_ident())
+    assert disk._start(disk.readers, threading.get_ident).result() == (threading.get_ident())
 
 
 def test_a_page_that_was_replaced_meanwhile_is_not_deleted(store: PageStore) -> None:
     put(store, 1)
-    [file] = page_files(store.volumes[0].path)
+    [file] = page_files(store.disks[0].path)
     with first_folder(store) as held:
         [entry] = held.index.entries()
         before = file.stat()
@@ -289,7 +294,7 @@ def test_a_page_that_was_replaced_meanwhile_is_not_deleted(store: PageStore) -> 
 def test_what_fails_in_the_care_of_a_folder_is_logged_and_goes_on(
     store: PageStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    [volume] = store.volumes
+    [disk] = store.disks
     stopping, calls = threading.Event(), []
 
     def look() -> None:
@@ -298,8 +303,8 @@ def test_what_fails_in_the_care_of_a_folder_is_logged_and_goes_on(
             stopping.set()
         raise RuntimeError("a test's fault")
 
-    monkeypatch.setattr(volume, "look_after", look)
-    options = config(volume.path, sync_seconds=0.001)
-    caretaker._take_care(volume, SimpleNamespace(save=lambda: None), options, stopping)
+    monkeypatch.setattr(disk, "look_after", look)
+    options = config(disk.path, sync_seconds=0.001)
+    maintenance.maintain(disk, SimpleNamespace(save=lambda: None), options, stopping)
     assert len(calls) == 2
     assert "maintenance of" in caplog.text

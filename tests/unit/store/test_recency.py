@@ -31,10 +31,10 @@ from store_testing import (
     put,
 )
 
+from hcache_backend.format.envelope import PageName
+from hcache_backend.format.units import WHOLE, Segment, SegmentTable, Share
 from hcache_backend.store import PageStore
-from hcache_backend.store.format import PageName
 from hcache_backend.store.index import Entry
-from hcache_backend.units import WHOLE, Segment, SegmentTable, Share
 
 FILE = PAGE + 4096
 
@@ -154,7 +154,7 @@ def test_a_history_of_thousands_of_pages_takes_a_few_statements(tmp_path: Path) 
     store = open_quiet(tmp_path / "store", ops=ops)
     keys = [key(number) for number in range(2000)]
     hour_ago = time.time_ns() - 3600 * 10**9
-    with store.volumes[0].use() as folder:
+    with store.disks[0].use() as folder:
         names = [PageName(NAMESPACE, name, WHOLE) for name in keys]
         folder.index.insert(
             Entry(name, 4096, PAGE, WRITER, hour_ago - place) for place, name in enumerate(names)
@@ -176,7 +176,7 @@ def test_a_history_of_thousands_of_pages_takes_a_few_statements(tmp_path: Path) 
     assert cost(lambda: store.exists(NAMESPACE, keys)) == (1, 0)
     assert cost(lambda: store.use(NAMESPACE, keys)) == (0, 0)
     # How old the oldest page is, how old the last one is, all of them; all again and the totals, to
-    # change their stamps.
+    # change their ranks.
     assert cost(store.flush) == (5, 1)
     assert cost(lambda: store.use(NAMESPACE, keys)) == (0, 0)
     assert cost(store.flush) == (2, 0)
@@ -188,10 +188,10 @@ def test_hot_pages_are_not_written_to_the_index_again_and_again(tmp_path: Path) 
     store = open_quiet(tmp_path / "store", ops=ops)
     numbers = range(64)
     store_sequence(store, numbers)
-    with store.volumes[0].use() as folder:  # an old page: what is younger than 1/16 of it is young
+    with store.disks[0].use() as folder:  # an old page: what is younger than 1/16 of it is young
         entries = folder.index.lookup(NAMESPACE, [key(0)])[0]
         folder.index.remove([entries[0].name])
-        folder.index.insert([entries[0]._replace(stamp=entries[0].stamp - 3600 * 10**9)])
+        folder.index.insert([entries[0]._replace(rank=entries[0].rank - 3600 * 10**9)])
     keys = [key(number) for number in numbers[1:]]
     before = ops.commits
     for _ in range(20):
@@ -207,7 +207,7 @@ class Uses(RuleBasedStateMachine):
         super().__init__()
         self.root = Path(tempfile.mkdtemp(dir="/dev/shm"))
         self.store = open_quiet(*(self.root / name for name in "abc"))
-        self.clock = mock.patch("hcache_backend.store.recency.time.time_ns", self.now)
+        self.clock = mock.patch("hcache_backend.store.eviction.time.time_ns", self.now)
         self.clock.start()
         self.time = 10**18
         self.sequences: list[list[int]] = [[0]]
@@ -243,14 +243,14 @@ class Uses(RuleBasedStateMachine):
     def teardown(self) -> None:
         self.clock.stop()
         self.store.flush()
-        stamps = {}
-        for volume in self.store.volumes:
-            with volume.use() as folder:
-                stamps |= {entry.name.key: entry.stamp for entry in folder.index.entries()}
+        ranks = {}
+        for disk in self.store.disks:
+            with disk.use() as folder:
+                ranks |= {entry.name.key: entry.rank for entry in folder.index.entries()}
         self.store.close()
         shutil.rmtree(self.root)
         for sequence in self.sequences:
-            last = [stamps[key(number)] for number in sequence]
+            last = [ranks[key(number)] for number in sequence]
             assert last == sorted(set(last), reverse=True), "a page is newer than one before it"
 
 

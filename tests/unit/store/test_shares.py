@@ -22,10 +22,10 @@ from store_testing import (
     payload,
 )
 
+from hcache_backend.format.file import file_layout, parse_header
+from hcache_backend.format.units import ALL_EIGHTHS, WHOLE, Segment, SegmentTable, Share, units_of
 from hcache_backend.store import PageStore
 from hcache_backend.store.file_ops import MAX_VECTORS
-from hcache_backend.store.format import file_layout, parse_header
-from hcache_backend.units import ALL_EIGHTHS, WHOLE, Segment, SegmentTable, Share, units_of
 
 LAYERS = SegmentTable(
     (
@@ -181,7 +181,7 @@ def test_a_lost_share_is_a_miss_for_the_ranks_that_need_it(
     lost = Share(data.draw(st.integers(0, writers - 1)), writers)
     [path] = [
         path
-        for path in page_files(*(volume.path for volume in store.volumes))
+        for path in page_files(*(disk.path for disk in store.disks))
         if path.name.endswith(f".{lost.number}of{lost.of}.page")
     ]
     missing = lost.eighths
@@ -210,7 +210,7 @@ def test_a_damaged_header_segment_costs_the_ranks_that_have_it_of_that_file(
 ) -> None:
     for number in range(2):
         put_share(store, Share(number, 2))
-    [path] = [path for path in page_files(store.volumes[0].path) if "1of2" in path.name]
+    [path] = [path for path in page_files(store.disks[0].path) if "1of2" in path.name]
     changed = bytearray(path.read_bytes())
     changed[4096 + 100] ^= 1
     path.write_bytes(changed)
@@ -235,7 +235,7 @@ def test_what_every_share_repeats_is_read_once_and_of_one_file(store: PageStore)
 
 
 def test_what_is_covered_is_not_written_again(store: PageStore) -> None:
-    folder = store.volumes[0].path
+    folder = store.disks[0].path
     for share in (Share(0, 2), Share(1, 2), WHOLE, Share(3, 4), Share(7, 8)):
         assert put_share(store, share)
     assert len(page_files(folder)) == 2
@@ -264,7 +264,7 @@ class CountingOps(Ops):
 def test_aligned_shares_go_straight_between_memory_and_disk(tmp_path: Path) -> None:
     ops = CountingOps()
     store = open_quiet(tmp_path / "store", ops=ops)
-    with store.volumes[0].use() as folder:
+    with store.disks[0].use() as folder:
         if not folder.io.alignment.flags:
             pytest.skip("the file system has no direct I/O")
     for number in range(2):
@@ -318,12 +318,12 @@ def test_digests_that_the_caller_has_are_not_computed_again(
     starts = ((unit.payload_offset, unit.length) for unit in units_of(LAYERS, share))
     digests = [xxhash.xxh3_64_intdigest(own[start : start + length]) for start, length in starts]
     with monkeypatch.context() as patched:
-        patched.delattr("hcache_backend.units.xxhash")
+        patched.delattr("hcache_backend.format.units.xxhash")
         [stored] = store.put(
             NAMESPACE, [key(1)], [[memory(own)]], share=share, table=LAYERS, digests=[digests]
         )
     assert stored
-    [path] = page_files(store.volumes[0].path)
+    [path] = page_files(store.disks[0].path)
     assert parse_header(memoryview(path.read_bytes())).digests == tuple(digests)
     assert get_share(store, share) == own
     digests[3] ^= 1

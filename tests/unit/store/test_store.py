@@ -93,7 +93,7 @@ def test_memory_may_change_after_a_put_that_ran_out_of_time(tmp_path: Path) -> N
     assert store.stats.pages_dropped_late == 2, "the time limit holds: the gate is closed"
     view[:] = bytes(PAGE)
     SlowOps.gate.set()
-    store.volumes[0].writers.shutdown(wait=True)
+    store.disks[0].writers.shutdown(wait=True)
     assert get(store, 1) is None, "what was written too late is no page"
     assert_sound(store)
 
@@ -107,8 +107,8 @@ def test_a_bug_below_is_a_miss_not_a_hanging_thread(
     def raise_error(*ignored: object) -> None:
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr("hcache_backend.store.volume.read_page", raise_error)
-    monkeypatch.setattr("hcache_backend.store.volume.write_page", raise_error)
+    monkeypatch.setattr("hcache_backend.store.disk.read_page", raise_error)
+    monkeypatch.setattr("hcache_backend.store.disk.write_page", raise_error)
     assert get(store, 1) is None
     assert put(store, 2) == [False]
 
@@ -123,8 +123,8 @@ def test_neighbours_go_to_different_folders(tmp_path: Path) -> None:
         for number in range(start, start + 4):
             [place] = [
                 place
-                for place, volume in enumerate(store.volumes)
-                if volume.lookup(NAMESPACE, [key(number)])[0]
+                for place, disk in enumerate(store.disks)
+                if disk.lookup(NAMESPACE, [key(number)])[0]
             ]
             places.append(place)
         assert sorted(places) == [0, 1, 2, 3]
@@ -305,7 +305,7 @@ def test_drop_writer_deletes_what_one_server_run_wrote(tmp_path: Path) -> None:
 @pytest.mark.parametrize("shift", [0, 1, 64, 512])
 def test_unaligned_memory_is_copied_and_counted(tmp_path: Path, shift: int) -> None:
     store = open_quiet(tmp_path / "store", buffer_bytes=8192)
-    with store.volumes[0].use() as folder:
+    with store.disks[0].use() as folder:
         alignment = folder.io.alignment
     data = content(key(1), 40_000)
     view = memory(data, shift)
@@ -342,7 +342,7 @@ def test_a_page_that_is_there_is_not_written_again(tmp_path: Path) -> None:
 def test_a_lock_that_is_never_free_costs_pages_not_the_server(tmp_path: Path) -> None:
     store = open_quiet(tmp_path / "store", write_seconds=0.3)
     other = open_quiet(tmp_path / "store")
-    with other.volumes[0].use() as folder, folder.lock.held(1):
+    with other.disks[0].use() as folder, folder.lock.held(1):
         assert put(store, 1) == [False]
     assert store.stats.pages_dropped_late == 1
     assert put(store, 1) == [True]

@@ -24,7 +24,7 @@ def test_pages_are_read_by_kvikio_past_the_page_cache(
 
     store = open_quiet(tmp_path / "store", io_threads=5)
     assert kvikio.defaults.get("num_threads") >= 5
-    with store.volumes[0].use() as folder:
+    with store.disks[0].use() as folder:
         direct = bool(folder.io.alignment.flags)
     put(store, 1)
     monkeypatch.setattr(os, "preadv", refuse)

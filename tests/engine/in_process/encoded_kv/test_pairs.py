@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from hcache_backend.arena import NOT_SETTLED
+from hcache_backend.format.units import WHOLE
 from hcache_backend.krul import pair_forms
 from hcache_backend.krul.paired_layout import CodedPair, PairedLayout
 from hcache_backend.plan.costs import Partition
@@ -13,7 +14,6 @@ from hcache_backend.plan.restore import Restore
 from hcache_backend.start.agreement import Refused
 from hcache_backend.start.copy_check import check_copies
 from hcache_backend.start.page_plan import PagePlan
-from hcache_backend.units import WHOLE
 from tests.engine.in_process.encoded_kv.test_lossy import by_reference
 from tests.kit.host import (
     DEVICE_PAGES,

@@ -13,11 +13,11 @@ import torch
 
 from hcache_backend.checks import sampling as check_sampling
 from hcache_backend.checks import service as service_check
+from hcache_backend.format.page import RECOMPUTED, PageLayout
+from hcache_backend.format.units import UNIT_VALUES, WHOLE, Share
 from hcache_backend.host import segments as kv_segments
 from hcache_backend.host.segments import KVSegments
-from hcache_backend.page import RECOMPUTED, PageLayout
 from hcache_backend.streams import WorkerStream
-from hcache_backend.units import UNIT_VALUES, WHOLE, Share
 from hcache_kernels.codecs import SEGMENT_CODECS, segment_codecs
 from tests.kit.host import (
     HOST_PAGES,

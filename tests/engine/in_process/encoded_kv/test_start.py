@@ -10,8 +10,9 @@ import torch
 
 from hcache_backend import metrics
 from hcache_backend.config import HCacheConfig
+from hcache_backend.format.page import PageLayout, hidden_layer
+from hcache_backend.format.units import WHOLE
 from hcache_backend.host.segments import KVSegments
-from hcache_backend.page import PageLayout, hidden_layer
 from hcache_backend.plan.costs import Partition
 from hcache_backend.plan.restore import Restore
 from hcache_backend.sglang.host_pool import HostPages
@@ -26,7 +27,6 @@ from hcache_backend.start.codec_choice import (
 from hcache_backend.start.copy_check import check_copies
 from hcache_backend.start.page_plan import PagePlan, plan_host_pages
 from hcache_backend.start.strategy import OwnPagesStrategy
-from hcache_backend.units import WHOLE
 from hcache_kernels.codecs import SEGMENT_CODECS, UnsupportedRows, make_codec, segment_codecs
 from tests.engine.in_process.pools.host_pools import kv_cache_of_llama_3_8b
 from tests.kit.host import (

@@ -15,8 +15,9 @@ from sglang.srt.mem_cache.pool_host import common as pool_host_common
 from hcache_backend import streams
 from hcache_backend.capture.hooks import HiddenCapture
 from hcache_backend.capture.staging import StagedCapture, Staging
+from hcache_backend.format.page import PageLayout, hidden_layer
+from hcache_backend.format.units import WHOLE
 from hcache_backend.host.segments import KVSegments
-from hcache_backend.page import PageLayout, hidden_layer
 from hcache_backend.sglang.host_pool import HostPages, OwnPagesPool
 from hcache_backend.start.agreement import Refused
 from hcache_backend.start.page_plan import (
@@ -25,7 +26,6 @@ from hcache_backend.start.page_plan import (
     staging_places,
     take_staging,
 )
-from hcache_backend.units import WHOLE
 from hcache_kernels.codecs import ExactCodec
 from tests.integrity import assert_sound_arena
 from tests.kit.host import LAYERS, PAGE, kv_pool

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from hcache_backend.format.page import PageLayout, hidden_layer
 from hcache_backend.host.loads import HandOut, LoadQueue, QueuedLoad
-from hcache_backend.page import PageLayout, hidden_layer
 from hcache_backend.plan.costs import Partition
 from hcache_backend.plan.restore import Restore
 from hcache_backend.restore.layers import Recompute

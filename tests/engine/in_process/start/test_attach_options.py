@@ -78,7 +78,7 @@ def test_a_folder_that_cannot_be_written_is_to_be_one_that_can(
     def refuse(*args: Any, **options: Any) -> None:
         raise OSError(number, os.strerror(number), str(tmp_path))
 
-    monkeypatch.setattr("hcache_backend.store.presence.Folder", refuse)
+    monkeypatch.setattr("hcache_backend.store.disk.Folder", refuse)
     with pytest.raises(ConfigError, match="every folder must be one that this user can create and"):
         HCacheStorage(storage_config(tmp_path))
 

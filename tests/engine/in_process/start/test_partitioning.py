@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from hcache_backend.config import ConfigError, parse_config
+from hcache_backend.format.page import PageLayout, hidden_layer
+from hcache_backend.format.units import WHOLE
 from hcache_backend.host.page_layout import page_layout
 from hcache_backend.host.segments import KVSegments
-from hcache_backend.page import PageLayout, hidden_layer
 from hcache_backend.plan import measure
 from hcache_backend.plan.costs import Partition
 from hcache_backend.plan.model_config import shape_from_config
@@ -26,7 +27,6 @@ from hcache_backend.sglang.recompute_batch import forward_stream
 from hcache_backend.start.partition_choice import fixed_partition
 from hcache_backend.start.quick_profile import copy_as_measured
 from hcache_backend.streams import WorkerStream
-from hcache_backend.units import WHOLE
 from hcache_kernels.codecs import make_codec
 from tests.kit.host import PAGE, kv_pool
 

@@ -1,19 +1,20 @@
-"""The page: the unit of the host pool (L2) and of storage (L3).
+"""The page in host memory (L2), which is also what storage (L3) keeps.
 
 A page holds ``page_size`` consecutive tokens of one sequence, all layers:
 
-- bytes are little-endian; a page is a header, then what is stored of one layer after the other:
-  nothing, hidden states, or K and then V (:mod:`hcache_backend.units` says how they divide);
-- the header is padded to a multiple of 4096 bytes: direct I/O reads straight into a page, and
-  segments keep the alignment of the page;
-- where tensor-parallel ranks share pages (paper section 5), each rank's page has the hidden states
-  of its own tokens and K and V of its own heads; all that the header says of tokens and layers it
-  says of the whole page;
-- the header holds the digest of every unit of the rank's page, the same number as the header of a
-  page file, and a checksum of itself;
+- it is a header, then the stored bytes of one layer after the other: nothing, hidden states, or K
+  and then V (:mod:`.units` says how they divide), so segments keep the alignment of the page;
+- if tensor-parallel ranks share pages (paper section 5), each rank's page has the hidden states of
+  its own tokens and K and V of its own heads. The header describes tokens and layers of the whole
+  page;
+- the header has the digest of every unit of the rank's page, the same number as the header of a
+  page file has;
 - a reader believes a page only if magic, version, layers, namespace, key and digests all agree,
-  whatever storage backend brought it. A backend that verifies what it reads by itself may put a
-  page together from the shares of others: then the header tells nothing of the units.
+  whatever storage backend brought it. A backend that verifies what it reads may put a page together
+  from the shares of others: then the header tells nothing of the units.
+
+The header begins as every form of a page does (:mod:`.envelope`). Its checksum is over the bytes
+from 32 on.
 
 ====== ===== ====================================================================
 offset bytes field
@@ -24,10 +25,7 @@ offset bytes field
 8      2     segments, without the header
 10     2     header bytes / 4096
 12     4     page size in tokens
-16     16    xxh3-128 of bytes 32 to the end of the header
-32     16    namespace (weights, dtypes, page size, format, partition, stage)
-48     32    key: SGLang's chained sha256 over the whole prefix
-80     8     writer: the server run that made the page
+16     16    checksum, then namespace, key and writer
 88     1     number of the share
 89     1     number of shares
 90     6     0
@@ -43,13 +41,11 @@ offset bytes field
 
 The slot of a layer is the number of its first segment, 65535 for a layer of which nothing is
 stored. The codec names what encodes its units. Layers with one slot share it
-(:mod:`hcache_backend.krul.paired_layout`); else the table is the same in all pages.
+(:mod:`hcache_backend.krul.paired_layout`); otherwise the table is the same in all pages.
 """
 
 from __future__ import annotations
 
-import hashlib
-import re
 import struct
 from dataclasses import dataclass
 from functools import cached_property
@@ -59,7 +55,16 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from hcache_backend.units import (
+from hcache_backend.format.envelope import (
+    BLOCK,
+    CHECKSUM,
+    KEY,
+    NAMESPACE,
+    NAMESPACE_BYTES,
+    WRITER,
+    round_up,
+)
+from hcache_backend.format.units import (
     EIGHTHS,
     PACKED_SEGMENT,
     WHOLE,
@@ -72,33 +77,12 @@ from hcache_backend.units import (
     units_per_group,
 )
 
-READ_BATCHES = 16
-"""The pages of a prefetch are read in about so many batches. What the last one brings is not
-restored eagerly."""
-RUN_AHEAD = 3
-"""Segments of the longest restore that the ring holds: one is projected, one has arrived, and one
-is arriving. A shorter restore runs further ahead in the same memory."""
-FIRST_PIECES = 4
-"""Pieces that the first layer of a restore comes in at most."""
-FIRST_PIECE_TOKENS = 1024
-"""Least tokens of a piece: a projection of fewer is not worth its launch."""
-
 MAGIC = b"HCPG"
 FORMAT_VERSION = 4
-NAMESPACE_BYTES = 16
-KEY_BYTES = 32
-WRITER_BYTES = 8
-HEADER_ALIGNMENT = 4096
 NO_NAMESPACE = bytes(NAMESPACE_BYTES)
 """The namespace of a page whose rows are not all there."""
 
-_SHA256_HEX = re.compile(rf"[0-9a-f]{{{2 * KEY_BYTES}}}")
 PREFIX = struct.Struct("<4sHHHHI")
-_CHECKSUM = slice(16, 32)
-_COVERED = 32
-_NAMESPACE = slice(32, 48)
-_KEY = slice(48, 80)
-_WRITER = slice(80, 88)
 _SHARE = slice(88, 90)
 TOKENS = 96
 LAYER_ENTRY = struct.Struct("<BxH8s")
@@ -195,9 +179,8 @@ class PageLayout:
     @property
     def kept(self) -> range:
         """The tokens of a page whose hidden states it holds."""
-        number, of = self.share
-        rows = self.page_size // of
-        return range(number * rows, (number + 1) * rows)
+        rows = self.page_size // self.share.of
+        return range(self.share.number * rows, (self.share.number + 1) * rows)
 
     @cached_property
     def table(self) -> SegmentTable:
@@ -212,8 +195,7 @@ class PageLayout:
     @cached_property
     def header_bytes(self) -> int:
         units = sum(segment.groups * segment.pieces for segment in self._segments)
-        used = self._digests_at + _DIGEST.itemsize * units
-        return -(-used // HEADER_ALIGNMENT) * HEADER_ALIGNMENT
+        return round_up(self.tables_at.stop + _DIGEST.itemsize * units)
 
     @cached_property
     def segment_bytes(self) -> tuple[int, ...]:
@@ -247,8 +229,8 @@ class PageLayout:
         return pages[..., start : start + 4 * self.page_size].view(np.int32)
 
     def of(self, page: Bytes) -> PageLayout | None:
-        """Where things stand in ``page`` (uint8 ``[page_bytes]``): layers share slots in some pages
-        of a form and not in others, and their headers say which. None: it is of another form."""
+        """The layout of ``page`` (uint8 ``[page_bytes]``), whose header may let layers share slots.
+        None: it is of another form."""
         return self
 
     def sharing(self, layer: int) -> tuple[int, ...]:
@@ -256,8 +238,7 @@ class PageLayout:
         return (layer,)
 
     def divide(self, pages: Bytes) -> None:
-        """Say in the headers of ``pages`` (``[..., page_bytes]``) which layers are in which slot:
-        all that a reader of host memory needs."""
+        """Write the slots of layers to the headers of ``pages`` (``[..., page_bytes]``)."""
         pages[..., self.tables_at] = np.frombuffer(self._tables, np.uint8)
 
     def begin(self, page: Bytes, namespace: bytes, writer: bytes) -> None:
@@ -265,7 +246,7 @@ class PageLayout:
 
         The page is not valid until :meth:`seal`.
         """
-        # Where the page is divided already, others may read how: that never changes.
+        # If the page is divided already, others may read how: that never changes.
         page[: self.tables_at.start] = 0
         page[self.tables_at.stop : self.header_bytes] = 0
         page[: PREFIX.size] = np.frombuffer(self._prefix, np.uint8)
@@ -274,17 +255,17 @@ class PageLayout:
         self.stamp(page, namespace, writer)
 
     def stamp(self, page: Bytes, namespace: bytes, writer: bytes) -> None:
-        """Say whose page it is, when that was left open at :meth:`begin`."""
-        page[_NAMESPACE] = np.frombuffer(namespace, np.uint8)
-        page[_WRITER] = np.frombuffer(writer, np.uint8)
+        """Write the namespace and the writer, if :meth:`begin` left them open."""
+        page[NAMESPACE] = np.frombuffer(namespace, np.uint8)
+        page[WRITER] = np.frombuffer(writer, np.uint8)
 
     def seal(self, page: Bytes, key: bytes) -> None:
-        """Stamp key and digests: from here on the page proves itself."""
+        """Write key and digests: from here on the page proves itself."""
         page[_SHARE] = self.share  # the header may have come with another share
-        page[_KEY] = np.frombuffer(key, np.uint8)
-        page[self._digests_at : self.header_bytes] = 0
+        page[KEY] = np.frombuffer(key, np.uint8)
+        page[self.tables_at.stop : self.header_bytes] = 0
         self._digests(page)[:] = self._digests_now(page)
-        page[_CHECKSUM] = np.frombuffer(self._checksum_now(page), np.uint8)
+        page[CHECKSUM] = np.frombuffer(self._checksum_now(page), np.uint8)
 
     def unit_digests(self, page: Bytes) -> list[int]:
         """The digests of all :attr:`units` of a sealed page, as a page file has them."""
@@ -299,24 +280,24 @@ class PageLayout:
         *,
         segments: bool = True,
     ) -> str | None:
-        """Why ``page`` (uint8 ``[page_bytes]``) is not the wanted one, or None when it is.
+        """Why ``page`` (uint8 ``[page_bytes]``) is not the wanted one, or None if it is.
 
         Args:
             namespace: 16 bytes the page must belong to.
             key: 32 bytes of the page's key.
             token_ids: The page's tokens as the radix tree knows them, when the caller has them.
-            segments: Look at share and units too; not where the storage verified what it read.
+            segments: Look at share and units too; not if the storage verified them.
         """
         if page[: PREFIX.size].tobytes() != self._prefix:
             return "format"
         layout = self.of(page)
         if layout is None or page[self.tables_at].tobytes() != layout._tables:
             return "format"
-        if page[_NAMESPACE].tobytes() != namespace:
+        if page[NAMESPACE].tobytes() != namespace:
             return "namespace"
-        if page[_KEY].tobytes() != key:
+        if page[KEY].tobytes() != key:
             return "key"
-        if page[_CHECKSUM].tobytes() != self._checksum_now(page):
+        if page[CHECKSUM].tobytes() != self._checksum_now(page):
             return "checksum"
         if segments and page[_SHARE].tolist() != [*self.share]:
             return "share"
@@ -328,7 +309,7 @@ class PageLayout:
 
     def namespace_of(self, page: Bytes) -> bytes:
         """The namespace in the header of ``page``."""
-        return page[_NAMESPACE].tobytes()
+        return page[NAMESPACE].tobytes()
 
     def is_stamped(self, page: Bytes) -> bool:
         """Whether ``page`` was stamped: no row of it was lost, or is still on its way."""
@@ -345,7 +326,7 @@ class PageLayout:
             FORMAT_VERSION,
             len(self.layers),
             len(self._segments),
-            self.header_bytes // HEADER_ALIGNMENT,
+            self.header_bytes // BLOCK,
             self.page_size,
         )
 
@@ -365,33 +346,14 @@ class PageLayout:
         start = TOKENS + 8 * self.page_size
         return slice(start, start + len(self._tables))
 
-    @property
-    def _digests_at(self) -> int:
-        return self.tables_at.stop
-
     def _digests(self, page: Bytes) -> Digests:
         """View of the digests in the header: of all units but the header, which has a checksum."""
-        start = self._digests_at
+        start = self.tables_at.stop
         end = start + _DIGEST.itemsize * (len(self.units) - 1)
         return page[start:end].view(_DIGEST)
 
     def _digests_now(self, page: Bytes) -> list[int]:
-        """What they would be of the page as it is."""
-        memory = page.data
-        return [
-            digest([memory[unit.payload_offset : unit.payload_offset + unit.length]])
-            for unit in self.units[1:]
-        ]
+        return [digest([page.data[start : start + size]]) for *_, start, size in self.units[1:]]
 
     def _checksum_now(self, page: Bytes) -> bytes:
-        return xxhash.xxh3_128_digest(page[_COVERED : self.header_bytes].data)
-
-
-def key_bytes(key: str) -> bytes:
-    """32 bytes for a key: SGLang's sha256 itself, or the sha256 of any other text.
-
-    Whatever the text is, no path can be built from it.
-    """
-    if _SHA256_HEX.fullmatch(key):
-        return bytes.fromhex(key)
-    return hashlib.sha256(b"text:" + key.encode()).digest()
+        return xxhash.xxh3_128_digest(page[CHECKSUM.stop : self.header_bytes].data)

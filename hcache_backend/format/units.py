@@ -12,27 +12,25 @@
 from __future__ import annotations
 
 import struct
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import accumulate
 from typing import NamedTuple
 
 import xxhash
 
-EIGHTHS = 8
-"""Shares are made of whole eighths of a page."""
-
-ALL_EIGHTHS = (1 << EIGHTHS) - 1
-
+EIGHTHS, ALL_EIGHTHS = 8, 0b11111111
 SHARE_COUNTS = (1, 2, 4, 8)
-"""As many shares may a page have, and a segment groups."""
-
+"""Numbers of shares that a page may have, and of groups that a segment may have."""
 UNIT_VALUES = 65536
-"""A unit has no more values, unless a single row has."""
-
+"""Most values of a unit, unless a single row has more."""
 PACKED_SEGMENT = struct.Struct("<IHH")
 """A :class:`Segment` in the headers of pages and of page files."""
 
+Eighths = int
+"""A part of a page: bit ``e`` stands for its eighth ``e``. Every share is such a part."""
 Parts = Sequence[memoryview]
 """The memory of one page: one or more writable byte views that follow each other in the page."""
 
@@ -48,8 +46,7 @@ class Share(NamedTuple):
     of: int
 
     @property
-    def eighths(self) -> int:
-        """Bit mask of the eighths in this share."""
+    def eighths(self) -> Eighths:
         width = EIGHTHS // self.of
         return ((1 << width) - 1) << (width * self.number)
 
@@ -62,9 +59,9 @@ class Segment(NamedTuple):
 
     Attributes:
         length: Bytes in the whole page.
-        groups: Into how many groups it divides, one after the other: 1, 2, 4 or 8. Group ``g``
-            stands in every share that has one of the eighths from ``8 * g / groups`` up to
-            ``8 * (g + 1) / groups``; so what is one group stands in every share.
+        groups: Groups, one after the other: 1, 2, 4 or 8. Group ``g`` stands in every share that
+            has one of the eighths from ``8 * g / groups`` up to ``8 * (g + 1) / groups``. So a
+            single group stands in every share.
         pieces: Units per group.
     """
 
@@ -112,7 +109,7 @@ class SegmentTable:
         return b"".join(PACKED_SEGMENT.pack(*segment) for segment in self.segments)
 
     def __hash__(self) -> int:
-        return self._hash  # tables are looked up for every page, and have segments of every layer
+        return self._hash  # tables are looked up for every page
 
     @cached_property
     def _hash(self) -> int:
@@ -124,7 +121,7 @@ class Unit(NamedTuple):
 
     Attributes:
         segment: Number of its segment.
-        eighths: Bit mask of the eighths that stand for its group.
+        eighths: The eighths that stand for its group.
         page_offset: Where it begins in the whole page.
         payload_offset: Where it begins in the payload of a share, which is the share's units in the
             order of the page, with nothing between them: the page that a rank holds.
@@ -132,7 +129,7 @@ class Unit(NamedTuple):
     """
 
     segment: int
-    eighths: int
+    eighths: Eighths
     page_offset: int
     payload_offset: int
     length: int
@@ -156,7 +153,7 @@ def units_of(table: SegmentTable, share: Share = WHOLE) -> tuple[Unit, ...]:
 
 
 def units_per_group(tokens: int, values: int) -> int:
-    """Into how many units a group of ``tokens`` rows of ``values`` values divides."""
+    """Units of a group of ``tokens`` rows of ``values`` values."""
     fits = (n for n in range(1, tokens) if tokens % n == 0 and tokens // n * values <= UNIT_VALUES)
     return next(fits, tokens)
 
@@ -169,3 +166,46 @@ def digest(pieces: Parts) -> int:
     for piece in pieces:
         hasher.update(piece)
     return hasher.intdigest()
+
+
+class PageMemory:
+    """The memory of a share of one page, addressed by offsets in the payload of the share.
+
+    Attributes:
+        digests: Those of all units of the share; None if they have to be computed.
+    """
+
+    def __init__(
+        self, parts: Parts, share: Share = WHOLE, digests: Sequence[int] | None = None
+    ) -> None:
+        self.share = share
+        self.digests = digests
+        self.parts = [part for part in parts if part.nbytes]
+        self.length = sum([part.nbytes for part in self.parts])
+
+    def pieces(self, start: int, length: int) -> list[memoryview]:
+        """The memory of ``length`` bytes of the payload from ``start`` on."""
+        if len(self.parts) == 1:
+            return [self.parts[0][start : start + length]]
+        found = []
+        number = bisect_right(self._ends, start)
+        while length > 0:
+            part = self.parts[number]
+            begin = start - (self._ends[number] - part.nbytes)
+            piece = part[begin : begin + length]
+            found.append(piece)
+            start += piece.nbytes
+            length -= piece.nbytes
+            number += 1
+        return found
+
+    @cached_property
+    def _ends(self) -> list[int]:
+        return list(accumulate(part.nbytes for part in self.parts))
+
+    def digests_of(self, units: Sequence[Unit]) -> tuple[int, ...]:
+        """The digests of units, as the memory is now."""
+        if len(self.parts) == 1:
+            [part] = self.parts
+            return tuple(digest([part[start : start + size]]) for _, _, _, start, size in units)
+        return tuple(digest(self.pieces(unit.payload_offset, unit.length)) for unit in units)

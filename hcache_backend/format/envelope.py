@@ -1,0 +1,124 @@
+"""What every form of a page says of itself: whose it is, which one, and that it is whole.
+
+A page in host memory (:mod:`.page`) and a page file (:mod:`.file`) begin alike:
+
+====== ===== ====================================================================
+offset bytes field
+====== ===== ====================================================================
+0      4     magic
+4      2     format version
+16     16    xxh3-128 of the header: :mod:`.page` and :mod:`.file` say of which bytes
+32     16    namespace (weights, dtypes, page size, format, partition, stage)
+48     32    key: SGLang's chained sha256 over the whole prefix
+80     8     writer: the server run that made the page
+====== ===== ====================================================================
+
+Integers are little-endian, and headers are padded with zeros to multiples of 4096 bytes: direct I/O
+reads straight into them. A value in a shared tier has a proof behind the page instead
+(:func:`proof`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import xxhash
+
+from hcache_backend.format.units import SHARE_COUNTS, WHOLE, Parts, Share
+
+BLOCK = 4096
+NAMESPACE_BYTES = 16
+KEY_BYTES = 32
+WRITER_BYTES = 8
+CHECKSUM = slice(16, 32)
+NAMESPACE = slice(32, 48)
+KEY = slice(48, 80)
+WRITER = slice(80, 88)
+
+_SHA256_HEX = re.compile(rf"[0-9a-f]{{{2 * KEY_BYTES}}}")
+_FILE = re.compile(r"([0-9a-f]{32})\.([0-9a-f]{64})\.([0-7])of([1248])\.page")
+_PROOF_MAGIC = b"HCBEHIND"
+PROOF_BYTES = len(_PROOF_MAGIC) + 16
+
+
+class PageName(NamedTuple):
+    """The name of a share of a page: namespace (16 bytes), key (32 bytes) and share."""
+
+    namespace: bytes
+    key: bytes
+    share: Share
+
+    @property
+    def page(self) -> bytes:
+        """Namespace and key, which all shares of a page have in common."""
+        return self.namespace + self.key
+
+    @property
+    def bucket(self) -> str:
+        """The folder below ``pages`` that the page file stands in."""
+        return self.key[:1].hex()
+
+    @property
+    def file(self) -> str:
+        """The name of the page file in that folder: no text of a caller is in it."""
+        share = self.share
+        return f"{self.namespace.hex()}.{self.key.hex()}.{share.number}of{share.of}.page"
+
+    @property
+    def value(self) -> str:
+        """The name of the value in a shared tier."""
+        return f"hcache-{self.file.removesuffix('.page').replace('.', '-')}"
+
+
+def parse_name(file: str) -> PageName | None:
+    """The name of the page file ``file``; None if it is no page file's name."""
+    match = _FILE.fullmatch(file)
+    if match is None or int(match[3]) >= int(match[4]):
+        return None
+    share = Share(int(match[3]), int(match[4]))
+    return PageName(bytes.fromhex(match[1]), bytes.fromhex(match[2]), share)
+
+
+def key_bytes(key: str) -> bytes:
+    """32 bytes for a key: SGLang's sha256 itself, or the sha256 of any other text."""
+    if _SHA256_HEX.fullmatch(key):
+        return bytes.fromhex(key)
+    return hashlib.sha256(b"text:" + key.encode()).digest()
+
+
+def proof(name: PageName, page: Parts) -> bytes:
+    """The end of the value of ``page`` in a shared tier: only this page of this name has it."""
+    hasher = xxhash.xxh3_128()
+    for part in page:
+        hasher.update(part)
+    hasher.update(name.page + bytes(name.share))
+    return _PROOF_MAGIC + hasher.digest()
+
+
+def round_up(length: int) -> int:
+    """``length`` as the next multiple of :data:`BLOCK`."""
+    return -(-length // BLOCK) * BLOCK
+
+
+def check_names(namespace: bytes, keys: Sequence[bytes], share: Share = WHOLE) -> None:
+    """Refuse, by a ValueError, a wrong namespace (16 bytes), key (32 bytes) or share."""
+    check_bytes("namespace", namespace, NAMESPACE_BYTES)
+    if not {*map(type, keys)} <= {bytes} or not {*map(len, keys)} <= {KEY_BYTES}:
+        for key in keys:
+            check_bytes("key", key, KEY_BYTES)
+    check_share(share)
+
+
+def check_share(share: Share) -> None:
+    """Refuse, by a ValueError, a share that no page has."""
+    if share.of not in SHARE_COUNTS or not 0 <= share.number < share.of:
+        raise ValueError(f"share {share.number} of {share.of}: there are 1, 2, 4 or 8")
+
+
+def check_bytes(what: str, value: bytes, length: int) -> None:
+    """Refuse, by a ValueError, a ``what`` that has not ``length`` bytes."""
+    if not isinstance(value, bytes) or len(value) != length:
+        raise ValueError(f"a {what} is {length} bytes, not {value!r}")

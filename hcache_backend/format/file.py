@@ -1,0 +1,205 @@
+"""Page files, format version 2: header and payload of one share of one page.
+
+- The header begins as every form of a page does (:mod:`.envelope`). It says how the page divides,
+  and has the xxh3-64 of every unit, so that each can be read and verified alone. Its checksum is
+  over all of it but the checksum.
+- The payload is the share's units in the order of the page, with nothing between them. That of
+  share 0 of 1 is the page, that of another share the page of the rank that wrote it. Zeros follow
+  it up to a multiple of 4096 bytes.
+- A reader believes a file only if length, magic, version, share, namespace, key and digests agree.
+- Paths are ``pages/<first two digits of the key>/<namespace>.<key>.<share>of<shares>.page``, in
+  hexadecimal digits.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+import xxhash
+
+from hcache_backend.format.envelope import BLOCK, CHECKSUM, PageName, check_share, round_up
+from hcache_backend.format.units import (
+    PACKED_SEGMENT,
+    Eighths,
+    PageMemory,
+    Segment,
+    SegmentTable,
+    Share,
+    Unit,
+    units_of,
+)
+
+MAGIC = b"HCPF"
+VERSION = 2
+MAX_HEADER_BYTES = 1 << 20
+
+# The header: prefix, checksum, fields, every segment (bytes in the whole page, groups, units per
+# group), and the xxh3-64 of every unit (8 bytes each) in the order of the file.
+_PREFIX = struct.Struct("<4sHBBII")
+"""Magic, version, share number, share count, header bytes, number of segments."""
+_FIELDS = struct.Struct("<16s32s8sQQII")
+"""Namespace, key, writer, payload bytes of this share, bytes of the page, number of units, 0."""
+_SEGMENTS_AT = CHECKSUM.stop + _FIELDS.size
+
+
+class DamagedFileError(Exception):
+    """A file is not the page file that it should be; the message says what is wrong.
+
+    Attributes:
+        status: That of the file, if one was opened.
+    """
+
+    status: os.stat_result | None = None
+
+
+@dataclass(frozen=True)
+class FileLayout:
+    """The layout of the file of a share of a page that divides by ``table``."""
+
+    table: SegmentTable
+    header_bytes: int
+    payload_bytes: int
+    units: tuple[Unit, ...]
+
+    @property
+    def file_bytes(self) -> int:
+        return self.header_bytes + round_up(self.payload_bytes)
+
+    def check(self, memory: PageMemory) -> None:
+        """Refuse, by a ValueError, memory or digests of another number than the file has."""
+        digests = len(self.units) if memory.digests is None else len(memory.digests)
+        if (self.payload_bytes, len(self.units)) != (memory.length, digests):
+            number, of = memory.share
+            raise ValueError(
+                f"memory of {memory.length} bytes and {digests} digests for share {number} of {of} "
+                f"of a page; by its table it has {self.payload_bytes} and {len(self.units)}"
+            )
+
+    @cached_property
+    def payload_offsets(self) -> dict[int, int]:
+        """Start of every unit in the payload, by its offset in the page."""
+        return {unit.page_offset: unit.payload_offset for unit in self.units}
+
+
+class Header(NamedTuple):
+    """The verified header of a page file."""
+
+    name: PageName
+    writer: bytes
+    layout: FileLayout
+    digests: tuple[int, ...]
+
+
+@lru_cache(maxsize=256)
+def file_layout(table: SegmentTable, share: Share) -> FileLayout:
+    """The layout of ``share`` of a page; a ValueError if there is no such share."""
+    check_share(share)
+    units = units_of(table, share)
+    used = _SEGMENTS_AT + PACKED_SEGMENT.size * len(table.segments) + 8 * len(units)
+    payload_bytes = sum(segment.length_in(share) for segment in table.segments)
+    return FileLayout(table, round_up(used), payload_bytes, units)
+
+
+def pack_header(
+    target: memoryview,
+    name: PageName,
+    writer: bytes,
+    layout: FileLayout,
+    digests: Sequence[int],
+) -> None:
+    """Write a header into ``target`` (``header_bytes``); ``digests`` are those of the units."""
+    namespace, key, share = name
+    table = layout.table
+    sizes = (layout.payload_bytes, table.page_bytes)
+    prefix = _PREFIX.pack(MAGIC, VERSION, *share, layout.header_bytes, len(table.segments))
+    fields = _FIELDS.pack(namespace, key, writer, *sizes, len(digests), 0)
+    units = struct.pack(f"<{len(digests)}Q", *digests)
+    body = (fields + table.packed + units).ljust(layout.header_bytes - CHECKSUM.stop, b"\0")
+    target[:] = prefix + xxhash.xxh3_128_digest(prefix + body) + body
+
+
+def parse_header(data: memoryview) -> Header:
+    """The header at the beginning of ``data``; a DamagedFileError unless it verifies."""
+    header = bytes(data[: header_length(data)])
+    _, version, number, of, _, segment_count = _PREFIX.unpack_from(header)
+    if version != VERSION:
+        raise DamagedFileError(f"format version {version}; this is version {VERSION}")
+    rest = header[: CHECKSUM.start] + header[CHECKSUM.stop :]
+    if xxhash.xxh3_128_digest(rest) != header[CHECKSUM]:
+        raise DamagedFileError("header checksum")
+    # From here on the bytes are what a writer meant.
+    fields = _FIELDS.unpack_from(header, CHECKSUM.stop)
+    namespace, key, writer, _, _, unit_count, _ = fields
+    end = _SEGMENTS_AT + PACKED_SEGMENT.size * segment_count
+    share = Share(number, of)
+    layout = file_layout(_table(header[_SEGMENTS_AT:end]), share)
+    digests = struct.unpack_from(f"<{unit_count}Q", header, end)
+    return Header(PageName(namespace, key, share), writer, layout, digests)
+
+
+def header_length(data: memoryview) -> int:
+    """Bytes that the header at the start of ``data`` (a block) claims, or a DamagedFileError."""
+    if len(data) < _PREFIX.size or bytes(data[:4]) != MAGIC:
+        raise DamagedFileError("no page file (magic)")
+    length = int(_PREFIX.unpack_from(data)[4])
+    if length % BLOCK or not BLOCK <= length <= MAX_HEADER_BYTES:
+        raise DamagedFileError(f"header length {length}")
+    return length
+
+
+@lru_cache(maxsize=256)
+def _table(packed: bytes) -> SegmentTable:
+    return SegmentTable(tuple(map(Segment._make, PACKED_SEGMENT.iter_unpack(packed))))
+
+
+class Run(NamedTuple):
+    """Units that follow each other in a file: one reading.
+
+    Attributes:
+        offset: Their start in the file.
+        stretches: Start and length of the memory that they go to, as few stretches as possible.
+        numbers: Their numbers among the file's units.
+        units: The units, with the offsets of the memory.
+    """
+
+    offset: int
+    stretches: list[tuple[int, int]]
+    numbers: list[int]
+    units: list[Unit]
+
+
+@lru_cache(maxsize=256)
+def runs_between(
+    table: SegmentTable, share: Share, target: Share, part: Eighths
+) -> tuple[int, list[Run]]:
+    """Bytes and readings that bring ``part`` of the memory of ``target`` from a file of ``share``.
+
+    A group that several files have comes from the file whose part has the first of its eighths.
+    """
+    layout = file_layout(table, share)
+    places = file_layout(table, target).payload_offsets
+    runs: list[Run] = []
+    total = end = 0
+    for number, unit in enumerate(layout.units):
+        eighths = unit.eighths & target.eighths
+        if not eighths & -eighths & part:  # the first of them
+            continue
+        if not runs or end != unit.payload_offset:
+            runs.append(Run(layout.header_bytes + unit.payload_offset, [], [], []))
+        _, stretches, numbers, units = runs[-1]
+        end = unit.payload_offset + unit.length
+        place = places[unit.page_offset]
+        if stretches and sum(stretches[-1]) == place:
+            start, length = stretches[-1]
+            stretches[-1] = (start, length + unit.length)
+        else:
+            stretches.append((place, unit.length))
+        numbers.append(number)
+        units.append(unit._replace(payload_offset=place))
+        total += unit.length
+    return total, runs

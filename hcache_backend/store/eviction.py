@@ -1,0 +1,260 @@
+"""Which pages go when a folder is full: the ends of sequences that were used least recently.
+
+Time is the store's *access epoch*, in nanoseconds: wall time when a store is opened, or later if
+pages have higher ranks, and from then on as much as the machine runs. It never steps back, even if
+the clock does. So a later use has a later epoch, in every process that has the folders open.
+
+A page is worth something only while every page before it in its sequence is there, so a use counts
+for a sequence from its first page on. The *eviction rank* of page ``i`` of a sequence is the epoch
+of its last use minus ``i``, in nanoseconds; epochs never rise along a sequence. So the pages of the
+lowest ranks of every folder are ends of sequences, and one sequence is gone before the next one
+loses a page. Tensor-parallel ranks that store their shares of a page at one time give them
+different epochs; a use makes them one.
+
+A page whose epoch is young keeps it: its age is less than 1/16 of the age of the oldest page in the
+folders. That bounds how often a page that is used all the time is written to the index.
+
+The bounds are options: ``quota_bytes`` of page files in a folder, ``min_free_bytes`` on its file
+system. Eviction begins at the share ``high_water`` of the quota and goes down to ``low_water``.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from hcache_backend.config import HCacheConfig
+from hcache_backend.format.envelope import PageName
+from hcache_backend.store.folder import Folder
+from hcache_backend.store.index import Entry
+from hcache_backend.store.page_files import delete_page
+from hcache_backend.store.stats import ProblemLog, StoreStats
+
+if TYPE_CHECKING:
+    from hcache_backend.store.disk import Disk
+
+_YOUNG = 16
+_MOST_PAGES = 1_000_000
+"""A rank is less than its epoch by the page's number at most."""
+_PENDING_AT_MOST = 1 << 20
+"""Keys of uses that wait to be saved; further ones are not noted."""
+
+
+class _Use(NamedTuple):
+    """A sequence was used up to the last of ``keys``, at ``epoch``."""
+
+    namespace: bytes
+    keys: Sequence[bytes]
+    epoch: int
+
+
+class Recency:
+    """The uses of a store's pages, which its ``disks`` learn now and then. Any thread."""
+
+    def __init__(self, disks: Sequence[Disk]) -> None:
+        self._disks = disks
+        self._lock = threading.Lock()
+        self._pending: dict[tuple[bytes, bytes], _Use] = {}
+        self._pending_keys = 0
+        self._saving = threading.Lock()
+        self._ahead = 0  # of the access epoch, compared with the machine's own time
+        self._follow(time.time_ns())
+        self._young()
+
+    def note(self, namespace: bytes, keys: Sequence[bytes]) -> None:
+        """The pages ``keys`` of a sequence, from its first one on, are being used. Never waits.
+
+        Keys but the last are read when the use is saved, by another thread.
+        """
+        if keys:
+            self._note(_Use(namespace, keys, self._now()))
+
+    def note_new(
+        self, namespace: bytes, prefix: Sequence[bytes], keys: Sequence[bytes]
+    ) -> list[int]:
+        """Pages ``keys`` after those of ``prefix`` are about to be stored; returns their ranks.
+
+        Those of all these pages that are stored already are being used.
+        """
+        with self._saving:
+            young = self._young()
+            now = self._now()
+            epoch, start, used = now, 0, 0
+            if prefix:
+                [last] = self._epochs(namespace, prefix[-1:], len(prefix) - 1)
+                if last and min(last) >= young:  # then so are those before it
+                    epoch, start = min(epoch, *last), len(prefix)
+            ranks = []
+            sequence = [*prefix[start:], *keys]
+            for place, found in enumerate(self._epochs(namespace, sequence, start), start):
+                if found and min(found) >= young:
+                    epoch = min(epoch, *found)
+                elif found:
+                    used = place + 1
+                if place >= len(prefix):
+                    ranks.append(epoch - place)
+            if used:
+                self._note(_Use(namespace, [*prefix, *keys][:used], now))
+            return ranks
+
+    def save(self) -> None:
+        """Tell the index of each folder which pages were used."""
+        with self._saving:
+            with self._lock:
+                uses, self._pending, self._pending_keys = self._pending, {}, 0
+            young = self._young() if uses else 0
+            changes: list[dict[PageName, int]] = [{} for _ in self._disks]
+            for use in uses.values():
+                self._apply(use, young, changes)
+            for disk, change in zip(self._disks, changes, strict=True):
+                if change:
+                    disk.raise_ranks(change)
+
+    def _note(self, use: _Use) -> None:
+        with self._lock:
+            if self._pending_keys < _PENDING_AT_MOST:
+                self._pending[use.namespace, use.keys[-1]] = use
+                self._pending_keys += len(use.keys)
+
+    def _apply(self, use: _Use, young: int, changes: Sequence[dict[PageName, int]]) -> None:
+        """Note in ``changes``, one for each disk, the higher ranks after a use."""
+        namespace, epoch = use.namespace, use.epoch
+        [last] = self._epochs(namespace, use.keys[-1:], len(use.keys) - 1)
+        if len(last) == 1 and min(last) >= young:
+            return
+        keys = list(use.keys)
+        files = [disk.lookup(namespace, keys) for disk in self._disks]
+        for place in range(len(keys)):
+            entries = [
+                (change, entry)
+                for change, found in zip(changes, files, strict=True)
+                for entry in found[place]
+            ]
+            epochs = {entry.rank + place for _, entry in entries}
+            if len(epochs) == 1 and min(epochs) >= young:
+                epoch = min(epoch, *epochs)
+                continue
+            newest = max(epochs, default=0)  # the shares of a page are of use together only
+            for change, entry in entries:
+                rank = max(max(epoch, newest) - place, change.get(entry.name, 0))
+                if rank > entry.rank:
+                    change[entry.name] = rank
+
+    def _epochs(self, namespace: bytes, keys: Sequence[bytes], first: int) -> list[set[int]]:
+        """The epochs of the files of consecutive pages from page ``first`` on."""
+        found: list[set[int]] = [set() for _ in keys]
+        for disk in self._disks:
+            for i, entries in enumerate(disk.lookup(namespace, keys)):
+                found[i].update(entry.rank + first + i for entry in entries)
+        return found
+
+    def _now(self) -> int:
+        return time.monotonic_ns() + self._ahead
+
+    def _follow(self, epoch: int) -> None:
+        """The access epoch is at least ``epoch``."""
+        with self._lock:
+            self._ahead = max(self._ahead, epoch - time.monotonic_ns())
+
+    def _young(self) -> int:
+        """The first epoch that is young."""
+        ranges = [ranks for disk in self._disks if (ranks := disk.rank_range()) is not None]
+        # Another process may be ahead.
+        self._follow(max((last for _, last in ranges), default=0) + _MOST_PAGES)
+        now = self._now()
+        return now - max(0, now - min((first for first, _ in ranges), default=now)) // _YOUNG
+
+
+def excess_bytes(folder: Folder, config: HCacheConfig, incoming: int, on_disk: int = 0) -> int:
+    """Bytes that must go before ``incoming`` bytes may come; 0 if there is room.
+
+    Args:
+        on_disk: Those of them that are written already.
+    """
+    high, low = config.high_water, config.low_water
+    used = folder.index.totals().bytes
+    quota = config.quota_bytes
+    excess = 0
+    if quota is not None and used + incoming > high * quota:
+        excess = used + incoming - int(low * quota)
+    missing = config.min_free_bytes + incoming - on_disk - folder.ops.free_bytes(folder.root_fd)
+    if missing > 0:
+        excess = max(excess, missing + int((high - low) * used))
+    return excess
+
+
+def broken_bound(
+    folder: Folder, config: HCacheConfig, incoming: int, on_disk: int = 0, *, empty: bool = False
+) -> str | None:
+    """The bound that ``incoming`` bytes would break, in words; None if there is room for them.
+
+    Args:
+        on_disk: Those of them that are written already.
+        empty: Whether to ask as if the folder held no pages.
+    """
+    used = folder.index.totals().bytes
+    kept = 0 if empty else used
+    quota = config.quota_bytes
+    if quota is not None and kept + incoming > quota:
+        return (
+            f"option 'quota_bytes' allows {quota:,} bytes of page files, and with {incoming:,} "
+            f"more there would be {kept + incoming:,}"
+        )
+    left = folder.ops.free_bytes(folder.root_fd) + used - kept - (incoming - on_disk)
+    if left < config.min_free_bytes:
+        return (
+            f"option 'min_free_bytes' keeps {config.min_free_bytes:,} bytes of its file system "
+            f"free, and with {incoming:,} more {max(left, 0):,} would be"
+        )
+    return None
+
+
+def pressure(folder: Folder, config: HCacheConfig) -> tuple[int, int]:
+    """The rank of the page that goes next, 0 if there is room; and the bytes of all pages.
+
+    Folders that get pages in this order lose the pages of the lowest ranks of all of them.
+    """
+    totals = folder.index.totals()
+    page = totals.bytes // max(totals.pages, 1)
+    margin = int((config.high_water - config.low_water) * totals.bytes)
+    quota = config.quota_bytes
+    has_room = (quota is None or totals.bytes + page <= config.low_water * quota) and (
+        folder.ops.free_bytes(folder.root_fd) >= config.min_free_bytes + margin + page
+    )
+    ranks = None if has_room else folder.index.rank_range()
+    return ranks[0] if ranks else 0, totals.bytes
+
+
+def evict(folder: Folder, wanted: int, stats: StoreStats, problems: ProblemLog) -> None:
+    """Delete the pages of the lowest ranks until ``wanted`` bytes are free.
+
+    The folder's lock is held. A file that cannot be deleted is passed over: it stays a page, and
+    counts as used last. Files go before their entries: a crash in between leaves entries without
+    file, which the next read removes, never files that nothing counts.
+    """
+    freed = 0
+    last: Entry | None = None
+    stuck: list[PageName] = []
+    while freed < wanted and (batch := folder.index.oldest(after=last)):
+        gone = []
+        expected = 0
+        for last in batch:
+            if freed + expected >= wanted:
+                break
+            try:
+                delete_page(folder, last.name)
+            except OSError as error:
+                stats.add(evict_errors=1)
+                problems.report("evict", f"{folder.path}: a page could not be evicted: {error}")
+                stuck.append(last.name)
+            else:
+                gone.append(last.name)
+                expected += last.file_bytes
+        removed = folder.index.remove(gone)
+        freed += removed
+        stats.add(pages_evicted=len(gone), bytes_evicted=removed)
+    if stuck:
+        ranks = folder.index.rank_range()
+        folder.index.raise_ranks(dict.fromkeys(stuck, ranks[1] + 1 if ranks else 0))

@@ -1,0 +1,244 @@
+"""Maintenance of a folder: syncs, its return, and recovery: page files against the index.
+
+The index lacks files if it was lost, and perhaps after the machine went down: its last commit may
+then be undone. Recovery goes on beside live stores, which see adopted pages appear. It raises
+OSError or sqlite3.Error for a folder or an index that cannot be used.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from hcache_backend.config import HCacheConfig
+from hcache_backend.format.envelope import PageName, parse_name
+from hcache_backend.format.file import DamagedFileError
+from hcache_backend.format.units import PageMemory
+from hcache_backend.store.disk import Disk
+from hcache_backend.store.eviction import Recency
+from hcache_backend.store.folder import Folder
+from hcache_backend.store.index import Entry
+from hcache_backend.store.page_files import (
+    PageRead,
+    check_size,
+    delete_page,
+    open_page,
+    read_header,
+    read_page,
+)
+
+logger = logging.getLogger("hcache.store")
+
+_LOCK_SECONDS = 30.0
+_FILES_AT_A_TIME = 128
+_LONGEST_PAUSE = 1.0
+_RECENCY_SECONDS = 5.0
+
+
+def maintain(disk: Disk, recency: Recency, config: HCacheConfig, stopping: threading.Event) -> None:
+    """Maintain ``disk``, and save ``recency``, until ``stopping`` is set: a thread's work."""
+    pause = min(config.sync_seconds, _LONGEST_PAUSE)
+    next_sync = next_save = time.monotonic()
+    while not stopping.wait(pause):
+        try:
+            now = time.monotonic()
+            disk.look_after()
+            syncs = config.durability == "batch" and disk.dirty
+            if syncs and now >= next_sync:
+                disk.flush()
+                next_sync = now + config.sync_seconds - pause
+            if now >= next_save:
+                recency.save()
+                next_save = now + _RECENCY_SECONDS
+            _recover(disk, stopping)
+        except Exception:
+            logger.exception("hcache: maintenance of %s failed", disk.path)
+
+
+def _recover(disk: Disk, stopping: threading.Event) -> None:
+    """Complete the index, if it may lack files. A folder that fails is tried again later."""
+    with suppress(OSError, sqlite3.Error), disk.use() as folder:
+        if not folder.index_is_partial:
+            return
+        found = find_unknown_files(folder, adopt=True, stop=stopping.is_set)
+        if not stopping.is_set():
+            folder.mark_index_complete()
+        logger.info(
+            "hcache: %s: the index was completed: %d pages found, %d files not usable",
+            disk.path,
+            len(found.pages),
+            len(found.damaged),
+        )
+
+
+@dataclass
+class Unknown:
+    """Files that the index does not know: sound pages, and others (path and reason)."""
+
+    pages: list[PageName] = field(default_factory=list)
+    damaged: list[tuple[str, str]] = field(default_factory=list)
+
+
+@dataclass
+class Findings:
+    """The result of :func:`verify_folder`: sound page files and their bytes, and the problems.
+
+    Attributes:
+        damaged: Page files: path and reason.
+        missing: Entries without file.
+        unknown: Files that the index does not know: path and reason.
+        index: Inconsistencies of the index.
+        repaired: Number of these problems that were mended.
+    """
+
+    pages: int = 0
+    bytes: int = 0
+    damaged: list[tuple[str, str]] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    unknown: list[tuple[str, str]] = field(default_factory=list)
+    index: list[str] = field(default_factory=list)
+    repaired: int = 0
+
+    @property
+    def problems(self) -> int:
+        return len(self.damaged) + len(self.missing) + len(self.unknown) + len(self.index)
+
+
+def find_unknown_files(
+    folder: Folder,
+    *,
+    adopt: bool,
+    stop: Callable[[], bool] = lambda: False,
+    progress: Callable[[int, int], None] = lambda done, buckets: None,
+) -> Unknown:
+    """Look for files that the index does not know.
+
+    Headers are verified here, payloads when they are read.
+
+    Args:
+        adopt: Enter the sound ones, with their time of writing as last use; not if read-only.
+        stop: Asked now and then whether to end early.
+        progress: Called with the numbers of buckets that are done, and of all.
+    """
+    result = Unknown()
+    buckets = folder.buckets()
+    for done, bucket in enumerate(buckets, start=1):
+        if stop():
+            break
+        names = []
+        with folder.bucket(bucket) as bucket_fd:
+            files = folder.ops.list(bucket_fd)
+        parsed = {file: parse_name(file) for file in files}
+        known = folder.index.known(name for name in parsed.values() if name is not None)
+        for file, name in parsed.items():
+            if name is None:
+                result.damaged.append((f"{bucket}/{file}", "its name is no page file's"))
+            elif name in known:
+                continue
+            elif name.bucket != bucket:
+                result.damaged.append((f"{bucket}/{file}", "it stands in the wrong folder"))
+            else:
+                names.append(name)
+        for start in range(0, len(names), _FILES_AT_A_TIME):
+            # Under the lock nothing evicts or replaces the file between look and entry.
+            with folder.lock.held(_LOCK_SECONDS):
+                found = _entries(folder, names[start : start + _FILES_AT_A_TIME], result)
+                if adopt:
+                    folder.index.insert(found)
+                else:  # without the lock, a page may have been stored meanwhile
+                    known = folder.index.known(entry.name for entry in found)
+                    found = [entry for entry in found if entry.name not in known]
+            result.pages += [entry.name for entry in found]
+        progress(done, len(buckets))
+    return result
+
+
+def verify_folder(
+    folder: Folder,
+    *,
+    repair: bool = False,
+    progress: Callable[[int, int], None] = lambda done, pages: None,
+) -> Findings:
+    """Read and verify every page file of a folder.
+
+    Args:
+        repair: Delete damaged files and entries without file; not if read-only. Unknown files are
+            entered by a rebuild, or deleted here if they are damaged.
+        progress: Called with the numbers of pages that are done, and of all.
+    """
+    findings = Findings(index=folder.index.check())
+    total = folder.index.totals().pages
+    # Taken out at once, so that no reader of the index lives for minutes.
+    entries = list(folder.index.entries())
+    for done, entry in enumerate(entries, start=1):
+        _verify_entry(folder, entry, findings, repair)
+        if done % 16 == 0 or done == total:
+            progress(done, max(total, done))
+    unknown = find_unknown_files(folder, adopt=False)
+    pages = [(f"{name.bucket}/{name.file}", "a page file") for name in unknown.pages]
+    findings.unknown = pages + unknown.damaged
+    for path, _ in unknown.damaged if repair else ():
+        bucket, _, file = path.partition("/")
+        with folder.lock.held(_LOCK_SECONDS), folder.bucket(bucket) as bucket_fd:
+            folder.ops.unlink(file, bucket_fd)
+        findings.repaired += 1
+    return findings
+
+
+def _verify_entry(folder: Folder, entry: Entry, findings: Findings, repair: bool) -> None:
+    name = entry.name
+    path = f"{name.bucket}/{name.file}"
+    payload = memoryview(mmap.mmap(-1, max(entry.payload_bytes, 1)))[: entry.payload_bytes]
+    memory = PageMemory([payload], name.share)
+    try:
+        read_page(folder, PageRead(0, entry, name.share.eighths, memory))
+    except (DamagedFileError, OSError) as error:
+        if folder.index.find(name) is None:
+            return  # a live server has evicted the page meanwhile
+        if isinstance(error, FileNotFoundError):
+            findings.missing.append(path)
+        else:
+            findings.damaged.append((path, str(error)))
+        if repair:
+            with folder.lock.held(_LOCK_SECONDS), suppress(OSError):
+                delete_page(folder, name)
+                folder.index.remove([name])
+                findings.repaired += 1
+    else:
+        findings.pages += 1
+        findings.bytes += entry.file_bytes
+
+
+def _entries(folder: Folder, names: Sequence[PageName], result: Unknown) -> list[Entry]:
+    """Entries for page files that the index still does not know."""
+    entries = []
+    known = folder.index.known(names)
+    for name in names:
+        if name in known:
+            continue
+        try:
+            fd = open_page(folder, name)
+            try:
+                header = read_header(folder.io, fd)
+                if name != header.name:
+                    raise DamagedFileError("its name is not the one in its header")
+                layout = header.layout
+                check_size(fd, layout.file_bytes)
+                written = os.fstat(fd).st_mtime_ns
+            finally:
+                folder.ops.close(fd)
+        except FileNotFoundError:
+            continue
+        except (DamagedFileError, OSError) as error:
+            result.damaged.append((f"{name.bucket}/{name.file}", str(error)))
+            continue
+        sizes = (layout.header_bytes, layout.payload_bytes)
+        entries.append(Entry(name, *sizes, header.writer, written))
+    return entries
