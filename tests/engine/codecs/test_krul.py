@@ -19,7 +19,7 @@ from bench.harness.server import Server, ServerOptions
 from hcache_backend.page import LAYER_ENTRY
 from hcache_backend.store.format import parse_header, parse_name
 from tests.cpu_engine.hcache_cpu_engine import stub_torchvision
-from tests.engine.codecs.test_lossy_kv import PAGE, likeliest, options
+from tests.engine.codecs.test_encoded_kv import PAGE, likeliest, options
 from tests.engine.harness.conversations import (
     ask,
     converse,
