@@ -20,7 +20,7 @@ from hcache_backend.format.envelope import parse_name
 from hcache_backend.format.file import parse_header
 from hcache_backend.format.page import LAYER_ENTRY
 from tests.cpu_engine.hcache_cpu_engine import stub_torchvision
-from tests.engine.codecs.test_lossy_kv import PAGE, likeliest, options
+from tests.engine.codecs.test_encoded_kv import PAGE, likeliest, options
 from tests.engine.harness.conversations import (
     ask,
     converse,
