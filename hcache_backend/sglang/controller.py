@@ -253,6 +253,7 @@ class OwnPagesController(HybridCacheController):
             self._not_backed_up(problem or "another rank", tokens)
             if self._stages.alone:
                 return None
+            backup.due = 0  # nothing is waited for: another stage may have launched its own
         return backup
 
     def start_writing(self) -> None:
