@@ -1,21 +1,19 @@
 """Eager restores: pages become K and V while the rest of their prefetch is still being read.
 
-For the pages that a prefetch will bring, free device pages are reserved; whenever some have arrived
-they are copied and projected. The engine's load of these host pages then gets the device pages that
-were prepared for them. That they will be wanted is a guess: reserved pages count as free.
+Free device pages are reserved for the pages of a prefetch. Those that have arrived are copied and
+projected, and a load gets the prepared device pages. It may never come, so reserved pages count as
+free.
 
-- A device page is either free, or reserved for one host page, or handed out, never two of these.
-- It is launched for a host page once: after that page has arrived and was proven, or to be
-  recomputed whole instead, and then the host page is made of it.
+- A device page is free, reserved for one host page, or handed out.
+- It is launched for a host page once: after that page arrived and was proven, or to be recomputed
+  whole, and then the host page is made of it.
 - First layers that it lacks are recomputed only behind pages that lack none.
-- It is handed out for the host page that it was launched for, once, together with the restore that
-  writes it: whoever reads it waits for that restore first.
-- It is free for others only behind what writes it, and what recomputes from it.
-- When the host page is freed, what was made of it is worth nothing and is given back. Whoever
-  writes there next is a thread, which waits for no stream: the caller waits for the restore.
-
-It depends on nothing that differs between tensor-parallel ranks, such as whether an event has
-passed: they all decide the same.
+- It is handed out once, with the restore that writes it: the reader waits for that first.
+- It becomes free only behind what writes it, and what recomputes from it.
+- A freed host page gives its device page back. The next writer of the host page is a thread, which
+  waits for no stream: the caller waits for the restore.
+- Nothing depends on what differs between tensor-parallel ranks, such as whether an event has
+  passed.
 """
 
 from __future__ import annotations
@@ -43,19 +41,16 @@ from hcache_backend.restore.reservation import (
 )
 from hcache_backend.streams import StreamFailed
 
-_LEAST_BATCH = 4
-"""Pages that are read at a time at least, if there are so many: disks want company."""
+_LEAST_BATCH = 4  # pages of a read at least, if there are as many: disks need parallel requests
 
 
-_LAUNCH_SHARE = 4
-_LAUNCH_BYTES = 64 << 20
-"""A GPU is given a quarter of a hit at a time, or what its bus copies in two milliseconds: each
-launch takes the scheduler thread a tenth of one."""
+_LAUNCH_SHARE = 4  # a GPU gets a quarter of a hit at a time, or what its bus copies
+_LAUNCH_BYTES = 64 << 20  # in 2 ms: a launch takes the scheduler thread 0.1 ms
 
 
 def launch_pages(device: torch.device | str, page_bytes: int) -> Callable[[int], int]:
-    """How many pages of a prefetch of that many pages are restored at once, at least: nobody but
-    the restore waits for those that have arrived. The same on all ranks."""
+    """The least number of pages to restore at once, as a function of a prefetch's pages; the same
+    on all ranks. Arrived pages can wait for more, since only the restore wants them."""
     if torch.device(device).type != "cuda":
         return lambda pages: 1
     enough = max(1, _LAUNCH_BYTES // page_bytes)
@@ -63,49 +58,38 @@ def launch_pages(device: torch.device | str, page_bytes: int) -> Callable[[int],
 
 
 def batch_pages(pages: int) -> int:
-    """How many pages of a prefetch of ``pages`` pages are read at a time; at least one."""
+    """Pages of a prefetch of ``pages`` pages to read at a time; at least one."""
     return min(max(1, pages), max(_LEAST_BATCH, -(-pages // READ_BATCHES)))
 
 
 class FreePages(Protocol):
-    """The device's free pages, without the reserved ones."""
+    """The device's free pages, without reserved ones; slots are int64 ``[pages * page_size]``."""
 
     def count(self) -> int:
-        """How many there are."""
+        """Number of free pages."""
 
     def make_room(self, pages: int) -> None:
-        """Try to have ``pages`` of them, at the cost of what is cached on the device."""
+        """Try to free ``pages`` of them at the cost of what is cached on the device."""
 
     def take(self, pages: int) -> torch.Tensor:
-        """Take ``pages`` of them, which are there: their slots, int64 ``[pages * page_size]``."""
+        """Take ``pages`` of them, which are there; returns their slots."""
 
     def give(self, slots: torch.Tensor) -> None:
-        """Make the whole pages of ``slots`` free, for whoever comes next on the current stream."""
+        """Free the whole pages of ``slots``, for the next user on the current stream."""
 
 
 class HandOut(NamedTuple):
-    """Device pages for a load.
+    """Device pages for a load."""
 
-    Attributes:
-        slots: Slots of all pages of the load, int64 ``[pages * page_size]``.
-        ready: Which pages have, or will have, K and V of the layers that are stored; bool
-            ``[pages]``.
-        whole: Which of them have those of all layers; bool ``[pages]``.
-        restores: What writes the ready ones, or still reads them.
-    """
-
-    slots: torch.Tensor
-    ready: npt.NDArray[np.bool_]
-    whole: npt.NDArray[np.bool_]
-    restores: tuple[RunningRestore, ...]
+    slots: torch.Tensor  # of all pages of the load, int64 [pages * page_size]
+    ready: npt.NDArray[np.bool_]  # pages with K and V of the stored layers, now or later
+    whole: npt.NDArray[np.bool_]  # those with K and V of all layers
+    restores: tuple[RunningRestore, ...]  # write the ready pages, or still read them
 
 
 class EagerRestores:
-    """Which free device pages are reserved, at most ``limit``, for what. Scheduler thread only.
-
-    ``launch`` restores pages, as many of a prefetch at once as ``at_once`` says; see
-    :func:`launch_pages`.
-    """
+    """Reserves free device pages for prefetches, at most ``limit``. Scheduler thread only.
+    ``launch`` restores pages, at least ``at_once(pages)`` of a prefetch at once."""
 
     def __init__(
         self,
@@ -123,25 +107,22 @@ class EagerRestores:
         self._reservations: list[Reservation] = []  # in the order in which they were made
         self._running: dict[Hashable, Reservation] = {}  # by prefetch
         self._places: dict[int, Place] = {}  # by host page
-        # Host pages, and what reads or writes them.
+        # Host pages, and the restore that reads or writes them.
         self._reading: list[tuple[list[int], RunningRestore]] = []
 
     @property
     def pages(self) -> int:
-        """Device pages that are reserved at present; nobody else's."""
         return len(self._places)
 
     # ---- prefetches ----
 
     def running(self) -> list[Hashable]:
-        """The prefetches that :meth:`reserve` was called for and :meth:`end` was not, in order."""
+        """The prefetches after :meth:`reserve` and before :meth:`end`, in order."""
         return list(self._running)
 
     def wanted(self, keys: Sequence[Hashable]) -> range:
-        """Which pages of a prefetch :meth:`reserve` would have device pages for.
-
-        Not those that a running prefetch brings already, and not more than the limit.
-        """
+        """Pages of a prefetch for which :meth:`reserve` would have device pages: within the limit,
+        and not those that a running prefetch brings."""
         coming = {key for other in self._running.values() for key in other.keys}
         first = next((i for i, key in enumerate(keys) if key not in coming), len(keys))
         room = max(0, self._limit - self.pages + len(self._left_behind()))
@@ -150,13 +131,11 @@ class EagerRestores:
     def reserve(
         self, prefetch: Hashable, keys: Sequence[Hashable], host_pages: Ids, unread: int = 0
     ) -> int:
-        """A prefetch begins: reserve free device pages for as many of its pages as possible.
+        """A prefetch begins: reserve device pages for as many of its pages as possible.
 
-        What ended prefetches left is given back for it, the oldest first.
-
-        Its pages, with these keys in storage, will arrive in ``host_pages`` (int64 ``[pages]``),
-        which nobody else uses. Those that have not may be recomputed whole: ``unread`` layers
-        (0: they may not). Returns how many device pages were reserved.
+        Returns their number. Device pages of ended prefetches are given back for it, the oldest
+        first. ``keys`` will arrive in ``host_pages``, which nothing else uses. ``unread``: layers
+        to recompute of a page that has not arrived; 0 if that is not allowed.
         """
         chosen = self.wanted(keys)
         spare = self._limit - self.pages
@@ -175,15 +154,12 @@ class EagerRestores:
         return len(ids)
 
     def reachable(self, prefetch: Hashable) -> int:
-        """How many of its first pages can be recomputed one after the other, or were."""
+        """Number of its first pages that can be recomputed one after the other, or were."""
         return self._running[prefetch].reachable
 
     def arrived(self, prefetch: Hashable, pages: int, start: int = 0, *, last: bool = False) -> int:
-        """Pages ``start`` to ``pages`` of a prefetch are there, and proven, on all ranks.
-
-        Few of them wait for others, unless they are the ``last`` ones that are read. Returns how
-        many pages are restored by what it launched, but for layers that they lack.
-        """
+        """Pages ``start`` to ``pages`` are there and proven on all ranks. Few pages wait for more,
+        unless they are the ``last`` ones that are read. Returns the number of launched pages."""
         reservation = self._running[prefetch]
         self._reading = [one for one in self._reading if not one[1].copied.query()]
         there = range(start - reservation.first, pages - reservation.first)
@@ -200,10 +176,8 @@ class EagerRestores:
         return len(due)
 
     def to_recompute(self, most: int) -> Iterator[Recomputation]:
-        """Pages of each running prefetch, at most ``most``, whose first layers can be recomputed.
-
-        Behind all pages before them in the prefetch, which have those of all layers.
-        """
+        """At most ``most`` pages of each running prefetch whose first layers can be recomputed. All
+        pages before them in the prefetch have these layers."""
         for prefetch, reservation in self._running.items():
             pages = reservation.to_recompute(most)
             if pages:
@@ -212,18 +186,15 @@ class EagerRestores:
                 yield Recomputation(prefetch, reservation, pages, layers, unread)
 
     def slots(self, due: Recomputation) -> tuple[torch.Tensor, torch.Tensor]:
-        """Slots of the tokens of ``due``, and of all before them in the prefetch, int64 ``[n]``."""
+        """Slots of the tokens of ``due``, and of all tokens before them in the prefetch."""
         before = range(due.pages.start)
         return self._slots(due.reservation, due.pages), self._slots(due.reservation, before)
 
     def recomputed(self, done: Recomputation, restore: RunningRestore) -> None:
-        """``restore`` was launched for all of ``done``; it reads K and V of all tokens before them.
-
-        Behind all that was launched so before, on the same stream. Host pages of unread ones have
-        been written behind its event ``copied``.
-        """
+        """``restore`` was launched for ``done``, behind earlier ones on the same stream. It reads K
+        and V of all tokens before; unread ones are in host pages behind its event ``copied``."""
         before = done.reservation.last_slice
-        # One that failed may have written more pages than are tried again.
+        # A failed slice may have written more pages than are tried again.
         stop = max(done.pages.stop, before[0] if before is not None else 0)
         done.reservation.last_slice = stop, restore
         if done.unread:
@@ -235,30 +206,28 @@ class EagerRestores:
             done.reservation.launches.update(dict.fromkeys(done.pages, Launched(restore, 0)))
 
     def end(self, prefetch: Hashable) -> int:
-        """No more pages come: what none was launched into is given back.
-
-        The others stay for a load, until somebody needs the room. Returns how many were given back.
-        """
+        """No more pages come. Gives back the pages that were not launched and returns their number;
+        the others wait for a load until the room is needed."""
         reservation = self._running.pop(prefetch)
         waiting = [(reservation, i) for i in reservation.waiting()]
         self._give_back(waiting)
         return len(waiting)
 
     def host_freed(self, host_pages: Ids) -> None:
-        """Host pages will hold something else: nothing is at them any more on return."""
+        """Host pages will hold something else. Blocks until nothing accesses them."""
         self.until_saved(host_pages)
         freed = dict.fromkeys(host_pages.tolist())
         self._give_back([self._places[page] for page in freed if page in self._places])
 
     def until_saved(self, host_pages: Ids) -> None:
-        """The CPU wants host pages: nothing reads or writes them any more on return."""
+        """Blocks until nothing reads or writes the host pages: the CPU wants them."""
         wanted = set(host_pages.tolist())
         for pages, restore in self._reading:
             if not wanted.isdisjoint(pages):
                 _until_copied(restore)
 
     def prepared(self, host_pages: Ids) -> npt.NDArray[np.bool_]:
-        """Which pages (int64 ``[pages]``) :meth:`hand_out` would give whole; bool ``[pages]``."""
+        """Mask of the pages that :meth:`hand_out` would give whole."""
         places = (self._places.get(page) for page in host_pages.tolist())
         whole = [place is not None and place[0].is_whole(place[1]) for place in places]
         return np.array(whole, dtype=np.bool_)
@@ -266,11 +235,8 @@ class EagerRestores:
     # ---- allocation ----
 
     def make_free(self, pages: int) -> None:
-        """See to it that ``pages`` device pages are free, if so many are free or reserved.
-
-        Pages go first that were not launched, those of the newest prefetch and of its end before
-        others; then launched ones, the oldest first.
-        """
+        """Give back reserved pages until ``pages`` device pages are free, if there are as many:
+        first those not launched, from the end of the newest prefetch on, then the oldest."""
         short = pages - self._free.count()
         if short > 0:
             newest = reversed(self._reservations)
@@ -279,10 +245,8 @@ class EagerRestores:
             self._give_back([*waiting, *launched][:short])
 
     def hand_out(self, host_pages: Ids) -> HandOut | None:
-        """Device pages for a load of ``host_pages`` (int64 ``[pages]``), each of them once.
-
-        None, and nothing has changed, when there are not enough free and reserved pages.
-        """
+        """Device pages for a load of ``host_pages``, each used once. None, with nothing changed, if
+        there are not enough free and reserved pages."""
         if len(host_pages) > self._free.count() + self.pages:
             return None
         found = [self._places.get(page) for page in host_pages.tolist()]
@@ -303,16 +267,13 @@ class EagerRestores:
     # ---- the end ----
 
     def clear(self) -> None:
-        """Give back everything: what was made of the pages is not wanted any more.
-
-        Prefetches that run go on without device pages. Nothing reads host pages on return.
-        """
+        """Give back everything and block until nothing reads host pages; prefetches go on."""
         for _, restore in self._reading:
             _until_copied(restore)
         self._give_back(list(self._places.values()))
 
     def all_freed(self) -> None:
-        """Somebody made every page of the device free: forget what was reserved."""
+        """Every page of the device was freed elsewhere: forget the reservations."""
         self._wait(self._places.values())
         self._forget(list(self._places.values()))
 
@@ -334,7 +295,6 @@ class EagerRestores:
                 self._free.give(self._slots(reservation, run))
 
     def _wait(self, places: Iterable[Place]) -> None:
-        """Let the current stream wait for whatever writes or reads these pages."""
         for restore in using(places):
             with contextlib.suppress(StreamFailed):  # then nothing is written any more
                 restore.wait()
@@ -348,6 +308,5 @@ class EagerRestores:
 
 
 def _until_copied(restore: RunningRestore) -> None:
-    """Block the calling thread until a restore reads no host page any more."""
     with contextlib.suppress(StreamFailed):  # then nothing is read any more
         restore.wait_until_copied()
