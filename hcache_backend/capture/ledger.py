@@ -69,7 +69,7 @@ class _Copy(NamedTuple):
 
 
 class Ledger:
-    """What the arena does not know yet. Scheduler thread; slots are int64 ``[n]`` on the device.
+    """Events that the arena does not know. Scheduler thread; slots are int64 ``[n]`` on the device.
 
     ``without_results``: most passes whose results the engine may lack, except between the start of
     a pass and the results of the one before.

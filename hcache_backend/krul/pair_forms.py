@@ -53,9 +53,8 @@ class PairForm(ABC):
     def encode(
         self, first: torch.Tensor, second: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Encode pages of two layers, K and V of each as ``[p, 2, units, tokens, width]``. Returns
-        uint8 ``[p, slot_bytes]``, and bool ``[p]``: False if a page does not fit and its bytes mean
-        nothing."""
+        """Encode pages of two layers, K and V as ``[p, 2, units, tokens, width]``. Returns uint8
+        ``[p, slot_bytes]``, and bool ``[p]``: bytes of a page that does not fit mean nothing."""
 
     @abstractmethod
     def decode(self, encoded: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -12,7 +12,7 @@ import torch
 
 @dataclass(frozen=True)
 class CallTemplate:
-    """How the model calls an attention module, learned from one real call.
+    """The model's way to call an attention module, learned from one real call.
 
     ``names`` maps ``hidden``, ``positions`` and ``batch``, which depend on the tokens, to the
     module's arguments; some modules take no positions or no batch. ``constants`` are the other

@@ -1,7 +1,7 @@
-"""How exactly K and V are the model's: the share of equal values, and the distance of the others.
+"""Exactness of K and V: the share of values equal to the model's, and the distance of the others.
 
-Distances are in units of the last place (ulp) of the larger value. What cancelled to nearly nothing
-has no places of its own: values below the root mean square of their head count in its units.
+Distances are in units of the last place (ulp) of the larger value. A sum that nearly cancels has no
+places of its own: values below the root mean square of their head count in its units.
 
 The order of a sum differs between kernels and batch sizes. K and V are right if they are within
 twice the distance of the model's own at other batch sizes, or of another order of the same sums.

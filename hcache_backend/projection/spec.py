@@ -85,7 +85,7 @@ class RotaryTable:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """How one layer makes K and V, without its attention module (paper section 3.1).
+    """Makes K and V of one layer without its attention module (paper section 3.1).
 
     ``fused``: the kernels can do it all. They want rows of K and then of V in one float weight.
     Rows in another order would have to be copied, and a quantised weight is its module's own

@@ -58,9 +58,9 @@ class PoolParking:
 
 
 class RestoredLayer(NamedTuple):
-    """How one layer comes back. ``hidden``: segments arrive on the copy stream, and ``fill``
-    projects them on the compute stream. ``kv``: ``copy`` brings K and V on the copy stream.
-    ``recompute``: nothing is stored, and the segment's length is 0."""
+    """The way in which one layer comes back. ``hidden``: segments arrive on the copy stream, and
+    ``fill`` projects them on the compute stream. ``kv``: ``copy`` brings K and V on the copy
+    stream. ``recompute``: nothing is stored, and the segment's length is 0."""
 
     method: Literal["hidden", "kv", "recompute"]
     fill: Fill | None = None

@@ -175,7 +175,7 @@ class RestorePipeline:
         return restore
 
     def handed_out(self) -> None:
-        """What was restored ahead may be read: recomputations wait for all launched so far."""
+        """Restores ahead may be read now: recomputations wait for all launched so far."""
         self._handed_out = dict(self._written)
 
     @torch.no_grad()
