@@ -331,8 +331,8 @@ class Door:
     def new_stream(self, device: torch.device, name: str, *, in_turn: bool = False) -> Stream:
         if device.type == "cuda":
             # No priority is below forward passes: SGLang's streams have 0 too (0.5.21 to 0.5.23),
-            # CUDA's lowest. A restore delays them by the length of a launch at most, which option
-            # restore_chunk_tokens bounds.
+            # CUDA's lowest. A restore delays them by the length of its launches at most, which
+            # option restore_chunk_tokens bounds.
             stream = torch.cuda.Stream(device, priority=0)
             self._ours[stream.cuda_stream] = name
             return _CudaStream(stream)
