@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 
-from bench.harness.disaggregation import DecodeServer, PrefillServer
-from bench.harness.router import Router
 from bench.harness.server import ServerError, ServerOptions
 from hcache_backend.cli.metrics_page import fetch
 from tests.engine.harness.conversations import (
@@ -22,6 +20,7 @@ from tests.engine.harness.conversations import (
     random_tokens,
     turns_of,
 )
+from tests.engine.harness.disaggregation import DecodeServer, PrefillServer
 from tests.engine.harness.ours import (
     assert_no_cache_output,
     assert_no_cache_output_up_to_ties,
@@ -32,6 +31,7 @@ from tests.engine.harness.ours import (
     our_server,
     partition,
 )
+from tests.engine.harness.router import Router
 
 from .servers import ROUTER, TRANSFER, started
 

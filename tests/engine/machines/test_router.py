@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from bench.harness.router import Router
 from bench.harness.server import Server
 from tests.engine.harness.conversations import (
     Conversation,
@@ -26,6 +25,7 @@ from tests.engine.harness.ours import (
     faulty,
     stored_pages,
 )
+from tests.engine.harness.router import Router
 
 from .servers import ROUTER, started
 from .shared_l3 import PAGE, machine, values
