@@ -20,8 +20,7 @@ from bench.harness.report import Column, Picture, Results, Row, Series, Table
 from bench.harness.server import Server
 from bench.harness.turns import history
 
-HISTORY, BATCHES = 512, (1, 4, 16)
-_TOKENS = 48
+HISTORY, BATCHES, _TOKENS = 512, (1, 4, 16), 48
 _UNEVEN = 8
 """Tokens at either end of a reply between which all requests of a batch are surely running."""
 SHAPE = TinyLlama(layers=8, hidden=1024, heads=8, kv_heads=8, intermediate=2816)
