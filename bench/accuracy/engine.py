@@ -13,15 +13,13 @@ from typing import Any
 
 import torch
 
+from bench.accuracy.probes import KV
 from bench.harness.machine import MachineError
 from bench.harness.methods import PAGE_SIZE
 from bench.harness.options import ServerOptions
 from hcache_backend.krul.statistics import PROBE_TOKENS
 from hcache_backend.units import units_per_group
 from hcache_kernels.codecs import Cut
-
-KV = tuple[torch.Tensor, torch.Tensor]
-"""K ``[n, kv_heads, dim]`` and V ``[n, kv_heads, value_dim]`` of one layer."""
 
 
 @dataclass(frozen=True)

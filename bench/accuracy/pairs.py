@@ -10,11 +10,11 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 
-from bench.accuracy.engine import KV, Engine, History
+from bench.accuracy.engine import Engine, History
+from bench.accuracy.probes import KV, LayerProbe
 from bench.harness.methods import PAGE_SIZE
 from hcache_backend.config import KrulOption
 from hcache_backend.krul.pair_forms import MergedPair, PairForm, changes_of_merges
@@ -25,26 +25,6 @@ from hcache_kernels.codecs import Cut
 Choice = Callable[[Engine, History], Strategy]
 PAIRED = 0.5
 """Share of the layers that are in pairs, as MiniCache has it."""
-
-
-class LayerProbe(NamedTuple):
-    """A :class:`~hcache_backend.krul.statistics.ProbedLayer` whose K and V, of all tokens, are at
-    hand."""
-
-    q: torch.Tensor
-    kv: KV
-    scale: float
-
-    @property
-    def length(self) -> int:
-        return len(self.kv[0])
-
-    @property
-    def kv_heads(self) -> int:
-        return self.kv[0].shape[1]
-
-    def keys(self, heads: slice) -> torch.Tensor:
-        return self.kv[0][:, heads]
 
 
 def fixed(layers: int) -> Strategy:

@@ -7,9 +7,9 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 
+from bench.harness import disaggregation, router
 from bench.harness.server import Server
 from tests.cpu_engine.hcache_cpu_engine import warm_extensions
-from tests.engine.harness import disaggregation, router
 
 _NO_TRANSFER, _NO_ROUTER = disaggregation.missing(), router.missing()
 TRANSFER = pytest.mark.skipif(_NO_TRANSFER is not None, reason=f"no transfer: {_NO_TRANSFER}")

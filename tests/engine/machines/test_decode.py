@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from bench.harness.disaggregation import DecodeServer, PrefillServer
 from bench.harness.models import build_model
 from bench.harness.server import ServerError, ServerOptions
 from tests.engine.harness.conversations import (
@@ -19,7 +20,6 @@ from tests.engine.harness.conversations import (
     make_conversations,
     random_tokens,
 )
-from tests.engine.harness.disaggregation import DecodeServer, PrefillServer
 from tests.engine.harness.ours import (
     assert_no_cache_output,
     assert_nothing_went_wrong,

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from bench.harness.disaggregation import DecodeServer, PrefillServer
+from bench.harness.router import Router
 from bench.harness.server import ServerError, ServerOptions
 from hcache_backend.cli.metrics_page import fetch
 from tests.engine.harness.conversations import (
@@ -20,7 +22,6 @@ from tests.engine.harness.conversations import (
     random_tokens,
     turns_of,
 )
-from tests.engine.harness.disaggregation import DecodeServer, PrefillServer
 from tests.engine.harness.ours import (
     assert_no_cache_output,
     assert_no_cache_output_up_to_ties,
@@ -31,7 +32,6 @@ from tests.engine.harness.ours import (
     our_server,
     partition,
 )
-from tests.engine.harness.router import Router
 
 from .servers import ROUTER, TRANSFER, started
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from bench.harness.router import Router
 from bench.harness.server import Server
 from tests.engine.harness.conversations import (
     Conversation,
@@ -25,7 +26,6 @@ from tests.engine.harness.ours import (
     faulty,
     stored_pages,
 )
-from tests.engine.harness.router import Router
 
 from .servers import ROUTER, started
 from .shared_l3 import PAGE, machine, values

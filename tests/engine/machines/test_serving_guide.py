@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 import pytest
 
 from bench.harness import mooncake
+from bench.harness.disaggregation import DecodeServer, PrefillServer
+from bench.harness.router import Router
 from bench.harness.server import Server, ServerOptions, free_port
 from tests.docs.pages import read_page
 from tests.engine.harness.conversations import ask, converse, make_conversations
-from tests.engine.harness.disaggregation import DecodeServer, PrefillServer
 from tests.engine.harness.ours import (
     assert_no_cache_output,
     assert_nothing_went_wrong,
@@ -28,7 +29,6 @@ from tests.engine.harness.ours import (
     our_server,
     stored_pages,
 )
-from tests.engine.harness.router import Router
 
 from .servers import ROUTER, TRANSFER
 

@@ -9,7 +9,7 @@ import pytest
 from bench.harness.report import aligned
 from bench.record import PROGRAMS
 
-MODULES = [*PROGRAMS.values(), "bench.launches", "bench.step_time", "bench.store.decode"]
+MODULES = [*PROGRAMS.values(), "bench.launches", "bench.step_time"]
 NOBODY = "http://127.0.0.1:9"
 
 

@@ -9,10 +9,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from bench.harness.disaggregation import PrefillServer
 from bench.harness.options import base_environment
 from bench.harness.processes import nursery
 from bench.harness.server import Server, ServerOptions, free_port
-from tests.engine.harness.disaggregation import PrefillServer
 
 _HEALTH = ("--health-check-interval-secs", "1", "--health-success-threshold", "1")
 # By default one request's five retries may all go to a worker that is gone, and what has opened a
