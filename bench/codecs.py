@@ -43,7 +43,7 @@ from bench.harness.program import (
     switch,
 )
 from bench.harness.reference import Scores, agreement
-from bench.harness.report import COLOURS, Results, Table, columns, picture
+from bench.harness.report import Picture, Results, Series, Table, columns
 from bench.harness.restorer import page_files
 from bench.harness.server import Server
 from hcache_backend.server_report import read_report
@@ -315,34 +315,26 @@ def _off(found: Mapping[str, Any] | None) -> str | None:
     return f"{found['mean_difference']:.2g} ({found['largest_difference']:.2g})"
 
 
-def draw(results: Row) -> Any:
-    """Other tokens than without a cache over the bytes of a token, by type and codec."""
-    rows = [row for row in results["codecs"] if "stored_bytes_per_token" in row]
+def panels(results: Results) -> dict[str, list[Row]]:
+    """Other tokens than without a cache by codec, in percent, a panel for each type."""
+    rounding = {r["dtype"]: _changed(r) for r in results["codecs"] if r["codec"] == "decoded"}
+    found: dict[str, list[Row]] = {}
+    for row in results["codecs"]:
+        if "stored_bytes_per_token" in row:
+            one = {row["codec"]: _changed(row), "decoded": rounding.get(row["dtype"])}
+            bytes_ = row["stored_bytes_per_token"]
+            found.setdefault(row["dtype"], []).append({"bytes": bytes_, **one})
+    return found
+
+
+def finding(results: Results) -> str:
+    """What the picture shows of lossless and lossy codecs."""
     said = [
         f"{row['codec']} {row['share_of_uncoded']:.2f} of the bytes and {_changed(row):.1f}%"
-        for row in rows
-        if row["dtype"] == "bfloat16" and row["codec"] != "none"
+        for row in results["codecs"]
+        if row["dtype"] == "bfloat16" and row.get("share_of_uncoded")
     ]
-    figure = picture(f"Bytes, and tokens that are not those without a cache: {', '.join(said)}")
-    types = list(dict.fromkeys(row["dtype"] for row in rows))
-    panels = figure.subplots(1, len(types), sharey=True, squeeze=False)[0]
-    for axes, dtype in zip(panels, types, strict=True):
-        for row in (row for row in rows if row["dtype"] == dtype):
-            place = row["stored_bytes_per_token"], _changed(row)
-            axes.plot(*place, "o", color=COLOURS[row["codec"]], markersize=9)
-            axes.annotate(row["codec"], place, (8, 4), textcoords="offset points", fontsize=10)
-        for row in results["codecs"]:
-            if row["dtype"] == dtype and row["codec"] == "decoded":
-                label = "rounding alone: decoded token by token"
-                axes.axhline(_changed(row), color=COLOURS["computed"], linestyle=":", label=label)
-        axes.set_title(dtype, fontsize=10)
-        axes.set_xlabel("bytes per token", fontsize=10)
-        axes.margins(x=0.2)
-        axes.set_xlim(left=0)
-        axes.grid(alpha=0.3)
-    panels[0].set_ylabel("other tokens than without a cache, %", fontsize=10)
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", fontsize=10)
-    return figure
+    return f"Bytes, and tokens that are not those without a cache: {', '.join(said)}"
 
 
 def _changed(row: Row) -> float:
@@ -384,7 +376,17 @@ PROGRAM = Program(
             ),
         )
     },
-    draw=draw,
+    draw=Picture(
+        title=finding,
+        panels=panels,
+        x="bytes",
+        x_label="bytes per token",
+        y_label="other tokens than without a cache, %",
+        series=(
+            *(Series(name, name, name, "o") for name in ("none", "exp4", "int8", "fp8")),
+            Series("rounding alone: decoded token by token", "decoded", "computed", ":"),
+        ),
+    ),
     file=lambda results: "codecs" if results["name"] == "gqa" else f"codecs_{results['name']}",
 )
 

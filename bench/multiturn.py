@@ -36,14 +36,13 @@ from bench.harness.program import (
     switch,
 )
 from bench.harness.report import Column, Picture, Results, Row, Series, Table, columns
-from bench.harness.server import CachedTokens, Server
+from bench.harness.server import Server
 from bench.workload.base import Workload, WorkloadError
 from bench.workload.paper import LEVAL, leval, sharegpt4, zipf_contexts
 from hcache_backend.cli.common import RequestError
 from hcache_backend.cli.ingest import UnusableServer
 
 SHAPE = TinyLlama(layers=4, hidden=512, heads=4, kv_heads=4, intermediate=1408)
-"""Small: there are many requests to each method."""
 VOCABULARY = 1000
 """Random tokens are below it."""
 PARALLEL = 128
@@ -283,12 +282,11 @@ def summary(requests: Sequence[Request], seconds: float) -> Row:
         "first_p90_ms": first[min(int(0.9 * len(first)), len(first) - 1)] if first else None,
         "between_ms": fmean(between) if between else None,
         "cached": sum(each.total for each in cached) / prompts,
-        "tiers": {tier: _share(cached, tier, prompts) if split else None for tier in TIERS},
+        "tiers": {
+            tier: sum(getattr(each, tier) for each in cached) / prompts if split else None
+            for tier in TIERS
+        },
     }
-
-
-def _share(cached: Sequence[CachedTokens], tier: str, prompts: int) -> float:
-    return float(sum(getattr(each, tier) for each in cached)) / prompts
 
 
 def workload_of(given: Any) -> Workload:

@@ -51,6 +51,7 @@ from bench.harness.program import MODEL, Program, Run, Setting, at_least, scratc
 from bench.harness.report import Column, Picture, Results, Row, Series, Table
 from bench.harness.restorer import Restorer, l3_bytes, restorer
 from bench.harness.rounds import median_interval
+from bench.harness.turns import history
 from hcache_backend.plan.profile import Profile
 
 FASTEST = "the fastest other"
@@ -222,9 +223,7 @@ class Servers:
         self.stored: list[Row] = []
         self._machine, self._study, self._model = machine, study, model
         self._folder, self._said = folder, said
-        self._histories = [
-            random_tokens(number, study.tokens) for number in range(3 + 2 * study.rounds)
-        ]
+        self._histories = [history(study.tokens, n) for n in range(3 + 2 * study.rounds)]
         self._profile: Profile | None = None
         if set(study.methods) & set(study.planned) and has_shape(model):
             self._profile = measure_profile(machine, model, folder / "profile")
@@ -248,10 +247,13 @@ class Servers:
                 for name in chosen
                 if name not in study.planned
             }
-            if not self.balanced and any(limit.of_balanced for limit in study.limits):
-                self.balanced = self._find_balanced(*next(iter(servers.items())))
+            stored = [name for name in servers if study.methods[name].storage is not None]
+            slows = self._machine.device == "cpu"
+            wanted = any(limit.of_balanced for limit in study.limits)
+            if slows and wanted and stored and not self.balanced:
+                self.balanced = self._find_balanced(stored[0], servers[stored[0]])
             for limit in study.limits:
-                if self._machine.device != "cpu" and self.limit(limit):
+                if (limit.mb_per_s and not slows) or (limit.of_balanced and not self.balanced):
                     continue
                 with ExitStack() as once:
                     every = servers | {
@@ -322,7 +324,8 @@ class Servers:
                 **{"extra_args": ("--mem-fraction-static", "0.5"), **study.options},
             )
             if method.storage == MOONCAKE:
-                cluster = stack.enter_context(mooncake.cluster(folder, _lent()))
+                free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+                cluster = stack.enter_context(mooncake.cluster(folder, free // 4))
                 options = replace(options, extra_config=mooncake.store_config(cluster))
             server = stack.enter_context(restorer(options, folder / "l3"))
             with self._turn(name, server):
@@ -366,25 +369,14 @@ def staged(restored: Restorer, first: Sequence[int], second: Sequence[int]) -> M
         return sum(event.ms for event in events)
 
     restored.skip_trace()
-    for history in (first, second):
-        server.generate(history, 1)
+    for tokens in (first, second):
+        server.generate(tokens, 1)
     server.wait_backed_up()
     backup = took("backup", 2 * len(first))
     server.generate([*first, 0], 1)
     load = took("load", len(first))
     server.flush_cache()
     return {"backup": backup, "load": load, "restore": restored.restore(first).ms}
-
-
-def random_tokens(seed: int, count: int) -> list[int]:
-    """Below any model's vocabulary; the same of a seed."""
-    source = random.Random(seed)
-    return [source.randrange(1000) for _ in range(count)]
-
-
-def _lent() -> int:
-    """Bytes that Mooncake's node lends: a quarter of the free memory, used as pages come."""
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
 
 
 def label(limit: Limit, rate: float) -> str:
@@ -524,10 +516,8 @@ def finding(results: Results) -> str:
     (first, one), (second, other), *_ = results["titles"].items()
     times = [row["ms"] for row in results["rows"] if {first, second} <= set(row["ms"])]
     shares = [ms[second] / ms[first] for ms in times]
-    return (
-        f"{other.replace('`', '')} takes {min(shares):.2f} to {max(shares):.2f} times as long as "
-        f"{one.replace('`', '')}"
-    )
+    other, one = other.replace("`", ""), one.replace("`", "")
+    return f"{other}: {min(shares):.2f} to {max(shares):.2f} of the time of {one}"
 
 
 def panels(results: Results) -> Mapping[str, Sequence[Row]]:

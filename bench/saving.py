@@ -7,7 +7,6 @@ Decode steps of more and more sequences, each with a history of 512 tokens, as i
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, median, quantiles
@@ -19,9 +18,9 @@ from bench.harness.options import ADMIN_KEY
 from bench.harness.program import MODEL, Program, Run, Setting, at_least, scratch, steps
 from bench.harness.report import Column, Picture, Results, Row, Series, Table
 from bench.harness.server import Server
+from bench.harness.turns import history
 
-HISTORY, BATCHES = 512, (1, 4, 16)
-_TOKENS = 48
+HISTORY, BATCHES, _TOKENS = 512, (1, 4, 16), 48
 _UNEVEN = 8
 """Tokens at either end of a reply between which all requests of a batch are surely running."""
 SHAPE = TinyLlama(layers=8, hidden=1024, heads=8, kv_heads=8, intermediate=2816)
@@ -67,13 +66,12 @@ async def gaps(
     server: Server, title: str, rounds: int, advance: Callable[[str], None]
 ) -> Mapping[int, Sequence[float]]:
     """Seconds between tokens, by the number of sequences that run together."""
-    source = random.Random(1)
-    histories = [[source.randrange(1000) for _ in range(HISTORY)] for _ in range(max(BATCHES))]
+    histories = [history(HISTORY, number) for number in range(max(BATCHES))]
     found: dict[int, list[float]] = {batch: [] for batch in BATCHES}
     async with StreamingClient(server.url, ADMIN_KEY) as client:
         advance(f"{title}: prefilling")
-        for history in histories:
-            await client.generate(history, 1)
+        for tokens in histories:
+            await client.generate(tokens, 1)
         for number in range(rounds):
             for batch in BATCHES:
                 advance(f"{title}: {batch} sequences")

@@ -9,12 +9,9 @@ two versions, run both in turn on one machine: only ratios mean anything.
 
 from __future__ import annotations
 
-import cProfile
-import pstats
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -123,42 +120,13 @@ def leave_out_kernels(steps: Steps) -> None:
     setattr(staging, "judge_rows", lambda marks, step, verdicts: verdicts.fill_(1))  # noqa: B010
 
 
-def profile(tokens: int, count: int) -> list[dict[str, Any]]:
-    """Own time of our functions in captured steps of ``MANY`` layers, as shares of ours in all."""
-    with torch.inference_mode():
-        steps = Steps(MANY, tokens)
-        leave_out_kernels(steps)
-        steps.watch()
-        profiler = cProfile.Profile()
-        for _ in range(count):
-            profiler.enable()
-            steps.run()
-            profiler.disable()
-            steps.settled()
-    ours = {
-        f"{Path(file).stem}.{name}": (own, calls)
-        for (file, _, name), (_, calls, own, _, _) in pstats.Stats(profiler).stats.items()  # type: ignore[attr-defined]
-        if "hcache_" in file or "/kernels/" in file
-    }
-    total = sum(own for own, _ in ours.values())
-    rows = [
-        {"function": name, "calls per step": calls / count, "share": own / total}
-        for name, (own, calls) in ours.items()
-    ]
-    return sorted(rows, key=lambda row: -float(row["share"]))
-
-
 def measure(run: Run) -> Results:
-    """Time per step and layer, and shares of our functions."""
-    tokens, count = run.given.tokens, run.given.steps
-    few, many = added(tokens, count)
+    """Time per step and layer."""
+    few, many = added(run.given.tokens, run.given.steps)
     per_layer = (many - few) / (MANY - FEW)
     times = {"layer": per_layer, "step": few - FEW * per_layer}
     times["32 layers"] = times["step"] + 32 * per_layer
-    return {
-        "times": [{"per": per, "us": us} for per, us in times.items()],
-        "functions": profile(tokens, count),
-    }
+    return {"times": [{"per": per, "us": us} for per, us in times.items()]}
 
 
 PROGRAM = Program(
@@ -170,15 +138,7 @@ PROGRAM = Program(
         Setting("--steps", at_least(1), 400, "that are timed"),
         Setting("--tokens", at_least(1), 8, "of a step"),
     ),
-    tables={
-        "table": (
-            Table("times", columns("capture, per = per | microseconds = us :.1f")),
-            Table(
-                lambda results: results["functions"][:16],
-                columns("function | calls per step :.1f | share :.1%"),
-            ),
-        )
-    },
+    tables={"table": (Table("times", columns("capture, per = per | microseconds = us :.1f")),)},
 )
 
 if __name__ == "__main__":

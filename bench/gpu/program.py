@@ -42,10 +42,15 @@ class GpuRun(Run):
     """
 
     def __init__(
-        self, name: str, given: argparse.Namespace, parser: argparse.ArgumentParser
+        self,
+        name: str,
+        given: argparse.Namespace,
+        parser: argparse.ArgumentParser,
+        *,
+        served: bool = False,
     ) -> None:
         super().__init__(given, parser)
-        self._name = name
+        self._name, self._served = name, served
         self.rows: dict[str, list[Row]] = {}
 
     @cached_property
@@ -56,7 +61,7 @@ class GpuRun(Run):
     @property
     def device_name(self) -> str:
         """In the file."""
-        return self.device.name
+        return self.machine.name if self._served else self.device.name
 
     @property
     def folder(self) -> Path | None:
@@ -91,11 +96,11 @@ class GpuProgram(Program):
 
     Attributes:
         interpreted: A dry run interprets the kernels, which ``measure`` is to import.
-        needs_device: Without a GPU only a dry run is possible.
+        served: Servers are asked: the device is theirs, and ``file`` is given the options.
     """
 
     interpreted: bool = False
-    needs_device: bool = True
+    served: bool = False
 
     def parser(self) -> argparse.ArgumentParser:
         made = super().parser()
@@ -112,9 +117,11 @@ class GpuProgram(Program):
     def main(self, arguments: Sequence[str] | None = None) -> int:
         """Run the program; exit status 1: a result was wrong."""
         parser = self.parser()
-        run = self.start(parser.parse_args(arguments), parser)
-        if self.needs_device:
-            require_device(parser, dry_run=run.given.dry_run)
+        given = parser.parse_args(arguments)
+        name = self.file(vars(given)) if self.file else self.name
+        run = GpuRun(name, given, parser, served=self.served)
+        if not self.served:
+            require_device(parser, dry_run=given.dry_run)
         if self.interpreted and run.given.dry_run:
             interpret()
         with torch.inference_mode():
@@ -123,10 +130,6 @@ class GpuProgram(Program):
         if run.folder is not None and self.draw is not None:
             write(run.folder, self.name, run.content, self.draw)
         return int(not run.right)
-
-    def start(self, given: argparse.Namespace, parser: argparse.ArgumentParser) -> GpuRun:
-        """The run of these options."""
-        return GpuRun(self.name, given, parser)
 
 
 def require_device(parsed: argparse.ArgumentParser, *, dry_run: bool) -> None:

@@ -22,13 +22,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import groupby
-from typing import Any
 
 from bench.gpu.program import GpuProgram, GpuRun, Row, models
 from bench.gpu.restore_methods import History, Ways
 from bench.gpu.restore_models import SHAPES, build, chosen
 from bench.harness.program import Setting
-from bench.harness.report import Results, Table, columns
+from bench.harness.report import Picture, Results, Series, Table, columns
 
 DRAWN = ("Llama-2-7B", "4096")
 TOKENS = ("1024", "2048", "4096", "8192", "16384", "4x4096")
@@ -100,40 +99,12 @@ def compared(results: Results) -> list[Row]:
     return found
 
 
-def draw(results: Row) -> Any:
-    """What each stream did, method by method, for one model and history."""
-    from matplotlib.figure import Figure
-
+def panels(results: Results) -> dict[str, list[Row]]:
+    """Every method of one case beside its floor."""
     cases = list(_cases(results["rows"]))
     case = next((c for c in cases if (c[0]["model"], c[0]["history"]) == DRAWN), cases[0])
-    figure = Figure(figsize=(11, 1.1 * len(case) + 1), constrained_layout=True)
-    axes = figure.subplots(len(case), 1, sharex=True)
-    colours = {"copy": "#4477aa", "compute": "#ee6677"}
-    for axis, row in zip(axes, case, strict=True):
-        for lane, stream in enumerate(("copy", "compute")):
-            spans = [span for span in row["spans"] if span["stream"] == stream]
-            axis.broken_barh(
-                [(span["start"], span["end"] - span["start"]) for span in spans],
-                (1 - lane, 0.8),
-                facecolors=colours[stream],
-                edgecolor="white",
-                linewidth=0.4,
-            )
-        if not row["spans"]:
-            axis.broken_barh([(0, row["ms"])], (1, 0.8), facecolors=colours["copy"])
-        axis.set_yticks([1.4, 0.4], ["copy", "compute"])
-        axis.set_ylim(0, 2)
-        axis.set_title(
-            f"{row['method']}: {row['ms']:.1f} ms ({row['layers']})", fontsize=9, loc="left"
-        )
-        axis.spines[["top", "right"]].set_visible(False)
-    axes[-1].set_xlabel("milliseconds")
-    first = case[0]
-    figure.suptitle(
-        f"Restoring {first['tokens']} tokens of {first['model']} on {results['device']}, "
-        f"copies at {first['copy_gb_s']:.0f} GB/s"
-    )
-    return figure
+    named = [{**row, "name": row["method"].replace(" ", ", ", 1)} for row in case]
+    return {f"{case[0]['model']}, copies at {case[0]['copy_gb_s']:.0f} GB/s": named}
 
 
 def _cases(rows: list[Row]) -> Iterator[list[Row]]:
@@ -165,7 +136,15 @@ PROGRAM = GpuProgram(
             ),
         )
     },
-    draw=draw,
+    draw=Picture(
+        title=lambda results: f"Restores by method on {results['device']}",
+        panels=panels,
+        x="name",
+        x_label="method",
+        y_label="milliseconds",
+        series=(Series("restore", "ms", "ours"), Series("floor", "floor_ms", "limit")),
+        bars="%.1f",
+    ),
 )
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ One step of bench/gpu/serve.sh, whose ``--help`` says what is asked.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import random
 from collections.abc import Iterator
@@ -80,24 +79,6 @@ REFUSED = "hcache: not used: recomputation ("
 """What it logs then."""
 DECODING, TOLD, DRY_TOLD = 4, 512, 96
 """Requests beside which a history comes back, and how many tokens each generates."""
-
-
-class ServeRun(GpuRun):
-    """Its file has the names of model and method, and its device is the servers'."""
-
-    def __init__(self, given: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-        super().__init__(f"serve-{Path(given.model).name}-{given.method}", given, parser)
-
-    @property
-    def device_name(self) -> str:
-        return self.machine.name
-
-
-class Serve(GpuProgram):
-    """The program, whose file is named after model and method."""
-
-    def start(self, given: argparse.Namespace, parser: argparse.ArgumentParser) -> GpuRun:
-        return ServeRun(given, parser)
 
 
 def measure(run: GpuRun) -> None:
@@ -296,12 +277,13 @@ def said(results: Results) -> list[str]:
     return [results["rows"][0]["said"] or "as SGLang is", ""]
 
 
-PROGRAM = Serve(
+PROGRAM = GpuProgram(
     name="serve_requests",
     module="bench.gpu.serve_requests",
     doc=__doc__,
     measure=measure,
-    needs_device=False,
+    served=True,
+    file=lambda given: f"serve-{Path(given['model']).name}-{given['method']}",
     said=said,
     settings=(
         Setting("method", str, None, "by which it restores", {"choices": METHODS_SERVED}),

@@ -264,8 +264,11 @@ class Picture:
         elif self.bars is None or self.top is not None:
             panels[0].set_ylim(0, self.top)
         panels[0].set_ylabel(self.y_label, fontsize=10)
-        lines = panels[0].get_legend_handles_labels()
-        figure.legend(*lines, loc="outside lower center", ncols=4, fontsize=10)
+        lines: dict[str, Any] = {}
+        for axes in panels:
+            handles, labels = axes.get_legend_handles_labels()
+            lines |= dict(zip(labels, handles, strict=True))
+        figure.legend([*lines.values()], [*lines], loc="outside lower center", ncols=4, fontsize=10)
         return figure
 
     def _draw_lines(self, axes: Axes, rows: Sequence[Row], series: Sequence[Series]) -> list[float]:

@@ -26,10 +26,9 @@ from bench.harness.turns import NO_L3, Turns
 from bench.hits.cases import ALWAYS, COMPARED, MODELS, OURS, WITH_FLAGS, title
 from bench.hits.measure import at_speed, stalled
 
-SHOWN_TOKENS = 1024
+SHOWN_TOKENS, PANELS = 1024, 3
 SHOWN_SPEEDS = (2, 1, 0.5, 0.1)
 """The models of longer histories have one layer: to recompute its K and V takes next to nothing."""
-PANELS = 3
 
 
 def measure(run: Run) -> Results:

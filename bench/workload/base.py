@@ -92,20 +92,15 @@ class Workload:
     def describe(self) -> dict[str, Any]:
         """Counts and lengths, in tokens; what results keep about the workload that gave them."""
         turns = [turn for session in self.sessions for turn in session.turns]
-        asked = [session.document for session in self.sessions if session.document is not None]
-        contexts = [self.documents[place] for place in asked]
         return {
             "name": self.name,
             "sessions": len(self.sessions),
             "requests": self.requests,
-            "rounds_median": median(len(session.turns) for session in self.sessions),
             "prompt_mean": mean(turn.prompt for turn in turns),
             "output_mean": mean(turn.output for turn in turns),
             "history_median": median(map(self.history, self.sessions)),
             "history_max": self.longest,
             "documents": len(self.documents),
-            "documents_asked": len(set(asked)),
-            "context_mean": mean(contexts) if contexts else 0.0,
             "arrivals": self.arrivals,
             "interval_s": self.interval_s,
             "seed": self.seed,

@@ -83,7 +83,7 @@ def test_a_history_that_is_too_long_for_the_server_is_refused(
     server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
-        asked(server, tmp_path, "--workload", "leval", "--num-clients", "1")
+        asked(server, tmp_path, "--workload", "leval", "--num-clients", "4")
     said = capsys.readouterr().err
     assert "takes fewer than 8," in said and "--scale 0." in said
 

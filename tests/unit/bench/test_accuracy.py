@@ -13,7 +13,6 @@ import torch
 from bench.accuracy import pairs
 from bench.accuracy.__main__ import PROGRAM
 from bench.accuracy.measure import Found, Sizes, by_distance
-from bench.accuracy.probes import KV, LayerProbe, output_distances
 from bench.accuracy.report import by_layer, draw
 from bench.fixtures.text import Recalled, Text
 from bench.harness.reference import OwnReference
@@ -146,16 +145,3 @@ def test_of_two_layers_that_are_alike_a_merge_changes_least() -> None:
     text.kv[3] = tuple(2 * part for part in text.kv[1])
     changes = pairs.merge_changes(engine, text)
     assert float(changes[1, 3]) < 0.01 and float(changes[0, 2]) > 0.3
-
-
-def test_the_output_of_a_merge_is_compared_with_that_of_the_layers() -> None:
-    def vanish(first: KV, second: KV) -> tuple[KV, KV]:
-        """The second layer comes back as it is, V of the first one is lost."""
-        return (first[0], torch.zeros_like(first[1])), second
-
-    values = torch.randn(3, 2, 23, 2, 8, generator=torch.Generator().manual_seed(1))
-    layers = [LayerProbe(torch.ones(5, 4, 8), (k, v), 0.4) for k, v in values]
-    # The relative error is 1 in one layer and 0 in the other.
-    wanted = torch.full((3, 3), 0.5**0.5, dtype=torch.float64).fill_diagonal_(0.0)
-    torch.testing.assert_close(output_distances(layers, vanish), wanted)
-    assert not output_distances(layers, lambda *both: both).any()
