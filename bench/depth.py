@@ -26,7 +26,7 @@ from hcache_backend.partition.plan import PartitionPlan
 from hcache_backend.partition.presets import PRESETS, SSD_BYTES_PER_SECOND, preset_profile
 from hcache_backend.partition.profile import Profile, Rate
 from hcache_backend.partition.restore import Restore
-from hcache_kernels.codecs.exp4 import Exp4Codec
+from hcache_kernels.codecs import make_codec
 
 Row = dict[str, Any]
 
@@ -51,7 +51,9 @@ SLICE_PAGES = 8
 """Pages that are recomputed together at most by two pointers..."""
 POINTER_BATCHES = 16
 """...and batches of them that L3 would read the whole hit in."""
-CODEC_SHARE = Exp4Codec(65536, torch.bfloat16).row_bytes / (65536 * torch.bfloat16.itemsize)
+CODEC_SHARE = make_codec("exp4", 65536, torch.bfloat16).row_bytes / (
+    65536 * torch.bfloat16.itemsize
+)
 """Bytes of the lossless codec ``exp4`` over bytes in bfloat16."""
 
 

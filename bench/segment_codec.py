@@ -33,7 +33,7 @@ from bench.fixtures.text import corpus, encoder
 from bench.harness.program import failing
 from bench.harness.report import OUT, markdown, write
 from hcache_backend.units import units_per_group
-from hcache_kernels.codecs.exp4_code import WINDOW, decode_units, encode_units, unit_bytes
+from hcache_kernels.codecs.exp4.reference import WINDOW, decode_units, encode_units, unit_bytes
 from tests.cpu_engine.hcache_cpu_engine import stub_torchvision
 
 VALUES = 1 << 21

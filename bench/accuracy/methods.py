@@ -16,14 +16,13 @@ import torch
 from bench.accuracy import pairs
 from bench.accuracy.engine import Engine, History
 from bench.harness.methods import PAGE_SIZE
-from hcache_backend.krul.pair_forms import PAIR_FORMS, PairForm
+from hcache_backend.krul.pair_forms import PairSlot
 from hcache_backend.krul.paired_layout import CodedPair
 from hcache_backend.restore.recompute import TokenSpan
 from hcache_kernels.codecs import (
     CODECS,
     SEGMENT_CODECS,
     Codec,
-    SegmentCodec,
     UnsupportedRows,
     make_codec,
     make_segment_codec,
@@ -128,22 +127,22 @@ def methods(engine: Engine, *, whole: bool = False) -> list[Method]:
     return [method for make in makers for method in make(engine)]
 
 
-def pair_forms(engine: Engine) -> list[PairForm]:
+def pair_forms(engine: Engine) -> list[Codec]:
     """What a slot may keep of a pair of the model's layers: merged first.
 
     Raises:
         UnsupportedRows: They cannot be merged.
     """
     shape = engine.page_cut, engine.kv_shape[1], engine.dtype
-    return [form(*shape) for form in PAIR_FORMS.values()]
+    return [*PairSlot(*shape).forms.values()]
 
 
 def paired_method(
-    engine: Engine, name: str, forms: list[PairForm], choose: pairs.CodedChoice, number: int
+    engine: Engine, name: str, forms: list[Codec], choose: pairs.CodedChoice, number: int
 ) -> Method:
     """K and V in pages with that ``number`` of pairs, in one of ``forms`` each, and the other
     layers as they are."""
-    layers, slot = len(engine.layers), max(form.slot_bytes for form in forms)
+    layers, slot = len(engine.layers), max(form.segment_bytes for form in forms)
     page = (layers - 2 * number) * engine.kv_bytes * PAGE_SIZE + number * slot
     kept = pairs.PairedLayers(engine, {form.name: form for form in forms}, choose)
     return Method(name, page // PAGE_SIZE, kept.restore, pairs=kept.chosen)
@@ -157,7 +156,7 @@ def _codecs(engine: Engine) -> Iterator[Codec]:
             continue  # a server would store with codec none instead
 
 
-def _segment_codecs(engine: Engine) -> Iterator[SegmentCodec]:
+def _segment_codecs(engine: Engine) -> Iterator[Codec]:
     for name in SEGMENT_CODECS:
         try:
             yield make_segment_codec(name, engine.page_cut, engine.kv_shape[1], engine.dtype)
@@ -165,18 +164,18 @@ def _segment_codecs(engine: Engine) -> Iterator[SegmentCodec]:
             continue  # a server would store with codec none instead
 
 
-def _restore_encoded(engine: Engine, codec: SegmentCodec, history: History) -> int:
+def _restore_encoded(engine: Engine, codec: Codec, history: History) -> int:
     lost = torch.zeros(
         len(history.slots) // PAGE_SIZE, dtype=torch.bool, device=history.slots.device
     )
     pages = torch.arange(len(lost), device=lost.device)
     for layer, planes in zip(engine.layers, history.kv, strict=True):
         memory = lost.new_empty((len(pages), codec.segment_bytes), dtype=torch.uint8)
-        fits = codec.encode(planes, pages, memory, pages, 0)
+        fits = codec.encode_pages(planes, pages, memory, pages, 0)
         lost |= ~fits
         back = [plane.clone() for plane in planes]
         # A server keeps what does not fit as it is.
-        codec.decode(memory[fits], back, pages[fits])
+        codec.decode_pages(memory[fits], back, pages[fits])
         engine.pool.store(layer.kernel, history.slots, *back)
     return int(lost.sum()) * PAGE_SIZE
 

@@ -18,9 +18,10 @@ from bench.accuracy.methods import Method, exact, pair_forms, paired_method
 from bench.accuracy.report import whole
 from bench.harness.report import markdown
 from hcache_backend.krul.choice import PairChoice
-from hcache_backend.krul.pair_forms import MergedPair, PairForm
+from hcache_backend.krul.pair_forms import MergedPair
 from hcache_backend.krul.paired_layout import CodedPair
 from hcache_backend.krul.selection import Pair
+from hcache_kernels.codecs import Codec
 
 GAMMAS = 0.0, 0.2, 0.3, 0.4, 0.5, 0.6, 1.0
 RATIOS = 0.25, 0.5, 0.75
@@ -84,7 +85,7 @@ def rows(engine: Engine) -> Iterator[Method]:
     merged, *others = pair_forms(engine)
     of_pairs = engine.page_cut, engine.kv_shape[1], engine.dtype
 
-    def row(name: str, how: Thresholds, form: PairForm = merged) -> Method:
+    def row(name: str, how: Thresholds, form: Codec = merged) -> Method:
         number = how.pairs_of(len(engine.layers))
         return paired_method(engine, name, [form, *others], how.choose, number)
 

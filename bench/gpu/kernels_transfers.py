@@ -27,7 +27,6 @@ from hcache_kernels.codecs import (
     SEGMENT_CODECS,
     Codec,
     Cut,
-    SegmentCodec,
     make_codec,
     make_segment_codec,
 )
@@ -109,15 +108,16 @@ def codec_speeds(codec: Codec, hidden: torch.Tensor, device: Device) -> Row:
     encoded = torch.empty((n, codec.row_bytes), dtype=torch.uint8, device=hidden.device)
     ok = torch.empty(n, dtype=torch.bool, device=hidden.device)
     decoded = torch.empty_like(hidden)
-    encode, decode = codec.encode_launch(hidden, encoded, ok), codec.decode_launch(encoded, decoded)
+    encode = codec.encode_launch((hidden,), None, encoded, None, 0, ok)
+    decode = codec.decode_launch(encoded, (decoded,), None)
     encode.run()
     decode.run()
     some = slice(0, CHECKED_ROWS)
-    want, want_ok = codec.encode_reference(hidden[some].cpu())
+    want, want_ok = codec.encode(hidden[some].cpu())
     right = (
         torch.equal(encoded[some].cpu(), want)
         and torch.equal(ok[some].cpu(), want_ok)
-        and torch.equal(decoded[some].cpu(), codec.decode_reference(want))
+        and torch.equal(decoded[some].cpu(), codec.decode(want))
         and (not codec.lossless or torch.equal(decoded, hidden))
     )
     times = {
@@ -162,7 +162,7 @@ def segment_rows(shapes: Shapes) -> Iterator[Row]:
             }
 
 
-def segment_speeds(codec: SegmentCodec, count: int, device: Device) -> Row:
+def segment_speeds(codec: Codec, count: int, device: Device) -> Row:
     kind, row, dim = device.kind, codec.cut.groups * codec.cut.width, codec.dim
     slots = 2 * count * PAGE
     planes = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from hcache_kernels.codecs.exp4_code import WINDOW, most_exceptions
+from hcache_kernels.codecs.exp4.reference import WINDOW, most_exceptions
 
 
 def bits_of(rows: torch.Tensor) -> torch.Tensor:

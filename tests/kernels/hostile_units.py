@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from hcache_kernels.codecs.exp4_code import WINDOW, most_exceptions
+from hcache_kernels.codecs.exp4.reference import WINDOW, most_exceptions
 
 Make = Callable[[np.random.Generator, int, int], np.ndarray]
 """Exponents, or whole bits where they are 16-bit integers, of ``[count, n]``."""

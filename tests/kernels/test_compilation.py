@@ -178,8 +178,8 @@ def codec_launch(codec: str, decode: bool, width: int, dtype: torch.dtype) -> La
     made = make_codec(codec, width, dtype)
     rows, encoded = empty(N, width, dtype=dtype), empty(N, made.row_bytes)
     if decode:
-        return made.decode_launch(encoded, rows)
-    return made.encode_launch(rows, encoded, empty(N))
+        return made.decode_launch(encoded, (rows,), None)
+    return made.encode_launch((rows,), None, encoded, None, 0, empty(N))
 
 
 def segments_launch(name: str, decode: bool, cut: Cut, dim: int, dtype: torch.dtype) -> Launch:

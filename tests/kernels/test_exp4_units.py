@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from hcache_kernels.codecs.exp4_code import (
+from hcache_kernels.codecs.exp4.reference import (
     BLOCK_VALUES,
     decode_units,
     encode_units,

@@ -10,7 +10,7 @@ import torch
 from hcache_backend.page import PageLayout, StoredLayer, kv_layer
 from hcache_backend.restore.layers import RestoredLayer
 from hcache_backend.units import Share, units_per_group
-from hcache_kernels.codecs import Cut, SegmentCodec, UnsupportedRows, make_segment_codec
+from hcache_kernels.codecs import Codec, Cut, UnsupportedRows, make_segment_codec
 from hcache_kernels.launch import Launch
 from hcache_kernels.layers import LayerTable
 from hcache_kernels.page_kernels import gather_launch, gather_planes_launch
@@ -126,7 +126,7 @@ class KVSegments:
         ``held`` and ``pages`` are int64 ``[p]``, on the device.
         """
         if self._encoder is not None:
-            return self._encoder.encode(self.planes(layer), held, memory, pages, offset)
+            return self._encoder.encode_pages(self.planes(layer), held, memory, pages, offset)
         self.save_plain(layer, held, memory, pages, offset)
         return torch.ones(len(held), dtype=torch.bool, device=held.device)
 
@@ -213,7 +213,7 @@ class KVSegments:
             self.load_plain(layer, held, memory, pages, offset)
             return
         encoded = gather_pages(memory, pages, offset, encoder.segment_bytes)
-        encoder.decode(encoded, self.planes(layer), held)
+        encoder.decode_pages(encoded, self.planes(layer), held)
 
     def _plain_launch(
         self,
@@ -320,7 +320,7 @@ class KVSegments:
         """The same of each layer; where there is a codec, all are alike."""
         return self.bytes_of(self.layers[0])
 
-    def _make_encoder(self, codec: str) -> SegmentCodec:
+    def _make_encoder(self, codec: str) -> Codec:
         return make_segment_codec(codec, *self._cut(codec))
 
     def _cut(self, codec: str) -> tuple[Cut, int, torch.dtype]:

@@ -18,7 +18,7 @@ from hcache_backend.projection.check import CODEC_TOLERANCE, first_problem, proj
 from hcache_backend.projection.exactness import relative_difference
 from hcache_backend.projection.projector import Projector
 from hcache_backend.units import WHOLE, Share
-from hcache_kernels.codecs import Codec, ExactCodec, UnsupportedRows, make_codec
+from hcache_kernels.codecs import Codec, UnsupportedRows, make_codec
 
 logger = logging.getLogger("hcache")
 
@@ -147,7 +147,7 @@ def hidden_as_they_are(name: str, width: int, dtype: torch.dtype, refused: Refus
         name,
         refused,
     )
-    return ExactCodec(width, dtype)
+    return make_codec("none", width, dtype)
 
 
 def _proven(name: str, probe: Probe, projector: Projector) -> Codec:

@@ -63,16 +63,16 @@ def test_a_segment_codec_takes_one_launch_each_way(name: str) -> None:
     here, there = on_both(*planes, items, torch.tensor([4, 1]))
     memory = [torch.zeros(6, 64 + codec.segment_bytes, dtype=torch.uint8) for _ in range(2)]
     reached = memory[1].pin_memory()
-    fits = codec.encode(here[:2], here[2], memory[0], here[3], 64)
-    fit = codec.encode(there[:2], there[2], reached, there[3], 64)
+    fits = codec.encode_pages(here[:2], here[2], memory[0], here[3], 64)
+    fit = codec.encode_pages(there[:2], there[2], reached, there[3], 64)
     assert launched() >= 1
     assert torch.equal(fit.cpu(), fits) and fits.all()
     assert torch.equal(reached, memory[0])  # the answer was waited for
     encoded = memory[0][[4, 1], 64:].contiguous()
     back = [torch.zeros(shape, dtype=dtype) for _ in "kv"]
     on_device = [plane.to(CUDA) for plane in back]
-    codec.decode(encoded, back, items)
-    codec.decode(encoded.to(CUDA), on_device, there[2])
+    codec.decode_pages(encoded, back, items)
+    codec.decode_pages(encoded.to(CUDA), on_device, there[2])
     for one, other in zip(back, on_device, strict=True):
         assert torch.equal(one.view(torch.uint8), other.cpu().view(torch.uint8))
 

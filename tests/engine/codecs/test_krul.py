@@ -145,7 +145,10 @@ def test_pages_are_what_the_reference_encodes_and_lossless_servers_never_see_the
         assert len(pairs) == 2 and {code for *_, code in pairs} == codes
         shared = {layer for *both, _ in pairs for layer in both}
         slots = [
-            *(slot.encode(code.decode(), layers[i], layers[j]) for i, j, code in pairs),
+            *(
+                slot.encode(code.decode(), torch.cat((layers[i], layers[j]), dim=1))
+                for i, j, code in pairs
+            ),
             *(alone.encode_units(layers[n]) for n in range(LAYERS) if n not in shared),
         ]
         assert all(fits.all() for _, fits in slots)

@@ -13,7 +13,7 @@ import torch
 from bench.harness.models import build_model
 from bench.harness.server import Server, ServerOptions
 from hcache_backend.store.format import parse_header, parse_name
-from hcache_kernels.codecs import Cut, SegmentCodec, make_segment_codec
+from hcache_kernels.codecs import Codec, Cut, make_segment_codec
 from tests.engine.harness.conversations import (
     Conversation,
     ask,
@@ -46,7 +46,7 @@ def options(model: Path, folder: Path, codec: str, **more: Any) -> ServerOptions
     return our_server(model, folder, hcache=hcache, log=folder / f"{codec}.log", **more)
 
 
-def kv_codec(model: Path, name: str, dtype: torch.dtype = torch.bfloat16) -> SegmentCodec:
+def kv_codec(model: Path, name: str, dtype: torch.dtype = torch.bfloat16) -> Codec:
     """Of the model's pages on one rank, each of whose segments is one unit."""
     config = json.loads((model / "config.json").read_text())
     dim = config["head_dim"]

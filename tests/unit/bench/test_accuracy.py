@@ -189,13 +189,14 @@ def test_other_merges_keep_more_or_fewer_tokens_or_go_another_way() -> None:
         ("half way", thresholds.Between(0.5, *of_pairs)),
         ("to the first", thresholds.Between(0.0, *of_pairs)),
     ):
-        first, second = form.decode(form.encode(*units)[0])
+        encoded, _ = form.encode_units(torch.cat(units, dim=1))
+        first, second = form.decode_units(encoded).split(2, dim=1)
         errors[name] = float((second.float() - units[1].float()).norm())
         if name in ("all", "to the first"):
             torch.testing.assert_close(first, units[0], rtol=0.02, atol=0)
     assert errors["all"] == 0 < errors["1 of 8"] < errors["plain"] < errors["to the first"]
     assert errors["half way"] == pytest.approx(errors["plain"], rel=0.01)
-    assert thresholds.Retaining(8, *of_pairs).slot_bytes > plain.slot_bytes
+    assert thresholds.Retaining(8, *of_pairs).segment_bytes > plain.segment_bytes
 
 
 def test_a_threshold_has_a_line_with_its_merged_pairs() -> None:

@@ -12,7 +12,7 @@ from hcache_backend.config import HCacheConfig
 from hcache_backend.engine.service_check import KVChecks
 from hcache_backend.engine.startup.page_plan import PagePlan
 from hcache_backend.engine.startup.strategy import OwnPagesStrategy
-from hcache_kernels.codecs.scaled_segments import Int8Segments
+from hcache_kernels.codecs.scaled import Int8
 from tests.engine.in_process.encoded_kv.host import LAYERS, PAGE, Host, bits, kv_pool, slots_of
 from tests.engine.in_process.encoded_kv.test_start import plan_of
 
@@ -106,12 +106,12 @@ def test_an_encoder_that_loses_more_than_it_says_fails_the_check_in_service(
     """Though it encodes the pool to the same page again."""
     server = Host(codec="int8")
     checks, lost = checked(server)
-    encode = Int8Segments.encode_units
+    encode = Int8.encode_units
 
     def coarse(self: Any, units: torch.Tensor) -> Any:
         return encode(self, (units.view(torch.int16) & ~0x7F).view(torch.bfloat16))
 
-    monkeypatch.setattr(Int8Segments, "encode_units", coarse)
+    monkeypatch.setattr(Int8, "encode_units", coarse)
     server.backed_up(2)
     compare_all(checks)
     assert lost == [WRONG.format(0)]

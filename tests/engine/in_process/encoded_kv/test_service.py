@@ -18,7 +18,7 @@ from hcache_backend.engine.service_check import KVChecks
 from hcache_backend.page import RECOMPUTED, PageLayout
 from hcache_backend.streams import WorkerStream
 from hcache_backend.units import UNIT_VALUES, WHOLE, Share
-from hcache_kernels.codecs import SEGMENT_CODECS, segment_codecs
+from hcache_kernels.codecs import CODECS, exp4
 from tests.engine.in_process.encoded_kv.host import (
     HOST_PAGES,
     LAYERS,
@@ -220,12 +220,12 @@ def test_an_encoder_that_loses_bits_fails_the_check_in_service(
     """Encoded once more, what comes back of it is the same page again."""
     server = Host()
     checks, lost = checked(server)
-    encode = segment_codecs.encode_units
+    encode = exp4.encode_units
 
     def lossy(units: torch.Tensor) -> Any:
         return encode((units.view(torch.int16) & ~1).view(torch.bfloat16))
 
-    monkeypatch.setattr(segment_codecs, "encode_units", lossy)
+    monkeypatch.setattr(exp4, "encode_units", lossy)
     server.backed_up(2)
     compare_all(checks)
     assert lost == [WRONG.format(0)]
@@ -240,7 +240,7 @@ def test_a_turn_compares_one_unit_of_k_and_of_v(
     assert server.kv.parts == 2
     checks, lost = checked(server)
     values: list[int] = []
-    decode = SEGMENT_CODECS[codec].decode_units
+    decode = CODECS[codec].decode_units
 
     def noted(self: Any, encoded: torch.Tensor) -> torch.Tensor:
         found = decode(self, encoded)
@@ -249,7 +249,7 @@ def test_a_turn_compares_one_unit_of_k_and_of_v(
 
     server.backed_up(1)
     server.backed_up(3)
-    monkeypatch.setattr(SEGMENT_CODECS[codec], "decode_units", noted)
+    monkeypatch.setattr(CODECS[codec], "decode_units", noted)
     turns = 0
     while checks._copied:
         checks.run()

@@ -27,7 +27,7 @@ from hcache_backend.page import PageLayout, hidden_layer
 from hcache_backend.partition.costs import Partition
 from hcache_backend.partition.restore import Restore
 from hcache_backend.units import WHOLE
-from hcache_kernels.codecs import SEGMENT_CODECS, UnsupportedRows, make_codec, segment_codecs
+from hcache_kernels.codecs import SEGMENT_CODECS, UnsupportedRows, exp4, make_codec
 from tests.engine.in_process.encoded_kv.host import (
     DEVICE_PAGES,
     PAGE,
@@ -144,13 +144,13 @@ def test_copies_are_tried_with_and_without_the_codec() -> None:
 
 
 def broken_encoder(monkeypatch: pytest.MonkeyPatch) -> None:
-    encode = segment_codecs.encode_units
+    encode = exp4.encode_units
 
     def never_fits(units: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         encoded, fits = encode(units)
         return encoded, torch.zeros_like(fits)
 
-    monkeypatch.setattr(segment_codecs, "encode_units", never_fits)
+    monkeypatch.setattr(exp4, "encode_units", never_fits)
 
 
 def test_an_encoder_that_never_fits_is_refused_and_none_counts(

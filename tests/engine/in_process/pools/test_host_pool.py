@@ -30,7 +30,7 @@ from hcache_kernels.codecs import ExactCodec
 from tests.integrity import assert_sound_arena
 
 PAGE, WIDTH, LAYERS = 16, 8, 2
-CODEC = ExactCodec(WIDTH, torch.float32)
+CODEC = ExactCodec.of_rows(WIDTH, torch.float32)
 LAYOUT = PageLayout(PAGE, (hidden_layer(PAGE, CODEC.row_bytes, WIDTH),) * LAYERS)
 
 

@@ -33,8 +33,6 @@ EXTRA = WINDOW + 1
 BLOCK_VALUES = 4096
 HEAD_BYTES = 2
 """What stands before the starts: the window's lowest exponent, and the extra one."""
-REFERENCE_VALUES = 1 << 18
-"""Values that are encoded or decoded at once on a CPU: what a core's cache holds of them."""
 
 
 def tail_bytes(values: int) -> int:
