@@ -136,17 +136,24 @@ class PairSlot:
     def encode(self, name: str, units: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """:meth:`Codec.encode_units` by a form; uint8 ``[p, slot_bytes]``."""
         encoded, fits = self.forms[name].encode_units(units)
-        parts = encoded.view(len(encoded), 2, -1)
-        return functional.pad(parts, (0, self.slot_bytes // 2 - parts.shape[2])).flatten(1), fits
-
-    def encoded(self, name: str, slots: torch.Tensor) -> torch.Tensor:
-        """What a form encoded, of uint8 ``[p, slot_bytes]``."""
-        half = self.forms[name].segment_bytes // 2
-        return slots.view(len(slots), 2, -1)[..., :half].flatten(1)
+        return self._resized(encoded, self.slot_bytes), fits
 
     def decode(self, name: str, slots: torch.Tensor) -> torch.Tensor:
         """:meth:`Codec.decode_units` of what :meth:`encode` returns."""
-        return self.forms[name].decode_units(self.encoded(name, slots))
+        form = self.forms[name]
+        return form.decode_units(self._resized(slots, form.segment_bytes))
+
+    def stands_for(self, name: str, slots: torch.Tensor, units: torch.Tensor) -> bool:
+        """:meth:`Codec.stands_for` of what :meth:`encode` returns."""
+        form = self.forms[name]
+        encoded = self._resized(slots, form.segment_bytes)
+        padded = self._resized(encoded, self.slot_bytes)
+        return torch.equal(padded, slots) and form.stands_for(encoded, units)
+
+    def _resized(self, slots: torch.Tensor, size: int) -> torch.Tensor:
+        """Both parts, cut or padded to ``size`` bytes together."""
+        parts = slots.view(len(slots), 2, -1)
+        return functional.pad(parts, (0, size // 2 - parts.shape[2])).flatten(1)
 
 
 def changes_of_merges(form: MergedPair, layers: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -407,8 +407,8 @@ def launches_of(n: int) -> dict[str, Launch]:
         "judge": judge_launch(places[:, n : 2 * n], n, empty(n)),
         "judge layer by layer": judge_launch(ids(LAYERS, n), n, empty(n)),
         "project": fused_launches(replace(call, **tokens), config)[0],
-        "encode": exp4.encode_launch(rows, encoded, empty(n)),
-        "decode": exp4.decode_launch(encoded, rows),
+        "encode": exp4.encode_launch((rows,), None, encoded, None, 0, empty(n)),
+        "decode": exp4.decode_launch(encoded, (rows,), None),
         "encode segments": int8.encode_launch(planes, some, memory, some, offset, flags),
         "decode segments": int8.decode_launch(segments, planes, some),
         "encode layers": int8.encode_launch(

@@ -22,7 +22,6 @@ from hcache_backend.partition.record import PartitionRecord
 from hcache_backend.projection import check, search
 from hcache_backend.projection.attention import UnknownCall, learn_call
 from hcache_backend.projection.generic import ProjectionFailed
-from hcache_kernels.codecs import make_codec
 from hcache_kernels.pages import gather_pages, gather_planes, scatter_rows
 from hcache_kernels.project_kv import KVPool, KVProjection, ProjectionCall, project_kv
 
@@ -161,11 +160,3 @@ def test_pages_of_other_forms_are_refused() -> None:
     rows = torch.zeros(1, 64, dtype=torch.uint8)
     with pytest.raises(ValueError, match="must be on one device"):
         scatter_rows(rows, pages, ids, meta, 0)
-
-
-def test_a_codec_without_kernels_says_so() -> None:
-    codec = make_codec("none", 16, torch.float32)
-    with pytest.raises(NotImplementedError):
-        codec.encode_launch(None, None, None)
-    with pytest.raises(NotImplementedError):
-        codec.decode_launch(None, None)

@@ -155,8 +155,7 @@ class PairedSegments(KVSegments):
             return True
         cut = self._units.cut
         units = held.view(self._units.dtype).view(1, 4, cut.units, cut.tokens, cut.width)
-        encoded = self._slot.encoded(slot.code, segments[None])
-        return self._slot.forms[slot.code].stands_for(encoded, units)
+        return self._slot.stands_for(slot.code, segments[None], units)
 
     def merge_changes(self, slots: torch.Tensor) -> torch.Tensor:
         """:func:`changes_of_merges` of whole pages in ``slots`` (int64 ``[p * page_size]``, on the

@@ -32,6 +32,7 @@ def encode_kernel(
     UNITS: tl.constexpr = AT.planes * AT.groups * AT.pieces
     BLOCK: tl.constexpr = CODE.block
     MOST: tl.constexpr = CODE.most
+    POOL: tl.constexpr = CODE.pool
     number, layer = tl.program_id(0), tl.program_id(1).to(tl.int64)
     item, unit = (number // UNITS).to(tl.int64), number % UNITS
     values = unit_values(first, second, table, layer, items, item, unit, AT)
@@ -79,8 +80,8 @@ def encode_kernel(
         tl.store(pool + rank, odd.to(tl.uint8), mask=odd_out & (rank < MOST))
         found += tl.sum(count)
 
-    entry = tl.arange(0, CODE.pool)
-    tl.store(pool + entry, tl.zeros([CODE.pool], tl.uint8), mask=(entry >= found) & (entry < MOST))
+    entry = tl.arange(0, POOL)
+    tl.store(pool + entry, tl.zeros([POOL], tl.uint8), mask=(entry >= found) & (entry < MOST))
     tl.store(fits + number, (found <= MOST).to(tl.uint8))
 
 

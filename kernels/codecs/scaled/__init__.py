@@ -43,7 +43,7 @@ class Lines(NamedTuple):
     """The lines of a unit in one plane, for kernels.
 
     Attributes:
-        count: Lines.
+        number: How many lines.
         length: Values of a line.
         step: From the first value of a line to that of the next one.
         stride: From a value of a line to the next one.
@@ -53,7 +53,7 @@ class Lines(NamedTuple):
         size: Bytes of an encoded unit.
     """
 
-    count: int
+    number: int
     length: int
     step: int
     stride: int
@@ -65,7 +65,7 @@ class Lines(NamedTuple):
     @property
     def blocks(self) -> int:
         """Programs of a unit."""
-        return -(-self.count // self.at_once)
+        return -(-self.number // self.at_once)
 
 
 class ScaledCode(NamedTuple):
@@ -122,14 +122,14 @@ class ScaledCodec(Codec):
     def _lines_of(self, plane: str) -> Lines:
         cut = self.cut
         if plane == "k":
-            count, length, step, stride = cut.width, cut.tokens, 1, cut.width
+            number, length, step, stride = cut.width, cut.tokens, 1, cut.width
         else:
-            count, length, step, stride = cut.values // self.dim, self.dim, self.dim, 1
+            number, length, step, stride = cut.values // self.dim, self.dim, self.dim, 1
         span = min(_BLOCK_VALUES, triton.next_power_of_2(length))
-        scales = count * self.dtype.itemsize
+        scales = number * self.dtype.itemsize
         size = -(-(cut.values + scales) // 16) * 16
         return Lines(
-            count, length, step, stride, span, max(1, _BLOCK_VALUES // span), size - scales, size
+            number, length, step, stride, span, max(1, _BLOCK_VALUES // span), size - scales, size
         )
 
     def encode_units(self, units: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

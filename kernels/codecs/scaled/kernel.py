@@ -58,8 +58,9 @@ def _encode_lines(
     values, encoded, block, AT: tl.constexpr, CODE: tl.constexpr, LINES: tl.constexpr
 ):
     """Encode a block of lines of a unit; whether they fit, 0 or 1."""
-    line = block * LINES.at_once + tl.arange(0, LINES.at_once)
-    bits = tl.zeros([LINES.at_once], tl.int32)
+    AT_ONCE: tl.constexpr = LINES.at_once
+    line = block * AT_ONCE + tl.arange(0, AT_ONCE)
+    bits = tl.zeros([AT_ONCE], tl.int32)
     for start in range(0, LINES.length, LINES.span):
         at, inside = _in_unit(line, start, LINES)
         value = tl.load(values + in_plane(at, AT), mask=inside, other=0.0).to(tl.float32)
@@ -76,7 +77,7 @@ def _encode_lines(
         code = _nearest_code(scaled, CODE.largest, CODE.fp8)
         tl.store(encoded + at, code.to(tl.uint8), mask=inside)
     scales = (encoded + LINES.scales).to(tl.pointer_type(values.dtype.element_ty))
-    tl.store(scales + line, most.to(values.dtype.element_ty), mask=line < LINES.count)
+    tl.store(scales + line, most.to(values.dtype.element_ty), mask=line < LINES.number)
     gap = AT.tokens * AT.width + tl.arange(0, 16)
     tl.store(encoded + gap, tl.zeros([16], tl.uint8), mask=(gap < LINES.scales) & (block == 0))
     return tl.min((usable | (bits == 0)).to(tl.int32), 0)
@@ -88,7 +89,7 @@ def _in_unit(line, start, LINES: tl.constexpr):
     them exist."""
     along = start + tl.arange(0, LINES.span)[None, :]
     at = (line * LINES.step)[:, None] + along * LINES.stride
-    return at, (line < LINES.count)[:, None] & (along < LINES.length)
+    return at, (line < LINES.number)[:, None] & (along < LINES.length)
 
 
 @triton.jit(do_not_specialize_on_alignment=["items", "table", "offsets"])
@@ -127,7 +128,7 @@ def _decode_lines(
     inside = at < AT.tokens * AT.width
     dtype = values.dtype.element_ty
     scales = (encoded + LINES.scales).to(tl.pointer_type(dtype))
-    most = tl.load(scales + at // LINES.step % LINES.count, mask=inside, other=0.0)
+    most = tl.load(scales + at // LINES.step % LINES.number, mask=inside, other=0.0)
     code = tl.load(encoded + at, mask=inside, other=0).to(tl.int32)
     value = _value_of_code(code, CODE.fp8) * most.to(tl.float32) * CODE.inverse
     tl.store(values + in_plane(at, AT), value.to(dtype), mask=inside)

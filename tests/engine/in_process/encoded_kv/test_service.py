@@ -144,8 +144,8 @@ def test_on_a_cpu_a_layer_is_one_encoding_and_one_copy_however_many_pages_there_
         monkeypatch.setattr(where, name, launch)
 
     for where, name in (
-        (server.kv._encoder, "encode"),
-        (server.kv._encoder, "decode"),
+        (server.kv._encoder, "encode_pages"),
+        (server.kv._encoder, "decode_pages"),
         (kv_segments, "gather_pages"),
         (kv_segments, "gather_planes"),
     ):
@@ -153,10 +153,10 @@ def test_on_a_cpu_a_layer_is_one_encoding_and_one_copy_however_many_pages_there_
     for pages in ([1], [1, 2, 3]):
         seen.clear()
         host = server.backed_up(*pages)
-        assert seen == ["encode"] * len(server.kv.layers)
+        assert seen == ["encode_pages"] * len(server.kv.layers)
         seen.clear()
         server.load(host, *(page + 4 for page in pages))
-        assert seen == ["gather_pages", "decode"] * len(server.kv.layers)
+        assert seen == ["gather_pages", "decode_pages"] * len(server.kv.layers)
 
 
 def test_a_host_page_that_was_lost_is_as_good_as_any_when_it_is_used_again() -> None:
