@@ -26,7 +26,7 @@ import triton.language as tl
 from bench.compiled import Job, Usage, compile_all
 from bench.harness.report import OUT, markdown, write_json
 from hcache_kernels.launch import MOST_COPY_PROGRAMS, Launch
-from hcache_kernels.page_kernels import gather_launch, gather_planes_launch, scatter_launch
+from hcache_kernels.pages.kernel import gather_launch, gather_planes_launch
 from hcache_kernels.staging import save_launch
 
 PAGE, PAGES, WIDTH, LAYERS = 64, 128, 8192, 32
@@ -89,7 +89,8 @@ def gather_planes() -> Launch:
 def scatter() -> Launch:
     """K or V of a layer to its pages in host memory."""
     memory = _empty(PAGES, 4096 + 2 * LAYERS * PAGE * WIDTH)
-    return scatter_launch(_empty(PAGES, PAGE * WIDTH), memory, _ids(PAGES), _ids(PAGES), 4096)
+    rows = _empty(PAGES, PAGE * WIDTH)
+    return gather_launch(memory, _ids(PAGES), 4096, rows, save=True)
 
 
 def save() -> Launch:

@@ -16,7 +16,7 @@ import torch
 
 from ..launch import Launch
 from ..layers import ONE_LAYER, LayerTable
-from ..pages import check_ids
+from ..pages import check_ids, check_tensor
 from .units import Cut, Places
 
 ROWS, KV = "h", "kv"
@@ -131,12 +131,8 @@ class Codec(ABC):
         Returns:
             The encoded rows, uint8 ``[n, row_bytes]``, and which of them fit, bool ``[n]``.
         """
-        if rows.dim() != 2 or rows.shape[1] != self.hidden_size or rows.dtype != self.dtype:
-            raise ValueError(
-                f"codec {self.name!r} takes rows [n, {self.hidden_size}] of {self.dtype}, not "
-                f"{list(rows.shape)} of {rows.dtype}"
-            )
         rows = rows.contiguous()
+        check_tensor("rows", rows, self.dtype, "n", self.hidden_size)
         if self.is_view or not rows.is_cuda:
             return self._encode_all(rows.view(-1, 1, 1, 1, self.hidden_size))
         encoded = rows.new_empty((len(rows), self.row_bytes), dtype=torch.uint8)
@@ -146,13 +142,8 @@ class Codec(ABC):
 
     def decode(self, encoded: torch.Tensor) -> torch.Tensor:
         """Decode uint8 ``[n, row_bytes]`` to rows; a ValueError for another form."""
-        shape = list(encoded.shape)
-        if encoded.dim() != 2 or shape[1] != self.row_bytes or encoded.dtype != torch.uint8:
-            raise ValueError(
-                f"codec {self.name!r} takes encoded rows [n, {self.row_bytes}] of uint8, not "
-                f"{shape} of {encoded.dtype}"
-            )
         encoded = encoded.contiguous()
+        check_tensor("encoded", encoded, torch.uint8, "n", self.row_bytes)
         if self.is_view or not encoded.is_cuda:
             units = [self.decode_units(some) for some in encoded.split(self._at_once)]
             return _joined(units).view(-1, self.hidden_size)
@@ -187,11 +178,7 @@ class Codec(ABC):
         """
         self._check(planes, items)
         end = offset + self.segment_bytes
-        if memory.dtype != torch.uint8 or memory.dim() != 2 or not memory.is_contiguous():
-            raise ValueError(
-                f"memory is {list(memory.shape)} of {memory.dtype}: must be contiguous uint8 "
-                "[pages, page_bytes]"
-            )
+        check_tensor("memory", memory, torch.uint8, "pages", "page_bytes")
         if offset % 8 or memory.shape[1] % 8 or not 0 <= offset <= end <= memory.shape[1]:
             raise ValueError(
                 f"bytes {offset} to {end} of pages of {memory.shape[1]} bytes: must be within a "
@@ -220,12 +207,7 @@ class Codec(ABC):
             ValueError: The arguments do not fit together. Nothing was written.
         """
         self._check(planes, items)
-        shape = (len(items), self.segment_bytes)
-        if encoded.dtype != torch.uint8 or encoded.shape != shape or not encoded.is_contiguous():
-            raise ValueError(
-                f"encoded is {list(encoded.shape)} of {encoded.dtype}: must be contiguous uint8 "
-                f"{list(shape)}"
-            )
+        check_tensor("encoded", encoded, torch.uint8, len(items), self.segment_bytes)
         if planes[0].is_cuda:
             self.decode_launch(encoded, planes, items).run()
             return
@@ -382,12 +364,7 @@ class Codec(ABC):
             raise ValueError(f"planes are {len(planes)}: must be K and V")
         first = planes[0]
         for plane in planes:
-            same = plane.dtype == self.dtype and plane.shape == first.shape
-            if not same or not plane.is_contiguous():
-                raise ValueError(
-                    f"planes have one of {list(plane.shape)} of {plane.dtype}: all must be "
-                    f"contiguous {self.dtype} {list(first.shape)}"
-                )
+            check_tensor("plane", plane, self.dtype, *first.shape)
         row, cut = first[0].numel(), self.cut
         tokens = cut.tokens * cut.pieces
         if row != cut.groups * cut.width or len(first) % tokens:

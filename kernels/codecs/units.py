@@ -14,7 +14,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from ..page_kernels import plane_of
+from ..pages.kernel import plane_of, segment_of
 
 
 class Cut(NamedTuple):
@@ -89,6 +89,4 @@ def unit_bytes_at(memory, pages, item, page_bytes, offsets, layer, offset):
     page = item
     if pages is not None:
         page = tl.load(pages + item).to(tl.int64)
-    if offsets is not None:
-        offset = tl.load(offsets + layer)
-    return memory + page * page_bytes + offset
+    return segment_of(memory, page, page_bytes, offset, offsets, layer)

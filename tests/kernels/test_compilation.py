@@ -12,10 +12,10 @@ import torch
 import triton
 
 from bench.compiled import TOOLS, Job, Usage, compile_all, source
-from hcache_kernels import page_kernels
 from hcache_kernels.codecs import Cut, make_codec, make_segment_codec
 from hcache_kernels.launch import Launch
 from hcache_kernels.layers import LayerTable
+from hcache_kernels.pages import kernel as page_kernels
 from hcache_kernels.project_kv import (
     KeyNorm,
     KVPool,
@@ -234,7 +234,7 @@ def gather_layers(length: int) -> Launch:
 
 def scatter(row_bytes: int) -> Launch:
     memory = empty(N, 4096 + 64 * row_bytes)
-    return page_kernels.scatter_launch(empty(N, row_bytes), memory, ids(N), ids(N), 4096)
+    return page_kernels.gather_launch(memory, ids(N), 4096, empty(N, row_bytes), save=True)
 
 
 def transfer_jobs(capability: tuple[int, int]) -> Jobs:
@@ -395,7 +395,7 @@ def launches_of(n: int) -> dict[str, Launch]:
         "gather planes": page_kernels.gather_planes_launch(
             memory, some, offset, [pool, pool], some
         ),
-        "scatter": page_kernels.scatter_launch(empty(n, row), memory, some, some, offset),
+        "scatter": page_kernels.gather_launch(memory, some, offset, empty(n, row), save=True),
         "begin": begin(n),
         "stage": stage_launch(empty(n, row), ids(n), ids(1), staged, 0),
         "save": save_launch(

@@ -302,7 +302,7 @@ def test_arguments_that_do_not_fit_together_are_refused(name: str) -> None:
     good = (planes, pages, memory, pages, 0)
     for number, wrong, message in (
         (0, planes[:1], "planes are 1: must be K and V"),
-        (0, [planes[0].float()] * 2, "of torch.float32: all must be contiguous torch.bfloat16"),
+        (0, [planes[0].float()] * 2, "of torch.float32: must be contiguous bfloat16"),
         (0, [planes[0][:20]] * 2, "20 slots of 128 values: must be whole pages of 16 slots of 128"),
         (1, torch.tensor([0, 2]), "items go from 0 to 2: must be from 0 to 1"),
         (1, pages.int(), r"items are \[2\] of torch.int32: must be int64 \[2\]"),

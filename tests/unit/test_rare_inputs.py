@@ -22,7 +22,7 @@ from hcache_backend.partition.record import PartitionRecord
 from hcache_backend.projection import check, search
 from hcache_backend.projection.attention import UnknownCall, learn_call
 from hcache_backend.projection.generic import ProjectionFailed
-from hcache_kernels.pages import gather_pages, gather_planes, scatter_rows
+from hcache_kernels.pages import gather_pages, gather_planes, scatter_pages
 from hcache_kernels.project_kv import KVPool, KVProjection, ProjectionCall, project_kv
 
 
@@ -159,4 +159,4 @@ def test_pages_of_other_forms_are_refused() -> None:
         gather_planes(pages, ids, 0, [plane, plane], meta)
     rows = torch.zeros(1, 64, dtype=torch.uint8)
     with pytest.raises(ValueError, match="must be on one device"):
-        scatter_rows(rows, pages, ids, meta, 0)
+        scatter_pages(rows, pages, meta, 0)

@@ -20,7 +20,7 @@ from hcache_backend.restore.layers import RestoredLayer
 from hcache_backend.streams import to_device
 from hcache_backend.units import WHOLE, Segment, Share
 from hcache_kernels.codecs import Fp8, UnsupportedRows, make_segment_codec
-from hcache_kernels.pages import gather_pages, scatter_rows
+from hcache_kernels.pages import gather_pages, scatter_pages
 
 _AT_ONCE_BYTES = 4 << 20
 """K and V of so many bytes of a layer are merged at once: the calculation takes some thirty times
@@ -123,7 +123,7 @@ class PairedSegments(KVSegments):
         for some, to in self._parts(held, pages):
             units = self._units.read_units(self._planes_of(slot), some)
             rows, fit = self._slot.encode(slot.code, units)
-            scatter_rows(rows, memory, to, torch.zeros_like(to), slot.offset)
+            scatter_pages(rows, memory, to, slot.offset)
             fits.append(fit)
         return torch.cat(fits)
 

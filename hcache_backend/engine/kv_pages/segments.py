@@ -13,8 +13,8 @@ from hcache_backend.units import Share, units_per_group
 from hcache_kernels.codecs import Codec, Cut, UnsupportedRows, make_segment_codec
 from hcache_kernels.launch import Launch
 from hcache_kernels.layers import LayerTable
-from hcache_kernels.page_kernels import gather_launch, gather_planes_launch
-from hcache_kernels.pages import gather_pages, gather_planes, scatter_rows
+from hcache_kernels.pages import gather_pages, gather_planes, scatter_pages
+from hcache_kernels.pages.kernel import gather_launch, gather_planes_launch
 
 _GATHERED_BYTES = 128 << 20
 """So many encoded bytes are on the device at once: memory that nobody planned."""
@@ -143,7 +143,7 @@ class KVSegments:
         ``held`` are pages of the pool; both int64 ``[p]``, on the device.
         """
         for plane in self._plain(layer, held):
-            scatter_rows(plane, memory, rows, torch.zeros_like(rows), offset)
+            scatter_pages(plane, memory, rows, offset)
             offset += plane.shape[1]
 
     def load_plain(

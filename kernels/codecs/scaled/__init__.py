@@ -128,9 +128,8 @@ class ScaledCodec(Codec):
         span = min(_BLOCK_VALUES, triton.next_power_of_2(length))
         scales = number * self.dtype.itemsize
         size = -(-(cut.values + scales) // 16) * 16
-        return Lines(
-            number, length, step, stride, span, max(1, _BLOCK_VALUES // span), size - scales, size
-        )
+        at_once = min(_BLOCK_VALUES // span, triton.next_power_of_2(number))
+        return Lines(number, length, step, stride, span, at_once, size - scales, size)
 
     def encode_units(self, units: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         parts, fits = [], []

@@ -11,7 +11,7 @@ import torch
 from hcache_kernels.codecs import Cut, make_codec, make_segment_codec
 from hcache_kernels.copy_engine import NoCopyEngine
 from hcache_kernels.launch import gpu_microseconds
-from hcache_kernels.pages import gather_pages, gather_planes, scatter_rows
+from hcache_kernels.pages import gather_pages, gather_planes, scatter_pages
 from hcache_kernels.project_kv import KVPool, KVProjection, ProjectionCall, choice, project_kv
 from hcache_kernels.project_kv.choice import device_table, measure_choice, ways_in_use
 from hcache_kernels.staging import NOWHERE, StagedRows, save_rows, stage_rows
@@ -105,9 +105,9 @@ def test_planes_and_rows_go_where_the_reference_puts_them() -> None:
         assert torch.equal(one, other.cpu())
     rows = torch.randint(0, 256, (3, ROW), dtype=torch.uint8)
     want, got = pages.clone(), pages.clone().pin_memory()
-    here, there = on_both(rows, ids, places)
-    scatter_rows(here[0], want, here[1], here[2], 64)
-    scatter_rows(there[0], got, there[1], there[2], 64)
+    here, there = on_both(rows, ids)
+    scatter_pages(here[0], want, here[1], 64)
+    scatter_pages(there[0], got, there[1], 64)
     assert launched() == 1
     assert torch.equal(got, pages)  # late
     torch.cuda.synchronize()
