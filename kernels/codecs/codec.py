@@ -14,9 +14,9 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 
+from ..checks import BYTES, check_tensor
 from ..launch import Launch
 from ..layers import ONE_LAYER, LayerTable
-from ..pages import check_ids, check_tensor
 from .units import Cut, Places
 
 ROWS, KV = "h", "kv"
@@ -132,7 +132,7 @@ class Codec(ABC):
             The encoded rows, uint8 ``[n, row_bytes]``, and which of them fit, bool ``[n]``.
         """
         rows = rows.contiguous()
-        check_tensor("rows", rows, self.dtype, "n", self.hidden_size)
+        check_tensor("rows", rows, (self.dtype,), ("n", self.hidden_size))
         if self.is_view or not rows.is_cuda:
             return self._encode_all(rows.view(-1, 1, 1, 1, self.hidden_size))
         encoded = rows.new_empty((len(rows), self.row_bytes), dtype=torch.uint8)
@@ -143,7 +143,7 @@ class Codec(ABC):
     def decode(self, encoded: torch.Tensor) -> torch.Tensor:
         """Decode uint8 ``[n, row_bytes]`` to rows; a ValueError for another form."""
         encoded = encoded.contiguous()
-        check_tensor("encoded", encoded, torch.uint8, "n", self.row_bytes)
+        check_tensor("encoded", encoded, BYTES, ("n", self.row_bytes))
         if self.is_view or not encoded.is_cuda:
             units = [self.decode_units(some) for some in encoded.split(self._at_once)]
             return _joined(units).view(-1, self.hidden_size)
@@ -159,59 +159,37 @@ class Codec(ABC):
         pages: torch.Tensor,
         offset: int,
     ) -> torch.Tensor:
-        """Encode pages of the KV pool.
+        """Encode pages of the KV pool; unchecked, as launches are.
 
         Args:
             planes: K and V: ``[slots, heads, dim]`` of one shape, contiguous, whose slots are whole
                 pages of the pool.
-            items: Which pages of the pool, int64 ``[p]``, on their device. Their values are checked
-                only on the CPU, as those of ``pages``.
+            items: Which pages of the pool, int64 ``[p]``, on their device.
             memory: uint8 ``[all pages, page_bytes]``, contiguous: memory that the device can write.
             pages: The page of each item there, int64 ``[p]``, likewise.
             offset: Where the units of a page begin in it, a multiple of 8; V follows K.
 
         Returns:
             Which pages fit, bool ``[p]`` on the device of the items.
-
-        Raises:
-            ValueError: The arguments do not fit together. Nothing was written.
         """
-        self._check(planes, items)
-        end = offset + self.segment_bytes
-        check_tensor("memory", memory, torch.uint8, "pages", "page_bytes")
-        if offset % 8 or memory.shape[1] % 8 or not 0 <= offset <= end <= memory.shape[1]:
-            raise ValueError(
-                f"bytes {offset} to {end} of pages of {memory.shape[1]} bytes: must be within a "
-                "page and begin at a multiple of 8, as each page"
-            )
-        check_ids("pages", pages, len(items), len(memory), (torch.int64,))
         if planes[0].is_cuda:
             flags = torch.empty((len(items), self.flags), dtype=torch.bool, device=items.device)
             self.encode_launch(planes, items, memory, pages, offset, flags).run()
             return flags.all(1)
         encoded, fits = self.encode_reference(planes, items)
-        memory[pages, offset:end] = encoded
+        memory[pages, offset : offset + self.segment_bytes] = encoded
         return fits
 
     def decode_pages(
         self, encoded: torch.Tensor, planes: Sequence[torch.Tensor], items: torch.Tensor
     ) -> None:
-        """Decode segments into pages of the KV pool, whatever their bytes are.
-
-        Args:
-            encoded: Contiguous uint8 ``[p, segment_bytes]``, on the device of the pool.
-            planes: As in :meth:`encode_pages`; so ``items``. An item that is there twice gets the
-                values of either.
-
-        Raises:
-            ValueError: The arguments do not fit together. Nothing was written.
-        """
-        self._check(planes, items)
-        check_tensor("encoded", encoded, torch.uint8, len(items), self.segment_bytes)
+        """Decode contiguous uint8 ``[p, segment_bytes]``, whatever the bytes are, into pages of the
+        KV pool; the others are as in :meth:`encode_pages`. An item that is there twice gets the
+        values of either."""
         if planes[0].is_cuda:
             self.decode_launch(encoded, planes, items).run()
-            return
-        self.decode_reference(encoded, planes, items)
+        else:
+            self.decode_reference(encoded, planes, items)
 
     def encode_reference(
         self, planes: Sequence[torch.Tensor], items: torch.Tensor
@@ -357,22 +335,6 @@ class Codec(ABC):
         cut = self.cut
         rows = plane.view(-1, cut.pieces, cut.tokens, cut.groups, cut.width)
         return rows.permute(0, 3, 1, 2, 4)
-
-    def _check(self, planes: Sequence[torch.Tensor], items: torch.Tensor) -> None:
-        """A ValueError for planes that are not cut like that, and for items outside of them."""
-        if len(planes) != len(self.planes):
-            raise ValueError(f"planes are {len(planes)}: must be K and V")
-        first = planes[0]
-        for plane in planes:
-            check_tensor("plane", plane, self.dtype, *first.shape)
-        row, cut = first[0].numel(), self.cut
-        tokens = cut.tokens * cut.pieces
-        if row != cut.groups * cut.width or len(first) % tokens:
-            raise ValueError(
-                f"planes have {len(first)} slots of {row} values: must be whole pages of {tokens} "
-                f"slots of {cut.groups * cut.width} values"
-            )
-        check_ids("items", items, len(items), len(first) // tokens, (torch.int64,))
 
 
 class ExactCodec(Codec):

@@ -20,11 +20,10 @@ from collections.abc import Sequence
 
 import torch
 
+from ..checks import BYTES, INDEX_TYPES, check_range, check_tensor, wrong
 from ..copy_engine import copy_segments
 from .kernel import WORD, gather_launch, gather_planes_launch
 from .reference import gather_pages_reference, gather_planes_reference
-
-_IDS = (torch.int32, torch.int64)
 
 
 def gather_pages(
@@ -51,10 +50,10 @@ def gather_pages(
         NoCopyEngine: See :func:`hcache_kernels.copy_engine.copy_segments`.
     """
     _check_pages(pages, offset, length)
-    check_ids("page_ids", page_ids, len(page_ids), len(pages))
+    _check_ids("page_ids", page_ids, len(page_ids), len(pages))
     if out is None:
         out = torch.empty((len(page_ids), length), dtype=torch.uint8, device=page_ids.device)
-    check_tensor("out", out, torch.uint8, len(page_ids), length)
+    check_tensor("out", out, BYTES, (len(page_ids), length))
     if page_ids.is_cpu and out.is_cuda:
         stream = torch.cuda.current_stream(out.device).cuda_stream
         copy_segments(pages, page_ids, offset, out, stream)
@@ -73,10 +72,9 @@ def scatter_pages(
     Nothing else of the pages changes. The arguments are those of :func:`gather_pages`. Two rows for
     one page leave either of them there.
     """
-    check_tensor("rows", rows, torch.uint8, len(rows), "length")
+    check_tensor("rows", rows, BYTES, (len(rows), "length"))
     _check_pages(pages, offset, rows.shape[1])
-    check_ids("page_ids", page_ids, len(rows), len(pages))
-    _check_device("rows", rows, page_ids=page_ids)
+    _check_ids("page_ids", page_ids, len(rows), len(pages), rows.device)
     if rows.is_cpu:
         gather_pages_reference(pages, page_ids, offset, rows, save=True)
     elif rows.numel():
@@ -103,19 +101,15 @@ def gather_planes(
         pool_ids: Where to, each page of the pool once, as ``page_ids`` and on the pool's device.
     """
     first, second = pool
-    for name, plane in (("K of the pool", first), ("V of the pool", second)):
-        check_tensor(name, plane, torch.uint8, "pool pages", "page_size", "groups", "row_bytes")
+    shape = ("pool pages", "page_size", "groups")
+    check_tensor("K of the pool", first, BYTES, (*shape, "row_bytes"))
+    check_tensor("V of the pool", second, BYTES, (*first.shape[:3], "row_bytes"), first.device)
+    for name, plane in (("K", first), ("V", second)):
         if plane.shape[3] % WORD:
-            raise ValueError(f"row_bytes of {name} is {plane.shape[3]}: must be a multiple of 8")
-    if first.shape[:3] != second.shape[:3]:
-        raise ValueError(
-            f"K of the pool is {list(first.shape)}, V {list(second.shape)}: may differ in "
-            "row_bytes only"
-        )
+            raise wrong(f"row_bytes of {name}", plane.shape[3], f"a multiple of {WORD}")
     _check_pages(pages, offset, sum(plane[0].numel() for plane in pool) if len(first) else 0)
-    check_ids("page_ids", page_ids, len(page_ids), len(pages))
-    check_ids("pool_ids", pool_ids, len(page_ids), len(first))
-    _check_device("K of the pool", first, V=second, page_ids=page_ids, pool_ids=pool_ids)
+    _check_ids("page_ids", page_ids, len(page_ids), len(pages), first.device)
+    _check_ids("pool_ids", pool_ids, len(page_ids), len(first), first.device)
     if first.is_cpu:
         gather_planes_reference(pages, page_ids, offset, pool, pool_ids)
     elif len(page_ids):
@@ -124,51 +118,19 @@ def gather_planes(
 
 def _check_pages(pages: torch.Tensor, offset: int, length: int) -> None:
     """Refuse memory that is no pages and a segment that no page holds."""
-    check_tensor("pages", pages, torch.uint8, "pages", "page_bytes")
+    check_tensor("pages", pages, BYTES, ("pages", "page_bytes"))
     for name, value in (("page_bytes", pages.shape[1]), ("offset", offset), ("length", length)):
         if value % WORD:
-            raise ValueError(f"{name} is {value}: must be a multiple of {WORD}")
+            raise wrong(name, value, f"a multiple of {WORD}")
     if offset < 0 or length < 0 or offset + length > pages.shape[1]:
-        raise ValueError(
-            f"bytes {offset} to {offset + length} are not within a page of {pages.shape[1]}"
-        )
+        raise wrong("bytes", f"{offset} to {offset + length}", f"in a page of {pages.shape[1]}")
 
 
-def _check_device(name: str, tensor: torch.Tensor, **others: torch.Tensor) -> None:
-    for other, there in others.items():
-        if there.device != tensor.device:
-            raise ValueError(
-                f"{name} on {tensor.device}, {other} on {there.device}: must be on one device"
-            )
-
-
-def check_tensor(name: str, tensor: torch.Tensor, dtype: torch.dtype, *shape: int | str) -> None:
-    """Refuse a tensor that is not contiguous, of this type and shape; names in the shape stand for
-    any length."""
-    fits = tensor.dtype == dtype and tensor.dim() == len(shape) and tensor.is_contiguous()
-    sizes = zip(shape, tensor.shape, strict=False)
-    if not fits or any(isinstance(want, int) and want != size for want, size in sizes):
-        raise ValueError(
-            f"{name} is {list(tensor.shape)} of {tensor.dtype}: must be contiguous "
-            f"{str(dtype).removeprefix('torch.')} [{', '.join(map(str, shape))}]"
-        )
-
-
-def check_ids(
-    name: str,
-    ids: torch.Tensor,
-    count: int,
-    limit: int,
-    types: tuple[torch.dtype, ...] = _IDS,
+def _check_ids(
+    name: str, ids: torch.Tensor, count: int, limit: int, device: torch.device | None = None
 ) -> None:
-    """Refuse ids that are no vector of ``count``, or (CPU) not below ``limit``.
-
-    Reads no values of the GPU, so it never synchronises: whoever made ids there has checked them.
-    """
-    if ids.dtype not in types or ids.shape != (count,):
-        wanted = " or ".join(str(one).removeprefix("torch.") for one in types)
-        raise ValueError(f"{name} are {list(ids.shape)} of {ids.dtype}: must be {wanted} [{count}]")
-    if ids.is_cpu and count and not 0 <= int(ids.min()) <= int(ids.max()) < limit:
-        raise ValueError(
-            f"{name} go from {int(ids.min())} to {int(ids.max())}: must be from 0 to {limit - 1}"
-        )
+    """Refuse ids that are no vector of ``count``, or (CPU) not below ``limit``. Whoever made ids on
+    a GPU has checked them."""
+    check_tensor(name, ids, INDEX_TYPES, (count,), device)
+    if ids.is_cpu:
+        check_range(name, ids, limit, "all there are")

@@ -202,7 +202,7 @@ def test_rows_that_a_codec_cannot_hold_are_refused(
 def test_other_rows_than_those_it_was_made_for_are_refused(name: str) -> None:
     codec = make_codec(name, WIDTH, torch.bfloat16)
     for rows in (torch.zeros(2, WIDTH), torch.zeros(2, 128).bfloat16(), torch.zeros(WIDTH)):
-        with pytest.raises(ValueError, match=r"rows is .* must be contiguous bfloat16 \[n, 256\]"):
+        with pytest.raises(ValueError, match=r"rows: .* is not (\[n, 256\]|bfloat16)"):
             codec.encode(rows)
-    with pytest.raises(ValueError, match="encoded is "):
+    with pytest.raises(ValueError, match="encoded: "):
         codec.decode(torch.zeros(2, codec.row_bytes + 8, dtype=torch.uint8))

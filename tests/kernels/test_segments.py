@@ -292,33 +292,6 @@ def test_an_encoder_that_loses_more_than_it_says_is_noticed(
     assert not holds(codec, page, plain)
 
 
-@pytest.mark.parametrize("name", SEGMENT_CODECS)
-def test_arguments_that_do_not_fit_together_are_refused(name: str) -> None:
-    cut = Cut(128, 16)
-    codec = make_segment_codec(name, cut, DIM, torch.bfloat16)
-    planes, pages = pool(cut, 2, seed=0), torch.arange(2)
-    length = codec.segment_bytes
-    memory = torch.zeros((2, length), dtype=torch.uint8)
-    good = (planes, pages, memory, pages, 0)
-    for number, wrong, message in (
-        (0, planes[:1], "planes are 1: must be K and V"),
-        (0, [planes[0].float()] * 2, "of torch.float32: must be contiguous bfloat16"),
-        (0, [planes[0][:20]] * 2, "20 slots of 128 values: must be whole pages of 16 slots of 128"),
-        (1, torch.tensor([0, 2]), "items go from 0 to 2: must be from 0 to 1"),
-        (1, pages.int(), r"items are \[2\] of torch.int32: must be int64 \[2\]"),
-        (2, memory.view(torch.int16), "must be contiguous uint8"),
-        (3, pages + 1, "pages go from 1 to 2: must be from 0 to 1"),
-        (4, 8, f"bytes 8 to {8 + length} of pages of {length} bytes"),
-    ):
-        arguments: list[Any] = [*good]
-        arguments[number] = wrong
-        with pytest.raises(ValueError, match=message):
-            codec.encode_pages(*arguments)
-    with pytest.raises(ValueError, match=r"encoded is \[1, .*must be contiguous uint8 \[2, "):
-        codec.decode_pages(memory[:1], planes, pages)
-    assert not memory.any()
-
-
 @pytest.mark.parametrize(
     ("name", "cut", "dim", "dtype", "message"),
     [
