@@ -15,20 +15,13 @@ Planes = tuple[torch.Tensor, torch.Tensor]
 class LayerTable(NamedTuple):
     """Layers whose K and V look alike, on one GPU, and their segments in pages.
 
-    A kernel takes the layer of a program from the grid, or from the number of its part, and reads
-    from the table what is that layer's.
-
-    Attributes:
-        planes: K and V of the first layer.
-        addresses: Where K and V of each layer begin, int64 ``[layers, 2]``, on the device.
-        offsets: Bytes of a page before each layer's segment, int64 ``[layers]``, on the device.
-        aligned: The largest of 16, 8, 4, 2 and 1 of which all of these are multiples.
+    A kernel takes the layer of a program from the grid, or from the number of its part.
     """
 
-    planes: Planes
-    addresses: torch.Tensor
-    offsets: torch.Tensor
-    aligned: int
+    planes: Planes  # K and V of the first layer
+    addresses: torch.Tensor  # of K and V of each layer, int64 [layers, 2], on the device
+    offsets: torch.Tensor  # of each layer's segment in a page, int64 [layers], on the device
+    aligned: int  # the largest of 16, 8, 4, 2 and 1 that divides all of these
 
     @staticmethod
     def of(planes: Sequence[Planes], offsets: Sequence[int]) -> LayerTable:

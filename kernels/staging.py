@@ -37,15 +37,10 @@ _MOST_WORDS = 1024
 
 @dataclass(frozen=True)
 class StagedRows:
-    """A staging buffer.
+    """A staging buffer; both tensors are contiguous."""
 
-    Attributes:
-        rows: Rows as the model has them, uint8 ``[layers, places, row_bytes]``, contiguous.
-        marks: Number of the step that wrote each row, int64 ``[layers, places]``, contiguous.
-    """
-
-    rows: torch.Tensor
-    marks: torch.Tensor
+    rows: torch.Tensor  # as the model has them, uint8 [layers, places, row_bytes]
+    marks: torch.Tensor  # number of the step that wrote each row, int64 [layers, places]
 
 
 def stage_rows(

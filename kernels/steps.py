@@ -29,16 +29,10 @@ _JUDGED = 128
 
 @dataclass(frozen=True)
 class StepPlaces:
-    """Which places the rows of the present step go to, for stage one.
+    """Which places the rows of the present step go to, for stage one."""
 
-    Attributes:
-        places: Place of each row, int64 ``[places]``, contiguous; ``NOWHERE`` for rows beyond
-            those of the step.
-        number: Number of the step, int64 ``[1]``.
-    """
-
-    places: torch.Tensor
-    number: torch.Tensor
+    places: torch.Tensor  # of each row, int64 [places]; NOWHERE for rows beyond those of the step
+    number: torch.Tensor  # of the step, int64 [1]
 
 
 def begin_rows(

@@ -30,19 +30,12 @@ class UnsupportedRows(ValueError):
 
 
 class Program(NamedTuple):
-    """A kernel of a codec.
-
-    Attributes:
-        kernel: Takes the arguments of :meth:`Codec.encode_launch` or ``decode_launch``.
-        per_item: Programs of an item.
-        warps: Warps of a program.
-        code: What the kernel knows of the code when it is compiled.
-    """
+    """A kernel of a codec."""
 
     kernel: Any
-    per_item: int
-    warps: int
-    code: NamedTuple
+    per_item: int  # programs of an item
+    warps: int  # of a program
+    code: NamedTuple  # what the kernel knows of the code when it is compiled
 
 
 class Codec(ABC):

@@ -18,19 +18,12 @@ from ..pages.kernel import plane_of, segment_of
 
 
 class Cut(NamedTuple):
-    """How the values of an item divide into units: groups of channels, each into runs of tokens.
+    """How the values of an item divide into units: groups of channels, each into runs of tokens."""
 
-    Attributes:
-        width: Values of a token in a unit.
-        tokens: Tokens of a unit.
-        groups: Groups of a token's values.
-        pieces: Units of a group.
-    """
-
-    width: int
-    tokens: int = 1
-    groups: int = 1
-    pieces: int = 1
+    width: int  # values of a token in a unit
+    tokens: int = 1  # of a unit
+    groups: int = 1  # of a token's values
+    pieces: int = 1  # units of a group
 
     @property
     def values(self) -> int:
@@ -44,22 +37,15 @@ class Cut(NamedTuple):
 
 
 class Places(NamedTuple):
-    """What a kernel knows of its planes when it is compiled.
+    """What a kernel knows of its planes when it is compiled."""
 
-    Attributes:
-        width: As the other fields of :class:`Cut`, here in words that move together.
-        planes: One or two.
-        slots: Slots of an item: of several, ``items`` are these, ``slots`` for each item.
-        aligned: :attr:`.LayerTable.aligned`; 1 without a table.
-    """
-
-    width: int
+    width: int  # as the next three of the cut, here in words that move together
     tokens: int
     groups: int
     pieces: int
-    planes: int
-    slots: int
-    aligned: int
+    planes: int  # one or two
+    slots: int  # of an item: there are this many ``items`` for each
+    aligned: int  # see LayerTable; 1 without a table
 
 
 @triton.jit

@@ -25,78 +25,49 @@ HEAD_DIM_LIMIT = 256
 
 @dataclass(frozen=True)
 class KeyNorm:
-    """Normalisation of K before RoPE.
+    """Normalisation of K before RoPE."""
 
-    Attributes:
-        kind: ``rms`` or ``layer`` (mean subtracted).
-        over: ``head``: each head by itself (Qwen3). ``all``: over all KV heads at once (OLMo2).
-        weight: ``[head_dim]`` for ``head``, ``[kv_heads * head_dim]`` for ``all`` and for norms
-            that have other weights in every head; None for ones.
-        bias: Like ``weight``; None for zeros.
-        epsilon: Added to the mean square before its root.
-    """
-
-    kind: Literal["rms", "layer"]
-    over: Literal["head", "all"]
+    kind: Literal["rms", "layer"]  # layer: the mean is subtracted
+    over: Literal["head", "all"]  # each head by itself (Qwen3), or all KV heads at once (OLMo2)
+    # [head_dim], or [kv_heads * head_dim] for "all" and if every head has other weights; None: ones
     weight: torch.Tensor | None
-    bias: torch.Tensor | None
-    epsilon: float
+    bias: torch.Tensor | None  # as the weight; None: zeros
+    epsilon: float  # added to the mean square before its root
 
 
 @dataclass(frozen=True)
 class Rotary:
-    """RoPE of K.
+    """RoPE of K."""
 
-    Attributes:
-        cos_sin: ``[positions, rotary_dim]``: cosines, then sines, ``rotary_dim / 2`` each.
-        style: ``neox`` pairs dimension i with i + rotary_dim / 2, ``interleaved`` 2i with 2i + 1.
-        rotary_dim: Even; the first dimensions of each head that are rotated.
-    """
-
-    cos_sin: torch.Tensor
-    style: Literal["neox", "interleaved"]
-    rotary_dim: int
+    cos_sin: torch.Tensor  # [positions, rotary_dim]: cosines, then sines, rotary_dim / 2 each
+    style: Literal["neox", "interleaved"]  # pairs dimension i with i + rotary_dim / 2; 2i, 2i + 1
+    rotary_dim: int  # even: the first dimensions of each head that are rotated
 
 
 @dataclass(frozen=True)
 class Rounding:
     """What is rounded to the model's type between the product and the finished K.
 
-    Models differ in it with the kernels that an engine chooses for a device and a head size.
-
-    Attributes:
-        normed: The normalised K, before the norm's weight (transformers' RMSNorm).
-        norm: The result of the norm. Kernels that do norm and RoPE at once keep it in float32.
-        table: Cosines and sines.
-        cos_products: The rotation's products with cosines, before they are added.
-        sin_products: Those with sines. Torch rounds both products; a multiply-add in the model's
-            type rounds one.
+    Models differ in it with the kernels that an engine chooses for a device and a head size. Torch
+    rounds both products of the rotation; a multiply-add in the model's type rounds one.
     """
 
-    normed: bool = False
-    norm: bool = True
-    table: bool = False
-    cos_products: bool = False
+    normed: bool = False  # the normalised K, before the norm's weight (transformers' RMSNorm)
+    norm: bool = (
+        True  # the result of the norm; kernels for norm and RoPE at once keep it in float32
+    )
+    table: bool = False  # cosines and sines
+    cos_products: bool = False  # products with cosines, before they are added
     sin_products: bool = False
 
 
 @dataclass(frozen=True)
 class KVProjection:
-    """How one layer makes K and V from its hidden states (paper section 3.1).
+    """How one layer makes K and V from its hidden states (paper section 3.1)."""
 
-    Attributes:
-        weight: ``[2 * kv_heads * head_dim, hidden]``: rows of K, then rows of V; last stride 1.
-        bias: ``[2 * kv_heads * head_dim]`` or None.
-        kv_heads: Heads of K and of V on this rank.
-        head_dim: Dimensions of a head, the same for K and V.
-        norm: Normalisation of K, or None.
-        rotary: RoPE of K, or None.
-        rounding: What norm and RoPE round.
-    """
-
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-    kv_heads: int
+    weight: torch.Tensor  # [2 * kv_heads * head_dim, hidden]: K, then V; last stride 1
+    bias: torch.Tensor | None  # [2 * kv_heads * head_dim]
+    kv_heads: int  # of K and of V, on this rank
     head_dim: int
     norm: KeyNorm | None = None
     rotary: Rotary | None = None
@@ -107,16 +78,12 @@ class KVProjection:
 class KVPool:
     """Where K and V of one layer go: the engine's paged pool.
 
-    Attributes:
-        k: ``[slots, kv_heads, head_dim]``; float32, float16, bfloat16 or an fp8 type.
-        v: Same shape and type.
-        k_scale: An fp8 pool holds ``k / k_scale``; 1.0 otherwise.
-        v_scale: Same for V.
+    Both are ``[slots, kv_heads, head_dim]`` in float32, float16, bfloat16 or an fp8 type.
     """
 
     k: torch.Tensor
     v: torch.Tensor
-    k_scale: float = 1.0
+    k_scale: float = 1.0  # an fp8 pool holds k / k_scale; 1.0 for other types
     v_scale: float = 1.0
 
 
@@ -126,38 +93,25 @@ class ProjectionCall:
 
     Slots may come in any order; slots that are not named stay untouched. A slot named twice gets
     either row. Values beyond the range of an fp8 pool are stored as its largest.
-
-    Attributes:
-        hidden: Input of the QKV projection, ``[n, hidden]``, float32, float16 or bfloat16.
-        positions: Positions of the tokens, int32 or int64 ``[n]``.
-        slots: Where each token goes, int32 or int64 ``[n]``.
-        projection: The layer.
-        pool: The layer's pool.
     """
 
-    hidden: torch.Tensor
-    positions: torch.Tensor
-    slots: torch.Tensor
+    hidden: torch.Tensor  # input of the QKV projection, [n, hidden], float32, float16 or bfloat16
+    positions: torch.Tensor  # of the tokens, int32 or int64 [n]
+    slots: torch.Tensor  # where each token goes, int32 or int64 [n]
     projection: KVProjection
     pool: KVPool
 
 
 @dataclass(frozen=True)
 class LayerKind:
-    """What decides how fast a layer's projection is; layers of a kind share what was measured.
+    """What decides how fast a layer's projection is; layers of a kind share what was measured."""
 
-    Attributes:
-        hidden: Width of the hidden states.
-        norm: What the norm of K goes over: ``none``, ``head`` or ``all``.
-        rotary: Style of RoPE: ``none``, ``neox`` or ``interleaved``.
-    """
-
-    hidden: int
+    hidden: int  # width
     kv_heads: int
     head_dim: int
     dtype: torch.dtype
-    norm: str
-    rotary: str
+    norm: str  # what the norm of K goes over: none, head or all
+    rotary: str  # style of RoPE: none, neox or interleaved
 
 
 def kind_of(projection: KVProjection) -> LayerKind:

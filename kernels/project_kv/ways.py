@@ -29,23 +29,14 @@ LARGEST_ROW = 16384
 
 @dataclass(frozen=True)
 class TileConfig:
-    """Tile and schedule of the kernel.
+    """Tile and schedule of the kernel."""
 
-    Attributes:
-        rows: Tokens of a tile.
-        heads: Heads of a tile, all of K or all of V.
-        depth: Hidden dimensions that are multiplied at a time; 0: the product is finished.
-        warps: Warps of a program.
-        stages: Tiles in flight between memory and the tensor cores.
-        group: Row tiles that share the weights they read.
-    """
-
-    rows: int
-    heads: int
-    depth: int
-    warps: int
-    stages: int
-    group: int = 8
+    rows: int  # tokens of a tile
+    heads: int  # of a tile, all of K or all of V
+    depth: int  # hidden dimensions that are multiplied at a time; 0: the product is finished
+    warps: int  # of a program
+    stages: int  # tiles in flight between memory and the tensor cores
+    group: int = 8  # row tiles that share the weights they read
 
 
 def head_pairs(head_dim: int) -> int:

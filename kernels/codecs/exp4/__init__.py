@@ -28,23 +28,14 @@ _THREAD_PAIRS = 8
 
 
 class Exp4Code(NamedTuple):
-    """What the kernels know of a unit.
+    """What the kernels know of a unit."""
 
-    Attributes:
-        starts: Where the starts are in the tail.
-        most: Exceptions that there is room for.
-        tail: Bytes of the tail.
-        counted: One block in this many is counted.
-        pool: ``most``, up to a power of two.
-        block: Pairs of values that a program takes at once.
-    """
-
-    starts: int
-    most: int
-    tail: int
-    counted: int
-    pool: int
-    block: int
+    starts: int  # where the starts are in the tail
+    most: int  # exceptions that there is room for
+    tail: int  # bytes
+    counted: int  # one block in this many is counted
+    pool: int  # most, up to a power of two
+    block: int  # pairs of values that a program takes at once
 
 
 class Exp4(Codec):

@@ -40,27 +40,16 @@ _ROW_TYPES = (torch.float32, *_KV_TYPES)
 
 
 class Lines(NamedTuple):
-    """The lines of a unit in one plane, for kernels.
+    """The lines of a unit in one plane, for kernels."""
 
-    Attributes:
-        number: How many lines.
-        length: Values of a line.
-        step: From the first value of a line to that of the next one.
-        stride: From a value of a line to the next one.
-        span: Values of a line that a program takes at once, a power of two.
-        at_once: Lines that a program takes.
-        scales: Where the magnitudes begin in an encoded unit.
-        size: Bytes of an encoded unit.
-    """
-
-    number: int
-    length: int
-    step: int
-    stride: int
-    span: int
-    at_once: int
-    scales: int
-    size: int
+    number: int  # how many
+    length: int  # values of one
+    step: int  # from the first value of a line to that of the next one
+    stride: int  # from a value of a line to the next one
+    span: int  # values of a line that a program takes at once, a power of two
+    at_once: int  # lines that a program takes
+    scales: int  # where the magnitudes begin in an encoded unit
+    size: int  # bytes of an encoded unit
 
     @property
     def blocks(self) -> int:
