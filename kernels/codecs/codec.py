@@ -9,7 +9,7 @@ Encoding writes device memory, or pages in pinned memory right over the bus.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
@@ -41,10 +41,8 @@ class Program(NamedTuple):
 class Codec(ABC):
     """Encodes values unit by unit. Each encoded unit decodes without any other.
 
-    - Encoded units of a plane have one length.
-    - The same values give the same bytes, on every device.
-    - A codec says which items it cannot hold: these do not fit. Their bytes mean nothing: whoever
-      stores them stores wrong KV.
+    The same values give the same bytes, on every device. A codec says which items it cannot hold:
+    these do not fit. Their bytes mean nothing: whoever stores them stores wrong KV.
 
     Args:
         cut: The units of an item in each plane.
@@ -87,18 +85,15 @@ class Codec(ABC):
 
     @property
     def hidden_size(self) -> int:
-        """Values of a row."""
         return self.cut.width
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of an encoded row."""
-        return self.segment_bytes
 
     @property
     def segment_bytes(self) -> int:
         """Bytes of the encoded units of an item."""
         return self.cut.units * sum(self.unit_bytes)
+
+    row_bytes = segment_bytes
+    """The same of a row."""
 
     @property
     def flags(self) -> int:
@@ -127,7 +122,8 @@ class Codec(ABC):
         rows = rows.contiguous()
         check_tensor("rows", rows, (self.dtype,), ("n", self.hidden_size))
         if self.is_view or not rows.is_cuda:
-            return self._encode_all(rows.view(-1, 1, 1, 1, self.hidden_size))
+            units = rows.view(-1, 1, 1, 1, self.hidden_size)
+            return self._encode_all(units.split(self._at_once))
         encoded = rows.new_empty((len(rows), self.row_bytes), dtype=torch.uint8)
         flags = rows.new_empty((len(rows), self.flags), dtype=torch.bool)
         self.encode_launch((rows,), None, encoded, None, 0, flags).run()
@@ -189,9 +185,7 @@ class Codec(ABC):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Encoded pages of the pool, uint8 ``[p, segment_bytes]``, and which of them fit, bool
         ``[p]``; all on the CPU."""
-        parts = [self._encode_all(self.read_units(planes, s)) for s in items.split(self._at_once)]
-        encoded, fits = zip(*parts, strict=True)
-        return _joined(encoded), _joined(fits)
+        return self._encode_all(self.read_units(planes, s) for s in items.split(self._at_once))
 
     def decode_reference(
         self, encoded: torch.Tensor, planes: Sequence[torch.Tensor], items: torch.Tensor
@@ -214,14 +208,10 @@ class Codec(ABC):
     ) -> Launch:
         """Encode items by one kernel, into buffers of the caller; all tensors are contiguous.
 
-        Args:
-            planes: ``[all items, ...]``; of several layers those of the first one.
-            items: Which items, int64 ``[p]``; None: all in their order.
-            memory: As in :meth:`encode_pages`.
-            pages: The page of each item, int64 ``[p]``; None: in the order of the items.
-            offset: As there; of several layers it is in the table.
+        Args: as in :meth:`encode_pages`, but
+            items, pages: None: all in their order.
             fits: Flags, bool ``[p, flags]``; of several layers ``[layers, p, flags]``.
-            layers: Several layers in this one launch.
+            layers: Several layers at once: ``planes`` are the first one's, offsets in the table.
             slots: Slots of an item in ``items``, int64 ``[p * slots]``: those of its tokens.
         """
         count = fits.numel() // (1 if layers is None else len(layers))
@@ -308,13 +298,10 @@ class Codec(ABC):
         return bool(fits.all()) and torch.equal(again, encoded) and self._near(back, units)
 
     def _near(self, back: torch.Tensor, units: torch.Tensor) -> bool:
-        """Whether ``units`` may come back so."""
         return True
 
-    def _encode_all(self, units: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """:meth:`encode_units`, as many at once as a cache holds."""
-        parts = [self.encode_units(some) for some in units.split(self._at_once)]
-        encoded, fits = zip(*parts, strict=True)
+    def _encode_all(self, units: Iterable[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        encoded, fits = zip(*map(self.encode_units, units), strict=True)
         return _joined(encoded), _joined(fits)
 
     @property

@@ -4,9 +4,6 @@ A *plane* is contiguous, ``[items, values]``: rows of hidden states, or K or V o
 of the KV pool.
 """
 
-# Kernels have no types to state.
-# mypy: disallow-untyped-defs=False
-
 from __future__ import annotations
 
 from typing import NamedTuple

@@ -1,8 +1,5 @@
 """The kernels of copies between pages and the device, and their launches, which check nothing."""
 
-# Kernels have no types to state.
-# mypy: disallow-untyped-defs=False
-
 from __future__ import annotations
 
 from collections.abc import Sequence

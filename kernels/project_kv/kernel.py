@@ -5,9 +5,6 @@ dimensions that RoPE turns together, so that turning moves nothing between threa
 are not turned are paired too, any way that covers them.
 """
 
-# Kernels have no types to state.
-# mypy: disallow-untyped-defs=False
-
 from __future__ import annotations
 
 import triton

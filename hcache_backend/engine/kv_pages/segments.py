@@ -127,36 +127,10 @@ class KVSegments:
         """
         if self._encoder is not None:
             return self._encoder.encode_pages(self.planes(layer), held, memory, pages, offset)
-        self.save_plain(layer, held, memory, pages, offset)
-        return torch.ones(len(held), dtype=torch.bool, device=held.device)
-
-    def save_plain(
-        self,
-        layer: int,
-        held: torch.Tensor,
-        memory: torch.Tensor,
-        rows: torch.Tensor,
-        offset: int = 0,
-    ) -> None:
-        """Copy K and V of a layer, as they are, to ``offset`` of some rows of ``memory``.
-
-        ``held`` are pages of the pool; both int64 ``[p]``, on the device.
-        """
         for plane in self._plain(layer, held):
-            scatter_pages(plane, memory, rows, offset)
+            scatter_pages(plane, memory, pages, offset)
             offset += plane.shape[1]
-
-    def load_plain(
-        self,
-        layer: int,
-        held: torch.Tensor,
-        memory: torch.Tensor,
-        rows: torch.Tensor,
-        offset: int = 0,
-    ) -> None:
-        """Copy back what :meth:`save_plain` did."""
-        pool = [self._by_group(plane) for plane in self.planes(layer)]
-        gather_planes(memory, rows, offset, pool, held)
+        return torch.ones(len(held), dtype=torch.bool, device=held.device)
 
     def restored_layer(self, layer: int) -> RestoredLayer:
         """How a layer whose K and V are stored comes back."""
@@ -210,7 +184,8 @@ class KVSegments:
         """Copy back what :meth:`_save_layer` did."""
         encoder = self._encoder
         if encoder is None:
-            self.load_plain(layer, held, memory, pages, offset)
+            pool = [self._by_group(plane) for plane in self.planes(layer)]
+            gather_planes(memory, pages, offset, pool, held)
             return
         encoded = gather_pages(memory, pages, offset, encoder.segment_bytes)
         encoder.decode_pages(encoded, self.planes(layer), held)

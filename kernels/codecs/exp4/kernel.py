@@ -1,8 +1,5 @@
 """The kernels of ``exp4``. Words of planes are pairs of values (int32)."""
 
-# Kernels have no types to state.
-# mypy: disallow-untyped-defs=False
-
 from __future__ import annotations
 
 import triton

@@ -20,7 +20,6 @@ An item does not fit when a value is not finite, or when the largest magnitude o
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -157,15 +156,15 @@ class ScaledCodec(Codec):
         for number, plane in enumerate(self.planes):
             got, _ = self._in_lines(plane, back[:, number].float())
             want, along = self._in_lines(plane, units[:, number].float())
-            bound = self._bound(want.abs(), want.abs().amax(along, keepdim=True))
+            most = want.abs().amax(along, keepdim=True)
+            if self.largest == INT8_LARGEST:
+                bound = most.expand_as(want) / 254
+            else:
+                bound = torch.maximum(want.abs() / 16, most / 448 / 1024)
             bound += info.eps * (want.abs() + info.smallest_normal)  # of rounding to the type
             if not bool(((got - want).abs() <= bound).all()):
                 return False
         return True
-
-    @abstractmethod
-    def _bound(self, magnitudes: torch.Tensor, most: torch.Tensor) -> torch.Tensor:
-        """The largest error of values, by their magnitudes and the largest ones of their lines."""
 
 
 def _warps(values: int) -> int:
@@ -177,13 +176,7 @@ class Int8(ScaledCodec):
     name = "int8"
     largest = INT8_LARGEST
 
-    def _bound(self, magnitudes: torch.Tensor, most: torch.Tensor) -> torch.Tensor:
-        return most.expand_as(magnitudes) / 254
-
 
 class Fp8(ScaledCodec):
     name = "fp8"
     largest = FP8_LARGEST
-
-    def _bound(self, magnitudes: torch.Tensor, most: torch.Tensor) -> torch.Tensor:
-        return torch.maximum(magnitudes / 16, most / 448 / 1024)

@@ -1,8 +1,5 @@
 """The kernels of ``int8`` and ``fp8``. Words of planes are values."""
 
-# Kernels have no types to state.
-# mypy: disallow-untyped-defs=False
-
 from __future__ import annotations
 
 import triton
