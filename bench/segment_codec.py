@@ -33,7 +33,7 @@ from bench.fixtures.text import corpus, encoder
 from bench.harness.program import failing
 from bench.harness.report import OUT, markdown, write
 from hcache_backend.units import units_per_group
-from hcache_kernels.codecs.exp4.reference import WINDOW, decode_units, encode_units, unit_bytes
+from hcache_kernels.codecs.exp4.reference import WINDOW, decode_units, encode_units, form_of
 from tests.cpu_engine.hcache_cpu_engine import stub_torchvision
 
 VALUES = 1 << 21
@@ -264,7 +264,7 @@ def draw(results: Mapping[str, Any]) -> Any:
     for row in results["rows"]:
         share = row["ways"]["exp4"]["share"]
         worst[row["what"]] = max(share, worst.get(row["what"], 0.0))
-    given = unit_bytes(65536) / 2 / 65536
+    given = form_of(65536).size / 2 / 65536
     figure = Figure(figsize=(8.5, 1.2 + 0.32 * len(worst)), layout="constrained")
     axes = figure.subplots()
     axes.barh(list(worst), list(worst.values()), color="#4c72b0")

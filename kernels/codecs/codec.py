@@ -16,7 +16,7 @@ import torch
 
 from ..checks import BYTES, check_tensor
 from ..launch import Launch
-from ..layers import ONE_LAYER, LayerTable
+from ..pages.kernel import ONE_LAYER, LayerTable
 from .units import Cut, Places
 
 ROWS, KV = "h", "kv"

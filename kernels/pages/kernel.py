@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from ..launch import Launch, alignment, block_launch, copy_programs
-from ..layers import ONE_LAYER, LayerTable
 
-WORD = 8
-"""Bytes that move together; lengths, offsets and page sizes are multiples of it."""
-
+WORD = 8  # bytes that move together; lengths, offsets and page sizes are multiples of it
 SIZES = ("offset", "parts", "count")
 """Arguments that differ from launch to launch. Triton would compile a kernel again for those that
 are 1, or multiples of 16, and that in the middle of a restore..."""
@@ -24,6 +21,40 @@ compiler of them what it may know."""
 
 _MOST_WORDS = 2048
 """16 KiB a program: eight 16-byte accesses in flight in each thread hide the bus's latency."""
+
+Planes = tuple[torch.Tensor, torch.Tensor]
+
+
+class LayerTable(NamedTuple):
+    """Layers whose K and V look alike, on one GPU, and their segments in pages."""
+
+    planes: Planes  # K and V of the first layer
+    addresses: torch.Tensor  # of K and V of each layer, int64 [layers, 2], on the device
+    offsets: torch.Tensor  # of each layer's segment in a page, int64 [layers], on the device
+    aligned: int  # the largest of 16, 8, 4, 2 and 1 that divides all of these
+
+    @staticmethod
+    def of(planes: Sequence[Planes], offsets: Sequence[int]) -> LayerTable:
+        """The table of layers with these ``planes``, contiguous, and ``offsets``; to be kept."""
+        first, addresses = planes[0], [[plane.data_ptr() for plane in both] for both in planes]
+        device = first[0].device
+        flat = [address for both in addresses for address in both]
+        return LayerTable(
+            first,
+            torch.tensor(addresses, dtype=torch.int64, device=device),
+            torch.tensor(offsets, dtype=torch.int64, device=device),
+            alignment(*flat, *offsets),
+        )
+
+    def __len__(self) -> int:
+        return len(self.offsets)
+
+    def arguments(self) -> dict[str, Any]:
+        """What kernels are given; of one layer alone (:data:`ONE_LAYER`) there is no table."""
+        return {"table": self.addresses, "offsets": self.offsets}
+
+
+ONE_LAYER: dict[str, Any] = {"table": None, "offsets": None}
 
 
 def gather_launch(

@@ -180,15 +180,8 @@ def check_rows(
 ) -> None:
     """Refuse, by a ValueError, positions without a cosine and slots outside the pool.
 
-    It reads the values, so on GPU tensors it waits for the GPU. ``project_kv`` therefore calls it
-    itself only for CPU tensors: who restores to a GPU calls it once a restore, on the indices'
-    CPU copies, and not once per layer.
-
-    Args:
-        positions: Positions of the tokens, integers ``[n]``.
-        slots: Slots of the tokens, integers ``[n]``.
-        projection: Any layer's; only the length of its cos/sin cache counts.
-        pool: Any layer's; only its number of slots counts.
+    Both are integers ``[n]``; any layer's projection and pool will do. It reads the values, so on
+    GPU tensors it waits for the GPU: ``project_kv`` calls it for CPU tensors only.
     """
     check_range("slots", slots, len(pool.k), "the pool's slots")
     if projection.rotary is not None:

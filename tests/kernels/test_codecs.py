@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from hcache_backend.page import PageLayout, hidden_layer
 from hcache_kernels.codecs import CODECS, Codec, UnsupportedRows, make_codec
-from hcache_kernels.codecs.exp4.reference import most_exceptions
+from hcache_kernels.codecs.exp4.reference import form_of
 from tests.kernels.codec_rows import bfloat16, bits_of, exceptions_of, float_rows, full_rows
 from tests.kernels.exponent_rows import exponent_rows
 
@@ -43,7 +43,7 @@ def test_exp4_gives_back_every_bit_or_says_that_it_cannot(exponents: np.ndarray,
     codec = make_codec("exp4", WIDTH, torch.bfloat16)
     rows = bfloat16(exponents[None], seed)
     decoded, ok = round_trip(codec, rows)
-    assert ok.item() == (exceptions_of(exponents) <= most_exceptions(WIDTH))
+    assert ok.item() == (exceptions_of(exponents) <= form_of(WIDTH).most)
     assert not ok or torch.equal(bits_of(decoded), bits_of(rows))
 
 

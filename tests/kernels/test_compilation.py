@@ -14,8 +14,8 @@ import triton
 from bench.compiled import TOOLS, Job, Usage, compile_all, source
 from hcache_kernels.codecs import Cut, make_codec, make_segment_codec
 from hcache_kernels.launch import Launch
-from hcache_kernels.layers import LayerTable
 from hcache_kernels.pages import kernel as page_kernels
+from hcache_kernels.pages.kernel import LayerTable
 from hcache_kernels.project_kv import (
     KeyNorm,
     KVPool,

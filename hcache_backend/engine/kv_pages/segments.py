@@ -12,9 +12,8 @@ from hcache_backend.restore.layers import RestoredLayer
 from hcache_backend.units import Share, units_per_group
 from hcache_kernels.codecs import Codec, Cut, UnsupportedRows, make_segment_codec
 from hcache_kernels.launch import Launch
-from hcache_kernels.layers import LayerTable
 from hcache_kernels.pages import gather_pages, gather_planes, scatter_pages
-from hcache_kernels.pages.kernel import gather_launch, gather_planes_launch
+from hcache_kernels.pages.kernel import LayerTable, gather_launch, gather_planes_launch
 
 _GATHERED_BYTES = 128 << 20
 """So many encoded bytes are on the device at once: memory that nobody planned."""

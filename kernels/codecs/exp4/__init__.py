@@ -2,40 +2,16 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
-import triton
 
 from ..codec import KV, REFERENCE_VALUES, Codec, Program, UnsupportedRows
 from ..units import Cut
 from .kernel import decode_kernel, encode_kernel
-from .reference import (
-    BLOCK_VALUES,
-    HEAD_BYTES,
-    blocks_of,
-    counted_blocks,
-    decode_units,
-    encode_units,
-    most_exceptions,
-    tail_bytes,
-    unit_bytes,
-)
+from .reference import decode_units, encode_units, form_of
 
 _MOST_VALUES = 1 << 16
 _THREAD_PAIRS = 8
 """Pairs of values of a thread: 16 bytes of sign and mantissa."""
-
-
-class Exp4Code(NamedTuple):
-    """What the kernels know of a unit."""
-
-    starts: int  # where the starts are in the tail
-    most: int  # exceptions that there is room for
-    tail: int  # bytes
-    counted: int  # one block in this many is counted
-    pool: int  # most, up to a power of two
-    block: int  # pairs of values that a program takes at once
 
 
 class Exp4(Codec):
@@ -61,14 +37,11 @@ class Exp4(Codec):
                 f"codec 'exp4' takes rows and units whose values are a multiple of 16 and at most "
                 f"{_MOST_VALUES}, not {values}"
             )
-        self.unit_bytes = (unit_bytes(values),) * len(planes)
-        most = most_exceptions(values)
-        block = min(BLOCK_VALUES, triton.next_power_of_2(values)) // 2
-        counted, pool = counted_blocks(values), triton.next_power_of_2(most)
-        code = Exp4Code(HEAD_BYTES, most, tail_bytes(values), counted, pool, block)
-        warps, units = max(1, block // (32 * _THREAD_PAIRS)), len(planes) * cut.units
-        self.encoder = Program(encode_kernel, units, warps, code)
-        self.decoder = Program(decode_kernel, units * blocks_of(values), warps, code)
+        form, units = form_of(values), len(planes) * cut.units
+        self.unit_bytes = (form.size,) * len(planes)
+        warps = max(1, form.pairs // (32 * _THREAD_PAIRS))
+        self.encoder = Program(encode_kernel, units, warps, form)
+        self.decoder = Program(decode_kernel, units * form.blocks, warps, form)
 
     def encode_units(self, units: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         encoded, fits = encode_units(units.reshape(-1, self.cut.values))

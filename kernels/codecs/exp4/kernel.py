@@ -27,7 +27,7 @@ def encode_kernel(
 ):
     PAIRS: tl.constexpr = AT.tokens * AT.width
     UNITS: tl.constexpr = AT.planes * AT.groups * AT.pieces
-    BLOCK: tl.constexpr = CODE.block
+    BLOCK: tl.constexpr = CODE.pairs
     MOST: tl.constexpr = CODE.most
     POOL: tl.constexpr = CODE.pool
     number, layer = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -101,7 +101,7 @@ def decode_kernel(
     CODE: tl.constexpr,
 ):
     PAIRS: tl.constexpr = AT.tokens * AT.width
-    BLOCK: tl.constexpr = CODE.block
+    BLOCK: tl.constexpr = CODE.pairs
     BLOCKS: tl.constexpr = (PAIRS + BLOCK - 1) // BLOCK
     UNITS: tl.constexpr = AT.planes * AT.groups * AT.pieces
     number, block = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS

@@ -182,7 +182,7 @@ def test_the_way_that_was_measured_to_be_fastest_projects(monkeypatch: pytest.Mo
     launched()
     project_kv(call)
     (launch,) = device.launches
-    assert launch.arguments["TILE_DEPTH"] == way.config.depth
+    assert launch.arguments["TILE"] == way.config
     want = on_cpu(call)
     project_kv(want)
     for got, true in ((call.pool.k, want.pool.k), (call.pool.v, want.pool.v)):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hcache_kernels.codecs import Cut, make_codec, make_segment_codec
-from hcache_kernels.codecs.exp4.reference import BLOCK_VALUES, decode_units, tail_bytes
+from hcache_kernels.codecs.exp4.reference import BLOCK_VALUES, decode_units, form_of
 from tests.kernels.codec_rows import bits_of
 from tests.kernels.hostile_units import HOSTILE, hostile_units
 from tests.kernels.operations.conftest import INTERPRETED
@@ -115,7 +115,7 @@ def test_damaged_units_are_decoded_from_their_own_bytes(n: int, device: str) -> 
     """Whatever stands around a unit and whatever its starts say, the values are the same."""
     codec = make_codec("exp4", n, torch.bfloat16)
     encoded, _ = codec.encode(hostile_units("full", 1, n, seed=6))
-    tail = encoded.shape[1] - tail_bytes(n)
+    tail = encoded.shape[1] - form_of(n).tail
     # A byte of codes, the window, the extra exponent, the start or exceptions.
     flips = torch.arange(8 * (tail - 1), 8 * (tail + 5), 1 if n == 64 else 3)
     damaged = encoded.repeat(len(flips), 1)
