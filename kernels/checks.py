@@ -1,7 +1,5 @@
-"""Checks of what kernels are given. They raise a ValueError that names the argument.
-
-Only :func:`check_range` reads values, so that the others never wait for a GPU.
-"""
+"""Checks of what kernels are given: they raise a ValueError that names the argument. Only
+:func:`check_range` reads values, so that the others never wait for a GPU."""
 
 from __future__ import annotations
 

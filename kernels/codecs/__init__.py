@@ -36,7 +36,7 @@ __all__ = [
 
 CODECS: dict[str, type[Codec]] = {codec.name: codec for codec in (ExactCodec, Exp4, Int8, Fp8)}
 
-SEGMENT_CODECS = tuple(name for name in CODECS if name != ExactCodec.name)
+SEGMENT_CODECS = {name: codec for name, codec in CODECS.items() if codec is not ExactCodec}
 """Those of K and V, which are copied as they are without one."""
 
 
@@ -47,7 +47,5 @@ def make_codec(name: str, hidden_size: int, dtype: torch.dtype) -> Codec:
 
 def make_segment_codec(name: str, cut: Cut, dim: int, dtype: torch.dtype) -> Codec:
     """The codec ``name`` for K and V cut into such units, in heads of ``dim`` values, or
-    UnsupportedRows; a KeyError without such a codec."""
-    if name not in SEGMENT_CODECS:
-        raise KeyError(name)
-    return CODECS[name](cut, dim, dtype)
+    UnsupportedRows; a KeyError if there is none of that name."""
+    return SEGMENT_CODECS[name](cut, dim, dtype)

@@ -271,13 +271,9 @@ class Codec(ABC):
             self._by_unit(plane)[items] = units[:, number]
 
     def holds(self, encoded: torch.Tensor, plain: torch.Tensor, number: int) -> bool:
-        """Whether one unit of each plane in a page stands for its values (:meth:`stands_for`).
-
-        Args:
-            encoded: Segments of the page, uint8 ``[segment_bytes]``, on the CPU.
-            plain: Plane after plane, as pages that are not encoded have them: uint8.
-            number: Which of the :attr:`Cut.units`.
-        """
+        """Whether unit ``number`` of each plane in a page stands for its values
+        (:meth:`stands_for`): uint8 ``[segment_bytes]``, and as pages that are not encoded have
+        them."""
         cut = self.cut
         parts = encoded.split([cut.units * size for size in self.unit_bytes])
         unit = torch.cat([part.view(cut.units, -1)[number] for part in parts])

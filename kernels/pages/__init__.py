@@ -6,9 +6,8 @@ small segments cost one launch and no staging. If the ids are on the CPU, torch 
 engine of a GPU.
 
 A program that waits for the bus keeps others off its multiprocessor. So a kernel is a few programs
-(:func:`hcache_kernels.launch.copy_programs`) that go through all pages in turn, and the other
-multiprocessors are left to the work beside the copies: projections and forward passes. Threads move
-16 bytes at once if all sizes and addresses are multiples of 16, otherwise 8.
+(:func:`hcache_kernels.launch.copy_programs`) that go through all pages in turn. Threads move 16
+bytes at once if all sizes and addresses are multiples of 16, otherwise 8.
 
 Values of ids are checked only if they are on the CPU. All checks raise a ValueError, and then
 nothing was written.
@@ -67,11 +66,8 @@ def gather_pages(
 def scatter_pages(
     rows: torch.Tensor, pages: torch.Tensor, page_ids: torch.Tensor, offset: int
 ) -> None:
-    """The other way round: write rows, uint8 ``[p, length]``, to the same bytes of many pages.
-
-    Nothing else of the pages changes. The arguments are those of :func:`gather_pages`. Two rows for
-    one page leave either of them there.
-    """
+    """The other way round: write rows, uint8 ``[p, length]``, to the same bytes of many pages. Two
+    rows for one page leave either of them there."""
     check_tensor("rows", rows, BYTES, (len(rows), "length"))
     _check_pages(pages, offset, rows.shape[1])
     _check_ids("page_ids", page_ids, len(rows), len(pages), rows.device)

@@ -43,8 +43,8 @@ __all__ = [
 
 
 def project_kv(call: ProjectionCall, way: Way | None = None) -> None:
-    """Write K and V of ``n`` tokens into their slots of the pool (paper section 3.1), by the fastest
-    way, or by ``way``. A ValueError says which arguments do not fit together; then nothing was
+    """Write K and V of ``n`` tokens into their slots of the pool (paper section 3.1), by ``way`` or
+    the fastest one. A ValueError says which arguments do not fit together; then nothing was
     written. Values of positions and slots are checked only on the CPU (:func:`check_rows`)."""
     check_call(call)
     n, device = len(call.hidden), call.hidden.device
