@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -18,13 +18,11 @@ from bench.accuracy.probes import KV, LayerProbe, output_distances
 from bench.harness.methods import PAGE_SIZE
 from hcache_backend.config import KrulOption
 from hcache_backend.krul.pair_forms import MergedPair, changes_of_merges
-from hcache_backend.krul.paired_layout import CodedPair
 from hcache_backend.krul.selection import Strategy, closest_pairs
 from hcache_backend.krul.statistics import PairSums, attention_sums
 from hcache_kernels.codecs import Codec, Cut
 
 Choice = Callable[[Engine, History], Strategy]
-CodedChoice = Callable[[Engine, History], Sequence[CodedPair]]
 PAIRED = 0.5
 """Share of the layers that are in pairs, as MiniCache has it."""
 
@@ -85,14 +83,14 @@ class PairedLayers:
     """Keeps K and V of histories in pages with pairs of layers.
 
     Attributes:
-        forms: What a slot may keep of a pair.
-        choose: Which layers are paired, and by which form.
-        chosen: How many histories had each pair; where there are several forms, with its form.
+        form: What a slot keeps of a pair.
+        choose: Which layers are paired.
+        chosen: How many histories had each pair.
     """
 
     engine: Engine
-    forms: Mapping[str, Codec]
-    choose: CodedChoice
+    form: Codec
+    choose: Choice
     chosen: Counter[str] = field(default_factory=Counter)
 
     def restore(self, history: History) -> int:
@@ -100,10 +98,10 @@ class PairedLayers:
         pages and were kept as they are."""
         kv = list(history.kv)
         lost = torch.zeros(len(history.slots) // PAGE_SIZE, dtype=torch.bool)
-        for first, second, code in self.choose(self.engine, history):
-            kv[first], kv[second], fits = _round_trip(self.forms[code], kv[first], kv[second])
+        for first, second in self.choose(self.engine, history).pairs:
+            kv[first], kv[second], fits = _round_trip(self.form, kv[first], kv[second])
             lost |= ~fits
-            self.chosen[f"{first}, {second}" + f" {code}" * (len(self.forms) > 1)] += 1
+            self.chosen[f"{first}, {second}"] += 1
         for layer, planes in zip(self.engine.layers, kv, strict=True):
             self.engine.pool.store(layer.kernel, history.slots, *planes)
         return int(lost.sum()) * PAGE_SIZE

@@ -1,7 +1,5 @@
 """What the store's work costs a decoding request, per token.
 
-    python -m bench.store.decode --dir /mnt/ssd0
-
 SGLang serves a random Llama on the CPU and answers the same request again and again, in turn
 
 - ``idle``: nothing else happens
@@ -28,8 +26,8 @@ from statistics import median
 
 from bench.harness.models import TinyLlama
 from bench.harness.options import ServerOptions, base_environment
-from bench.harness.program import at_least, parser
-from bench.harness.report import markdown
+from bench.harness.program import Program, Run, Setting, at_least, scratch
+from bench.harness.report import Results, Table, columns
 from bench.harness.server import Server
 from hcache_backend.config import parse_config
 from hcache_backend.store import PageStore
@@ -41,27 +39,24 @@ _NAMESPACE, _WRITER = b"bench-----------", b"bench---"
 _TURNS = ("idle", "same process", "other process")
 
 
-def main() -> None:
-    parsed = parser("bench.store.decode", __doc__)
-    parsed.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()), help="the disk")
-    parsed.add_argument("--rounds", type=at_least(1), default=9)
-    parsed.add_argument("--tokens", type=at_least(1), default=200, help="of a reply")
-    options = parsed.parse_args()
-    with tempfile.TemporaryDirectory(prefix="hcache-bench-", dir=options.dir) as scratch:
-        found, moved = measure(Path(scratch), options.rounds, options.tokens)
+def measure(run: Run) -> Results:
+    """A row for each kind of turn."""
+    with scratch(run.given.dir) as folder:
+        found, moved = in_turns(Path(folder), run.given.rounds, run.given.tokens)
     rows = [
-        (
-            turn,
-            median(found[turn]),
-            median(one / idle for one, idle in zip(found[turn], found["idle"], strict=True)),
-            moved[turn] / 1e9,
-        )
+        {
+            "turn": turn,
+            "ms": median(found[turn]),
+            "of_idle": median(a / b for a, b in zip(found[turn], found["idle"], strict=True)),
+            "gb_moved": moved[turn] / 1e9,
+            "rounds_ms": found[turn],
+        }
         for turn in _TURNS
     ]
-    print(markdown(("store", "ms per token", "of idle", "GB moved"), rows))
+    return {"rows": rows}
 
 
-def measure(
+def in_turns(
     folder: Path, rounds: int, tokens: int
 ) -> tuple[dict[str, list[float]], dict[str, int]]:
     """Milliseconds per token in every round, and the bytes moved meanwhile, by turn."""
@@ -155,5 +150,27 @@ def _moving(place: Path | None) -> Iterator[list[int]]:
         amounts += map(int, log.read_text().split()[before:] if log.exists() else ())
 
 
+PROGRAM = Program(
+    name="store_decode",
+    module="bench.store.decode",
+    doc=__doc__,
+    measure=measure,
+    settings=(
+        Setting("--dir", Path, Path(tempfile.gettempdir()), "the disk"),
+        Setting("--rounds", at_least(1), 9, "of all turns"),
+        Setting("--tokens", at_least(1), 200, "of a reply"),
+    ),
+    tables={
+        "table": (
+            Table(
+                "rows",
+                columns(
+                    "store = turn | ms per token = ms | of idle = of_idle | GB moved = gb_moved"
+                ),
+            ),
+        )
+    },
+)
+
 if __name__ == "__main__":
-    main()
+    PROGRAM.run()

@@ -25,12 +25,10 @@ class Turn:
     Attributes:
         prompt: New tokens of the question.
         output: Tokens of the reply.
-        ids: The question itself; None: random tokens.
     """
 
     prompt: int
     output: int
-    ids: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -120,10 +118,7 @@ class Workload:
             return max(1, round(count * scale))
 
         def smaller(turn: Turn) -> Turn:
-            prompt = tokens(turn.prompt)
-            ids = None if turn.ids is None else turn.ids[:prompt]
-            # A text of the user's is only ever made shorter.
-            return Turn(prompt if ids is None else len(ids), tokens(turn.output), ids)
+            return Turn(tokens(turn.prompt), tokens(turn.output))
 
         return replace(
             self,
@@ -168,8 +163,10 @@ class Workload:
             sessions.append(replace(session, turns=tuple(kept)))
         return replace(self, sessions=tuple(sessions), documents=tuple(documents))
 
-    def document_ids(self, document: int, vocabulary: int) -> list[int]:
-        """Tokens of a document: the same in every run."""
+    def document_ids(self, document: int | None, vocabulary: int) -> list[int]:
+        """Tokens of a document, the same in every run; none of none."""
+        if document is None:
+            return []
         return self._draw(self.documents[document], vocabulary, _DOCUMENT, document)
 
     def prompt_ids(self, session: int, turn: int, vocabulary: int, run: int = 0) -> list[int]:
@@ -181,10 +178,8 @@ class Workload:
             vocabulary: Random tokens are below it.
             run: Number of the run of this workload on one server.
         """
-        asked = self.sessions[session].turns[turn]
-        if asked.ids is not None:
-            return list(asked.ids)
-        return self._draw(asked.prompt, vocabulary, _PROMPT, run, session, turn)
+        count = self.sessions[session].turns[turn].prompt
+        return self._draw(count, vocabulary, _PROMPT, run, session, turn)
 
     def _draw(self, count: int, vocabulary: int, *key: int) -> list[int]:
         source = np.random.default_rng([self.seed, *key])

@@ -41,12 +41,13 @@ from hcache_backend.engine.hooks import READS, guarded
 from hcache_backend.engine.host_pool import OwnPagesPool
 from hcache_backend.engine.kv_pages.node_pairs import NodePairs
 from hcache_backend.engine.loads import LoadQueue, Prefix, QueuedLoad, TokenIds
-from hcache_backend.engine.ranks import smallest
 from hcache_backend.engine.read_batches import BackAck, BatchedReads
 from hcache_backend.engine.runtime import Runtime, current
 from hcache_backend.engine.service_check import KVChecks, ServiceChecks
 from hcache_backend.engine.stage_pages import StagePages
+from hcache_backend.engine.turn import Turn
 from hcache_backend.page import Bytes, Ints, PageLayout, key_bytes
+from hcache_backend.ranks import smallest
 from hcache_backend.restore.eager import batch_pages
 from hcache_backend.restore.meeting import Meeting, meeting_of
 
@@ -107,7 +108,7 @@ class OwnPagesController(HybridCacheController):
         self._runtime = runtime
         self._pool = pool
         self._loads = loads
-        self.governor = loads.governor
+        self.governor = None if eager is None else eager.governor
         self.eager = eager
         self._stages = stages
         self._kv_checks = kv_checks
@@ -159,24 +160,33 @@ class OwnPagesController(HybridCacheController):
         if self._pairs is not None:
             self._pairs.forget()
 
-    def turn(self, cache: Any) -> None:
-        """HiCache's turn on the scheduler thread; ``cache`` is its radix cache."""
-        self.governor.look()
+    def begin_turn(self, cache: Any, turn: Turn) -> None:
+        """HiCache had its turn on the scheduler thread; ``cache`` is its radix cache."""
         if self.eager is not None:
-            self.eager.turn(cache)
+            self.eager.governor.look()
+            self.eager.begin_turn(cache, turn)
+        if self._pairs is not None:
+            self._tree = cache.tree_core
+            self._pairs.look(turn)
+        if self._checks is not None:
+            self._checks.ask(turn)
+        self._kv_checks.ask(turn)
+
+    def end_turn(self, cache: Any) -> None:
+        """The ranks have agreed on what was said."""
+        if self.eager is not None:
+            self.eager.end_turn()
         if self._capture is not None:
             ledger = self._capture.ledger
             if ledger.passes == self._passes and self._backups:
                 # No pass was launched since the last turn: nothing is late because of a wait.
                 self._finish_when_idle(ledger)
             self._passes = ledger.passes
-        if self._pairs is not None:
-            self._tree = cache.tree_core
-            if self._pairs.answered():
-                self.start_writing()
+        if self._pairs is not None and self._pairs.answered():
+            self.start_writing()
         if self._checks is not None:
-            self._checks.read()
-        self._kv_checks.run()
+            self._checks.hear()
+        self._kv_checks.hear()
         self._stages.talk()
         if self._never_loaded or (self._kv_checks.failed and self._stages.alone):
             # A node whose load is refused stays a hit for HiCache: a miss for ever, which hides
@@ -451,8 +461,6 @@ class OwnPagesController(HybridCacheController):
     def write_storage(self, host_indices: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if self._capture is not None:  # the backup is done, so its rows have arrived
             self._capture.ledger.settle(wait=False)
-        if self._checks is not None:
-            self._checks.read()
         self._stages.talk()
         if self.eager is not None:
             self.eager.until_saved(self._pool.page_ids(host_indices))

@@ -11,7 +11,8 @@ import logging
 import math
 from collections.abc import Callable, Hashable
 from functools import partial
-from typing import Any
+from itertools import islice
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,13 +20,13 @@ import torch
 
 from hcache_backend import streams
 from hcache_backend.engine import metrics
-from hcache_backend.engine.hits.hooks import is_on_device
 from hcache_backend.engine.host_pool import OwnPagesPool
 from hcache_backend.engine.loads import LoadQueue, QueuedLoad
-from hcache_backend.engine.ranks import smallest
+from hcache_backend.engine.recompute.governor import Governor
 from hcache_backend.engine.recompute.rows import RecomputedRows
 from hcache_backend.engine.recompute.slices import SliceBudget
 from hcache_backend.engine.reservable_pages import ReservablePages
+from hcache_backend.engine.turn import Said, Turn
 from hcache_backend.partition.costs import side_by_side
 from hcache_backend.restore.eager import EagerRestores, batch_pages, launch_pages
 from hcache_backend.restore.meeting import Meeting, meeting_of
@@ -33,6 +34,22 @@ from hcache_backend.restore.pipeline import RestorePipeline
 from hcache_backend.restore.reservation import Ids, Launched, Recomputation
 
 logger = logging.getLogger("hcache")
+
+
+_OFFERS = 4
+"""Prefetches of which a turn may recompute pages: the first that has any is chosen."""
+
+
+class Offer(NamedTuple):
+    """Pages that a slice may recompute: whether there may be one, and how many, were said.
+
+    Attributes:
+        meeting: Its reader waits; None: the pages were read.
+    """
+
+    due: Recomputation
+    meeting: Meeting | None
+    said: Said
 
 
 class EagerLoads:
@@ -53,6 +70,7 @@ class EagerLoads:
         budget: SliceBudget,
         new_rows: Callable[[], RecomputedRows] | None = None,
     ) -> None:
+        self.governor = Governor()
         self._budget = budget
         self._new_rows = new_rows
         self._pages = pages
@@ -64,13 +82,14 @@ class EagerLoads:
         self._stream = streams.new_stream(pages.device, "eager")
         self._saving = streams.new_stream(pages.device, "saves")
         self._recomputed = False  # since somebody asked
+        self._offers: list[Offer] = []
         self._anchors: dict[Any, Any] = {}  # of running prefetches: the node before them
         at_once = launch_pages(pages.device, pool.page_layout.page_bytes)
         self._restores = EagerRestores(pool.page_size, pages, self._launch, limit, at_once)
         pages.eager = self._restores
         pool.on_freed.append(self._host_freed)
 
-    def turn(self, cache: Any) -> None:
+    def begin_turn(self, cache: Any, turn: Turn) -> None:
         """The scheduler's turn: HiCache has just seen what its storage threads brought."""
         restores, size = self._restores, self._pool.page_size
         self._pages.cache, self._controller = cache, cache.cache_controller
@@ -99,7 +118,7 @@ class EagerLoads:
         self._pool.settle()
         # What was recomputed long ago is in front of no batch any more.
         self._recomputed = self._recomputed and self._budget.unfinished() > 0
-        self._recompute()
+        self._ask(turn)
 
     def take_recomputed(self) -> bool:
         """Whether layers were recomputed since the last call, in front of the next forward pass."""
@@ -140,7 +159,7 @@ class EagerLoads:
     def seconds_to_recompute(self, tokens: int, prefix: int) -> float:
         """How long all layers of so many tokens behind so many take in slices; infinite: they are
         put off, or nobody knows. Any thread."""
-        share, layers = self._loads.governor.pace().share, len(self._loads.methods.methods)
+        share, layers = self.governor.pace().share, len(self._loads.methods.methods)
         if not share:
             return math.inf
         seconds = self._budget.seconds(tokens, self._pool.page_size, prefix, layers)
@@ -155,33 +174,46 @@ class EagerLoads:
         reading = self._loads.seconds_to_read(tokens)
         return side_by_side(reading, self.seconds_to_recompute(tokens, prefix), share), reading
 
-    def _recompute(self) -> None:
-        """Recompute layers that pages lack, of as many as one turn has time for on every rank."""
-        size, budget, pace = self._pool.page_size, self._budget, None
-        for due in self._restores.to_recompute(max(1, budget.tokens // size)):
+    def _ask(self, turn: Turn) -> None:
+        """Say how many pages a slice may recompute now, as many as one turn has time for."""
+        size, budget, pace = self._pool.page_size, self._budget, self.governor.pace()
+        while self._offers:  # an error came between
+            self._taken(self._offers.pop(), 0)
+        for due in islice(self._restores.to_recompute(max(1, budget.tokens // size)), _OFFERS):
             prefix = self._tokens_before(due)
             if prefix is None:
                 continue
-            if pace is None:
-                pace = self._loads.governor.pace()
-                if not pace.share:
-                    metrics.SLICES.count(pace.decision)
-            until, meeting = (math.inf, math.inf), meeting_of(due.prefetch)
-            if due.unread and meeting is not None:
+            until, meeting = (math.inf, math.inf), meeting_of(due.prefetch) if due.unread else None
+            if meeting is not None:
                 together, alone = self.until_met(meeting, prefix)
                 until = alone, together  # what takes longer is read sooner, some of it or all
             allowed = budget.pages(len(due.pages), size, prefix, due.layers, pace.share, *until)
-            free = int(pace.share > 0 and not budget.full)
-            # Also where nothing is allowed: then no rank has to see the same to go on.
-            if due.unread:
-                free, pages = self._taken(due, free, allowed)
-            else:
-                free, pages = smallest(self._controller.tp_group, free, allowed)
-            if not free:
-                return
-            if pages and self._recompute_slice(due.first(pages)):
-                metrics.SLICES.count(pace.decision)
-                return
+            room = allowed if meeting is None else min(allowed, meeting.offer())
+            free = pace.share > 0 and not budget.full
+            self._offers.append(Offer(due, meeting, turn.say(free, room)))
+        if self._offers and not pace.share:
+            metrics.SLICES.count(pace.decision)
+
+    def end_turn(self) -> None:
+        """The ranks have agreed: recompute layers that pages lack, of the first that may be."""
+        decision, launched = self.governor.pace().decision, False
+        while self._offers:
+            offer = self._offers.pop(0)
+            free, pages = offer.said.least
+            # The turn may have ended the prefetch, on all ranks.
+            ended = offer.due.unread and offer.due.prefetch.is_terminated()
+            pages = self._taken(offer, 0 if launched or ended or not free else pages)
+            if pages:
+                launched = self._recompute_slice(offer.due.first(pages))
+        if launched:
+            metrics.SLICES.count(decision)
+
+    def _taken(self, offer: Offer, pages: int) -> int:
+        """Let the reader go on behind ``pages`` that the front takes; how many come next in it."""
+        if offer.meeting is None:
+            return pages
+        taken = offer.meeting.take(pages)
+        return len(taken) if taken.start == offer.due.pages.start else 0
 
     def _reachable(self, prefetch: Hashable) -> int:
         """How many pages of a prefetch, at its front, slices can recompute."""
@@ -199,20 +231,6 @@ class EagerLoads:
         if len(others) != due.prefetch.storage_start:
             return None  # its pages follow other tokens than these
         return len(others) + due.pages.start * self._pool.page_size
-
-    def _taken(self, due: Recomputation, free: int, allowed: int) -> tuple[int, int]:
-        """Whether every rank can launch a slice, and how many of the pages that every rank allows
-        nobody reads: the front's now."""
-        meeting = meeting_of(due.prefetch)
-        assert meeting is not None
-
-        def agree(room: int) -> int:
-            nonlocal free
-            free, most, room = smallest(self._controller.tp_group, free, allowed, room)
-            return min(most, room)
-
-        taken = meeting.take(agree)
-        return free, len(taken) if taken.start == due.pages.start else 0
 
     def _recompute_slice(self, due: Recomputation) -> bool:
         """Recompute all of ``due``; whether that was launched."""
@@ -307,3 +325,9 @@ class EagerLoads:
 def token_array(token_ids: Any) -> npt.NDArray[np.int32]:
     """Token ids of a storage operation (a key, a list or an array) as int32 ``[n]``."""
     return np.asarray(getattr(token_ids, "token_ids", token_ids), dtype=np.int64).astype(np.int32)
+
+
+def is_on_device(tree: Any, node: Hashable) -> bool:
+    """Whether the device has K and V of all tokens up to the end of a node of SGLang's tree."""
+    root = tree.empty_match_result.last_device_node
+    return bool(node == root or not tree.is_full_device_evicted(node))

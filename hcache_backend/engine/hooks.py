@@ -15,9 +15,10 @@ from hcache_backend.engine import metrics
 from hcache_backend.engine.disaggregation.prefill import before_sending_prefix
 from hcache_backend.engine.disaggregation.weights import after_metadata, before_commit
 from hcache_backend.engine.hits import hooks as hits
-from hcache_backend.engine.ranks import OutOfStep
 from hcache_backend.engine.runtime import current
+from hcache_backend.engine.turn import Turn
 from hcache_backend.projection.generic import ProjectionBatch, ProjectionReached
+from hcache_backend.ranks import OutOfStep
 from hcache_backend.restore.recompute import RecomputePass
 
 logger = logging.getLogger("hcache")
@@ -104,7 +105,7 @@ def recompute_hooks() -> list[Hook]:
 def own_pages_hooks() -> list[Hook]:
     """What own pages need: HiCache's turn in every turn of the scheduler, and what it hears."""
     return [
-        Hook(EVENTS, _around_events, OnError.END_L3),
+        TURN,
         Hook(DRAIN, _before_drain, OnError.END_L3),
     ]
 
@@ -114,7 +115,7 @@ def use_hooks() -> list[Hook]:
     what it is told of those that it will not have."""
     return [
         Hook(BACKED_UP, _after_backup),
-        Hook(EVENTS, _after_events),
+        TURN,
         Hook(STOPPING, _before_stop),
         Hook(PREFETCH, _around_prefetch),
         Hook(RECEIVED, _after_received),
@@ -137,7 +138,7 @@ def hit_hooks() -> list[Hook]:
     return [
         Hook(RECEIVED, hits.before_asking),
         Hook(PREFETCH, hits.around_prefetch),
-        Hook(EVENTS, hits.around_turn),
+        TURN,
         Hook(DRAIN, hits.around_drain),
         Hook(STOP, hits.around_stop),
         Hook(BATCH, hits.around_batch),
@@ -368,13 +369,25 @@ def _before_drain(
     return original(cache, n_storage_hit, n_ack_prefetch, *a, **kw)
 
 
-def _around_events(original: Callable[..., Any], cache: Any, *a: Any, **kw: Any) -> Any:
-    turn = getattr(getattr(cache, "cache_controller", None), "turn", None)
-    if turn is None:
-        return original(cache, *a, **kw)
-    cache.hicache_storage_pass_prefix_keys = True  # they tell where in its sequence a node is
+def _around_turn(original: Callable[..., Any], cache: Any, *a: Any, **kw: Any) -> Any:
+    """One turn of the scheduler: HiCache's part, then ours.
+
+    Around ``UnifiedRadixCache.check_hicache_events``, which SGLang calls in each turn.
+    """
+    controller, l3, turn = getattr(cache, "cache_controller", None), _our_l3(cache), Turn()
+    ours = controller if hasattr(controller, "begin_turn") else None
+    if ours is not None:
+        cache.hicache_storage_pass_prefix_keys = True  # they tell where in its sequence a node is
     result = original(cache, *a, **kw)
-    turn(cache)
+    asked = hits.ask_to_end(cache, turn)
+    if ours is not None:
+        ours.begin_turn(cache, turn)
+    turn.agree(cache._all_reduce_attn_groups)
+    hits.end_prefetches(asked)
+    if ours is not None:
+        ours.end_turn(cache)
+    if l3 is not None:
+        l3.backups.put_heads(cache)
     return result
 
 
@@ -440,14 +453,6 @@ def _after_backup(
     return result
 
 
-def _after_events(original: Callable[..., Any], cache: Any, *a: Any, **kw: Any) -> Any:
-    result = original(cache, *a, **kw)
-    l3 = _our_l3(cache)
-    if l3 is not None:
-        l3.backups.put_heads(cache)
-    return result
-
-
 def _before_stop(original: Callable[..., Any], cache: Any, *a: Any, **kw: Any) -> Any:
     """On SIGTERM, when all requests have been answered. SGLang's processes are killed in 15 s."""
     l3 = _our_l3(cache)
@@ -510,3 +515,6 @@ def _after_reset(original: Callable[..., Any], controller: Any, *a: Any, **kw: A
     result = original(controller, *a, **kw)
     current().caches_were_flushed()
     return result
+
+
+TURN = Hook(EVENTS, _around_turn, OnError.END_L3)

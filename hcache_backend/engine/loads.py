@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,10 +19,8 @@ import torch
 
 from hcache_backend.arena import Arena, Ids
 from hcache_backend.engine import metrics
-from hcache_backend.engine.ranks import OutOfStep
-from hcache_backend.engine.recompute.governor import Governor
 from hcache_backend.partition.restore import Restore
-from hcache_backend.restore.eager import HandOut
+from hcache_backend.ranks import OutOfStep
 from hcache_backend.restore.layers import Recompute
 from hcache_backend.restore.pipeline import RestorePipeline
 from hcache_backend.restore.recompute import Recomputer, TokenSpan
@@ -36,6 +35,23 @@ Prefix = Callable[[], torch.Tensor | None]
 
 TokenIds = Callable[[], Sequence[int] | None]
 """Gives the ids of all tokens up to the end of a load; None: they do not say all of its input."""
+
+
+class HandOut(NamedTuple):
+    """Device pages for a load.
+
+    Attributes:
+        slots: Slots of all pages of the load, int64 ``[pages * page_size]``.
+        ready: Which pages have, or will have, K and V of the layers that are stored; bool
+            ``[pages]``.
+        whole: Which of them have those of all layers; bool ``[pages]``.
+        restores: What writes the ready ones, or still reads them.
+    """
+
+    slots: torch.Tensor
+    ready: npt.NDArray[np.bool_]
+    whole: npt.NDArray[np.bool_]
+    restores: tuple[RunningRestore, ...]
 
 
 @dataclass(eq=False)
@@ -83,7 +99,6 @@ class LoadQueue:
     Attributes:
         methods: How each layer is stored.
         stored_from: Nothing is stored of the layers before this one.
-        governor: Says how much may be recomputed that could be read, or be recomputed later.
         slowdown: How many times as long as by the profile so many tokens are computed lately.
         seconds_to_read: How long L3 takes to bring so many tokens; infinite: nobody knows.
         seconds_to_compute: How long a prefill takes of so many tokens behind so many; likewise.
@@ -106,7 +121,6 @@ class LoadQueue:
         self._recomputer = recomputer
         self._device = device
         self._queued: list[QueuedLoad] = []
-        self.governor = Governor()
         self.slowdown: Callable[[int], float] = lambda tokens: 1.0
         self.seconds_to_read: Callable[[int], float] = lambda tokens: math.inf
         self.seconds_to_compute: Callable[[int, int], float] = lambda tokens, prefix: math.inf

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
-from itertools import zip_longest
+from itertools import islice, zip_longest
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -25,8 +25,8 @@ from hcache_backend.engine import metrics
 from hcache_backend.engine.check_sampling import InTurn, Pace, Sample
 from hcache_backend.engine.host_pool import OwnPagesPool
 from hcache_backend.engine.kv_pages.segments import KVSegments
-from hcache_backend.engine.ranks import on_all_ranks
 from hcache_backend.engine.runtime import Runtime
+from hcache_backend.engine.turn import Said, Turn
 from hcache_backend.page import PageLayout
 from hcache_backend.projection.attention import AttentionLayer
 from hcache_backend.projection.check import difference_problem, projected_differences
@@ -44,6 +44,9 @@ from hcache_kernels.codecs import Codec
 
 _WAITING = 16
 """While so many pages wait for their comparison, no further one is chosen."""
+
+_AT_ONCE = 4
+"""Projections whose results are seen to in one turn."""
 
 _harmless = partial(metrics.harmless, "page_not_checked", "a page was not checked")
 
@@ -103,7 +106,10 @@ class KVChecks:
         self._copied: deque[_CopiedPage] = deque()
         self._buffers = HostBuffers(pool.device_pool.device)
         self._pace = Pace()
-        self._tired = False  # on all ranks, or on none
+        self._tired = False  # on all ranks, or on none, as the next two
+        self._compared = False  # in the last turn
+        self._said: Said | None = None
+        self._wrong: str | None = None  # on this rank
 
     def transferred(self, host_pages: Ids, slots: torch.Tensor) -> None:
         """Pages (int64 ``[n]``) were copied to or from ``slots``, on the current stream.
@@ -138,26 +144,30 @@ class KVChecks:
         """All transfers were dropped."""
         self._copied.clear()
 
-    def run(self) -> None:
-        """Compare a part of a layer of the first page, if it has arrived on every rank. All must
-        call it at one point."""
-        if self.failed or not (self._copied or self._tired):
+    def ask(self, turn: Turn) -> None:
+        """Say whether the first page can be compared, and what came of the last comparison."""
+        self._said = None
+        if not self.failed and (self._copied or self._tired or self._compared):
+            there = bool(self._copied) and self._arrived(self._copied[0])
+            self._said = turn.say(there, self._pace.rested, self._wrong is None)
+
+    def hear(self) -> None:
+        """The ranks have agreed: compare a part of a layer of the first page, if all can."""
+        if self._said is None:
             return
-        there = bool(self._copied) and self._arrived(self._copied[0])
-        arrived, rested = on_all_ranks(self._group, there, self._pace.rested)
-        self._tired = not rested
-        if not (arrived and rested):
-            return
-        copied = self._copied[0]
-        with self._pace.work():
-            problem = self._problem(copied)
-        (right,) = on_all_ranks(self._group, problem is None)
+        arrived, rested, right = self._said.least
+        self._tired, self._compared = not rested, bool(arrived and rested and right)
         if not right:
             self.failed = True
             metrics.PROBLEMS.count("self_check")
-            problem = problem or "a page of another rank differs"
+            problem = self._wrong or "a page of another rank differs"
             self._runtime.lose_trust(f"the self-check in service failed: {problem}")
-        if not (copied.left and right):
+        if not self._compared:
+            return
+        copied = self._copied[0]
+        with self._pace.work():
+            self._wrong = self._problem(copied)
+        if self._wrong is not None or not copied.left:
             metrics.TOKENS.count("checked", self._pool.page_size)
             self._copied.popleft()
             if copied.buffer is not None:
@@ -252,6 +262,7 @@ class ServiceChecks:
         self._buffers = HostBuffers(pool.device_pool.device)
         self._pace = Pace()
         self._tired = False  # on all ranks, or on none
+        self._said: Said | None = None
         # One that is under way projects with the new weights, perhaps, what the old ones left.
         runtime.on_weights_changed.append(self.forget)
 
@@ -279,17 +290,24 @@ class ServiceChecks:
         """All backups were dropped, or other weights come."""
         self._running.clear()
 
-    def read(self) -> None:
-        """See to all checks whose results have arrived."""
-        while self._running or self._tired:
-            whole = None
-            if self._running and self._running[0].event.query():
+    def ask(self, turn: Turn) -> None:
+        """Say which results have arrived."""
+        self._said = None
+        if self._running or self._tired:
+            flags = []
+            for check in islice(self._running, _AT_ONCE):
                 # None: its rows have arrived, but nobody has looked whether all did.
-                whole = self._pool.arena.whole(np.array([self._running[0].host_page]))
-            known, right, rested = on_all_ranks(
-                self._group, whole is not None, whole is not False, self._pace.rested
-            )
-            self._tired = not rested
+                whole = self._whole(check.host_page) if check.event.query() else None
+                flags += [whole is not None, whole is not False]
+            self._said = turn.say(self._pace.rested, *flags)
+
+    def hear(self) -> None:
+        """The ranks have agreed: see to the checks whose results have arrived on all."""
+        if self._said is None:
+            return
+        rested, *flags = self._said.least
+        self._tired = not rested
+        for known, right in zip(flags[::2], flags[1::2], strict=True):
             if not known:
                 return
             check = self._running.popleft()
@@ -297,6 +315,9 @@ class ServiceChecks:
             if problem is not None and self._runtime.distrust is None:
                 metrics.PROBLEMS.count("self_check")
                 self._runtime.lose_trust(f"the self-check in service failed: {problem}")
+
+    def _whole(self, host_page: int) -> bool | None:
+        return self._pool.arena.whole(np.array([host_page]))
 
     def _project(
         self, layers: Sequence[AttentionLayer], host_page: Ids, slots: torch.Tensor

@@ -34,15 +34,7 @@ Work = Callable[[], object]
 
 
 class CopySpeed(NamedTuple):
-    """One way to copy, as :class:`~hcache_backend.partition.profile.CopyWay` has it, which machines
-    with nothing but torch cannot import.
-
-    Attributes:
-        programs: Those of the kernel; None: the copy engine.
-        alone: Bytes per second with nothing beside.
-        beside: Bytes per second beside products.
-        products: Speed of products beside such copies, of theirs alone: at most 1.
-    """
+    """As :class:`~hcache_backend.partition.profile.CopyWay`, without pydantic."""
 
     programs: int | None
     alone: float
@@ -51,12 +43,11 @@ class CopySpeed(NamedTuple):
 
 
 class Repeated(NamedTuple):
-    """Work that one stream did again and again, while another did something else.
+    """Work that one stream repeated beside another stream, from a common start.
 
     Attributes:
-        times: How often.
-        alone: Seconds of one of them with nothing beside.
-        took: Seconds of all, from a start that both streams had in common.
+        alone: Seconds of one repetition with nothing beside.
+        took: Seconds of all.
     """
 
     times: int
@@ -65,13 +56,11 @@ class Repeated(NamedTuple):
 
 
 def shares(one: Repeated, other: Repeated) -> tuple[float, float]:
-    """The share of its speed alone that each stream kept while both worked: at most 1.
-
-    What the slower one did after the other's end it did alone.
-    """
+    """The share of its own speed that each stream kept while both worked; at most 1."""
     both = min(one.took, other.took)
 
     def share(work: Repeated) -> float:
+        # The slower one worked alone after the other's end.
         done = work.times * work.alone - (work.took - both)
         return min(1.0, max(done, work.alone / 2) / both)  # noise is no standstill
 
@@ -81,14 +70,10 @@ def shares(one: Repeated, other: Repeated) -> tuple[float, float]:
 def fastest_first(
     speeds: Sequence[CopySpeed], size: float, product: float
 ) -> tuple[CopySpeed, ...]:
-    """The way to take, then the one to take without it, and so on.
+    """The best way first.
 
-    A layer of a restore takes as long as the longer one of its copy and its product. Of ways that
-    are about as fast the one is taken that leaves most to products: these may be forward passes.
-
-    Args:
-        size: Bytes of a layer.
-        product: Seconds of its product alone.
+    A layer takes as long as the longer one of its copy (``size`` bytes) and its product
+    (``product`` seconds alone). Of equally fast ways the one that slows products least comes first.
     """
 
     def seconds(way: CopySpeed) -> float:
@@ -105,11 +90,8 @@ def fastest_first(
 def cold_pages(
     tokens: int, segment: int, device: torch.device
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Pages in host memory with two segments each (bytes), and sets of them to copy in turn.
-
-    Pages that are restored have not been touched for long: no copy may find the last one's in the
-    processor's cache.
-    """
+    """Pages in host memory with two segments each (bytes), and sets of them to copy in turn, so
+    that no copy finds its pages in the processor's cache."""
     pages = tokens // PAGE
     sets = 1 + _COLD_BYTES // (pages * segment)
     memory = host_tensor((sets * pages, 2 * segment), torch.uint8, device).zero_()
@@ -117,13 +99,10 @@ def cold_pages(
 
 
 class Contention:
-    """Copies hidden states to a device beside products.
+    """Copies ``tokens`` hidden states of ``row_bytes`` bytes to a device beside products.
 
-    Args:
-        row_bytes: Bytes of one hidden state.
-        product: Launches the projection of :data:`PRODUCT_TOKENS` tokens.
-        seconds: What all ways together may take, about.
-        tokens: How many hidden states, a multiple of :data:`PAGE`.
+    ``product`` launches the projection of :data:`PRODUCT_TOKENS` tokens. All ways together take
+    about ``seconds``.
     """
 
     def __init__(
@@ -210,7 +189,7 @@ class Contention:
 
 
 def engine_works(device: torch.device) -> bool:
-    """Whether the copy engine brings the right bytes to ``device``, tried with two pages."""
+    """Whether the copy engine brings the right bytes to ``device``."""
     memory = host_tensor((3, 1024), torch.uint8, device)
     memory.view(-1).copy_(torch.arange(memory.numel()) % 251)
     ids, out = torch.tensor([2, 0]), torch.zeros((2, 512), dtype=torch.uint8, device=device)

@@ -35,6 +35,8 @@ class ReadRate(NamedTuple):
 
 
 class _Probe(NamedTuple):
+    """A file beside a folder's pages."""
+
     fd: int
     pieces: int
     io: PageIO

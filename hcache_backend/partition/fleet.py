@@ -1,8 +1,7 @@
-"""What conversations take of servers: bytes, rates, and how busy L3, bus and GPU are.
+"""Bytes and rates that conversations need, and how busy L3, bus and GPU are, from mean rates.
 
-Everything is computed from mean rates. A turn of a conversation restores its history from L3, then
-computes what is new. A share of time near 1 means that turns wait for each other; above 1, that the
-servers cannot keep up.
+A turn of a conversation restores its history from L3, then computes its new tokens. With a share of
+time near 1 turns wait for each other; above 1 the servers cannot keep up.
 """
 
 from __future__ import annotations
@@ -14,13 +13,7 @@ from hcache_backend.partition.plan import PartitionPlan, Resource
 
 
 class Conversations(NamedTuple):
-    """What people do.
-
-    Attributes:
-        number: Conversations that are to be restorable.
-        turns_per_hour: Turns of one conversation.
-        new_tokens: Tokens of a question and its reply.
-    """
+    """Restorable conversations, turns of each of them, tokens of a question and its reply."""
 
     number: int
     turns_per_hour: float
@@ -29,27 +22,23 @@ class Conversations(NamedTuple):
 
 @dataclass
 class FleetPlan:
-    """Replicas of a server with the partition of ``plan``, whose tokens are those of a history.
+    """Replicas of a server of ``plan``, whose ``tokens`` are those of a history.
 
-    Each replica has ``plan.tp`` devices and an L3 of the profile's; a conversation's turns are
-    divided over the replicas evenly. Hits that are not refused are read whole: idle servers
-    recompute a front meanwhile, busy ones have no time for that.
+    Each replica has ``plan.tp`` devices and an L3 of the profile's. Turns are divided evenly. Hits
+    that are not refused are read whole, because busy servers have no time to recompute a front.
 
     Attributes:
-        turns_per_second: Turns that each replica serves per second.
-        l3_bytes: All conversations, on all replicas together, each page once.
+        turns_per_second: Turns of each replica.
+        l3_bytes: All conversations on all replicas, each page once.
         turn: Seconds of each resource for one turn.
         busy: Share of time that each resource of a replica works.
         binds: The resource that is busiest.
-        most_conversations: On all replicas together, if the busiest resource works all the time.
-        recompute_busy: Share of time that the GPU of a replica would work if histories were
-            computed.
+        most_conversations: On all replicas, if the busiest resource works all the time.
+        recompute_busy: Share of time that a replica's GPU would work if histories were computed.
         l2_bytes: Host memory of a replica for turns that are under way, by Little's law and with
             the delays of a queue at the busiest resource (M/M/1); None: turns pile up.
-        read_rate: Bytes per second that a replica reads from L3.
-        write_rate: Bytes per second that a replica writes to L3.
-        network_rate: Bytes per second that a replica reads from behind its L3, if turns go to any
-            replica.
+        read_rate, write_rate: Bytes per second between a replica and its L3.
+        network_rate: Bytes per second from other replicas' L3, if turns go to any replica.
     """
 
     plan: PartitionPlan

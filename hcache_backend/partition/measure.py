@@ -1,9 +1,8 @@
 """Measuring a profile on the machine at hand: one layer of the model's shape, random weights.
 
-Every operation is timed for more and more tokens, until one call takes too long, and a fixed part
-and a rate are fitted to the times. On a GPU, copies and projections then are as much slower as they
-were beside each other (:mod:`hcache_backend.partition.contention`). On a CPU torch copies, there is
-nothing to choose, and every operation is measured alone.
+Every operation is timed for more and more tokens, until one call takes too long. A fixed part and a
+rate are fitted to the times. On a GPU the rates of copies and projections are those that each keeps
+beside the other (:mod:`hcache_backend.partition.contention`).
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ Prepare = Callable[[int], tuple[float, Work]]
 
 
 class Point(NamedTuple):
-    """One measurement: bytes or FLOPs of some tokens, and the time of the fastest call."""
+    """One measurement; ``amount`` is bytes or FLOPs, ``seconds`` the fastest call's."""
 
     tokens: int
     amount: float
@@ -107,8 +106,7 @@ class Bench:
 
     @torch.no_grad()
     def copies(self) -> tuple[CopyWay, ...]:
-        """Ways to copy, measured beside projections, the best first; none on a CPU, or where they
-        cannot be measured."""
+        """Ways to copy beside projections, the best first; none on a CPU or after a failure."""
         if self.device.type != "cuda":
             return ()
         model = self.model
@@ -241,9 +239,8 @@ def use_measured_copies(
 ) -> None:
     """Let this process copy by the first of :attr:`Profile.copies`, if there are any.
 
-    Args:
-        engine: Whether the copy engine may be taken. It is tried: a profile may be of another
-            machine, or another rank.
+    The copy engine is taken if ``engine`` allows it and it works: a profile may be of another
+    machine.
     """
     if copies:  # K and V are always copied by a kernel
         programs = next((way.programs for way in copies if way.programs), COPY_PROGRAMS)
@@ -264,8 +261,8 @@ def measure(
 ) -> Profile:
     """Measure every operation of a layer; ``begin`` is called before each.
 
-    This process copies from then on in the way that was found to be the best. Random numbers are
-    drawn as if nothing had been measured: ranks must go on drawing the same ones.
+    This process copies in the best way from then on. The state of random numbers is restored,
+    because ranks must go on drawing the same ones.
     """
     points: dict[str, list[Point]] = {}
     on_gpu = [bench.device] if bench.device.type == "cuda" else []

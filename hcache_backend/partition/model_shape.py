@@ -1,6 +1,6 @@
-"""What the cost model needs to know about a model: the shape of one layer, and how many there are.
+"""The shape of a model, as the cost model needs it.
 
-Bytes and FLOPs are those of one layer, one token (a multiply-add is 2 FLOPs, as in the paper's
+Bytes and FLOPs are those of one token in one layer (a multiply-add is 2 FLOPs, as in the paper's
 section 3.2). Layers that differ (dense and expert layers) are averaged.
 """
 
@@ -13,12 +13,12 @@ CLEARLY_LESS = 0.99
 
 
 class Latent(BaseModel):
-    """Multi-head latent attention (MLA): what is cached is one latent vector for all heads.
+    """Multi-head latent attention (MLA): one cached latent vector for all heads.
 
     Attributes:
         rank: Width of the latent that K and V are made of.
         rope_dim: Width of the part of K that carries the position.
-        query_rank: Width of the latent of the queries; None where they have none.
+        query_rank: Width of the latent of the queries, if they have one.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)

@@ -16,13 +16,9 @@ Objective = Callable[[LayerCosts, Partition], float]
 
 
 class Task(NamedTuple):
-    """One piece of work on one stream.
+    """One piece of work on one stream, in seconds from the beginning of the restore.
 
-    Attributes:
-        stream: ``l3``: reading before the restore; ``transfer``: to the device; ``compute``.
-        layer: The layer; None for L3, whose pages hold all layers.
-        method: How the layer is restored; None for L3.
-        start: Seconds from the beginning of the restore, as ``end``.
+    ``layer`` and ``method`` are None for L3, whose pages hold all layers.
     """
 
     stream: Literal["l3", "transfer", "compute"]
@@ -93,13 +89,9 @@ def search(
     methods: Collection[LayerMethod] = LAYER_METHODS,
     allowed: Callable[[Partition], bool] = lambda partition: True,
 ) -> Partition:
-    """The best of the partitions of ``layers`` layers that are ``allowed``, one at least.
+    """The best of the partitions of ``layers`` layers by ``methods`` that are ``allowed``.
 
     Of equally fast ones the one that recomputes least, then the one with most hidden states.
-
-    Args:
-        methods: Those that may be used. Without hidden states it is the paper's naive hybrid
-            (section 6.3.1).
     """
     usable = set(methods)
     every = (
@@ -114,10 +106,9 @@ def search(
 def recompute_layers(
     costs: LayerCosts, partition: Partition, objective: Objective = simulate
 ) -> int:
-    """How many of the first layers one restore recomputes instead of loading them.
+    """Number of first layers that a restore recomputes, if ``partition`` is stored.
 
-    At least those that are not stored; of equally fast numbers the smallest. ``partition`` is what
-    is stored, ``costs`` are those of this restore.
+    At least those that are not stored; of equally fast numbers the smallest.
     """
     numbers = range(partition.recompute, partition.layers + 1)
     choices = (partition.recomputing(first) for first in numbers)

@@ -20,18 +20,17 @@ LENGTHS = (256, 1024, 4096, 16384)
 
 
 class AtLength(NamedTuple):
-    """A restore of another length, from what the server stores.
+    """A restore of another length, from what the server stores, and by the best partition for it.
 
     Attributes:
         recompute_layers: Number of first layers that it recomputes.
         refused: Whether a server computes such a hit instead, because that is sooner.
-        best: The partition that would be best for this length.
     """
 
     recompute_layers: int
-    seconds: float
-    best: Partition
-    best_seconds: float
+    ms: float
+    best: dict[str, int]
+    best_ms: float
     refused: bool
 
 
@@ -155,8 +154,8 @@ class PartitionPlan:
         best = self.machine.fastest(
             tokens, self.l3, LAYER_METHODS if recomputes else ("hidden", "kv")
         )
-        seconds = (self._seconds(each, tokens) for each in (used, best))
-        return AtLength(used.recompute, next(seconds), best, next(seconds), self._refuses(tokens))
+        ms, best_ms = (1e3 * self._seconds(each, tokens) for each in (used, best))
+        return AtLength(used.recompute, ms, asdict(best), best_ms, self._refuses(tokens))
 
     def notes(self) -> list[str]:
         """Sentences that a reader needs beside the numbers."""
@@ -245,18 +244,8 @@ class PartitionPlan:
             "recomputes_front": self.recomputes_front,
             "read_only_ms": self.seconds_read_only * 1e3,
             "refused": self.refused,
-            "at_length": {str(tokens): self._report_at(tokens) for tokens in LENGTHS},
+            "at_length": {str(tokens): self.at_length(tokens)._asdict() for tokens in LENGTHS},
             "notes": self.notes(),
-        }
-
-    def _report_at(self, tokens: int) -> dict[str, Any]:
-        at = self.at_length(tokens)
-        return {
-            "recompute_layers": at.recompute_layers,
-            "ms": at.seconds * 1e3,
-            "best": asdict(at.best),
-            "best_ms": at.best_seconds * 1e3,
-            "refused": at.refused,
         }
 
     def _restored(self, tokens: int) -> Partition:

@@ -1,8 +1,7 @@
-"""What a machine does in a second: the measured, or assumed, side of the cost model.
+"""The measured, or assumed, speed of a machine.
 
 A profile says how long an operation on one layer takes, as a fixed part and a rate: bytes for
-copies, FLOPs for computation. That is all that the solver needs, so a profile that was measured
-with one model can also plan another of about its size.
+copies, FLOPs for computation. So it also plans other models of about the measured size.
 """
 
 from __future__ import annotations
@@ -31,12 +30,7 @@ class ProfileError(ValueError):
 
 
 class Rate(BaseModel):
-    """Time of one operation: ``seconds + amount / per_second``.
-
-    Attributes:
-        seconds: What it takes whatever its size.
-        per_second: Bytes or FLOPs per second beyond that.
-    """
+    """Time of one operation: ``seconds + amount / per_second``, in bytes or FLOPs."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -55,7 +49,7 @@ class CopyWay(BaseModel):
         programs: Programs of the kernel that copies; None: the copy engine.
         alone: Bytes per second with nothing beside.
         beside: Bytes per second beside products.
-        products: Speed of products beside such copies, of theirs alone.
+        products: Share of their speed that products keep beside such copies.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -88,10 +82,9 @@ class Profile(BaseModel):
         date: When it was measured (ISO 8601); None for assumed numbers.
         source: Where the numbers come from.
         dtype: Data type that was computed with.
-        gathers: Whether tensor-parallel ranks load a share of every hidden state each and gather
-            the rest from each other at no cost (NVLink; paper section 5). Without it as much
-            comes over every rank's own bus as if the rank loaded all.
-        l3: Reading from L3, all folders together, bytes; None where everything is in host memory.
+        gathers: Whether each tensor-parallel rank loads a share of every hidden state and gathers
+            the rest at no cost (NVLink; paper section 5). Without it each rank's bus carries all.
+        l3: Reading from L3, all folders together, bytes; None: everything is in host memory.
         hidden_copy: Host memory to device, the hidden states of one layer, bytes.
         kv_load: Host memory to the slots of the KV pool, K and V of one layer, bytes.
         projection: Hidden states on the device to K and V in the pool, FLOPs.

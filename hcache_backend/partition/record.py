@@ -1,6 +1,6 @@
-"""What a store holds of each layer of a model: decided once, and followed by every later server.
+"""Which part of each layer a store holds: decided once per model, and followed by later servers.
 
-Else a restart, or a second server on other hardware, would orphan all that is stored.
+Otherwise a restart, or a server on other hardware, would orphan all that is stored.
 """
 
 from __future__ import annotations
@@ -23,15 +23,12 @@ _WORTH_IT = 1.1
 
 
 class PartitionRecord(BaseModel):
-    """Numbers of layers by method, as :class:`~hcache_backend.partition.costs.Partition` has them.
+    """Numbers of layers by method, and the restores that they were chosen for.
 
     Attributes:
         model: Path or name, for readers.
-        reason: What decided it.
-        shape: The model as the cost model sees it; None where its configuration did not tell.
-        tokens: Tokens of the restores that it was chosen for.
-        tp: Tensor-parallel ranks, likewise.
-        l3: Where L3 was, likewise.
+        reason: How it was decided, for readers.
+        shape: The model as the cost model sees it; None if its configuration is not known.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)

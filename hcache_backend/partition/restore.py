@@ -1,4 +1,4 @@
-"""What a restore takes: the planner, the start-up, the hit gate and every load ask it here."""
+"""The cost model of a restore, for the planner, the start-up, the hit gate and every load."""
 
 from __future__ import annotations
 
@@ -29,21 +29,17 @@ from hcache_backend.partition.profile import Profile
 
 @dataclass(frozen=True)
 class Restore:
-    """How a server stores and restores each layer of a model, and how long that takes.
-
-    What is stored is fixed while a server runs. Any thread.
+    """How a server stores and restores each layer of a model, and how long that takes. Any thread.
 
     Attributes:
-        profile: The machine; None if it was not measured: then no restore recomputes more than it
-            must.
+        profile: The machine; None: not measured, so restores recompute only what they must.
         shape: The model, with the bytes that a codec leaves; None without a profile.
-        partition: Numbers of layers by method.
-        ranks: Tensor-parallel ranks. With several, no more is recomputed than must be:
-            recomputation and transfers both talk to the other ranks, so they are not at work at
-            once.
-        chunk_tokens: Tokens of a projection at most, which the size of the pipeline's ring follows.
+        partition: Numbers of layers by method; fixed while a server runs.
+        ranks: Tensor-parallel ranks. With several, restores recompute only what they must, because
+            recomputation and transfers both talk to the other ranks.
+        chunk_tokens: Most tokens of a projection; the pipeline's ring is as long.
         parks: Segments can wait in the KV pool.
-        recomputable: How many first layers can be recomputed here.
+        recomputable: Number of first layers that can be recomputed here.
         eager: Pages are restored while L3 is being read.
         paper: Time is counted as by the paper: the device has room for all segments, the first
             layer comes in one piece, and the last recomputed layer is computed whole.

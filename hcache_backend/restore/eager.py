@@ -22,12 +22,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from hcache_backend.engine.loads import HandOut
 from hcache_backend.page import READ_BATCHES
 from hcache_backend.restore.report import RunningRestore
 from hcache_backend.restore.reservation import (
@@ -81,23 +82,6 @@ class FreePages(Protocol):
 
     def give(self, slots: torch.Tensor) -> None:
         """Make the whole pages of ``slots`` free, for whoever comes next on the current stream."""
-
-
-class HandOut(NamedTuple):
-    """Device pages for a load.
-
-    Attributes:
-        slots: Slots of all pages of the load, int64 ``[pages * page_size]``.
-        ready: Which pages have, or will have, K and V of the layers that are stored; bool
-            ``[pages]``.
-        whole: Which of them have those of all layers; bool ``[pages]``.
-        restores: What writes the ready ones, or still reads them.
-    """
-
-    slots: torch.Tensor
-    ready: npt.NDArray[np.bool_]
-    whole: npt.NDArray[np.bool_]
-    restores: tuple[RunningRestore, ...]
 
 
 class EagerRestores:

@@ -12,7 +12,6 @@ pages as nobody reads on any rank, and what counts of the back is what all ranks
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from typing import Any
 
 
@@ -71,18 +70,21 @@ class Meeting:
             return 1.0
         return min(1.0, max(0, reachable - self._taken) / unread)
 
-    def take(self, agree: Callable[[int], int]) -> range:
-        """The next pages of the front: as many as ``agree`` says, given how many nobody reads.
+    def offer(self) -> int:
+        """How many pages the front may take next: those that nobody reads.
 
-        That may ask other ranks: the reader can take no further page until they have answered.
+        The ranks have to agree on them, so the reader takes none until :meth:`take`.
         """
-        with self._lock:
-            assert self._unread is not None
-            first = self._taken
-            # What was taken and not launched has failed: there is no way past it.
-            room = self._unread - first if first == self.front else 0
-            self._taken += min(agree(room), room)
-            return range(first, self._taken)
+        self._lock.acquire()
+        assert self._unread is not None
+        # What was taken and not launched has failed: there is no way past it.
+        return self._unread - self._taken if self._taken == self.front else 0
+
+    def take(self, pages: int) -> range:
+        """The front takes so many of the pages that were offered."""
+        first, self._taken = self._taken, self._taken + pages
+        self._lock.release()
+        return range(first, self._taken)
 
     def launched(self, pages: range) -> None:
         """The next ``pages`` of the front will be there for whoever waits for their restore."""

@@ -79,6 +79,7 @@ OURS = {
     ("runner", "hcache_no_capture"),
     ("forward_batch", "asked"),
     ("controller", "eager"),
+    ("controller", "begin_turn"),
     ("controller", "governor"),
     ("controller", "loading_behind"),
     ("controller", "pages_per_report"),

@@ -139,18 +139,6 @@ def test_layers_with_the_same_weights_are_paired_and_lose_least(tmp_path: Path) 
     assert worst["kl"] > max(attention["kl"], output["kl"])
     assert "pairs" not in whole["KV, fp8"]
 
-    done = accuracy(tmp_path, "--model", "paired", "--quick", "--texts", "4", "--thresholds")
-    assert done.returncode == 0, done.stderr
-    results = json.loads((tmp_path / "thresholds_paired.json").read_text())
-    values = {row["method"]: row for row in results["methods"]}
-    # Gamma 0 leaves out no layer, and gamma 1 all of them.
-    assert values["gamma 0.0"]["kl"] == attention["kl"]
-    assert {pair.split()[-1] for pair in values["gamma 1.0"]["pairs"]} == {"fp8"}
-    assert values["gamma 1.0"]["kl"] < values["gamma 0.0"]["kl"]
-    sizes = [values[f"retained: 1 of {one}"]["bytes_per_token"] for one in (8, 16, 32)]
-    assert sizes == sorted(sizes, reverse=True) and sizes[1] == attention["bytes_per_token"]
-    assert "| t = 0.6 |" in done.stdout
-
 
 @pytest.mark.parametrize(
     ("arguments", "said"),

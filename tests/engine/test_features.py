@@ -26,26 +26,6 @@ from tests.engine.harness.vision import IMAGE, build_vision_model, image, words
 pytestmark = pytest.mark.engine
 
 
-def test_chunks_mixed_with_decode(model_cache: Path, tmp_path: Path) -> None:
-    model = build_model("qwen3", model_cache)
-    options = our_server(
-        model,
-        tmp_path,
-        hcache={"mode": "auto"},
-        page_size=16,
-        max_total_tokens=8192,
-        chunked_prefill_size=128,
-        overlap=True,
-        extra_args=["--enable-mixed-chunk"],
-    )
-    with Server(options) as server:
-        conversations = make_conversations(8, turns=2, tokens=200, seed=1)
-        converse(server, conversations, concurrent=True, reply_tokens=24)
-        assert_sound_own_pages(server, "kv")
-    assert_restored_from_l3(conversations, 16)
-    assert_no_cache_output(model, conversations)
-
-
 @pytest.mark.parametrize(
     ("mode", "tp"),
     [

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 import triton
-
 from bench.compiled import TOOLS, Job, Usage, compile_all, source
+
+from hcache_kernels import page_kernels
 from hcache_kernels.codecs import Cut, make_codec, make_segment_codec
 from hcache_kernels.launch import Launch
 from hcache_kernels.pages import kernel as page_kernels
@@ -34,6 +35,7 @@ from hcache_kernels.project_kv.ways import (
 )
 from hcache_kernels.staging import StagedRows, save_launch, stage_launch
 from hcache_kernels.steps import StepPlaces, begin_launch, judge_launch
+from tests.kernels.compiled import TOOLS, Job, Usage, compile_all, source
 
 # All of them are compiled before the first test, in two processes.
 pytestmark = pytest.mark.timeout(1800)

@@ -9,17 +9,16 @@ from __future__ import annotations
 import inspect
 import itertools
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
-
-import torch
-import torch.distributed as dist
+from typing import Any, NamedTuple
 
 from hcache_backend.engine import metrics
+from hcache_backend.engine.eager_loads import is_on_device
 from hcache_backend.engine.hits.gate import HitGate, Running
 from hcache_backend.engine.recompute.governor import waits_for_gpu
 from hcache_backend.engine.runtime import current
+from hcache_backend.engine.turn import Said, Turn
 from hcache_backend.restore.meeting import meeting_of
 
 _NO_REQUEST = "__storage_hit_query__"
@@ -81,38 +80,41 @@ def _has_front(cache: Any, asked: Mapping[str, Any]) -> bool:
     return is_on_device(cache.tree_core, asked["last_host_node_id"])
 
 
-def around_turn(original: Callable[..., Any], cache: Any, *a: Any, **kw: Any) -> Any:
-    """Around ``UnifiedRadixCache.check_hicache_events``."""
-    result = original(cache, *a, **kw)
-    gate = gate_of(cache)
-    if gate is not None:
-        _end_prefetches(gate, cache)
-    return result
+class Ending(NamedTuple):
+    """What this rank said in a turn: of each prefetch whether it goes on, and last, of L3."""
+
+    gate: HitGate
+    operations: list[Any]
+    said: Said
 
 
-def _end_prefetches(gate: HitGate, cache: Any) -> None:
+def ask_to_end(cache: Any, turn: Turn) -> Ending | None:
     """Every rank calls it in the same turns, with the same prefetches under way."""
+    gate = gate_of(cache)
+    if gate is None:
+        return None
     operations = [info.operation for info in cache.ongoing_prefetch.values()]
-    running: list[Running] = []
     verdicts = [False] * (len(operations) + 1)
     with harmless():
-        running = [_running(cache, operation) for operation in operations]
-        verdicts = gate.to_end(running)
+        verdicts = gate.to_end([_running(cache, operation) for operation in operations])
     if cache.pp_size > 1:
-        return  # pipeline stages are not at one point
+        return None  # pipeline stages are not at one point
     gate.unfinished.update(operations)
     if not operations and not gate.agreed_overdue:
-        return  # on no rank: what this one sees alone is not acted on
-    flags = torch.tensor(verdicts, dtype=torch.int32)
-    cache._all_reduce_attn_groups(flags, dist.ReduceOp.MAX)
-    *ends, overdue = (bool(flag) for flag in flags.tolist())
-    for operation, end in zip(operations, ends, strict=True):
-        if end:
-            operation.mark_terminate()
+        return None  # on no rank: what this one sees alone is not acted on
+    return Ending(gate, operations, turn.say(*(not ends for ends in verdicts)))
+
+
+def end_prefetches(asked: Ending | None) -> None:
+    """The ranks have agreed."""
+    if asked is None:
+        return
+    *going_on, in_time = asked.said.least
+    ended = [one for one, goes_on in zip(asked.operations, going_on, strict=True) if not goes_on]
+    for operation in ended:
+        operation.mark_terminate()
     with harmless():
-        gate.agreed(
-            [operation.request_id for operation in itertools.compress(operations, ends)], overdue
-        )
+        asked.gate.agreed([operation.request_id for operation in ended], not in_time)
 
 
 def around_drain(
@@ -187,12 +189,6 @@ def _running(cache: Any, operation: Any) -> Running:
         lost=lost,
         reachable=reachable,
     )
-
-
-def is_on_device(tree: Any, node: Hashable) -> bool:
-    """Whether the device has K and V of all tokens up to the end of a node of SGLang's tree."""
-    root = tree.empty_match_result.last_device_node
-    return bool(node == root or not tree.is_full_device_evicted(node))
 
 
 def _pages_per_report(controller: Any, pages: int) -> int:

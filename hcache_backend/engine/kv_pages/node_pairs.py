@@ -19,10 +19,11 @@ import numpy as np
 import torch
 
 from hcache_backend.engine import metrics
-from hcache_backend.engine.ranks import on_all_ranks, sum_of_all_ranks
+from hcache_backend.engine.turn import Said, Turn
 from hcache_backend.krul.choice import PairChoice
 from hcache_backend.krul.paired_layout import CodedPair, PairedLayout
 from hcache_backend.krul.statistics import PROBE_TOKENS, PairSums, attention_sums
+from hcache_backend.ranks import on_all_ranks, sum_of_all_ranks
 from hcache_backend.restore.recompute import Recomputer
 from hcache_backend.streams import Event, StreamFailed, current_stream, host_tensor
 
@@ -90,6 +91,7 @@ class NodePairs:
         self._layout = layout
         self._group = group
         self._nodes: deque[_Node] = deque()
+        self._said: Said | None = None
         self._sums: OrderedDict[str, PairSums] = OrderedDict()
 
     def ask(self, tree: Any, node_ids: Sequence[int]) -> None:
@@ -127,18 +129,21 @@ class NodePairs:
             metrics.PAIRS.count(code)
         return self._layout.with_pairs(pairs)
 
+    def look(self, turn: Turn) -> None:
+        """Say whether an answer has arrived."""
+        node, self._said = self._undecided, None
+        if node is not None:
+            self._said = turn.say(node.event is None or node.event.query())
+
     def answered(self) -> bool:
-        """Look whether an answer has arrived, and ask the next node; whether the first node waits
-        no more.
+        """The ranks have agreed: see to an answer that has arrived on all, and ask the next node;
+        whether the first node waits no more.
 
         Raises:
             Exception: As :meth:`ask` does.
         """
         node = self._undecided
-        if node is None:
-            return False
-        (arrived,) = on_all_ranks(self._group, node.event is None or node.event.query())
-        if not arrived:
+        if node is None or self._said is None or not self._said.least[0]:
             return False
         node.pairs = self._chosen(node)
         if self._recomputer is None:

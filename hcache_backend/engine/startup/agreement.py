@@ -16,7 +16,8 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from hcache_backend.config import ConfigError
-from hcache_backend.engine.ranks import on_all_ranks, said_by_all_ranks
+from hcache_backend.engine.ranks import said_by_all_ranks
+from hcache_backend.ranks import on_all_ranks
 
 logger = logging.getLogger("hcache")
 

@@ -10,7 +10,6 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from hcache_backend.engine.ranks import on_all_ranks
 from hcache_backend.engine.runtime import Runtime
 from hcache_backend.engine.startup.agreement import Refused
 from hcache_backend.engine.startup.refusals import refuse_shared_workspaces
@@ -34,6 +33,7 @@ from hcache_backend.projection.proof import (
 )
 from hcache_backend.projection.search import NoSpec, find_spec
 from hcache_backend.projection.spec import LayerSpec
+from hcache_backend.ranks import on_all_ranks
 from hcache_backend.server_report import LayerGroup
 from hcache_kernels.project_kv import Way, ways_in_use
 from hcache_kernels.project_kv.choice import measure_choice

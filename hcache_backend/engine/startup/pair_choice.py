@@ -12,7 +12,6 @@ import torch
 from hcache_backend.config import KrulOption
 from hcache_backend.engine.hooks import hidden_mode_hooks, install
 from hcache_backend.engine.kv_pages.paired import PairedSegments
-from hcache_backend.engine.ranks import on_all_ranks
 from hcache_backend.engine.recompute.batch import make_recomputer
 from hcache_backend.engine.startup.agreement import Refused
 from hcache_backend.engine.startup.page_plan import PagePlan
@@ -21,6 +20,7 @@ from hcache_backend.krul.choice import PairChoice
 from hcache_backend.krul.paired_layout import PairedLayout
 from hcache_backend.krul.selection import Strategy
 from hcache_backend.krul.statistics import PROBE_TOKENS, attention_sums
+from hcache_backend.ranks import on_all_ranks
 from hcache_backend.streams import current_stream
 
 logger = logging.getLogger("hcache")

@@ -9,7 +9,7 @@ import torch
 
 from hcache_backend.engine.arguments import resolved
 from hcache_backend.engine.hooks import install, recompute_hooks
-from hcache_backend.engine.ranks import attention_ranks, smallest
+from hcache_backend.engine.ranks import attention_ranks
 from hcache_backend.engine.recompute.batch import NO_REQUEST, make_recomputer
 from hcache_backend.engine.runtime import Runtime
 from hcache_backend.engine.startup.agreement import Refused, all_or_none
@@ -23,6 +23,7 @@ from hcache_backend.projection.exactness import (
     worst,
 )
 from hcache_backend.projection.paged_pool import PagedPool
+from hcache_backend.ranks import smallest
 from hcache_backend.restore.recompute import Recomputer, TokenSpan
 from hcache_backend.streams import current_stream
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from hcache_backend.engine.ranks import on_all_ranks
 from hcache_backend.engine.startup.agreement import Refused
 from hcache_backend.engine.startup.prefill import (
     forward_batch,
@@ -28,6 +27,7 @@ from hcache_backend.projection.check import first_problem, projection_problem
 from hcache_backend.projection.exactness import Bound, relative_difference
 from hcache_backend.projection.projector import Projector
 from hcache_backend.projection.spec import linear_output
+from hcache_backend.ranks import on_all_ranks
 
 PROBE_TOKENS = 48
 """Enough positions for a wrong RoPE to show in every head, few enough to cost nothing."""

@@ -20,7 +20,7 @@ from hcache_backend.config import HCacheConfig
 from hcache_backend.engine import metrics
 from hcache_backend.engine.arguments import resolved, storage_extra_config
 from hcache_backend.engine.capture_hooks import HiddenCapture
-from hcache_backend.engine.ranks import attention_ranks, smallest
+from hcache_backend.engine.ranks import attention_ranks
 from hcache_backend.engine.runtime import Runtime
 from hcache_backend.engine.startup.agreement import Refused, all_or_none
 from hcache_backend.engine.startup.capture_check import CaptureCheck
@@ -63,6 +63,7 @@ from hcache_backend.partition.restore import Restore
 from hcache_backend.projection.generic import ProjectionBatch
 from hcache_backend.projection.paged_pool import PagedPool
 from hcache_backend.projection.projector import Projector
+from hcache_backend.ranks import smallest
 from hcache_backend.restore.recompute import Recomputer
 from hcache_backend.units import WHOLE, Share
 

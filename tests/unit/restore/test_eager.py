@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from hcache_backend.restore.eager import EagerRestores, HandOut
+from hcache_backend.engine.loads import HandOut
+from hcache_backend.restore.eager import EagerRestores
 from hcache_backend.restore.reservation import Launched
 from hcache_backend.streams import StreamFailed
 from tests.unit.restore.eager_device import (

@@ -18,7 +18,8 @@ from hypothesis.stateful import (
     rule,
 )
 
-from hcache_backend.restore.eager import EagerRestores, HandOut
+from hcache_backend.engine.loads import HandOut
+from hcache_backend.restore.eager import EagerRestores
 from hcache_backend.restore.reservation import Launched
 from tests.integrity import assert_sound_reservations
 from tests.unit.restore.eager_device import (

@@ -14,15 +14,17 @@ from hcache_backend.krul.paired_layout import CodedPair, PairedLayout
 from hcache_backend.partition.costs import Partition
 from hcache_backend.partition.restore import Restore
 from hcache_backend.units import WHOLE
-from tests.engine.in_process.encoded_kv.host import (
+from tests.engine.in_process.encoded_kv.test_lossy import by_reference
+from tests.kit.host import (
     DEVICE_PAGES,
     PAGE,
     Host,
     bits,
+    checked,
+    compare_all,
     kv_pool,
     slots_of,
 )
-from tests.engine.in_process.encoded_kv.test_lossy import by_reference, checked, compare_all
 
 LAYERS = 6
 FIRST: list[CodedPair] = [(0, 5, "merged"), (2, 3, "fp8")]

@@ -21,7 +21,8 @@ from hcache_backend.restore.layers import RestoredLayer
 from hcache_backend.restore.pipeline import RestorePipeline
 from hcache_backend.streams import WorkerStream
 from hcache_backend.units import WHOLE
-from tests.engine.in_process.encoded_kv.host import (
+from tests.engine.in_process.test_backups import Checks, Pages
+from tests.kit.host import (
     DEVICE_PAGES,
     HOST_PAGES,
     LAYERS,
@@ -30,7 +31,6 @@ from tests.engine.in_process.encoded_kv.host import (
     kv_pool,
     slots_of,
 )
-from tests.engine.in_process.test_backups import Checks, Pages
 from tests.unit.capture import machine as small
 from tests.unit.capture.machine import Machine, slots
 

@@ -15,7 +15,7 @@ from hcache_backend.engine.startup import hit_machine
 from hcache_backend.page import READ_BATCHES
 from hcache_backend.partition.presets import preset_profile
 from hcache_backend.partition.profile import Profile, Rate
-from tests.engine.in_process.encoded_kv.host import kv_pool
+from tests.kit.host import kv_pool
 
 MODEL = {
     "model_type": "llama",
