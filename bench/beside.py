@@ -30,7 +30,7 @@ from bench.harness.program import Program, Run, Setting, at_least, scratch, seve
 from bench.harness.report import Column, Picture, Results, Row, Series, Table, times
 from bench.harness.rounds import median_interval
 from bench.harness.turns import NO_L3, Answer, Turns, taking_turns
-from hcache_backend.partition.costs import side_by_side
+from hcache_backend.plan.costs import side_by_side
 
 _LAYERS_2K = 12
 ALONE, BOTH = "alone", "both"

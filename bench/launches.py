@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.harness.program import Program, Run, Setting, at_least
 from bench.harness.report import Results, Table, columns
-from hcache_backend.engine.kv_pages.segments import KVSegments
+from hcache_backend.host.segments import KVSegments
 from hcache_backend.restore.parts import MOST_LAUNCHES
 from hcache_backend.units import WHOLE
 from hcache_kernels.launch import Launch

@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 
 from bench.harness.program import Program
 from bench.harness.report import Picture, Series, Table, columns
-from hcache_backend.partition.costs import LAYER_METHODS, LayerCosts, Partition
-from hcache_backend.partition.model_shape import ModelShape
-from hcache_backend.partition.pipeline import search, simulate
-from hcache_backend.partition.presets import COMPUTE_SHARE, PRESETS, preset_profile
-from hcache_backend.partition.profile import Profile, Rate
-from hcache_backend.partition.restore import Restore
+from hcache_backend.plan.costs import LAYER_METHODS, LayerCosts, Partition
+from hcache_backend.plan.model_shape import ModelShape
+from hcache_backend.plan.pipeline import search, simulate
+from hcache_backend.plan.presets import COMPUTE_SHARE, PRESETS, preset_profile
+from hcache_backend.plan.profile import Profile, Rate
+from hcache_backend.plan.restore import Restore
 from hcache_kernels.launch import COPY_PROGRAMS
 
 Row = dict[str, Any]

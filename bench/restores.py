@@ -51,7 +51,7 @@ from bench.harness.program import MODEL, Program, Run, Setting, at_least, scratc
 from bench.harness.report import Column, Picture, Results, Row, Series, Table
 from bench.harness.restorer import Restorer, l3_bytes, restorer
 from bench.harness.rounds import median_interval
-from hcache_backend.partition.profile import Profile
+from hcache_backend.plan.profile import Profile
 
 FASTEST = "the fastest other"
 MHA = TinyLlama(layers=8, hidden=1024, heads=8, kv_heads=8, intermediate=2816)

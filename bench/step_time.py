@@ -24,8 +24,8 @@ from bench.harness.program import Program, Run, Setting, at_least
 from bench.harness.report import Results, Table, columns
 from hcache_backend.arena import Arena
 from hcache_backend.capture import staging
+from hcache_backend.capture.hooks import HiddenCapture
 from hcache_backend.capture.staging import StagedCapture, Staging
-from hcache_backend.engine.capture_hooks import HiddenCapture
 from hcache_backend.page import PageLayout, hidden_layer
 from hcache_kernels.codecs import make_codec
 

@@ -14,7 +14,7 @@ __all__ = ["HCacheStorage", "__version__"]
 
 def __getattr__(name: str) -> Any:
     if name == "HCacheStorage":
-        from hcache_backend.engine.storage import HCacheStorage
+        from hcache_backend.tiers.storage import HCacheStorage
 
         return HCacheStorage
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -8,7 +8,7 @@ With ``HCACHE_RESTORE_TRACE=/path/file.jsonl`` every rank adds one line per even
 counts the tokens that were found. ``backup`` and ``load`` are timed to the end of their last layer.
 The stages are SGLang's, so servers with any L3, or with none, write a trace.
 
-This module writes and reads the file; :mod:`hcache_backend.engine.startup.restore_trace` hooks the
+This module writes and reads the file; :mod:`hcache_backend.start.restore_trace` hooks the
 stages of a server.
 """
 

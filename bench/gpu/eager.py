@@ -37,7 +37,7 @@ from bench.harness.program import Setting, at_least, scratch
 from bench.harness.report import Column, Picture, Results, Series, Table, columns
 from hcache_backend.config import parse_config
 from hcache_backend.page import PageLayout, StoredLayer
-from hcache_backend.restore.eager import batch_pages
+from hcache_backend.prefetch.eager import batch_pages
 from hcache_backend.restore.pipeline import RestorePipeline
 from hcache_backend.store import PageStore
 from hcache_backend.units import Segment

@@ -6,7 +6,7 @@ recomputation on another (that of forward passes), and dropped as soon as the re
 - made late: the first stream is held up, so whoever does not wait reads what stood there before
 - freed early: the second stream is held up, so whoever does not keep them reads what came after
 
-Each is done by the product's code (engine/loads.py and restore/pipeline.py) and without waiting or
+Each is done by the product's code (host/loads.py and restore/pipeline.py) and without waiting or
 keeping, where the wrong values must show: else the check proves nothing. On a CPU only the product
 runs: there the caller is the only current stream, and memory is not used again while it is needed.
 """
@@ -44,16 +44,16 @@ CASES = ("made late", "freed early")
 
 
 def load_queue() -> Any:
-    """The class in engine/loads.py, without what it imports for other work than this."""
+    """The class in host/loads.py, without what it imports for other work than this."""
     stand_ins: dict[str, dict[str, Any]] = {
-        "hcache_backend.engine.metrics": {"timed": lambda stage: lambda work: work},
-        "hcache_backend.partition.restore": {"Restore": object},
+        "hcache_backend.metrics": {"timed": lambda stage: lambda work: work},
+        "hcache_backend.plan.restore": {"Restore": object},
     }
     for name, content in stand_ins.items():
         stand_in = ModuleType(name)
         vars(stand_in).update(content)
         sys.modules.setdefault(name, stand_in)
-    from hcache_backend.engine.loads import LoadQueue
+    from hcache_backend.host.loads import LoadQueue
 
     return LoadQueue
 

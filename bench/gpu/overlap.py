@@ -118,7 +118,7 @@ class Layers:
 
     def speeds(self, seconds: float) -> Sequence[Any]:
         """What a server finds out about copies beside products, the way that it takes first."""
-        from hcache_backend.partition.contention import PRODUCT_TOKENS, Contention
+        from hcache_backend.plan.contention import PRODUCT_TOKENS, Contention
 
         row_bytes, device = self._segment // PAGE, torch.device(self._device.kind)
         rows = torch.randn(

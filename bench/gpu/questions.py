@@ -27,7 +27,7 @@ from bench.gpu.shapes import LLAMA_7B, LLAMA_8B, PAGE, Shape
 from bench.harness.program import Setting
 from bench.harness.report import Column, Results, Table
 from hcache_backend import streams
-from hcache_backend.engine.kv_pages.segments import KVSegments
+from hcache_backend.host.segments import KVSegments
 from hcache_backend.page import PageLayout
 from hcache_backend.units import WHOLE
 

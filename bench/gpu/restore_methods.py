@@ -15,7 +15,7 @@ import torch
 from bench.gpu.program import Device
 from bench.gpu.restore_models import Layer
 from bench.gpu.shapes import PAGE, Shape
-from hcache_backend.engine.kv_pages.segments import KVSegments
+from hcache_backend.host.segments import KVSegments
 from hcache_backend.page import PageLayout, StoredLayer
 from hcache_backend.restore.layers import Copy, Fill, Recompute, RestoredLayer
 from hcache_backend.restore.pipeline import RestorePipeline, RestoreReport, gather_segments

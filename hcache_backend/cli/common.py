@@ -22,8 +22,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from hcache_backend.config import ConfigError, HCacheConfig, config_from_environment, parse_config
-from hcache_backend.partition.model_config import ModelConfigError, read_dtype, read_model
-from hcache_backend.partition.model_shape import ModelShape
+from hcache_backend.plan.model_config import ModelConfigError, read_dtype, read_model
+from hcache_backend.plan.model_shape import ModelShape
 from hcache_backend.store import is_store_folder
 
 Folders = Annotated[

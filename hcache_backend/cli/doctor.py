@@ -21,9 +21,9 @@ from hcache_backend.cli import common
 from hcache_backend.cli.common import human_bytes, say, screen
 from hcache_backend.config import ConfigError, HCacheConfig
 from hcache_backend.kvikio_state import kvikio_state
-from hcache_backend.partition.costs import describe
-from hcache_backend.partition.profile import Profile
-from hcache_backend.partition.record import PartitionRecord, kept_profiles, records
+from hcache_backend.plan.costs import describe
+from hcache_backend.plan.profile import Profile
+from hcache_backend.plan.record import PartitionRecord, kept_profiles, records
 from hcache_backend.server_report import ServerReport, read_report
 from hcache_backend.store import FileOps, is_store_folder
 from hcache_backend.store.file_ops import try_lock

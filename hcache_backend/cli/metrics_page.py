@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from hcache_backend import metrics
 from hcache_backend.cli.common import RequestError, ask
-from hcache_backend.engine import metrics
 
 TIMEOUT_SECONDS = 5.0
 METRICS_LAG_S = 1.5

@@ -12,14 +12,14 @@ from rich.text import Text
 from hcache_backend.cli import common
 from hcache_backend.cli.common import fail, say, table
 from hcache_backend.config import nearest
-from hcache_backend.partition.costs import Partition, describe
-from hcache_backend.partition.encoded import PlannedCodec, encoded
-from hcache_backend.partition.fleet import Conversations, FleetPlan
-from hcache_backend.partition.model_shape import ModelShape
-from hcache_backend.partition.plan import LENGTHS, PartitionPlan, Resource, RestorePath
-from hcache_backend.partition.presets import PRESETS, preset_profile
-from hcache_backend.partition.profile import Profile, ProfileError, load_profile
-from hcache_backend.partition.record import records, save_record
+from hcache_backend.plan.costs import Partition, describe
+from hcache_backend.plan.encoded import PlannedCodec, encoded
+from hcache_backend.plan.fleet import Conversations, FleetPlan
+from hcache_backend.plan.model_shape import ModelShape
+from hcache_backend.plan.plan import LENGTHS, PartitionPlan, Resource, RestorePath
+from hcache_backend.plan.presets import PRESETS, preset_profile
+from hcache_backend.plan.profile import Profile, ProfileError, load_profile
+from hcache_backend.plan.record import records, save_record
 
 _TITLES = {
     "mix": "this partition",

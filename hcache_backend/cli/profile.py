@@ -10,9 +10,9 @@ import typer
 from hcache_backend.cli import common
 from hcache_backend.cli.common import errors, say, table
 from hcache_backend.config import HCacheConfig
-from hcache_backend.partition.disk import read_rate
-from hcache_backend.partition.model_shape import ModelShape
-from hcache_backend.partition.profile import Profile, Rate
+from hcache_backend.plan.disk import read_rate
+from hcache_backend.plan.model_shape import ModelShape
+from hcache_backend.plan.profile import Profile, Rate
 
 _TITLES = {
     "hidden_copy": "hidden states, host to device",
@@ -56,7 +56,7 @@ def _measure(shape: ModelShape, config: HCacheConfig, seconds: float, *, hidden:
     # torch takes seconds to import, and the other commands do without it
     import torch
 
-    from hcache_backend.partition.measure import OPERATIONS, Bench, measure
+    from hcache_backend.plan.measure import OPERATIONS, Bench, measure
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.float32 if shape.element_bytes == 4 else torch.bfloat16

@@ -13,9 +13,9 @@ import typer
 from hcache_backend.cli import common
 from hcache_backend.config import HCacheConfig
 from hcache_backend.page import RECOMPUTED, PageLayout, StoredLayer, hidden_layer
-from hcache_backend.partition.costs import Partition, describe
-from hcache_backend.partition.encoded import PAGE_TOKENS, PlannedCodec, encoded
-from hcache_backend.partition.model_shape import ModelShape
+from hcache_backend.plan.costs import Partition, describe
+from hcache_backend.plan.encoded import PAGE_TOKENS, PlannedCodec, encoded
+from hcache_backend.plan.model_shape import ModelShape
 from hcache_backend.store.format import file_layout
 from hcache_backend.units import WHOLE, Segment, SegmentTable, Share
 
@@ -88,7 +88,7 @@ def _stored(
     """A layer of hidden states, and one of K and V in ``heads`` heads of each rank."""
     import torch
 
-    from hcache_backend.engine.kv_pages.segments import KVSegments
+    from hcache_backend.host.segments import KVSegments
     from hcache_kernels.codecs import UnsupportedRows, make_codec
 
     values = getattr(torch, dtype)

@@ -9,7 +9,7 @@ import ast
 
 import pytest
 
-from hcache_backend.engine import hooks
+from hcache_backend.sglang import hooks
 from tests.contract import seams
 from tests.contract.source import Definition, Parameters, Source
 from tests.contract.uses import Subclass, Uses

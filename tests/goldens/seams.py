@@ -65,7 +65,7 @@ def _watch_scheduler(trace: Trace) -> None:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
     def loop(original: Any, scheduler: Any, *args: Any) -> Any:
-        from hcache_backend.engine.hits import gate
+        from hcache_backend.prefetch import gate
 
         clock = Clock(trace)
         for name, module in list(sys.modules.items()):
@@ -141,7 +141,7 @@ def _has_virtual_time(module: str) -> bool:
 
 
 def _runtime() -> Any:
-    from hcache_backend.engine.runtime import current
+    from hcache_backend.sglang.runtime import current
 
     return current()
 
@@ -271,8 +271,8 @@ def _watch_hicache(trace: Trace) -> None:
 def _watch_host_pages(trace: Trace) -> None:
     from hcache_backend.arena import Arena
     from hcache_backend.capture.staging import StagedCapture
-    from hcache_backend.engine.controller import OwnPagesController
-    from hcache_backend.engine.host_pool import OwnPagesPool
+    from hcache_backend.sglang.controller import OwnPagesController
+    from hcache_backend.sglang.host_pool import OwnPagesPool
 
     def turn(original: Any, controller: Any, *args: Any) -> Any:
         trace.point()
@@ -323,7 +323,7 @@ def _watch_host_pages(trace: Trace) -> None:
 
 
 def _watch_restores(trace: Trace) -> None:
-    from hcache_backend.restore.eager import EagerRestores
+    from hcache_backend.prefetch.eager import EagerRestores
     from hcache_backend.restore.pipeline import RestorePipeline
     from hcache_backend.restore.recompute import Recomputer
 
@@ -381,10 +381,10 @@ def _watch_restores(trace: Trace) -> None:
 
 
 def _watch_l3(trace: Trace) -> None:
-    from hcache_backend.engine import read_batches
-    from hcache_backend.engine.behind.store import StoreBehind, Values
-    from hcache_backend.engine.controller import OwnPagesController
-    from hcache_backend.engine.storage import HCacheStorage
+    from hcache_backend.sglang import read_batches
+    from hcache_backend.sglang.controller import OwnPagesController
+    from hcache_backend.tiers.shared import StoreBehind, Values
+    from hcache_backend.tiers.storage import HCacheStorage
 
     named = Pages()
     # A batch of a prefetch is read in each turn of the scheduler, however fast the disk is.
@@ -463,7 +463,7 @@ def _watch_l3(trace: Trace) -> None:
 
 
 def _watch_gate(trace: Trace) -> None:
-    from hcache_backend.engine.hits.gate import HitGate
+    from hcache_backend.prefetch.gate import HitGate
 
     def takes(original: Any, gate: Any, rid: str, tokens: int, *args: Any, **kwargs: Any) -> Any:
         taken = original(gate, rid, tokens, *args, **kwargs)

@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from hcache_backend.engine.controller import OwnPagesController
-from hcache_backend.engine.host_pool import HostPages, OwnPagesPool
-from hcache_backend.engine.kv_pages.paired import make_segments
-from hcache_backend.engine.loads import LoadQueue, QueuedLoad
-from hcache_backend.engine.service_check import KVChecks
-from hcache_backend.partition.costs import Partition
-from hcache_backend.partition.restore import Restore
+from hcache_backend.checks.service import KVChecks
+from hcache_backend.host.loads import LoadQueue, QueuedLoad
+from hcache_backend.krul.segments import make_segments
+from hcache_backend.plan.costs import Partition
+from hcache_backend.plan.restore import Restore
 from hcache_backend.restore.pipeline import RestorePipeline
+from hcache_backend.sglang.controller import OwnPagesController
+from hcache_backend.sglang.host_pool import HostPages, OwnPagesPool
 from hcache_backend.units import WHOLE
 from tests.kit.turns import turn_of_checks
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hcache_backend.restore.meeting import Meeting
+from hcache_backend.prefetch.meeting import Meeting
 
 
 class Prefetch:
@@ -45,7 +45,7 @@ def eager_over(
         pipeline: What starts restores.
         others: What of the ``pool``, its ``arena`` or the ``loads`` is not as it is by default.
     """
-    from hcache_backend.engine.eager_loads import EagerLoads
+    from hcache_backend.prefetch.eager_loads import EagerLoads
 
     arena = {"physical": lambda host_pages: host_pages} | others.get("arena", {})
     pool: dict[str, Any] = {

@@ -142,7 +142,7 @@ def test_names_that_exist(text: str, page: MakePage) -> None:
         ("| option | default |\n|-|-|\n| `speed` | none |", "'speed' is no option"),
         ("`hcache_backend/page.py:PageLayout.unseal`", "page.py defines no PageLayout.unseal"),
         ("`bench/nothing.py:main`", "there is no bench/nothing.py"),
-        ("`engine/hooks.py:Hook.unhook`", "engine/hooks.py defines no Hook.unhook"),
+        ("`sglang/hooks.py:Hook.unhook`", "sglang/hooks.py defines no Hook.unhook"),
         ("```sh\npython -m bench.nothing --out x\n```", "there is no program bench.nothing"),
         (
             "```sh\npython -m bench.demo \\\n --turned 2\n```",

@@ -20,9 +20,9 @@ import pytest
 from prometheus_client import REGISTRY, generate_latest
 from typer.testing import CliRunner
 
+from hcache_backend import metrics
 from hcache_backend.cli.main import app
 from hcache_backend.cli.metrics_page import Histogram, NoMetrics, fetch, parse, summary
-from hcache_backend.engine import metrics
 from hcache_backend.store import StoreStats
 
 

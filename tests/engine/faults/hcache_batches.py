@@ -18,10 +18,10 @@ def keep_in_step(active: Callable[[], bool]) -> None:
     one is taken from what may be recomputed, and waits. With a second one, no more than so many
     pages of its front are recomputed.
     """
-    from hcache_backend.engine import read_batches
-    from hcache_backend.engine.eager_loads import EagerLoads
-    from hcache_backend.engine.read_batches import BatchedReads
-    from hcache_backend.restore.meeting import Meeting, meeting_of
+    from hcache_backend.prefetch.eager_loads import EagerLoads
+    from hcache_backend.prefetch.meeting import Meeting, meeting_of
+    from hcache_backend.sglang import read_batches
+    from hcache_backend.sglang.read_batches import BatchedReads
 
     read_batches._MOST_STEPS = 1  # a quick disk's batches would be read together
     turn, begin, read = EagerLoads.end_turn, BatchedReads.__init__, BatchedReads.read

@@ -14,7 +14,7 @@ import pytest
 
 from bench.harness.server import Server, ServerOptions
 from hcache_backend.cli.metrics_page import fetch
-from hcache_backend.engine.hits.progress import LONGEST_PART_SECONDS, OVERDUE_SECONDS
+from hcache_backend.prefetch.progress import LONGEST_PART_SECONDS, OVERDUE_SECONDS
 from tests.engine.harness.conversations import Conversation, ask, random_tokens, turns_of
 from tests.engine.harness.ours import (
     assert_no_cache_output,

@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from hcache_backend.engine import check_sampling, metrics, service_check
-from hcache_backend.engine.controller import OwnPagesController
-from hcache_backend.engine.runtime import Runtime
-from hcache_backend.engine.service_check import ServiceChecks
+from hcache_backend import metrics
+from hcache_backend.checks import sampling as check_sampling
+from hcache_backend.checks import service as service_check
+from hcache_backend.checks.service import ServiceChecks
+from hcache_backend.sglang.controller import OwnPagesController
+from hcache_backend.sglang.runtime import Runtime
 from hcache_backend.streams import WorkerStream
 from hcache_kernels.codecs import ExactCodec
 from tests.kit.host import bare_controller

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from bench.harness.models import HEADS, build_model
 from bench.harness.server import CachedTokens, Server, ServerOptions
 from hcache_backend.cli.main import app
-from hcache_backend.partition.costs import Partition, describe
+from hcache_backend.plan.costs import Partition, describe
 from tests.engine.harness.conversations import Conversation, converse, make_conversations, turns_of
 from tests.engine.harness.ours import (
     assert_hidden_mode,

@@ -13,7 +13,7 @@ from bench.harness.models import build_model
 from bench.harness.server import Server, ServerOptions
 from hcache_backend.cli.main import app
 from hcache_backend.cli.metrics_page import fetch
-from hcache_backend.partition.profile import Profile, Rate
+from hcache_backend.plan.profile import Profile, Rate
 from tests.engine.harness.conversations import (
     Conversation,
     ask,

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from bench.paper import A30, MODELS, ONE_SSD, Setting
-from hcache_backend.partition.pipeline import search, simulate
-from hcache_backend.partition.presets import COMPUTE_SHARE
+from hcache_backend.plan.pipeline import search, simulate
+from hcache_backend.plan.presets import COMPUTE_SHARE
 from tests.unit.partition.pipelines import public_model
 
 ROOT = Path(__file__).resolve().parents[3]

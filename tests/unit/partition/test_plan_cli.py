@@ -12,9 +12,9 @@ import torch
 from typer.testing import CliRunner, Result
 
 from hcache_backend.cli.main import app
-from hcache_backend.partition import measure
-from hcache_backend.partition.presets import preset_profile
-from hcache_backend.partition.profile import CopyWay, Rate
+from hcache_backend.plan import measure
+from hcache_backend.plan.presets import preset_profile
+from hcache_backend.plan.profile import CopyWay, Rate
 from tests.unit.partition.pipelines import CONFIGS, public_model
 
 RUNNER = CliRunner()

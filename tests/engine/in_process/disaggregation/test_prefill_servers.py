@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from hcache_backend.engine import hooks
-from hcache_backend.engine.disaggregation import prefill
+from hcache_backend.sglang import hooks
+from hcache_backend.sglang import prefill_server as prefill
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from hcache_backend.config import HCacheConfig
-from hcache_backend.engine.startup.page_plan import PagePlan
-from hcache_backend.engine.startup.strategy import OwnPagesStrategy
+from hcache_backend.start.page_plan import PagePlan
+from hcache_backend.start.strategy import OwnPagesStrategy
 from hcache_kernels.codecs.scaled import Int8
 from tests.engine.in_process.encoded_kv.test_start import plan_of
 from tests.kit.host import LAYERS, PAGE, WRONG, Host, bits, checked, compare_all, kv_pool, slots_of

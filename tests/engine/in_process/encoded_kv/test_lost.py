@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from hcache_backend.engine import controller as controllers
-from hcache_backend.engine import metrics
-from hcache_backend.engine.controller import OwnPagesController
-from hcache_backend.engine.loads import QueuedLoad
+from hcache_backend import metrics
+from hcache_backend.host.loads import QueuedLoad
+from hcache_backend.sglang import controller as controllers
+from hcache_backend.sglang.controller import OwnPagesController
 from hcache_backend.streams import Stream, WorkerStream, current_stream
 from tests.engine.in_process.encoded_kv.test_rows import Rows
 from tests.kit.host import (

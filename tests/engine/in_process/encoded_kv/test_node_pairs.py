@@ -14,14 +14,14 @@ import pytest
 import torch
 from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
 
+from hcache_backend import metrics
 from hcache_backend.config import KrulOption
-from hcache_backend.engine import metrics
-from hcache_backend.engine.controller import OwnPagesController
-from hcache_backend.engine.kv_pages import node_pairs as module
-from hcache_backend.engine.kv_pages.node_pairs import NodePairs
-from hcache_backend.engine.startup.pair_choice import find_mergeable
+from hcache_backend.krul import node_pairs as module
+from hcache_backend.krul.node_pairs import NodePairs
 from hcache_backend.krul.paired_layout import CodedPair, PairedLayout
 from hcache_backend.krul.statistics import PairSums
+from hcache_backend.sglang.controller import OwnPagesController
+from hcache_backend.start.pair_choice import find_mergeable
 from hcache_backend.streams import CallerStream, Stream
 from tests.engine.in_process.encoded_kv.test_pairs import LAYERS, plan_of
 from tests.kit.host import PAGE, bare_controller, slots_of

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hcache_backend.engine.eager_loads import EagerLoads
+from hcache_backend.prefetch.eager_loads import EagerLoads
 from tests.kit.host import PAGE, Host, bits, make_unfit, slots_of
 
 

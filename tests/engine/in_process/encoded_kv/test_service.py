@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from hcache_backend.engine import check_sampling, service_check
-from hcache_backend.engine.kv_pages import segments as kv_segments
-from hcache_backend.engine.kv_pages.segments import KVSegments
+from hcache_backend.checks import sampling as check_sampling
+from hcache_backend.checks import service as service_check
+from hcache_backend.host import segments as kv_segments
+from hcache_backend.host.segments import KVSegments
 from hcache_backend.page import RECOMPUTED, PageLayout
 from hcache_backend.streams import WorkerStream
 from hcache_backend.units import UNIT_VALUES, WHOLE, Share

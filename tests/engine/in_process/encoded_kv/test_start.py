@@ -8,24 +8,24 @@ from typing import Any
 import pytest
 import torch
 
+from hcache_backend import metrics
 from hcache_backend.config import HCacheConfig
-from hcache_backend.engine import metrics
-from hcache_backend.engine.host_pool import HostPages
-from hcache_backend.engine.kv_pages.segments import KVSegments
-from hcache_backend.engine.startup import codec_choice
-from hcache_backend.engine.startup.agreement import Refused
-from hcache_backend.engine.startup.codec_choice import (
+from hcache_backend.host.segments import KVSegments
+from hcache_backend.page import PageLayout, hidden_layer
+from hcache_backend.plan.costs import Partition
+from hcache_backend.plan.restore import Restore
+from hcache_backend.sglang.host_pool import HostPages
+from hcache_backend.start import codec_choice
+from hcache_backend.start.agreement import Refused
+from hcache_backend.start.codec_choice import (
     asked_codec,
     choose_codec,
     encoded_share,
     kv_codec,
 )
-from hcache_backend.engine.startup.copy_check import check_copies
-from hcache_backend.engine.startup.page_plan import PagePlan, plan_host_pages
-from hcache_backend.engine.startup.strategy import OwnPagesStrategy
-from hcache_backend.page import PageLayout, hidden_layer
-from hcache_backend.partition.costs import Partition
-from hcache_backend.partition.restore import Restore
+from hcache_backend.start.copy_check import check_copies
+from hcache_backend.start.page_plan import PagePlan, plan_host_pages
+from hcache_backend.start.strategy import OwnPagesStrategy
 from hcache_backend.units import WHOLE
 from hcache_kernels.codecs import SEGMENT_CODECS, UnsupportedRows, exp4, make_codec
 from tests.engine.in_process.pools.host_pools import kv_cache_of_llama_3_8b

@@ -14,18 +14,18 @@ import torch
 from hcache_cpu_engine import plugin
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 
-from hcache_backend.engine.eager_loads import EagerLoads, Offer
-from hcache_backend.engine.loads import QueuedLoad
-from hcache_backend.engine.recompute.governor import Pace
-from hcache_backend.engine.recompute.slices import SliceBudget
-from hcache_backend.engine.reservable_pages import ReservablePages
-from hcache_backend.engine.startup.refusals import allocator_refusal, eager_refusal
-from hcache_backend.engine.turn import Turn
-from hcache_backend.restore.eager import EagerRestores
-from hcache_backend.restore.meeting import Meeting
+from hcache_backend.host.loads import QueuedLoad
+from hcache_backend.prefetch.eager import EagerRestores
+from hcache_backend.prefetch.eager_loads import EagerLoads, Offer
+from hcache_backend.prefetch.governor import Pace
+from hcache_backend.prefetch.meeting import Meeting
+from hcache_backend.prefetch.reservation import Launched
+from hcache_backend.prefetch.slices import SliceBudget
 from hcache_backend.restore.report import RunningRestore
-from hcache_backend.restore.reservation import Launched
+from hcache_backend.sglang.allocator import ReservablePages
+from hcache_backend.start.refusals import allocator_refusal, eager_refusal
 from hcache_backend.streams import WorkerStream
+from hcache_backend.turn import Turn
 from tests.kit.prefetch import Prefetch, eager_over
 from tests.kit.turns import Reduce, alone, recompute, turn_of
 from tests.unit.restore.pipeline_server import Server

@@ -17,11 +17,11 @@ from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import (
     PrefetchOperation,
 )
 
-from hcache_backend.engine.hits import hooks
-from hcache_backend.engine.hits.gate import HitGate
-from hcache_backend.engine.runtime import Runtime
-from hcache_backend.engine.turn import Turn
-from hcache_backend.restore.meeting import Meeting
+from hcache_backend.prefetch.gate import HitGate
+from hcache_backend.prefetch.meeting import Meeting
+from hcache_backend.sglang import hits as hooks
+from hcache_backend.sglang.runtime import Runtime
+from hcache_backend.turn import Turn
 from tests.kit.turns import alone
 
 

@@ -17,9 +17,9 @@ from hypothesis.stateful import (
     rule,
 )
 
-from hcache_backend.engine.read_batches import BackAck, BatchedReads, hear
-from hcache_backend.restore.eager import batch_pages
-from hcache_backend.restore.meeting import Meeting
+from hcache_backend.prefetch.eager import batch_pages
+from hcache_backend.prefetch.meeting import Meeting
+from hcache_backend.sglang.read_batches import BackAck, BatchedReads, hear
 from tests.kit.prefetch import Prefetch
 
 SIZE, MOST_PAGES = 2, 14

@@ -10,10 +10,10 @@ import pytest
 import torch
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 
-from hcache_backend.engine.controller import OwnPagesController
-from hcache_backend.engine.eager_loads import EagerLoads
-from hcache_backend.engine.recompute.slices import SliceBudget
-from hcache_backend.engine.reservable_pages import ReservablePages
+from hcache_backend.prefetch.eager_loads import EagerLoads
+from hcache_backend.prefetch.slices import SliceBudget
+from hcache_backend.sglang.allocator import ReservablePages
+from hcache_backend.sglang.controller import OwnPagesController
 from tests.kit.prefetch import Prefetch
 from tests.kit.turns import turn_of
 from tests.order import edges

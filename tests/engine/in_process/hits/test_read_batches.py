@@ -14,10 +14,10 @@ import torch
 from sglang.srt.managers.cache_controller import STORAGE_BATCH_SIZE, PrefetchAck
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageExtraInfo
 
-from hcache_backend.engine import read_batches
-from hcache_backend.engine.read_batches import BackAck, BatchedReads, hear
-from hcache_backend.restore.eager import batch_pages
-from hcache_backend.restore.meeting import Meeting
+from hcache_backend.prefetch.eager import batch_pages
+from hcache_backend.prefetch.meeting import Meeting
+from hcache_backend.sglang import read_batches
+from hcache_backend.sglang.read_batches import BackAck, BatchedReads, hear
 from tests.kit.prefetch import Prefetch
 
 SIZE = 4

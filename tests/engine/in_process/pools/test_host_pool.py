@@ -13,18 +13,18 @@ import torch
 from sglang.srt.mem_cache.pool_host import common as pool_host_common
 
 from hcache_backend import streams
+from hcache_backend.capture.hooks import HiddenCapture
 from hcache_backend.capture.staging import StagedCapture, Staging
-from hcache_backend.engine.capture_hooks import HiddenCapture
-from hcache_backend.engine.host_pool import HostPages, OwnPagesPool
-from hcache_backend.engine.kv_pages.segments import KVSegments
-from hcache_backend.engine.startup.agreement import Refused
-from hcache_backend.engine.startup.page_plan import (
+from hcache_backend.host.segments import KVSegments
+from hcache_backend.page import PageLayout, hidden_layer
+from hcache_backend.sglang.host_pool import HostPages, OwnPagesPool
+from hcache_backend.start.agreement import Refused
+from hcache_backend.start.page_plan import (
     kv_bytes_per_token,
     plan_host_pages,
     staging_places,
     take_staging,
 )
-from hcache_backend.page import PageLayout, hidden_layer
 from hcache_backend.units import WHOLE
 from hcache_kernels.codecs import ExactCodec
 from tests.integrity import assert_sound_arena

@@ -16,11 +16,11 @@ from sglang.srt.mem_cache.hicache_storage import PoolName
 
 from hcache_backend import HCacheStorage, units
 from hcache_backend.config import ConfigError
-from hcache_backend.engine.arguments import check_tp_lcm_size
-from hcache_backend.engine.kv_pages.segments import KVSegments
-from hcache_backend.engine.runtime import Runtime
-from hcache_backend.engine.startup.page_layout import head_groups, share_of_heads
+from hcache_backend.host.page_layout import head_groups, share_of_heads
+from hcache_backend.host.segments import KVSegments
 from hcache_backend.page import RECOMPUTED, PageLayout, hidden_layer, key_bytes
+from hcache_backend.sglang.arguments import check_tp_lcm_size
+from hcache_backend.sglang.runtime import Runtime
 from hcache_backend.units import WHOLE, Share
 from tests.engine.in_process.storage_config import storage_config
 

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from hcache_backend.engine.hooks import EVENTS, guarded, own_pages_hooks
-from hcache_backend.engine.loads import HandOut, LoadQueue, QueuedLoad
+from hcache_backend.host.loads import HandOut, LoadQueue, QueuedLoad
 from hcache_backend.page import PageLayout, hidden_layer
-from hcache_backend.partition.costs import Partition
-from hcache_backend.partition.restore import Restore
+from hcache_backend.plan.costs import Partition
+from hcache_backend.plan.restore import Restore
 from hcache_backend.restore.layers import Recompute
+from hcache_backend.sglang.hooks import EVENTS, guarded, own_pages_hooks
 from hcache_backend.streams import Stream, current_stream
 from tests.kit.host import PAGE
 from tests.kit.turns import alone

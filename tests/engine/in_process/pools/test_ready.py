@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from hcache_backend.engine.host_pool import OwnPagesPool
-from hcache_backend.engine.loads import HandOut, LoadQueue, QueuedLoad
+from hcache_backend.host.loads import HandOut, LoadQueue, QueuedLoad
 from hcache_backend.restore.layers import Recompute
+from hcache_backend.sglang.host_pool import OwnPagesPool
 from hcache_backend.streams import current_stream
 from tests.kit.host import LAYERS, PAGE, Host, slots_of
 

@@ -12,19 +12,19 @@ import pytest
 import torch
 
 from hcache_backend.config import ConfigError, parse_config
-from hcache_backend.engine.kv_pages.segments import KVSegments
-from hcache_backend.engine.recompute.batch import forward_stream
-from hcache_backend.engine.startup.page_layout import page_layout
-from hcache_backend.engine.startup.partition_choice import fixed_partition
-from hcache_backend.engine.startup.quick_profile import copy_as_measured
+from hcache_backend.host.page_layout import page_layout
+from hcache_backend.host.segments import KVSegments
 from hcache_backend.page import PageLayout, hidden_layer
-from hcache_backend.partition import measure
-from hcache_backend.partition.costs import Partition
-from hcache_backend.partition.model_config import shape_from_config
-from hcache_backend.partition.model_shape import ModelShape
-from hcache_backend.partition.profile import CopyWay, Profile, Rate
-from hcache_backend.partition.restore import Restore
+from hcache_backend.plan import measure
+from hcache_backend.plan.costs import Partition
+from hcache_backend.plan.model_config import shape_from_config
+from hcache_backend.plan.model_shape import ModelShape
+from hcache_backend.plan.profile import CopyWay, Profile, Rate
+from hcache_backend.plan.restore import Restore
 from hcache_backend.restore.layers import PoolParking
+from hcache_backend.sglang.recompute_batch import forward_stream
+from hcache_backend.start.partition_choice import fixed_partition
+from hcache_backend.start.quick_profile import copy_as_measured
 from hcache_backend.streams import WorkerStream
 from hcache_backend.units import WHOLE
 from hcache_kernels.codecs import make_codec

@@ -1,0 +1,127 @@
+"""The pipeline of a restore: its simulation, and the partition by which it ends first."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable
+from typing import Any, Literal, NamedTuple
+
+from hcache_backend.plan.costs import LAYER_METHODS, LayerCosts, LayerMethod, Partition
+
+_FASTER = 1 - 1e-9
+"""Times whose quotient is closer to 1 are equal: they differ by the rounding of sums."""
+
+Objective = Callable[[LayerCosts, Partition], float]
+"""Seconds of a restore; :meth:`LayerCosts.least` or more."""
+
+
+class Task(NamedTuple):
+    """One piece of work on one stream, in seconds from the beginning of the restore.
+
+    ``layer`` and ``method`` are None for L3, whose pages hold all layers.
+    """
+
+    stream: Literal["l3", "transfer", "compute"]
+    layer: int | None
+    method: LayerMethod | None
+    start: float
+    end: float
+
+
+def simulate(
+    costs: LayerCosts,
+    partition: Partition,
+    ring: int | None = None,
+    chunks: int = 1,
+    pieces: int = 1,
+    parks: bool = False,
+    note: Callable[..., Any] = lambda *task: None,
+) -> float:
+    """Seconds of a restore whose streams each work through the layers in their order.
+
+    Args:
+        ring: Segments that have room on the device. A transfer waits until the segment that many
+            before it was used: hidden states by their projection, KV by its own transfer. None:
+            room for all.
+        chunks: Segments of one layer. Those of a long restore arrive and are projected in parts.
+        pieces: Parts of the first layer, if no layer is recomputed before it.
+        parks: Segments wait elsewhere for the end of a recomputation, which leaves room for all.
+        note: Called with the fields of every :class:`Task`, those of a layer in their order.
+    """
+    if partition.recompute:
+        pieces, ring = 1, None if parks else ring
+    begin = transfer = compute = costs.reading(partition)
+    if begin:
+        note("l3", None, None, 0.0, begin)
+    copies = partition.recompute < partition.layers
+    for layer in range(partition.recompute):
+        end = begin + costs.recomputation(layer + 1, beside_copies=copies)
+        note("compute", layer, "recompute", compute, end)
+        compute = end
+    io_h, io_kv, c_h = costs.io_h / chunks, costs.io_kv / chunks, costs.c_h / chunks
+    hidden, segments = partition.hidden * chunks, (partition.hidden + partition.kv) * chunks
+    room = segments if ring is None else ring
+    parts = -(-pieces // chunks)
+    used: list[float] = []
+    for index in range(segments):
+        layer = partition.recompute + index // chunks
+        start = transfer if index < room else max(transfer, used[index - room])
+        if index < hidden:
+            transfer = start + io_h
+            note("transfer", layer, "hidden", start, transfer)
+            start = max(compute, transfer - io_h * (1 - 1 / parts))
+            # One piece after the other, whichever of the two streams is the slower one.
+            compute = max(start + c_h, transfer + c_h / parts)
+            note("compute", layer, "hidden", start, compute)
+            parts = 1
+            used.append(compute)
+        else:
+            transfer = start + io_kv
+            note("transfer", layer, "kv", start, transfer)
+            used.append(transfer)
+    return max(compute, transfer)
+
+
+def search(
+    costs: LayerCosts,
+    layers: int,
+    objective: Objective = simulate,
+    methods: Collection[LayerMethod] = LAYER_METHODS,
+    allowed: Callable[[Partition], bool] = lambda partition: True,
+) -> Partition:
+    """The best of the partitions of ``layers`` layers by ``methods`` that are ``allowed``.
+
+    Of equally fast ones the one that recomputes least, then the one with most hidden states.
+    """
+    usable = set(methods)
+    every = (
+        Partition(recompute, hidden, layers - recompute - hidden)
+        for recompute in range(layers + 1)
+        for hidden in range(layers - recompute, -1, -1)
+    )
+    chosen = (each for each in every if each.methods <= usable and allowed(each))
+    return _fastest(costs, chosen, objective)
+
+
+def recompute_layers(
+    costs: LayerCosts, partition: Partition, objective: Objective = simulate
+) -> int:
+    """Number of first layers that a restore recomputes, if ``partition`` is stored.
+
+    At least those that are not stored; of equally fast numbers the smallest.
+    """
+    numbers = range(partition.recompute, partition.layers + 1)
+    choices = (partition.recomputing(first) for first in numbers)
+    return _fastest(costs, choices, objective).recompute
+
+
+def _fastest(costs: LayerCosts, partitions: Iterable[Partition], objective: Objective) -> Partition:
+    """The first of the fastest, without asking the objective where it cannot be faster."""
+    best, limit = None, math.inf
+    for partition in partitions:
+        if costs.least(partition) < limit:
+            seconds = objective(costs, partition)
+            if best is None or seconds < limit:
+                best, limit = partition, seconds * _FASTER
+    assert best is not None
+    return best
