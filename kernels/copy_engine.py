@@ -1,8 +1,8 @@
 """Segments of pages to a GPU by its copy engine, which takes nothing of the multiprocessors.
 
-One call of CUDA takes all segments of a layer: a call per segment would soon fill the stream's
-queue, and whoever launches restores would then wait for the bus. It goes by CUDA's own Python
-bindings (``cuda-python``, which SGLang needs, too) and wants CUDA 12.8 or later.
+One call of CUDA takes all segments of a layer: calls for each would fill the stream's queue, and
+the thread that launches restores would wait for the bus. It needs CUDA 12.8 and its Python
+bindings (``cuda-python``, which SGLang needs, too).
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,10 +19,8 @@ one would wait for the bus on a multiprocessor that the matrix products beside t
 MOST_COPY_PROGRAMS = 32
 
 WARM_UPS = 3
-FLUSH_BYTES = 256 << 20
-"""More than any GPU's L2 cache holds."""
-HEAD_START_CYCLES = 500_000
-"""The GPU waits for about so long before the work, so that all launches are queued by then."""
+FLUSH_BYTES = 256 << 20  # more than any GPU's L2 cache holds
+HEAD_START_CYCLES = 500_000  # the GPU waits for them, so that all launches are queued by then
 
 
 @dataclass(frozen=True)
@@ -40,31 +39,18 @@ class Launch:
             self.kernel[self.grid](**self.arguments, num_warps=self.warps, num_stages=self.stages)
 
 
-@dataclass
-class _Copies:
-    """How this process copies over the bus."""
-
-    programs: int = COPY_PROGRAMS
-    engine: bool = False
-
-
-_copies = _Copies()
+_copies = SimpleNamespace(programs=COPY_PROGRAMS, engine=False)
 
 
 def use_copies(programs: int, *, engine: bool) -> None:
-    """Copy over the bus as was measured to be best, in this process and from the next launch on.
-
-    Args:
-        programs: Programs of kernels that copy. Nothing is compiled again: it is the size of a
-            grid.
-        engine: Whether hidden states are copied by the copy engine instead.
-    """
+    """Copy over the bus by this many programs, or hidden states by the copy ``engine``, in this
+    process and from the next launch on. Nothing is compiled again: it is the size of a grid."""
     _copies.programs, _copies.engine = programs, engine
 
 
 def copies_by_engine() -> bool:
     """Whether hidden states are copied by the copy engine (:mod:`hcache_kernels.copy_engine`)."""
-    return _copies.engine
+    return bool(_copies.engine)
 
 
 def copy_programs(device: torch.device) -> int:
@@ -74,8 +60,7 @@ def copy_programs(device: torch.device) -> int:
 
 @lru_cache
 def most_copy_programs(device: torch.device) -> int:
-    """So many that a copy holds a quarter of the multiprocessors of ``device`` at most, even if no
-    two of its programs share one; at most :data:`MOST_COPY_PROGRAMS`."""
+    """At most :data:`MOST_COPY_PROGRAMS`, and a quarter of the multiprocessors of ``device``."""
     if device.type != "cuda":
         return MOST_COPY_PROGRAMS
     processors = torch.cuda.get_device_properties(device).multi_processor_count

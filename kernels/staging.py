@@ -6,12 +6,8 @@ the step's number) is read from device memory. Beside each row it leaves the ste
 that this layer's row was written by this step, and not by an earlier one.
 
 Stage two moves the staged rows of many layers to their pages in host memory, in one launch. Kernels
-move rows as the largest words that everything is aligned to: over the bus, many small stores cost
-more than few large ones.
+move the largest words that everything is aligned to: over the bus, many small stores cost more.
 """
-
-# Kernels have no types to state.
-# mypy: disallow-untyped-defs=False
 
 from __future__ import annotations
 
@@ -25,35 +21,24 @@ from .launch import Launch, alignment, block_launch, copy_programs
 
 WRONG_STEP = -1
 """Mark of a row that its codec could not hold; no step has this number."""
-
 NOWHERE = -1
-"""Place of a row that nobody wants: it is not written, nor is a mark."""
+"""Place of a row that is not written; it gets no mark."""
 
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 _WIDEST_WORD = max(_WORDS)
-_MOST_WORDS = 1024
-"""Words that a program moves at a time."""
+_MOST_WORDS = 1024  # that a program moves at a time
 
 
 @dataclass(frozen=True)
 class StagedRows:
-    """A staging buffer.
+    """A staging buffer; both tensors are contiguous."""
 
-    Attributes:
-        rows: Rows as the model has them, uint8 ``[layers, places, row_bytes]``, contiguous.
-        marks: Number of the step that wrote each row, int64 ``[layers, places]``, contiguous.
-    """
-
-    rows: torch.Tensor
-    marks: torch.Tensor
+    rows: torch.Tensor  # as the model has them, uint8 [layers, places, row_bytes]
+    marks: torch.Tensor  # number of the step that wrote each row, int64 [layers, places]
 
 
 def stage_rows(
-    rows: torch.Tensor,
-    places: torch.Tensor,
-    step: torch.Tensor,
-    staged: StagedRows,
-    layer: int,
+    rows: torch.Tensor, places: torch.Tensor, step: torch.Tensor, staged: StagedRows, layer: int
 ) -> None:
     """Stage one: copy the rows of one layer to their places in the staging buffer.
 
@@ -61,9 +46,7 @@ def stage_rows(
         rows: Rows as the model has them, ``[n, values]`` of any dtype, a row's values side by side.
         places: int64 ``[n]``: where each row goes, or :data:`NOWHERE`. Without a place, the buffer
             is not touched: it may be gone when a recorded launch is replayed.
-        step: int64 ``[1]``: number of the step.
-        staged: The buffer.
-        layer: Which layer of the buffer.
+        step: Number of the step, int64 ``[1]``.
     """
     if rows.is_cuda:
         stage_launch(rows, places, step, staged, layer).run()
@@ -92,9 +75,7 @@ def save_rows(
         arena: uint8 ``[pages, page_bytes]``, memory that the device can write (pinned).
         segments: Offset in a page of each layer's segment, int64 ``[layers]``, on the device: a
             multiple of 16 bytes, or of what ``row_bytes`` is a multiple of.
-        page_size: Tokens a page.
-        kept: The tokens of a page whose rows its segments hold, consecutive; None: all. The others
-            are left out.
+        kept: The tokens of a page whose rows its segments hold, consecutive; None: all.
     """
     kept = kept or range(page_size)
     if staged.is_cuda:
@@ -110,11 +91,7 @@ def save_rows(
 
 
 def stage_launch(
-    rows: torch.Tensor,
-    places: torch.Tensor,
-    step: torch.Tensor,
-    staged: StagedRows,
-    layer: int,
+    rows: torch.Tensor, places: torch.Tensor, step: torch.Tensor, staged: StagedRows, layer: int
 ) -> Launch:
     """The launch of :func:`stage_rows`."""
     size = rows.element_size()

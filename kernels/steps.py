@@ -4,9 +4,6 @@ At its begin the rows of the step get places in staging, and the host is told wh
 which slots. At its end the host is told which rows were written.
 """
 
-# Kernels have no types to state.
-# mypy: disallow-untyped-defs=False
-
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -21,24 +18,16 @@ from .staging import NOWHERE, WRONG_STEP
 TokenRows = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Slots, positions and token ids."""
 
-_BEGUN = 256
-"""Tokens of a program of :func:`begin_rows`."""
-_JUDGED = 128
-"""Rows that a program judges."""
+_BEGUN, _JUDGED = 256, 128
+"""Tokens of a program that begins a step, and of one that judges it."""
 
 
 @dataclass(frozen=True)
 class StepPlaces:
-    """Which places the rows of the present step go to, for stage one.
+    """Which places the rows of the present step go to, for stage one."""
 
-    Attributes:
-        places: Place of each row, int64 ``[places]``, contiguous; ``NOWHERE`` for rows beyond
-            those of the step.
-        number: Number of the step, int64 ``[1]``.
-    """
-
-    places: torch.Tensor
-    number: torch.Tensor
+    places: torch.Tensor  # of each row, int64 [places]; NOWHERE for rows beyond those of the step
+    number: torch.Tensor  # of the step, int64 [1]
 
 
 def begin_rows(
@@ -52,10 +41,9 @@ def begin_rows(
     """Begin a step: where its tokens are, for the device and the host, and where their rows go.
 
     Args:
-        tokens: Slots, positions and token ids, ``[n]`` each, on the device.
+        tokens: On the device, ``[n]`` each.
         where: The same in one, int64 ``[3, n]``, contiguous, on the device.
         copied: The same for the host, int64 ``[3 * n]``, memory that the device can write (pinned).
-        now: What stage one goes by.
         number: Number of the step.
         placed: Places of the step's rows: consecutive, as many as tokens; or none.
     """
@@ -74,8 +62,7 @@ def judge_rows(marks: torch.Tensor, step: int, verdicts: torch.Tensor) -> None:
     """Say of each row of a step whether it was written in all layers.
 
     Args:
-        marks: Who wrote each row, int64 ``[layers, n]``, on the device; rows of a layer contiguous.
-        step: Number of the step.
+        marks: Which step wrote each row, int64 ``[layers, n]``; rows of a layer contiguous.
         verdicts: uint8 ``[n]``, contiguous, memory that the device can write (pinned): 1 where all
             layers have that number, 2 where one has :data:`WRONG_STEP`, else 0.
     """

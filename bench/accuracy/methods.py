@@ -21,7 +21,6 @@ from hcache_kernels.codecs import (
     CODECS,
     SEGMENT_CODECS,
     Codec,
-    SegmentCodec,
     UnsupportedRows,
     make_codec,
     make_segment_codec,
@@ -133,7 +132,7 @@ def _codecs(engine: Engine) -> Iterator[Codec]:
             continue  # a server would store with codec none instead
 
 
-def _segment_codecs(engine: Engine) -> Iterator[SegmentCodec]:
+def _segment_codecs(engine: Engine) -> Iterator[Codec]:
     for name in SEGMENT_CODECS:
         try:
             yield make_segment_codec(name, engine.page_cut, engine.kv_shape[1], engine.dtype)
@@ -141,18 +140,18 @@ def _segment_codecs(engine: Engine) -> Iterator[SegmentCodec]:
             continue  # a server would store with codec none instead
 
 
-def _restore_encoded(engine: Engine, codec: SegmentCodec, history: History) -> int:
+def _restore_encoded(engine: Engine, codec: Codec, history: History) -> int:
     lost = torch.zeros(
         len(history.slots) // PAGE_SIZE, dtype=torch.bool, device=history.slots.device
     )
     pages = torch.arange(len(lost), device=lost.device)
     for layer, planes in zip(engine.layers, history.kv, strict=True):
         memory = lost.new_empty((len(pages), codec.segment_bytes), dtype=torch.uint8)
-        fits = codec.encode(planes, pages, memory, pages, 0)
+        fits = codec.encode_pages(planes, pages, memory, pages, 0)
         lost |= ~fits
         back = [plane.clone() for plane in planes]
         # A server keeps what does not fit as it is.
-        codec.decode(memory[fits], back, pages[fits])
+        codec.decode_pages(memory[fits], back, pages[fits])
         engine.pool.store(layer.kernel, history.slots, *back)
     return int(lost.sum()) * PAGE_SIZE
 

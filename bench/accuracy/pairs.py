@@ -17,10 +17,10 @@ from bench.accuracy.engine import Engine, History
 from bench.accuracy.probes import KV, LayerProbe
 from bench.harness.methods import PAGE_SIZE
 from hcache_backend.config import KrulOption
-from hcache_backend.krul.pair_forms import MergedPair, PairForm, changes_of_merges
+from hcache_backend.krul.pair_forms import MergedPair, changes_of_merges
 from hcache_backend.krul.selection import Strategy, closest_pairs
 from hcache_backend.krul.statistics import attention_sums
-from hcache_kernels.codecs import Cut
+from hcache_kernels.codecs import Codec, Cut
 
 Choice = Callable[[Engine, History], Strategy]
 PAIRED = 0.5
@@ -79,7 +79,7 @@ class PairedLayers:
     """
 
     engine: Engine
-    form: PairForm
+    form: Codec
     choose: Choice
     chosen: Counter[str] = field(default_factory=Counter)
 
@@ -97,12 +97,12 @@ class PairedLayers:
         return int(lost.sum()) * PAGE_SIZE
 
 
-def _round_trip(form: PairForm, first: KV, second: KV) -> tuple[KV, KV, torch.Tensor]:
+def _round_trip(form: Codec, first: KV, second: KV) -> tuple[KV, KV, torch.Tensor]:
     """What comes back of two layers, pages that do not fit as they were; and which pages fit."""
     units = [_units(form.cut, planes) for planes in (first, second)]
-    encoded, fits = form.encode(*units)
-    back = []
-    for planes, exact, decoded in zip((first, second), units, form.decode(encoded), strict=True):
+    encoded, fits = form.encode_units(torch.cat(units, dim=1))
+    back, both = [], form.decode_units(encoded).split(2, dim=1)
+    for planes, exact, decoded in zip((first, second), units, both, strict=True):
         kept = torch.where(fits[:, None, None, None, None], decoded, exact)
         k, v = (kept[:, part].reshape(planes[0].shape).to(planes[0].device) for part in (0, 1))
         back.append((k, v))

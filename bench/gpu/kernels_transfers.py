@@ -6,7 +6,7 @@
   there; saved to pages in pinned memory and loaded from them as in service, encoded (encode and
   scatter, gather and decode) and as they are; all pages in one launch each
 - gather: segments of pages into one buffer, against one plain copy of as many bytes from pinned
-  memory; scatter: rows to their places in pages, against one plain copy to pinned memory
+  memory; scatter: a segment to each of them, against one plain copy to pinned memory
 
 Rows of codecs name the goals that they miss. These are for a device like an H100, and for as many
 pages as a restore has: a single one is bound by its launches.
@@ -27,13 +27,12 @@ from hcache_kernels.codecs import (
     SEGMENT_CODECS,
     Codec,
     Cut,
-    SegmentCodec,
     make_codec,
     make_segment_codec,
 )
 from hcache_kernels.launch import Launch
-from hcache_kernels.page_kernels import gather_launch, gather_planes_launch, scatter_launch
-from hcache_kernels.pages import gather_pages, scatter_rows
+from hcache_kernels.pages import gather_pages, scatter_pages
+from hcache_kernels.pages.kernel import gather_launch, gather_planes_launch
 
 HEAD_DIM = 128
 CHECKED_ROWS = 256
@@ -109,15 +108,16 @@ def codec_speeds(codec: Codec, hidden: torch.Tensor, device: Device) -> Row:
     encoded = torch.empty((n, codec.row_bytes), dtype=torch.uint8, device=hidden.device)
     ok = torch.empty(n, dtype=torch.bool, device=hidden.device)
     decoded = torch.empty_like(hidden)
-    encode, decode = codec.encode_launch(hidden, encoded, ok), codec.decode_launch(encoded, decoded)
+    encode = codec.encode_launch((hidden,), None, encoded, None, 0, ok)
+    decode = codec.decode_launch(encoded, (decoded,), None)
     encode.run()
     decode.run()
     some = slice(0, CHECKED_ROWS)
-    want, want_ok = codec.encode_reference(hidden[some].cpu())
+    want, want_ok = codec.encode(hidden[some].cpu())
     right = (
         torch.equal(encoded[some].cpu(), want)
         and torch.equal(ok[some].cpu(), want_ok)
-        and torch.equal(decoded[some].cpu(), codec.decode_reference(want))
+        and torch.equal(decoded[some].cpu(), codec.decode(want))
         and (not codec.lossless or torch.equal(decoded, hidden))
     )
     times = {
@@ -162,7 +162,7 @@ def segment_rows(shapes: Shapes) -> Iterator[Row]:
             }
 
 
-def segment_speeds(codec: SegmentCodec, count: int, device: Device) -> Row:
+def segment_speeds(codec: Codec, count: int, device: Device) -> Row:
     kind, row, dim = device.kind, codec.cut.groups * codec.cut.width, codec.dim
     slots = 2 * count * PAGE
     planes = [
@@ -175,8 +175,7 @@ def segment_speeds(codec: SegmentCodec, count: int, device: Device) -> Row:
     fits = torch.empty((count, codec.flags), dtype=torch.bool, device=kind)
     order = torch.arange(count, device=kind)
     encode = codec.encode_launch(planes, items, staged, order, 0, fits)
-    first = torch.zeros_like(items)
-    scatter = scatter_launch(staged, pinned, items, first, HEADER_BYTES)
+    scatter = gather_launch(pinned, items, HEADER_BYTES, staged, save=True)
     gathered = torch.empty_like(staged)
     gather = gather_launch(pinned, items, HEADER_BYTES, gathered)
     decoded = [torch.empty_like(plane) for plane in planes]
@@ -208,7 +207,7 @@ def segment_speeds(codec: SegmentCodec, count: int, device: Device) -> Row:
     size = plain[0].shape[1]
     raw = device.pinned(2 * count, HEADER_BYTES + 2 * size)
     uncoded = [
-        scatter_launch(rows, raw, items, first, HEADER_BYTES + part * size)
+        gather_launch(raw, items, HEADER_BYTES + part * size, rows, save=True)
         for part, rows in enumerate(plain)
     ]
     pool = [torch.empty_like(plane) for plane in held]
@@ -268,14 +267,11 @@ def gather_speeds(pool: torch.Tensor, ids: torch.Tensor, row_bytes: int, device:
 
 
 def scatter_speeds(pool: torch.Tensor, ids: torch.Tensor, row_bytes: int, device: Device) -> Row:
-    n, kind = len(ids) * PAGE, device.kind
-    order = torch.randperm(n, device=kind)
-    page_ids = ids.repeat_interleave(PAGE)[order]
-    row_ids = torch.arange(PAGE, device=kind).repeat(len(ids))[order]
-    rows = torch.randint(0, 256, (n, row_bytes), dtype=torch.uint8, device=kind)
+    shape = (len(ids), PAGE * row_bytes)
+    rows = torch.randint(0, 256, shape, dtype=torch.uint8, device=device.kind)
     want = pool.clone()
-    scatter_rows(rows.cpu(), want, page_ids.cpu(), row_ids.cpu(), HEADER_BYTES)
-    launch = scatter_launch(rows, pool, page_ids, row_ids, HEADER_BYTES)
+    scatter_pages(rows.cpu(), want, ids.cpu(), HEADER_BYTES)
+    launch = gather_launch(pool, ids, HEADER_BYTES, rows, save=True)
     launch.run()
     plain = device.pinned(*rows.shape)
     copy = partial(plain.copy_, rows, non_blocking=True)

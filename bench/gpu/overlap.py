@@ -89,7 +89,7 @@ class Layers:
         return HEADER_BYTES + layer * self._segment
 
     def _gather(self, programs: int, layer: int, buffer: torch.Tensor) -> None:
-        from hcache_kernels.page_kernels import gather_launch
+        from hcache_kernels.pages.kernel import gather_launch
 
         gather_launch(self._pages, self._ids, self._offset(layer), buffer, programs).run()
 

@@ -10,11 +10,10 @@ import torch
 from hcache_backend.format.page import PageLayout, StoredLayer, kv_layer
 from hcache_backend.format.units import Share, units_per_group
 from hcache_backend.restore.layers import RestoredLayer
-from hcache_kernels.codecs import Cut, SegmentCodec, UnsupportedRows, make_segment_codec
+from hcache_kernels.codecs import Codec, Cut, UnsupportedRows, make_segment_codec
 from hcache_kernels.launch import Launch
-from hcache_kernels.layers import LayerTable
-from hcache_kernels.page_kernels import gather_launch, gather_planes_launch
-from hcache_kernels.pages import gather_pages, gather_planes, scatter_rows
+from hcache_kernels.pages import gather_pages, gather_planes, scatter_pages
+from hcache_kernels.pages.kernel import LayerTable, gather_launch, gather_planes_launch
 
 _GATHERED_BYTES = 128 << 20
 """So many encoded bytes are on the device at once: memory that nobody planned."""
@@ -126,37 +125,11 @@ class KVSegments:
         ``held`` and ``pages`` are int64 ``[p]``, on the device.
         """
         if self._encoder is not None:
-            return self._encoder.encode(self.planes(layer), held, memory, pages, offset)
-        self.save_plain(layer, held, memory, pages, offset)
-        return torch.ones(len(held), dtype=torch.bool, device=held.device)
-
-    def save_plain(
-        self,
-        layer: int,
-        held: torch.Tensor,
-        memory: torch.Tensor,
-        rows: torch.Tensor,
-        offset: int = 0,
-    ) -> None:
-        """Copy K and V of a layer, as they are, to ``offset`` of some rows of ``memory``.
-
-        ``held`` are pages of the pool; both int64 ``[p]``, on the device.
-        """
+            return self._encoder.encode_pages(self.planes(layer), held, memory, pages, offset)
         for plane in self._plain(layer, held):
-            scatter_rows(plane, memory, rows, torch.zeros_like(rows), offset)
+            scatter_pages(plane, memory, pages, offset)
             offset += plane.shape[1]
-
-    def load_plain(
-        self,
-        layer: int,
-        held: torch.Tensor,
-        memory: torch.Tensor,
-        rows: torch.Tensor,
-        offset: int = 0,
-    ) -> None:
-        """Copy back what :meth:`save_plain` did."""
-        pool = [self._by_group(plane) for plane in self.planes(layer)]
-        gather_planes(memory, rows, offset, pool, held)
+        return torch.ones(len(held), dtype=torch.bool, device=held.device)
 
     def restored_layer(self, layer: int) -> RestoredLayer:
         """How a layer whose K and V are stored comes back."""
@@ -210,10 +183,11 @@ class KVSegments:
         """Copy back what :meth:`_save_layer` did."""
         encoder = self._encoder
         if encoder is None:
-            self.load_plain(layer, held, memory, pages, offset)
+            pool = [self._by_group(plane) for plane in self.planes(layer)]
+            gather_planes(memory, pages, offset, pool, held)
             return
         encoded = gather_pages(memory, pages, offset, encoder.segment_bytes)
-        encoder.decode(encoded, self.planes(layer), held)
+        encoder.decode_pages(encoded, self.planes(layer), held)
 
     def _plain_launch(
         self,
@@ -320,7 +294,7 @@ class KVSegments:
         """The same of each layer; where there is a codec, all are alike."""
         return self.bytes_of(self.layers[0])
 
-    def _make_encoder(self, codec: str) -> SegmentCodec:
+    def _make_encoder(self, codec: str) -> Codec:
         return make_segment_codec(codec, *self._cut(codec))
 
     def _cut(self, codec: str) -> tuple[Cut, int, torch.dtype]:

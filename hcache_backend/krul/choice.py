@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
-from hcache_backend.krul.pair_forms import Fp8Pair, MergedPair
+from hcache_backend.krul.pair_forms import MergedPair
 from hcache_backend.krul.paired_layout import CodedPair
 from hcache_backend.krul.selection import Pair, closest_pairs, initial_recent_layers
 from hcache_backend.krul.statistics import PairSums
+from hcache_kernels.codecs import Fp8
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,6 @@ class PairChoice:
             second = left.pop()
             found[left.pop(), second] = False
         return tuple(
-            (*pair, MergedPair.name if merged else Fp8Pair.name)
+            (*pair, MergedPair.name if merged else Fp8.name)
             for pair, merged in sorted(found.items())
         )

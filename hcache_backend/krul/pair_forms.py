@@ -14,12 +14,11 @@ encoded unit of ``n`` tokens is, in the type of K and V,
 MiniCache and Krul leave t open (MiniCache prefers 0.6). With 1/2 both layers lose the same, and
 bytes follow from float32 sums, products, quotients and square roots in a fixed order.
 
-``fp8``: both layers through codec ``fp8``, the first one first.
+``fp8``: all planes through codec ``fp8``, those of the first layer first.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from itertools import combinations
 from typing import ClassVar
@@ -27,65 +26,26 @@ from typing import ClassVar
 import torch
 from torch.nn import functional
 
-from hcache_kernels.codecs import Cut, UnsupportedRows
-from hcache_kernels.codecs.scaled_segments import Fp8Segments
+from hcache_kernels.codecs import KV, Codec, Cut, Fp8, UnsupportedRows
 
 _MOST_TOKENS = 1 << 16
+_PAIR = 2 * KV
+"""Planes of an item: K and V of the first layer, then those of the second one."""
 
 
-class PairForm(ABC):
-    """Encodes K and V of two layers into a slot: the same values give the same bytes, or ``name``
-    must change, because stored pages would be decoded to wrong values.
+class MergedPair(Codec):
+    """See above; without a kernel, and on any device.
 
-    ``cut``: the units of a page in K of one layer, like those in V; ``dim``: values of a head.
-
-    Raises:
-        UnsupportedRows: The form does not take such units.
+    Attributes:
+        retained: One token of this many is retained. Bytes depend on it, and on t: both are of the
+            name.
     """
 
-    name: ClassVar[str]
-    slot_bytes: int  # of an encoded page in both layers
-
-    def __init__(self, cut: Cut, dim: int, dtype: torch.dtype) -> None:
-        self.cut, self.dim = cut, dim
-
-    @abstractmethod
-    def encode(
-        self, first: torch.Tensor, second: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Encode pages of two layers, K and V as ``[p, 2, units, tokens, width]``. Returns uint8
-        ``[p, slot_bytes]``, and bool ``[p]``: bytes of a page that does not fit mean nothing."""
-
-    @abstractmethod
-    def decode(self, encoded: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Decode uint8 ``[p, slot_bytes]`` to units of both layers."""
-
-
-class Fp8Pair(PairForm):
-    name = "fp8"
-
-    def __init__(self, cut: Cut, dim: int, dtype: torch.dtype) -> None:
-        super().__init__(cut, dim, dtype)
-        self._codec = Fp8Segments(cut, dim, dtype)
-        self.slot_bytes = 2 * self._codec.segment_bytes
-
-    def encode(
-        self, first: torch.Tensor, second: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        encoded, fits = zip(*map(self._codec.encode_units, (first, second)), strict=True)
-        return torch.cat(encoded, dim=1), torch.stack(fits).all(0)
-
-    def decode(self, encoded: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        first, second = encoded.chunk(2, dim=1)
-        return self._codec.decode_units(first), self._codec.decode_units(second)
-
-
-class MergedPair(PairForm):
-    name = "merged"
-    # One token of 16 is retained. Bytes depend on this and on t: both belong to the name.
+    name = code = "merged"
+    lossless = False
     retained: ClassVar[int] = 16
 
-    def __init__(self, cut: Cut, dim: int, dtype: torch.dtype) -> None:
+    def __init__(self, cut: Cut, dim: int, dtype: torch.dtype, planes: str = _PAIR) -> None:
         if dtype not in (torch.bfloat16, torch.float16):
             raise UnsupportedRows(f"merged pairs take K and V in bfloat16 or float16, not {dtype}")
         if cut.width % dim or cut.tokens > _MOST_TOKENS:
@@ -93,8 +53,7 @@ class MergedPair(PairForm):
                 f"merged pairs take units of whole heads and at most {_MOST_TOKENS} tokens, not "
                 f"{cut.tokens} tokens of {cut.width} values in heads of {dim}"
             )
-        super().__init__(cut, dim, dtype)
-        self._dtype = dtype
+        super().__init__(cut, dim, dtype, planes)
         heads = cut.width // dim
         self._kept = -(-cut.tokens // self.retained)
         # Elements of 16 bits.
@@ -105,98 +64,112 @@ class MergedPair(PairForm):
             self._kept * cut.width,
             self._kept,
         ]
-        self._unit_bytes = -(-2 * sum(self._parts) // 16) * 16
-        self.slot_bytes = 2 * cut.units * self._unit_bytes
+        both = -(-2 * sum(self._parts) // 16) * 16  # of K in both layers, and of V
+        self.unit_bytes = (both, both)
 
-    def encode(
-        self, first: torch.Tensor, second: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        pair = torch.stack((first, second)).unflatten(-1, (-1, self.dim))
+    def encode_units(self, units: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        pair = units.unflatten(1, (2, 2)).transpose(0, 1).unflatten(-1, (-1, self.dim))
         values = pair.float()
         length = _root_of_sum(values)
-        magnitudes = length.to(self._dtype)
+        magnitudes = length.to(self.dtype)
         # Squares that leave float32, and magnitudes that leave the type.
         held = magnitudes.isfinite() & ((magnitudes > 0) | (values == 0).all(-1))
         fits = held.all(0).flatten(1).all(1)
-        units = torch.where(length[..., None] > 0, values / length[..., None], 0.0)
-        kept = _divergent(units, self._kept)
-        between = self._between(*units)
+        alone = torch.where(length[..., None] > 0, values / length[..., None], 0.0)
+        kept = _divergent(alone, self._kept)
+        between = self._between(*alone)
         norm = _root_of_sum(between)[..., None]
         # Directions that are opposite have no middle.
-        direction = torch.where(norm > 0, between / norm, units[0]).to(self._dtype).flatten(-2)
+        direction = torch.where(norm > 0, between / norm, alone[0]).to(self.dtype).flatten(-2)
         rows = kept[..., None].expand(*kept.shape, self.cut.width)
         exact = [part.flatten(-2).gather(3, rows) for part in pair]
         direction.scatter_(3, rows, exact[0])
-        numbers = kept.to(torch.int32).to(torch.uint16).view(self._dtype)
+        numbers = kept.to(torch.int32).to(torch.uint16).view(self.dtype)
         parts = (direction, *magnitudes, exact[1], numbers)
-        flat = torch.cat([part.reshape(*first.shape[:3], -1) for part in parts], dim=3)
-        shape = (*first.shape[:3], self._unit_bytes)
-        encoded = torch.zeros(shape, dtype=torch.uint8, device=first.device)
+        shape = (len(units), 2, self.cut.units)
+        flat = torch.cat([part.reshape(*shape, -1) for part in parts], dim=3)
+        encoded = torch.zeros((*shape, self.unit_bytes[0]), dtype=torch.uint8, device=units.device)
         encoded[..., : 2 * sum(self._parts)] = flat.view(torch.uint8)
         return encoded.flatten(1), fits
 
-    def decode(self, encoded: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def decode_units(self, encoded: torch.Tensor) -> torch.Tensor:
         cut = self.cut
         units = encoded.view(len(encoded), 2, cut.units, -1)[..., : 2 * sum(self._parts)]
-        parts = units.contiguous().view(self._dtype).split(self._parts, dim=3)
+        parts = units.contiguous().view(self.dtype).split(self._parts, dim=3)
         values = parts[0].unflatten(3, (cut.tokens, cut.width))
         numbers = parts[4].contiguous().view(torch.uint16).to(torch.int64)
         rows = numbers.clamp(max=cut.tokens - 1)[..., None].expand(*numbers.shape, cut.width)
         exact = values.gather(3, rows), parts[3].unflatten(3, (self._kept, cut.width))
         heads = values.float().unflatten(4, (-1, self.dim))
-        first, second = (
+        both = [
             (heads * magnitudes.float().unflatten(3, (cut.tokens, -1))[..., None])
-            .to(self._dtype)
+            .to(self.dtype)
             .flatten(-2)
             .scatter_(3, rows, kept)
             for magnitudes, kept in zip(parts[1:3], exact, strict=True)
-        )
-        return first, second
+        ]
+        return torch.cat(both, dim=1)
 
     def _between(self, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
         """Vectors in the direction of both layers, of any length, from those of length 1."""
         return first + second
 
 
-PAIR_FORMS: dict[str, type[PairForm]] = {form.name: form for form in (MergedPair, Fp8Pair)}
+PAIR_FORMS: dict[str, type[Codec]] = {form.name: form for form in (MergedPair, Fp8)}
+"""Codecs of two layers, ``form(cut, dim, dtype, _PAIR)``."""
 
 
 class PairSlot:
-    """A slot that holds a page of two layers in any form, as two equal parts: each has half of the
-    form's bytes, and zeros. ``slot_bytes`` are those of both parts."""
+    """A slot that holds a page of two layers in any form, as two parts of equal length: what the
+    form has in its first and in its second half, and zeros. The arguments are those of the forms.
+
+    Attributes:
+        forms: By their names.
+        slot_bytes: Bytes of both parts.
+    """
 
     def __init__(self, cut: Cut, dim: int, dtype: torch.dtype) -> None:
-        self._forms = {name: form(cut, dim, dtype) for name, form in PAIR_FORMS.items()}
-        self.slot_bytes = max(form.slot_bytes for form in self._forms.values())
+        self.forms = {name: form(cut, dim, dtype, _PAIR) for name, form in PAIR_FORMS.items()}
+        self.slot_bytes = max(form.segment_bytes for form in self.forms.values())
 
-    def encode(
-        self, name: str, first: torch.Tensor, second: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """:meth:`PairForm.encode` by a form; uint8 ``[p, slot_bytes]``."""
-        encoded, fits = self._forms[name].encode(first, second)
-        parts = encoded.view(len(encoded), 2, -1)
-        return functional.pad(parts, (0, self.slot_bytes // 2 - parts.shape[2])).flatten(1), fits
+    def encode(self, name: str, units: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """:meth:`Codec.encode_units` by a form; uint8 ``[p, slot_bytes]``."""
+        encoded, fits = self.forms[name].encode_units(units)
+        return self._resized(encoded, self.slot_bytes), fits
 
-    def decode(self, name: str, encoded: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """:meth:`PairForm.decode` of the bytes of :meth:`encode`."""
-        form = self._forms[name]
-        parts = encoded.view(len(encoded), 2, -1)[..., : form.slot_bytes // 2]
-        return form.decode(parts.flatten(1))
+    def decode(self, name: str, slots: torch.Tensor) -> torch.Tensor:
+        """:meth:`Codec.decode_units` of what :meth:`encode` returns."""
+        form = self.forms[name]
+        return form.decode_units(self._resized(slots, form.segment_bytes))
+
+    def stands_for(self, name: str, slots: torch.Tensor, units: torch.Tensor) -> bool:
+        """:meth:`Codec.stands_for` of what :meth:`encode` returns."""
+        form = self.forms[name]
+        encoded = self._resized(slots, form.segment_bytes)
+        padded = self._resized(encoded, self.slot_bytes)
+        return torch.equal(padded, slots) and form.stands_for(encoded, units)
+
+    def _resized(self, slots: torch.Tensor, size: int) -> torch.Tensor:
+        """Both parts, cut or padded to ``size`` bytes together."""
+        parts = slots.view(len(slots), 2, -1)
+        return functional.pad(parts, (0, size // 2 - parts.shape[2])).flatten(1)
 
 
 def changes_of_merges(form: MergedPair, layers: Sequence[torch.Tensor]) -> torch.Tensor:
     """Change of K and V by a merge of each two layers: float32 ``[layers, layers]``, symmetric.
 
-    It is the root mean square over tokens in the worst head of K or V, each token relative to its
-    own size; infinity on the diagonal, and if a page does not fit.
+    That is the root mean square over tokens in the worst head of K or V, each token relative to its
+    own size; infinity on the diagonal, and where a page does not fit.
+
+    Args:
+        layers: K and V of each, ``[p, 2, units, tokens, width]``.
     """
     found = torch.full((len(layers), len(layers)), torch.inf, device=layers[0].device)
     for pair in combinations(range(len(layers)), 2):
-        exact = layers[pair[0]], layers[pair[1]]
-        rows, fits = form.encode(*exact)
-        errors = [_change(*both, form.dim) for both in zip(form.decode(rows), exact, strict=True)]
-        change = torch.where(fits.all(), torch.stack(errors).max(), torch.inf)
-        found[pair] = found[pair[::-1]] = change
+        exact = torch.cat([layers[layer] for layer in pair], dim=1)
+        encoded, fits = form.encode_units(exact)
+        change = _change(form.decode_units(encoded), exact, form.dim)
+        found[pair] = found[pair[::-1]] = torch.where(fits.all(), change, torch.inf)
     return found
 
 
@@ -204,7 +177,7 @@ def _change(back: torch.Tensor, exact: torch.Tensor, dim: int) -> torch.Tensor:
     # All tokens count alike: one that stands out would hide what the others lose.
     got, want = (part.float().unflatten(-1, (-1, dim)) for part in (back, exact))
     size = want.square().mean(-1, keepdim=True).sqrt().clamp_min(1e-12)
-    errors = ((got - want) / size).square()  # [p, 2, units, tokens, heads, dim]
+    errors = ((got - want) / size).square()  # [p, 4, units, tokens, heads, dim]
     return errors.mean((0, 3, 5)).sqrt().max()
 
 

@@ -12,7 +12,6 @@ from hcache_backend.format.units import WHOLE, Segment, Share
 from hcache_backend.host.segments import KVSegments
 from hcache_backend.krul.pair_forms import (
     PAIR_FORMS,
-    Fp8Pair,
     MergedPair,
     PairSlot,
     changes_of_merges,
@@ -20,8 +19,8 @@ from hcache_backend.krul.pair_forms import (
 from hcache_backend.krul.paired_layout import PairedLayout, Slot
 from hcache_backend.restore.layers import RestoredLayer
 from hcache_backend.streams import to_device
-from hcache_kernels.codecs import UnsupportedRows, make_segment_codec
-from hcache_kernels.pages import gather_pages, scatter_rows
+from hcache_kernels.codecs import Fp8, UnsupportedRows, make_segment_codec
+from hcache_kernels.pages import gather_pages, scatter_pages
 
 _AT_ONCE_BYTES = 4 << 20
 """K and V of so many bytes of a layer are merged at once: the calculation takes some thirty times
@@ -53,7 +52,7 @@ class PairedSegments(KVSegments):
         if not 0 < 2 * pairs <= len(self.layers):
             raise UnsupportedRows(f"codec 'krul' cannot make {pairs} pairs of {len(layers)} layers")
         self._pairs = pairs
-        self._units = make_segment_codec(Fp8Pair.name, *cut)
+        self._units = Fp8(*cut)
         self._slot, self._merged = PairSlot(*cut), MergedPair(*cut)
         if cut[2] == torch.bfloat16:
             self._encoder = make_segment_codec("exp4", *cut)
@@ -61,7 +60,7 @@ class PairedSegments(KVSegments):
     def layout(self, layers: Sequence[StoredLayer], share: Share) -> PairedLayout:
         """With neighbours in pairs, until others are chosen."""
         part = Segment(self._slot.slot_bytes // 2, pieces=self._units.cut.units)
-        pairs = tuple((2 * n, 2 * n + 1, Fp8Pair.name) for n in range(self._pairs))
+        pairs = tuple((2 * n, 2 * n + 1, Fp8.name) for n in range(self._pairs))
         self._layout = PairedLayout(
             self.page_size,
             tuple(layers),
@@ -122,11 +121,9 @@ class PairedSegments(KVSegments):
         """Save pages of the pool in both layers of a slot; which ones fit, bool ``[p]``."""
         fits = []
         for some, to in self._parts(held, pages):
-            first, second = (
-                self._units.read_units(self.planes(each), some) for each in slot.layers
-            )
-            rows, fit = self._slot.encode(slot.code, first, second)
-            scatter_rows(rows, memory, to, torch.zeros_like(to), slot.offset)
+            units = self._units.read_units(self._planes_of(slot), some)
+            rows, fit = self._slot.encode(slot.code, units)
+            scatter_pages(rows, memory, to, slot.offset)
             fits.append(fit)
         return torch.cat(fits)
 
@@ -136,9 +133,11 @@ class PairedSegments(KVSegments):
         """Bring back both layers of a slot."""
         for some, where in self._parts(held, pages):
             rows = gather_pages(memory, where, slot.offset, self._slot.slot_bytes)
-            decoded = self._slot.decode(slot.code, rows)
-            for each, units in zip(slot.layers, decoded, strict=True):
-                self._units.write_units(units, self.planes(each), some)
+            units = self._slot.decode(slot.code, rows)
+            self._units.write_units(units, self._planes_of(slot), some)
+
+    def _planes_of(self, slot: Slot) -> list[torch.Tensor]:
+        return [plane for layer in slot.layers for plane in self.planes(layer)]
 
     def _parts(self, *ids: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
         at_once = max(1, _AT_ONCE_BYTES // self.plain_bytes)
@@ -155,11 +154,8 @@ class PairedSegments(KVSegments):
         if part:
             return True
         cut = self._units.cut
-        units = held.view(self._units.dtype).view(2, 1, 2, cut.units, cut.tokens, cut.width)
-        if torch.equal(torch.stack(self._slot.decode(slot.code, segments[None])), units):
-            return True
-        encoded, fits = self._slot.encode(slot.code, *units)
-        return bool(fits.all()) and torch.equal(encoded[0], segments)
+        units = held.view(self._units.dtype).view(1, 4, cut.units, cut.tokens, cut.width)
+        return self._slot.stands_for(slot.code, segments[None], units)
 
     def merge_changes(self, slots: torch.Tensor) -> torch.Tensor:
         """:func:`changes_of_merges` of whole pages in ``slots`` (int64 ``[p * page_size]``, on the
@@ -181,15 +177,12 @@ class PairedSegments(KVSegments):
         back, fits = super().through_codec(layout, planes)
         pages = torch.arange(fits.shape[1])
         for first, second, code in layout.pairs:
-            pair = [[plane.cpu() for plane in planes[layer]] for layer in (first, second)]
-            rows, fit = self._slot.encode(
-                code, *(self._units.read_units(each, pages) for each in pair)
-            )
-            decoded = self._slot.decode(code, rows)
-            for layer, units in zip((first, second), decoded, strict=True):
-                back[layer] = [torch.empty_like(plane) for plane in pair[0]]
-                self._units.write_units(units, back[layer], pages)
-                fits[layer] = fit
+            pair = [plane.cpu() for layer in (first, second) for plane in planes[layer]]
+            rows, fits[first] = self._slot.encode(code, self._units.read_units(pair, pages))
+            fits[second] = fits[first]
+            both = [torch.empty_like(plane) for plane in pair]
+            self._units.write_units(self._slot.decode(code, rows), both, pages)
+            back[first], back[second] = both[:2], both[2:]
         return back, fits
 
 

@@ -15,8 +15,8 @@ import torch
 
 from hcache_backend.streams import Event, Stream, current_stream, host_tensor, new_stream
 from hcache_kernels.launch import most_copy_programs
-from hcache_kernels.page_kernels import gather_launch
 from hcache_kernels.pages import gather_pages
+from hcache_kernels.pages.kernel import gather_launch
 
 logger = logging.getLogger("hcache")
 

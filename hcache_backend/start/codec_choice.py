@@ -18,7 +18,7 @@ from hcache_backend.projection.projector import Projector
 from hcache_backend.sglang.runtime import Runtime
 from hcache_backend.start.agreement import Refused, all_or_none
 from hcache_backend.start.self_check import Probe
-from hcache_kernels.codecs import Codec, ExactCodec, UnsupportedRows, make_codec
+from hcache_kernels.codecs import Codec, UnsupportedRows, make_codec
 
 logger = logging.getLogger("hcache")
 
@@ -131,7 +131,7 @@ def hidden_as_they_are(name: str, width: int, dtype: torch.dtype, refused: Refus
         name,
         refused,
     )
-    return ExactCodec(width, dtype)
+    return make_codec("none", width, dtype)
 
 
 def _proven(name: str, probe: Probe, projector: Projector) -> Codec:

@@ -1,8 +1,5 @@
-"""Codecs for stored hidden states, and for K and V.
+"""Codecs for stored hidden states, and for K and V: one interface (:mod:`.codec`).
 
-Hidden states are encoded row by row:
-
-====== ======================== ============================== ====================================
 name   rows                     bytes of a row of d values     what comes back
 ====== ======================== ============================== ====================================
 none   any                      those of the row               every bit
@@ -14,45 +11,53 @@ fp8    float32, 16-bit floats   d + 4, to a multiple of 16     error at most 1/1
 
 K and V are encoded unit by unit (:mod:`hcache_backend.format.units`): ``exp4`` of bfloat16,
 ``int8`` and ``fp8`` of 16-bit floats.
+=======
+====== ============================== ========================== ==================================
+name   takes                          bytes                      what comes back
+====== ============================== ========================== ==================================
+none   any hidden states              those of the values        every bit
+exp4   bfloat16                       49/64 of them, if a unit   every bit
+                                      has 256 values
+int8   float32 (hidden states only),  a byte per value, and one  error at most 1/254 of the line's
+       bfloat16, float16              value per line             largest magnitude
+fp8    as int8                        as int8                    error at most 1/16 of each value
+====== ============================== ========================== ==================================
 """
 
 from __future__ import annotations
 
 import torch
 
-from .base import Codec, ExactCodec, UnsupportedRows
-from .exp4 import Cut, Exp4Codec
-from .scaled import Fp8Codec, Int8Codec
-from .scaled_segments import Fp8Segments, Int8Segments
-from .segment_codecs import Exp4Segments, SegmentCodec
+from .codec import KV, Codec, ExactCodec, UnsupportedRows
+from .exp4 import Exp4
+from .scaled import Fp8, Int8
+from .units import Cut
 
 __all__ = [
     "CODECS",
+    "KV",
     "SEGMENT_CODECS",
     "Codec",
     "Cut",
     "ExactCodec",
-    "SegmentCodec",
+    "Fp8",
     "UnsupportedRows",
     "make_codec",
     "make_segment_codec",
 ]
 
-CODECS: dict[str, type[Codec]] = {
-    codec.name: codec for codec in (ExactCodec, Exp4Codec, Int8Codec, Fp8Codec)
-}
+CODECS: dict[str, type[Codec]] = {codec.name: codec for codec in (ExactCodec, Exp4, Int8, Fp8)}
 
-SEGMENT_CODECS: dict[str, type[SegmentCodec]] = {
-    codec.name: codec for codec in (Exp4Segments, Int8Segments, Fp8Segments)
-}
+SEGMENT_CODECS = {name: codec for name, codec in CODECS.items() if codec is not ExactCodec}
+"""Those of K and V, which are copied as they are without one."""
 
 
 def make_codec(name: str, hidden_size: int, dtype: torch.dtype) -> Codec:
     """The codec ``name`` for rows of ``hidden_size`` values, or UnsupportedRows."""
-    return CODECS[name](hidden_size, dtype)
+    return CODECS[name].of_rows(hidden_size, dtype)
 
 
-def make_segment_codec(name: str, cut: Cut, dim: int, dtype: torch.dtype) -> SegmentCodec:
+def make_segment_codec(name: str, cut: Cut, dim: int, dtype: torch.dtype) -> Codec:
     """The codec ``name`` for K and V cut into such units, in heads of ``dim`` values, or
-    UnsupportedRows."""
+    UnsupportedRows; a KeyError if there is none of that name."""
     return SEGMENT_CODECS[name](cut, dim, dtype)

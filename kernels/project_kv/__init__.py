@@ -43,14 +43,9 @@ __all__ = [
 
 
 def project_kv(call: ProjectionCall, way: Way | None = None) -> None:
-    """Write K and V of ``n`` tokens into their slots of the pool (paper section 3.1).
-
-    Values of positions and slots are checked here only when they are on the CPU; see
-    :func:`check_rows`. ``way`` is taken in the place of the fastest one.
-
-    Raises:
-        ValueError: The arguments do not fit together. Nothing was written.
-    """
+    """Write K and V of ``n`` tokens into their slots of the pool (paper section 3.1), by ``way`` or
+    the fastest one. A ValueError says which arguments do not fit together; then nothing was
+    written. Values of positions and slots are checked only on the CPU (:func:`check_rows`)."""
     check_call(call)
     n, device = len(call.hidden), call.hidden.device
     if device.type != "cuda":
@@ -69,14 +64,8 @@ def project_kv(call: ProjectionCall, way: Way | None = None) -> None:
 def compute_kv(
     hidden: torch.Tensor, positions: torch.Tensor, projection: KVProjection
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V of ``n`` tokens, computed exactly as :func:`project_kv` does.
-
-    Returns:
-        K and V ``[n, kv_heads, head_dim]`` in the type of ``hidden``.
-
-    Raises:
-        ValueError: The arguments do not fit together.
-    """
+    """K and V of ``n`` tokens, ``[n, kv_heads, head_dim]`` in the type of ``hidden``, computed
+    exactly as :func:`project_kv` does; a ValueError as there."""
     shape = (len(hidden), projection.kv_heads, projection.head_dim)
     pool = KVPool(hidden.new_empty(shape), hidden.new_empty(shape))
     slots = torch.arange(len(hidden), device=hidden.device)

@@ -119,12 +119,9 @@ def ways_in_use(projection: KVProjection, pool_type: torch.dtype) -> list[Way | 
 
 
 def measure_choice(projection: KVProjection, pool_type: torch.dtype) -> None:
-    """Time every way for a layer on its CUDA device, on random hidden states, and keep the times.
-
-    It compiles every configuration, which takes seconds, and allocates the hidden states, K and V
-    of the largest number of tokens. What the device's table has for layers of this kind is not
-    measured again.
-    """
+    """Time every way for a layer on its CUDA device, on random hidden states, unless the device's
+    table has that kind of layer. It compiles every configuration, which takes seconds, and
+    allocates the hidden states, K and V of the largest number of tokens."""
     device = projection.weight.device
     kind = kind_of(projection)
     table = device_table(device.index)

@@ -5,9 +5,6 @@ dimensions that RoPE turns together, so that turning moves nothing between threa
 are not turned are paired too, any way that covers them.
 """
 
-# Kernels have no types to state.
-# mypy: disallow-untyped-defs=False
-
 from __future__ import annotations
 
 import triton
@@ -48,30 +45,25 @@ def project_kv_kernel(
     PAIRS: tl.constexpr,
     ROTARY_DIM: tl.constexpr,
     INTERLEAVED: tl.constexpr,
-    ROUND_NORMED: tl.constexpr,
-    ROUND_NORM: tl.constexpr,
-    ROUND_TABLE: tl.constexpr,
-    ROUND_COS_PRODUCTS: tl.constexpr,
-    ROUND_SIN_PRODUCTS: tl.constexpr,
+    ROUNDING: tl.constexpr,  # Rounding
     KEYS_BY_ROW: tl.constexpr,
     PARTS: tl.constexpr,  # 1: only K
-    ROWS: tl.constexpr,
-    TILE_HEADS: tl.constexpr,
-    TILE_DEPTH: tl.constexpr,
-    GROUP: tl.constexpr,
+    TILE: tl.constexpr,  # TileConfig
     DEPTH_EVEN: tl.constexpr,
     COLUMNS_EVEN: tl.constexpr,
 ):
-    """One program: ``ROWS`` tokens x ``TILE_HEADS`` heads of K, or of V."""
+    """One program: a tile of tokens and heads of K, or of V."""
+    ROWS: tl.constexpr = TILE.rows
+    TILE_HEADS: tl.constexpr = TILE.heads
     MODEL: tl.constexpr = source.dtype.element_ty
     HEAD_TILES: tl.constexpr = (KV_HEADS + TILE_HEADS - 1) // TILE_HEADS
     # Programs that run at the same time share rows and weights, which then come from L2.
     program = tl.program_id(0)
     row_tiles = tl.cdiv(n, ROWS)
-    group = program // (GROUP * PARTS * HEAD_TILES)
-    group_rows = tl.minimum(row_tiles - group * GROUP, GROUP)
-    within = program % (GROUP * PARTS * HEAD_TILES)
-    row_tile = group * GROUP + within % group_rows
+    group = program // (TILE.group * PARTS * HEAD_TILES)
+    group_rows = tl.minimum(row_tiles - group * TILE.group, TILE.group)
+    within = program % (TILE.group * PARTS * HEAD_TILES)
+    row_tile = group * TILE.group + within % group_rows
     head_tile = within // group_rows
     is_key = head_tile < HEAD_TILES
     first_head = (head_tile % HEAD_TILES) * TILE_HEADS
@@ -100,7 +92,7 @@ def project_kv_kernel(
         column_mask = (first_head + tile_head < KV_HEADS) & (column_pair < HEAD_DIM // 2)
 
         # 64-bit addresses of the tile's corner, 32-bit offsets in it: half the registers.
-        inner = tl.arange(0, TILE_DEPTH)
+        inner = tl.arange(0, TILE.depth)
         source += (row_tile * ROWS).to(tl.int64) * source_stride
         weight += first_column.to(tl.int64) * weight_stride
         # Rows past the end repeat the last one, so that loading them needs no mask.
@@ -108,7 +100,7 @@ def project_kv_kernel(
         x_at = tile_row[:, None] * source_stride + inner[None, :]
         w_at = tile_column[None, :] * weight_stride + inner[:, None]
         product = tl.zeros((ROWS, TILE_HEADS * 2 * PAIRS), dtype=tl.float32)
-        for start in tl.range(0, depth, TILE_DEPTH):
+        for start in tl.range(0, depth, TILE.depth):
             if DEPTH_EVEN:
                 x = tl.load(source + x_at)
             else:
@@ -119,8 +111,8 @@ def project_kv_kernel(
                 w_mask = column_mask[None, :] & (inner[:, None] < depth - start)
                 w = tl.load(weight + w_at, mask=w_mask, other=0.0)
             product = tl.dot(x, w, product, input_precision="ieee")
-            source += TILE_DEPTH
-            weight += TILE_DEPTH
+            source += TILE.depth
+            weight += TILE.depth
         if bias is not None:
             added = tl.load(bias + first_column + tile_column, mask=column_mask, other=0.0)
             product += added.to(tl.float32)[None, :]
@@ -133,7 +125,7 @@ def project_kv_kernel(
             SIZE: tl.constexpr = KV_HEADS * HEAD_DIM if OVER_ALL else HEAD_DIM
             real = head_mask[:, None] & (pair < HEAD_DIM // 2)[None, :]
             a, b = _normalise(a, b, real, epsilon, NORM, OVER_ALL, SIZE)
-            a, b = _rounded(a, MODEL, ROUND_NORMED), _rounded(b, MODEL, ROUND_NORMED)
+            a, b = _rounded(a, MODEL, ROUNDING.normed), _rounded(b, MODEL, ROUNDING.normed)
             if norm_weight is not None:
                 weight_at = norm_weight + heads[:, None] * norm_weight_head_stride
                 a = a * _parameter(weight_at + first[None, :], real)
@@ -142,15 +134,15 @@ def project_kv_kernel(
                 bias_at = norm_bias + heads[:, None] * norm_bias_head_stride
                 a = a + _parameter(bias_at + first[None, :], real)
                 b = b + _parameter(bias_at + second[None, :], real)
-            a, b = _rounded(a, MODEL, ROUND_NORM), _rounded(b, MODEL, ROUND_NORM)
+            a, b = _rounded(a, MODEL, ROUNDING.norm), _rounded(b, MODEL, ROUNDING.norm)
         if ROTARY_DIM > 0:
             position = tl.load(positions + rows, mask=row_mask, other=0)
             cos, sin = _cos_sin(cos_sin, position, row_mask, PAIRS, ROTARY_DIM)
-            cos, sin = _rounded(cos, MODEL, ROUND_TABLE), _rounded(sin, MODEL, ROUND_TABLE)
-            a_cos = _rounded(a * cos, MODEL, ROUND_COS_PRODUCTS)
-            b_cos = _rounded(b * cos, MODEL, ROUND_COS_PRODUCTS)
-            a_sin = _rounded(a * sin, MODEL, ROUND_SIN_PRODUCTS)
-            b_sin = _rounded(b * sin, MODEL, ROUND_SIN_PRODUCTS)
+            cos, sin = _rounded(cos, MODEL, ROUNDING.table), _rounded(sin, MODEL, ROUNDING.table)
+            a_cos = _rounded(a * cos, MODEL, ROUNDING.cos_products)
+            b_cos = _rounded(b * cos, MODEL, ROUNDING.cos_products)
+            a_sin = _rounded(a * sin, MODEL, ROUNDING.sin_products)
+            b_sin = _rounded(b * sin, MODEL, ROUNDING.sin_products)
             a, b = a_cos - b_sin, b_cos + a_sin
         key_row = rows if KEYS_BY_ROW else slot
         k_at = pool_k + (key_row.to(tl.int64) * k_slot_stride)[:, None, None]

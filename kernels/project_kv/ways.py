@@ -1,15 +1,13 @@
 """The ways of ``project_kv`` on Triton, with their tiles and schedules. Tests compile every one.
 
-- fused: one launch multiplies, and finishes K and V on the accumulators. Nothing but hidden states
-  and weights is read and nothing but the pool is written.
+- fused: one launch multiplies, and finishes K and V on the accumulators.
 - library: cuBLAS, through torch, multiplies and adds the bias before it rounds; the same kernel
-  then reads the product. That product is as fast as products get on the device; the price is that
-  K and V go through memory once more.
+  then reads the product. No product is faster, but K and V go through memory once more.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -20,32 +18,20 @@ from ..launch import Launch
 from .kernel import project_kv_kernel
 from .spec import FP8_TYPES, KVProjection, LayerKind, ProjectionCall
 
-EPILOGUE_TILE = 4096
-"""Numbers that a program without a product holds: 32 a thread in 4 warps."""
-
-LARGEST_ROW = 16384
-"""Numbers of a row of K that a norm over all heads may hold in one program, padding included."""
+EPILOGUE_TILE = 4096  # numbers that a program without a product holds: 32 a thread in 4 warps
+LARGEST_ROW = 16384  # numbers of a row of K, padded, in a program with a norm over all heads
 
 
 @dataclass(frozen=True)
 class TileConfig:
-    """Tile and schedule of the kernel.
+    """Tile and schedule of the kernel."""
 
-    Attributes:
-        rows: Tokens of a tile.
-        heads: Heads of a tile, all of K or all of V.
-        depth: Hidden dimensions that are multiplied at a time; 0: the product is finished.
-        warps: Warps of a program.
-        stages: Tiles in flight between memory and the tensor cores.
-        group: Row tiles that share the weights they read.
-    """
-
-    rows: int
-    heads: int
-    depth: int
-    warps: int
-    stages: int
-    group: int = 8
+    rows: int  # tokens of a tile
+    heads: int  # of a tile, all of K or all of V
+    depth: int  # hidden dimensions that are multiplied at a time; 0: the product is finished
+    warps: int  # of a program
+    stages: int  # tiles in flight between memory and the tensor cores
+    group: int = 8  # row tiles that share the weights they read
 
 
 def head_pairs(head_dim: int) -> int:
@@ -149,21 +135,14 @@ def fused_launches(call: ProjectionCall, config: TileConfig) -> list[Launch]:
 
 
 def epilogue_launch(kv: torch.Tensor, call: ProjectionCall) -> Launch:
-    """Norm, RoPE and scatter of a finished product.
-
-    Args:
-        kv: ``[n, 2 * kv_heads * head_dim]``, bias added; or only its K half, and V is left alone.
-    """
+    """Norm, RoPE and scatter of a finished product with its bias, ``[n, 2 * kv_heads * head_dim]``;
+    or of its K half alone: then nothing writes V."""
     return _launch(replace(call, hidden=kv), epilogue_config(call.projection))
 
 
 def _launch(call: ProjectionCall, config: TileConfig, keys_by_row: bool = False) -> Launch:
-    """The kernel's launch.
-
-    Args:
-        call: Its hidden states are the finished product where ``config`` has no depth.
-        keys_by_row: K of token i goes to row i of ``pool.k`` instead of its slot.
-    """
+    """The kernel's launch. If ``config`` has no depth, hidden states are the finished product.
+    With ``keys_by_row`` K of token i goes to row i of ``pool.k`` instead of its slot."""
     source, projection, pool = call.hidden, call.projection, call.pool
     n, depth = source.shape
     heads, dim, pairs = projection.kv_heads, projection.head_dim, head_pairs(projection.head_dim)
@@ -212,13 +191,10 @@ def _launch(call: ProjectionCall, config: TileConfig, keys_by_row: bool = False)
             "PAIRS": pairs,
             "ROTARY_DIM": rotary.rotary_dim if rotary else 0,
             "INTERLEAVED": rotary is not None and rotary.style == "interleaved",
-            **{f"ROUND_{name.upper()}": on for name, on in asdict(projection.rounding).items()},
+            "ROUNDING": projection.rounding,
             "KEYS_BY_ROW": keys_by_row,
             "PARTS": parts,
-            "ROWS": config.rows,
-            "TILE_HEADS": config.heads,
-            "TILE_DEPTH": config.depth,
-            "GROUP": config.group,
+            "TILE": config,
             "DEPTH_EVEN": config.depth > 0 and depth % config.depth == 0,
             "COLUMNS_EVEN": heads % config.heads == 0 and dim == 2 * pairs,
         },

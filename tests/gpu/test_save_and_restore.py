@@ -37,7 +37,7 @@ class Engine:
 
     def __init__(self, device: str) -> None:
         self.device = device
-        codec = ExactCodec(WIDTH, DTYPE)
+        codec = ExactCodec.of_rows(WIDTH, DTYPE)
         self.layout = PageLayout(PAGE, (hidden_layer(PAGE, codec.row_bytes, WIDTH),) * LAYERS)
         pages = HOST_PAGES + DEVICE_PAGES
         self.memory = torch.zeros(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from hcache_kernels.codecs.exp4_code import WINDOW, most_exceptions
+from hcache_kernels.codecs.exp4.reference import WINDOW, form_of
 
 
 def bits_of(rows: torch.Tensor) -> torch.Tensor:
@@ -33,7 +33,7 @@ def full_rows(width: int) -> np.ndarray:
     """Exponents of two rows: as many exceptions as ``exp4`` has room for, and one more."""
     rows = np.full((2, width), 120)
     for more, row in enumerate(rows):
-        exceptions = most_exceptions(width) + more
+        exceptions = form_of(width).most + more
         row[-exceptions:] = 40
         row[:exceptions] = 1  # as frequent and lower: the extra exponent
     return rows

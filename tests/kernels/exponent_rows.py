@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import strategies as st
 
-from hcache_kernels.codecs.exp4_code import WINDOW, most_exceptions
+from hcache_kernels.codecs.exp4.reference import WINDOW, form_of
 
 
 @st.composite
 def exponent_rows(draw: st.DrawFn, hidden_size: int) -> np.ndarray:
     """Exponents of one row: most in one window, and about as many outside as the codec holds."""
-    most = most_exceptions(hidden_size)
+    most = form_of(hidden_size).most
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     base = draw(st.integers(0, 256 - WINDOW))
     width = draw(st.integers(1, WINDOW))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from hcache_kernels.codecs.exp4_code import WINDOW, most_exceptions
+from hcache_kernels.codecs.exp4.reference import WINDOW, form_of
 
 Make = Callable[[np.random.Generator, int, int], np.ndarray]
 """Exponents, or whole bits where they are 16-bit integers, of ``[count, n]``."""
@@ -63,7 +63,7 @@ def _full(rng: np.random.Generator, count: int, n: int) -> np.ndarray:
     """About as many exceptions as there is room for, at places of any kind."""
     exponents = np.full((count, n), 120, dtype=np.uint8)
     exponents += rng.integers(0, WINDOW, (count, n), dtype=np.uint8)
-    outside = most_exceptions(n) + rng.integers(-1, 2, count)
+    outside = form_of(n).most + rng.integers(-1, 2, count)
     for unit, most in zip(exponents, outside, strict=True):
         places = rng.permutation(n)[: 2 * most] if rng.random() < 0.5 else np.arange(2 * most)
         unit[places[:most]] = rng.integers(0, 100)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from hcache_backend.format.page import PageLayout, hidden_layer
 from hcache_kernels.codecs import CODECS, Codec, UnsupportedRows, make_codec
-from hcache_kernels.codecs.exp4_code import most_exceptions
+from hcache_kernels.codecs.exp4.reference import form_of
 from tests.kernels.codec_rows import bfloat16, bits_of, exceptions_of, float_rows, full_rows
 from tests.kernels.exponent_rows import exponent_rows
 
@@ -43,7 +43,7 @@ def test_exp4_gives_back_every_bit_or_says_that_it_cannot(exponents: np.ndarray,
     codec = make_codec("exp4", WIDTH, torch.bfloat16)
     rows = bfloat16(exponents[None], seed)
     decoded, ok = round_trip(codec, rows)
-    assert ok.item() == (exceptions_of(exponents) <= most_exceptions(WIDTH))
+    assert ok.item() == (exceptions_of(exponents) <= form_of(WIDTH).most)
     assert not ok or torch.equal(bits_of(decoded), bits_of(rows))
 
 
@@ -68,8 +68,8 @@ def test_exp4_takes_at_most_49_64ths_of_the_bytes() -> None:
     [
         ("none", 512, "2d0a8e7a10a3055e"),
         ("exp4.2", 392, "2c7c4b7480b5423f"),
-        ("int8", 272, "6fa022fc81f039b3"),
-        ("fp8", 272, "84f1e661ec6c3b8e"),
+        ("int8.2", 272, "4a3bbd8b19335ad1"),
+        ("fp8.2", 272, "f4f1a5342d06f470"),
     ],
 )
 def test_encoded_rows_are_part_of_the_page_format(code: str, row_bytes: int, digest: str) -> None:
@@ -176,8 +176,18 @@ def test_no_rows_are_no_bytes(name: str) -> None:
         ("exp4", 256, torch.float16, "takes bfloat16 hidden states, not torch.float16"),
         ("exp4", 264, torch.bfloat16, "a multiple of 16 and at most 65536, not 264"),
         ("exp4", 65552, torch.bfloat16, "a multiple of 16 and at most 65536, not 65552"),
-        ("int8", 256, torch.float64, "codec 'int8' takes torch.float32, torch.bfloat16"),
-        ("fp8", 256, torch.int8, "codec 'fp8' takes torch.float32, torch.bfloat16"),
+        (
+            "int8",
+            256,
+            torch.float64,
+            "takes hidden states in float32, bfloat16 or",
+        ),
+        (
+            "fp8",
+            256,
+            torch.int8,
+            "bfloat16 or float16, not torch.int8",
+        ),
     ],
 )
 def test_rows_that_a_codec_cannot_hold_are_refused(
@@ -192,7 +202,7 @@ def test_rows_that_a_codec_cannot_hold_are_refused(
 def test_other_rows_than_those_it_was_made_for_are_refused(name: str) -> None:
     codec = make_codec(name, WIDTH, torch.bfloat16)
     for rows in (torch.zeros(2, WIDTH), torch.zeros(2, 128).bfloat16(), torch.zeros(WIDTH)):
-        with pytest.raises(ValueError, match=r"takes rows \[n, 256\] of torch.bfloat16, not"):
+        with pytest.raises(ValueError, match=r"rows: .* is not (\[n, 256\]|bfloat16)"):
             codec.encode(rows)
-    with pytest.raises(ValueError, match="takes encoded rows"):
+    with pytest.raises(ValueError, match="encoded: "):
         codec.decode(torch.zeros(2, codec.row_bytes + 8, dtype=torch.uint8))

@@ -11,10 +11,10 @@ import pytest
 import torch
 import triton
 
-from hcache_kernels import page_kernels
 from hcache_kernels.codecs import Cut, make_codec, make_segment_codec
 from hcache_kernels.launch import Launch
-from hcache_kernels.layers import LayerTable
+from hcache_kernels.pages import kernel as page_kernels
+from hcache_kernels.pages.kernel import LayerTable
 from hcache_kernels.project_kv import (
     KeyNorm,
     KVPool,
@@ -178,8 +178,8 @@ def codec_launch(codec: str, decode: bool, width: int, dtype: torch.dtype) -> La
     made = make_codec(codec, width, dtype)
     rows, encoded = empty(N, width, dtype=dtype), empty(N, made.row_bytes)
     if decode:
-        return made.decode_launch(encoded, rows)
-    return made.encode_launch(rows, encoded, empty(N))
+        return made.decode_launch(encoded, (rows,), None)
+    return made.encode_launch((rows,), None, encoded, None, 0, empty(N))
 
 
 def segments_launch(name: str, decode: bool, cut: Cut, dim: int, dtype: torch.dtype) -> Launch:
@@ -234,7 +234,7 @@ def gather_layers(length: int) -> Launch:
 
 def scatter(row_bytes: int) -> Launch:
     memory = empty(N, 4096 + 64 * row_bytes)
-    return page_kernels.scatter_launch(empty(N, row_bytes), memory, ids(N), ids(N), 4096)
+    return page_kernels.gather_launch(memory, ids(N), 4096, empty(N, row_bytes), save=True)
 
 
 def transfer_jobs(capability: tuple[int, int]) -> Jobs:
@@ -395,7 +395,7 @@ def launches_of(n: int) -> dict[str, Launch]:
         "gather planes": page_kernels.gather_planes_launch(
             memory, some, offset, [pool, pool], some
         ),
-        "scatter": page_kernels.scatter_launch(empty(n, row), memory, some, some, offset),
+        "scatter": page_kernels.gather_launch(memory, some, offset, empty(n, row), save=True),
         "begin": begin(n),
         "stage": stage_launch(empty(n, row), ids(n), ids(1), staged, 0),
         "save": save_launch(
@@ -407,8 +407,8 @@ def launches_of(n: int) -> dict[str, Launch]:
         "judge": judge_launch(places[:, n : 2 * n], n, empty(n)),
         "judge layer by layer": judge_launch(ids(LAYERS, n), n, empty(n)),
         "project": fused_launches(replace(call, **tokens), config)[0],
-        "encode": exp4.encode_launch(rows, encoded, empty(n)),
-        "decode": exp4.decode_launch(encoded, rows),
+        "encode": exp4.encode_launch((rows,), None, encoded, None, 0, empty(n)),
+        "decode": exp4.decode_launch(encoded, (rows,), None),
         "encode segments": int8.encode_launch(planes, some, memory, some, offset, flags),
         "decode segments": int8.decode_launch(segments, planes, some),
         "encode layers": int8.encode_launch(

@@ -22,7 +22,7 @@ from hcache_kernels.launch import (
     most_copy_programs,
     use_copies,
 )
-from hcache_kernels.page_kernels import gather_launch, gather_planes_launch, scatter_launch
+from hcache_kernels.pages.kernel import gather_launch, gather_planes_launch
 from hcache_kernels.staging import save_launch
 
 N, ROW, PAGE = 64, 4096, 16
@@ -46,7 +46,7 @@ def launches(**programs: int) -> list[Launch]:
     return [
         gather_launch(memory, ids, 4096, empty(N, PAGE * ROW), **programs),
         gather_planes_launch(memory, ids, 4096, [plane, plane], ids, **programs),
-        scatter_launch(empty(N, ROW), memory, ids, ids, 4096, **programs),
+        gather_launch(memory, ids, 4096, empty(N, ROW), **programs, save=True),
         save_launch(staged, ids, ids, memory, layers, PAGE, range(PAGE), **programs),
     ]
 

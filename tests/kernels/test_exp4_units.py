@@ -9,14 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from hcache_kernels.codecs.exp4_code import (
-    BLOCK_VALUES,
-    decode_units,
-    encode_units,
-    most_exceptions,
-    tail_bytes,
-    unit_bytes,
-)
+from hcache_kernels.codecs.exp4.reference import BLOCK_VALUES, decode_units, encode_units, form_of
 from tests.kernels.codec_rows import bits_of, exceptions_of
 from tests.kernels.hostile_units import HOSTILE, hostile_units
 
@@ -30,7 +23,7 @@ def exact_or_unfit(units: torch.Tensor) -> torch.Tensor:
     """Which of the units fit, bool ``[count]``; those come back to the bit."""
     n = units.shape[1]
     encoded, fits = encode_units(units)
-    assert encoded.shape == (len(units), unit_bytes(n))
+    assert encoded.shape == (len(units), form_of(n).size)
     same = (bits_of(decode_units(encoded, n)) == bits_of(units)).all(1)
     assert (same | ~fits).all()
     return fits
@@ -44,7 +37,7 @@ def check_units(kind: str, n: int, chunks: range) -> tuple[int, int]:
         fits = exact_or_unfit(units)
         exponents = (bits_of(units[:BY_HAND]).numpy() >> 7 & 0xFF).astype(np.int64)
         needed = [exceptions_of(unit) for unit in exponents]
-        assert fits[:BY_HAND].tolist() == [most <= most_exceptions(n) for most in needed]
+        assert fits[:BY_HAND].tolist() == [most <= form_of(n).most for most in needed]
         fit += int(fits.sum())
     return len(chunks) * count, fit
 
@@ -105,7 +98,7 @@ def test_the_same_values_give_the_same_bytes() -> None:
 def test_any_flipped_bit_decodes_to_something(n: int) -> None:
     """All bits of a small unit; of a large one those of the tail and some of the codes."""
     encoded, _ = encode_units(hostile_units("full", 1, n, seed=3))
-    first = 0 if n == 64 else encoded.shape[1] - tail_bytes(n) - 64
+    first = 0 if n == 64 else encoded.shape[1] - form_of(n).tail - 64
     damaged = encoded.repeat(8 * (encoded.shape[1] - first), 1)
     flips = torch.arange(len(damaged))
     damaged[flips, first + flips // 8] ^= (1 << flips % 8).to(torch.uint8)
@@ -117,7 +110,7 @@ def test_any_flipped_bit_decodes_to_something(n: int) -> None:
 @pytest.mark.parametrize("n", [16, 1024, 2 * BLOCK_VALUES])
 def test_any_bytes_decode_to_something(n: int) -> None:
     rng = np.random.default_rng(n)
-    anything = rng.integers(0, 256, (50, unit_bytes(n)), dtype=np.uint8)
+    anything = rng.integers(0, 256, (50, form_of(n).size), dtype=np.uint8)
     anything[10:20] = 0
     anything[20:30] = 255
     assert decode_units(torch.from_numpy(anything), n).shape == (50, n)

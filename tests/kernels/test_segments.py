@@ -14,8 +14,8 @@ from hcache_backend.format.page import PageLayout, StoredLayer, kv_layer
 from hcache_backend.format.units import Segment, units_of, units_per_group
 from hcache_kernels.codecs import (
     SEGMENT_CODECS,
+    Codec,
     Cut,
-    SegmentCodec,
     UnsupportedRows,
     make_segment_codec,
 )
@@ -45,21 +45,19 @@ def pool(
     return [k.to(dtype), v.to(dtype)]
 
 
-def encoded_pages(
-    codec: SegmentCodec, planes: list[torch.Tensor], items: torch.Tensor
-) -> torch.Tensor:
+def encoded_pages(codec: Codec, planes: list[torch.Tensor], items: torch.Tensor) -> torch.Tensor:
     """Encoded pages of a pool, all of which fit: uint8 ``[p, segment_bytes]``."""
     memory = torch.zeros((len(items), codec.segment_bytes), dtype=torch.uint8)
-    assert codec.encode(planes, items, memory, torch.arange(len(items)), 0).all()
+    assert codec.encode_pages(planes, items, memory, torch.arange(len(items)), 0).all()
     return memory
 
 
-def decoded_pool(codec: SegmentCodec, encoded: torch.Tensor) -> list[torch.Tensor]:
+def decoded_pool(codec: Codec, encoded: torch.Tensor) -> list[torch.Tensor]:
     cut = codec.cut
     slots = len(encoded) * cut.tokens * cut.pieces
     shape = slots, cut.groups * cut.width // codec.dim, codec.dim
     planes = [torch.empty(shape, dtype=codec.dtype) for _ in "kv"]
-    codec.decode(encoded, planes, torch.arange(len(encoded)))
+    codec.decode_pages(encoded, planes, torch.arange(len(encoded)))
     return planes
 
 
@@ -78,7 +76,7 @@ def test_segments_are_the_units_of_a_page_in_their_order(cut: Cut, name: str) ->
     codec, tokens = make_segment_codec(name, cut, DIM, torch.bfloat16), cut.tokens * cut.pieces
     planes, length = pool(cut, 3, seed=0), codec.segment_bytes
     memory = torch.full((4, length + 24), 0xA5, dtype=torch.uint8)
-    fits = codec.encode(planes, torch.tensor([2, 0]), memory, torch.tensor([1, 3]), 16)
+    fits = codec.encode_pages(planes, torch.tensor([2, 0]), memory, torch.tensor([1, 3]), 16)
     assert fits.tolist() == [True, True]
     assert (memory[[0, 2]] == 0xA5).all()
     assert (memory[:, :16] == 0xA5).all()
@@ -108,7 +106,7 @@ def test_segments_come_back_to_their_pages_and_nowhere_else(cut: Cut, name: str)
     memory = encoded_pages(codec, planes, torch.arange(4))
     exact = planes if codec.lossless else decoded_pool(codec, memory)
     back = [torch.full_like(plane, 7.0) for plane in planes]
-    codec.decode(memory[[3, 1]], back, torch.tensor([0, 2]))
+    codec.decode_pages(memory[[3, 1]], back, torch.tensor([0, 2]))
     for plane, decoded in zip(exact, back, strict=True):
         want = torch.full_like(plane, 7.0).view(4, tokens, -1)
         want[[0, 2]] = plane.view(4, tokens, -1)[[3, 1]]
@@ -155,7 +153,7 @@ def test_any_flipped_bit_of_encoded_segments_makes_the_page_a_miss(name: str) ->
     layout = PageLayout(16, (kv_layer(16, 32, 32, 2, 2, codec.code, codec.unit_bytes),))
     page = torch.zeros((1, layout.page_bytes), dtype=torch.uint8)
     first = torch.zeros(1, dtype=torch.int64)
-    codec.encode(pool(cut, 1, 30), first, page, first, layout.header_bytes)
+    codec.encode_pages(pool(cut, 1, 30), first, page, first, layout.header_bytes)
     memory, namespace, key = page[0].numpy(), bytes(16), bytes(range(32))
     layout.begin(memory, namespace, bytes(8))
     layout.seal(memory, key)
@@ -240,7 +238,7 @@ def test_a_page_with_a_value_that_is_not_finite_or_out_of_range_does_not_fit(
     assert fits.item() == (dtype == torch.float16)  # all of float16 is in range
 
 
-def holds(codec: SegmentCodec, page: torch.Tensor, plain: torch.Tensor) -> bool:
+def holds(codec: Codec, page: torch.Tensor, plain: torch.Tensor) -> bool:
     """Whether a page stands for K and V in a page that is not encoded."""
     return all(codec.holds(page, plain, unit) for unit in range(codec.cut.units))
 
@@ -292,33 +290,6 @@ def test_an_encoder_that_loses_more_than_it_says_is_noticed(
     monkeypatch.setattr(type(codec), "encode_units", coarse)
     [page] = encoded_pages(codec, planes, torch.tensor([0]))
     assert not holds(codec, page, plain)
-
-
-@pytest.mark.parametrize("name", SEGMENT_CODECS)
-def test_arguments_that_do_not_fit_together_are_refused(name: str) -> None:
-    cut = Cut(128, 16)
-    codec = make_segment_codec(name, cut, DIM, torch.bfloat16)
-    planes, pages = pool(cut, 2, seed=0), torch.arange(2)
-    length = codec.segment_bytes
-    memory = torch.zeros((2, length), dtype=torch.uint8)
-    good = (planes, pages, memory, pages, 0)
-    for number, wrong, message in (
-        (0, planes[:1], "planes are 1: must be K and V"),
-        (0, [planes[0].float()] * 2, "of torch.float32: all must be contiguous torch.bfloat16"),
-        (0, [planes[0][:20]] * 2, "20 slots of 128 values: must be whole pages of 16 slots of 128"),
-        (1, torch.tensor([0, 2]), "items go from 0 to 2: must be from 0 to 1"),
-        (1, pages.int(), r"items are \[2\] of torch.int32: must be int64 \[2\]"),
-        (2, memory.view(torch.int16), "must be contiguous uint8"),
-        (3, pages + 1, "pages go from 1 to 2: must be from 0 to 1"),
-        (4, 8, f"bytes 8 to {8 + length} of pages of {length} bytes"),
-    ):
-        arguments: list[Any] = [*good]
-        arguments[number] = wrong
-        with pytest.raises(ValueError, match=message):
-            codec.encode(*arguments)
-    with pytest.raises(ValueError, match=r"encoded is \[1, .*must be contiguous uint8 \[2, "):
-        codec.decode(memory[:1], planes, pages)
-    assert not memory.any()
 
 
 @pytest.mark.parametrize(

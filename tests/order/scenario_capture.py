@@ -41,7 +41,7 @@ class Captured:
         )
         self.staging = Staging(self.LAYERS, self.WIDTH, torch.float32, self.PLACES, GPU)
         layers = range(self.LAYERS)
-        stored_by = codec(self.WIDTH, torch.float32)
+        stored_by = codec.of_rows(self.WIDTH, torch.float32)
         self.capture = StagedCapture(self.arena, memory, self.staging, layers, stored_by)
         self.schedule, self.forward_stream = checker.stream("schedule"), checker.stream("forward")
 

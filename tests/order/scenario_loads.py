@@ -72,7 +72,7 @@ class Loading:
         hidden, offsets = methods.layers("hidden"), self.pool.layout.segment_offsets
         self.staging: Any = SimpleNamespace(layers=len(hidden), width=WIDTH, dtype=torch.float32)
         self.capture: Any = SimpleNamespace(
-            codec=EncodingCodec(WIDTH, torch.float32),
+            codec=EncodingCodec.of_rows(WIDTH, torch.float32),
             arena=self.arena,
             memory=self.pool.memory,
             segments=torch.tensor([offsets[layer] for layer in hidden], device=GPU),

@@ -11,7 +11,7 @@ import torch
 from hcache_kernels.codecs import Cut, make_codec, make_segment_codec
 from hcache_kernels.copy_engine import NoCopyEngine
 from hcache_kernels.launch import gpu_microseconds
-from hcache_kernels.pages import gather_pages, gather_planes, scatter_rows
+from hcache_kernels.pages import gather_pages, gather_planes, scatter_pages
 from hcache_kernels.project_kv import KVPool, KVProjection, ProjectionCall, choice, project_kv
 from hcache_kernels.project_kv.choice import device_table, measure_choice, ways_in_use
 from hcache_kernels.staging import NOWHERE, StagedRows, save_rows, stage_rows
@@ -63,16 +63,16 @@ def test_a_segment_codec_takes_one_launch_each_way(name: str) -> None:
     here, there = on_both(*planes, items, torch.tensor([4, 1]))
     memory = [torch.zeros(6, 64 + codec.segment_bytes, dtype=torch.uint8) for _ in range(2)]
     reached = memory[1].pin_memory()
-    fits = codec.encode(here[:2], here[2], memory[0], here[3], 64)
-    fit = codec.encode(there[:2], there[2], reached, there[3], 64)
+    fits = codec.encode_pages(here[:2], here[2], memory[0], here[3], 64)
+    fit = codec.encode_pages(there[:2], there[2], reached, there[3], 64)
     assert launched() >= 1
     assert torch.equal(fit.cpu(), fits) and fits.all()
     assert torch.equal(reached, memory[0])  # the answer was waited for
     encoded = memory[0][[4, 1], 64:].contiguous()
     back = [torch.zeros(shape, dtype=dtype) for _ in "kv"]
     on_device = [plane.to(CUDA) for plane in back]
-    codec.decode(encoded, back, items)
-    codec.decode(encoded.to(CUDA), on_device, there[2])
+    codec.decode_pages(encoded, back, items)
+    codec.decode_pages(encoded.to(CUDA), on_device, there[2])
     for one, other in zip(back, on_device, strict=True):
         assert torch.equal(one.view(torch.uint8), other.cpu().view(torch.uint8))
 
@@ -105,9 +105,9 @@ def test_planes_and_rows_go_where_the_reference_puts_them() -> None:
         assert torch.equal(one, other.cpu())
     rows = torch.randint(0, 256, (3, ROW), dtype=torch.uint8)
     want, got = pages.clone(), pages.clone().pin_memory()
-    here, there = on_both(rows, ids, places)
-    scatter_rows(here[0], want, here[1], here[2], 64)
-    scatter_rows(there[0], got, there[1], there[2], 64)
+    here, there = on_both(rows, ids)
+    scatter_pages(here[0], want, here[1], 64)
+    scatter_pages(there[0], got, there[1], 64)
     assert launched() == 1
     assert torch.equal(got, pages)  # late
     torch.cuda.synchronize()
@@ -182,7 +182,7 @@ def test_the_way_that_was_measured_to_be_fastest_projects(monkeypatch: pytest.Mo
     launched()
     project_kv(call)
     (launch,) = device.launches
-    assert launch.arguments["TILE_DEPTH"] == way.config.depth
+    assert launch.arguments["TILE"] == way.config
     want = on_cpu(call)
     project_kv(want)
     for got, true in ((call.pool.k, want.pool.k), (call.pool.v, want.pool.v)):

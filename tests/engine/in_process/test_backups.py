@@ -159,7 +159,7 @@ class Checks:
             runtime,
             Pages(machine),  # type: ignore[arg-type]
             layers,  # type: ignore[arg-type]
-            ExactCodec(WIDTH, torch.float32),
+            ExactCodec.of_rows(WIDTH, torch.float32),
             self.projector,  # type: ignore[arg-type]
             exchange=exchange,  # type: ignore[arg-type]
             order=None,

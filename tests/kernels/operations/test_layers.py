@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from hcache_kernels.codecs import Cut, make_segment_codec
-from hcache_kernels.layers import LayerTable
-from hcache_kernels.page_kernels import gather_launch, gather_planes_launch
 from hcache_kernels.pages import gather_pages, gather_planes
+from hcache_kernels.pages.kernel import LayerTable, gather_launch, gather_planes_launch
 from tests.kernels.codec_rows import bits_of
 from tests.kernels.operations.conftest import INTERPRETED
 from tests.kernels.operations.test_segments import CUTS, DIM, POISON, host, planes_of

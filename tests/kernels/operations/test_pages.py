@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hcache_kernels.page_kernels import gather_launch, gather_planes_launch, scatter_launch
-from hcache_kernels.pages import gather_pages, gather_planes, scatter_rows, scatter_rows_reference
+from hcache_kernels.pages import gather_pages, gather_planes, scatter_pages
+from hcache_kernels.pages.kernel import gather_launch, gather_planes_launch
 from tests.kernels.operations.conftest import INTERPRETED
 
 PAGES = 9
@@ -66,20 +66,16 @@ def test_gather_planes(
 
 
 @WAYS
-@pytest.mark.parametrize(("offset", "row_bytes"), [(4096, 512), (4096, 392), (8, 8), (16, 20000)])
+@pytest.mark.parametrize(("offset", "length"), [(4096, 512), (4096, 392), (8, 8), (16, 20000)])
 def test_scatter(
-    device: str, offset: int, row_bytes: int, index_type: torch.dtype, programs: int, spare: int
+    device: str, offset: int, length: int, index_type: torch.dtype, programs: int, spare: int
 ) -> None:
-    page_rows = 6
-    pages = host_pages(offset + page_rows * row_bytes + spare)
+    pages = host_pages(offset + length + spare)
     want = pages.clone()
-    places = torch.randperm(PAGES * page_rows)[:20]
-    page_ids = (places // page_rows).to(index_type)
-    row_ids = (places % page_rows).to(index_type)
-    rows = torch.randint(0, 256, (20, row_bytes), dtype=torch.uint8)
-    scatter_rows_reference(rows, want, page_ids, row_ids, offset)
-    on_device = rows.to(device), pages, page_ids.to(device), row_ids.to(device)
-    scatter_launch(*on_device, offset, programs).run()
+    ids = torch.randperm(PAGES)[:5].to(index_type)
+    rows = torch.randint(0, 256, (5, length), dtype=torch.uint8)
+    scatter_pages(rows, want, ids, offset)
+    gather_launch(pages, ids.to(device), offset, rows.to(device), programs, save=True).run()
     if not INTERPRETED:
         torch.cuda.synchronize()
     assert torch.equal(pages, want)
@@ -90,7 +86,7 @@ def test_nothing_is_moved_for_no_ids(device: str) -> None:
     none = torch.empty(0, dtype=torch.int64, device=device)
     assert gather_pages(pages, none, 0, 64).shape == (0, 64)
     before = pages.clone()
-    scatter_rows(torch.empty(0, 64, dtype=torch.uint8, device=device), pages, none, none, 0)
+    scatter_pages(torch.empty(0, 64, dtype=torch.uint8, device=device), pages, none, 0)
     plane = torch.empty(2, 4, 2, 8, dtype=torch.uint8, device=device)
     gather_planes(pages, none, 0, [plane, plane], none)
     assert torch.equal(pages, before)

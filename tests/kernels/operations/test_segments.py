@@ -7,9 +7,8 @@ from itertools import product
 import pytest
 import torch
 
-from hcache_kernels.codecs import Cut, make_segment_codec
-from hcache_kernels.codecs.exp4 import Exp4Codec
-from hcache_kernels.codecs.exp4_code import BLOCK_VALUES, decode_units, tail_bytes
+from hcache_kernels.codecs import Cut, make_codec, make_segment_codec
+from hcache_kernels.codecs.exp4.reference import BLOCK_VALUES, decode_units, form_of
 from tests.kernels.codec_rows import bits_of
 from tests.kernels.hostile_units import HOSTILE, hostile_units
 from tests.kernels.operations.conftest import INTERPRETED
@@ -106,15 +105,17 @@ def test_decoded_segments(cut: Cut, name: str, dtype: torch.dtype, kind: str, de
 @pytest.mark.parametrize("kind", HOSTILE)
 def test_hostile_units(kind: str) -> None:
     for n, count in ((64, 20), (BLOCK_VALUES + 16, 2)):
-        same_as_reference(Exp4Codec(n, torch.bfloat16), hostile_units(kind, count, n, seed=5))
+        same_as_reference(
+            make_codec("exp4", n, torch.bfloat16), hostile_units(kind, count, n, seed=5)
+        )
 
 
 @pytest.mark.parametrize("n", [64, BLOCK_VALUES + 16])
 def test_damaged_units_are_decoded_from_their_own_bytes(n: int, device: str) -> None:
     """Whatever stands around a unit and whatever its starts say, the values are the same."""
-    codec = Exp4Codec(n, torch.bfloat16)
-    encoded, _ = codec.encode_reference(hostile_units("full", 1, n, seed=6))
-    tail = encoded.shape[1] - tail_bytes(n)
+    codec = make_codec("exp4", n, torch.bfloat16)
+    encoded, _ = codec.encode(hostile_units("full", 1, n, seed=6))
+    tail = encoded.shape[1] - form_of(n).tail
     # A byte of codes, the window, the extra exponent, the start or exceptions.
     flips = torch.arange(8 * (tail - 1), 8 * (tail + 5), 1 if n == 64 else 3)
     damaged = encoded.repeat(len(flips), 1)
@@ -124,5 +125,5 @@ def test_damaged_units_are_decoded_from_their_own_bytes(n: int, device: str) -> 
         memory = torch.full((len(damaged) + 2, codec.row_bytes), around, dtype=torch.uint8)
         memory[1:-1] = damaged
         decoded = torch.empty((len(damaged), n), dtype=torch.bfloat16, device=device)
-        codec.decode_launch(memory.to(device)[1:-1], decoded).run()
+        codec.decode_launch(memory.to(device)[1:-1], (decoded,), None).run()
         assert torch.equal(bits_of(decoded.cpu()), want)

@@ -24,8 +24,8 @@ class PickyCodec(ExactCodec):
 
     is_view = False
 
-    def encode_reference(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return rows.view(torch.uint8), ~rows[:, 0].isnan()
+    def encode_units(self, units: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return super().encode_units(units)[0], ~units[:, 0, 0, 0, 0].isnan()
 
 
 class Machine:
@@ -43,7 +43,7 @@ class Machine:
             lambda page: LAYOUT.stamp(page, NAMESPACE, WRITER),
             keeps_unfit=keeps_unfit,
         )
-        codec = (ExactCodec if is_view else PickyCodec)(WIDTH, torch.float32)
+        codec = (ExactCodec if is_view else PickyCodec).of_rows(WIDTH, torch.float32)
         self.staging = Staging(LAYERS, WIDTH, torch.float32, places, "cpu")
         self.capture = StagedCapture(self.arena, memory, self.staging, range(LAYERS), codec)
         self.rows: dict[int, torch.Tensor] = {}  # slot -> [layers, width]

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from hcache_backend.format.units import units_per_group
-from hcache_backend.krul.pair_forms import PAIR_FORMS, Fp8Pair, MergedPair, PairSlot
+from hcache_backend.krul.pair_forms import PAIR_FORMS, MergedPair, PairSlot
 from hcache_backend.krul.selection import Strategy
-from hcache_kernels.codecs import Cut, UnsupportedRows
-from hcache_kernels.codecs.scaled_segments import Fp8Segments
+from hcache_kernels.codecs import Codec, Cut, Fp8, UnsupportedRows
 
 DIM = 16
 CUT = Cut(width=2 * DIM, tokens=32, groups=2, pieces=2)
@@ -21,6 +20,14 @@ DTYPES = (torch.bfloat16, torch.float16)
 
 def layer(seed: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.randn(SHAPE, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def encode(form: Codec, *layers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return form.encode_units(torch.cat(layers, dim=1))
+
+
+def decode(form: Codec, encoded: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return form.decode_units(encoded).split(2, dim=1)
 
 
 def vectors(units: torch.Tensor) -> torch.Tensor:
@@ -33,9 +40,9 @@ def test_layers_of_the_same_directions_come_back(dtype: torch.dtype) -> None:
     first = layer(1, dtype)
     second = 3 * first
     form = MergedPair(CUT, DIM, dtype)
-    encoded, fits = form.encode(first, second)
+    encoded, fits = encode(form, first, second)
     assert fits.all()
-    for found, wanted in zip(form.decode(encoded), (first, second), strict=True):
+    for found, wanted in zip(decode(form, encoded), (first, second), strict=True):
         error = (vectors(found) - vectors(wanted)).abs()
         # A direction, a magnitude and their product are each rounded by half an epsilon at most.
         bound = 1.6 * torch.finfo(dtype).eps * vectors(wanted).abs() + 1e-6
@@ -46,7 +53,7 @@ def test_layers_of_the_same_directions_come_back(dtype: torch.dtype) -> None:
 def test_magnitudes_stay_and_directions_meet_halfway(dtype: torch.dtype) -> None:
     first, second = layer(1, dtype), 2 * layer(2, dtype)
     form = MergedPair(CUT, DIM, dtype)
-    back = [vectors(part) for part in form.decode(form.encode(first, second)[0])]
+    back = [vectors(part) for part in decode(form, encode(form, first, second)[0])]
     exact = [vectors(part) for part in (first, second)]
     kept = (back[0] == exact[0]).flatten(-2).all(-1)
     assert (kept.sum(-1) == CUT.tokens // 16).all()
@@ -69,7 +76,7 @@ def test_tokens_that_differ_most_come_back_exactly() -> None:
     far = torch.tensor([5, 20])  # one of 16 tokens of a unit
     second[..., far, :] = -first[..., far, :] + 0.1 * layer(3)[..., far, :]
     form = MergedPair(CUT, DIM, torch.bfloat16)
-    back = form.decode(form.encode(first, second)[0])
+    back = decode(form, encode(form, first, second)[0])
     for found, wanted in zip(back, (first, second), strict=True):
         assert torch.equal(found[..., far, :], wanted[..., far, :])
         assert not torch.equal(found, wanted)
@@ -81,9 +88,9 @@ def test_opposite_directions_and_zeros_come_back_finite() -> None:
     second = -first
     second[1] = 0
     form = MergedPair(CUT, DIM, torch.bfloat16)
-    encoded, fits = form.encode(first, second)
+    encoded, fits = encode(form, first, second)
     assert fits.all()
-    back = form.decode(encoded)
+    back = decode(form, encoded)
     assert all(part.isfinite().all() for part in back)
     assert not back[1][1].any()
     assert not back[0][0, 0, 0, :, :DIM].any()
@@ -96,13 +103,12 @@ def test_a_page_has_the_same_bytes_alone_beside_others_and_on_every_machine() ->
         ((numbers * step % 509 - 254) / 64).to(torch.bfloat16).view(SHAPE) for step in (7919, 7927)
     )
     digests = {}
-    for name, kind in PAIR_FORMS.items():
-        form = kind(CUT, DIM, torch.bfloat16)
-        encoded, fits = form.encode(first, second)
+    for name, form in PairSlot(CUT, DIM, torch.bfloat16).forms.items():
+        encoded, fits = encode(form, first, second)
         assert fits.all()
-        assert encoded.shape == (SHAPE[0], form.slot_bytes)
+        assert encoded.shape == (SHAPE[0], form.segment_bytes)
         for page in range(SHAPE[0]):
-            alone, _ = form.encode(first[page : page + 1], second[page : page + 1])
+            alone, _ = encode(form, first[page : page + 1], second[page : page + 1])
             assert torch.equal(alone[0], encoded[page])
         digests[name] = hashlib.sha256(encoded.numpy().tobytes()).hexdigest()[:16]
     assert digests == {"merged": "87f3d2ded4e53f28", "fp8": "7b242a763d70b2e1"}
@@ -112,31 +118,30 @@ def test_a_page_has_the_same_bytes_alone_beside_others_and_on_every_machine() ->
 def test_a_page_that_cannot_be_held_is_said_not_to_fit(value: float) -> None:
     first, second = layer(1), layer(2)
     second[1, 1, 3, 7, :DIM] = value  # a whole vector, which has no other values
-    _, fits = MergedPair(CUT, DIM, torch.bfloat16).encode(first, second)
+    _, fits = encode(MergedPair(CUT, DIM, torch.bfloat16), first, second)
     assert fits.tolist() == [True, False, True]
 
 
 def test_a_magnitude_that_its_type_cannot_hold_does_not_fit() -> None:
     first, second = layer(1, torch.float16), layer(2, torch.float16)
     first[0] = 60000.0
-    _, fits = MergedPair(CUT, DIM, torch.float16).encode(first, second)
+    _, fits = encode(MergedPair(CUT, DIM, torch.float16), first, second)
     assert fits.tolist() == [False, True, True]
 
 
 def test_any_bytes_are_decoded() -> None:
-    for kind in PAIR_FORMS.values():
-        form = kind(CUT, DIM, torch.bfloat16)
+    for form in PairSlot(CUT, DIM, torch.bfloat16).forms.values():
         for byte in (0, 0x7F, 0xFF):
-            damaged = torch.full((2, form.slot_bytes), byte, dtype=torch.uint8)
-            assert [part.shape[1:] for part in form.decode(damaged)] == [SHAPE[1:]] * 2
+            damaged = torch.full((2, form.segment_bytes), byte, dtype=torch.uint8)
+            assert [part.shape[1:] for part in decode(form, damaged)] == [SHAPE[1:]] * 2
 
 
 def test_both_layers_in_fp8_are_those_of_the_codec() -> None:
     first, second = layer(1), layer(2)
-    form, codec = Fp8Pair(CUT, DIM, torch.bfloat16), Fp8Segments(CUT, DIM, torch.bfloat16)
-    encoded, fits = form.encode(first, second)
+    form, codec = Fp8(CUT, DIM, torch.bfloat16, "kvkv"), Fp8(CUT, DIM, torch.bfloat16)
+    encoded, fits = encode(form, first, second)
     assert fits.all()
-    for found, wanted in zip(form.decode(encoded), (first, second), strict=True):
+    for found, wanted in zip(decode(form, encoded), (first, second), strict=True):
         assert torch.equal(found, codec.decode_units(codec.encode_units(wanted)[0]))
 
 

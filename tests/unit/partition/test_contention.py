@@ -23,7 +23,7 @@ from hcache_backend.plan.contention import (
 )
 from hcache_backend.streams import Stream
 from hcache_kernels.copy_engine import NoCopyEngine
-from hcache_kernels.pages import gather_pages_reference
+from hcache_kernels.pages.reference import gather_pages_reference
 
 ROW_BYTES, TOKENS = 64, 128
 BYTES = ROW_BYTES * TOKENS

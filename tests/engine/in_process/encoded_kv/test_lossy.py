@@ -11,7 +11,7 @@ import torch
 from hcache_backend.config import HCacheConfig
 from hcache_backend.start.page_plan import PagePlan
 from hcache_backend.start.strategy import OwnPagesStrategy
-from hcache_kernels.codecs.scaled_segments import Int8Segments
+from hcache_kernels.codecs.scaled import Int8
 from tests.engine.in_process.encoded_kv.test_start import plan_of
 from tests.kit.host import LAYERS, PAGE, WRONG, Host, bits, checked, compare_all, kv_pool, slots_of
 
@@ -87,12 +87,12 @@ def test_an_encoder_that_loses_more_than_it_says_fails_the_check_in_service(
     """Though it encodes the pool to the same page again."""
     server = Host(codec="int8")
     checks, lost = checked(server)
-    encode = Int8Segments.encode_units
+    encode = Int8.encode_units
 
     def coarse(self: Any, units: torch.Tensor) -> Any:
         return encode(self, (units.view(torch.int16) & ~0x7F).view(torch.bfloat16))
 
-    monkeypatch.setattr(Int8Segments, "encode_units", coarse)
+    monkeypatch.setattr(Int8, "encode_units", coarse)
     server.backed_up(2)
     compare_all(checks)
     assert lost == [WRONG.format(0)]

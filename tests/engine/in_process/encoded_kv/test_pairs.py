@@ -7,7 +7,7 @@ import torch
 
 from hcache_backend.arena import NOT_SETTLED
 from hcache_backend.format.units import WHOLE
-from hcache_backend.krul import pair_forms
+from hcache_backend.krul.pair_forms import PAIR_FORMS
 from hcache_backend.krul.paired_layout import CodedPair, PairedLayout
 from hcache_backend.plan.costs import Partition
 from hcache_backend.plan.restore import Restore
@@ -117,17 +117,16 @@ def test_copies_are_tried_in_every_form() -> None:
     assert torch.equal(bits(plan.kvcache, *range(DEVICE_PAGES)), before)
 
 
-@pytest.mark.parametrize("form", ["MergedPair", "Fp8Pair"])
+@pytest.mark.parametrize("form", PAIR_FORMS)
 def test_a_form_that_brings_something_else_is_refused(
     form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = plan_of()
     save = plan.kv._save_pair  # type: ignore[attr-defined]
-    kind = getattr(pair_forms, form)
 
     def wrong(slot, held, memory, pages):  # type: ignore[no-untyped-def]
         fits = save(slot, held, memory, pages)
-        if slot.code == kind.name:
+        if slot.code == form:
             memory[pages[0], slot.offset + 3] ^= 1
         return fits
 

@@ -92,7 +92,7 @@ class Rows:
     these, V three times, but where a row begins with a NaN, which the codec does not hold."""
 
     def __init__(self) -> None:
-        codec = small.PickyCodec(small.WIDTH, torch.float32)
+        codec = small.PickyCodec.of_rows(small.WIDTH, torch.float32)
         layout = PageLayout(PAGE, (hidden_layer(PAGE, codec.row_bytes, small.WIDTH),) * LAYERS)
         self.device = kv_pool(1, small.WIDTH, dtype=torch.float32)
         self.pool = OwnPagesPool(

@@ -18,7 +18,7 @@ from hcache_backend.format.units import UNIT_VALUES, WHOLE, Share
 from hcache_backend.host import segments as kv_segments
 from hcache_backend.host.segments import KVSegments
 from hcache_backend.streams import WorkerStream
-from hcache_kernels.codecs import SEGMENT_CODECS, segment_codecs
+from hcache_kernels.codecs import CODECS, exp4
 from tests.kit.host import (
     HOST_PAGES,
     LAYERS,
@@ -146,8 +146,8 @@ def test_on_a_cpu_a_layer_is_one_encoding_and_one_copy_however_many_pages_there_
         monkeypatch.setattr(where, name, launch)
 
     for where, name in (
-        (server.kv._encoder, "encode"),
-        (server.kv._encoder, "decode"),
+        (server.kv._encoder, "encode_pages"),
+        (server.kv._encoder, "decode_pages"),
         (kv_segments, "gather_pages"),
         (kv_segments, "gather_planes"),
     ):
@@ -155,10 +155,10 @@ def test_on_a_cpu_a_layer_is_one_encoding_and_one_copy_however_many_pages_there_
     for pages in ([1], [1, 2, 3]):
         seen.clear()
         host = server.backed_up(*pages)
-        assert seen == ["encode"] * len(server.kv.layers)
+        assert seen == ["encode_pages"] * len(server.kv.layers)
         seen.clear()
         server.load(host, *(page + 4 for page in pages))
-        assert seen == ["gather_pages", "decode"] * len(server.kv.layers)
+        assert seen == ["gather_pages", "decode_pages"] * len(server.kv.layers)
 
 
 def test_a_host_page_that_was_lost_is_as_good_as_any_when_it_is_used_again() -> None:
@@ -227,12 +227,12 @@ def test_an_encoder_that_loses_bits_fails_the_check_in_service(
     """Encoded once more, what comes back of it is the same page again."""
     server = Host()
     checks, lost = checked(server)
-    encode = segment_codecs.encode_units
+    encode = exp4.encode_units
 
     def lossy(units: torch.Tensor) -> Any:
         return encode((units.view(torch.int16) & ~1).view(torch.bfloat16))
 
-    monkeypatch.setattr(segment_codecs, "encode_units", lossy)
+    monkeypatch.setattr(exp4, "encode_units", lossy)
     server.backed_up(2)
     compare_all(checks)
     assert lost == [WRONG.format(0)]
@@ -247,7 +247,7 @@ def test_a_turn_compares_one_unit_of_k_and_of_v(
     assert server.kv.parts == 2
     checks, lost = checked(server)
     values: list[int] = []
-    decode = SEGMENT_CODECS[codec].decode_units
+    decode = CODECS[codec].decode_units
 
     def noted(self: Any, encoded: torch.Tensor) -> torch.Tensor:
         found = decode(self, encoded)
@@ -256,7 +256,7 @@ def test_a_turn_compares_one_unit_of_k_and_of_v(
 
     server.backed_up(1)
     server.backed_up(3)
-    monkeypatch.setattr(SEGMENT_CODECS[codec], "decode_units", noted)
+    monkeypatch.setattr(CODECS[codec], "decode_units", noted)
     turns = 0
     while checks._copied:
         turn_of_checks(checks)

@@ -27,7 +27,7 @@ from hcache_backend.start.codec_choice import (
 from hcache_backend.start.copy_check import check_copies
 from hcache_backend.start.page_plan import PagePlan, plan_host_pages
 from hcache_backend.start.strategy import OwnPagesStrategy
-from hcache_kernels.codecs import SEGMENT_CODECS, UnsupportedRows, make_codec, segment_codecs
+from hcache_kernels.codecs import SEGMENT_CODECS, UnsupportedRows, exp4, make_codec
 from tests.engine.in_process.pools.host_pools import kv_cache_of_llama_3_8b
 from tests.kit.host import (
     DEVICE_PAGES,
@@ -158,13 +158,13 @@ def test_copies_are_tried_with_and_without_the_codec() -> None:
 
 
 def broken_encoder(monkeypatch: pytest.MonkeyPatch) -> None:
-    encode = segment_codecs.encode_units
+    encode = exp4.encode_units
 
     def never_fits(units: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         encoded, fits = encode(units)
         return encoded, torch.zeros_like(fits)
 
-    monkeypatch.setattr(segment_codecs, "encode_units", never_fits)
+    monkeypatch.setattr(exp4, "encode_units", never_fits)
 
 
 def test_an_encoder_that_never_fits_is_refused_and_none_counts(

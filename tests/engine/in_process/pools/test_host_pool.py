@@ -31,7 +31,7 @@ from tests.integrity import assert_sound_arena
 from tests.kit.host import LAYERS, PAGE, kv_pool
 
 WIDTH = 8
-CODEC = ExactCodec(WIDTH, torch.float32)
+CODEC = ExactCodec.of_rows(WIDTH, torch.float32)
 LAYOUT = PageLayout(PAGE, (hidden_layer(PAGE, CODEC.row_bytes, WIDTH),) * LAYERS)
 
 

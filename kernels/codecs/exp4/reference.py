@@ -12,7 +12,7 @@ Codes 1 to 14 stand for the exponents of the window, 15 for the extra one, which
 frequent exponent outside: 0 where many values are 0. Code 0 says that the exponent is the next of
 the exceptions, which are in the order of the values. Each block of 4096 values decodes without
 those before it: for every block but the first there is a start, the number of exceptions before it.
-Window and extra exponent are those of every ``counted_blocks``-th block, from the first one on.
+Window and extra exponent are those of every ``counted``-th block, from the first one on.
 
 A unit with more exceptions than its tail has room for does not fit. Any bytes decode to something,
 and to the same on every device: exponents are taken modulo 256, and what lies behind the end of the
@@ -20,6 +20,9 @@ exceptions is exponent 0.
 """
 
 from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -31,46 +34,43 @@ Places = npt.NDArray[np.int64]
 WINDOW = 14
 EXTRA = WINDOW + 1
 BLOCK_VALUES = 4096
-HEAD_BYTES = 2
-"""What stands before the starts: the window's lowest exponent, and the extra one."""
-REFERENCE_VALUES = 1 << 18
-"""Values that are encoded or decoded at once on a CPU: what a core's cache holds of them."""
 
 
-def tail_bytes(values: int) -> int:
-    """Bytes behind the codes of a unit, whole words of 8 bytes."""
-    return max(8, values // 32 // 8 * 8)
+class UnitForm(NamedTuple):
+    """What an encoded unit of some number of values looks like, and how kernels go through it."""
+
+    size: int  # bytes, a multiple of 8
+    tail: int  # bytes behind the codes, whole words of 8 bytes
+    starts: int  # where the starts begin in the tail: behind the window and the extra exponent
+    most: int  # exceptions that there is room for
+    blocks: int  # parts that decode side by side
+    counted: int  # one block in this many is counted: all up to seven, of more at least four
+    pool: int  # most, up to a power of two
+    pairs: int  # of values, that a program takes at once
 
 
-def unit_bytes(values: int) -> int:
-    """Bytes of an encoded unit of ``values`` values, a multiple of 8."""
-    return values * 3 // 2 + tail_bytes(values)
-
-
-def blocks_of(values: int) -> int:
-    """Parts of a unit that decode side by side."""
-    return -(-values // BLOCK_VALUES)
-
-
-def counted_blocks(values: int) -> int:
-    """One block in so many is counted to find the window: all up to seven, else at least four."""
-    return max(1, blocks_of(values) // 4)
-
-
-def most_exceptions(values: int) -> int:
-    """Exceptions that a unit has room for."""
-    return tail_bytes(values) - HEAD_BYTES - 2 * (blocks_of(values) - 1)
+@lru_cache
+def form_of(values: int) -> UnitForm:
+    """The form of a unit of ``values`` values, a multiple of 16."""
+    tail, blocks = max(8, values // 32 // 8 * 8), -(-values // BLOCK_VALUES)
+    most = tail - 2 - 2 * (blocks - 1)
+    pool, pairs = (
+        1 << (most - 1).bit_length(),
+        min(BLOCK_VALUES, 1 << (values - 1).bit_length()) // 2,
+    )
+    return UnitForm(values * 3 // 2 + tail, tail, 2, most, blocks, max(1, blocks // 4), pool, pairs)
 
 
 def encode_units(units: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Encode bfloat16 ``[units, n]``, ``n`` a multiple of 16.
 
     Returns:
-        uint8 ``[units, unit_bytes(n)]``, and whether each unit fits, bool ``[units]``. The bytes of
-        a unit that does not fit mean nothing.
+        uint8 ``[units, size]``, and whether each unit fits, bool ``[units]``. The bytes of a unit
+        that does not fit mean nothing.
     """
     count, n = units.shape
-    most, split = most_exceptions(n), n * 3 // 2
+    form, split = form_of(n), n * 3 // 2
+    most = form.most
     bits = units.view(torch.int16).numpy().view(np.uint16)
     exponents = (bits >> 7).astype(np.uint8)
     lowest, extra = (found.numpy()[:, None] for found in _window(torch.from_numpy(exponents)))
@@ -78,7 +78,7 @@ def encode_units(units: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     codes *= (codes - 1 < WINDOW).view(np.uint8)  # what is below the window is far above it
     codes += (exponents == extra).view(np.uint8) * np.uint8(EXTRA)
 
-    result = units.new_zeros((count, unit_bytes(n)), dtype=torch.uint8)
+    result = units.new_zeros((count, form.size), dtype=torch.uint8)
     encoded = result.numpy()
     sign_mantissa = bits >> 8
     sign_mantissa &= 0x80
@@ -94,7 +94,7 @@ def encode_units(units: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     before = _before_blocks(places, count, n)
     pool = tail.shape[1] - most
     starts = before[:, 1:] - before[:, :1]
-    tail[:, HEAD_BYTES:pool] = starts.astype(np.uint16).view(np.uint8)
+    tail[:, form.starts : pool] = starts.astype(np.uint16).view(np.uint8)
     found = np.diff(before[:, 0], append=len(places))
     rank = np.arange(len(places)) - np.repeat(before[:, 0], found)
     places, rank = places[rank < most], rank[rank < most]
@@ -105,7 +105,7 @@ def encode_units(units: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def decode_units(encoded: torch.Tensor, values: int) -> torch.Tensor:
-    """Decode uint8 ``[units, unit_bytes(values)]`` to bfloat16 ``[units, values]``."""
+    """Decode uint8 ``[units, size]`` to bfloat16 ``[units, values]``."""
     whole, split = encoded.numpy(), values * 3 // 2
     sign_mantissa, packed, tail = whole[:, :values], whole[:, values:split], whole[:, split:]
     lowest, extra = tail[:, :1], tail[:, 1:2]
@@ -131,10 +131,10 @@ def decode_units(encoded: torch.Tensor, values: int) -> torch.Tensor:
 
 def _exceptions(tail: Bytes, places: Places, values: int) -> Bytes:
     """The exponents of values with code 0, at ``places`` among those of all units, in order."""
-    blocks, most = blocks_of(values), most_exceptions(values)
-    pool = tail.shape[1] - most
-    ranks_before = np.zeros((len(tail), blocks), np.int64)
-    ranks_before[:, 1:] = tail[:, HEAD_BYTES:pool].copy().view(np.uint16)
+    form = form_of(values)
+    most, pool = form.most, form.tail - form.most
+    ranks_before = np.zeros((len(tail), form.blocks), np.int64)
+    ranks_before[:, 1:] = tail[:, form.starts : pool].copy().view(np.uint16)
     before = _before_blocks(places, len(tail), values).reshape(-1)
     found = np.diff(before, append=len(places))
     rank = np.arange(len(places)) + np.repeat(ranks_before.reshape(-1) - before, found)
@@ -148,7 +148,7 @@ def _window(exponents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Lowest exponent of the window that holds most of uint8 ``[units, n]``, and the most frequent
     exponent outside of it: uint8 ``[units]`` each, the lowest of equals."""
     count, n = exponents.shape
-    counted = exponents.split(BLOCK_VALUES, dim=1)[:: counted_blocks(n)]
+    counted = exponents.split(BLOCK_VALUES, dim=1)[:: form_of(n).counted]
     numbers = torch.cat(counted, dim=1).to(torch.int32)
     numbers += 256 * torch.arange(count, dtype=torch.int32)[:, None]
     histogram = torch.bincount(numbers.view(-1), minlength=256 * count).view(count, 256)
@@ -168,5 +168,5 @@ def _places(mask: npt.NDArray[np.bool_]) -> Places:
 
 def _before_blocks(places: Places, units: int, values: int) -> Places:
     """How many ``places`` there are before each block, int64 ``[units, blocks]``."""
-    begins = np.arange(units)[:, None] * values + np.arange(blocks_of(values)) * BLOCK_VALUES
+    begins = np.arange(units)[:, None] * values + np.arange(form_of(values).blocks) * BLOCK_VALUES
     return np.searchsorted(places, begins.reshape(-1)).reshape(begins.shape)

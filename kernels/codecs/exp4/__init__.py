@@ -1,0 +1,56 @@
+"""``exp4``: lossless for bfloat16, 0.77 of its bytes (the code: :mod:`.reference`)."""
+
+from __future__ import annotations
+
+import torch
+
+from ..codec import KV, REFERENCE_VALUES, Codec, Program, UnsupportedRows
+from ..units import Cut
+from .kernel import decode_kernel, encode_kernel
+from .reference import decode_units, encode_units, form_of
+
+_MOST_VALUES = 1 << 16
+_THREAD_PAIRS = 8
+"""Pairs of values of a thread: 16 bytes of sign and mantissa."""
+
+
+class Exp4(Codec):
+    """Units of bfloat16: a multiple of 16 values, at most 65536; an even number for each token."""
+
+    name = "exp4"
+    code = "exp4.2"  # before, exceptions had positions
+    lossless = True
+    word = torch.int32
+
+    def __init__(self, cut: Cut, dim: int, dtype: torch.dtype, planes: str = KV) -> None:
+        super().__init__(cut, dim, dtype, planes)
+        values = cut.values
+        if dtype != torch.bfloat16:
+            what = "K and V in bfloat16" if planes == KV else "bfloat16 hidden states"
+            raise UnsupportedRows(f"codec 'exp4' takes {what}, not {dtype}")
+        if cut.width % 2:
+            raise UnsupportedRows(
+                f"codec 'exp4' takes an even number of values per token and group, not {cut.width}"
+            )
+        if values % 16 or not 16 <= values <= _MOST_VALUES:
+            raise UnsupportedRows(
+                f"codec 'exp4' takes rows and units whose values are a multiple of 16 and at most "
+                f"{_MOST_VALUES}, not {values}"
+            )
+        form, units = form_of(values), len(planes) * cut.units
+        self.unit_bytes = (form.size,) * len(planes)
+        warps = max(1, form.pairs // (32 * _THREAD_PAIRS))
+        self.encoder = Program(encode_kernel, units, warps, form)
+        self.decoder = Program(decode_kernel, units * form.blocks, warps, form)
+
+    def encode_units(self, units: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        encoded, fits = encode_units(units.reshape(-1, self.cut.values))
+        fits = fits.view(len(units), self.flags).all(1)
+        return encoded.view(len(units), self.segment_bytes), fits
+
+    def decode_units(self, encoded: torch.Tensor) -> torch.Tensor:
+        cut = self.cut
+        shape = (len(encoded), len(self.planes), cut.units, cut.tokens, cut.width)
+        units = encoded.reshape(-1, self.unit_bytes[0])
+        parts = units.split(max(1, REFERENCE_VALUES // cut.values))
+        return torch.cat([decode_units(some, cut.values) for some in parts]).view(shape)

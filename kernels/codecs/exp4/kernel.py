@@ -1,0 +1,139 @@
+"""The kernels of ``exp4``. Words of planes are pairs of values (int32)."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..units import in_plane, unit_bytes_at, unit_values
+
+
+# One word of two values becomes 16 bits of sign and mantissa and 8 bits of codes: nothing moves
+# between threads but the ranks of exceptions.
+@triton.jit(do_not_specialize_on_alignment=["items", "pages", "fits", "table", "offsets"])
+def encode_kernel(
+    first,  # words [all items, words of an item]
+    second,
+    table,  # int64 [layers, 2], or None
+    offsets,  # int64 [layers], or None
+    items,  # int64 [p * AT.slots], or None
+    memory,  # uint8 [all pages, page_bytes]
+    pages,  # int64 [p], or None
+    fits,  # uint8 [layers, p, units of all planes]
+    page_bytes,
+    offset,
+    AT: tl.constexpr,
+    CODE: tl.constexpr,
+):
+    PAIRS: tl.constexpr = AT.tokens * AT.width
+    UNITS: tl.constexpr = AT.planes * AT.groups * AT.pieces
+    BLOCK: tl.constexpr = CODE.pairs
+    MOST: tl.constexpr = CODE.most
+    POOL: tl.constexpr = CODE.pool
+    number, layer = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    item, unit = (number // UNITS).to(tl.int64), number % UNITS
+    values = unit_values(first, second, table, layer, items, item, unit, AT)
+    fits += layer * tl.num_programs(0)
+    encoded = unit_bytes_at(memory, pages, item, page_bytes, offsets, layer, offset)
+    encoded += unit * (3 * PAIRS + CODE.tail)
+
+    histogram = tl.zeros([256], tl.int32)
+    for start in range(0, PAIRS, CODE.counted * BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        pair = tl.load(values + in_plane(at, AT), mask=at < PAIRS, other=0)
+        histogram += tl.histogram(pair >> 7 & 0xFF, 256, mask=at < PAIRS)
+        histogram += tl.histogram(pair >> 23 & 0xFF, 256, mask=at < PAIRS)
+    exponent = tl.arange(0, 256)
+    up_to = tl.cumsum(histogram, 0)
+    window = tl.gather(up_to, tl.minimum(exponent + 13, 255), 0) - up_to + histogram
+    lowest = tl.argmax(tl.where(exponent <= 242, window, -1), 0, tie_break_left=True)
+    outside = (exponent < lowest) | (exponent >= lowest + 14)
+    extra = tl.argmax(tl.where(outside, histogram, -1), 0, tie_break_left=True)
+
+    tail = encoded + 3 * PAIRS
+    tl.store(tail, lowest.to(tl.uint8))
+    tl.store(tail + 1, extra.to(tl.uint8))
+    pool = tail + (CODE.tail - MOST)
+    found = 0
+    for start in range(0, PAIRS, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        inside = at < PAIRS
+        pair = tl.load(values + in_plane(at, AT), mask=inside, other=0)
+        even, odd = pair >> 7 & 0xFF, pair >> 23 & 0xFF
+        sign_mantissa = pair & 0x7F | pair >> 8 & 0x80 | pair >> 8 & 0x7F00 | pair >> 16 & 0x8000
+        even_code, odd_code = _code(even, lowest, extra), _code(odd, lowest, extra)
+        halves = encoded.to(tl.pointer_type(tl.uint16))
+        tl.store(halves + at, sign_mantissa.to(tl.uint16), mask=inside)
+        codes = even_code | odd_code << 4
+        tl.store(encoded + 2 * PAIRS + at, codes.to(tl.uint8), mask=inside)
+        if start > 0:
+            starts = (tail + CODE.starts).to(tl.pointer_type(tl.uint16))
+            tl.store(starts + start // BLOCK - 1, found)
+        even_out, odd_out = (even_code == 0) & inside, (odd_code == 0) & inside
+        count = even_out.to(tl.int32) + odd_out.to(tl.int32)
+        rank = found + tl.cumsum(count, 0) - count
+        tl.store(pool + rank, even.to(tl.uint8), mask=even_out & (rank < MOST))
+        rank += even_out.to(tl.int32)
+        tl.store(pool + rank, odd.to(tl.uint8), mask=odd_out & (rank < MOST))
+        found += tl.sum(count)
+
+    entry = tl.arange(0, POOL)
+    tl.store(pool + entry, tl.zeros([POOL], tl.uint8), mask=(entry >= found) & (entry < MOST))
+    tl.store(fits + number, (found <= MOST).to(tl.uint8))
+
+
+@triton.jit
+def _code(exponent, lowest, extra):
+    code = exponent - lowest + 1
+    code = tl.where((code >= 1) & (code <= 14), code, 0)
+    return tl.where(exponent == extra, 15, code)
+
+
+@triton.jit(do_not_specialize_on_alignment=["items", "table", "offsets"])
+def decode_kernel(
+    encoded,  # uint8 [layers, p, units of all planes, 6 * AT.tokens * AT.width + CODE.tail]
+    first,  # words [all items, words of an item]
+    second,
+    table,  # int64 [layers, 2], or None
+    offsets,
+    items,  # int64 [p * AT.slots], or None
+    AT: tl.constexpr,
+    CODE: tl.constexpr,
+):
+    PAIRS: tl.constexpr = AT.tokens * AT.width
+    BLOCK: tl.constexpr = CODE.pairs
+    BLOCKS: tl.constexpr = (PAIRS + BLOCK - 1) // BLOCK
+    UNITS: tl.constexpr = AT.planes * AT.groups * AT.pieces
+    number, block = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS
+    layer = tl.program_id(1).to(tl.int64)
+    item, unit = (number // UNITS).to(tl.int64), number % UNITS
+    values = unit_values(first, second, table, layer, items, item, unit, AT)
+    encoded += (layer * (tl.num_programs(0) // BLOCKS) + number) * (3 * PAIRS + CODE.tail)
+    tail = encoded + 3 * PAIRS
+    lowest, extra = tl.load(tail).to(tl.int32), tl.load(tail + 1).to(tl.int32)
+    starts = (tail + CODE.starts).to(tl.pointer_type(tl.uint16))
+    before = tl.load(starts + block - 1, mask=block > 0, other=0).to(tl.int32)
+
+    at = block * BLOCK + tl.arange(0, BLOCK)
+    inside = at < PAIRS
+    halves = encoded.to(tl.pointer_type(tl.uint16))
+    half = tl.load(halves + at, mask=inside, other=0).to(tl.int32)
+    codes = tl.load(encoded + 2 * PAIRS + at, mask=inside, other=0).to(tl.int32)
+    even, odd = codes & 0xF, codes >> 4
+    count = (even == 0).to(tl.int32) + (odd == 0).to(tl.int32)
+    rank = before + tl.cumsum(count, 0) - count
+    pool = tail + (CODE.tail - CODE.most)
+    even_bits = _exponent(even, rank, lowest, extra, pool, inside, CODE.most) << 7
+    rank += (even == 0).to(tl.int32)
+    odd_bits = _exponent(odd, rank, lowest, extra, pool, inside, CODE.most) << 23
+    pair = even_bits | half & 0x7F | (half & 0x80) << 8
+    pair |= odd_bits | (half & 0x7F00) << 8 | (half & 0x8000) << 16
+    tl.store(values + in_plane(at, AT), pair, mask=inside)
+
+
+@triton.jit
+def _exponent(code, rank, lowest, extra, pool, inside, MOST: tl.constexpr):
+    listed = inside & (code == 0) & (rank < MOST)
+    exception = tl.load(pool + rank, mask=listed, other=0).to(tl.int32)
+    exponent = tl.where(code == 15, extra, lowest + code - 1) & 0xFF
+    return tl.where(code == 0, exception, exponent)

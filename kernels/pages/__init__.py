@@ -1,0 +1,132 @@
+"""Layer segments of pages in host memory <-> contiguous rows, or the KV pool, on the device.
+
+Pages are uint8 ``[pages, page_bytes]``. If the ids are on a GPU, the pages must be in pinned host
+memory or on that GPU: one kernel reads or writes them over the bus, all pages at once, so that many
+small segments cost one launch and no staging. If the ids are on the CPU, torch copies, or the copy
+engine of a GPU.
+
+A program that waits for the bus keeps others off its multiprocessor. So a kernel is a few programs
+(:func:`hcache_kernels.launch.copy_programs`) that go through all pages in turn. Threads move 16
+bytes at once if all sizes and addresses are multiples of 16, otherwise 8.
+
+Values of ids are checked only if they are on the CPU. All checks raise a ValueError, and then
+nothing was written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..checks import BYTES, INDEX_TYPES, check_range, check_tensor, wrong
+from ..copy_engine import copy_segments
+from .kernel import WORD, gather_launch, gather_planes_launch
+from .reference import gather_pages_reference, gather_planes_reference
+
+
+def gather_pages(
+    pages: torch.Tensor,
+    page_ids: torch.Tensor,
+    offset: int,
+    length: int,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The same bytes of many pages, one after the other.
+
+    Args:
+        pages: All pages, uint8 ``[pages, page_bytes]``.
+        page_ids: Which ones, int32 or int64 ``[p]``, in any order.
+        offset: Where the bytes begin in a page, a multiple of 8 (fastest: of 16, as all sizes).
+        length: How many, a multiple of 8.
+        out: Where to, contiguous uint8 ``[p, length]``; None: new, on the device of ``page_ids``.
+            On a GPU, with ``page_ids`` on the CPU, its copy engine brings the bytes.
+
+    Returns:
+        uint8 ``[p, length]``.
+
+    Raises:
+        NoCopyEngine: See :func:`hcache_kernels.copy_engine.copy_segments`.
+    """
+    _check_pages(pages, offset, length)
+    _check_ids("page_ids", page_ids, len(page_ids), len(pages))
+    if out is None:
+        out = torch.empty((len(page_ids), length), dtype=torch.uint8, device=page_ids.device)
+    check_tensor("out", out, BYTES, (len(page_ids), length))
+    if page_ids.is_cpu and out.is_cuda:
+        stream = torch.cuda.current_stream(out.device).cuda_stream
+        copy_segments(pages, page_ids, offset, out, stream)
+    elif page_ids.is_cpu:
+        gather_pages_reference(pages, page_ids, offset, out)
+    elif out.numel():
+        gather_launch(pages, page_ids, offset, out).run()
+    return out
+
+
+def scatter_pages(
+    rows: torch.Tensor, pages: torch.Tensor, page_ids: torch.Tensor, offset: int
+) -> None:
+    """The other way round: write rows, uint8 ``[p, length]``, to the same bytes of many pages. Two
+    rows for one page leave either of them there."""
+    check_tensor("rows", rows, BYTES, (len(rows), "length"))
+    _check_pages(pages, offset, rows.shape[1])
+    _check_ids("page_ids", page_ids, len(rows), len(pages), rows.device)
+    if rows.is_cpu:
+        gather_pages_reference(pages, page_ids, offset, rows, save=True)
+    elif rows.numel():
+        gather_launch(pages, page_ids, offset, rows, save=True).run()
+
+
+def gather_planes(
+    pages: torch.Tensor,
+    page_ids: torch.Tensor,
+    offset: int,
+    pool: Sequence[torch.Tensor],
+    pool_ids: torch.Tensor,
+) -> None:
+    """Copy K and V of one layer of many pages to pages of the pool; nothing else of it changes.
+
+    In a page K is one group of heads after the other, each of all tokens, then V likewise; the pool
+    has one token after the other, each with all heads.
+
+    Args:
+        pages: As in :func:`gather_pages`; so ``page_ids``.
+        offset: Where K begins in a page, a multiple of 8.
+        pool: K and V of the pool, each uint8 ``[pool pages, page_size, groups, row_bytes]``,
+            contiguous; ``row_bytes`` is a multiple of 8 and may differ.
+        pool_ids: Where to, each page of the pool once, as ``page_ids`` and on the pool's device.
+    """
+    first, second = pool
+    shape = ("pool pages", "page_size", "groups")
+    check_tensor("K of the pool", first, BYTES, (*shape, "row_bytes"))
+    check_tensor("V of the pool", second, BYTES, (*first.shape[:3], "row_bytes"), first.device)
+    for name, plane in (("K", first), ("V", second)):
+        if plane.shape[3] % WORD:
+            raise wrong(f"row_bytes of {name}", plane.shape[3], f"a multiple of {WORD}")
+    _check_pages(pages, offset, sum(plane[0].numel() for plane in pool) if len(first) else 0)
+    _check_ids("page_ids", page_ids, len(page_ids), len(pages), first.device)
+    _check_ids("pool_ids", pool_ids, len(page_ids), len(first), first.device)
+    if first.is_cpu:
+        gather_planes_reference(pages, page_ids, offset, pool, pool_ids)
+    elif len(page_ids):
+        gather_planes_launch(pages, page_ids, offset, pool, pool_ids).run()
+
+
+def _check_pages(pages: torch.Tensor, offset: int, length: int) -> None:
+    """Refuse memory that is no pages and a segment that no page holds."""
+    check_tensor("pages", pages, BYTES, ("pages", "page_bytes"))
+    for name, value in (("page_bytes", pages.shape[1]), ("offset", offset), ("length", length)):
+        if value % WORD:
+            raise wrong(name, value, f"a multiple of {WORD}")
+    if offset < 0 or length < 0 or offset + length > pages.shape[1]:
+        raise wrong("bytes", f"{offset} to {offset + length}", f"in a page of {pages.shape[1]}")
+
+
+def _check_ids(
+    name: str, ids: torch.Tensor, count: int, limit: int, device: torch.device | None = None
+) -> None:
+    """Refuse ids that are no vector of ``count``, or (CPU) not below ``limit``. Whoever made ids on
+    a GPU has checked them."""
+    check_tensor(name, ids, INDEX_TYPES, (count,), device)
+    if ids.is_cpu:
+        check_range(name, ids, limit, "all there are")
