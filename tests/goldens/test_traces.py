@@ -100,7 +100,7 @@ def pressure(script: Script, folder: Path) -> list[Conversation]:
     script.ask(("from the host", [*prompts[0], 9]))
     script.ask(*((f"together {number}", prompts[number]) for number in (3, 4)))
     script.settle("retraction")
-    script.ask(*((f"long {n}", random_tokens(140, 50 + n)) for n in range(2)), tokens=130)
+    script.ask(*((f"long {n}", random_tokens(220, 50 + n)) for n in range(2)), tokens=45)
     return []
 
 
