@@ -59,16 +59,15 @@ _WEIGHT_UPDATES = (
     "end_weight_update",
 )
 REQUEST = "sglang.srt.managers.schedule_batch.Req.__init__"
-ADAPTER_KEY = "hcache:adapter:"
-"""How keys of requests with an adapter begin, and no others."""
+ADAPTER_KEY = "hcache:adapter:"  # prefix of the keys of requests with an adapter, and of no others
 
 
+# inputs of a request (SGLang's ``Req``) besides its token ids
 NOT_IN_TOKEN_IDS = ("input_embeds", "positional_embed_overrides", "multimodal_inputs", "lora_id")
-"""What a request may have (SGLang's ``Req``) that its token ids do not say."""
 
 
 class OnError(enum.Enum):
-    """How SGLang goes on if a hook raises; SGLang's own errors and OutOfStep are always raised."""
+    """SGLang's way on if a hook raises; SGLang's own errors and OutOfStep are always raised."""
 
     GO_ON = "SGLang goes on as if there were no hook"
     END_L3 = (
@@ -89,12 +88,12 @@ READS = Hook(READ, hits.around_read)
 
 
 def hidden_mode_hooks() -> list[Hook]:
-    """What capture and projection need."""
+    """Hooks of capture and projection."""
     return [Hook(ATTENTION, _stop_projection, OnError.RAISE), Hook(FORWARD, _capture_forward)]
 
 
 def recompute_hooks() -> list[Hook]:
-    """What recomputation needs: attention, which slots hold a prefix, who else wants the GPU."""
+    """Hooks of recomputation: attention, the slots of a prefix, other uses of the GPU."""
     return [
         Hook(ATTENTION, _stop_projection, OnError.RAISE),
         Hook(LOAD_BACK, _around_load_back),
@@ -103,7 +102,7 @@ def recompute_hooks() -> list[Hook]:
 
 
 def own_pages_hooks() -> list[Hook]:
-    """What own pages need: HiCache's turn in every turn of the scheduler, and what it hears."""
+    """Hooks of own pages: HiCache's turn in every turn of the scheduler, and its reports."""
     return [
         TURN,
         Hook(DRAIN, _before_drain, OnError.END_L3),
@@ -111,8 +110,8 @@ def own_pages_hooks() -> list[Hook]:
 
 
 def use_hooks() -> list[Hook]:
-    """What L3 needs to know which pages are used although L1 or L2 have them, and to have them; and
-    what it is told of those that it will not have."""
+    """Hooks by which L3 hears of pages used in L1 or L2, gets such pages, or hears that it will
+    not."""
     return [
         Hook(BACKED_UP, _after_backup),
         TURN,
@@ -124,17 +123,17 @@ def use_hooks() -> list[Hook]:
 
 
 def prefill_server_hooks() -> list[Hook]:
-    """What a prefill server does not send yet, and what it says of what it sends."""
+    """Hooks that hold back early sends, and send the digest of the weights."""
     return [Hook(SEND_PREFIX, before_sending_prefix), Hook(METADATA, after_metadata)]
 
 
 def decode_server_hooks() -> list[Hook]:
-    """What keeps K and V of other servers' weights out of L3."""
+    """Hooks that keep K and V of other servers' weights out of L3."""
     return [Hook(RECEIVED_PROMPT, before_commit, OnError.END_L3)]
 
 
 def hit_hooks() -> list[Hook]:
-    """What decisions about L3 hits need to see, and where they are told."""
+    """Hooks that feed decisions about L3 hits, and carry them out."""
     return [
         Hook(RECEIVED, hits.before_asking),
         Hook(PREFETCH, hits.around_prefetch),
@@ -150,24 +149,24 @@ def hit_hooks() -> list[Hook]:
 
 
 def weight_hooks() -> list[Hook]:
-    """What keeps pages of other weights away; needed in both modes."""
+    """Hooks that keep pages of other weights away; needed in both modes."""
     end = OnError.END_L3
     updates = (Hook(_WEIGHTS + name, _around_weight_update, end) for name in _WEIGHT_UPDATES)
     return [*updates, Hook(RESET, _after_reset, end)]
 
 
 def adapter_hooks() -> list[Hook]:
-    """What keeps pages of adapters from requests that only name them."""
+    """Hooks that keep pages of adapters from requests that only name them."""
     return [Hook(REQUEST, _after_request, OnError.END_L3)]
 
 
 def late_weight_hooks() -> list[Hook]:
-    """What a server needs whose weights arrive after ``load_model`` has returned."""
+    """Hooks of a server whose weights arrive after ``load_model`` has returned."""
     return [Hook(LATE_WEIGHTS, _after_late_weights, OnError.RAISE)]
 
 
 def notice_uses() -> None:
-    """Have L3 told which pages are used, or say that it is not."""
+    """Let L3 hear of used pages; log a warning if it cannot."""
     unnoticed = install(use_hooks())
     if unnoticed is not None:
         logger.warning(
@@ -176,10 +175,8 @@ def notice_uses() -> None:
 
 
 def install(hooks: list[Hook]) -> str | None:
-    """Register and apply ``hooks``; which of them are missing, or None.
-
-    SGLang only logs a hook that cannot be applied, so each one is looked up afterwards.
-    """
+    """Register and apply ``hooks``. Returns a message about those that are missing, or None. SGLang
+    only logs a hook that cannot be applied, so each one is looked up afterwards."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     for hook in hooks:
@@ -195,7 +192,7 @@ def install(hooks: list[Hook]) -> str | None:
 
 
 class _Original:
-    """SGLang's function as a hook calls it: what came of the call is known afterwards."""
+    """SGLang's function as a hook calls it; remembers its result or error."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.__wrapped__ = function  # whose signature hooks ask for
@@ -255,7 +252,6 @@ def _owner(target: str) -> Any:
 
 
 def _resolve(target: str) -> Any:
-    """The function ``module.Class.name``, or None."""
     return getattr(_owner(target), target.rpartition(".")[2], None)
 
 
@@ -332,15 +328,15 @@ def _around_load_back(original: Callable[..., Any], cache: Any, params: Any, *a:
 
 
 def _is_plain(req: Any) -> bool:
-    """Whether token ids say all of what a request asks."""
-    # What SGLang calls otherwise by now is there for all we know.
+    """True if the token ids of a request are all of its input."""
+    # An attribute that SGLang has renamed counts as set.
     return all(getattr(req, name, name) is None for name in NOT_IN_TOKEN_IDS)
 
 
 def _before_received(
     original: Callable[..., Any], scheduler: Any, req: Any, *a: Any, **kw: Any
 ) -> Any:
-    """Prefetches begin here, so no slice comes earlier."""
+    """Give the governor its scheduler. Prefetches begin here, so no slice comes earlier."""
     controller: Any = getattr(getattr(scheduler, "tree_cache", None), "cache_controller", None)
     governor = getattr(controller, "governor", None)
     if governor is not None:
@@ -357,7 +353,8 @@ def _before_drain(
     *a: Any,
     **kw: Any,
 ) -> Any:
-    """Around ``UnifiedRadixCache._drain_storage_control_queues_impl``; see ``hits/hooks.py``."""
+    """Around ``UnifiedRadixCache._drain_storage_control_queues_impl``, as
+    :func:`.hits.around_drain`."""
     controller = cache.cache_controller
     if getattr(controller, "eager", None) is not None:
         # SGLang cannot be imported yet where plugins are.
@@ -370,10 +367,8 @@ def _before_drain(
 
 
 def _around_turn(original: Callable[..., Any], cache: Any, *a: Any, **kw: Any) -> Any:
-    """One turn of the scheduler: HiCache's part, then ours.
-
-    Around ``UnifiedRadixCache.check_hicache_events``, which SGLang calls in each turn.
-    """
+    """Around ``UnifiedRadixCache.check_hicache_events``, in each turn of the scheduler: HiCache's
+    part, then ours."""
     controller, l3, turn = getattr(cache, "cache_controller", None), _our_l3(cache), Turn()
     ours = controller if hasattr(controller, "begin_turn") else None
     if ours is not None:
@@ -391,8 +386,7 @@ def _around_turn(original: Callable[..., Any], cache: Any, *a: Any, **kw: Any) -
     return result
 
 
-_look_up_failures: set[type[Exception]] = set()
-"""Why SGLang could not look requests up: each was logged once."""
+_look_up_failures: set[type[Exception]] = set()  # errors of SGLang's look-ups that were logged
 
 
 def _around_prefetch(original: Callable[..., Any], cache: Any, *a: Any, **kw: Any) -> Any:
@@ -411,10 +405,10 @@ def _around_prefetch(original: Callable[..., Any], cache: Any, *a: Any, **kw: An
 def _after_received(
     original: Callable[..., Any], scheduler: Any, req: Any, *a: Any, **kw: Any
 ) -> Any:
-    """SGLang does not prefetch behind a node that is not backed up, and uses it all the same.
+    """SGLang uses a node that is not backed up, but does not prefetch behind it.
 
-    What it cannot look up, such as a streaming session's prefix, ends a scheduler: here it is a
-    request without L3.
+    A prefix that SGLang cannot look up, such as that of a streaming session, would end the
+    scheduler. Here its request goes on without L3.
     """
     try:
         result = original(scheduler, req, *a, **kw)
@@ -446,7 +440,7 @@ def _after_written(
 def _after_backup(
     original: Callable[..., Any], cache: Any, node_id: int, device_indices: Any, *a: Any, **kw: Any
 ) -> Any:
-    """SGLang does not ask the controller if the host pool is full."""
+    """Count tokens for which the host pool is full: SGLang does not ask the controller then."""
     result, tokens = original(cache, node_id, device_indices, *a, **kw), len(device_indices)
     if result is None and cache.cache_controller.mem_pool_host.available_size() < tokens:
         metrics.TOKENS.count("not_backed_up_host_pool_full", tokens)
@@ -454,7 +448,7 @@ def _after_backup(
 
 
 def _before_stop(original: Callable[..., Any], cache: Any, *a: Any, **kw: Any) -> Any:
-    """On SIGTERM, when all requests have been answered. SGLang's processes are killed in 15 s."""
+    """On SIGTERM, after the last answer. SGLang kills its processes after 15 s."""
     l3 = _our_l3(cache)
     if l3 is not None:
         l3.stop(cache)
@@ -462,7 +456,7 @@ def _before_stop(original: Callable[..., Any], cache: Any, *a: Any, **kw: Any) -
 
 
 def _our_l3(cache: Any) -> Any:
-    """The :class:`HCacheStorage` of ``cache``; None where its L3 is another one or none."""
+    """The :class:`HCacheStorage` of ``cache``; None if its L3 is another one, or none."""
     controller = getattr(cache, "cache_controller", None)
     backend = getattr(controller, "storage_backend", None)
     return backend if hasattr(backend, "backups") else None
@@ -503,8 +497,9 @@ def _after_late_weights(original: Callable[..., Any], runner: Any, *a: Any, **kw
 
 
 def _after_request(original: Callable[..., Any], req: Any, *a: Any, **kw: Any) -> None:
-    """SGLang appends an adapter's id to ``extra_key``: a request that says both there finds the
-    adapter's K and V. So the id stands first, with its length, in keys of no other requests."""
+    """SGLang appends an adapter's id to ``extra_key``, so a request that only writes the id there
+    finds the adapter's K and V. Put the id first, with its length, where no other request can have
+    it."""
     original(req, *a, **kw)
     own, adapter = req.extra_key or "", req.lora_id or ""
     if adapter or own.startswith(ADAPTER_KEY):
