@@ -22,8 +22,8 @@ class Launched(NamedTuple):
     lacking: int
 
 
+# launch(host_pages, slots) restores consecutive pages: [p], [p * page_size]
 LaunchRestore = Callable[[Ids, torch.Tensor], Launched]
-"""``launch(host_pages, slots)`` restores consecutive pages: ``[p]``, ``[p * page_size]``."""
 
 
 @dataclass(eq=False)
@@ -82,8 +82,7 @@ class Reservation:
             stop += 1
         return range(start, stop)
 
-    def _lacks(self, page: int) -> int:
-        """Number of first layers of a page that can be recomputed, but were not."""
+    def _lacks(self, page: int) -> int:  # first layers
         return self.launches[page].lacking if page in self.launches else self.unread
 
     def using(self, numbers: set[int]) -> list[RunningRestore]:
