@@ -36,12 +36,10 @@ _holding = threading.Lock()
 
 
 class Metric:
-    """One metric, registered at its first use, after SGLang has named the folder for it.
-
-    No count is worth a page or a request: metrics are in files, and these can fail. ``name`` is
-    without the ending of counters; ``events`` is a regular expression whose group is the label's
-    value; ``options`` are those of the metric's class.
-    """
+    """One metric, registered at its first use, after SGLang has named the folder for it. No count
+    is worth a page or a request: metrics are in files, and these can fail. ``name`` is without the
+    ending of counters; ``events`` is a regular expression whose group is the label's value;
+    ``options`` are those of the metric's class."""
 
     def __init__(
         self, kind: Any, name: str, text: str, *labels: str, events: str = "(.+)", **options: Any
@@ -60,7 +58,6 @@ class Metric:
 
     @property
     def counters(self) -> Sequence[Metric]:
-        """As :attr:`Events.counters`."""
         return (self,)
 
     def event(self, labels: Mapping[str, str]) -> str:
@@ -79,7 +76,6 @@ class Metric:
         self.do("set", *labels, value=value)
 
     def clear(self) -> None:
-        """Forget all counts and values."""
         self._series.clear()
         if self.labels:
             self.family.clear()
@@ -101,8 +97,8 @@ class Metric:
 
 
 class Events:
-    """Counters of events of one kind. A counter has events whose sum has a meaning. ``counters``:
-    name, events (see :class:`Metric`), text; the label of the events' group, if any."""
+    """Counters of events of one kind: name, events (see :class:`Metric`), text; the label of the
+    events' group, if any. A counter has events whose sum has a meaning."""
 
     def __init__(self, *counters: tuple[str, ...]) -> None:
         self.counters = [
@@ -112,7 +108,6 @@ class Events:
         self._found: dict[str, tuple[Metric, tuple[str, ...]]] = {}
 
     def count(self, event: str, number: float = 1) -> None:
-        """Add ``number`` (at least 0) to the counter of an event."""
         if event not in self._found:
             self._found[event] = next(
                 (metric, found.groups())
@@ -125,11 +120,9 @@ class Events:
 
 def _take_file(mode: str) -> None:
     """Make the file of gauges of ``mode`` of this process, and remove those of dead processes. Only
-    our gauges are of these modes.
-
-    A living process holds a lock (flock) on its file. The PID in the name is not enough: another
-    container has equal ones, and a restarted server often has that of the one before.
-    """
+    our gauges are of these modes. A living process holds a lock (flock) on its file. The PID in the
+    name is not enough: another container has equal ones, and a restarted server often has that of
+    the one before."""
     folder = Path(os.environ["PROMETHEUS_MULTIPROC_DIR"])
     path = folder / f"gauge_{mode}_{os.getpid()}.db"
     if path in _held:

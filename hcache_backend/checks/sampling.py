@@ -57,7 +57,6 @@ class Pace:
 
     @property
     def rested(self) -> bool:
-        """True if there may be another check."""
         now = time.perf_counter()
         self._left = min(_BURST_SECONDS, self._left + (now - self._at) * _SHARE)
         self._at = now
@@ -65,7 +64,6 @@ class Pace:
 
     @contextmanager
     def work(self) -> Iterator[None]:
-        """The block is a part of a check."""
         start = time.thread_time()  # others may have the processor meanwhile
         try:
             yield

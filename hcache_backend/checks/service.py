@@ -48,9 +48,9 @@ _harmless = partial(metrics.harmless, "page_not_checked", "a page was not checke
 
 
 class _CopiedPage(NamedTuple):
-    """K and V of some layers of a page in the pool: uint8 each, on the CPU once ``event`` has
-    passed; None if they could not be copied. ``left``: parts of slots (:attr:`KVSegments.parts`) to
-    compare, each with all of its layers."""
+    """Layers of a page in the pool, on the CPU once ``event`` has passed. ``left``: parts of slots
+    (:attr:`KVSegments.parts`) to compare: their layers, K and V (uint8; None: not copied),
+    number."""
 
     host_page: int
     left: deque[tuple[tuple[int, ...], torch.Tensor | None, int]]
@@ -69,19 +69,16 @@ def _copy_to_host(values: torch.Tensor, buffers: HostBuffers) -> HostBuffer:
 
 
 def _without(freed: Ids, checks: deque[_Checked]) -> deque[_Checked]:
-    """``checks`` without those of ``freed`` host pages (int64 ``[n]``). Their buffers are not used
-    again: a copy may still be on its way there."""
+    """``checks`` without those of ``freed`` host pages. Their buffers are not used again: a copy
+    may still be on its way there."""
     gone = set(freed.tolist())
     return deque(check for check in checks if check.host_page not in gone)
 
 
 class KVChecks:
-    """Compares K and V of a sample of transfers with the pool; ``group`` are the tensor-parallel
-    ranks.
-
-    The pool's values are copied once more, in another way; encoded pages are decoded in another. A
-    page that a lossy codec wrote may also be the code of the pool's values.
-    """
+    """Compares K and V of a sample of transfers with the pool. Values of the pool are copied once
+    more, and encoded pages decoded, in another way. A page of a lossy codec may also be the code of
+    the pool's values."""
 
     def __init__(self, runtime: Any, pool: Any, kv: KVSegments, group: Any) -> None:
         assert runtime.config is not None
@@ -124,11 +121,9 @@ class KVChecks:
         self._copied.append(_CopiedPage(int(host_pages[i]), left, event, buffer))
 
     def freed(self, host_pages: Ids) -> None:
-        """HiCache has freed ``host_pages`` (int64 ``[n]``): others may write them."""
         self._copied = _without(host_pages, self._copied)
 
     def forget(self) -> None:
-        """All transfers were dropped."""
         self._copied.clear()
 
     def ask(self, turn: Turn) -> None:
@@ -180,7 +175,6 @@ class KVChecks:
         return f"K and V of layer {' and '.join(map(str, layers))} in a page are not the pool's"
 
     def _layout_of(self, host_page: int) -> PageLayout:
-        """The layout of a page that was transferred."""
         [page] = self._pool.arena.pages(np.array([host_page]), header=True)
         layout = self._pool.page_layout.of(page)
         assert layout is not None
@@ -202,9 +196,9 @@ class ServiceChecks:
     costs the runtime its trust.
 
     With a spec each rank projects its own share of a page's tokens, with its own heads. An
-    attention module may talk to those of the other ranks about each token, so all ranks get the
-    whole page. ``exchange`` is between the ranks that share the tokens of every page; None: pages
-    are whole. ``order`` keeps collectives apart from those of forward passes; None: there are none.
+    attention module may exchange every token with other ranks, so all ranks get the whole page.
+    ``exchange``: between ranks that share tokens; None: pages are whole. ``order``: keeps
+    collectives apart from those of forward passes; None: there are none.
     """
 
     def __init__(
@@ -258,11 +252,9 @@ class ServiceChecks:
         self._running.append(_RunningCheck(int(chosen[0]), layers, differences, problem, event))
 
     def freed(self, host_pages: Ids) -> None:
-        """HiCache has freed ``host_pages`` (int64 ``[n]``): others may write them."""
         self._running = _without(host_pages, self._running)
 
     def forget(self) -> None:
-        """All backups were dropped, or other weights come."""
         self._running.clear()
 
     def ask(self, turn: Turn) -> None:
@@ -298,14 +290,11 @@ class ServiceChecks:
     def _project(
         self, layers: Sequence[AttentionLayer], host_page: Ids, slots: torch.Tensor
     ) -> tuple[HostBuffer | None, str | None]:
-        """Differences of ``layers`` of a page (int64 ``[1]``) from the pool, float64 ``[layers *
-        2]``, on their way to the CPU, or None if not all were compared; and the reason why a layer
-        cannot be projected, or None.
-
-        All ranks get to the exchange of each layer, even if one raises. The collectives of an
-        attention module itself are not covered. Raises ExchangeFailed on all ranks: one had no rows
-        to show.
-        """
+        """Differences of ``layers`` of a page from the pool, float64 ``[layers * 2]``, on their way
+        to the CPU, or None if not all were compared; and the reason why a layer cannot be
+        projected, or None. All ranks get to the exchange of each layer, even if one raises; the
+        collectives of an attention module are not covered. Raises ExchangeFailed on all ranks: one
+        had no rows to show."""
         layout, device = self._pool.page_layout, slots.device
         page = self._pool.kv_buffer[int(self._pool.arena.physical(host_page)[0])]
         by_module = [layer for layer in layers if self._projector.specs[layer.index] is None]
@@ -348,8 +337,7 @@ class ServiceChecks:
 
     def _all_shares(self, exchange: Exchange, own: torch.Tensor) -> torch.Tensor:
         """A segment of the whole page, uint8 ``[shares, bytes]``, of which this rank has ``own``;
-        valid until the next call, on the current stream. Raises ExchangeFailed on all ranks: one
-        had no rows to show."""
+        valid until the next call, on the current stream. Raises ExchangeFailed on all ranks."""
         shares = self._shares
         assert shares is not None
 

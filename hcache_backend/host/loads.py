@@ -62,12 +62,10 @@ class QueuedLoad:
 
     @property
     def ready(self) -> npt.NDArray[np.bool_]:
-        """Pages whose stored layers are launched, bool ``[pages]``."""
         return self.handed.ready if self.handed else np.zeros(len(self.host_pages), np.bool_)
 
     @property
     def whole(self) -> npt.NDArray[np.bool_]:
-        """Pages whose layers are all launched, bool ``[pages]``."""
         return self.handed.whole if self.handed else np.zeros(len(self.host_pages), np.bool_)
 
     @property
@@ -77,10 +75,8 @@ class QueuedLoad:
 
 
 class LoadQueue:
-    """Plans loads, and launches those that were queued. Scheduler thread only.
-
-    The recomputer is None if the model cannot be run, and from its first failure on.
-    """
+    """Plans loads, and launches those that were queued. Scheduler thread only. The recomputer is
+    None if the model cannot be run, and from its first failure on."""
 
     def __init__(
         self,
@@ -113,11 +109,9 @@ class LoadQueue:
         self, host_pages: Ids, depths: Ids, prefix: Prefix, token_ids: TokenIds | None = None
     ) -> QueuedLoad | None:
         """A load of ``host_pages`` (int64 ``[p]``, at least one) behind the tokens of ``prefix``.
-        None: the pages lack layers, and these cannot be recomputed.
-
-        ``depths`` (int64 ``[p]``, the same on all ranks): numbers of layers that pages lack, none
-        or all. Pages that lack all need ``token_ids``, unless headers have these.
-        """
+        None: they lack layers that cannot be recomputed. ``depths`` (int64 ``[p]``, the same on all
+        ranks): layers that pages lack, none or all. Pages that lack all need ``token_ids``, unless
+        headers have these."""
         lost, layers = depths > 0, self._recomputable
         if self.stored_from > layers or (lost.any() and layers < len(self.methods.methods)):
             return None
@@ -147,19 +141,14 @@ class LoadQueue:
         self._queued.append(load)
 
     def forget(self) -> None:
-        """Queued loads were dropped."""
         self._queued.clear()
 
     @metrics.timed("host_load")
     def launch(self, slots: torch.Tensor) -> tuple[RunningRestore, ...]:
-        """Launch what is queued as one restore, on the current stream. ``slots`` are those of all
-        queued loads in order, int64 ``[n]``, on the device. Returns all restores that write or
-        still read them.
-
-        Raises:
-            Exception: Layers that are stored nowhere could not be recomputed: no batch may use the
-                slots.
-        """
+        """Launch all queued loads as one restore, on the current stream. ``slots``: of all loads in
+        order, int64 ``[n]``, on the device. Returns all restores that write or still read them.
+        Raises if layers that are stored nowhere could not be recomputed: no batch may use the
+        slots."""
         loads, self._queued = self._queued, []
         pages = self._arena.physical(np.concatenate([load.host_pages for load in loads]))
         ready = np.concatenate([load.ready for load in loads])
@@ -210,11 +199,8 @@ class LoadQueue:
 
     def recomputation_failed(self, problem: Exception) -> None:
         """From now on nothing is recomputed, and if layers are not stored nothing is restored.
-
-        Raises:
-            OutOfStep: There are other ranks. They may wait for this one in the model's own
-                collectives, so the server cannot go on.
-        """
+        Raises OutOfStep if there are other ranks: they may wait for this one in the model's own
+        collectives."""
         if self.methods.ranks > 1:
             raise OutOfStep(str(problem)) from problem
         if self._recomputer is not None:
@@ -244,13 +230,12 @@ class LoadQueue:
 
     @property
     def recomputes_pages(self) -> bool:
-        """True if pages can be recomputed whole, and slices are free for that: all layers are
+        """True if pages can be recomputed whole, and slices have no other work: all layers are
         stored."""
         return self._recomputable == len(self.methods.methods) and not self.stored_from
 
     @property
     def _recomputable(self) -> int:
-        """Number of first layers that can be recomputed."""
         return 0 if self._recomputer is None else self._recomputer.layers
 
     def recompute_pages(self, token_ids: Ids, prefix: torch.Tensor) -> Recompute | None:
@@ -273,8 +258,7 @@ class LoadQueue:
         self, loads: Sequence[QueuedLoad], *, only_missing: bool
     ) -> Recompute | None:
         """Recomputation of the first layers of ``loads``; None if all are loaded. ``only_missing``:
-        only layers that must be recomputed, because the others are restored already, or come
-        otherwise."""
+        only layers that must be, because the others are restored already, or come otherwise."""
         wanted = [span for load in loads for span in load.spans]
         spans = [span for span in wanted if span is not None]
         first = self.stored_from if wanted else 0
@@ -341,7 +325,6 @@ class LoadQueue:
         return TokenSpan(own, slots) if len(own) == pages * self._layout.page_size else None
 
     def _part(self, span: TokenSpan, slots: torch.Tensor, pages: range) -> TokenSpan:
-        """Some pages of a span whose tokens go to ``slots``."""
         size = self._layout.page_size
         start, stop = pages.start * size, pages.stop * size
         return TokenSpan(span.token_ids[start:stop], torch.cat((span.prefix, slots[:start])))

@@ -20,17 +20,14 @@ _GATHERED_BYTES = 128 << 20  # encoded bytes on the device at once: this memory 
 
 
 class KVSegments:
-    """Copies K and V of some layers between SGLang's pool (MHATokenToKVPool) and pages.
+    """Copies K and V of some layers between SGLang's pool (MHATokenToKVPool) and pages. Raises
+    UnsupportedRows if ``codec`` (``none``, ``exp4``, ``int8`` or ``fp8``) does not take them.
 
     - A page has K of one group of this rank's heads after the other, each of all tokens, then V.
       With one group, and unencoded, that is the content of the pool's slots.
     - Layers are numbered as by ``kvcache``. The slots of a page follow each other, from a multiple
       of the page size on, so whole pages are copied.
-    - ``share`` is this rank's part of a page, ``groups`` are those of all ranks, and ``codec``
-      (``none``, ``exp4``, ``int8`` or ``fp8``) encodes their units.
-
-    Raises:
-        UnsupportedRows: The codec does not take K and V of this pool.
+    - ``share`` is this rank's part of a page; ``groups`` are those of all ranks.
     """
 
     by_header = False  # pages are copied by their headers, and are to be named on the CPU
@@ -54,8 +51,7 @@ class KVSegments:
         self._tables: dict[tuple[int, int, int], LayerTable] = {}
 
     def layout(self, layers: Sequence[StoredLayer], share: Share) -> PageLayout:
-        """The layout of pages with these ``layers``; those of K and V are from
-        :meth:`stored_layer`."""
+        """The layout of pages with ``layers``; those of K and V are from :meth:`stored_layer`."""
         return PageLayout(self.page_size, tuple(layers), share)
 
     def stored_layer(self, layer: int) -> StoredLayer:
@@ -70,13 +66,11 @@ class KVSegments:
     def save(
         self, layout: PageLayout, memory: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor
     ) -> torch.Tensor | None:
-        """Copy K and V of whole pages from the pool to the arena, on the current stream.
-
-        ``memory``: uint8 ``[all pages, page_bytes]``, which the device can write. ``pages``:
-        physical, int64 ``[p]``, on the device, or :attr:`by_header`. ``slots``: int64 ``[p *
-        page_size]``, on the device. Returns, with a codec, a mask of the layers that fit, bool
-        ``[layers, p]`` on the device: pages hold no valid bytes of others.
-        """
+        """Copy K and V of whole pages from the pool to ``memory`` (uint8 ``[all pages,
+        page_bytes]``, which the device can write), on the current stream. ``pages`` are physical,
+        int64 ``[p]``, on the device, or :attr:`by_header`; ``slots`` int64 ``[p * page_size]``, on
+        the device. Returns, with a codec, a mask of the layers that fit, bool ``[layers, p]`` on
+        the device; others have no valid bytes."""
         offsets = [layout.segment_offsets[layer] for layer in self.layers]
         if slots.is_cuda:
             return self._save_at_once(offsets, memory, pages, slots)
@@ -143,7 +137,6 @@ class KVSegments:
         gather_planes(memory, rows, offset, pool, held)
 
     def restored_layer(self, layer: int) -> RestoredLayer:
-        """Restore of a layer whose K and V are stored."""
         return RestoredLayer("kv", copy=self.load, launches=1 if self._encoder is None else 2)
 
     def load(
@@ -236,11 +229,9 @@ class KVSegments:
         self, segments: torch.Tensor, held: torch.Tensor, part: int, layout: PageLayout, layer: int
     ) -> bool:
         """True if a part of a slot in a page stands for the values that the pool ``held``, by the
-        reference: to the bit, or within the promise of a lossy codec.
-
-        ``segments``: of the slot of ``layer`` in a page of this ``layout``. ``held``: as by
-        :meth:`held`, of all layers that share the slot. Both uint8, on the CPU.
-        """
+        reference: to the bit, or within the promise of a lossy codec. ``segments``: of the slot of
+        ``layer`` in a page of this ``layout``. ``held``: as by :meth:`held`, of all layers that
+        share the slot. Both uint8, on the CPU."""
         if self._encoder is None:
             return torch.equal(segments, held)
         return self._encoder.holds(segments, held, part)
@@ -248,9 +239,9 @@ class KVSegments:
     def through_codec(
         self, layout: PageLayout, planes: Sequence[Sequence[torch.Tensor]]
     ) -> tuple[list[Sequence[torch.Tensor]], torch.Tensor]:
-        """K and V after a way through pages of this ``layout``, by the reference, on the CPU; and a
-        mask of the pages that fit, bool ``[layers, p]``. ``planes``: K and V of all :attr:`layers`,
-        ``[p * page_size, heads, dim]`` each, on any device."""
+        """K and V (``[p * page_size, heads, dim]`` each) of all :attr:`layers` after a way through
+        pages, by the reference, on the CPU; and a mask of the pages that fit, bool ``[layers,
+        p]``."""
         pages = torch.arange(len(planes[0][0]) // self.page_size)
         fits = torch.ones((len(planes), len(pages)), dtype=torch.bool)
         return [
@@ -270,7 +261,6 @@ class KVSegments:
         return back
 
     def code_of(self, layout: PageLayout, layer: int) -> str:
-        """Name of the code of a layer in pages of this ``layout``."""
         return self.codec
 
     @property
@@ -299,8 +289,7 @@ class KVSegments:
         return make_segment_codec(codec, *self._cut(codec))
 
     def _cut(self, codec: str) -> tuple[Cut, int, torch.dtype]:
-        """The codec's arguments for K and V of the layers; raises UnsupportedRows if these
-        differ."""
+        """The codec's arguments for the layers; raises UnsupportedRows if their shapes differ."""
         planes = [plane for layer in self.layers for plane in self.planes(layer)]
         shapes = sorted({tuple(plane.shape[1:]) for plane in planes})
         if len(shapes) > 1:

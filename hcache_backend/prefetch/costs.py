@@ -40,12 +40,10 @@ class Hit(NamedTuple):
         return self._replace(tokens=tokens, rest=self.rest + cut_off, behind=behind)
 
     def until_there(self, read: float, *, begun: bool = False) -> float:
-        """Completion time of the hit if L3 alone takes ``read`` seconds.
-
-        A hit is recomputed in slices only if L3 has a worthwhile part in it; otherwise by a
-        prefill. Once it has ``begun``, any part is worthwhile: a small change of the estimates must
-        not throw away what was read and recomputed.
-        """
+        """Completion time of the hit if L3 alone takes ``read`` seconds. A hit is recomputed in
+        slices only if L3 has a worthwhile part in it; otherwise by a prefill. Once it has
+        ``begun``, any part is worthwhile: a small change of the estimates must not throw away what
+        was read and recomputed."""
         if self.recomputing is None or not self.tokens:
             return read
         recomputing = self.recomputing(self.tokens, self.prefix)

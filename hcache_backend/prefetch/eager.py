@@ -110,8 +110,8 @@ class EagerRestores:
         return list(self._running)
 
     def wanted(self, keys: Sequence[Hashable]) -> range:
-        """Pages of a prefetch that :meth:`reserve` would serve: within the limit, without those
-        that a running prefetch brings."""
+        """Pages that :meth:`reserve` would serve: within the limit, and no running prefetch brings
+        them."""
         coming = {key for other in self._running.values() for key in other.keys}
         first = next((i for i, key in enumerate(keys) if key not in coming), len(keys))
         room = max(0, self._limit - self.pages + len(self._left_behind()))
@@ -120,13 +120,10 @@ class EagerRestores:
     def reserve(
         self, prefetch: Hashable, keys: Sequence[Hashable], host_pages: Ids, unread: int = 0
     ) -> int:
-        """A prefetch begins: reserve device pages for as many of its pages as possible. Returns
-        their number.
-
-        For it, device pages of ended prefetches are given back, the oldest first. ``keys`` will
-        arrive in ``host_pages``, which nothing else uses. ``unread``: layers to recompute of a page
-        that has not arrived; 0 if that is not allowed.
-        """
+        """A prefetch begins: reserve device pages for as many of its pages as possible; returns
+        their number. Device pages of ended prefetches are given back for it, the oldest first.
+        ``keys`` will arrive in ``host_pages``, which nothing else uses. ``unread``: layers to
+        recompute of a page that has not arrived; 0 if that is not allowed."""
         chosen = self.wanted(keys)
         spare = self._limit - self.pages
         if spare < len(chosen):
@@ -149,8 +146,7 @@ class EagerRestores:
 
     def arrived(self, prefetch: Hashable, pages: int, start: int = 0, *, last: bool = False) -> int:
         """Pages ``start`` to ``pages`` are there and proven on all ranks. Returns the number of
-        launched pages: a few pages wait for more, unless they are the ``last`` ones that are
-        read."""
+        launched pages: a few wait for more, unless they are the ``last`` ones that are read."""
         reservation = self._running[prefetch]
         self._reading = [one for one in self._reading if not one[1].copied.query()]
         there = range(start - reservation.first, pages - reservation.first)
@@ -167,8 +163,8 @@ class EagerRestores:
         return len(due)
 
     def to_recompute(self, most: int) -> Iterator[Recomputation]:
-        """At most ``most`` pages of each running prefetch whose first layers can be recomputed: all
-        pages before them have these layers."""
+        """At most ``most`` pages of each running prefetch that lack first layers, behind pages that
+        lack none."""
         for prefetch, reservation in self._running.items():
             pages = reservation.to_recompute(most)
             if pages:
@@ -236,8 +232,7 @@ class EagerRestores:
             self._give_back([*waiting, *launched][:short])
 
     def hand_out(self, host_pages: Ids) -> HandOut | None:
-        """Device pages for a load of ``host_pages``, each used once. None, with nothing changed, if
-        there are too few free and reserved pages."""
+        """Device pages for a load of ``host_pages``, each used once; None if there are too few."""
         if len(host_pages) > self._free.count() + self.pages:
             return None
         found = [self._places.get(page) for page in host_pages.tolist()]

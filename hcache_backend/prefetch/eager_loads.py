@@ -1,8 +1,7 @@
 """Eager restores on a server: its prefetches, its allocator, its loads (see prefetch/eager.py).
 
-Running prefetches are looked at once in every turn of the scheduler, after HiCache's look at its
-storage threads. All tensor-parallel ranks have agreed on HiCache's knowledge there, so they decide
-the same.
+They are looked at in every turn of the scheduler, after HiCache's look at its storage threads. All
+tensor-parallel ranks have agreed on HiCache's state there, so they decide the same.
 """
 
 from __future__ import annotations
@@ -37,8 +36,7 @@ _OFFERS = 4  # prefetches whose pages a turn may recompute: the first that has a
 
 
 class Offer(NamedTuple):
-    """Pages that a slice may recompute. ``said``: True if a slice may start, and the number of
-    pages."""
+    """Pages that a slice may recompute. ``said``: if a slice may start, and the number of pages."""
 
     due: Recomputation
     meeting: Meeting | None  # its reader waits; None: the pages were read
@@ -46,12 +44,9 @@ class Offer(NamedTuple):
 
 
 class EagerLoads:
-    """Pages of running prefetches are restored, and loads get them.
-
-    ``pages`` are SGLang's (:class:`.ReservablePages`), ``pool`` is the :class:`.OwnPagesPool`. At
-    most ``limit`` device pages are reserved. ``loads`` recomputes first layers, ``budget`` bounds
-    their tokens in a turn, and ``new_rows`` takes hidden states if pages hold them.
-    """
+    """Pages of running prefetches are restored, and loads get them. ``pages`` are SGLang's
+    (:class:`.ReservablePages`), of which at most ``limit`` are reserved. ``budget`` bounds
+    recomputed tokens in a turn. ``new_rows`` takes hidden states if pages hold them."""
 
     def __init__(
         self,
@@ -148,8 +143,8 @@ class EagerLoads:
         return waits and self._loads.recomputes_pages
 
     def seconds_to_recompute(self, tokens: int, prefix: int) -> float:
-        """Time of all layers of ``tokens`` tokens behind ``prefix`` in slices; infinite if they are
-        put off, or unknown. Any thread."""
+        """Time of all layers of tokens behind ``prefix`` in slices; infinite if put off or unknown.
+        Any thread."""
         share, layers = self.governor.pace().share, len(self._loads.methods.methods)
         if not share:
             return math.inf
@@ -200,8 +195,8 @@ class EagerLoads:
             metrics.SLICES.count(decision)
 
     def _taken(self, offer: Offer, pages: int) -> int:
-        """Let the reader go on behind ``pages`` that the front takes. Returns how many of these
-        come next in the offer."""
+        """Let the reader go on behind ``pages`` of the front; returns how many come next in the
+        offer."""
         if offer.meeting is None:
             return pages
         taken = offer.meeting.take(pages)
@@ -274,7 +269,7 @@ class EagerLoads:
         return token_array(due.prefetch.token_ids)[tokens].astype(np.int64)
 
     def _before_prefetch(self, prefetch: Hashable) -> torch.Tensor | None:
-        """Slots of the tokens before a prefetch, int64 ``[n]``; None if not all are on the
+        """Slots of all tokens before a prefetch, int64 ``[n]``; None if some are not on the
         device."""
         tree, anchor = self._pages.cache.tree_core, self._anchors[prefetch]
         if not is_on_device(tree, anchor):
@@ -295,8 +290,8 @@ class EagerLoads:
         return device_indices
 
     def until_saved(self, host_pages: Ids) -> None:
-        """Block until recomputed host pages (int64 ``[n]``) are there, and those that did not fit
-        encoded are known: the CPU is about to read them."""
+        """Block until recomputed host pages (int64 ``[n]``) are there, encoded or lost, for the
+        CPU."""
         self._restores.until_saved(host_pages)
         self._pool.settle()
 
@@ -305,8 +300,7 @@ class EagerLoads:
         self._restores.host_freed(host_pages)
 
     def prepared(self, host_pages: Ids) -> npt.NDArray[np.bool_]:
-        """Mask of the pages (int64 ``[n]``) that a load would not take from the host; bool
-        ``[n]``."""
+        """Mask of the pages (int64 ``[n]``) that a load would not take from the host."""
         return self._restores.prepared(host_pages)
 
     def give_back(self) -> None:

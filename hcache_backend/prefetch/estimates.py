@@ -20,12 +20,10 @@ _MODEL_WEIGHT = 0.1
 
 
 class Estimate:
-    """Seconds of an operation: its curve, times the ratio of measurements to the curve. Any thread.
-
+    """Seconds of an operation: its curve, times a ratio of measurements to the curve. Any thread.
     The ratio is a weighted median: newer ones, and those of about the wanted size, weigh more.
-    ``curve`` is positive for positive sizes. ``known``: it is in seconds; otherwise there is no
-    estimate before the first measurement.
-    """
+    ``known``: the curve is in seconds; otherwise there is no estimate before the first
+    measurement."""
 
     def __init__(self, curve: Curve, *, known: bool) -> None:
         self._curve = curve
@@ -51,8 +49,7 @@ class Estimate:
         return None if ratio is None else self._curve(tokens, prefix) * ratio
 
     def slowdown(self, tokens: int) -> float:
-        """Expected time on ``tokens`` (at least 1) relative to the curve; 1 if that is not in
-        seconds."""
+        """Expected time on ``tokens`` (at least 1) by the curve; 1 if that is not in seconds."""
         return (self._ratio(tokens) or 1.0) if self._known else 1.0
 
     def _ratio(self, tokens: int) -> float | None:

@@ -51,10 +51,9 @@ class Running(NamedTuple):
 
 class HitGate:
     """Takes or refuses L3 hits, and ends prefetches. It never raises on purpose and never waits.
-
     ``machine``: None if not measured. ``backend``: the storage backend's name. ``min_gain``: a hit
-    is read if computing it takes at least this many times as long; 0: always. ``clock``: seconds.
-    """
+    is read if computing it takes at least this many times as long; 0: always. ``clock``:
+    seconds."""
 
     def __init__(
         self,
@@ -154,8 +153,8 @@ class HitGate:
         return self.gpu.begins(computing + self.costs.loaded(loaded))
 
     def prefilled(self, tokens: int, prefix: float, loaded: int, seconds: float) -> None:
-        """A batch computed ``tokens`` behind ``prefix`` on average, after waiting for a load of
-        ``loaded`` tokens that L3 had brought."""
+        """A batch computed ``tokens`` behind ``prefix`` on average, and waited for ``loaded`` from
+        L3."""
         costs = self.costs
         if not loaded:
             costs.prefill.measured(tokens, prefix, seconds)
@@ -176,13 +175,10 @@ class HitGate:
     def takes(
         self, request_id: str, tokens: int, wanted: int, behind: int = 0, page: int = 1
     ) -> int:
-        """Number of tokens of a hit that this rank wants to read: all or none.
-
-        Or those in the page store, if the shared tier is slower than computing; or a few, to
-        measure a slow L3 again. ``tokens``: of the hit; ``wanted``: asked for; ``behind``: at the
-        hit's end, from the shared tier; ``page``: the size of which parts are multiples, 0 if a
-        part is worth nothing.
-        """
+        """Number of tokens of a hit that this rank wants to read: all or none; or those in the page
+        store, if the shared tier is slower than computing; or a few, to measure a slow L3 again. L3
+        was asked for ``wanted`` tokens; ``behind`` of the hit, at its end, are in the shared tier.
+        Parts are multiples of ``page``; 0: a part is worth nothing."""
         now = self._clock()
         with self._lock:
             asked = self._asked.setdefault(request_id, Asked(0))
@@ -271,8 +267,7 @@ class HitGate:
         return saved is None or taken * self._min_gain <= saved
 
     def _computing(self, saved: float, others: list[Asked], now: float) -> float:
-        """Seconds until work of ``saved`` seconds is computed, and the delays that it causes for
-        others."""
+        """Seconds until work of ``saved`` seconds is computed, plus the delays of others."""
         computing = self.gpu.seconds_busy(now) + saved
         until_there = partial(self._until_there, slowdown=self.l3.slowdown(now))
         return computing + delays(others, computing, until_there)
@@ -295,8 +290,7 @@ class HitGate:
         )
 
     def _until_read(self, hit: Hit, now: float) -> float:
-        """Known seconds until a hit is there, behind those that are read already. Under the
-        lock."""
+        """Known seconds until a hit is there, behind those being read. Under the lock."""
         if self.gpu.wanted:
             return 0.0
         slowdown = self.l3.slowdown(now)

@@ -1,5 +1,4 @@
-"""The share of the GPU's time that recomputation of hits may take while they are still being
-read."""
+"""The share of the GPU's time for recomputation of hits that are still being read."""
 
 from __future__ import annotations
 
@@ -41,8 +40,7 @@ class Governor:
         self._pace = _WHOLE
 
     def look(self) -> None:
-        """Look at the scheduler, at the beginning of its turn: later, other threads may change
-        it."""
+        """Look at the scheduler when its turn begins: later, other threads may change it."""
         if self.scheduler is None or self._blind:
             return
         self._blind = True

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 
 class Gpu:
-    """The scheduler's thread reports work; any thread may ask. ``wanted``: requests wait for the
-    GPU only."""
+    """The GPU's launched work, from the scheduler's thread. ``wanted``: requests wait for the GPU
+    only."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.wanted = False
@@ -17,8 +17,7 @@ class Gpu:
         self._at: tuple[float, tuple[tuple[int, float], ...]] = 0.0, ()
 
     def begins(self, seconds: float) -> int:
-        """Work of ``seconds`` is launched, behind all that was launched before. Returns its
-        number."""
+        """Work of ``seconds`` is launched behind all earlier work; returns its number."""
         since, launched = self._at
         self._number += 1
         self._at = since if launched else self._clock(), (*launched, (self._number, seconds))

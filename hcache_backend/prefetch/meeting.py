@@ -13,12 +13,9 @@ from typing import Any
 
 
 class Meeting:
-    """The two ends of one prefetch. Page numbers are those in the prefetch.
-
-    ``reachable``: first page that recomputation cannot reach, as of the last scheduler turn. None,
-    before the first turn, counts as "all reachable": otherwise the reader would claim the front's
-    pages.
-    """
+    """The two ends of one prefetch. Page numbers are those in the prefetch. ``reachable``: first
+    page that recomputation cannot reach, as of the last scheduler turn. None, before the first
+    turn, counts as "all reachable": otherwise the reader would claim the front's pages."""
 
     def __init__(self) -> None:
         self.front = 0  # pages whose recomputation was launched; the scheduler's

@@ -62,13 +62,12 @@ class L3Progress:
             self._looking_since += seconds
 
     def begin(self, request_id: str, wanted: int, step: int, behind: int) -> None:
-        """L3 is going to be read: ``wanted`` tokens, ``step`` at a time, the last ``behind`` of
-        them from the shared tier."""
+        """L3 is going to be read, ``step`` tokens at a time, the last ``behind`` from the shared
+        tier."""
         now = self._clock()
         self.reading = Reading(request_id, now, wanted, wanted, step, now, behind)
 
     def arrived(self, tokens: int) -> None:
-        """``tokens`` more were read."""
         if self.reading is not None:
             self.reading.tokens += tokens
             self.reading.last = self._clock()
@@ -85,15 +84,14 @@ class L3Progress:
             self.reading.last += seconds
 
     def came_from_behind(self, tokens: int, seconds: float, *, gave_up: bool = False) -> None:
-        """Record a read from the shared tier: it took ``seconds`` and returned ``tokens``.
-        ``gave_up``: it failed, or did not answer in time."""
+        """A read from the shared tier took ``seconds`` and gave ``tokens``; ``gave_up``: it
+        failed."""
         if self.reading is not None:
             self.reading.from_behind += tokens
             self.reading.seconds_behind += seconds
             self.reading.gave_up = self.reading.gave_up or gave_up
 
     def seems_overdue(self, now: float) -> bool:
-        """True if this rank's L3 does not answer."""
         looking, reading = self._looking_since, self.reading
         if looking is not None and now - looking > OVERDUE_SECONDS:
             return True
@@ -115,8 +113,8 @@ class L3Progress:
         return max(1.0, (now - reading.start) / expected) if expected else 1.0
 
     def seconds_to_read(self, tokens: int, behind: int = 0) -> float:
-        """Expected time of the next ``tokens`` of the present read, ``behind`` of them from the
-        shared tier; infinite if unknown."""
+        """Expected time of the next ``tokens``, ``behind`` of them from the shared tier; or
+        infinite."""
         reading = self.reading
         if reading is None:
             seconds = self._costs.reading(tokens, behind)
@@ -133,12 +131,9 @@ class L3Progress:
         return None if expected is None else max(0.0, expected - (now - reading.start))
 
     def _expected(self, reading: Reading, tokens: int, behind: int) -> float | None:
-        """Expected seconds of ``tokens`` of a read, ``behind`` of them from the shared tier; None
-        if unknown.
-
-        That is their share of the time of the whole read: small reads, and the profile of them, say
-        little about a part of a large one.
-        """
+        """Expected seconds of ``tokens`` of a read, ``behind`` of them from the shared tier. That
+        is their share of the whole read, because small reads say little about a part of a large
+        one."""
         near = self._share(self._costs.read, reading.whole - reading.behind, tokens - behind)
         far = self._share(self._costs.behind, reading.behind, behind)
         return None if near is None or far is None else near + far

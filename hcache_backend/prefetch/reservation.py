@@ -45,15 +45,12 @@ class Reservation:
     _released: int | None = None  # the first page that is not held any more
 
     def waiting(self) -> list[int]:
-        """Held pages that were not launched, in order."""
         return sorted(self.held - self.launches.keys())
 
     def launched(self) -> list[int]:
-        """Held pages that were launched, in order."""
         return sorted(self.held & self.launches.keys())
 
     def is_whole(self, page: int) -> bool:
-        """True if all layers of a page were launched."""
         return page in self.recomputed or (
             page in self.launches and not self.launches[page].lacking
         )

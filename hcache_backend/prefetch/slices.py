@@ -24,12 +24,9 @@ class _Slice(NamedTuple):
 
 
 class SliceBudget:
-    """Bounds a slice of a recomputation by its time, as far as that is known.
-
-    A slice may take ``seconds`` if it has the GPU alone, and have ``tokens``. ``curve``:
-    recomputing one layer. ``known``: it is in seconds; otherwise the first slice is as short as
-    possible.
-    """
+    """Bounds a slice of a recomputation by its time, as far as that is known. A slice may take
+    ``seconds`` if it has the GPU alone, and have ``tokens``. ``curve``: recomputing one layer.
+    ``known``: it is in seconds; otherwise the first slice is as short as possible."""
 
     def __init__(self, seconds: float, tokens: int, curve: Curve, *, known: bool) -> None:
         self.tokens = tokens
@@ -47,12 +44,10 @@ class SliceBudget:
         within: float = math.inf,
         best: float = math.inf,
     ) -> int:
-        """Number of pages, up to ``most`` (at least 1), that a slice may have now; 0: none.
-
-        Each has ``page_size`` tokens, of which ``layers`` layers are recomputed behind ``prefix``
+        """Number of pages, up to ``most`` (at least 1), that a slice may have now; 0: none. Each
+        has ``page_size`` tokens, of which ``layers`` layers are recomputed behind ``prefix``
         tokens, in ``share`` of the time of a slice. No page is recomputed that takes longer than
-        ``within`` seconds, and several only if they take at most ``best`` seconds.
-        """
+        ``within`` seconds, and several only if they take at most ``best`` seconds."""
         if not share or self.full:
             return 0
         if (self._layer.seconds(page_size, prefix) or 0.0) * layers > within:
@@ -92,7 +87,6 @@ class SliceBudget:
 
     @property
     def full(self) -> bool:
-        """True if no slice can be launched before another one is done."""
         return self.unfinished() >= _UNFINISHED
 
     def unfinished(self) -> int:
@@ -101,7 +95,6 @@ class SliceBudget:
         return len(self._launched)
 
     def launched(self, restore: RunningRestore, prefix: int, layers: int) -> None:
-        """A slice was launched as ``restore``."""
         self._launched.append(_Slice(restore, restore.tokens, prefix, layers))
 
     def _learn(self, done: _Slice) -> None:

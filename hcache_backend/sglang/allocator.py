@@ -20,8 +20,7 @@ from hcache_backend.prefetch.eager import EagerRestores
 
 
 class ReservablePages:
-    """Free pages of SGLang's allocator, some of them reserved. Replaces methods of ``allocator``,
-    which others may replace later."""
+    """Free pages of SGLang's allocator, some reserved; replaces methods of ``allocator``."""
 
     def __init__(self, allocator: PagedTokenToKVPoolAllocator) -> None:
         self.eager: EagerRestores | None = None  # reserves pages; None until it is set
@@ -57,8 +56,7 @@ class ReservablePages:
 
     @contextmanager
     def given_to(self, load: QueuedLoad) -> Iterator[None]:
-        """Allocations within the block are for ``load`` and get the pages that were prepared for
-        it."""
+        """Allocations within the block get the pages that were prepared for ``load``."""
         self._load = load
         try:
             yield

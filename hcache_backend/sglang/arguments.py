@@ -68,13 +68,12 @@ def ranks_of_a_request(server_args: Any) -> int:
 
 
 def decodes_for_others(server_args: Any) -> bool:
-    """True for a decode server of prefill/decode disaggregation, or a server that may become
-    one."""
+    """True for a decode server of prefill/decode disaggregation, also if it can only become one."""
     return _may_be("decode", server_args)
 
 
 def sends_to_others(server_args: Any) -> bool:
-    """True for a prefill server of prefill/decode disaggregation, or a server that may become
+    """True for a prefill server of prefill/decode disaggregation, also if it can only become
     one."""
     return _may_be("prefill", server_args)
 
@@ -95,8 +94,7 @@ def page_size(server_args: Any) -> int:
 
 
 def storage_extra_config(args: Any) -> dict[str, Any]:
-    """``--hicache-storage-backend-extra-config`` as a dict, empty without it; ``args`` are the
-    arguments in force."""
+    """``--hicache-storage-backend-extra-config`` in ``args`` (those in force), empty without it."""
     text = args.hicache_storage_backend_extra_config
     if not text:
         return {}
@@ -108,13 +106,9 @@ def storage_extra_config(args: Any) -> dict[str, Any]:
 
 
 def check_tp_lcm_size(asked: object, ranks: int, heads: int, *, own_pages: bool) -> None:
-    """Check that K and V of a page, of all ranks together, divide into ``asked`` groups of heads
-    (SGLang's ``tp_lcm_size``). ``heads`` are those of a rank. ``own_pages``: pages divide into
-    shares of eight, too.
-
-    Raises:
-        ConfigError: They do not. It names the numbers that are allowed.
-    """
+    """Raise ConfigError, with the allowed numbers, unless K and V of a page of all ranks divide
+    into ``asked`` groups of heads (SGLang's ``tp_lcm_size``). ``heads`` are those of a rank.
+    ``own_pages``: pages divide into shares of eight, too."""
     allowed = [
         number
         for number in range(ranks, heads * ranks + 1, ranks)
@@ -149,11 +143,10 @@ def _kv_scales(model: torch.nn.Module) -> dict[str, list[float]]:
 
 def _adapter_digests(runner: Any) -> dict[str, str]:
     """Digests, by identity, of the LoRA adapters whose pages outlive the server; and the version of
-    their keys.
+    their keys. SGLang seeds the keys of a request with the identity of its adapter.
 
-    SGLang seeds the keys of a request with the identity of its adapter. An adapter of the command
-    line has one identity in every run, from its name and path, but its content may change. An
-    adapter that is loaded at run time gets a new identity each time.
+    An adapter of the command line has one identity in every run, from its name and path, but its
+    content may change. An adapter that is loaded at run time gets a new identity each time.
     """
     manager = getattr(runner, "lora_manager", None)
     if manager is None:

@@ -26,11 +26,8 @@ _POLL_SECONDS = 0.001
 
 class Backups:
     """Beginnings of conversations under ``write_back``, and the last backups. Scheduler thread
-    only.
-
-    Every rank sees the same nodes, so all put the same ones at once. Pipeline stages do not see the
-    same nodes: they put none, and do not wait.
-    """
+    only. Every rank sees the same nodes, so all put the same ones at once. Pipeline stages do not:
+    they put none, and do not wait."""
 
     def __init__(self, stages: int) -> None:
         self._on = stages == 1
@@ -86,11 +83,9 @@ class Backups:
         self._heads.clear()
 
     def finish(self) -> None:
-        """Wait for running backups, for a limited time, before the weights change.
-
-        SGLang ends a server whose caches cannot be flushed then, because it was idle before. Every
-        rank calls it in the same turn, with the same backups under way.
-        """
+        """Wait for running backups, for a limited time, before the weights change. SGLang ends a
+        server whose caches cannot be flushed then, because it was idle before. Every rank calls it
+        in the same turn, with the same backups under way."""
         cache = self._cache
         self.forget()
         if not self._on or cache is None or not _only_backs_up(cache):
@@ -103,8 +98,8 @@ class Backups:
             )
 
     def stop(self, cache: Any) -> bool:
-        """At the end of the server, wait like :meth:`finish` until L3 has all that is queued, and
-        with ``write_back`` all that is on the device. Returns True if it has."""
+        """Before the end of the server, wait like :meth:`finish` until L3 has all that is queued,
+        and with ``write_back`` all that is on the device. Returns True if it has."""
         if not self._on:
             return False
         from sglang.srt.mem_cache.base_prefix_cache import EvictParams
@@ -140,6 +135,5 @@ class Backups:
 
 
 def _only_backs_up(cache: Any) -> bool:
-    """True if only backups keep a cache from being flushed."""
     backups = cache.ongoing_write_through or cache.ongoing_backup
     return bool(backups) and not (cache.ongoing_load_back or cache.ongoing_prefetch)

@@ -58,8 +58,6 @@ _STAGED_PASSES = 16  # at least as many as are under way between pipeline stages
 
 @dataclass(eq=False)
 class _Backup:
-    """A node in HiCache's queue of backups."""
-
     slots: Read = field(default_factory=Read)  # of its tokens, int64 [n], if layers are captured
     valid: int = True  # all rows are there, as far as is known
     due: int = 0  # number of begun forward passes at which that, and the slots, are known
@@ -67,8 +65,8 @@ class _Backup:
 
 
 class OwnPagesController(HybridCacheController):
-    """Backup, load and storage transfers of own pages. ``write``, ``load`` and ``write_storage``
-    run on the scheduler thread; ``_page_*`` in HiCache's storage threads."""
+    """``write``, ``load`` and ``write_storage`` run on the scheduler thread; ``_page_*`` in
+    HiCache's storage threads."""
 
     def use_own_pages(
         self,
@@ -83,12 +81,9 @@ class OwnPagesController(HybridCacheController):
         checks: Checks | None = None,
         pairs: NodePairs | None = None,
     ) -> None:
-        """Give the controller its parts; called once, before the first request.
-
-        ``capture`` fills hidden states of pages, and ``checks`` checks them in service; without
-        them pages hold K and V only. ``pairs`` chooses layers that share slots; None: the same in
-        all pages.
-        """
+        """Give the controller its parts; called once, before the first request. ``capture`` fills
+        hidden states, which ``checks`` checks; None: pages hold K and V only. ``pairs`` chooses
+        layers that share slots."""
         self._runtime = runtime
         self._pool = pool
         self._loads = loads
@@ -293,11 +288,9 @@ class OwnPagesController(HybridCacheController):
         self._capture.back_up(slots.values, backup.host_pages)
 
     def _can_wait(self) -> bool:
-        """True if a node may get host pages before its rows are known to be valid.
-
-        False if HiCache needs a backup at once, between pipeline stages, whose passes begin at
-        different times, and while tokens of other weights, whose rows are void, may be cached.
-        """
+        """True if a node may get host pages before its rows are known to be valid. False if HiCache
+        needs a backup at once, between pipeline stages, whose passes begin at different times, and
+        while tokens of other weights, whose rows are void, may be cached."""
         assert self._capture is not None
         weights = self._runtime.weights
         flushed = weights is not None and weights.suspended is None
@@ -322,8 +315,8 @@ class OwnPagesController(HybridCacheController):
         return self._pool.arena.problem(slots.values)
 
     def _agreed(self, *fine: int) -> list[int]:
-        """The smallest of each value on all ranks, and at most 0 if a rank lost its trust, which
-        this rank then loses, too."""
+        """Smallest values over all ranks, at most 0 if one lost its trust, which this rank then
+        loses."""
         *agreed, trusted = smallest(self.tp_group, *fine, self._trusted)
         if not trusted and self._capture is not None:
             self._runtime.lose_trust("another tensor-parallel rank failed its self-check")
@@ -359,7 +352,6 @@ class OwnPagesController(HybridCacheController):
             self._prefix = self._token_ids = _unknown
 
     def load(self, host_indices: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Load nodes, or return None (a miss) if the device is full or they cannot be loaded."""
         host_pages = self._pool.page_ids(host_indices)
         ask = partial(super().load, host_indices, *args, **kwargs)
         if not len(host_pages):
@@ -409,8 +401,7 @@ class OwnPagesController(HybridCacheController):
         return load or QueuedLoad(host_pages)
 
     def _depths(self, host_pages: Ids) -> Ids:
-        """Depths of ``host_pages`` (int64 ``[p]``) on this rank, int64 ``[p]``; 0 if they are
-        prepared for a load."""
+        """Depths of ``host_pages`` on this rank, int64 ``[p]`` each; 0 if prepared for a load."""
         if self._capture is not None:
             self._capture.ledger.settle(wait=False)
         depths = self._pool.depth(host_pages)
@@ -431,7 +422,6 @@ class OwnPagesController(HybridCacheController):
         )
 
     def _queued(self, load: QueuedLoad, device_indices: torch.Tensor) -> None:
-        """SGLang queued ``load``, to slots ``device_indices`` (int64 ``[n]``, on the device)."""
         if self._capture is not None:
             self._capture.ledger.loaded(device_indices, load.host_pages)
         self._loads.add(load, device_indices)
@@ -455,7 +445,7 @@ class OwnPagesController(HybridCacheController):
         return super()._page_backup(operation)
 
     def _seal(self, operation: Any) -> int:
-        """Seal the first pages of a node, up to one that must not be stored. Returns their
+        """Seal the first pages of a node, up to one that must not be stored; returns their
         number."""
         arena, layout, size = self._pool.arena, self._pool.page_layout, self.page_size
         host_pages = self._pool.page_ids(operation.host_indices)
@@ -479,11 +469,8 @@ class OwnPagesController(HybridCacheController):
 
     def _finish_header(self, page: Bytes, token_ids: Ints, position: int | None) -> str | None:
         """Complete the header of a page (uint8 ``[page_bytes]``) except its seal. Returns the
-        reason why the page must not be stored, or None.
-
-        ``token_ids``: of the page in the radix tree, int32 ``[page_size]``. ``position``: of the
-        first token in its sequence; None if unknown.
-        """
+        reason why the page must not be stored, or None. ``token_ids``: as in the radix tree, int32
+        ``[page_size]``. ``position``: of the first token in its sequence."""
         if self._capture is not None:  # it was written when the page's rows were proven
             return self._header_problem(page, token_ids)
         layout, weights = self._pool.page_layout.of(page), self._runtime.weights
@@ -528,8 +515,8 @@ class OwnPagesController(HybridCacheController):
 
     @property
     def recomputing(self) -> Recomputing | None:
-        """Estimated time to recompute the front of a prefetch that begins now; None if it is read
-        in order. The same of the two on all ranks."""
+        """Estimate for the front of a prefetch that begins now; None if it is read in order. The
+        same of the two on all ranks."""
         store = self.page_get_func == self._page_get_zero_copy and self.storage_backend
         alike = getattr(store, "reads_any_page_alike", False)
         if not alike or not self.plain_prompt or self.eager is None:
@@ -601,7 +588,6 @@ class OwnPagesController(HybridCacheController):
         hash_values: Sequence[str],
         host_indices: torch.Tensor,
     ) -> int:
-        """Number of right pages that ``read`` has brought."""
         with metrics.harmless("read", "pages of L3 are a miss"):  # a thread of SGLang's
             host_pages = self._expect(host_indices)
             proven = self._proven_pages(operation, hash_values, host_pages, read())
@@ -617,7 +603,6 @@ class OwnPagesController(HybridCacheController):
         return host_pages
 
     def _storage_verifies(self) -> bool:
-        """True if L3 is our own store, which verifies each unit that it reads."""
         return getattr(self.storage_backend, "verifies_segments", False)
 
     def _proven_pages(

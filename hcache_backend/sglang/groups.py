@@ -13,17 +13,16 @@ import torch.distributed as dist
 
 
 def attention_ranks() -> Any:
-    """SGLang's group of the ranks that have heads of one request; all of them are called at one
-    point. With data-parallel attention it is a part of the tensor-parallel ranks."""
+    """SGLang's group of the ranks that have heads of one request, for calls that all of them make.
+    With data-parallel attention it is a part of the tensor-parallel ranks."""
     from sglang.srt.distributed.parallel_state import get_attn_tp_group
 
     return get_attn_tp_group()
 
 
 def said_by_all_ranks(own: Any) -> list[Any]:
-    """``own`` values (pickled) of all ranks that attach a storage backend together: the tensor-,
-    context- and pipeline-parallel ranks of one data-parallel group. These groups attach one by
-    one."""
+    """``own`` (pickled) of all ranks that attach a storage backend together: those of one
+    data-parallel group, because such groups attach one by one."""
     if not dist.is_initialized():
         return [own]
     from sglang.srt.distributed import parallel_state
@@ -45,8 +44,8 @@ class PipelineStages:
 
     A stage passes a request on only after it is done with it. If the scheduler thread waited for an
     answer to a request (new weights), the next stage would never get that request. So exchanges
-    have a process group and a thread of their own. They end in the order in which they began, the
-    same on every stage.
+    have their own group and thread, and end in the order in which they began, the same on every
+    stage.
     """
 
     def __init__(self) -> None:
@@ -60,8 +59,7 @@ class PipelineStages:
         return self._group is None
 
     def say(self, own: Any) -> Future[list[Any]]:
-        """Values of all stages (pickled), in their order, once each has said one; every stage
-        must."""
+        """Values of all stages (pickled), in order, once each has said one; every stage must."""
         future: Future[list[Any]] = Future()
         if self._group is None:
             future.set_result([own])
@@ -83,11 +81,9 @@ class PipelineStages:
 
 class FirstStage:
     """Decisions of the first pipeline stage, on every stage. All must construct it at one point.
-
     Ask it while a step is put together: the first stage begins that before the others, so they wait
     for a decision that is under way. The first stage never waits: the others may still be busy with
-    the step before, until it has gone on with this one.
-    """
+    the step before, until it has gone on with this one."""
 
     def __init__(self) -> None:
         self._group = _new_stage_group()

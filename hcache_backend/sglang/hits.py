@@ -52,7 +52,6 @@ def before_asking(
 def around_prefetch(
     original: Callable[..., Any], cache: Any, request: Any, *a: Any, **kw: Any
 ) -> Any:
-    """Around ``UnifiedRadixCache.prefetch_from_storage``."""
     gate = gate_of(cache)
     asks = True
     if gate is not None and request not in cache.ongoing_prefetch:
@@ -69,7 +68,7 @@ def around_prefetch(
 
 
 def _has_front(cache: Any, asked: Mapping[str, Any]) -> bool:
-    """True if a prefetch, given the arguments of its call, may have a recomputed front: it comes in
+    """True if the front of a prefetch (arguments of its call) may be recomputed: it comes in
     several pieces, and the device has K and V of the tokens before it."""
     pages = len(asked["new_input_tokens"]) // cache.page_size
     if pages <= _pages_per_report(cache.cache_controller, pages):
@@ -78,8 +77,7 @@ def _has_front(cache: Any, asked: Mapping[str, Any]) -> bool:
 
 
 class Ending(NamedTuple):
-    """Flags of this rank in a turn. ``said``: for each prefetch True if it goes on; last, True if
-    L3 is in time."""
+    """``said``: for each prefetch, True if it goes on on this rank; last, True if L3 is in time."""
 
     gate: HitGate
     operations: list[Any]
@@ -87,8 +85,7 @@ class Ending(NamedTuple):
 
 
 def ask_to_end(cache: Any, turn: Turn) -> Ending | None:
-    """Ask for the prefetches to end. Every rank calls it in the same turns, with the same
-    prefetches."""
+    """Ask which prefetches end. Every rank calls it in the same turns, with the same prefetches."""
     gate = gate_of(cache)
     if gate is None:
         return None
@@ -124,11 +121,8 @@ def around_drain(
     *a: Any,
     **kw: Any,
 ) -> Any:
-    """Around ``UnifiedRadixCache._drain_storage_control_queues_impl``.
-
-    It takes the answers of L3 and reports of reads that every rank has. Of pipeline stages only the
-    first one knows that they are there.
-    """
+    """Around ``UnifiedRadixCache._drain_storage_control_queues_impl``, which takes the answers and
+    reports that every rank has. Of pipeline stages only the first one knows that they are there."""
     gate = gate_of(cache)
     if gate is None or cache.pp_size > 1:
         return original(cache, n_storage_hit, n_ack_prefetch, *a, **kw)
@@ -145,11 +139,8 @@ def around_drain(
 
 def around_stop(original: Callable[..., Any], controller: Any, *a: Any, **kw: Any) -> Any:
     """Around ``HiCacheController._stop_storage_threads``, for a flush or a detach; no request is
-    served.
-
-    If a thread of this rank stopped before a prefetch whose request is gone, the other ranks would
-    stay in a reduction, and SGLang would give the server up.
-    """
+    served. If a thread of this rank stopped before a prefetch whose request is gone, the other
+    ranks would stay in a reduction, and SGLang would give the server up."""
     gate = current().hit_gate
     if gate is not None:
         _let_threads_finish(gate, controller)
@@ -158,7 +149,6 @@ def around_stop(original: Callable[..., Any], controller: Any, *a: Any, **kw: An
 
 
 def _let_threads_finish(gate: HitGate, controller: Any) -> None:
-    """Wait until HiCache's threads have done all that was asked of them on this rank."""
     threads = (
         controller.prefetch_thread,
         controller.prefetch_io_aux_thread,
@@ -220,7 +210,6 @@ def around_batch(
 def after_batch(
     original: Callable[..., Any], scheduler: Any, batch: Any, result: Any, *a: Any, **kw: Any
 ) -> Any:
-    """Around ``Scheduler.process_batch_result``: the batch has been computed."""
     done = original(scheduler, batch, result, *a, **kw)
     now, before = time.monotonic(), getattr(scheduler, "hcache_last_batch", 0.0)
     scheduler.hcache_last_batch = now
@@ -253,7 +242,6 @@ def _prefill_work(batch: Any) -> tuple[int, float, int] | None:
 
 
 def _stands_behind_recomputation(scheduler: Any) -> bool:
-    """True if eager restores recomputed layers just before a batch, on its stream."""
     eager = getattr(scheduler.tree_cache.cache_controller, "eager", None)
     return eager is not None and eager.take_recomputed()
 
@@ -309,7 +297,6 @@ def around_read(original: Callable[..., Any], controller: Any, operation: Any) -
 
 
 def around_read_batch(original: Callable[..., Any], controller: Any, *a: Any, **kw: Any) -> Any:
-    """Around ``HiCacheController._page_transfer_kv_batch``: pages have arrived."""
     pages = original(controller, *a, **kw)
     if not hasattr(controller, "pages_per_report"):  # ours tells each part itself
         note_arrival(controller, pages)

@@ -88,7 +88,6 @@ READS = Hook(READ, hits.around_read)
 
 
 def hidden_mode_hooks() -> list[Hook]:
-    """Hooks of capture and projection."""
     return [Hook(ATTENTION, _stop_projection, OnError.RAISE), Hook(FORWARD, _capture_forward)]
 
 
@@ -110,8 +109,7 @@ def own_pages_hooks() -> list[Hook]:
 
 
 def use_hooks() -> list[Hook]:
-    """Hooks by which L3 hears of pages used in L1 or L2, gets such pages, or hears that it will
-    not."""
+    """Hooks by which L3 hears of used pages in L1 and L2, gets them, or hears that it will not."""
     return [
         Hook(BACKED_UP, _after_backup),
         TURN,
@@ -133,7 +131,6 @@ def decode_server_hooks() -> list[Hook]:
 
 
 def hit_hooks() -> list[Hook]:
-    """Hooks that feed decisions about L3 hits, and carry them out."""
     return [
         Hook(RECEIVED, hits.before_asking),
         Hook(PREFETCH, hits.around_prefetch),
@@ -175,8 +172,8 @@ def notice_uses() -> None:
 
 
 def install(hooks: list[Hook]) -> str | None:
-    """Register and apply ``hooks``. Returns a message about those that are missing, or None. SGLang
-    only logs a hook that cannot be applied, so each one is looked up afterwards."""
+    """Register and apply ``hooks``; returns a message about missing ones, or None. SGLang only logs
+    a hook that cannot be applied, so each one is looked up afterwards."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     for hook in hooks:
@@ -243,7 +240,6 @@ def guarded(hook: Hook) -> Callable[..., Any]:
 
 
 def _owner(target: str) -> Any:
-    """The class in ``module.Class.name``, or None."""
     module_path, owner_name, _ = target.rsplit(".", 2)
     try:
         return getattr(importlib.import_module(module_path), owner_name, None)
@@ -353,8 +349,7 @@ def _before_drain(
     *a: Any,
     **kw: Any,
 ) -> Any:
-    """Around ``UnifiedRadixCache._drain_storage_control_queues_impl``, as
-    :func:`.hits.around_drain`."""
+    """Has a place in :func:`.hits.around_drain`, too."""
     controller = cache.cache_controller
     if getattr(controller, "eager", None) is not None:
         # SGLang cannot be imported yet where plugins are.
@@ -367,8 +362,7 @@ def _before_drain(
 
 
 def _around_turn(original: Callable[..., Any], cache: Any, *a: Any, **kw: Any) -> Any:
-    """Around ``UnifiedRadixCache.check_hicache_events``, in each turn of the scheduler: HiCache's
-    part, then ours."""
+    """Around ``check_hicache_events``, in each turn of the scheduler: HiCache's part, then ours."""
     controller, l3, turn = getattr(cache, "cache_controller", None), _our_l3(cache), Turn()
     ours = controller if hasattr(controller, "begin_turn") else None
     if ours is not None:
@@ -405,11 +399,9 @@ def _around_prefetch(original: Callable[..., Any], cache: Any, *a: Any, **kw: An
 def _after_received(
     original: Callable[..., Any], scheduler: Any, req: Any, *a: Any, **kw: Any
 ) -> Any:
-    """SGLang uses a node that is not backed up, but does not prefetch behind it.
-
-    A prefix that SGLang cannot look up, such as that of a streaming session, would end the
-    scheduler. Here its request goes on without L3.
-    """
+    """SGLang uses a node that is not backed up, but does not prefetch behind it. A prefix that
+    SGLang cannot look up, such as that of a streaming session, would end the scheduler. Here its
+    request goes on without L3."""
     try:
         result = original(scheduler, req, *a, **kw)
     except Exception as error:
@@ -463,7 +455,6 @@ def _our_l3(cache: Any) -> Any:
 
 
 def _keys_to(cache: Any, node: int) -> list[str]:
-    """The keys of all pages up to the last one of ``node``."""
     tree = cache.tree_core
     return [*tree.get_prefix_hash_values(node), *tree.get_hash_values(node)]
 
@@ -497,9 +488,8 @@ def _after_late_weights(original: Callable[..., Any], runner: Any, *a: Any, **kw
 
 
 def _after_request(original: Callable[..., Any], req: Any, *a: Any, **kw: Any) -> None:
-    """SGLang appends an adapter's id to ``extra_key``, so a request that only writes the id there
-    finds the adapter's K and V. Put the id first, with its length, where no other request can have
-    it."""
+    """SGLang appends an adapter's id to ``extra_key``: a request that writes the id there finds the
+    adapter's K and V. Put the id first, with its length, where no other request can have it."""
     original(req, *a, **kw)
     own, adapter = req.extra_key or "", req.lora_id or ""
     if adapter or own.startswith(ADAPTER_KEY):

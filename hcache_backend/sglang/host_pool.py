@@ -34,8 +34,7 @@ logger = logging.getLogger("hcache")
 
 
 class HostPages(NamedTuple):
-    """Pages of memory: those that HiCache may allocate, and a shadow for each page of the
-    device."""
+    """Pages of memory that HiCache may allocate, and a shadow for each page of the device."""
 
     host: int
     shadows: int
@@ -51,16 +50,13 @@ class _Saved(NamedTuple):
 
 
 class OwnPagesPool(HostKVCache):
-    """Our pages in host memory; opaque bytes to everything else in HiCache.
+    """Our pages in host memory; opaque bytes to everything else in HiCache. Raises ValueError if
+    the machine has not enough memory.
 
     HiCache's host indices are logical: the arena maps them to memory. If layers are captured, the
-    memory also holds the shadow pages of the device, which HiCache never sees.
-
-    ``layout`` is SGLang's name of the host layout: pages do not depend on it, but HiCache moves
-    indices by it. ``stamp`` and ``keeps_unfit`` are those of :class:`.Arena`.
-
-    Raises:
-        ValueError: The machine has not enough memory.
+    memory also holds the shadow pages of the device, which HiCache never sees. ``layout`` is
+    SGLang's: pages do not depend on it, but HiCache moves indices by it. ``stamp``,
+    ``keeps_unfit``: see :class:`.Arena`.
     """
 
     def __init__(
@@ -210,8 +206,8 @@ class OwnPagesPool(HostKVCache):
         self._save(host_pages, slots, *fits)
 
     def _save(self, host_pages: Ids, slots: torch.Tensor, *fits: torch.Tensor) -> None:
-        """Copy K and V. ``fits`` are True for pages that the codec holds: bool ``[p]``, on their
-        way to the CPU."""
+        """Copy K and V. ``fits`` (bool ``[p]``, on their way to the CPU): pages that the codec
+        holds."""
         device = self.device_pool.device
         if self._kv.layers:
             physical = self.arena.physical(host_pages)
@@ -264,8 +260,8 @@ class OwnPagesPool(HostKVCache):
             )
 
     def divide(self, host_pages: Ids, layout: PageLayout) -> None:
-        """Prepare ``host_pages`` (int64 ``[n]``), which are about to be written whole, for
-        ``layout``. It goes into their headers if copies go by headers."""
+        """Prepare pages (int64 ``[n]``), about to be written whole, for ``layout``, in their
+        headers."""
         self.arena.complete(host_pages)  # they may have been lost with other tokens
         if self._kv.by_header:
             pages = self.arena.physical(host_pages)
@@ -297,7 +293,6 @@ class OwnPagesPool(HostKVCache):
     # ---- pages as storage backends see them ----
 
     def get_page_buffer_meta(self, indices: torch.Tensor) -> tuple[list[int], list[int]]:
-        """Address and length of every piece of every page, page by page."""
         base, length = self.kv_buffer.data_ptr(), self.page_layout.page_bytes
         cuts = [length * piece // self.pieces_per_page for piece in range(self.pieces_per_page)]
         sizes = [end - cut for cut, end in zip(cuts, [*cuts[1:], length], strict=True)]

@@ -17,11 +17,10 @@ def before_sending_prefix(
 ) -> Any:
     """Around ``Scheduler.maybe_send_cached_prefix_chunk``, before the forward pass of a batch.
 
-    SGLang sends there at once the part of ``req`` that the radix tree has on the device. A node is
-    in the tree as soon as its load is queued, for this batch or an earlier one, and before 0.5.23
-    the transfer waits for no load. With overlap and chunks, the forward pass before may still
-    compute the node. A prefix that is held back goes with the rest of the prompt, after the forward
-    pass, which waits for every layer of every load.
+    SGLang sends there the part of ``req`` that the radix tree has on the device. A node is in the
+    tree once its load is queued, and before 0.5.23 the transfer waits for no load. With overlap and
+    chunks, the forward pass before may still compute the node. A prefix that is held back goes with
+    the rest of the prompt, after the forward pass, which waits for every layer of every load.
     """
     early = False
     with metrics.harmless("early_send", "a prefix is sent with the rest of its prompt"):

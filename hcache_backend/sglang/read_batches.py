@@ -28,7 +28,7 @@ _MOST_STEPS = 4  # of a read
 
 @dataclass
 class BackAck(PrefetchAck):
-    """Pages ``start`` to ``end`` of a prefetch are there: for SGLang's sync thread, then the
+    """Pages ``start`` to ``end`` of a prefetch are there; for the sync thread, then the
     scheduler."""
 
     start: int = 0
@@ -53,9 +53,8 @@ def hear(reports: Iterable[PrefetchAck], running: Collection[Any], page_size: in
 
 
 class BatchedReads:
-    """Reads prefetches in smaller batches and reports each, for the storage thread that reads.
-    ``report`` passes a report on to SGLang's sync thread; ``waited`` gets seconds without a
-    read."""
+    """Reads prefetches in smaller batches, for the storage thread. ``report`` passes a report on to
+    SGLang's sync thread; ``waited`` gets seconds without a read."""
 
     def __init__(
         self,
@@ -94,11 +93,8 @@ class BatchedReads:
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> int:
         """Do what ``read(operation, hash_values, host_indices, extra_info)`` does, in batches.
-
-        Returns the number of pages, from the first one on, that are there. ``host_indices``: their
-        places, int64 ``[pages * page_size]``. Pages behind a missing one are read, too: so the
-        store finds all damaged pages at once, and they are written again.
-        """
+        Returns the number of leading pages that are there. Pages behind a missing one are read,
+        too: so the store finds all damaged pages at once, and they are written again."""
         step, start, got, whole = batch_pages(len(operation.hash_value)), 0, 0, True
         while start < len(hash_values):
             if start:
@@ -123,11 +119,9 @@ class BatchedReads:
         meeting: Meeting,
         until_met: Callable[[Meeting, int], tuple[float, float]],
     ) -> None:
-        """Read a prefetch from its last page to the meeting, by ``read`` as in :meth:`read`.
-
-        Every rank makes the same number of reports, even if it reads less. ``until_met`` is
-        :meth:`.EagerLoads.until_met`: pages that the front would reach sooner are left to it.
-        """
+        """Read a prefetch from its last page to the meeting, by ``read`` as in :meth:`read`. Every
+        rank makes the same number of reports, even if it reads less. ``until_met`` is
+        :meth:`.EagerLoads.until_met`: pages that the front would reach sooner are left to it."""
         keys, before = operation.hash_value, list(operation.prefix_keys or ())
         step, start, end = batch_pages(len(keys)), len(keys), len(keys)
         meeting.begin(len(keys))
@@ -150,7 +144,7 @@ class BatchedReads:
 
     def _steps(self, step: int) -> int:
         """Number of steps of ``step`` pages to read at once. Every step is reported all the same,
-        so that ranks whose disks differ may read differently."""
+        so ranks with other disks may read differently."""
         wanted = _LEAST_SECONDS / (step * self._seconds_per_page)
         return min(max(1, math.ceil(wanted)), _MOST_STEPS)
 

@@ -25,8 +25,8 @@ class RecomputeBatch(ForwardBatch):
 
 
 def forward_stream(runner: Any) -> Stream:
-    """SGLang's stream of the forward passes of ``runner``; called on the scheduler thread. Without
-    overlap and pipeline stages it is the scheduler's stream."""
+    """SGLang's stream of forward passes: the scheduler's without overlap and pipeline stages.
+    Called on the scheduler thread."""
     args = resolved(runner.server_args)
     if args.disable_overlap_schedule and args.pp_size == 1:
         return current_stream(runner.device)
@@ -41,12 +41,9 @@ def make_recomputer(runner: Any, kvcache: Any, chunk_tokens: int) -> Recomputer:
 
 
 def _model_forward(runner: Any) -> Forward:
-    """The model of ``runner`` (SGLang's ModelRunner) over restored tokens.
-
-    Attention is planned here as SGLang plans it before each of its passes, so its next pass does
-    not see this plan. Inputs of the plan and the kernels are written on the stream of forward
-    passes, and the host waits for nothing.
-    """
+    """The model of ``runner`` (SGLang's ModelRunner) over restored tokens. Attention is planned as
+    SGLang plans it before each pass, so its next pass does not see this plan. Inputs are written on
+    the stream of forward passes, and the host waits for nothing."""
 
     def forward(token_ids: torch.Tensor, positions: torch.Tensor, asked: RecomputePass) -> object:
         seen, tokens, device = len(asked.keys), len(token_ids), token_ids.device

@@ -38,8 +38,8 @@ logger = logging.getLogger("hcache")
 
 @dataclass(frozen=True)
 class Weights:
-    """The present weights, of one pipeline stage or of all. Replaced as a whole, so that other
-    threads see the old ones or the new ones."""
+    """Present weights of one pipeline stage or of all; replaced whole, for readers on other
+    threads."""
 
     fingerprint: bytes  # digest over all tensor-parallel ranks
     suspended: str | None = None  # reason why L3 takes and gives nothing at present
@@ -98,8 +98,8 @@ class Runtime:
     _updates_untold: int = 0
 
     def use_own_pages(self, fields: dict[str, object], reason: str | None = None) -> None:
-        """The host pool holds our own pages; ``fields`` of their namespace come beside the weights.
-        ``reason``: why they hold no hidden states; None if they do."""
+        """The host pool holds our own pages; ``fields`` go into their namespace. ``reason``: why
+        they hold no hidden states; None if they do."""
         self.mode, self.own_pages, self.reason = "kv" if reason else "hidden", True, reason
         self.page_fields = fields
         metrics.MODE.set(self.mode, "own")
@@ -132,7 +132,6 @@ class Runtime:
             logger.info("hcache: not used: %s", said)
 
     def report(self) -> ServerReport:
-        """This server's report for ``hcache doctor``."""
         hidden = self.mode == "hidden"
         return ServerReport(
             time=time.time(),
@@ -162,8 +161,7 @@ class Runtime:
 
     def namespace_of(self, weights: Weights, **shape: object) -> bytes:
         """Namespace (16 bytes) of pages that ``weights`` made and that look like ``shape``. With
-        ``any_ranks`` in it, servers with other numbers of tensor-parallel ranks share the
-        namespace."""
+        ``any_ranks`` in it, servers with other numbers of ranks share the namespace."""
         digest = weights.whole if shape.get("any_ranks") else weights.fingerprint
         # Asked for by every batch of pages; building it walks the model's whole configuration.
         key = (digest, repr(sorted(shape.items())))
@@ -186,8 +184,8 @@ class Runtime:
         return self.namespace_of(weights, **self.page_fields)
 
     def page_namespaces(self) -> tuple[bytes, ...]:
-        """Namespaces of all our pages of the present weights. Until all pipeline stages have told
-        their new weights, a stand-in names them."""
+        """Namespaces of our pages of the present weights; a stand-in before all stages have told
+        these."""
         made = (weights for weights in (self.weights, self._stand_in) if weights is not None)
         return tuple(self.namespace_of(weights, **self.page_fields) for weights in made)
 
@@ -199,8 +197,7 @@ class Runtime:
             self._refresh()
 
     def read_draft(self, runner: Any) -> None:
-        """Fingerprint the loaded weights of a draft model: its pages are of no use to another
-        one."""
+        """Fingerprint the weights of a draft model: pages of another one give other drafts."""
         self.draft, self.draft_digest = runner, os.urandom(16).hex()  # if it cannot be read
         with metrics.harmless("draft", "pages of the draft model are not found again"):
             tensors = [
@@ -211,8 +208,7 @@ class Runtime:
             self.draft_digest = fingerprint([digest_tensors(tensors)]).hex()
 
     def begin_weight_update(self) -> None:
-        """Weights are about to change: all that was captured or queued under the old ones is
-        void."""
+        """Weights are about to change: rows captured or queued under the old ones are void."""
         if self.weights is not None and self.weights.suspended is None:
             logger.warning(
                 "hcache: weights are changing: L3 is off until the caches are flushed "
@@ -225,8 +221,8 @@ class Runtime:
             callback()
 
     def end_weight_update(self) -> None:
-        """Weights have changed. L3 stays suspended until the caches are flushed and every pipeline
-        stage has told its new weights."""
+        """Weights have changed. L3 stays suspended until a flush, and until all stages have told
+        theirs."""
         with self._lock:
             self._updates_untold += 1
             if self.weights is not None:  # whatever they are, they are not the old ones
@@ -246,8 +242,8 @@ class Runtime:
             self._refresh()
 
     def got_other_weights(self) -> None:
-        """A prefill server sent K and V of other weights than this decode server's. L1 and L2 now
-        hold them, and K and V decoded behind them: L3 is suspended until these are flushed."""
+        """A prefill server sent K and V of other weights than this decode server's. L1 and L2 hold
+        them, and K and V decoded behind them: L3 is suspended until these are flushed."""
         with self._lock:
             if self._flush_due is not None:
                 return

@@ -27,8 +27,6 @@ _LOST = np.iinfo(np.int64).max
 
 
 class _Said(NamedTuple):
-    """A stage's message about one backup."""
-
     whole: bool
     trusted: bool
 
@@ -37,9 +35,9 @@ class StagePages:
     """State of the host pages of all stages. All stages must construct it at one point. Scheduler
     thread only, except :meth:`brought`.
 
-    ``host_pages``: number that HiCache may allocate, the same on every stage. ``whole(pages)``:
-    True if their rows are there on this stage, None if unknown yet. ``trusted()``: True if this
-    stage trusts its pages; ``lose_trust`` is called when another stage does not.
+    ``host_pages``: number of pages, the same on every stage. ``whole(pages)``: True if their rows
+    are there on this stage, None if unknown yet. ``lose_trust`` is called when another stage is not
+    ``trusted``.
     """
 
     def __init__(
@@ -86,8 +84,7 @@ class StagePages:
             self._hear(number, heard)
 
     def have(self, host_pages: Ids) -> bool:
-        """True if the first stage has heard that all stages have ``host_pages``; on others always
-        True."""
+        """True if the first stage has heard that all stages have ``host_pages``; True on others."""
         if self.alone or not self._first.is_here:
             return True
         return bool((self._backup_of[host_pages] <= self._confirmed).all())

@@ -48,20 +48,15 @@ class PageKeys(Sequence[bytes]):
 
 
 class PoolMemory(NamedTuple):
-    """Pieces of every page, for each share of the heads. After a read, call ``finish`` with a flag
-    for each page: True if it was found."""
+    """Pieces of every page by share of the heads; ``finish`` gets a flag per page after a read."""
 
     shares: list[list[Parts]]
     finish: Callable[[Sequence[bool]], None] = lambda found: None
 
 
 class PoolPages:
-    """The pages of one host pool.
-
-    Raises:
-        ConfigError: ``tp_lcm_size`` does not divide the heads, or does not match our pages, which
-            are older than the storage.
-    """
+    """The pages of one host pool. Raises ConfigError if ``tp_lcm_size`` does not divide the heads,
+    or does not match our pages, which are older than the storage."""
 
     def __init__(self, name: str, host_pool: Any, config: HiCacheStorageConfig) -> None:
         self.name = name
@@ -151,8 +146,8 @@ class PoolPages:
         return [layout.unit_digests(np.frombuffer(page, np.uint8)) for [page] in pages]
 
     def to_write(self, host_indices: torch.Tensor, pages: int) -> PoolMemory | None:
-        """Memory of ``pages`` pages at ``host_indices`` (``[pages * page_size]``); None if SGLang
-        offers no way to store pages of this pool."""
+        """Memory of ``pages`` pages at ``host_indices``; None if SGLang cannot store this pool's
+        pages."""
         found = self._in_place(host_indices, pages)
         if found is not None or self._access == "none":
             return found

@@ -43,14 +43,13 @@ _Result = TypeVar("_Result")
 
 
 class StoreBehind:
-    """Pages of one host pool in a backend that other machines use, too. Any thread; never raises.
+    """Pages of one host pool in a backend that other machines use, too. Any thread; calls never
+    raise.
 
     Look-ups and parts of reads wait for a bounded time. Writes are copied, and made later. This
     object closes the backend ``made``. ``page_bytes``: of the largest page; ``pieces``: of memory
-    in which the backend wants a page.
-
-    Raises:
-        Exception: The backend does not take its memory.
+    in which the backend wants a page. The constructor raises if the backend does not take its
+    memory.
     """
 
     def __init__(self, made: MadeBackend, page_bytes: int, pieces: int) -> None:
@@ -157,8 +156,7 @@ class StoreBehind:
         return self._writes.take(pages[: self._part], write)
 
     def put_locally(self, pages: Sequence[Parts], put: Callable[[list[Parts]], bool]) -> None:
-        """Have ``put`` store copies of the first of the pages that were read, when the server has
-        nothing else to do; pages without room for a copy are dropped."""
+        """Have ``put`` store, later, copies of the first of the pages; others have no room."""
 
         def keep(rows: list[int], copies: list[Parts]) -> None:
             event = "kept" if put(copies) else "not_kept"
@@ -173,11 +171,9 @@ class StoreBehind:
         return "reads" in self._failing
 
     def forget_kept(self) -> None:
-        """Drop the pages that wait to be kept."""
         metrics.BEHIND_PAGES.count("not_kept", self._keeps.forget())
 
     def forget(self) -> None:
-        """Drop the pages that wait to be written, or to be kept."""
         self._writes.forget()
         self.forget_kept()
 
@@ -193,8 +189,7 @@ class StoreBehind:
         )
 
     def close(self) -> None:
-        """Close the backend once waiting pages are written; a call that takes too long is given
-        up."""
+        """Close the backend once waiting pages are written; a slow call is given up."""
         deadline = time.monotonic() + CLOSE_SECONDS
         threads = (self._looking, self._reading, self._writes, self._keeps)
         ended = [thread.end(deadline) for thread in threads]
@@ -219,8 +214,7 @@ class StoreBehind:
         ]
 
     def _take(self, row: int, namespace: bytes, key: bytes, share: Share, page: Parts) -> bool:
-        """Copy a value to the memory of its page. Returns True if it is that page, by a check
-        there."""
+        """Copy a value to the memory of its page. Returns True if its proof is right there."""
         start, value = 0, self._memory[row]
         for part in page:
             end = start + part.nbytes
@@ -237,8 +231,7 @@ class StoreBehind:
     def _ask(
         self, calls: BoundedCalls, work: Callable[[], _Result], seconds: float
     ) -> _Result | None:
-        """The result of ``work()``; None if the backend failed or took too long, now or a while
-        ago."""
+        """The result of ``work()``; None if the backend failed or was too slow, now or recently."""
         if time.monotonic() < self._rests_until or self._looking.hangs or self._reading.hangs:
             return None
         try:
@@ -275,7 +268,6 @@ def _name(namespace: bytes, key: bytes, share: Share) -> str:
 
 
 def _proof(namespace: bytes, key: bytes, share: Share, page: Parts) -> bytes:
-    """The end of the value of ``page``."""
     hasher = xxhash.xxh3_128()
     for part in page:
         hasher.update(part)

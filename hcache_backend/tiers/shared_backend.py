@@ -57,15 +57,10 @@ class MadeBackend(NamedTuple):
 
 
 def make_backend(option: BehindOption, config: HiCacheStorageConfig) -> MadeBackend:
-    """The backend that ``option`` names, made by SGLang for the rank that ``config`` describes.
-
-    Values are named by their content. So the model's name, which may be a path of this machine, is
-    left out.
-
-    Raises:
-        ConfigError: It cannot be made: a wrong option of its own, a missing package, a service that
-            does not answer in time.
-    """
+    """The backend that ``option`` names, made by SGLang for the rank of ``config``. Raises
+    ConfigError: a wrong option of its own, a missing package, a service that does not answer in
+    time. Values are named by their content: the model's name, which may be a path of this machine,
+    is left out."""
     named = {"backend": option.backend, "config": sorted(option.config)}  # values may be secrets
     where = f"hcache: option 'behind' is {named}: "
     variable = _FOLDERS.get(option.backend)
@@ -106,8 +101,8 @@ def make_backend(option: BehindOption, config: HiCacheStorageConfig) -> MadeBack
 
 
 class RowPool:
-    """Rows of memory that SGLang's backends take for a host pool with pages of one token.
-    ``kv_buffer``: uint8 ``[rows, length]``; row ``i`` is the page of host index ``i``."""
+    """Rows of memory (uint8 ``[rows, length]``) that SGLang's backends take for a host pool with
+    pages of one token; row ``i`` is the page of host index ``i``."""
 
     layout = "page_first"
     page_size = 1
@@ -120,7 +115,6 @@ class RowPool:
         self.kv_buffer = torch.frombuffer(memory, dtype=torch.uint8).view(rows, length)
 
     def get_page_buffer_meta(self, indices: torch.Tensor) -> tuple[list[int], list[int]]:
-        """Address and length of every piece of every row."""
         length = self.kv_buffer.shape[1] // self._pieces
         starts = [self.kv_buffer[row].data_ptr() for row in indices.tolist()]
         addresses = [start + piece * length for start in starts for piece in range(self._pieces)]
@@ -137,8 +131,8 @@ class RowPool:
 
 
 class Values:
-    """Values of one length by name, in a storage backend of SGLang's (:func:`make_backend`), read
-    into and written from ``pool``. Everything may raise or hang."""
+    """Values of one length by name, in a storage backend of SGLang's and rows of ``pool``.
+    Everything may raise or hang."""
 
     def __init__(self, backend: HiCacheStorage, pool: RowPool) -> None:
         self._backend = backend

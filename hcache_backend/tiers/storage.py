@@ -48,13 +48,8 @@ _REPORT_SECONDS = 60.0  # between two reports for ``hcache doctor`` and ``hcache
 
 class HCacheStorage(HiCacheStorage):
     """Pages in local files: our own, or SGLang's plain KV pages; and pages of other machines.
-    ``storage_config`` describes this rank; ``kwargs`` is only part of SGLang's call.
-
-    Raises:
-        ConfigError: An option is wrong, or would change the shape of pages of a running server. It
-            stops the server at start-up, and is an HTTP 400 at a run-time attach. All ranks raise,
-            or none.
-    """
+    Raises ConfigError, on all ranks or none, if an option is wrong or would change the shape of
+    pages of a running server. It stops a start, and is an HTTP 400 at an attach."""
 
     # The store verifies each unit that it reads. A page may combine shares of several ranks.
     verifies_segments = True
@@ -85,8 +80,8 @@ class HCacheStorage(HiCacheStorage):
         )
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-        """Called once, before any page. Raises ConfigError, on all ranks alike, if ``tp_lcm_size``
-        does not divide the KV heads."""
+        """Called once, before any page. Raises ConfigError, on all ranks, for a wrong
+        ``tp_lcm_size``."""
         super().register_mem_pool_host(mem_pool_host)
         self._pools.register(PoolName.KV, mem_pool_host)
         if not self._runtime.own_pages:  # otherwise the warning came when they were made
@@ -218,7 +213,6 @@ class HCacheStorage(HiCacheStorage):
         self._guard("clear", self._pools.drop, 0)
 
     def get_stats(self) -> StorageMetrics:
-        """Pages and bandwidths since the last call."""
         return self._pools.take_stats()
 
     def stop(self, cache: Any) -> None:
@@ -293,7 +287,6 @@ class HCacheStorage(HiCacheStorage):
 
 
 def _prefix(extra_info: HiCacheStorageExtraInfo | None) -> list[str]:
-    """Keys of the pages before those of a call, as far as SGLang tells them."""
     return list(extra_info.prefix_keys or ()) if extra_info else []
 
 

@@ -30,11 +30,9 @@ WRITE_BEHIND_SECONDS = 5.0  # longest wait of a batch of pages for room in the s
 
 
 class StoredPools:
-    """The pages of the host pools in the page store ``store``; any thread.
-
-    ``config`` is SGLang's description of this rank, ``kv_fields`` are fields of plain pages'
-    namespace besides the weights. ``behind`` is the shared tier, closed with this object.
-    """
+    """The pages of the host pools in the page store ``store``; any thread. ``kv_fields`` go into
+    the namespace of plain pages besides the weights. ``behind``: the shared tier, closed with this
+    object."""
 
     def __init__(
         self,
@@ -58,8 +56,8 @@ class StoredPools:
         self._metrics = StorageMetrics()
 
     def register(self, name: str, host_pool: Any) -> None:
-        """Calls with ``name`` mean pages of ``host_pool``. Raises ConfigError if ``tp_lcm_size``
-        does not divide the KV heads."""
+        """Calls with ``name`` mean ``host_pool``. Raises ConfigError for a wrong
+        ``tp_lcm_size``."""
         is_first = not self._pools  # the pool of K and V may come a second time, among all others
         pages = self._pools[name] = PoolPages(name, host_pool, self._config)
         if is_first and self._config.tp_rank == self._config.pp_rank == 0:
@@ -71,7 +69,6 @@ class StoredPools:
             self._use_behind(pages, self._unused_behind)
 
     def is_suspended(self) -> bool:
-        """True if L3 neither takes nor gives for now."""
         weights = self._runtime.weights
         return weights is None or weights.suspended is not None
 
@@ -102,8 +99,8 @@ class StoredPools:
         return found
 
     def take_found_behind(self) -> int:
-        """Pages that look-ups found since the last call, from the first one in the shared tier
-        only. One thread looks up."""
+        """Pages that look-ups (one thread) found since the last call, from the first remote one
+        on."""
         found, self._found_behind = self._found_behind, 0
         return found
 
@@ -153,8 +150,7 @@ class StoredPools:
             self._store.use(namespace, PageKeys(keys))
 
     def drop(self) -> int:
-        """Delete the pages of the weights and pools that are served; returns the number of
-        files."""
+        """Delete the pages of the present weights and pools; returns the number of files."""
         behind = self._behind
         if behind is not None:
             behind.forget_kept()
@@ -162,11 +158,8 @@ class StoredPools:
 
     def drop_written(self) -> int:
         """Delete all pages that this server wrote, of earlier weights too, once L3 is suspended.
-        Returns the number of files.
-
-        A write that began before is waited for: otherwise its pages would be named afterwards.
-        Pages in the shared tier stay there.
-        """
+        Returns the number of files. A write that began before is waited for: otherwise its pages
+        would be named afterwards. Pages in the shared tier stay there."""
         with self._writing:
             behind = self._behind
             if behind is not None:
@@ -242,7 +235,6 @@ class StoredPools:
         return taken
 
     def close(self) -> None:
-        """Close the store, and the one behind it."""
         self._close_behind()
         self._store.close()
         self._store_counters.publish()
@@ -297,7 +289,7 @@ class StoredPools:
         prefix: Sequence[str],
         found: list[bool],
     ) -> None:
-        """Read the pages that are not ``found`` from the shared tier, and keep them in the page
+        """Read the pages that are not ``found`` from the shared tier; keep them in the page
         store."""
         namespace, pages = self._serving_namespace(PoolName.KV, share), self._pools[PoolName.KV]
         if namespace is None:
@@ -328,11 +320,9 @@ class StoredPools:
             behind.put_locally([parts[n] for n in proven], keep)
 
     def _serving_namespace(self, pool: str, share: int) -> bytes | None:
-        """Namespace to read and write, or None while L3 is suspended.
-
-        The weights are read once. An update that begins on the scheduler thread a moment later must
-        not move these pages under the namespace of the new weights.
-        """
+        """Namespace to read and write, or None while L3 is suspended. The weights are read once: an
+        update that begins a moment later must not move these pages under the new weights'
+        namespace."""
         weights = self._runtime.weights
         if weights is None or weights.suspended is not None:
             return None
@@ -347,7 +337,6 @@ class StoredPools:
         return self._runtime.namespace_of(weights, **fields)
 
     def _namespaces(self) -> list[tuple[str, bytes]]:
-        """Namespaces of all shares of all pools, with the pools' names."""
         weights = self._runtime.weights
         if weights is None:
             return []

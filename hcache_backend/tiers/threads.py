@@ -47,8 +47,8 @@ class BoundedCalls:
         return self._given_up is not None and not self._given_up.done()
 
     def call(self, work: Callable[[], _Result], seconds: float) -> _Result:
-        """The result of ``work()``, or its exception. Raises GivenUp after ``seconds``; the thread
-        may still be in the call."""
+        """The result of ``work()``; raises its exception, or GivenUp after ``seconds`` (it may go
+        on)."""
         future: Future[_Result] = Future()
         self._calls.put((future, work))
         if not wait([future], seconds).done:
@@ -125,8 +125,8 @@ class CopyQueue:
         return forgotten
 
     def end(self, deadline: float) -> bool:
-        """Returns True if the thread did all its work, and ended, before ``deadline`` (monotonic
-        seconds)."""
+        """Returns True if all work was done, and the thread ended, before ``deadline``
+        (monotonic)."""
         self._waiting.put(None)
         return _ended(self._thread, deadline)
 
