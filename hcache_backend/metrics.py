@@ -240,7 +240,7 @@ CODEC = Metric(
 # merged or fp8; with codec krul only
 PAIRS = Metric(Counter, "hcache_pairs", "Pairs of layers in nodes that were backed up", "codec")
 
-# only of pairs that were chosen by it, not of those of the start
+# only of pairs chosen by it, not of the first ones
 PAIR_DISTANCES = Metric(
     Histogram,
     "hcache_pair_distance",

@@ -167,7 +167,7 @@ class KVSegments:
         if encoder is None:
             self._plain_launch(table, memory, pages, slots).run()
             return
-        # An even number: where the ids of a part begin is aligned alike.
+        # An even number keeps the alignment of the ids of each part.
         row = len(table) * encoder.segment_bytes
         at_once = max(2, _GATHERED_BYTES // row // 2 * 2)
         for some, to in zip(pages.split(at_once), slots.split(at_once * size), strict=True):
@@ -206,7 +206,7 @@ class KVSegments:
         return gather_planes_launch(memory, *ids, None, table, self.page_size, save=save)
 
     def _table(self, layers: Sequence[int], offsets: Sequence[int]) -> LayerTable:
-        """Addresses of these layers for kernels; made at the first use."""
+        """Addresses of ``layers`` for kernels; made at the first use."""
         key = (layers[0], len(layers), offsets[0])
         if key not in self._tables:
             planes = [self.planes(layer) for layer in layers]

@@ -15,7 +15,7 @@ class Asked:
 
     prefix: int  # tokens before the prefix
     recomputing: Recomputing | None = None  # as in Hit
-    # tokens, of those that have not arrived, that slices can still reach
+    # tokens not yet arrived that slices can still reach
     reachable: float = math.inf
     hit: Hit | None = None  # is being read, or will be
     arrived: int = 0  # tokens of the hit

@@ -42,7 +42,7 @@ from hcache_backend.streams import StreamFailed
 _LEAST_BATCH = 4  # pages of a read at least, if there are as many: disks need parallel requests
 
 
-_LAUNCH_SHARE = 4  # a GPU gets a quarter of a hit at a time, or what its bus copies
+_LAUNCH_SHARE = 4  # a GPU gets a quarter of a hit at a time, or the bytes that its bus copies
 _LAUNCH_BYTES = 64 << 20  # in 2 ms: a launch takes the scheduler thread 0.1 ms
 
 
@@ -67,7 +67,7 @@ class FreePages(Protocol):
         """Number of free pages."""
 
     def make_room(self, pages: int) -> None:
-        """Try to free ``pages``, at the cost of what is cached on the device."""
+        """Try to free ``pages``, at the cost of cached nodes on the device."""
 
     def take(self, pages: int) -> torch.Tensor:
         """Slots of ``pages`` free pages, which must be there."""

@@ -104,7 +104,7 @@ class EagerLoads:
                 metrics.TOKENS.count("eager", arrived * size)
                 self._loads.count_finished()  # no load may come for a long time
         self._pool.settle()
-        # What was recomputed long ago is in front of no batch any more.
+        # Layers that were recomputed long ago are in front of no batch any more.
         self._recomputed = self._recomputed and self._budget.unfinished() > 0
         self._ask(turn)
 
@@ -172,7 +172,10 @@ class EagerLoads:
             until, meeting = (math.inf, math.inf), meeting_of(due.prefetch) if due.unread else None
             if meeting is not None:
                 together, alone = self.until_met(meeting, prefix)
-                until = alone, together  # what takes longer is read sooner, some of it or all
+                until = (
+                    alone,
+                    together,
+                )  # pages that take longer are read sooner, some of them or all
             allowed = budget.pages(len(due.pages), size, prefix, due.layers, pace.share, *until)
             room = allowed if meeting is None else min(allowed, meeting.offer())
             free = pace.share > 0 and not budget.full
@@ -195,8 +198,8 @@ class EagerLoads:
             metrics.SLICES.count(decision)
 
     def _taken(self, offer: Offer, pages: int) -> int:
-        """Let the reader go on behind ``pages`` of the front; returns how many come next in the
-        offer."""
+        """Let the reader go on behind ``pages`` of the front; returns the number that is next in
+        the offer."""
         if offer.meeting is None:
             return pages
         taken = offer.meeting.take(pages)
@@ -243,7 +246,7 @@ class EagerLoads:
             self._pool.arena.recomputed(host_pages, positions, self._token_ids(due))
             save = partial(self._pool.save_recomputed, host_pages, slots, rows)
             problem = restore.save(self._saving, slots, save)
-            if problem is not None:  # what is on the device is as good as that of other ranks
+            if problem is not None:  # the device's copy is as good as other ranks'
                 self._pool.arena.arrived(host_pages, np.zeros(len(host_pages), np.bool_))
                 metrics.PROBLEMS.count("recomputed_not_saved")
                 logger.warning("hcache: recomputed pages could not be stored: %r", problem)

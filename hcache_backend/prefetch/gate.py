@@ -45,7 +45,7 @@ class Running(NamedTuple):
     step: int  # arrivals are multiples of this many tokens
     whole: bool  # a part of it is worth nothing without the rest
     lost: int = 0  # arrived tokens that are worth nothing without the rest
-    # tokens, of those that have not arrived, that slices can reach; None: unknown yet
+    # tokens not yet arrived that slices can reach; None: unknown yet
     reachable: int | None = None
 
 
@@ -74,7 +74,7 @@ class HitGate:
         self._refused: OrderedDict[str, None] = OrderedDict()
         self.gpu = Gpu(clock)
         self.l3 = L3Progress(self.costs, clock)
-        self._trials = (Trials(), Trials())  # of the page store, and of what is behind it
+        self._trials = (Trials(), Trials())  # of the page store, and of the shared tier
         self.agreed_overdue = False  # when the ranks last agreed
         self._said: float | None = None
         self._shown: float | None = None
@@ -241,14 +241,14 @@ class HitGate:
             elif reading.whole == asked.tried.tokens and not reading.wanted:
                 # All of it was recomputed before the pages of a draft had come: these are read.
                 trials.ended(pays=self._pays(asked.tried._replace(recomputing=None), seconds))
-            # Otherwise its client is gone, or pages are: that says nothing of the disk.
+            # Otherwise its client is gone, or pages are: no evidence about the disk.
 
     def _measured(self, reads: Estimate, tokens: int, wanted: int, seconds: float) -> None:
         expected = reads.seconds(wanted)
         if not tokens and expected is not None and seconds > expected:
             tokens = wanted  # it failed, and that took longer than reading
         if tokens and wanted > 0:
-            # What ended on the way counts as if the rest had come at the same pace.
+            # A read that ended early counts as if the rest had come at the same pace.
             reads.measured(wanted, 0, max(seconds, 1e-6) * wanted / tokens)
             self._show()
 
@@ -307,7 +307,7 @@ class HitGate:
     def _ends(self, asked: Asked, rest: Hit, one: Running, earlier: float, now: float) -> bool:
         """True if a prefetch should end; its ``rest`` begins in ``earlier`` seconds."""
         if asked.hit is None or self.gpu.wanted or (one.whole and asked.tried is None):
-            return False  # what is worth nothing in parts is read to its end, if not to try L3
+            return False  # without worth in parts it is read to its end, unless it is a trial
         kept = 0 if one.whole else asked.arrived - one.lost
         saved = self.costs.saved(asked.hit.without(kept))
         if saved is None:
@@ -351,7 +351,7 @@ class HitGate:
             return False
         return self._trials[hit.behind > 0].replaces(now)
 
-    # ---- what is remembered ----
+    # ---- records ----
 
     def _refuse(self, request_id: str) -> None:
         self._refused[request_id] = None

@@ -25,13 +25,12 @@ class Governor:
     """Keeps recomputation of hits that are still being read out of the way of other requests.
 
     - A slice may take ``1 - running / RUNNING_LIMIT`` of the time that it may take alone.
-    - It may take nothing while a request is queued for anything but L3 (for a turn of the GPU, room
-      for its K and V, a place in the batch), or while a prompt is computed in chunks.
+    - It may take nothing while a request is queued for a turn of the GPU, room for its K and V, or
+      a place in the batch, but not for L3; nor while a prompt is computed in chunks.
     - The governor uses no clock, only the state of SGLang's scheduler, which is the same on all
       tensor-parallel ranks.
-    - Work that was put off is done at once by the load of the hit, in front of the forward pass
-      that needs it, and running requests wait for that. So it is put off until SGLang admits the
-      request, and no longer.
+    - The load of the hit does work that was put off, in front of the forward pass that needs it,
+      and running requests wait. So it is put off until SGLang admits the request, and no longer.
     """
 
     def __init__(self) -> None:

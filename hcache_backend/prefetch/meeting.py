@@ -66,7 +66,7 @@ class Meeting:
         until :meth:`take`: the reader takes none while the ranks agree on them."""
         self._lock.acquire()
         assert self._unread is not None
-        # What was taken and not launched has failed: there is no way past it.
+        # Pages taken but not launched have failed: there is no way past them.
         return self._unread - self._taken if self._taken == self.front else 0
 
     def take(self, pages: int) -> range:

@@ -73,7 +73,7 @@ class L3Progress:
             self.reading.last = self._clock()
 
     def spared(self, tokens: int) -> None:
-        """``tokens`` need not be read: they were recomputed meanwhile."""
+        """``tokens`` need not be read: they were recomputed."""
         if self.reading is not None:
             self.reading.wanted -= tokens
 

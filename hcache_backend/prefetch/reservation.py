@@ -1,4 +1,4 @@
-"""Device pages that are reserved for one prefetch, and what was launched for them."""
+"""Device pages that are reserved for one prefetch, and the restores launched for them."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ class ReservablePages:
         return slots
 
     def give(self, slots: torch.Tensor) -> None:
-        # At once, also while the scheduler collects what a step frees.
+        # At once, also while the scheduler collects the slots that a step frees.
         self._allocator._release_page_ids(slots[:: self._size] // self._size)
 
     # ---- the allocator's methods ----

@@ -33,7 +33,7 @@ class Backups:
         self._on = stages == 1
         self._cache: Any = None
         self._heads: dict[bytes, int] = {}  # ends of beginnings that are to be put, by their key
-        self._written: dict[bytes, None] = {}  # keys of ends of what was put, with all before it
+        self._written: dict[bytes, None] = {}  # keys of ends of beginnings that were put
 
     def wrote(self, cache: Any, node: int) -> None:
         """``node`` is on its way to L3: note the node before it."""
@@ -57,7 +57,7 @@ class Backups:
         while key is not None and key not in self._written:
             found = cache.tree_core.snapshot_buffer_backup(node, False)
             if found is None or key_bytes(found.hash_values[-1]) != key:
-                return  # it was evicted meanwhile, and so written
+                return  # it was evicted, and so written
             chain.append((key, node, len(found.hash_values)))
             key = None if found.parent_is_root else key_bytes(found.parent_last_hash)
             node = found.parent_node_id

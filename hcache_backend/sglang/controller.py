@@ -152,7 +152,7 @@ class OwnPagesController(HybridCacheController):
         self._kv_checks.ask(turn)
 
     def end_turn(self, cache: Any) -> None:
-        """Act on what the ranks have agreed on."""
+        """Act on the values that the ranks have agreed on."""
         if self.eager is not None:
             self.eager.end_turn()
         if self._capture is not None:
@@ -168,8 +168,8 @@ class OwnPagesController(HybridCacheController):
         self._kv_checks.hear()
         self._stages.talk()
         if self._never_loaded or (self._kv_checks.failed and self._stages.alone):
-            # A node whose load is refused stays a hit for HiCache: a miss for ever, which hides
-            # what L3 has. It has no way to remove one node, so all go that are in L2 only.
+            # A node whose load is refused stays a hit for HiCache. It would be a miss for ever and
+            # hide its copy in L3. HiCache cannot remove one node, so all that are in L2 only go.
             cache.evict_host(self._pool.size)
             self._never_loaded = False
 
@@ -237,7 +237,7 @@ class OwnPagesController(HybridCacheController):
     def start_writing(self) -> None:
         """Launch the backups that are ready."""
         if self._writing:
-            return  # not within ``write``: K and V must go where an exchange puts them
+            return  # not within ``write``: K and V must go to the pages of an exchange
         if self._capture is not None:
             self._capture.ledger.settle(wait=False)
         due = 0
@@ -268,7 +268,7 @@ class OwnPagesController(HybridCacheController):
         return self._pool.page_layout if backup.due <= passes else None
 
     def _launch(self, backup: _Backup, layout: PageLayout) -> None:
-        """Let HiCache copy a backup. From now on its host pages are those of these tokens."""
+        """Let HiCache copy a backup. From now on its host pages belong to its tokens."""
         arena, tokens = self._pool.arena, len(backup.host_pages) * self.page_size
         self._stages.backed_up(backup.host_pages)
         if self._capture is None:
@@ -508,7 +508,7 @@ class OwnPagesController(HybridCacheController):
 
     def prefetch(self, *args: Any, **kwargs: Any) -> Any:
         operation = super().prefetch(*args, **kwargs)
-        # Before the scheduler hears what L3 has: nothing is read earlier.
+        # Before the scheduler hears of the hit: nothing is read earlier.
         if self.recomputing is not None:
             operation.hcache_meeting = Meeting()
         return operation

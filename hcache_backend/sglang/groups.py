@@ -127,6 +127,6 @@ def _new_stage_group() -> Any:
     group = get_pp_group()
     if group.world_size == 1:
         return None
-    # One stage may say a thing hours after another one, when its next request comes.
+    # One stage may send its value hours after another one, when its next request comes.
     patience = timedelta(days=20)
     return dist.new_group(group.ranks, patience, backend="gloo", use_local_synchronization=True)

@@ -97,7 +97,7 @@ def ask_to_end(cache: Any, turn: Turn) -> Ending | None:
         return None  # pipeline stages are not at one point
     gate.unfinished.update(operations)
     if not operations and not gate.agreed_overdue:
-        return None  # on no rank: what this one sees alone is not acted on
+        return None  # the same on all ranks: no rank acts on its own verdict alone
     return Ending(gate, operations, turn.say(*(not ends for ends in verdicts)))
 
 

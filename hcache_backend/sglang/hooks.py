@@ -182,7 +182,7 @@ def install(hooks: list[Hook]) -> str | None:
     HookRegistry.apply_hooks()
     for hook in hooks:
         if not _is_applied(hook) and hook.target in HookRegistry._patched:
-            # The registry patches a target once; somebody (we, or another plugin) was there first.
+            # The registry patches a target once: an earlier hook, ours or another plugin's, has it.
             HookRegistry._apply_target(hook.target, [(HookType.AROUND, guarded(hook), None)])
     missing = [hook.target for hook in hooks if not _is_applied(hook)]
     return f"SGLang has no place for the hooks on {', '.join(missing)}" if missing else None
@@ -192,7 +192,7 @@ class _Original:
     """SGLang's function as a hook calls it; remembers its result or error."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        self.__wrapped__ = function  # whose signature hooks ask for
+        self.__wrapped__ = function  # hooks ask for its signature
         self.returned = False
         self.result: Any = None
         self.error: BaseException | None = None
@@ -209,7 +209,7 @@ class _Original:
 
 @functools.cache
 def guarded(hook: Hook) -> Callable[..., Any]:
-    """The function of ``hook``; SGLang goes on as ``hook.on_error`` says if it raises."""
+    """The function of ``hook``; if it raises, SGLang goes on by ``hook.on_error``."""
     function, reasons = hook.function, set[type[Exception]]()
     if hook.on_error is OnError.RAISE:
         return function
@@ -349,10 +349,10 @@ def _before_drain(
     *a: Any,
     **kw: Any,
 ) -> Any:
-    """Has a place in :func:`.hits.around_drain`, too."""
+    """Around the same target as :func:`.hits.around_drain`."""
     controller = cache.cache_controller
     if getattr(controller, "eager", None) is not None:
-        # SGLang cannot be imported yet where plugins are.
+        # Plugins are imported before SGLang can be.
         from hcache_backend.sglang.read_batches import hear
 
         reports = list(itertools.islice(controller.ack_prefetch_queue.queue, n_ack_prefetch))
@@ -366,7 +366,7 @@ def _around_turn(original: Callable[..., Any], cache: Any, *a: Any, **kw: Any) -
     controller, l3, turn = getattr(cache, "cache_controller", None), _our_l3(cache), Turn()
     ours = controller if hasattr(controller, "begin_turn") else None
     if ours is not None:
-        cache.hicache_storage_pass_prefix_keys = True  # they tell where in its sequence a node is
+        cache.hicache_storage_pass_prefix_keys = True  # they give a node's place in its sequence
     result = original(cache, *a, **kw)
     asked = hits.ask_to_end(cache, turn)
     if ours is not None:
@@ -387,7 +387,7 @@ def _around_prefetch(original: Callable[..., Any], cache: Any, *a: Any, **kw: An
     l3 = _our_l3(cache)
     if l3 is None:
         return original(cache, *a, **kw)
-    cache.hicache_storage_pass_prefix_keys = True  # where nodes are written, too
+    cache.hicache_storage_pass_prefix_keys = True  # for nodes that are written, too
     given = inspect.signature(original).bind(cache, *a, **kw)
     # All that L1 and L2 have of the prompt; SGLang leaves out the keys of the last node.
     node = given.arguments["last_host_node_id"]

@@ -105,7 +105,7 @@ class OwnPagesPool(HostKVCache):
             "start_layer": device_pool.start_layer,
             "end_layer": device_pool.end_layer,
         }
-        # Up to 0.5.21 the base class asks the device pool, from 0.5.22 on it is told.
+        # Up to 0.5.21 the base class asks the device pool; from 0.5.22 on these are arguments.
         asked = inspect.signature(HostKVCache.__init__).parameters
         super().__init__(
             **{name: value for name, value in geometry.items() if name in asked},
@@ -158,7 +158,7 @@ class OwnPagesPool(HostKVCache):
         ids: Ids = host_indices[:: self.page_size].to("cpu").numpy() // self.page_size
         return ids
 
-    # ---- what HiCache does with its indices ----
+    # ---- HiCache's calls with its indices ----
 
     def free(self, indices: torch.Tensor) -> int:
         if indices.numel():
@@ -180,7 +180,7 @@ class OwnPagesPool(HostKVCache):
         if self._capture is not None:
             ends.append(self._capture.transfers())  # rows are written without a backup, too
         for end in ends:
-            # Whoever gets a page next may write it at once, so nothing may be on its way there.
+            # The next owner of a page may write it at once, so nothing may be on its way there.
             with contextlib.suppress(StreamFailed):
                 end.synchronize()
         if self._capture is not None:

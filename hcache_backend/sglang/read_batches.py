@@ -71,8 +71,8 @@ class BatchedReads:
         self._seconds_per_page = math.inf  # of the first read of the last prefetch
 
     def transfer(self, operation: Any, transfer: Callable[[], Any]) -> Any:
-        """Do what ``transfer()`` does: read a prefetch, with :meth:`read` for each batch. Every
-        rank makes the same number of reports, even if it reads less: they are reduced together."""
+        """Read a prefetch by ``transfer()``, with :meth:`read` for each batch. Every rank makes the
+        same number of reports, even if it reads less: they are reduced together."""
         self._pages = self._reports = 0
         self._first = True
         pages = len(operation.hash_value)
@@ -92,7 +92,7 @@ class BatchedReads:
         host_indices: torch.Tensor,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> int:
-        """Do what ``read(operation, hash_values, host_indices, extra_info)`` does, in batches.
+        """Call ``read(operation, hash_values, host_indices, extra_info)`` in smaller batches.
         Returns the number of leading pages that are there. Pages behind a missing one are read,
         too: so the store finds all damaged pages at once, and they are written again."""
         step, start, got, whole = batch_pages(len(operation.hash_value)), 0, 0, True
@@ -150,7 +150,7 @@ class BatchedReads:
 
     def _timed(self, read: Callable[..., int], operation: Any, keys: Sequence[str], *a: Any) -> int:
         """``read(operation, keys, *a)``; :meth:`_steps` uses the time of the first read of a
-        prefetch. The last read is of what is left: its fixed cost would count too much."""
+        prefetch. The last read is of the remainder: its fixed cost would count too much."""
         start = time.monotonic()
         got = read(operation, keys, *a)
         if self._first and got == len(keys):

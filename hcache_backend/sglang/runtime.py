@@ -81,7 +81,7 @@ class Runtime:
     layer_methods: Restore | None = None  # storage of each layer; None until decided
     # measured at start-up, and its file's name in a store
     kept_profile: tuple[str, Profile] | None = None
-    # likewise, if decided before the store was known
+    # the same, if decided before the store was known
     kept_partition: tuple[str, PartitionRecord] | None = None
     hit_gate: HitGate | None = None  # chooses the L3 hits to read; None: all
     codec: str | None = None  # of our own pages; None without them

@@ -33,7 +33,7 @@ def before_commit(
     """Around ``DecodeTransferQueue._commit_transfer_to_req``: K and V of a prompt are there."""
     from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
 
-    if decode_req.req.bootstrap_host != FAKE_BOOTSTRAP_HOST:  # a health check, to which nobody sent
+    if decode_req.req.bootstrap_host != FAKE_BOOTSTRAP_HOST:  # a health check, without a sender
         runtime, same = current(), False
         with _harmless():
             sent = queue.metadata_buffers.cached_tokens[decode_req.metadata_buffer_index, _ROOM]

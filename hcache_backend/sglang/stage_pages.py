@@ -74,7 +74,7 @@ class StagePages:
         self._backup_of[host_pages] = _BROUGHT
 
     def talk(self) -> None:
-        """Tell what is known by now, and take in what others told; waits for nothing."""
+        """Send and receive without a wait: what this stage knows, and the others' messages."""
         while self._unsaid and (whole := self._whole(self._unsaid[0])) is not None:
             number = self._backups - len(self._unsaid) + 1
             self._unsaid.popleft()

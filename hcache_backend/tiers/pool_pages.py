@@ -83,7 +83,7 @@ class PoolPages:
         divided = name == PoolName.MAMBA or isinstance(host_pool, MHATokenToKVPoolHost)
         # MLA ranks hold copies of their own pages, not of states and drafts beside them.
         self._same_on_all_ranks = config.is_mla_model and not divided
-        # Ranks read those of others where pages of ours divide among all ranks.
+        # Ranks read those of others if our pages divide among all ranks.
         layout = self._layout
         shared = layout is not None and layout.share.of == config.tp_size
         own_groups = layout.head_groups if layout is not None and shared else None

@@ -84,7 +84,7 @@ def make_backend(option: BehindOption, config: HiCacheStorageConfig) -> MadeBack
     given_up = threading.Event()
 
     def create() -> MadeBackend:
-        if option.backend == "file" and folder:  # SGLang's fails where two make it at once
+        if option.backend == "file" and folder:  # SGLang's fails if two ranks make it at once
             Path(folder).mkdir(parents=True, exist_ok=True)
         made = MadeBackend(StorageBackendFactory.create_backend(option.backend, own, None), option)
         if given_up.is_set():

@@ -273,7 +273,7 @@ class StoredPools:
         """Pass pages on to the shared tier, as room comes, up to the first without room."""
         deadline, given = time.monotonic() + WRITE_BEHIND_SECONDS, 0
         while given < len(hashes) and behind.wait_for_room(deadline):
-            with self._writing:  # otherwise pages distrusted meanwhile would be written
+            with self._writing:  # otherwise pages distrusted since would be written
                 if self._serving_namespace(PoolName.KV, share) != namespace:
                     return
                 own = self._pools[PoolName.KV].share
