@@ -121,8 +121,7 @@ class Events:
 def _take_file(mode: str) -> None:
     """Make the file of gauges of ``mode`` of this process, and remove those of dead processes. Only
     our gauges are of these modes. A living process holds a lock (flock) on its file. The PID in the
-    name is not enough: another container has equal ones, and a restarted server often has that of
-    the one before."""
+    name is not enough: other containers, and earlier servers, often have the same."""
     folder = Path(os.environ["PROMETHEUS_MULTIPROC_DIR"])
     path = folder / f"gauge_{mode}_{os.getpid()}.db"
     if path in _held:

@@ -49,8 +49,8 @@ _harmless = partial(metrics.harmless, "page_not_checked", "a page was not checke
 
 class _CopiedPage(NamedTuple):
     """Layers of a page in the pool, on the CPU once ``event`` has passed. ``left``: parts of slots
-    (:attr:`KVSegments.parts`) to compare: their layers, K and V (uint8; None: not copied),
-    number."""
+    to compare: their layers, K and V (uint8; None: not copied), number
+    (:attr:`KVSegments.parts`)."""
 
     host_page: int
     left: deque[tuple[tuple[int, ...], torch.Tensor | None, int]]
@@ -293,8 +293,7 @@ class ServiceChecks:
         """Differences of ``layers`` of a page from the pool, float64 ``[layers * 2]``, on their way
         to the CPU, or None if not all were compared; and the reason why a layer cannot be
         projected, or None. All ranks get to the exchange of each layer, even if one raises; the
-        collectives of an attention module are not covered. Raises ExchangeFailed on all ranks: one
-        had no rows to show."""
+        collectives of an attention module are not covered. Raises ExchangeFailed on all ranks."""
         layout, device = self._pool.page_layout, slots.device
         page = self._pool.kv_buffer[int(self._pool.arena.physical(host_page)[0])]
         by_module = [layer for layer in layers if self._projector.specs[layer.index] is None]

@@ -94,11 +94,11 @@ class LoadQueue:
         self._recomputer = recomputer
         self._device = device
         self._queued: list[QueuedLoad] = []
-        # recent time to compute tokens, by the profile
+        # recent time to compute tokens, relative to the profile
         self.slowdown: Callable[[int], float] = lambda tokens: 1.0
         # of L3 for tokens; infinite: unknown
         self.seconds_to_read: Callable[[int], float] = lambda tokens: math.inf
-        # of a prefill of tokens behind a prefix; likewise
+        # of a prefill of tokens behind a prefix; infinite: unknown
         self.seconds_to_compute: Callable[[int, int], float] = lambda tokens, prefix: math.inf
         # called with the reason why pages cannot be restored any more
         self.on_failed: list[Callable[[str], None]] = []
@@ -110,8 +110,7 @@ class LoadQueue:
     ) -> QueuedLoad | None:
         """A load of ``host_pages`` (int64 ``[p]``, at least one) behind the tokens of ``prefix``.
         None: they lack layers that cannot be recomputed. ``depths`` (int64 ``[p]``, the same on all
-        ranks): layers that pages lack, none or all. Pages that lack all need ``token_ids``, unless
-        headers have these."""
+        ranks): layers that pages lack, none or all. ``token_ids`` are for pages without headers."""
         lost, layers = depths > 0, self._recomputable
         if self.stored_from > layers or (lost.any() and layers < len(self.methods.methods)):
             return None
@@ -147,8 +146,7 @@ class LoadQueue:
     def launch(self, slots: torch.Tensor) -> tuple[RunningRestore, ...]:
         """Launch all queued loads as one restore, on the current stream. ``slots``: of all loads in
         order, int64 ``[n]``, on the device. Returns all restores that write or still read them.
-        Raises if layers that are stored nowhere could not be recomputed: no batch may use the
-        slots."""
+        Raises if unstored layers could not be recomputed: no batch may use the slots."""
         loads, self._queued = self._queued, []
         pages = self._arena.physical(np.concatenate([load.host_pages for load in loads]))
         ready = np.concatenate([load.ready for load in loads])
@@ -199,8 +197,8 @@ class LoadQueue:
 
     def recomputation_failed(self, problem: Exception) -> None:
         """From now on nothing is recomputed, and if layers are not stored nothing is restored.
-        Raises OutOfStep if there are other ranks: they may wait for this one in the model's own
-        collectives."""
+        Raises OutOfStep if there are other ranks, which may wait in the model's own collectives:
+        the server cannot go on."""
         if self.methods.ranks > 1:
             raise OutOfStep(str(problem)) from problem
         if self._recomputer is not None:
@@ -230,8 +228,8 @@ class LoadQueue:
 
     @property
     def recomputes_pages(self) -> bool:
-        """True if pages can be recomputed whole, and slices have no other work: all layers are
-        stored."""
+        """True if pages can be recomputed whole, and slices have no other work (unstored
+        layers)."""
         return self._recomputable == len(self.methods.methods) and not self.stored_from
 
     @property

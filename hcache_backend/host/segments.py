@@ -239,7 +239,7 @@ class KVSegments:
     def through_codec(
         self, layout: PageLayout, planes: Sequence[Sequence[torch.Tensor]]
     ) -> tuple[list[Sequence[torch.Tensor]], torch.Tensor]:
-        """K and V (``[p * page_size, heads, dim]`` each) of all :attr:`layers` after a way through
+        """K and V (``[p * page_size, heads, dim]``) of all :attr:`layers` after a way through
         pages, by the reference, on the CPU; and a mask of the pages that fit, bool ``[layers,
         p]``."""
         pages = torch.arange(len(planes[0][0]) // self.page_size)

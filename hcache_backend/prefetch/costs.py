@@ -23,7 +23,7 @@ class Hit(NamedTuple):
     prefix: int  # tokens before them, which are neither computed nor read
     rest: int  # tokens after them, which are computed in any case
     behind: int = 0  # tokens at their end that come from the shared tier
-    # in slices, while they are read from the last one on; None: read only
+    # time in slices, while they are read from the last one on; None: read only
     recomputing: Recomputing | None = None
     reachable: float = math.inf  # tokens at their front that slices can reach
 

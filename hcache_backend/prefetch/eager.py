@@ -110,8 +110,8 @@ class EagerRestores:
         return list(self._running)
 
     def wanted(self, keys: Sequence[Hashable]) -> range:
-        """Pages that :meth:`reserve` would serve: within the limit, and no running prefetch brings
-        them."""
+        """Pages that :meth:`reserve` would serve: within the limit, and brought by no running
+        prefetch."""
         coming = {key for other in self._running.values() for key in other.keys}
         first = next((i for i, key in enumerate(keys) if key not in coming), len(keys))
         room = max(0, self._limit - self.pages + len(self._left_behind()))
@@ -163,8 +163,8 @@ class EagerRestores:
         return len(due)
 
     def to_recompute(self, most: int) -> Iterator[Recomputation]:
-        """At most ``most`` pages of each running prefetch that lack first layers, behind pages that
-        lack none."""
+        """Up to ``most`` pages per running prefetch that lack first layers, behind pages without a
+        lack."""
         for prefetch, reservation in self._running.items():
             pages = reservation.to_recompute(most)
             if pages:
@@ -232,7 +232,8 @@ class EagerRestores:
             self._give_back([*waiting, *launched][:short])
 
     def hand_out(self, host_pages: Ids) -> HandOut | None:
-        """Device pages for a load of ``host_pages``, each used once; None if there are too few."""
+        """Device pages for a load of ``host_pages``, each used once. None, without a change, if too
+        few."""
         if len(host_pages) > self._free.count() + self.pages:
             return None
         found = [self._places.get(page) for page in host_pages.tolist()]

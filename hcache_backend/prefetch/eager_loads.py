@@ -1,7 +1,7 @@
 """Eager restores on a server: its prefetches, its allocator, its loads (see prefetch/eager.py).
 
-They are looked at in every turn of the scheduler, after HiCache's look at its storage threads. All
-tensor-parallel ranks have agreed on HiCache's state there, so they decide the same.
+Prefetches are looked at in every turn of the scheduler, after HiCache's look at its storage
+threads. All tensor-parallel ranks have agreed on HiCache's state there, so they decide the same.
 """
 
 from __future__ import annotations
@@ -143,8 +143,7 @@ class EagerLoads:
         return waits and self._loads.recomputes_pages
 
     def seconds_to_recompute(self, tokens: int, prefix: int) -> float:
-        """Time of all layers of tokens behind ``prefix`` in slices; infinite if put off or unknown.
-        Any thread."""
+        """Time of all layers of tokens in slices; infinite if put off or unknown. Any thread."""
         share, layers = self.governor.pace().share, len(self._loads.methods.methods)
         if not share:
             return math.inf
@@ -172,10 +171,7 @@ class EagerLoads:
             until, meeting = (math.inf, math.inf), meeting_of(due.prefetch) if due.unread else None
             if meeting is not None:
                 together, alone = self.until_met(meeting, prefix)
-                until = (
-                    alone,
-                    together,
-                )  # pages that take longer are read sooner, some of them or all
+                until = alone, together  # slower pages are read sooner, some or all
             allowed = budget.pages(len(due.pages), size, prefix, due.layers, pace.share, *until)
             room = allowed if meeting is None else min(allowed, meeting.offer())
             free = pace.share > 0 and not budget.full
@@ -198,8 +194,8 @@ class EagerLoads:
             metrics.SLICES.count(decision)
 
     def _taken(self, offer: Offer, pages: int) -> int:
-        """Let the reader go on behind ``pages`` of the front; returns the number that is next in
-        the offer."""
+        """Let the reader go on behind ``pages`` of the front; returns how many are next in the
+        offer."""
         if offer.meeting is None:
             return pages
         taken = offer.meeting.take(pages)
@@ -272,8 +268,7 @@ class EagerLoads:
         return token_array(due.prefetch.token_ids)[tokens].astype(np.int64)
 
     def _before_prefetch(self, prefetch: Hashable) -> torch.Tensor | None:
-        """Slots of all tokens before a prefetch, int64 ``[n]``; None if some are not on the
-        device."""
+        """Slots of all tokens before a prefetch, int64 ``[n]``; None if the device lacks some."""
         tree, anchor = self._pages.cache.tree_core, self._anchors[prefetch]
         if not is_on_device(tree, anchor):
             return None
@@ -293,8 +288,7 @@ class EagerLoads:
         return device_indices
 
     def until_saved(self, host_pages: Ids) -> None:
-        """Block until recomputed host pages (int64 ``[n]``) are there, encoded or lost, for the
-        CPU."""
+        """Block until recomputed host pages are there, encoded or lost: the CPU wants them."""
         self._restores.until_saved(host_pages)
         self._pool.settle()
 

@@ -14,7 +14,7 @@ _KEPT = 32
 # Weight of a measurement relative to the next one. Two in a row outweigh all before them: one
 # disturbed measurement does not count, and a change is believed at once.
 _FADING = 0.65
-# That of measurements of four times the size, or a quarter, together. Beyond, the model counts:
+# About that of all measurements of four times the size, or a quarter. Beyond, the model counts:
 # small operations say little about the cost of large ones.
 _MODEL_WEIGHT = 0.1
 
@@ -22,8 +22,7 @@ _MODEL_WEIGHT = 0.1
 class Estimate:
     """Seconds of an operation: its curve, times a ratio of measurements to the curve. Any thread.
     The ratio is a weighted median: newer ones, and those of about the wanted size, weigh more.
-    ``known``: the curve is in seconds; otherwise there is no estimate before the first
-    measurement."""
+    ``known``: the curve is in seconds, and serves without measurements."""
 
     def __init__(self, curve: Curve, *, known: bool) -> None:
         self._curve = curve

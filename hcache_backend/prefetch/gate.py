@@ -51,9 +51,10 @@ class Running(NamedTuple):
 
 class HitGate:
     """Takes or refuses L3 hits, and ends prefetches. It never raises on purpose and never waits.
+
     ``machine``: None if not measured. ``backend``: the storage backend's name. ``min_gain``: a hit
-    is read if computing it takes at least this many times as long; 0: always. ``clock``:
-    seconds."""
+    is read if computing takes at least this many times as long; 0: always. ``clock``: seconds.
+    """
 
     def __init__(
         self,
@@ -153,7 +154,7 @@ class HitGate:
         return self.gpu.begins(computing + self.costs.loaded(loaded))
 
     def prefilled(self, tokens: int, prefix: float, loaded: int, seconds: float) -> None:
-        """A batch computed ``tokens`` behind ``prefix`` on average, and waited for ``loaded`` from
+        """A batch computed ``tokens``, on average behind ``prefix``, and waited for ``loaded`` of
         L3."""
         costs = self.costs
         if not loaded:

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 
 class Gpu:
-    """The GPU's launched work, from the scheduler's thread. ``wanted``: requests wait for the GPU
-    only."""
+    """The GPU's launched work, from the scheduler's thread. ``wanted``: requests wait for the
+    GPU."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.wanted = False

@@ -34,7 +34,7 @@ class Reading:
     behind: int = 0  # wanted tokens, at the end, in the shared tier
     tokens: int = 0  # read so far, ...
     from_behind: int = 0  # ...those of them from the shared tier, ...
-    seconds_behind: float = 0.0  # ...and the time that it took
+    seconds_behind: float = 0.0  # ...and the time of the requests to it
     gave_up: bool = False  # it failed, or did not answer in time
 
 
@@ -62,8 +62,7 @@ class L3Progress:
             self._looking_since += seconds
 
     def begin(self, request_id: str, wanted: int, step: int, behind: int) -> None:
-        """L3 is going to be read, ``step`` tokens at a time, the last ``behind`` from the shared
-        tier."""
+        """L3 will be read, ``step`` tokens at a time, the last ``behind`` from the shared tier."""
         now = self._clock()
         self.reading = Reading(request_id, now, wanted, wanted, step, now, behind)
 
@@ -84,8 +83,8 @@ class L3Progress:
             self.reading.last += seconds
 
     def came_from_behind(self, tokens: int, seconds: float, *, gave_up: bool = False) -> None:
-        """A read from the shared tier took ``seconds`` and gave ``tokens``; ``gave_up``: it
-        failed."""
+        """The shared tier took ``seconds`` for ``tokens``; ``gave_up``: it failed, or was too
+        slow."""
         if self.reading is not None:
             self.reading.from_behind += tokens
             self.reading.seconds_behind += seconds
@@ -113,8 +112,7 @@ class L3Progress:
         return max(1.0, (now - reading.start) / expected) if expected else 1.0
 
     def seconds_to_read(self, tokens: int, behind: int = 0) -> float:
-        """Expected time of the next ``tokens``, ``behind`` of them from the shared tier; or
-        infinite."""
+        """Expected time of the next ``tokens``, ``behind`` of them from the shared tier."""
         reading = self.reading
         if reading is None:
             seconds = self._costs.reading(tokens, behind)
@@ -131,9 +129,8 @@ class L3Progress:
         return None if expected is None else max(0.0, expected - (now - reading.start))
 
     def _expected(self, reading: Reading, tokens: int, behind: int) -> float | None:
-        """Expected seconds of ``tokens`` of a read, ``behind`` of them from the shared tier. That
-        is their share of the whole read, because small reads say little about a part of a large
-        one."""
+        """Expected seconds of ``tokens`` of a read, or None: their share of the whole read, because
+        small reads say little about a part of a large one."""
         near = self._share(self._costs.read, reading.whole - reading.behind, tokens - behind)
         far = self._share(self._costs.behind, reading.behind, behind)
         return None if near is None or far is None else near + far

@@ -68,13 +68,12 @@ def ranks_of_a_request(server_args: Any) -> int:
 
 
 def decodes_for_others(server_args: Any) -> bool:
-    """True for a decode server of prefill/decode disaggregation, also if it can only become one."""
+    """True for a decode server of prefill/decode disaggregation, or one that may become so."""
     return _may_be("decode", server_args)
 
 
 def sends_to_others(server_args: Any) -> bool:
-    """True for a prefill server of prefill/decode disaggregation, also if it can only become
-    one."""
+    """True for a prefill server of prefill/decode disaggregation, or one that may become so."""
     return _may_be("prefill", server_args)
 
 

@@ -106,7 +106,7 @@ class OwnPagesController(HybridCacheController):
             self._batches = BatchedReads(self.page_size, self._report, partial(note_waiting, self))
         self._prefix: Prefix = _unknown
         self._token_ids: TokenIds = _unknown
-        self._never_loaded = False  # some host pages; then they are evicted
+        self._never_loaded = False  # True: host pages that no load can use are to be evicted
         self.plain_prompt = False  # token ids are all input of the request that is being received
 
     def attach_storage_backend(self, storage_backend: str, *args: Any, **kwargs: Any) -> None:
@@ -140,7 +140,7 @@ class OwnPagesController(HybridCacheController):
             self._pairs.forget()
 
     def begin_turn(self, cache: Any, turn: Turn) -> None:
-        """Say our part of a scheduler's turn, after HiCache's; ``cache`` is its radix cache."""
+        """Add our part to a scheduler's turn, after HiCache's; ``cache`` is its radix cache."""
         if self.eager is not None:
             self.eager.governor.look()
             self.eager.begin_turn(cache, turn)
@@ -315,8 +315,8 @@ class OwnPagesController(HybridCacheController):
         return self._pool.arena.problem(slots.values)
 
     def _agreed(self, *fine: int) -> list[int]:
-        """Smallest values over all ranks, at most 0 if one lost its trust, which this rank then
-        loses."""
+        """Smallest values over all ranks; at most 0 if a rank lost its trust: then this one does,
+        too."""
         *agreed, trusted = smallest(self.tp_group, *fine, self._trusted)
         if not trusted and self._capture is not None:
             self._runtime.lose_trust("another tensor-parallel rank failed its self-check")
@@ -445,8 +445,7 @@ class OwnPagesController(HybridCacheController):
         return super()._page_backup(operation)
 
     def _seal(self, operation: Any) -> int:
-        """Seal the first pages of a node, up to one that must not be stored; returns their
-        number."""
+        """Seal the first pages of a node, up to one that must not be stored; returns how many."""
         arena, layout, size = self._pool.arena, self._pool.page_layout, self.page_size
         host_pages = self._pool.page_ids(operation.host_indices)
         arena.host_access(arena.physical(host_pages), write=True, header=True)
@@ -515,8 +514,8 @@ class OwnPagesController(HybridCacheController):
 
     @property
     def recomputing(self) -> Recomputing | None:
-        """Estimate for the front of a prefetch that begins now; None if it is read in order. The
-        same of the two on all ranks."""
+        """Estimate of the time to recompute the front of a prefetch that begins now; None if it is
+        read in order. The same of the two on all ranks."""
         store = self.page_get_func == self._page_get_zero_copy and self.storage_backend
         alike = getattr(store, "reads_any_page_alike", False)
         if not alike or not self.plain_prompt or self.eager is None:

@@ -39,13 +39,12 @@ def said_by_all_ranks(own: Any) -> list[Any]:
 
 
 class PipelineStages:
-    """Gathers values of all pipeline stages while the scheduler goes on. All must construct it at
-    once.
+    """Gathers values of all pipeline stages, during the scheduler's work. All construct it at one
+    point.
 
     A stage passes a request on only after it is done with it. If the scheduler thread waited for an
     answer to a request (new weights), the next stage would never get that request. So exchanges
-    have their own group and thread, and end in the order in which they began, the same on every
-    stage.
+    have their own group and thread, and end in the order in which they began, on every stage.
     """
 
     def __init__(self) -> None:

@@ -206,7 +206,7 @@ class OwnPagesPool(HostKVCache):
         self._save(host_pages, slots, *fits)
 
     def _save(self, host_pages: Ids, slots: torch.Tensor, *fits: torch.Tensor) -> None:
-        """Copy K and V. ``fits`` (bool ``[p]``, on their way to the CPU): pages that the codec
+        """Copy K and V. ``fits`` (bool ``[p]``, on the way to the CPU): pages that the codec
         holds."""
         device = self.device_pool.device
         if self._kv.layers:
@@ -260,8 +260,8 @@ class OwnPagesPool(HostKVCache):
             )
 
     def divide(self, host_pages: Ids, layout: PageLayout) -> None:
-        """Prepare pages (int64 ``[n]``), about to be written whole, for ``layout``, in their
-        headers."""
+        """Write ``layout`` to the headers of pages (int64 ``[n]``) that are about to be written
+        whole."""
         self.arena.complete(host_pages)  # they may have been lost with other tokens
         if self._kv.by_header:
             pages = self.arena.physical(host_pages)

@@ -28,8 +28,7 @@ _MOST_STEPS = 4  # of a read
 
 @dataclass
 class BackAck(PrefetchAck):
-    """Pages ``start`` to ``end`` of a prefetch are there; for the sync thread, then the
-    scheduler."""
+    """Report of a prefetch that is read from the back: pages ``start`` to ``end`` are there."""
 
     start: int = 0
     end: int = 0

@@ -38,8 +38,8 @@ logger = logging.getLogger("hcache")
 
 @dataclass(frozen=True)
 class Weights:
-    """Present weights of one pipeline stage or of all; replaced whole, for readers on other
-    threads."""
+    """Present weights of one pipeline stage or of all; replaced whole, because other threads
+    read."""
 
     fingerprint: bytes  # digest over all tensor-parallel ranks
     suspended: str | None = None  # reason why L3 takes and gives nothing at present
@@ -184,7 +184,7 @@ class Runtime:
         return self.namespace_of(weights, **self.page_fields)
 
     def page_namespaces(self) -> tuple[bytes, ...]:
-        """Namespaces of our pages of the present weights; a stand-in before all stages have told
+        """Namespaces of pages of the present weights; a stand-in until all stages have told
         these."""
         made = (weights for weights in (self.weights, self._stand_in) if weights is not None)
         return tuple(self.namespace_of(weights, **self.page_fields) for weights in made)
@@ -221,7 +221,7 @@ class Runtime:
             callback()
 
     def end_weight_update(self) -> None:
-        """Weights have changed. L3 stays suspended until a flush, and until all stages have told
+        """Weights have changed. L3 stays suspended until a flush, and until all stages told
         theirs."""
         with self._lock:
             self._updates_untold += 1

@@ -146,8 +146,7 @@ class PoolPages:
         return [layout.unit_digests(np.frombuffer(page, np.uint8)) for [page] in pages]
 
     def to_write(self, host_indices: torch.Tensor, pages: int) -> PoolMemory | None:
-        """Memory of ``pages`` pages at ``host_indices``; None if SGLang cannot store this pool's
-        pages."""
+        """Memory of ``pages`` pages at ``host_indices``; None if SGLang cannot store this pool."""
         found = self._in_place(host_indices, pages)
         if found is not None or self._access == "none":
             return found

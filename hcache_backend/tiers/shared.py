@@ -48,8 +48,7 @@ class StoreBehind:
 
     Look-ups and parts of reads wait for a bounded time. Writes are copied, and made later. This
     object closes the backend ``made``. ``page_bytes``: of the largest page; ``pieces``: of memory
-    in which the backend wants a page. The constructor raises if the backend does not take its
-    memory.
+    in a page. The constructor raises if the backend does not take its memory.
     """
 
     def __init__(self, made: MadeBackend, page_bytes: int, pieces: int) -> None:
@@ -156,7 +155,8 @@ class StoreBehind:
         return self._writes.take(pages[: self._part], write)
 
     def put_locally(self, pages: Sequence[Parts], put: Callable[[list[Parts]], bool]) -> None:
-        """Have ``put`` store, later, copies of the first of the pages; others have no room."""
+        """Copy the first pages and have ``put`` store them later; pages without room are
+        dropped."""
 
         def keep(rows: list[int], copies: list[Parts]) -> None:
             event = "kept" if put(copies) else "not_kept"

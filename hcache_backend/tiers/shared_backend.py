@@ -59,8 +59,8 @@ class MadeBackend(NamedTuple):
 def make_backend(option: BehindOption, config: HiCacheStorageConfig) -> MadeBackend:
     """The backend that ``option`` names, made by SGLang for the rank of ``config``. Raises
     ConfigError: a wrong option of its own, a missing package, a service that does not answer in
-    time. Values are named by their content: the model's name, which may be a path of this machine,
-    is left out."""
+    time. Values are named by content, without the model's name: it may be a path of this
+    machine."""
     named = {"backend": option.backend, "config": sorted(option.config)}  # values may be secrets
     where = f"hcache: option 'behind' is {named}: "
     variable = _FOLDERS.get(option.backend)

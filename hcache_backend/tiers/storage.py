@@ -80,8 +80,8 @@ class HCacheStorage(HiCacheStorage):
         )
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-        """Called once, before any page. Raises ConfigError, on all ranks, for a wrong
-        ``tp_lcm_size``."""
+        """Called once, before any page. Raises ConfigError on all ranks if ``tp_lcm_size`` is
+        wrong."""
         super().register_mem_pool_host(mem_pool_host)
         self._pools.register(PoolName.KV, mem_pool_host)
         if not self._runtime.own_pages:  # otherwise the warning came when they were made

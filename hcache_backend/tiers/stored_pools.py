@@ -31,8 +31,7 @@ WRITE_BEHIND_SECONDS = 5.0  # longest wait of a batch of pages for room in the s
 
 class StoredPools:
     """The pages of the host pools in the page store ``store``; any thread. ``kv_fields`` go into
-    the namespace of plain pages besides the weights. ``behind``: the shared tier, closed with this
-    object."""
+    the namespace of plain pages. ``behind``: the shared tier, closed with this object."""
 
     def __init__(
         self,
@@ -56,8 +55,8 @@ class StoredPools:
         self._metrics = StorageMetrics()
 
     def register(self, name: str, host_pool: Any) -> None:
-        """Calls with ``name`` mean ``host_pool``. Raises ConfigError for a wrong
-        ``tp_lcm_size``."""
+        """Calls with ``name`` mean ``host_pool``. Raises ConfigError if ``tp_lcm_size`` is
+        wrong."""
         is_first = not self._pools  # the pool of K and V may come a second time, among all others
         pages = self._pools[name] = PoolPages(name, host_pool, self._config)
         if is_first and self._config.tp_rank == self._config.pp_rank == 0:
@@ -99,8 +98,7 @@ class StoredPools:
         return found
 
     def take_found_behind(self) -> int:
-        """Pages that look-ups (one thread) found since the last call, from the first remote one
-        on."""
+        """Pages that look-ups (one thread) found since the last call, from the first remote one."""
         found, self._found_behind = self._found_behind, 0
         return found
 
@@ -289,8 +287,7 @@ class StoredPools:
         prefix: Sequence[str],
         found: list[bool],
     ) -> None:
-        """Read the pages that are not ``found`` from the shared tier; keep them in the page
-        store."""
+        """Read pages that are not ``found`` from the shared tier; keep them in the page store."""
         namespace, pages = self._serving_namespace(PoolName.KV, share), self._pools[PoolName.KV]
         if namespace is None:
             return
@@ -321,8 +318,7 @@ class StoredPools:
 
     def _serving_namespace(self, pool: str, share: int) -> bytes | None:
         """Namespace to read and write, or None while L3 is suspended. The weights are read once: an
-        update that begins a moment later must not move these pages under the new weights'
-        namespace."""
+        update a moment later must not move these pages under the new weights' namespace."""
         weights = self._runtime.weights
         if weights is None or weights.suspended is not None:
             return None

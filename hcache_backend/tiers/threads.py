@@ -47,8 +47,7 @@ class BoundedCalls:
         return self._given_up is not None and not self._given_up.done()
 
     def call(self, work: Callable[[], _Result], seconds: float) -> _Result:
-        """The result of ``work()``; raises its exception, or GivenUp after ``seconds`` (it may go
-        on)."""
+        """The result of ``work()``; raises its exception, or GivenUp after ``seconds``."""
         future: Future[_Result] = Future()
         self._calls.put((future, work))
         if not wait([future], seconds).done:
@@ -125,8 +124,7 @@ class CopyQueue:
         return forgotten
 
     def end(self, deadline: float) -> bool:
-        """Returns True if all work was done, and the thread ended, before ``deadline``
-        (monotonic)."""
+        """Returns True if all work was done, and the thread ended, before ``deadline``."""
         self._waiting.put(None)
         return _ended(self._thread, deadline)
 
