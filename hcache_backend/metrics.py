@@ -1,10 +1,8 @@
 """Metrics of one server process; with ``--enable-metrics`` they stand beside SGLang's.
 
-SGLang collects from several processes, so every metric here is one that adds up over processes, or
-a gauge whose largest or smallest value counts. ``hcache top`` reads them by the tables below; the
-dashboard and the alerts name them.
-
-Counts outlive their process, as Prometheus wants. Gauges say how a process is, and end with it.
+SGLang collects from several processes. So a metric here adds up over processes, or is a gauge whose
+largest or smallest value counts. ``hcache top`` reads them by the tables below; the dashboard and
+the alerts name them. Counts outlive their process, as Prometheus wants; gauges end with it.
 """
 
 from __future__ import annotations
@@ -28,25 +26,20 @@ from hcache_backend.store import StoreStats
 
 logger = logging.getLogger("hcache")
 
+# 0.1 ms to 50 s
 STAGE_BUCKETS = tuple(base * 10.0**power for power in range(-4, 2) for base in (1, 2.5, 5))
-"""0.1 ms to 50 s."""
 
 _complained = threading.Event()
+# files of gauges of this process, and the descriptors that hold their locks
 _held: dict[Path, int] = {}
-"""Files of gauges of this process, and the descriptors that hold their locks."""
 _holding = threading.Lock()
 
 
 class Metric:
-    """One metric, registered when it is used first: by then SGLang has named the folder for it.
-
-    No count is worth a page or a request: metrics are kept in files, which can fail.
-
-    The name is without the ending that counters have; ``options`` are those of the metric's class.
-
-    Attributes:
-        events: What a counter counts: a regular expression, whose group is the label's value.
-    """
+    """One metric, registered at its first use, after SGLang has named the folder for it. No count
+    is worth a page or a request: metrics are in files, and these can fail. ``name`` is without the
+    ending of counters; ``events`` is a regular expression whose group is the label's value;
+    ``options`` are those of the metric's class."""
 
     def __init__(
         self, kind: Any, name: str, text: str, *labels: str, events: str = "(.+)", **options: Any
@@ -58,7 +51,6 @@ class Metric:
 
     @cached_property
     def family(self) -> Any:
-        """Prometheus' object."""
         if self._mode is not None and values.ValueClass._multiprocess:
             with _holding:
                 _take_file(self._mode)
@@ -66,7 +58,6 @@ class Metric:
 
     @property
     def counters(self) -> Sequence[Metric]:
-        """Itself, as :attr:`Events.counters`."""
         return (self,)
 
     def event(self, labels: Mapping[str, str]) -> str:
@@ -79,15 +70,12 @@ class Metric:
         self.do("inc", label, amount=max(0, number))
 
     def observe(self, label: str, value: float) -> None:
-        """Put ``value`` into a histogram."""
         self.do("observe", label, amount=value)
 
     def set(self, *labels: str, value: float = 1) -> None:
-        """Set a gauge."""
         self.do("set", *labels, value=value)
 
     def clear(self) -> None:
-        """Forget all that was counted or set."""
         self._series.clear()
         if self.labels:
             self.family.clear()
@@ -109,11 +97,8 @@ class Metric:
 
 
 class Events:
-    """Counters of events of one kind. A counter has events whose sum means something.
-
-    Args:
-        counters: Name, events (see :class:`Metric`), text; the label of the events' group, if any.
-    """
+    """Counters of events of one kind: name, events (see :class:`Metric`), text; the label of the
+    events' group, if any. A counter has events whose sum has a meaning."""
 
     def __init__(self, *counters: tuple[str, ...]) -> None:
         self.counters = [
@@ -123,7 +108,6 @@ class Events:
         self._found: dict[str, tuple[Metric, tuple[str, ...]]] = {}
 
     def count(self, event: str, number: float = 1) -> None:
-        """Add ``number`` (at least 0) to the counter of an event."""
         if event not in self._found:
             self._found[event] = next(
                 (metric, found.groups())
@@ -135,12 +119,9 @@ class Events:
 
 
 def _take_file(mode: str) -> None:
-    """Make the file in which Prometheus keeps gauges of ``mode`` for this process, and remove those
-    of dead processes. Only our gauges are of these modes.
-
-    A living process holds a lock (flock) on its file. The PID in the name says less: another
-    container has equal ones, and a server that is started again often has that of the one before.
-    """
+    """Make the file of gauges of ``mode`` of this process, and remove those of dead processes. Only
+    our gauges are of these modes. A living process holds a lock (flock) on its file. The PID in the
+    name is not enough: other containers, and earlier servers, often have the same."""
     folder = Path(os.environ["PROMETHEUS_MULTIPROC_DIR"])
     path = folder / f"gauge_{mode}_{os.getpid()}.db"
     if path in _held:
@@ -173,8 +154,8 @@ TOKENS = Events(
     ("hcache_checked_tokens", "checked", "Tokens compared with the model's K and V in service"),
 )
 
+# captured (device to host), restored_METHOD (host to device)
 BYTES = Metric(Counter, "hcache_device_bytes", "Bytes copied between host and device", "transfer")
-"""captured (device to host), restored_METHOD (host to device)."""
 
 STREAM_SECONDS = Metric(
     Counter,
@@ -183,13 +164,13 @@ STREAM_SECONDS = Metric(
     "state",
 )
 
+# l3_exists, l3_read and l3_write: a batch of pages in the page store. behind_exists and
+# behind_read: one in the shared L3. restore: a load to the device. capture_transfer: the way to the
+# host of the rows of one step. host_backup and host_load: the scheduler thread launches the copies
+# of K and V of a backup, or a restore.
 STAGE_SECONDS = Metric(
     Histogram, "hcache_stage_seconds", "How long a stage takes", "stage", buckets=STAGE_BUCKETS
 )
-"""l3_exists, l3_read and l3_write: a batch of pages in the page store. behind_exists and
-behind_read: one in the shared L3. restore: a load to the device. capture_transfer: the way to the
-host of the rows that one step captured. host_backup and host_load: the scheduler thread launches
-the copies of K and V of a backup, or a restore."""
 
 PAGES = Events(
     ("hcache_l3_read_pages", "(read|missed)", "Pages asked for in L3", "result"),
@@ -197,9 +178,10 @@ PAGES = Events(
     ("hcache_l3_head_pages", "heads_(.+)", "Pages of beginnings, with write_back", "result"),
 )
 
+# found, absent, suspended (L3 was not asked), or not_promised (by a decode server)
 LOOKUPS = Metric(Counter, "hcache_l3_lookup_pages", "Pages looked up in L3", "result")
-"""found, absent, suspended (L3 was not asked), or not_promised (by a decode server)."""
 
+# docs/operations.md has the meaning of each result
 L3_TOKENS = Events(
     (
         "hcache_l3_lookup_tokens",
@@ -209,7 +191,6 @@ L3_TOKENS = Events(
     ),
     ("hcache_l3_hit_tokens", "(.+)", "Tokens found in L3, by what became of them", "result"),
 )
-"""docs/operations.md has what each result means."""
 
 STORE = Events(
     ("hcache_store_read_bytes", "bytes_read", "Bytes read from page files"),
@@ -224,8 +205,8 @@ STORE = Events(
     ("hcache_store_syncs", "syncs", "Flushes of page files to the disks"),
 )
 
+# never an error of a request
 PROBLEMS = Metric(Counter, "hcache_problems", "Problems by kind, each a cache miss", "kind")
-"""Never an error of a request."""
 
 MODE = Metric(
     Gauge,
@@ -236,6 +217,8 @@ MODE = Metric(
     multiprocess_mode="livemax",
 )
 
+# quarantined (a check failed, or weight updates would go unnoticed), not_restorable, flush_needed,
+# stages (not all pipeline stages have told their weights)
 SUSPENDED = Metric(
     Gauge,
     "hcache_l3_suspended",
@@ -243,8 +226,6 @@ SUSPENDED = Metric(
     "reason",
     multiprocess_mode="livemax",
 )
-"""quarantined (a check failed, or weight updates would go unnoticed), not_restorable, flush_needed,
-stages (not all pipeline stages have said which weights they have)."""
 
 CODEC = Metric(
     Gauge,
@@ -255,9 +236,10 @@ CODEC = Metric(
     multiprocess_mode="livemax",
 )
 
+# merged or fp8; with codec krul only
 PAIRS = Metric(Counter, "hcache_pairs", "Pairs of layers in nodes that were backed up", "codec")
-"""merged or fp8; with codec krul only."""
 
+# only of pairs chosen by it, not of the first ones
 PAIR_DISTANCES = Metric(
     Histogram,
     "hcache_pair_distance",
@@ -265,8 +247,8 @@ PAIR_DISTANCES = Metric(
     "codec",
     buckets=tuple(base * 10.0**power for power in range(-3, 1) for base in (1, 2, 5)),
 )
-"""Of pairs that were chosen by it: those of the start are not among them."""
 
+# silent: it failed, or did not answer in time, when it was asked last
 BEHIND = Metric(
     Gauge,
     "hcache_l3_shared",
@@ -275,7 +257,6 @@ BEHIND = Metric(
     "state",
     multiprocess_mode="livemax",
 )
-"""silent: it failed, or did not answer in time, when it was asked last."""
 
 BEHIND_PAGES = Events(
     ("hcache_shared_lookup_pages", "(found|absent)", "Pages looked up in the shared L3", "result"),
@@ -291,14 +272,16 @@ BEHIND_PAGES = Events(
     ),
 )
 
+# ``whole``, ``shorter``, ``put_off_running``, ``put_off_waiting``; see prefetch/governor.py
 SLICES = Metric(
     Counter,
     "hcache_slices",
     "Turns of the scheduler in which first layers could be recomputed",
     "result",
 )
-"""``whole``, ``shorter``, ``put_off_running``, ``put_off_waiting``; see engine/recompute."""
 
+# l3_read, behind_read (of the shared L3), load (host memory to the KV pool, as far as a batch waits
+# for it) and prefill; of several ranks the slowest counts
 RATES = Metric(
     Gauge,
     "hcache_expected_tokens_per_second",
@@ -307,9 +290,8 @@ RATES = Metric(
     "backend",
     multiprocess_mode="livemin",
 )
-"""l3_read, behind_read (of the shared L3), load (host memory to the KV pool, as far as a batch
-waits for it) and prefill; of several ranks the slowest counts."""
 
+# tables of counts, by their names in ``hcache top --json``
 COUNTS: Mapping[str, Metric | Events] = {
     "tokens": TOKENS,
     "bytes": BYTES,
@@ -321,7 +303,6 @@ COUNTS: Mapping[str, Metric | Events] = {
     "slices": SLICES,
     "problems": PROBLEMS,
 }
-"""Tables of counts, by their names in ``hcache top --json``."""
 
 ALL = (
     *(metric for table in COUNTS.values() for metric in table.counters),
@@ -331,7 +312,7 @@ ALL = (
 
 @contextmanager
 def timed(stage: str) -> Iterator[None]:
-    """Note how long the body takes, as ``stage``."""
+    """Observe the duration of the body as ``stage``."""
     start = time.perf_counter()
     try:
         yield
@@ -341,7 +322,7 @@ def timed(stage: str) -> Iterator[None]:
 
 @contextmanager
 def harmless(problem: str, consequence: str) -> Iterator[None]:
-    """SGLang goes on whatever the body raises: one problem of that kind, one log line."""
+    """SGLang goes on if the body raises; that is counted as ``problem``, and logged."""
     try:
         yield
     except Exception:
@@ -350,13 +331,13 @@ def harmless(problem: str, consequence: str) -> Iterator[None]:
 
 
 class SuspendedGauge:
-    """Says in the metrics whether L3 is suspended."""
+    """The gauge of a suspended L3."""
 
     def __init__(self) -> None:
         self._reason: str | None = None
 
     def set(self, reason: str | None) -> None:
-        """L3 is suspended for ``reason`` (see ``SUSPENDED``) from now on, or serves (None)."""
+        """L3 is suspended for ``reason`` (see ``SUSPENDED``), or serves (None)."""
         before, self._reason = self._reason, reason
         if before is not None:
             SUSPENDED.set(before, value=0)
@@ -365,7 +346,7 @@ class SuspendedGauge:
 
 
 class StoreCounters:
-    """Passes on what a page store counted since the last time."""
+    """Passes on the new counts of a page store."""
 
     def __init__(self, stats: StoreStats) -> None:
         self._stats = stats
@@ -373,7 +354,7 @@ class StoreCounters:
         self._published = dict.fromkeys(stats.snapshot(), 0)
 
     def publish(self) -> None:
-        """Any thread may call it."""
+        """Pass on all counts since the last call. Any thread."""
         with self._lock:
             counts = self._stats.snapshot()
             for what, count in counts.items():

@@ -1,1 +1,1 @@
-"""Are backed-up pages right? The checks in service."""
+"""The checks in service of backed-up pages."""

@@ -1,4 +1,4 @@
-"""Which backed-up pages are checked in service, which layers of them, and how often."""
+"""The choice of backed-up pages and layers to check in service, and the pace of the checks."""
 
 from __future__ import annotations
 
@@ -8,14 +8,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Generic, TypeVar
 
-_LAYERS = 4
-"""Layers of a page that are looked at."""
+_LAYERS = 4  # of a page in one check
 
-_SHARE = 1 / 10
-"""Most of the scheduler thread's time that checks of one kind take."""
+_SHARE = 1 / 10  # most of the scheduler thread's time that checks of one kind take...
 
-_BURST_SECONDS = 0.1
-"""So much of it they may take at once."""
+_BURST_SECONDS = 0.1  # ...except in bursts of this length
 
 _Layer = TypeVar("_Layer")
 
@@ -33,14 +30,14 @@ class InTurn(Generic[_Layer]):
 
 
 class Sample:
-    """One of every so many pages; 0: none. The same on every rank."""
+    """Chooses one of ``every`` pages; 0: none. The same on every rank."""
 
     def __init__(self, every: int) -> None:
         self._every = every
         self._pages_before = 0
 
     def choose(self, pages: int) -> int | None:
-        """Which of the next ``pages`` pages, if one."""
+        """Number of the chosen one of the next ``pages`` pages, or None."""
         if self._every == 0:
             return None
         if self._pages_before >= pages:
@@ -52,7 +49,7 @@ class Sample:
 
 
 class Pace:
-    """Keeps checks to :data:`_SHARE` of the time, but for bursts of :data:`_BURST_SECONDS`."""
+    """Keeps checks to :data:`_SHARE` of the time, except in bursts of :data:`_BURST_SECONDS`."""
 
     def __init__(self) -> None:
         self._left = _BURST_SECONDS
@@ -60,7 +57,6 @@ class Pace:
 
     @property
     def rested(self) -> bool:
-        """Whether there may be another check."""
         now = time.perf_counter()
         self._left = min(_BURST_SECONDS, self._left + (now - self._at) * _SHARE)
         self._at = now
@@ -68,7 +64,6 @@ class Pace:
 
     @contextmanager
     def work(self) -> Iterator[None]:
-        """The block is a part of a check."""
         start = time.thread_time()  # others may have the processor meanwhile
         try:
             yield

@@ -1,12 +1,12 @@
-"""The check in service: is a backed-up page what the model's K and V say?
+"""The check in service: backed-up pages are compared with the model's K and V.
 
-Behind a transfer, on its stream, a sample of its pages is compared with the pool; what comes of it
-is read when it has arrived, and nobody waits. Of each such page a few layers are looked at, the
-next time the next few: a check is short, however large the model is. Of K and V one layer is
-compared per turn, or one unit of it where it is encoded: by a lossy codec that takes milliseconds.
-Scheduler thread only; all tensor-parallel ranks must get to each step of a check at one point. A
-rank that cannot make its part of a check, for want of memory say, has no opinion of the page, and
-goes on with the others. Checks rest while they have had more than their share of the thread's time.
+- Behind a transfer, on its stream, a sample of its pages is compared with the pool. Results are
+  read when they have arrived, without a wait.
+- A check looks at a few layers, the next one at the next few: it is short for any model. Of K and V
+  one layer is compared per turn, or one unit of an encoded one: a lossy codec takes milliseconds.
+- Scheduler thread only; all tensor-parallel ranks must get to each step of a check at one point.
+- If a rank cannot run its part of a check (out of memory, say), it abstains and follows the others.
+- Checks rest while they have had more than their share of the thread's time.
 """
 
 from __future__ import annotations
@@ -40,19 +40,17 @@ from hcache_backend.streams import (
 from hcache_backend.turn import Said, Turn
 from hcache_kernels.codecs import Codec
 
-_WAITING = 16
-"""While so many pages wait for their comparison, no further one is chosen."""
+_WAITING = 16  # no further page is chosen while this many wait for their comparison
 
-_AT_ONCE = 4
-"""Projections whose results are seen to in one turn."""
+_AT_ONCE = 4  # projections whose results are handled in one turn
 
 _harmless = partial(metrics.harmless, "page_not_checked", "a page was not checked")
 
 
 class _CopiedPage(NamedTuple):
-    """What the pool held of K and V of some layers of a page: uint8 each, on the CPU once ``event``
-    has passed; None: it could not be copied. Parts of slots (:attr:`KVSegments.parts`), each with
-    all of its layers, are left until they are compared."""
+    """Layers of a page in the pool, on the CPU once ``event`` has passed. ``left``: parts of slots
+    to compare: their layers, K and V (uint8; None: not copied), number
+    (:attr:`KVSegments.parts`)."""
 
     host_page: int
     left: deque[tuple[tuple[int, ...], torch.Tensor | None, int]]
@@ -64,37 +62,27 @@ _Checked = TypeVar("_Checked", bound="_CopiedPage | _RunningCheck")
 
 
 def _copy_to_host(values: torch.Tensor, buffers: HostBuffers) -> HostBuffer:
-    """A copy on its way to the CPU, on the current stream; flat."""
+    """A flat copy on its way to the CPU, on the current stream."""
     buffer = buffers.take(values.numel(), values.dtype)
     buffer.values.copy_(values.view(-1), non_blocking=True)
     return buffer
 
 
 def _without(freed: Ids, checks: deque[_Checked]) -> deque[_Checked]:
-    """``checks`` but for those of host pages that were ``freed`` (int64 ``[n]``).
-
-    Their buffers are not used again: a copy may still be on its way there.
-    """
+    """``checks`` without those of ``freed`` host pages. Their buffers are not used again: a copy
+    may still be on its way there."""
     gone = set(freed.tolist())
     return deque(check for check in checks if check.host_page not in gone)
 
 
 class KVChecks:
-    """Are K and V in a page what the pool holds? A sample of transfers is compared.
-
-    What the pool holds is copied once more, in another way; encoded pages are decoded in another.
-    A page that a lossy codec wrote may also be the code of what the pool holds.
-
-    Args:
-        group: The tensor-parallel ranks.
-
-    Attributes:
-        failed: A page differed. The same on every rank.
-    """
+    """Compares K and V of a sample of transfers with the pool. Values of the pool are copied once
+    more, and encoded pages decoded, in another way. A page of a lossy codec may also be the code of
+    the pool's values."""
 
     def __init__(self, runtime: Any, pool: Any, kv: KVSegments, group: Any) -> None:
         assert runtime.config is not None
-        self.failed = False
+        self.failed = False  # a page differed; the same on every rank
         self._runtime = runtime
         self._pool = pool
         self._kv = kv
@@ -110,10 +98,8 @@ class KVChecks:
         self._wrong: str | None = None  # on this rank
 
     def transferred(self, host_pages: Ids, slots: torch.Tensor) -> None:
-        """Pages (int64 ``[n]``) were copied to or from ``slots``, on the current stream.
-
-        ``slots`` are int64 ``[n * page_size]``, on the device.
-        """
+        """Pages (int64 ``[n]``) were copied to or from ``slots`` (int64 ``[n * page_size]``, on the
+        device), on the current stream."""
         size, i = self._pool.page_size, self._sample.choose(len(host_pages))
         if i is None or self._tired or len(self._copied) >= _WAITING:
             return
@@ -135,15 +121,13 @@ class KVChecks:
         self._copied.append(_CopiedPage(int(host_pages[i]), left, event, buffer))
 
     def freed(self, host_pages: Ids) -> None:
-        """HiCache has freed ``host_pages`` (int64 ``[n]``): others may write them."""
         self._copied = _without(host_pages, self._copied)
 
     def forget(self) -> None:
-        """All transfers were dropped."""
         self._copied.clear()
 
     def ask(self, turn: Turn) -> None:
-        """Say whether the first page can be compared, and what came of the last comparison."""
+        """Say if the first page can be compared, and the result of the last comparison."""
         self._said = None
         if not self.failed and (self._copied or self._tired or self._compared):
             there = bool(self._copied) and self._arrived(self._copied[0])
@@ -191,7 +175,6 @@ class KVChecks:
         return f"K and V of layer {' and '.join(map(str, layers))} in a page are not the pool's"
 
     def _layout_of(self, host_page: int) -> PageLayout:
-        """A page that was transferred is of this form."""
         [page] = self._pool.arena.pages(np.array([host_page]), header=True)
         layout = self._pool.page_layout.of(page)
         assert layout is not None
@@ -199,34 +182,23 @@ class KVChecks:
 
 
 class _RunningCheck(NamedTuple):
-    """A comparison of some layers of a page with the pool, on the device until ``event``.
-
-    Attributes:
-        layers: Layers whose hidden states were projected.
-        differences: How far their K and V are off, float64 ``[layers * 2]``; None: that could not
-            be computed on this rank.
-        problem: Why a layer could not be projected, or None.
-    """
+    """A comparison of some layers of a page with the pool, on the device until ``event``."""
 
     host_page: int
-    layers: Sequence[AttentionLayer]
-    differences: HostBuffer | None
-    problem: str | None
+    layers: Sequence[AttentionLayer]  # whose hidden states were projected
+    differences: HostBuffer | None  # of K and V, float64 [layers * 2]; None: not computed here
+    problem: str | None  # reason why a layer could not be projected
     event: Event
 
 
 class ServiceChecks:
-    """Is a page with hidden states what the pool holds? A sample of backups is projected.
+    """Projects a sample of backups with hidden states and compares them with the pool. A wrong page
+    costs the runtime its trust.
 
-    By a spec each rank projects its own share of a page's tokens, with its own heads. An attention
-    module may talk to those of the other ranks about each token: all of them get the whole page.
-    The runtime loses its trust when a page is wrong.
-
-    Args:
-        hidden_layers: Layers that are stored as hidden states.
-        exchange: Between the ranks that share the tokens of every page; None: pages are whole.
-        order: Keeps collectives apart from those of forward passes; None: there are none.
-        group: The tensor-parallel ranks.
+    With a spec each rank projects its own share of a page's tokens, with its own heads. An
+    attention module may exchange every token with other ranks, so all ranks get the whole page.
+    ``exchange``: between ranks that share tokens; None: pages are whole. ``order``: keeps
+    collectives apart from those of forward passes; None: there are none.
     """
 
     def __init__(
@@ -262,14 +234,12 @@ class ServiceChecks:
         self._pace = Pace()
         self._tired = False  # on all ranks, or on none
         self._said: Said | None = None
-        # One that is under way projects with the new weights, perhaps, what the old ones left.
+        # A running check may project rows of the old weights with the new ones.
         runtime.on_weights_changed.append(self.forget)
 
     def backed_up(self, host_pages: Ids, slots: torch.Tensor) -> None:
         """Rows of ``host_pages`` (int64 ``[n]``) are there when the current stream gets here.
-
-        ``slots`` are those of their tokens, int64 ``[n * page_size]``, on the device.
-        """
+        ``slots``: of their tokens, int64 ``[n * page_size]``, on the device."""
         size, i = self._pool.page_size, self._sample.choose(len(host_pages))
         if i is None or self._tired or len(self._running) >= _WAITING:
             return
@@ -282,11 +252,9 @@ class ServiceChecks:
         self._running.append(_RunningCheck(int(chosen[0]), layers, differences, problem, event))
 
     def freed(self, host_pages: Ids) -> None:
-        """HiCache has freed ``host_pages`` (int64 ``[n]``): others may write them."""
         self._running = _without(host_pages, self._running)
 
     def forget(self) -> None:
-        """All backups were dropped, or other weights come."""
         self._running.clear()
 
     def ask(self, turn: Turn) -> None:
@@ -295,13 +263,13 @@ class ServiceChecks:
         if self._running or self._tired:
             flags = []
             for check in islice(self._running, _AT_ONCE):
-                # None: its rows have arrived, but nobody has looked whether all did.
+                # None: its rows have arrived, but it is not yet known if all did.
                 whole = self._whole(check.host_page) if check.event.query() else None
                 flags += [whole is not None, whole is not False]
             self._said = turn.say(self._pace.rested, *flags)
 
     def hear(self) -> None:
-        """The ranks have agreed: see to the checks whose results have arrived on all."""
+        """The ranks have agreed: handle the checks whose results have arrived on all."""
         if self._said is None:
             return
         rested, *flags = self._said.least
@@ -322,16 +290,10 @@ class ServiceChecks:
     def _project(
         self, layers: Sequence[AttentionLayer], host_page: Ids, slots: torch.Tensor
     ) -> tuple[HostBuffer | None, str | None]:
-        """How far ``layers`` of a page (int64 ``[1]``) are from the pool, float64 ``[layers * 2]``,
-        on its way to the CPU, or None: not all were compared; and why a layer cannot be projected,
-        or None.
-
-        All ranks get to the exchange of each layer, whatever else is raised on one. The collectives
-        of an attention module itself are not covered.
-
-        Raises:
-            ExchangeFailed: On all ranks: one had no rows to show.
-        """
+        """Differences of ``layers`` of a page from the pool, float64 ``[layers * 2]``, on their way
+        to the CPU, or None if not all were compared; and the reason why a layer cannot be
+        projected, or None. All ranks get to the exchange of each layer, even if one raises; the
+        collectives of an attention module are not covered. Raises ExchangeFailed on all ranks."""
         layout, device = self._pool.page_layout, slots.device
         page = self._pool.kv_buffer[int(self._pool.arena.physical(host_page)[0])]
         by_module = [layer for layer in layers if self._projector.specs[layer.index] is None]
@@ -364,10 +326,8 @@ class ServiceChecks:
         return _copy_to_host(torch.stack(differences), self._buffers), None
 
     def _positions(self, host_page: Ids) -> Ids:
-        """Positions of a page's tokens, int64 ``[page_size]``.
-
-        A lost page has none. Other ranks, whose pages may be whole, wait for this one's rows.
-        """
+        """Positions of a page's tokens, int64 ``[page_size]``. A lost page has none, but other
+        ranks, whose pages may be whole, wait for this one's rows."""
         layout, arena = self._pool.page_layout, self._pool.arena
         if arena.whole(host_page) is False:
             return np.arange(layout.page_size)
@@ -375,13 +335,8 @@ class ServiceChecks:
         return layout.positions(header).astype(np.int64)
 
     def _all_shares(self, exchange: Exchange, own: torch.Tensor) -> torch.Tensor:
-        """A segment of the whole page, uint8 ``[shares, bytes]``, of which this rank has ``own``.
-
-        It is there until the next one is asked for, on the current stream.
-
-        Raises:
-            ExchangeFailed: On all ranks: one had no rows to show.
-        """
+        """A segment of the whole page, uint8 ``[shares, bytes]``, of which this rank has ``own``;
+        valid until the next call, on the current stream. Raises ExchangeFailed on all ranks."""
         shares = self._shares
         assert shares is not None
 

@@ -1,7 +1,7 @@
-"""Loads from host memory, from where SGLang asks for one to where it starts all that it has queued.
+"""Loads from host memory, from SGLang's request for one to the launch of all queued loads.
 
-All that are queued become one restore: what lacks is transferred together, and the same number of
-first layers is recomputed in all of them. What of pages is nowhere is recomputed behind that.
+All queued loads become one restore: missing layers are transferred together, and the same number of
+first layers is recomputed in all of them. Lost pages are recomputed behind that.
 """
 
 from __future__ import annotations
@@ -30,80 +30,53 @@ from hcache_backend.streams import Stream, current_stream, to_device
 
 logger = logging.getLogger("hcache")
 
+# gives the slots of all tokens before some others; None: not all are on the device
 Prefix = Callable[[], torch.Tensor | None]
-"""Gives the slots of all tokens before some others; None: not all are on the device."""
 
+# gives the ids of all tokens up to the end of a load; None: they are not all of its input
 TokenIds = Callable[[], Sequence[int] | None]
-"""Gives the ids of all tokens up to the end of a load; None: they do not say all of its input."""
 
 
 class HandOut(NamedTuple):
-    """Device pages for a load.
+    """Device pages for a load."""
 
-    Attributes:
-        slots: Slots of all pages of the load, int64 ``[pages * page_size]``.
-        ready: Which pages have, or will have, K and V of the layers that are stored; bool
-            ``[pages]``.
-        whole: Which of them have those of all layers; bool ``[pages]``.
-        restores: What writes the ready ones, or still reads them.
-    """
-
-    slots: torch.Tensor
+    slots: torch.Tensor  # of all pages of the load, int64 [pages * page_size]
+    # pages with K and V of the stored layers, now or later; bool [pages]
     ready: npt.NDArray[np.bool_]
-    whole: npt.NDArray[np.bool_]
-    restores: tuple[RunningRestore, ...]
+    whole: npt.NDArray[np.bool_]  # those with K and V of all layers; bool [pages]
+    restores: tuple[RunningRestore, ...]  # that write the ready ones, or still read them
 
 
 @dataclass(eq=False)
 class QueuedLoad:
-    """A load of whole pages.
+    """A load of whole pages."""
 
-    Attributes:
-        host_pages: int64 ``[pages]``.
-        spans: The tokens of which not all layers are launched yet; None: some that cannot be
-            recomputed.
-        lost: Pages that lack the segments of all layers, bool ``[pages]``; None: there are none.
-        lost_spans: Their tokens.
-        forwards: Where SGLang runs forward passes; None where nothing can be recomputed.
-        handed: The device pages that eager restores prepared; None: there are no eager restores.
-    """
-
-    host_pages: Ids
+    host_pages: Ids  # int64 [pages]
+    # tokens of which not all layers are launched; None: cannot be recomputed
     spans: Sequence[TokenSpan | None] = ()
+    # pages that lack the segments of all layers, bool [pages]
     lost: npt.NDArray[np.bool_] | None = None
-    lost_spans: Sequence[TokenSpan] = ()
-    forwards: Stream | None = None
-    handed: HandOut | None = None
+    lost_spans: Sequence[TokenSpan] = ()  # their tokens
+    forwards: Stream | None = None  # stream of forward passes; None if nothing can be recomputed
+    handed: HandOut | None = None  # prepared by eager restores; None without these
 
     @property
     def ready(self) -> npt.NDArray[np.bool_]:
-        """Pages whose stored layers are launched already, bool ``[pages]``."""
         return self.handed.ready if self.handed else np.zeros(len(self.host_pages), np.bool_)
 
     @property
     def whole(self) -> npt.NDArray[np.bool_]:
-        """Pages whose layers are all launched already, bool ``[pages]``."""
         return self.handed.whole if self.handed else np.zeros(len(self.host_pages), np.bool_)
 
     @property
     def nowhere(self) -> npt.NDArray[np.bool_]:
-        """Pages of which nothing was launched and nothing can be loaded, bool ``[pages]``."""
+        """Lost pages of which nothing was launched, bool ``[pages]``."""
         return ~self.whole & (self.lost if self.lost is not None else False)
 
 
 class LoadQueue:
-    """Plans loads, and launches those that were queued. Scheduler thread only.
-
-    The recomputer is None where the model cannot be run, and from its first failure on.
-
-    Attributes:
-        methods: How each layer is stored.
-        stored_from: Nothing is stored of the layers before this one.
-        slowdown: How many times as long as by the profile so many tokens are computed lately.
-        seconds_to_read: How long L3 takes to bring so many tokens; infinite: nobody knows.
-        seconds_to_compute: How long a prefill takes of so many tokens behind so many; likewise.
-        on_failed: Who wants to know, in words, that pages cannot be restored any more.
-    """
+    """Plans loads, and launches those that were queued. Scheduler thread only. The recomputer is
+    None if the model cannot be run, and from its first failure on."""
 
     def __init__(
         self,
@@ -113,17 +86,21 @@ class LoadQueue:
         recomputer: Recomputer | None,
         device: torch.device | str,
     ) -> None:
-        self.stored_from = len(methods.layers("recompute"))
+        self.stored_from = len(methods.layers("recompute"))  # layers before this one are not stored
         self._arena = arena
         self._layout = arena.layout
         self._pipeline = pipeline
-        self.methods = methods
+        self.methods = methods  # of each layer
         self._recomputer = recomputer
         self._device = device
         self._queued: list[QueuedLoad] = []
+        # recent time to compute tokens, relative to the profile
         self.slowdown: Callable[[int], float] = lambda tokens: 1.0
+        # of L3 for tokens; infinite: unknown
         self.seconds_to_read: Callable[[int], float] = lambda tokens: math.inf
+        # of a prefill of tokens behind a prefix; infinite: unknown
         self.seconds_to_compute: Callable[[int, int], float] = lambda tokens, prefix: math.inf
+        # called with the reason why pages cannot be restored any more
         self.on_failed: list[Callable[[str], None]] = []
 
     # ---- from asking to launching ----
@@ -132,11 +109,8 @@ class LoadQueue:
         self, host_pages: Ids, depths: Ids, prefix: Prefix, token_ids: TokenIds | None = None
     ) -> QueuedLoad | None:
         """A load of ``host_pages`` (int64 ``[p]``, at least one) behind the tokens of ``prefix``.
-
-        ``depths`` (int64 ``[p]``, the same on all ranks) are the numbers of layers that pages lack,
-        none or all. Pages that lack all need ``token_ids`` where headers do not say these. None:
-        they lack layers, and nothing can help.
-        """
+        None: they lack layers that cannot be recomputed. ``depths`` (int64 ``[p]``, the same on all
+        ranks): layers that pages lack, none or all. ``token_ids`` are for pages without headers."""
         lost, layers = depths > 0, self._recomputable
         if self.stored_from > layers or (lost.any() and layers < len(self.methods.methods)):
             return None
@@ -166,20 +140,13 @@ class LoadQueue:
         self._queued.append(load)
 
     def forget(self) -> None:
-        """Queued loads were dropped."""
         self._queued.clear()
 
     @metrics.timed("host_load")
     def launch(self, slots: torch.Tensor) -> tuple[RunningRestore, ...]:
-        """Launch what is queued as one restore, on the current stream.
-
-        ``slots`` are those of all queued loads, in their order, int64 ``[n]``, on the device; what
-        is returned writes their K and V, or still reads them.
-
-        Raises:
-            Exception: Layers that are nowhere stored could not be recomputed: no batch may use
-                these slots.
-        """
+        """Launch all queued loads as one restore, on the current stream. ``slots``: of all loads in
+        order, int64 ``[n]``, on the device. Returns all restores that write or still read them.
+        Raises if unstored layers could not be recomputed: no batch may use the slots."""
         loads, self._queued = self._queued, []
         pages = self._arena.physical(np.concatenate([load.host_pages for load in loads]))
         ready = np.concatenate([load.ready for load in loads])
@@ -210,7 +177,7 @@ class LoadQueue:
         return restores
 
     def _start_lost(self, loads: Sequence[QueuedLoad], slots: torch.Tensor) -> RunningRestore:
-        """Recompute lost pages whole, to their ``slots``: behind all else that was launched."""
+        """Recompute lost pages whole, to their ``slots``, behind all other launched work."""
         spans = [span for load in loads for span in load.lost_spans]
         forwards = next(load.forwards for load in loads if load.forwards is not None)
         recompute = self._recompute(len(self.methods.methods), spans, forwards)
@@ -223,18 +190,15 @@ class LoadQueue:
         return restore
 
     def _need_no_recomputation(self, problem: Exception) -> None:
-        """First layers were not recomputed: raise that if they are not stored."""
+        """First layers were not recomputed: raise ``problem`` if they are not stored."""
         self.recomputation_failed(problem)
         if self.stored_from:
             raise problem
 
     def recomputation_failed(self, problem: Exception) -> None:
-        """From now on nothing is recomputed, and where layers are not stored nothing is restored.
-
-        Raises:
-            OutOfStep: There are other ranks: they may wait for this one in the model's own
-                collectives, so the server cannot go on.
-        """
+        """From now on nothing is recomputed, and if layers are not stored nothing is restored.
+        Raises OutOfStep if there are other ranks, which may wait in the model's own collectives:
+        the server cannot go on."""
         if self.methods.ranks > 1:
             raise OutOfStep(str(problem)) from problem
         if self._recomputer is not None:
@@ -245,7 +209,7 @@ class LoadQueue:
                 told("layers that are not stored cannot be recomputed any more")
 
     def count_finished(self) -> None:
-        """Count the restores that are done by now; no count is worth a restore."""
+        """Count the restores that are done; never raises, because no count is worth a restore."""
         try:
             reports = self._pipeline.finished()
         except Exception:
@@ -264,30 +228,25 @@ class LoadQueue:
 
     @property
     def recomputes_pages(self) -> bool:
-        """Whether pages can be recomputed whole, and slices have nothing else to do: no layer is
-        stored nowhere."""
+        """True if pages can be recomputed whole, and slices have no other work (unstored
+        layers)."""
         return self._recomputable == len(self.methods.methods) and not self.stored_from
 
     @property
     def _recomputable(self) -> int:
-        """How many first layers can be recomputed."""
         return 0 if self._recomputer is None else self._recomputer.layers
 
     def recompute_pages(self, token_ids: Ids, prefix: torch.Tensor) -> Recompute | None:
-        """How all layers of tokens (int64 ``[n]``) are recomputed; None: they cannot be any more.
-
-        ``prefix`` are slots of all tokens before them, int64 ``[m]``, on the device.
-        """
+        """Recomputation of all layers of tokens (int64 ``[n]``); None if it is not possible any
+        more. ``prefix``: slots of all tokens before them, int64 ``[m]``, on the device."""
         if self._recomputer is None:
             return None
         span = TokenSpan(token_ids, prefix)
         return self._recompute(len(self.methods.methods), [span], self._recomputer.stream())
 
     def recompute_of(self, host_pages: Ids, layers: int, prefix: Prefix) -> Recompute | None:
-        """How first ``layers`` (at least 1) of consecutive pages (int64 ``[p]``) are recomputed.
-
-        None: they cannot be. ``prefix`` gives slots where K and V of these layers are.
-        """
+        """Recomputation of the first ``layers`` (at least 1) of consecutive pages (int64 ``[p]``),
+        or None. ``prefix`` gives slots with K and V of these layers."""
         span = self._span(host_pages, prefix)
         if span is None or self._recomputer is None:
             return None
@@ -296,11 +255,8 @@ class LoadQueue:
     def _recompute_queued(
         self, loads: Sequence[QueuedLoad], *, only_missing: bool
     ) -> Recompute | None:
-        """How the first layers of ``loads`` are recomputed; None: all are loaded.
-
-        With ``only_missing`` only those that must be: all others of some pages are restored
-        already, or come otherwise.
-        """
+        """Recomputation of the first layers of ``loads``; None if all are loaded. ``only_missing``:
+        only layers that must be, because the others are restored already, or come otherwise."""
         wanted = [span for load in loads for span in load.spans]
         spans = [span for span in wanted if span is not None]
         first = self.stored_from if wanted else 0
@@ -331,7 +287,7 @@ class LoadQueue:
         return Recompute(layers, fill, forwards)
 
     def _only_for(self, recompute: Recompute, pages: Ids, slots: torch.Tensor) -> Recompute:
-        """The same for all tokens of ``pages`` (physical), whichever of them are transferred."""
+        """The same for all tokens of ``pages`` (physical), transferred or not."""
         self._arena.host_access(pages, write=False, header=True)
         positions = self._layout.positions(self._arena.memory)[pages].reshape(-1).astype(np.int64)
 
@@ -344,7 +300,7 @@ class LoadQueue:
     # ---- tokens and slots ----
 
     def _span(self, host_pages: Ids, prefix: Prefix) -> TokenSpan | None:
-        """The tokens of pages; None: they cannot be recomputed, or ``prefix`` is not theirs."""
+        """The tokens of pages; None if they cannot be recomputed, or ``prefix`` is not theirs."""
         if self._recomputer is None or not self.methods.recomputable:
             return None
         pages = self._arena.pages(host_pages, header=True)
@@ -359,7 +315,7 @@ class LoadQueue:
         return TokenSpan(token_ids.astype(np.int64), slots)
 
     def _told(self, pages: int, prefix: Prefix, token_ids: TokenIds | None) -> TokenSpan | None:
-        """The tokens of so many pages whose headers do not say them; None: nobody knows them."""
+        """The tokens of ``pages`` pages without headers; None if unknown."""
         slots, ids = prefix(), token_ids() if token_ids is not None else None
         if self._recomputer is None or slots is None or ids is None:
             return None
@@ -367,13 +323,12 @@ class LoadQueue:
         return TokenSpan(own, slots) if len(own) == pages * self._layout.page_size else None
 
     def _part(self, span: TokenSpan, slots: torch.Tensor, pages: range) -> TokenSpan:
-        """Some pages of a span whose tokens go to ``slots``."""
         size = self._layout.page_size
         start, stop = pages.start * size, pages.stop * size
         return TokenSpan(span.token_ids[start:stop], torch.cat((span.prefix, slots[:start])))
 
     def _slots(self, slots: torch.Tensor, pages: npt.NDArray[np.bool_]) -> torch.Tensor:
-        """The slots (of all ``slots``, page by page) of the chosen ``pages``."""
+        """Those of ``slots`` (page by page) that belong to the chosen ``pages``."""
         by_page = slots.split(self._layout.page_size)
         return torch.cat([slots[:0], *(by_page[i] for i in np.flatnonzero(pages).tolist())])
 

@@ -11,7 +11,7 @@ from hcache_kernels.codecs import Codec
 
 def share_of_heads(rank: int, ranks: int) -> Share:
     """A rank's share of pages of K and V: its own heads. If the number of ranks does not divide
-    eight, every rank's pages are whole, and its own."""
+    eight, every rank has whole pages of its own."""
     return Share(rank, ranks) if ranks in SHARE_COUNTS else WHOLE
 
 

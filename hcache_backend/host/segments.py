@@ -15,31 +15,21 @@ from hcache_kernels.launch import Launch
 from hcache_kernels.pages import gather_pages, gather_planes, scatter_pages
 from hcache_kernels.pages.kernel import LayerTable, gather_launch, gather_planes_launch
 
-_GATHERED_BYTES = 128 << 20
-"""So many encoded bytes are on the device at once: memory that nobody planned."""
+_GATHERED_BYTES = 128 << 20  # encoded bytes on the device at once: this memory is not planned
 
 
 class KVSegments:
-    """Copies K and V of some layers between the pool and pages.
+    """Copies K and V of some layers between SGLang's pool (MHATokenToKVPool) and pages. Raises
+    UnsupportedRows if ``codec`` (``none``, ``exp4``, ``int8`` or ``fp8``) does not take them.
 
-    A page has K of one group of this rank's heads after the other, each of all tokens, then V. With
-    one group, and unencoded, that is what the pool's slots hold. Layers are numbered as by
-    ``kvcache``, which is SGLang's ``MHATokenToKVPool``. The slots of a page follow each other
-    there, from a multiple of the page size on, so that whole pages are copied.
-
-    Args:
-        share: What this rank holds of a page: its heads are as many of those of all ranks.
-        groups: Groups of heads in the whole page.
-        codec: Encodes their units: ``none``, ``exp4``, ``int8`` or ``fp8``.
-
-    Attributes:
-        by_header: Whether pages are copied as their headers say, and are to be named on the CPU.
-
-    Raises:
-        UnsupportedRows: The codec does not take K and V of this pool.
+    - A page has K of one group of this rank's heads after the other, each of all tokens, then V.
+      With one group, and unencoded, that is the content of the pool's slots.
+    - Layers are numbered as by ``kvcache``. The slots of a page follow each other, from a multiple
+      of the page size on, so whole pages are copied.
+    - ``share`` is this rank's part of a page; ``groups`` are those of all ranks.
     """
 
-    by_header = False
+    by_header = False  # pages are copied by their headers, and are to be named on the CPU
 
     def __init__(
         self,
@@ -60,12 +50,11 @@ class KVSegments:
         self._tables: dict[tuple[int, int, int], LayerTable] = {}
 
     def layout(self, layers: Sequence[StoredLayer], share: Share) -> PageLayout:
-        """The layout of pages with these ``layers``; of those of K and V as by
-        :meth:`stored_layer`."""
+        """The layout of pages with ``layers``; those of K and V are from :meth:`stored_layer`."""
         return PageLayout(self.page_size, tuple(layers), share)
 
     def stored_layer(self, layer: int) -> StoredLayer:
-        """What whole pages hold of one layer."""
+        """Storage of one layer in whole pages."""
         k, v = (buffer[0].numel() * self._ranks for buffer in self.planes(layer))
         itemsize, encoder = self._kvcache.k_buffer[layer].dtype.itemsize, self._encoder
         if encoder is None:
@@ -76,18 +65,11 @@ class KVSegments:
     def save(
         self, layout: PageLayout, memory: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor
     ) -> torch.Tensor | None:
-        """Copy K and V of whole pages out of the pool, on the current stream.
-
-        Args:
-            layout: Layout of a page.
-            memory: The arena, uint8 ``[all pages, page_bytes]``, which the device can write.
-            pages: Physical pages, int64 ``[p]``, on the device, or :attr:`by_header`.
-            slots: Slots of their tokens, int64 ``[p * page_size]``, on the device.
-
-        Returns:
-            With a codec, which layers of which pages fit, bool ``[layers, p]`` on the device: what
-            the pages hold of others means nothing.
-        """
+        """Copy K and V of whole pages from the pool to ``memory`` (uint8 ``[all pages,
+        page_bytes]``, which the device can write), on the current stream. ``pages`` are physical,
+        int64 ``[p]``, on the device, or :attr:`by_header`; ``slots`` int64 ``[p * page_size]``, on
+        the device. Returns, with a codec, a mask of the layers that fit, bool ``[layers, p]`` on
+        the device; others have no valid bytes."""
         offsets = [layout.segment_offsets[layer] for layer in self.layers]
         if slots.is_cuda:
             return self._save_at_once(offsets, memory, pages, slots)
@@ -101,7 +83,7 @@ class KVSegments:
     def _save_at_once(
         self, offsets: Sequence[int], memory: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor
     ) -> torch.Tensor | None:
-        """As :meth:`save`, by one launch over layers, planes and units."""
+        """:meth:`save` by one launch over layers, planes and units."""
         table, encoder = self._table(self.layers, offsets), self._encoder
         if encoder is None:
             self._plain_launch(table, memory, pages, slots, save=True).run()
@@ -120,10 +102,8 @@ class KVSegments:
         pages: torch.Tensor,
         offset: int,
     ) -> torch.Tensor:
-        """Save a layer of pages of the pool to ``offset`` of pages; which ones fit, bool ``[p]``.
-
-        ``held`` and ``pages`` are int64 ``[p]``, on the device.
-        """
+        """Save a layer of pages of the pool to ``offset`` of pages. Returns a mask of those that
+        fit, bool ``[p]``. ``held`` and ``pages`` are int64 ``[p]``, on the device."""
         if self._encoder is not None:
             return self._encoder.encode_pages(self.planes(layer), held, memory, pages, offset)
         for plane in self._plain(layer, held):
@@ -132,7 +112,6 @@ class KVSegments:
         return torch.ones(len(held), dtype=torch.bool, device=held.device)
 
     def restored_layer(self, layer: int) -> RestoredLayer:
-        """How a layer whose K and V are stored comes back."""
         return RestoredLayer("kv", copy=self.load, launches=1 if self._encoder is None else 2)
 
     def load(
@@ -143,7 +122,7 @@ class KVSegments:
         offsets: Sequence[int],
         slots: torch.Tensor,
     ) -> None:
-        """:data:`.Copy` of K and V: on a GPU by a launch or two over layers, planes and units."""
+        """:data:`.Copy` of K and V: on a GPU one or two launches over layers, planes and units."""
         if slots.is_cuda:
             self._load_at_once(layers, memory, pages, offsets, slots)
             return
@@ -163,7 +142,7 @@ class KVSegments:
         if encoder is None:
             self._plain_launch(table, memory, pages, slots).run()
             return
-        # An even number: where the ids of a part begin is aligned alike.
+        # An even number keeps the alignment of the ids of each part.
         row = len(table) * encoder.segment_bytes
         at_once = max(2, _GATHERED_BYTES // row // 2 * 2)
         for some, to in zip(pages.split(at_once), slots.split(at_once * size), strict=True):
@@ -180,7 +159,7 @@ class KVSegments:
         pages: torch.Tensor,
         offset: int,
     ) -> None:
-        """Copy back what :meth:`_save_layer` did."""
+        """The reverse of :meth:`_save_layer`."""
         encoder = self._encoder
         if encoder is None:
             pool = [self._by_group(plane) for plane in self.planes(layer)]
@@ -203,7 +182,7 @@ class KVSegments:
         return gather_planes_launch(memory, *ids, None, table, self.page_size, save=save)
 
     def _table(self, layers: Sequence[int], offsets: Sequence[int]) -> LayerTable:
-        """Where these layers are, for kernels; made once, when they are first wanted."""
+        """Addresses of ``layers`` for kernels; made at the first use."""
         key = (layers[0], len(layers), offsets[0])
         if key not in self._tables:
             planes = [self.planes(layer) for layer in layers]
@@ -211,29 +190,24 @@ class KVSegments:
         return self._tables[key]
 
     def held(self, layers: Sequence[int], slots: torch.Tensor) -> torch.Tensor:
-        """K and V of ``layers`` in the pool, as plain pages have them: layer after layer, uint8, on
-        the device.
-
-        ``slots`` are those of the tokens of a page, int64 ``[page_size]``, on the device.
-        """
+        """K and V of ``layers`` in the pool as in plain pages: layer after layer, uint8, on the
+        device. ``slots``: of the tokens of a page, int64 ``[page_size]``, on the device."""
         pages = self.pages_of(slots)
         planes = (plane for layer in layers for plane in self._plain(layer, pages))
         return torch.cat([plane[0] for plane in planes])
 
     @property
     def parts(self) -> int:
-        """Into how many parts :meth:`holds` divides a layer: encoded ones by unit."""
+        """Parts of a layer for :meth:`holds`: encoded layers are compared by unit."""
         return 1 if self._encoder is None else self._encoder.cut.units
 
     def holds(
         self, segments: torch.Tensor, held: torch.Tensor, part: int, layout: PageLayout, layer: int
     ) -> bool:
-        """Whether a part of a slot in a page stands for what the pool ``held``, by the reference:
-        for every bit of it, or by a lossy codec as this promises.
-
-        ``segments`` are those of the slot of ``layer`` in a page of this ``layout``, and ``held``
-        is as by :meth:`held` of all layers that share it; uint8, on the CPU.
-        """
+        """True if a part of a slot in a page stands for the values that the pool ``held``, by the
+        reference: to the bit, or within the promise of a lossy codec. ``segments``: of the slot of
+        ``layer`` in a page of this ``layout``. ``held``: as by :meth:`held`, of all layers that
+        share the slot. Both uint8, on the CPU."""
         if self._encoder is None:
             return torch.equal(segments, held)
         return self._encoder.holds(segments, held, part)
@@ -241,15 +215,9 @@ class KVSegments:
     def through_codec(
         self, layout: PageLayout, planes: Sequence[Sequence[torch.Tensor]]
     ) -> tuple[list[Sequence[torch.Tensor]], torch.Tensor]:
-        """K and V as they come back from pages of this ``layout``, by the reference, on the CPU.
-
-        Args:
-            planes: K and V of all :attr:`layers`, ``[p * page_size, heads, dim]`` each, on any
-                device.
-
-        Returns:
-            The same of what comes back, and what fits of the pages, bool ``[layers, p]``.
-        """
+        """K and V (``[p * page_size, heads, dim]``) of all :attr:`layers` after a way through
+        pages, by the reference, on the CPU; and a mask of the pages that fit, bool ``[layers,
+        p]``."""
         pages = torch.arange(len(planes[0][0]) // self.page_size)
         fits = torch.ones((len(planes), len(pages)), dtype=torch.bool)
         return [
@@ -259,7 +227,7 @@ class KVSegments:
     def _layer_through_codec(
         self, planes: Sequence[torch.Tensor], pages: torch.Tensor, fits: torch.Tensor
     ) -> Sequence[torch.Tensor]:
-        """One layer; ``fits`` (bool ``[p]``) is written."""
+        """One layer; writes ``fits`` (bool ``[p]``)."""
         if self._encoder is None:
             return planes
         planes = [plane.cpu() for plane in planes]
@@ -269,12 +237,11 @@ class KVSegments:
         return back
 
     def code_of(self, layout: PageLayout, layer: int) -> str:
-        """The name of what encodes a layer in pages of this ``layout``."""
         return self.codec
 
     @property
     def lossless(self) -> bool:
-        """Whether K and V that fit come back to the bit."""
+        """True if K and V that fit come back to the bit."""
         return self._encoder is None or self._encoder.lossless
 
     def planes(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -286,19 +253,19 @@ class KVSegments:
         return slots[:: self.page_size] // self.page_size
 
     def bytes_of(self, layer: int) -> int:
-        """Bytes of K and V of a layer of a page, as the pool has them."""
+        """Bytes of K and V of a layer of a page in the pool."""
         return self.page_size * sum(buffer[0].nbytes for buffer in self.planes(layer))
 
     @property
     def plain_bytes(self) -> int:
-        """The same of each layer; where there is a codec, all are alike."""
+        """:meth:`bytes_of` each layer; with a codec all are alike."""
         return self.bytes_of(self.layers[0])
 
     def _make_encoder(self, codec: str) -> Codec:
         return make_segment_codec(codec, *self._cut(codec))
 
     def _cut(self, codec: str) -> tuple[Cut, int, torch.dtype]:
-        """What a codec wants to know of the layers' K and V; an UnsupportedRows if they differ."""
+        """The codec's arguments for the layers; raises UnsupportedRows if their shapes differ."""
         planes = [plane for layer in self.layers for plane in self.planes(layer)]
         shapes = sorted({tuple(plane.shape[1:]) for plane in planes})
         if len(shapes) > 1:
@@ -328,5 +295,5 @@ class KVSegments:
 
 
 def _swapped(rows: torch.Tensor, outer: int, inner: int) -> torch.Tensor:
-    """Rows ``[p, outer * inner * n]`` as ``[p, inner * outer * n]``; no copy where one is 1."""
+    """Rows ``[p, outer * inner * n]`` as ``[p, inner * outer * n]``; no copy if one is 1."""
     return rows.view(len(rows), outer, inner, -1).transpose(1, 2).reshape(len(rows), -1)

@@ -1,1 +1,1 @@
-"""Reading a hit from L3: whether it pays, and what is restored and recomputed meanwhile."""
+"""Reading a hit from L3: its worth, and restores and recomputation during the read."""

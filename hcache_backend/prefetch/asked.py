@@ -1,4 +1,4 @@
-"""What requests wait for L3."""
+"""Requests that wait for L3."""
 
 from __future__ import annotations
 
@@ -11,28 +11,20 @@ from hcache_backend.prefetch.costs import Hit, Recomputing
 
 @dataclass
 class Asked:
-    """A request whose prefix L3 is asked for.
+    """A request for whose prefix L3 is asked."""
 
-    Attributes:
-        prefix: Tokens before that.
-        recomputing: See :class:`Hit`.
-        reachable: How many of its tokens that have not arrived slices can still reach.
-        hit: What is being read, or will be; None: nothing yet.
-        arrived: Tokens of it that have arrived.
-        tried: Where it is read to see how fast L3 is by now: all of the hit, of which it may be a
-            small part.
-    """
-
-    prefix: int
-    recomputing: Recomputing | None = None
+    prefix: int  # tokens before the prefix
+    recomputing: Recomputing | None = None  # as in Hit
+    # tokens not yet arrived that slices can still reach
     reachable: float = math.inf
-    hit: Hit | None = None
-    arrived: int = 0
+    hit: Hit | None = None  # is being read, or will be
+    arrived: int = 0  # tokens of the hit
+    # The whole hit, if it, or a small part of it, is read to measure the present speed of L3.
     tried: Hit | None = None
 
     @property
     def rest(self) -> Hit | None:
-        """What of it has not arrived; None: nothing."""
+        """The part of the hit that has not arrived; None if there is none."""
         if not self.left or self.hit is None:
             return None
         return self.hit.without(self.arrived)._replace(reachable=self.reachable)
@@ -43,10 +35,8 @@ class Asked:
 
 
 def delays(asked: Iterable[Asked], seconds: float, until_there: Callable[[Hit], float]) -> float:
-    """Seconds that requests wait together if the GPU has time for none of them for ``seconds``.
-
-    Hits come one after the other; ``until_there`` says how long what is left of one takes.
-    """
+    """Total extra wait, summed over pending requests, while the GPU is busy for ``seconds``. Hits
+    come one after the other; ``until_there`` gives the time for the rest of one."""
     there, late = 0.0, 0.0
     for rest in (one.rest for one in asked):
         if rest is not None:

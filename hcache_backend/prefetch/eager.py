@@ -1,8 +1,7 @@
 """Eager restores: pages become K and V while the rest of their prefetch is still being read.
 
-Free device pages are reserved for the pages of a prefetch. Those that have arrived are copied and
-projected, and a load gets the prepared device pages. It may never come, so reserved pages count as
-free.
+Free device pages are reserved for the pages of a prefetch. Arrived pages are copied and projected,
+and a load gets the prepared device pages. It may never come, so reserved pages count as free.
 
 - A device page is free, reserved for one host page, or handed out.
 - It is launched for a host page once: after that page arrived and was proven, or to be recomputed
@@ -10,10 +9,9 @@ free.
 - First layers that it lacks are recomputed only behind pages that lack none.
 - It is handed out once, with the restore that writes it: the reader waits for that first.
 - It becomes free only behind what writes it, and what recomputes from it.
-- A freed host page gives its device page back. The next writer of the host page is a thread, which
-  waits for no stream: the caller waits for the restore.
-- Nothing depends on what differs between tensor-parallel ranks, such as whether an event has
-  passed.
+- A freed host page gives its device page back. Its next writer is a thread, which waits for no
+  stream: the caller waits for the restore.
+- Nothing depends on what differs between tensor-parallel ranks, such as a passed event.
 """
 
 from __future__ import annotations
@@ -44,13 +42,13 @@ from hcache_backend.streams import StreamFailed
 _LEAST_BATCH = 4  # pages of a read at least, if there are as many: disks need parallel requests
 
 
-_LAUNCH_SHARE = 4  # a GPU gets a quarter of a hit at a time, or what its bus copies
+_LAUNCH_SHARE = 4  # a GPU gets a quarter of a hit at a time, or the bytes that its bus copies
 _LAUNCH_BYTES = 64 << 20  # in 2 ms: a launch takes the scheduler thread 0.1 ms
 
 
 def launch_pages(device: torch.device | str, page_bytes: int) -> Callable[[int], int]:
-    """The least number of pages to restore at once, as a function of a prefetch's pages; the same
-    on all ranks. Arrived pages can wait for more, since only the restore wants them."""
+    """Least number of pages to restore at once, by the pages of a prefetch; the same on all ranks.
+    Only the restore wants arrived pages, so they can wait for more."""
     if torch.device(device).type != "cuda":
         return lambda pages: 1
     enough = max(1, _LAUNCH_BYTES // page_bytes)
@@ -69,10 +67,10 @@ class FreePages(Protocol):
         """Number of free pages."""
 
     def make_room(self, pages: int) -> None:
-        """Try to free ``pages`` of them at the cost of what is cached on the device."""
+        """Try to free ``pages``, at the cost of cached nodes on the device."""
 
     def take(self, pages: int) -> torch.Tensor:
-        """Take ``pages`` of them, which are there; returns their slots."""
+        """Slots of ``pages`` free pages, which must be there."""
 
     def give(self, slots: torch.Tensor) -> None:
         """Free the whole pages of ``slots``, for the next user on the current stream."""
@@ -112,8 +110,8 @@ class EagerRestores:
         return list(self._running)
 
     def wanted(self, keys: Sequence[Hashable]) -> range:
-        """Pages of a prefetch for which :meth:`reserve` would have device pages: within the limit,
-        and not those that a running prefetch brings."""
+        """Pages that :meth:`reserve` would serve: within the limit, and brought by no running
+        prefetch."""
         coming = {key for other in self._running.values() for key in other.keys}
         first = next((i for i, key in enumerate(keys) if key not in coming), len(keys))
         room = max(0, self._limit - self.pages + len(self._left_behind()))
@@ -122,12 +120,10 @@ class EagerRestores:
     def reserve(
         self, prefetch: Hashable, keys: Sequence[Hashable], host_pages: Ids, unread: int = 0
     ) -> int:
-        """A prefetch begins: reserve device pages for as many of its pages as possible.
-
-        Returns their number. Device pages of ended prefetches are given back for it, the oldest
-        first. ``keys`` will arrive in ``host_pages``, which nothing else uses. ``unread``: layers
-        to recompute of a page that has not arrived; 0 if that is not allowed.
-        """
+        """A prefetch begins: reserve device pages for as many of its pages as possible; returns
+        their number. Device pages of ended prefetches are given back for it, the oldest first.
+        ``keys`` will arrive in ``host_pages``, which nothing else uses. ``unread``: layers to
+        recompute of a page that has not arrived; 0 if that is not allowed."""
         chosen = self.wanted(keys)
         spare = self._limit - self.pages
         if spare < len(chosen):
@@ -149,8 +145,8 @@ class EagerRestores:
         return self._running[prefetch].reachable
 
     def arrived(self, prefetch: Hashable, pages: int, start: int = 0, *, last: bool = False) -> int:
-        """Pages ``start`` to ``pages`` are there and proven on all ranks. Few pages wait for more,
-        unless they are the ``last`` ones that are read. Returns the number of launched pages."""
+        """Pages ``start`` to ``pages`` are there and proven on all ranks. Returns the number of
+        launched pages: a few wait for more, unless they are the ``last`` ones that are read."""
         reservation = self._running[prefetch]
         self._reading = [one for one in self._reading if not one[1].copied.query()]
         there = range(start - reservation.first, pages - reservation.first)
@@ -167,8 +163,8 @@ class EagerRestores:
         return len(due)
 
     def to_recompute(self, most: int) -> Iterator[Recomputation]:
-        """At most ``most`` pages of each running prefetch whose first layers can be recomputed. All
-        pages before them in the prefetch have these layers."""
+        """Up to ``most`` pages per running prefetch that lack first layers, behind pages without a
+        lack."""
         for prefetch, reservation in self._running.items():
             pages = reservation.to_recompute(most)
             if pages:
@@ -183,7 +179,7 @@ class EagerRestores:
 
     def recomputed(self, done: Recomputation, restore: RunningRestore) -> None:
         """``restore`` was launched for ``done``, behind earlier ones on the same stream. It reads K
-        and V of all tokens before; unread ones are in host pages behind its event ``copied``."""
+        and V of all tokens before; unread pages are in host memory behind its event ``copied``."""
         before = done.reservation.last_slice
         # A failed slice may have written more pages than are tried again.
         stop = max(done.pages.stop, before[0] if before is not None else 0)
@@ -197,21 +193,21 @@ class EagerRestores:
             done.reservation.launches.update(dict.fromkeys(done.pages, Launched(restore, 0)))
 
     def end(self, prefetch: Hashable) -> int:
-        """No more pages come. Gives back the pages that were not launched and returns their number;
-        the others wait for a load until the room is needed."""
+        """No more pages come. Gives back the pages that were not launched, and returns their
+        number; launched pages wait for a load until their room is needed."""
         reservation = self._running.pop(prefetch)
         waiting = [(reservation, i) for i in reservation.waiting()]
         self._give_back(waiting)
         return len(waiting)
 
     def host_freed(self, host_pages: Ids) -> None:
-        """Host pages will hold something else. Blocks until nothing accesses them."""
+        """Host pages get other content. Blocks until nothing accesses them."""
         self.until_saved(host_pages)
         freed = dict.fromkeys(host_pages.tolist())
         self._give_back([self._places[page] for page in freed if page in self._places])
 
     def until_saved(self, host_pages: Ids) -> None:
-        """Blocks until nothing reads or writes the host pages: the CPU wants them."""
+        """Block until nothing reads or writes the host pages, for the CPU."""
         wanted = set(host_pages.tolist())
         for pages, restore in self._reading:
             if not wanted.isdisjoint(pages):
@@ -236,8 +232,8 @@ class EagerRestores:
             self._give_back([*waiting, *launched][:short])
 
     def hand_out(self, host_pages: Ids) -> HandOut | None:
-        """Device pages for a load of ``host_pages``, each used once. None, with nothing changed, if
-        there are not enough free and reserved pages."""
+        """Device pages for a load of ``host_pages``, each used once. None, without a change, if too
+        few."""
         if len(host_pages) > self._free.count() + self.pages:
             return None
         found = [self._places.get(page) for page in host_pages.tolist()]

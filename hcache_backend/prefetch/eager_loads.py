@@ -1,8 +1,7 @@
 """Eager restores on a server: its prefetches, its allocator, its loads (see prefetch/eager.py).
 
-Running prefetches are looked at once in every turn of the scheduler, where HiCache has just looked
-at what its storage threads brought. What it knows of a prefetch there, all tensor-parallel ranks
-have agreed on, so they all decide the same.
+Prefetches are looked at in every turn of the scheduler, after HiCache's look at its storage
+threads. All tensor-parallel ranks have agreed on HiCache's state there, so they decide the same.
 """
 
 from __future__ import annotations
@@ -33,31 +32,21 @@ from hcache_backend.turn import Said, Turn
 logger = logging.getLogger("hcache")
 
 
-_OFFERS = 4
-"""Prefetches of which a turn may recompute pages: the first that has any is chosen."""
+_OFFERS = 4  # prefetches whose pages a turn may recompute: the first that has any is chosen
 
 
 class Offer(NamedTuple):
-    """Pages that a slice may recompute: whether there may be one, and how many, were said.
-
-    Attributes:
-        meeting: Its reader waits; None: the pages were read.
-    """
+    """Pages that a slice may recompute. ``said``: if a slice may start, and the number of pages."""
 
     due: Recomputation
-    meeting: Meeting | None
+    meeting: Meeting | None  # its reader waits; None: the pages were read
     said: Said
 
 
 class EagerLoads:
-    """Pages of running prefetches are restored, and loads get them.
-
-    ``pages`` are SGLang's (:class:`.ReservablePages`), ``pool`` is the :class:`.OwnPagesPool`.
-
-    At most ``limit`` device pages are reserved; ``loads`` knows how first layers are recomputed,
-    ``budget`` of how many tokens in one turn, and ``new_rows`` takes rows of hidden states where
-    pages hold them.
-    """
+    """Pages of running prefetches are restored, and loads get them. ``pages`` are SGLang's
+    (:class:`.ReservablePages`), of which at most ``limit`` are reserved. ``budget`` bounds
+    recomputed tokens in a turn. ``new_rows`` takes hidden states if pages hold them."""
 
     def __init__(
         self,
@@ -80,7 +69,7 @@ class EagerLoads:
         # Not SGLang's stream of loads: that one waits for restores of other requests.
         self._stream = streams.new_stream(pages.device, "eager")
         self._saving = streams.new_stream(pages.device, "saves")
-        self._recomputed = False  # since somebody asked
+        self._recomputed = False  # since the last take_recomputed
         self._offers: list[Offer] = []
         self._anchors: dict[Any, Any] = {}  # of running prefetches: the node before them
         at_once = launch_pages(pages.device, pool.page_layout.page_bytes)
@@ -89,7 +78,7 @@ class EagerLoads:
         pool.on_freed.append(self._host_freed)
 
     def begin_turn(self, cache: Any, turn: Turn) -> None:
-        """The scheduler's turn: HiCache has just seen what its storage threads brought."""
+        """Called in a turn of the scheduler after HiCache's look at its storage threads."""
         restores, size = self._restores, self._pool.page_size
         self._pages.cache, self._controller = cache, cache.cache_controller
         self._anchors = {
@@ -115,12 +104,12 @@ class EagerLoads:
                 metrics.TOKENS.count("eager", arrived * size)
                 self._loads.count_finished()  # no load may come for a long time
         self._pool.settle()
-        # What was recomputed long ago is in front of no batch any more.
+        # Layers that were recomputed long ago are in front of no batch any more.
         self._recomputed = self._recomputed and self._budget.unfinished() > 0
         self._ask(turn)
 
     def take_recomputed(self) -> bool:
-        """Whether layers were recomputed since the last call, in front of the next forward pass."""
+        """True if layers were recomputed since the last call, in front of the next forward pass."""
         recomputed, self._recomputed = self._recomputed, False
         return recomputed
 
@@ -147,17 +136,14 @@ class EagerLoads:
 
     @property
     def recomputes_pages(self) -> bool:
-        """Whether front pages of a prefetch are recomputed whole while it is read from the back.
-
-        Not where SGLang ends prefetches as it likes: what counts then is the front.
-        """
+        """True if front pages of a prefetch are recomputed whole while it is read from the back.
+        False if SGLang may end prefetches at any time (best_effort): then the front counts."""
         cache = self._pages.cache
         waits = cache is not None and cache.prefetch_stop_policy != "best_effort"
         return waits and self._loads.recomputes_pages
 
     def seconds_to_recompute(self, tokens: int, prefix: int) -> float:
-        """How long all layers of so many tokens behind so many take in slices; infinite: they are
-        put off, or nobody knows. Any thread."""
+        """Time of all layers of tokens in slices; infinite if put off or unknown. Any thread."""
         share, layers = self.governor.pace().share, len(self._loads.methods.methods)
         if not share:
             return math.inf
@@ -167,14 +153,14 @@ class EagerLoads:
         return seconds / share
 
     def until_met(self, meeting: Meeting, prefix: int) -> tuple[float, float]:
-        """Seconds until no pages behind ``prefix`` tokens are unread, if they are recomputed and
-        read at once, and if they are read only; infinite: nobody knows. Any thread."""
+        """Estimated time to finish the unread pages behind ``prefix`` tokens: reading and
+        recomputing in parallel, and reading only. Infinite if unknown. Any thread."""
         tokens, share = meeting.unread * self._pool.page_size, meeting.recomputable
         reading = self._loads.seconds_to_read(tokens)
         return side_by_side(reading, self.seconds_to_recompute(tokens, prefix), share), reading
 
     def _ask(self, turn: Turn) -> None:
-        """Say how many pages a slice may recompute now, as many as one turn has time for."""
+        """Offer the pages that a slice may recompute now, as many as one turn has time for."""
         size, budget, pace = self._pool.page_size, self._budget, self.governor.pace()
         while self._offers:  # an error came between
             self._taken(self._offers.pop(), 0)
@@ -185,7 +171,7 @@ class EagerLoads:
             until, meeting = (math.inf, math.inf), meeting_of(due.prefetch) if due.unread else None
             if meeting is not None:
                 together, alone = self.until_met(meeting, prefix)
-                until = alone, together  # what takes longer is read sooner, some of it or all
+                until = alone, together  # slower pages are read sooner, some or all
             allowed = budget.pages(len(due.pages), size, prefix, due.layers, pace.share, *until)
             room = allowed if meeting is None else min(allowed, meeting.offer())
             free = pace.share > 0 and not budget.full
@@ -194,7 +180,7 @@ class EagerLoads:
             metrics.SLICES.count(pace.decision)
 
     def end_turn(self) -> None:
-        """The ranks have agreed: recompute layers that pages lack, of the first that may be."""
+        """The ranks have agreed: recompute layers of the first offer that all allow."""
         decision, launched = self.governor.pace().decision, False
         while self._offers:
             offer = self._offers.pop(0)
@@ -208,19 +194,20 @@ class EagerLoads:
             metrics.SLICES.count(decision)
 
     def _taken(self, offer: Offer, pages: int) -> int:
-        """Let the reader go on behind ``pages`` that the front takes; how many come next in it."""
+        """Let the reader go on behind ``pages`` of the front; returns how many are next in the
+        offer."""
         if offer.meeting is None:
             return pages
         taken = offer.meeting.take(pages)
         return len(taken) if taken.start == offer.due.pages.start else 0
 
     def _reachable(self, prefetch: Hashable) -> int:
-        """How many pages of a prefetch, at its front, slices can recompute."""
+        """Number of pages at the front of a prefetch that slices can recompute."""
         there = is_on_device(self._pages.cache.tree_core, self._anchors[prefetch])
         return self._restores.reachable(prefetch) if there and self.recomputes_pages else 0
 
     def _tokens_before(self, due: Recomputation) -> int | None:
-        """How many tokens of the sequence are before ``due``; None: it cannot be recomputed."""
+        """Number of tokens of the sequence before ``due``; None if it cannot be recomputed."""
         if not due.unread:
             [page] = self._pool.arena.pages(due.host_pages[:1], header=True)
             return int(self._pool.page_layout.positions(page)[0])
@@ -232,7 +219,7 @@ class EagerLoads:
         return len(others) + due.pages.start * self._pool.page_size
 
     def _recompute_slice(self, due: Recomputation) -> bool:
-        """Recompute all of ``due``; whether that was launched."""
+        """Recompute all of ``due``. Returns True if that was launched."""
         others = self._before_prefetch(due.prefetch)
         if others is None:
             return False
@@ -255,7 +242,7 @@ class EagerLoads:
             self._pool.arena.recomputed(host_pages, positions, self._token_ids(due))
             save = partial(self._pool.save_recomputed, host_pages, slots, rows)
             problem = restore.save(self._saving, slots, save)
-            if problem is not None:  # what is on the device is as good as that of other ranks
+            if problem is not None:  # the device's copy is as good as other ranks'
                 self._pool.arena.arrived(host_pages, np.zeros(len(host_pages), np.bool_))
                 metrics.PROBLEMS.count("recomputed_not_saved")
                 logger.warning("hcache: recomputed pages could not be stored: %r", problem)
@@ -281,7 +268,7 @@ class EagerLoads:
         return token_array(due.prefetch.token_ids)[tokens].astype(np.int64)
 
     def _before_prefetch(self, prefetch: Hashable) -> torch.Tensor | None:
-        """Slots of the tokens before a prefetch, int64 ``[n]``; None: not all are on the device."""
+        """Slots of all tokens before a prefetch, int64 ``[n]``; None if the device lacks some."""
         tree, anchor = self._pages.cache.tree_core, self._anchors[prefetch]
         if not is_on_device(tree, anchor):
             return None
@@ -290,10 +277,8 @@ class EagerLoads:
         return slots
 
     def load(self, load: QueuedLoad, ask: Callable[[], Any]) -> Any:
-        """Let SGLang queue ``load`` (at least one page) with what was prepared for it, by ``ask``.
-
-        Returns what that returns: the device pages' indices, or None where SGLang has no room.
-        """
+        """Let SGLang queue ``load`` (at least one page), by ``ask``, with the prepared device
+        pages. Returns the result of ``ask``: device indices, or None if SGLang has no room."""
         with self._pages.given_to(load):
             device_indices = ask()
         if load.handed is not None:
@@ -303,8 +288,7 @@ class EagerLoads:
         return device_indices
 
     def until_saved(self, host_pages: Ids) -> None:
-        """The CPU is about to read host pages (int64 ``[n]``): what was recomputed is there, and
-        what did not fit encoded is known."""
+        """Block until recomputed host pages are there, encoded or lost: the CPU wants them."""
         self._restores.until_saved(host_pages)
         self._pool.settle()
 
@@ -313,11 +297,11 @@ class EagerLoads:
         self._restores.host_freed(host_pages)
 
     def prepared(self, host_pages: Ids) -> npt.NDArray[np.bool_]:
-        """Which pages (int64 ``[n]``) a load would not take from the host; bool ``[n]``."""
+        """Mask of the pages (int64 ``[n]``) that a load would not take from the host."""
         return self._restores.prepared(host_pages)
 
     def give_back(self) -> None:
-        """What was restored and not handed out yet means nothing any more."""
+        """Drop all that was restored and not handed out."""
         self._restores.clear()
 
 
@@ -327,6 +311,6 @@ def token_array(token_ids: Any) -> npt.NDArray[np.int32]:
 
 
 def is_on_device(tree: Any, node: Hashable) -> bool:
-    """Whether the device has K and V of all tokens up to the end of a node of SGLang's tree."""
+    """True if the device has K and V of all tokens up to the end of a node of SGLang's tree."""
     root = tree.empty_match_result.last_device_node
     return bool(node == root or not tree.is_full_device_evicted(node))

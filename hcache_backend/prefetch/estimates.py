@@ -1,4 +1,4 @@
-"""How long an operation will take, from a model of it and from what was measured as it happened."""
+"""Expected time of an operation, from a model of it and from measurements in service."""
 
 from __future__ import annotations
 
@@ -6,30 +6,23 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
+# Seconds of an operation on ``tokens`` tokens behind ``prefix`` tokens; in any unit on an unknown
+# machine: then only its growth counts.
 Curve = Callable[[int, float], float]
-"""Seconds of an operation on ``tokens`` tokens behind ``prefix`` tokens. Where nobody knows the
-machine, in any unit: then only how it grows counts."""
 
 _KEPT = 32
+# Weight of a measurement relative to the next one. Two in a row outweigh all before them: one
+# disturbed measurement does not count, and a change is believed at once.
 _FADING = 0.65
-"""Weight of a measurement relative to the next one: two in a row outweigh all before them, so one
-that was disturbed does not count and a change is believed at once."""
+# About that of all measurements of four times the size, or a quarter. Beyond, the model counts:
+# small operations say little about the cost of large ones.
 _MODEL_WEIGHT = 0.1
-"""So much as measurements of four times the size, or a quarter, together have: beyond, the model
-counts, since small operations say little about the cost of large ones."""
 
 
 class Estimate:
-    """Seconds of an operation: its curve, times what measured ones took relative to the curve.
-
-    Of these ratios the weighted median counts; newer ones, and those of about the size that is
-    asked for, weigh more. Any thread.
-
-    Args:
-        curve: The model; positive for positive sizes.
-        known: Whether the curve is in seconds; without it there is no estimate before the first
-            measurement.
-    """
+    """Seconds of an operation: its curve, times a ratio of measurements to the curve. Any thread.
+    The ratio is a weighted median: newer ones, and those of about the wanted size, weigh more.
+    ``known``: the curve is in seconds, and serves without measurements."""
 
     def __init__(self, curve: Curve, *, known: bool) -> None:
         self._curve = curve
@@ -44,25 +37,22 @@ class Estimate:
             self._measured.append((tokens, ratio))
 
     def like(self, tokens: int, seconds: float, wanted: int) -> float:
-        """What an operation on ``wanted`` tokens takes where one on ``tokens`` took ``seconds``."""
+        """Expected seconds for ``wanted`` tokens if ``tokens`` took ``seconds``."""
         return seconds * self._curve(wanted, 0.0) / self._curve(tokens, 0.0)
 
     def seconds(self, tokens: int, prefix: float = 0.0) -> float | None:
-        """What an operation will take; None: nothing is known yet."""
+        """Expected seconds; None if unknown."""
         if tokens <= 0:
             return 0.0
         ratio = self._ratio(tokens)
         return None if ratio is None else self._curve(tokens, prefix) * ratio
 
     def slowdown(self, tokens: int) -> float:
-        """How many times as long as its curve says an operation on ``tokens`` (at least 1) takes.
-
-        1 where the curve is not in seconds.
-        """
+        """Expected time on ``tokens`` (at least 1) by the curve; 1 if that is not in seconds."""
         return (self._ratio(tokens) or 1.0) if self._known else 1.0
 
     def _ratio(self, tokens: int) -> float | None:
-        """What measured operations took relative to the curve; None: nothing is known yet."""
+        """Measured times relative to the curve; None if unknown."""
         with self._lock:
             measured = list(self._measured)
         weighted = [

@@ -1,12 +1,11 @@
-"""Decides which L3 hits are read, and which running prefetches end; knows nothing of SGLang.
+"""Decides which L3 hits are read, and which running prefetches end; does not know SGLang.
 
-With T(n) seconds to read n tokens of a hit of N and compute the rest, T is concave, because prefill
-grows faster than linearly: its minimum is at 0 or N. So a hit is read whole or refused. A prefetch
-that turns out slower than computing what is left ends with what has arrived.
-
-Computing a hit is behind what the GPU computes already, and delays hits that are read meanwhile:
-both counts. While requests wait for the GPU, its time is all that counts: then a hit is read if its
-load takes the GPU less time than computing it, however long L3 takes.
+- With T(n) seconds to read n tokens of a hit of N and compute the rest, T is concave, because
+  prefill grows faster than linearly: its minimum is at 0 or N. So a hit is read whole or refused.
+- A prefetch that is slower than computing what is left ends with what has arrived.
+- Computing a hit is behind the GPU's present work, and delays hits that are read: both count.
+- While requests wait for the GPU, only its time counts: a hit is read if its load takes the GPU
+  less time than computing it, however long L3 takes.
 """
 
 from __future__ import annotations
@@ -30,52 +29,31 @@ from hcache_backend.prefetch.trials import TRIAL_SHARE, Trials, seconds_like
 
 logger = logging.getLogger("hcache")
 
+# going on must be slower by this factor to end a prefetch: noise does not end it
 _ENDING_MARGIN = 1.25
-"""A prefetch ends only if going on would be so many times slower: it is not ended for noise."""
-_JUDGED = 4
-"""Prefetches that are judged in a turn: L3 is read for one after the other."""
+_JUDGED = 4  # prefetches that are judged in a turn: L3 is read for one after the other
 _REMEMBERED = 4096
-_SILENCE_SECONDS = 60.0
-"""Between two log lines about refused hits."""
-_SHOWN_SECONDS = 1.0
-"""Between two times that rates are shown."""
+_SILENCE_SECONDS = 60.0  # between two log lines about refused hits
+_SHOWN_SECONDS = 1.0  # between two updates of the shown rates
 
 
 class Running(NamedTuple):
-    """A prefetch in the scheduler's turn.
-
-    Attributes:
-        arrived: Tokens that all ranks have.
-        step: Tokens of which arrivals are multiples.
-        whole: Whether what has arrived is worth nothing without the rest.
-        lost: How many of the tokens that have arrived are worth nothing without the rest.
-        reachable: How many of those that have not arrived slices can reach; None: nobody knows yet.
-    """
+    """A prefetch in the scheduler's turn."""
 
     request_id: str
-    arrived: int
-    step: int
-    whole: bool
-    lost: int = 0
+    arrived: int  # tokens that all ranks have
+    step: int  # arrivals are multiples of this many tokens
+    whole: bool  # a part of it is worth nothing without the rest
+    lost: int = 0  # arrived tokens that are worth nothing without the rest
+    # tokens not yet arrived that slices can reach; None: unknown yet
     reachable: int | None = None
 
 
 class HitGate:
     """Takes or refuses L3 hits, and ends prefetches. It never raises on purpose and never waits.
 
-    Args:
-        machine: What is known of the machine, or None.
-        backend: The storage backend.
-        min_gain: A hit is read if computing it takes at least so many times as long; 0: always.
-        clock: Seconds.
-
-    Attributes:
-        costs: What it expects of operations.
-        gpu: What it is at.
-        l3: What HiCache's threads are at.
-        unfinished: Prefetches that HiCache's threads are still at on some rank, also those that
-            nobody waits for any more; the same on every rank.
-        agreed_overdue: Whether L3 was overdue when the ranks last agreed.
+    ``machine``: None if not measured. ``backend``: the storage backend's name. ``min_gain``: a hit
+    is read if computing takes at least this many times as long; 0: always. ``clock``: seconds.
     """
 
     def __init__(
@@ -86,6 +64,8 @@ class HitGate:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.costs = Costs(machine)
+        # Prefetches that HiCache's threads still process on some rank, also without a waiting
+        # request; the same on every rank.
         self.unfinished: set[Hashable] = set()
         self._backend = backend
         self._min_gain = min_gain
@@ -95,8 +75,8 @@ class HitGate:
         self._refused: OrderedDict[str, None] = OrderedDict()
         self.gpu = Gpu(clock)
         self.l3 = L3Progress(self.costs, clock)
-        self._trials = (Trials(), Trials())  # of the page store, and of what is behind it
-        self.agreed_overdue = False
+        self._trials = (Trials(), Trials())  # of the page store, and of the shared tier
+        self.agreed_overdue = False  # when the ranks last agreed
         self._said: float | None = None
         self._shown: float | None = None
         self._show()
@@ -109,16 +89,13 @@ class HitGate:
     # ---- the scheduler thread ----
 
     def forget(self, request_id: str) -> None:
-        """A new request comes, perhaps with the name of one that was refused."""
+        """A new request comes; a refused one may have had its id."""
         with self._lock:
             self._refused.pop(request_id, None)
 
     def may_ask(self, request_id: str, prefix: int, recomputing: Recomputing | None = None) -> bool:
-        """Whether L3 is to be asked for what follows ``prefix`` tokens of a request.
-
-        Not while L3 is overdue, as all ranks have agreed: nobody would wait for the answer.
-        ``recomputing``: as in :class:`Hit`.
-        """
+        """Returns True if L3 is to be asked for tokens of a request behind ``prefix``: not while
+        all ranks agree that L3 is overdue, because no request would wait for the answer."""
         if self.agreed_overdue:
             return False
         with self._lock:
@@ -126,10 +103,8 @@ class HitGate:
         return True
 
     def to_end(self, running: Sequence[Running]) -> list[bool]:
-        """What this rank sees: for each prefetch whether it is to end; last, whether L3 is overdue.
-
-        ``running`` are all, in the order in which they are read.
-        """
+        """This rank's verdicts: for each prefetch True if it should end; last, True if L3 is
+        overdue. ``running`` are all prefetches, in the order in which they are read."""
         now = self._clock()
         verdicts, earlier = [], 0.0
         with self._lock:
@@ -155,7 +130,7 @@ class HitGate:
         return [*verdicts, overdue]
 
     def agreed(self, ended: Sequence[str], overdue: bool) -> None:
-        """What every rank's :meth:`to_end` together say: whose prefetches end, and of L3."""
+        """Apply the verdicts of all ranks together: the ended prefetches, and the state of L3."""
         before, self.agreed_overdue = self.agreed_overdue, overdue
         with self._lock:
             for request_id in ended:
@@ -174,15 +149,13 @@ class HitGate:
             logger.info("hcache: L3 responds again")
 
     def launched(self, tokens: int, prefix: float, loaded: int) -> int:
-        """A batch is launched that computes this (see :meth:`prefilled`); its number."""
+        """A batch with this work (see :meth:`prefilled`) is launched. Returns its number."""
         computing = self.costs.prefill.seconds(tokens, prefix) or 0.0
         return self.gpu.begins(computing + self.costs.loaded(loaded))
 
     def prefilled(self, tokens: int, prefix: float, loaded: int, seconds: float) -> None:
-        """A batch computed ``tokens`` behind ``prefix`` on average, and waited for a load.
-
-        That was one of ``loaded`` tokens that L3 had brought.
-        """
+        """A batch computed ``tokens``, on average behind ``prefix``, and waited for ``loaded`` of
+        L3."""
         costs = self.costs
         if not loaded:
             costs.prefill.measured(tokens, prefix, seconds)
@@ -196,24 +169,17 @@ class HitGate:
     # ---- the thread that asks L3 ----
 
     def was_refused(self, request_id: str) -> bool:
-        """Whether a hit of the request was refused, or its prefetch ended: that is final."""
+        """True if a hit of the request was refused, or its prefetch ended: that is final."""
         with self._lock:
             return request_id in self._refused
 
     def takes(
         self, request_id: str, tokens: int, wanted: int, behind: int = 0, page: int = 1
     ) -> int:
-        """How many tokens of a hit this rank wants to be read: all, or none.
-
-        Or those that the page store has, where what is behind it is slower than computing; or a
-        few, to see whether L3 is as slow as it was.
-
-        Args:
-            tokens: Tokens of the hit.
-            wanted: Tokens that L3 was asked for.
-            behind: How many tokens of the hit, at its end, come from behind the page store.
-            page: Parts of the hit are multiples of so many tokens; 0: a part is worth nothing.
-        """
+        """Number of tokens of a hit that this rank wants to read: all or none; or those in the page
+        store, if the shared tier is slower than computing; or a few, to measure a slow L3 again. L3
+        was asked for ``wanted`` tokens; ``behind`` of the hit, at its end, are in the shared tier.
+        Parts are multiples of ``page``; 0: a part is worth nothing."""
         now = self._clock()
         with self._lock:
             asked = self._asked.setdefault(request_id, Asked(0))
@@ -244,7 +210,7 @@ class HitGate:
             self.l3.begin(request_id, wanted, step, behind)
 
     def read_ends(self) -> None:
-        """What was begun is over, whatever came of it."""
+        """The read that was begun is over, in any way."""
         reading = self.l3.reading
         if reading is None:
             return
@@ -276,19 +242,19 @@ class HitGate:
             elif reading.whole == asked.tried.tokens and not reading.wanted:
                 # All of it was recomputed before the pages of a draft had come: these are read.
                 trials.ended(pays=self._pays(asked.tried._replace(recomputing=None), seconds))
-            # Else its client is gone, or pages are: that says nothing of the disk.
+            # Otherwise its client is gone, or pages are: no evidence about the disk.
 
     def _measured(self, reads: Estimate, tokens: int, wanted: int, seconds: float) -> None:
         expected = reads.seconds(wanted)
         if not tokens and expected is not None and seconds > expected:
             tokens = wanted  # it failed, and that took longer than reading
         if tokens and wanted > 0:
-            # What ended on the way counts as if the rest had come at the same pace.
+            # A read that ended early counts as if the rest had come at the same pace.
             reads.measured(wanted, 0, max(seconds, 1e-6) * wanted / tokens)
             self._show()
 
     def _gave_up(self, wanted: int, seconds: float) -> None:
-        """What is behind did not answer in time: nobody knows how long it would have taken."""
+        """The shared tier did not answer in time, so its real time is unknown."""
         behind, computing = self.costs.behind, self.costs.prefill.seconds(wanted) or 0.0
         expected = behind.seconds(wanted) or 0.0
         behind.measured(wanted, 0, max(expected, 2 * computing, 2 * seconds, 1e-6))
@@ -297,18 +263,18 @@ class HitGate:
     # ---- estimates ----
 
     def _pays(self, hit: Hit, read: float) -> bool:
-        """Whether to read a hit in so many seconds is worth it, if nothing else is under way."""
+        """True if reading a hit in ``read`` seconds is worth it with nothing else under way."""
         saved, taken = self.costs.saved(hit), hit.until_there(read) + self.costs.loaded(hit.tokens)
         return saved is None or taken * self._min_gain <= saved
 
     def _computing(self, saved: float, others: list[Asked], now: float) -> float:
-        """Seconds until what takes so long is computed, with those by which that delays others."""
+        """Seconds until work of ``saved`` seconds is computed, plus the delays of others."""
         computing = self.gpu.seconds_busy(now) + saved
         until_there = partial(self._until_there, slowdown=self.l3.slowdown(now))
         return computing + delays(others, computing, until_there)
 
     def _too_slow(self, hit: Hit, now: float) -> str | None:
-        """Why a hit is not to be read, or None. Under the lock."""
+        """Reason why a hit is not to be read, or None. Under the lock."""
         if self.l3.seems_overdue(now):
             return "L3 is overdue"
         saved, others = self.costs.saved(hit), list(self._asked.values())
@@ -325,10 +291,7 @@ class HitGate:
         )
 
     def _until_read(self, hit: Hit, now: float) -> float:
-        """Seconds until a hit is there, behind those that are read already, one after the other.
-
-        As far as they count and anybody knows. Under the lock.
-        """
+        """Known seconds until a hit is there, behind those being read. Under the lock."""
         if self.gpu.wanted:
             return 0.0
         slowdown = self.l3.slowdown(now)
@@ -338,14 +301,14 @@ class HitGate:
         return earlier + hit.until_there(read)
 
     def _until_there(self, rest: Hit, slowdown: float = 1.0) -> float:
-        """Seconds until what is left of a hit is there once L3 and slices are at it."""
+        """Seconds until the rest of a hit is there, with L3 and slices at work."""
         read = slowdown * self.costs.least_reading(rest.tokens, rest.behind)
         return rest.until_there(read, begun=True)
 
     def _ends(self, asked: Asked, rest: Hit, one: Running, earlier: float, now: float) -> bool:
-        """Whether to end a prefetch whose ``rest`` is begun in so many (``earlier``) seconds."""
+        """True if a prefetch should end; its ``rest`` begins in ``earlier`` seconds."""
         if asked.hit is None or self.gpu.wanted or (one.whole and asked.tried is None):
-            return False  # what is worth nothing in parts is read to its end, if not to try L3
+            return False  # without worth in parts it is read to its end, unless it is a trial
         kept = 0 if one.whole else asked.arrived - one.lost
         saved = self.costs.saved(asked.hit.without(kept))
         if saved is None:
@@ -371,7 +334,7 @@ class HitGate:
         return going_on * self._min_gain > margin * computing
 
     def _part_of(self, hit: Hit, page: int, asked: Asked, now: float) -> int:
-        """Tokens of a hit to read although all of it is too slow. Under the lock."""
+        """Number of tokens to read of a hit that as a whole is too slow. Under the lock."""
         near, kept = hit.cut(hit.tokens - hit.behind) if page else hit, 0
         if 0 < near.tokens < hit.tokens and self._too_slow(near, now) is None:
             kept = near.tokens
@@ -389,7 +352,7 @@ class HitGate:
             return False
         return self._trials[hit.behind > 0].replaces(now)
 
-    # ---- what is remembered ----
+    # ---- records ----
 
     def _refuse(self, request_id: str) -> None:
         self._refused[request_id] = None

@@ -1,4 +1,4 @@
-"""How much of the GPU's time recomputation of hits that are still being read may take."""
+"""The share of the GPU's time for recomputation of hits that are still being read."""
 
 from __future__ import annotations
 
@@ -6,20 +6,15 @@ from typing import Any, NamedTuple
 
 from hcache_backend import metrics
 
-RUNNING_LIMIT = 8
-"""Where so many requests run, nothing is recomputed beside them."""
+RUNNING_LIMIT = 8  # beside this many running requests nothing is recomputed
 
 
 class Pace(NamedTuple):
-    """What the governor decides.
+    """The governor's decision."""
 
-    Attributes:
-        share: 0 to 1: 1 is the time that a slice may take where nobody else wants the GPU.
-        decision: The metric's label: ``whole``, ``shorter`` beside running requests, or why there
-            is no slice, ``put_off_running`` or ``put_off_waiting``.
-    """
-
-    share: float
+    share: float  # 0 to 1: of the time that a slice may take if no request wants the GPU
+    # The metric's label: ``whole``, ``shorter`` beside running requests, or the reason why there is
+    # no slice, ``put_off_running`` or ``put_off_waiting``.
     decision: str
 
 
@@ -29,27 +24,22 @@ _WHOLE = Pace(1.0, "whole")
 class Governor:
     """Keeps recomputation of hits that are still being read out of the way of other requests.
 
-    The rule: a slice may take ``1 - running / RUNNING_LIMIT`` of the time that it may take alone,
-    so nothing from :data:`RUNNING_LIMIT` running requests on; and nothing while a request is queued
-    for anything but L3 (for a turn of the GPU, room for its K and V, a place in the batch), or
-    while a prompt is computed in chunks.
-
-    It goes by what SGLang's scheduler holds, which is the same on all tensor-parallel ranks, and
-    by no clock. What was put off is recomputed at once by the load of the hit, in front of the
-    forward pass that needs it, and the requests that run wait for that. So it is put off until
-    SGLang admits the request, and no longer.
-
-    Attributes:
-        scheduler: SGLang's; None until the first request comes.
+    - A slice may take ``1 - running / RUNNING_LIMIT`` of the time that it may take alone.
+    - It may take nothing while a request is queued for a turn of the GPU, room for its K and V, or
+      a place in the batch, but not for L3; nor while a prompt is computed in chunks.
+    - The governor uses no clock, only the state of SGLang's scheduler, which is the same on all
+      tensor-parallel ranks.
+    - The load of the hit does work that was put off, in front of the forward pass that needs it,
+      and running requests wait. So it is put off until SGLang admits the request, and no longer.
     """
 
     def __init__(self) -> None:
-        self.scheduler: Any = None
+        self.scheduler: Any = None  # SGLang's; None until the first request comes
         self._blind = False
         self._pace = _WHOLE
 
     def look(self) -> None:
-        """The scheduler's turn begins: see what it holds, which on other threads may change."""
+        """Look at the scheduler when its turn begins: later, other threads may change it."""
         if self.scheduler is None or self._blind:
             return
         self._blind = True
@@ -60,7 +50,7 @@ class Governor:
             self._pace = Pace(0.0, "put_off_waiting")
 
     def pace(self) -> Pace:
-        """For this turn of the scheduler. Any thread."""
+        """The decision for this turn of the scheduler. Any thread."""
         return self._pace
 
 
@@ -77,6 +67,6 @@ def _pace_beside(scheduler: Any) -> Pace:
 
 
 def waits_for_gpu(scheduler: Any) -> bool:
-    """Whether requests wait that could run but for the GPU; those that wait for L3 could not."""
+    """True if requests wait for the GPU only; those that wait for L3 could not run."""
     reading = scheduler.tree_cache.ongoing_prefetch
     return any(req.cache_request_handle not in reading for req in scheduler.waiting_queue)

@@ -2,8 +2,8 @@
 
 A thread reads pages from the last one on; the scheduler has pages recomputed whole from the first
 one on. No page is taken by both, so no thread writes to a page of the front. Tensor-parallel ranks
-read on their own and recompute in step. So the front takes only pages that no rank reads, and pages
-of the back count once all ranks have them.
+read on their own and recompute in step: the front takes only pages that no rank reads, and pages of
+the back count once all ranks have them.
 """
 
 from __future__ import annotations
@@ -13,12 +13,9 @@ from typing import Any
 
 
 class Meeting:
-    """The two ends of one prefetch. Page numbers are those in the prefetch.
-
-    ``reachable`` is the first page that recomputation cannot reach, as of the last scheduler turn.
-    None, before the first turn, counts as "all reachable": otherwise the reader would claim the
-    front's pages.
-    """
+    """The two ends of one prefetch. Page numbers are those in the prefetch. ``reachable``: first
+    page that recomputation cannot reach, as of the last scheduler turn. None, before the first
+    turn, counts as "all reachable": otherwise the reader would claim the front's pages."""
 
     def __init__(self) -> None:
         self.front = 0  # pages whose recomputation was launched; the scheduler's
@@ -69,7 +66,7 @@ class Meeting:
         until :meth:`take`: the reader takes none while the ranks agree on them."""
         self._lock.acquire()
         assert self._unread is not None
-        # What was taken and not launched has failed: there is no way past it.
+        # Pages taken but not launched have failed: there is no way past them.
         return self._unread - self._taken if self._taken == self.front else 0
 
     def take(self, pages: int) -> range:

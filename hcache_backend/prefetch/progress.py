@@ -1,4 +1,4 @@
-"""What HiCache's L3 threads are at: one looks pages up, another one reads a prefetch."""
+"""The state of HiCache's L3 threads: one looks pages up, another one reads a prefetch."""
 
 from __future__ import annotations
 
@@ -10,63 +10,46 @@ from dataclasses import dataclass
 from hcache_backend.prefetch.costs import Costs
 from hcache_backend.prefetch.estimates import Estimate
 
+# A look-up is overdue after this time; a read, if its next part comes later than this plus twice
+# its expected time.
 OVERDUE_SECONDS = 0.5
-"""A read is overdue when the next part of it comes so much later than after twice the time that it
-should take, a look-up when it takes so long."""
+# A read that takes this many times its expected time is late. Its rest is then estimated by what
+# has arrived, not by earlier reads.
 LATE = 1.25
-"""A read that takes so many times as long as it should is late: how long it still takes is then
-told by what has arrived, not by what reads took before."""
+# Longest expected time of a part, after any earlier reads, because a read that hung must not teach
+# patience. Or the time to compute the part, if that is more.
 LONGEST_PART_SECONDS = 5.0
-"""No part should take longer, whatever reads took before: one that hung must not teach patience. Or
-as long as computing it takes, if that is more."""
 
 
 @dataclass
 class Reading:
-    """A prefetch that is being read.
-
-    Attributes:
-        start: When it began; the clock's seconds.
-        whole: Tokens of it.
-        wanted: Those of them that are to be read.
-        step: Tokens of a part, which are reported together.
-        last: When a part came last, or it began.
-        behind: How many of the wanted tokens, at their end, are behind the page store.
-        tokens: Tokens that were read.
-        from_behind: How many of them came from behind, ...
-        seconds_behind: ...and the time that what is behind was asked.
-        gave_up: Whether it was not waited for any longer, or failed.
-    """
+    """A prefetch that is being read; times are the clock's seconds."""
 
     request_id: str
     start: float
-    whole: int
-    wanted: int
-    step: int
-    last: float
-    behind: int = 0
-    tokens: int = 0
-    from_behind: int = 0
-    seconds_behind: float = 0.0
-    gave_up: bool = False
+    whole: int  # tokens of it
+    wanted: int  # tokens to read
+    step: int  # tokens of a part, which are reported together
+    last: float  # when the last part came, or the read began
+    behind: int = 0  # wanted tokens, at the end, in the shared tier
+    tokens: int = 0  # read so far, ...
+    from_behind: int = 0  # ...those of them from the shared tier, ...
+    seconds_behind: float = 0.0  # ...and the time of the requests to it
+    gave_up: bool = False  # it failed, or did not answer in time
 
 
 class L3Progress:
-    """Told by HiCache's threads what they begin and end; any thread may ask whether L3 answers.
-
-    Attributes:
-        reading: The prefetch that is being read, or None.
-    """
+    """HiCache's threads report their work here; any thread may ask for the state of L3."""
 
     def __init__(self, costs: Costs, clock: Callable[[], float]) -> None:
-        self.reading: Reading | None = None
+        self.reading: Reading | None = None  # the prefetch that is being read
         self._costs = costs
         self._clock = clock
         self._looking_since: float | None = None
 
     @contextmanager
     def looking(self) -> Iterator[None]:
-        """L3 is asked within the block."""
+        """L3 looks up within the block."""
         self._looking_since = self._clock()
         try:
             yield
@@ -74,44 +57,40 @@ class L3Progress:
             self._looking_since = None
 
     def may_take_longer(self, seconds: float) -> None:
-        """The look-up goes on where it may take so long again."""
+        """Allow the present look-up ``seconds`` more."""
         if self._looking_since is not None:
             self._looking_since += seconds
 
     def begin(self, request_id: str, wanted: int, step: int, behind: int) -> None:
-        """L3 is going to be read: ``wanted`` tokens, ``step`` at a time, the last from behind."""
+        """L3 will be read, ``step`` tokens at a time, the last ``behind`` from the shared tier."""
         now = self._clock()
         self.reading = Reading(request_id, now, wanted, wanted, step, now, behind)
 
     def arrived(self, tokens: int) -> None:
-        """So many more tokens were read."""
         if self.reading is not None:
             self.reading.tokens += tokens
             self.reading.last = self._clock()
 
     def spared(self, tokens: int) -> None:
-        """So many tokens need not be read: they were recomputed meanwhile."""
+        """``tokens`` need not be read: they were recomputed."""
         if self.reading is not None:
             self.reading.wanted -= tokens
 
     def waited(self, seconds: float) -> None:
-        """L3 was not read for so long."""
+        """L3 was not read for ``seconds``."""
         if self.reading is not None:
             self.reading.start += seconds
             self.reading.last += seconds
 
     def came_from_behind(self, tokens: int, seconds: float, *, gave_up: bool = False) -> None:
-        """What is behind the page store was asked for so long, and gave so many tokens.
-
-        ``gave_up``: it was not waited for any longer, or failed.
-        """
+        """The shared tier took ``seconds`` for ``tokens``; ``gave_up``: it failed, or was too
+        slow."""
         if self.reading is not None:
             self.reading.from_behind += tokens
             self.reading.seconds_behind += seconds
             self.reading.gave_up = self.reading.gave_up or gave_up
 
     def seems_overdue(self, now: float) -> bool:
-        """Whether this rank's L3 does not answer."""
         looking, reading = self._looking_since, self.reading
         if looking is not None and now - looking > OVERDUE_SECONDS:
             return True
@@ -123,7 +102,7 @@ class L3Progress:
         return now - reading.last > 2 * expected + OVERDUE_SECONDS
 
     def slowdown(self, now: float) -> float:
-        """How many times slower than it should be the read in progress is; at least 1."""
+        """Time of the present read relative to its expected time; at least 1."""
         reading = self.reading
         if reading is None:
             return 1.0
@@ -133,10 +112,7 @@ class L3Progress:
         return max(1.0, (now - reading.start) / expected) if expected else 1.0
 
     def seconds_to_read(self, tokens: int, behind: int = 0) -> float:
-        """How long the next ``tokens`` of what is being read take, so many of them from behind.
-
-        Infinite: nobody knows.
-        """
+        """Expected time of the next ``tokens``, ``behind`` of them from the shared tier."""
         reading = self.reading
         if reading is None:
             seconds = self._costs.reading(tokens, behind)
@@ -145,7 +121,7 @@ class L3Progress:
         return math.inf if seconds is None else seconds * self.slowdown(self._clock())
 
     def left_in_time(self, now: float) -> float | None:
-        """Seconds that the read in progress should still take; None: it is late, or who knows."""
+        """Expected rest of the present read, in seconds; None if it is late, or unknown."""
         reading = self.reading
         if reading is None or self.slowdown(now) > LATE:
             return None
@@ -153,11 +129,8 @@ class L3Progress:
         return None if expected is None else max(0.0, expected - (now - reading.start))
 
     def _expected(self, reading: Reading, tokens: int, behind: int) -> float | None:
-        """Seconds that some of its tokens, so many of them from behind, should take.
-
-        That is their share of what all of it should take: what small reads took, or should take by
-        the profile, says little of a part of a large one. None: nobody knows.
-        """
+        """Expected seconds of ``tokens`` of a read, or None: their share of the whole read, because
+        small reads say little about a part of a large one."""
         near = self._share(self._costs.read, reading.whole - reading.behind, tokens - behind)
         far = self._share(self._costs.behind, reading.behind, behind)
         return None if near is None or far is None else near + far

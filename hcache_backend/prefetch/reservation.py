@@ -1,4 +1,4 @@
-"""Device pages that are reserved for one prefetch, and what was launched for them."""
+"""Device pages that are reserved for one prefetch, and the restores launched for them."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Launched(NamedTuple):
     lacking: int
 
 
+# launch(host_pages, slots) restores consecutive pages: [p], [p * page_size]
 LaunchRestore = Callable[[Ids, torch.Tensor], Launched]
-"""``launch(host_pages, slots)`` restores consecutive pages: ``[p]``, ``[p * page_size]``."""
 
 
 @dataclass(eq=False)
@@ -45,15 +45,12 @@ class Reservation:
     _released: int | None = None  # the first page that is not held any more
 
     def waiting(self) -> list[int]:
-        """Held pages that were not launched, in order."""
         return sorted(self.held - self.launches.keys())
 
     def launched(self) -> list[int]:
-        """Held pages that were launched, in order."""
         return sorted(self.held & self.launches.keys())
 
     def is_whole(self, page: int) -> bool:
-        """True if all layers of a page were launched."""
         return page in self.recomputed or (
             page in self.launches and not self.launches[page].lacking
         )
@@ -82,8 +79,7 @@ class Reservation:
             stop += 1
         return range(start, stop)
 
-    def _lacks(self, page: int) -> int:
-        """Number of first layers of a page that can be recomputed, but were not."""
+    def _lacks(self, page: int) -> int:  # first layers
         return self.launches[page].lacking if page in self.launches else self.unread
 
     def using(self, numbers: set[int]) -> list[RunningRestore]:

@@ -1,7 +1,7 @@
-"""The pages of SGLang's allocator, some of which are reserved for eager restores.
+"""SGLang's allocator, with pages that eager restores may reserve.
 
-Reserved device pages are out of the allocator's lists but count as available: whoever allocates
-gets them, so that admission and eviction go on as if there were no reservations.
+Reserved device pages are out of the allocator's lists but count as available. Any allocation gets
+them, so admission and eviction go on as without reservations.
 """
 
 from __future__ import annotations
@@ -20,19 +20,11 @@ from hcache_backend.prefetch.eager import EagerRestores
 
 
 class ReservablePages:
-    """The free pages of SGLang's allocator, some of which may be reserved.
-
-    Replaces methods of ``allocator``, as others may who come later.
-
-    Attributes:
-        eager: What reserves pages; None: nothing does yet.
-        cache: The radix cache, whose pages can be evicted; None until it is known.
-        device: Where the pages are.
-    """
+    """Free pages of SGLang's allocator, some reserved; replaces methods of ``allocator``."""
 
     def __init__(self, allocator: PagedTokenToKVPoolAllocator) -> None:
-        self.eager: EagerRestores | None = None
-        self.cache: Any = None
+        self.eager: EagerRestores | None = None  # reserves pages; None until it is set
+        self.cache: Any = None  # the radix cache, whose pages can be evicted; None until known
         self.device = allocator.device
         self._allocator = allocator
         self._size: int = allocator.page_size
@@ -64,7 +56,7 @@ class ReservablePages:
 
     @contextmanager
     def given_to(self, load: QueuedLoad) -> Iterator[None]:
-        """What is allocated within the block is for ``load``: it is what was prepared for it."""
+        """Allocations within the block get the pages that were prepared for ``load``."""
         self._load = load
         try:
             yield
@@ -86,7 +78,7 @@ class ReservablePages:
         return slots
 
     def give(self, slots: torch.Tensor) -> None:
-        # At once, also while the scheduler collects what a step frees.
+        # At once, also while the scheduler collects the slots that a step frees.
         self._allocator._release_page_ids(slots[:: self._size] // self._size)
 
     # ---- the allocator's methods ----

@@ -1,5 +1,4 @@
-"""SGLang as this process runs it: its version, its arguments, and what K and V depend on but the
-weights."""
+"""SGLang as this process runs it: version, arguments, and inputs of K and V besides the weights."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ NEWEST = (0, 5, 23)
 
 
 def sglang_version() -> str:
-    """The installed version, or ``unknown`` where SGLang has no metadata."""
+    """The installed version, or ``unknown`` if SGLang has no metadata."""
     try:
         return version("sglang")
     except PackageNotFoundError:
@@ -27,13 +26,13 @@ def sglang_version() -> str:
 
 
 def numbers_of(text: str) -> tuple[int, ...]:
-    """The numbers of a version such as ``0.5.21.post1``; empty where it has not three."""
+    """The numbers of a version such as ``0.5.21.post1``; empty if it has not three."""
     match = re.match(r"(\d+)\.(\d+)\.(\d+)", text)
     return tuple(map(int, match.groups())) if match is not None else ()
 
 
 def unsupported_reason(text: str | None = None) -> str | None:
-    """Why the SGLang ``text`` (default: the installed one) is not supported, or None."""
+    """Reason why the SGLang ``text`` (default: the installed one) is not supported, or None."""
     text = sglang_version() if text is None else text
     if OLDEST <= numbers_of(text) <= NEWEST:
         return None
@@ -42,7 +41,7 @@ def unsupported_reason(text: str | None = None) -> str | None:
 
 
 def resolved(server_args: Any) -> Any:
-    """An object whose attributes are the arguments in force: SGLang's view of what users typed."""
+    """An object whose attributes are the arguments in force, not only those that users typed."""
     from sglang.srt.arg_groups.model_override_base import resolved_view
 
     return resolved_view(server_args)
@@ -54,29 +53,27 @@ def drafted_tokens(args: Any) -> int:
 
 
 def drafts_trees(args: Any) -> bool:
-    """Whether speculative decoding verifies several drafts of a token at once."""
+    """True if speculative decoding verifies several drafts of a token at once."""
     if args.speculative_algorithm == "NGRAM":
         return bool(args.speculative_ngram_max_bfs_breadth > 1)
     return bool(args.speculative_algorithm) and (args.speculative_eagle_topk or 1) > 1
 
 
 def ranks_of_a_request(server_args: Any) -> int:
-    """Tensor-parallel ranks that compute a request together.
-
-    With data-parallel attention these are a group of them (its MLPs apart, which all ranks share).
-    """
+    """Tensor-parallel ranks that compute a request together. With data-parallel attention these are
+    a part of them; all ranks share the MLPs."""
     arguments = resolved(server_args)
     groups = int(arguments.dp_size) if arguments.enable_dp_attention else 1
     return int(arguments.tp_size) // groups
 
 
 def decodes_for_others(server_args: Any) -> bool:
-    """Whether this is a decode server of prefill/decode disaggregation, or may become one."""
+    """True for a decode server of prefill/decode disaggregation, or one that may become so."""
     return _may_be("decode", server_args)
 
 
 def sends_to_others(server_args: Any) -> bool:
-    """Whether this is a prefill server of prefill/decode disaggregation, or may become one."""
+    """True for a prefill server of prefill/decode disaggregation, or one that may become so."""
     return _may_be("prefill", server_args)
 
 
@@ -86,7 +83,7 @@ def _may_be(role: str, server_args: Any) -> bool:
 
 
 def serves_adapters(args: Any) -> bool:
-    """Whether requests may have LoRA adapters; ``args`` are the arguments in force."""
+    """True if requests may have LoRA adapters; ``args`` are the arguments in force."""
     return bool(args.enable_lora or args.lora_paths)
 
 
@@ -96,10 +93,7 @@ def page_size(server_args: Any) -> int:
 
 
 def storage_extra_config(args: Any) -> dict[str, Any]:
-    """What ``--hicache-storage-backend-extra-config`` says; empty without it.
-
-    ``args`` are the arguments in force.
-    """
+    """``--hicache-storage-backend-extra-config`` in ``args`` (those in force), empty without it."""
     text = args.hicache_storage_backend_extra_config
     if not text:
         return {}
@@ -111,17 +105,9 @@ def storage_extra_config(args: Any) -> dict[str, Any]:
 
 
 def check_tp_lcm_size(asked: object, ranks: int, heads: int, *, own_pages: bool) -> None:
-    """Can K and V of a page divide into ``asked`` groups of heads, those of all ranks together?
-
-    Args:
-        asked: SGLang's option ``tp_lcm_size``.
-        ranks: Tensor-parallel ranks.
-        heads: KV heads of a rank.
-        own_pages: Whether pages divide into eighths, too.
-
-    Raises:
-        ConfigError: They cannot. It names the numbers that would do.
-    """
+    """Raise ConfigError, with the allowed numbers, unless K and V of a page of all ranks divide
+    into ``asked`` groups of heads (SGLang's ``tp_lcm_size``). ``heads`` are those of a rank.
+    ``own_pages``: pages divide into shares of eight, too."""
     allowed = [
         number
         for number in range(ranks, heads * ranks + 1, ranks)
@@ -137,16 +123,14 @@ def check_tp_lcm_size(asked: object, ranks: int, heads: int, *, own_pages: bool)
 
 
 def kv_fields(runner: Any) -> dict[str, object]:
-    """What the namespace of K and V holds besides the weights: adapters, scales of quantised KV."""
+    """Fields of the namespace of K and V besides the weights: adapters, scales of quantised KV."""
     fields = {"adapters": _adapter_digests(runner), "scales": _kv_scales(runner.model)}
     return {name: found for name, found in fields.items() if found}
 
 
 def _kv_scales(model: torch.nn.Module) -> dict[str, list[float]]:
-    """Scales of quantised K and V by attention layer.
-
-    Those of ``--quantization-param-path`` are plain numbers, not parameters among the weights.
-    """
+    """Scales of quantised K and V by attention layer. Those of ``--quantization-param-path`` are
+    plain numbers, not parameters among the weights."""
     names = ("k_scale", "v_scale", "k_scale_float", "v_scale_float")
     scales = {}
     for layer, module in model.named_modules():
@@ -157,14 +141,11 @@ def _kv_scales(model: torch.nn.Module) -> dict[str, list[float]]:
 
 
 def _adapter_digests(runner: Any) -> dict[str, str]:
-    """Digests of weights and scaling of the LoRA adapters whose pages outlive the server.
+    """Digests, by identity, of the LoRA adapters whose pages outlive the server; and the version of
+    their keys. SGLang seeds the keys of a request with the identity of its adapter.
 
-    SGLang seeds the keys of a request with the identity of its adapter. An adapter that is named
-    on the command line has the same identity in every run, made from its name and path: what is
-    in it may change. One that is loaded at run time gets a new identity each time.
-
-    Returns:
-        Digest by identity, of adapters with a lasting identity; and how keys tell them apart.
+    An adapter of the command line has one identity in every run, from its name and path, but its
+    content may change. An adapter that is loaded at run time gets a new identity each time.
     """
     manager = getattr(runner, "lora_manager", None)
     if manager is None:

@@ -1,7 +1,7 @@
-"""Backups that HiCache would not make or not wait for: heads of conversations, the last ones.
+"""Backups that HiCache would not make or not wait for: beginnings of conversations, the last ones.
 
-With ``write_back`` HiCache writes a node when the device evicts it, ends of conversations first: of
-one that goes on, the beginning would never be written. It is put when the end has been.
+With ``write_back`` HiCache writes a node when the device evicts it, ends of conversations first.
+The beginning of one that goes on would never be written, so it is put once its end was written.
 """
 
 from __future__ import annotations
@@ -18,40 +18,33 @@ from hcache_backend.format.envelope import key_bytes
 
 logger = logging.getLogger("hcache")
 
-_PAGES = 128
-"""No further node is put in a turn once its nodes have so many pages."""
-_NODES = 1 << 16
-"""Ends of written beginnings that are known; the oldest ones are forgotten."""
-_FINISH_SECONDS = 10.0
-"""SGLang kills processes 15 s after it has told them to stop."""
+_PAGES = 128  # a turn puts no further node once its nodes have this many pages
+_NODES = 1 << 16  # known ends of written beginnings; the oldest ones are forgotten
+_FINISH_SECONDS = 10.0  # SGLang kills processes 15 s after it has told them to stop
 _POLL_SECONDS = 0.001
 
 
 class Backups:
-    """Beginnings of conversations under ``write_back``, and the end of a server.
-
-    The scheduler's thread only. Every rank sees the same nodes, so all put the same ones at once.
-    Pipeline stages do not: they put none, and are not waited for.
-    """
+    """Beginnings of conversations under ``write_back``, and the last backups. Scheduler thread
+    only. Every rank sees the same nodes, so all put the same ones at once. Pipeline stages do not:
+    they put none, and do not wait."""
 
     def __init__(self, stages: int) -> None:
         self._on = stages == 1
         self._cache: Any = None
         self._heads: dict[bytes, int] = {}  # ends of beginnings that are to be put, by their key
-        self._written: dict[bytes, None] = {}  # keys of ends of what was put, with all before it
+        self._written: dict[bytes, None] = {}  # keys of ends of beginnings that were put
 
     def wrote(self, cache: Any, node: int) -> None:
-        """``node`` is on its way to L3."""
+        """``node`` is on its way to L3: note the node before it."""
         if self._on and cache.is_write_back and len(cache.tree_components) == 1:
             found = cache.tree_core.snapshot_buffer_backup(node, False)
             if found is not None and not found.parent_is_root:
                 self._heads[key_bytes(found.parent_last_hash)] = found.parent_node_id
 
     def put_heads(self, cache: Any) -> None:
-        """HiCache has had its turn: back up what is before nodes that were written, a part of it.
-
-        Only ``write_back`` leaves such nodes. They are still on the device.
-        """
+        """Back up nodes before those that were written, a part of them; called after HiCache's
+        turn. Only ``write_back`` leaves such nodes, which are still on the device."""
         self._cache = cache
         if not self._heads or cache.ongoing_write_through:
             return
@@ -64,7 +57,7 @@ class Backups:
         while key is not None and key not in self._written:
             found = cache.tree_core.snapshot_buffer_backup(node, False)
             if found is None or key_bytes(found.hash_values[-1]) != key:
-                return  # it was evicted meanwhile, and so written
+                return  # it was evicted, and so written
             chain.append((key, node, len(found.hash_values)))
             key = None if found.parent_is_root else key_bytes(found.parent_last_hash)
             node = found.parent_node_id
@@ -85,16 +78,14 @@ class Backups:
             self._heads[end] = first
 
     def forget(self) -> None:
-        """L3 has nothing of what was put."""
+        """L3 lost all that was put."""
         self._written.clear()
         self._heads.clear()
 
     def finish(self) -> None:
-        """Weights are about to change: wait, not for long, until nothing is being backed up.
-
-        SGLang ends a server whose caches cannot be flushed then, since it was idle before. Every
-        rank calls it in the same turn, with the same backups under way.
-        """
+        """Wait for running backups, for a limited time, before the weights change. SGLang ends a
+        server whose caches cannot be flushed then, because it was idle before. Every rank calls it
+        in the same turn, with the same backups under way."""
         cache = self._cache
         self.forget()
         if not self._on or cache is None or not _only_backs_up(cache):
@@ -107,8 +98,8 @@ class Backups:
             )
 
     def stop(self, cache: Any) -> bool:
-        """The server is about to end: wait, not for long, until L3 has what is queued for it, and
-        with ``write_back`` all that is on the device; whether it has. As :meth:`finish`."""
+        """Before the end of the server, wait like :meth:`finish` until L3 has all that is queued,
+        and with ``write_back`` all that is on the device. Returns True if it has."""
         if not self._on:
             return False
         from sglang.srt.mem_cache.base_prefix_cache import EvictParams
@@ -132,7 +123,7 @@ class Backups:
         return ended
 
     def _backups_end(self, cache: Any, end: float) -> bool:
-        """Whether all backups end until ``end`` (monotonic), on all ranks."""
+        """Returns True if all backups end before ``end`` (monotonic) on all ranks."""
         while cache.ongoing_write_through or cache.ongoing_backup or self._heads:
             cache.check_hicache_events()
             goes_on = torch.tensor(time.monotonic() < end, dtype=torch.int32)
@@ -144,6 +135,5 @@ class Backups:
 
 
 def _only_backs_up(cache: Any) -> bool:
-    """Whether backups, and nothing else, keep a cache from being flushed."""
     backups = cache.ongoing_write_through or cache.ongoing_backup
     return bool(backups) and not (cache.ongoing_load_back or cache.ongoing_prefetch)

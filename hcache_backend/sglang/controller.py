@@ -1,14 +1,13 @@
-"""HiCache's controller over own pages: backup, load and storage transfers.
+"""HiCache's controller over own pages: backup, load and storage transfers. Loads become restores.
 
-A page counts as a hit in L3 only when its header proves that it is the wanted one, whatever storage
-backend brought it. Loads become restores, eager ones too.
-
-A backup waits until it is ready. If layers are captured, a node is backed up only when every row
-of it is valid, by exchanging table entries of the arena. Which slots a node has stands in device
-memory, and HiCache wants its answer at once. If no row of any token in the KV pool was lost, a
-node gets host pages before its slots are known on the CPU, and the exchange follows a few passes
-later. Otherwise the scheduler thread waits for the slots, behind the beginning of the last pass.
-With codec ``krul`` a backup waits until the pairs of its layers are chosen.
+- A page of L3 is a hit only if its header proves that it is the wanted one, from any backend.
+- If layers are captured, a node is backed up only when all of its rows are valid, by exchanging
+  table entries of the arena.
+- The slots of a node are in device memory, and HiCache wants its answer at once. If no row of any
+  token in the KV pool was lost, a node gets host pages before the CPU knows its slots, and the
+  exchange follows a few passes later. Otherwise the scheduler thread waits for the slots, behind
+  the beginning of the last pass.
+- With codec ``krul`` a backup waits until the pairs of its layers are chosen.
 """
 
 from __future__ import annotations
@@ -52,36 +51,23 @@ from hcache_backend.turn import Checks, Turn
 logger = logging.getLogger("hcache")
 
 
+# the next forward pass copies a node's slots to the CPU; they are known when one more began
 _PASSES = 2
-"""The next forward pass copies a node's slots to the CPU; they are known when one more began."""
 
-_STAGED_PASSES = 16
-"""As many as are under way between pipeline stages, or more."""
+_STAGED_PASSES = 16  # at least as many as are under way between pipeline stages
 
 
 @dataclass(eq=False)
 class _Backup:
-    """A node in HiCache's queue of backups.
-
-    Attributes:
-        slots: Slots of its tokens, int64 ``[n]``, if layers are captured.
-        valid: Whether all rows are there, as far as is known.
-        due: Number of forward passes that have begun when that is known, and the slots are.
-        host_pages: Its pages, int64 ``[n / page_size]``.
-    """
-
-    slots: Read = field(default_factory=Read)
-    valid: int = True
-    due: int = 0
-    host_pages: Ids = field(default_factory=lambda: np.empty(0, np.int64))
+    slots: Read = field(default_factory=Read)  # of its tokens, int64 [n], if layers are captured
+    valid: int = True  # all rows are there, as far as is known
+    due: int = 0  # number of begun forward passes at which that, and the slots, are known
+    host_pages: Ids = field(default_factory=lambda: np.empty(0, np.int64))  # int64 [n / page_size]
 
 
 class OwnPagesController(HybridCacheController):
-    """Backup, load and storage transfers of own pages.
-
-    ``write``, ``load`` and ``write_storage`` run on the scheduler thread; ``_page_*`` in HiCache's
-    storage threads.
-    """
+    """``write``, ``load`` and ``write_storage`` run on the scheduler thread; ``_page_*`` in
+    HiCache's storage threads."""
 
     def use_own_pages(
         self,
@@ -96,13 +82,9 @@ class OwnPagesController(HybridCacheController):
         checks: Checks | None = None,
         pairs: NodePairs | None = None,
     ) -> None:
-        """Give the controller what it works with; called once, before the first request.
-
-        Args:
-            capture: Fills hidden states of pages; None: pages hold K and V only.
-            checks: Checks these in service.
-            pairs: Chooses the layers that share slots; None: the same in all pages.
-        """
+        """Give the controller its parts; called once, before the first request. ``capture`` fills
+        hidden states, which ``checks`` checks; None: pages hold K and V only. ``pairs`` chooses
+        layers that share slots."""
         self._runtime = runtime
         self._pool = pool
         self._loads = loads
@@ -125,8 +107,8 @@ class OwnPagesController(HybridCacheController):
             self._batches = BatchedReads(self.page_size, self._report, partial(note_waiting, self))
         self._prefix: Prefix = _unknown
         self._token_ids: TokenIds = _unknown
-        self._never_loaded = False  # what is to be evicted
-        self.plain_prompt = False  # whether token ids say all of what is being received
+        self._never_loaded = False  # True: host pages that no load can use are to be evicted
+        self.plain_prompt = False  # token ids are all input of the request that is being received
 
     def attach_storage_backend(self, storage_backend: str, *args: Any, **kwargs: Any) -> None:
         # SGLang's own zero-copy backends name two values a page, for K and V: they get halves.
@@ -159,7 +141,7 @@ class OwnPagesController(HybridCacheController):
             self._pairs.forget()
 
     def begin_turn(self, cache: Any, turn: Turn) -> None:
-        """HiCache had its turn on the scheduler thread; ``cache`` is its radix cache."""
+        """Add our part to a scheduler's turn, after HiCache's; ``cache`` is its radix cache."""
         if self.eager is not None:
             self.eager.governor.look()
             self.eager.begin_turn(cache, turn)
@@ -171,7 +153,7 @@ class OwnPagesController(HybridCacheController):
         self._kv_checks.ask(turn)
 
     def end_turn(self, cache: Any) -> None:
-        """The ranks have agreed on what was said."""
+        """Act on the values that the ranks have agreed on."""
         if self.eager is not None:
             self.eager.end_turn()
         if self._capture is not None:
@@ -187,8 +169,8 @@ class OwnPagesController(HybridCacheController):
         self._kv_checks.hear()
         self._stages.talk()
         if self._never_loaded or (self._kv_checks.failed and self._stages.alone):
-            # A node whose load is refused stays a hit for HiCache: a miss for ever, which hides
-            # what L3 has. It has no way to remove one node, so all go that are in L2 only.
+            # A node whose load is refused stays a hit for HiCache. It would be a miss for ever and
+            # hide its copy in L3. HiCache cannot remove one node, so all that are in L2 only go.
             cache.evict_host(self._pool.size)
             self._never_loaded = False
 
@@ -205,10 +187,8 @@ class OwnPagesController(HybridCacheController):
     # ---- device -> host ----
 
     def write(self, device_indices: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Back up a node, or return None on every rank if a row of it is not valid.
-
-        Pipeline stages cannot agree: they back it up whether its rows are valid or not.
-        """
+        """Back up a node, or return None on every rank if one of its rows is not valid. Pipeline
+        stages cannot agree, so they back it up in any case."""
         self._stages.talk()
         backup = self._begun(device_indices)
         if backup is None:
@@ -232,7 +212,7 @@ class OwnPagesController(HybridCacheController):
         return host_indices
 
     def _begun(self, device_indices: torch.Tensor) -> _Backup | None:
-        """A backup of tokens in these slots (int64 ``[n]``, on the device); None: there is none."""
+        """A backup of tokens in these slots (int64 ``[n]``, on the device), or None."""
         problem, tokens = self._ended(), len(device_indices)
         if self._capture is None:
             if problem is None:
@@ -259,7 +239,7 @@ class OwnPagesController(HybridCacheController):
     def start_writing(self) -> None:
         """Launch the backups that are ready."""
         if self._writing:
-            return  # not within ``write``: K and V must go where an exchange puts them
+            return  # not within ``write``: K and V must go to the pages of an exchange
         if self._capture is not None:
             self._capture.ledger.settle(wait=False)
         due = 0
@@ -283,14 +263,14 @@ class OwnPagesController(HybridCacheController):
         self.start_writing()
 
     def _ready(self, backup: _Backup) -> PageLayout | None:
-        """The layout of the pages of the first backup; None: it has to wait."""
+        """The layout of the pages of the first backup; None if it has to wait."""
         if self._pairs is not None:
             return self._pairs.next()
         passes = 0 if self._capture is None else self._capture.ledger.passes
         return self._pool.page_layout if backup.due <= passes else None
 
     def _launch(self, backup: _Backup, layout: PageLayout) -> None:
-        """Let HiCache copy a backup: its pages are those of these tokens now."""
+        """Let HiCache copy a backup. From now on its host pages belong to its tokens."""
         arena, tokens = self._pool.arena, len(backup.host_pages) * self.page_size
         self._stages.backed_up(backup.host_pages)
         if self._capture is None:
@@ -310,11 +290,9 @@ class OwnPagesController(HybridCacheController):
         self._capture.back_up(slots.values, backup.host_pages)
 
     def _can_wait(self) -> bool:
-        """Whether a node may get host pages before its rows are known to be valid.
-
-        Not if HiCache needs a backup at once, nor between pipeline stages, whose passes begin at
-        different times, nor while tokens of other weights, whose rows are void, may be cached.
-        """
+        """True if a node may get host pages before its rows are known to be valid. False if HiCache
+        needs a backup at once, between pipeline stages, whose passes begin at different times, and
+        while tokens of other weights, whose rows are void, may be cached."""
         assert self._capture is not None
         weights = self._runtime.weights
         flushed = weights is not None and weights.suspended is None
@@ -322,7 +300,7 @@ class OwnPagesController(HybridCacheController):
         return fine and self._stages.alone and self.write_policy != "write_back"
 
     def _ended(self) -> str | None:
-        """Why nothing is backed up any more, or None."""
+        """Reason why nothing is backed up any more, or None."""
         if self._capture is None:
             failed = self._kv_checks.failed and self._stages.alone
             return "self-check failed" if failed else None
@@ -331,7 +309,7 @@ class OwnPagesController(HybridCacheController):
         return "capture broke" if self._capture.ledger.broken is not None else None
 
     def _problem(self, slots: Read) -> str | None:
-        """Why a node in ``slots`` cannot be backed up."""
+        """Reason why a node in ``slots`` cannot be backed up, or None."""
         assert self._capture is not None
         ended = self._ended()
         if ended is not None or slots.values is None:
@@ -339,8 +317,8 @@ class OwnPagesController(HybridCacheController):
         return self._pool.arena.problem(slots.values)
 
     def _agreed(self, *fine: int) -> list[int]:
-        """The smallest of each on all ranks; 0, if a rank lost its trust, which it takes from the
-        others."""
+        """Smallest values over all ranks; at most 0 if a rank lost its trust: then this one does,
+        too."""
         *agreed, trusted = smallest(self.tp_group, *fine, self._trusted)
         if not trusted and self._capture is not None:
             self._runtime.lose_trust("another tensor-parallel rank failed its self-check")
@@ -348,7 +326,7 @@ class OwnPagesController(HybridCacheController):
 
     @property
     def _trusted(self) -> bool:
-        """Whether this rank may load pages; those of K and V need nothing from the model."""
+        """True if this rank may load pages; those of K and V need nothing from the model."""
         if self._capture is None and self._stages.alone:
             return not self._kv_checks.failed
         return self._runtime.distrust is None
@@ -367,8 +345,8 @@ class OwnPagesController(HybridCacheController):
 
     @contextmanager
     def loading_behind(self, prefix: Prefix, token_ids: TokenIds) -> Iterator[None]:
-        """What is loaded within the block follows the tokens in the slots that ``prefix`` gives;
-        ``token_ids`` gives the ids of these and of its own."""
+        """Loads within the block follow the tokens whose slots ``prefix`` gives. ``token_ids``
+        gives the ids of these tokens and of the loaded ones."""
         self._prefix, self._token_ids = prefix, token_ids
         try:
             yield
@@ -376,7 +354,6 @@ class OwnPagesController(HybridCacheController):
             self._prefix = self._token_ids = _unknown
 
     def load(self, host_indices: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Load nodes, or return None (a miss): the device is full, or they cannot be loaded."""
         host_pages = self._pool.page_ids(host_indices)
         ask = partial(super().load, host_indices, *args, **kwargs)
         if not len(host_pages):
@@ -390,10 +367,8 @@ class OwnPagesController(HybridCacheController):
         return device_indices
 
     def _planned(self, host_pages: Ids) -> QueuedLoad | None:
-        """A load of ``host_pages`` (int64 ``[pages]``); None: a miss, on every rank.
-
-        A page may be one of other weights, or lack layers that cannot be recomputed.
-        """
+        """A load of ``host_pages`` (int64 ``[pages]``), or None: a miss on every rank. A page may
+        be of other weights, or lack layers that cannot be recomputed."""
         layers, problem, load = self._pool.layer_num, None, None
         own = self._depths(host_pages)
         self._stages.talk()
@@ -428,8 +403,7 @@ class OwnPagesController(HybridCacheController):
         return load or QueuedLoad(host_pages)
 
     def _depths(self, host_pages: Ids) -> Ids:
-        """Depth of each of ``host_pages`` (int64 ``[p]``) on this rank, int64 ``[p]``; what was
-        prepared for a load is there."""
+        """Depths of ``host_pages`` on this rank, int64 ``[p]`` each; 0 if prepared for a load."""
         if self._capture is not None:
             self._capture.ledger.settle(wait=False)
         depths = self._pool.depth(host_pages)
@@ -438,7 +412,7 @@ class OwnPagesController(HybridCacheController):
         return depths
 
     def _may_project(self, host_pages: Ids) -> bool:
-        """Whether all captured pages are of the present weights, and have positions of RoPE."""
+        """True if all captured pages are of the present weights, and have positions of RoPE."""
         if self._capture is None or self._runtime.distrust is not None:
             return self._capture is None
         if self.eager is not None:
@@ -450,7 +424,6 @@ class OwnPagesController(HybridCacheController):
         )
 
     def _queued(self, load: QueuedLoad, device_indices: torch.Tensor) -> None:
-        """SGLang queued ``load``, to slots ``device_indices`` (int64 ``[n]``, on the device)."""
         if self._capture is not None:
             self._capture.ledger.loaded(device_indices, load.host_pages)
         self._loads.add(load, device_indices)
@@ -474,7 +447,7 @@ class OwnPagesController(HybridCacheController):
         return super()._page_backup(operation)
 
     def _seal(self, operation: Any) -> int:
-        """Seal the first pages of a node; how many, before one that must not be stored."""
+        """Seal the first pages of a node, up to one that must not be stored; returns how many."""
         arena, layout, size = self._pool.arena, self._pool.page_layout, self.page_size
         host_pages = self._pool.page_ids(operation.host_indices)
         arena.host_access(arena.physical(host_pages), write=True, header=True)
@@ -496,15 +469,9 @@ class OwnPagesController(HybridCacheController):
         return len(host_pages)
 
     def _finish_header(self, page: Bytes, token_ids: Ints, position: int | None) -> str | None:
-        """See to the header of a page (uint8 ``[page_bytes]``) but for its seal.
-
-        Args:
-            token_ids: The page's tokens as the radix tree knows them, int32 ``[page_size]``.
-            position: The first token's place in its sequence; None: nobody knows.
-
-        Returns:
-            Why the page must not be stored, or None.
-        """
+        """Complete the header of a page (uint8 ``[page_bytes]``) except its seal. Returns the
+        reason why the page must not be stored, or None. ``token_ids``: as in the radix tree, int32
+        ``[page_size]``. ``position``: of the first token in its sequence."""
         if self._capture is not None:  # it was written when the page's rows were proven
             return self._header_problem(page, token_ids)
         layout, weights = self._pool.page_layout.of(page), self._runtime.weights
@@ -534,7 +501,7 @@ class OwnPagesController(HybridCacheController):
     # ---- storage -> host ----
 
     def pages_per_report(self, pages: int) -> int:
-        """How many pages of a prefetch of ``pages`` pages SGLang is told of together."""
+        """Number of pages that are reported to SGLang together in a prefetch of ``pages``."""
         return min(pages, STORAGE_BATCH_SIZE) if self._batches is None else batch_pages(pages)
 
     def _report(self, ack: PrefetchAck) -> None:
@@ -542,14 +509,14 @@ class OwnPagesController(HybridCacheController):
 
     def prefetch(self, *args: Any, **kwargs: Any) -> Any:
         operation = super().prefetch(*args, **kwargs)
-        # Before the scheduler hears what L3 has: nothing is read earlier.
+        # Before the scheduler hears of the hit: nothing is read earlier.
         if self.recomputing is not None:
             operation.hcache_meeting = Meeting()
         return operation
 
     @property
     def recomputing(self) -> Recomputing | None:
-        """How long it takes what recomputes the front of a prefetch that begins now; None: it is
+        """Estimate of the time to recompute the front of a prefetch that begins now; None if it is
         read in order. The same of the two on all ranks."""
         store = self.page_get_func == self._page_get_zero_copy and self.storage_backend
         alike = getattr(store, "reads_any_page_alike", False)
@@ -566,7 +533,7 @@ class OwnPagesController(HybridCacheController):
         return self._batches.transfer(operation, transfer)
 
     def transfer_from_back(self, operation: Any) -> None:
-        """Read a prefetch from its last page on, until that meets what is recomputed."""
+        """Read a prefetch from its last page to the front that is recomputed."""
         meeting = meeting_of(operation)
         assert meeting is not None and self._batches is not None and self.eager is not None
         self._read_drafts(operation)
@@ -574,8 +541,8 @@ class OwnPagesController(HybridCacheController):
         self._page_transfer_sidecar(operation, 0)  # SGLang's report of other pools
 
     def _read_drafts(self, operation: Any) -> None:
-        """Read the draft model's pages of a whole hit: K and V of its front are recomputed, theirs
-        are not. A page that is not there costs accepted drafts, and no token."""
+        """Read the draft model's pages of a whole hit: the recomputed front has no K and V of the
+        draft. A missing page costs accepted drafts, and no token."""
         keys, before = operation.hash_value, list(operation.prefix_keys or ())
         pools = [
             transfer.name
@@ -622,7 +589,6 @@ class OwnPagesController(HybridCacheController):
         hash_values: Sequence[str],
         host_indices: torch.Tensor,
     ) -> int:
-        """How many pages ``read`` has brought that are right."""
         with metrics.harmless("read", "pages of L3 are a miss"):  # a thread of SGLang's
             host_pages = self._expect(host_indices)
             proven = self._proven_pages(operation, hash_values, host_pages, read())
@@ -631,20 +597,19 @@ class OwnPagesController(HybridCacheController):
         return 0
 
     def _expect(self, host_indices: torch.Tensor) -> Ids:
-        """L3 is about to fill these pages; int64 ``[pages]``."""
+        """Host pages that L3 is about to fill, int64 ``[pages]``."""
         host_pages = self._pool.page_ids(host_indices)
         self._pool.arena.expect(host_pages)
         self._stages.brought(host_pages)
         return host_pages
 
     def _storage_verifies(self) -> bool:
-        """Whether L3 is our own store, which verifies each unit that it reads."""
         return getattr(self.storage_backend, "verifies_segments", False)
 
     def _proven_pages(
         self, operation: Any, hash_values: Sequence[str], host_pages: Ids, got: int
     ) -> int:
-        """How many of the first ``got`` pages are what the radix tree asked for."""
+        """Number of the first ``got`` pages that are those the radix tree asked for."""
         namespace, layout = self._runtime.page_namespace(), self._pool.page_layout
         size = self.page_size
         tokens = token_array(operation.token_ids)
@@ -670,14 +635,12 @@ class OwnPagesController(HybridCacheController):
         return got
 
     def _has_known_positions(self, page: Bytes) -> bool:
-        """Whether RoPE tables have the positions of ``page`` (uint8 ``[page_bytes]``).
-
-        Kernels look them up there, and cannot check them without stalling the GPU.
-        """
+        """True if RoPE tables have the positions of ``page`` (uint8 ``[page_bytes]``). Kernels look
+        them up there, and cannot check them without stalling the GPU."""
         positions = self._pool.page_layout.positions(page)
         limit = int(self._runtime.runner.model_config.context_len)
         return bool(0 <= positions.min() <= positions.max() < limit)
 
 
 def _unknown() -> None:
-    """:data:`Prefix` of loads that nothing is known of."""
+    """:data:`Prefix` of loads without a known one."""

@@ -1,4 +1,4 @@
-"""SGLang's groups of ranks, and what pipeline stages tell each other."""
+"""SGLang's groups of ranks, and messages between pipeline stages."""
 
 from __future__ import annotations
 
@@ -13,19 +13,16 @@ import torch.distributed as dist
 
 
 def attention_ranks() -> Any:
-    """SGLang's group of the ranks that have heads of one request; all of them are called at one
-    point. With data-parallel attention it is a part of the tensor-parallel ones."""
+    """SGLang's group of the ranks that have heads of one request, for calls that all of them make.
+    With data-parallel attention it is a part of the tensor-parallel ranks."""
     from sglang.srt.distributed.parallel_state import get_attn_tp_group
 
     return get_attn_tp_group()
 
 
 def said_by_all_ranks(own: Any) -> list[Any]:
-    """What every rank that attaches a storage backend together with this one says.
-
-    These are the ranks of one data-parallel group: its tensor-parallel, context-parallel and
-    pipeline-parallel ranks. Data-parallel groups attach one by one. ``own`` is pickled.
-    """
+    """``own`` (pickled) of all ranks that attach a storage backend together: those of one
+    data-parallel group, because such groups attach one by one."""
     if not dist.is_initialized():
         return [own]
     from sglang.srt.distributed import parallel_state
@@ -42,14 +39,12 @@ def said_by_all_ranks(own: Any) -> list[Any]:
 
 
 class PipelineStages:
-    """What every pipeline stage says, gathered while the scheduler goes on.
+    """Gathers values of all pipeline stages, during the scheduler's work. All construct it at one
+    point.
 
-    A stage passes a request on when it is done with it. So what a request makes it say (new
-    weights) must not be waited for on the scheduler thread: the next stage would never hear of it.
-    The exchanges have a process group and a thread of their own, and end in the order in which
-    they began, which is the same on every stage.
-
-    All stages must construct it at the same point.
+    A stage passes a request on only after it is done with it. If the scheduler thread waited for an
+    answer to a request (new weights), the next stage would never get that request. So exchanges
+    have their own group and thread, and end in the order in which they began, on every stage.
     """
 
     def __init__(self) -> None:
@@ -60,11 +55,10 @@ class PipelineStages:
 
     @property
     def alone(self) -> bool:
-        """Whether there is one stage only."""
         return self._group is None
 
     def say(self, own: Any) -> Future[list[Any]]:
-        """What all stages said (pickled), in their order, once they did; all must say something."""
+        """Values of all stages (pickled), in order, once each has said one; every stage must."""
         future: Future[list[Any]] = Future()
         if self._group is None:
             future.set_result([own])
@@ -85,12 +79,10 @@ class PipelineStages:
 
 
 class FirstStage:
-    """What the first pipeline stage decides, on every stage. All must construct it at one point.
-
-    To be asked while a step is being put together: the first stage begins that before the others
-    do, so what they wait for is under way. It never waits itself: they may still be busy with the
-    step before, until it has gone on with this one.
-    """
+    """Decisions of the first pipeline stage, on every stage. All must construct it at one point.
+    Ask it while a step is put together: the first stage begins that before the others, so they wait
+    for a decision that is under way. The first stage never waits: the others may still be busy with
+    the step before, until it has gone on with this one."""
 
     def __init__(self) -> None:
         self._group = _new_stage_group()
@@ -105,11 +97,10 @@ class FirstStage:
 
     @property
     def is_here(self) -> bool:
-        """Whether this is the first stage, or the only one."""
         return self._group is None or dist.get_rank(group=self._group) == 0
 
     def decide(self, verdict: bool) -> bool:
-        """``verdict`` of the first stage; what the others say is not looked at."""
+        """The first stage's ``verdict``; those of other stages are ignored."""
         if self._group is None:
             return verdict
         if self.is_here:
@@ -127,7 +118,7 @@ class FirstStage:
 
 
 def _new_stage_group() -> Any:
-    """A process group of this rank's pipeline stages (gloo), or None where there is one stage."""
+    """A gloo process group of this rank's pipeline stages, or None if there is one stage."""
     if not dist.is_initialized():
         return None
     from sglang.srt.distributed.parallel_state import get_pp_group
@@ -135,6 +126,6 @@ def _new_stage_group() -> Any:
     group = get_pp_group()
     if group.world_size == 1:
         return None
-    # One stage may say a thing hours after another one, when its next request comes.
+    # One stage may send its value hours after another one, when its next request comes.
     patience = timedelta(days=20)
     return dist.new_group(group.ranks, patience, backend="gloo", use_local_synchronization=True)

@@ -1,7 +1,7 @@
-"""What the gate sees of SGLang, and does to it; its places are in :mod:`..hooks`.
+"""Calls of the gate from SGLang; :mod:`..hooks` has their places.
 
-The verdict of a look-up needs no agreement of its own: SGLang takes the shortest hit of all ranks.
-Prefetches end by one reduction in a turn, whose result is the same on every rank.
+- The verdict of a look-up needs no agreement: SGLang takes the shortest hit of all ranks.
+- Prefetches end by one reduction in a turn, whose result is the same on every rank.
 """
 
 from __future__ import annotations
@@ -21,19 +21,18 @@ from hcache_backend.prefetch.meeting import meeting_of
 from hcache_backend.sglang.runtime import current
 from hcache_backend.turn import Said, Turn
 
+# SGLang's name of look-ups without a request, on the scheduler's thread; they read nothing
 _NO_REQUEST = "__storage_hit_query__"
-"""SGLang's name of look-ups on behalf of nobody, on the scheduler's thread: nothing is read."""
-_STOP_SECONDS = 60.0
-"""How long the threads of a server without requests may take to end a read."""
+_STOP_SECONDS = 60.0  # longest wait for the threads of an idle server to end a read
 
 
 def gate_of(cache: Any) -> HitGate | None:
-    """What decides about the hits of a cache, or of its controller; None: they are all read."""
+    """The gate for hits of a cache or its controller; None if all hits are read."""
     return current().hit_gate if getattr(cache, "enable_storage", False) else None
 
 
+# if the block fails, SGLang goes on as without a decision
 harmless = partial(metrics.harmless, "hit_gate", "a decision about an L3 hit failed; it is read")
-"""What is decided within the block: without it SGLang goes on as it would."""
 
 
 # ---- the scheduler thread ----
@@ -53,7 +52,6 @@ def before_asking(
 def around_prefetch(
     original: Callable[..., Any], cache: Any, request: Any, *a: Any, **kw: Any
 ) -> Any:
-    """Around ``UnifiedRadixCache.prefetch_from_storage``."""
     gate = gate_of(cache)
     asks = True
     if gate is not None and request not in cache.ongoing_prefetch:
@@ -70,10 +68,8 @@ def around_prefetch(
 
 
 def _has_front(cache: Any, asked: Mapping[str, Any]) -> bool:
-    """Whether a prefetch, given the arguments of its call, may have a front that is recomputed.
-
-    Not what comes in one piece, nor what follows tokens whose K and V the device does not have.
-    """
+    """True if the front of a prefetch (arguments of its call) may be recomputed: it comes in
+    several pieces, and the device has K and V of the tokens before it."""
     pages = len(asked["new_input_tokens"]) // cache.page_size
     if pages <= _pages_per_report(cache.cache_controller, pages):
         return False
@@ -81,7 +77,7 @@ def _has_front(cache: Any, asked: Mapping[str, Any]) -> bool:
 
 
 class Ending(NamedTuple):
-    """What this rank said in a turn: of each prefetch whether it goes on, and last, of L3."""
+    """``said``: for each prefetch, True if it goes on on this rank; last, True if L3 is in time."""
 
     gate: HitGate
     operations: list[Any]
@@ -89,7 +85,7 @@ class Ending(NamedTuple):
 
 
 def ask_to_end(cache: Any, turn: Turn) -> Ending | None:
-    """Every rank calls it in the same turns, with the same prefetches under way."""
+    """Ask which prefetches end. Every rank calls it in the same turns, with the same prefetches."""
     gate = gate_of(cache)
     if gate is None:
         return None
@@ -101,12 +97,12 @@ def ask_to_end(cache: Any, turn: Turn) -> Ending | None:
         return None  # pipeline stages are not at one point
     gate.unfinished.update(operations)
     if not operations and not gate.agreed_overdue:
-        return None  # on no rank: what this one sees alone is not acted on
+        return None  # the same on all ranks: no rank acts on its own verdict alone
     return Ending(gate, operations, turn.say(*(not ends for ends in verdicts)))
 
 
 def end_prefetches(asked: Ending | None) -> None:
-    """The ranks have agreed."""
+    """End the prefetches on which the ranks have agreed."""
     if asked is None:
         return
     *going_on, in_time = asked.said.least
@@ -125,11 +121,8 @@ def around_drain(
     *a: Any,
     **kw: Any,
 ) -> Any:
-    """Around ``UnifiedRadixCache._drain_storage_control_queues_impl``.
-
-    It takes as many answers of L3 and reports of reads as there are on every rank. Of pipeline
-    stages only the first one knows that they are there.
-    """
+    """Around ``UnifiedRadixCache._drain_storage_control_queues_impl``, which takes the answers and
+    reports that every rank has. Of pipeline stages only the first one knows that they are there."""
     gate = gate_of(cache)
     if gate is None or cache.pp_size > 1:
         return original(cache, n_storage_hit, n_ack_prefetch, *a, **kw)
@@ -145,11 +138,9 @@ def around_drain(
 
 
 def around_stop(original: Callable[..., Any], controller: Any, *a: Any, **kw: Any) -> Any:
-    """Around ``HiCacheController._stop_storage_threads``, for a flush or a detach.
-
-    A thread of this rank that stops before a prefetch whose request is gone would leave those of
-    other ranks in a reduction, and SGLang gives the server up. No request is being served now.
-    """
+    """Around ``HiCacheController._stop_storage_threads``, for a flush or a detach; no request is
+    served. If a thread of this rank stopped before a prefetch whose request is gone, the other
+    ranks would stay in a reduction, and SGLang would give the server up."""
     gate = current().hit_gate
     if gate is not None:
         _let_threads_finish(gate, controller)
@@ -158,7 +149,6 @@ def around_stop(original: Callable[..., Any], controller: Any, *a: Any, **kw: An
 
 
 def _let_threads_finish(gate: HitGate, controller: Any) -> None:
-    """Wait until HiCache's threads have done, on this rank, all that was asked of them."""
     threads = (
         controller.prefetch_thread,
         controller.prefetch_io_aux_thread,
@@ -192,7 +182,7 @@ def _running(cache: Any, operation: Any) -> Running:
 
 
 def _pages_per_report(controller: Any, pages: int) -> int:
-    """Of how many pages of a prefetch of ``pages`` arrivals are reported together."""
+    """Number of pages whose arrival is reported together in a prefetch of ``pages``."""
     from sglang.srt.managers.cache_controller import STORAGE_BATCH_SIZE
 
     pages_per_report = getattr(controller, "pages_per_report", None)
@@ -202,7 +192,7 @@ def _pages_per_report(controller: Any, pages: int) -> int:
 def around_batch(
     original: Callable[..., Any], scheduler: Any, batch: Any, *a: Any, **kw: Any
 ) -> Any:
-    """Around ``Scheduler.run_batch``: note when a prefill was launched, and what it computes."""
+    """Around ``Scheduler.run_batch``: note the launch time of a prefill, and its work."""
     _note_waiting(scheduler)
     gate, prefill = gate_of(scheduler.tree_cache), None
     if gate is not None:
@@ -220,7 +210,6 @@ def around_batch(
 def after_batch(
     original: Callable[..., Any], scheduler: Any, batch: Any, result: Any, *a: Any, **kw: Any
 ) -> Any:
-    """Around ``Scheduler.process_batch_result``: the batch has been computed."""
     done = original(scheduler, batch, result, *a, **kw)
     now, before = time.monotonic(), getattr(scheduler, "hcache_last_batch", 0.0)
     scheduler.hcache_last_batch = now
@@ -235,10 +224,8 @@ def after_batch(
 
 
 def _prefill_work(batch: Any) -> tuple[int, float, int] | None:
-    """Tokens that a batch computes, those before them on average, and those that L3 brought.
-
-    None: not a prefill, or one that waits for something else besides.
-    """
+    """Tokens that a batch computes, the average number before them, and those from L3. None if it
+    is no prefill, or waits for something else besides."""
     if not batch.forward_mode.is_extend() or batch.forward_mode.is_mixed():
         return None
     tokens = sum(batch.extend_lens)
@@ -255,7 +242,6 @@ def _prefill_work(batch: Any) -> tuple[int, float, int] | None:
 
 
 def _stands_behind_recomputation(scheduler: Any) -> bool:
-    """Whether eager restores recomputed layers just before a batch, on its stream."""
     eager = getattr(scheduler.tree_cache.cache_controller, "eager", None)
     return eager is not None and eager.take_recomputed()
 
@@ -311,7 +297,6 @@ def around_read(original: Callable[..., Any], controller: Any, operation: Any) -
 
 
 def around_read_batch(original: Callable[..., Any], controller: Any, *a: Any, **kw: Any) -> Any:
-    """Around ``HiCacheController._page_transfer_kv_batch``: pages have arrived."""
     pages = original(controller, *a, **kw)
     if not hasattr(controller, "pages_per_report"):  # ours tells each part itself
         note_arrival(controller, pages)
@@ -319,7 +304,7 @@ def around_read_batch(original: Callable[..., Any], controller: Any, *a: Any, **
 
 
 def note_waiting(controller: Any, seconds: float) -> None:
-    """The prefetch that is being read was not read for so long."""
+    """The present prefetch was not read for ``seconds``."""
     with harmless():
         gate = gate_of(controller)
         if gate is not None:
@@ -327,7 +312,7 @@ def note_waiting(controller: Any, seconds: float) -> None:
 
 
 def note_arrival(controller: Any, pages: int) -> None:
-    """So many more pages of the prefetch that is being read are there."""
+    """``pages`` more of the present prefetch have arrived."""
     with harmless():
         gate = gate_of(controller)
         if gate is not None:

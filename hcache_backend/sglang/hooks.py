@@ -59,16 +59,15 @@ _WEIGHT_UPDATES = (
     "end_weight_update",
 )
 REQUEST = "sglang.srt.managers.schedule_batch.Req.__init__"
-ADAPTER_KEY = "hcache:adapter:"
-"""How keys of requests with an adapter begin, and no others."""
+ADAPTER_KEY = "hcache:adapter:"  # prefix of the keys of requests with an adapter, and of no others
 
 
+# inputs of a request (SGLang's ``Req``) besides its token ids
 NOT_IN_TOKEN_IDS = ("input_embeds", "positional_embed_overrides", "multimodal_inputs", "lora_id")
-"""What a request may have (SGLang's ``Req``) that its token ids do not say."""
 
 
 class OnError(enum.Enum):
-    """How SGLang goes on if a hook raises; SGLang's own errors and OutOfStep are always raised."""
+    """SGLang's way on if a hook raises; SGLang's own errors and OutOfStep are always raised."""
 
     GO_ON = "SGLang goes on as if there were no hook"
     END_L3 = (
@@ -89,12 +88,11 @@ READS = Hook(READ, hits.around_read)
 
 
 def hidden_mode_hooks() -> list[Hook]:
-    """What capture and projection need."""
     return [Hook(ATTENTION, _stop_projection, OnError.RAISE), Hook(FORWARD, _capture_forward)]
 
 
 def recompute_hooks() -> list[Hook]:
-    """What recomputation needs: attention, which slots hold a prefix, who else wants the GPU."""
+    """Hooks of recomputation: attention, the slots of a prefix, other uses of the GPU."""
     return [
         Hook(ATTENTION, _stop_projection, OnError.RAISE),
         Hook(LOAD_BACK, _around_load_back),
@@ -103,7 +101,7 @@ def recompute_hooks() -> list[Hook]:
 
 
 def own_pages_hooks() -> list[Hook]:
-    """What own pages need: HiCache's turn in every turn of the scheduler, and what it hears."""
+    """Hooks of own pages: HiCache's turn in every turn of the scheduler, and its reports."""
     return [
         TURN,
         Hook(DRAIN, _before_drain, OnError.END_L3),
@@ -111,8 +109,7 @@ def own_pages_hooks() -> list[Hook]:
 
 
 def use_hooks() -> list[Hook]:
-    """What L3 needs to know which pages are used although L1 or L2 have them, and to have them; and
-    what it is told of those that it will not have."""
+    """Hooks by which L3 hears of used pages in L1 and L2, gets them, or hears that it will not."""
     return [
         Hook(BACKED_UP, _after_backup),
         TURN,
@@ -124,17 +121,16 @@ def use_hooks() -> list[Hook]:
 
 
 def prefill_server_hooks() -> list[Hook]:
-    """What a prefill server does not send yet, and what it says of what it sends."""
+    """Hooks that hold back early sends, and send the digest of the weights."""
     return [Hook(SEND_PREFIX, before_sending_prefix), Hook(METADATA, after_metadata)]
 
 
 def decode_server_hooks() -> list[Hook]:
-    """What keeps K and V of other servers' weights out of L3."""
+    """Hooks that keep K and V of other servers' weights out of L3."""
     return [Hook(RECEIVED_PROMPT, before_commit, OnError.END_L3)]
 
 
 def hit_hooks() -> list[Hook]:
-    """What decisions about L3 hits need to see, and where they are told."""
     return [
         Hook(RECEIVED, hits.before_asking),
         Hook(PREFETCH, hits.around_prefetch),
@@ -150,24 +146,24 @@ def hit_hooks() -> list[Hook]:
 
 
 def weight_hooks() -> list[Hook]:
-    """What keeps pages of other weights away; needed in both modes."""
+    """Hooks that keep pages of other weights away; needed in both modes."""
     end = OnError.END_L3
     updates = (Hook(_WEIGHTS + name, _around_weight_update, end) for name in _WEIGHT_UPDATES)
     return [*updates, Hook(RESET, _after_reset, end)]
 
 
 def adapter_hooks() -> list[Hook]:
-    """What keeps pages of adapters from requests that only name them."""
+    """Hooks that keep pages of adapters from requests that only name them."""
     return [Hook(REQUEST, _after_request, OnError.END_L3)]
 
 
 def late_weight_hooks() -> list[Hook]:
-    """What a server needs whose weights arrive after ``load_model`` has returned."""
+    """Hooks of a server whose weights arrive after ``load_model`` has returned."""
     return [Hook(LATE_WEIGHTS, _after_late_weights, OnError.RAISE)]
 
 
 def notice_uses() -> None:
-    """Have L3 told which pages are used, or say that it is not."""
+    """Let L3 hear of used pages; log a warning if it cannot."""
     unnoticed = install(use_hooks())
     if unnoticed is not None:
         logger.warning(
@@ -176,10 +172,8 @@ def notice_uses() -> None:
 
 
 def install(hooks: list[Hook]) -> str | None:
-    """Register and apply ``hooks``; which of them are missing, or None.
-
-    SGLang only logs a hook that cannot be applied, so each one is looked up afterwards.
-    """
+    """Register and apply ``hooks``; returns a message about missing ones, or None. SGLang only logs
+    a hook that cannot be applied, so each one is looked up afterwards."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     for hook in hooks:
@@ -188,17 +182,17 @@ def install(hooks: list[Hook]) -> str | None:
     HookRegistry.apply_hooks()
     for hook in hooks:
         if not _is_applied(hook) and hook.target in HookRegistry._patched:
-            # The registry patches a target once; somebody (we, or another plugin) was there first.
+            # The registry patches a target once: an earlier hook, ours or another plugin's, has it.
             HookRegistry._apply_target(hook.target, [(HookType.AROUND, guarded(hook), None)])
     missing = [hook.target for hook in hooks if not _is_applied(hook)]
     return f"SGLang has no place for the hooks on {', '.join(missing)}" if missing else None
 
 
 class _Original:
-    """SGLang's function as a hook calls it: what came of the call is known afterwards."""
+    """SGLang's function as a hook calls it; remembers its result or error."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        self.__wrapped__ = function  # whose signature hooks ask for
+        self.__wrapped__ = function  # hooks ask for its signature
         self.returned = False
         self.result: Any = None
         self.error: BaseException | None = None
@@ -215,7 +209,7 @@ class _Original:
 
 @functools.cache
 def guarded(hook: Hook) -> Callable[..., Any]:
-    """The function of ``hook``; SGLang goes on as ``hook.on_error`` says if it raises."""
+    """The function of ``hook``; if it raises, SGLang goes on by ``hook.on_error``."""
     function, reasons = hook.function, set[type[Exception]]()
     if hook.on_error is OnError.RAISE:
         return function
@@ -246,7 +240,6 @@ def guarded(hook: Hook) -> Callable[..., Any]:
 
 
 def _owner(target: str) -> Any:
-    """The class in ``module.Class.name``, or None."""
     module_path, owner_name, _ = target.rsplit(".", 2)
     try:
         return getattr(importlib.import_module(module_path), owner_name, None)
@@ -255,7 +248,6 @@ def _owner(target: str) -> Any:
 
 
 def _resolve(target: str) -> Any:
-    """The function ``module.Class.name``, or None."""
     return getattr(_owner(target), target.rpartition(".")[2], None)
 
 
@@ -332,15 +324,15 @@ def _around_load_back(original: Callable[..., Any], cache: Any, params: Any, *a:
 
 
 def _is_plain(req: Any) -> bool:
-    """Whether token ids say all of what a request asks."""
-    # What SGLang calls otherwise by now is there for all we know.
+    """True if the token ids of a request are all of its input."""
+    # An attribute that SGLang has renamed counts as set.
     return all(getattr(req, name, name) is None for name in NOT_IN_TOKEN_IDS)
 
 
 def _before_received(
     original: Callable[..., Any], scheduler: Any, req: Any, *a: Any, **kw: Any
 ) -> Any:
-    """Prefetches begin here, so no slice comes earlier."""
+    """Give the governor its scheduler. Prefetches begin here, so no slice comes earlier."""
     controller: Any = getattr(getattr(scheduler, "tree_cache", None), "cache_controller", None)
     governor = getattr(controller, "governor", None)
     if governor is not None:
@@ -357,10 +349,10 @@ def _before_drain(
     *a: Any,
     **kw: Any,
 ) -> Any:
-    """Around ``UnifiedRadixCache._drain_storage_control_queues_impl``; see ``hits/hooks.py``."""
+    """Around the same target as :func:`.hits.around_drain`."""
     controller = cache.cache_controller
     if getattr(controller, "eager", None) is not None:
-        # SGLang cannot be imported yet where plugins are.
+        # Plugins are imported before SGLang can be.
         from hcache_backend.sglang.read_batches import hear
 
         reports = list(itertools.islice(controller.ack_prefetch_queue.queue, n_ack_prefetch))
@@ -370,14 +362,11 @@ def _before_drain(
 
 
 def _around_turn(original: Callable[..., Any], cache: Any, *a: Any, **kw: Any) -> Any:
-    """One turn of the scheduler: HiCache's part, then ours.
-
-    Around ``UnifiedRadixCache.check_hicache_events``, which SGLang calls in each turn.
-    """
+    """Around ``check_hicache_events``, in each turn of the scheduler: HiCache's part, then ours."""
     controller, l3, turn = getattr(cache, "cache_controller", None), _our_l3(cache), Turn()
     ours = controller if hasattr(controller, "begin_turn") else None
     if ours is not None:
-        cache.hicache_storage_pass_prefix_keys = True  # they tell where in its sequence a node is
+        cache.hicache_storage_pass_prefix_keys = True  # they give a node's place in its sequence
     result = original(cache, *a, **kw)
     asked = hits.ask_to_end(cache, turn)
     if ours is not None:
@@ -391,15 +380,14 @@ def _around_turn(original: Callable[..., Any], cache: Any, *a: Any, **kw: Any) -
     return result
 
 
-_look_up_failures: set[type[Exception]] = set()
-"""Why SGLang could not look requests up: each was logged once."""
+_look_up_failures: set[type[Exception]] = set()  # errors of SGLang's look-ups that were logged
 
 
 def _around_prefetch(original: Callable[..., Any], cache: Any, *a: Any, **kw: Any) -> Any:
     l3 = _our_l3(cache)
     if l3 is None:
         return original(cache, *a, **kw)
-    cache.hicache_storage_pass_prefix_keys = True  # where nodes are written, too
+    cache.hicache_storage_pass_prefix_keys = True  # for nodes that are written, too
     given = inspect.signature(original).bind(cache, *a, **kw)
     # All that L1 and L2 have of the prompt; SGLang leaves out the keys of the last node.
     node = given.arguments["last_host_node_id"]
@@ -411,11 +399,9 @@ def _around_prefetch(original: Callable[..., Any], cache: Any, *a: Any, **kw: An
 def _after_received(
     original: Callable[..., Any], scheduler: Any, req: Any, *a: Any, **kw: Any
 ) -> Any:
-    """SGLang does not prefetch behind a node that is not backed up, and uses it all the same.
-
-    What it cannot look up, such as a streaming session's prefix, ends a scheduler: here it is a
-    request without L3.
-    """
+    """SGLang uses a node that is not backed up, but does not prefetch behind it. A prefix that
+    SGLang cannot look up, such as that of a streaming session, would end the scheduler. Here its
+    request goes on without L3."""
     try:
         result = original(scheduler, req, *a, **kw)
     except Exception as error:
@@ -446,7 +432,7 @@ def _after_written(
 def _after_backup(
     original: Callable[..., Any], cache: Any, node_id: int, device_indices: Any, *a: Any, **kw: Any
 ) -> Any:
-    """SGLang does not ask the controller if the host pool is full."""
+    """Count tokens for which the host pool is full: SGLang does not ask the controller then."""
     result, tokens = original(cache, node_id, device_indices, *a, **kw), len(device_indices)
     if result is None and cache.cache_controller.mem_pool_host.available_size() < tokens:
         metrics.TOKENS.count("not_backed_up_host_pool_full", tokens)
@@ -454,7 +440,7 @@ def _after_backup(
 
 
 def _before_stop(original: Callable[..., Any], cache: Any, *a: Any, **kw: Any) -> Any:
-    """On SIGTERM, when all requests have been answered. SGLang's processes are killed in 15 s."""
+    """On SIGTERM, after the last answer. SGLang kills its processes after 15 s."""
     l3 = _our_l3(cache)
     if l3 is not None:
         l3.stop(cache)
@@ -462,14 +448,13 @@ def _before_stop(original: Callable[..., Any], cache: Any, *a: Any, **kw: Any) -
 
 
 def _our_l3(cache: Any) -> Any:
-    """The :class:`HCacheStorage` of ``cache``; None where its L3 is another one or none."""
+    """The :class:`HCacheStorage` of ``cache``; None if its L3 is another one, or none."""
     controller = getattr(cache, "cache_controller", None)
     backend = getattr(controller, "storage_backend", None)
     return backend if hasattr(backend, "backups") else None
 
 
 def _keys_to(cache: Any, node: int) -> list[str]:
-    """The keys of all pages up to the last one of ``node``."""
     tree = cache.tree_core
     return [*tree.get_prefix_hash_values(node), *tree.get_hash_values(node)]
 
@@ -503,8 +488,8 @@ def _after_late_weights(original: Callable[..., Any], runner: Any, *a: Any, **kw
 
 
 def _after_request(original: Callable[..., Any], req: Any, *a: Any, **kw: Any) -> None:
-    """SGLang appends an adapter's id to ``extra_key``: a request that says both there finds the
-    adapter's K and V. So the id stands first, with its length, in keys of no other requests."""
+    """SGLang appends an adapter's id to ``extra_key``: a request that writes the id there finds the
+    adapter's K and V. Put the id first, with its length, where no other request can have it."""
     original(req, *a, **kw)
     own, adapter = req.extra_key or "", req.lora_id or ""
     if adapter or own.startswith(ADAPTER_KEY):

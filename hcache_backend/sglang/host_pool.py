@@ -34,15 +34,15 @@ logger = logging.getLogger("hcache")
 
 
 class HostPages(NamedTuple):
-    """Pages of memory: what HiCache may allocate, and a shadow for each page of the device."""
+    """Pages of memory that HiCache may allocate, and a shadow for each page of the device."""
 
     host: int
     shadows: int
 
 
 class _Saved(NamedTuple):
-    """Pages (int64 ``[p]``) that are in host memory behind ``event``, and of which parts of each
-    the codec holds: bool ``[parts, p]``, on the CPU behind it."""
+    """Pages (int64 ``[p]``) in host memory behind ``event``. ``fits``: for each part True if the
+    codec holds it, bool ``[parts, p]``, on the CPU behind ``event``."""
 
     event: Event
     host_pages: Ids
@@ -50,28 +50,13 @@ class _Saved(NamedTuple):
 
 
 class OwnPagesPool(HostKVCache):
-    """Our pages in host memory; opaque bytes to everything else in HiCache.
+    """Our pages in host memory; opaque bytes to everything else in HiCache. Raises ValueError if
+    the machine has not enough memory.
 
-    HiCache's host indices are logical: the arena says which memory a page is in. If layers are
-    captured, the memory also holds the shadow pages of the device, which HiCache never sees.
-
-    Args:
-        layout: SGLang's name of the host layout; pages look the same whatever it is, but HiCache
-            decides by it how indices travel.
-        kv: Copies the K and V that pages hold.
-        stamp: As of :class:`.Arena`.
-        keeps_unfit: Likewise.
-
-    Attributes:
-        frees_duplicates: Whether HiCache frees pages of tokens that are still on the device.
-        on_freed: Who wants to know of pages (int64 ``[n]``) that HiCache has freed.
-        on_backed_up: Who wants to know of pages (int64 ``[n]``) that were copied from slots (int64
-            ``[n * page_size]``, on the device), on the current stream.
-        on_loaded: The same of pages that were copied to slots.
-        pieces_per_page: As how many pieces of memory storage backends see a page.
-
-    Raises:
-        ValueError: The machine has not enough memory.
+    HiCache's host indices are logical: the arena maps them to memory. If layers are captured, the
+    memory also holds the shadow pages of the device, which HiCache never sees. ``layout`` is
+    SGLang's: pages do not depend on it, but HiCache moves indices by it. ``stamp``,
+    ``keeps_unfit``: see :class:`.Arena`.
     """
 
     def __init__(
@@ -92,6 +77,7 @@ class OwnPagesPool(HostKVCache):
         self._stamp = stamp
         self._keeps_unfit = keeps_unfit
         self._capture: StagedCapture | None = None
+        # True if HiCache frees pages of tokens that are still on the device.
         self.frees_duplicates: Callable[[], bool] = lambda: True
         self.layer_num = len(page_layout.segment_bytes)
         self.target_layer_num = self.layer_num
@@ -102,10 +88,14 @@ class OwnPagesPool(HostKVCache):
         self._loads: LoadQueue | None = None
         self._restores: tuple[RunningRestore, ...] = ()
         self._backed_up: Event | None = None
+        # called with pages ([n]) that HiCache freed
         self.on_freed: list[Callable[[Ids], None]] = []
+        # Called with pages ([n]) and the slots ([n * page_size], on the device) from which they
+        # were copied, on the current stream.
         self.on_backed_up: list[Callable[[Ids, torch.Tensor], None]] = []
+        # The same of pages that were copied to slots.
         self.on_loaded: list[Callable[[Ids, torch.Tensor], None]] = []
-        self.pieces_per_page = 1
+        self.pieces_per_page = 1  # pieces of memory that storage backends see in a page
         self.device_pool = device_pool
         geometry = {
             "device_pool": device_pool,
@@ -115,7 +105,7 @@ class OwnPagesPool(HostKVCache):
             "start_layer": device_pool.start_layer,
             "end_layer": device_pool.end_layer,
         }
-        # Up to 0.5.21 the base class asks the device pool, from 0.5.22 on it is told.
+        # Up to 0.5.21 the base class asks the device pool; from 0.5.22 on these are arguments.
         asked = inspect.signature(HostKVCache.__init__).parameters
         super().__init__(
             **{name: value for name, value in geometry.items() if name in asked},
@@ -131,7 +121,7 @@ class OwnPagesPool(HostKVCache):
         assert self.page_num == pages.host
 
     def use(self, loads: LoadQueue, capture: StagedCapture | None = None) -> None:
-        """Give the pool what turns pages into K and V, and what fills the shadows, if any."""
+        """Give the pool its queue of loads and, if layers are captured, the capture."""
         self._loads = loads
         self._capture = capture
 
@@ -164,11 +154,11 @@ class OwnPagesPool(HostKVCache):
         return buffer
 
     def page_ids(self, host_indices: torch.Tensor) -> Ids:
-        """Logical pages that host indices (int64 ``[pages * page_size]``) stand for."""
+        """Logical pages of host indices (int64 ``[pages * page_size]``)."""
         ids: Ids = host_indices[:: self.page_size].to("cpu").numpy() // self.page_size
         return ids
 
-    # ---- what HiCache does with its indices ----
+    # ---- HiCache's calls with its indices ----
 
     def free(self, indices: torch.Tensor) -> int:
         if indices.numel():
@@ -190,7 +180,7 @@ class OwnPagesPool(HostKVCache):
         if self._capture is not None:
             ends.append(self._capture.transfers())  # rows are written without a backup, too
         for end in ends:
-            # Whoever gets a page next may write it at once, so nothing may be on its way there.
+            # The next owner of a page may write it at once, so nothing may be on its way there.
             with contextlib.suppress(StreamFailed):
                 end.synchronize()
         if self._capture is not None:
@@ -209,15 +199,15 @@ class OwnPagesPool(HostKVCache):
     def save_recomputed(
         self, host_pages: Ids, slots: torch.Tensor, rows: RecomputedRows | None
     ) -> None:
-        """Copy pages (int64 ``[p]``) that were recomputed whole from their slots, with their
-        ``rows``, on the current stream; ``slots`` are int64 ``[p * page_size]``, on the device."""
+        """Copy pages (int64 ``[p]``) that were recomputed whole, and their ``rows``, from ``slots``
+        (int64 ``[p * page_size]``, on the device), on the current stream."""
         # Rows first: the headers are there before others look at the pages.
         fits = () if rows is None else (rows.save(self.arena.physical(host_pages)),)
         self._save(host_pages, slots, *fits)
 
     def _save(self, host_pages: Ids, slots: torch.Tensor, *fits: torch.Tensor) -> None:
-        """Copy K and V. ``fits`` say which pages the codec holds: bool ``[p]``, on their way to the
-        CPU."""
+        """Copy K and V. ``fits`` (bool ``[p]``, on the way to the CPU): pages that the codec
+        holds."""
         device = self.device_pool.device
         if self._kv.layers:
             physical = self.arena.physical(host_pages)
@@ -240,7 +230,7 @@ class OwnPagesPool(HostKVCache):
             self.arena.settle(host_pages)
 
     def depth(self, host_pages: Ids) -> Ids:
-        """:meth:`.Arena.depth` of pages (int64 ``[p]``), of all that has arrived by now."""
+        """:meth:`.Arena.depth` of pages (int64 ``[p]``), with all that has arrived."""
         self.settle()
         depths = self.arena.depth(host_pages)
         if self._kv.by_header:
@@ -250,7 +240,7 @@ class OwnPagesPool(HostKVCache):
         return depths
 
     def settle(self) -> None:
-        """Lose the pages that have arrived and that the codec does not hold."""
+        """Mark as lost the arrived pages that the codec does not hold."""
         saved, self._saved = self._saved, []
         for one in saved:
             if one.event.query():
@@ -270,8 +260,8 @@ class OwnPagesPool(HostKVCache):
             )
 
     def divide(self, host_pages: Ids, layout: PageLayout) -> None:
-        """``host_pages`` (int64 ``[n]``) are about to be written whole with this ``layout``: say so
-        in their headers, where what copies them goes by these."""
+        """Write ``layout`` to the headers of pages (int64 ``[n]``) that are about to be written
+        whole."""
         self.arena.complete(host_pages)  # they may have been lost with other tokens
         if self._kv.by_header:
             pages = self.arena.physical(host_pages)
@@ -289,7 +279,7 @@ class OwnPagesPool(HostKVCache):
         *,
         is_draft: bool = False,
     ) -> None:
-        """Restore whole pages: all layers of all queued loads are launched with the first one."""
+        """Restore whole pages: the first layer launches all layers of all queued loads."""
         assert self._loads is not None and not is_draft
         if layer_id == 0:
             self._restores = self._loads.launch(device_indices)
@@ -303,7 +293,6 @@ class OwnPagesPool(HostKVCache):
     # ---- pages as storage backends see them ----
 
     def get_page_buffer_meta(self, indices: torch.Tensor) -> tuple[list[int], list[int]]:
-        """Address and length of every piece of every page, page by page."""
         base, length = self.kv_buffer.data_ptr(), self.page_layout.page_bytes
         cuts = [length * piece // self.pieces_per_page for piece in range(self.pieces_per_page)]
         sizes = [end - cut for cut, end in zip(cuts, [*cuts[1:], length], strict=True)]

@@ -8,8 +8,8 @@ from typing import Any
 from hcache_backend import metrics
 from hcache_backend.sglang.arguments import numbers_of, sglang_version
 
+# from this version on Mooncake's transfer waits for the running forward pass
 _TRANSFERS_WAIT = (0, 5, 22)
-"""From this version on Mooncake's transfer waits for the forward pass that is in flight."""
 
 
 def before_sending_prefix(
@@ -17,11 +17,10 @@ def before_sending_prefix(
 ) -> Any:
     """Around ``Scheduler.maybe_send_cached_prefix_chunk``, before the forward pass of a batch.
 
-    SGLang sends there at once what the radix tree has on the device for ``req``. A node is there
-    from the moment on at which its load was queued, for another request of the same batch or of an
-    earlier one, and before 0.5.23 the transfer waits for no load. With overlap, and chunks, it may
-    also be what the forward pass before computes. What is not sent here goes with the rest of the
-    prompt, after the forward pass, which waits for every layer of every load.
+    SGLang sends there the part of ``req`` that the radix tree has on the device. A node is in the
+    tree once its load is queued, and before 0.5.23 the transfer waits for no load. With overlap and
+    chunks, the forward pass before may still compute the node. A prefix that is held back goes with
+    the rest of the prompt, after the forward pass, which waits for every layer of every load.
     """
     early = False
     with metrics.harmless("early_send", "a prefix is sent with the rest of its prompt"):

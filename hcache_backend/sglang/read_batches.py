@@ -1,8 +1,8 @@
 """Prefetches in smaller batches than SGLang's 128 pages, so that the first pages are known earlier.
 
-SGLang's storage thread reports every batch; its sync thread reduces the reports of all ranks one by
-one; the scheduler sees them. Smaller batches are further reports of the same kind between SGLang's.
-A prefetch whose front is recomputed is read from the back, and has reports of its own.
+SGLang's storage thread reports every batch, its sync thread reduces the reports of all ranks one by
+one, and the scheduler sees them. Smaller batches add reports of the same kind. A prefetch with a
+recomputed front is read from the back, and has reports of its own.
 """
 
 from __future__ import annotations
@@ -21,37 +21,28 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorageExtraInfo
 from hcache_backend.prefetch.eager import batch_pages
 from hcache_backend.prefetch.meeting import Meeting, meeting_of
 
-_LOOKING_SECONDS = 1e-3
-"""Between two looks at how far the front is."""
-_LEAST_SECONDS = 0.01
-_MOST_STEPS = 4
-"""A read takes about so long, or is of so many steps: each costs some milliseconds besides."""
+_LOOKING_SECONDS = 1e-3  # between two looks at the progress of the front
+_LEAST_SECONDS = 0.01  # of a read, about, because each one has a fixed cost of milliseconds
+_MOST_STEPS = 4  # of a read
 
 
 @dataclass
 class BackAck(PrefetchAck):
-    """Which pages of a prefetch are there, for SGLang's sync thread and then the scheduler.
-
-    Attributes:
-        start: The first of them...
-        end: ...and the one behind the last.
-    """
+    """Report of a prefetch that is read from the back: pages ``start`` to ``end`` are there."""
 
     start: int = 0
     end: int = 0
 
     def reduce(self, all_reduce: Callable[..., None]) -> None:
-        """Make them those that all ranks have, by ``all_reduce(tensor, op)``."""
+        """Keep the pages that all ranks have, by ``all_reduce(tensor, op)``."""
         pages = torch.tensor([-self.start, self.end], dtype=torch.int64)
         all_reduce(pages, dist.ReduceOp.MIN)
         self.start, self.end = -int(pages[0]), int(pages[1])
 
 
 def hear(reports: Iterable[PrefetchAck], running: Collection[Any], page_size: int) -> None:
-    """The scheduler is about to hear of ``reports``, the same on every rank.
-
-    What does not run any more HiCache has dealt with: it goes by what counted then.
-    """
+    """Apply ``reports``, the same on every rank, before the scheduler hears of them. HiCache has
+    dealt with prefetches that do not run any more, by the pages that counted then."""
     for report in reports:
         operation = report.operation
         meeting = meeting_of(operation)
@@ -61,11 +52,8 @@ def hear(reports: Iterable[PrefetchAck], running: Collection[Any], page_size: in
 
 
 class BatchedReads:
-    """Reads prefetches in smaller batches and reports each, for the storage thread that reads.
-
-    ``report`` passes a report on to SGLang's sync thread; ``waited`` is told how many seconds the
-    storage thread did not read.
-    """
+    """Reads prefetches in smaller batches, for the storage thread. ``report`` passes a report on to
+    SGLang's sync thread; ``waited`` gets seconds without a read."""
 
     def __init__(
         self,
@@ -82,10 +70,8 @@ class BatchedReads:
         self._seconds_per_page = math.inf  # of the first read of the last prefetch
 
     def transfer(self, operation: Any, transfer: Callable[[], Any]) -> Any:
-        """Do what ``transfer()`` does: read a prefetch, with :meth:`read` for each batch of it.
-
-        Every rank makes the same number of reports, however far it gets: they are reduced together.
-        """
+        """Read a prefetch by ``transfer()``, with :meth:`read` for each batch. Every rank makes the
+        same number of reports, even if it reads less: they are reduced together."""
         self._pages = self._reports = 0
         self._first = True
         pages = len(operation.hash_value)
@@ -105,12 +91,9 @@ class BatchedReads:
         host_indices: torch.Tensor,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> int:
-        """Do what ``read(operation, hash_values, host_indices, extra_info)`` does, in batches.
-
-        It gives how many of the pages, from the first one on, are there. ``host_indices`` (int64
-        ``[pages * page_size]``) say where they belong. What is behind a missing page is read, too:
-        so the store finds all that is damaged at once, and it is written again.
-        """
+        """Call ``read(operation, hash_values, host_indices, extra_info)`` in smaller batches.
+        Returns the number of leading pages that are there. Pages behind a missing one are read,
+        too: so the store finds all damaged pages at once, and they are written again."""
         step, start, got, whole = batch_pages(len(operation.hash_value)), 0, 0, True
         while start < len(hash_values):
             if start:
@@ -135,11 +118,9 @@ class BatchedReads:
         meeting: Meeting,
         until_met: Callable[[Meeting, int], tuple[float, float]],
     ) -> None:
-        """Read a prefetch from its last page on, by ``read`` as in :meth:`read`, to the meeting.
-
-        Every rank makes the same number of reports, however far it gets. ``until_met`` is
-        :meth:`.EagerLoads.until_met`: what the front would reach sooner is left to it.
-        """
+        """Read a prefetch from its last page to the meeting, by ``read`` as in :meth:`read`. Every
+        rank makes the same number of reports, even if it reads less. ``until_met`` is
+        :meth:`.EagerLoads.until_met`: pages that the front would reach sooner are left to it."""
         keys, before = operation.hash_value, list(operation.prefix_keys or ())
         step, start, end = batch_pages(len(keys)), len(keys), len(keys)
         meeting.begin(len(keys))
@@ -161,17 +142,14 @@ class BatchedReads:
             self._pass_on(report)
 
     def _steps(self, step: int) -> int:
-        """How many steps of ``step`` pages to read at once. Every step is reported all the same, so
-        that ranks whose disks differ may read differently."""
+        """Number of steps of ``step`` pages to read at once. Every step is reported all the same,
+        so ranks with other disks may read differently."""
         wanted = _LEAST_SECONDS / (step * self._seconds_per_page)
         return min(max(1, math.ceil(wanted)), _MOST_STEPS)
 
     def _timed(self, read: Callable[..., int], operation: Any, keys: Sequence[str], *a: Any) -> int:
-        """What ``read(operation, keys, *a)`` gives; :meth:`_steps` goes by how long it took.
-
-        By the first read of a prefetch, that is: the last one is of what is left, and what every
-        read costs besides would count too much.
-        """
+        """``read(operation, keys, *a)``; :meth:`_steps` uses the time of the first read of a
+        prefetch. The last read is of the remainder: its fixed cost would count too much."""
         start = time.monotonic()
         got = read(operation, keys, *a)
         if self._first and got == len(keys):
@@ -185,10 +163,8 @@ class BatchedReads:
         meeting: Meeting,
         until_met: Callable[[Meeting, int], tuple[float, float]],
     ) -> int:
-        """How many pages to read now; 0: no more, the prefetch has ended or the two have met.
-
-        If that is none, the front is waited for, but not longer than reading would take.
-        """
+        """Number of pages to read now; 0 if the prefetch has ended or the two ends have met. If the
+        best number is none, wait for the front, but not longer than reading would take."""
         prefix = len(operation.prefix_keys or ()) * self._size
         start = seen = time.monotonic()
         while not operation.is_terminated() and (unread := meeting.unread):
@@ -198,7 +174,7 @@ class BatchedReads:
                 return max(1, part)
             time.sleep(_LOOKING_SECONDS)
             before, seen = seen, time.monotonic()
-            self._waited(seen - before)  # at once: else L3 would seem not to answer
+            self._waited(seen - before)  # at once: otherwise L3 would seem overdue
         return 0
 
     def _report(self, operation: Any) -> None:
@@ -208,5 +184,5 @@ class BatchedReads:
 
 
 def _after(info: HiCacheStorageExtraInfo, keys: Sequence[str]) -> HiCacheStorageExtraInfo:
-    """What SGLang says of a batch, for the part of it that follows its pages ``keys``."""
+    """SGLang's ``info`` of a batch, for the part of the batch that follows its pages ``keys``."""
     return replace(info, prefix_keys=[*(info.prefix_keys or ()), *keys])

@@ -1,4 +1,4 @@
-"""Recomputation with SGLang's models: a batch of tokens, how the model is called, and where."""
+"""Recomputation with SGLang's models: a batch of tokens, the call of the model, and its stream."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from hcache_backend.restore.recompute import Forward, RecomputePass, Recomputer
 from hcache_backend.sglang.arguments import resolved
 from hcache_backend.streams import Stream, current_stream, of, to_device
 
-NO_REQUEST = 0
-"""SGLang's row of requests that is no request's: graphs pad batches with it."""
+NO_REQUEST = 0  # SGLang's row of no request: graphs pad batches with it
 
 
 class RecomputeBatch(ForwardBatch):
@@ -26,10 +25,8 @@ class RecomputeBatch(ForwardBatch):
 
 
 def forward_stream(runner: Any) -> Stream:
-    """Where SGLang runs the forward passes of ``runner``; called on the scheduler thread.
-
-    That is a stream of their own, or with neither overlap nor pipeline stages the scheduler's.
-    """
+    """SGLang's stream of forward passes: the scheduler's without overlap and pipeline stages.
+    Called on the scheduler thread."""
     args = resolved(runner.server_args)
     if args.disable_overlap_schedule and args.pp_size == 1:
         return current_stream(runner.device)
@@ -37,25 +34,22 @@ def forward_stream(runner: Any) -> Stream:
 
 
 def make_recomputer(runner: Any, kvcache: Any, chunk_tokens: int) -> Recomputer:
-    """What recomputes layers of the model of ``runner``; see :class:`Recomputer`."""
+    """The :class:`Recomputer` of the model of ``runner``."""
     pool, stream = PagedPool(kvcache), partial(forward_stream, runner)
     first, layers = kvcache.start_layer, kvcache.layer_num
     return Recomputer(_model_forward(runner), pool, first, chunk_tokens, stream, layers)
 
 
 def _model_forward(runner: Any) -> Forward:
-    """The model of ``runner`` (SGLang's ModelRunner) over restored tokens.
-
-    Attention is planned here as SGLang plans it before each of its passes; so its next pass does
-    not see this plan. What the plan and the kernels read is written on the stream of forward
-    passes, and the host waits for nothing.
-    """
+    """The model of ``runner`` (SGLang's ModelRunner) over restored tokens. Attention is planned as
+    SGLang plans it before each pass, so its next pass does not see this plan. Inputs are written on
+    the stream of forward passes, and the host waits for nothing."""
 
     def forward(token_ids: torch.Tensor, positions: torch.Tensor, asked: RecomputePass) -> object:
         seen, tokens, device = len(asked.keys), len(token_ids), token_ids.device
         lengths = np.array([seen, seen - tokens, tokens, 0], np.int32)
         all_, before, new, start = to_device(lengths, device).split(1)
-        # What is not said has its default: no feature that a batch may have is in use.
+        # Other fields keep their defaults: the batch uses no optional feature.
         batch = RecomputeBatch(
             forward_mode=ForwardMode.EXTEND,
             batch_size=1,
@@ -78,7 +72,7 @@ def _model_forward(runner: Any) -> Forward:
         row = runner.req_to_token_pool.req_to_token[NO_REQUEST, :seen]
         row.copy_(asked.keys)
         try:
-            # Some models ask the context for the pool. Nobody else runs the model meanwhile.
+            # Some models ask the context for the pool. Nothing else runs the model meanwhile.
             with forward_context(ForwardContext(attn_backend=backend)):
                 backend.init_forward_metadata(batch)
                 return runner.model.forward(token_ids, positions, batch)

@@ -1,4 +1,4 @@
-"""What one scheduler process knows: its model, its mode, and the weights that are loaded."""
+"""State of one scheduler process: its model, its mode, and the loaded weights."""
 
 from __future__ import annotations
 
@@ -39,79 +39,54 @@ logger = logging.getLogger("hcache")
 
 @dataclass(frozen=True)
 class Weights:
-    """The weights of this moment, of one pipeline stage or of all.
+    """Present weights of one pipeline stage or of all; replaced whole, because other threads
+    read."""
 
-    Replaced as a whole, so that other threads see the old ones or the new ones.
-
-    Attributes:
-        fingerprint: Digest over all tensor-parallel ranks.
-        suspended: Why L3 takes and gives nothing at present, or None.
-        whole: Digest that is the same however many ranks the model is divided over.
-    """
-
-    fingerprint: bytes
-    suspended: str | None = None
-    whole: bytes = b""
+    fingerprint: bytes  # digest over all tensor-parallel ranks
+    suspended: str | None = None  # reason why L3 takes and gives nothing at present
+    whole: bytes = b""  # digest that does not depend on the number of ranks
 
 
 @dataclass
 class Runtime:
-    """State of one scheduler process. Attributes change on the scheduler thread only, but for
-    ``weights``, which changes when the other pipeline stages have said theirs.
+    """State of one scheduler process. Attributes change on the scheduler thread only, except
+    ``weights``, which changes when the other pipeline stages have told theirs."""
 
-    Attributes:
-        runner: SGLang's ModelRunner.
-        config: Options of this server, or None while nobody asked for us.
-        mode: ``hidden`` or ``kv``; None until the host pool is built.
-        own_pages: Whether the host pool holds our own pages, not SGLang's plain ones.
-        reason: Why the mode is ``kv``, or why pages are plain.
-        eager: Whether what has arrived of a hit is restored while L3 is still being read.
-        store: The page store of a server that was started with it as L3, until the storage class
-            takes it.
-        writer: 8 bytes that mark the pages of this server run.
-        draft: SGLang's ModelRunner of a draft model, if there is one.
-        draft_digest: Digest (16 bytes, hexadecimal) of its layers on this rank; its pages in L3 go
-            by it. Its embedding and head may be the model's.
-        page_fields: What the namespace of our own pages holds besides the weights.
-        on_weights_changed: Called, on the scheduler thread, when captured rows lose their meaning.
-        on_caches_flushed: Called, on the scheduler thread, when L1 and L2 have been emptied.
-        on_other_l3: Called on all ranks, with its name, when another L3 than our store is attached.
-        on_distrust: Called when projected K and V stop matching those of the model.
-        projection: How the layers are projected; empty in KV mode.
-        recomputation: How exactly first layers are recomputed, or why not, in words; None: nothing
-            is to be recomputed.
-        layer_methods: How each layer is stored; None until it was decided.
-        kept_profile: A profile that was measured at start-up, and its file's name in a store.
-        kept_partition: What is stored of each layer, likewise, if that was decided before the
-            store was known.
-        hit_gate: Decides which L3 hits are read; None: all are.
-        codec: What encodes our own pages; None: there are none.
-        unused: What the server goes without, and why; with ``recomputation``, for the log.
-    """
-
-    runner: Any
-    config: HCacheConfig | None = None
-    mode: Literal["hidden", "kv"] | None = None
-    own_pages: bool = False
-    reason: str | None = None
-    eager: bool = False
+    runner: Any  # SGLang's ModelRunner
+    config: HCacheConfig | None = None  # None until hcache is asked for
+    mode: Literal["hidden", "kv"] | None = None  # None until the host pool is built
+    own_pages: bool = False  # the host pool holds our own pages, not SGLang's plain ones
+    reason: str | None = None  # why the mode is kv, or why pages are plain
+    eager: bool = False  # the arrived part of a hit is restored while L3 is read
+    # of a server that was started with it as L3, until the storage class takes it
     store: PageStore | None = None
+    # Marks the pages of this server run.
     writer: bytes = field(default_factory=lambda: os.urandom(WRITER_BYTES))
     weights: Weights | None = None
-    draft: Any = None
+    draft: Any = None  # SGLang's ModelRunner of a draft model
+    # Digest (16 bytes, hexadecimal) of its layers on this rank, in the names of its pages in L3.
+    # Its embedding and head may be the model's.
     draft_digest: str | None = None
+    # Fields of the namespace of own pages besides the weights.
     page_fields: dict[str, object] = field(default_factory=dict)
+    # Called on the scheduler thread when captured rows lose their meaning.
     on_weights_changed: list[Callable[[], None]] = field(default_factory=list)
+    # Called on the scheduler thread when L1 and L2 have been emptied.
     on_caches_flushed: list[Callable[[], None]] = field(default_factory=list)
+    # Called on all ranks, with its name, when an L3 other than our store is attached.
     on_other_l3: list[Callable[[str], None]] = field(default_factory=list)
+    # Called when projected K and V stop matching those of the model.
     on_distrust: list[Callable[[], None]] = field(default_factory=list)
-    projection: list[LayerGroup] = field(default_factory=list)
-    recomputation: str | None = None
-    layer_methods: Restore | None = None
+    projection: list[LayerGroup] = field(default_factory=list)  # empty in KV mode
+    recomputation: str | None = None  # in words: how exact, or why not; None: not wanted
+    layer_methods: Restore | None = None  # storage of each layer; None until decided
+    # measured at start-up, and its file's name in a store
     kept_profile: tuple[str, Profile] | None = None
+    # the same, if decided before the store was known
     kept_partition: tuple[str, PartitionRecord] | None = None
-    hit_gate: HitGate | None = None
-    codec: str | None = None
+    hit_gate: HitGate | None = None  # chooses the L3 hits to read; None: all
+    codec: str | None = None  # of our own pages; None without them
+    # Features that the server goes without, and why; for the log.
     unused: dict[str, str] = field(default_factory=dict)
     distrust: str | None = None
     _not_restorable: str | None = None
@@ -124,12 +99,8 @@ class Runtime:
     _updates_untold: int = 0
 
     def use_own_pages(self, fields: dict[str, object], reason: str | None = None) -> None:
-        """The host pool holds our own pages.
-
-        Args:
-            fields: What their namespace holds besides the weights.
-            reason: Why there are no hidden states in them; None: there are.
-        """
+        """The host pool holds our own pages; ``fields`` go into their namespace. ``reason``: why
+        they hold no hidden states; None if they do."""
         self.mode, self.own_pages, self.reason = "kv" if reason else "hidden", True, reason
         self.page_fields = fields
         metrics.MODE.set(self.mode, "own")
@@ -142,7 +113,7 @@ class Runtime:
         metrics.CODEC.set(asked, name)
 
     def use_plain_pages(self, reason: str) -> None:
-        """The host pool holds SGLang's plain KV pages, and this is why."""
+        """The host pool holds SGLang's plain KV pages, for this ``reason``."""
         self.mode, self.own_pages, self.reason = "kv", False, reason
         metrics.MODE.set("kv", "plain")
         logger.warning("hcache: KV mode, plain pages: %s", reason)
@@ -154,7 +125,7 @@ class Runtime:
             self.hit_gate = None
 
     def say_unused(self) -> None:
-        """Log what the server goes without; the last line about its host pool."""
+        """Log the features that the server goes without; the last line about its host pool."""
         problem = (self.recomputation or "").partition("none: ")[2]
         unused = {"recomputation": problem} if problem else {}
         if unused := {**unused, **self.unused}:
@@ -162,7 +133,6 @@ class Runtime:
             logger.info("hcache: not used: %s", said)
 
     def report(self) -> ServerReport:
-        """What this server says about itself to ``hcache doctor``."""
         hidden = self.mode == "hidden"
         return ServerReport(
             time=time.time(),
@@ -178,25 +148,21 @@ class Runtime:
         )
 
     def slowdown(self, tokens: int) -> float:
-        """How many times as long as by the profile prefills of ``tokens`` took lately; 1 where
-        nobody measures them."""
+        """Recent prefill time of ``tokens`` relative to the profile; 1.0 without measurements."""
         return 1.0 if self.hit_gate is None else self.hit_gate.costs.prefill.slowdown(tokens)
 
     def seconds_to_read(self, tokens: int) -> float:
-        """How long L3 takes for the next ``tokens`` of what it reads; infinite: nobody knows."""
+        """Estimated time of L3 for the next ``tokens`` that it reads; infinite if unknown."""
         return math.inf if self.hit_gate is None else self.hit_gate.l3.seconds_to_read(tokens)
 
     def seconds_to_compute(self, tokens: int, prefix: int) -> float:
-        """How long a prefill of ``tokens`` behind ``prefix`` takes; infinite: nobody knows."""
+        """Estimated time of a prefill of ``tokens`` behind ``prefix``; infinite if unknown."""
         known = None if self.hit_gate is None else self.hit_gate.costs.prefill
         return (known.seconds(tokens, prefix) if known else None) or math.inf
 
     def namespace_of(self, weights: Weights, **shape: object) -> bytes:
-        """Namespace (16 bytes) of pages that ``weights`` made and that look like ``shape``.
-
-        With ``any_ranks`` in ``shape``, servers with other numbers of tensor-parallel ranks share
-        it.
-        """
+        """Namespace (16 bytes) of pages that ``weights`` made and that look like ``shape``. With
+        ``any_ranks`` in it, servers with other numbers of ranks share the namespace."""
         digest = weights.whole if shape.get("any_ranks") else weights.fingerprint
         # Asked for by every batch of pages; building it walks the model's whole configuration.
         key = (digest, repr(sorted(shape.items())))
@@ -213,31 +179,26 @@ class Runtime:
         return self._namespaces[key]
 
     def page_namespace(self, weights: Weights | None = None) -> bytes:
-        """Namespace (16 bytes) of our own pages, by default those of this moment's weights."""
+        """Namespace (16 bytes) of our own pages, by default those of the present weights."""
         weights = weights or self.weights
         assert weights is not None
         return self.namespace_of(weights, **self.page_fields)
 
     def page_namespaces(self) -> tuple[bytes, ...]:
-        """Namespaces of all pages of ours that the weights of this moment made.
-
-        Until all pipeline stages have said what their new weights are, another name stands in.
-        """
+        """Namespaces of pages of the present weights; a stand-in until all stages have told
+        these."""
         made = (weights for weights in (self.weights, self._stand_in) if weights is not None)
         return tuple(self.namespace_of(weights, **self.page_fields) for weights in made)
 
     def read_weights(self) -> None:
         """Fingerprint the loaded weights. Every rank of every stage must call it at one point.
-
-        Raises:
-            RuntimeError: A rank could not read its weights; raised on all of them.
-        """
+        Raises RuntimeError on all ranks if one could not read its weights."""
         self._use_weights(self._tell_stages())
         with self._lock:
             self._refresh()
 
     def read_draft(self, runner: Any) -> None:
-        """Fingerprint the loaded weights of a draft model; another one accepts other drafts."""
+        """Fingerprint the weights of a draft model: pages of another one give other drafts."""
         self.draft, self.draft_digest = runner, os.urandom(16).hex()  # if it cannot be read
         with metrics.harmless("draft", "pages of the draft model are not found again"):
             tensors = [
@@ -248,7 +209,7 @@ class Runtime:
             self.draft_digest = fingerprint([digest_tensors(tensors)]).hex()
 
     def begin_weight_update(self) -> None:
-        """Weights are about to change: what was captured or queued under the old ones is void."""
+        """Weights are about to change: rows captured or queued under the old ones are void."""
         if self.weights is not None and self.weights.suspended is None:
             logger.warning(
                 "hcache: weights are changing: L3 is off until the caches are flushed "
@@ -261,11 +222,8 @@ class Runtime:
             callback()
 
     def end_weight_update(self) -> None:
-        """Weights have changed.
-
-        L3 stays suspended until the caches are flushed and every pipeline stage has said what its
-        weights are now.
-        """
+        """Weights have changed. L3 stays suspended until a flush, and until all stages told
+        theirs."""
         with self._lock:
             self._updates_untold += 1
             if self.weights is not None:  # whatever they are, they are not the old ones
@@ -277,7 +235,7 @@ class Runtime:
         self._tell_stages().add_done_callback(self._all_stages_told)
 
     def caches_were_flushed(self) -> None:
-        """Nothing of the old weights is left in L1, L2 or a queue: L3 may serve again."""
+        """L1, L2 and the queues have nothing of the old weights: L3 may serve again."""
         for callback in self.on_caches_flushed:
             callback()
         with self._lock:
@@ -285,11 +243,8 @@ class Runtime:
             self._refresh()
 
     def got_other_weights(self) -> None:
-        """A prefill server sent K and V that are not those of this decode server's weights.
-
-        L1 and L2 hold them from now on, and what is decoded behind them: L3 is suspended until
-        these are flushed.
-        """
+        """A prefill server sent K and V of other weights than this decode server's. L1 and L2 hold
+        them, and K and V decoded behind them: L3 is suspended until these are flushed."""
         with self._lock:
             if self._flush_due is not None:
                 return
@@ -316,13 +271,13 @@ class Runtime:
             threading.Thread(target=callback, name="hcache-distrust", daemon=True).start()
 
     def cannot_restore(self, reason: str) -> None:
-        """Pages are right and of no use here: L3 neither takes nor gives until a restart."""
+        """Pages are right but of no use here: L3 neither takes nor gives until a restart."""
         with self._lock:
             self._not_restorable = reason
             self._refresh()
 
     def _refresh(self) -> None:
-        """Suspend L3, or let it serve, as what is known by now wants it. Under the lock."""
+        """Suspend L3, or let it serve, by the reasons that are known. Under the lock."""
         untold = "the weights were updated and not all pipeline stages have said theirs"
         reasons = {
             "quarantined": self.distrust,
@@ -338,7 +293,7 @@ class Runtime:
         self._suspended.set(code)
 
     def _tell_stages(self) -> Future[list[Weights | None]]:
-        """Say to all pipeline stages what the weights of this one are; what all of them said."""
+        """Tell the weights of this pipeline stage to all stages; returns those of all stages."""
         if self._stages is None:
             self._stages = PipelineStages()
         return self._stages.say(_stage_weights(self.runner.model))
@@ -369,18 +324,14 @@ _runtime: Runtime | None = None
 
 
 def remember(runner: Any) -> Runtime:
-    """Called once a process, when its model has been loaded."""
+    """Make the runtime of this process; called once, when its model has been loaded."""
     global _runtime  # noqa: PLW0603  one scheduler process has one model
     _runtime = Runtime(runner)
     return _runtime
 
 
 def current() -> Runtime:
-    """The runtime of this process.
-
-    Raises:
-        RuntimeError: The plugin did not run here.
-    """
+    """The runtime of this process. Raises RuntimeError if the plugin did not run here."""
     if _runtime is None:
         raise RuntimeError(
             "the hcache plugin is not active in this process: is hcache-backend installed where "
@@ -390,7 +341,7 @@ def current() -> Runtime:
 
 
 def _stage_weights(model: Any) -> Weights | None:
-    """The weights of this pipeline stage, or None when a rank of it could not read its own."""
+    """The weights of this pipeline stage, or None if one of its ranks could not read its own."""
     from sglang.srt.distributed import get_tp_group
 
     own: list[TensorDigest] | None = None
@@ -418,9 +369,7 @@ def _digest_model(model: Any) -> list[TensorDigest]:
 
 
 def _settings(settings: dict[str, Any]) -> dict[str, Any]:
-    """The model's settings (norm epsilon, RoPE, scalings...) without the ones that are only names.
-
-    The same weights under another name or path share pages, on purpose.
-    """
+    """The model's settings (norm epsilon, RoPE, scalings...) without those that are only names: the
+    same weights under another name or path share pages, on purpose."""
     ignored = {"_name_or_path", "transformers_version", "id2label", "label2id"}
     return {key: value for key, value in settings.items() if key not in ignored}

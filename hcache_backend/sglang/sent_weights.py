@@ -1,8 +1,5 @@
-"""A prefill server says whose K and V it sends, and a decode server stores only those of its own
-weights.
-
-The digest of the weights travels with the metadata of each request, where SGLang leaves room.
-"""
+"""A prefill server sends the digest of its weights, and a decode server stores only K and V of its
+own weights. The digest travels in free space of the metadata of each request."""
 
 from __future__ import annotations
 
@@ -15,9 +12,9 @@ import torch
 from hcache_backend import metrics
 from hcache_backend.sglang.runtime import Weights, current
 
+# Numbers of ``MetadataBuffers.cached_tokens`` (16 of int32 per request) that no supported version
+# uses: 16 bytes for a digest.
 _ROOM = slice(12, 16)
-"""Numbers of ``MetadataBuffers.cached_tokens`` (16 of int32 for each request) that no supported
-version uses: they take the 16 bytes of a digest."""
 
 _harmless = partial(metrics.harmless, "weights_untold", "weights are taken for other ones")
 
@@ -36,7 +33,7 @@ def before_commit(
     """Around ``DecodeTransferQueue._commit_transfer_to_req``: K and V of a prompt are there."""
     from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
 
-    if decode_req.req.bootstrap_host != FAKE_BOOTSTRAP_HOST:  # a health check, to which nobody sent
+    if decode_req.req.bootstrap_host != FAKE_BOOTSTRAP_HOST:  # a health check, without a sender
         runtime, same = current(), False
         with _harmless():
             sent = queue.metadata_buffers.cached_tokens[decode_req.metadata_buffer_index, _ROOM]
@@ -48,7 +45,7 @@ def before_commit(
 
 
 def _numbers(weights: Weights | None) -> torch.Tensor:
-    """The digest of ``weights``, int32 ``[4]``; zeros where pages must not be stored anyway."""
+    """The digest of ``weights``, int32 ``[4]``; zeros if pages must not be stored anyway."""
     if weights is None or weights.suspended is not None:
         return torch.zeros(4, dtype=torch.int32)
     return torch.frombuffer(bytearray(weights.whole), dtype=torch.int32)

@@ -1,9 +1,9 @@
-"""Which host pages may be loaded where the model is divided into pipeline stages.
+"""Host pages that may be loaded, on a model that is divided into pipeline stages.
 
-No stage may wait for a later one on the scheduler thread: that one may be waiting for what the
-first does next. So every stage backs up every node, if need be with pages that are marked as lost,
-and says of each backup, once it knows, whether its rows are whole. The first stage alone decides
-about loads, by what it has heard so far.
+- No stage may wait for a later one on the scheduler thread: that one may wait for the first.
+- So every stage backs up every node, if necessary with pages that are marked as lost. Once it
+  knows, it says for each backup if its rows are whole.
+- The first stage alone decides about loads, by what it has heard so far.
 """
 
 from __future__ import annotations
@@ -22,28 +22,22 @@ from hcache_backend.sglang.groups import FirstStage, PipelineStages
 
 logger = logging.getLogger("hcache")
 
-_BROUGHT = 0
-"""In place of a backup's number: L3 brought the page, to all stages or none."""
+_BROUGHT = 0  # instead of a backup's number: L3 brought the page, to all stages or none
 _LOST = np.iinfo(np.int64).max
 
 
 class _Said(NamedTuple):
-    """What a stage says of one backup."""
-
     whole: bool
     trusted: bool
 
 
 class StagePages:
-    """What is known of the host pages of all stages. All stages must construct it at one point.
+    """State of the host pages of all stages. All stages must construct it at one point. Scheduler
+    thread only, except :meth:`brought`.
 
-    Only the scheduler thread may use it, but for :meth:`brought`.
-
-    Args:
-        host_pages: How many HiCache may allocate; the same on every stage.
-        whole: Whether the rows of pages are there on this stage; None: nobody knows yet.
-        trusted: Whether this stage trusts its pages.
-        lose_trust: Called when another stage does not.
+    ``host_pages``: number of pages, the same on every stage. ``whole(pages)``: True if their rows
+    are there on this stage, None if unknown yet. ``lose_trust`` is called when another stage is not
+    ``trusted``.
     """
 
     def __init__(
@@ -65,7 +59,6 @@ class StagePages:
 
     @property
     def alone(self) -> bool:
-        """Whether this stage is the only one."""
         return self._stages.alone
 
     def backed_up(self, host_pages: Ids) -> None:
@@ -81,7 +74,7 @@ class StagePages:
         self._backup_of[host_pages] = _BROUGHT
 
     def talk(self) -> None:
-        """Say what is known by now, and listen; nothing is waited for."""
+        """Send and receive without a wait: what this stage knows, and the others' messages."""
         while self._unsaid and (whole := self._whole(self._unsaid[0])) is not None:
             number = self._backups - len(self._unsaid) + 1
             self._unsaid.popleft()
@@ -91,7 +84,7 @@ class StagePages:
             self._hear(number, heard)
 
     def have(self, host_pages: Ids) -> bool:
-        """Whether the first stage has heard that all stages have ``host_pages``; others: True."""
+        """True if the first stage has heard that all stages have ``host_pages``; True on others."""
         if self.alone or not self._first.is_here:
             return True
         return bool((self._backup_of[host_pages] <= self._confirmed).all())

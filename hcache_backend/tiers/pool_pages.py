@@ -1,8 +1,8 @@
-"""How the pages of one of SGLang's host pools look to the store.
+"""Pages of one of SGLang's host pools, as the store sees them.
 
-Hidden-state pages are one piece that says itself what it is. Pages of SGLang's own pools (plain
-KV, MLA, sliding window, state space, indexers, drafts) are named by pool, layout and rank, and are
-read and written where they are, or, where a pool has no addresses to offer, by way of a copy.
+Own pages are one piece that describes itself. Pages of SGLang's own pools (plain KV, MLA, sliding
+window, state space, indexers, drafts) are named by pool, layout and rank. They are read and written
+in place, or by way of a copy if a pool has no addresses to offer.
 """
 
 from __future__ import annotations
@@ -27,10 +27,8 @@ logger = logging.getLogger("hcache")
 
 
 class PageKeys(Sequence[bytes]):
-    """SGLang's keys of pages as those of the store, each converted when it is read.
-
-    The scheduler's thread passes on thousands of them with every request, and reads none.
-    """
+    """SGLang's keys of pages as those of the store, each converted when it is read: the scheduler's
+    thread passes on thousands of them with every request, and reads none."""
 
     def __init__(self, texts: Sequence[str]) -> None:
         self._texts = texts
@@ -51,29 +49,20 @@ class PageKeys(Sequence[bytes]):
 
 
 class PoolMemory(NamedTuple):
-    """The pieces of every page, for each share of the heads; and what to call, with whether each
-    page was found, when pages were read into it."""
+    """Pieces of every page by share of the heads; ``finish`` gets a flag per page after a read."""
 
     shares: list[list[Parts]]
     finish: Callable[[Sequence[bool]], None] = lambda found: None
 
 
 class PoolPages:
-    """The pages of one host pool.
-
-    Attributes:
-        empty: The pool only counts tokens (the anchor of pools that hold the data).
-        shares: How many pages of the store a page of the pool is: more than one where it is
-            divided by heads, so that servers with more ranks can read it.
-
-    Raises:
-        ConfigError: ``tp_lcm_size`` does not divide the heads, or is not what our pages, which
-            there were before the storage, go by.
-    """
+    """The pages of one host pool. Raises ConfigError if ``tp_lcm_size`` does not divide the heads,
+    or does not match our pages, which are older than the storage."""
 
     def __init__(self, name: str, host_pool: Any, config: HiCacheStorageConfig) -> None:
         self.name = name
         self.host_pool = host_pool
+        # The pool only counts tokens (the anchor of pools that hold the data).
         self.empty = host_pool.size_per_token == 0
         self._layout: PageLayout | None = getattr(host_pool, "page_layout", None)
         self._any_ranks = bool(
@@ -83,6 +72,8 @@ class PoolPages:
             and self._layout is None  # hidden states do not divide by heads
             and not config.is_mla_model
         )
+        # Pages of the store per page of the pool: more than one if it is divided by heads, so that
+        # servers with more ranks can read it.
         self.shares = 1
         if self._any_ranks:
             assert config.tp_lcm_size is not None
@@ -93,7 +84,7 @@ class PoolPages:
         divided = name == PoolName.MAMBA or isinstance(host_pool, MHATokenToKVPoolHost)
         # MLA ranks hold copies of their own pages, not of states and drafts beside them.
         self._same_on_all_ranks = config.is_mla_model and not divided
-        # Ranks read those of others where pages of ours divide among all ranks.
+        # Ranks read those of others if our pages divide among all ranks.
         layout = self._layout
         shared = layout is not None and layout.share.of == config.tp_size
         own_groups = layout.head_groups if layout is not None and shared else None
@@ -118,7 +109,7 @@ class PoolPages:
         self._access: Literal["in place", "copy", "none"] = "in place"
 
     def fields(self, share: int) -> dict[str, object]:
-        """What the namespace says about pages of plain KV (of a share of their heads)."""
+        """Fields of the namespace of plain KV pages (of a share of their heads)."""
         pool, config = self.host_pool, self._config
         rank: dict[str, object] = {"pp": [config.pp_rank, config.pp_size]}
         if config.attn_cp_size > 1:
@@ -140,26 +131,23 @@ class PoolPages:
         }
 
     def table(self) -> SegmentTable | None:
-        """How a whole page of ours divides; None: nobody knows what is inside."""
+        """Division of a whole page of ours; None if the pages are not ours."""
         return self._layout.table if self._layout is not None else None
 
     @property
     def share(self) -> Share:
-        """The share of a page that this rank holds, as other ranks can complete it."""
+        """This rank's share of a page, as other ranks can complete it."""
         return self._layout.share if self._layout is not None else WHOLE
 
     def digests(self, pages: Sequence[Parts]) -> list[list[int]] | None:
-        """The digests that sealed pages of ours hold; None: pages of another kind have none."""
+        """Digests in sealed pages of ours; None: other pages have none."""
         layout = self._layout
         if layout is None:
             return None
         return [layout.unit_digests(np.frombuffer(page, np.uint8)) for [page] in pages]
 
     def to_write(self, host_indices: torch.Tensor, pages: int) -> PoolMemory | None:
-        """Memory that holds ``pages`` pages at ``host_indices`` (``[pages * page_size]``).
-
-        None: SGLang offers no way to store pages of this pool.
-        """
+        """Memory of ``pages`` pages at ``host_indices``; None if SGLang cannot store this pool."""
         found = self._in_place(host_indices, pages)
         if found is not None or self._access == "none":
             return found
@@ -167,7 +155,7 @@ class PoolPages:
         return self._copies([self.host_pool.get_data_page(index) for index in first])
 
     def to_read(self, host_indices: torch.Tensor, pages: int) -> PoolMemory | None:
-        """Memory into which ``pages`` pages at ``host_indices`` are to be read, or None."""
+        """Memory to read ``pages`` pages at ``host_indices`` into, or None."""
         found = self._in_place(host_indices, pages)
         if found is not None or self._access == "none":
             return found
@@ -182,7 +170,7 @@ class PoolPages:
         return self._copies(copies)._replace(finish=finish)
 
     def _in_place(self, host_indices: torch.Tensor, pages: int) -> PoolMemory | None:
-        """The pages where they are, or None where the pool has no addresses to offer."""
+        """The pages in place, or None if the pool has no addresses to offer."""
         if self._access != "in place":
             return None
         if pages == 0:
@@ -207,7 +195,6 @@ class PoolPages:
         return PoolMemory([groups[share :: self.shares] for share in range(self.shares)])
 
     def _other_access(self, refused: Exception) -> Literal["copy", "none"]:
-        """How to get at pages that have no addresses."""
         try:
             self.host_pool.get_dummy_flat_data_page()
         except (ValueError, NotImplementedError):

@@ -1,7 +1,7 @@
-"""The store behind the page store: pages as values in a backend that may hang.
+"""The shared tier behind the page store: pages as values in a backend that may hang.
 
-A value is the page's bytes and, at its end, a digest over them, the namespace, the key and the
-share: whatever a backend returns for a name, it is the page, or it is a miss.
+A value is the page's bytes and a digest of them, the namespace, the key and the share. So any value
+that a backend returns for a name is the page, or a miss.
 """
 
 from __future__ import annotations
@@ -32,30 +32,21 @@ from hcache_backend.tiers.threads import BoundedCalls, CopyQueue, GivenUp, bound
 
 logger = logging.getLogger("hcache")
 
-LOOK_UP_SECONDS = 0.4
-"""Longest look-up."""
+LOOK_UP_SECONDS = 0.4  # longest look-up
 _LOOK_UP_PAGES = 64
-REST_SECONDS = 10.0
-"""A backend that failed, or did not answer in time, is left alone for so long."""
-_PART_BYTES = 16 << 20
-"""Largest part of a read or of a write, unless one page is larger."""
+REST_SECONDS = 10.0  # pause of a backend that failed, or did not answer in time
+_PART_BYTES = 16 << 20  # largest part of a read or of a write, unless one page is larger
 
 _Result = TypeVar("_Result")
 
 
 class StoreBehind:
-    """Pages of one host pool in a backend that other machines use, too. Any thread; never raises.
+    """Pages of one host pool in a backend that other machines use, too. Any thread; calls never
+    raise.
 
-    Look-ups and parts of reads wait for a bounded time. What is written is copied, and written
-    later.
-
-    Args:
-        made: The backend, which this object closes.
-        page_bytes: Those of the largest page.
-        pieces: As how many pieces of memory the backend wants to see a page.
-
-    Raises:
-        Exception: The backend does not take the memory that it is to work with.
+    Look-ups and parts of reads wait for a bounded time. Writes are copied, and made later. This
+    object closes the backend ``made``. ``page_bytes``: of the largest page; ``pieces``: of memory
+    in a page. The constructor raises if the backend does not take its memory.
     """
 
     def __init__(self, made: MadeBackend, page_bytes: int, pieces: int) -> None:
@@ -74,7 +65,7 @@ class StoreBehind:
         self._reading = BoundedCalls("hcache-behind-read")
         self._one_read, self._noting = threading.Lock(), threading.Lock()
         self._writes = CopyQueue("hcache-behind-write", self._memory[rows:, :page_bytes])
-        # Pages that were proven are kept from memory that the backend does not know.
+        # Copies of proven pages are in memory that the backend does not know.
         self._keeps = CopyQueue("hcache-behind-keep", np.empty((rows, page_bytes), np.uint8))
         self._problems = ProblemLog()
         self._rests_until = 0.0
@@ -84,10 +75,8 @@ class StoreBehind:
     def complete(
         self, namespace: bytes, share: Share, keys: Sequence[bytes], here: list[bool]
     ) -> range:
-        """Note in ``here`` which of the pages that the page store lacks are here.
-
-        Returns the pages from the first of them on to the first one that no store has.
-        """
+        """Set ``here`` for pages that the page store lacks and the backend has. Returns the pages
+        from the first of them to the first that no store has."""
         absent = [number for number, found in enumerate(here) if not found]
         count = self.leading(namespace, share, [keys[n] for n in absent]) if absent else 0
         for number in absent[:count]:
@@ -96,10 +85,8 @@ class StoreBehind:
         return range(absent[0] if count else end, end)
 
     def leading(self, namespace: bytes, share: Share, keys: Sequence[bytes]) -> int:
-        """How many of the pages ``keys``, from the first one on, the backend says to have.
-
-        As many as it says in time; none if it fails: what will not be read is not promised.
-        """
+        """Number of the pages ``keys``, from the first one on, that the backend reports in time;
+        none if it fails: a page that will not be read is not promised."""
         start_time, took, found = time.monotonic(), 0.0, 0
         for start in range(0, len(keys), _LOOK_UP_PAGES):
             names = [
@@ -126,7 +113,7 @@ class StoreBehind:
     def read(
         self, namespace: bytes, share: Share, keys: Sequence[bytes], pages: Sequence[Parts]
     ) -> list[bool]:
-        """Read pages into memory; False is a miss, and the memory of that page holds anything."""
+        """Read pages into memory; False is a miss, with any bytes in the memory of that page."""
         found: list[bool] = []
         with self._one_read:
             while len(found) < len(keys):
@@ -142,19 +129,15 @@ class StoreBehind:
         return found + [False] * (len(keys) - asked)
 
     def wait_for_room(self, deadline: float) -> bool:
-        """Whether :meth:`write` can take a page, by ``deadline`` (monotonic seconds).
-
-        After a wait in vain there is no further one until the backend has taken something.
-        """
+        """Returns True if :meth:`write` can take a page before ``deadline`` (monotonic seconds).
+        After a failed wait it does not wait again until the backend has taken something."""
         return self._writes.wait_for_room(deadline)
 
     def write(
         self, namespace: bytes, share: Share, keys: Sequence[bytes], pages: Sequence[Parts]
     ) -> int:
-        """Write the first of the pages, later; their memory may change when this returns.
-
-        Returns how many: at most a part, and as many as there is room for.
-        """
+        """Write the first of the pages later; their memory may change when this returns. Returns
+        their number: at most a part, and as many as there is room for."""
 
         def write(rows: list[int], copies: list[Parts]) -> None:
             for row, key, copy in zip(rows, keys, copies, strict=False):
@@ -173,10 +156,8 @@ class StoreBehind:
         return self._writes.take(pages[: self._part], write)
 
     def put_locally(self, pages: Sequence[Parts], put: Callable[[list[Parts]], bool]) -> None:
-        """Have ``put`` store pages that were read, later; it gets copies of the first of them.
-
-        What there is no room for is put when the server has nothing else to do.
-        """
+        """Copy the first pages and have ``put`` store them later; pages without room are
+        dropped."""
 
         def keep(rows: list[int], copies: list[Parts]) -> None:
             event = "kept" if put(copies) else "not_kept"
@@ -187,20 +168,18 @@ class StoreBehind:
 
     @property
     def silent(self) -> bool:
-        """Whether it failed, or did not answer in time, when it was asked last."""
+        """True if the backend failed, or did not answer in time, at the last request."""
         return "reads" in self._failing
 
     def forget_kept(self) -> None:
-        """What waits to be kept is not."""
         metrics.BEHIND_PAGES.count("not_kept", self._keeps.forget())
 
     def forget(self) -> None:
-        """What waits to be written, or to be kept, is not."""
         self._writes.forget()
         self.forget_kept()
 
     def distrust(self, namespaces: Sequence[bytes]) -> None:
-        """What this server wrote may be wrong: forget the rest, and say what has to be deleted."""
+        """Pages of this server may be wrong: drop the waiting ones, and log the names to delete."""
         self.forget()
         logger.error(
             "hcache: pages that this server wrote are still in the shared L3 (%s), and other "
@@ -211,7 +190,7 @@ class StoreBehind:
         )
 
     def close(self) -> None:
-        """Let go of the backend, once what waits is written; what takes too long is given up."""
+        """Close the backend once waiting pages are written; a slow call is given up."""
         deadline = time.monotonic() + CLOSE_SECONDS
         threads = (self._looking, self._reading, self._writes, self._keeps)
         ended = [thread.end(deadline) for thread in threads]
@@ -224,8 +203,8 @@ class StoreBehind:
     def _read_part(
         self, namespace: bytes, share: Share, keys: Sequence[bytes], pages: Sequence[Parts]
     ) -> list[bool] | None:
-        """Read a part of the pages; None: the backend is left alone."""
-        names = [PageName(namespace, key, share).value for key in keys]
+        """Read a part of the pages; None if the backend rests."""
+        names = [_name(namespace, key, share) for key in keys]
         get = partial(self._values.get, names, range(len(names)))
         came = self._ask(self._reading, get, self._read_seconds)
         if came is None:
@@ -236,7 +215,7 @@ class StoreBehind:
         ]
 
     def _take(self, row: int, namespace: bytes, key: bytes, share: Share, page: Parts) -> bool:
-        """Copy a value to the memory of its page, and see there whether it is that page."""
+        """Copy a value to the memory of its page. Returns True if its proof is right there."""
         start, value = 0, self._memory[row]
         for part in page:
             end = start + part.nbytes
@@ -253,7 +232,7 @@ class StoreBehind:
     def _ask(
         self, calls: BoundedCalls, work: Callable[[], _Result], seconds: float
     ) -> _Result | None:
-        """What ``work()`` returns; None: it failed or took too long, now or a while ago."""
+        """The result of ``work()``; None if the backend failed or was too slow, now or recently."""
         if time.monotonic() < self._rests_until or self._looking.hangs or self._reading.hangs:
             return None
         try:
@@ -272,7 +251,7 @@ class StoreBehind:
         return None
 
     def _note(self, what: str, problem: str | None) -> None:
-        """Whether ``reads`` or ``writes`` go well at the moment; None: they do."""
+        """Note the state of ``reads`` or ``writes``: a problem, or None."""
         with self._noting:
             if (what in self._failing) == (problem is not None):
                 return
@@ -283,3 +262,7 @@ class StoreBehind:
             logger.warning("hcache: the shared L3 (%s) %s", self._name, problem)
         elif not self._failing:
             logger.info("hcache: the shared L3 (%s) responds again", self._name)
+
+
+def _name(namespace: bytes, key: bytes, share: Share) -> str:
+    return f"hcache-{namespace.hex()}-{key.hex()}-{share.number}of{share.of}"

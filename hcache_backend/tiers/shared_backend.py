@@ -1,7 +1,7 @@
 """SGLang's storage backends as values by name, read into and written from memory of ours.
 
-A backend gets rows of that memory for a host pool, never the host pool itself: so a call that
-hangs, and comes back when nobody waits for it any more, cannot write to a page that is in use.
+A backend gets rows of that memory instead of the host pool. So an abandoned call that comes back
+late cannot write to a page in use.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from hcache_backend.tiers.threads import GivenUp, bounded
 
 logger = logging.getLogger("hcache")
 
+# longest time to make a backend, and to give it memory: the server waits for it
 START_SECONDS = 60.0
-"""Longest time to make a backend, and to give it memory: the server waits for it."""
 CLOSE_SECONDS = 5.0
+# environment variables with the folder of a backend; SGLang's default is in /tmp
 _FOLDERS = {
     "file": "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR",
     "nixl": "SGLANG_HICACHE_NIXL_BACKEND_STORAGE_DIR",
 }
-"""Environment variables with the folder of a backend; without them SGLang takes one in /tmp."""
 _BLOCK = 4096
 
 
 def row_bytes(value_bytes: int, pieces: int) -> int:
-    """Bytes of a row for values of ``value_bytes``: direct I/O wants whole blocks as pieces."""
+    """Bytes of a row for values of ``value_bytes``: direct I/O needs pieces of whole blocks."""
     return -(-value_bytes // (pieces * _BLOCK)) * pieces * _BLOCK
 
 
@@ -47,7 +47,7 @@ class MadeBackend(NamedTuple):
     option: BehindOption
 
     def close(self) -> None:
-        """Let go of it; what takes too long is given up."""
+        """Close it; a call that takes too long is given up."""
         close = getattr(self.backend, "close", None)
         try:
             if close is not None:
@@ -57,15 +57,10 @@ class MadeBackend(NamedTuple):
 
 
 def make_backend(option: BehindOption, config: HiCacheStorageConfig) -> MadeBackend:
-    """The backend that ``option`` names, made by SGLang for the rank that ``config`` describes.
-
-    Values are named by what is in them, so the model's name, which may be a path of this machine,
-    is left out.
-
-    Raises:
-        ConfigError: It cannot be made: a wrong option of its own, a package that is not installed,
-            a service that does not answer in time.
-    """
+    """The backend that ``option`` names, made by SGLang for the rank of ``config``. Raises
+    ConfigError: a wrong option of its own, a missing package, a service that does not answer in
+    time. Values are named by content, without the model's name: it may be a path of this
+    machine."""
     named = {"backend": option.backend, "config": sorted(option.config)}  # values may be secrets
     where = f"hcache: option 'behind' is {named}: "
     variable = _FOLDERS.get(option.backend)
@@ -89,7 +84,7 @@ def make_backend(option: BehindOption, config: HiCacheStorageConfig) -> MadeBack
     given_up = threading.Event()
 
     def create() -> MadeBackend:
-        if option.backend == "file" and folder:  # SGLang's fails where two make it at once
+        if option.backend == "file" and folder:  # SGLang's fails if two ranks make it at once
             Path(folder).mkdir(parents=True, exist_ok=True)
         made = MadeBackend(StorageBackendFactory.create_backend(option.backend, own, None), option)
         if given_up.is_set():
@@ -106,11 +101,8 @@ def make_backend(option: BehindOption, config: HiCacheStorageConfig) -> MadeBack
 
 
 class RowPool:
-    """Rows of memory that SGLang's backends take for a host pool with pages of one token.
-
-    Attributes:
-        kv_buffer: uint8 ``[rows, length]``; row ``i`` is the page of host index ``i``.
-    """
+    """Rows of memory (uint8 ``[rows, length]``) that SGLang's backends take for a host pool with
+    pages of one token; row ``i`` is the page of host index ``i``."""
 
     layout = "page_first"
     page_size = 1
@@ -123,7 +115,6 @@ class RowPool:
         self.kv_buffer = torch.frombuffer(memory, dtype=torch.uint8).view(rows, length)
 
     def get_page_buffer_meta(self, indices: torch.Tensor) -> tuple[list[int], list[int]]:
-        """Address and length of every piece of every row."""
         length = self.kv_buffer.shape[1] // self._pieces
         starts = [self.kv_buffer[row].data_ptr() for row in indices.tolist()]
         addresses = [start + piece * length for start in starts for piece in range(self._pieces)]
@@ -140,12 +131,8 @@ class RowPool:
 
 
 class Values:
-    """Values of one length by name, in a storage backend of SGLang's. Everything may raise or hang.
-
-    Args:
-        backend: Made by :func:`make_backend`.
-        pool: The memory that values are read into and written from.
-    """
+    """Values of one length by name, in a storage backend of SGLang's and rows of ``pool``.
+    Everything may raise or hang."""
 
     def __init__(self, backend: HiCacheStorage, pool: RowPool) -> None:
         self._backend = backend
@@ -154,11 +141,11 @@ class Values:
         backend.register_mem_pool_host(pool)
 
     def leading(self, names: Sequence[str]) -> int:
-        """How many of ``names``, from the first one on, are there."""
+        """Number of ``names``, from the first one on, that are there."""
         return min(len(names), int(self._backend.batch_exists(list(names))))
 
     def get(self, names: Sequence[str], rows: Sequence[int]) -> list[bool]:
-        """Read values into ``rows``; False is a miss, and its row holds anything."""
+        """Read values into ``rows``; False is a miss, with any bytes in its row."""
         if self._in_place:
             found = list(self._backend.batch_get_v1(list(names), torch.tensor(rows)))
             if len(found) != len(names):
@@ -167,7 +154,7 @@ class Values:
         return [self._get(name, row) for name, row in zip(names, rows, strict=True)]
 
     def set(self, names: Sequence[str], rows: Sequence[int]) -> list[bool]:
-        """Store values from ``rows``; what is there already is the same."""
+        """Store values from ``rows``; a value that is there already is the same."""
         if self._in_place:
             stored = list(self._backend.batch_set_v1(list(names), torch.tensor(rows)))
             pieces = len(stored) // len(names)  # NIXL tells of each one

@@ -7,8 +7,8 @@
         "class_name": "HCacheStorage", "interface_v1": 1,
         "hcache": {"dirs": ["/mnt/ssd0/hcache"]}}'
 
-Nothing here raises into HiCache's threads, which are not restarted: a problem is a miss, and a page
-that was not stored is reported as done and counted, because a False would end the rest of its node.
+Nothing here raises into HiCache's threads, which are not restarted: a problem is a miss. A page
+that was not stored is counted and reported as done: a False would end the rest of its node.
 """
 
 from __future__ import annotations
@@ -43,36 +43,22 @@ logger = logging.getLogger("hcache")
 
 _Result = TypeVar("_Result")
 
-_REPORT_SECONDS = 60.0
-"""Between two reports for ``hcache doctor`` and ``hcache stats``, whose numbers change."""
+_REPORT_SECONDS = 60.0  # between two reports for ``hcache doctor`` and ``hcache stats``
 
 
 class HCacheStorage(HiCacheStorage):
-    """Pages in local files: our own, or SGLang's plain KV pages; and what other machines have.
+    """Pages in local files: our own, or SGLang's plain KV pages; and pages of other machines.
+    Raises ConfigError, on all ranks or none, if an option is wrong or would change the shape of
+    pages of a running server. It stops a start, and is an HTTP 400 at an attach."""
 
-    Args:
-        storage_config: SGLang's description of this rank.
-        kwargs: Unused; part of SGLang's calling convention.
-
-    Raises:
-        ConfigError: An option is wrong, or would change the shape of pages of a running server.
-            At start-up it stops the server, at a run-time attach it becomes an HTTP 400. All ranks
-            raise, or none.
-
-    Attributes:
-        backups: Those that HiCache would not make, or not wait for.
-        reads_any_page_alike: Whether no page of a hit is farther away than others.
-    """
-
-    # What the store gives is verified unit by unit, and it may be put together from the shares of
-    # several ranks.
+    # The store verifies each unit that it reads. A page may combine shares of several ranks.
     verifies_segments = True
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Any = None) -> None:
         joined = attach.join(storage_config)
         self._runtime, config, kv_fields, store, behind = joined
         self._pools = StoredPools(self._runtime, store, storage_config, kv_fields, behind)
-        self.reads_any_page_alike = behind is None
+        self.reads_any_page_alike = behind is None  # no page of a hit is farther away than others
         self.backups = Backups(storage_config.pp_size)
         self._promises_hits = not decodes_for_others(self._runtime.runner.server_args)
         if not self._promises_hits:
@@ -94,14 +80,11 @@ class HCacheStorage(HiCacheStorage):
         )
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-        """Called once, before any page.
-
-        Raises:
-            ConfigError: ``tp_lcm_size`` does not divide the KV heads; on all ranks alike.
-        """
+        """Called once, before any page. Raises ConfigError on all ranks if ``tp_lcm_size`` is
+        wrong."""
         super().register_mem_pool_host(mem_pool_host)
         self._pools.register(PoolName.KV, mem_pool_host)
-        if not self._runtime.own_pages:  # else it was said when they were made
+        if not self._runtime.own_pages:  # otherwise the warning came when they were made
             tokens, size = self._runtime.runner.max_total_num_tokens, mem_pool_host.size_per_token
             attach.warn_of_small_host_pool(mem_pool_host.size, int(tokens), size, size)
 
@@ -179,10 +162,8 @@ class HCacheStorage(HiCacheStorage):
         return self._pools.take_found_behind()
 
     def use(self, keys: Sequence[str]) -> None:
-        """A request uses the pages ``keys`` of its prompt, from the first one on.
-
-        Wherever they are: L3 would not know of those that L1 or L2 has. Any thread; never waits.
-        """
+        """A request uses the pages ``keys`` of its prompt, from the first one on, in any tier: L3
+        does not see uses in L1 or L2. Any thread; never waits."""
         self._guard("use", partial(self._pools.use, keys), None)
 
     # ---- single values ----
@@ -232,11 +213,10 @@ class HCacheStorage(HiCacheStorage):
         self._guard("clear", self._pools.drop, 0)
 
     def get_stats(self) -> StorageMetrics:
-        """Pages and bandwidths since the last call."""
         return self._pools.take_stats()
 
     def stop(self, cache: Any) -> None:
-        """Store what is queued, as far as there is time: the server is about to end."""
+        """Store queued pages, as far as there is time: the server is about to end."""
         if self.backups.stop(cache):
             self._pools.close()
 
@@ -307,7 +287,6 @@ class HCacheStorage(HiCacheStorage):
 
 
 def _prefix(extra_info: HiCacheStorageExtraInfo | None) -> list[str]:
-    """The keys of the pages before those of a call, as far as SGLang tells."""
     return list(extra_info.prefix_keys or ()) if extra_info else []
 
 
@@ -316,7 +295,7 @@ def _leading(found: Sequence[bool]) -> int:
 
 
 def _usable_lengths(present: Sequence[bool], transfer: PoolTransfer) -> set[int]:
-    """Lengths of prefixes whose pages of this pool, by its policy, are all there."""
+    """Lengths of prefixes that have all their pages of this pool, by its policy."""
     if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
         return set(range(1, _leading(present) + 1))
     window = max(1, len(transfer.keys or ()))

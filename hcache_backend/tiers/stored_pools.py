@@ -1,7 +1,5 @@
-"""What L3 holds of the pages of SGLang's host pools, and under which namespaces.
-
-Everything here may raise; :class:`~hcache_backend.tiers.storage.HCacheStorage` makes misses of it.
-"""
+"""Pages of SGLang's host pools in L3, and their namespaces. Everything here may raise;
+:class:`~hcache_backend.tiers.storage.HCacheStorage` turns that into misses."""
 
 from __future__ import annotations
 
@@ -28,18 +26,12 @@ from hcache_backend.tiers.threads import GivenUp
 
 logger = logging.getLogger("hcache")
 
-WRITE_BEHIND_SECONDS = 5.0
-"""Longest time that a batch of pages waits for room to be written behind."""
+WRITE_BEHIND_SECONDS = 5.0  # longest wait of a batch of pages for room in the shared tier
 
 
 class StoredPools:
-    """The pages of the host pools in the page store ``store``; any thread.
-
-    Args:
-        config: SGLang's description of this rank.
-        kv_fields: What K and V depend on besides the weights, for the namespace of plain pages.
-        behind: What is behind this store; None: there is nothing. It is closed with this object.
-    """
+    """The pages of the host pools in the page store ``store``; any thread. ``kv_fields`` go into
+    the namespace of plain pages. ``behind``: the shared tier, closed with this object."""
 
     def __init__(
         self,
@@ -63,11 +55,8 @@ class StoredPools:
         self._metrics = StorageMetrics()
 
     def register(self, name: str, host_pool: Any) -> None:
-        """``host_pool`` has the pages that calls mean by ``name``.
-
-        Raises:
-            ConfigError: ``tp_lcm_size`` does not divide the KV heads.
-        """
+        """Calls with ``name`` mean ``host_pool``. Raises ConfigError if ``tp_lcm_size`` is
+        wrong."""
         is_first = not self._pools  # the pool of K and V may come a second time, among all others
         pages = self._pools[name] = PoolPages(name, host_pool, self._config)
         if is_first and self._config.tp_rank == self._config.pp_rank == 0:
@@ -79,15 +68,12 @@ class StoredPools:
             self._use_behind(pages, self._unused_behind)
 
     def is_suspended(self) -> bool:
-        """Whether L3 neither takes nor gives for now."""
         weights = self._runtime.weights
         return weights is None or weights.suspended is not None
 
     def exists(self, keys: Sequence[str], pool: str = PoolName.KV) -> list[bool]:
-        """Whether L3 has all shares of each page.
-
-        Of what only the store behind has, it says so up to the first page that no store has.
-        """
+        """Flags of the pages whose shares are all in L3. Pages of the shared tier count only up to
+        the first page that no store has."""
         pages, found = self._pools[pool], [True] * len(keys)
         for share in range(0 if pages.empty else pages.shares):
             namespace = self._serving_namespace(pool, share)
@@ -112,10 +98,7 @@ class StoredPools:
         return found
 
     def take_found_behind(self) -> int:
-        """Pages that look-ups found since the last call, from the first that is only behind on.
-
-        One thread looks up.
-        """
+        """Pages that look-ups (one thread) found since the last call, from the first remote one."""
         found, self._found_behind = self._found_behind, 0
         return found
 
@@ -159,15 +142,13 @@ class StoredPools:
                 self._write_behind(behind, namespace, share, hashes, parts)
 
     def use(self, keys: Sequence[str]) -> None:
-        """A request uses the pages ``keys`` of its prompt, from the first one on.
-
-        The time that this takes does not grow with the prompt.
-        """
+        """A request uses the pages ``keys`` of its prompt, from the first one on. The time that
+        this takes does not grow with the prompt."""
         for _, namespace in self._namespaces():
             self._store.use(namespace, PageKeys(keys))
 
     def drop(self) -> int:
-        """Delete the pages of the weights and pools that are served; returns how many files."""
+        """Delete the pages of the present weights and pools; returns the number of files."""
         behind = self._behind
         if behind is not None:
             behind.forget_kept()
@@ -175,10 +156,8 @@ class StoredPools:
 
     def drop_written(self) -> int:
         """Delete all pages that this server wrote, of earlier weights too, once L3 is suspended.
-
-        A write that had begun before is waited for, or its pages would be named afterwards. What is
-        behind the page store already stays there. Returns how many files went.
-        """
+        Returns the number of files. A write that began before is waited for: otherwise its pages
+        would be named afterwards. Pages in the shared tier stay there."""
         with self._writing:
             behind = self._behind
             if behind is not None:
@@ -218,14 +197,9 @@ class StoredPools:
         prefix: Sequence[str] = (),
         made_by: bytes | None = None,
     ) -> bytes | None:
-        """Store a share of pages from the memory ``parts``; see :meth:`PageStore.put`.
-
-        Args:
-            made_by: The namespace that they belong to; None: the one that is served.
-
-        Returns:
-            That namespace; None: it is not served, and they were dropped.
-        """
+        """Store a share of pages from the memory ``parts``; see :meth:`PageStore.put`. Returns
+        their namespace, or None if it is not served and they were dropped. ``made_by``: the
+        namespace that they must have; None: the one that is served."""
         start = time.perf_counter()
         pages, hashes = self._pools[pool], [key_bytes(key) for key in keys]
         with self._writing:
@@ -259,18 +233,17 @@ class StoredPools:
         return taken
 
     def close(self) -> None:
-        """Close the store, and the one behind it."""
         self._close_behind()
         self._store.close()
         self._store_counters.publish()
 
     def _use_behind(self, pages: PoolPages, made: MadeBackend) -> None:
-        """Look for the pages of the one pool that there is behind the page store, too."""
+        """Use the shared tier for the pages of the only pool."""
         page_bytes = pages.host_pool.size_per_token * pages.host_pool.page_size // pages.shares
         problem = f"{made.option.backend} did not register the buffers: "
         try:
             self._behind = StoreBehind(made, page_bytes, 1 if self._config.is_mla_model else 2)
-        except GivenUp as error:  # it may still be at it, so it must not be closed
+        except GivenUp as error:  # its call may still run, so it must not be closed
             logger.warning("hcache: option 'behind' is not used: %s%s", problem, error)
         except Exception as error:  # raised on one rank, it would leave the others waiting
             self._go_without_behind(f"{problem}{type(error).__name__}: {error}")
@@ -295,10 +268,10 @@ class StoredPools:
         hashes: Sequence[bytes],
         parts: Sequence[Parts],
     ) -> None:
-        """Hand over pages to be written behind, as room comes, up to the first without room."""
+        """Pass pages on to the shared tier, as room comes, up to the first without room."""
         deadline, given = time.monotonic() + WRITE_BEHIND_SECONDS, 0
         while given < len(hashes) and behind.wait_for_room(deadline):
-            with self._writing:  # or what is distrusted by now would be written all the same
+            with self._writing:  # otherwise pages distrusted since would be written
                 if self._serving_namespace(PoolName.KV, share) != namespace:
                     return
                 own = self._pools[PoolName.KV].share
@@ -314,7 +287,7 @@ class StoredPools:
         prefix: Sequence[str],
         found: list[bool],
     ) -> None:
-        """Read the pages that are not ``found`` from behind the page store, and keep them in it."""
+        """Read pages that are not ``found`` from the shared tier; keep them in the page store."""
         namespace, pages = self._serving_namespace(PoolName.KV, share), self._pools[PoolName.KV]
         if namespace is None:
             return
@@ -344,11 +317,8 @@ class StoredPools:
             behind.put_locally([parts[n] for n in proven], keep)
 
     def _serving_namespace(self, pool: str, share: int) -> bytes | None:
-        """Namespace to read and write, or None while L3 is suspended.
-
-        The weights are looked at once: an update that begins on the scheduler thread a moment later
-        must not move what is on its way under the new weights' namespace.
-        """
+        """Namespace to read and write, or None while L3 is suspended. The weights are read once: an
+        update a moment later must not move these pages under the new weights' namespace."""
         weights = self._runtime.weights
         if weights is None or weights.suspended is not None:
             return None
@@ -363,7 +333,6 @@ class StoredPools:
         return self._runtime.namespace_of(weights, **fields)
 
     def _namespaces(self) -> list[tuple[str, bytes]]:
-        """Those of all shares of all pools, with the pools' names."""
         weights = self._runtime.weights
         if weights is None:
             return []

@@ -1,7 +1,5 @@
-"""Threads for calls that may hang: whoever waits for one waits for a bounded time.
-
-They are daemon threads: one that hangs for ever does not keep its process alive.
-"""
+"""Threads for calls that may hang: callers wait for a bounded time. They are daemon threads, so one
+that hangs for ever does not keep its process alive."""
 
 from __future__ import annotations
 
@@ -23,11 +21,11 @@ _Result = TypeVar("_Result")
 
 
 class GivenUp(Exception):
-    """A call took too long, and nobody waits for it any more."""
+    """A call took too long and was abandoned."""
 
 
 def bounded(name: str, work: Callable[[], _Result], seconds: float) -> _Result:
-    """What ``work()`` returns, in a thread of its own; raises as :meth:`BoundedCalls.call`."""
+    """The result of ``work()`` in a thread of its own; raises as :meth:`BoundedCalls.call`."""
     calls = BoundedCalls(name)
     try:
         return calls.call(work, seconds)
@@ -45,16 +43,11 @@ class BoundedCalls:
 
     @property
     def hangs(self) -> bool:
-        """Whether the thread is still in a call that nobody waits for any more."""
+        """True if the thread is still in an abandoned call."""
         return self._given_up is not None and not self._given_up.done()
 
     def call(self, work: Callable[[], _Result], seconds: float) -> _Result:
-        """What ``work()`` returns.
-
-        Raises:
-            GivenUp: It took longer than ``seconds``; the thread may still be in it.
-            Exception: What ``work`` raises.
-        """
+        """The result of ``work()``; raises its exception, or GivenUp after ``seconds``."""
         future: Future[_Result] = Future()
         self._calls.put((future, work))
         if not wait([future], seconds).done:
@@ -64,7 +57,7 @@ class BoundedCalls:
         return future.result()
 
     def end(self, deadline: float) -> bool:
-        """Whether the thread ended by ``deadline`` (monotonic seconds)."""
+        """Returns True if the thread ended before ``deadline`` (monotonic seconds)."""
         self._calls.put(None)
         return _ended(self._thread, deadline)
 
@@ -80,11 +73,7 @@ class BoundedCalls:
 
 class CopyQueue:
     """A thread that works on copies of pages: pages are copied at once, the work is done later.
-
-    Args:
-        name: The thread's, also in the log.
-        rows: Memory for the copies, uint8 ``[pages, bytes]``: so many pages wait at most.
-    """
+    ``rows`` (uint8 ``[pages, bytes]``) hold the copies, and limit the waiting pages."""
 
     def __init__(self, name: str, rows: Bytes) -> None:
         self._name = name
@@ -97,10 +86,8 @@ class CopyQueue:
         self._thread = _started(name, self._run)
 
     def wait_for_room(self, deadline: float) -> bool:
-        """Whether there is room for a page by ``deadline`` (monotonic seconds).
-
-        After a wait in vain nobody waits until some work was done.
-        """
+        """Returns True if there is room for a page before ``deadline`` (monotonic seconds). After a
+        failed wait it does not wait again until some work was done."""
         with self._room:
             if not self._waited_in_vain:
                 left = max(0.0, deadline - time.monotonic())
@@ -108,10 +95,8 @@ class CopyQueue:
             return bool(self._free)
 
     def take(self, pages: Sequence[Parts], work: Callable[[list[int], list[Parts]], object]) -> int:
-        """Copy the first of ``pages``, as many as there is room for; returns how many.
-
-        ``work`` gets the rows of the copies and their memory, divided as the pages are.
-        """
+        """Copy the first of ``pages``, as many as there is room for; returns their number. ``work``
+        gets the rows of the copies and their memory, divided as the pages are."""
         with self._room:
             rows, self._free = self._free[: len(pages)], self._free[len(pages) :]
         try:
@@ -125,7 +110,7 @@ class CopyQueue:
         return len(rows)
 
     def forget(self) -> int:
-        """The work that waits is not done; returns of how many pages."""
+        """Drop the waiting work; returns its number of pages."""
         ends, forgotten = False, 0
         with contextlib.suppress(Empty):
             while True:
@@ -139,7 +124,7 @@ class CopyQueue:
         return forgotten
 
     def end(self, deadline: float) -> bool:
-        """Whether the thread did all its work, and ended, by ``deadline`` (monotonic seconds)."""
+        """Returns True if all work was done, and the thread ended, before ``deadline``."""
         self._waiting.put(None)
         return _ended(self._thread, deadline)
 
@@ -171,7 +156,7 @@ def _ended(thread: threading.Thread, deadline: float) -> bool:
 
 
 def _copy(row: Bytes, page: Parts) -> Parts:
-    """Copy the parts of a page into ``row``, one after the other; returns where they are."""
+    """Copy the parts of a page into ``row``, one after the other; returns the copies."""
     copies: list[memoryview] = []
     start = 0
     for part in page:
