@@ -49,11 +49,7 @@ class Lines(NamedTuple):
     at_once: int  # lines that a program takes
     scales: int  # where the magnitudes begin in an encoded unit
     size: int  # bytes of an encoded unit
-
-    @property
-    def blocks(self) -> int:
-        """Programs of a unit."""
-        return -(-self.number // self.at_once)
+    blocks: int  # programs of a unit
 
 
 class ScaledCode(NamedTuple):
@@ -117,7 +113,8 @@ class ScaledCodec(Codec):
         scales = number * self.dtype.itemsize
         size = -(-(cut.values + scales) // 16) * 16
         at_once = min(_BLOCK_VALUES // span, triton.next_power_of_2(number))
-        return Lines(number, length, step, stride, span, at_once, size - scales, size)
+        blocks = -(-number // at_once)
+        return Lines(number, length, step, stride, span, at_once, size - scales, size, blocks)
 
     def encode_units(self, units: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         parts, fits = [], []
