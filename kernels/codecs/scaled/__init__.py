@@ -53,10 +53,8 @@ class Lines(NamedTuple):
 
 
 class ScaledCode(NamedTuple):
-    """What the kernels know of the code; ``second`` is None if there is one plane."""
+    """What the kernels know of the code."""
 
-    first: Lines
-    second: Lines | None
     largest: float
     inverse: float
     fp8: bool
@@ -96,8 +94,10 @@ class ScaledCodec(Codec):
         self.unit_bytes = tuple(lines.size for lines in self._lines)
         block = min(_BLOCK_VALUES, triton.next_power_of_2(cut.values))
         held = max(lines.span * lines.at_once for lines in self._lines)
-        both = self._lines[0], self._lines[1] if len(planes) > 1 else None
-        code = ScaledCode(*both, self.largest, 1 / self.largest, self.largest == FP8_LARGEST, block)
+        of_all = ScaledCode(self.largest, 1 / self.largest, self.largest == FP8_LARGEST, block)
+        # Not in one record: Triton 3.6 takes none inside of others.
+        second = self._lines[1] if len(planes) > 1 else None
+        code = {"CODE": of_all, "FIRST": self._lines[0], "SECOND": second}
         per_item = cut.units * sum(lines.blocks for lines in self._lines)
         self.encoder = Program(encode_kernel, per_item, _warps(held), code)
         per_item = len(planes) * cut.units * -(-cut.values // block)
