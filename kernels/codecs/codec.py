@@ -9,7 +9,7 @@ Encoding writes device memory, or pages in pinned memory right over the bus.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
@@ -35,7 +35,7 @@ class Program(NamedTuple):
     kernel: Any
     per_item: int  # programs of an item
     warps: int  # of a program
-    code: NamedTuple  # what the kernel knows of the code when it is compiled
+    code: Mapping[str, NamedTuple | None]  # what the kernel knows of the code when it is compiled
 
 
 class Codec(ABC):
@@ -251,7 +251,7 @@ class Codec(ABC):
             "items": items,
             **(ONE_LAYER if layers is None else layers.arguments()),
             "AT": Places(width, *self.cut[1:], len(planes), slots, aligned),
-            "CODE": program.code,
+            **program.code,
         }
         grid = (count, 1 if layers is None else len(layers))
         return Launch(program.kernel, grid, arguments, program.warps, stages=1)

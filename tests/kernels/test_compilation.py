@@ -436,6 +436,20 @@ def test_no_number_of_pages_or_tokens_compiles_a_kernel_again(what: str) -> None
     assert all(kind == kinds[0] for kind in kinds)
 
 
+def test_records_that_kernels_are_compiled_for_hold_no_others() -> None:
+    """Triton 3.6 takes a record inside of another apart, and 3.8 knows of it only the fields."""
+    launches = [*launches_of(1).values(), *(launch() for _, launch in transfer_jobs((9, 0)))]
+    records = [
+        value
+        for launch in launches
+        for value in launch.arguments.values()
+        if isinstance(value, tuple)
+    ]
+    assert records
+    for record in records:
+        assert not any(isinstance(value, tuple) for value in record), record
+
+
 @pytest.mark.parametrize("n", [15, 16])
 def test_long_steps_use_the_kernels_that_short_ones_compiled(n: int) -> None:
     launches = launches_of(n)

@@ -40,8 +40,8 @@ class Exp4(Codec):
         form, units = form_of(values), len(planes) * cut.units
         self.unit_bytes = (form.size,) * len(planes)
         warps = max(1, form.pairs // (32 * _THREAD_PAIRS))
-        self.encoder = Program(encode_kernel, units, warps, form)
-        self.decoder = Program(decode_kernel, units * form.blocks, warps, form)
+        self.encoder = Program(encode_kernel, units, warps, {"CODE": form})
+        self.decoder = Program(decode_kernel, units * form.blocks, warps, {"CODE": form})
 
     def encode_units(self, units: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         encoded, fits = encode_units(units.reshape(-1, self.cut.values))

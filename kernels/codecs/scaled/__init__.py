@@ -49,18 +49,12 @@ class Lines(NamedTuple):
     at_once: int  # lines that a program takes
     scales: int  # where the magnitudes begin in an encoded unit
     size: int  # bytes of an encoded unit
-
-    @property
-    def blocks(self) -> int:
-        """Programs of a unit."""
-        return -(-self.number // self.at_once)
+    blocks: int  # programs of a unit
 
 
 class ScaledCode(NamedTuple):
-    """What the kernels know of the code; ``second`` is None if there is one plane."""
+    """What the kernels know of the code."""
 
-    first: Lines
-    second: Lines | None
     largest: float
     inverse: float
     fp8: bool
@@ -100,8 +94,10 @@ class ScaledCodec(Codec):
         self.unit_bytes = tuple(lines.size for lines in self._lines)
         block = min(_BLOCK_VALUES, triton.next_power_of_2(cut.values))
         held = max(lines.span * lines.at_once for lines in self._lines)
-        both = self._lines[0], self._lines[1] if len(planes) > 1 else None
-        code = ScaledCode(*both, self.largest, 1 / self.largest, self.largest == FP8_LARGEST, block)
+        of_all = ScaledCode(self.largest, 1 / self.largest, self.largest == FP8_LARGEST, block)
+        # Not in one record: Triton 3.6 takes none inside of others.
+        second = self._lines[1] if len(planes) > 1 else None
+        code = {"CODE": of_all, "FIRST": self._lines[0], "SECOND": second}
         per_item = cut.units * sum(lines.blocks for lines in self._lines)
         self.encoder = Program(encode_kernel, per_item, _warps(held), code)
         per_item = len(planes) * cut.units * -(-cut.values // block)
@@ -117,7 +113,8 @@ class ScaledCodec(Codec):
         scales = number * self.dtype.itemsize
         size = -(-(cut.values + scales) // 16) * 16
         at_once = min(_BLOCK_VALUES // span, triton.next_power_of_2(number))
-        return Lines(number, length, step, stride, span, at_once, size - scales, size)
+        blocks = -(-number // at_once)
+        return Lines(number, length, step, stride, span, at_once, size - scales, size, blocks)
 
     def encode_units(self, units: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         parts, fits = [], []

@@ -27,26 +27,28 @@ def encode_kernel(
     offset,
     AT: tl.constexpr,
     CODE: tl.constexpr,
+    FIRST: tl.constexpr,  # Lines of the first plane
+    SECOND: tl.constexpr,  # of the second one, or None
 ):
     UNITS: tl.constexpr = AT.groups * AT.pieces
-    OF_FIRST: tl.constexpr = UNITS * CODE.first.blocks
-    OF_SECOND: tl.constexpr = 0 if CODE.second is None else UNITS * CODE.second.blocks
+    OF_FIRST: tl.constexpr = UNITS * FIRST.blocks
+    OF_SECOND: tl.constexpr = 0 if SECOND is None else UNITS * SECOND.blocks
     number, layer = tl.program_id(0), tl.program_id(1).to(tl.int64)
     fits += layer * tl.num_programs(0)
     item = (number // (OF_FIRST + OF_SECOND)).to(tl.int64)
     part = number % (OF_FIRST + OF_SECOND)
     target = unit_bytes_at(memory, pages, item, page_bytes, offsets, layer, offset)
     if part < OF_FIRST:
-        unit, block = part // CODE.first.blocks, part % CODE.first.blocks
+        unit, block = part // FIRST.blocks, part % FIRST.blocks
         values = unit_values(first, second, table, layer, items, item, unit, AT)
-        fit = _encode_lines(values, target + unit * CODE.first.size, block, AT, CODE, CODE.first)
+        fit = _encode_lines(values, target + unit * FIRST.size, block, AT, CODE, FIRST)
         tl.store(fits + number, fit.to(tl.uint8))
-    elif CODE.second is not None:
+    elif SECOND is not None:
         part -= OF_FIRST
-        unit, block = part // CODE.second.blocks, part % CODE.second.blocks
+        unit, block = part // SECOND.blocks, part % SECOND.blocks
         values = unit_values(first, second, table, layer, items, item, UNITS + unit, AT)
-        target += UNITS * CODE.first.size + unit * CODE.second.size
-        fit = _encode_lines(values, target, block, AT, CODE, CODE.second)
+        target += UNITS * FIRST.size + unit * SECOND.size
+        fit = _encode_lines(values, target, block, AT, CODE, SECOND)
         tl.store(fits + number, fit.to(tl.uint8))
 
 
@@ -99,21 +101,23 @@ def decode_kernel(
     items,  # int64 [p * AT.slots], or None
     AT: tl.constexpr,
     CODE: tl.constexpr,
+    FIRST: tl.constexpr,  # Lines of the first plane
+    SECOND: tl.constexpr,  # of the second one, or None
 ):
     UNITS: tl.constexpr = AT.groups * AT.pieces
     BLOCKS: tl.constexpr = (AT.tokens * AT.width + CODE.block - 1) // CODE.block
-    OF_SECOND: tl.constexpr = 0 if CODE.second is None else CODE.second.size
+    OF_SECOND: tl.constexpr = 0 if SECOND is None else SECOND.size
     number, block = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS
     layer = tl.program_id(1).to(tl.int64)
     item, unit = (number // (AT.planes * UNITS)).to(tl.int64), number % (AT.planes * UNITS)
     count = tl.num_programs(0) // (BLOCKS * AT.planes * UNITS)
-    encoded += (layer * count + item) * (UNITS * (CODE.first.size + OF_SECOND))
+    encoded += (layer * count + item) * (UNITS * (FIRST.size + OF_SECOND))
     values = unit_values(first, second, table, layer, items, item, unit, AT)
     if unit < UNITS:
-        _decode_lines(encoded + unit * CODE.first.size, values, block, AT, CODE, CODE.first)
-    elif CODE.second is not None:
-        encoded += UNITS * CODE.first.size + (unit - UNITS) * CODE.second.size
-        _decode_lines(encoded, values, block, AT, CODE, CODE.second)
+        _decode_lines(encoded + unit * FIRST.size, values, block, AT, CODE, FIRST)
+    elif SECOND is not None:
+        encoded += UNITS * FIRST.size + (unit - UNITS) * SECOND.size
+        _decode_lines(encoded, values, block, AT, CODE, SECOND)
 
 
 @triton.jit
