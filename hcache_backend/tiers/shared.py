@@ -204,7 +204,7 @@ class StoreBehind:
         self, namespace: bytes, share: Share, keys: Sequence[bytes], pages: Sequence[Parts]
     ) -> list[bool] | None:
         """Read a part of the pages; None if the backend rests."""
-        names = [_name(namespace, key, share) for key in keys]
+        names = [PageName(namespace, key, share).value for key in keys]
         get = partial(self._values.get, names, range(len(names)))
         came = self._ask(self._reading, get, self._read_seconds)
         if came is None:
@@ -262,7 +262,3 @@ class StoreBehind:
             logger.warning("hcache: the shared L3 (%s) %s", self._name, problem)
         elif not self._failing:
             logger.info("hcache: the shared L3 (%s) responds again", self._name)
-
-
-def _name(namespace: bytes, key: bytes, share: Share) -> str:
-    return f"hcache-{namespace.hex()}-{key.hex()}-{share.number}of{share.of}"
