@@ -137,7 +137,7 @@ def kept_open(fd: int, stack: ExitStack) -> int:
 
 
 class KvikioFileOps(FileOps):
-    """Reads through KvikIO's threads into host memory; everything else as usual.
+    """Reads through KvikIO's threads into host memory; the rest as usual.
 
     GPUDirect Storage (GDS) serves reads to the device only, so files are opened in KvikIO's
     compatibility mode. KvikIO's threads start when it is imported and do not survive a fork.
@@ -414,7 +414,7 @@ def _aligned(pieces: Sequence[memoryview], offset: int, alignment: Alignment) ->
 
 
 def _behind(pieces: Sequence[memoryview], done: int) -> list[memoryview]:
-    """What is left of ``pieces`` behind their first ``done`` bytes."""
+    """``pieces`` without their first ``done`` bytes."""
     for number, piece in enumerate(pieces):
         if done < piece.nbytes:
             return [piece[done:], *pieces[number + 1 :]]

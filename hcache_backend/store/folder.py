@@ -3,7 +3,7 @@
 ::
 
     <folder>/hcache-store.json   marker: this folder is ours, format, identity
-    <folder>/lock                held by whoever changes index or names
+    <folder>/lock                held to change index or names
     <folder>/index/              SQLite
     <folder>/pages/<2 digits>/   buckets of page files
     <folder>/server.json         a sidecar: the report of the last server
@@ -63,7 +63,7 @@ _HARMLESS = (
     ".fseventsd", ".Spotlight-*", ".DS_Store", "System Volume Information", "..data", "..20*",
     ".hcache-doctor-*",
 )  # fmt: skip
-"""What file systems, snapshots, quotas, desktops and volumes of Kubernetes put into folders."""
+"""Names of file systems, snapshots, quotas, desktops and volumes of Kubernetes in folders."""
 
 logger = logging.getLogger("hcache.store")
 
@@ -73,7 +73,7 @@ class NotOurFolderError(OSError):
 
 
 class Session:
-    """The place where one open store writes files before they get their names.
+    """The folder in which one open store writes files before they get their names.
 
     Files go to lanes in turn, which are in places apart. In one folder, ext4 without a journal
     passes every file deleted in the last minutes: after an eviction that takes longer than a page.
@@ -395,7 +395,7 @@ def _check_marker(path: Path, ops: FileOps, root_fd: int, create: bool) -> None:
         return
     if not create:
         raise FileNotFoundError(errno.ENOENT, f"there is no {MARKER}", str(path))
-    with suppress(PermissionError):  # somebody else's; said at each opening
+    with suppress(PermissionError):  # of another user; logged at each opening
         os.fchmod(root_fd, 0o700)
     temporary = f".{MARKER}.{secrets.token_hex(4)}"
     text = json.dumps({"format": FOLDER_FORMAT, "id": secrets.token_hex(16)}).encode() + b"\n"
@@ -471,7 +471,7 @@ def _is_dead(ops: FileOps, sessions_fd: int, token: str) -> bool:
             with opened(ops, _LOCK, os.O_RDWR, session_fd) as fd:
                 return try_lock(fd)
         except FileNotFoundError:
-            return True  # sessions start under the folder's lock, so nobody is about to make it
+            return True  # sessions start under the folder's lock: none is about to make it
 
 
 def _remove_session(ops: FileOps, sessions_fd: int, token: str) -> None:
