@@ -73,10 +73,12 @@ def write_page(folder: Folder, write: PageWrite) -> None:
     digests = memory.digests or memory.digests_of(layout.units)
     pack_header(header, entry.name, entry.writer, layout, digests)
     number = folder.session.new_file()
-    dir_fd, file = folder.session.place(number)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | folder.io.alignment.flags
     try:
-        with opened(folder.ops, file, flags, dir_fd) as fd:
+        with (
+            folder.session.place(number) as (dir_fd, file),
+            opened(folder.ops, file, flags, dir_fd) as fd,
+        ):
             write.copied = folder.io.write(fd, [header, *memory.parts])
     except OSError:
         remove_nameless(folder, number)
@@ -88,8 +90,10 @@ def give_name(folder: Folder, write: PageWrite) -> None:
     """Make a page file of a file of the session."""
     assert write.file is not None
     name = write.entry.name
-    source_fd, source = folder.session.place(write.file)
-    with folder.bucket(name.bucket, make=True) as bucket_fd:
+    with (
+        folder.session.place(write.file) as (source_fd, source),
+        folder.buckets.opened(name.bucket, make=True) as bucket_fd,
+    ):
         folder.ops.rename(source, source_fd, name.file, bucket_fd)
     write.stored = True
 
@@ -97,15 +101,14 @@ def give_name(folder: Folder, write: PageWrite) -> None:
 def remove_nameless(folder: Folder, file: int | None) -> None:
     """Remove a file of the session, if there is one; otherwise the next opening removes it."""
     if file is not None:
-        with contextlib.suppress(OSError):
-            dir_fd, name = folder.session.place(file)
+        with contextlib.suppress(OSError), folder.session.place(file) as (dir_fd, name):
             folder.ops.unlink(name, dir_fd)
 
 
 def file_exists(folder: Folder, name: PageName) -> bool:
     """Whether a page file is really there."""
     try:
-        with folder.bucket(name.bucket) as bucket_fd:
+        with folder.buckets.opened(name.bucket) as bucket_fd:
             folder.ops.stat(name.file, bucket_fd)
     except FileNotFoundError:
         return False
@@ -118,7 +121,7 @@ def delete_page(folder: Folder, name: PageName, only: os.stat_result | None = No
     Another file than the one with status ``only`` stays. Returns whether there is no file now.
     """
     try:
-        with folder.bucket(name.bucket) as bucket_fd:
+        with folder.buckets.opened(name.bucket) as bucket_fd:
             if only is not None:
                 there = folder.ops.stat(name.file, bucket_fd)
                 if not os.path.samestat(there, only) or there.st_mtime_ns != only.st_mtime_ns:
@@ -158,7 +161,7 @@ def read_page(folder: Folder, read: PageRead) -> tuple[int, int]:
 def open_page(folder: Folder, name: PageName) -> int:
     """Open a page file for reading; FileNotFoundError if it is not there."""
     flags = os.O_RDONLY | folder.io.alignment.flags
-    with folder.bucket(name.bucket) as bucket_fd:
+    with folder.buckets.opened(name.bucket) as bucket_fd:
         return folder.ops.open(name.file, flags, bucket_fd)
 
 
