@@ -92,10 +92,11 @@ class Subfolders:
     def opened(self, name: str, *, make: bool = False) -> Iterator[int]:
         """The folder ``name``; ``make`` a missing one, or another if it finds it deleted."""
         fd = self._known.get(name)
-        with ExitStack() as stack:
-            if fd is None or (make and not os.fstat(fd).st_nlink):
-                fd = self._open(name, fd, make, stack)
+        if fd is not None and (not make or os.fstat(fd).st_nlink):
             yield fd
+            return
+        with ExitStack() as stack:
+            yield self._open(name, fd, make, stack)
 
     def _open(self, name: str, known: int | None, make: bool, stack: ExitStack) -> int:
         """Open it anew, instead of a ``known`` one, to be kept or closed with ``stack``."""
@@ -113,6 +114,10 @@ class Subfolders:
                 return kept_open(fd, stack)
             self._known[name] = kept_open(fd, self._kept)
             return fd
+
+    def kept(self, name: str) -> int:
+        """The folder ``name``, made if it is missing; it stays open."""
+        return self._known.get(name) or self._open(name, None, True, self._kept)
 
     def names(self) -> list[str]:
         return self._ops.list(self._parent_fd)
@@ -153,11 +158,9 @@ class Session:
     def new_file(self) -> int:
         return next(self._files)
 
-    @contextmanager
-    def place(self, number: int) -> Iterator[tuple[int, str]]:
+    def place(self, number: int) -> tuple[int, str]:
         """The open folder of file ``number``, and its name there."""
-        with self._lanes.opened(f"{_LANE}{number % self._number}", make=True) as lane_fd:
-            yield lane_fd, str(number)
+        return self._lanes.kept(f"{_LANE}{number % self._number}"), str(number)
 
     def close(self) -> None:
         """Remove unfinished files; the next opening removes the rest."""

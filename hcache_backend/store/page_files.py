@@ -73,12 +73,10 @@ def write_page(folder: Folder, write: PageWrite) -> None:
     digests = memory.digests or memory.digests_of(layout.units)
     pack_header(header, entry.name, entry.writer, layout, digests)
     number = folder.session.new_file()
+    dir_fd, file = folder.session.place(number)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | folder.io.alignment.flags
     try:
-        with (
-            folder.session.place(number) as (dir_fd, file),
-            opened(folder.ops, file, flags, dir_fd) as fd,
-        ):
+        with opened(folder.ops, file, flags, dir_fd) as fd:
             write.copied = folder.io.write(fd, [header, *memory.parts])
     except OSError:
         remove_nameless(folder, number)
@@ -90,10 +88,8 @@ def give_name(folder: Folder, write: PageWrite) -> None:
     """Make a page file of a file of the session."""
     assert write.file is not None
     name = write.entry.name
-    with (
-        folder.session.place(write.file) as (source_fd, source),
-        folder.buckets.opened(name.bucket, make=True) as bucket_fd,
-    ):
+    source_fd, source = folder.session.place(write.file)
+    with folder.buckets.opened(name.bucket, make=True) as bucket_fd:
         folder.ops.rename(source, source_fd, name.file, bucket_fd)
     write.stored = True
 
@@ -101,7 +97,8 @@ def give_name(folder: Folder, write: PageWrite) -> None:
 def remove_nameless(folder: Folder, file: int | None) -> None:
     """Remove a file of the session, if there is one; otherwise the next opening removes it."""
     if file is not None:
-        with contextlib.suppress(OSError), folder.session.place(file) as (dir_fd, name):
+        with contextlib.suppress(OSError):
+            dir_fd, name = folder.session.place(file)
             folder.ops.unlink(name, dir_fd)
 
 
