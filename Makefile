@@ -15,9 +15,8 @@ GPU_PYTHON := $(shell command -v nvidia-smi >/dev/null && python -c \
 export CPU_SETUP := $(if $(GPU_PYTHON),,1)
 
 .PHONY: setup versions demo test dark test-long test-versions test-gpu-versions lint docs bench-store bench-codecs \
-	bench-segment-codec bench-throttled bench-accuracy bench-thresholds bench-partition bench-paper bench-occupancy bench-step-time bench-launches bench-depth \
-	bench-pyramid bench-beside bench-eager bench-hits bench-hits-load bench-eviction bench-pages bench-compare bench-real-model record-demo record-eager record-compare \
-	record-accuracy record-thresholds record-real-model
+	bench-accuracy bench-paper bench-step-time bench-launches bench-beside bench-hits bench-hits-load bench-eviction \
+	bench-restores bench-saving bench-multiturn bench-real-model record-demo record-restores record-accuracy record-real-model
 .DELETE_ON_ERROR:
 
 demo: setup
@@ -140,14 +139,6 @@ bench-store: setup $(VENV)/.peers
 bench-codecs: setup
 	$(BIN)/python -m bench.codecs $(ARGS)
 
-# MODELS="gqa paired": their K, V and hidden states, too.
-bench-segment-codec: setup
-	$(BIN)/python -m bench.segment_codec --models $(MODELS) $(ARGS)
-
-# Encoded K and V from a slow L3 beside those as they are. Five minutes, alone.
-bench-throttled: setup
-	$(BIN)/python -m bench.throttled $(ARGS)
-
 # What the ways to keep K and V change in what trained models say. MODEL: another model instead. The
 # first time it trains them, for a few minutes each on two idle cores.
 bench-accuracy: setup
@@ -156,20 +147,11 @@ bench-accuracy: setup
 # What codecs, pairs of layers and exp4 do to a model with trained weights. A quarter of an hour.
 bench-real-model: setup
 	$(foreach model,smollm2 smollm2-mha,$(BIN)/python -m bench.accuracy --whole --model $(model) $(ARGS) &&) true
-	$(BIN)/python -m bench.segment_codec --only-models --models smollm2 smollm2-mha
 	$(BIN)/python -m bench.codecs --model smollm2-mha --dtypes bfloat16 --conversations 2 --turns 3
 
-# The same for several values of what Krul leaves open.
-bench-thresholds: setup
-	$(foreach model,$(or $(MODEL),gqa paired),$(BIN)/python -m bench.accuracy --thresholds --model $(model) $(ARGS) &&) true
-
-# The paper's Table 3 and figures 11 to 13, simulated, beside its numbers. Seconds.
+# The paper's Table 3 and figures 11 and 12, simulated, beside its numbers. Seconds.
 bench-paper: setup
 	$(BIN)/python -m bench.paper $(ARGS)
-
-# What copies take of a GPU beside matrix products, compiled for four GPUs. Minutes.
-bench-occupancy: setup
-	$(BIN)/python -m bench.occupancy $(ARGS)
 
 # Python time that capture takes in a decode step without CUDA graphs, per step and per layer. Seconds.
 bench-step-time: setup
@@ -179,26 +161,9 @@ bench-step-time: setup
 bench-launches: setup
 	$(BIN)/python -m bench.launches $(ARGS)
 
-# Restores whose front is recomputed while L3 brings the back, computed for an H100 or H200. Seconds.
-bench-depth: setup
-	$(BIN)/python -m bench.depth $(ARGS)
-
-# The recomputation pyramid of Krul beside the staircase of a restore, computed. Seconds.
-bench-pyramid: setup
-	$(BIN)/python -m bench.pyramid $(ARGS)
-
 # What a full store still has of each prompt, beside LRU and the best possible. Minutes.
 bench-eviction: setup
 	$(BIN)/python -m bench.eviction $(ARGS)
-
-# Every partition on a real server, over a slower and slower bus. A quarter of an hour, alone.
-bench-partition: setup
-	$(BIN)/python -m bench.sweep partition $(ARGS)
-
-# Restores while L3 is being read, from a slower and slower L3. Half an hour, alone.
-bench-eager: setup
-	$(BIN)/python -m bench.sweep eager $(ARGS)
-	$(BIN)/python -m bench.sweep eager_kv $(ARGS)
 
 # First layers recomputed while L3 brings the others. An hour, alone.
 bench-beside: setup
@@ -208,40 +173,36 @@ bench-beside: setup
 bench-hits: setup $(VENV)/.peers
 	$(BIN)/python -m bench.hits $(ARGS)
 
+# Restores by method over a bus, or from an L3, of a given rate. STUDY: pages, codec, partition, eager,
+# eager_kv or methods. Five minutes to an hour, alone.
+bench-restores: setup $(VENV)/.peers
+	$(BIN)/python -m bench.restores $(or $(STUDY),methods) $(ARGS)
+
+# What saving hidden states costs the tokens of running requests. Minutes.
+bench-saving: setup
+	$(BIN)/python -m bench.saving $(ARGS)
+
+# The paper's workloads on servers of several methods. METHODS: which. Half an hour, alone.
+bench-multiturn: setup
+	$(BIN)/python -m bench.multiturn --methods $(or $(METHODS),recompute,file,hcache-eager) --scale 0.2 $(ARGS)
+
 # Bursts of requests with L3 slower and faster than computing. Twenty minutes, alone.
 bench-hits-load: setup
 	$(BIN)/python -m bench.hits.load $(ARGS)
-
-# Own pages of K and V beside SGLang's plain pages. Five minutes, alone.
-bench-pages: setup
-	$(BIN)/python -m bench.pages $(ARGS)
-
-# Every method on real servers: restores, what saving costs, a workload. Half an hour, alone.
-bench-compare: setup $(VENV)/.peers
-	$(BIN)/python -m bench.compare --part restore --rounds 3 --out out/compare.json
-	$(BIN)/python -m bench.compare --part saving --rounds 3 --out out/saving.json
-	$(BIN)/python -m bench.compare --part load --workload multiturn --num-clients 4 --max-rounds 3 \
-		--scale 0.5 --pool-tokens 1024 --rates 1,3 --out out/load.json
 
 # Everything above writes to out/. These measure, then keep the results in bench/results and write
 # the tables of README and docs anew.
 record-demo: demo
 	$(BIN)/python -m bench.record demo
 
-record-compare: bench-compare
-	$(BIN)/python -m bench.record compare saving load
-
-record-eager: bench-eager
-	$(BIN)/python -m bench.record eager eager_kv
+record-restores: bench-restores
+	$(BIN)/python -m bench.record restores_$(or $(STUDY),methods)
 
 record-accuracy: bench-accuracy
 	$(BIN)/python -m bench.record accuracy_gqa accuracy_paired
 
 record-real-model: bench-real-model
-	$(BIN)/python -m bench.record accuracy_smollm2 accuracy_smollm2-mha segment_codec_models codecs_smollm2-mha
-
-record-thresholds: bench-thresholds
-	$(BIN)/python -m bench.record thresholds_gqa thresholds_paired
+	$(BIN)/python -m bench.record accuracy_smollm2 accuracy_smollm2-mha codecs_smollm2-mha
 
 record-%: bench-%
 	$(BIN)/python -m bench.record $*

@@ -14,29 +14,23 @@ restores would take whose processor and L3 are busy from start to end; then come
 from __future__ import annotations
 
 import json
-import os
 import random
-import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from math import log2
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from bench.harness.machine import Machine, MachineError, find_machine
+from bench.harness.machine import Machine, MachineError
 from bench.harness.methods import METHODS, PAGE_SIZE, Method
 from bench.harness.models import TinyLlama, narrowed
-from bench.harness.program import at_least, failing, parser, stamp, steps
-from bench.harness.report import COLOURS, OUT, markdown, picture, ratio_axis, times, write
+from bench.harness.program import Program, Run, Setting, at_least, scratch, several, steps
+from bench.harness.report import Column, Picture, Results, Row, Series, Table, times
+from bench.harness.rounds import median_interval
 from bench.harness.turns import NO_L3, Answer, Turns, taking_turns
-from bench.pages import LEAST_ROUNDS, median_interval
-from hcache_backend.partition.costs import side_by_side
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from hcache_backend.plan.costs import side_by_side
 
 _LAYERS_2K = 12
 ALONE, BOTH = "alone", "both"
@@ -69,7 +63,7 @@ def at_length(
     Raises:
         ServerError: A server did not start, or a request failed.
     """
-    with tempfile.TemporaryDirectory(prefix="hcache-bench-") as folder:
+    with scratch() as folder:
         advance(f"{tokens:,} tokens: starting servers")
         model = shape(tokens).build(Path(folder))
         with taking_turns(machine, model, METHODS_COMPARED, tokens) as turns:
@@ -125,8 +119,7 @@ def compared(
     for name, other in others.items():
         ratios = [mine / its for mine, its in zip(seconds[BOTH], other, strict=True)]
         found[name] = median(ratios)
-        enough = len(ratios) >= LEAST_ROUNDS
-        found[f"{name}_interval"] = median_interval(ratios) if enough else None
+        found[f"{name}_interval"] = median_interval(ratios)
     return found
 
 
@@ -143,113 +136,101 @@ def kept_rows(path: Path, tokens: Sequence[int], device: str) -> list[dict[str, 
     return [{"date": earlier["date"], **row} for row in rows]
 
 
-def table_lines(results: Mapping[str, Any]) -> str:
-    """A row for each history and speed of L3."""
-    ratios = {"of_alone": "L3 alone", "of_best": "the better one", "of_floor": "the floor"}
-    heads = ["tokens", "speed of L3", *(f"{title}, ms" for title in TITLES.values())]
-    for title in ratios.values():
-        heads += [f"both / {title}", "95%"]
-    rows = []
+def panels(results: Results) -> Mapping[str, Sequence[Row]]:
+    """The speeds of L3 as shares of computing, a panel for each history."""
+    found: dict[str, list[Row]] = {}
     for row in results["rows"]:
-        cells: list[object] = [f"{row['tokens']:,}", f"{row['speed']:g}"]
-        cells += [f"{row['ms'][name]:,.0f}" for name in TITLES]
-        for name in ratios:
-            ends = row[f"{name}_interval"]
-            cells += [row[name], tuple(ends) if ends else None]
-        rows.append(cells)
-    return markdown(heads, rows)
+        one = row["ms"][NO_L3]
+        of_computing = {name: ms / one for name, ms in row["ms"].items()}
+        of_computing["floor"] = row["ms"][BOTH] / row["of_floor"] / one
+        panel = f"{row['tokens']:,} tokens, {_layers(row)} layers"
+        found.setdefault(panel, []).append({**row, "of_computing": of_computing})
+    return found
 
 
-def chosen_lines(results: Mapping[str, Any]) -> str:
-    """The rows of the model with most layers."""
-    rows = [
-        (
-            f"{row['speed']:g}",
-            *(f"{row['ms'][name]:,.0f}" for name in TITLES),
-            row["of_best"],
-            tuple(row["of_best_interval"]),
-        )
-        for row in results["rows"]
-        if row["tokens"] == CHOSEN_TOKENS
-    ]
-    heads = ("speed of L3", *(f"{title}, ms" for title in TITLES.values()))
-    return markdown((*heads, "both / the better one", "95%"), rows)
-
-
-def draw(results: Mapping[str, Any]) -> Figure:
-    """Time to the first token by the speed of L3, a panel for each history."""
-    rows_of: dict[int, list[Mapping[str, Any]]] = {}
-    for row in results["rows"]:
-        rows_of.setdefault(row["tokens"], []).append(row)
-    deepest = max(results["rows"], key=_nearest)
-    figure = picture(
-        f"Reading and recomputing at once takes {deepest['of_best']:.2f} of the time of the better "
-        f"one (L3 {times(deepest['speed'])} as fast as computing, {_layers(deepest)} layers)"
+def finding(results: Results) -> str:
+    """What the picture shows, of the model with most layers at the speed nearest to computing."""
+    row = max(results["rows"], key=lambda row: (_layers(row), -abs(log2(row["speed"]))))
+    return (
+        f"Reading and recomputing at once takes {row['of_best']:.2f} of the time of the better "
+        f"one (L3 {times(row['speed'])} as fast as computing, {_layers(row)} layers)"
     )
-    panels = figure.subplots(1, len(rows_of), sharey=True, squeeze=False)[0]
-    heights: list[float] = []
-    for axes, (tokens, rows) in zip(panels, rows_of.items(), strict=True):
-        rows.sort(key=lambda row: float(row["speed"]))
-        speeds = [row["speed"] for row in rows]
-        axes.axhline(1, color=COLOURS["computed"], label=TITLES[NO_L3])
-        for name, style, colour in ((ALONE, ".--", "ours, all read"), (BOTH, "o-", "ours")):
-            share = [row["ms"][name] / row["ms"][NO_L3] for row in rows]
-            axes.plot(speeds, share, style, color=COLOURS[colour], label=TITLES[name])
-            heights += share
-        floor = [row["ms"][BOTH] / row["of_floor"] / row["ms"][NO_L3] for row in rows]
-        axes.plot(speeds, floor, ":", color=COLOURS["limit"], label="floor")
-        ratio_axis(axes, "x", speeds)
-        axes.set_title(f"{tokens:,} tokens, {_layers(rows[0])} layers", fontsize=10)
-        axes.set_xlabel("speed of L3, of computing", fontsize=10)
-        axes.grid(alpha=0.3)
-    ratio_axis(panels[0], "y", heights)
-    panels[0].set_ylabel("time to the first token, of computing", fontsize=10)
-    figure.legend(
-        *panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=10
-    )
-    return figure
 
 
-def _layers(row: Mapping[str, Any]) -> int:
+def _layers(row: Row) -> int:
     return int(row["model"]["layers"])
 
 
-def _nearest(row: Mapping[str, Any]) -> tuple[int, float]:
-    """Orders rows by layers, then by how near L3 and computing are to each other."""
-    return _layers(row), -abs(log2(row["speed"]))
+def measure(run: Run) -> Results:
+    """All histories and speeds."""
+    given, machine = run.given, run.machine
+    torch.set_num_threads(1)
+    histories = [tokens // PAGE_SIZE * PAGE_SIZE for tokens in given.tokens]
+    rows = kept_rows(given.keep, histories, machine.name) if given.keep else []
+    with steps(len(given.tokens) * (1 + len(given.speeds) * (1 + given.rounds))) as advance:
+        for tokens in histories:
+            rows += at_length(machine, tokens, given.speeds, given.rounds, advance)
+    return {"rows": sorted(rows, key=lambda row: int(row["tokens"]))}
 
 
-def main() -> int:
-    """Returns 1 if a reply differs from that of another server."""
-    parsed = parser("bench.beside", __doc__)
-    add = parsed.add_argument
-    add("--tokens", type=at_least(PAGE_SIZE), nargs="+", default=[2048, 8192], help="histories")
-    speeds = [0.25, 0.5, 1.0, 2.0, 4.0]
-    add("--speeds", type=float, nargs="+", default=speeds, help="of L3; 1: as fast as computing")
-    add("--rounds", type=at_least(1), default=7, help="requests to each server and speed")
-    add("--out", type=Path, default=OUT, help="folder for beside.json and beside.png")
-    add("--keep", type=Path, metavar="FILE", help="rows of other histories stay as in this JSON")
-    given = parsed.parse_args()
-    with failing():
-        machine = find_machine()
-        if machine.device != "cpu":
-            raise MachineError("only the CPU engine slows L3 down; see bench/gpu/ for GPUs")
-        torch.set_num_threads(1)
-        histories = [tokens // PAGE_SIZE * PAGE_SIZE for tokens in given.tokens]
-        rows = kept_rows(given.keep, histories, machine.name) if given.keep else []
-        total = len(given.tokens) * (1 + len(given.speeds) * (1 + given.rounds))
-        with steps(total) as (_, advance):
-            for tokens in histories:
-                rows += at_length(machine, tokens, given.speeds, given.rounds, advance)
-    results = {
-        **stamp(machine),
-        "cores": os.cpu_count(),
-        "rows": sorted(rows, key=lambda row: int(row["tokens"])),
-    }
-    print(table_lines(results))
-    write(given.out, "beside", results, draw)
-    return min(1, sum(row["differing_replies"] for row in rows))
-
+_SPEED = Column("speed of L3", "speed", "g")
+_TIMES = [Column(f"{title}, ms", f"ms.{name}", ",.0f") for name, title in TITLES.items()]
+_RATIOS = {
+    name: (Column(f"both / {title}", name), Column("95%", f"{name}_interval"))
+    for name, title in (
+        ("of_alone", "L3 alone"),
+        ("of_best", "the better one"),
+        ("of_floor", "the floor"),
+    )
+}
+PROGRAM = Program(
+    name="beside",
+    doc=__doc__,
+    measure=measure,
+    slows=True,
+    settings=(
+        several("--tokens", at_least(PAGE_SIZE), [2048, 8192], "histories"),
+        several("--speeds", float, [0.25, 0.5, 1.0, 2.0, 4.0], "of L3; 1: as fast as computing"),
+        Setting("--rounds", at_least(1), 7, "requests to each server and speed"),
+        Setting("--keep", Path, None, "JSON whose rows of other histories stay as they are"),
+    ),
+    tables={
+        "table": (
+            Table(
+                "rows",
+                (
+                    *(Column("tokens", "tokens", ","), _SPEED, *_TIMES),
+                    *(column for pair in _RATIOS.values() for column in pair),
+                ),
+            ),
+        ),
+        "chosen": (
+            Table(
+                lambda results: [r for r in results["rows"] if r["tokens"] == CHOSEN_TOKENS],
+                (_SPEED, *_TIMES, *_RATIOS["of_best"]),
+            ),
+        ),
+    },
+    draw=Picture(
+        title=finding,
+        panels=panels,
+        x="speed",
+        x_label="speed of L3, of computing",
+        y_label="time to the first token, of computing",
+        series=(
+            Series(TITLES[ALONE], f"of_computing.{ALONE}", "ours, all read", ".--"),
+            Series(TITLES[BOTH], f"of_computing.{BOTH}", "ours"),
+            Series("floor", "of_computing.floor", "limit", ":"),
+        ),
+        ratios="xy",
+        at=(1, TITLES[NO_L3], "computed"),
+    ),
+    wrong=lambda results: [
+        f"{row['tokens']:,} tokens, speed {row['speed']:g}: replies differ"
+        for row in results["rows"]
+        if row["differing_replies"]
+    ],
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    PROGRAM.run()

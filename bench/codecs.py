@@ -19,7 +19,6 @@ differ most; so the error of K is computed for synthetic hidden states that have
 from __future__ import annotations
 
 import random
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,15 +26,24 @@ from typing import Any, NamedTuple
 
 import torch
 
-from bench.fixtures.models import Model, chosen
+from bench.fixtures.models import chosen
 from bench.fixtures.smollm2 import FORMS
 from bench.fixtures.text import Texts, corpus, encoder
 from bench.fixtures.train import RECIPES
-from bench.harness.machine import Machine, find_machine
+from bench.harness.machine import Machine
 from bench.harness.methods import METHODS, PAGE_SIZE, server_options
-from bench.harness.program import at_least, failing, names, parser, stamp, steps
+from bench.harness.program import (
+    Program,
+    Run,
+    Setting,
+    at_least,
+    names,
+    scratch,
+    steps,
+    switch,
+)
 from bench.harness.reference import Scores, agreement
-from bench.harness.report import COLOURS, OUT, markdown, picture, write
+from bench.harness.report import Picture, Results, Series, Table, columns
 from bench.harness.restorer import page_files
 from bench.harness.server import Server
 from hcache_backend.server_report import read_report
@@ -94,55 +102,28 @@ class Turn(NamedTuple):
         return len(self.ids) - self.reply
 
 
-def main() -> None:
-    parsed = parser("bench.codecs", __doc__)
-    add = parsed.add_argument
-    add("--model", choices=[*RECIPES, *FORMS], default="gqa", help="fixture model")
-    add("--quick", action="store_true", help="the fixture that is trained in a minute")
-    add("--dtypes", type=names(list(CODECS)), default=",".join(CODECS), help="types of the model")
-    add("--conversations", type=at_least(1), default=8, help="conversations held")
-    add("--turns", type=at_least(2), default=4, help="turns of each conversation")
-    add("--question-tokens", type=at_least(1), default=60, help="tokens of each question")
-    add("--reply-tokens", type=at_least(1), default=64, help="tokens of each reply")
-    add(
-        "--out",
-        type=Path,
-        default=OUT,
-        help="folder for codecs.json and .png; codecs_MODEL of the others",
-    )
-    given = parsed.parse_args()
-    script = Script(given.conversations, given.turns, given.question_tokens, given.reply_tokens)
-    if script.longest > _POOL_TOKENS:
-        parsed.error(
-            f"--turns {given.turns} make conversations of {script.longest} tokens; at most "
-            f"{_POOL_TOKENS} fit into the KV pool"
-        )
-    with failing():
-        model = chosen(given.model, quick=given.quick)
-        results = measure(script, model, given.dtypes, find_machine())
-        print(table_lines(results))
-        write(
-            given.out, "codecs" if given.model == "gqa" else f"codecs_{model.name}", results, draw
-        )
-
-
-def measure(script: Script, model: Model, dtypes: Sequence[str], machine: Machine) -> Row:
-    """Run every server; returns the content of ``codecs.json``.
+def measure(run: Run) -> Results:
+    """Run every server.
 
     Raises:
         ServerError: A server did not start, a request failed, or a history did not come back.
     """
-    turns = script.conversations * script.turns
-    servers = sum(len(CODECS[dtype]) for dtype in dtypes)
+    given = run.given
+    script = Script(given.conversations, given.turns, given.question_tokens, given.reply_tokens)
+    if script.longest > _POOL_TOKENS:
+        run.parser.error(
+            f"--turns {given.turns} make conversations of {script.longest} tokens; at most "
+            f"{_POOL_TOKENS} fit into the KV pool"
+        )
+    model = chosen(given.model, quick=given.quick)
+    servers = sum(len(CODECS[dtype]) for dtype in given.dtypes) + 2 * len(given.dtypes)
     texts = Texts(encoder(Path(model.path)), corpus().held_out)
-    with (
-        steps((servers + 2 * len(dtypes)) * turns) as (_, advance),
-        tempfile.TemporaryDirectory(prefix="hcache-bench-") as scratch,
-    ):
-        serve = _Servers(Path(model.path), machine, Path(scratch), advance)
-        rows = [row for dtype in dtypes for row in _rows(serve, script, texts, dtype)]
+    with steps(servers * script.conversations * script.turns) as advance, scratch() as folder:
+        serve = _Servers(Path(model.path), run.machine, Path(folder), advance)
+        rows = [row for dtype in given.dtypes for row in _rows(serve, script, texts, dtype)]
     return {
-        **stamp(machine, machine.exact_attention),
+        "attention_backend": run.machine.exact_attention,
+        "name": model.name,
         "model": model.about,
         **asdict(script),
         "codecs": rows,
@@ -307,69 +288,53 @@ class _Scored:
         return Scores(self._best, self._logprobs)
 
 
-def table_lines(results: Row) -> str:
-    """Bytes and changed output by codec."""
-    heads = ("codec", "in", "bytes per token", "of uncoded", "same token as without a cache")
-    more = ("log-probability off by", "same token as uncoded", "off by")
-    rows = [
-        (
-            row["codec"] if row["codec"] == "decoded" else f"`{row['codec']}`",
-            row["dtype"],
-            f"{row['stored_bytes_per_token']:,.0f}" if "stored_bytes_per_token" in row else None,
-            row.get("share_of_uncoded"),
-            *(("refused at start", None) if "refused" in row else _shown(row["as_recomputed"])),
-            *_shown(row.get("as_uncoded")),
-        )
+def shown(results: Results) -> list[Row]:
+    """Bytes and changed output by codec, in words."""
+    return [
+        {
+            **row,
+            "name": row["codec"] if row["codec"] == "decoded" else f"`{row['codec']}`",
+            "computed": "refused at start" if "refused" in row else _same(row["as_recomputed"]),
+            "computed_off": None if "refused" in row else _off(row["as_recomputed"]),
+            "uncoded": _same(row.get("as_uncoded")),
+            "uncoded_off": _off(row.get("as_uncoded")),
+        }
         for row in results["codecs"]
     ]
-    outliers = [
-        (f"{row['times']}", *(f"{100 * row[name]:.1f}%" for name in ("int8", "fp8")))
-        for row in results["standing_out"]
-    ]
-    heads_of_outliers = (
-        "4 of 4,096 channels so many times as large",
-        "error of K: `int8`",
-        "`fp8`",
-    )
-    return f"{markdown((*heads, *more), rows)}\n\n{markdown(heads_of_outliers, outliers)}"
 
 
-def _shown(found: Mapping[str, Any] | None) -> tuple[str | None, str | None]:
-    """Same tokens, and the mean (largest) difference of log-probabilities."""
+def _same(found: Mapping[str, Any] | None) -> str | None:
+    """How many tokens are the same."""
+    return None if found is None else f"{found['same']:,} of {found['tokens']:,}"
+
+
+def _off(found: Mapping[str, Any] | None) -> str | None:
+    """Mean (largest) difference of log-probabilities."""
     if found is None:
-        return None, None
-    differences = f"{found['mean_difference']:.2g} ({found['largest_difference']:.2g})"
-    return f"{found['same']:,} of {found['tokens']:,}", differences
+        return None
+    return f"{found['mean_difference']:.2g} ({found['largest_difference']:.2g})"
 
 
-def draw(results: Row) -> Any:
-    """Other tokens than without a cache over the bytes of a token, by type and codec."""
-    rows = [row for row in results["codecs"] if "stored_bytes_per_token" in row]
+def panels(results: Results) -> dict[str, list[Row]]:
+    """Other tokens than without a cache by codec, in percent, a panel for each type."""
+    rounding = {r["dtype"]: _changed(r) for r in results["codecs"] if r["codec"] == "decoded"}
+    found: dict[str, list[Row]] = {}
+    for row in results["codecs"]:
+        if "stored_bytes_per_token" in row:
+            one = {row["codec"]: _changed(row), "decoded": rounding.get(row["dtype"])}
+            bytes_ = row["stored_bytes_per_token"]
+            found.setdefault(row["dtype"], []).append({"bytes": bytes_, **one})
+    return found
+
+
+def finding(results: Results) -> str:
+    """What the picture shows of lossless and lossy codecs."""
     said = [
         f"{row['codec']} {row['share_of_uncoded']:.2f} of the bytes and {_changed(row):.1f}%"
-        for row in rows
-        if row["dtype"] == "bfloat16" and row["codec"] != "none"
+        for row in results["codecs"]
+        if row["dtype"] == "bfloat16" and row.get("share_of_uncoded")
     ]
-    figure = picture(f"Bytes, and tokens that are not those without a cache: {', '.join(said)}")
-    types = list(dict.fromkeys(row["dtype"] for row in rows))
-    panels = figure.subplots(1, len(types), sharey=True, squeeze=False)[0]
-    for axes, dtype in zip(panels, types, strict=True):
-        for row in (row for row in rows if row["dtype"] == dtype):
-            place = row["stored_bytes_per_token"], _changed(row)
-            axes.plot(*place, "o", color=COLOURS[row["codec"]], markersize=9)
-            axes.annotate(row["codec"], place, (8, 4), textcoords="offset points", fontsize=10)
-        for row in results["codecs"]:
-            if row["dtype"] == dtype and row["codec"] == "decoded":
-                label = "rounding alone: decoded token by token"
-                axes.axhline(_changed(row), color=COLOURS["computed"], linestyle=":", label=label)
-        axes.set_title(dtype, fontsize=10)
-        axes.set_xlabel("bytes per token", fontsize=10)
-        axes.margins(x=0.2)
-        axes.set_xlim(left=0)
-        axes.grid(alpha=0.3)
-    panels[0].set_ylabel("other tokens than without a cache, %", fontsize=10)
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", fontsize=10)
-    return figure
+    return f"Bytes, and tokens that are not those without a cache: {', '.join(said)}"
 
 
 def _changed(row: Row) -> float:
@@ -378,5 +343,52 @@ def _changed(row: Row) -> float:
     return 100 * (1 - exact["same"] / exact["tokens"])
 
 
+PROGRAM = Program(
+    name="codecs",
+    doc=__doc__,
+    measure=measure,
+    settings=(
+        Setting("--model", str, "gqa", "fixture model", {"choices": [*RECIPES, *FORMS]}),
+        switch("--quick", "the fixture that is trained in a minute"),
+        Setting("--dtypes", names(list(CODECS)), ",".join(CODECS), "types of the model"),
+        Setting("--conversations", at_least(1), 8, "conversations held"),
+        Setting("--turns", at_least(2), 4, "turns of each conversation"),
+        Setting("--question-tokens", at_least(1), 60, "tokens of each question"),
+        Setting("--reply-tokens", at_least(1), 64, "tokens of each reply"),
+    ),
+    tables={
+        "table": (
+            Table(
+                shown,
+                columns(
+                    "codec = name | in = dtype | bytes per token = stored_bytes_per_token :,.0f | "
+                    "of uncoded = share_of_uncoded | same token as without a cache = computed | "
+                    "log-probability off by = computed_off | same token as uncoded = uncoded | "
+                    "off by = uncoded_off"
+                ),
+            ),
+            Table(
+                "standing_out",
+                columns(
+                    "4 of 4,096 channels so many times as large = times | "
+                    "error of K: `int8` = int8 :.1% | `fp8` = fp8 :.1%"
+                ),
+            ),
+        )
+    },
+    draw=Picture(
+        title=finding,
+        panels=panels,
+        x="bytes",
+        x_label="bytes per token",
+        y_label="other tokens than without a cache, %",
+        series=(
+            *(Series(name, name, name, "o") for name in ("none", "exp4", "int8", "fp8")),
+            Series("rounding alone: decoded token by token", "decoded", "computed", ":"),
+        ),
+    ),
+    file=lambda results: "codecs" if results["name"] == "gqa" else f"codecs_{results['name']}",
+)
+
 if __name__ == "__main__":
-    main()
+    PROGRAM.run()

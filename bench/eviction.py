@@ -1,7 +1,5 @@
 """What a full page store still has of each prompt, by its quota: beside LRU and the best possible.
 
-    python -m bench.eviction [--out FOLDER]
-
 Frozen traces (:mod:`bench.workload.traces`) go through the store itself: its index, its stamps, its
 eviction. Pages hold four bytes, and the clock is the trace's. In front stand the device and host
 memory (L1, L2) with room for 2% of the trace's pages. As in a server, the store is only told what
@@ -23,11 +21,9 @@ Ends with status 1 if the store misses a goal.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import heapq
 import mmap
-import sys
 import tempfile
 import time
 from collections import OrderedDict
@@ -39,7 +35,8 @@ from statistics import mean
 from typing import Any
 from unittest import mock
 
-from bench.harness.report import COLOURS, OUT, markdown, picture, write
+from bench.harness.program import Program, Run, Setting, scratch
+from bench.harness.report import Column, Picture, Results, Series, Table
 from bench.workload.traces import TRACES, Request
 from hcache_backend.config import parse_config
 from hcache_backend.store import PageStore
@@ -54,12 +51,6 @@ NAMESPACE, WRITER = b"bench-----------", b"bench---"
 FILE_BYTES = 8192  # of a page of four bytes: a block of header, a block of payload
 WORST_LOSS, LEAST_MEAN, LEAST_AT_5 = 0.01, 0.90, 0.84
 SERIES = {"store": "the store", "lru": "LRU by chains", "best": "best possible"}
-STYLES = {
-    "store": ("o-", COLOURS["ours"], 3.0),
-    "lru": ("s--", COLOURS["file"], 1.0),
-    "best": (":", COLOURS["limit"], 1.5),
-}
-"""Line, colour and width."""
 Row = dict[str, Any]
 
 
@@ -181,14 +172,14 @@ def through_the_store(trace: Sequence[Request], capacity: int, front: int, folde
         return sum(map(server.serve, requests))
 
 
-def measure(name: str, trace: Sequence[Request], folder: Path) -> Row:
+def under_trace(name: str, trace: Sequence[Request], folder: Path) -> Row:
     """What is found at every quota, as a share of all pages of prompts."""
     pages = len({page for request in trace for page in request.pages})
     asked = sum(request.prompt for request in trace)
     found = {}
     for quota in QUOTAS:
         start, capacity = time.perf_counter(), int(quota * pages)
-        with tempfile.TemporaryDirectory(dir=folder, prefix="hcache-bench-") as root:
+        with scratch(folder) as root:
             stored = through_the_store(trace, capacity, int(FRONT * pages), Path(root) / "l3")
         counts = {
             "store": stored,
@@ -225,60 +216,83 @@ def missed_goals(rows: Sequence[Row]) -> list[str]:
     return missed
 
 
-def table_lines(rows: Sequence[Row]) -> str:
-    """Shares that are found, by trace and quota."""
+def table_rows(rows: Sequence[Row]) -> list[Row]:
+    """Shares that are found of each trace; the last row has the means of the store's."""
     quotas = list(rows[0]["found"])
-    lines: list[list[object]] = []
-    for row in rows:
-        shares = (row["found"][quota] for quota in quotas)
-        lines.append(
-            [row["trace"], *(" / ".join(f"{part[by]:.2f}" for by in SERIES) for part in shares)]
-        )
-    lines.append(["the store, of the best possible", *(of_the_best(rows, each) for each in quotas)])
-    return markdown((" / ".join(SERIES.values()), *quotas), lines)
+    lines: list[Row] = [
+        {
+            "trace": row["trace"],
+            **{
+                quota: " / ".join(f"{row['found'][quota][by]:.2f}" for by in SERIES)
+                for quota in quotas
+            },
+        }
+        for row in rows
+    ]
+    means = {quota: of_the_best(rows, quota) for quota in quotas}
+    return [*lines, {"trace": "the store, of the best possible", **means}]
 
 
-def draw(rows: Sequence[Row]) -> Any:
-    """Shares that are found over the quota, a panel for each trace."""
+def columns(rows: Sequence[Row]) -> list[Column]:
+    """One for each quota."""
+    return [
+        Column(" / ".join(SERIES.values()), "trace"),
+        *(Column(quota, quota) for quota in rows[0]["found"]),
+    ]
+
+
+def panels(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Shares over the quota, a panel for each trace."""
+    return {
+        row["trace"]: [{"quota": quota, **shares} for quota, shares in row["found"].items()]
+        for row in rows
+    }
+
+
+def finding(rows: Sequence[Row]) -> str:
+    """What the picture shows."""
     shares = [of_the_best(rows, quota) for quota in rows[0]["found"]]
-    figure = picture(
+    return (
         f"A full store finds {min(shares):.2f} to {max(shares):.2f} of the pages that the best "
         "possible order would find"
     )
-    panels = figure.subplots(1, len(rows), sharey=True)
-    for axes, row in zip(panels, rows, strict=True):
-        for by, label in SERIES.items():
-            found = [each[by] for each in row["found"].values()]
-            style, colour, width = STYLES[by]
-            axes.plot(list(row["found"]), found, style, color=colour, linewidth=width, label=label)
-        axes.set_title(row["trace"], fontsize=10)
-        axes.set_xlabel("quota, of all pages", fontsize=10)
-        axes.grid(alpha=0.3)
-    panels[0].set_ylim(0, 1)
-    panels[0].set_ylabel("pages of prompts found, of all", fontsize=10)
-    figure.legend(
-        *panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=10
-    )
-    return figure
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    shared = Path("/dev/shm")
-    parser.add_argument(
-        "--dir",
-        type=Path,
-        default=shared if shared.is_dir() else Path(tempfile.gettempdir()),
-        help="folder for the store, which is removed; best in memory",
-    )
-    parser.add_argument("--out", type=Path, default=OUT, help="folder for eviction.json and .png")
-    options = parser.parse_args()
-    rows = [measure(name, make(SEED), options.dir) for name, make in TRACES.items()]
-    print(table_lines(rows))
-    write(options.out, "eviction", rows, draw)
-    if missed := missed_goals(rows):
-        sys.exit("\n".join(missed))
+def measure(run: Run) -> Results:
+    """All traces."""
+    return [under_trace(name, make(SEED), run.given.dir) for name, make in TRACES.items()]
 
+
+_SHARED = Path("/dev/shm")
+PROGRAM = Program(
+    name="eviction",
+    doc=__doc__,
+    measure=measure,
+    serves=False,
+    settings=(
+        Setting(
+            "--dir",
+            Path,
+            _SHARED if _SHARED.is_dir() else Path(tempfile.gettempdir()),
+            "folder for the store, which is removed; best in memory",
+        ),
+    ),
+    tables={"table": (Table(table_rows, columns),)},
+    draw=Picture(
+        title=finding,
+        panels=panels,
+        x="quota",
+        x_label="quota, of all pages",
+        y_label="pages of prompts found, of all",
+        series=(
+            Series(SERIES["lru"], "lru", "file", "s-"),
+            Series(SERIES["store"], "store", "ours", ".--"),
+            Series(SERIES["best"], "best", "limit", ":"),
+        ),
+        top=1,
+    ),
+    wrong=missed_goals,
+)
 
 if __name__ == "__main__":
-    main()
+    PROGRAM.run()

@@ -1,7 +1,5 @@
 """What copies of K and V cost the scheduler thread: launches, and Python time around them.
 
-    python -m bench.launches [--layers 32] [--pages 64] [--times 300] [--out FILE.json]
-
 A backup and a load of pages of several layers, as on a GPU, with kernels left out: what is timed is
 this package's Python and torch's dispatch, on this CPU; medians of the thread's processor time.
 Launches are those of kernels and of torch's operations on the device.
@@ -9,13 +7,10 @@ Launches are those of kernels and of torch's operations on the device.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
 from itertools import pairwise
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -23,9 +18,10 @@ from unittest.mock import patch
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bench.harness.report import markdown
-from hcache_backend.engine.kv_pages.segments import KVSegments
+from bench.harness.program import Program, Run, Setting, at_least
+from bench.harness.report import Results, Table, columns
 from hcache_backend.format.units import WHOLE
+from hcache_backend.host.segments import KVSegments
 from hcache_backend.restore.parts import MOST_LAUNCHES
 from hcache_kernels.launch import Launch
 
@@ -80,7 +76,7 @@ class Copies:
         self._kv._load_at_once(layers, self._memory, self._pages, offsets, self._slots)
 
 
-def measure(work: Callable[[], None], times: int) -> tuple[int, float]:
+def count(work: Callable[[], None], times: int) -> tuple[int, float]:
     """Launches of ``work``, and microseconds of this thread."""
     kernels = 0
 
@@ -100,24 +96,36 @@ def measure(work: Callable[[], None], times: int) -> tuple[int, float]:
     return kernels + counted.seen, 1e6 * statistics.median(took[WARM_UPS:])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--layers", type=int, default=32)
-    parser.add_argument("--pages", type=int, default=64)
-    parser.add_argument("--times", type=int, default=300)
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
+def measure(run: Run) -> Results:
+    """A row for each codec and copy."""
     rows = []
     for codec in ("none", "exp4"):
-        copies = Copies(options.layers, options.pages, codec)
+        copies = Copies(run.given.layers, run.given.pages, codec)
         for name in ("backup", "load", "eager"):
-            launches, microseconds = measure(getattr(copies, name), options.times)
+            launches, microseconds = count(getattr(copies, name), run.given.times)
             rows.append({"codec": codec, "copy": name, "launches": launches, "us": microseconds})
-    print(f"{options.layers} layers, {options.pages} pages")
-    print(markdown(list(rows[0]), [[row[k] for k in row] for row in rows]))
-    if options.out is not None:
-        options.out.write_text(json.dumps(rows, indent=1) + "\n")
+    return {"layers": run.given.layers, "pages": run.given.pages, "rows": rows}
 
+
+PROGRAM = Program(
+    name="launches",
+    doc=__doc__,
+    measure=measure,
+    serves=False,
+    settings=(
+        Setting("--layers", at_least(1), 32, "of the model"),
+        Setting("--pages", at_least(1), 64, "of a copy"),
+        Setting("--times", at_least(1), 300, "how often each is timed"),
+    ),
+    tables={
+        "table": (
+            Table(
+                "rows",
+                columns("codec | copy | launches | microseconds = us :,.1f"),
+            ),
+        )
+    },
+)
 
 if __name__ == "__main__":
-    main()
+    PROGRAM.run()

@@ -1,6 +1,4 @@
-"""The paper's Table 3 and figures 11, 12 and 13 in the simulated pipeline, beside its numbers.
-
-    python -m bench.paper [--out FOLDER]
+"""The paper's Table 3 and figures 11 and 12 in the simulated pipeline, beside its numbers.
 
 Seconds, no GPU: everything follows from the presets of ``hcache plan`` and the cost model, with one
 compute share and one bus share for all. Prints tables; writes paper.json and paper.png. Reasons
@@ -13,29 +11,24 @@ a few, as the product's do, or all of them, so that copies and projections add u
 
 from __future__ import annotations
 
-import argparse
 import math
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.harness.report import COLOURS, OUT, grouped_bars, markdown, picture, write
-from bench.token_wise import TILE, TokenSplit, token_wise_makespan
-from hcache_backend.partition.costs import LAYER_METHODS, LayerCosts, Partition
-from hcache_backend.partition.model_shape import ModelShape
-from hcache_backend.partition.pipeline import search, simulate
-from hcache_backend.partition.presets import COMPUTE_SHARE, PRESETS, preset_profile
-from hcache_backend.partition.profile import Profile, Rate
-from hcache_backend.partition.restore import Restore
+from bench.harness.program import Program
+from bench.harness.report import Picture, Series, Table, columns
+from hcache_backend.plan.costs import LAYER_METHODS, LayerCosts, Partition
+from hcache_backend.plan.model_shape import ModelShape
+from hcache_backend.plan.pipeline import search, simulate
+from hcache_backend.plan.presets import COMPUTE_SHARE, PRESETS, preset_profile
+from hcache_backend.plan.profile import Profile, Rate
+from hcache_backend.plan.restore import Restore
 from hcache_kernels.launch import COPY_PROGRAMS
 
 Row = dict[str, Any]
 Results = dict[str, list[Row]]
 TOKENS = 1024
 """History of the paper's experiments where it says how long it is (6.2.2, 6.3.2)."""
-BALANCED_SHARE = 0.63
-"""Compute share that the paper's 24 GB/s for the 7B model stand for (see presets), the lower of the
-two that it gives. With it 31 + 9 layers end together, as they do in the paper's profile."""
 
 
 def mha(family: str, layers: int, heads: int, mlp_width: int, *, gated: bool) -> ModelShape:
@@ -159,8 +152,6 @@ FIGURES = {
     ("ablations", "over_hybrid"): "Figure 12: than the naive hybrid",
 }
 """What a range is of."""
-FIGURE_13 = {794: 0.12, 768: 0.07}
-"""By how many of 1024 tokens come from hidden states: how much slower than a split by layers."""
 MOST_OVER_RECOMPUTE = 9.05
 RANGES = (
     ("platforms", "over_kv", (1.33, 1.81)),
@@ -193,8 +184,6 @@ def compute() -> Results:
     found["contention"] = [contention(each) for each in FIGURE_11["platforms"]]
     found["implied"] = [implied(setting, over_kv) for setting, over_kv in POINTS.items()]
     found["table_3"] = [schedules(*case) for case in TABLE_3]
-    split = ONE_SSD, ONE_SSD._replace(compute_share=BALANCED_SHARE), ONE_SSD._replace(tokens=16384)
-    found["by_tokens"] = [by_tokens(each, first=first) for each in split for first in (False, True)]
     return found
 
 
@@ -311,110 +300,70 @@ def implied(setting: Setting, over_kv: float) -> Row:
     }
 
 
-def by_tokens(setting: Setting, *, first: bool) -> Row:
-    """Splits by tokens, the recomputed ones first or last (figure 8), against splits by layers."""
-    plan, tokens = setting.plan(), setting.tokens
-    by_layers = simulate(plan.costs, plan.partition)
+def ranges(results: Results) -> list[Row]:
+    """What the paper's text says of figures 11 and 12."""
+    return [{**row, "name": FIGURES[row["figure"], row["ratio"]]} for row in results["ranges"]]
 
-    def slower(hidden: int) -> float:
-        split = TokenSplit(tokens - hidden, hidden, 0, first)
-        return token_wise_makespan(plan.profile, plan.model, split) / by_layers - 1
 
-    order, best = "first" if first else "last", min(range(0, tokens + 1, TILE), key=slower)
+def panels(results: Results) -> dict[str, list[Row]]:
+    """Figure 11 (platforms), with the paper's numbers."""
     return {
-        "setting": f"share {setting.compute_share}, {tokens} tokens, recomputed {order}",
-        "layers": asdict(plan.partition),
-        "layers_ms": 1e3 * by_layers,
-        "papers_layers_slower": simulate(plan.costs, Partition(9, 31, 0)) / by_layers - 1,
-        **{f"slower_{hidden}": slower(hidden * tokens // TOKENS) for hidden in FIGURE_13},
-        "best_hidden": best,
-        "best_slower": slower(best),
+        "pages in host memory (Figure 11)": [
+            {**row, "name": row["setting"].removesuffix(", DRAM").replace("A100-40G SXM4", "A100")}
+            for row in results["platforms"]
+        ]
     }
 
 
-def table_lines(results: Results) -> str:
-    """All tables."""
-    lines = (layers_lines, ranges_lines, splits_lines, contention_lines)
-    return "\n\n".join(table(results) for table in lines)
-
-
-def layers_lines(results: Results) -> str:
-    """Table 3: layers by method."""
-    heads = ("", "the paper", "`hcache plan`", "the paper's closed form, here")
-    names = ("setting", "paper", "ours", "closed_form")
-    return markdown(heads, [[row[name] for name in names] for row in results["table_3"]])
-
-
-def ranges_lines(results: Results) -> str:
-    """What the paper's text says of figures 11 and 12."""
-    heads = ("how many times as fast", "the paper", "simulated")
-    rows = [
-        (FIGURES[row["figure"], row["ratio"]], tuple(row["paper"]), tuple(row["ours"]))
-        for row in results["ranges"]
-    ]
-    return markdown(heads, rows)
-
-
-def splits_lines(results: Results) -> str:
-    """Figure 13: how much slower splits by tokens are than the best split by layers."""
-    heads = [f"{hidden} + {TOKENS - hidden} tokens" for hidden in FIGURE_13]
-    paper = ("the paper", *(f"{100 * slower:.0f}%" for slower in FIGURE_13.values()))
-    rows = [
-        (row["setting"], *(f"{round(100 * row[f'slower_{hidden}'])}%" for hidden in FIGURE_13))
-        for row in results["by_tokens"][:4]
-    ]
-    return markdown(("slower than the best split by layers", *heads), [paper, *rows])
-
-
-def contention_lines(results: Results) -> str:
-    """Restores over KV offload with copies that take multiprocessors."""
-    heads = (
-        "times as fast as KV offload",
-        "ideal",
-        "copies by few programs",
-        "added up",
-        "added up, hidden states only",
-    )
-    names = ("ideal", "few_programs", "added_up", "added_up_hidden_only")
-    rows = [
-        [row["setting"], *(row[f"{name}_over_kv"] for name in names)]
-        for row in results["contention"]
-    ]
-    return markdown(heads, rows)
-
-
-def draw(results: Results) -> Any:
-    """Figure 11 (platforms), with the paper's numbers and range."""
-    least, most = results["ranges"][0]["ours"]
-    low, high = results["ranges"][0]["paper"]
-    figure = picture(
+def finding(results: Results) -> str:
+    """What the picture shows."""
+    (least, most), (low, high) = results["ranges"][0]["ours"], results["ranges"][0]["paper"]
+    return (
         f"Simulated, hidden states restore {least:.2f} to {most:.2f} times as fast as K and V; "
         f"the paper measured {low:.2f} to {high:.2f}"
     )
-    axes = figure.subplots()
-    rows = [
-        {**row, "setting": row["setting"].removesuffix(", DRAM").replace("A100-40G SXM4", "A100")}
-        for row in results["platforms"]
-    ]
-    series = {"simulated": "over_kv", "the paper": "paper"}
-    colours = {"simulated": COLOURS["ours"], "the paper": COLOURS["limit"]}
-    title = "pages in host memory (Figure 11); grey: the paper's range"
-    grouped_bars(axes, title, rows, "setting", series, colours=colours)
-    axes.axhspan(low, high, color="lightgrey", zorder=0)
-    axes.set_ylabel("times as fast as K and V", fontsize=10)
-    axes.tick_params("x", rotation=45)
-    return figure
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=OUT, help="folder for paper.json and paper.png")
-    out = parser.parse_args().out
-    results = compute()
-    for name, rows in results.items():
-        print(f"\n{name}\n\n{markdown(list(rows[0]), (row.values() for row in rows))}")
-    write(out, "paper", results, draw)
-
+_TABLES = {
+    "layers": Table(
+        "table_3",
+        columns(
+            " = setting | the paper = paper | `hcache plan` = ours | "
+            "the paper's closed form, here = closed_form"
+        ),
+    ),
+    "ranges": Table(
+        ranges,
+        columns("how many times as fast = name | the paper = paper | simulated = ours"),
+    ),
+    "contention": Table(
+        "contention",
+        columns(
+            "times as fast as KV offload = setting | ideal = ideal_over_kv | "
+            "copies by few programs = few_programs_over_kv | added up = added_up_over_kv | "
+            "added up, hidden states only = added_up_hidden_only_over_kv"
+        ),
+    ),
+}
+PROGRAM = Program(
+    name="paper",
+    doc=__doc__,
+    measure=lambda run: compute(),
+    serves=False,
+    tables={"table": tuple(_TABLES.values()), **{name: (one,) for name, one in _TABLES.items()}},
+    draw=Picture(
+        title=finding,
+        panels=panels,
+        x="name",
+        x_label="model, GPU",
+        y_label="times as fast as K and V",
+        series=(
+            Series("simulated", "over_kv", "ours"),
+            Series("the paper", "paper", "limit"),
+        ),
+        bars="%.2f",
+    ),
+)
 
 if __name__ == "__main__":
-    main()
+    PROGRAM.run()

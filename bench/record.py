@@ -4,9 +4,10 @@
     python -m bench.record --tables               tables anew from the recorded results
     python -m bench.record --pictures             pictures anew from the recorded results
 
+``bench/results/archive`` has results of programs that left the tree: nothing makes them anew.
+
 A table of the documentation stands between ``<!-- results: NAME -->`` and ``<!-- end -->``; the
-program of that name makes it from its results (``table_lines``). ``NAME CHOICE`` is a choice of its
-rows (``CHOICE_lines``).
+program of that name makes it from its results. ``NAME CHOICE`` is another of its tables.
 """
 
 from __future__ import annotations
@@ -18,65 +19,57 @@ import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
-from bench.harness.report import OUT, measured, write_picture
+from bench.harness.program import Program
+from bench.harness.report import OUT, Results, measured, write_picture
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 PROGRAMS = {
-    "demo": "bench.demo.report",
-    "compare": "bench.compare.report",
-    "peers": "bench.compare.report",
-    "saving": "bench.compare.report",
-    "load": "bench.compare.report",
+    "demo": "bench.demo.__main__",
+    "restores": "bench.restores",
+    "saving": "bench.saving",
+    "multiturn": "bench.multiturn",
     "paper": "bench.paper",
-    "depth": "bench.depth",
-    "pyramid": "bench.pyramid",
     "beside": "bench.beside",
-    "occupancy": "bench.occupancy",
-    "partition": "bench.sweep.report",
-    "eager": "bench.sweep.report",
-    "eager_kv": "bench.sweep.report",
     "codecs": "bench.codecs",
-    "codecs_smollm2-mha": "bench.codecs",
-    "segment_codec": "bench.segment_codec",
-    "segment_codec_models": "bench.segment_codec",
-    "throttled": "bench.throttled",
-    "accuracy_gqa": "bench.accuracy.report",
-    "accuracy_paired": "bench.accuracy.report",
-    "accuracy_smollm2": "bench.accuracy.report",
-    "accuracy_smollm2-mha": "bench.accuracy.report",
-    "thresholds_gqa": "bench.accuracy.thresholds",
-    "thresholds_paired": "bench.accuracy.thresholds",
+    "accuracy": "bench.accuracy.__main__",
     "store": "bench.store.__main__",
     "eviction": "bench.eviction",
-    "pages": "bench.pages",
-    "hits": "bench.hits.report",
-    "hits_flags": "bench.hits.report",
+    "hits": "bench.hits.__main__",
     "hits_load": "bench.hits.load",
 }
-"""Name of the results -> the module that makes their table."""
+"""How names of results begin -> the module of the program that makes them."""
+OTHERS = {"long"}
+"""Results that no program makes a table of."""
 _BLOCK = re.compile(r"(<!-- results: ([\w-]+(?: \w+)?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", choices=[[], *PROGRAMS], metavar="NAME")
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help="of results, as codecs_smollm2-mha"
+    )
     parser.add_argument("--out", type=Path, default=OUT, help="folder with what programs wrote")
     parser.add_argument("--tables", action="store_true", help="only write tables anew")
     parser.add_argument("--pictures", action="store_true", help="draw pictures anew, and tables")
     options = parser.parse_args()
     if bool(options.names) == (options.tables or options.pictures):
-        parser.error(f"give names ({', '.join(PROGRAMS)}), --tables or --pictures")
+        parser.error("give names of results, --tables or --pictures")
     for name in options.names:
         record(name, options.out)
     for name in drawn() if options.pictures else ():
-        write_picture(RESULTS / f"{name}.png", results_of(name), program_of(name).draw)
+        draw(name)
     for page in PAGES:
         page.write_text(refreshed(page.read_text()))
+
+
+def draw(name: str) -> None:
+    """Draw the picture of recorded results."""
+    picture = program_of(name).draw
+    assert picture is not None
+    write_picture(RESULTS / f"{name}.png", results_of(name), picture)
 
 
 def record(name: str, out: Path) -> None:
@@ -110,28 +103,30 @@ def table(name: str) -> str:
     """
     name, _, choice = name.partition(" ")
     results = results_of(name)
-    text: str = getattr(program_of(name), f"{choice or 'table'}_lines")(results).rstrip("\n")
+    text = program_of(name).table(results, choice or "table")
     return f"{text}\n\n{measured(results)}" if "sglang_version" in results else text
 
 
 def drawn() -> list[str]:
     """Names of the recorded results that have a picture."""
-    return [name for name in recorded() if hasattr(program_of(name), "draw")]
+    return [name for name in recorded() if program_of(name).draw is not None]
 
 
 def recorded() -> list[str]:
     """Names of the results of programs that stand in ``bench/results``."""
-    return [name for name in PROGRAMS if (RESULTS / f"{name}.json").exists()]
+    return sorted(path.stem for path in RESULTS.glob("*.json") if path.stem not in OTHERS)
 
 
-def results_of(name: str) -> Any:
+def results_of(name: str) -> Results:
     """What a program measured."""
     return json.loads((RESULTS / f"{name}.json").read_text())
 
 
-def program_of(name: str) -> ModuleType:
-    """The module that makes tables and the picture of results."""
-    return importlib.import_module(PROGRAMS[name])
+def program_of(name: str) -> Program:
+    """The program that makes results of this name."""
+    begin = max((begin for begin in PROGRAMS if name.startswith(begin)), key=len)
+    program: Program = importlib.import_module(PROGRAMS[begin]).PROGRAM
+    return program
 
 
 if __name__ == "__main__":

@@ -1,33 +1,28 @@
 """What capture costs the scheduler thread: Python time of a decode step, per step and per layer.
 
-    python -m bench.step_time [--steps 400] [--tokens 8] [--out FILE.json]
-
 A decode step without CUDA graphs: modules with a projection each, called with and without capture.
 Kernels of a step are left out (only what they tell the host is there), so that what is timed is
 Python between SGLang's calls, on this CPU. Time per layer is the slope between 8 and 40 layers, per
-step what is left at 0 layers; medians. With ``--out`` the table is written as JSON too. To compare
+step what is left at 0 layers; medians. To compare
 two versions, run both in turn on one machine: only ratios mean anything.
 """
 
 from __future__ import annotations
 
-import argparse
-import cProfile
-import json
-import pstats
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from bench.harness.program import Program, Run, Setting, at_least
+from bench.harness.report import Results, Table, columns
 from hcache_backend.arena import Arena
 from hcache_backend.capture import staging
+from hcache_backend.capture.hooks import HiddenCapture
 from hcache_backend.capture.staging import StagedCapture, Staging
-from hcache_backend.engine.capture_hooks import HiddenCapture
 from hcache_backend.format.page import PageLayout, hidden_layer
 from hcache_kernels.codecs import make_codec
 
@@ -94,7 +89,7 @@ class Steps:
         return SimpleNamespace(can_run_graph=False)
 
 
-def measure(tokens: int, count: int) -> tuple[float, float]:
+def added(tokens: int, count: int) -> tuple[float, float]:
     """What capture adds to a step of ``FEW`` and of ``MANY`` layers: microseconds of this thread's
     processor time, so that other processes disturb little."""
     with torch.inference_mode():
@@ -125,53 +120,26 @@ def leave_out_kernels(steps: Steps) -> None:
     setattr(staging, "judge_rows", lambda marks, step, verdicts: verdicts.fill_(1))  # noqa: B010
 
 
-def profile(tokens: int, count: int) -> list[dict[str, Any]]:
-    """Own time of our functions in captured steps of ``MANY`` layers, as shares of ours in all."""
-    with torch.inference_mode():
-        steps = Steps(MANY, tokens)
-        leave_out_kernels(steps)
-        steps.watch()
-        profiler = cProfile.Profile()
-        for _ in range(count):
-            profiler.enable()
-            steps.run()
-            profiler.disable()
-            steps.settled()
-    ours = {
-        f"{Path(file).stem}.{name}": (own, calls)
-        for (file, _, name), (_, calls, own, _, _) in pstats.Stats(profiler).stats.items()  # type: ignore[attr-defined]
-        if "hcache_" in file or "/kernels/" in file
-    }
-    total = sum(own for own, _ in ours.values())
-    rows = [
-        {"function": name, "calls per step": calls / count, "share": own / total}
-        for name, (own, calls) in ours.items()
-    ]
-    return sorted(rows, key=lambda row: -float(row["share"]))
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--tokens", type=int, default=8)
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
-    few, many = measure(options.tokens, options.steps)
+def measure(run: Run) -> Results:
+    """Time per step and layer."""
+    few, many = added(run.given.tokens, run.given.steps)
     per_layer = (many - few) / (MANY - FEW)
-    found = {
-        "microseconds per layer": per_layer,
-        "microseconds per step": few - FEW * per_layer,
-        "microseconds of 32 layers": few + (32 - FEW) * per_layer,
-    }
-    for name, value in found.items():
-        print(f"{name:32} {value:8.1f}")
-    rows = profile(options.tokens, options.steps)
-    print(f"\n{'function':40} {'calls/step':>10} {'share':>6}")
-    for row in rows[:16]:
-        print(f"{row['function']:40} {row['calls per step']:10.1f} {row['share']:6.1%}")
-    if options.out is not None:
-        options.out.write_text(json.dumps({**found, "functions": rows}, indent=1) + "\n")
+    times = {"layer": per_layer, "step": few - FEW * per_layer}
+    times["32 layers"] = times["step"] + 32 * per_layer
+    return {"times": [{"per": per, "us": us} for per, us in times.items()]}
 
+
+PROGRAM = Program(
+    name="step_time",
+    doc=__doc__,
+    measure=measure,
+    serves=False,
+    settings=(
+        Setting("--steps", at_least(1), 400, "that are timed"),
+        Setting("--tokens", at_least(1), 8, "of a step"),
+    ),
+    tables={"table": (Table("times", columns("capture, per = per | microseconds = us :.1f")),)},
+)
 
 if __name__ == "__main__":
-    main()
+    PROGRAM.run()

@@ -1,24 +1,21 @@
 """The arena: our pages in one piece of pinned host memory, by the numbers that HiCache gives them.
 
-HiCache's index of a host page is logical: a table says which physical page it is at present. If
-layers are captured, every page of the device's KV pool owns one more physical page, its *shadow*.
-Capture writes the rows of its tokens there. To back up a device page is to exchange the two table
-entries, so that a backup copies no hidden states.
+HiCache's index of a host page is logical: a table names its physical page. If layers are captured,
+every page of the device's KV pool owns one more physical page, its *shadow*, for the rows of its
+tokens. A backup exchanges two table entries and copies no hidden states.
 
-- Every physical page is in exactly one table entry, always.
-- Rows belong to one allocation of their slot. Allocating a slot again, or loading other KV into it,
-  makes its rows void; results of a step that began before that no longer count for it.
-- After a backup, or a load, the rows of a device page live in a host page, its *home*. When
-  HiCache frees that while the tokens are still on the device (``write_back`` does), the two entries
-  are exchanged once more: the shadow has the rows again, and the page can be backed up again.
+- Every physical page is in exactly one table entry.
+- Rows belong to one allocation of their slot. A new allocation or a load makes them void; later
+  results of earlier steps do not count.
+- After a backup or a load, the rows of a device page are in a host page, its *home*. If HiCache
+  frees that while the tokens are on the device (``write_back`` does), the entries are exchanged
+  back, and the page can be backed up again.
 - A page that was loaded cannot be backed up again.
-- Rows that were recomputed come to a host page without a shadow. It counts once they are there.
-- A page with rows that the codec cannot hold lacks all layers (``keeps_unfit``), or it is as one
-  with lost rows.
+- Recomputed rows come to a host page without a shadow, which counts once they are there.
+- A page with rows that the codec cannot hold lacks all layers (``keeps_unfit``) or counts as lost.
 
-:meth:`Arena.depth` is the only answer to the question whether a page can be used. Bookkeeping on
-the CPU, for the scheduler thread. Any thread may use ``physical``, ``pages``, ``depth`` and
-``expect`` for pages that it owns.
+Only :meth:`Arena.depth` says whether a page can be used. Scheduler thread, but any thread may use
+``physical``, ``pages``, ``depth`` and ``expect`` for pages that it owns.
 """
 
 from __future__ import annotations
@@ -32,14 +29,13 @@ import numpy.typing as npt
 from hcache_backend.format.envelope import WRITER_BYTES
 from hcache_backend.format.page import NO_NAMESPACE, PageLayout
 
-Ids = npt.NDArray[np.int64]
+Ids = npt.NDArray[np.int64]  # numbers of pages or slots, [n]
 
-NOT_SETTLED = -1
-"""Depth of a page of which it is not known yet whether its layers are there."""
+NOT_SETTLED = -1  # depth of a page if it is not known yet whether its layers are there
 
 
 class _RowState:
-    """What is known of the rows of one slot, all layers together; an enum would take time."""
+    """The state of a slot's row, all layers together; an enum would take time."""
 
     VOID = 0
     PROMISED = 1  # the step was launched; that every layer was written is not proven yet
@@ -48,7 +44,7 @@ class _RowState:
 
 
 class Verdict:
-    """What the device says of a row that was promised, in the numbers of ``judge_rows``."""
+    """The device's verdict on a promised row, in the numbers of ``judge_rows``."""
 
     MISSING = 0  # a layer's copy did not happen
     WRITTEN = 1
@@ -66,7 +62,7 @@ _NONE_LOST = Lost(0, 0)
 
 
 class ShadowChanges(NamedTuple):
-    """New shadows of device pages, int64 ``[n]`` each; captures from now on must use them."""
+    """New shadows of device pages; captures from now on must use them."""
 
     device_pages: Ids
     physical: Ids
@@ -77,16 +73,10 @@ class Arena:
 
     Args:
         memory: uint8 ``[host_pages + device_pages, page_bytes]``; only headers are written here.
-        host_pages: Pages that HiCache may allocate.
-        device_pages: Pages of the device's KV pool, the padding page included; 0: no layer is
-            captured, and pages get their headers when they go to L3.
-        stamp: Writes the header of a page that is complete: ``stamp(page)`` with uint8
-            ``[page_bytes]``, positions and token ids already in place.
-        keeps_unfit: Whether pages are backed up although the codec cannot hold rows of them: they
-            lack all layers, but say which tokens they are of.
-
-    Raises:
-        ValueError: The memory has another shape.
+        device_pages: Pages of the device's KV pool, with the padding page. 0: no layer is captured,
+            and pages get their headers on the way to L3.
+        stamp: Writes the header of a complete page (uint8 ``[page_bytes]``) that has its tokens.
+        keeps_unfit: Back up pages that the codec cannot hold: they only keep their tokens.
     """
 
     def __init__(
@@ -107,7 +97,7 @@ class Arena:
         self.memory = memory
         self.layout = layout
         self._lost_pages = np.zeros(len(memory), np.bool_)  # by physical page
-        self._pending: dict[int, Ids] = {}  # by host page, all those that are settled with it
+        self._pending: dict[int, Ids] = {}  # by host page: the array of its wait_for
         self._stamp = stamp
         self.keeps_unfit = keeps_unfit
         slots = device_pages * layout.page_size
@@ -116,7 +106,7 @@ class Arena:
         self._clock = 0
         self._generation = np.zeros(slots, np.int64)  # clock when the slot's rows last became void
         self._rows = np.zeros(slots, np.uint8)
-        self._lost = np.zeros(slots, np.bool_)  # filled since, and a row of it is not there
+        self._lost = np.zeros(slots, np.bool_)  # filled, and a row is missing
         self._positions = np.zeros(slots, np.int32)
         self._token_ids = np.zeros(slots, np.int32)
         self._tenant = np.full(host_pages, -1, np.int64)  # device page whose tokens it holds
@@ -129,27 +119,19 @@ class Arena:
     # ---- pages ----
 
     def physical(self, host_pages: Ids) -> Ids:
-        """Pages of the memory that hold ``host_pages``, int64 of the same shape."""
         return self._host[host_pages]
 
     def pages(self, host_pages: Ids, *, header: bool = False) -> list[npt.NDArray[np.uint8]]:
-        """Views of ``host_pages`` (int64 ``[pages]``), uint8 ``[page_bytes]`` each.
-
-        With ``header`` the caller reads nothing but their headers.
-        """
+        """Views of pages, uint8 ``[page_bytes]`` each; with ``header`` only headers are read."""
         physical = self.physical(host_pages)
         self.host_access(physical, write=False, header=header)
         return [self.memory[page] for page in physical.tolist()]
 
     def host_access(self, pages: Ids, *, write: bool, header: bool = False) -> None:
-        """The CPU is about to read or write physical ``pages``, or only their headers.
-
-        Does nothing. NumPy's accesses show in no stream: this is where tests/order sees them.
-        """
+        """Does nothing. Shows tests/order what the CPU accesses: no stream shows it."""
 
     def depth(self, host_pages: Ids) -> Ids:
-        """Number of layers that each page lacks, int64 ``[pages]``: 0, all of them, or
-        :data:`NOT_SETTLED`."""
+        """Layers that each page lacks: 0, all of them, or :data:`NOT_SETTLED`."""
         layers = np.int64(len(self.layout.layers))
         depths = self._lost_pages[self.physical(host_pages)] * layers
         if self._pending or self._unproven:
@@ -163,7 +145,7 @@ class Arena:
         self._lost_pages[self.physical(host_pages)] = False
 
     def lose(self, host_pages: Ids) -> None:
-        """No layer of the pages is there, and none is on its way."""
+        """No layer of the pages is there or on its way."""
         self._lost_pages[self.physical(host_pages)] = True
 
     def expect(self, host_pages: Ids) -> None:
@@ -172,25 +154,18 @@ class Arena:
         self.complete(host_pages)
 
     def wait_for(self, host_pages: Ids) -> None:
-        """The pages are not settled until :meth:`arrived` gets the same array, or they are written
-        anew."""
+        """The pages are not settled until :meth:`arrived` gets this array or they are rewritten."""
         self._pending |= dict.fromkeys(host_pages.tolist(), host_pages)
 
     def settle(self, host_pages: Ids) -> None:
-        """All that was to be known of the pages is known."""
+        """The pages wait for nothing any more."""
         for page in host_pages.tolist() if self._pending else ():
             self._pending.pop(page, None)
             self._recomputed.discard(page)
 
     def arrived(self, host_pages: Ids, fits: npt.NDArray[np.bool_]) -> Ids:
-        """Pages (int64 ``[p]``) are settled, if they are not another's meanwhile.
-
-        Those that the codec does not hold (``fits`` is False, bool ``[p]``) lack all layers;
-        recomputed ones are stamped.
-
-        Returns:
-            The pages that were lost.
-        """
+        """Settle pages of a :meth:`wait_for`, without those that wait anew. Returns the lost ones:
+        pages that do not fit the codec (``fits`` is False). Recomputed pages are stamped."""
         own = np.array([self._pending.get(p) is host_pages for p in host_pages.tolist()], np.bool_)
         recomputed = np.array([p in self._recomputed for p in host_pages.tolist()], np.bool_) & own
         self.settle(host_pages[own])
@@ -210,32 +185,27 @@ class Arena:
 
     @property
     def shadows(self) -> Ids:
-        """Shadow of every device page, int64 ``[device_pages]``; a copy."""
         return self._shadow.copy()
 
     def allocated(self, slots: Ids) -> None:
-        """``slots`` (int64 ``[n]``) were allocated: what they held is void."""
+        """``slots`` were allocated: their rows are void."""
         self._leave_home(slots // self.layout.page_size)
         self._void(slots)
         self._lost[slots] = False
 
     def not_captured(self, slots: Ids) -> None:
-        """``slots`` (int64 ``[n]``) are filled by a forward pass that leaves no rows."""
+        """A forward pass fills ``slots`` and leaves no rows."""
         self.allocated(slots)
         self._lost[slots] = True
 
     @property
     def none_lost(self) -> bool:
-        """Whether no slot that a forward pass filled lacks its rows, as far as is known."""
+        """True if no slot that a forward pass filled is known to lack its rows."""
         return not self._lost.any()
 
     def begin(self, slots: Ids, positions: Ids, token_ids: Ids, *, promised: bool = True) -> int:
-        """A forward pass that fills ``slots`` with these tokens was launched, and with it, if
-        ``promised``, everything that captures its rows.
-
-        Returns:
-            The step's ticket, for :meth:`prove`.
-        """
+        """A forward pass that fills ``slots`` was launched, and with it, if ``promised``, all that
+        captures its rows. Returns the step's ticket for :meth:`prove`."""
         self._leave_home(slots // self.layout.page_size)
         self._refill(slots, _RowState.PROMISED if promised else _RowState.VOID)
         self._lost[slots] = not promised
@@ -244,11 +214,7 @@ class Arena:
         return self._clock
 
     def prove(self, slots: Ids, ticket: int, verdicts: npt.NDArray[np.uint8]) -> Lost:
-        """What became of the rows of a step: a :class:`Verdict` for each slot.
-
-        Returns:
-            Rows that are lost although their slot still belongs to the step.
-        """
+        """Apply a step's verdicts; returns the lost rows of slots that still belong to it."""
         due = (self._generation[slots] == ticket) & (self._rows[slots] == _RowState.PROMISED)
         written = verdicts == Verdict.WRITTEN
         if np.count_nonzero(written) == len(written):
@@ -268,7 +234,7 @@ class Arena:
     # ---- backup and load ----
 
     def problem(self, slots: Ids) -> str | None:
-        """Why the whole pages of ``slots`` (int64 ``[pages * page_size]``) cannot be backed up."""
+        """The reason why the pages of ``slots`` cannot be backed up, or None."""
         size = self.layout.page_size
         positions = self._positions[slots]
         pages = slots[::size] // size
@@ -288,10 +254,8 @@ class Arena:
         return None
 
     def swap(self, slots: Ids, host_pages: Ids) -> ShadowChanges:
-        """Back up the pages of ``slots``: their shadows become ``host_pages`` (int64 ``[pages]``).
-
-        :meth:`problem` must have found nothing. Transfers to the shadows may still be under way.
-        """
+        """Back up the pages of ``slots``: their shadows become ``host_pages``. :meth:`problem` must
+        be None; transfers to the shadows may still be under way."""
         size = self.layout.page_size
         pages = slots[::size] // size
         filled, empty = self._shadow[pages], self._host[host_pages]
@@ -313,7 +277,7 @@ class Arena:
         self.memory[self._host[host_pages], : self.layout.header_bytes] = self._blank_header
 
     def whole(self, host_pages: Ids) -> bool | None:
-        """Whether all rows of ``host_pages`` are there; None: it is not known yet."""
+        """True if all rows of ``host_pages`` are there; None if that is not known yet."""
         depths = self.depth(host_pages)
         if (depths == NOT_SETTLED).any():
             return None
@@ -321,12 +285,11 @@ class Arena:
         return not depths.any() and (not len(self._shadow) or all(stamped))
 
     def unfit_rows(self, slots: Ids) -> npt.NDArray[np.bool_]:
-        """Of which of ``slots`` (``[n]``) it cannot hold rows, as far as is known; bool ``[n]``."""
+        """Mask of ``slots`` whose rows are known not to fit the codec."""
         return self._rows[slots] == _RowState.UNFIT
 
     def recomputed(self, host_pages: Ids, positions: Ids, token_ids: Ids) -> None:
-        """Tokens (int64 ``[n]`` each) are recomputed and then copied to ``host_pages``;
-        :meth:`arrived` gets the same array then."""
+        """The tokens come recomputed to ``host_pages``; :meth:`arrived` gets this array then."""
         self.complete(host_pages)
         self.wait_for(host_pages)
         if not len(self._shadow):
@@ -339,10 +302,7 @@ class Arena:
         self._recomputed.update(host_pages.tolist())
 
     def loaded(self, slots: Ids, host_pages: Ids) -> None:
-        """``slots`` were allocated anew and will hold the tokens of ``host_pages``.
-
-        Their rows are in these pages. The codec does not hold those of a lost page.
-        """
+        """``slots`` were allocated for the tokens of ``host_pages``; a lost page has none."""
         size = self.layout.page_size
         pages = slots[::size] // size
         physical = self._host[host_pages]
@@ -368,7 +328,7 @@ class Arena:
         self._unproven.difference_update(host_pages[proven | lost].tolist())
 
     def _kept(self, rows: npt.NDArray[np.uint8]) -> npt.NDArray[np.bool_]:
-        """Which pages can be restored by states of their rows ``[pages, page_size]``."""
+        """Mask of pages that can be restored; ``rows`` are states, ``[pages, page_size]``."""
         kept = rows == _RowState.PROVEN
         if self.keeps_unfit:
             kept |= rows == _RowState.UNFIT
@@ -377,10 +337,8 @@ class Arena:
     # ---- host pages ----
 
     def host_freed(self, host_pages: Ids) -> ShadowChanges:
-        """HiCache freed ``host_pages``: tokens still on the device take their rows back.
-
-        All that happened to their slots must be known here, and recomputed rows be there.
-        """
+        """HiCache freed ``host_pages``: tokens still on the device take their rows back. All that
+        happened to their slots must be known, and recomputed rows must be there."""
         self.settle(host_pages)
         linked = host_pages[self._tenant[host_pages] >= 0]
         rows = self._rows.reshape(-1, self.layout.page_size)[self._tenant[linked]]
@@ -398,7 +356,7 @@ class Arena:
         self._move_out(host_pages)
 
     def clear(self) -> None:
-        """Every host page and every slot was freed; all rows are void."""
+        """Every host page and every slot was freed."""
         self._void(slice(None))
         self._lost[:] = False
         self._tenant[:] = -1
@@ -425,11 +383,10 @@ class Arena:
         self._unproven.difference_update(host_pages.tolist())
 
     def _void(self, slots: Ids | slice) -> None:
-        """Rows of ``slots`` are gone."""
         self._refill(slots, _RowState.VOID)
 
     def _refill(self, slots: Ids | slice, state: int) -> None:
-        """``slots`` have other rows; a proof that is still on its way is not for them."""
+        """``slots`` get other rows; a proof that is still on its way does not count for them."""
         self._clock += 1
         self._generation[slots] = self._clock
         self._rows[slots] = state

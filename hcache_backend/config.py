@@ -1,8 +1,8 @@
-"""Every option, once.
+"""Every option, once; docs/options.md explains each.
 
-Options stand under the key ``hcache`` of SGLang's ``--hicache-storage-backend-extra-config``
-(JSON, or ``@file.toml``), and below that in the environment variable ``HCACHE_CONFIG`` (JSON of
-the same table, or ``@file.toml``), for a backend that comes later or is one of SGLang's own.
+Options are the table ``hcache`` in SGLang's ``--hicache-storage-backend-extra-config``, JSON or
+``@file.toml``. The environment variable ``HCACHE_CONFIG`` has the same table at lower priority, for
+a later attach or a backend of SGLang's own.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CLASS_NAME = "HCacheStorage"
 
 _OUR_KEYS = ("backend_name", "module_path", "class_name", "interface_v1", "hcache")
 _SGLANG_KEYS = (
-    # SGLang takes these out before it builds a backend; which of them, its versions differ in.
+    # SGLang removes these before it builds a backend; its versions differ in the set.
     "prefetch_threshold",
     "prefetch_timeout_base",
     "prefetch_timeout_per_ki_token",
@@ -46,15 +46,12 @@ _SGLANG_KEYS = (
 
 
 class ConfigError(ValueError):
-    """A wrong option. The message names the option, its value and what would be right.
-
-    It is a ValueError because that is what SGLang turns into a stopped start-up, or into the
-    HTTP 400 of a run-time attach.
-    """
+    """A wrong option; the message names it, its value and what is right. SGLang turns a ValueError
+    into a stopped start, or into HTTP 400 at an attach."""
 
 
 def default_dirs() -> tuple[Path, ...]:
-    """One folder under the user's cache directory (``$XDG_CACHE_HOME``, else ``~/.cache``)."""
+    """One folder under ``$XDG_CACHE_HOME``, otherwise under ``~/.cache``."""
     base = os.environ.get("XDG_CACHE_HOME")
     root = Path(base) if base else Path.home() / ".cache"
     return (root / "hcache-backend" / "pages",)
@@ -70,12 +67,11 @@ def _bytes(value: object) -> object:
 
 
 _SIZE = TypeAdapter(ByteSize)
-Bytes = Annotated[int, BeforeValidator(_bytes)]
-"""A number, or a text such as "500GB" (10^9) or "4GiB" (2^30)."""
+Bytes = Annotated[int, BeforeValidator(_bytes)]  # "500GB" is 10^9, "4GiB" is 2^30
 
 
 class PartitionOption(BaseModel):
-    """Numbers of layers by method; the first ones are recomputed, the last ones are KV."""
+    """Numbers of layers by method: first the recomputed ones, last the ones stored as KV."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -85,7 +81,7 @@ class PartitionOption(BaseModel):
 
 
 class BehindOption(BaseModel):
-    """An L3 that several machines share, behind the page store of each; see docs/options.md."""
+    """A tier that several machines share, read after the page store of each."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -96,7 +92,7 @@ class BehindOption(BaseModel):
 
 
 class KrulOption(BaseModel):
-    """What codec ``krul`` merges; see docs/options.md."""
+    """Options of codec ``krul``."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -129,13 +125,11 @@ FIXED_AT_START = frozenset(
         "recompute",
         "recompute_ms",
     }
-)
-"""Options that a running server does not change; a run-time attach chooses the others, which are
-those of the page store."""
+)  # an attach may set the other options, those of the page store
 
 
 class HCacheConfig(BaseModel):
-    """The options of one server. Immutable; the defaults work. docs/options.md explains each."""
+    """The options of one server, immutable."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -269,15 +263,11 @@ class HCacheConfig(BaseModel):
 def parse_config(
     options: object, source: str, inherited: HCacheConfig | None = None
 ) -> HCacheConfig:
-    """Check ``options`` and build the configuration.
+    """Build the configuration from the table ``options``; a ConfigError has all wrong options.
 
     Args:
-        options: The table of options; ``None`` is an empty one.
-        source: Where the table came from, for the message.
-        inherited: Has the options that are not in the table; None: they have their defaults.
-
-    Raises:
-        ConfigError: One line for every wrong option.
+        source: Origin of the table, for messages.
+        inherited: Options that replace the defaults.
     """
     if options is None:
         options = {}
@@ -295,11 +285,7 @@ def parse_config(
 
 
 def check_extra_config(extra: Mapping[str, Any]) -> None:
-    """Check what stands beside our options.
-
-    Raises:
-        ConfigError: A key is unknown, or SGLang would not hand over pages as we want them.
-    """
+    """Raise ConfigError for an unknown key beside ours, or an ``interface_v1`` other than 1."""
     for key, value in extra.items():
         if key not in _OUR_KEYS + _SGLANG_KEYS:
             if key in HCacheConfig.model_fields:
@@ -315,14 +301,7 @@ def check_extra_config(extra: Mapping[str, Any]) -> None:
 
 
 def start_config(extra: Mapping[str, Any] | None) -> HCacheConfig:
-    """The options of a server at its start: those of its extra config over the environment's.
-
-    Args:
-        extra: The extra config of a server that is started with our L3; None: it is not.
-
-    Raises:
-        ConfigError: They are wrong.
-    """
+    """Options at a server's start: ``extra`` (None if L3 is not ours) over the environment."""
     environment = config_from_environment()
     if extra is None:
         return environment
@@ -331,11 +310,7 @@ def start_config(extra: Mapping[str, Any] | None) -> HCacheConfig:
 
 
 def is_enabled(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether a server is to be prepared for us although its L3 is not ours.
-
-    Raises:
-        ConfigError: ``HCACHE_ENABLE`` is neither 0 nor 1.
-    """
+    """True if ``HCACHE_ENABLE`` asks for us without our L3; ConfigError unless it is 0 or 1."""
     enabled = environ.get(ENABLE_VARIABLE, "0")
     if enabled not in ("0", "1"):
         raise ConfigError(f"{ENABLE_VARIABLE} is {enabled!r}; it must be 0 or 1")
@@ -343,21 +318,13 @@ def is_enabled(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def config_from_environment(environ: Mapping[str, str] = os.environ) -> HCacheConfig:
-    """The options in ``HCACHE_CONFIG``; the others have their defaults.
-
-    Raises:
-        ConfigError: They are wrong.
-    """
+    """Options of ``HCACHE_CONFIG`` over the defaults; raises ConfigError."""
     text = environ.get(CONFIG_VARIABLE, "")
     return parse_config(load_table(text, CONFIG_VARIABLE) if text else None, CONFIG_VARIABLE)
 
 
 def load_table(text: str, source: str) -> object:
-    """The table that ``text`` is (JSON), or names (``@file.toml``).
-
-    Raises:
-        ConfigError: It cannot be read; the message begins with ``source``.
-    """
+    """Parse ``text``: JSON, or ``@file.toml``. Raises a ConfigError that begins with ``source``."""
     if text.startswith("@"):
         path = Path(text[1:])
         try:
@@ -373,7 +340,7 @@ def load_table(text: str, source: str) -> object:
 
 
 def nearest(name: str, known: Collection[str], what: str) -> str:
-    """The hint for an unknown ``name``: the most similar of the ``known`` ones, or all of them."""
+    """Hint for an unknown ``name``: the most similar of ``known``, otherwise all of them."""
     near = difflib.get_close_matches(name, known, n=1)
     return f"did you mean {near[0]!r}?" if near else f"{what}{', '.join(known)}"
 

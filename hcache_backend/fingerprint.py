@@ -1,7 +1,6 @@
-"""A fingerprint of the weights that are loaded, and the namespace of the pages they make.
+"""Fingerprint of the loaded weights, and the namespace of the pages that they make.
 
-Two servers share pages only when everything that decides K and V is the same. A model's name says
-nothing about that: weights change under a name, and at run time.
+A model's name does not suffice: its weights change under the name, and at run time.
 """
 
 from __future__ import annotations
@@ -22,14 +21,13 @@ _WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.int8))
 
 
 class TensorDigest(NamedTuple):
-    """What is in one tensor of one rank.
+    """Content of one tensor on one rank.
 
     Attributes:
-        row: Elements of one row: of the last dimension, or, where ranks divide that one, of the
-            last but one.
+        row: Elements of a row: the last dimension, or the last but one if ranks divide the last.
         exact: Digest of every byte in its place.
-        rows: Sum of the digests of the rows, wherever they stand: ranks that hold different rows
-            of a tensor have parts of its sum. Rows of zeros (padding) add nothing.
+        rows: Sum of the rows' digests in any order; ranks with different rows hold parts of the
+            sum. Rows of zeros (padding) add nothing.
     """
 
     name: str
@@ -43,13 +41,9 @@ class TensorDigest(NamedTuple):
 def digest_tensors(
     tensors: Iterable[tuple[str, torch.Tensor]], by_column: Container[str] = ()
 ) -> list[TensorDigest]:
-    """Digests of ``tensors``, by name.
+    """Digests of ``tensors``, by name; ``by_column`` names those whose last dimension ranks divide.
 
-    The bytes are summed on the device they live on, in wrapping 64-bit integers and each weighted
-    by its place, so that a 14 GB model costs a read of its memory and no transfer.
-
-    Args:
-        by_column: Names of the tensors whose last dimension ranks divide.
+    Sums run on the tensors' device: a 14 GB model costs one read of its memory and no transfer.
     """
     return [
         _digest(name, tensor, name in by_column)
@@ -58,7 +52,7 @@ def digest_tensors(
 
 
 def fingerprint(ranks: Sequence[Sequence[TensorDigest]]) -> bytes:
-    """Names, shapes, dtypes and every byte of the tensors of all ranks, in order (16 bytes)."""
+    """Digest (16 bytes) of name, shape, dtype and bytes of every tensor of all ranks, in order."""
     digest = xxhash.xxh3_128()
     for number, tensors in enumerate(ranks):
         for t in tensors:
@@ -67,11 +61,10 @@ def fingerprint(ranks: Sequence[Sequence[TensorDigest]]) -> bytes:
 
 
 def whole_fingerprint(ranks: Sequence[Sequence[TensorDigest]]) -> bytes:
-    """The same for the same model, however many ranks it is divided over (16 bytes).
+    """Digest (16 bytes) that is the same for any number of ranks.
 
-    Weaker than :func:`fingerprint`: it does not see rows of a tensor that exchange places.
-    Where ranks divide a tensor in a way that is not expected, the model has another fingerprint
-    with another number of ranks.
+    Weaker than :func:`fingerprint`: it misses rows that exchange places. If ranks divide a tensor
+    in an unexpected way, the digest depends on their number.
     """
     parts: dict[tuple[str, str, int, int], dict[int, int]] = {}
     for tensors in ranks:
@@ -85,10 +78,7 @@ def whole_fingerprint(ranks: Sequence[Sequence[TensorDigest]]) -> bytes:
 
 
 def of_all_stages(stages: Sequence[bytes]) -> bytes:
-    """One digest (16 bytes) for those of all pipeline stages, in their order.
-
-    What a stage computes depends on the weights of every stage before it.
-    """
+    """Digest (16 bytes) of all pipeline stages: each depends on the weights of those before."""
     return stages[0] if len(stages) == 1 else xxhash.xxh3_128_digest(b"".join(stages))
 
 
@@ -99,7 +89,7 @@ def model_tensors(model: torch.nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
 
 
 def namespace(fields: Mapping[str, object]) -> bytes:
-    """The 16 bytes that pages of one kind share; any field that differs makes another namespace."""
+    """Namespace (16 bytes) of pages of one kind; a change of any field changes it."""
     text = json.dumps(fields, sort_keys=True, separators=(",", ":"), default=str)
     return xxhash.xxh3_128_digest(text.encode())[:NAMESPACE_BYTES]
 
@@ -122,7 +112,7 @@ def _digest(name: str, tensor: torch.Tensor, by_column: bool) -> TensorDigest:
 
 
 def _chunks(tensor: torch.Tensor, by_column: bool) -> Iterator[torch.Tensor]:
-    """The rows of ``tensor``, ``[rows, elements]``, a limited number at a time."""
+    """Rows of ``tensor`` in pieces ``[rows, elements]`` of limited size."""
     if tensor.numel() == 0:
         return
     if tensor.dim() < 2:
@@ -136,7 +126,7 @@ def _chunks(tensor: torch.Tensor, by_column: bool) -> Iterator[torch.Tensor]:
 
 
 def _row_sums(rows: torch.Tensor) -> torch.Tensor:
-    """A digest for each row of ``[rows, elements]``; 0 for zeros. int64 ``[rows]``."""
+    """Digest of each row of ``[rows, elements]``, int64 ``[rows]``; 0 for zeros."""
     rows = rows.contiguous()
     dtype = next(d for width, d in _WORDS if rows.shape[1] * rows.element_size() % width == 0)
     if rows.storage_offset() * rows.element_size() % dtype.itemsize:

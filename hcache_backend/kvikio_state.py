@@ -1,4 +1,4 @@
-"""What KvikIO would do on this machine."""
+"""KvikIO on this machine."""
 
 from __future__ import annotations
 
@@ -13,20 +13,14 @@ UDEV = Path("/run/udev")
 
 
 class KvikioState(NamedTuple):
-    """What KvikIO would do on this machine.
-
-    Attributes:
-        mode: How it reads to the device: ``GDS``, past host memory; ``compat``, by way of host
-            memory; ``nothing``: it reads nowhere, not even to host memory.
-        why: The reason.
-    """
+    """``GDS`` reads past host memory, ``compat`` through it, ``nothing`` does not read at all."""
 
     mode: Literal["GDS", "compat", "nothing"]
     why: str
 
 
 def kvikio_state() -> KvikioState:
-    """Find out what KvikIO would do on this machine, by a read of it."""
+    """Find the state by a read with KvikIO."""
     if find_spec("kvikio") is None:
         return KvikioState("nothing", "it is not installed")
     try:
@@ -40,8 +34,8 @@ def kvikio_state() -> KvikioState:
 
         compat = options.is_compat_mode_preferred()
         if not compat and not MODULES.exists():
-            # cuFile looks for its driver in that file; when it cannot be opened, libcufile.so.0
-            # (1.20) calls getline for ever, and the opening of the first file does not return.
+            # cuFile looks for its driver in that file. If it cannot open it, libcufile.so.0 (1.20)
+            # calls getline for ever, and opening the first file does not return.
             why = f"cuFile would hang: there is no {MODULES} here; set KVIKIO_COMPAT_MODE=ON"
             return KvikioState("nothing", why)
         # cuFile would write a log to the working directory.

@@ -1,4 +1,4 @@
-"""What the last server that opened a store folder said about itself, for ``hcache doctor``."""
+"""The report that a server leaves in its store folders, for ``hcache doctor``."""
 
 from __future__ import annotations
 
@@ -11,14 +11,8 @@ from hcache_backend.store import SERVER_REPORT, write_sidecar
 
 
 class LayerGroup(BaseModel):
-    """Layers that are projected alike.
-
-    Attributes:
-        layers: Their numbers within the pipeline stage.
-        method: ``spec``: by the kernels. ``generic``: by the model's own attention modules.
-        detail: What the spec is made of, or why there is none.
-        exactness: How exactly K and V come back, and are repeated by the model itself, in words.
-    """
+    """Layers (numbers within the stage) projected alike, and how exactly K and V come back.
+    ``spec`` is by the kernels, ``generic`` by the model's own attention modules."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -29,20 +23,16 @@ class LayerGroup(BaseModel):
 
 
 class ServerReport(BaseModel):
-    """One server, as it was when it opened the folder.
+    """A server when it opened the folder.
 
     Attributes:
-        time: When that was, in seconds since 1970.
-        model: Its path or name.
-        pages: Its own pages, or SGLang's plain ones.
-        reason: Why they do not hold hidden states, or are plain; None: they hold some.
-        codec: How its own pages are encoded; None: its pages are plain.
-        partition: What it stores of its layers, in words; None in KV mode.
-        projection: How its layers are projected; empty in KV mode.
-        recomputation: How exactly its first layers are recomputed, or why they are not, in words;
-            None: nothing is to be recomputed.
-        tokens_per_second: What it expects of reading L3 (``l3_read``), of loads and of prefill.
-        behind: What L3 is behind its page store, or None.
+        time: Seconds since 1970.
+        reason: Why pages are plain or have no hidden states; None if they have some.
+        codec: Codec of own pages; None for plain ones.
+        partition: Storage of the layers in words; None in KV mode, when ``projection`` is empty.
+        recomputation: Exactness of recomputed layers, or why none are; None if none need to be.
+        tokens_per_second: Expected rates of L3 (``l3_read``), of loads and of prefill.
+        behind: Backend of the shared tier, if there is one.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -61,19 +51,12 @@ class ServerReport(BaseModel):
 
 
 def write_report(folder: Path, report: ServerReport) -> None:
-    """Replace the report of a store folder; a reader sees the old one or the new one.
-
-    Raises:
-        OSError: It cannot be written.
-    """
+    """Replace a folder's report atomically; raises OSError."""
     write_sidecar(folder, SERVER_REPORT, report.model_dump_json(indent=2) + "\n")
 
 
 def read_report(folder: Path) -> ServerReport | None:
-    """The report of a store folder; None when no server has left one that can be read.
-
-    Never raises: nothing but an explanation hangs on it.
-    """
+    """A folder's report, or None if there is no readable one. Never raises: it only explains."""
     path = folder / SERVER_REPORT
     try:
         return ServerReport.model_validate_json(path.read_bytes()) if path.is_file() else None

@@ -1,9 +1,8 @@
 """Streams and events: the same code orders work on a GPU and, for tests, on a CPU.
 
-A stream runs what it is given in order, while the caller goes on. On CUDA that is a CUDA stream. On
-the CPU it is a worker thread, so that work really overlaps there too and a missing wait shows as a
-wrong result, not only on a GPU. The *current* stream is the one that the engine works on: on the
-CPU the calling thread itself, unless a test puts a worker in its place.
+- A stream runs its work in order while the caller goes on: a CUDA stream, or a thread on a CPU.
+- Work overlaps on a CPU too, so a missing wait shows as a wrong result there.
+- The *current* stream is the engine's; on a CPU the calling thread, unless a test puts a worker.
 """
 
 from __future__ import annotations
@@ -28,29 +27,24 @@ logger = logging.getLogger("hcache")
 Work = Callable[[], object]
 
 _PROGRESS_SECONDS = 10.0
-_LEAST_BUFFER = 256
-"""Bytes of the smallest :class:`HostBuffer`."""
+_LEAST_BUFFER = 256  # bytes of the smallest HostBuffer
 
 
 class StreamFailed(RuntimeError):
-    """Work on a stream raised; nothing that stands behind it on that stream was run."""
+    """Work on a stream raised; later work of that stream was not run."""
 
 
 class Event(Protocol):
     """A point in the order of a stream."""
 
     def query(self) -> bool:
-        """Whether the stream has passed the point."""
+        """True if the stream has passed the point."""
 
     def synchronize(self) -> None:
-        """Block the calling thread until it has.
-
-        Raises:
-            StreamFailed: On a CPU, when something before that point went wrong.
-        """
+        """Block until it has; on a CPU raises StreamFailed if earlier work went wrong."""
 
     def elapsed_time(self, later: Any) -> float:
-        """Milliseconds between two points that have passed; both were recorded with ``timed``."""
+        """Milliseconds to ``later``; both points have passed and were recorded with ``timed``."""
 
 
 class Stream(ABC):
@@ -58,25 +52,22 @@ class Stream(ABC):
 
     @abstractmethod
     def run(self, work: Work) -> None:
-        """Put ``work`` behind everything that this stream was given before."""
+        """Queue ``work`` after all earlier work."""
 
     @abstractmethod
     def record(self, *, timed: bool = False) -> Event:
-        """An event behind everything that this stream was given before."""
+        """An event after all earlier work."""
 
     def wait(self, event: Event) -> None:
-        """Let everything that is given from now on wait for ``event`` of another stream."""
+        """Hold all later work until ``event`` of another stream has passed."""
         self.run(event.synchronize)
 
     def keep(self, tensor: torch.Tensor) -> None:  # noqa: B027
-        """This stream uses ``tensor``, which another one allocated: do not reuse it before.
-
-        Does nothing on a CPU: the work holds its tensors, and memory is not reused before.
-        """
+        """Do not reuse ``tensor`` of another stream before the work here is done. On a CPU the work
+        holds its tensors, so this does nothing."""
 
     @contextmanager
     def as_current(self) -> Iterator[None]:
-        """Within the block this is the current stream."""
         token = _current.set(self)
         try:
             yield
@@ -85,43 +76,36 @@ class Stream(ABC):
 
 
 def new_stream(device: torch.device | str, name: str, *, in_turn: bool = False) -> Stream:
-    """A stream of its own on ``device``.
-
-    Args:
-        name: For debuggers.
-        in_turn: Its work talks to other ranks: on a CPU it must stand in turn with the caller's.
-    """
+    """A new stream; ``in_turn``: its work has collectives; on a CPU the caller runs it."""
     return _door.new_stream(torch.device(device), name, in_turn=in_turn)
 
 
 def current_stream(device: torch.device | str) -> Stream:
-    """The stream that the calling thread works on at this moment."""
+    """The stream that the calling thread works on."""
     return _door.current_stream(torch.device(device))
 
 
 def run_here(device: torch.device, work: Callable[..., object], *args: Any) -> None:
-    """``work(*args)`` on the current stream, for what is done per layer: it costs less."""
+    """Run ``work(*args)`` on the current stream; cheap enough for every layer."""
     _door.run_here(device, work, *args)
 
 
 def of(engine_stream: Any) -> Stream:
-    """One of the engine's own streams (a ``torch.cuda.Stream``, or the CPU's stand-in)."""
+    """One of the engine's own streams: a ``torch.cuda.Stream`` or the CPU's stand-in."""
     return _door.of(engine_stream)
 
 
 def host_tensor(
     shape: Sequence[int], dtype: torch.dtype, device: torch.device | str
 ) -> torch.Tensor:
-    """Memory of the CPU that ``device`` copies to and from without waiting."""
+    """Host memory that ``device`` copies to and from without waiting."""
     return _door.host_tensor(shape, dtype, torch.device(device))
 
 
 @contextmanager
 def registered(memory: torch.Tensor, device: torch.device | str) -> Iterator[None]:
-    """Within the block ``device`` reaches ``memory`` of the CPU, as a host pool of SGLang.
-
-    Memory of :func:`host_tensor` stays with torch when nobody uses it any more; this does not.
-    """
+    """Within the block ``device`` reaches ``memory``. Torch does not keep it afterwards, unlike
+    unused memory of :func:`host_tensor`."""
     with _door.registered(memory, torch.device(device)):
         yield
 
@@ -144,18 +128,17 @@ def pinning(size: int) -> Iterator[None]:
 
 
 def held_for_device(values: npt.NDArray[Any], device: torch.device | str) -> torch.Tensor:
-    """A copy of ``values`` in memory that ``device`` can copy from without waiting."""
     source = torch.from_numpy(np.ascontiguousarray(values))
     return host_tensor(source.shape, source.dtype, device).copy_(source)
 
 
 def to_device(values: npt.NDArray[Any], device: torch.device | str) -> torch.Tensor:
-    """A copy of ``values`` on ``device``, made on the current stream; the caller does not wait."""
+    """A copy of ``values`` on ``device``, made on the current stream without waiting."""
     return held_for_device(values, device).to(torch.device(device), non_blocking=True)
 
 
 class HostBuffer(NamedTuple):
-    """``values`` of the CPU's in :func:`host_tensor`, also as an ``array``; ``memory`` is all."""
+    """``values`` in memory of :func:`host_tensor`, also as ``array``; ``memory``: all bytes."""
 
     memory: torch.Tensor
     values: torch.Tensor
@@ -163,35 +146,33 @@ class HostBuffer(NamedTuple):
 
 
 class HostBuffers:
-    """Memory of :func:`host_tensor` that is used again and again, by one thread."""
+    """Reused memory of :func:`host_tensor`, for one thread."""
 
     def __init__(self, device: torch.device | str) -> None:
         self._device = device
         self._free: dict[tuple[int, torch.dtype], list[HostBuffer]] = {}
 
     def take(self, length: int, dtype: torch.dtype) -> HostBuffer:
-        """Room for ``length`` values."""
         size = max(_LEAST_BUFFER, 1 << (length * dtype.itemsize - 1).bit_length())
         free = self._free.setdefault((size, dtype), [])
         if free and free[-1].values.shape == (length,):
             return free.pop()  # as a step of the same size left it
-        with torch.inference_mode(mode=False):  # else nobody outside of it could write it
+        with torch.inference_mode(mode=False):  # or it could not be written outside that mode
             memory = free.pop().memory if free else host_tensor((size,), torch.uint8, self._device)
             values = memory[: length * dtype.itemsize].view(dtype)
             return HostBuffer(memory, values, values.numpy())
 
     def give_back(self, buffer: HostBuffer) -> None:
-        """Nobody uses it any more, the device neither."""
+        """Reuse ``buffer``; the device must be done with it."""
         self._free[buffer.memory.numel(), buffer.values.dtype].append(buffer)
 
 
 def free_memory(device: torch.device | str) -> float:
-    """Bytes of a GPU's memory that nobody has; infinity for the CPU."""
+    """Free bytes of a GPU's memory; infinity for a CPU."""
     return _door.free_memory(torch.device(device))
 
 
 def recording_graph() -> bool:
-    """Whether the current stream is recording a CUDA graph."""
     return _door.recording_graph()
 
 
@@ -199,7 +180,7 @@ def recording_graph() -> bool:
 
 
 class _CudaEvent:
-    """One of torch's events, recorded on ``stream``; another one takes it when this one dies."""
+    """A torch event recorded on ``stream``; it is reused when this one dies."""
 
     _free: ClassVar[dict[bool, list[Any]]] = {False: [], True: []}  # by ``timed``
 
@@ -221,7 +202,7 @@ class _CudaEvent:
         return float(self.event.elapsed_time(later.event))
 
     def __del__(self) -> None:
-        # A stream that was told to wait for it waits for what was recorded then.
+        # A stream that already waits for it keeps to the point recorded then.
         self._unused.append(self.event)
 
 
@@ -255,7 +236,7 @@ class _CudaStream(Stream):
 
 class _ThreadEvent:
     def __init__(self) -> None:
-        self._to_come = threading.Lock()  # several are made in every step: a lock costs little
+        self._to_come = threading.Lock()  # every step makes several: a lock is cheap
         self._passed = not self._to_come.acquire()
         self._error: BaseException | None = None
         self._time = 0.0
@@ -280,8 +261,8 @@ class _ThreadEvent:
 class WorkerStream(Stream):
     """A thread that works through a queue.
 
-    After an error it runs nothing more: later work would take what is missing for done. Its events
-    pass all the same, with the error, so that nobody waits for ever.
+    After an error it runs no more work, which would build on a missing result. Events still pass,
+    with the error, so that no caller waits for ever.
     """
 
     def __init__(self, name: str) -> None:
@@ -312,7 +293,7 @@ class WorkerStream(Stream):
 
 
 class _InlineStream(Stream):
-    """The calling thread as a stream: what is given is done on return."""
+    """The calling thread as a stream: work is done when ``run`` returns."""
 
     _error: BaseException | None = None
 
@@ -326,10 +307,7 @@ class _InlineStream(Stream):
 
 
 class CallerStream(_InlineStream):
-    """The calling thread as a stream of its own: what is given is done on return, or never.
-
-    Nothing raises into the caller; after an error it is like a :class:`WorkerStream`.
-    """
+    """The calling thread as a stream that never raises: after an error it skips all work."""
 
     def run(self, work: Work) -> None:
         if self._error is None:
@@ -345,19 +323,16 @@ _current: contextvars.ContextVar[Stream | None] = contextvars.ContextVar("stream
 
 
 class Door:
-    """Where all streams come from, by the functions above of the same names.
-
-    CUDA's streams where the device is a GPU, worker threads where it is the CPU.
-    """
+    """Source of all streams: CUDA's on a GPU, threads on a CPU. Methods are the functions above."""
 
     def __init__(self) -> None:
         self._ours: dict[int, str] = {}  # names of CUDA's streams, by handle
 
     def new_stream(self, device: torch.device, name: str, *, in_turn: bool = False) -> Stream:
         if device.type == "cuda":
-            # Behind forward passes there is nothing: SGLang's streams have priority 0 as well
-            # (0.5.21 to 0.5.23), and that is the lowest that CUDA knows. A restore holds them up by
-            # the length of its launches at most, which option restore_chunk_tokens bounds.
+            # No priority is below forward passes: SGLang's streams have 0 too (0.5.21 to 0.5.23),
+            # CUDA's lowest. A restore delays them by the length of its launches at most, which
+            # option restore_chunk_tokens bounds.
             stream = torch.cuda.Stream(device, priority=0)
             self._ours[stream.cuda_stream] = name
             return _CudaStream(stream)
@@ -371,14 +346,14 @@ class Door:
     def run_here(self, device: torch.device, work: Callable[..., object], *args: Any) -> None:
         stream = None if device.type == "cuda" else _current.get()
         if stream is None:
-            work(*args)  # on CUDA torch's current stream is the one
+            work(*args)  # on CUDA torch knows the current stream
         else:
             stream.run(partial(work, *args))
 
     def of(self, engine_stream: Any) -> Stream:
         if not isinstance(engine_stream, torch.cuda.Stream):
             return _INLINE
-        # torch hands out 32 streams in turn, so that two may be one.
+        # torch hands out 32 streams in turn, so two may be the same.
         shared = self._ours.pop(engine_stream.cuda_stream, None)
         if shared is not None:
             logger.warning("hcache: stream '%s' is also SGLang's: they wait for each other", shared)
@@ -397,13 +372,13 @@ class Door:
         runtime, address = torch.cuda.cudart(), memory.data_ptr()
         failed = int(runtime.cudaHostRegister(address, memory.nbytes, 0))
         if failed:
-            with suppress(RuntimeError):  # else torch raises it at its next launch
+            with suppress(RuntimeError):  # otherwise torch raises it at its next launch
                 torch.zeros(1, device=device)
             raise RuntimeError(f"cudaHostRegister of {memory.nbytes} bytes: CUDA error {failed}")
         try:
             yield
         finally:
-            torch.cuda.synchronize(device)  # something may still be on its way there
+            torch.cuda.synchronize(device)  # copies may still be under way
             runtime.cudaHostUnregister(address)
 
     def free_memory(self, device: torch.device) -> float:

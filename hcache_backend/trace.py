@@ -1,15 +1,12 @@
-"""The trace of restores: times of a server's prefills, backups, reads of L3, loads to the device.
+"""The restore trace: times of a server's prefills, backups, reads of L3 and loads to the device.
 
 With ``HCACHE_RESTORE_TRACE=/path/file.jsonl`` every rank adds one line per event to the file::
 
     {"stage": "prefill" | "backup" | "l3" | "load", "tokens": n, "start_ms": t, "ms": d}
 
-``start_ms`` is on the machine's monotonic clock. ``l3`` starts when HiCache queues the prefetch and
-counts the tokens that were found. ``backup`` and ``load`` are timed to the end of their last layer.
-The stages are SGLang's, so servers with any L3, or with none, write a trace.
-
-This module writes and reads the file; :mod:`hcache_backend.engine.startup.restore_trace` hooks the
-stages of a server.
+``start_ms`` is on the monotonic clock. ``l3`` begins when HiCache queues the prefetch and counts
+the tokens found; ``backup`` and ``load`` end with their last layer. Servers with any L3, or none,
+write a trace: :mod:`hcache_backend.start.restore_trace` hooks stages of SGLang.
 """
 
 from __future__ import annotations
@@ -20,12 +17,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 TRACE_VARIABLE = "HCACHE_RESTORE_TRACE"
-"""Names the file that a server writes its trace to."""
 
 
 class TraceEvent(NamedTuple):
-    """One line of the file; see the module."""
-
     stage: str
     tokens: int
     start_ms: float
@@ -33,11 +27,7 @@ class TraceEvent(NamedTuple):
 
 
 class TraceWriter:
-    """Appends events to a file, a line at a time.
-
-    Raises:
-        OSError: The file cannot be opened for appending.
-    """
+    """Appends events to a file, a line at a time; raises OSError if it cannot be opened."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("a", buffering=1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from hcache_backend.arena import Arena
-from hcache_backend.restore.eager import EagerRestores
+from hcache_backend.prefetch.eager import EagerRestores
 
 
 def assert_sound_arena(arena: Arena) -> None:

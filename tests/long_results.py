@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from hcache_backend.partition.profile import processor_name
+from hcache_backend.plan.profile import processor_name
 
 
 class LongResults:

@@ -17,101 +17,89 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import tempfile
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
-from bench.accuracy import report, thresholds
+from bench.accuracy import report
 from bench.fixtures.models import chosen
 from bench.fixtures.text import Texts, corpus
-from bench.harness.machine import Machine, MachineError, find_machine
+from bench.harness.machine import MachineError
 from bench.harness.methods import METHODS, PAGE_SIZE, server_options
-from bench.harness.program import at_least, failing, model_name, parser, stamp, steps
-from bench.harness.report import OUT, write, write_json
+from bench.harness.program import (
+    Program,
+    Run,
+    Setting,
+    at_least,
+    model_name,
+    scratch,
+    steps,
+    switch,
+)
+from bench.harness.report import Results
 from tests.cpu_engine.hcache_cpu_engine import cpu_engine_env
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parsed = parser("bench.accuracy", __doc__)
-    add = parsed.add_argument
-    add("--model", type=model_name, required=True, help="a folder, a name or a fixture")
-    add("--quick", action="store_true", help="the fixture that is trained in a minute")
-    add("--dtype", default="bfloat16", help="type that the model is served in")
-    add("--texts", type=at_least(1), default=16, help="how many are scored")
-    add("--history", type=at_least(PAGE_SIZE), default=384, help="tokens that are kept")
-    add("--turn", type=at_least(8), default=128, help="tokens that are scored")
-    add("--whole", action="store_true", help="no method that restores a single layer")
-    add(
-        "--thresholds", action="store_true", help="instead, several values of what Krul leaves open"
-    )
-    add(
-        "--out",
-        type=Path,
-        default=OUT,
-        help="folder for accuracy_MODEL.json and .png, or thresholds_MODEL.json",
-    )
-    given = parsed.parse_args(arguments)
+def measure(run: Run) -> Results:
+    """Score all texts with every method."""
+    given, machine = run.given, run.machine
     if given.history % PAGE_SIZE:
-        parsed.error(f"--history {given.history} must be a whole number of {PAGE_SIZE}-token pages")
-    machine = find_machine()
+        run.parser.error(
+            f"--history {given.history} must be a whole number of {PAGE_SIZE}-token pages"
+        )
     if machine.device == "cpu" and "SGLANG_USE_CPU_ENGINE" not in os.environ:
         # What lets SGLang run on a CPU must be there before the interpreter starts.
-        command = [sys.executable, "-m", "bench.accuracy", *(arguments or sys.argv[1:])]
+        command = [sys.executable, "-m", "bench.accuracy", *sys.argv[1:]]
         os.execve(sys.executable, command, {**os.environ, **cpu_engine_env()})
-    with failing(), tempfile.TemporaryDirectory(prefix="hcache-accuracy-") as scratch:
-        results = measured(given, machine, Path(scratch))
-        if given.thresholds:
-            print(thresholds.table_lines(results))
-            write_json(given.out / f"thresholds_{results['name']}.json", results)
-        else:
-            print(report.table_lines(results))
-            write(given.out, f"accuracy_{results['name']}", results, report.draw)
-
-
-def measured(given: Any, machine: Machine, scratch: Path) -> dict[str, Any]:
-    """The content of ``accuracy_MODEL.json``, or of that of thresholds."""
     from bench.accuracy.engine import Engine
-    from bench.accuracy.measure import Sizes, measure
+    from bench.accuracy.measure import Sizes, score
     from bench.accuracy.methods import methods
 
     model = chosen(given.model, quick=given.quick)
     sizes = Sizes(given.texts, given.history, given.turn)
     logging.disable(logging.WARNING)
-    options = server_options(
-        METHODS["recompute"],
-        machine,
-        model.path,
-        scratch,
-        pool_tokens=2 * (given.history + given.turn),
-        dtype=given.dtype,
-        extra_args=("--disable-cuda-graph",),  # graphs of decode steps, of which there are none
-    )
-    engine = Engine(options)
-    tokenizer = engine.tokenizer
-
-    def encode(text: str) -> list[int]:
-        found: list[int] = tokenizer.encode(text, add_special_tokens=False)
-        return found
-
-    if not encode("import os\n"):  # what transformers makes up where there is none knows no token
-        raise MachineError(f"--model {given.model}: it needs the files of its tokenizer")
-    texts = Texts(encode, corpus().held_out)
-    with steps(sizes.texts) as (_, advance):
-        known = (
-            [*thresholds.rows(engine)] if given.thresholds else methods(engine, whole=given.whole)
+    with scratch() as folder:
+        options = server_options(
+            METHODS["recompute"],
+            machine,
+            model.path,
+            Path(folder),
+            pool_tokens=2 * (given.history + given.turn),
+            dtype=given.dtype,
+            extra_args=("--disable-cuda-graph",),  # graphs of decode steps: there are none
         )
-        found = measure(engine, texts, sizes, advance, known)
-    return {
-        **stamp(machine),
-        "name": model.name,
-        "model": model.about,
-        "dtype": given.dtype,
-        **asdict(sizes),
-        **found,
-    }
+        engine = Engine(options)
+        tokenizer = engine.tokenizer
 
+        def encode(text: str) -> list[int]:
+            found: list[int] = tokenizer.encode(text, add_special_tokens=False)
+            return found
+
+        if not encode("import os\n"):  # what transformers makes up if there is none knows no token
+            raise MachineError(f"--model {given.model}: it needs the files of its tokenizer")
+        texts = Texts(encode, corpus().held_out)
+        with steps(sizes.texts) as advance:
+            found = score(engine, texts, sizes, advance, methods(engine, whole=given.whole))
+    about = {"name": model.name, "model": model.about, "dtype": given.dtype}
+    return {**about, **asdict(sizes), **found}
+
+
+PROGRAM = Program(
+    name="accuracy",
+    doc=__doc__,
+    measure=measure,
+    settings=(
+        Setting("--model", model_name, None, "a folder, a name or a fixture", {"required": True}),
+        switch("--quick", "the fixture that is trained in a minute"),
+        Setting("--dtype", str, "bfloat16", "type that the model is served in"),
+        Setting("--texts", at_least(1), 16, "how many are scored"),
+        Setting("--history", at_least(PAGE_SIZE), 384, "tokens that are kept"),
+        Setting("--turn", at_least(8), 128, "tokens that are scored"),
+        switch("--whole", "no method that restores a single layer"),
+    ),
+    tables=report.TABLES,
+    draw=report.draw,
+    file=lambda results: f"accuracy_{results['name']}",
+)
 
 if __name__ == "__main__":
-    main()
+    PROGRAM.run()

@@ -1,6 +1,6 @@
 """A model in this process, in SGLang's own runner, with the package's projection and recomputation.
 
-The steps are those of a server's start (``engine/startup/strategy.py``): layers are found by a
+The steps are those of a server's start (``start/strategy.py``): layers are found by a
 probe, each projection is proven against the K and V that the model wrote.
 """
 
@@ -72,17 +72,17 @@ class Engine:
         from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
         from hcache_backend.config import HCacheConfig
-        from hcache_backend.engine import hooks
-        from hcache_backend.engine.recompute.batch import make_recomputer
-        from hcache_backend.engine.runtime import Runtime
-        from hcache_backend.engine.startup.agreement import Refused
-        from hcache_backend.engine.startup.layer_specs import LayerSpecs
-        from hcache_backend.engine.startup.recompute_check import check_recompute
-        from hcache_backend.engine.startup.self_check import attention_modules, compare, observe
         from hcache_backend.projection.generic import ProjectionBatch
         from hcache_backend.projection.paged_pool import PagedPool
         from hcache_backend.projection.projector import Projector
         from hcache_backend.restore.recompute import Recomputer
+        from hcache_backend.sglang import hooks
+        from hcache_backend.sglang.recompute_batch import make_recomputer
+        from hcache_backend.sglang.runtime import Runtime
+        from hcache_backend.start.agreement import Refused
+        from hcache_backend.start.layer_specs import LayerSpecs
+        from hcache_backend.start.recompute_check import check_recompute
+        from hcache_backend.start.self_check import attention_modules, compare, observe
 
         runner, kvcache = self._runner, self._runner.token_to_kv_pool
         self.pool = PagedPool(kvcache)
@@ -159,7 +159,7 @@ class Engine:
 
     def at_start(self) -> History:
         """What the model writes of the self-check's tokens, whole pages, at a server's start."""
-        from hcache_backend.engine.startup.self_check import PROBE_TOKENS, probe_tokens
+        from hcache_backend.start.self_check import PROBE_TOKENS, probe_tokens
 
         tokens = -(-PROBE_TOKENS // PAGE_SIZE) * PAGE_SIZE
         return self.history(probe_tokens(self._runner.model_config.vocab_size, tokens))
@@ -204,7 +204,7 @@ class Engine:
         log-probabilities and the slots of what was computed."""
         from sglang.srt.layers.logits_processor import LogitsMetadata, LogitsProcessor
 
-        from hcache_backend.engine.startup.prefill import (
+        from hcache_backend.start.prefill import (
             forward_batch,
             prefill_batch,
             prefill_request,

@@ -140,7 +140,7 @@ def by_distance(recalled: Sequence[tuple[int, bool]]) -> dict[str, list[int]]:
 
 
 @torch.inference_mode()
-def measure(
+def score(
     engine: Engine,
     texts: Texts,
     sizes: Sizes,

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,8 +15,7 @@ import torch
 from bench.accuracy import pairs
 from bench.accuracy.engine import Engine, History
 from bench.harness.methods import PAGE_SIZE
-from hcache_backend.krul.pair_forms import PAIR_FORMS, PairForm
-from hcache_backend.krul.paired_layout import CodedPair
+from hcache_backend.krul.pair_forms import PAIR_FORMS
 from hcache_backend.restore.recompute import TokenSpan
 from hcache_kernels.codecs import (
     CODECS,
@@ -73,19 +71,18 @@ def encoded(engine: Engine) -> Iterator[Method]:
 def paired(engine: Engine) -> Iterator[Method]:
     """K and V in pages with half of the layers in pairs: merged, and for comparison in ``fp8``."""
     try:
-        forms = pair_forms(engine)
+        shape = engine.page_cut, engine.kv_shape[1], engine.dtype
+        forms = [form(*shape) for form in PAIR_FORMS.values()]  # merged comes first
     except UnsupportedRows:
         return
+    layers = len(engine.layers)
+    number = len(pairs.fixed(layers).pairs)  # as every choice makes
     for label, choose in pairs.CHOICES.items():
         for form in forms if choose is pairs.by_attention else forms[:1]:
-
-            def coded(
-                engine: Engine, history: History, choose: Any = choose, code: str = form.name
-            ) -> list[CodedPair]:
-                return [(*pair, code) for pair in choose(engine, history).pairs]
-
-            number = len(pairs.fixed(len(engine.layers)).pairs)  # as every choice makes
-            yield paired_method(engine, f"KV, {label}, {form.name}", [form], coded, number)
+            page = (layers - 2 * number) * engine.kv_bytes * PAGE_SIZE + number * form.slot_bytes
+            kept = pairs.PairedLayers(engine, form, choose)
+            name = f"KV, {label}, {form.name}"
+            yield Method(name, page // PAGE_SIZE, kept.restore, pairs=kept.chosen)
 
 
 def recomputed(engine: Engine) -> Iterator[Method]:
@@ -126,27 +123,6 @@ def methods(engine: Engine, *, whole: bool = False) -> list[Method]:
     """All methods for a model; ``whole``: only those that restore all layers alike."""
     makers = MAKERS if whole else (*MAKERS, hidden_layers)
     return [method for make in makers for method in make(engine)]
-
-
-def pair_forms(engine: Engine) -> list[PairForm]:
-    """What a slot may keep of a pair of the model's layers: merged first.
-
-    Raises:
-        UnsupportedRows: They cannot be merged.
-    """
-    shape = engine.page_cut, engine.kv_shape[1], engine.dtype
-    return [form(*shape) for form in PAIR_FORMS.values()]
-
-
-def paired_method(
-    engine: Engine, name: str, forms: list[PairForm], choose: pairs.CodedChoice, number: int
-) -> Method:
-    """K and V in pages with that ``number`` of pairs, in one of ``forms`` each, and the other
-    layers as they are."""
-    layers, slot = len(engine.layers), max(form.slot_bytes for form in forms)
-    page = (layers - 2 * number) * engine.kv_bytes * PAGE_SIZE + number * slot
-    kept = pairs.PairedLayers(engine, {form.name: form for form in forms}, choose)
-    return Method(name, page // PAGE_SIZE, kept.restore, pairs=kept.chosen)
 
 
 def _codecs(engine: Engine) -> Iterator[Codec]:

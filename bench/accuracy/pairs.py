@@ -1,30 +1,28 @@
 """K and V of a history with two layers in the place of one, half of the layers in pairs.
 
 Pairs are MiniCache's fixed ones, or chosen for every history as Krul does: from the attention of
-its last tokens, or from what merging does to the output of it; or the worst ones by that.
+its last tokens.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 
 from bench.accuracy.engine import Engine, History
-from bench.accuracy.probes import KV, LayerProbe, output_distances
+from bench.accuracy.probes import KV, LayerProbe
 from bench.harness.methods import PAGE_SIZE
 from hcache_backend.config import KrulOption
 from hcache_backend.krul.pair_forms import MergedPair, PairForm, changes_of_merges
-from hcache_backend.krul.paired_layout import CodedPair
 from hcache_backend.krul.selection import Strategy, closest_pairs
-from hcache_backend.krul.statistics import PairSums, attention_sums
+from hcache_backend.krul.statistics import attention_sums
 from hcache_kernels.codecs import Cut
 
 Choice = Callable[[Engine, History], Strategy]
-CodedChoice = Callable[[Engine, History], Sequence[CodedPair]]
 PAIRED = 0.5
 """Share of the layers that are in pairs, as MiniCache has it."""
 
@@ -35,38 +33,28 @@ def fixed(layers: int) -> Strategy:
     return Strategy(layers, tuple((low, low + 1) for low in range(layers - 2 * pairs, layers, 2)))
 
 
-def attention_of(engine: Engine, history: History) -> PairSums:
-    """How the last tokens attend."""
-    return attention_sums(_probes(engine, history))
-
-
 def by_attention(engine: Engine, history: History) -> Strategy:
     """The layers whose last tokens attend most alike."""
-    return _closest(attention_of(engine, history).distances)
-
-
-def by_output(engine: Engine, history: History) -> Strategy:
-    """The layers whose attention a merge changes least."""
-    return _closest(_output_distances(engine, history))
-
-
-def worst(engine: Engine, history: History) -> Strategy:
-    """The layers whose attention a merge changes most."""
-    return _closest(-_output_distances(engine, history))
+    probes = [
+        LayerProbe(q, kv, layer.kernel.scaling)
+        for q, kv, layer in zip(history.queries, history.kv, engine.layers, strict=True)
+    ]
+    distances = attention_sums(probes).distances
+    # Of any layers: a server also asks a threshold which of them may be merged.
+    layers = list(range(len(distances)))
+    return Strategy(len(layers), closest_pairs(distances, layers, PAIRED))
 
 
 CHOICES: dict[str, Choice] = {
     "MiniCache's pairs": lambda engine, _: fixed(len(engine.layers)),
     "pairs by attention": by_attention,
-    "pairs by output": by_output,
-    "worst pairs": worst,
 }
 
 
 def merge_changes(engine: Engine, history: History) -> torch.Tensor:
     """How much a merge of each two layers changes K and V, as a server finds out at its start:
     float32 ``[layers, layers]``."""
-    form = _merged(engine)
+    form = MergedPair(engine.page_cut, engine.kv_shape[1], engine.dtype)
     units = [_units(form.cut, planes) for planes in history.kv]
     return changes_of_merges(form, units)
 
@@ -85,14 +73,14 @@ class PairedLayers:
     """Keeps K and V of histories in pages with pairs of layers.
 
     Attributes:
-        forms: What a slot may keep of a pair.
-        choose: Which layers are paired, and by which form.
-        chosen: How many histories had each pair; where there are several forms, with its form.
+        form: What a slot keeps of a pair.
+        choose: Which layers are paired.
+        chosen: How many histories had each pair.
     """
 
     engine: Engine
-    forms: Mapping[str, PairForm]
-    choose: CodedChoice
+    form: PairForm
+    choose: Choice
     chosen: Counter[str] = field(default_factory=Counter)
 
     def restore(self, history: History) -> int:
@@ -100,10 +88,10 @@ class PairedLayers:
         pages and were kept as they are."""
         kv = list(history.kv)
         lost = torch.zeros(len(history.slots) // PAGE_SIZE, dtype=torch.bool)
-        for first, second, code in self.choose(self.engine, history):
-            kv[first], kv[second], fits = _round_trip(self.forms[code], kv[first], kv[second])
+        for first, second in self.choose(self.engine, history).pairs:
+            kv[first], kv[second], fits = _round_trip(self.form, kv[first], kv[second])
             lost |= ~fits
-            self.chosen[f"{first}, {second}" + f" {code}" * (len(self.forms) > 1)] += 1
+            self.chosen[f"{first}, {second}"] += 1
         for layer, planes in zip(self.engine.layers, kv, strict=True):
             self.engine.pool.store(layer.kernel, history.slots, *planes)
         return int(lost.sum()) * PAGE_SIZE
@@ -125,30 +113,3 @@ def _units(cut: Cut, planes: KV) -> torch.Tensor:
     """``[pages, 2, pieces, tokens, width]`` of K and V of whole pages, on the CPU."""
     shape = (-1, cut.pieces, cut.tokens, cut.width)
     return torch.stack([plane.cpu().reshape(shape) for plane in planes], dim=1)
-
-
-def _probes(engine: Engine, history: History) -> list[LayerProbe]:
-    return [
-        LayerProbe(q, kv, layer.kernel.scaling)
-        for q, kv, layer in zip(history.queries, history.kv, engine.layers, strict=True)
-    ]
-
-
-def _merged(engine: Engine) -> MergedPair:
-    return MergedPair(engine.page_cut, engine.kv_shape[1], engine.dtype)
-
-
-def _output_distances(engine: Engine, history: History) -> torch.Tensor:
-    form = _merged(engine)
-
-    def merge(first: KV, second: KV) -> tuple[KV, KV]:
-        return _round_trip(form, first, second)[:2]
-
-    return output_distances(_probes(engine, history), merge).cpu()
-
-
-def _closest(distances: torch.Tensor) -> Strategy:
-    """Pairs of any layers: which of them are I-R layers depends on a threshold, which the tables
-    of this benchmark are to justify."""
-    layers = list(range(len(distances)))
-    return Strategy(len(layers), closest_pairs(distances, layers, PAIRED))

@@ -12,21 +12,18 @@ Exit status: 0; 1 when a reply differs or nothing came from L3; 2 when the demo 
 
 from __future__ import annotations
 
-import sys
-import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
-from bench.demo.report import build_report, draw, finding, form_report, table
+from bench.demo.report import build_report, form_report, headline, panels, said, turns
 from bench.demo.talk import (
     COMPUTED,
     FILE,
     FORMS,
     OURS,
     QUESTIONS,
+    SHOWN,
     Heads,
     Talk,
     Tokens,
@@ -35,70 +32,35 @@ from bench.demo.talk import (
 )
 from bench.fixtures.models import real_model
 from bench.fixtures.smollm2 import TITLE, ModelMissing, source_facts
-from bench.harness.machine import Machine, find_machine
+from bench.harness.machine import Machine
 from bench.harness.models import TinyLlama
-from bench.harness.program import at_least, failing, parser, stamp, steps
-from bench.harness.report import OUT, write
-from hcache_backend.cli.common import print_json
+from bench.harness.program import Program, Run, Setting, at_least, scratch, steps, switch
+from bench.harness.report import Column, Picture, Results, Series, Table, columns
 
-FAILED = 1
 RANDOM = "a random Llama of 2 layers"
 _KV_HEADS = {"multi-head": 8, "grouped-query": 2}
 _REAL = {"multi-head": "smollm2-mha", "grouped-query": "smollm2"}
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the program; returns its exit status."""
-    parsed = parser("bench.demo", __doc__)
-    add = parsed.add_argument
-    add("--json", dest="as_json", action="store_true", help="print only the report, as JSON")
-    add("--tokens", type=at_least(128), default=1500, help="tokens of the text")
-    add("--random", action="store_true", help="use the random model")
-    add(
-        "--out",
-        type=Path,
-        default=OUT / "demo.json",
-        help="where the report goes; a picture (.png) goes beside it",
-    )
-    given = parsed.parse_args(arguments)
-    with failing():
-        report = measure(given.tokens, real=not given.random)
-        write(given.out.parent, given.out.stem, report, draw)
-    if given.as_json:
-        print_json(report)
-    else:
-        _show(report, given.out)
-    return 0 if report["succeeded"] else FAILED
-
-
-def measure(tokens: int, *, real: bool) -> dict[str, Any]:
-    """Have the conversations; returns the content of ``demo.json``.
-
-    Args:
-        tokens: Of the text.
-        real: Use the real model, if it can be had.
+def measure(run: Run) -> Results:
+    """Have the conversations.
 
     Raises:
         MachineError: SGLang cannot serve here.
         ServerError: A server did not start, or a request failed.
     """
-    machine = find_machine()
-    why = _why_random() if real else "asked for by --random"
+    why = "asked for by --random" if run.given.random else _why_random()
     forms = []
-    with (
-        steps(len(FORMS) * (1 + 3 * len(QUESTIONS))) as (_, advance),
-        tempfile.TemporaryDirectory(prefix="hcache-demo-") as folder,
-    ):
+    with steps(len(FORMS) * (1 + 3 * len(QUESTIONS))) as advance, scratch() as folder:
         for heads in FORMS:
             advance(f"{heads}: building the model (once)")
-            model, talk = _model(heads, Path(folder), tokens, random=why is not None)
+            model, talk = _model(heads, Path(folder), run.given.tokens, random=why is not None)
             place = Path(folder) / heads
-            forms.append(_form(heads, model, talk, machine, place, advance))
+            forms.append(_form(heads, model, talk, run.machine, place, advance))
     about = {
-        **stamp(machine),
         "model": TITLE if why is None else RANDOM,
         "why_random": why,
-        "text_tokens": tokens,
+        "text_tokens": run.given.tokens,
     }
     return build_report(forms, about)
 
@@ -109,10 +71,10 @@ def _form(
     talk: Talk,
     machine: Machine,
     folder: Path,
-    said: Callable[[str], None],
+    advance: Callable[[str], None],
 ) -> dict[str, Any]:
     runs = {
-        method: converse(method, heads, model, talk, machine, folder, said)
+        method: converse(method, heads, model, talk, machine, folder, advance)
         for method in (COMPUTED, FILE, OURS)
     }
     return form_report(heads, runs, talk)
@@ -135,20 +97,48 @@ def _why_random() -> str | None:
     return None
 
 
-def _show(report: dict[str, Any], out: Path) -> None:
-    console = Console(highlight=False)
-    if report["why_random"]:
-        console.print(f"The model is random: {report['why_random']}.", markup=False)
-    for question, turn in zip(QUESTIONS, report["forms"][0]["turns"], strict=True):
-        if turn["reply"] is not None:
-            console.print(f"> {question}", style="bold", markup=False)
-            console.print(f"{turn['reply']}\n", markup=False)
-    console.print(table(report))
-    console.print(f"\n{finding(report)}", markup=False)
-    for problem in report["problems"]:
-        console.print(f"FAILED {problem}", style="red", markup=False)
-    console.print(f"Report: {out}", markup=False)
-
+PROGRAM = Program(
+    name="demo",
+    doc=__doc__,
+    measure=measure,
+    settings=(
+        Setting("--tokens", at_least(128), 1500, "tokens of the text"),
+        switch("--random", "use the random model"),
+    ),
+    tables={
+        "table": (
+            Table(
+                turns,
+                (
+                    *columns(
+                        "attention: stored = form | bytes per token: `file` / hcache = bytes | "
+                        "history, tokens = history_tokens :,"
+                    ),
+                    *(
+                        Column(f"{SHOWN[name]}, ms", f"ttft_ms.{name}", ",.0f")
+                        for name in (COMPUTED, FILE, OURS)
+                    ),
+                    Column("same reply", "same"),
+                ),
+            ),
+        )
+    },
+    said=said,
+    draw=Picture(
+        title=headline,
+        panels=panels,
+        x="name",
+        x_label="the next reply, evicted before",
+        y_label="ms to the first token",
+        series=(
+            Series("computed", f"ttft_ms.{COMPUTED}", "computed"),
+            Series("SGLang file", f"ttft_ms.{FILE}", "file"),
+            Series("hcache", f"ttft_ms.{OURS}", "ours"),
+        ),
+        bars="%.0f",
+    ),
+    wrong=lambda results: results["problems"],
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    PROGRAM.run()

@@ -1,18 +1,12 @@
-"""What follows from the demo's measurements: verdict, JSON, table and picture."""
+"""What follows from the demo's measurements: verdict, JSON, rows of the table and the picture."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from rich.table import Table
-
-from bench.demo.talk import COMPUTED, FILE, OURS, SHOWN, Run, Talk
-from bench.harness.report import grouped_bars, markdown
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from bench.demo.talk import COMPUTED, FILE, OURS, QUESTIONS, Run, Talk
 
 _STORED = {"multi-head": "hidden states", "grouped-query": "K and V"}
 
@@ -71,64 +65,44 @@ def finding(report: Mapping[str, Any]) -> str:
     )
 
 
-def table_lines(results: Mapping[str, Any]) -> str:
-    """The turns as a Markdown table, for the marked blocks of the documentation."""
-    heads = ("attention: stored", "bytes per token: `file` / hcache", "history, tokens")
-    times = (f"{SHOWN[name]}, ms" for name in (COMPUTED, FILE, OURS))
-    return markdown((*heads, *times, "same reply"), _rows(results))
-
-
-def table(report: Mapping[str, Any]) -> Table:
-    """The same, for a terminal of 80 columns."""
-    view = Table(box=None, pad_edge=False, title=_headline(report), title_justify="left")
-    view.add_column("attention:\nstored")
-    heads = ("bytes a token:\nfile / hcache", "history", "ms:\ncomputed", "file", "hcache")
-    for column in (*heads, "same\nreply"):
-        view.add_column(column, justify="right", no_wrap=True)
-    for row in _rows(report):
-        view.add_row(*row)
-    return view
-
-
-def _rows(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """A row for each question behind a history."""
+def turns(results: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The questions behind a history, of both forms of the model."""
     return [
-        (
-            f"{form['heads']}: {form['stored']}",
-            " / ".join(f"{form['bytes_per_token'][name]:,.0f}" for name in (FILE, OURS)),
-            f"{turn['history_tokens']:,}",
-            *(f"{turn['ttft_ms'][name]:,.0f}" for name in (COMPUTED, FILE, OURS)),
-            "yes" if turn["same_reply"] else "NO",
-        )
-        for form in report["forms"]
+        {
+            **turn,
+            "form": f"{form['heads']}: {form['stored']}",
+            "bytes": " / ".join(f"{form['bytes_per_token'][name]:,.0f}" for name in (FILE, OURS)),
+            "same": "yes" if turn["same_reply"] else "NO",
+            "name": f"{turn['history_tokens']:,} tokens, of history",
+        }
+        for form in results["forms"]
         for turn in form["turns"][1:]
     ]
 
 
-def _headline(report: Mapping[str, Any]) -> str:
+def panels(results: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """The turns of each form of the model."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for row in turns(results):
+        found.setdefault(row["form"], []).append(row)
+    return found
+
+
+def headline(results: Mapping[str, Any]) -> str:
+    """What the picture shows."""
     return (
-        f"{report['model']}, float32, SGLang {report['sglang_version']} on {report['device']}\n"
-        "time to the first token of the second and third reply; the cache was evicted before each"
+        f"From disk the next reply begins {times_sooner(results):.0f} times sooner "
+        f"({results['model']}, float32, {results['device']})"
     )
 
 
-def draw(report: Mapping[str, Any]) -> Figure:
-    """Time to the first token of each later reply, a panel for each form of the model."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 4.4), layout="constrained")
-    panels = figure.subplots(1, len(report["forms"]), squeeze=False)[0]
-    for axes, form in zip(panels, report["forms"], strict=True):
-        rows = [
-            {"turn": f"{turn['history_tokens']:,} tokens of history", **turn["ttft_ms"]}
-            for turn in form["turns"][1:]
-        ]
-        series = {SHOWN[name].replace("`", ""): name for name in (COMPUTED, FILE, OURS)}
-        grouped_bars(axes, f"{form['heads']}: {form['stored']}", rows, "turn", series, "%.0f")
-        axes.set_ylabel("ms to the first token")
-    figure.suptitle(
-        f"From disk the next reply begins {times_sooner(report):.0f} times sooner\n"
-        f"({report['model']}, float32, {report['device']})",
-        fontsize=11,
+def said(results: Mapping[str, Any]) -> list[str]:
+    """The conversation, what the table shows, and what went wrong."""
+    lines = [f"The model is random: {results['why_random']}."] if results["why_random"] else []
+    for question, turn in zip(QUESTIONS, results["forms"][0]["turns"], strict=True):
+        if turn["reply"] is not None:
+            lines += [f"> {question}", turn["reply"], ""]
+    lines.append(
+        f"{results['model']}, float32; the cache was evicted before each of these replies."
     )
-    return figure
+    return [*lines, finding(results), *(f"FAILED {problem}" for problem in results["problems"])]

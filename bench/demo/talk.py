@@ -127,11 +127,9 @@ def converse(
         ServerError: The server did not start, or a request failed.
     """
     way: Method = METHODS[METHODS_OF[method]]
-    pages, place = folder / "l3", folder / method
+    place = folder / method
     hcache = FORMS[heads] if method == OURS else None
-    options = server_options(
-        way, machine, model, place, pool_tokens=8192, l3=pages / method, hcache=hcache
-    )
+    options = server_options(way, machine, model, place, pool_tokens=8192, hcache=hcache)
     turns: list[Turn] = []
     history: list[int] = []
     place.mkdir(parents=True, exist_ok=True)
@@ -143,7 +141,7 @@ def converse(
             turns.append(turn)
             history = [*prompt, *turn.reply]
             server.flush_cache(300)
-        stored = l3_bytes(pages / method)
+        stored = l3_bytes(place / "l3")
     whole = len(history) // PAGE * PAGE
     return Run(turns, stored / whole if stored else None)
 

@@ -18,7 +18,6 @@ from hcache_backend.format.page import PageLayout, hidden_layer
 from hcache_backend.restore.layers import RestoredLayer
 from hcache_backend.restore.pipeline import RestorePipeline
 from hcache_kernels.codecs import make_codec
-from hcache_kernels.staging import save_rows
 
 CONTEXT = 1024
 CACHE_TOKENS = 1 << 16
@@ -45,23 +44,11 @@ class Saving:
         )
         self.slots = torch.randperm((pages - 1) * PAGE, device=device.kind)[:tokens] + PAGE
         self.positions = torch.arange(tokens, device=device.kind)
-        self._shadows = torch.from_numpy(self.arena.shadows).to(device.kind)
-        offsets = torch.tensor(layout.segment_offsets, device=device.kind)
-        self._segments = [offsets[i : i + 1] for i in range(shape.layers)]
 
     def watch(self, way: str, layer: int) -> Callable[[torch.Tensor], None]:
         """What sees the input of the layer's projection."""
         if way == "staged":
             return lambda hidden: self.capture.take(layer, hidden)
-        if way == "direct":
-            return lambda hidden: save_rows(
-                hidden.view(torch.uint8)[None],
-                self.slots,
-                self._shadows,
-                self.memory,
-                self._segments[layer],
-                PAGE,
-            )
         return lambda hidden: None
 
     def saved(self, hidden: torch.Tensor) -> bool:

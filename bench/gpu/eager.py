@@ -1,160 +1,255 @@
-"""Restores from a folder of pages while they are being read. Needs only torch and triton.
+"""Restores from the page store while it is being read. Needs torch, triton and the package's own
+dependencies.
 
-    python -m bench.gpu.eager [--dir FOLDER] [--tokens 4096] [--rates 0 8 4 2] [--layers N]
-
-Pages of Llama-2-7B's shape, 64 tokens each, stand in files; they are read with O_DIRECT into pinned
-memory by eight threads, and go through the restore pipeline that the server uses:
+Pages of Llama-2-7B's shape, 64 tokens each, are put into the store; it reads them to pinned memory,
+and they go through the restore pipeline that the server uses:
 
 - layer-wise: hidden states; all pages are read, then all are restored
 - eager: hidden states; in the server's read batches, each restored while the next one is read
-- eager, GDS: the same, but read straight into device memory: by GPUDirect Storage through KvikIO
-  (`pip install kvikio-cu13`) where it works. The row says where bytes pass through host memory all
-  the same (compat), or why it was skipped. The server cannot do this: HiCache wants pages in host
-  memory first. It shows what that costs
 - kv: K and V; all pages are read, then copied
 
 ``--rates`` in GB/s slow the reading down; 0 is the disk as it is. One more rate is measured: where
 reading and restoring hidden states take equally long. K and V are compared with those of the
 forward pass after every restore. Times are medians of five, from the first read to the last layer.
+``--reader kvikio`` reads through KvikIO.
 """
 
 from __future__ import annotations
 
+import queue
 import statistics
-import sys
-import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
+import numpy as np
 import torch
 
-from bench.gpu import program
-from bench.gpu.eager_methods import Scene, with_gds
-from bench.gpu.program import Device, Results, Row
+from bench.gpu.program import Device, GpuProgram, GpuRun, Row
 from bench.gpu.restore_methods import History
 from bench.gpu.restore_models import build
 from bench.gpu.shapes import LLAMA_7B, PAGE
-from bench.harness.report import markdown
+from bench.harness.program import Setting, at_least, scratch
+from bench.harness.report import Column, Picture, Results, Series, Table, columns
+from hcache_backend.config import parse_config
+from hcache_backend.format.page import PageLayout, StoredLayer
+from hcache_backend.format.units import Segment
+from hcache_backend.prefetch.eager import batch_pages
+from hcache_backend.restore.pipeline import RestorePipeline
+from hcache_backend.store import PageStore
 
 REPEATS = 5
+BLOCK = 4096
+NAMESPACE, WRITER = b"bench-----------", b"bench---"
 
 
-def main() -> int:
-    parser = program.parser(__doc__)
-    parser.add_argument("--dir", type=Path, help="where pages are written; a temporary folder")
-    parser.add_argument("--tokens", type=int, default=4096, help="of the history")
-    parser.add_argument("--layers", type=int, help="fewer than the model has")
-    parser.add_argument("--rates", type=float, nargs="*", default=(0.0, 8.0, 4.0, 2.0))
-    options, device, results = program.start(parser, "eager")
-    if options.dry_run:
-        options.tokens, options.rates = 20 * PAGE, [0.0]
-    if options.tokens % PAGE:
-        parser.error(f"--tokens {options.tokens}: must be a multiple of {PAGE}")
-    with tempfile.TemporaryDirectory(dir=options.dir, prefix="hcache-bench-") as folder:
-        measure(device, Path(folder), options, results)
-    print(table(results.of()))
-    return results.finish(draw)
+class Pages:
+    """Pages of one kind in the store, and memory for them.
+
+    Attributes:
+        bytes: Size of all pages.
+        rate: Bytes a second that reading may reach; 0: what the disk does.
+    """
+
+    def __init__(
+        self, device: Device, history: History, kind: Literal["hidden", "kv"], store: PageStore
+    ) -> None:
+        self.history, self.rate = history, 0.0
+        self._device, self._store = device, store
+        stored, layers = history.stored(kind)
+        layout = PageLayout(PAGE, (StoredLayer((Segment(stored[0].shape[1]),)),) * len(stored))
+        pages = len(history.pages)
+        raw = device.pinned(pages * layout.page_bytes + BLOCK)
+        start = -raw.data_ptr() % BLOCK  # where direct I/O may write
+        self._memory = raw[start:][: pages * layout.page_bytes].view(pages, layout.page_bytes)
+        self.bytes = self._memory.nbytes
+        positions = history.positions.cpu().view(pages, PAGE).numpy()
+        layout.positions(self._memory.numpy())[:] = positions
+        for layer, segments in enumerate(stored):
+            self._memory[:, layout.segment(layer)] = segments
+        self._header = layout.header_bytes
+        self._views = [[memoryview(page.numpy()).cast("B")] for page in self._memory]
+        self._keys = [f"{kind}-{page}".encode().ljust(32) for page in range(pages)]
+        assert all(store.put(NAMESPACE, self._keys, self._views)) and store.flush()
+        self._pages = np.arange(pages, dtype=np.int64)
+        self._pipeline = RestorePipeline(self._memory, layout, layers, history.tokens, device.kind)
+
+    def _batches(self) -> Iterator[range]:
+        """Read batch after batch, no faster than the rate; each one when it is there."""
+        pages, begin = len(self._pages), time.perf_counter()
+        step = batch_pages(pages)
+        for start in range(0, pages, step):
+            batch = range(start, min(start + step, pages))
+            some = slice(batch.start, batch.stop)
+            if not all(self._store.get(NAMESPACE, self._keys[some], self._views[some])):
+                raise OSError("a page could not be read")
+            if self.rate:
+                due = begin + batch.stop * self.bytes / pages / self.rate
+                time.sleep(max(0.0, due - time.perf_counter()))
+            yield batch
+
+    def read(self) -> None:
+        """Read all pages."""
+        for _ in self._batches():
+            pass
+
+    def restore(self) -> None:
+        """Restore what is in memory."""
+        self._pipeline.start(self._pages, self.history.slots).wait()
+
+    def layerwise(self) -> None:
+        """Read, then restore."""
+        self.read()
+        self.restore()
+
+    def eager(self) -> None:
+        """Restore each batch while the next one is read."""
+        arrived: queue.SimpleQueue[range | Exception | None] = queue.SimpleQueue()
+
+        def read() -> None:
+            try:
+                for batch in self._batches():
+                    arrived.put(batch)
+                arrived.put(None)
+            except Exception as error:
+                arrived.put(error)
+
+        reader = threading.Thread(target=read)
+        reader.start()
+        restores = []
+        while isinstance(batch := arrived.get(), range):
+            pages = self._pages[batch.start : batch.stop]
+            slots = self.history.slots[batch.start * PAGE : batch.stop * PAGE]
+            restores.append(self._pipeline.start(pages, slots))
+        for restore in restores:
+            restore.wait()
+        reader.join()
+        if batch is not None:
+            raise batch
+
+    def seconds(self, work: Callable[[], None]) -> float:
+        """Seconds of ``work``, everything that it launched included."""
+        start = time.perf_counter()
+        work()
+        self._synchronize()
+        took = time.perf_counter() - start
+        self._pipeline.finished()
+        return took
+
+    def poison(self) -> None:
+        """What is not read, or not restored, shows."""
+        self._memory[:, : self._header].zero_()  # kernels can look position 0 up, not 0xFF
+        self._memory[:, self._header :].fill_(0xFF)
+        self.history.poison()
+        self._synchronize()
+
+    def _synchronize(self) -> None:
+        if not self._device.dry_run:
+            torch.cuda.synchronize()
 
 
-def measure(device: Device, folder: Path, options: Any, results: Results) -> None:
+def measure(run: GpuRun) -> None:
     """One row per rate and method."""
+    given, device = run.given, run.device
+    tokens, rates = (20 * PAGE, [0.0]) if device.dry_run else (given.tokens, given.rates)
+    if tokens % PAGE:
+        run.parser.error(f"--tokens {tokens}: must be a multiple of {PAGE}")
     shape = LLAMA_7B.tiny() if device.dry_run else LLAMA_7B
-    if options.layers:
-        shape = replace(shape, layers=options.layers)
-    with torch.inference_mode():
-        layers = build(shape, device.kind, device.dtype)
-        history = History(device, shape, layers, [options.tokens])
-        scene = Scene(device, history, "hidden", folder / "hidden")
-        hidden, kv = (
-            scene.through_host(),
-            Scene(device, history, "kv", folder / "kv").through_host(),
-        )
-        straight, gds = with_gds(scene)
-        methods = {"layer-wise": hidden, "eager": hidden, "eager, GDS": straight, "kv": kv}
-        alone = statistics.median(hidden.timed(hidden.restore_all) for _ in range(REPEATS))
-        balanced = scene.bytes / alone / 1e9
-        for rate in sorted({*options.rates, balanced}, key=lambda rate: rate or float("inf")):
-            for method, restores in methods.items():
-                row = {
-                    "model": shape.name,
-                    "layers": shape.layers,
-                    "tokens": options.tokens,
-                    "gb_s": rate or None,
-                    "balanced": rate == balanced,
-                    "method": method,
-                    "gds": gds if restores and restores is straight else None,
-                    "skipped": None if restores else gds,
-                }
-                said = f"{rate or 'no limit of'} GB/s, {method}"
-                if restores is None:
-                    results.add(row, said)
-                    continue
-                restores.rate = rate * 1e9
-                restore = restores.eager if method.startswith("eager") else restores.layerwise
-                times, right = [], True
-                for _ in range(1 if device.dry_run else REPEATS):
-                    restores.poison()
-                    times.append(1e3 * restores.timed(restore))
-                    right = right and history.is_right()
-                read = statistics.median(restores.timed(restores.read) for _ in range(3))
-                row |= {
-                    "ms": statistics.median(times),
-                    "read_ms": 1e3 * read,
-                    "restore_ms": 1e3 * alone if restores is hidden else None,
-                    "bytes": restores.scene.bytes,
-                    "right": right,
-                }
-                results.add(row, said)
-        for restores in {hidden, kv, *([straight] if straight else [])}:
-            restores.close()
+    shape = replace(shape, layers=given.layers or shape.layers)
+    history = History(device, shape, build(shape, device.kind, device.dtype), [tokens])
+    with scratch(given.dir) as folder:
+        options = {"dirs": [folder], "min_free_bytes": 0, "reader": given.reader}
+        with closing(PageStore(parse_config(options, "bench"), WRITER)) as store:
+            hidden, kv = (Pages(device, history, kind, store) for kind in ("hidden", "kv"))
+            methods = {
+                "layer-wise": (hidden, hidden.layerwise),
+                "eager": (hidden, hidden.eager),
+                "kv": (kv, kv.layerwise),
+            }
+            alone = statistics.median(hidden.seconds(hidden.restore) for _ in range(REPEATS))
+            balanced = hidden.bytes / alone / 1e9
+            for rate in sorted({*rates, balanced}, key=lambda rate: rate or float("inf")):
+                for method, (pages, restore) in methods.items():
+                    pages.rate = rate * 1e9
+                    row = {
+                        "model": shape.name,
+                        "layers": shape.layers,
+                        "tokens": tokens,
+                        "gb_s": rate or None,
+                        "balanced": rate == balanced,
+                        "method": method,
+                        "restore_ms": 1e3 * alone if pages is hidden else None,
+                        "bytes": pages.bytes,
+                        **timed(pages, restore, 1 if device.dry_run else REPEATS),
+                    }
+                    run.add(row, f"{rate or 'no limit of'} GB/s, {method}")
     device.release()
 
 
-def table(rows: list[Row]) -> str:
-    """One line per row."""
-    heads = ("GB/s", "method", "ms", "read, ms", "restore, ms", "right", "GDS, or why skipped")
-    parts = ("method", "ms", "read_ms", "restore_ms", "right")
-    return markdown(
-        heads,
-        (
-            (
-                f"{row['gb_s']:.1f}{' =' if row['balanced'] else ''}"
-                if row["gb_s"]
-                else "no limit",
-                *(row.get(part) for part in parts),
-                row["skipped"] or row["gds"],
-            )
-            for row in rows
+def timed(pages: Pages, restore: Callable[[], None], repeats: int) -> Row:
+    """Medians of a restore and of reading alone, and whether all of them were right."""
+    times, right = [], True
+    for _ in range(repeats):
+        pages.poison()
+        times.append(pages.seconds(restore))
+        right = right and pages.history.is_right()
+    read = statistics.median(pages.seconds(pages.read) for _ in range(3))
+    return {"ms": 1e3 * statistics.median(times), "read_ms": 1e3 * read, "right": right}
+
+
+def rate_of(row: Row) -> str:
+    """In words."""
+    return f"{row['gb_s']:.1f}{' =' if row['balanced'] else ''}" if row["gb_s"] else "no limit"
+
+
+def panels(results: Results) -> dict[str, list[Row]]:
+    """Time of each method by the rate of reading."""
+    found: dict[str, Row] = {}
+    for row in results["rows"]:
+        found.setdefault(rate_of(row), {"rate": rate_of(row)})[row["method"]] = row["ms"]
+    return {f"{results['rows'][0]['tokens']} tokens": list(found.values())}
+
+
+PROGRAM = GpuProgram(
+    name="eager",
+    module="bench.gpu.eager",
+    doc=__doc__,
+    measure=measure,
+    settings=(
+        Setting("--dir", Path, None, "folder for the store; default: a temporary one"),
+        Setting("--tokens", at_least(PAGE), 4096, "of the history"),
+        Setting("--layers", at_least(1), None, "fewer than the model has"),
+        Setting("--rates", float, (0.0, 8.0, 4.0, 2.0), "GB/s; 0: the disk", {"nargs": "*"}),
+        Setting("--reader", str, "posix", "of the store", {"choices": ("posix", "kvikio")}),
+    ),
+    tables={
+        "table": (
+            Table(
+                "rows",
+                (
+                    Column("GB/s", rate_of),
+                    *columns("method | ms | read, ms = read_ms | restore, ms = restore_ms | right"),
+                ),
+            ),
+        )
+    },
+    draw=Picture(
+        title=lambda results: f"Restores from the page store, {results['device']}",
+        panels=panels,
+        x="rate",
+        x_label="reading, GB/s",
+        y_label="first read to last layer, ms",
+        series=(
+            Series("eager", "eager", "ours"),
+            Series("layer-wise", "layer-wise", "ours, all read", ".--"),
+            Series("K and V", "kv", "file", ".--"),
         ),
-    )
-
-
-def draw(results: Row) -> Any:
-    """Time by the rate of reading."""
-    from matplotlib.figure import Figure
-
-    rows = results["rows"]
-    rates = list(dict.fromkeys(row["gb_s"] for row in rows))
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.subplots()
-    for method in dict.fromkeys(row["method"] for row in rows):
-        mine = [row for row in rows if row["method"] == method]
-        if mine[0]["skipped"]:
-            label = f"{method}: skipped, {mine[0]['skipped']}"
-            axes.plot([], [], " ", label=label)
-            continue
-        label = f"{method} ({mine[0]['gds']})" if mine[0]["gds"] else method
-        axes.plot(range(len(rates)), [row["ms"] for row in mine], marker="o", label=label)
-    axes.set_xticks(range(len(rates)), [f"{rate:.1f}" if rate else "no limit" for rate in rates])
-    axes.set_xlabel("reading, GB/s")
-    axes.set_ylabel("first read to last layer, ms")
-    axes.set_yscale("log")
-    axes.set_title(f"Restores of {rows[0]['tokens']} tokens from a folder, {results['device']}")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    return figure
-
+    ),
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    PROGRAM.run()

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from bench.gpu.program import Device, Results
+from bench.gpu.program import Device, GpuRun
 from bench.gpu.restore_models import rotary_of
 from bench.gpu.shapes import Shape
 from hcache_kernels.project_kv import KeyNorm, KVPool, KVProjection, ProjectionCall
@@ -23,22 +23,20 @@ OTHER_SLOTS = 64
 INTERPRETED_AS = (9, 0)
 
 
-def measure(
-    device: Device, shapes: Sequence[Shape], rows: Sequence[int] | None, results: Results
-) -> None:
+def measure(run: GpuRun, shapes: Sequence[Shape], rows: Sequence[int] | None) -> None:
     """Times in microseconds and errors, one row per model and number of tokens.
 
     Args:
-        device: In a dry run with small layers of the same kinds and few tokens.
+        run: A dry run has small layers of the same kinds and few tokens.
         shapes: Of the models.
         rows: Only these numbers of tokens; None: the usual ones.
-        results: Where rows go.
     """
+    device = run.device
     for shape in shapes:
         projection = random_projection(shape.tiny() if device.dry_run else shape, device)
         for n in rows or ((7,) if device.dry_run else ROWS):
             row = {"model": shape.name, "n": n, **measure_one(projection, n, device)}
-            results.add(row, f"{shape.name}, {n} tokens", "projection")
+            run.add(row, f"{shape.name}, {n} tokens", "projection")
 
 
 def random_projection(shape: Shape, on: Device) -> KVProjection:

@@ -21,7 +21,7 @@ from itertools import product
 
 import torch
 
-from bench.gpu.program import Device, Results, Row
+from bench.gpu.program import Device, GpuRun, Row
 from bench.gpu.shapes import HEADER_BYTES, PAGE
 from hcache_kernels.codecs import (
     SEGMENT_CODECS,
@@ -55,14 +55,14 @@ class Shapes:
     cuts: tuple[Cut, ...]
 
 
-def measure(device: Device, rows: Sequence[int] | None, results: Results) -> None:
+def measure(run: GpuRun, rows: Sequence[int] | None) -> None:
     """Times in microseconds, speeds in GB/s, and whether the results were right.
 
     Args:
-        device: In a dry run with tiny shapes.
+        run: A dry run has tiny shapes.
         rows: Only these numbers of tokens; None: the usual ones.
-        results: Where rows go.
     """
+    device = run.device
     if device.dry_run:
         shapes = Shapes(device, (256,), (3,), (1,), (Cut(64, PAGE, groups=2),))
     else:
@@ -75,7 +75,7 @@ def measure(device: Device, rows: Sequence[int] | None, results: Results) -> Non
         shapes = replace(shapes, tokens=tuple(rows), pages=whole)
     for part in (transfer_rows, codec_rows, segment_rows):
         for row in part(shapes):
-            results.add(row, f"{row['kind']}: {row['what']}", "transfers")
+            run.add(row, f"{row['kind']}: {row['what']}", "transfers")
         device.release()
 
 

@@ -1,14 +1,12 @@
 """What the recomputation of a restore reads, when streams are late and memory is used again.
 
-    python -m bench.gpu.order
-
 Slots of the tokens before a restore are made on one stream (SGLang's schedule stream), read by the
 recomputation on another (that of forward passes), and dropped as soon as the restore is launched:
 
 - made late: the first stream is held up, so whoever does not wait reads what stood there before
 - freed early: the second stream is held up, so whoever does not keep them reads what came after
 
-Each is done by the product's code (engine/loads.py and restore/pipeline.py) and without waiting or
+Each is done by the product's code (host/loads.py and restore/pipeline.py) and without waiting or
 keeping, where the wrong values must show: else the check proves nothing. On a CPU only the product
 runs: there the caller is the only current stream, and memory is not used again while it is needed.
 """
@@ -25,10 +23,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from bench.gpu import program
-from bench.gpu.program import Device
+from bench.gpu.program import Device, GpuProgram, GpuRun, Row
 from bench.gpu.shapes import PAGE
-from bench.harness.report import markdown
+from bench.harness.report import Column, Table, columns
 from hcache_backend import streams
 from hcache_backend.arena import Arena
 from hcache_backend.format.page import RECOMPUTED, PageLayout, hidden_layer
@@ -47,16 +44,16 @@ CASES = ("made late", "freed early")
 
 
 def load_queue() -> Any:
-    """The class in engine/loads.py, without what it imports for other work than this."""
+    """The class in host/loads.py, without what it imports for other work than this."""
     stand_ins: dict[str, dict[str, Any]] = {
-        "hcache_backend.engine.metrics": {"timed": lambda stage: lambda work: work},
-        "hcache_backend.partition.restore": {"Restore": object},
+        "hcache_backend.metrics": {"timed": lambda stage: lambda work: work},
+        "hcache_backend.plan.restore": {"Restore": object},
     }
     for name, content in stand_ins.items():
         stand_in = ModuleType(name)
         vars(stand_in).update(content)
         sys.modules.setdefault(name, stand_in)
-    from hcache_backend.engine.loads import LoadQueue
+    from hcache_backend.host.loads import LoadQueue
 
     return LoadQueue
 
@@ -180,32 +177,45 @@ class Scene:
             torch.cuda.synchronize()
 
 
-def main() -> int:
-    _, device, results = program.start(program.parser(__doc__), "order")
-    scene = Scene(device)
+def measure(run: GpuRun) -> None:
+    """Every case by the product, and without what it does."""
+    device, scene = run.device, Scene(run.device)
     for case in CASES:
         row = {"case": case, "by": "the product", "right": scene.is_right(case, scene.by_product)}
-        results.add(row, f"{case}, by the product")
+        run.add(row, f"{case}, by the product")
         row = {"case": case, "by": "without " + ("wait" if case == "made late" else "keep")}
         if device.dry_run:
             row["skipped"] = "a CPU has one current stream, and reuses no memory that is needed"
         else:
             wrong = not scene.is_right(case, scene.by_hand, loads_wait=case != "made late")
             row |= {"wrong": wrong, "right": wrong}
-        results.add(row, f"{case}, {row['by']}")
-    print(table(results.of()))
+        run.add(row, f"{case}, {row['by']}")
     device.release()
-    return results.finish()
 
 
-def table(rows: list[program.Row]) -> str:
-    """One line per case and code."""
-    lines = []
-    for row in rows:
-        read = "right" if row.get("right") and not row.get("wrong") else "wrong"
-        lines.append((row["case"], row["by"], row.get("skipped") or f"{read} slots were read"))
-    return markdown(("slots", "by", ""), lines)
+def read(row: Row) -> str:
+    """Which slots were read."""
+    right = row.get("right") and not row.get("wrong")
+    return row.get("skipped") or f"{'right' if right else 'wrong'} slots were read"
 
+
+PROGRAM = GpuProgram(
+    name="order",
+    module="bench.gpu.order",
+    doc=__doc__,
+    measure=measure,
+    tables={
+        "table": (
+            Table(
+                "rows",
+                (
+                    *columns("slots = case | by"),
+                    Column("", read),
+                ),
+            ),
+        )
+    },
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    PROGRAM.run()

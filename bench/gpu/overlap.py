@@ -1,7 +1,5 @@
 """Whether copies over the bus run beside matrix products. Needs only torch and triton.
 
-    python -m bench.gpu.overlap [--pages 64] [--layers 12]
-
 Layer by layer, hidden states of Llama-2-7B's width come from pages in pinned memory to one of three
 buffers on one stream, and are multiplied by the weights of K and V on another, as in a restore.
 Copies are done by:
@@ -17,7 +15,6 @@ does at its start, and says in which way it would copy.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -25,10 +22,10 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from bench.gpu import program
-from bench.gpu.program import Device
+from bench.gpu.program import Device, GpuProgram, GpuRun
 from bench.gpu.shapes import HEADER_BYTES, PAGE
-from bench.harness.report import markdown
+from bench.harness.program import Setting, at_least
+from bench.harness.report import Column, Picture, Series, Table, columns
 
 WIDTH = 4096
 PROGRAMS = (2, 4, 8, 16, 32, 64, 132, 1024)
@@ -36,20 +33,10 @@ BUFFERS, SPARE_PAGES = 3, 8
 HEAD_START = 0.02
 """Seconds that a stream is busy before what is measured: some hundred launches take less."""
 
+TIMES = ("copy", "gemm", "both", "longer", "sum")
+
 Copy = Callable[[int, torch.Tensor], object]
 """Launches the copy of a layer to a buffer."""
-
-
-def main() -> int:
-    parser = program.parser(__doc__)
-    parser.add_argument("--pages", type=int, default=64, help="of the history, 64 tokens each")
-    parser.add_argument("--layers", type=int, default=12, help="of the model")
-    options, device, results = program.start(parser, "overlap", interpreted=True)
-    if options.dry_run:
-        options.pages, options.layers = 2, 4
-    measure(device, options.pages, options.layers, results)
-    print(table(results.of()), speed_table(results.of("speeds")), sep="\n\n")
-    return results.finish(draw)
 
 
 class Layers:
@@ -131,7 +118,7 @@ class Layers:
 
     def speeds(self, seconds: float) -> Sequence[Any]:
         """What a server finds out about copies beside products, the way that it takes first."""
-        from hcache_backend.partition.contention import PRODUCT_TOKENS, Contention
+        from hcache_backend.plan.contention import PRODUCT_TOKENS, Contention
 
         row_bytes, device = self._segment // PAGE, torch.device(self._device.kind)
         rows = torch.randn(
@@ -205,74 +192,83 @@ class Layers:
         current.wait_stream(copying)
 
 
-def measure(device: Device, pages: int, layers: int, results: program.Results) -> None:
+def measure(run: GpuRun) -> None:
     """One row per way of copying."""
-    with torch.inference_mode():
-        work = Layers(device, pages, 64 if device.dry_run else WIDTH, layers)
-        gemm_us = work.microseconds(None, multiply=True)
-        for name, copy in work.copies((1, 3) if device.dry_run else PROGRAMS).items():
-            alone, both = (work.microseconds(copy, multiply=m) for m in (False, True))
-            row = {
-                "way": name,
-                "tokens": work.tokens,
-                "gemm_us": gemm_us,
-                "copy_us": alone,
-                "both_us": both,
-                "copy_gb_s": 1e-3 * work.bytes / alone,
-                "longer_us": max(gemm_us, alone),
-                "sum_us": gemm_us + alone,
-                # 1: the shorter one costs nothing; 0: they add up.
-                "overlap": (gemm_us + alone - both) / min(gemm_us, alone),
-                "right": work.is_right(copy),
-            }
-            results.add(row, f"{name}, {work.tokens} tokens")
-        speeds = work.speeds(0.01 if device.dry_run else 2.0)
-        every = {n for n in (2, 4, 8, 16, 32) if n <= work.most_programs()}
-        right = every <= {speed.programs for speed in speeds}  # what is wrong is left out
-        for speed in speeds:
-            how = "copy engine" if speed.programs is None else f"{speed.programs} programs"
-            row = {"way": how, **speed._asdict(), "right": right}
-            results.add(row, f"as a server does it: {how}", "speeds")
+    device = run.device
+    pages, layers = (2, 4) if device.dry_run else (run.given.pages, run.given.layers)
+    work = Layers(device, pages, 64 if device.dry_run else WIDTH, layers)
+    gemm_us = work.microseconds(None, multiply=True)
+    for name, copy in work.copies((1, 3) if device.dry_run else PROGRAMS).items():
+        alone, both = (work.microseconds(copy, multiply=m) for m in (False, True))
+        row = {
+            "way": name,
+            "tokens": work.tokens,
+            "gemm_us": gemm_us,
+            "copy_us": alone,
+            "both_us": both,
+            "copy_gb_s": 1e-3 * work.bytes / alone,
+            "longer_us": max(gemm_us, alone),
+            "sum_us": gemm_us + alone,
+            # 1: the shorter one costs nothing; 0: they add up.
+            "overlap": (gemm_us + alone - both) / min(gemm_us, alone),
+            "right": work.is_right(copy),
+        }
+        run.add(row, f"{name}, {work.tokens} tokens")
+    speeds = work.speeds(0.01 if device.dry_run else 2.0)
+    every = {n for n in (2, 4, 8, 16, 32) if n <= work.most_programs()}
+    right = every <= {speed.programs for speed in speeds}  # what is wrong is left out
+    for speed in speeds:
+        how = "copy engine" if speed.programs is None else f"{speed.programs} programs"
+        row = {"way": how, **speed._asdict(), "right": right}
+        run.add(row, f"as a server does it: {how}", "speeds")
     device.release()
 
 
-def table(rows: list[program.Row]) -> str:
-    """One line per way; times in microseconds per layer."""
-    heads = ("copied by", "GB/s", "copy", "product", "both", "longer", "sum", "overlap", "right")
-    parts = ("way", "copy_gb_s", "copy_us", "gemm_us", "both_us", "longer_us", "sum_us")
-    return markdown(heads, ([row[part] for part in (*parts, "overlap", "right")] for row in rows))
-
-
-def speed_table(rows: list[program.Row]) -> str:
-    """One line per way; the server takes the first one."""
-    heads = ("as a server measures it", "GB/s alone", "GB/s beside", "products keep")
-    lines = ((r["way"], r["alone"] / 1e9, r["beside"] / 1e9, r["products"]) for r in rows)
-    return markdown(heads, lines)
-
-
-def draw(results: program.Row) -> Any:
-    """Both together, against the longer one and the sum."""
-    from matplotlib.figure import Figure
-
-    rows = results["rows"]
-    figure = Figure(figsize=(8, 0.4 * len(rows) + 1.5), layout="constrained")
-    axes = figure.subplots()
-    places = range(len(rows))
-    axes.barh(places, [row["both_us"] for row in rows], 0.6, color="#4477aa", label="both")
-    for name, colour in (("longer_us", "#228833"), ("sum_us", "#ee6677")):
-        label = name.removesuffix("_us")
-        axes.plot(
-            [row[name] for row in rows], places, "|", markersize=14, color=colour, label=label
+PROGRAM = GpuProgram(
+    name="overlap",
+    module="bench.gpu.overlap",
+    doc=__doc__,
+    measure=measure,
+    interpreted=True,
+    settings=(
+        Setting("--pages", at_least(1), 64, "of the history, 64 tokens each"),
+        Setting("--layers", at_least(1), 12, "of the model"),
+    ),
+    tables={
+        "table": (
+            Table(
+                "rows",
+                (
+                    *columns("copied by = way | GB/s = copy_gb_s"),
+                    *(Column(f"{name}, us", f"{name}_us") for name in TIMES),
+                    *columns("overlap | right"),
+                ),
+            ),
+            Table(
+                "speeds",
+                (
+                    Column("as a server measures it", "way"),
+                    Column("GB/s alone", lambda row: row["alone"] / 1e9),
+                    Column("GB/s beside", lambda row: row["beside"] / 1e9),
+                    Column("products keep", "products"),
+                ),
+            ),
         )
-    axes.set_yticks(places, [row["way"] for row in rows])
-    axes.invert_yaxis()
-    axes.set_xlabel("microseconds per layer")
-    axes.set_title(
-        f"Copies beside matrix products, {rows[0]['tokens']} tokens, {results['device']}"
-    )
-    axes.legend()
-    return figure
-
+    },
+    draw=Picture(
+        title=lambda results: f"Copies beside matrix products, {results['device']}",
+        panels=lambda results: {f"{results['rows'][0]['tokens']} tokens": results["rows"]},
+        x="way",
+        x_label="copied by",
+        y_label="microseconds per layer",
+        series=(
+            Series("both", "both_us", "ours"),
+            Series("the longer one", "longer_us", "computed"),
+            Series("their sum", "sum_us", "file"),
+        ),
+        bars="%.0f",
+    ),
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    PROGRAM.run()

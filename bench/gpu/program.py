@@ -1,7 +1,7 @@
-"""What the programs have in common: options, the device, and the files of its results.
+"""Programs for a GPU: rows that are in the file from the moment they are measured; the device.
 
-Each prints a table and writes ``out/DEVICE/NAME.json``, row by row, and a picture if matplotlib is
-installed.
+Each prints its tables and writes ``out/DEVICE/NAME.json``, row by row, and a picture if matplotlib
+is installed.
 """
 
 from __future__ import annotations
@@ -12,102 +12,130 @@ import re
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from bench.gpu.shapes import Shape
-from bench.harness.report import OUT, write, write_json
+from bench.harness.program import Program, Run, Setting
+from bench.harness.report import OUT, Results, write, write_json
 
 Row = dict[str, Any]
 
 
-def parser(doc: str | None) -> argparse.ArgumentParser:
-    """Options of every program."""
-    made = argparse.ArgumentParser(
-        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    made.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="tiny, on the CPU, where times mean nothing; writes only to the folder of --out",
-    )
-    made.add_argument("--out", type=Path, help="folder of results; default: out/DEVICE")
-    return made
-
-
-def add_models(
-    parsed: argparse.ArgumentParser, shapes: Sequence[Shape], default: Sequence[str] | None = None
-) -> None:
-    """Option ``--models``; its default: all of them."""
+def models(shapes: Sequence[Shape], default: Sequence[str] | None = None) -> Setting:
+    """Setting ``--models``; its default: all of them."""
     names = [shape.name for shape in shapes]
-    parsed.add_argument(
-        "--models", nargs="*", choices=names, default=default or names, help="whose shapes"
-    )
+    more = {"nargs": "*", "choices": names}
+    return Setting("--models", str, default or names, "whose shapes", more)
+
+
+class GpuRun(Run):
+    """One run of a program for a GPU.
+
+    Attributes:
+        rows: What was measured, by kind.
+        folder: Of its files; None: a dry run that is told none writes nothing.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        given: argparse.Namespace,
+        parser: argparse.ArgumentParser,
+        *,
+        served: bool = False,
+    ) -> None:
+        super().__init__(given, parser)
+        self._name, self._served = name, served
+        self.rows: dict[str, list[Row]] = {}
+
+    @cached_property
+    def device(self) -> Device:
+        """The GPU, or the CPU in a dry run."""
+        return Device(self.given.dry_run)
+
+    @property
+    def device_name(self) -> str:
+        """In the file."""
+        return self.machine.name if self._served else self.device.name
+
+    @property
+    def folder(self) -> Path | None:
+        if self.given.out or self.given.dry_run:
+            return None if self.given.out is None else Path(self.given.out)
+        return folder_of(self.device_name)
+
+    @property
+    def content(self) -> Results:
+        """Of the file."""
+        about = {"device": self.device_name, "torch": torch.__version__}
+        return {**about, "dry_run": self.given.dry_run, **self.rows}
+
+    def add(self, row: Row, said: str, kind: str = "rows") -> None:
+        """Keep a row of a ``kind``; tell what was measured."""
+        self.rows.setdefault(kind, []).append(row)
+        if self.folder is not None:
+            write_json(self.folder / f"{self._name}.json", self.content)
+        print(f"{said}: measured", flush=True)
+
+    @property
+    def right(self) -> bool:
+        """Whether no result was wrong. A row whose ``right`` is None has none to check."""
+        every = (row for rows in self.rows.values() for row in rows)
+        checked = (row for row in every if not row.get("skipped") and row["right"] is not None)
+        return all(row["right"] for row in checked)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuProgram(Program):
+    """A program for a GPU: its ``measure`` adds rows to the run.
+
+    Attributes:
+        interpreted: A dry run interprets the kernels, which ``measure`` is to import.
+        served: Servers are asked: the device is theirs, and ``file`` is given the options.
+    """
+
+    interpreted: bool = False
+    served: bool = False
+
+    def parser(self) -> argparse.ArgumentParser:
+        made = super().parser()
+        made.add_argument(
+            "--dry-run",
+            action="store_true",
+            help="tiny, on the CPU, where times mean nothing; writes only to the folder of --out",
+        )
+        return made
+
+    def _add_out(self, parsed: argparse.ArgumentParser) -> None:
+        parsed.add_argument("--out", type=Path, help="folder of results; default: out/DEVICE")
+
+    def main(self, arguments: Sequence[str] | None = None) -> int:
+        """Run the program; exit status 1: a result was wrong."""
+        parser = self.parser()
+        given = parser.parse_args(arguments)
+        name = self.file(vars(given)) if self.file else self.name
+        run = GpuRun(name, given, parser, served=self.served)
+        if not self.served:
+            require_device(parser, dry_run=given.dry_run)
+        if self.interpreted and run.given.dry_run:
+            interpret()
+        with torch.inference_mode():
+            self.measure(run)
+        print(*self.said(run.content), self.table(run.content), sep="\n")
+        if run.folder is not None and self.draw is not None:
+            write(run.folder, self.name, run.content, self.draw)
+        return int(not run.right)
 
 
 def require_device(parsed: argparse.ArgumentParser, *, dry_run: bool) -> None:
     """End a program that has no GPU, but for a dry run."""
     if not dry_run and not torch.cuda.is_available():
         parsed.error("no CUDA device; --dry-run does without")
-
-
-def start(
-    parsed: argparse.ArgumentParser, name: str, *, interpreted: bool = False
-) -> tuple[Any, Device, Results]:
-    """Options, device and results of the program of this ``name``.
-
-    Args:
-        interpreted: Whether a dry run is to interpret the kernels, which the program imports later.
-    """
-    options = parsed.parse_args()
-    require_device(parsed, dry_run=options.dry_run)
-    if interpreted and options.dry_run:
-        interpret()
-    device = Device(options.dry_run)
-    return options, device, Results(name, device.name, options)
-
-
-class Results:
-    """Rows of a program, in its file from the moment that they are measured.
-
-    A dry run only writes where it is told.
-
-    Args:
-        name: The file's, without its ending.
-        device: The device's name.
-        options: ``dry_run`` and ``out``.
-    """
-
-    def __init__(self, name: str, device: str, options: argparse.Namespace) -> None:
-        self._name = name
-        self._folder = options.out or (None if options.dry_run else folder_of(device))
-        self._head = {"device": device, "torch": torch.__version__, "dry_run": options.dry_run}
-        self._rows: dict[str, list[Row]] = {}
-
-    def add(self, row: Row, said: str, kind: str = "rows") -> None:
-        """Keep a row of a ``kind``; tell what was measured."""
-        self._rows.setdefault(kind, []).append(row)
-        if self._folder is not None:
-            write_json(self._folder / f"{self._name}.json", {**self._head, **self._rows})
-        print(f"{said}: measured", flush=True)
-
-    def of(self, kind: str = "rows") -> list[Row]:
-        """The rows of a kind."""
-        return self._rows.get(kind, [])
-
-    def finish(self, draw: Callable[[Row], Any] | None = None) -> int:
-        """Draw the picture of the file's content; None: there is none.
-
-        Returns:
-            Exit status: 1 if a result was wrong. A row whose ``right`` is None has none to check.
-        """
-        if self._folder is not None and draw is not None:
-            write(self._folder, self._name, {**self._head, **self._rows}, draw)
-        every = (row for rows in self._rows.values() for row in rows)
-        checked = (row for row in every if not row.get("skipped") and row["right"] is not None)
-        return int(not all(row["right"] for row in checked))
 
 
 def device_name(*, dry_run: bool) -> str:

@@ -1,7 +1,5 @@
 """What was predicted of a GPU by reading, and only a GPU can say. Needs only torch and triton.
 
-    python -m bench.gpu.questions [--register-gb 50] [--register-s 25]
-
 - slices: K and V by a product of their own (N = 2W) against K and V out of that of the whole QKV
   (N = 3W): whether they have the same bits, and how long both take. A difference is no fault: a
   server then finds it at its start.
@@ -15,7 +13,6 @@
 from __future__ import annotations
 
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -25,14 +22,14 @@ from types import SimpleNamespace
 import torch
 from torch.nn import functional
 
-from bench.gpu import program
-from bench.gpu.program import Device, Row
+from bench.gpu.program import Device, GpuProgram, GpuRun, Row
 from bench.gpu.shapes import LLAMA_7B, LLAMA_8B, PAGE, Shape
-from bench.harness.report import markdown
+from bench.harness.program import Setting
+from bench.harness.report import Column, Results, Table
 from hcache_backend import streams
-from hcache_backend.engine.kv_pages.segments import KVSegments
 from hcache_backend.format.page import PageLayout
 from hcache_backend.format.units import WHOLE
+from hcache_backend.host.segments import KVSegments
 
 ROWS = (1, 16, 48, 96, 816)
 """Tokens of a product: decode steps, and the prefill of a start's probe."""
@@ -50,24 +47,18 @@ CGROUPS = (
 """Files with the bytes that a container may take, and takes."""
 
 
-def main() -> int:
-    parser = program.parser(__doc__)
-    parser.add_argument("--register-gb", type=float, default=50, help="largest size")
-    parser.add_argument("--register-s", type=float, default=25, help="for one size")
-    options, device, results = program.start(parser, "questions")
-    shapes = (LLAMA_7B, LLAMA_8B)
+def measure(run: GpuRun) -> None:
+    """All questions."""
+    device, shapes = run.device, (LLAMA_7B, LLAMA_8B)
     for row in slices(device, shapes):
-        results.add(row, f"slices, {row['model']}, {row['rows']} rows", "slices")
-    results.add(collisions(device), "streams", "streams")
+        run.add(row, f"slices, {row['model']}, {row['rows']} rows", "slices")
+    run.add(collisions(device), "streams", "streams")
     for row in host(device, shapes[1]):
-        results.add(row, f"host, {row['codec']}, {row['pages']} pages", "host")
-    most = 1e-3 if device.dry_run else options.register_gb
-    for row in register(device, most, options.register_s, free_bytes()):
-        results.add(row, f"register, {row['gb']} GB", "register")
-    for kind in ("slices", "streams", "host", "register"):
-        print(table(results.of(kind)), end="\n\n")
+        run.add(row, f"host, {row['codec']}, {row['pages']} pages", "host")
+    most = 1e-3 if device.dry_run else run.given.register_gb
+    for row in register(device, most, run.given.register_s, free_bytes()):
+        run.add(row, f"register, {row['gb']} GB", "register")
     device.release()
-    return results.finish()
 
 
 def slices(device: Device, shapes: Iterable[Shape]) -> Iterator[Row]:
@@ -234,11 +225,27 @@ def free_bytes() -> float:
     return free
 
 
-def table(rows: list[Row]) -> str:
-    """One line per row of a kind."""
-    heads = list(dict.fromkeys(key for row in rows for key in row))
-    return markdown(heads, ([row.get(head) for head in heads] for row in rows))
+def columns(kind: str, results: Results) -> list[Column]:
+    """All that rows of a kind have."""
+    return [Column(key, key) for key in dict.fromkeys(k for row in results[kind] for k in row)]
 
+
+PROGRAM = GpuProgram(
+    name="questions",
+    module="bench.gpu.questions",
+    doc=__doc__,
+    measure=measure,
+    settings=(
+        Setting("--register-gb", float, 50.0, "largest size"),
+        Setting("--register-s", float, 25.0, "for one size"),
+    ),
+    tables={
+        "table": tuple(
+            Table(kind, partial(columns, kind))
+            for kind in ("slices", "streams", "host", "register")
+        )
+    },
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    PROGRAM.run()

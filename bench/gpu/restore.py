@@ -1,13 +1,11 @@
 """Restoring a history by every method, against the floor. Needs only torch and triton.
 
-    python -m bench.gpu.restore [--models Llama-2-7B ...] [--tokens 4096 4x4096 ...] [--rates 0 14]
-
 Layers of the models' shapes with random weights; their histories stand in pinned host memory:
 
 - recompute: the layers' own forward pass with flash attention, prefill chunks of 8192 tokens
-- kv offload: the better of one bulk copy and of layer-wise copies by SGLang's transfer kernel (a
-  kernel of the same kind where SGLang is not installed)
-- plain pages: K and V of every layer by that kernel
+- kv offload: one bulk copy and a scatter a layer; where SGLang is installed, the better of that and
+  of layer-wise copies by its transfer kernel
+- plain pages: K and V of every layer by that kernel, where SGLang is installed
 - own pages: K and V of whole pages; own pages, copy engine: by copies straight to the pool's slots
 - hidden, hidden exp4: hidden states, exact and encoded without loss
 - hidden + kv, hidden + recompute: as many layers by the other method as the measured times ask for
@@ -22,83 +20,60 @@ after every method.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from itertools import groupby
-from typing import Any
 
-import torch
-
-from bench.gpu import program
-from bench.gpu.program import Device, Results, Row
+from bench.gpu.program import GpuProgram, GpuRun, Row, models
 from bench.gpu.restore_methods import History, Ways
 from bench.gpu.restore_models import SHAPES, build, chosen
-from bench.harness.report import markdown
+from bench.harness.program import Setting
+from bench.harness.report import Picture, Results, Series, Table, columns
 
 DRAWN = ("Llama-2-7B", "4096")
 TOKENS = ("1024", "2048", "4096", "8192", "16384", "4x4096")
 RATES = (0.0, 28.0, 14.0, 7.0)
 
 
-def main() -> int:
-    parser = program.parser(__doc__)
-    program.add_models(parser, SHAPES)
-    parser.add_argument("--tokens", nargs="*", default=TOKENS, help="histories, 4x4096: a batch")
-    parser.add_argument("--rates", type=float, nargs="*", default=RATES, help="GB/s; 0: the bus")
-    options, device, results = program.start(parser, "restore")
-    if options.dry_run:
-        options.tokens, options.rates = ["128", "2x128"], [0.0, 14.0]
-    measure(device, options.models, options.tokens, options.rates, results)
-    print(table(results.of()))
-    return results.finish(draw)
-
-
-def measure(
-    device: Device,
-    models: list[str],
-    tokens: list[str],
-    rates: list[float],
-    results: Results,
-) -> None:
+def measure(run: GpuRun) -> None:
     """One row per model, history, copy rate and method."""
+    device, dry = run.device, run.device.dry_run
+    tokens, rates = (("128", "2x128"), (0.0, 14.0)) if dry else (run.given.tokens, run.given.rates)
     bus = device.copy_rate()
-    for shape in chosen(models, dry_run=device.dry_run):
-        with torch.inference_mode():
-            layers = build(shape, device.kind, device.dtype)
-            for text in tokens:
-                lengths = lengths_of(text)
-                history = History(device, shape, layers, lengths)
-                gemm = device.gemm_rate(sum(lengths), shape.hidden, 2 * shape.width)
-                ways = Ways(history, bus)
-                for rate in rates:
-                    copy = min(bus, rate * 1e9) if rate else bus
-                    for way in ways.at(copy):
-                        floor = 1e3 * max(way.bytes / copy, way.flops / gemm)
-                        spans = [] if way.report is None else way.report.spans
-                        results.add(
-                            {
-                                "model": shape.name,
-                                "history": text,
-                                "tokens": sum(lengths),
-                                "copy_gb_s": copy / 1e9,
-                                "slowed": bool(rate),
-                                "gemm_tflops": gemm / 1e12,
-                                "method": way.method,
-                                "layers": way.layers,
-                                "ms": way.milliseconds,
-                                "tokens_per_s": 1e3 * sum(lengths) / way.milliseconds,
-                                "bytes": way.bytes,
-                                "floor_ms": floor,
-                                "share_of_floor": floor / way.milliseconds,
-                                "copy_idle_ms": way.report and way.report.idle_ms("copy"),
-                                "compute_idle_ms": way.report and way.report.idle_ms("compute"),
-                                "right": way.right,
-                                "spans": [span._asdict() for span in spans],
-                            },
-                            f"{shape.name}, {text} tokens, {copy / 1e9:.1f} GB/s, {way.method}",
-                        )
-                del history
-                device.release()
+    for shape in chosen(run.given.models, dry_run=dry):
+        layers = build(shape, device.kind, device.dtype)
+        for text in tokens:
+            lengths = lengths_of(text)
+            history = History(device, shape, layers, lengths)
+            gemm = device.gemm_rate(sum(lengths), shape.hidden, 2 * shape.width)
+            ways = Ways(history, bus)
+            for rate in rates:
+                copy = min(bus, rate * 1e9) if rate else bus
+                for way in ways.at(copy):
+                    floor = 1e3 * max(way.bytes / copy, way.flops / gemm)
+                    spans = [] if way.report is None else way.report.spans
+                    row = {
+                        "model": shape.name,
+                        "history": text,
+                        "tokens": sum(lengths),
+                        "copy_gb_s": copy / 1e9,
+                        "slowed": bool(rate),
+                        "gemm_tflops": gemm / 1e12,
+                        "method": way.method,
+                        "layers": way.layers,
+                        "ms": way.milliseconds,
+                        "tokens_per_s": 1e3 * sum(lengths) / way.milliseconds,
+                        "bytes": way.bytes,
+                        "floor_ms": floor,
+                        "share_of_floor": floor / way.milliseconds,
+                        "copy_idle_ms": way.report and way.report.idle_ms("copy"),
+                        "compute_idle_ms": way.report and way.report.idle_ms("compute"),
+                        "right": way.right,
+                        "spans": [span._asdict() for span in spans],
+                    }
+                    said = f"{shape.name}, {text} tokens, {copy / 1e9:.1f} GB/s, {way.method}"
+                    run.add(row, said)
+            del history
+            device.release()
 
 
 def lengths_of(text: str) -> list[int]:
@@ -107,55 +82,29 @@ def lengths_of(text: str) -> list[int]:
     return [int(length)] * int(count or 1)
 
 
-def table(rows: list[Row]) -> str:
-    """One line per measurement; ratios are to KV offload and recomputation of the same case."""
-    heads = ("model", "history", "GB/s", "method", "ms", "ktokens/s", "x KV", "x recompute")
-    lines = []
-    for case in _cases(rows):
+def compared(results: Results) -> list[Row]:
+    """Every measurement with its ratios to KV offload and recomputation of the same case."""
+    found = []
+    for case in _cases(results["rows"]):
         base = {row["method"]: row["ms"] for row in case}
-        for row in case:
-            named = (row[name] for name in ("model", "history", "copy_gb_s", "method", "ms"))
-            ratios = (base[name] / row["ms"] for name in ("kv offload", "recompute"))
-            parts = ("share_of_floor", "copy_idle_ms", "compute_idle_ms", "right", "layers")
-            rest = (row[name] for name in parts)
-            lines.append((*named, row["tokens_per_s"] / 1e3, *ratios, *rest))
-    return markdown((*heads, "of floor", "copy idle, ms", "compute idle", "right", "layers"), lines)
+        found += [
+            {
+                **row,
+                "ktokens_s": row["tokens_per_s"] / 1e3,
+                "of_kv": base["kv offload"] / row["ms"],
+                "of_recompute": base["recompute"] / row["ms"],
+            }
+            for row in case
+        ]
+    return found
 
 
-def draw(results: Row) -> Any:
-    """What each stream did, method by method, for one model and history."""
-    from matplotlib.figure import Figure
-
+def panels(results: Results) -> dict[str, list[Row]]:
+    """Every method of one case beside its floor."""
     cases = list(_cases(results["rows"]))
     case = next((c for c in cases if (c[0]["model"], c[0]["history"]) == DRAWN), cases[0])
-    figure = Figure(figsize=(11, 1.1 * len(case) + 1), constrained_layout=True)
-    axes = figure.subplots(len(case), 1, sharex=True)
-    colours = {"copy": "#4477aa", "compute": "#ee6677"}
-    for axis, row in zip(axes, case, strict=True):
-        for lane, stream in enumerate(("copy", "compute")):
-            spans = [span for span in row["spans"] if span["stream"] == stream]
-            axis.broken_barh(
-                [(span["start"], span["end"] - span["start"]) for span in spans],
-                (1 - lane, 0.8),
-                facecolors=colours[stream],
-                edgecolor="white",
-                linewidth=0.4,
-            )
-        if not row["spans"]:
-            axis.broken_barh([(0, row["ms"])], (1, 0.8), facecolors=colours["copy"])
-        axis.set_yticks([1.4, 0.4], ["copy", "compute"])
-        axis.set_ylim(0, 2)
-        axis.set_title(
-            f"{row['method']}: {row['ms']:.1f} ms ({row['layers']})", fontsize=9, loc="left"
-        )
-        axis.spines[["top", "right"]].set_visible(False)
-    axes[-1].set_xlabel("milliseconds")
-    first = case[0]
-    figure.suptitle(
-        f"Restoring {first['tokens']} tokens of {first['model']} on {results['device']}, "
-        f"copies at {first['copy_gb_s']:.0f} GB/s"
-    )
-    return figure
+    named = [{**row, "name": row["method"].replace(" ", ", ", 1)} for row in case]
+    return {f"{case[0]['model']}, copies at {case[0]['copy_gb_s']:.0f} GB/s": named}
 
 
 def _cases(rows: list[Row]) -> Iterator[list[Row]]:
@@ -165,5 +114,38 @@ def _cases(rows: list[Row]) -> Iterator[list[Row]]:
         yield list(case)
 
 
+PROGRAM = GpuProgram(
+    name="restore",
+    module="bench.gpu.restore",
+    doc=__doc__,
+    measure=measure,
+    settings=(
+        models(SHAPES),
+        Setting("--tokens", str, TOKENS, "histories, 4x4096: a batch", {"nargs": "*"}),
+        Setting("--rates", float, RATES, "GB/s; 0: the bus", {"nargs": "*"}),
+    ),
+    tables={
+        "table": (
+            Table(
+                compared,
+                columns(
+                    "model | history | GB/s = copy_gb_s | method | ms | ktokens/s = ktokens_s | "
+                    "x KV = of_kv | x recompute = of_recompute | of floor = share_of_floor | "
+                    "copy idle, ms = copy_idle_ms | compute idle = compute_idle_ms | right | layers"
+                ),
+            ),
+        )
+    },
+    draw=Picture(
+        title=lambda results: f"Restores by method on {results['device']}",
+        panels=panels,
+        x="name",
+        x_label="method",
+        y_label="milliseconds",
+        series=(Series("restore", "ms", "ours"), Series("floor", "floor_ms", "limit")),
+        bars="%.1f",
+    ),
+)
+
 if __name__ == "__main__":
-    sys.exit(main())
+    PROGRAM.run()

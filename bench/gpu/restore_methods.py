@@ -5,23 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from bench.gpu.copies import KVCopier
 from bench.gpu.program import Device
 from bench.gpu.restore_models import Layer
 from bench.gpu.shapes import PAGE, Shape
 from hcache_backend.format.page import PageLayout, StoredLayer
 from hcache_backend.format.units import WHOLE, Segment
+from hcache_backend.host.segments import KVSegments
 from hcache_backend.restore.layers import Copy, Fill, Recompute, RestoredLayer
 from hcache_backend.restore.pipeline import RestorePipeline, RestoreReport, gather_segments
 from hcache_backend.streams import current_stream, to_device
 from hcache_kernels.codecs import Codec, make_codec
-from hcache_kernels.pages import gather_planes
 from hcache_kernels.project_kv import KVPool, ProjectionCall, project_kv
 
 SPARE_PAGES = 8
@@ -88,6 +88,10 @@ class History:
             KVPool(*(torch.empty(shape_of_pool, device=kind, dtype=device.dtype) for _ in "kv"))
             for _ in layers
         ]
+        pool = SimpleNamespace(
+            k_buffer=[pool.k for pool in self.pools], v_buffer=[pool.v for pool in self.pools]
+        )
+        self.kv = KVSegments(pool, range(len(layers)), PAGE, WHOLE, 1)
         self.ids = torch.randn(self.tokens, shape.hidden, device=kind, dtype=device.dtype)
         self.others: list[torch.Tensor] = []  # hidden states that other ranks read
         self.bulk = device.pinned(len(layers), 2, self.tokens, shape.width, dtype=device.dtype)
@@ -109,15 +113,22 @@ class History:
                 self._segment(index, which)[on_pages] = encoded.view(len(on_pages), -1).cpu()
             if shape.ranks > 1:
                 self.others.append(hidden[:, self.own :].contiguous())
-            kv = torch.stack((k, v)).view(2, len(on_pages), PAGE, -1)
-            parts = kv.transpose(0, 1).reshape(len(on_pages), -1).view(torch.uint8)
-            self._segment(index, 2)[on_pages] = parts.cpu()
-            self.bulk[index] = kv.view(2, self.tokens, -1).cpu()
+            pool = self.pools[index]
+            pool.k[self.slots], pool.v[self.slots] = k, v
+            self.bulk[index] = torch.stack((k, v)).view(2, self.tokens, -1).cpu()
+        on_device = on_pages.to(self.device.kind)
+        self.kv.save(self._pieces(2), self.memory, on_device, self.slots)
+        if not self.device.dry_run:
+            torch.cuda.synchronize()
+
+    def _pieces(self, which: int) -> Any:
+        """Where one of the three forms of every layer stands in the pages."""
+        return _Pieces(self.layout, [3 * i + which for i in range(len(self.layers))])
 
     @property
     def exact_layout(self) -> Any:
         """Where the exact hidden states of every layer stand in the pages."""
-        return _Pieces(self.layout, [3 * i for i in range(len(self.layers))])
+        return self._pieces(0)
 
     def stored(
         self, kind: Literal["hidden", "kv"]
@@ -128,7 +139,7 @@ class History:
         layers = range(len(self.layers))
         segments = [self._segment(i, which)[on_pages] for i in layers]
         if kind == "kv":
-            return segments, [RestoredLayer("kv", copy=self.copy_kv) for i in layers]
+            return segments, [self.kv.restored_layer(i) for i in layers]
         codec = self.codecs[0]
         return segments, [RestoredLayer("hidden", self.fill_hidden(i, codec)) for i in layers]
 
@@ -172,23 +183,6 @@ class History:
             project_kv(ProjectionCall(rows, positions, slots, layer.projection, pool))
 
         return fill
-
-    def copy_kv(
-        self,
-        layers: Sequence[int],
-        memory: torch.Tensor,
-        pages: torch.Tensor,
-        offsets: Sequence[int],
-        slots: torch.Tensor,
-    ) -> None:
-        """K and V go to their slots."""
-        for layer, offset in zip(layers, offsets, strict=True):
-            pool = self.pools[layer]
-            planes = [
-                buffer.view(-1, PAGE, 1, buffer[0].numel()).view(torch.uint8)
-                for buffer in (pool.k, pool.v)
-            ]
-            gather_planes(memory, pages, offset, planes, slots[::PAGE] // PAGE)
 
     def recompute(self, layers: int) -> Recompute:
         """The forward pass of the first layers."""
@@ -253,8 +247,9 @@ class Ways:
         c_hidden, c_recompute = self.costs
         yield self.recomputed
         layerwise, bulk = self._layerwise_kv(rate), self._bulk_kv(rate)
-        yield min(layerwise, bulk, key=lambda way: way.milliseconds)
-        yield replace(layerwise, method="plain pages")
+        yield min(filter(None, (layerwise, bulk)), key=lambda way: way.milliseconds)
+        if layerwise is not None:
+            yield replace(layerwise, method="plain pages")
         yield self._through_pipeline("own pages", ["kv"] * n_layers, rate)
         yield self._by_copy_engine(rate)
         yield self._through_pipeline("hidden", ["hidden"] * n_layers, rate)
@@ -305,7 +300,7 @@ class Ways:
     ) -> Way:
         history, device = self.history, self.history.device
         restored, segments = [], []
-        kv = RestoredLayer("kv", copy=self._slow(history.copy_kv, rate))
+        kv = RestoredLayer("kv", copy=self._slow(history.kv.load, rate))
         for i, method in enumerate(methods):
             if method == "hidden":
                 restored.append(
@@ -345,17 +340,26 @@ class Ways:
         size = sum(report.bytes.values())
         return Way(name, took, size, flops, history.is_right(), report, counted)
 
-    def _layerwise_kv(self, rate: float) -> Way:
-        """What HiCache does: a kernel a layer, from host memory straight to the slots."""
+    def _layerwise_kv(self, rate: float) -> Way | None:
+        """What HiCache does: SGLang's kernel, from host memory to the slots of a layer."""
         history = self.history
-        copier = KVCopier(history.slots)
+        try:
+            from sglang.kernels.ops.kvcache.hicache import transfer_hicache_one_layer as transfer
+        except Exception:  # whatever an installation of SGLang lacks
+            return None
+        if history.device.dry_run:
+            return None
+        order, width = (
+            torch.arange(history.tokens, device=history.slots.device),
+            history.shape.width,
+        )
 
         def restore() -> None:
             for pool, (k, v) in zip(history.pools, history.bulk, strict=True):
-                copier.copy(k, v, pool)
+                transfer(pool.k, pool.v, history.slots, k, v, order, element_dim=width)
                 self._slow_down(history.kv_bytes, rate)
 
-        return self._kv_offload(restore, f"by {copier.name}")
+        return self._kv_offload(restore, "by SGLang's kernel")
 
     def _by_copy_engine(self, rate: float) -> Way:
         """K of a page is one piece in the page and in the pool, as is V: no kernel is needed."""

@@ -1,7 +1,5 @@
 """Models that bench/gpu/serve.sh serves: shapes of published ones, random weights.
 
-    python -m bench.gpu.serve_models Llama-2-7B FOLDER
-
 Shapes, vocabularies and constants are those of the published models. Positions go further than
 theirs (8192 at most), for histories of the workloads do. Weights are so large that attention is
 peaked: the output depends on what is in the KV cache, and a wrong row changes tokens.

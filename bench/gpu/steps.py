@@ -62,7 +62,11 @@ class Step:
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
     """Options of every script."""
-    made = program.parser(doc)
+    made = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument("--dry-run", action="store_true", help="tiny, on the CPU")
+    made.add_argument("--out", type=Path, help="folder of results; default: out/DEVICE")
     made.add_argument("--budget", type=float, default=500, help="seconds for all steps")
     return made
 

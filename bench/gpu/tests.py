@@ -1,7 +1,5 @@
 """Tests that need a GPU, a process for each file: cold kernels of several files compile at once.
 
-    python -m bench.gpu.tests [--jobs 8]
-
 One step of bench/gpu/first.sh. Needs pytest alone. What each file's process prints stands in
 ``FILE.log`` beside the results, also of a process that is killed.
 """
@@ -16,8 +14,9 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
-from bench.gpu import program
-from bench.harness.report import OUT, markdown
+from bench.gpu.program import GpuProgram, GpuRun, Row
+from bench.harness.program import Setting, at_least
+from bench.harness.report import OUT, Column, Table
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("tests/gpu", "tests/kernels")
@@ -33,7 +32,7 @@ def files() -> Iterator[Path]:
             yield path.relative_to(ROOT)
 
 
-def run(path: Path, folder: Path) -> program.Row:
+def run_file(path: Path, folder: Path) -> Row:
     """The tests of one file; their output goes to ``folder`` line by line."""
     begin = time.monotonic()
     log = folder / f"{'-'.join(path.with_suffix('').parts)}.log"
@@ -56,20 +55,31 @@ def run(path: Path, folder: Path) -> program.Row:
     }
 
 
-def main() -> int:
-    parser = program.parser(__doc__)
-    parser.add_argument("--jobs", type=int, default=8, help="processes at once")
-    options, device, results = program.start(parser, "tests")
-    folder = options.out or (OUT / "tests" if device.dry_run else program.folder_of(device.name))
+def measure(run: GpuRun) -> None:
+    """A row for each file."""
+    folder = run.folder or OUT / "tests"
     folder.mkdir(parents=True, exist_ok=True)
-    with ThreadPoolExecutor(2 if device.dry_run else options.jobs) as pool:
-        for done in as_completed([pool.submit(run, path, folder) for path in files()]):
+    with ThreadPoolExecutor(2 if run.given.dry_run else run.given.jobs) as pool:
+        for done in as_completed([pool.submit(run_file, path, folder) for path in files()]):
             row = done.result()
-            results.add(row, f"{row['file']}: {row['passed']} passed, {row['failed']} failed")
-    heads = ("file", "passed", "failed", "skipped", "seconds")
-    print(markdown(heads, ([row[head] for head in heads] for row in results.of())))
-    return results.finish()
+            run.add(row, f"{row['file']}: {row['passed']} passed, {row['failed']} failed")
 
+
+PROGRAM = GpuProgram(
+    name="tests",
+    module="bench.gpu.tests",
+    doc=__doc__,
+    measure=measure,
+    settings=(Setting("--jobs", at_least(1), 8, "processes at once"),),
+    tables={
+        "table": (
+            Table(
+                "rows",
+                [Column(n, n) for n in ("file", "passed", "failed", "skipped", "seconds")],
+            ),
+        )
+    },
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    PROGRAM.run()

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import aiohttp
 
 from bench.harness.server import CachedTokens
-from hcache_backend.cli.client import (
-    Client,
-    RequestError,
-    check_finished,
-    error_text,
-    greedy_request,
-    why,
-)
+from hcache_backend.cli.common import RequestError, error_text
+from hcache_backend.cli.ingest import Server, check_finished, greedy_request
 
 _DATA, _DONE = b"data:", b"[DONE]"
+_LINE_BYTES = 1 << 22
+"""A line of a stream holds the whole reply so far; its ids are no longer than this."""
+_SILENCE_S = 600.0
+"""The longest pause within an answer."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +41,35 @@ class Reply:
     gaps_s: list[float]
 
 
-class StreamingClient(Client):
-    """A client that notes when each token of a reply came."""
+class StreamingClient:
+    """Notes when each token of a reply came; ``async with StreamingClient(url, api_key) as ...``.
+
+    The methods raise as those of :class:`~hcache_backend.cli.ingest.Server`.
+    """
+
+    def __init__(self, url: str, api_key: str | None = None) -> None:
+        self._server = Server(url, api_key)
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+
+    async def __aenter__(self) -> Self:
+        self._session = aiohttp.ClientSession(
+            headers=self._headers,
+            timeout=aiohttp.ClientTimeout(total=None, sock_read=_SILENCE_S),
+            connector=aiohttp.TCPConnector(limit=0),
+            read_bufsize=_LINE_BYTES,
+        )
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._session.close()
+
+    async def server(self) -> dict[str, Any]:
+        """The server's arguments, version and limits."""
+        return await asyncio.to_thread(self._server.info)
+
+    async def flush(self) -> None:
+        """Empty device and host caches when the server is idle."""
+        await asyncio.to_thread(self._server.flush)
 
     async def generate(self, prompt: Sequence[int] | str, output_tokens: int) -> Reply:
         """One greedy request for exactly ``output_tokens`` tokens.
@@ -57,13 +83,16 @@ class StreamingClient(Client):
         body = {**greedy_request(prompt, output_tokens), "stream": True}
         stream = _Stream(time.perf_counter())
         try:
-            async with self.session.post(f"{self.url}/generate", json=body) as answer:
+            url = f"{self._server.url.rstrip('/')}/generate"
+            async with self._session.post(url, json=body) as answer:
                 if answer.status != 200:
                     raise RequestError(f"{answer.status}: {error_text(await answer.text())}")
                 async for event in _events(answer.content):
                     stream.add(event, time.perf_counter())
-        except (aiohttp.ClientError, OSError, ValueError, TimeoutError) as error:
-            raise RequestError(why(error)) from None
+        except TimeoutError:
+            raise RequestError("no answer in time") from None
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            raise RequestError(str(error) or type(error).__name__) from None
         return stream.reply()
 
 

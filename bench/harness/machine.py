@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 
 from bench.harness.options import CPU_ATTENTION, Device
-from hcache_backend.engine.arguments import sglang_version
-from hcache_backend.partition.profile import processor_name
+from hcache_backend.plan.profile import processor_name
+from hcache_backend.sglang.arguments import sglang_version
 
 
 class MachineError(RuntimeError):

@@ -29,14 +29,12 @@ class Method:
             local files, ``mooncake`` Mooncake's store, which another process is, ``dynamic`` ours;
             None: there is none.
         hcache: Options of ours, where ``storage`` is ``dynamic``.
-        pages_of: The method whose L3 pages it can use, having the same; None: it has its own.
     """
 
     title: str
     cache: Literal["hicache", "radix", "none"] = "hicache"
     storage: str | None = None
     hcache: Mapping[str, Any] = field(default_factory=dict)
-    pages_of: str | None = None
 
 
 METHODS = {
@@ -53,7 +51,6 @@ METHODS = {
         "HCache, hidden states, eager",
         storage="dynamic",
         hcache={"mode": "hidden"},
-        pages_of="hcache-hidden",
     ),
     "hcache-kv": Method("HCache, KV pages", storage="dynamic", hcache={"mode": "kv", **LAYERWISE}),
     "hcache": Method("HCache, automatic", storage="dynamic", hcache={"mode": "auto", **LAYERWISE}),
@@ -74,7 +71,6 @@ def server_options(
     folder: Path,
     *,
     pool_tokens: int,
-    l3: Path | None = None,
     hcache: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> ServerOptions:
@@ -82,13 +78,12 @@ def server_options(
 
     Args:
         model: A folder, or a name that SGLang knows.
-        folder: For the log, and for L3 (``l3``) unless another folder is given.
+        folder: For the log, and for L3 (``l3``).
         pool_tokens: Tokens of the device's KV pool.
-        l3: Another folder for L3.
         hcache: More options of ours.
         options: Further fields of :class:`ServerOptions`.
     """
-    pages = l3 or folder / "l3"
+    pages = folder / "l3"
     environment = dict(options.pop("extra_env", {}))
     config: dict[str, Any] | None = None
     if method.storage == "file":

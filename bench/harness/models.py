@@ -358,16 +358,23 @@ def replace_weights(model: Path, other: Path) -> None:
         fresh.replace(model / weights.name)
 
 
-def with_changed_layers(model: Path, folder: Path, layers: Sequence[int]) -> Path:
-    """A copy of the Llama-like `model` in `folder` with other weights in some of its layers."""
+def with_changed_layers(
+    model: Path,
+    folder: Path,
+    layers: Sequence[int],
+    modules: Sequence[str] = ("",),
+    factor: float = 1.3,
+) -> Path:
+    """A copy of the Llama-like `model` in `folder` with other weights in some of its layers: those
+    of ``modules`` (such as ``self_attn.v_proj``; all of them, without names) times ``factor``."""
     from safetensors.torch import load_file, save_file
 
     shutil.copytree(model, folder)
     weights = load_file(folder / "model.safetensors")
-    for layer in layers:
-        for name in weights:
-            if name.startswith(f"model.layers.{layer}."):
-                weights[name] *= 1.3
+    changed = tuple(f"model.layers.{layer}.{module}" for layer in layers for module in modules)
+    for name in weights:
+        if name.startswith(changed):
+            weights[name] *= factor
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     return folder
 

@@ -1,23 +1,31 @@
-"""What programs that measure have in common: options, progress, errors, the date of results."""
+"""One runner of all programs that measure.
+
+A program declares what it is told (settings), what it measures and returns, its tables and its
+picture. The runner parses options, finds the machine, measures, prints, writes and ends with 1 if
+something was wrong. It imports nothing that a machine with a GPU may lack.
+"""
 
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from rich.progress import Progress
+from bench.harness.report import OUT, Results, Table, aligned, write
 
-from bench.harness.machine import Machine, MachineError
-from bench.harness.options import CPU_ATTENTION
-from bench.harness.server import ServerError, unwind_when_terminated
-from bench.workload.base import WorkloadError
-from hcache_backend.cli.client import UnusableServer
-from hcache_backend.cli.common import errors, progress_bar
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from bench.harness.machine import Machine
 
 Number = TypeVar("Number", int, float)
 
@@ -30,32 +38,156 @@ class _Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpF
         return super()._get_help_string(action) if shown else action.help
 
 
-def parser(program: str, doc: str | None, arguments: str = "[options]") -> argparse.ArgumentParser:
-    """The parser of ``python -m PROGRAM ARGUMENTS``; ``doc`` describes it."""
-    return argparse.ArgumentParser(
-        prog=f"python -m {program}",
-        usage=f"%(prog)s {arguments}",
-        description=doc,
-        formatter_class=_Help,
-        allow_abbrev=False,
-    )
+@dataclass(frozen=True)
+class Setting:
+    """What a program is told.
+
+    Attributes:
+        name: ``--option``, or an argument.
+        kind: Makes the value of its text; None: the option is a switch.
+        default: Its value if it is not given.
+        help: What it is, for ``--help``.
+        more: Further arguments of :meth:`argparse.ArgumentParser.add_argument`.
+    """
+
+    name: str
+    kind: Callable[[str], Any] | None
+    default: Any
+    help: str
+    more: Mapping[str, Any] = field(default_factory=dict)
+
+    def add(self, parsed: argparse.ArgumentParser) -> None:
+        """Declare it."""
+        if self.kind is None:
+            parsed.add_argument(self.name, action="store_true", help=self.help, **self.more)
+            return
+        more = {"default": self.default} if self.name.startswith("-") else {}
+        parsed.add_argument(self.name, type=self.kind, help=self.help, **more, **self.more)
 
 
-def add_model_options(parsed: argparse._ActionsContainer) -> None:
-    """Options of programs that serve any model."""
-    parsed.add_argument(
-        "--model-path", type=model_name, help="model: a folder or a name; default: a random Llama"
-    )
-    parsed.add_argument(
-        "--server-args",
-        type=shlex.split,
-        default="",
-        help="more arguments of SGLang, as --server-args='--load-format dummy'",
-    )
+def switch(name: str, text: str) -> Setting:
+    """An option without a value."""
+    return Setting(name, None, False, text)
+
+
+def several(name: str, kind: Callable[[str], Any], default: Any, text: str) -> Setting:
+    """An option with one or more values."""
+    return Setting(name, kind, default, text, {"nargs": "+"})
+
+
+class Run:
+    """One run of a program.
+
+    Attributes:
+        given: What it was told.
+        parser: Ends the program with a usage error.
+    """
+
+    def __init__(self, given: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+        self.given, self.parser = given, parser
+
+    @cached_property
+    def machine(self) -> Machine:
+        """Where servers run.
+
+        Raises:
+            MachineError: SGLang cannot serve here.
+        """
+        from bench.harness.machine import find_machine
+
+        return find_machine()
+
+
+def scratch(place: Path | None = None) -> tempfile.TemporaryDirectory[str]:
+    """A folder for the length of a block."""
+    return tempfile.TemporaryDirectory(prefix="hcache-bench-", dir=place)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """What a program declares.
+
+    Attributes:
+        name: Of its results; ``python -m bench.NAME`` unless ``module`` says otherwise.
+        doc: Its description.
+        measure: Returns what is written; the runner adds time and machine.
+        settings: What it is told, beside ``--out``.
+        tables: By name; ``table`` has all, and is printed.
+        said: What else is printed, line by line, above the table.
+        draw: Makes the picture.
+        slows: It slows SGLang down, which only the CPU engine lets it do.
+        serves: It serves: results say where. False: they are computed, or the disk's.
+        wrong: What is wrong with results, one line each.
+        file: Name of the files of results; None: the program's.
+    """
+
+    name: str
+    doc: str | None
+    measure: Callable[[Any], Results]
+    settings: Sequence[Setting] = ()
+    tables: Mapping[str, Sequence[Table]] = field(default_factory=dict)
+    said: Callable[[Results], Sequence[str]] = lambda results: ()
+    draw: Callable[[Results], Figure] | None = None
+    slows: bool = False
+    serves: bool = True
+    wrong: Callable[[Results], Sequence[str]] = lambda results: ()
+    file: Callable[[Results], str] | None = None
+    module: str | None = None
+
+    def table(self, results: Results, name: str = "table") -> str:
+        """A table of results as Markdown."""
+        return "\n\n".join(filter(None, (table.lines(results) for table in self.tables[name])))
+
+    def parser(self) -> argparse.ArgumentParser:
+        """Of its settings."""
+        module = self.module or f"bench.{self.name}"
+        arguments = "".join(f"{s.name} " for s in self.settings if not s.name.startswith("-"))
+        made = argparse.ArgumentParser(
+            prog=f"python -m {module}",
+            usage=f"%(prog)s {arguments}[options]",
+            description=self.doc,
+            formatter_class=_Help,
+            allow_abbrev=False,
+        )
+        for setting in self.settings:
+            setting.add(made)
+        self._add_out(made)
+        return made
+
+    def _add_out(self, parsed: argparse.ArgumentParser) -> None:
+        parsed.add_argument("--out", type=Path, default=OUT, help="folder of the results")
+
+    def main(self, arguments: Sequence[str] | None = None) -> int:
+        """Run the program; returns its exit status."""
+        parser = self.parser()
+        run = Run(parser.parse_args(arguments), parser)
+        with failing():
+            if self.slows and run.machine.device != "cpu":
+                from bench.harness.machine import MachineError
+
+                raise MachineError("only the CPU engine is slowed down; see bench/gpu/ for GPUs")
+            results = self.measure(run)
+            if self.serves and "device" not in results:
+                results = {**stamp(run.machine), **results}
+            self._tell(run, results)
+        wrong = self.wrong(results)
+        for line in wrong:
+            print(line, file=sys.stderr)
+        return int(bool(wrong))
+
+    def _tell(self, run: Run, results: Results) -> None:
+        name = self.file(results) if self.file else self.name
+        print(*self.said(results), aligned(self.table(results)), sep="\n")
+        write(run.given.out, name, results, self.draw)
+        print(f"\nResults: {run.given.out / name}.json")
+
+    def run(self) -> None:
+        """Run the program and end this process."""
+        sys.exit(self.main())
 
 
 def at_least(least: Number) -> Callable[[str], Number]:
-    """Type of an option: a number, whole if ``least`` is, of at least ``least``."""
+    """Kind of a setting: a number, whole if ``least`` is, of at least ``least``."""
 
     def number(text: str) -> Number:
         found = type(least)(text)
@@ -67,7 +199,7 @@ def at_least(least: Number) -> Callable[[str], Number]:
 
 
 def names(known: Sequence[str]) -> Callable[[str], list[str]]:
-    """Type of an option: names with commas between them, each counted once; all must be known."""
+    """Kind of a setting: names with commas between them, each counted once; all must be known."""
 
     def found(text: str) -> list[str]:
         given = [name.strip() for name in text.split(",")]
@@ -80,7 +212,7 @@ def names(known: Sequence[str]) -> Callable[[str], list[str]]:
 
 
 def model_name(text: str) -> str:
-    """Type of an option: a model's name, or a folder; SGLang says much later that one is missing.
+    """Kind of a setting: a model's name, or a folder; SGLang says much later that one is missing.
 
     Raises:
         ArgumentTypeError: It is a path at which nothing is.
@@ -92,30 +224,40 @@ def model_name(text: str) -> str:
     return text
 
 
+MODEL = (
+    Setting("--model-path", model_name, None, "a folder or a name; default: a random Llama"),
+    Setting("--server-args", shlex.split, "", "more arguments of SGLang, with = before them"),
+)
+"""Settings of programs that serve any model."""
+
+
 @contextmanager
 def failing() -> Iterator[None]:
     """End the program with status 2 and a line, not with a traceback, if it cannot run.
 
     On SIGTERM its blocks are left as on an error: servers and temporary folders go, too.
     """
+    from bench.harness.machine import MachineError
+    from bench.harness.server import ServerError, unwind_when_terminated
+    from bench.workload.base import WorkloadError
+    from hcache_backend.cli.ingest import UnusableServer
+
     unwind_when_terminated()
     try:
         yield
     except (UnusableServer, MachineError, ServerError, WorkloadError, OSError) as error:
-        errors.print(f"error: {error}", style="red", highlight=False, soft_wrap=True, markup=False)
+        print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
 
 
 @contextmanager
-def steps(total: int) -> Iterator[tuple[Progress, Callable[[str], None]]]:
-    """A progress bar on standard error, and what to call with the name of each next step."""
+def steps(total: int) -> Iterator[Callable[[str], None]]:
+    """A progress bar on standard error; what is yielded is called with each next step's name."""
+    from hcache_backend.cli.common import progress_bar
+
     with progress_bar(hidden=False) as bar:
         task = bar.add_task("", total=total, completed=-1)  # the first step has only begun
-
-        def advance(step: str) -> None:
-            bar.update(task, advance=1, description=step)
-
-        yield bar, advance
+        yield lambda step: bar.update(task, advance=1, description=step)
 
 
 def stamp(machine: Machine, attention: str | None = None) -> dict[str, Any]:
@@ -124,6 +266,8 @@ def stamp(machine: Machine, attention: str | None = None) -> dict[str, Any]:
     Args:
         attention: The backend that the program asked for; None: the harness's choice.
     """
+    from bench.harness.options import CPU_ATTENTION
+
     default = CPU_ATTENTION if machine.device == "cpu" else "SGLang's choice"
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -131,4 +275,5 @@ def stamp(machine: Machine, attention: str | None = None) -> dict[str, Any]:
         "device_type": machine.device,
         "sglang_version": machine.sglang,
         "attention_backend": attention or default,
+        "cores": os.cpu_count(),
     }

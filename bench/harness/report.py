@@ -1,4 +1,4 @@
-"""What programs write about their results: Markdown tables, NAME.json and NAME.png."""
+"""What programs declare about their results: tables and pictures; and how both are written."""
 
 from __future__ import annotations
 
@@ -6,14 +6,20 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from textwrap import fill
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+Results = Any
+"""Content of a file of results."""
+Row = Mapping[str, Any]
+Value = str | Callable[[Any], object]
+"""A part of a row: its key, keys with dots between them, or a function of the row."""
 OUT = Path("out")
 """Folder that programs write to unless told otherwise; git ignores it."""
 WIDTH = 9
@@ -36,20 +42,92 @@ COLOURS = {
 """A method, or a codec, has one colour in all pictures. ``file``: HiCache's path of K and V."""
 
 
+class Column(NamedTuple):
+    """A column of a table.
+
+    Attributes:
+        title: Its head, with the unit.
+        value: What stands in it.
+        form: Format of numbers.
+    """
+
+    title: str
+    value: Value
+    form: str = ".2f"
+
+    def cell(self, row: Row) -> str:
+        """What stands in a row."""
+        return cell(value_of(row, self.value), self.form)
+
+
+def columns(text: str) -> tuple[Column, ...]:
+    """Columns with `` | `` between them: ``TITLE = KEY :FORM``, or the key alone."""
+    found = []
+    for part in text.split(" | "):
+        rest, _, form = part.partition(" :")
+        title, _, key = rest.partition(" = ")
+        found.append(Column(title, key or title, *filter(None, (form,))))
+    return tuple(found)
+
+
+class Table(NamedTuple):
+    """A table of results; one without rows is left out.
+
+    Attributes:
+        rows: Its rows in the results.
+        columns: Its columns; a function of the results makes them if results have methods.
+    """
+
+    rows: Value
+    columns: Sequence[Column] | Callable[[Results], Sequence[Column]]
+
+    def lines(self, results: Results) -> str:
+        """The table as Markdown."""
+        columns = self.columns(results) if callable(self.columns) else self.columns
+        rows: Any = value_of(results, self.rows)
+        body = [[column.cell(row) for column in columns] for row in rows or ()]
+        return markdown([column.title for column in columns], body) if body else ""
+
+
+def value_of(row: Any, value: Value) -> object:
+    """A part of a row; None if it has no such part."""
+    if callable(value):
+        return value(row)
+    for key in value.split("."):
+        row = row.get(key) if isinstance(row, Mapping) else None
+    return row
+
+
 def markdown(heads: Sequence[str], rows: Iterable[Iterable[object]]) -> str:
     """A table with names in its first column; :func:`cell` writes what is no string."""
     lines = ["| " + " | ".join(map(cell, row)) + " |" for row in (heads, *rows)]
     return "\n".join((lines[0], "|---" + "|--:" * (len(heads) - 1) + "|", *lines[1:]))
 
 
-def cell(value: object) -> str:
+def aligned(tables: str) -> str:
+    """Markdown tables with columns as wide as their cells, for a terminal."""
+    shown = []
+    for table in filter(None, tables.split("\n\n")):
+        rows = [line.split("|")[1:-1] for line in table.splitlines()]
+        widths = [max(len(row[n].strip()) for row in rows) for n in range(len(rows[0]))]
+        for row in (rows[0], *rows[2:]):
+            cells = [each.strip() for each in row]
+            first, *others = zip(cells, widths, strict=True)
+            shown.append("  ".join((first[0].ljust(first[1]), *(c.rjust(w) for c, w in others))))
+        shown.append("")
+    return "\n".join(line.rstrip() for line in shown).rstrip()
+
+
+def cell(value: object, form: str = ".2f") -> str:
     """Text of a number, of layers by method (``3 recompute + 5 hidden``) or of a range."""
     if isinstance(value, Mapping):
         return " + ".join(f"{count} {name}" for name, count in value.items() if count)
-    if isinstance(value, tuple):
-        return " to ".join(map(cell, value))
+    if isinstance(value, tuple | list):
+        return " to ".join(cell(each, form) for each in value)
     if isinstance(value, float):
-        return f"{value:.2f}"
+        return format(value, form)
+    if isinstance(value, int) and not isinstance(value, bool) and form.startswith(","):
+        return f"{value:,}"
     return "-" if value is None else str(value)
 
 
@@ -86,10 +164,13 @@ def ratio_axis(axes: Axes, letter: str, values: Iterable[float]) -> None:
     axis.set_ticks([], minor=True)
 
 
-def write(folder: Path, name: str, results: Any, draw: Callable[[Any], Figure]) -> None:
-    """Write ``NAME.json`` and, if matplotlib is installed, ``NAME.png``."""
+def write(
+    folder: Path, name: str, results: Results, draw: Callable[[Results], Figure] | None
+) -> None:
+    """Write ``NAME.json`` and, if there is a picture and matplotlib is installed, ``NAME.png``."""
     write_json(folder / f"{name}.json", results)
-    write_picture(folder / f"{name}.png", results, draw)
+    if draw is not None:
+        write_picture(folder / f"{name}.png", results, draw)
 
 
 def write_picture(path: Path, results: Any, draw: Callable[[Any], Figure]) -> None:
@@ -116,37 +197,122 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def grouped_bars(
-    axes: Axes,
-    title: str,
-    rows: Sequence[Mapping[str, Any]],
-    name: str,
-    series: Mapping[str, str],
-    form: str = "%.2f",
-    colours: Mapping[str, str] | None = None,
-) -> None:
-    """Bars side by side for each row, with their values above them.
+class Series(NamedTuple):
+    """A line or a group of bars.
 
-    Args:
-        name: Key of the rows' names.
-        series: Key of the height, by label; a row without a value has no bar.
-        form: Format of the values.
-        colours: Of the bars, by label.
+    Attributes:
+        label: In the legend.
+        value: Its height in a row; a row without one is left out.
+        colour: A key of :data:`COLOURS`.
+        style: Of a line.
+        each: Values whose smallest and largest stand as an error bar.
     """
-    width = 1 / (len(series) + 0.5)
-    for number, (label, key) in enumerate(series.items()):
-        shift = (number - (len(series) - 1) / 2) * width
-        shown = [
-            (place + shift, row[key]) for place, row in enumerate(rows) if row.get(key) is not None
-        ]
-        places, heights = zip(*shown, strict=True)
-        colour = (colours or {}).get(label)
-        bars = axes.bar(places, heights, width=0.95 * width, label=label, color=colour)
-        axes.bar_label(bars, fmt=form, fontsize=SMALLEST, padding=1)
-    axes.set_title(title, fontsize=10)
-    names = [row[name].replace(", ", "\n") for row in rows]
-    axes.set_xticks(range(len(rows)), names, fontsize=SMALLEST)
-    axes.margins(y=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
-    if len(series) > 1:
-        axes.legend(fontsize=SMALLEST)
+
+    label: str
+    value: Value
+    colour: str
+    style: str = "o-"
+    each: Value | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Picture:
+    """A picture of results: panels that share their axes and one legend.
+
+    Attributes:
+        title: The finding that it shows.
+        panels: The rows of each panel, by title.
+        x: Place of a row: a number, or the name of a category.
+        x_label: What ``x`` is, with its unit.
+        y_label: What heights are, with their unit.
+        series: What is drawn of the rows; a function of the results makes them if they differ.
+        bars: Format of the values above bars; None: lines are drawn.
+        ratios: Axes with powers of two, as ``xy``.
+        at: Height of a line over the whole panel, and its label and colour.
+        top: Largest height; None: as large as needed.
+        height: Inches.
+    """
+
+    title: Callable[[Results], str]
+    panels: Callable[[Results], Mapping[str, Sequence[Row]]]
+    x: Value
+    x_label: str
+    y_label: str
+    series: Sequence[Series] | Callable[[Results], Sequence[Series]]
+    bars: str | None = None
+    ratios: str = ""
+    at: tuple[float, str, str] | None = None
+    top: float | None = None
+    height: float = 4.5
+
+    def __call__(self, results: Results) -> Figure:
+        """Draw it."""
+        figure, shown = picture(self.title(results), self.height), self.panels(results)
+        series = self.series(results) if callable(self.series) else self.series
+        panels = figure.subplots(1, len(shown), sharey=True, squeeze=False)[0]
+        heights: list[float] = []
+        for axes, (title, rows) in zip(panels, shown.items(), strict=True):
+            draw = self._draw_bars if self.bars is not None else self._draw_lines
+            heights += draw(axes, rows, series)
+            if self.at is not None:
+                height, label, colour = self.at
+                axes.axhline(height, color=COLOURS[colour], label=label)
+            axes.set_title(title, fontsize=10)
+            axes.set_xlabel(self.x_label, fontsize=10)
+        if "y" in self.ratios:
+            ratio_axis(panels[0], "y", heights)
+        elif self.bars is None or self.top is not None:
+            panels[0].set_ylim(0, self.top)
+        panels[0].set_ylabel(self.y_label, fontsize=10)
+        lines: dict[str, Any] = {}
+        for axes in panels:
+            handles, labels = axes.get_legend_handles_labels()
+            lines |= dict(zip(labels, handles, strict=True))
+        figure.legend([*lines.values()], [*lines], loc="outside lower center", ncols=4, fontsize=10)
+        return figure
+
+    def _draw_lines(self, axes: Axes, rows: Sequence[Row], series: Sequence[Series]) -> list[float]:
+        """Returns all heights."""
+        heights: list[float] = []
+        for one in series:
+            points: list[Any] = [
+                (value_of(row, self.x), height)
+                for row in rows
+                if (height := value_of(row, one.value)) is not None
+            ]
+            if "x" in self.ratios:
+                points.sort()
+            if points:
+                places, mine = zip(*points, strict=True)
+                axes.plot(places, mine, one.style, color=COLOURS[one.colour], label=one.label)
+                heights += mine
+        if "x" in self.ratios:
+            ratio_axis(axes, "x", [float(str(value_of(row, self.x))) for row in rows])
+        axes.grid(alpha=0.3)
+        return heights
+
+    def _draw_bars(self, axes: Axes, rows: Sequence[Row], series: Sequence[Series]) -> list[float]:
+        """Returns all heights; bars that have values of their own have no number above them."""
+        width = 1 / (len(series) + 0.5)
+        heights: list[float] = []
+        for number, one in enumerate(series):
+            shift = (number - (len(series) - 1) / 2) * width
+            found: list[Any] = [(n, row, value_of(row, one.value)) for n, row in enumerate(rows)]
+            shown = [(n + shift, row, height) for n, row, height in found if height is not None]
+            places, tall = [place for place, *_ in shown], [height for *_, height in shown]
+            ends = None
+            if one.each is not None:
+                each: list[Any] = [value_of(row, one.each) for _, row, _ in shown]
+                below = [h - min(all_) for h, all_ in zip(tall, each, strict=True)]
+                ends = (below, [max(all_) - h for h, all_ in zip(tall, each, strict=True)])
+            bars = axes.bar(
+                places, tall, 0.95 * width, yerr=ends, label=one.label, color=COLOURS[one.colour]
+            )
+            if one.each is None:
+                axes.bar_label(bars, fmt=self.bars or "%.2f", fontsize=SMALLEST, padding=1)
+            heights += tall
+        marks = [str(value_of(row, self.x)).replace(", ", "\n") for row in rows]
+        axes.set_xticks(range(len(rows)), marks, fontsize=SMALLEST)
+        axes.margins(y=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+        return heights

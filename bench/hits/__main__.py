@@ -13,65 +13,39 @@ L3 also stops while a history is being read, for five seconds and for good.
 
 from __future__ import annotations
 
-import os
-import sys
-import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from bench.harness.machine import Machine, MachineError, find_machine
-from bench.harness.program import at_least, failing, names, parser, stamp, steps
-from bench.harness.report import OUT, write
-from bench.harness.turns import Turns
-from bench.hits.cases import ALWAYS, MODELS, OURS, WITH_FLAGS
+from bench.harness.program import Program, Run, Setting, at_least, names, scratch, several, steps
+from bench.harness.report import Column, Picture, Results, Row, Series, Table, columns
+from bench.harness.turns import NO_L3, Turns
+from bench.hits.cases import ALWAYS, COMPARED, MODELS, OURS, WITH_FLAGS, title
 from bench.hits.measure import at_speed, stalled
-from bench.hits.report import draw, table_lines
+
+SHOWN_TOKENS, PANELS = 1024, 3
+SHOWN_SPEEDS = (2, 1, 0.5, 0.1)
+"""The models of longer histories have one layer: to recompute its K and V takes next to nothing."""
 
 
-def main() -> int:
-    """Returns 1 if a reply differs from that of another server."""
-    parsed = parser("bench.hits", __doc__)
-    add = parsed.add_argument
-    kinds = names([*MODELS, *WITH_FLAGS])
-    add("--models", type=kinds, default=list(MODELS), help="kinds of models")
-    add("--tokens", type=at_least(128), nargs="+", default=[1024, 4096], help="histories")
-    speeds = [4.0, 2.0, 1.0, 0.5, 0.25, 0.1]
-    add("--speeds", type=float, nargs="+", default=speeds, help="of L3; 1: as fast as computing")
-    add("--rounds", type=at_least(1), default=9, help="requests to each server and speed")
-    add("--out", type=Path, default=OUT, help="folder for hits.json and hits.png")
-    given = parsed.parse_args()
-    with failing():
-        machine = find_machine()
-        if machine.device != "cpu":
-            raise MachineError("this slows the CPU engine down; see bench/gpu/ for GPUs")
-        torch.set_num_threads(1)
-        results = {**stamp(machine), "cores": os.cpu_count(), "cases": measure(machine, given)}
-    print(table_lines(results))
-    write(given.out, "hits", results, draw)
-    points = [point for case in results["cases"] for point in case["points"]]
-    return min(1, sum(point["differing_replies"] for point in points))
-
-
-def measure(machine: Machine, given: Any) -> list[dict[str, Any]]:
+def measure(run: Run) -> Results:
     """All models and histories."""
-    found = []
+    given, found = run.given, []
+    torch.set_num_threads(1)
     total = len(given.models) * len(given.tokens) * (2 + len(given.speeds) * given.rounds)
-    with (
-        steps(total) as (_, advance),
-        tempfile.TemporaryDirectory(prefix="hcache-bench-") as folder,
-    ):
+    with steps(total) as advance, scratch() as folder:
         for kind in given.models:
             for tokens in given.tokens:
                 advance(f"{kind}, {tokens:,} tokens: starting servers")
                 model = (MODELS | WITH_FLAGS)[kind]
-                with model.turns(machine, Path(folder), tokens, **model.methods()) as turns:
+                with model.turns(run.machine, Path(folder), tokens, **model.methods()) as turns:
                     case = _case(turns, given.speeds, given.rounds, advance)
                 stored = {"pages": model.pages, "codec": model.codec, "dtype": model.dtype}
                 found.append({"model": kind, **stored, "tokens": tokens, **case})
-    return found
+    return {"cases": found}
 
 
 def _case(
@@ -96,5 +70,113 @@ def _case(
     }
 
 
+def points(results: Results) -> list[Row]:
+    """Every model, history and speed of L3."""
+    return [
+        {**case, **point, "case": title(case)}
+        for case in results["cases"]
+        for point in case["points"]
+    ]
+
+
+def compared(results: Results, speeds: Sequence[float]) -> list[Row]:
+    """Points of MHA and GQA with 1,024 tokens, of these speeds; none are given: of all."""
+    return [
+        row
+        for row in points(results)
+        if row["model"] in ("MHA", "GQA") and row["tokens"] == SHOWN_TOKENS
+        if not speeds or row["speed"] in speeds
+    ]
+
+
+def all_columns(results: Results) -> list[Column]:
+    """Times of every method that was measured."""
+    measured = results["cases"][0]["points"][0]["ms"]
+    times = (Column(COMPARED[name].title, f"ms.{name}", ",.0f") for name in measured)
+    return [_CASE, _SPEED, *times, Column("default / better", "of_better"), _INTERVAL]
+
+
+def stop_columns(results: Results) -> list[Column]:
+    """Times when L3 stopped."""
+    stops = results["cases"][0]["stalled_ms"]
+    first = Column("ms when L3 stops", title), Column("computing", "computing_ms", ",.0f")
+    return [*first, *(Column(name, f"stalled_ms.{name}", ",.0f") for name in stops)]
+
+
+def stops(results: Results) -> list[Row]:
+    """The cases in which L3 stopped."""
+    return [case for case in results["cases"] if case["stalled_ms"]]
+
+
+def panels(results: Results) -> Mapping[str, Sequence[Row]]:
+    """Points of each float32 model with 1,024 tokens, as shares of computing."""
+    shown = [case for case in results["cases"] if case["tokens"] == SHOWN_TOKENS]
+    return {
+        f"{title(case)} tokens": [
+            {**point, "of_computing": {n: ms / point["ms"][NO_L3] for n, ms in point["ms"].items()}}
+            for point in case["points"]
+        ]
+        for case in (shown or results["cases"])[:PANELS]
+    }
+
+
+def finding(results: Results) -> str:
+    """What the picture shows."""
+    ratios = [point["of_better"] for rows in panels(results).values() for point in rows]
+    return (
+        f"At any speed of the disk the first token takes {min(ratios):.2f} to {max(ratios):.2f} "
+        "times as long as by the better choice"
+    )
+
+
+_CASE, _SPEED = columns("model, history = case | speed of L3 = speed :g")
+_INTERVAL = Column("95%", "interval")
+_COMPARED = (
+    _CASE,
+    _SPEED,
+    Column("MB/s", "mb_per_s", ".1f"),
+    Column("computed", f"ms.{NO_L3}", ",.0f"),
+    Column("`file`", "ms.file", ",.0f"),
+    Column("ours", f"ms.{OURS}", ",.0f"),
+    Column("ours / better", "of_better"),
+    _INTERVAL,
+)
+PROGRAM = Program(
+    name="hits",
+    doc=__doc__,
+    measure=measure,
+    slows=True,
+    settings=(
+        Setting("--models", names([*MODELS, *WITH_FLAGS]), list(MODELS), "kinds of models"),
+        several("--tokens", at_least(128), [1024, 4096], "histories"),
+        several(
+            "--speeds", float, [4.0, 2.0, 1.0, 0.5, 0.25, 0.1], "of L3; 1: as fast as computing"
+        ),
+        Setting("--rounds", at_least(1), 9, "requests to each server and speed"),
+    ),
+    tables={
+        "table": (Table(points, all_columns), Table(stops, stop_columns)),
+        "short": (Table(partial(compared, speeds=()), _COMPARED),),
+        "chosen": (Table(partial(compared, speeds=SHOWN_SPEEDS), _COMPARED),),
+    },
+    draw=Picture(
+        title=finding,
+        panels=panels,
+        x="speed",
+        x_label="speed of L3, of computing",
+        y_label="time to the first token, of computing",
+        series=(
+            Series("SGLang file", "of_computing.file", "file", ".--"),
+            Series("hcache, all read", f"of_computing.{ALWAYS}", "ours, all read", ".--"),
+            Series("hcache, default options", f"of_computing.{OURS}", "ours"),
+        ),
+        ratios="xy",
+        at=(1, "computed", "computed"),
+    ),
+    wrong=lambda results: [
+        f"{row['case']}: replies differ" for row in points(results) if row["differing_replies"]
+    ],
+)
+
 if __name__ == "__main__":
-    sys.exit(main())
+    PROGRAM.run()

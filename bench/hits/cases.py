@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from bench.harness.drafts import drafting_arguments, eagle
 from bench.harness.machine import Machine
@@ -26,6 +27,11 @@ COMPARED: dict[str, Method] = {
     "file": METHODS["file"],
     "nixl": METHODS["nixl"],
 }
+
+
+def title(case: Mapping[str, Any]) -> str:
+    """A model and a length of a row of results, in words."""
+    return f"{case['model']} ({case['pages']}), {case['tokens']:,}"
 
 
 def layers(tokens: int) -> int:

@@ -10,78 +10,48 @@ in a burst) are medians over bursts.
 
 from __future__ import annotations
 
-import os
 import random
-import sys
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import mean, median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from bench.harness.machine import MachineError, find_machine
-from bench.harness.program import at_least, failing, names, parser, stamp, steps
-from bench.harness.report import COLOURS, OUT, markdown, picture, times, write
+from bench.harness.program import Program, Run, Setting, at_least, names, scratch, steps
+from bench.harness.report import Column, Picture, Results, Row, Series, Table, times
 from bench.harness.restorer import Restorer
 from bench.harness.turns import NO_L3, Turns, history, question
-from bench.hits.cases import ALWAYS, COMPARED, MODELS, OURS
+from bench.hits.cases import ALWAYS, COMPARED, MODELS, OURS, title
 from bench.hits.measure import learn
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 OFFERED = 1.2
 """Requests come so many times as fast as they can be computed."""
 SPEEDS = (2.0, 0.5)
 """Of L3; 1: as fast as computing."""
 SERVERS = (NO_L3, ALWAYS, OURS)
-BARS = {
-    NO_L3: ("computed", COLOURS["computed"]),
-    ALWAYS: ("hcache, all read", COLOURS["ours, all read"]),
-    OURS: ("hcache, default options", COLOURS["ours"]),
-}
-"""Label and colour."""
 
 
-def main() -> int:
-    parsed = parser("bench.hits.load", __doc__)
-    add = parsed.add_argument
-    add("--models", type=names(list(MODELS)), default=list(MODELS), help="kinds of models")
-    add("--tokens", type=at_least(128), default=1024, help="of a history")
-    add("--requests", type=at_least(1), default=24, help="of a burst")
-    add("--rounds", type=at_least(1), default=3, help="bursts to each server and speed")
-    add("--out", type=Path, default=OUT, help="folder for hits_load.json and hits_load.png")
-    given = parsed.parse_args()
-    with failing():
-        machine = find_machine()
-        if machine.device != "cpu":
-            raise MachineError("this slows the CPU engine down; see bench/gpu/ for GPUs")
-        torch.set_num_threads(1)
-        total = len(given.models) * (2 + len(SPEEDS) * given.rounds * len(SERVERS))
-        rows = []
-        with (
-            steps(total) as (_, advance),
-            tempfile.TemporaryDirectory(prefix="hcache-bench-") as folder,
-        ):
-            for kind in given.models:
-                advance(f"{kind}: starting servers")
-                case, tokens = MODELS[kind], given.tokens
-                # The other servers' methods are not asked.
-                methods = {name: case.methods()[name] for name in SERVERS}
-                with case.turns(machine, Path(folder), tokens, **methods) as turns:
-                    advance(f"{kind}: histories")
-                    store_histories(turns, given.requests)
-                    for speed in SPEEDS:
-                        row = under_load(turns, speed, given.requests, given.rounds, advance)
-                        rows.append({"model": kind, "pages": case.pages, "tokens": tokens, **row})
-    results = {**stamp(machine), "cores": os.cpu_count(), "rows": rows}
-    print(table_lines(results))
-    write(given.out, "hits_load", results, draw)
-    return 0
+def measure(run: Run) -> Results:
+    """All models at both speeds."""
+    given, rows = run.given, []
+    torch.set_num_threads(1)
+    total = len(given.models) * (2 + len(SPEEDS) * given.rounds * len(SERVERS))
+    with steps(total) as advance, scratch() as folder:
+        for kind in given.models:
+            advance(f"{kind}: starting servers")
+            case, tokens = MODELS[kind], given.tokens
+            # The other servers' methods are not asked.
+            methods = {name: case.methods()[name] for name in SERVERS}
+            with case.turns(run.machine, Path(folder), tokens, **methods) as turns:
+                advance(f"{kind}: histories")
+                store_histories(turns, given.requests)
+                for speed in SPEEDS:
+                    row = under_load(turns, speed, given.requests, given.rounds, advance)
+                    rows.append({"model": kind, "pages": case.pages, "tokens": tokens, **row})
+    return {"rows": rows}
 
 
 def store_histories(turns: Turns, requests: int) -> None:
@@ -164,58 +134,71 @@ def _burst(turns: Turns, restored: Restorer, requests: int, round_: int) -> tupl
     return requests / taken, mean(waits)
 
 
-def table_lines(results: Mapping[str, Any]) -> str:
-    """A row for each model and speed of L3: requests per second, and the time to the first token.
-
-    Of three servers each, and what default options have of the better one of the others.
-    """
-    titles = [COMPARED[name].title for name in SERVERS]
-    heads = ("model, history", "speed of L3", *(f"{title}, 1/s" for title in titles))
-    more = ("default / better", *(f"{title}, s" for title in titles), "default / better")
-    rows = [
-        (
-            f"{row['model']} ({row['pages']}), {row['tokens']:,}",
-            f"{row['speed']:g}",
-            *(f"{row['per_second'][name]:.2f}" for name in SERVERS),
-            row["goodput_of_better"],
-            *(f"{row['first_token_s'][name]:.2f}" for name in SERVERS),
-            row["wait_of_better"],
-        )
-        for row in results["rows"]
-    ]
-    return markdown((*heads, *more), rows)
+def panels(results: Results) -> Mapping[str, Sequence[Row]]:
+    """The models, a panel for each speed of L3."""
+    rows = [{**row, "name": row["model"].replace("-", ", ")} for row in results["rows"]]
+    speeds = dict.fromkeys(row["speed"] for row in rows)
+    return {
+        f"L3 {times(speed)} as fast as computing": [row for row in rows if row["speed"] == speed]
+        for speed in speeds
+    }
 
 
-def draw(results: Mapping[str, Any]) -> Figure:
-    """Seconds to the first token in bursts, a panel for each speed of L3; ranges of the bursts."""
-    rows = results["rows"]
-    ratios = [row["wait_of_better"] for row in rows]
-    figure = picture(
+def finding(results: Results) -> str:
+    """What the picture shows."""
+    ratios = [row["wait_of_better"] for row in results["rows"]]
+    return (
         f"In bursts the first token comes after {min(ratios):.2f} to {max(ratios):.2f} times the "
         "wait of the better choice"
     )
-    speeds = list(dict.fromkeys(row["speed"] for row in rows))
-    panels = figure.subplots(1, len(speeds), sharey=True, squeeze=False)[0]
-    for axes, speed in zip(panels, speeds, strict=True):
-        mine = [row for row in rows if row["speed"] == speed]
-        for number, (name, (label, colour)) in enumerate(BARS.items()):
-            places = [place + 0.27 * (number - 1) for place in range(len(mine))]
-            middles = [row["first_token_s"][name] for row in mine]
-            each = [row["rounds_first_token_s"][name] for row in mine]
-            below = [middle - min(all_) for middle, all_ in zip(middles, each, strict=True)]
-            above = [max(all_) - middle for middle, all_ in zip(middles, each, strict=True)]
-            axes.bar(places, middles, 0.25, yerr=(below, above), color=colour, label=label)
-        axes.set_title(f"L3 {times(speed)} as fast as computing", fontsize=10)
-        names = [row["model"].replace("-", "\n") for row in mine]
-        axes.set_xticks(range(len(mine)), names, fontsize=10)
-        axes.set_xlabel("attention, and bfloat16 instead of float32", fontsize=10)
-        axes.spines[["top", "right"]].set_visible(False)
-    panels[0].set_ylabel("seconds to the first token, mean of a burst", fontsize=10)
-    figure.legend(
-        *panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=10
-    )
-    return figure
 
+
+def _bars(name: str, label: str, colour: str) -> Series:
+    each = f"rounds_first_token_s.{name}"
+    return Series(label, f"first_token_s.{name}", colour, each=each)
+
+
+PROGRAM = Program(
+    name="hits_load",
+    module="bench.hits.load",
+    doc=__doc__,
+    measure=measure,
+    slows=True,
+    settings=(
+        Setting("--models", names(list(MODELS)), list(MODELS), "kinds of models"),
+        Setting("--tokens", at_least(128), 1024, "of a history"),
+        Setting("--requests", at_least(1), 24, "of a burst"),
+        Setting("--rounds", at_least(1), 3, "bursts to each server and speed"),
+    ),
+    tables={
+        "table": (
+            Table(
+                "rows",
+                (
+                    Column("model, history", title),
+                    Column("speed of L3", "speed", "g"),
+                    *(Column(f"{COMPARED[n].title}, 1/s", f"per_second.{n}") for n in SERVERS),
+                    Column("default / better", "goodput_of_better"),
+                    *(Column(f"{COMPARED[n].title}, s", f"first_token_s.{n}") for n in SERVERS),
+                    Column("default / better", "wait_of_better"),
+                ),
+            ),
+        )
+    },
+    draw=Picture(
+        title=finding,
+        panels=panels,
+        x="name",
+        x_label="attention, and bfloat16 instead of float32",
+        y_label="seconds to the first token, mean of a burst",
+        series=(
+            _bars(NO_L3, "computed", "computed"),
+            _bars(ALWAYS, "hcache, all read", "ours, all read"),
+            _bars(OURS, "hcache, default options", "ours"),
+        ),
+        bars="%.2f",
+    ),
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    PROGRAM.run()

@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
 
+from bench.harness.rounds import median_interval
 from bench.harness.turns import NO_L3, Answer, Turns
 from bench.hits.cases import ALWAYS, OURS
-from bench.pages import LEAST_ROUNDS, median_interval
 
 Row = dict[str, Any]
 _LEARNING = 4
@@ -117,7 +117,7 @@ def compared(ours: Sequence[float], *others: Sequence[float]) -> Row:
     better = min(others, key=median)
     least = median(better)
     differences = [mine - other for mine, other in zip(ours, better, strict=False)]
-    ends = median_interval(differences) if len(differences) >= LEAST_ROUNDS else None
+    ends = median_interval(differences)
     return {
         "of_better": 1 + median(differences) / least,
         "interval": None if ends is None else [1 + end / least for end in ends],

@@ -33,116 +33,68 @@ they have a run of their own.
 
 from __future__ import annotations
 
-import argparse
 import json
-import shutil
 import tempfile
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bench.harness.report import COLOURS, OUT, grouped_bars, markdown, picture, write
+from bench.harness.program import Program, Run, Setting, at_least, scratch
+from bench.harness.report import Column, Picture, Results, Row, Series, Table, columns
 from bench.store.index import bench_index
 from bench.store.pages import BARE, CEILING, HASHED, KVIKIO, MIB, STORE, bench_pages
 from bench.store.peers import PEERS
 
 NAMES = (CEILING, STORE, BARE, HASHED, KVIKIO, *PEERS)
 """The contestants, in the order of tables."""
-DRAWN = {
-    CEILING: COLOURS["limit"],
-    STORE: COLOURS["ours"],
-    "HiCacheFile": COLOURS["file"],
-    "NIXL POSIX": COLOURS["nixl"],
-}
+DRAWN = {CEILING: "limit", STORE: "ours", "HiCacheFile": "file", "NIXL POSIX": "nixl"}
 """Those of the picture, with their colours."""
 CHOSEN_PAGE = 2 * MIB
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()))
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--page-kib", type=int, nargs="*", default=[256, 2048, 16384])
-    parser.add_argument("--io-threads", type=int, default=8)
-    parser.add_argument("--pages-in-index", type=int, nargs="*", default=[1_000_000])
-    parser.add_argument("--out", type=Path, default=OUT, help="folder for store.json and store.png")
-    options = parser.parse_args()
-    earlier = options.out / "store.json"
+def measure(run: Run) -> Results:
+    """Pages of all sizes, and indexes."""
+    given = run.given
+    earlier = given.out / "store.json"
     results = json.loads(earlier.read_text()) if earlier.exists() else {"pages": {}, "indexes": {}}
-    results |= {"rounds": options.rounds, "io_threads": options.io_threads}
-    folder = Path(tempfile.mkdtemp(prefix="hcache-bench-", dir=options.dir))
-    try:
-        for kib in options.page_kib:
-            speeds = bench_pages(folder, kib * 1024, options.rounds, options.io_threads)
+    results |= {"rounds": given.rounds, "io_threads": given.io_threads}
+    with scratch(given.dir) as folder:
+        for kib in given.page_kib:
+            speeds = bench_pages(Path(folder), kib * 1024, given.rounds, given.io_threads)
             results["pages"][str(kib * 1024)] = asdict(speeds)
-        for pages in options.pages_in_index:
-            results["indexes"][str(pages)] = bench_index(folder, pages)
-    finally:
-        shutil.rmtree(folder)
-    print(table_lines(results))
-    write(options.out, "store", results, draw)
+        for pages in given.pages_in_index:
+            results["indexes"][str(pages)] = bench_index(Path(folder), pages)
+    return results
 
 
-def table_lines(results: dict[str, Any]) -> str:
-    """Speeds and costs of pages, and what an index of many pages takes."""
-    tables = []
-    for kind in ("read", "write"):
-        heads = (f"{kind}s", "store", "GB/s", "of the ceiling", "CPU s per GB", "GIL, us per page")
-        rows: list[tuple[object, ...]] = []
-        for size, found in sorted(results["pages"].items(), key=lambda page: int(page[0])):
-            speeds, page = found[kind], page_name(size)
-            gil = found["gil"].get(kind, {})
-            rows += [
-                (
-                    page,
-                    name,
-                    median(speeds[name]) * MIB / 1e9,
-                    ratio(speeds, name, CEILING),
-                    median(found["cpu"][kind][name]),
-                    f"{gil[name]:,.0f}" if name in gil else None,
-                )
-                for name in NAMES
-                if name in speeds
-            ]
-        tables.append(markdown(heads, rows))
-    columns = (
-        "pages in the index",
-        "128 `exists`, us",
-        "lmdb",
-        "beside a busy thread",
-        "lmdb",
-        "open, ms",
-    )
-    indexes = [
-        (
-            f"{int(pages):,}",
-            f"{found['exists128_us']:,.0f}",
-            f"{found['lmdb128_us']:,.0f}",
-            f"{found['exists128_busy_us']:,.0f}",
-            f"{found['lmdb128_busy_us']:,.0f}",
-            f"{found['open_ms']:.0f}",
-        )
-        for pages, found in results["indexes"].items()
+def rows_of(results: Results, kind: str, names: Iterable[str] = NAMES) -> list[Row]:
+    """Speeds and costs of reads or writes by page size and contestant."""
+    return [
+        {
+            "kind": kind,
+            "size": page_name(size),
+            "name": name,
+            "gb_s": median(found[kind][name]) * MIB / 1e9,
+            "of_ceiling": ratio(found[kind], name, CEILING),
+            "cpu": median(found["cpu"][kind][name]),
+            "gil": found["gil"].get(kind, {}).get(name),
+        }
+        for size, found in sorted(results["pages"].items(), key=lambda page: int(page[0]))
+        for name in names
+        if name in found[kind]
     ]
-    return "\n\n".join((*tables, markdown(columns, indexes)))
 
 
-def chosen_lines(results: dict[str, Any]) -> str:
+def chosen(results: Results) -> list[Row]:
     """Stores on the disk with pages of 2 MiB."""
-    found = results["pages"][str(CHOSEN_PAGE)]
-    rows = [
-        (
-            f"{kind}s, {name}",
-            median(found[kind][name]) * MIB / 1e9,
-            ratio(found[kind], name, CEILING),
-            median(found["cpu"][kind][name]),
-        )
+    return [
+        {**row, "name": f"{kind}s, {row['name']}"}
         for kind in ("read", "write")
-        for name in DRAWN
+        for row in rows_of(results, kind, DRAWN)
+        if row["size"] == page_name(CHOSEN_PAGE)
     ]
-    heads = (f"pages of {page_name(CHOSEN_PAGE)}", "GB/s", "of the ceiling", "CPU s per GB")
-    return markdown(heads, rows)
 
 
 def page_name(size: int | str) -> str:
@@ -156,32 +108,77 @@ def ratio(speeds: dict[str, list[float]], name: str, other: str) -> float:
     return median(one / two for one, two in zip(speeds[name], speeds[other], strict=True))
 
 
-def draw(results: dict[str, Any]) -> Any:
-    """Median speeds of stores on the disk, a panel for reads and one for writes."""
-    pages = sorted(results["pages"].items(), key=lambda page: int(page[0]))
+def panels(results: Results) -> dict[str, list[Row]]:
+    """Speeds of stores on the disk, a panel for reads and one for writes."""
+    found: dict[str, list[Row]] = {}
+    for kind in ("read", "write"):
+        sizes: dict[str, dict[str, Any]] = {}
+        for row in rows_of(results, kind, DRAWN):
+            sizes.setdefault(row["size"], {"page": row["size"]})[row["name"]] = row["gb_s"]
+        found[f"{kind}s"] = list(sizes.values())
+    return found
+
+
+def finding(results: Results) -> str:
+    """What the picture shows."""
     said = []
     for kind in ("read", "write"):
-        shares = [ratio(found[kind], STORE, CEILING) for _, found in pages]
+        shares = [row["of_ceiling"] for row in rows_of(results, kind, (STORE,))]
         said.append(f"{kind}s at {min(shares):.2f} to {max(shares):.2f}")
-    figure = picture(f"The page store {' and '.join(said)} of the disk's speed")
-    panels = figure.subplots(1, 2, sharey=True)
-    for axes, kind in zip(panels, ("read", "write"), strict=True):
-        names = [name for name in DRAWN if all(name in found[kind] for _, found in pages)]
-        rows = [
-            {"page": page_name(size)}
-            | {name: median(found[kind][name]) * MIB / 1e9 for name in names}
-            for size, found in pages
-        ]
-        grouped_bars(axes, f"{kind}s", rows, "page", {n: n for n in names}, "%.2f", DRAWN)
-        if (legend := axes.get_legend()) is not None:
-            legend.remove()
-        axes.set_xlabel("size of a page", fontsize=10)
-    panels[0].set_ylabel("GB/s", fontsize=10)
-    figure.legend(
-        *panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=10
-    )
-    return figure
+    return f"The page store {' and '.join(said)} of the disk's speed"
 
+
+def _table(kind: str) -> Table:
+    return Table(lambda results: rows_of(results, kind), (Column(f"{kind}s", "size"), *_COLUMNS))
+
+
+_SPEEDS = columns("GB/s = gb_s | of the ceiling = of_ceiling | CPU s per GB = cpu")
+_COLUMNS = (
+    Column("store", "name"),
+    *_SPEEDS,
+    Column("GIL, us per page", "gil", ",.0f"),
+)
+PROGRAM = Program(
+    name="store",
+    doc=__doc__,
+    measure=measure,
+    serves=False,
+    settings=(
+        Setting("--dir", Path, Path(tempfile.gettempdir()), "the disk"),
+        Setting("--rounds", at_least(1), 9, "of all stores"),
+        Setting("--page-kib", int, [256, 2048, 16384], "sizes of pages", {"nargs": "*"}),
+        Setting("--io-threads", at_least(1), 8, "of the store"),
+        Setting("--pages-in-index", int, [1_000_000], "sizes of indexes", {"nargs": "*"}),
+    ),
+    tables={
+        "table": (
+            *map(_table, ("read", "write")),
+            Table(
+                lambda results: [
+                    {"pages": f"{int(pages):,}", **found}
+                    for pages, found in results["indexes"].items()
+                ],
+                columns(
+                    "pages in the index = pages | 128 `exists`, us = exists128_us :,.0f | "
+                    "lmdb = lmdb128_us :,.0f | beside a busy thread = exists128_busy_us :,.0f | "
+                    "lmdb = lmdb128_busy_us :,.0f | open, ms = open_ms :.0f"
+                ),
+            ),
+        ),
+        "chosen": (
+            Table(chosen, (Column(f"pages of {page_name(CHOSEN_PAGE)}", "name"), *_SPEEDS)),
+        ),
+    },
+    draw=Picture(
+        title=finding,
+        panels=panels,
+        x="page",
+        x_label="size of a page",
+        y_label="GB/s",
+        series=[Series(name, name, colour) for name, colour in DRAWN.items()],
+        bars="%.2f",
+    ),
+)
 
 if __name__ == "__main__":
-    main()
+    PROGRAM.run()

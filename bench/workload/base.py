@@ -25,12 +25,10 @@ class Turn:
     Attributes:
         prompt: New tokens of the question.
         output: Tokens of the reply.
-        ids: The question itself; None: random tokens.
     """
 
     prompt: int
     output: int
-    ids: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -94,20 +92,15 @@ class Workload:
     def describe(self) -> dict[str, Any]:
         """Counts and lengths, in tokens; what results keep about the workload that gave them."""
         turns = [turn for session in self.sessions for turn in session.turns]
-        asked = [session.document for session in self.sessions if session.document is not None]
-        contexts = [self.documents[place] for place in asked]
         return {
             "name": self.name,
             "sessions": len(self.sessions),
             "requests": self.requests,
-            "rounds_median": median(len(session.turns) for session in self.sessions),
             "prompt_mean": mean(turn.prompt for turn in turns),
             "output_mean": mean(turn.output for turn in turns),
             "history_median": median(map(self.history, self.sessions)),
             "history_max": self.longest,
             "documents": len(self.documents),
-            "documents_asked": len(set(asked)),
-            "context_mean": mean(contexts) if contexts else 0.0,
             "arrivals": self.arrivals,
             "interval_s": self.interval_s,
             "seed": self.seed,
@@ -120,10 +113,7 @@ class Workload:
             return max(1, round(count * scale))
 
         def smaller(turn: Turn) -> Turn:
-            prompt = tokens(turn.prompt)
-            ids = None if turn.ids is None else turn.ids[:prompt]
-            # A text of the user's is only ever made shorter.
-            return Turn(prompt if ids is None else len(ids), tokens(turn.output), ids)
+            return Turn(tokens(turn.prompt), tokens(turn.output))
 
         return replace(
             self,
@@ -168,8 +158,10 @@ class Workload:
             sessions.append(replace(session, turns=tuple(kept)))
         return replace(self, sessions=tuple(sessions), documents=tuple(documents))
 
-    def document_ids(self, document: int, vocabulary: int) -> list[int]:
-        """Tokens of a document: the same in every run."""
+    def document_ids(self, document: int | None, vocabulary: int) -> list[int]:
+        """Tokens of a document, the same in every run; none of none."""
+        if document is None:
+            return []
         return self._draw(self.documents[document], vocabulary, _DOCUMENT, document)
 
     def prompt_ids(self, session: int, turn: int, vocabulary: int, run: int = 0) -> list[int]:
@@ -181,10 +173,8 @@ class Workload:
             vocabulary: Random tokens are below it.
             run: Number of the run of this workload on one server.
         """
-        asked = self.sessions[session].turns[turn]
-        if asked.ids is not None:
-            return list(asked.ids)
-        return self._draw(asked.prompt, vocabulary, _PROMPT, run, session, turn)
+        count = self.sessions[session].turns[turn].prompt
+        return self._draw(count, vocabulary, _PROMPT, run, session, turn)
 
     def _draw(self, count: int, vocabulary: int, *key: int) -> list[int]:
         source = np.random.default_rng([self.seed, *key])

@@ -18,13 +18,15 @@ import numpy as np
 
 from bench.workload.base import lognormal, zipf
 from bench.workload.paper import HISTORY_CAP, ShareGPT4
-from bench.workload.synthetic import AGENT_CALL_MEAN, AGENT_RESULT_MEAN, RAG_SKEW
 
 PAGE_TOKENS = 128
 SPAN_S = 4 * 3600.0
 """Sessions begin within it."""
 THINK_S, THINK_SPREAD = 120.0, 1.5
 USER_SKEW = 0.9
+AGENT_RESULT_MEAN, AGENT_CALL_MEAN = 200.0, 60.0
+"""Tokens of a tool's result, which is a prompt, and of a call, which is a reply."""
+RAG_SKEW = 1.0
 
 
 class Request(NamedTuple):

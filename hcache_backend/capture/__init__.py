@@ -1,5 +1,1 @@
-"""Capture: hidden states from the forward pass into pages in pinned host memory.
-
-``staging`` holds the rows of a step on the device, ``arena`` the pages in host memory, ``ledger``
-keeps their order with what SGLang does to the slots.
-"""
+"""Capture: hidden states of each forward pass go to pages in pinned host memory."""

@@ -1,4 +1,4 @@
-"""Stage two with a codec: staged rows are encoded before they go to pages."""
+"""Encodes staged rows on their way to pages (stage two of capture)."""
 
 from __future__ import annotations
 
@@ -9,22 +9,17 @@ import torch
 from hcache_kernels.codecs import Codec
 from hcache_kernels.staging import WRONG_STEP
 
-_AT_ONCE_BYTES = 64 << 20
-"""So many bytes of rows are encoded at once: device memory that nobody planned."""
+_AT_ONCE_BYTES = 64 << 20  # of rows encoded in one call: this device memory is in no plan
 
 
 def stored_rows(
     codec: Codec, rows: torch.Tensor, marks: torch.Tensor
 ) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Rows as pages hold them, some layers after the other, on the current stream.
+    """Yields some layers, and their rows as pages hold them, on the current stream.
 
-    Args:
-        rows: Rows as the model has them, uint8 ``[layers, n, row_bytes]``, those of a layer
-            contiguous.
-        marks: int64 ``[layers, n]``: rows that the codec cannot hold get :data:`WRONG_STEP`.
-
-    Yields:
-        Which layers, and their rows, uint8 ``[some layers, n, codec.row_bytes]``.
+    ``rows`` are the model's, uint8 ``[layers, n, row_bytes]``, contiguous by layer; yielded ones
+    are uint8 ``[some layers, n, codec.row_bytes]``. ``marks`` (int64 ``[layers, n]``) become
+    :data:`WRONG_STEP` for rows that the codec cannot hold.
     """
     if codec.is_view:
         yield slice(None), rows

@@ -1,11 +1,10 @@
-"""Brings what happens to slots on the device to the arena, in order and without waiting for it.
+"""Tells the arena what happened to slots, in the scheduler's order, without waiting for the device.
 
-Which slots a step fills, with which tokens, and which of its rows were really written stands in
-device memory. What the scheduler does to slots is copied to the CPU by the next forward pass, on
-its own stream. The engine waits for the results of a pass before it has launched two more, so
-after the next one began the copy is known to be there: nobody waits for it, and every rank knows
-it at the same point. Between pipeline stages more passes are under way, and it is known later. The
-arena is told in the order in which the scheduler did things.
+- Slots, tokens and verdicts are in device memory. The next forward pass copies them to the CPU, on
+  its own stream.
+- The engine waits for the results of a pass before it launches two more. So a copy is known to have
+  arrived once the next pass has begun: no rank waits, and all know it at the same point.
+- With pipeline stages more passes are under way, and a copy is known later.
 """
 
 from __future__ import annotations
@@ -26,42 +25,32 @@ from hcache_backend.streams import Event, HostBuffer, HostBuffers, StreamFailed,
 
 @dataclass(eq=False)
 class Read:
-    """Values of the device that are wanted on the CPU: int64 ``[n]``; None: not known yet."""
+    """Device values that are wanted on the CPU; None until they arrive."""
 
     values: Ids | None = None
 
 
 @dataclass(eq=False)
 class StepEntry:
-    """One forward pass, as the arena sees it.
+    """One forward pass, as the arena sees it."""
 
-    Attributes:
-        read: Its slots, then positions, then token ids, int64 ``[3 * n]``.
-        promised: Whether everything that captures its rows was launched.
-        ticket: The arena's, once it knows the step.
-        slots: int64 ``[n]``, from then on.
-    """
-
-    read: Read
-    promised: bool = False
-    ticket: int | None = None
-    slots: Ids | None = None
+    read: Read  # its slots, then positions, then token ids: int64 [3 * n]
+    promised: bool = False  # everything that captures its rows was launched
+    ticket: int | None = None  # of Arena.begin, once the arena knows the step
+    slots: Ids | None = None  # known with the ticket
 
 
 class Proof(NamedTuple):
-    """A ``Verdict`` on each row of a step: uint8 ``[n]``, on the CPU once ``done`` has passed.
+    """A :class:`Verdict` on each row of a step, on the CPU once ``done`` has passed."""
 
-    Without a step it is of no interest any more.
-    """
-
-    step: StepEntry | None
-    verdicts: HostBuffer
+    step: StepEntry | None  # None: the step was forgotten
+    verdicts: HostBuffer  # uint8 [n]
     start: Event
     done: Event
 
 
 class _Entry(NamedTuple):
-    """What the arena is to be told once ``read`` is known."""
+    """A call to the arena, to be made once ``read`` has arrived."""
 
     read: Read
     tell: Callable[[Ids], None]
@@ -70,7 +59,7 @@ class _Entry(NamedTuple):
 
 
 class _Copy(NamedTuple):
-    """A copy on its way: the values of ``reads``, as long as ``lengths``, one after the other."""
+    """A copy under way: the values of ``reads``, one after the other."""
 
     passes: int
     reads: Sequence[Read]
@@ -80,27 +69,19 @@ class _Copy(NamedTuple):
 
 
 class Ledger:
-    """What the arena does not know yet. Only the scheduler thread may use it.
+    """Events that the arena does not know. Scheduler thread; slots are int64 ``[n]`` on the device.
 
-    Attributes:
-        broken: Why nothing more can be learned, or None. All rows are void then.
-        passes: Forward passes that have begun.
-        without_results: Passes whose results the engine may not have yet, at most, except between
-            the beginning of a pass and the results of the one before.
-        buffers: Pinned memory for copies.
-        tokens_missing: Tokens with a row that was promised and not written. Whoever counts these
-            somewhere else sets them to 0; the next two likewise.
-        tokens_unfit: Tokens with a row that the codec could not hold.
-        transfer_ms: Time that stage two took.
+    ``without_results``: most passes whose results the engine may lack, except between the start of
+    a pass and the results of the one before.
     """
 
     def __init__(self, arena: Arena, device: torch.device) -> None:
-        self.broken: str | None = None
-        self.passes = 0
+        self.broken: str | None = None  # why nothing more can be learned: all rows are void
+        self.passes = 0  # that have begun
         self.without_results = 1
-        self.tokens_missing = 0
-        self.tokens_unfit = 0
-        self.transfer_ms = 0.0
+        self.tokens_missing = 0  # with a promised row that was not written; the reader sets it to 0
+        self.tokens_unfit = 0  # with a row that the codec cannot hold; likewise
+        self.transfer_ms = 0.0  # of stage two; likewise
         self.buffers = HostBuffers(device)
         self._arena = arena
         self._device = device
@@ -112,38 +93,31 @@ class Ledger:
     # ---- what happens to slots ----
 
     def pass_begins(self) -> None:
-        """The engine is about to launch a forward pass."""
+        """Call before the engine launches a forward pass."""
         try:
             self.settle(wait=False)
         finally:
             self.passes += 1  # all ranks count the same
 
     def allocated(self, slots: torch.Tensor) -> None:
-        """Slots (int64 ``[n]``, on the device) were allocated."""
         self._entries.append(_Entry(self.read(slots), self._arena.allocated))
 
     def not_captured(self, slots: torch.Tensor) -> None:
-        """A forward pass fills ``slots`` (int64 ``[n]``, on the device) and leaves no rows."""
+        """A forward pass fills ``slots`` and leaves no rows."""
         self._entries.append(_Entry(self.read(slots), self._arena.not_captured))
 
     def loaded(self, slots: torch.Tensor, host_pages: Ids) -> None:
-        """``slots`` (int64 ``[n]``, on the device) will hold the tokens of ``host_pages``."""
+        """``slots`` will hold the tokens of ``host_pages``."""
         tell = partial(self._arena.loaded, host_pages=host_pages)
         self._entries.append(_Entry(self.read(slots), tell, host_pages=host_pages))
 
     def step(
         self, slots: torch.Tensor, launch: Callable[[torch.Tensor, torch.Tensor], object]
     ) -> tuple[StepEntry, torch.Tensor]:
-        """A forward pass over ``slots`` (``[n]``, on the device) begins.
+        """A forward pass over ``slots`` begins; it also copies everything wanted before to the CPU.
 
-        It also brings everything that was wanted before to the CPU.
-
-        Args:
-            launch: Writes slots, positions and token ids to both of its arguments, on the current
-                stream: int64 ``[3, n]`` on the device, and ``[3 * n]`` of the CPU.
-
-        Returns:
-            Its entry, and what was written on the device.
+        ``launch`` writes slots, positions and token ids on the current stream, to int64 ``[3, n]``
+        on the device and ``[3 * n]`` on the CPU. Returns the entry and the former.
         """
         self._forget_allocation_of(slots)
         self.copy_wanted()
@@ -157,12 +131,12 @@ class Ledger:
         return entry, where
 
     def prove(self, proof: Proof) -> None:
-        """``proof`` will say which rows of its step were written. In the order of the steps."""
+        """Queue the proof of a step; call in the order of the steps."""
         self._proofs.append(proof)
 
     def host_freed(self, host_pages: Ids) -> None:
-        """HiCache frees ``host_pages``: a load from them that the arena has not heard of is waited
-        for. There is none in steady state, since a load holds its pages for longer."""
+        """Call before HiCache frees ``host_pages``. Waits for a load from them that the arena does
+        not know; in steady state there is none, since a load holds its pages for longer."""
         freed = set(host_pages.tolist())
         loads = (entry.host_pages for entry in self._entries if entry.host_pages is not None)
         if any(not freed.isdisjoint(pages.tolist()) for pages in loads):
@@ -172,18 +146,13 @@ class Ledger:
 
     @property
     def none_lost(self) -> bool:
-        """Whether every forward pass so far was captured, as far as is known, for all tokens whose
-        slots were not given to others since."""
+        """True if no forward pass is known to have lost rows of slots that are still its own."""
         steps = (entry.step for entry in self._entries if entry.step is not None)
         return self.broken is None and self._arena.none_lost and all(s.promised for s in steps)
 
     def settle(self, *, wait: bool = True) -> None:
-        """Tell the arena what is known.
-
-        Args:
-            wait: Also for what is not known yet; it stands behind the beginning of the last forward
-                pass, not behind its end. Proofs are never waited for.
-        """
+        """Tell the arena what is known. ``wait`` waits for the rest, behind the start of the last
+        forward pass and not behind its end; never for proofs."""
         try:
             if wait:
                 self.copy_wanted()
@@ -201,12 +170,12 @@ class Ledger:
             self.give_up(str(error))
 
     def give_up(self, problem: str) -> None:
-        """Nothing that was captured can be believed, and nothing will be."""
+        """End capture for good: no captured row can be trusted."""
         self.broken = f"capture broke: {problem}"
         self.forget()
 
     def forget(self) -> None:
-        """All slots were freed, or all rows lost their meaning."""
+        """Call when all slots were freed or all rows lost their meaning."""
         self._entries.clear()
         # Their memory is still to be written.
         self._proofs = deque(proof._replace(step=None) for proof in self._proofs)
@@ -215,13 +184,13 @@ class Ledger:
     # ---- from the device to the CPU ----
 
     def read(self, values: torch.Tensor) -> Read:
-        """Have ``values`` (int64 ``[n]``, on the device) brought to the CPU by the next pass."""
+        """Ask the next pass to bring ``values`` (int64 ``[n]``, on the device) to the CPU."""
         read = Read()
         self._wanted.append((read, values))
         return read
 
     def _forget_allocation_of(self, slots: torch.Tensor) -> None:
-        """A step is for the arena an allocation of its slots, too: most begin with none else."""
+        """Drop the allocation that a step repeats: for the arena a step allocates its slots too."""
         if not self._wanted or not self._entries:
             return
         [read, values], last = self._wanted[-1], self._entries[-1]
@@ -231,7 +200,7 @@ class Ledger:
             self._entries.pop()
 
     def copy_wanted(self) -> None:
-        """Bring what is wanted to the CPU by the current stream, as each forward pass must."""
+        """Copy what is wanted to the CPU on the current stream; every forward pass must call it."""
         wanted = self._wanted
         if not wanted:
             return

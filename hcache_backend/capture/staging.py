@@ -1,14 +1,13 @@
-"""Two-stage capture (paper section 4.2.2): device staging, then one transfer per step to shadows.
+"""Two-stage capture (paper section 4.2.2): staging on the device, then one transfer per step.
 
-Stage one runs on the forward pass's stream, also in a CUDA graph: one kernel per layer copies the
-projection's input to a ring of places in device memory. Stage two runs on a stream of its own: one
-launch moves all layers of the step to the shadow pages of its tokens, behind another that encodes
-them where there is a codec: recorded graphs know nothing of it. A step that is too long for the
-ring uses the same memory as a ring of layers; steps of one length go round in it, and none waits
-for the whole step before.
-
-The forward pass never waits for the CPU. Where staging is full, its *stream* waits for the transfer
-that still reads the places.
+- Stage one runs on the forward pass's stream, also in a CUDA graph: one kernel per layer copies the
+  projection's input to a ring of places.
+- Stage two runs on its own stream: one launch moves all layers of a step to the shadow pages of its
+  tokens. With a codec another launch encodes them first; recorded graphs know nothing of it.
+- A step that is too long for the places uses the same memory as a ring of layers. Steps of one
+  length go round in it, so none waits for the whole step before.
+- The forward pass never waits for the CPU. If staging is full, its *stream* waits for the transfer
+  that still reads the places.
 """
 
 from __future__ import annotations
@@ -40,14 +39,12 @@ from hcache_kernels.steps import StepPlaces, TokenRows, begin_rows, judge_rows
 
 
 class Staging:
-    """Device memory that rows pass through, and the kernel that puts them there.
-
-    It knows no pages, so it exists before CUDA graphs are recorded; they keep its addresses.
+    """Device memory that rows pass through. It exists before CUDA graphs, which keep its addresses.
 
     Args:
-        layers: Captured layers; 0 where no layer is stored as hidden states.
-        width: Values of a row, and ``dtype`` their type.
-        places: Rows (of all layers) that it holds. CUDA graphs of larger batches are not captured.
+        layers: Captured layers; 0 if no layer is stored as hidden states.
+        width: Values of a row.
+        places: Rows of all layers that it holds. CUDA graphs of larger batches are not captured.
     """
 
     def __init__(
@@ -69,7 +66,7 @@ class Staging:
             torch.full((places,), NOWHERE, dtype=torch.int64, device=device),
             torch.zeros(1, dtype=torch.int64, device=device),
         )
-        self._named = places, self._now.places  # of a step, as each of its layers needs them
+        self._named = places, self._now.places  # rows and places, for every layer of a step
 
     def _take_memory(self) -> None:
         shape = (self.layers, self.places)
@@ -79,45 +76,36 @@ class Staging:
         )
 
     def free(self) -> None:
-        """Give the memory back; nobody captures any more, and nothing may be under way.
-
-        Recorded copies find no place named from now on, and leave the memory alone.
-        """
+        """Give the memory back; nothing may be under way. Recorded copies then do nothing."""
         self.name_none()
-        current_stream(self.device).record().synchronize()  # a replay goes by another stream
+        current_stream(self.device).record().synchronize()  # a replay uses another stream
         self.places = 0
         self._take_memory()
 
     @staticmethod
     def bytes_for(layers: int, row_bytes: int, places: int) -> int:
-        """Device memory that it takes."""
         return layers * places * (row_bytes + torch.int64.itemsize)
 
     @property
     def flat(self) -> torch.Tensor:
-        """All memory for rows, uint8 ``[bytes]``."""
         return self.staged.rows.view(-1)
 
     def begin(
         self, tokens: TokenRows, step: int, placed: range
     ) -> Callable[[torch.Tensor, torch.Tensor], None]:
-        """What begins step number ``step`` on the current stream.
-
-        Args:
-            placed: Places of its rows, one for each of ``tokens``; or none.
-        """
+        """Returns ``launch`` of :meth:`Ledger.step`; ``placed``: a place per token, or none."""
         return lambda where, copied: begin_rows(tokens, where, copied, self._now, step, placed)
 
     def name_none(self) -> None:
-        """On the current stream: no row is wanted."""
+        """Want no row from now on, on the current stream."""
         current_stream(self.device).run(lambda: self._now.places.fill_(NOWHERE))
 
     def forget_marks(self) -> None:
-        """No row is of any step: step numbers begin anew. Nothing may be under way."""
+        """Step numbers begin anew: no row is of any step. Nothing may be under way."""
         self.staged.marks.zero_()
 
     def fits(self, hidden: object, rows: int) -> TypeGuard[torch.Tensor]:
-        """Whether ``hidden`` are at least ``rows`` rows of this width and type."""
+        """True if ``hidden`` has at least ``rows`` rows of this width and type."""
         return (
             isinstance(hidden, torch.Tensor)
             and len(shape := hidden.shape) == 2
@@ -128,7 +116,7 @@ class Staging:
         )
 
     def stage(self, layer: int, hidden: torch.Tensor, rows: int) -> None:
-        """Put the first ``rows`` of ``hidden`` (``[n, hidden]``) to the places named last."""
+        """Copy the first ``rows`` of ``hidden`` to the places named last."""
         if rows > self.places:
             return  # a recorded batch that is too large: its rows will lack their marks
         if self._named[0] != rows:
@@ -141,11 +129,8 @@ class Staging:
         stage_rows(hidden, places, self._now.number, self.staged, layer)
 
     def record(self, layer: int, hidden: object) -> None:
-        """Put all of ``hidden`` there, outside of a step: nothing of it is wanted.
-
-        A CUDA graph that is being recorded goes by the places of the step that replays it. Also for
-        the warm-up before: a kernel must not be compiled while a graph is recorded.
-        """
+        """Copy ``hidden`` while a CUDA graph is recorded; a replay uses the places of its own step.
+        Also for the warm-up: a kernel must not be compiled while a graph is recorded."""
         if self.fits(hidden, 0):
             self.stage(layer, hidden, len(hidden))
 
@@ -153,21 +138,13 @@ class Staging:
 class StagedCapture:
     """Takes the hidden states of every token of every step to the arena's shadow pages.
 
-    Only the scheduler thread may use it. Methods that are given tensors expect to be called while
-    the stream that made them is current.
+    Scheduler thread only. Methods with tensor arguments run while the stream that made them is
+    current.
 
     Args:
-        memory: The arena's memory as a tensor, uint8 ``[pages, page_bytes]``.
-        staging: What rows pass through. Eager steps may be up to ``staging.layers`` times as long
-            as it has places.
-        segments: Which segment of a page each captured layer has.
-        codec: What pages hold of rows.
-
-    Attributes:
-        segments: Offsets in a page, int64 ``[layers]``, on the device.
-        most_at_once: Tokens of the longest step whose layers all use staging at once, at most its
-            places. Longer ones go layer by layer.
-        waits_for_staging: How often a forward pass's stream had to wait for a transfer.
+        memory: The arena's memory, uint8 ``[pages, page_bytes]``.
+        staging: An eager step may be up to ``staging.layers`` times as long as it has places.
+        segments: The segment of a page of each captured layer.
     """
 
     def __init__(
@@ -179,8 +156,8 @@ class StagedCapture:
         codec: Codec,
     ) -> None:
         self.arena = arena
-        self.most_at_once = staging.places
-        self.waits_for_staging = 0
+        self.most_at_once = staging.places  # tokens of a step; longer ones go layer by layer
+        self.waits_for_staging = 0  # times that a forward pass's stream waited for a transfer
         self.memory = memory
         self._staging = staging
         self.codec = codec
@@ -206,11 +183,8 @@ class StagedCapture:
     def begin(
         self, slots: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor
     ) -> Step | None:
-        """A forward pass over these tokens (``[n]`` each, on the device) begins.
-
-        Returns:
-            The step, or None when it is longer than staging can hold: its tokens are void.
-        """
+        """A forward pass over these tokens (``[n]`` each, on the device) begins. Returns None if it
+        is not captured, such as a step longer than staging can hold: its tokens are void."""
         self._step = None
         tokens = slots.numel()
         while self._in_flight and self._in_flight[0][2].query():
@@ -236,9 +210,8 @@ class StagedCapture:
         self.ledger.copy_wanted()
 
     def give_up_step(self) -> None:
-        """:meth:`begin` raised. A recorded graph runs all the same, and must not copy to places
-        that a transfer may still read under the marks of their step: no place is named.
-        """
+        """Call if :meth:`begin` raised. Names no place: a recorded graph runs all the same, and
+        must not write where a transfer may still read."""
         self._step = None
         try:
             self._staging.name_none()
@@ -246,7 +219,6 @@ class StagedCapture:
             self.ledger.give_up(f"{type(error).__name__}: {error}")
 
     def _free_places(self, tokens: int) -> range:
-        """The next places, for a step of so many tokens; none for one that is too long for it."""
         if tokens > self.most_at_once:
             return range(0)
         first = self._next_place if self._next_place + tokens <= self._staging.places else 0
@@ -260,7 +232,7 @@ class StagedCapture:
         return Step(tokens, self._steps, where, entry, first, marks, [0] * layers)
 
     def _use_layers(self, tokens: int, where: torch.Tensor, entry: StepEntry) -> Step:
-        # No graph that copies to places is replayed: none is recorded for so many tokens.
+        # No graph that copies to places is replayed: none is recorded for a step of this length.
         size = tokens * self._staging.row_bytes
         if self._ring is None or self._ring.part_bytes != size:
             self._wait_for_places(0, self._staging.places)
@@ -279,10 +251,7 @@ class StagedCapture:
             current_stream(self.device).wait(last)
 
     def take(self, layer: int, hidden: object) -> None:
-        """Stage one: ``hidden`` is what the projection of ``layer`` receives, ``[n, hidden]``.
-
-        Outside of a step it only records what a CUDA graph is to copy.
-        """
+        """Stage one of the projection's input; outside of a step only to record CUDA graphs."""
         step = self._step
         if step is None:
             if recording_graph():
@@ -295,7 +264,7 @@ class StagedCapture:
                 self._move_layer(step, layer, hidden[: step.tokens])
 
     def _move_layer(self, step: Step, layer: int, hidden: torch.Tensor) -> None:
-        """Both stages for one layer of a step that uses staging as a ring of layers."""
+        """Both stages of one layer, for a step that uses staging as a ring of layers."""
         assert step.ring is not None
         now = current_stream(self.device)
         part, moved = step.ring.next()
@@ -314,21 +283,14 @@ class StagedCapture:
         step.ring.used(self._transfer.record())
 
     def end(self, step: Step, *, replayed: bool) -> bool:
-        """The forward pass was launched; stage two follows it.
-
-        Args:
-            step: What :meth:`begin` returned.
-            replayed: Whether a recorded graph ran, so that Python saw no layer.
-
-        Returns:
-            Whether its rows are promised. If not, they stay void.
-        """
+        """Launch stage two behind the forward pass; ``replayed`` ones showed Python no layer.
+        Returns True if the rows are promised; otherwise they stay void."""
         self._step = None
         if replayed and step.first is None:
             return False  # recorded copies know only the ring of places
         if not replayed and step.layers_seen.count(1) != self._staging.layers:
-            # Transfers of its layers may still read what the next step writes: void rows, all of
-            # them, in shadows that later transfers write behind these.
+            # Transfers of its layers may still read memory that the next step writes. These rows
+            # stay void, and later transfers write their shadows behind these.
             return False
         transfer = self._transfer
         transfer.wait(current_stream(self.device).record())
@@ -349,12 +311,12 @@ class StagedCapture:
         return True
 
     def _save(self, rows: torch.Tensor, step: Step, layers: slice, *then: Work) -> None:
-        """Stage two for the staged rows of some layers, uint8 ``[layers, tokens, row_bytes]``."""
+        """Stage two for staged rows of some layers, uint8 ``[layers, tokens, row_bytes]``."""
         layout, where, to = self.arena.layout, step.where, (self._shadows, self.memory)
         segments, marks = self.segments[layers], step.marks[layers]
 
         def save() -> None:
-            # Without rows only slots, positions and tokens are of interest.
+            # Without rows only slots, positions and tokens are wanted.
             for part, stored in stored_rows(self.codec, rows, marks) if rows.numel() else ():
                 at = layout.page_size, layout.kept
                 save_rows(stored, where.select(0, 0), *to, segments[part], *at)
@@ -368,12 +330,11 @@ class StagedCapture:
     # ---- backup ----
 
     def back_up(self, slots: Ids, host_pages: Ids) -> None:
-        """The pages of ``slots`` become ``host_pages`` by :meth:`Arena.swap`."""
         self._use_shadows(self.arena.swap(slots, host_pages))
 
     def host_freed(self, host_pages: Ids, *, duplicates: bool) -> None:
-        """HiCache freed ``host_pages``; ``duplicates``: their tokens may still be on the device.
-        Else nothing is waited for."""
+        """HiCache freed ``host_pages``. ``duplicates``: their tokens may still be on the device, so
+        this waits for what happened to their slots."""
         if duplicates:
             self.ledger.settle()
             self._use_shadows(self.arena.host_freed(host_pages))

@@ -1,11 +1,15 @@
-"""Shared by the commands: options and folders, printed tables, failures."""
+"""Shared by the commands: options, folders, models and servers; tables and failures."""
 
 from __future__ import annotations
 
+import http.client
 import json
 import sqlite3
 import sys
-from collections.abc import Iterator, Sequence
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -17,13 +21,9 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from hcache_backend.config import (
-    ConfigError,
-    HCacheConfig,
-    config_from_environment,
-    parse_config,
-)
-from hcache_backend.partition.model_shape import ModelShape
+from hcache_backend.config import ConfigError, HCacheConfig, config_from_environment, parse_config
+from hcache_backend.plan.model_config import ModelConfigError, read_dtype, read_model
+from hcache_backend.plan.model_shape import ModelShape
 from hcache_backend.store import is_store_folder
 
 Folders = Annotated[
@@ -39,13 +39,21 @@ Dirs = Annotated[
     typer.Option("--dir", "-d", help="A folder of the page store; may be repeated."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
-NamespaceDigits = Annotated[
-    str | None,
-    typer.Option("--namespace", "-n", help="Only this namespace (first hexadecimal digits)."),
-]
+SERVER = "http://127.0.0.1:30000"
+MODEL_HELP = "A config.json, or its folder."
+Model = Annotated[Path, typer.Option("--model", "-m", help=MODEL_HELP)]
+Ranks = Annotated[int, typer.Option("--tp", min=1, help="Tensor-parallel ranks.")]
 
 screen = Console()
 errors = Console(stderr=True)
+
+
+class RequestError(RuntimeError):
+    """A server refused a request, or did not finish it; ``status`` is its answer's, or 0."""
+
+    def __init__(self, message: str, status: int = 0) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 def fail(message: str) -> NoReturn:
@@ -65,8 +73,9 @@ def settings(*dirs: Sequence[Path] | None, **options: object) -> HCacheConfig:
         fail(str(error))
 
 
-def existing_store(config: HCacheConfig) -> HCacheConfig:
-    """``config`` if all of its folders are stores; otherwise the command ends."""
+def existing_store(*dirs: Sequence[Path] | None, **options: object) -> HCacheConfig:
+    """As :func:`settings`, if all folders are stores; otherwise the command ends."""
+    config = settings(*dirs, **options)
     with explained():
         for path in config.dirs:
             if not is_store_folder(path):
@@ -87,12 +96,58 @@ def explained(*also: type[Exception]) -> Iterator[None]:
         fail(str(error))
 
 
-def check_ranks(shape: ModelShape, tp: int) -> None:
-    """End the command if ``tp`` ranks cannot divide a model's heads."""
+def served_model(path: Path, tp: int = 1) -> tuple[ModelShape, str]:
+    """A model and its dtype; the command ends if ``tp`` ranks cannot divide its heads."""
+    with explained(ModelConfigError):
+        shape, dtype = read_model(path), read_dtype(path)
     if shape.heads % tp:
         fail(f"--tp {tp}: must divide the model's {shape.heads} attention heads")
     if not shape.latent and shape.kv_heads % tp and tp % shape.kv_heads:
         fail(f"--tp {tp}: must divide the model's {shape.kv_heads} KV heads, or be a multiple")
+    return shape, dtype
+
+
+def ask(server: str, path: str, seconds: float, *, body: Any = None, key: str | None = None) -> str:
+    """The answer of the server at ``HOST:PORT``, or ``http://HOST:PORT``.
+
+    Args:
+        seconds: The longest pause within the answer.
+        body: Posted as JSON, if it is not None.
+        key: The server's API key.
+
+    Raises:
+        RequestError: The server does not answer, or refuses.
+    """
+    whole = server if "://" in server else f"http://{server}"
+    if not whole.startswith(("http://", "https://")):
+        raise RequestError(f"{server!r} is no address of a server; it must be http://HOST:PORT")
+    headers = {"Content-Type": "application/json"}
+    headers |= {"Authorization": f"Bearer {key}"} if key else {}
+    data = None if body is None else json.dumps(body).encode()
+    try:
+        request = urllib.request.Request(f"{whole.rstrip('/')}/{path}", data, headers)
+        try:
+            answer = urllib.request.urlopen(request, timeout=seconds)
+        except urllib.error.HTTPError as error:
+            answer = error
+        with answer:
+            text: str = answer.read().decode(errors="replace")
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        why = getattr(error, "reason", error)
+        raise RequestError(f"the server does not answer: {why}") from None
+    if answer.status >= 400:
+        said = "give its --api-key" if answer.status in (401, 403) else error_text(text)
+        raise RequestError(f"{answer.status}: {said}", answer.status)
+    return text
+
+
+def error_text(text: str) -> str:
+    """The message in an error of SGLang."""
+    try:
+        error = json.loads(text)["error"]
+    except (ValueError, LookupError, TypeError):
+        return text.strip()
+    return str(error.get("message", error) if isinstance(error, Mapping) else error).strip()
 
 
 def print_json(value: Any) -> None:
@@ -100,26 +155,37 @@ def print_json(value: Any) -> None:
     sys.stdout.write(json.dumps(value, indent=2) + "\n")
 
 
-def table(title: str, *columns: str) -> Table:
-    """An empty table; columns whose name ends in ``#`` hold numbers."""
+def say(text: object, console: Console = screen, **options: Any) -> None:
+    """Print ``text`` as it is, in lines as long as it has."""
+    console.print(text, highlight=False, soft_wrap=True, **options)
+
+
+def table(title: str, *columns: str, rows: Iterable[Sequence[str]] = ()) -> Table:
+    """A table; columns whose name ends in ``#`` hold numbers."""
     result = Table(
         title=title or None, title_justify="left", box=None, pad_edge=False, padding=(0, 1)
     )
     for column in columns:
-        number = column.endswith("#")
-        # What is long is the last column; it may take several lines.
+        # The longest texts are in the last column, which may take several lines.
         result.add_column(
             column.rstrip("#"),
-            justify="right" if number else "left",
+            justify="right" if column.endswith("#") else "left",
             no_wrap=column is not columns[-1],
             overflow="fold",
         )
+    for row in rows:
+        result.add_row(*row)
     return result
 
 
-def human_bytes(count: int) -> str:
+def human_bytes(count: float) -> str:
     """A number of bytes as people read it."""
     return ByteSize(count).human_readable(separator=" ")
+
+
+def when(stamp: float) -> str:
+    """A time in seconds since 1970 as people read it."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(stamp))
 
 
 def progress_bar(*, hidden: bool) -> Progress:

@@ -1,25 +1,17 @@
-"""The ``hcache`` command: a list of its commands, each in a module of this package."""
+"""The ``hcache`` command: a list of its commands, which are functions of this package."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from hcache_backend import __version__
-from hcache_backend.cli import store
-from hcache_backend.cli.check_config import check_config
-from hcache_backend.cli.common import fail
-from hcache_backend.cli.doctor import doctor
-from hcache_backend.cli.ingest import ingest
-from hcache_backend.cli.plan import plan
-from hcache_backend.cli.profile import profile
-from hcache_backend.cli.size import size
-from hcache_backend.cli.top import top
+from hcache_backend.cli import common, doctor, ingest, plan, profile, size, store, top
 
 _EXTRAS = {
-    "aiohttp": "'hcache-backend[ingest]'",
     "matplotlib": "'hcache-backend[plot]'",
     "torch": "torch (not needed by `hcache plan --codec none`)",
 }
@@ -34,7 +26,7 @@ class _Commands(TyperGroup):
             return super().invoke(ctx)
         except ModuleNotFoundError as error:
             name = error.name or ""
-            fail(f"this command needs {name}: pip install {_EXTRAS.get(name, name)}")
+            common.fail(f"this command needs {name}: pip install {_EXTRAS.get(name, name)}")
 
 
 app = typer.Typer(
@@ -45,18 +37,22 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.command("doctor")(doctor)
-app.command("config")(check_config)
-app.command("size")(size)
-app.command("plan")(plan)
-app.command("profile")(profile)
-app.command("top")(top)
-app.command("stats")(store.stats)
-app.command("ls")(store.list_pages)
-app.command("verify")(store.verify)
-app.command("gc")(store.collect)
-app.command("clear")(store.clear)
-app.command("ingest")(ingest)
+_FUNCTIONS: dict[str, Callable[..., None]] = {
+    "doctor": doctor.doctor,
+    "config": doctor.check_config,
+    "size": size.size,
+    "plan": plan.plan,
+    "profile": profile.profile,
+    "top": top.top,
+    "stats": store.stats,
+    "ls": store.list_pages,
+    "verify": store.verify,
+    "gc": store.collect,
+    "clear": store.clear,
+    "ingest": ingest.ingest,
+}
+for _name, _command in _FUNCTIONS.items():
+    app.command(_name)(_command)
 
 
 def _version(wanted: bool) -> None:

@@ -2,33 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, astuple
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import typer
 from rich.text import Text
 
-from hcache_backend.cli.common import (
-    AsJson,
-    check_ranks,
-    explained,
-    fail,
-    print_json,
-    screen,
-    table,
-)
-from hcache_backend.cli.fleet import show_fleet
+from hcache_backend.cli import common
+from hcache_backend.cli.common import fail, say, table
 from hcache_backend.config import nearest
-from hcache_backend.partition.costs import LayerMethod, Partition, describe
-from hcache_backend.partition.encoded import PlannedCodec, encoded
-from hcache_backend.partition.fleet import Conversations, FleetPlan
-from hcache_backend.partition.model_config import ModelConfigError, read_dtype, read_model
-from hcache_backend.partition.model_shape import ModelShape
-from hcache_backend.partition.plan import LENGTHS, PartitionPlan, RestorePath
-from hcache_backend.partition.presets import PRESETS, preset_profile
-from hcache_backend.partition.profile import Profile, ProfileError, load_profile
-from hcache_backend.partition.record import records, save_record
+from hcache_backend.plan.costs import Partition, describe
+from hcache_backend.plan.encoded import PlannedCodec, encoded
+from hcache_backend.plan.fleet import Conversations, FleetPlan
+from hcache_backend.plan.model_shape import ModelShape
+from hcache_backend.plan.plan import LENGTHS, PartitionPlan, Resource, RestorePath
+from hcache_backend.plan.presets import PRESETS, preset_profile
+from hcache_backend.plan.profile import Profile, ProfileError, load_profile
+from hcache_backend.plan.record import records, save_record
 
 _TITLES = {
     "mix": "this partition",
@@ -36,30 +27,19 @@ _TITLES = {
     "kv": "KV offload",
     "recompute": "recompute",
 }
+_RESOURCES: dict[Resource, str] = {"l3": "L3", "bus": "bus", "compute": "GPU"}
 _WIDTH = 64
 _MIN_LABEL = 0.02  # of the picture's width; narrower bars have no number
-
-
-class _Look(NamedTuple):
-    """How the tasks of a method are drawn: in the terminal, and in the PNG."""
-
-    label: str
-    letter: str
-    style: str
-    colour: str
-
-
-_LOOKS: dict[LayerMethod | None, _Look] = {  # None: reading L3 before the restore
-    "recompute": _Look("recompute", "R", "magenta", "#b05fa8"),
-    "hidden": _Look("hidden states", "H", "blue", "#2a7ab9"),
-    "kv": _Look("KV", "K", "yellow", "#e8a33d"),
-    None: _Look("L3", "L", "", "#9aa0a6"),
+_LOOKS = {  # of the tasks of a method: label, letter and style in the terminal, colour in the PNG
+    "recompute": ("recompute", "R", "magenta", "#b05fa8"),
+    "hidden": ("hidden states", "H", "blue", "#2a7ab9"),
+    "kv": ("KV", "K", "yellow", "#e8a33d"),
+    None: ("L3", "L", "", "#9aa0a6"),  # read before the restore
 }
-_IDLE = _Look("idle", " ", "", "white")
 
 
 def plan(
-    model: Annotated[Path, typer.Option("--model", "-m", help="A config.json, or its folder.")],
+    model: common.Model,
     hardware: Annotated[
         str,
         typer.Option(
@@ -71,50 +51,32 @@ def plan(
     ssds: Annotated[
         int | None,
         typer.Option(
-            "--ssds",
             min=0,
             help="SSDs of L3, 6.9 GB/s each as in the paper. 0: pages in host memory (default for "
             "presets). A profile has its own L3; 0 ignores it.",
         ),
     ] = None,
-    tokens: Annotated[int, typer.Option("--tokens", min=1, help="Tokens to restore.")] = 1024,
-    tp: Annotated[int, typer.Option("--tp", min=1, help="Tensor-parallel ranks.")] = 1,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens to restore.")] = 1024,
+    tp: common.Ranks = 1,
     restore: Annotated[
         RestorePath,
         typer.Option(
-            "--restore",
             help="Option `restore` of the server. auto (default): L3 is read during the restore, "
-            "if the server can do that; layerwise: before it.",
+            "if the server can do that; layerwise: before it."
         ),
     ] = "auto",
-    codec: Annotated[
-        PlannedCodec, typer.Option("--codec", help="Option `codec` of the server.")
-    ] = "auto",
+    codec: Annotated[PlannedCodec, typer.Option(help="Option `codec` of the server.")] = "auto",
     users: Annotated[
-        int | None,
-        typer.Option(
-            "--users",
-            min=1,
-            help="Plan capacity for N conversations of --tokens each.",
-        ),
+        int | None, typer.Option(min=1, help="Plan capacity for N conversations of --tokens each.")
     ] = None,
-    turns_per_hour: Annotated[
-        float, typer.Option("--turns-per-hour", min=0.001, help="Turns of each conversation.")
-    ] = 6.0,
-    new_tokens: Annotated[
-        int, typer.Option("--new-tokens", min=1, help="Tokens of a question and its reply.")
-    ] = 500,
-    replicas: Annotated[
-        int, typer.Option("--replicas", min=1, help="Servers, each with --tp GPUs and --ssds.")
-    ] = 1,
-    as_json: AsJson = False,
-    plot: Annotated[
-        Path | None, typer.Option("--plot", help="Write a picture of the pipelines, as PNG.")
-    ] = None,
+    turns_per_hour: Annotated[float, typer.Option(min=0.001, help="Turns of each of them.")] = 6.0,
+    new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a question and reply.")] = 500,
+    replicas: Annotated[int, typer.Option(min=1, help="Servers of --tp GPUs and --ssds.")] = 1,
+    as_json: common.AsJson = False,
+    plot: Annotated[Path | None, typer.Option(help="Draw the pipelines, as PNG.")] = None,
     apply: Annotated[
         Path | None,
         typer.Option(
-            "--apply",
             metavar="DIR",
             help="Record this plan in the page store DIR: servers follow it from their next start. "
             "Pages stored by another plan become misses. The model must have been served from DIR "
@@ -123,9 +85,7 @@ def plan(
     ] = None,
 ) -> None:
     """Plan which layers to store as hidden states, as KV, or not at all; predict restore times."""
-    with explained(ModelConfigError):
-        shape, dtype = read_model(model), read_dtype(model)
-    check_ranks(shape, tp)
+    shape, dtype = common.served_model(model, tp)
     profile, is_preset = _find_hardware(hardware, ssds)
     extra = []
     if is_preset and dtype == "float32":
@@ -143,54 +103,49 @@ def plan(
     fleet = None
     if users is not None:
         fleet = FleetPlan(result, Conversations(users, turns_per_hour, new_tokens), replicas)
-    if plot is not None:
-        with explained():
+    with common.explained():
+        if plot is not None:
             _draw(result, plot)
-    if apply is not None:
-        _apply(apply, shape, result.stored)
+        if apply is not None:
+            _apply(apply, shape, result.stored)
     if as_json:
         report = result.report()
         report |= {"fleet": fleet.report()} if fleet is not None else {}
-        print_json({**report, "notes": report["notes"] + extra})
+        common.print_json({**report, "notes": report["notes"] + extra})
     elif fleet is not None:
-        machine = f"{_devices(result)} ({result.profile.source}), {_l3(result)}"
-        show_fleet(fleet, f"{model} on {machine}")
+        _show_fleet(fleet, model)
     else:
         _show(result, model, extra)
 
 
 def _apply(folder: Path, shape: ModelShape, partition: Partition) -> None:
-    """Change the record of the model in a store folder."""
+    """Change the record of the model in a store folder, however its values are stored there."""
+
+    def widths(of: ModelShape) -> tuple[int, ...]:
+        heads = (of.heads, of.kv_heads, of.head_dim, of.value_dim)
+        return (of.layers, of.hidden, of.mlp_width, *heads)
+
     found = [
         (name, record)
         for name, record in records(folder)
-        if record.shape is not None and _dimensions(record.shape) == _dimensions(shape)
+        if record.shape is not None and widths(record.shape) == widths(shape)
     ]
     if not found:
         fail(f"--apply {folder}: no server has used this model with it yet; start one first")
+    update = {**asdict(partition), "reason": "hcache plan --apply"}
     for name, record in found:
-        with explained():
-            reason = {"reason": "hcache plan --apply"}
-            changed = record.model_copy(update={**asdict(partition), **reason})
-            save_record(folder, name, changed, replace=True)
-
-
-def _dimensions(shape: ModelShape) -> tuple[int, ...]:
-    """What tells models apart, however their values are stored."""
-    widths = (shape.hidden, shape.mlp_width, shape.head_dim, shape.value_dim)
-    return (shape.layers, shape.heads, shape.kv_heads, *widths)
+        save_record(folder, name, record.model_copy(update=update), replace=True)
 
 
 def _find_hardware(name: str, ssds: int | None) -> tuple[Profile, bool]:
-    """The profile that ``--hardware`` means, and whether it is a preset."""
+    """The profile of ``--hardware``, and whether it is a preset."""
     if name in PRESETS:
         return preset_profile(name, ssds or 0), True
-    path = Path(name)
-    if not path.exists():
+    if not Path(name).exists():
         hint = nearest(name, PRESETS, "the presets are ")
         fail(f"--hardware {name!r} is neither a preset nor a file; {hint}")
-    with explained(ProfileError):
-        profile = load_profile(path)
+    with common.explained(ProfileError):
+        profile = load_profile(Path(name))
     if ssds:
         fail(
             f"--ssds {ssds}: the profile {name} has its own measured L3; leave --ssds out, or give "
@@ -199,90 +154,81 @@ def _find_hardware(name: str, ssds: int | None) -> tuple[Profile, bool]:
     return (profile if ssds is None else profile.model_copy(update={"l3": None})), False
 
 
-def _show(result: PartitionPlan, path: Path, extra: list[str]) -> None:
-    model = result.model
-    screen.print(
-        f"{path}: {model.family}, {model.layers} layers, hidden size {model.hidden}, "
-        f"{model.attention} ({model.heads} heads, {model.kv_heads} of KV)\n"
-        f"{_devices(result)} ({result.profile.source}), "
-        f"{_l3(result)}, {result.tokens:,} tokens\n",
-        highlight=False,
-        soft_wrap=True,
-    )
-    screen.print(f"[bold]{describe(result.partition)}[/bold]", highlight=False)
-    screen.print()
-    shown = table("", "", "bytes/token#", "of KV#", "restore, ms#", "slower, x#", "binds")
-    kv_bytes = model.layers * model.kv_bytes
-    best = result.seconds("mix")
-    for name in result.choices:
-        size, seconds = result.bytes_per_token(name), result.seconds(name)
-        shown.add_row(
-            _TITLES[name],
-            f"{size:,}",
-            f"{size / kv_bytes:.2f}",
-            f"{seconds * 1e3:,.1f}",
-            "" if name == "mix" else f"{seconds / best:.2f}",
-            result.binds(name),
-        )
-    screen.print(shown)
-    screen.print()
-    for line in _pipelines(result):
-        screen.print(line, soft_wrap=True)
-    screen.print(
-        f"Bytes per token and layer: {model.hidden_bytes:,} as hidden states, "
-        f"{model.kv_bytes:,} as KV.\n",
-        highlight=False,
-    )
-    heads = ["", "restores of#", "recompute#", "take, ms#", "at best, ms#", "with R + H + K"]
-    shown = table(*heads, "from L3")
-    for count in LENGTHS:
-        found = result.at_length(count)
-        shown.add_row(
-            f"{count:,}",
-            str(found.recompute_layers),
-            f"{found.seconds * 1e3:,.1f}",
-            f"{found.best_seconds * 1e3:,.1f}",
-            " + ".join(str(part) for part in astuple(found.best)),
-            "refused" if found.refused else "read",
-        )
-    screen.print(shown)
-    for note in [*result.notes(), *extra]:
-        screen.print(f"- {note}", highlight=False, soft_wrap=True)
+def _machine(result: PartitionPlan) -> str:
+    """The devices with their source, and where L3 is."""
+    l3 = "pages in host memory"
+    if result.profile.l3 is not None:
+        way = "read first" if result.l3 == "first" else "overlapped"
+        l3 = f"L3 at {result.profile.l3.per_second / 1e9:.1f} GB/s, {way}"
+    return f"{_devices(result)} ({result.profile.source}), {l3}"
 
 
 def _devices(result: PartitionPlan) -> str:
     return result.profile.device + (f" x {result.tp}" if result.tp > 1 else "")
 
 
-def _l3(result: PartitionPlan) -> str:
-    if result.profile.l3 is None:
-        return "pages in host memory"
-    rate = result.profile.l3.per_second / 1e9
-    return f"L3 at {rate:.1f} GB/s, {'read first' if result.l3 == 'first' else 'overlapped'}"
+def _show(result: PartitionPlan, path: Path, extra: list[str]) -> None:
+    model = result.model
+    say(
+        f"{path}: {model.family}, {model.layers} layers, hidden size {model.hidden}, "
+        f"{model.attention} ({model.heads} heads, {model.kv_heads} of KV)\n"
+        f"{_machine(result)}, {result.tokens:,} tokens\n"
+    )
+    say(f"[bold]{describe(result.partition)}[/bold]\n")
+    shown = table("", "", "bytes/token#", "of KV#", "restore, ms#", "slower, x#", "binds")
+    for name in result.choices:
+        size, seconds = result.bytes_per_token(name), result.seconds(name)
+        shown.add_row(
+            _TITLES[name],
+            f"{size:,}",
+            f"{size / (model.layers * model.kv_bytes):.2f}",
+            f"{seconds * 1e3:,.1f}",
+            "" if name == "mix" else f"{seconds / result.seconds('mix'):.2f}",
+            result.binds(name),
+        )
+    say(shown)
+    say("")
+    for line in _pipelines(result):
+        say(line)
+    say(
+        f"Bytes per token and layer: {model.hidden_bytes:,} as hidden states, "
+        f"{model.kv_bytes:,} as KV.\n"
+    )
+    heads = ["restores of#", "recompute#", "take, ms#", "at best, ms#", "with R + H + K"]
+    shown = table("", *heads, "from L3")
+    for count in LENGTHS:
+        at = result.at_length(count)
+        shown.add_row(
+            f"{count:,}",
+            str(at.recompute_layers),
+            f"{at.ms:,.1f}",
+            f"{at.best_ms:,.1f}",
+            " + ".join(map(str, at.best.values())),
+            "refused" if at.refused else "read",
+        )
+    say(shown)
+    for note in [*result.notes(), *extra]:
+        say(f"- {note}")
 
 
 def _pipelines(result: PartitionPlan) -> list[Text]:
     """The pipeline of the partition: one line per stream, time from left to right."""
     tasks = result.timeline("mix")
     total = max(task.end for task in tasks)
+    streams = [name for name in ("l3", "transfer", "compute") if name in {t.stream for t in tasks}]
     lines = []
-    for stream in ("l3", "transfer", "compute"):
-        mine = [task for task in tasks if task.stream == stream]
-        if not mine:
-            continue
+    for stream in streams:
         line = Text(f"{stream:>8} |")
         for column in range(_WIDTH):
             moment = (column + 0.5) / _WIDTH * total
-            task = next((task for task in mine if task.start <= moment < task.end), None)
-            look = _LOOKS[task.method] if task else _IDLE
-            line.append(look.letter, look.style)
-        line.append("|")
-        lines.append(line)
-    legend = "R recompute, H hidden states, K KV" + (", L reading L3" if len(lines) > 2 else "")
+            at = (t for t in tasks if t.stream == stream and t.start <= moment < t.end)
+            task = next(at, None)
+            line.append(*_LOOKS[task.method][1:3] if task else " ")
+        lines.append(line.append("|"))
+    legend = "R recompute, H hidden states, K KV" + ", L reading L3" * (len(lines) > 2)
     if result.recomputes_front:
         legend += ", with no front recomputed"
-    lines.append(Text(f"{'':>9} {legend}; {total * 1e3:,.1f} ms in all\n", style="dim"))
-    return lines
+    return [*lines, Text(f"{'':>9} {legend}; {total * 1e3:,.1f} ms in all\n", style="dim")]
 
 
 def _draw(plan: PartitionPlan, path: Path) -> None:
@@ -303,7 +249,7 @@ def _draw(plan: PartitionPlan, path: Path) -> None:
         end = 1e3 * (plan.seconds(name) if name == "mix" else longest)
         for task in plan.timeline(name):
             start, width = task.start * 1e3, (task.end - task.start) * 1e3
-            row, colour = streams.index(task.stream), _LOOKS[task.method].colour
+            row, colour = streams.index(task.stream), _LOOKS[task.method][3]
             axes.barh(row, width, 0.8, start, color=colour, edgecolor="white", linewidth=0.4)
             label = "all" if task.layer is None else str(task.layer)
             if width > _MIN_LABEL * end:
@@ -315,11 +261,8 @@ def _draw(plan: PartitionPlan, path: Path) -> None:
         axes.set_title(heading, loc="left", fontsize=10)
         axes.spines[["top", "right"]].set_visible(False)
     panels[-1].set_xlabel("ms")
-    handles = [
-        Patch(color=look.colour, label=look.label)
-        for method, look in _LOOKS.items()
-        if method is not None or plan.l3 == "first"
-    ]
+    shown = list(_LOOKS.values())[: 4 if plan.l3 == "first" else 3]
+    handles = [Patch(color=colour, label=label) for label, _, _, colour in shown]
     figure.legend(handles=handles, loc="outside lower center", ncols=4, fontsize=10)
     figure.suptitle(
         f"Predicted: {plan.tokens:,} tokens are restored in {1e3 * plan.seconds('mix'):,.1f} ms\n"
@@ -327,3 +270,35 @@ def _draw(plan: PartitionPlan, path: Path) -> None:
         fontsize=12,
     )
     figure.savefig(path, dpi=130, format="png")
+
+
+def _show_fleet(fleet: FleetPlan, path: Path) -> None:
+    asked, replicas = fleet.conversations, fleet.replicas
+    say(
+        f"{path} on {_machine(fleet.plan)}\n{replicas:,} replica(s); {asked.number:,} "
+        f"conversations of {fleet.plan.tokens:,} tokens, each with {asked.turns_per_hour:g} turns "
+        f"of {asked.new_tokens:,} new tokens per hour\nComputed from mean rates, not measured.\n"
+    )
+    shown = table("", "", "each replica#", "all#", "")
+    under_way = "for turns that are under way" if fleet.l2_bytes is not None else "turns pile up"
+    sizes = {
+        "L3": (fleet.l3_bytes / replicas, "every page once"),
+        "L2, at least": (fleet.l2_bytes, under_way),
+        "L3 is read": (fleet.read_rate, "per second"),
+        "L3 is written": (fleet.write_rate, "per second"),
+        "read from behind L3": (fleet.network_rate, "per second, if turns go to any replica"),
+    }
+    for name, (each, what) in sizes.items():
+        both = ("", "") if each is None else map(common.human_bytes, (each, each * replicas))
+        shown.add_row(name, *both, what)
+    say(shown)
+    say("")
+    shown = table("", "", "share of time#", "if all were computed#")
+    for resource, name in _RESOURCES.items():
+        computed = f"{fleet.recompute_busy:.2f}" if resource == "compute" else ""
+        shown.add_row(name, f"{fleet.busy[resource]:.2f}", computed)
+    say(shown)
+    say(
+        f"\nWith {fleet.most_conversations:,} conversations the {_RESOURCES[fleet.binds]} works "
+        "all the time. New tokens count as prefill; to decode them takes longer."
+    )

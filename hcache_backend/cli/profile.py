@@ -7,23 +7,12 @@ from typing import Annotated
 
 import typer
 
-from hcache_backend.cli.common import (
-    AsJson,
-    Dirs,
-    Folders,
-    errors,
-    explained,
-    fail,
-    progress_bar,
-    screen,
-    settings,
-    table,
-)
+from hcache_backend.cli import common
+from hcache_backend.cli.common import errors, say, table
 from hcache_backend.config import HCacheConfig
-from hcache_backend.partition.disk import read_rate
-from hcache_backend.partition.model_config import ModelConfigError, read_model
-from hcache_backend.partition.model_shape import ModelShape
-from hcache_backend.partition.profile import Profile, Rate
+from hcache_backend.plan.disk import read_rate
+from hcache_backend.plan.model_shape import ModelShape
+from hcache_backend.plan.profile import Profile, Rate
 
 _TITLES = {
     "hidden_copy": "hidden states, host to device",
@@ -35,52 +24,47 @@ _TITLES = {
 
 
 def profile(
-    model: Annotated[Path, typer.Option("--model", "-m", help="A config.json, or its folder.")],
+    model: common.Model,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Write the profile to this file.")
     ] = None,
-    folders: Folders = None,
-    dirs: Dirs = None,
+    folders: common.Folders = None,
+    dirs: common.Dirs = None,
     seconds: Annotated[
-        float, typer.Option("--seconds", min=0.01, max=600, help="Approximate time for each part.")
+        float, typer.Option(min=0.01, max=600, help="Approximate time for each part.")
     ] = 2.0,
-    as_json: AsJson = False,
+    as_json: common.AsJson = False,
 ) -> None:
     """Measure L3, the way to the device, projection and recomputation on this machine."""
-    with explained(ModelConfigError):
-        shape = read_model(model)
-    config = settings(folders, dirs)
+    shape, _ = common.served_model(model)
+    config = common.settings(folders, dirs)
     if out is not None and not out.absolute().parent.is_dir():
-        fail(f"--out {out}: there is no folder {out.absolute().parent}")
-    with explained():
+        common.fail(f"--out {out}: there is no folder {out.absolute().parent}")
+    with common.explained():
         measured = _measure(shape, config, seconds, hidden=as_json)
         if out is not None:
             measured.save(out)
     if as_json:
         typer.echo(measured.model_dump_json(indent=2))
-    else:
-        _show(measured)
-        if out is not None:
-            screen.print(
-                f"Written to {out}; use it with `hcache plan --model {model} --hardware {out}`.",
-                highlight=False,
-                soft_wrap=True,
-            )
+        return
+    _show(measured)
+    if out is not None:
+        say(f"Written to {out}; use it with `hcache plan --model {model} --hardware {out}`.")
 
 
 def _measure(shape: ModelShape, config: HCacheConfig, seconds: float, *, hidden: bool) -> Profile:
     # torch takes seconds to import, and the other commands do without it
     import torch
 
-    from hcache_backend.partition.measure import OPERATIONS, Bench, measure
+    from hcache_backend.plan.measure import OPERATIONS, Bench, measure
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.float32 if shape.element_bytes == 4 else torch.bfloat16
-    with progress_bar(hidden=hidden) as progress:
+    with common.progress_bar(hidden=hidden) as progress:
         task = progress.add_task("L3 folders", total=2 + len(OPERATIONS))
         rate = read_rate(config, shape, seconds)
         if not rate.direct:
-            errors.print("L3 was read through the page cache: the disk itself may be slower")
+            say("L3 was read through the page cache: the disk itself may be slower", errors)
 
         def begin(operation: str) -> None:
             title = _TITLES.get(operation, "copies during products")
@@ -90,37 +74,30 @@ def _measure(shape: ModelShape, config: HCacheConfig, seconds: float, *, hidden:
             bench = Bench(shape, device, dtype, seconds)
             return measure(bench, Rate(per_second=rate.per_second), config.dirs, begin=begin)
         except torch.OutOfMemoryError:
-            fail("the device has no room for one layer; stop what else uses it, then try again")
+            common.fail("the device has no room for one layer; stop what else uses it, try again")
 
 
 def _show(measured: Profile) -> None:
-    screen.print(
-        f"{measured.device}, {measured.dtype}, {measured.date}\n", highlight=False, soft_wrap=True
-    )
+    say(f"{measured.device}, {measured.dtype}, {measured.date}\n")
     shown = table("", "one layer", "rate#", "fixed, us#", "tokens#", "ms#")
     if measured.l3 is not None:
         shown.add_row("L3, all folders", _rate(measured.l3.per_second, "B/s"), "", "", "")
     for name, title in _TITLES.items():
         rate: Rate = getattr(measured, name)
-        points = dict(measured.points[name])
-        largest = max(points)
-        shown.add_row(
-            title,
-            _rate(rate.per_second, "B/s" if name in ("hidden_copy", "kv_load") else "FLOP/s"),
-            f"{rate.seconds * 1e6:,.0f}",
-            f"{largest:,}",
-            f"{points[largest] * 1e3:,.2f}",
-        )
-    screen.print(shown)
+        speed = _rate(rate.per_second, "B/s" if name in ("hidden_copy", "kv_load") else "FLOP/s")
+        tokens, seconds = max(measured.points[name])
+        times = f"{rate.seconds * 1e6:,.0f}", f"{tokens:,}", f"{seconds * 1e3:,.2f}"
+        shown.add_row(title, speed, *times)
+    say(shown)
     if not measured.copies:
-        screen.print("Copies were measured alone, not during matrix products as on GPUs.")
+        say("Copies were measured alone, not during matrix products as on GPUs.")
         return
     ways = table("", "copies", "alone#", "during products#", "products keep#")
     for number, way in enumerate(measured.copies):
         used = " (used)" if number == 0 else ""
         speeds = (_rate(way.alone, "B/s"), _rate(way.beside, "B/s"), f"{way.products:.0%}")
         ways.add_row(way.name + used, *speeds)
-    screen.print(ways)
+    say(ways)
 
 
 def _rate(value: float, unit: str) -> str:

@@ -4,37 +4,28 @@ from __future__ import annotations
 
 import math
 from contextlib import suppress
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from types import SimpleNamespace
+from typing import Annotated, Literal, NamedTuple
 
 import typer
 
-from hcache_backend.cli.common import AsJson, check_ranks, explained, print_json, screen
+from hcache_backend.cli import common
 from hcache_backend.config import HCacheConfig
 from hcache_backend.format.file import file_layout
-from hcache_backend.format.page import RECOMPUTED, PageLayout, StoredLayer, hidden_layer, kv_layer
-from hcache_backend.format.units import WHOLE, Segment, SegmentTable, units_per_group
-from hcache_backend.partition.costs import Partition
-from hcache_backend.partition.encoded import PlannedCodec, encoded
-from hcache_backend.partition.model_config import ModelConfigError, read_dtype, read_model
-from hcache_backend.partition.model_shape import ModelShape
-from hcache_backend.partition.plan import describe
+from hcache_backend.format.page import RECOMPUTED, PageLayout, StoredLayer, hidden_layer
+from hcache_backend.format.units import WHOLE, Segment, SegmentTable, Share
+from hcache_backend.plan.costs import Partition, describe
+from hcache_backend.plan.encoded import PAGE_TOKENS, PlannedCodec, encoded
+from hcache_backend.plan.model_shape import ModelShape
 
 
-@dataclass(frozen=True)
-class Sizing:
-    """What conversations take.
+class Sizing(NamedTuple):
+    """Room for conversations; page and host memory are a rank's, files those of all ranks.
 
     Attributes:
-        page_bytes: Host memory of a page on one rank.
-        pages: Pages of all conversations.
         shadows: Host pages that stand for the tokens on the device.
-        host_bytes: Host memory that HiCache is to get on every rank.
-        ratio: The same as a multiple of the device's KV pool; None: its size was not given.
-        file_bytes: Bytes of a page file.
-        files: Page files in L3, all ranks together.
-        disk_bytes: Their bytes.
+        ratio: Host memory as a multiple of the device's KV pool; None: its size was not given.
     """
 
     page_bytes: int
@@ -55,7 +46,7 @@ def sizing(
     conversations: int,
     tokens: int,
     device_tokens: int | None = None,
-    page_size: int = 64,
+    page_size: int = PAGE_TOKENS,
     codec: PlannedCodec = "auto",
     tp: int = 1,
 ) -> Sizing:
@@ -75,9 +66,10 @@ def sizing(
         page_bytes, files, share = table.page_bytes, 1, WHOLE
     else:
         share = share_of_rank(0, tp, page_size)
-        layout = PageLayout(
-            page_size, _layers(model, dtype, partition, page_size, codec, tp), share
-        )
+        hidden, kv = _stored(model, dtype, codec, page_size, heads, share)
+        kinds = ((RECOMPUTED, partition.recompute), (hidden, partition.hidden), (kv, partition.kv))
+        layers = tuple(layer for layer, count in kinds for _ in range(count))
+        layout = PageLayout(page_size, layers, share)
         table, page_bytes = layout.table, layout.page_bytes
         files = tp if partition.kv else share.of  # K and V are those of a rank's own heads
     pages = conversations * (tokens // page_size)
@@ -85,47 +77,40 @@ def sizing(
     shadows = ((device_tokens or 0) // page_size + 1) * bool(partition.hidden)
     host_bytes = (pages + shadows) * page_bytes
     ratio = host_bytes / (device_tokens * model.layers * kv_bytes) if device_tokens else None
-    file_bytes = file_layout(table, share).file_bytes
-    disk = pages * files
-    return Sizing(
-        page_bytes, pages, shadows, host_bytes, ratio, file_bytes, disk, disk * file_bytes
-    )
+    file_bytes, files = file_layout(table, share).file_bytes, pages * files
+    disk_bytes = files * file_bytes
+    return Sizing(page_bytes, pages, shadows, host_bytes, ratio, file_bytes, files, disk_bytes)
 
 
-def _layers(
-    model: ModelShape, dtype: str, partition: Partition, page_size: int, codec: str, tp: int
-) -> tuple[StoredLayer, ...]:
+def _stored(
+    model: ModelShape, dtype: str, codec: str, page_size: int, heads: int, share: Share
+) -> tuple[StoredLayer, StoredLayer]:
+    """A layer of hidden states, and one of K and V in ``heads`` heads of each rank."""
     import torch
 
-    from hcache_backend.restore.exchange import share_of_rank
-    from hcache_kernels.codecs import Cut, UnsupportedRows, make_codec, make_segment_codec
+    from hcache_backend.host.segments import KVSegments
+    from hcache_kernels.codecs import UnsupportedRows, make_codec
 
-    values, ranks = getattr(torch, dtype), share_of_rank(0, tp, page_size).of
+    values = getattr(torch, dtype)
     if codec == "auto":
         codec = "exp4" if dtype == "bfloat16" else "none"
-    row_bytes, of_hidden = model.hidden_bytes, "none"
+    hidden = hidden_layer(page_size, model.hidden_bytes, model.hidden)
     with suppress(UnsupportedRows):
-        row_bytes, of_hidden = make_codec(codec, model.hidden, values).row_bytes, codec
-    heads = -(-model.kv_heads // tp)
-    width = heads * model.head_dim
-    of_kv = "none"
-    unit_bytes: tuple[int, int] | None = None
-    with suppress(UnsupportedRows, KeyError):
-        cut = Cut(width, page_size // units_per_group(page_size, width))
-        segments = make_segment_codec(codec, cut, model.head_dim, values)
-        of_kv, unit_bytes = segments.code, segments.unit_bytes
-    hidden = hidden_layer(page_size, row_bytes, model.hidden, of_hidden)
-    k_values, v_values = width * ranks, heads * model.value_dim * ranks
-    kv = kv_layer(page_size, k_values, v_values, values.itemsize, ranks, of_kv, unit_bytes)
-    return (
-        *(RECOMPUTED,) * partition.recompute,
-        *(hidden,) * partition.hidden,
-        *(kv,) * partition.kv,
+        row_bytes = make_codec(codec, model.hidden, values).row_bytes
+        hidden = hidden_layer(page_size, row_bytes, model.hidden, codec)
+    pool = SimpleNamespace(
+        k_buffer=[torch.empty((1, heads, model.head_dim), dtype=values, device="meta")],
+        v_buffer=[torch.empty((1, heads, model.value_dim), dtype=values, device="meta")],
     )
+    try:
+        kv = KVSegments(pool, (0,), page_size, share, share.of, codec)
+    except UnsupportedRows:
+        kv = KVSegments(pool, (0,), page_size, share, share.of)
+    return hidden, kv.stored_layer(0)
 
 
 def size(
-    model: Annotated[Path, typer.Argument(help="A config.json, or its folder.")],
+    model: Annotated[Path, typer.Argument(help=common.MODEL_HELP)],
     conversations: Annotated[int, typer.Option(min=1, help="Conversations to keep.")],
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of each conversation.")],
     device_tokens: Annotated[
@@ -137,18 +122,15 @@ def size(
         typer.Option(help="Option `mode` of the server. auto: hidden states if they are smaller."),
     ] = "auto",
     codec: Annotated[PlannedCodec, typer.Option(help="Option `codec` of the server.")] = "auto",
-    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks.")] = 1,
+    tp: common.Ranks = 1,
     page_size: Annotated[int, typer.Option(min=1, help="Option --page-size of the server.")] = 64,
     folders: Annotated[int, typer.Option(min=1, help="Folders of the page store.")] = 1,
-    as_json: AsJson = False,
+    as_json: common.AsJson = False,
 ) -> None:
     """Compute the host memory and the disk that conversations take."""
-    with explained(ModelConfigError):
-        shape, dtype = read_model(model), read_dtype(model)
-    check_ranks(shape, tp)
+    shape, dtype = common.served_model(model, tp)
     smaller = encoded(shape, codec, dtype, tp=tp, page_size=page_size).hidden_is_smaller
-    hidden = mode == "hidden" or (mode == "auto" and smaller)
-    hidden = hidden and not shape.latent
+    hidden = not shape.latent and (mode == "hidden" or (mode == "auto" and smaller))
     partition = Partition(0, shape.layers, 0) if hidden else Partition(0, 0, shape.layers)
     found = sizing(
         shape,
@@ -164,19 +146,18 @@ def size(
     quota = math.ceil(found.disk_bytes / folders / HCacheConfig().high_water)
     gigabytes = math.ceil(found.host_bytes / 1e9)
     if as_json:
-        print_json({**asdict(found), "hicache_size": gigabytes, "quota_bytes": quota})
+        options = {"hicache_size": gigabytes, "quota_bytes": quota}
+        common.print_json({**found._asdict(), **options})
         return
-    options = f"--hicache-size {gigabytes}"
+    memory = f"--hicache-size {gigabytes}"
     if found.ratio is not None:
-        options += f" (or --hicache-ratio {math.ceil(10 * found.ratio) / 10})"
+        memory += f" (or --hicache-ratio {math.ceil(10 * found.ratio) / 10})"
     elif hidden:
-        options += f", and {found.page_bytes:,} bytes for each {page_size} tokens on the GPU"
-    lines = (
-        f"{describe(partition)}; {found.page_bytes:,} bytes per {page_size}-token page and rank",
-        f"Host memory for all of them: {found.host_bytes / 1e9:,.1f} GB per rank: {options}",
+        memory += f", and {found.page_bytes:,} bytes for each {page_size} tokens on the GPU"
+    common.say(
+        f"{describe(partition)}; {found.page_bytes:,} bytes per {page_size}-token page and rank\n"
+        f"Host memory for all of them: {found.host_bytes / 1e9:,.1f} GB per rank: {memory}\n"
         f"Disk: {found.disk_bytes / 1e9:,.1f} GB in {found.files:,} files: "
-        f"quota_bytes {quota} for each of {folders} folder(s)",
-        "Host memory may hold fewer conversations than the disk: those in use within minutes.",
+        f"quota_bytes {quota} for each of {folders} folder(s)\n"
+        "Host memory may hold fewer conversations than the disk: those in use within minutes."
     )
-    for line in lines:
-        screen.print(line, highlight=False, soft_wrap=True)

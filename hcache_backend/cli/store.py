@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
@@ -12,69 +11,54 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.progress import Progress
 
-from hcache_backend.cli.common import (
-    AsJson,
-    Dirs,
-    Folders,
-    NamespaceDigits,
-    errors,
-    existing_store,
-    explained,
-    fail,
-    human_bytes,
-    print_json,
-    progress_bar,
-    screen,
-    settings,
-    table,
-)
-from hcache_backend.cli.page_codecs import codecs_of
+from hcache_backend.cli import common
+from hcache_backend.cli.common import AsJson, Dirs, Folders, human_bytes, say, screen, when
 from hcache_backend.config import HCacheConfig
+from hcache_backend.format.envelope import BLOCK
+from hcache_backend.format.file import DamagedFileError, header_length, parse_header
+from hcache_backend.format.page import FORMAT_VERSION, LAYER_ENTRY, MAGIC, PREFIX, TOKENS
 from hcache_backend.server_report import ServerReport, read_report
 from hcache_backend.store import FileOps, PageStore
 from hcache_backend.store.folder import Folder
 from hcache_backend.store.index import Entry
 from hcache_backend.store.maintenance import find_unknown_files, verify_folder
 
+NamespaceDigits = Annotated[
+    str | None,
+    typer.Option("--namespace", "-n", help="Only this namespace (first hexadecimal digits)."),
+]
 _WRITER = b"hcachcli"  # a store has a writer; these commands write no pages
 _SHOWN_AT_MOST = 20
 _READ_AT_MOST = 3
-"""Headers of so many pages are read for the codec of their namespace: servers delete files."""
+"""Headers that are read at most for the codec of a namespace: servers delete files meanwhile."""
+_KINDS = ("damaged", "missing", "unknown", "index")
 
 
 def stats(folders: Folders = None, dirs: Dirs = None, as_json: AsJson = False) -> None:
     """Show how much each folder and each namespace holds, and which server was the last."""
-    config = existing_store(settings(folders, dirs))
-    with explained():
+    config = common.existing_store(folders, dirs)
+    with common.explained():
         found = [_folder_stats(path) for path in config.dirs]
     if as_json:
-        print_json({"folders": found})
+        common.print_json({"folders": found})
         return
-    shown = table("Folders", "pages#", "bytes#", "free#", "direct I/O", "index", "folder")
-    spaces = table("Namespaces", "namespace", "codec", "pages#", "bytes#", "last used", "folder")
+    heads = ("pages#", "bytes#", "free#", "direct I/O", "index", "folder")
+    shown = common.table("Folders", *heads)
+    heads = ("namespace", "codec", "pages#", "bytes#", "last used", "folder")
+    spaces = common.table("Namespaces", *heads)
     for folder in found:
-        shown.add_row(
-            f"{folder['pages']:,}",
-            human_bytes(folder["bytes"]),
-            human_bytes(folder["free_bytes"]),
-            "yes" if folder["direct_io"] else "no",
-            "complete" if folder["index_complete"] else "being completed",
-            folder["folder"],
-        )
+        path, sizes = folder["folder"], (folder["bytes"], folder["free_bytes"])
+        direct = "yes" if folder["direct_io"] else "no"
+        index = "complete" if folder["index_complete"] else "being completed"
+        shown.add_row(f"{folder['pages']:,}", *map(human_bytes, sizes), direct, index, path)
         for name, space in folder["namespaces"].items():
-            spaces.add_row(
-                name[:8],
-                space["codec"] or "-",
-                f"{space['pages']:,}",
-                human_bytes(space["bytes"]),
-                _when(space["last_used"]),
-                folder["folder"],
-            )
+            counts = f"{space['pages']:,}", human_bytes(space["bytes"])
+            spaces.add_row(name[:8], space["codec"] or "-", *counts, when(space["last_used"]), path)
     screen.print(shown)
     if spaces.row_count:
-        screen.print()
-        screen.print(spaces)
+        screen.print("", spaces, sep="\n")
     _show_last_servers(config)
 
 
@@ -86,30 +70,36 @@ def list_pages(
     as_json: AsJson = False,
 ) -> None:
     """List the page files by namespace and key, and which server was the last."""
-    config = existing_store(settings(folders, dirs))
+    config = common.existing_store(folders, dirs)
     rows: list[dict[str, Any]] = []
-    with explained():
+    with common.explained():
         for path in config.dirs:
             with _viewed(path) as folder:
-                found = islice(_entries(folder, namespace), limit - len(rows))
-                rows += [_row(path, entry) for entry in found]
+                for entry in islice(_entries(folder, namespace), limit - len(rows)):
+                    row: dict[str, Any] = {
+                        "folder": str(path),
+                        "namespace": entry.name.namespace.hex(),
+                        "key": entry.name.key.hex(),
+                        "share": f"{entry.name.share.number} of {entry.name.share.of}",
+                        "bytes": entry.file_bytes,
+                        "writer": entry.writer.hex(),
+                        "last_used": entry.rank / 1e9,
+                    }
+                    rows.append(row)
     if as_json:
-        print_json({"pages": rows, "last_servers": _last_servers(config)})
+        reports = {str(path): report for path, report in _last_servers(config)}
+        servers = {path: report.model_dump(mode="json") for path, report in reports.items()}
+        common.print_json({"pages": rows, "last_servers": servers})
         return
-    shown = table("", "namespace", "key", "share", "bytes#", "writer", "last used", "folder")
+    heads = ("namespace", "key", "share", "bytes#", "writer", "last used", "folder")
+    shown = common.table("", *heads)
     for row in rows:
-        shown.add_row(
-            row["namespace"][:8],
-            row["key"][:12],
-            row["share"],
-            human_bytes(row["bytes"]),
-            row["writer"][:8],
-            _when(row["last_used"]),
-            row["folder"],
-        )
+        size, used = row["bytes"], row["last_used"]
+        name = row["namespace"][:8], row["key"][:12], row["share"]
+        shown.add_row(*name, human_bytes(size), row["writer"][:8], when(used), row["folder"])
     screen.print(shown)
     if len(rows) == limit:
-        screen.print(f"(the first {limit}; more with --limit)")
+        say(f"(the first {limit}; more with --limit)")
     _show_last_servers(config)
 
 
@@ -120,46 +110,21 @@ def verify(
         bool, typer.Option("--rebuild", help="First rebuild the index from the page files.")
     ] = False,
     repair: Annotated[
-        bool,
-        typer.Option("--repair", help="Delete damaged pages and index entries without a file."),
+        bool, typer.Option("--repair", help="Delete damaged pages and entries without a file.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Read and verify every page. Exit status 1: problems were found and not repaired."""
-    config = existing_store(settings(folders, dirs))
-    results: dict[str, dict[str, Any]] = {}
-    with explained(), progress_bar(hidden=as_json) as progress:
-        for path in config.dirs:
-            task = progress.add_task(str(path), total=None)
-
-            def report(done: int, total: int, task: Any = task) -> None:
-                progress.update(task, completed=done, total=total)
-
-            adopted = 0
-            if rebuild:
-                with _opened(path) as folder:
-                    folder.set_index_aside()
-            if rebuild or repair:
-                with _opened(path) as folder:
-                    if rebuild or folder.index_is_partial:
-                        adopted = len(find_unknown_files(folder, adopt=True, progress=report).pages)
-                        folder.mark_index_complete()
-                    found = verify_folder(folder, repair=repair, progress=report)
-            else:
-                with _viewed(path) as view:
-                    found = verify_folder(view, progress=report)
-            results[str(path)] = {
-                **asdict(found),
-                "adopted": adopted,
-                "problems": found.problems,
-            }
+    config = common.existing_store(folders, dirs)
+    with common.explained(), common.progress_bar(hidden=as_json) as bar:
+        results = {str(path): _verified(path, bar, rebuild, repair) for path in config.dirs}
     if as_json:
-        print_json({"folders": results})
+        common.print_json({"folders": results})
     else:
         _show_findings(results)
     if any(result["problems"] > result["repaired"] for result in results.values()):
         if not (repair or as_json):
-            screen.print("Delete damaged pages with: hcache verify --repair")
+            say("Delete damaged pages with: hcache verify --repair")
         raise typer.Exit(1)
 
 
@@ -179,10 +144,9 @@ def collect(
     Bounds that are not given here are those of HCACHE_CONFIG. Temporary files of killed servers
     are deleted too.
     """
-    config = existing_store(
-        settings(folders, dirs, quota_bytes=quota_bytes, min_free_bytes=min_free_bytes)
-    )
-    with explained(), closing(_store(config)) as store:
+    bounds = {"quota_bytes": quota_bytes, "min_free_bytes": min_free_bytes}
+    config = common.existing_store(folders, dirs, **bounds)
+    with common.explained(), closing(PageStore(config, _WRITER, background=False)) as store:
         for disk in store.disks:
             disk.make_room(0, seconds=60.0)
         result = {
@@ -191,9 +155,9 @@ def collect(
             "not_removable": store.stats.evict_errors,
         }
     if as_json:
-        print_json(result)
+        common.print_json(result)
     else:
-        screen.print(f"{result['pages']:,} pages evicted, {human_bytes(result['bytes'])}")
+        say(f"{result['pages']:,} pages evicted, {human_bytes(result['bytes'])}")
 
 
 def clear(
@@ -204,29 +168,48 @@ def clear(
     as_json: AsJson = False,
 ) -> None:
     """Delete all pages, or those of one namespace."""
-    config = existing_store(settings(folders, dirs))
-    with explained():
+    config = common.existing_store(folders, dirs)
+    with common.explained():
         doomed: Counter[bytes] = Counter()
         for path in config.dirs:
             with _viewed(path) as folder:
                 doomed.update(entry.name.namespace for entry in _entries(folder, namespace))
     if namespace is not None and len(doomed) > 1:
-        fail(f"{len(doomed)} namespaces begin with {namespace!r}; give more digits")
+        common.fail(f"{len(doomed)} namespaces begin with {namespace!r}; give more digits")
     if namespace is not None and not doomed:
-        errors.print(f"no namespace begins with {namespace!r}; `hcache stats` lists them")
+        say(f"no namespace begins with {namespace!r}; `hcache stats` lists them", common.errors)
         raise typer.Exit(1)
-    count = doomed.total()
-    if count and not yes:
+    if (count := doomed.total()) and not yes:
         where = ", ".join(map(str, config.dirs))
         typer.confirm(f"Delete {count:,} pages in {where}?", abort=True, err=True)
-    dropped = 0
-    with explained(), closing(_store(config)) as store, progress_bar(hidden=as_json) as progress:
-        for name in progress.track(sorted(doomed), description="deleting"):
-            dropped += store.drop(name)
+    with (
+        common.explained(),
+        closing(PageStore(config, _WRITER, background=False)) as store,
+        common.progress_bar(hidden=as_json) as progress,
+    ):
+        dropped = sum(map(store.drop, progress.track(sorted(doomed), description="deleting")))
     if as_json:
-        print_json({"pages": dropped})
+        common.print_json({"pages": dropped})
     else:
-        screen.print(f"{dropped:,} pages deleted")
+        say(f"{dropped:,} pages deleted")
+
+
+def _verified(path: Path, bar: Progress, rebuild: bool, repair: bool) -> dict[str, Any]:
+    task = bar.add_task(str(path), total=None)
+
+    def report(done: int, total: int) -> None:
+        bar.update(task, completed=done, total=total)
+
+    adopted = 0
+    if rebuild:
+        with _opened(path) as folder:
+            folder.set_index_aside()
+    with _opened(path) if rebuild or repair else _viewed(path) as view:
+        if isinstance(view, Folder) and (rebuild or view.index_is_partial):
+            adopted = len(find_unknown_files(view, adopt=True, progress=report).pages)
+            view.mark_index_complete()
+        found = verify_folder(view, repair=repair, progress=report)
+    return {**asdict(found), "adopted": adopted, "problems": found.problems}
 
 
 def _viewed(path: Path) -> closing[Folder]:
@@ -242,9 +225,7 @@ def _opened(path: Path) -> closing[Folder]:
 def _entries(folder: Folder, namespace: str | None) -> Iterator[Entry]:
     """The entries of ``folder`` whose namespace begins with these hexadecimal digits."""
     digits = (namespace or "").lower()
-    for entry in folder.index.entries():
-        if entry.name.namespace.hex().startswith(digits):
-            yield entry
+    return (e for e in folder.index.entries() if e.name.namespace.hex().startswith(digits))
 
 
 def _folder_stats(path: Path) -> dict[str, Any]:
@@ -273,68 +254,58 @@ def _folder_stats(path: Path) -> dict[str, Any]:
         }
 
 
-def _last_servers(config: HCacheConfig) -> dict[str, Any]:
-    """By folder, what the server that opened it last said about itself."""
-    reports = {str(path): read_report(path) for path in config.dirs}
-    return {path: found.model_dump(mode="json") for path, found in reports.items() if found}
+def codecs_of(file: Path) -> str | None:
+    """Names of the codecs of the layers in a page file, with commas between them.
+
+    Returns:
+        None if the file cannot be read, or holds no page of our own form. Only headers are read.
+    """
+    try:
+        with file.open("rb") as opened:
+            first = opened.read(BLOCK)
+            rest = opened.read(header_length(memoryview(first)) - BLOCK)
+            header = parse_header(memoryview(first + rest))
+            page = opened.read(header.layout.table.segments[0].length)
+    except (OSError, DamagedFileError):
+        return None
+    if len(page) < PREFIX.size:
+        return None
+    magic, version, layers, _, _, page_size = PREFIX.unpack_from(page)
+    start = TOKENS + 8 * page_size
+    table = page[start : start + layers * LAYER_ENTRY.size]
+    if (magic, version) != (MAGIC, FORMAT_VERSION) or len(table) < layers * LAYER_ENTRY.size:
+        return None
+    stored = dict.fromkeys(code for method, _, code in LAYER_ENTRY.iter_unpack(table) if method)
+    return ", ".join(code.rstrip(b"\0").decode("ascii", "replace") for code in stored)
+
+
+def _last_servers(config: HCacheConfig) -> list[tuple[Path, ServerReport]]:
+    """Folders with the report of the server that opened them last."""
+    reports = ((path, read_report(path)) for path in config.dirs)
+    return [(path, report) for path, report in reports if report is not None]
 
 
 def _show_last_servers(config: HCacheConfig) -> None:
-    for path in config.dirs:
-        report = read_report(path)
-        if report is not None:
-            screen.print()
-            screen.print(_last_server(path, report), highlight=False, soft_wrap=True)
-
-
-def _last_server(path: Path, report: ServerReport) -> str:
-    """What pages the server that opened the folder last has, and why no other ones."""
-    why = f" ({report.reason})" if report.reason is not None else ""
-    codec = f", codec {report.codec}" if report.codec is not None else ""
-    opened = _when(report.time)
-    pages = f"{report.mode} mode, {report.pages} pages"
-    return f"Last server of {path}: {pages}{why}{codec}; {report.model}, {opened}"
-
-
-def _row(path: Path, entry: Entry) -> dict[str, Any]:
-    namespace, key, share = entry.name
-    return {
-        "folder": str(path),
-        "namespace": namespace.hex(),
-        "key": key.hex(),
-        "share": f"{share.number} of {share.of}",
-        "bytes": entry.file_bytes,
-        "writer": entry.writer.hex(),
-        "last_used": entry.rank / 1e9,
-    }
-
-
-def _when(stamp: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(stamp))
-
-
-def _store(config: HCacheConfig) -> PageStore:
-    return PageStore(config, _WRITER, background=False)
+    for path, report in _last_servers(config):
+        reason = f" ({report.reason})" if report.reason is not None else ""
+        codec = f", codec {report.codec}" if report.codec is not None else ""
+        pages = f"{report.mode} mode, {report.pages} pages{reason}{codec}"
+        say(f"\nLast server of {path}: {pages}; {report.model}, {when(report.time)}")
 
 
 def _show_findings(results: dict[str, dict[str, Any]]) -> None:
-    shown = table(
-        "", "intact#", "bytes#", "damaged#", "missing#", "unknown#", "index#", "repaired#", "folder"
-    )
+    heads = ("intact#", "bytes#", *(f"{kind}#" for kind in _KINDS), "repaired#", "folder")
+    shown = common.table("", *heads)
     for path, found in results.items():
-        counts = [len(found[kind]) for kind in ("damaged", "missing", "unknown", "index")]
-        shown.add_row(
-            f"{found['pages']:,}",
-            human_bytes(found["bytes"]),
-            *(f"[red]{count:,}[/red]" if count else "0" for count in counts),
-            f"{found['repaired']:,}",
-            path,
-        )
+        counts = [len(found[kind]) for kind in _KINDS]
+        bad = (f"[red]{count:,}[/red]" if count else "0" for count in counts)
+        intact = f"{found['pages']:,}", human_bytes(found["bytes"])
+        shown.add_row(*intact, *bad, f"{found['repaired']:,}", path)
     screen.print(shown)
     for path, found in results.items():
         lines = [f"{name}: {reason}" for name, reason in found["damaged"] + found["unknown"]]
         lines += [f"{name}: no such file" for name in found["missing"]] + found["index"]
-        for line in lines[:_SHOWN_AT_MOST]:
-            screen.print(f"{path}: {line}", highlight=False, soft_wrap=True)
         if len(lines) > _SHOWN_AT_MOST:
-            screen.print(f"{path}: and {len(lines) - _SHOWN_AT_MOST} more (see --json)")
+            lines[_SHOWN_AT_MOST:] = [f"and {len(lines) - _SHOWN_AT_MOST} more (see --json)"]
+        for line in lines:
+            say(f"{path}: {line}")

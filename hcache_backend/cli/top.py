@@ -1,68 +1,61 @@
-"""``hcache top``: a live view of what servers do with hidden states and L3."""
+"""``hcache top``: a live view of servers' hidden states and L3."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import typer
 from rich.columns import Columns
-from rich.console import Group
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
-from rich.table import Table
 from rich.text import Text
 
-from hcache_backend.cli.common import AsJson, human_bytes, print_json, screen, table
+from hcache_backend.cli.common import SERVER, AsJson, human_bytes, print_json, screen, table
 from hcache_backend.cli.metrics_page import MetricsPage, NoMetrics, look, summary
 
-DEFAULT_URL = "http://127.0.0.1:30000"
-
-
-class Line(NamedTuple):
-    """One line of a server's table: the sum of some counters; not shown while it is 0."""
-
-    name: str
-    counter: str
-    labels: tuple[str, ...]
-    unit: str = "tokens"
-
-
-LINES = (
-    Line("prompt tokens computed", "prompt", ("input",)),
-    Line("  found on the device", "prompt", ("device_hit",)),
-    Line("  found in host memory", "prompt", ("host_hit",)),
-    Line("  found in L3", "prompt", ("storage_hit",)),
-    Line("captured", "tokens", ("captured",)),
-    Line("backed up to host memory", "tokens", ("backed_up",)),
-    Line("not encodable", "tokens", ("not_encodable",)),
-    Line("restored to the device", "tokens", ("restored",)),
-    Line("looked for in L3, found", "l3_tokens", ("found",)),
-    Line("  and read", "l3_tokens", ("hit",)),
-    Line("  and recomputed", "l3_tokens", ("recomputed",)),
-    Line("  and not readable", "l3_tokens", ("unreadable",)),
-    Line("  and refused", "l3_tokens", ("slower", "ended")),
-    Line("  absent", "l3_tokens", ("absent", "other_pool")),
-    Line("  while L3 was off", "l3_tokens", ("suspended",)),
-    Line("L3 reads", "store", ("bytes_read",), "bytes"),
-    Line("L3 pages damaged or unreadable", "store", ("bad_pages", "read_errors"), "pages"),
-    Line("L3 writes", "store", ("bytes_written",), "bytes"),
-    Line(
-        "L3 pages dropped (full, late, offline)",
-        "store",
-        ("pages_dropped_full", "pages_dropped_late", "pages_dropped_offline"),
-        "pages",
+LINES = {
+    "prompt tokens computed": "prompt input",
+    "  found on the device": "prompt device_hit",
+    "  found in host memory": "prompt host_hit",
+    "  found in L3": "prompt storage_hit",
+    "captured": "tokens captured",
+    "backed up to host memory": "tokens backed_up",
+    "not encodable": "tokens not_encodable",
+    "restored to the device": "tokens restored",
+    "looked for in L3, found": "l3_tokens found",
+    "  and read": "l3_tokens hit",
+    "  and recomputed": "l3_tokens recomputed",
+    "  and not readable": "l3_tokens unreadable",
+    "  and refused": "l3_tokens slower ended",
+    "  absent": "l3_tokens absent other_pool",
+    "  while L3 was off": "l3_tokens suspended",
+    "L3 reads": "store bytes_read",
+    "L3 pages damaged or unreadable": "store bad_pages read_errors",
+    "L3 writes": "store bytes_written",
+    "L3 pages dropped (full, late, offline)": (
+        "store pages_dropped_full pages_dropped_late pages_dropped_offline"
     ),
-    Line("L3 pages evicted", "store", ("pages_evicted",), "pages"),
-    Line("shared L3: read", "behind", ("read",), "pages"),
-    Line("shared L3: not readable or damaged", "behind", ("missed",), "pages"),
-    Line("shared L3: not asked, not responding", "behind", ("not_asked",), "pages"),
-    Line("shared L3: written", "behind", ("written",), "pages"),
-    Line("shared L3: not written", "behind", ("dropped_full", "write_failed"), "pages"),
-)
+    "L3 pages evicted": "store pages_evicted",
+    "shared L3: read": "behind read",
+    "shared L3: not readable or damaged": "behind missed",
+    "shared L3: not asked, not responding": "behind not_asked",
+    "shared L3: written": "behind written",
+    "shared L3: not written": "behind dropped_full write_failed",
+}
+"""Lines of a server's table: a table of counters and the events that are summed; 0 is not shown."""
+_UNITS = {"store": "pages", "behind": "pages"}
+_RATES = {
+    "l3_read": "L3 is read",
+    "behind_read": "the shared L3",
+    "load": "loaded to the device",
+    "prefill": "computed",
+}
 
 
 @dataclass
@@ -91,8 +84,7 @@ class Watched:
 
 def top(
     urls: Annotated[
-        list[str] | None,
-        typer.Argument(help=f"Servers, as http://HOST:PORT; default {DEFAULT_URL}."),
+        list[str] | None, typer.Argument(help=f"Servers, as http://HOST:PORT; default {SERVER}.")
     ] = None,
     interval: Annotated[
         float, typer.Option("--interval", "-i", min=0.2, help="Seconds between two fetches.")
@@ -101,7 +93,7 @@ def top(
     as_json: AsJson = False,
 ) -> None:
     """Watch what servers do with hidden states and L3. The servers need --enable-metrics."""
-    watched = [Watched(url) for url in urls or [DEFAULT_URL]]
+    watched = [Watched(url) for url in urls or [SERVER]]
     with ThreadPoolExecutor(len(watched)) as pool:
         _look(pool, watched)
         if not (once or as_json):
@@ -123,97 +115,67 @@ def _look(pool: ThreadPoolExecutor, watched: Sequence[Watched]) -> None:
 
 
 def _watch(pool: ThreadPoolExecutor, watched: Sequence[Watched], interval: float) -> None:
-    with Live(picture(watched), console=screen, auto_refresh=False) as live:
-        try:
-            while True:
-                time.sleep(interval)
-                _look(pool, watched)
-                live.update(picture(watched), refresh=True)
-        except KeyboardInterrupt:
-            pass
+    with (
+        suppress(KeyboardInterrupt),
+        Live(picture(watched), console=screen, auto_refresh=False) as live,
+    ):
+        while True:
+            time.sleep(interval)
+            _look(pool, watched)
+            live.update(picture(watched), refresh=True)
 
 
 def picture(watched: Sequence[Watched]) -> Columns:
     """One panel per server, side by side if they fit."""
-    return Columns([_panel(server) for server in watched])
+    panels = []
+    for server in watched:
+        seen = server.as_json()
+        parts = [Text(seen["error"], style="red")] if "error" in seen else _parts(seen)
+        panels.append(Panel(Group(*parts), title=server.url, title_align="left", expand=False))
+    return Columns(panels)
 
 
-def _panel(server: Watched) -> Panel:
-    if server.page is None:
-        problem = Text(server.problem or "", style="red")
-        return Panel(problem, title=server.url, title_align="left", expand=False)
-    seen = summary(server.page, server.before)
-    parts = Group(
-        Text(_state(seen)),
-        *_rates(seen),
-        Text(),
-        _counts(seen),
-        Text(),
-        _stages(seen),
-        *_problems(seen),
-    )
-    return Panel(parts, title=server.url, title_align="left", expand=False)
-
-
-def _state(seen: dict[str, Any]) -> str:
-    said = [f"{seen['mode']} mode, {seen['pages']} pages"]
+def _parts(seen: dict[str, Any]) -> Iterator[RenderableType]:
+    """The content of a server's panel, from its JSON."""
+    state = [f"{seen['mode']} mode, {seen['pages']} pages"]
     if seen["codec"] is not None:
-        said.append(f"codec {seen['codec']}")
+        state.append(f"codec {seen['codec']}")
     if seen["suspended"] is not None:
-        said.append(f"L3 is off ({seen['suspended'].replace('_', ' ')})")
+        state.append(f"L3 is off ({seen['suspended'].replace('_', ' ')})")
     if seen["behind"] is not None:
         silent = ", not responding" if seen["behind_silent"] else ""
-        said.append(f"shared L3: {seen['behind']}{silent}")
-    said.append(f"{seen['running']} requests running, {seen['queued']} queued")
-    return ", ".join(said)
-
-
-def _rates(seen: dict[str, Any]) -> list[Text]:
-    """What decisions about L3 hits go by."""
-    names = {
-        "l3_read": "L3 is read",
-        "behind_read": "the shared L3",
-        "load": "loaded to the device",
-        "prefill": "computed",
-    }
+        state.append(f"shared L3: {seen['behind']}{silent}")
+    yield Text(", ".join([*state, f"{seen['running']} requests running, {seen['queued']} queued"]))
     rates = seen["tokens_per_second"]
-    said = [f"{text} at {rates[name]:,.0f}" for name, text in names.items() if name in rates]
-    return [Text(f"tokens per second: {', '.join(said)}")] if said else []
-
-
-def _counts(seen: dict[str, Any]) -> Table:
-    shown = table("", "", "per second#", "total#")
-    for line in LINES:
-        totals, rates = seen["totals"][line.counter], (seen["per_second"] or {}).get(line.counter)
-        total = sum(totals.get(label, 0.0) for label in line.labels)
-        if not total:
-            continue
-        rate = None if rates is None else sum(rates.get(label, 0.0) for label in line.labels)
-        shown.add_row(line.name, _amount(rate, line.unit), _amount(total, line.unit))
-    return shown
-
-
-def _stages(seen: dict[str, Any]) -> Table:
-    shown = table("", "stage", "per second#", "mean ms#", "p50 ms#", "p99 ms#", "total#")
+    if expected := [f"{_RATES[name]} at {rates[name]:,.0f}" for name in _RATES if name in rates]:
+        yield Text(f"tokens per second: {', '.join(expected)}")
+    yield Text()
+    counts = table("", "", "per second#", "total#")
+    for name, counted in LINES.items():
+        counter, *labels = counted.split()
+        unit = "bytes" if labels[0].startswith("bytes_") else _UNITS.get(counter, "tokens")
+        if total := _sum(seen["totals"][counter], labels):
+            rates = seen["per_second"] and _sum(seen["per_second"][counter], labels)
+            counts.add_row(name, _amount(rates, unit), _amount(total, unit))
+    yield counts
+    yield Text()
+    times = table("", "stage", "per second#", "mean ms#", "p50 ms#", "p99 ms#", "total#")
     for name, stage in seen["stages"].items():
-        times = (stage[key] for key in ("per_second", "mean_ms", "p50_ms", "p99_ms"))
-        shown.add_row(name, *map(_decimal, times), f"{stage['count']:,.0f}")
-    return shown
+        cells = (stage[key] for key in ("per_second", "mean_ms", "p50_ms", "p99_ms"))
+        shown = ["-" if value is None else f"{value:,.2f}" for value in cells]
+        times.add_row(name, *shown, f"{stage['count']:,.0f}")
+    yield times
+    problems = sorted((kind, count) for kind, count in seen["totals"]["problems"].items() if count)
+    if problems:
+        text = ", ".join(f"{kind} {count:,.0f}" for kind, count in problems)
+        yield Text(f"\nproblems, each a cache miss: {text}", style="yellow")
 
 
-def _problems(seen: dict[str, Any]) -> list[Text]:
-    counted = sorted((kind, count) for kind, count in seen["totals"]["problems"].items() if count)
-    if not counted:
-        return []
-    text = ", ".join(f"{kind} {count:,.0f}" for kind, count in counted)
-    return [Text(), Text(f"problems, each a cache miss: {text}", style="yellow")]
+def _sum(counts: dict[str, float], labels: Sequence[str]) -> float:
+    return sum(counts.get(label, 0.0) for label in labels)
 
 
 def _amount(value: float | None, unit: str) -> str:
     if value is None:
         return "-"
     return human_bytes(int(value)) if unit == "bytes" else f"{value:,.0f} {unit}"
-
-
-def _decimal(value: float | None) -> str:
-    return "-" if value is None else f"{value:,.2f}"

@@ -1,4 +1,4 @@
-"""The pairs of a page: as many as its form has, merged where that is good enough."""
+"""The pairs of a page: as many as its form has, merged if that is good enough."""
 
 from __future__ import annotations
 
@@ -15,24 +15,16 @@ from hcache_backend.krul.statistics import PairSums
 
 @dataclass(frozen=True)
 class PairChoice:
-    """Chooses pairs of layers.
+    """Chooses pairs of layers."""
 
-    Attributes:
-        layers: How many the model has.
-        pairs: How many are chosen.
-        mergeable: Those that a merge does not change too much.
-        ratio: Share of the I-R layers that are merged at most.
-        gamma: What makes an I-R layer, see :func:`initial_recent_layers`.
-    """
-
-    layers: int
-    pairs: int
-    mergeable: Collection[Pair]
-    ratio: float
-    gamma: float
+    layers: int  # of the model
+    pairs: int  # number to choose
+    mergeable: Collection[Pair]  # pairs that a merge does not change too much
+    ratio: float  # largest share of the I-R layers to merge
+    gamma: float  # least mass of an I-R layer, see initial_recent_layers
 
     def by_distance(self, sums: PairSums) -> tuple[CodedPair, ...]:
-        """The closest I-R layers are merged (Krul's Algorithm 1)."""
+        """Merge the closest I-R layers (Krul's Algorithm 1)."""
         candidates = initial_recent_layers(sums.initial_recent, self.gamma)
         distances = sums.distances
         allowed = torch.full_like(distances, torch.inf)
@@ -42,8 +34,8 @@ class PairChoice:
         return self.coded([pair for pair in first if pair in self.mergeable][: self.pairs])
 
     def coded(self, wanted: Iterable[Pair]) -> tuple[CodedPair, ...]:
-        """These pairs, and neighbours among the other layers, from the last on: merged if they are
-        wanted and mergeable, else in ``fp8``; by their first layers."""
+        """``wanted`` pairs, then neighbours among the other layers from the last on; by first
+        layers. Pairs are merged if they are wanted and mergeable, and otherwise in ``fp8``."""
         found = {pair: pair in self.mergeable for pair in wanted}
         left = [layer for layer in range(self.layers) if all(layer not in pair for pair in found)]
         while len(found) < self.pairs:

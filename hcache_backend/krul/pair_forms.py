@@ -1,4 +1,4 @@
-"""What a slot keeps of two layers, in about the bytes of one: reference encoders and decoders.
+"""Two layers in about the bytes of one: reference encoders and decoders of a slot.
 
 ``merged``: after MiniCache, K (and V) of both layers have one direction and a magnitude each. An
 encoded unit of ``n`` tokens is, in the type of K and V,
@@ -6,14 +6,13 @@ encoded unit of ``n`` tokens is, in the type of K and V,
 - the values of every token: a direction of length 1 in each head, halfway between the directions of
   both layers (spherical interpolation with t = 1/2);
 - the magnitudes in the first layer, token by token and there head by head; those in the second;
-- the values of the *retained* tokens in the second layer: the tokens whose directions differ most
-  between the layers are not merged, and their place above has the values of the first layer;
+- the values in the second layer of the *retained* tokens, whose directions differ most between the
+  layers. They are not merged: their values above are those of the first layer;
 - the numbers of the retained tokens in the unit, ascending, uint16;
-- zeros, so that the length is a multiple of 16.
+- zeros up to a multiple of 16 bytes.
 
-MiniCache and Krul leave t open (MiniCache prefers 0.6). With 1/2 both layers lose the same, and the
-interpolation needs no trigonometric function: bytes follow from additions, multiplications,
-divisions and square roots in float32, in a fixed order.
+MiniCache and Krul leave t open (MiniCache prefers 0.6). With 1/2 both layers lose the same, and
+bytes follow from float32 sums, products, quotients and square roots in a fixed order.
 
 ``fp8``: both layers through codec ``fp8``, the first one first.
 """
@@ -35,29 +34,17 @@ _MOST_TOKENS = 1 << 16
 
 
 class PairForm(ABC):
-    """Encodes K and V of two layers into a slot.
+    """Encodes K and V of two layers into a slot: the same values give the same bytes, or ``name``
+    must change, because stored pages would be decoded to wrong values.
 
-    The same values give the same bytes. A page that a form cannot hold is said not to fit; its
-    bytes mean nothing.
-
-    Args:
-        cut: The units of a page in K of one layer; those in V are alike.
-        dim: Values of a head.
-        dtype: Type of K and V.
+    ``cut``: the units of a page in K of one layer, like those in V; ``dim``: values of a head.
 
     Raises:
         UnsupportedRows: The form does not take such units.
-
-    Attributes:
-        name: What strategies and pages call it. When the same values get other bytes, it gets
-            another one: else stored pages would be decoded to wrong values.
-        cut: As above.
-        dim: As above.
-        slot_bytes: Bytes of an encoded page in both layers.
     """
 
     name: ClassVar[str]
-    slot_bytes: int
+    slot_bytes: int  # of an encoded page in both layers
 
     def __init__(self, cut: Cut, dim: int, dtype: torch.dtype) -> None:
         self.cut, self.dim = cut, dim
@@ -66,15 +53,8 @@ class PairForm(ABC):
     def encode(
         self, first: torch.Tensor, second: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Encode pages of two layers.
-
-        Args:
-            first: K and V of the first layer, ``[p, 2, units, tokens, width]``, on any device.
-            second: Those of the second one.
-
-        Returns:
-            uint8 ``[p, slot_bytes]``, and whether each page fits, bool ``[p]``.
-        """
+        """Encode pages of two layers, K and V as ``[p, 2, units, tokens, width]``. Returns uint8
+        ``[p, slot_bytes]``, and bool ``[p]``: bytes of a page that does not fit mean nothing."""
 
     @abstractmethod
     def decode(self, encoded: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -101,13 +81,8 @@ class Fp8Pair(PairForm):
 
 
 class MergedPair(PairForm):
-    """See above.
-
-    Attributes:
-        retained: One of so many tokens is. Bytes depend on it, and on t: both are of the name.
-    """
-
     name = "merged"
+    # One token of 16 is retained. Bytes depend on this and on t: both belong to the name.
     retained: ClassVar[int] = 16
 
     def __init__(self, cut: Cut, dim: int, dtype: torch.dtype) -> None:
@@ -187,12 +162,8 @@ PAIR_FORMS: dict[str, type[PairForm]] = {form.name: form for form in (MergedPair
 
 
 class PairSlot:
-    """A slot that holds a page of two layers in any form, as two parts of equal length: what the
-    form has in its first and in its second half, and zeros. The arguments are those of the forms.
-
-    Attributes:
-        slot_bytes: Bytes of both.
-    """
+    """A slot that holds a page of two layers in any form, as two equal parts: each has half of the
+    form's bytes, and zeros. ``slot_bytes`` are those of both parts."""
 
     def __init__(self, cut: Cut, dim: int, dtype: torch.dtype) -> None:
         self._forms = {name: form(cut, dim, dtype) for name, form in PAIR_FORMS.items()}
@@ -207,21 +178,17 @@ class PairSlot:
         return functional.pad(parts, (0, self.slot_bytes // 2 - parts.shape[2])).flatten(1), fits
 
     def decode(self, name: str, encoded: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """:meth:`PairForm.decode` of what :meth:`encode` returns."""
+        """:meth:`PairForm.decode` of the bytes of :meth:`encode`."""
         form = self._forms[name]
         parts = encoded.view(len(encoded), 2, -1)[..., : form.slot_bytes // 2]
         return form.decode(parts.flatten(1))
 
 
 def changes_of_merges(form: MergedPair, layers: Sequence[torch.Tensor]) -> torch.Tensor:
-    """How much a merge of each two layers changes K and V: float32 ``[layers, layers]``, symmetric,
-    on the device.
+    """Change of K and V by a merge of each two layers: float32 ``[layers, layers]``, symmetric.
 
-    That is the root mean square over tokens in the worst head of K or V, each token relative to its
-    own size; infinity on the diagonal, and where a page does not fit.
-
-    Args:
-        layers: K and V of each, see :meth:`PairForm.encode`.
+    It is the root mean square over tokens in the worst head of K or V, each token relative to its
+    own size; infinity on the diagonal, and if a page does not fit.
     """
     found = torch.full((len(layers), len(layers)), torch.inf, device=layers[0].device)
     for pair in combinations(range(len(layers)), 2):
@@ -242,11 +209,8 @@ def _change(back: torch.Tensor, exact: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def _divergent(units: torch.Tensor, count: int) -> torch.Tensor:
-    """Tokens of each unit whose directions in two layers differ most, ascending.
-
-    ``units`` are vectors of length 1, ``[2, p, 2, units, tokens, heads, dim]``; int64
-    ``[p, 2, units, count]`` is returned. Of tokens that differ alike the first ones are taken.
-    """
+    """Tokens of each unit whose directions in two layers differ most, ascending; of equal ones the
+    first. ``units`` are vectors of length 1, ``[2, p, 2, units, tokens, heads, dim]``."""
     cosines = _sum(_sum(units[0] * units[1]))  # over values, then over heads
     return cosines.sort(dim=3, stable=True).indices[..., :count].sort(dim=3).values
 

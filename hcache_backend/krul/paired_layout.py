@@ -1,8 +1,8 @@
 """Pages in which some layers share a slot, two by two; each page says which ones.
 
-All pages of a form have as many pairs, so that they have one length and one table of segments: the
-slots of the pairs first, by their first layers, then those of the other layers. So pages that were
-written by different strategies are of one form, and one load may mix them.
+All pages of a form have the same number of pairs, one length and one table of segments: slots of
+the pairs by their first layers, then those of the other layers. So pages of different strategies
+are of one form, and one load may mix them.
 """
 
 from __future__ import annotations
@@ -21,47 +21,33 @@ from hcache_backend.format.page import LAYER_ENTRY, Bytes, PageLayout
 from hcache_backend.format.units import PACKED_SEGMENT, Segment
 from hcache_backend.krul.selection import Strategy
 
-_KV = 2
-"""Segments of a slot."""
-_KNOWN = 1024
-"""Tables of pages that are not read again."""
+_KV = 2  # segments of a slot
+_KNOWN = 1024  # parsed tables of pages that are kept
 
-CodedPair = tuple[int, int, str]
-"""Layers that share a slot, the lower one first, and what encodes them."""
+CodedPair = tuple[int, int, str]  # layers that share a slot, the lower one first, and their code
 
 
 class Slot(NamedTuple):
-    """Where K and V of some layers are in a page.
+    """Place of K and V of some layers in a page."""
 
-    Attributes:
-        layers: One, or the two that share it.
-        code: What encodes them.
-        offset: Where it begins in a rank's page.
-    """
-
-    layers: tuple[int, ...]
+    layers: tuple[int, ...]  # one, or the two that share it
     code: str
-    offset: int
+    offset: int  # in a rank's page
 
 
 @dataclass(frozen=True)
 class PairedLayout(PageLayout):
-    """Where things stand in a page with pairs. ``layers`` says what is stored of each layer that is
-    in none, the same for all of them. A rank's pages are whole, and its own: what is put together
-    of several files could be of two strategies.
+    """Layout of a page with pairs. ``layers``: storage of an unpaired layer, the same for all.
 
-    Attributes:
-        slot: What is stored of a pair.
-        codes: All that may encode pairs.
-        pairs: The pairs, in the order of their first layers.
+    Pages belong to one rank; shares are never combined, because two could be of two strategies.
 
     Raises:
         ValueError: A layer is in two pairs, or a pair has an unknown code.
     """
 
-    slot: tuple[Segment, ...] = field(kw_only=True)
-    codes: tuple[str, ...] = field(kw_only=True)
-    pairs: tuple[CodedPair, ...] = field(kw_only=True)
+    slot: tuple[Segment, ...] = field(kw_only=True)  # storage of a pair
+    codes: tuple[str, ...] = field(kw_only=True)  # all that may encode pairs
+    pairs: tuple[CodedPair, ...] = field(kw_only=True)  # by first layers
 
     def __post_init__(self) -> None:
         known = Strategy(len(self.layers), tuple(pair[:2] for pair in self.pairs)).pairs
@@ -70,18 +56,15 @@ class PairedLayout(PageLayout):
             raise ValueError(f"pairs {self.pairs}: must be in order, each by one of {self.codes}")
 
     def with_pairs(self, pairs: Sequence[CodedPair]) -> PairedLayout:
-        """The layout of pages with these pairs, in any order.
-
-        Raises:
-            ValueError: They are no pairs of these layers, or not as many.
-        """
+        """The layout of pages with these pairs, in any order. Raises ValueError if they are no
+        pairs of these layers, or not as many."""
         if len(pairs) != len(self.pairs):
             raise ValueError(f"pages have {len(self.pairs)} pairs, not {len(pairs)}")
         return replace(self, pairs=tuple(sorted(pairs)))
 
     @property
     def in_each_code(self) -> list[PairedLayout]:
-        """The layouts of pages with the same pairs, all of them encoded in one way."""
+        """Layouts of pages with the same pairs, all of them encoded in one way."""
         return [self.with_pairs([(*pair[:2], code) for pair in self.pairs]) for code in self.codes]
 
     @cached_property
@@ -97,7 +80,6 @@ class PairedLayout(PageLayout):
 
     @cached_property
     def slots(self) -> tuple[Slot, ...]:
-        """The slot of every layer."""
         ends = np.cumsum([0, *(segment.length for segment in self._segments)])
         return tuple(
             Slot(layers, code, self.header_bytes + int(ends[_KV * number]))
@@ -120,15 +102,12 @@ class PairedLayout(PageLayout):
         return tuple(slot.offset for slot in self.slots)
 
     def segment(self, layer: int) -> slice:
-        """The bytes of a layer's slot inside a page."""
         return super().segment(self.sharing(layer)[0])
 
     def groups(self, memory: Bytes, pages: Ids, layer: int) -> list[tuple[Slot, Ids]]:
-        """The slots of a layer in ``pages`` (int64 ``[p]``, at least one) of ``memory`` (uint8
-        ``[..., page_bytes]``), and the places of the pages that have each.
-
-        Pages of no form are left out: HiCache has freed them meanwhile, and another one is read.
-        """
+        """The slots of a layer in ``pages`` (at least one) of ``memory`` (uint8 ``[...,
+        page_bytes]``), each with the indices of its pages. Pages of no form are left out: HiCache
+        has freed them meanwhile, and another read goes there."""
         entries = memory[:, self._entries_at][pages]
         if (entries == entries[:1]).all():
             slot = self._slot(entries[0], layer)
@@ -144,7 +123,7 @@ class PairedLayout(PageLayout):
 
     @cached_property
     def _of_entries(self) -> Callable[[bytes], PairedLayout | None]:
-        """The layout of pages by their tables of layers."""
+        """Parses the tables of layers of pages; None if the form is another one."""
 
         @lru_cache(_KNOWN)
         def parsed(entries: bytes) -> PairedLayout | None:
@@ -164,7 +143,7 @@ class PairedLayout(PageLayout):
 
     @cached_property
     def _numbered(self) -> tuple[tuple[tuple[int, ...], str, int], ...]:
-        """Of every layer, what is in its slot, the slot's code and its number."""
+        """For every layer: the layers in its slot, the slot's code and its number."""
         paired = {layer for pair in self.pairs for layer in pair[:2]}
         alone = [layer for layer in range(len(self.layers)) if layer not in paired]
         slots: list[tuple[tuple[int, ...], str]] = [(pair[:2], pair[2]) for pair in self.pairs]
@@ -183,7 +162,6 @@ class PairedLayout(PageLayout):
 
     @cached_property
     def _entries(self) -> bytes:
-        """The table of layers."""
         return b"".join(
             LAYER_ENTRY.pack(_KV, _KV * number, code.encode()) for _, code, number in self._numbered
         )

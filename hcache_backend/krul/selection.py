@@ -1,4 +1,4 @@
-"""Which layers share a slot (Krul, section 4 and Algorithm 1)."""
+"""Choice of the layers that share a slot (Krul, section 4 and Algorithm 1)."""
 
 from __future__ import annotations
 
@@ -11,17 +11,13 @@ Pair = tuple[int, int]
 
 @dataclass(frozen=True)
 class Strategy:
-    """Which layers of a sequence are merged, two by two; it is one for all of its pages.
-
-    Attributes:
-        layers: How many the model has.
-        pairs: Layers that share a slot, the lower one first.
+    """Pairs of layers that are merged, the lower one first; the same for all pages of a sequence.
 
     Raises:
         ValueError: A layer that does not exist, or that is in two pairs.
     """
 
-    layers: int
+    layers: int  # of the model
     pairs: tuple[Pair, ...]
 
     def __post_init__(self) -> None:
@@ -36,36 +32,27 @@ class Strategy:
 
     @property
     def slots(self) -> tuple[tuple[int, ...], ...]:
-        """The layers of each slot of a page, in the order of their first layers."""
+        """The layers of each slot of a page, by first layers."""
         paired = {layer for pair in self.pairs for layer in pair}
         alone = ((layer,) for layer in range(self.layers) if layer not in paired)
         return tuple(sorted([*self.pairs, *alone]))
 
     def page_bytes(self, plain: int, pair: int) -> int:
-        """Bytes of a page whose slots have ``plain`` bytes for one layer and ``pair`` for two."""
+        """Bytes of a page: ``plain`` in a slot of one layer and ``pair`` in a slot of two."""
         return (self.layers - 2 * len(self.pairs)) * plain + len(self.pairs) * pair
 
 
 def initial_recent_layers(masses: torch.Tensor, gamma: float) -> list[int]:
-    """Layers whose queries look at the first and the last tokens, whatever they ask (I-R layers).
-
-    Args:
-        masses: One for each layer, see :attr:`PairSums.initial_recent`.
-        gamma: Least mass.
-    """
+    """I-R layers: their queries look at the first and last tokens, with a mass of at least
+    ``gamma`` (:attr:`PairSums.initial_recent`), whatever they ask."""
     return [layer for layer, mass in enumerate(masses.tolist()) if mass >= gamma]
 
 
 def closest_pairs(distances: torch.Tensor, candidates: list[int], ratio: float) -> tuple[Pair, ...]:
     """Pair layers greedily, the closest first, each layer once (Algorithm 1, lines 14 to 22).
 
-    Args:
-        distances: ``[layers, layers]``, symmetric.
-        candidates: Layers that may be paired.
-        ratio: Share of the candidates after which no further pair is made: from 0 to 1.
-
-    Returns:
-        The pairs by ascending distance; equal distances in the order of the layers.
+    No pair is added once the share ``ratio`` (0 to 1) of the candidates is paired. Pairs come by
+    distance (``[layers, layers]``, symmetric), equal ones by layers.
 
     Raises:
         ValueError: ``ratio`` is no such share.

@@ -1,8 +1,8 @@
-"""How alike layers attend: sums over the last queries of a sequence (Krul, section 5).
+"""Sums over the last queries of a sequence: how alike layers attend (Krul, section 5).
 
-Krul keeps the attention weights of a whole prompt, which are tens of gigabytes. Here K and V are
-the ones that are cached anyway, and only the last queries are asked again. A query's weights in all
-layers exist together, as in a decode step, and are gone before those of the next queries.
+Krul keeps the attention weights of a whole prompt, tens of gigabytes. Here K is the one that is
+cached anyway, and only the last queries are asked again. A query's weights in all layers exist
+together, as in a decode step, and are gone before those of the next queries.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
+
+from hcache_backend.restore.recompute import ProbedLayer
 
 PROBE_TOKENS = 32
 """How many of the last tokens are asked."""
@@ -22,45 +23,14 @@ _WEIGHTS = 1 << 24
 """So many weights of attention exist at once, or those of one query in the heads of a KV head."""
 
 
-class ProbedLayer(Protocol):
-    """The last queries of a sequence in one layer, and what they attend to, which is fetched when
-    it is asked for."""
-
-    @property
-    def q(self) -> torch.Tensor:
-        """Of the last ``t`` tokens, ``[t, heads, dim]``, as attention receives them."""
-
-    @property
-    def scale(self) -> float:
-        """Factor of the products of queries and keys."""
-
-    @property
-    def length(self) -> int:
-        """All ``n`` tokens."""
-
-    @property
-    def kv_heads(self) -> int:
-        """Heads of K, and of V."""
-
-    def keys(self, heads: slice) -> torch.Tensor:
-        """K of all tokens in some heads, ``[n, heads, dim]``; its type may be another one."""
-
-
 @dataclass(frozen=True)
 class PairSums:
     """How layers attend and how unlike each two of them are, summed over rows: a query in a head.
-
-    Sums can be added: of a prompt's tokens and of generated ones, of tensor-parallel ranks.
-
-    Attributes:
-        rows: How many.
-        mass: Weights on the first and on the last tenth of what a query sees, float64 ``[layers]``.
-        squared: Squared differences of each two layers, float64 ``[layers, layers]``, symmetric.
-    """
+    Sums can be added: of prompt and generated tokens, and of tensor-parallel ranks."""
 
     rows: int
-    mass: torch.Tensor
-    squared: torch.Tensor
+    mass: torch.Tensor  # weights on the first and last tenth of what a query sees, float64 [layers]
+    squared: torch.Tensor  # squared differences of each two layers, float64 [layers, layers]
 
     def __add__(self, other: PairSums) -> PairSums:
         return PairSums.unpacked(self.packed() + other.packed(), len(self.mass))
@@ -72,19 +42,17 @@ class PairSums:
 
     @staticmethod
     def packed_size(layers: int) -> int:
-        """How many numbers :meth:`packed` has."""
         return 1 + layers + layers**2
 
     @classmethod
     def unpacked(cls, packed: torch.Tensor, layers: int) -> PairSums:
-        """What :meth:`packed` returned, or a sum of such."""
+        """The sums of :meth:`packed`, or of packed ones that were added."""
         rows, mass, squared = packed.split([1, layers, layers**2])
         return cls(int(rows), mass, squared.view(layers, layers))
 
     @property
     def initial_recent(self) -> torch.Tensor:
-        """Share of the attention on the first and on the last tokens, float64 ``[layers]``: what
-        Algorithm 1 compares with its threshold."""
+        """Share of attention on first and last tokens; Algorithm 1 compares it with gamma."""
         return self.mass / self.rows
 
     @property
@@ -94,7 +62,7 @@ class PairSums:
 
 
 def attention_sums(layers: Sequence[ProbedLayer]) -> PairSums:
-    """Compare the attention of layers: differences are Euclidean distances of rows of weights.
+    """Compare layers by the Euclidean distances of rows of attention weights.
 
     Raises:
         ValueError: The layers have not the same heads or tokens.
@@ -111,10 +79,8 @@ def attention_sums(layers: Sequence[ProbedLayer]) -> PairSums:
 
 
 def attention_weights(q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.Tensor:
-    """Causal attention of the last ``t`` of ``n`` tokens, float32 ``[heads, t, n]``.
-
-    ``q`` is ``[t, heads, dim]``, ``k`` is ``[n, kv_heads, dim]``.
-    """
+    """Causal attention of the last ``t`` of ``n`` tokens, float32 ``[heads, t, n]``, from ``q``
+    ``[t, heads, dim]`` and ``k`` ``[n, kv_heads, dim]``."""
     tokens, _, dim = q.shape
     grouped = q.float().view(tokens, k.shape[1], -1, dim)
     scores = torch.einsum("tghd,ngd->ghtn", grouped, k.float()).flatten(0, 1) * scale
@@ -124,8 +90,7 @@ def attention_weights(q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.T
 
 
 def _at_ends(tokens: int, length: int, device: torch.device) -> torch.Tensor:
-    """Which of ``length`` tokens are the first or the last ones of those that each of the last
-    ``tokens`` ones sees, bool ``[tokens, length]``."""
+    """Mask of the first and last tokens that each of the last ``tokens`` tokens sees."""
     seen = torch.arange(length - tokens + 1, length + 1, dtype=torch.float64, device=device)
     first = torch.minimum((_ENDS * seen).ceil(), seen)
     last = torch.maximum(first, ((1 - _ENDS) * seen).floor())
@@ -139,11 +104,8 @@ def _zeros(layers: Sequence[ProbedLayer], dims: int) -> torch.Tensor:
 
 
 def _weights(layers: Sequence[ProbedLayer]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Weights of all layers in some heads for some queries after the other, float32 ``[layers,
-    heads, t, n]``, and which of them are on neither end, bool ``[t, n]``.
-
-    K of each layer is fetched once; of all layers together, in as few heads as are looked at.
-    """
+    """Weights of all layers, some heads and queries at a time, float32 ``[layers, heads, t, n]``,
+    and the mask of tokens on neither end. K is fetched once, of few heads in all layers."""
     (tokens, heads), length = layers[0].q.shape[:2], layers[0].length
     kv_heads = layers[0].kv_heads
     group = heads // kv_heads
@@ -170,7 +132,7 @@ def _mass(weights: torch.Tensor, inside: torch.Tensor) -> torch.Tensor:
 
 
 def _shape(layers: Sequence[ProbedLayer]) -> tuple[int, int]:
-    """Queries and heads of all layers."""
+    """Number of queries, and of heads, of all layers."""
     shapes = {(*layer.q.shape[:2], layer.length) for layer in layers}
     if len(shapes) != 1:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What we know of one attention layer of a model, whatever its architecture."""
+"""One attention layer of a model, whatever its architecture."""
 
 from __future__ import annotations
 
@@ -12,13 +12,11 @@ import torch
 
 @dataclass(frozen=True)
 class CallTemplate:
-    """How the model calls an attention module, learned from one real call.
+    """The model's way to call an attention module, learned from one real call.
 
-    Attributes:
-        names: The arguments that depend on the tokens: ``hidden`` (the hidden states),
-            ``positions`` and ``batch``, each with the module's name for it. Some modules take no
-            positions or no batch.
-        constants: The other arguments; plain values.
+    ``names`` maps ``hidden``, ``positions`` and ``batch``, which depend on the tokens, to the
+    module's arguments; some modules take no positions or no batch. ``constants`` are the other
+    arguments.
     """
 
     names: Mapping[str, str]
@@ -34,22 +32,13 @@ class CallTemplate:
 
 @dataclass(frozen=True)
 class AttentionLayer:
-    """One layer: its attention module and the linear module that receives the hidden state.
+    """One layer: its attention module and the linear module that receives the hidden state."""
 
-    Attributes:
-        index: Layer within this pipeline stage, from 0.
-        name: Dotted name of the attention module in the model.
-        module: The module that computes q, k, v and calls the engine's attention.
-        kernel: The engine's own attention object (SGLang's ``RadixAttention``).
-        projection: The linear module whose input is captured.
-        call: How ``module`` is called.
-    """
-
-    index: int
-    name: str
-    module: torch.nn.Module
-    kernel: torch.nn.Module
-    projection: torch.nn.Module
+    index: int  # within this pipeline stage, from 0
+    name: str  # dotted name of the attention module in the model
+    module: torch.nn.Module  # computes q, k, v and calls the engine's attention
+    kernel: torch.nn.Module  # the engine's attention object (SGLang's ``RadixAttention``)
+    projection: torch.nn.Module  # the linear module whose input is captured
     call: CallTemplate
 
 
@@ -64,15 +53,13 @@ def learn_call(
     positions: torch.Tensor,
     batch_type: type,
 ) -> CallTemplate:
-    """Tell from one real call of an attention module which argument is what.
+    """Learn from one real call of an attention module which argument is which.
 
-    Args:
-        positions: The positions of that forward pass, int ``[tokens]``.
-        batch_type: Type of the engine's batches (it may copy one on its way to the model).
+    ``positions`` are those of that forward pass, int ``[tokens]``. A batch is recognised by
+    ``batch_type``, since the engine may copy one on its way to the model.
 
     Raises:
-        UnknownCall: An argument depends on the tokens and is none of hidden states, positions
-            and batch; the message names it.
+        UnknownCall: An argument depends on the tokens and is none of these; the message names it.
     """
     signature = inspect.signature(module.forward)
     flat = dict(signature.bind(*args, **kwargs).arguments)

@@ -1,4 +1,4 @@
-"""Are projected K and V those that the model wrote?"""
+"""Comparison of projected K and V with those that the model wrote."""
 
 from __future__ import annotations
 
@@ -20,23 +20,19 @@ TOLERANCE = {
 }
 """Largest relative difference (root mean square over one head) that rounding can explain.
 
-Rounding moves both sides by about half a unit in the last place each; the values leave it a factor
-of five or more. A wrong projection (another RoPE, a missing norm) is off by a tenth or more.
+Both sides round by about half a unit in the last place; a factor of five or more is left. A wrong
+projection (another RoPE, a missing norm) is off by a tenth or more.
 """
 
 CODEC_TOLERANCE = {"none": 0.0, "exp4": 0.0, "int8": 2e-2, "fp8": 6e-2}
-"""What a codec adds: twice the largest difference seen in K or V from encoded hidden states of
-random models of nine architectures (int8 0.8%, fp8 2.8%; ``bench/codecs.py`` measures one). The
-same for encoded K and V: normally distributed ones change by 0.7% and 2.7%. Models whose rows, or
-K and V, have large outliers lose more with int8, and are refused it."""
+"""Added by a codec: twice the largest difference seen in random models of nine architectures (int8
+0.8%, fp8 2.8%; ``bench/codecs.py``). The same for encoded K and V. int8 loses more if rows, or K
+and V, have large outliers, and is refused to such models."""
 
 
 def tolerance(dtype: torch.dtype, codec: str = "none") -> float:
-    """The bound for K and V that are kept as ``dtype``, from hidden states kept by ``codec``.
-
-    Raises:
-        KeyError: Nobody has measured that type, or that codec.
-    """
+    """The bound for K and V kept as ``dtype``, from hidden states kept by ``codec``. Raises
+    KeyError if the type or the codec was not measured."""
     return TOLERANCE[dtype] + CODEC_TOLERANCE[codec]
 
 
@@ -48,10 +44,7 @@ def projection_problem(
     projector: Projector,
     codec: str = "none",
 ) -> str | None:
-    """Why projected K and V of ``n`` tokens are not those in the pool, or None when they are.
-
-    The arguments are those of :func:`projected_differences` and :func:`difference_problem`.
-    """
+    """The difference of projected K and V from the pool, as a message, or None if there is none."""
     differences = projected_differences(layer, hidden, positions, slots, projector)
     if isinstance(differences, str):
         return differences
@@ -65,15 +58,10 @@ def projected_differences(
     slots: torch.Tensor,
     projector: Projector,
 ) -> torch.Tensor | str:
-    """How far projected K and V of ``n`` tokens are from those in the pool; nobody waits.
+    """Relative differences of projected K and V from those that the model wrote to ``slots``.
 
-    Args:
-        hidden: ``[n, hidden]``; it may have been through a codec.
-        positions: int64 ``[n]``.
-        slots: Where the model has written K and V, int64 ``[n]``.
-
-    Returns:
-        The relative differences of K and V, float64 ``[2]`` on the device, or why there are none.
+    ``hidden`` (``[n, hidden]``) may have been through a codec. Returns float64 ``[2]`` on the
+    device, without waiting, or the reason why there are none.
     """
     try:
         projected = projector.project(layer, hidden, positions)
@@ -92,7 +80,7 @@ def projected_differences(
 def difference_problem(
     layer: AttentionLayer, differences: Sequence[float], projector: Projector, codec: str = "none"
 ) -> str | None:
-    """Why ``differences`` of K and V are more than rounding explains, and ``codec``; else None."""
+    """A message if rounding and ``codec`` do not explain ``differences`` of K and V, or None."""
     allowed = tolerance(projector.pool.dtype, codec)
     for name, difference in zip("KV", differences, strict=True):
         if not difference <= allowed:
@@ -104,8 +92,6 @@ def difference_problem(
 
 
 def first_problem(problems: Iterable[str | None]) -> str | None:
-    """The first problem, if any; only after all were looked for.
-
-    Some attention modules talk to the other ranks, which may find another layer at fault.
-    """
+    """The first problem, if any, after all were looked for: some attention modules talk to the
+    other ranks, which may find another layer at fault."""
     return next(filter(None, list(problems)), None)

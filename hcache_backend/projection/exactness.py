@@ -1,11 +1,10 @@
-"""How exactly K and V are the model's: the share of equal values, and how far the others are off.
+"""Exactness of K and V: the share of values equal to the model's, and the distance of the others.
 
-Distances are counted in units of the last place (ulp) of the larger value. What cancelled to nearly
-nothing, in a sum or a rotation, has no places of its own: values below the root mean square of
-their head are counted in its units.
+Distances are in units of the last place (ulp) of the larger value. A sum that nearly cancels has no
+places of its own: values below the root mean square of their head count in its units.
 
-Nothing sums in one order everywhere. K and V are right if they are at most twice as far off as the
-model's own at other batch sizes, or as another order of the same sums explains.
+The order of a sum differs between kernels and batch sizes. K and V are right if they are within
+twice the distance of the model's own at other batch sizes, or of another order of the same sums.
 """
 
 from __future__ import annotations
@@ -17,20 +16,14 @@ from typing import NamedTuple
 
 import torch
 
-_LARGEST = 32
-"""How many times the root mean square of all differences the largest one may be."""
+_LARGEST = 32  # largest difference, over the root mean square of all
 
 
 class Bound(NamedTuple):
-    """What another order of the same sums explains.
+    """Differences that another order of the same sums explains."""
 
-    Attributes:
-        rms: Root mean square of the differences in a head, relative to that of its values.
-        ulps: The largest difference, in units of the last place.
-    """
-
-    rms: float
-    ulps: float
+    rms: float  # of the differences in a head, relative to that of its values
+    ulps: float  # largest difference, in units of the last place
 
     @classmethod
     def of_product(cls, kept: torch.dtype) -> Bound:
@@ -46,32 +39,23 @@ class Bound(NamedTuple):
 
     @classmethod
     def of_pass(cls, kept: torch.dtype) -> Bound:
-        """For K and V behind layers that were computed again: eight times as much, at most 0.08.
-
-        A wrong prefix or position shows as a tenth of the values or more.
-        """
+        """For K and V behind recomputed layers: eight times as much, at most 0.08. A wrong prefix
+        or position shows as a tenth of the values or more."""
         rms = min(8 * cls.of_product(kept).rms, 0.08)
         return cls(rms, _LARGEST * rms / torch.finfo(kept).eps)
 
 
 @dataclass(frozen=True)
 class Exactness:
-    """How numbers differ from those that are right.
+    """The difference of numbers from those that are right."""
 
-    Attributes:
-        values: How many were compared.
-        unequal: How many differ.
-        ulps: The largest distance, in units of the last place; infinity for what is not finite.
-        rms: As in :class:`Bound`, of the worst head; infinity likewise.
-    """
-
-    values: int
+    values: int  # that were compared
     unequal: int
-    ulps: float
-    rms: float
+    ulps: float  # largest distance in units of the last place; infinity if not finite
+    rms: float  # as in Bound, of the worst head; infinity likewise
 
     def as_good_as(self, other: Exactness, bound: Bound) -> bool:
-        """Whether this is finite, and at most twice as far off as ``other`` or within ``bound``."""
+        """True if this is finite, and at most twice as far off as ``other`` or within ``bound``."""
         finite = math.isfinite(self.rms + other.rms)
         near = self.rms <= max(2 * other.rms, bound.rms)
         return finite and near and self.ulps <= max(2 * other.ulps, bound.ulps)
@@ -82,13 +66,12 @@ class Exactness:
 
 
 class KVExactness(NamedTuple):
-    """How exact K and V are, each."""
+    """Exactness of K and of V."""
 
     k: Exactness
     v: Exactness
 
     def as_good_as(self, other: KVExactness, bound: Bound) -> bool:
-        """See :meth:`Exactness.as_good_as`; for K and V."""
         return all(mine.as_good_as(theirs, bound) for mine, theirs in zip(self, other, strict=True))
 
     def __str__(self) -> str:
@@ -100,13 +83,7 @@ def kv_exactness(
     want: tuple[torch.Tensor, torch.Tensor],
     kept: torch.dtype,
 ) -> KVExactness:
-    """Compare K and V.
-
-    Args:
-        got: K and V, ``[n, heads, dim]`` each.
-        want: Those that are right.
-        kept: The type whose places are counted: the model's, or the pool's.
-    """
+    """Compare K and V (``[n, heads, dim]`` each), in places of the type ``kept``."""
     return KVExactness(*(_exactness(*pair, kept) for pair in zip(got, want, strict=True)))
 
 
@@ -141,15 +118,8 @@ def relative_difference(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 def difference_on_device(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
-    """The largest relative difference of a head, float64 ``[]``; what is not finite stays so.
-
-    Args:
-        got: ``[n, heads, dim]``.
-        want: What is right, of the same shape.
-
-    Returns:
-        ``max over heads of rms(got - want) / rms(want)``.
-    """
+    """``max over heads of rms(got - want) / rms(want)`` of values ``[n, heads, dim]``: float64
+    ``[]``. Values that are not finite stay so."""
     if got.shape != want.shape:
         return torch.full((), torch.inf, dtype=torch.float64, device=want.device)
     difference = (got.double() - want.double()).square().mean(dim=(0, 2)).sqrt()

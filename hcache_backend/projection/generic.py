@@ -1,9 +1,8 @@
 """K and V of any architecture: run the model's own attention module and stop before attention.
 
-The module is called on the captured hidden states with a :class:`ProjectionBatch` in place of the
-engine's batch. The engine side hooks its attention object so that such a batch makes it raise
-:class:`ProjectionReached` with K and V, norms, biases and RoPE already applied; nothing behind it
-(attention, output projection, collectives) runs.
+The module is called on the captured hidden states with a :class:`ProjectionBatch` as the engine's
+batch. A hook makes the engine's attention object raise :class:`ProjectionReached` for it, with K
+and V after norms, biases and RoPE. Attention, output projection and collectives do not run.
 """
 
 from __future__ import annotations
@@ -21,19 +20,17 @@ class ProjectionReached(Exception):
 
 @dataclass(frozen=True)
 class ProjectionBatch:
-    """Stands where the engine's batch stands; it marks a call that only wants K and V.
+    """Stands in for the engine's batch; it marks a call that only wants K and V.
 
     It has no memory pool, so a model that stores K and V inside a fused kernel cannot do so here.
-
-    Attributes:
-        forward_mode: The engine's value for prefill; some models look at it.
+    ``forward_mode`` is the engine's value for prefill, which some models look at.
     """
 
     forward_mode: object
 
 
 class ProjectionFailed(RuntimeError):
-    """The attention module did not hand out K and V."""
+    """The attention module gave no K and V."""
 
 
 @torch.no_grad()
@@ -42,13 +39,8 @@ def project_with_module(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V of one layer, by the model's own attention module (paper section 3.1).
 
-    Args:
-        hidden: Input of the QKV projection, ``[n, hidden]``, on the model's device.
-        positions: Positions of the tokens, int64 ``[n]``, on the model's device.
-        batch: The marker that the engine's hook recognises.
-
-    Returns:
-        K ``[n, kv_heads, head_dim]`` and V ``[n, kv_heads, v_head_dim]``, model dtype.
+    ``hidden`` is the input of the QKV projection, ``[n, hidden]``; ``positions`` are int64 ``[n]``.
+    K is ``[n, kv_heads, head_dim]`` and V ``[n, kv_heads, v_head_dim]``, in the model's type.
 
     Raises:
         ProjectionFailed: The module ended without reaching attention, or without K and V.

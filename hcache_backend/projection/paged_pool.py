@@ -1,4 +1,4 @@
-"""SGLang's KV pool, as projections, recomputation and their checks want it."""
+"""SGLang's KV pool for projections, recomputation and their checks."""
 
 from __future__ import annotations
 
@@ -13,15 +13,9 @@ _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 class PagedPool:
-    """Reads and writes K and V of slots (int64 ``[n]``), with the scales of a layer.
+    """Reads and writes K and V of slots in an ``MHATokenToKVPool``, with the scales of a layer.
 
-    ``kernel`` is SGLang's attention object of a layer.
-
-    Args:
-        kvcache: An ``MHATokenToKVPool``.
-
-    Attributes:
-        dtype: Type that K and V are kept as.
+    ``kernel`` is SGLang's attention object of the layer; ``dtype`` is the stored type.
     """
 
     def __init__(self, kvcache: Any) -> None:
@@ -29,7 +23,7 @@ class PagedPool:
         self.dtype: torch.dtype = kvcache.dtype
 
     def of_layer(self, layer: AttentionLayer) -> KVPool | None:
-        """The pool of one layer for the kernels; None: they cannot apply its scales."""
+        """The pool of one layer for the kernels, or None if they cannot apply its scales."""
         pool = self._kvcache
         k, v = (buffers[layer.index].view(pool.dtype) for buffers in (pool.k_buffer, pool.v_buffer))
         scales = [_scale(layer.kernel, name) for name in "kv"]
@@ -39,7 +33,7 @@ class PagedPool:
         return KVPool(k, v, *scales)
 
     def store(self, kernel: Any, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Write K and V ``[n, kv_heads, head_dim]`` of a model's layer to ``slots``."""
+        """Write K and V ``[n, kv_heads, head_dim]`` to ``slots``."""
         self._kvcache.set_kv_buffer(kernel, slots, k, v, kernel.k_scale, kernel.v_scale)
 
     def fetch(
@@ -64,7 +58,7 @@ class PagedPool:
 
 
 def _scale(kernel: Any, name: str) -> float | None:
-    """The scale of K or V; None where the model keeps it in a tensor only."""
+    """The scale of K or V; None if the model keeps it in a tensor only."""
     if getattr(kernel, f"{name}_scale") is None:
         return 1.0
     scale: float | None = getattr(kernel, f"{name}_scale_float")

@@ -1,4 +1,4 @@
-"""K and V of every layer, each made in the best way that was proven for it."""
+"""K and V of every layer, each in the best way that was proven for it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,7 @@ from hcache_kernels.project_kv import ProjectionCall, Way, project_kv
 
 
 class Projector:
-    """Projects hidden states by a layer's spec, or by its attention module where there is none.
-
-    ``batch`` marks projections by attention modules; K and V go to ``pool``.
-    """
+    """Projects hidden states to ``pool``, by a layer's spec if it has one, or by its module."""
 
     def __init__(self, batch: ProjectionBatch, pool: PagedPool, layers: int) -> None:
         self.batch = batch
@@ -26,7 +23,7 @@ class Projector:
 
     @property
     def specs(self) -> tuple[LayerSpec | None, ...]:
-        """The spec of every layer, None for those of the generic projector."""
+        """The spec of every layer; None: its attention module projects."""
         return tuple(self._specs)
 
     def use_specs(self, specs: Sequence[LayerSpec | None]) -> None:
@@ -37,7 +34,7 @@ class Projector:
     def project(
         self, layer: AttentionLayer, hidden: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As :func:`project_with_module`, by the layer's spec where it has one."""
+        """As :func:`project_with_module`, by the layer's spec if it has one."""
         spec = self._specs[layer.index]
         if spec is None:
             return project_with_module(layer, hidden, positions, self.batch)
@@ -52,17 +49,8 @@ class Projector:
         slots: torch.Tensor,
         way: Way | None = None,
     ) -> None:
-        """Write K and V of one layer into the pool.
-
-        Args:
-            hidden: Input of the QKV projection, ``[n, hidden]``, on the model's device.
-            positions: Positions of the tokens, int64 ``[n]``, on the model's device.
-            slots: Where they go, int64 ``[n]``, on the model's device; any order.
-            way: The kernels to use for a fused spec; None: those that were the fastest for ``n``.
-
-        Raises:
-            ProjectionFailed: The attention module gave no K and V.
-        """
+        """:meth:`project` to ``slots`` (int64 ``[n]``, any order) of the pool. ``way``: the kernels
+        for a fused spec; None: the fastest ones for ``n``."""
         spec, pool = self._specs[layer.index], self.pool.of_layer(layer)
         if spec is not None and spec.fused and pool is not None:
             project_kv(ProjectionCall(hidden, positions, slots, spec.projection(), pool), way)

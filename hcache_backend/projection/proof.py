@@ -1,9 +1,8 @@
-"""Proof by numbers: does a spec give the K and V of the model's own attention module?
+"""Proof by numbers that a spec gives the K and V of the model's own attention module.
 
-The module is asked about more than the probe shows: large positions, where a RoPE that is no plain
-look-up gives itself away; loud hidden states, which clamped or saturating projections cut; quiet
-ones, beside which biases and epsilons count. It is also asked again at other batch sizes, where
-products sum in other orders: a spec may be as far off as that explains, and no further.
+The module is asked about more than the probe shows: large positions (a RoPE that is no plain
+look-up), loud hidden states (clamps, saturation), quiet ones (biases, epsilons). Other batch sizes
+show other orders of sums: a spec may be as far off as these explain, and no further.
 """
 
 from __future__ import annotations
@@ -25,53 +24,38 @@ from hcache_backend.projection.exactness import (
 from hcache_backend.projection.generic import ProjectionBatch, project_with_module
 from hcache_backend.projection.spec import COS_SIN, LayerSpec
 
-_LOUD = 4096.0
-_QUIET = 1e-3
-"""Largest number of K and V that the loud and the quiet hidden states bring."""
+_LOUD = 4096.0  # largest number of K and V from loud hidden states
+_QUIET = 1e-3  # and from quiet ones
 
 _PLACES = 16
 
 LESS_EXACT = "K or V are less exact than the attention module's own at other batch sizes"
-"""Why a spec is refused whose figures are worse than the module's."""
 
 
-_BATCH_SIZES = (1, 16)
-"""A decode step of one request and a small batch. Many tokens at once are evidence anyway."""
+_BATCH_SIZES = (1, 16)  # a decode step and a small batch; many tokens at once are evidence anyway
 
 
 @dataclass(frozen=True)
 class Sample:
-    """K and V that the module made, of tokens that a spec must do the same for.
+    """K and V that the module made of some tokens; a spec must make the same."""
 
-    Attributes:
-        what: What these tokens are there to show.
-        hidden: ``[n, hidden]``.
-        positions: int64 ``[n]``.
-        k, v: ``[n, kv_heads, head_dim]`` each.
-    """
-
-    what: str
-    hidden: torch.Tensor
-    positions: torch.Tensor
-    k: torch.Tensor
+    what: str  # the purpose of these tokens
+    hidden: torch.Tensor  # [n, hidden]
+    positions: torch.Tensor  # int64 [n]
+    k: torch.Tensor  # [n, kv_heads, head_dim], like v
     v: torch.Tensor
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """What the attention module of a layer says.
+    """Answers of a layer's attention module."""
 
-    Attributes:
-        samples: The probe first, then its tokens at other positions beside it.
-        own: How exactly the module repeats K and V of the probe at other batch sizes.
-    """
-
-    samples: list[Sample]
-    own: KVExactness
+    samples: list[Sample]  # the probe, then the probe with other positions beside it, then others
+    own: KVExactness  # how exactly the module repeats the probe at other batch sizes
 
 
 def spec_tolerance(dtype: torch.dtype) -> float:
-    """Half of what a layer may differ from the pool: both sides round at the same places."""
+    """Half of the tolerance of a layer in the pool: both sides round at the same places."""
     return tolerance(dtype) / 2
 
 
@@ -85,10 +69,8 @@ def gather_evidence(
 ) -> Evidence:
     """Ask the attention module; always the same number of calls, on every rank.
 
-    Args:
-        hidden: What the layer received during the probe, ``[n, hidden]``.
-        positions: Positions of the probe, int64 ``[n]``.
-        position_limit: The model serves positions below it.
+    ``hidden`` (``[n, hidden]``) and ``positions`` are the probe's. The model serves positions below
+    ``position_limit``.
 
     Raises:
         ProjectionFailed: The module gave no K and V.
@@ -125,10 +107,8 @@ def gather_evidence(
 
 
 def dependence(layer: AttentionLayer, evidence: Evidence) -> str | None:
-    """Whether K of a token changes with the positions of the tokens that are projected beside it.
-
-    No page can be restored for such a layer: a page does not say what stood beside its tokens.
-    """
+    """A message if K of a token changes with the positions projected beside it, or None. No page of
+    such a layer can be restored: it does not say which tokens stood beside its own."""
     probe, far = evidence.samples[:2]
     n = len(probe.hidden)
     if relative_difference(far.k[:n], probe.k) <= tolerance(probe.hidden.dtype):
@@ -141,13 +121,13 @@ def dependence(layer: AttentionLayer, evidence: Evidence) -> str | None:
 
 @torch.no_grad()
 def difference(spec: LayerSpec, samples: list[Sample]) -> tuple[float, str]:
-    """The worst relative difference between a spec's K and V and the module's, and where it is."""
+    """The worst relative difference between a spec's K and V and the module's, and its place."""
     largest, where = 0.0, ""
     n = len(samples[0].hidden)  # the probe's tokens: compared together at all their positions
     for sample in samples:
         try:
             made = spec.compute(sample.hidden, sample.positions)
-        except Exception as error:  # a linear module of the model's, or a table that is too short
+        except Exception as error:  # the model's linear module, or a table that is too short
             return float("inf"), f"K and V of {sample.what} ({type(error).__name__}: {error})"
         for name, got, want in zip("KV", made, (sample.k, sample.v), strict=True):
             groups = zip(got.split(n), want.split(n), strict=True)
@@ -158,7 +138,7 @@ def difference(spec: LayerSpec, samples: list[Sample]) -> tuple[float, str]:
 
 
 def difference_problem(spec: LayerSpec, samples: list[Sample]) -> str | None:
-    """Why rounding cannot explain that a spec's K and V differ from the module's, or None."""
+    """A message if rounding does not explain a difference of a spec from the module, or None."""
     allowed = spec_tolerance(samples[0].hidden.dtype)
     largest, where = difference(spec, samples)
     if largest <= allowed:
@@ -168,7 +148,6 @@ def difference_problem(spec: LayerSpec, samples: list[Sample]) -> str | None:
 
 @torch.no_grad()
 def spec_exactness(spec: LayerSpec, samples: list[Sample]) -> KVExactness:
-    """How exactly a spec's K and V are the module's."""
     return together(
         kv_exactness(
             spec.compute(sample.hidden, sample.positions), (sample.k, sample.v), sample.k.dtype
@@ -178,7 +157,7 @@ def spec_exactness(spec: LayerSpec, samples: list[Sample]) -> KVExactness:
 
 
 def spec_problem(spec: LayerSpec, evidence: Evidence) -> str | None:
-    """Why a spec is wrong for its layer, or None when its K and V are the module's."""
+    """A message if a spec is wrong for its layer, or None."""
     problem = difference_problem(spec, evidence.samples)
     if problem is not None:
         return problem
@@ -199,7 +178,7 @@ def _places(limit: int) -> torch.Tensor:
 
 
 def _table_lengths(layer: AttentionLayer) -> list[int]:
-    """Rows of the RoPE tables that are in sight: the module may not be asked beyond them."""
+    """Rows of the RoPE tables in sight: the module may not be asked beyond them."""
     tables = (getattr(module, COS_SIN, None) for module in layer.module.modules())
     return [len(table) for table in tables if isinstance(table, torch.Tensor)]
 

@@ -1,10 +1,9 @@
-"""Finding a layer's spec: guesses from what the attention module holds, settled by numbers.
+"""Search for a layer's spec: guesses from what the attention module holds, settled by numbers.
 
-Nothing is told by names of classes or of modules. Modules that were fed the hidden states are
-watched; V, which nothing is done to, shows where it stands in their output. K is looked for in the
-same outputs under every norm and RoPE that the attention module could hold, and then under every
-rounding that kernels have. The best guess has to prove itself on all evidence
-(:mod:`hcache_backend.projection.proof`).
+Names of classes or modules decide nothing. Modules that were fed the hidden states are watched. V,
+which nothing is done to, shows its columns in their output. K is looked for in the same outputs
+under every norm and RoPE that the attention module could hold, then under every rounding of
+kernels. The best guess must prove itself on all evidence (:mod:`hcache_backend.projection.proof`).
 """
 
 from __future__ import annotations
@@ -44,6 +43,7 @@ from hcache_kernels.project_kv import KeyNorm, Rotary, Rounding, check_projectio
 
 _NORM_KINDS: tuple[Literal["rms", "layer"], ...] = ("rms", "layer")
 
+# In the order in which they are tried: SGLang on CUDA, on a CPU, and compiled by others.
 _NORM_ROUNDINGS: tuple[dict[str, bool], ...] = ({}, {"normed": True}, {"norm": False})
 _ROPE_ROUNDINGS: tuple[dict[str, bool], ...] = (
     {},
@@ -52,15 +52,11 @@ _ROPE_ROUNDINGS: tuple[dict[str, bool], ...] = (
     {"table": True, "sin_products": True},
     {"table": True, "cos_products": True},
 )
-"""In the order in which they are tried: SGLang on CUDA, on a CPU, and compiled by others."""
 
 
 class NoSpec(Exception):
-    """The layer is projected by its own attention module; the message says why.
-
-    Attributes:
-        reached: How exact the best spec would be, if that is why it is none.
-    """
+    """The layer is projected by its own attention module; the message says why. ``reached``:
+    exactness of the best spec, if that is the reason."""
 
     def __init__(self, reason: str, reached: KVExactness | None = None) -> None:
         super().__init__(reason)
@@ -68,20 +64,15 @@ class NoSpec(Exception):
 
 
 class _Fed(NamedTuple):
-    """A module that received the hidden states, and its output as heads.
-
-    ``blocks``: ``[n, width / head_dim, head_dim]``, copied at once: it may be rotated in place.
-    """
+    """A module that received the hidden states, and its output as heads."""
 
     module: torch.nn.Module
-    blocks: torch.Tensor
+    blocks: torch.Tensor  # [n, blocks, head_dim], copied at once: it may be rotated in place
 
 
 @torch.no_grad()
 def find_spec(layer: AttentionLayer, evidence: Evidence, batch: ProjectionBatch) -> LayerSpec:
-    """The spec of a layer, proven on ``evidence``.
-
-    The attention module is called once more, watched.
+    """The spec of a layer, proven on ``evidence``. Calls the attention module once more, watched.
 
     Raises:
         NoSpec: Nothing that was tried gives the module's K and V.
@@ -153,7 +144,7 @@ def _watch(
 def _k_columns(
     fed: _Fed, probe: Sample, norm: NormModule | None, rotary: RotaryTable | None
 ) -> Columns | None:
-    """Where K stands, if ``norm`` and ``rotary`` make it out of parts of this output."""
+    """Columns of K, if ``norm`` and ``rotary`` make it out of parts of this output."""
     key_norm = None if norm is None else norm.key_norm()
     key_rotary = None if rotary is None else rotary.rotary()
     # A norm over all heads divides each token by a number that depends on where all of K stands:
@@ -169,7 +160,7 @@ def _columns(
     finish: Callable[[torch.Tensor, int], torch.Tensor] = lambda blocks, head: blocks,
     scale_free: bool = False,
 ) -> Columns | None:
-    """Where each head of ``wanted`` stands, when ``finish`` makes it out of a block."""
+    """Columns of the heads of ``wanted``, if ``finish`` makes each out of a block."""
     places = [
         _match(finish(fed.blocks, index), head, scale_free)
         for index, head in enumerate(wanted.unbind(1))
@@ -186,7 +177,7 @@ def _finish(
     rotary: Rotary | None,
     probe: Sample,
 ) -> torch.Tensor:
-    """Every block as if it were K's head number ``head``."""
+    """Every block as if it were head number ``head`` of K."""
     dim = blocks.shape[-1]
     if norm is not None:
         weight, bias = (
@@ -201,7 +192,7 @@ def _finish(
 
 
 def _match(blocks: torch.Tensor, head: torch.Tensor, scale_free: bool) -> int | None:
-    """Which of the blocks ``[n, blocks, dim]`` is the head ``[n, dim]``; None for none of them."""
+    """Number of the block in ``[n, blocks, dim]`` that is the head ``[n, dim]``, or None."""
     allowed = spec_tolerance(head.dtype)
     blocks, head = blocks.float(), head.float()
     if scale_free:
@@ -255,7 +246,7 @@ def _with_its_rounding(spec: LayerSpec, sample: Sample) -> LayerSpec:
 
 
 def _fused(spec: LayerSpec) -> LayerSpec | None:
-    """``spec`` for the kernels, when the linear module's weight is plain and K and V stand so."""
+    """``spec`` for the kernels, or None if they want another weight (see :class:`LayerSpec`)."""
     linear, start = spec.k.linear, spec.k.starts[0]
     weight = getattr(linear, "weight", None)
     if (

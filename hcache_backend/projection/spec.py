@@ -1,7 +1,7 @@
-"""What one layer's K and V are made of, as found in the model's attention module.
+"""The parts that make one layer's K and V, as found in its attention module.
 
-A spec holds modules and the names of their tensors, never tensors: a weight update, or a RoPE table
-that grows, is seen by the next projection.
+A spec holds modules and the names of their tensors, never tensors: the next projection sees a
+weight update, or a RoPE table that grows.
 """
 
 from __future__ import annotations
@@ -20,35 +20,26 @@ from hcache_kernels.project_kv import (
     finish_keys,
 )
 
-COS_SIN = "cos_sin_cache"
-"""The name that SGLang (and vLLM) give a RoPE's table of cosines and sines."""
+COS_SIN = "cos_sin_cache"  # SGLang's (and vLLM's) name of a RoPE's table of cosines and sines
 
 _EPSILON_NAMES = ("variance_epsilon", "eps", "epsilon", "norm_eps")
 
 
 @dataclass(frozen=True)
 class Columns:
-    """Where the heads of K, or of V, stand in the output of a linear module.
+    """Columns of the heads of K, or of V, in the output of a linear module."""
 
-    Attributes:
-        linear: The module; called with hidden states it returns ``[n, width]``, alone or first.
-        starts: First column of each head.
-        head_dim: Columns of a head.
-    """
-
-    linear: torch.nn.Module
-    starts: tuple[int, ...]
+    linear: torch.nn.Module  # returns [n, width] for hidden states, alone or first
+    starts: tuple[int, ...]  # first column of each head
     head_dim: int
 
     @property
     def contiguous(self) -> bool:
-        """Whether each head follows the one before it."""
         wanted = range(self.starts[0], self.starts[0] + self.width, self.head_dim)
         return self.starts == tuple(wanted)
 
     @property
     def width(self) -> int:
-        """Columns of all heads."""
         return len(self.starts) * self.head_dim
 
     def pick(self, output: torch.Tensor) -> torch.Tensor:
@@ -62,17 +53,12 @@ class Columns:
 
 @dataclass(frozen=True)
 class NormModule:
-    """A module whose parameters normalise K; ``kind`` and ``over`` as in :class:`KeyNorm`.
+    """A module whose parameters normalise K; ``kind`` and ``over`` as in :class:`KeyNorm`."""
 
-    Attributes:
-        module: Holds ``weight`` and ``bias``, or neither, and an epsilon.
-        offset: What is added to the stored weight: 1 where models store ``w - 1`` (Gemma).
-    """
-
-    module: torch.nn.Module
+    module: torch.nn.Module  # holds ``weight`` and ``bias``, or neither, and an epsilon
     kind: Literal["rms", "layer"]
     over: Literal["head", "all"]
-    offset: int
+    offset: int  # added to the stored weight: 1 if models store ``w - 1`` (Gemma)
 
     def key_norm(self) -> KeyNorm:
         """The norm with the weights of this moment."""
@@ -99,36 +85,28 @@ class RotaryTable:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """How one layer makes K and V, without its attention module (paper section 3.1).
+    """Makes K and V of one layer without its attention module (paper section 3.1).
 
-    Attributes:
-        k: Where K stands before norm and RoPE.
-        v: Where V stands.
-        norm: Norm of K, or None.
-        rotary: RoPE of K, or None.
-        fused: The kernels can do it all. They want rows of K and then of V in one float weight:
-            rows that stand otherwise would have to be copied, and a quantised weight is its
-            module's own affair, so that module is then called.
-        rounding: What norm and RoPE round.
+    ``fused``: the kernels can do it all. They want rows of K and then of V in one float weight.
+    Rows in another order would have to be copied, and a quantised weight is its module's own
+    affair; so the linear module is called then.
     """
 
-    k: Columns
+    k: Columns  # before norm and RoPE
     v: Columns
-    norm: NormModule | None
-    rotary: RotaryTable | None
+    norm: NormModule | None  # of K
+    rotary: RotaryTable | None  # of K
     fused: bool
-    rounding: Rounding = field(default_factory=Rounding)
+    rounding: Rounding = field(default_factory=Rounding)  # of norm and RoPE
 
     def key_norm(self) -> KeyNorm | None:
-        """The norm of K at this moment."""
         return None if self.norm is None else self.norm.key_norm()
 
     def key_rotary(self) -> Rotary | None:
-        """The RoPE of K at this moment."""
         return None if self.rotary is None else self.rotary.rotary()
 
     def projection(self) -> KVProjection:
-        """The layer for the kernels, when it is ``fused``; weight and bias are views."""
+        """The layer for the kernels, if it is ``fused``; weight and bias are views."""
         weight, bias = self.k.linear.weight, getattr(self.k.linear, "bias", None)
         assert isinstance(weight, torch.Tensor)
         rows = slice(self.k.starts[0], self.k.starts[0] + 2 * self.k.width)
@@ -145,15 +123,8 @@ class LayerSpec:
     def compute(
         self, hidden: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of ``n`` tokens.
-
-        Args:
-            hidden: Input of the QKV projection, ``[n, hidden]``.
-            positions: Positions of the tokens, int64 ``[n]``.
-
-        Returns:
-            K and V ``[n, kv_heads, head_dim]`` in the type of ``hidden``.
-        """
+        """K and V (``[n, kv_heads, head_dim]``) of hidden states (``[n, hidden]``), in their type.
+        Positions are int64 ``[n]``."""
         if self.fused:
             return compute_kv(hidden, positions, self.projection())
         output = linear_output(self.k.linear(hidden))
@@ -164,7 +135,7 @@ class LayerSpec:
         return k, self.v.pick(output)
 
     def describe(self) -> str:
-        """What was found, for the log: layers that are alike have the same description."""
+        """The spec for the log; layers that are alike have the same description."""
         if self.fused:
             parts = ["fused weight {}x{}".format(*self.projection().weight.shape)]
         else:
@@ -193,13 +164,13 @@ def linear_output(result: Any) -> torch.Tensor:
 
 
 def vector(module: torch.nn.Module, name: str) -> torch.Tensor | None:
-    """A parameter or plain attribute as a vector, or None when there is none."""
+    """A parameter or plain attribute as a vector, or None if there is none."""
     value = getattr(module, name, None)
     return value.detach().reshape(-1) if isinstance(value, torch.Tensor) else None
 
 
 def epsilon_of(module: torch.nn.Module) -> float | None:
-    """The epsilon of a norm, under any of its usual names; None for what is no norm."""
+    """The epsilon of a norm, under any of its usual names; None if it is no norm."""
     for name in _EPSILON_NAMES:
         value = getattr(module, name, None)
         if isinstance(value, float):

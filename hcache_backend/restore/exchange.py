@@ -1,10 +1,10 @@
-"""Tensor-parallel ranks bring their shares of the hidden states together (paper section 5).
+"""Exchange of shares of hidden states between tensor-parallel ranks (paper section 5).
 
-Collectives must begin in the same order on every rank, and two communicators must not run at the
-same time on one device, where each could wait for room that the other holds. So the exchange has a
-process group of its own, and :class:`CollectiveOrder` keeps it, and recomputation, apart from the
-engine's forward passes. On a CPU the collectives run on the calling (scheduler) thread, before
-anything else of the restore is launched: a rank whose restore fails has still taken part in them.
+Collectives must begin in the same order on every rank. Two communicators must not run at once on a
+device, because each could wait for room that the other holds. So the exchange has its own process
+group, and :class:`CollectiveOrder` keeps it and recomputation apart from forward passes. On a CPU
+collectives block the scheduler thread before the rest of a restore begins: a rank whose restore
+fails has taken part.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from hcache_backend.streams import Event, Stream, current_stream
 
 _TIMEOUT = timedelta(minutes=5)
 
-Fetch = Callable[[torch.Tensor], None]
-"""Writes this rank's share of something into the memory that it is given."""
+Fetch = Callable[[torch.Tensor], None]  # writes this rank's share into the given memory
 
 
 class ExchangeFailed(RuntimeError):
@@ -31,28 +30,16 @@ class ExchangeFailed(RuntimeError):
 
 
 def share_of_rank(rank: int, ranks: int, page_size: int) -> Share:
-    """Which share of the tokens of every page belongs to a tensor-parallel rank.
-
-    With more than eight ranks, several have the same. Pages of ``page_size`` tokens that do not
-    divide into eighths are not shared.
-
-    """
+    """The share of the tokens of every page that a tensor-parallel rank has. Beyond eight ranks
+    several have the same; a ``page_size`` that eight does not divide is not shared."""
     shares = 1 if page_size % EIGHTHS else math.gcd(ranks, EIGHTHS)
     return Share(rank % shares, shares)
 
 
 class Exchange:
-    """The ranks whose shares make whole pages. Only the scheduler thread may use it.
-
-    Args:
-        number: Number of this rank's share.
-        cpu_group: Their process group on the CPU (gloo), in the order of their shares; nobody else
-            uses it.
-        device_group: The same for memory of the device; None: the device is the CPU.
-
-    Attributes:
-        shares: How many there are.
-    """
+    """The ranks whose shares make whole pages. Scheduler thread only. ``number`` is this rank's
+    share. The groups are in the order of shares and used by nothing else; ``device_group`` is None
+    if the device is the CPU."""
 
     def __init__(self, number: int, cpu_group: Any, device_group: Any = None) -> None:
         self.number = number
@@ -62,10 +49,7 @@ class Exchange:
 
     @classmethod
     def between(cls, ranks: Sequence[int], device: torch.device | str) -> Exchange:
-        """Make the process groups of global ``ranks``, in the order of their shares.
-
-        Each of them must call this at the same point.
-        """
+        """Make the groups of global ``ranks``, in the order of shares; all of them call this."""
         own = list(ranks).index(dist.get_rank())
         options = {"timeout": _TIMEOUT, "use_local_synchronization": True}
         groups = [dist.new_group(list(ranks), backend="gloo", **options)]
@@ -75,27 +59,21 @@ class Exchange:
 
     @property
     def on_scheduler_thread(self) -> bool:
-        """Whether collectives block the calling thread, as on a CPU."""
+        """True if collectives block the calling thread, as on a CPU."""
         return self._device_group is None
 
     def gather(self, shares: torch.Tensor, fetch: Fetch) -> None:
-        """Fetch this rank's share and gather those of the others, on the current stream (GPU).
-
-        Args:
-            shares: uint8 ``[shares, ...]``, contiguous, on the device; written.
-            fetch: Writes this rank's, ``shares[number]``.
-        """
+        """Fetch this rank's ``shares[number]`` and gather the others, on the current stream (GPU).
+        ``shares``: uint8 ``[shares, ...]``, contiguous, on the device."""
         own = shares[self.number]
         fetch(own)
         dist.all_gather_into_tensor(shares.view(-1), own.view(-1), group=self._device_group)
 
     def gather_now(self, wanted: Sequence[tuple[torch.Tensor, Fetch]]) -> None:
-        """The same for the arguments of several calls, in memory of the CPU, at once.
-
-        Every rank enters every collective, whatever happens to it.
+        """:meth:`gather` for several calls, in CPU memory; every rank enters every collective.
 
         Raises:
-            ExchangeFailed: On all ranks, when one could not fetch its share.
+            ExchangeFailed: On all ranks, if one could not fetch its share.
         """
         problem: str | None = None
         for shares, fetch in wanted:
@@ -114,17 +92,13 @@ class Exchange:
             raise ExchangeFailed(f"shares of hidden states were not exchanged: {reason}")
 
     def whole(self, share: torch.Tensor) -> torch.Tensor:
-        """All shares of ``share`` (on the CPU), one after the other in its first dimension.
-
-        Raises:
-            ExchangeFailed: As for :meth:`gather_now`.
-        """
+        """All shares of ``share`` (on the CPU), concatenated. Raises as :meth:`gather_now`."""
         shares = share.new_empty((self.shares, *share.shape))
         self.gather_now([(shares, lambda own: own.copy_(share))])
         return shares.flatten(0, 1)
 
     def check(self, device: torch.device | str) -> str | None:
-        """Try it: why it does not work, or None. Every rank must call it at the same point."""
+        """Try the exchange, on all ranks at the same point; returns the problem, or None."""
         want = torch.arange(self.shares, dtype=torch.uint8).repeat_interleave(64).view(-1, 64)
         try:
             here = self.whole(torch.full((1, 64), self.number, dtype=torch.uint8))
@@ -141,11 +115,8 @@ class Exchange:
 
 
 class CollectiveOrder:
-    """Keeps the collectives of restores and of the engine's forward passes apart, on the device.
-
-    They run in the order in which the scheduler launched them, which is the same on every rank, and
-    never two at once. On a CPU there is nothing to do: both block the scheduler thread.
-    """
+    """Keeps collectives of restores and of forward passes apart: never two at once on the device,
+    and in the scheduler's order, the same on every rank. On a CPU both block that thread."""
 
     def __init__(self, device: torch.device | str) -> None:
         self._device = torch.device(device)
@@ -153,14 +124,14 @@ class CollectiveOrder:
         self._restores: list[Event] = []
 
     def forward_begins(self) -> None:
-        """A forward pass is about to be launched on the current stream."""
+        """Call before a forward pass is launched on the current stream."""
         self._forward = current_stream(self._device)
         restores, self._restores = self._restores, []
         for event in restores:
             self._forward.wait(event)
 
     def restore_begins(self, *streams: Stream) -> None:
-        """``streams`` are about to be given collectives of a restore."""
+        """Call before ``streams`` get collectives of a restore."""
         if self._forward is None or self._device.type == "cpu":
             return
         launched = self._forward.record()
@@ -168,6 +139,6 @@ class CollectiveOrder:
             stream.wait(launched)
 
     def restore_launched(self, *streams: Stream) -> None:
-        """They were given all of them."""
+        """Call when ``streams`` have got all of them."""
         if self._device.type != "cpu":
             self._restores += [stream.record() for stream in streams]

@@ -1,5 +1,4 @@
-"""How a restore is divided into copies: hidden states by layer, the first one in pieces, K and V by
-groups of layers."""
+"""Divides a restore into copies: hidden states by layer, K and V by groups of layers."""
 
 from __future__ import annotations
 
@@ -8,11 +7,10 @@ from typing import NamedTuple
 
 import torch
 
-from hcache_backend.partition.restore import FIRST_PIECE_TOKENS
+from hcache_backend.plan.restore import FIRST_PIECE_TOKENS
 from hcache_backend.restore.layers import RestoredLayer
 
-MOST_LAUNCHES = 4
-"""Of the copies of K and V in a restore. A forward pass waits for groups of layers, not for all."""
+MOST_LAUNCHES = 4  # copies of K and V of a restore: a forward pass waits for a group, not for all
 
 
 class TokenRows(NamedTuple):
@@ -23,8 +21,7 @@ class TokenRows(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What one copy brings: layers of some pages, of hidden states one. Rows are in the order in
-    which they arrive."""
+    """One copy: layers (one of hidden states) of some pages; rows in the order of arrival."""
 
     layers: range
     pages: slice
@@ -45,15 +42,10 @@ def parts_of(
 ) -> Iterator[Part]:
     """The parts of a restore, in the order in which they are copied.
 
-    Args:
-        layers: Those that are loaded, by number, ascending.
-        ids: Physical pages, int64 ``[p]``, by method; as ``"header"`` where the copy goes by these.
-        rows: All tokens...
-        shared: ...and those of hidden states, in the order in which these arrive.
-        chunk_pages: Pages of a part of hidden states at most.
-        pieces: How many the first layer has, if it has enough tokens.
-        launches: Into as many as these copies K and V are divided at most, if one group of layers
-            takes no more.
+    ``layers`` are the loaded ones by number, ascending. ``ids`` are physical pages, int64 ``[p]``,
+    by method, and ``"header"`` for copies that read headers. ``shared``: ``rows`` in the order in
+    which hidden states arrive, at most ``chunk_pages`` a part. The first layer has ``pieces``, if
+    it has enough tokens. K and V have at most ``launches`` parts, or one for each group of layers.
     """
     pages, first = len(ids["kv"]), next(iter(layers), 0)
     size = len(rows.slots) // max(1, pages)
@@ -71,7 +63,6 @@ def parts_of(
 
 
 def _groups(layers: Mapping[int, RestoredLayer], launches: int) -> Iterator[range]:
-    """Consecutive layers that are copied together."""
     start, numbers = 0, list(layers)
     while start < len(numbers):
         layer, stop = layers[numbers[start]], start + 1

@@ -1,16 +1,14 @@
 """Restore: pages of the arena -> K and V in the device's pool, layer by layer, without bubbles.
 
-Two streams work at once (paper section 4.1; docs/how-it-works.md). The copy stream brings layer
-segments to a ring of device buffers; the compute stream projects them. K and V of layers that are
-stored as such are copied on the copy stream from the pages straight to their slots. The first
-layers may be recomputed instead: on the engine's stream of forward passes, since what these share
-(collectives, workspaces of kernels) is then used in one order, while segments of later layers
-arrive and wait in the ring, and then in the pool itself, where nobody reads a layer before it is
-done.
-
-Every layer is one copy and one projection, unless it has more tokens than a projection may take at
-once. Only the first one comes in pieces: until one has arrived there is nothing to project. Where
-ranks share the tokens of every page, what arrives is in the order of the shares, not of the pages.
+- Two streams work at once (paper section 4.1; docs/how-it-works.md). The copy stream brings hidden
+  states to a ring of device buffers, and the compute stream projects them.
+- K and V that are stored as such are copied on the copy stream straight to their slots.
+- First layers may be recomputed on the engine's stream of forward passes: what both share
+  (collectives, workspaces of kernels) is then used in one order. Meanwhile later layers arrive in
+  the ring, then in the pool itself, where no layer is read before it is done.
+- A layer is one copy and one projection, unless it has more tokens than a projection may take. Only
+  the first layer comes in pieces: until one has arrived there is nothing to project.
+- If ranks share the tokens of pages, rows arrive in the order of the shares, not of the pages.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ import numpy.typing as npt
 import torch
 
 from hcache_backend.format.page import PageLayout
-from hcache_backend.partition.restore import FIRST_PIECES
+from hcache_backend.plan.restore import FIRST_PIECES
 from hcache_backend.restore.exchange import CollectiveOrder, Exchange
 from hcache_backend.restore.layers import Recompute, RestoredLayer
 from hcache_backend.restore.parts import MOST_LAUNCHES, Part, TokenRows, parts_of
@@ -36,19 +34,17 @@ from hcache_kernels.launch import copies_by_engine
 from hcache_kernels.pages import gather_pages
 
 Gather = Callable[[torch.Tensor, torch.Tensor, int, torch.Tensor], None]
-"""Copies hidden states of a layer of many pages: ``gather(memory, pages, offset, out)`` with uint8
-``[all pages, page_bytes]``, int64 ``[p]`` on the device (for its copy engine on the CPU), bytes,
-uint8 ``[p, segment_bytes]``."""
+"""``gather(memory, pages, offset, out)`` copies a layer's hidden states: the arena, int64 ``[p]``
+on the device (for its copy engine on the CPU), bytes, and uint8 ``[p, segment_bytes]``."""
 
 
 class RestorePipeline:
-    """Launches restores. Only the scheduler thread may use it.
+    """Launches restores. Scheduler thread only.
 
     Args:
-        memory: The arena, uint8 ``[pages, page_bytes]``; pinned where the device is a GPU.
-        chunk_tokens: Tokens that one projection takes at most.
-        gather: Copies hidden states to the device; None: :func:`gather_segments`.
-        exchange: Brings the shares of hidden states together; None: pages have all of them.
+        memory: The arena, uint8 ``[pages, page_bytes]``; pinned if the device is a GPU.
+        chunk_tokens: Most tokens of one projection.
+        exchange: Gathers shares of hidden states; None: pages have all of them.
         order: Keeps collectives apart from those of forward passes; None: there are none.
     """
 
@@ -79,7 +75,7 @@ class RestorePipeline:
         # Projections may talk to other ranks.
         self._compute = new_stream(device, "compute", in_turn=order is not None)
         self._unread: deque[RunningRestore] = deque()
-        # By layer: behind all that was copied or projected, and all of it that is handed out.
+        # By layer: behind all copies and projections, and behind those that are handed out.
         self._written: dict[int, Event] = {}
         self._handed_out: dict[int, Event] = {}
 
@@ -93,21 +89,15 @@ class RestorePipeline:
         *,
         ahead: bool = False,
     ) -> RunningRestore:
-        """Launch the restore of whole pages, behind the current stream's work of this moment.
+        """Launch the restore of whole pages behind the current stream's work of this moment.
 
-        The pages must stay as they are until all layers are done.
-
-        Args:
-            pages: Physical pages of the arena, int64 ``[p]``; none where all is recomputed.
-            slots: Slots of their tokens, int64 ``[p * page_size]``, on the device.
-            recompute: For the first layers; None: all segments are there.
-            first_layer: Without ``recompute``, layers before this one are somebody else's.
-            ahead: Nobody reads these slots before :meth:`handed_out` was called.
-
-        A recomputation that raises is told by ``failed`` of what is returned.
+        ``pages`` (physical; none if all is recomputed) must not change until all layers are done.
+        ``slots`` of their tokens are on the device. Without ``recompute``, layers before
+        ``first_layer`` are restored elsewhere. ``ahead``: the slots are not read before
+        :meth:`handed_out`. If a recomputation raises, the result has it in ``failed``.
 
         Raises:
-            ValueError: Nothing is stored of a layer, and it is not to be recomputed.
+            ValueError: A layer is neither stored nor recomputed.
         """
         first = recompute.layers if recompute else first_layer
         loaded = range(first, len(self._layers))
@@ -126,7 +116,7 @@ class RestorePipeline:
         hidden = held_pages if copies_by_engine() else page_ids
         ids = {"kv": page_ids, "hidden": hidden, "header": held_pages}
         pieces = FIRST_PIECES if recompute is None and self._exchange is None else 1
-        launches = 1 if ahead else MOST_LAUNCHES  # no forward pass waits for what is ahead
+        launches = 1 if ahead else MOST_LAUNCHES  # no forward pass waits for these
         chosen = {index: self._layers[index] for index in range(first, len(self._layers))}
         parts = deque(parts_of(chosen, ids, rows, shared, self._chunk_pages, pieces, launches))
         bring = self._exchanged(parts, held_pages) if self._exchange else self._bring_own
@@ -156,7 +146,7 @@ class RestorePipeline:
         while parts and len(arrived) < room_for - parks:
             arrived.append(copy(parts.popleft()))
         if parks and parts:
-            room = self._ring.next(self._copy)  # what passes is gone before the next comes
+            room = self._ring.next(self._copy)  # a part leaves it before the next one comes
             arrived += [copy(part, room) for part in parts]
             parts.clear()
         if recompute is not None:
@@ -185,7 +175,7 @@ class RestorePipeline:
         return restore
 
     def handed_out(self) -> None:
-        """Others may read what was restored ahead: recomputations wait for all launched so far."""
+        """Restores ahead may be read now: recomputations wait for all launched so far."""
         self._handed_out = dict(self._written)
 
     @torch.no_grad()
@@ -197,13 +187,8 @@ class RestorePipeline:
         after: Sequence[RunningRestore] | None = None,
     ) -> RunningRestore:
         """Launch the recomputation of first layers alone, behind the current stream's work.
-
-        Args:
-            positions: Where the tokens stand, int64 ``[n]``, on the CPU.
-            slots: Where their K and V go, int64 ``[n]``, on the device.
-            after: What was started ahead and is not handed out, and writes tokens before these or
-                these themselves; None: all of it may.
-        """
+        ``positions`` are on the CPU. ``after``: restores that are not handed out and write tokens
+        before these, or these; None: any of them may."""
         behind = current_stream(self._device).record()
         begin = recompute.stream.record(timed=True)
         restore = RunningRestore(len(slots), {}, begin, self._device, begin)  # no page is read
@@ -223,10 +208,8 @@ class RestorePipeline:
         behind: Event,
         written: Sequence[Mapping[int, Event]],
     ) -> Event:
-        """Recompute the first layers in turn with forward passes; an event behind that.
-
-        They may read what was written before ``behind``, and by layer before events of ``written``.
-        """
+        """Recompute first layers in turn with forward passes; returns the event behind that. They
+        may read what was written before ``behind``, and by layer before events of ``written``."""
         forward, layers = recompute.stream, range(recompute.layers)
         start = forward.record(timed=True)
         try:
@@ -236,11 +219,11 @@ class RestorePipeline:
             for event in dict.fromkeys(events):
                 forward.wait(event)
             if self._order is not None:
-                forward.wait(self._copy.record())  # collectives of two kinds are never at work
+                forward.wait(self._copy.record())  # two kinds of collectives never run at once
             forward.keep(slots)
             start = forward.record(timed=True)
             forward.run(lambda: recompute.fill(positions, slots))
-        except Exception as error:  # of a model's own code, or for want of memory
+        except Exception as error:  # of a model's own code, or out of memory
             restore.failed = error
         done = forward.record(timed=True)
         restore.timed.append(("compute", 0, start, done))
@@ -250,7 +233,7 @@ class RestorePipeline:
     # ---- shares ----
 
     def _exchanged(self, parts: Sequence[Part], pages: torch.Tensor) -> _Bring:
-        """How hidden parts are brought where ranks have shares. ``pages``: physical, on the CPU."""
+        """A function that brings hidden parts by exchange. ``pages``: physical, on the CPU."""
         exchange = self._exchange
         assert exchange is not None
         if not exchange.on_scheduler_thread:
@@ -286,7 +269,7 @@ class RestorePipeline:
         return copy
 
     def _order_by_share(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Put rows (``[n]``) into the order in which the shares of every chunk of pages arrive."""
+        """Put rows into the order in which the shares of every chunk of pages arrive."""
         assert self._exchange is not None
         size, shares = self._layout.page_size, self._exchange.shares
         for start in range(0, len(source), self._chunk_pages * size):
@@ -297,7 +280,6 @@ class RestorePipeline:
     # ---- parts ----
 
     def _bring_own(self, part: Part, out: torch.Tensor) -> None:
-        """Copy what this rank's pages hold of a hidden part to ``out`` (uint8, as long)."""
         offset = self._layout.segment_offsets[part.layers.start]
         self._gather(self._memory, part.page_ids, offset, out.view(len(part.page_ids), -1))
 
@@ -338,7 +320,7 @@ class RestorePipeline:
         return _Arrived(part, buffer if room is None else None, copied)
 
     def _fill(self, restore: RunningRestore, arrived: _Arrived) -> Event:
-        """Project a part to the pool if it is not there yet; an event behind that."""
+        """Project a part to the pool if it is not there yet; returns the event behind that."""
         part, buffer, copied = arrived
         layer = part.layers.start
         fill, parking = self._layers[layer].fill, self._layers[layer].parking
@@ -362,19 +344,18 @@ class RestorePipeline:
         return filled
 
     def finished(self) -> list[RestoreReport]:
-        """Reports of the restores that are done and were not reported yet, oldest first."""
+        """Reports of the restores that are done and not reported yet, oldest first."""
         reports = []
         while self._unread and self._unread[0].done():
             reports.append(self._unread.popleft().report())
         return reports
 
 
-_Bring = Callable[[Part, torch.Tensor], None]
-"""Copies a part to the device memory that it is given (uint8, contiguous)."""
+_Bring = Callable[[Part, torch.Tensor], None]  # copies a part to the given device memory (uint8)
 
 
 class _Arrived(NamedTuple):
-    """A part whose copy was launched, where it is (None: parked), and the event behind the copy."""
+    """A part whose copy was launched, and the event behind it; no buffer: it is parked."""
 
     part: Part
     buffer: torch.Tensor | None

@@ -1,37 +1,53 @@
 """Recomputation of the first layers of a restore (paper section 4.1), for any model.
 
-The model's own forward pass runs over the restored tokens, with the engine's own attention: what
-computed K and V before computes them again. It is stopped at the last wanted layer, once K and V of
-that one are written.
-
-One pass takes consecutive tokens of one sequence. Queries attend to the rows of the pool: the
-prefix that is on the device already, and the restored tokens themselves.
+The model's own forward pass runs over the restored tokens with the engine's own attention: what
+computed K and V before computes them again. It ends at the last wanted layer, once K and V of that
+layer are written. One pass takes consecutive tokens of one sequence. Queries attend to rows of the
+pool: the prefix on the device, and the restored tokens themselves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 
-from hcache_backend.krul.statistics import ProbedLayer
 from hcache_backend.projection.paged_pool import PagedPool
 from hcache_backend.streams import Stream, to_device
 
 
+class ProbedLayer(Protocol):
+    """The last queries of a sequence in one layer, and what they attend to, which is fetched when
+    it is asked for."""
+
+    @property
+    def q(self) -> torch.Tensor:
+        """Of the last ``t`` tokens, ``[t, heads, dim]``, as attention receives them."""
+
+    @property
+    def scale(self) -> float:
+        """Factor of the products of queries and keys."""
+
+    @property
+    def length(self) -> int:
+        """All ``n`` tokens."""
+
+    @property
+    def kv_heads(self) -> int:
+        """Heads of K, and of V."""
+
+    def keys(self, heads: slice) -> torch.Tensor:
+        """K of all tokens in some heads, ``[n, heads, dim]``; its type may be another one."""
+
+
 class TokenSpan(NamedTuple):
-    """Consecutive tokens of one sequence that are restored together.
+    """Consecutive tokens of one sequence that are restored together."""
 
-    Attributes:
-        token_ids: int64 ``[n]``.
-        prefix: Slots of all tokens before them, in order, int64 ``[m]``, on the device.
-    """
-
-    token_ids: np.ndarray
-    prefix: torch.Tensor
+    token_ids: np.ndarray  # int64 [n]
+    prefix: torch.Tensor  # slots of all tokens before them, in order, int64 [m], on the device
 
 
 class RecomputeRefused(RuntimeError):
@@ -42,19 +58,14 @@ class _LayersDone(Exception):
     """K and V of the last wanted layer are written."""
 
 
-Engine = Callable[[bool], torch.Tensor]
-"""The engine's attention of a layer; the argument says whether it stores K and V."""
+Engine = Callable[[bool], torch.Tensor]  # attention of a layer; True: it stores K and V
 
 
 class RecomputePass:
     """One forward pass of a recomputation, which the engine's attention asks at every layer.
 
-    Layers are numbered as by the engine's attention objects.
-
-    Attributes:
-        keys: Slots of the tokens of this pass and of all before them in their sequence, in order,
-            int64 ``[m]``.
-        slots: Where K and V of the ``n`` tokens go, int64 ``[n]``.
+    Layers are numbered as by the engine's attention objects. ``keys``: slots of the pass's tokens
+    and of all before them, in order, int64 ``[m]``. ``slots``: where K and V go, int64 ``[n]``.
     """
 
     def __init__(
@@ -68,14 +79,10 @@ class RecomputePass:
     def attend(
         self, kernel: Any, q: torch.Tensor, k: Any, v: Any, store: bool, engine: Engine
     ) -> torch.Tensor:
-        """Let the engine store K and V and attend, or stop it.
+        """Let the engine attend and, if ``store``, store K and V, or end the pass.
 
-        Args:
-            kernel: The engine's attention object of the layer.
-            q: ``[n, heads * head_dim]``; what is returned is ``[n, heads * value_dim]``.
-            k: ``[n, kv_heads * head_dim]``; None where a layer uses those of another one.
-            v: ``[n, kv_heads * value_dim]`` or None, likewise.
-            store: Whether K and V are to be stored: the model may have done it itself.
+        ``kernel`` is the engine's attention object. ``q``, ``k``, ``v`` and the result are ``[n,
+        heads * dim]``; ``k`` and ``v`` are None if a layer uses those of another one.
 
         Raises:
             RecomputeRefused: The last wanted layer has no K and V of its own.
@@ -94,7 +101,7 @@ class RecomputePass:
 
 @dataclass(frozen=True)
 class _Asked:
-    """A :class:`ProbedLayer` whose K are in the pool, in ``slots``."""
+    """A :class:`ProbedLayer` whose K is in the pool, in ``slots``."""
 
     q: torch.Tensor
     pool: PagedPool
@@ -118,17 +125,13 @@ class _Asked:
 
 
 class _ProbePass(RecomputePass):
-    """A pass over tokens whose K and V are in the pool already; nothing is written there.
-
-    Attributes:
-        layers: What attention received, by layer.
-    """
+    """A pass over tokens whose K and V are in the pool already; it writes nothing there."""
 
     def __init__(
         self, pool: PagedPool, last_layer: int, keys: torch.Tensor, slots: torch.Tensor
     ) -> None:
         super().__init__(pool, last_layer, keys, slots)
-        self.layers: list[_Asked] = []
+        self.layers: list[_Asked] = []  # what attention received, by layer
 
     def attend(
         self, kernel: Any, q: torch.Tensor, k: Any, v: Any, store: bool, engine: Engine
@@ -151,23 +154,18 @@ def _plain(kernel: Any) -> bool:
 
 
 Forward = Callable[[torch.Tensor, torch.Tensor, RecomputePass], object]
-"""The model over the tokens of a pass: ``forward(token_ids, positions, asked)``, int64 ``[n]``
-twice. Whenever it would call the engine's attention it calls :meth:`RecomputePass.attend`."""
+"""``forward(token_ids, positions, asked)`` runs the model over the tokens of a pass, int64 ``[n]``
+twice. It calls :meth:`RecomputePass.attend` in place of the engine's attention."""
 
 
 class Recomputer:
     """Runs the first layers of a model over restored tokens.
 
     Args:
-        forward: The model; see :data:`Forward`.
-        pool: Where K and V are.
         first_layer: Number of the model's first layer, as its attention objects count.
-        chunk_tokens: Tokens of one forward pass at most; bounds the memory of activations.
-
-    Attributes:
-        layers: How many first layers can be recomputed.
-        stream: Returns the stream that the engine runs its forward passes on; to be called on the
-            scheduler thread.
+        chunk_tokens: Most tokens of a forward pass; bounds the memory of activations.
+        stream: Returns the engine's stream of forward passes; scheduler thread only.
+        layers: Number of first layers that can be recomputed.
     """
 
     def __init__(
@@ -194,13 +192,11 @@ class Recomputer:
         slots: torch.Tensor,
         spans: Sequence[TokenSpan],
     ) -> None:
-        """Write K and V of the first ``layers`` (at least 1) layers to the pool.
-
-        Positions and slots of the ``spans`` are int64 ``[n]`` each, on the device, span after span.
+        """Write K and V of the first ``layers`` (at least 1) layers to the pool; positions and
+        slots are on the device, span after span.
 
         Raises:
-            RecomputeRefused: The model ended without reaching the last layer, or that one has no K
-                and V of its own.
+            RecomputeRefused: The model ended before the last layer, or that one has no K and V.
         """
         begin, last = 0, self._first_layer + layers - 1
         for span in spans:
@@ -219,15 +215,10 @@ class Recomputer:
         self, layers: int, token_ids: np.ndarray, keys: torch.Tensor
     ) -> Sequence[ProbedLayer]:
         """Ask the last tokens of a sequence again in ``layers`` layers; the pool stays as it is.
-        What is returned reads K and V there: on the same stream, while they are there. The model
-        takes part in no collective behind the last layer's attention.
 
-        Args:
-            token_ids: The last tokens, int64 ``[t]``.
-            keys: Slots of all tokens of the sequence, int64 ``[n]``, on the device.
-
-        Raises:
-            RecomputeRefused: See :meth:`run`.
+        ``token_ids`` are the last tokens, int64 ``[t]``; ``keys`` the slots of all, int64 ``[n]``,
+        on the device. The result reads K there: use it on the same stream, while K is there. The
+        model takes part in no collective behind the last layer's attention. Raises as :meth:`run`.
         """
         device, first = keys.device, len(keys) - len(token_ids)
         nowhere = torch.zeros(len(token_ids), dtype=torch.int64, device=device)  # SGLang's padding

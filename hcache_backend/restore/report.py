@@ -1,4 +1,4 @@
-"""A restore that was launched, and what it took."""
+"""A restore that was launched, and its times."""
 
 from __future__ import annotations
 
@@ -14,12 +14,9 @@ StreamName = Literal["copy", "compute"]
 
 
 class Span(NamedTuple):
-    """What a stream did for one layer, in milliseconds since the restore began.
-
-    Recomputation of several layers runs on the engine's stream of forward passes. It counts as one
-    span of the first layer on the compute stream, which waits for it; the time that it waits for
-    forward passes before it counts as a bubble.
-    """
+    """The work of a stream for one layer, in milliseconds since the restore began. Recomputation is
+    one span of the first layer on the compute stream, which waits for it. Its own wait for forward
+    passes counts as a bubble."""
 
     stream: StreamName
     layer: int
@@ -29,13 +26,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class RestoreReport:
-    """One finished restore.
-
-    Attributes:
-        tokens: How many were restored.
-        bytes: What crossed the bus, by method.
-        spans: What the streams did.
-    """
+    """One finished restore; ``bytes`` crossed the bus, by method."""
 
     tokens: int
     bytes: Mapping[str, int]
@@ -49,93 +40,63 @@ class RestoreReport:
         return sum(span.end - span.start for span in self.spans if span.stream == stream)
 
     def idle_ms(self, stream: str) -> float:
-        """The stream's bubbles."""
         return self.total_ms - self.busy_ms(stream)
 
 
 @dataclass(eq=False)
 class RunningRestore:
-    """A restore that was launched; see :class:`RestoreReport`.
-
-    Attributes:
-        copied: Behind all that is read from host pages, or written there.
-        layers: For each layer, an event behind the last of its K and V.
-        timed: What the streams do for a layer, between two events.
-        failed: Why its first layers were not recomputed: nobody may use them. None: they were, or
-            were not to be.
-    """
+    """A restore that was launched; see :class:`RestoreReport`. On a CPU, waits raise
+    :class:`StreamFailed` if it failed: K and V must not be used, and no page is accessed then."""
 
     tokens: int
     bytes: Mapping[str, int]
     begin: Event
     device: torch.device
-    copied: Event
-    layers: list[Event] = field(default_factory=list)
+    copied: Event  # behind all that is read from host pages, or written there
+    layers: list[Event] = field(default_factory=list)  # by layer, behind the last of its K and V
     timed: list[tuple[StreamName, int, Event, Event]] = field(default_factory=list)
-    failed: Exception | None = None
+    failed: Exception | None = None  # why first layers were not recomputed and must not be used
 
     def save(
         self, stream: Stream, slots: torch.Tensor, work: Callable[[], object]
     ) -> Exception | None:
-        """Let ``work()`` copy what was recomputed from ``slots`` to the host, on ``stream``.
-
-        Neither these slots (int64 ``[n]``, on the device) nor host pages are done with before.
-        Returns why it could not: not all is in host pages then, nor on its way.
-        """
+        """Let ``work()`` copy what was recomputed from ``slots`` to the host; the restore ends
+        behind that. Returns the error if it failed: host pages lack something then."""
         problem = None
         stream.wait(self.layers[-1])
         stream.keep(slots)
         try:
             with stream.as_current():
                 work()
-        except Exception as error:  # for want of memory
+        except Exception as error:  # out of memory
             problem = error
         self.copied = stream.record()
         self.layers = [self.copied] * len(self.layers)
         return problem
 
     def wait_for_layer(self, layer: int) -> None:
-        """Let the current stream wait until K and V of ``layer`` are in the pool.
-
-        Raises:
-            StreamFailed: On a CPU, when they could not be restored: they must not be used.
-        """
+        """Let the current stream wait until K and V of ``layer`` are in the pool."""
         current_stream(self.device).wait(self.layers[layer])
 
     def wait(self) -> None:
-        """Let the current stream wait until all layers are in the pool.
-
-        Raises:
-            StreamFailed: On a CPU, when they could not be restored; nothing is written any more.
-        """
+        """Let the current stream wait until all layers are in the pool."""
         for event in dict.fromkeys(self.layers):
             current_stream(self.device).wait(event)
 
     def synchronize(self) -> None:
-        """Block the calling thread until all layers are in the pool.
-
-        Raises:
-            StreamFailed: As for :meth:`wait`.
-        """
+        """Block the calling thread until all layers are in the pool."""
         for event in dict.fromkeys(self.layers):
             event.synchronize()
 
     def wait_until_copied(self) -> None:
-        """Block the calling thread until no host page is read any more.
-
-        Not until all is done: recomputation and projections may stand behind a forward pass.
-
-        Raises:
-            StreamFailed: On a CPU, when something could not be copied; nothing is read any more.
-        """
+        """Block the calling thread until no host page is read any more. Recomputation and
+        projections may still stand behind a forward pass."""
         self.copied.synchronize()
 
     def done(self) -> bool:
-        """Whether all layers are in the pool."""
         return all(event.query() for event in self.layers)
 
     def report(self) -> RestoreReport:
-        """Times of a restore that is done."""
         first = self.begin
         spans = (
             Span(stream, layer, first.elapsed_time(start), first.elapsed_time(end))

@@ -1,4 +1,4 @@
-"""The ring of device buffers that segments of hidden states arrive in."""
+"""The ring of device buffers in which segments of hidden states arrive."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 
 from hcache_backend.format.page import PageLayout
-from hcache_backend.partition.restore import RUN_AHEAD
+from hcache_backend.plan.restore import RUN_AHEAD
 from hcache_backend.streams import Event, Stream
 
 
@@ -18,20 +18,15 @@ def largest_segment(layout: PageLayout, hidden: Iterable[int]) -> int:
 
 
 def ring_bytes(layout: PageLayout, chunk_tokens: int, hidden: Iterable[int]) -> int:
-    """Device memory that a pipeline takes; projections need theirs for one chunk besides.
-
-    K and V of layers that are stored as such go past it, straight to the pool.
-    """
+    """Device memory of a pipeline's ring. Projections need memory for one chunk besides; K and V
+    that are stored as such bypass the ring."""
     chunk_pages = max(1, chunk_tokens // layout.page_size)
     return RUN_AHEAD * chunk_pages * largest_segment(layout, hidden)
 
 
 class Ring:
-    """The ring of a pipeline, of which each restore takes equal parts in turn.
-
-    Who takes a part waits for the projections that still use that memory, whichever restore they
-    belong to, and for nothing else.
-    """
+    """The ring of a pipeline; each restore takes equal parts in turn. A part is taken behind the
+    projections of any restore that still use its memory, and nothing else."""
 
     def __init__(self, memory: torch.Tensor) -> None:
         self._memory = memory
@@ -41,7 +36,7 @@ class Ring:
         self._users: list[tuple[range, Event]] = []  # who uses which bytes, and until when
 
     def begin(self, part_bytes: int) -> int:
-        """A restore begins that takes parts of so many bytes; how many there are."""
+        """Divide the ring into parts of ``part_bytes`` for a new restore; returns how many."""
         behind = self._next * self._part_bytes
         self._part_bytes, self._next = part_bytes, -(-behind // part_bytes)
         self._taken.clear()  # the stream that copies to them will take them again
@@ -64,5 +59,5 @@ class Ring:
         return self._memory[part.start : part.stop]
 
     def used(self, until: Event) -> None:
-        """The oldest part for which this was not called yet is in use until then."""
+        """The oldest part without such a call is in use until ``until`` has passed."""
         self._users.append((self._taken.popleft(), until))

@@ -58,7 +58,7 @@ OBJECTS: dict[str, tuple[str, ...]] = {
     "transfer": (_CACHE + "hicache_storage.PoolTransfer",),
     "updater": ("sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater",),
 }
-"""Name of a variable or attribute in hcache_backend/engine -> the classes of which one must have
+"""Name of a variable or attribute in rooms that know SGLang -> the classes of which one must have
 what is read from it; a package or module stands for all its classes."""
 
 NOT_OBJECTS = {
@@ -66,6 +66,7 @@ NOT_OBJECTS = {
     "components", "hash_values", "host_indices", "device_indices", "token_ids", "host_pool",
     "host_pool_name", "mem_pool_host", "adapter", "model", "own", "stages", "ranks",
     "q", "k", "v", "key_value_num_tokens", "kind",
+    "runtime", "pool", "pages",
     "allocator", "target_location", "target_locations", "target_sizes",
 }  # fmt: skip
 """Other parameters annotated ``Any``: tensors, lists, classes, and pools of many classes."""
@@ -79,6 +80,7 @@ OURS = {
     ("runner", "hcache_no_capture"),
     ("forward_batch", "asked"),
     ("controller", "eager"),
+    ("controller", "begin_turn"),
     ("controller", "governor"),
     ("controller", "loading_behind"),
     ("controller", "pages_per_report"),

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
+from hcache_backend import metrics
 from hcache_backend.cli.metrics_page import PROMPT
-from hcache_backend.engine import metrics
 from hcache_backend.store import StoreStats
 from tests.contract.versions import ROOT, WANTED, source
 from tests.docs.names import known_metrics

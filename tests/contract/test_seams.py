@@ -9,15 +9,18 @@ import ast
 
 import pytest
 
-from hcache_backend.engine import hooks
+from hcache_backend.sglang import hooks
 from tests.contract import seams
 from tests.contract.source import Definition, Parameters, Source
 from tests.contract.uses import Subclass, Uses
 from tests.contract.versions import ROOT, WANTED, source
 
+ROOMS = ("checks", "host", "prefetch", "sglang", "start", "tiers")
 ENGINE = [
-    *sorted((ROOT / "hcache_backend" / "engine").rglob("*.py")),
+    *sorted(path for room in ROOMS for path in (ROOT / "hcache_backend" / room).rglob("*.py")),
     ROOT / "hcache_backend" / "projection" / "paged_pool.py",
+    *(ROOT / "hcache_backend" / "capture" / f"{name}.py" for name in ("hooks", "recomputed_rows")),
+    *(ROOT / "hcache_backend" / "krul" / f"{name}.py" for name in ("node_pairs", "segments")),
 ]
 STAND_INS = [
     *sorted((ROOT / "tests" / "cpu_engine" / "hcache_cpu_engine").glob("*.py")),

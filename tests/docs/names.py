@@ -18,10 +18,9 @@ from typing import Any
 import typer
 from pydantic import BaseModel
 
-from hcache_backend import config, trace
+from hcache_backend import config, metrics, trace
 from hcache_backend.cli.main import app
 from hcache_backend.config import ConfigError, HCacheConfig, parse_config
-from hcache_backend.engine import metrics
 from hcache_backend.store import StoreStats
 from tests.docs.pages import Finding, Page, Piece, Table
 

@@ -1,4 +1,4 @@
-"""What SGLang can do beside own pages of K and V: rows of the table in docs/limits.md."""
+"""What SGLang can do beside own pages: rows of the table in docs/limits.md."""
 
 from __future__ import annotations
 
@@ -24,26 +24,6 @@ from tests.engine.harness.ours import (
 from tests.engine.harness.vision import IMAGE, build_vision_model, image, words
 
 pytestmark = pytest.mark.engine
-
-
-def test_chunks_mixed_with_decode(model_cache: Path, tmp_path: Path) -> None:
-    model = build_model("qwen3", model_cache)
-    options = our_server(
-        model,
-        tmp_path,
-        hcache={"mode": "auto"},
-        page_size=16,
-        max_total_tokens=8192,
-        chunked_prefill_size=128,
-        overlap=True,
-        extra_args=["--enable-mixed-chunk"],
-    )
-    with Server(options) as server:
-        conversations = make_conversations(8, turns=2, tokens=200, seed=1)
-        converse(server, conversations, concurrent=True, reply_tokens=24)
-        assert_sound_own_pages(server, "kv")
-    assert_restored_from_l3(conversations, 16)
-    assert_no_cache_output(model, conversations)
 
 
 @pytest.mark.parametrize(
@@ -170,3 +150,39 @@ def test_images_and_positions_of_three_dimensions(model_cache: Path, tmp_path: P
     whole = (tokens - 1) // 16 * 16
     assert restored.cached.storage == other_restored.cached.storage == whole
     assert restored.tokens == cold.tokens != other.tokens == other_restored.tokens
+
+
+# ---- data-parallel attention ----
+
+
+@pytest.mark.parametrize(
+    ("tp", "restore"),
+    [
+        (2, "auto"),
+        pytest.param(2, "layerwise", marks=pytest.mark.long),
+        pytest.param(4, "auto", marks=pytest.mark.long),  # two ranks have heads of one request
+    ],
+)
+def test_a_conversation_finds_its_pages_in_the_other_group(
+    tp: int, restore: str, model_cache: Path, tmp_path: Path
+) -> None:
+    model = build_model("qwen3_moe", model_cache)
+    options = our_server(
+        model,
+        tmp_path,
+        hcache={"mode": "auto", "restore": restore},
+        page_size=16,
+        tp=tp,
+        extra_args=("--enable-dp-attention", "--dp-size", "2", "--mem-fraction-static", "0.3"),
+    )
+    with Server(options) as server:
+        # One request at a time: the other group is idle meanwhile, and has the next one.
+        conversations = converse(server, make_conversations(3, turns=3, tokens=200))
+        groups = [[turn.reply.meta_info["dp_rank"] for turn in c.turns] for c in conversations]
+        assert groups == [[0, 1, 0], [1, 0, 1], [0, 1, 0]]
+        assert_restored_from_l3(conversations, 16)
+        together = make_conversations(4, turns=2, tokens=200, seed=7)
+        assert_restored_from_l3(converse(server, together, concurrent=True), 16)
+        assert_sound_own_pages(server, "kv")
+    assert_no_cache_output(model, [*conversations, *together])
+    assert all(turn.cached.device == 0 for turn in turns_of(conversations))

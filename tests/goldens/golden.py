@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -15,9 +16,13 @@ def compare(name: str, lines: Iterable[str]) -> None:
     """Compare ``lines`` with the file ``name``.
 
     Raises:
-        AssertionError: They differ; pytest shows how.
+        AssertionError: They differ: the message says how.
     """
     path, found = RECORDED / name, [*lines]
     if os.environ.get(RECORD):
         path.write_text("".join(f"{line}\n" for line in found))
-    assert found == path.read_text().splitlines()
+    recorded = path.read_text().splitlines()
+    difference = "\n".join(
+        difflib.unified_diff(recorded, found, "recorded", "found", "", "", 5, "")
+    )
+    assert not difference, f"{name} is not what was recorded:\n{difference}"

@@ -11,7 +11,6 @@ import pytest
 import torch
 import triton
 
-from bench.compiled import TOOLS, Job, Usage, compile_all, source
 from hcache_kernels import page_kernels
 from hcache_kernels.codecs import Cut, make_codec, make_segment_codec
 from hcache_kernels.launch import Launch
@@ -34,6 +33,7 @@ from hcache_kernels.project_kv.ways import (
 )
 from hcache_kernels.staging import StagedRows, save_launch, stage_launch
 from hcache_kernels.steps import StepPlaces, begin_launch, judge_launch
+from tests.kernels.compiled import TOOLS, Job, Usage, compile_all, source
 
 # All of them are compiled before the first test, in two processes.
 pytestmark = pytest.mark.timeout(1800)

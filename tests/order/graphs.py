@@ -55,8 +55,8 @@ class DecodeGraphs:
         from sglang.srt.managers.cache_controller import LayerDoneCounter
         from sglang.srt.model_executor.model_runner import ModelRunner
 
-        from hcache_backend.engine.capture_hooks import HiddenCapture
-        from hcache_backend.engine.startup import graphs, strategy
+        from hcache_backend.capture.hooks import HiddenCapture
+        from hcache_backend.start import graphs, strategy
 
         def init(original: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
             with _as_on_a_gpu(runner):

@@ -43,16 +43,16 @@ UNIT = {
     "capture/staging.py:_save self._transfer.keep(step.where)": Report(
         "capture", "device memory of forward dies while hcache transfer may use it"
     ),
-    "engine/capture_hooks.py:_begin capture.give_up_step()": Report(
+    "capture/hooks.py:_begin capture.give_up_step()": Report(
         "capture, a step that cannot begin", "forward writes what hcache transfer reads"
     ),
-    "engine/kv_pages/node_pairs.py:_ask_next forwards.wait(current_stream(keys.device).record())": (
+    "krul/node_pairs.py:_ask_next forwards.wait(current_stream(keys.device).record())": (
         Report("probes", "forward reads what schedule writes")
     ),
-    "engine/kv_pages/node_pairs.py:_ask_next forwards.keep(keys)": Report(
+    "krul/node_pairs.py:_ask_next forwards.keep(keys)": Report(
         "probes", "device memory of schedule dies while forward may use it"
     ),
-    "restore/eager.py:_wait restore.wait()": Report(
+    "prefetch/eager.py:_wait restore.wait()": Report(
         "eager", "forward writes what hcache compute writes"
     ),
     "restore/exchange.py:forward_begins self._forward.wait(event)": Report(
@@ -91,7 +91,7 @@ UNIT = {
     "restore/report.py:save stream.keep(slots)": Report(
         "eager, from the back", "device memory of schedule dies while hcache saves may use it"
     ),
-    "engine/recompute/rows.py:save current_stream(capture.device).keep(rows)": Report(
+    "capture/recomputed_rows.py:save current_stream(capture.device).keep(rows)": Report(
         "eager, from the back, hidden states",
         "device memory of forward dies while hcache saves may use it",
     ),
@@ -104,13 +104,13 @@ UNIT = {
     "restore/ring.py:next stream.wait(until)": Report(
         "restore, hidden states", "hcache copy writes what hcache compute reads"
     ),
-    "engine/loads.py:launch current_stream(self._device).wait(restore.layers[0])": Report(
+    "host/loads.py:launch current_stream(self._device).wait(restore.layers[0])": Report(
         "loads, recomputation fails", "hcache copy writes what forward writes"
     ),
-    "engine/loads.py:fill now.keep(span.prefix)": Report(
+    "host/loads.py:fill now.keep(span.prefix)": Report(
         "loads", "device memory of schedule dies while forward may use it"
     ),
-    "engine/loads.py:fill current_stream(slots.device).keep(slots)": Report(
+    "host/loads.py:fill current_stream(slots.device).keep(slots)": Report(
         "eager, behind an unknown prefix",
         "device memory of host to device dies while forward may use it",
     ),
@@ -118,7 +118,7 @@ UNIT = {
 """By the ``str`` of the edge; scenarios of ``scenarios.py``."""
 
 ENCODED = {
-    "restore/eager.py:_wait restore.wait()": Report(
+    "prefetch/eager.py:_wait restore.wait()": Report(
         "eager, encoded", "forward writes what hcache copy writes"
     ),
     "restore/exchange.py:forward_begins self._forward.wait(event)": Report(
@@ -149,29 +149,29 @@ ENCODED = {
 """Likewise, over pages with encoded K and V."""
 
 IN_PROCESS = {
-    "engine/controller.py:after_forwards "
+    "sglang/controller.py:after_forwards "
     "stream.wait(streams.current_stream(self.device).record())": Report(
         "eager", "hcache copy reads what schedule writes"
     ),
-    "engine/eager_loads.py:_begin self._controller.after_forwards(self._stream)": Report(
+    "prefetch/eager_loads.py:_begin self._controller.after_forwards(self._stream)": Report(
         "eager", "hcache copy writes what forward writes"
     ),
 }
 """Likewise; the scenario needs SGLang and no server: ``in_process/hits/test_order.py``."""
 
 SERVED = {
-    "engine/controller.py:start_writing "
+    "sglang/controller.py:start_writing "
     "self.after_forwards(streams.of(self.l2_transfer_engine.device_to_host_stream))": Report(
         "conversations", "device to host reads what forward writes", "kv"
     ),
-    "engine/controller.py:after_forwards "
+    "sglang/controller.py:after_forwards "
     "stream.wait(streams.of(self.load_fence_stream).record())": Report(
         "conversations", "device to host reads what forward writes", "kv"
     ),
-    "engine/host_pool.py:_save current_stream(device).wait(self._capture.transfers())": Report(
+    "sglang/host_pool.py:_save current_stream(device).wait(self._capture.transfers())": Report(
         "conversations", "device to host reads what hcache transfer writes", query="late"
     ),
-    "engine/host_pool.py:load_to_device_per_layer restore.wait_for_layer(layer_id)": Report(
+    "sglang/host_pool.py:load_to_device_per_layer restore.wait_for_layer(layer_id)": Report(
         "conversations", "forward reads what hcache compute writes"
     ),
 }

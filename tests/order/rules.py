@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _CHECKER = str(Path(__file__).parent) + os.sep
 _TRANSPARENT = ("/contextlib.py", "/hcache_cpu_engine/plugin.py")
-_ROOTS = ("/hcache_backend/", "/kernels/", "/sglang/", "/tests/")
+_ROOTS = ("/hcache_backend/", "/kernels/", "/hcache_kernels/", "/sglang/", "/tests/")
 
 
 @cache  # asked of every frame of every access
@@ -56,7 +56,7 @@ KERNEL_REFERENCES = (
         "Torch references of Triton kernels read lengths and indices on the host (.item(), "
         "nonzero); the kernels read them on the stream. Counted as waits of the host they would "
         "order things that nothing orders on a GPU.",
-        ("/kernels/",),
+        ("/kernels/", "/hcache_kernels/"),  # in the checkout, and installed
     ),
     Silence(
         "SGLang asks for slots and attends by kernels; the CPU engine has loops over requests.",

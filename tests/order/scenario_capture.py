@@ -10,8 +10,8 @@ import torch
 
 from hcache_backend import streams
 from hcache_backend.arena import Arena
+from hcache_backend.capture.hooks import HiddenCapture
 from hcache_backend.capture.staging import StagedCapture, Staging
-from hcache_backend.engine.capture_hooks import HiddenCapture
 from hcache_backend.format.page import PageLayout, hidden_layer
 from hcache_kernels.codecs import ExactCodec
 from tests.order import edges

@@ -13,13 +13,13 @@ import torch
 
 from hcache_backend import streams
 from hcache_backend.arena import Arena
-from hcache_backend.engine.disaggregation.prefill import before_sending_prefix
-from hcache_backend.engine.loads import LoadQueue, QueuedLoad
-from hcache_backend.engine.recompute.rows import RecomputedRows
-from hcache_backend.partition.costs import Partition
-from hcache_backend.partition.restore import Restore
-from hcache_backend.restore.eager import EagerRestores
-from hcache_backend.restore.reservation import Launched
+from hcache_backend.capture.recomputed_rows import RecomputedRows
+from hcache_backend.host.loads import LoadQueue, QueuedLoad
+from hcache_backend.plan.costs import Partition
+from hcache_backend.plan.restore import Restore
+from hcache_backend.prefetch.eager import EagerRestores
+from hcache_backend.prefetch.reservation import Launched
+from hcache_backend.sglang.prefill_server import before_sending_prefix
 from tests.order.checker import Checker
 from tests.order.scenario_capture import EncodingCodec
 from tests.order.scenario_restore import GPU, PAGES, SIZE, WIDTH, Engine, Pool
@@ -80,7 +80,7 @@ class Loading:
         )
 
     def _launch(self, host_pages: npt.NDArray[np.int64], slots: torch.Tensor) -> Launched:
-        """As ``hcache_backend/engine/eager_loads.py``, which needs SGLang."""
+        """As ``hcache_backend/prefetch/eager_loads.py``, which needs SGLang."""
         lacking = self.queue.stored_from
         with self.checker.on(self.engine.loading):
             physical = self.arena.physical(host_pages)

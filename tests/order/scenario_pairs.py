@@ -9,8 +9,9 @@ import numpy as np
 import torch
 
 from hcache_backend import streams
-from hcache_backend.engine.kv_pages.node_pairs import NodePairs
 from hcache_backend.krul.choice import PairChoice
+from hcache_backend.krul.node_pairs import NodePairs
+from tests.kit.turns import answered
 from tests.order.checker import Checker
 from tests.order.scenario_restore import GPU, SIZE
 
@@ -54,4 +55,4 @@ def probes(checker: Checker) -> None:
         with checker.on(schedule):
             pairs.ask(tree, [node])
             slots_of(node, 0)
-            pairs.answered()
+            answered(pairs)

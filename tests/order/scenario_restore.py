@@ -13,9 +13,9 @@ import numpy.typing as npt
 import torch
 
 from hcache_backend import streams
-from hcache_backend.engine.kv_pages.segments import KVSegments
 from hcache_backend.format.page import RECOMPUTED, PageLayout, StoredLayer
 from hcache_backend.format.units import Segment, Share
+from hcache_backend.host.segments import KVSegments
 from hcache_backend.restore.exchange import CollectiveOrder
 from hcache_backend.restore.layers import Recompute, RestoredLayer
 from hcache_backend.restore.pipeline import RestorePipeline
@@ -96,7 +96,7 @@ class Pool:
 
     @contextmanager
     def to(self, take: Callable[[int, torch.Tensor], None]) -> Iterator[None]:
-        """As :meth:`hcache_backend.engine.capture_hooks.HiddenCapture.to`, of hidden layers."""
+        """As :meth:`hcache_backend.capture.hooks.HiddenCapture.to`, of hidden layers."""
         self._take = take
         yield
         self._take = None

@@ -10,6 +10,7 @@ import torch
 from tests.cpu_engine.hcache_cpu_engine.plugin import _unpinned
 from tests.order.checker import Checker
 from tests.order.clocks import Query
+from tests.order.edges import PARTS
 
 GPU = torch.device("cpu")
 """A variable: on a machine with a GPU it would name that."""
@@ -215,7 +216,7 @@ def test_the_engine_s_path_reaches_streams_by_one_door() -> None:
     package = Path(__file__).parents[2] / "hcache_backend"
     beside = [
         str(path.relative_to(package))
-        for part in ("engine", "capture", "restore", "projection")
+        for part in (*PARTS, "projection")
         for path in (package / part).rglob("*.py")
         if "torch.cuda" in path.read_text()
     ]

@@ -225,7 +225,7 @@ _back = partial(
     recompute_ms=1e4,
     waits=(
         # Ranks agree on every slice.
-        "hcache_backend/engine/ranks.py:said_by_all_ranks",
+        "hcache_backend/sglang/groups.py:said_by_all_ranks",
         ABORTED,
     ),
 )

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from hcache_backend.restore import eager
+from hcache_backend.prefetch import eager
+from hcache_backend.prefetch.reservation import Recomputation
 from hcache_backend.restore.pipeline import RestorePipeline
-from hcache_backend.restore.reservation import Recomputation
 from tests.order import edges
 from tests.order.checker import Checker
 from tests.order.clocks import Query

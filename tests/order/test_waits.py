@@ -17,7 +17,7 @@ def test_waits_are_told_by_the_innermost_function_of_ours() -> None:
         "steps": 10,
         "written_nodes": 2,
         "host_waits": [
-            wait(f"{OURS}:125 (settle) < hcache_backend/engine/controller.py:237 (write)", 3),
+            wait(f"{OURS}:125 (settle) < hcache_backend/sglang/controller.py:237 (write)", 3),
             wait(f"sglang/srt/a.py:1 (copy) < {OURS}:120 (settle)", 2),
             wait(f"sglang/srt/a.py:1 (copy) < {AROUND}:2 (run)", 1),
         ],
@@ -29,13 +29,13 @@ def test_waits_are_told_by_the_innermost_function_of_ours() -> None:
 
 
 def test_waits_that_hold_nothing_up_are_told_apart() -> None:
-    idle = f"{OURS}:9 (settle) < hcache_backend/engine/controller.py:7 (_finish_when_idle)"
+    idle = f"{OURS}:9 (settle) < hcache_backend/sglang/controller.py:7 (_finish_when_idle)"
     other = wait(f"{OURS}:9 (settle)", 1) | {"thread": "Thread-7"}
     waits = [
         wait(idle, 4),
         wait(idle, 8, idle=False),  # forward passes are under way after all
-        wait(f"{OURS}:9 (settle) < hcache_backend/engine/controller.py:3 (write)", 2),
-        wait(f"{OURS}:9 (settle) < hcache_backend/engine/loads.py:3 (_finish_when_idle)", 1),
+        wait(f"{OURS}:9 (settle) < hcache_backend/sglang/controller.py:3 (write)", 2),
+        wait(f"{OURS}:9 (settle) < hcache_backend/host/loads.py:3 (_finish_when_idle)", 1),
         wait(f"sglang/srt/a.py:1 (copy) < {AROUND}:2 (run)", 1),
         other,
     ]

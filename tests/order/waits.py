@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import Any
 
 OURS = "hcache_backend/"
-AROUND = "hcache_backend/engine/hooks.py"
+AROUND = "hcache_backend/sglang/hooks.py"
 """Stands around functions of SGLang; what they wait for is theirs."""
 
 
 NOTHING_RUNS = {
-    f"{OURS}engine/controller.py:_finish_when_idle": (
+    f"{OURS}sglang/controller.py:_finish_when_idle": (
         "no forward pass was launched since the last turn"
     ),
-    f"{OURS}engine/host_pool.py:clear": "a flush, which HiCache does when no request is there",
+    f"{OURS}sglang/host_pool.py:clear": "a flush, which HiCache does when no request is there",
 }
 """Functions of ours that may wait where no forward pass is under way, and why none is."""
 

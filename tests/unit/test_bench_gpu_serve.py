@@ -25,7 +25,7 @@ from bench.gpu.serve_requests import (
     refused_recomputation,
 )
 from bench.harness.methods import PAGE_SIZE
-from hcache_backend.partition.model_config import read_model
+from hcache_backend.plan.model_config import read_model
 from hcache_backend.server_report import ServerReport
 from tests.cpu_engine.hcache_cpu_engine import stub_torchvision
 

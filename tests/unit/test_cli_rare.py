@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
-import sys
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from hcache_backend.cli import client, doctor, ingest, page_codecs, profile, store, top
-from hcache_backend.cli.common import check_ranks, human_bytes
-from hcache_backend.cli.documents import DocumentError, Journal, find_documents
-from hcache_backend.cli.main import app
+from hcache_backend.cli import doctor, ingest, profile, store, top
+from hcache_backend.cli.common import human_bytes
 from hcache_backend.config import ConfigError, config_from_environment, parse_config
 
 
@@ -44,51 +39,19 @@ def test_rates_as_people_read_them() -> None:
 # ---- hcache ingest ----
 
 
-class Refusing(client.Client):
-    """A server whose connection breaks, or that answers something else."""
-
-    def __init__(self, answer: Any) -> None:
-        self.url, self.answer = "http://server", answer
-
-    async def _ask(self, *_: Any, **__: Any) -> Any:
-        if isinstance(self.answer, Exception):
-            raise self.answer
-        return self.answer
-
-
-def test_a_flush_that_does_not_get_there_is_told() -> None:
-    with pytest.raises(client.UnusableServer, match="flush_cache: gone"):
-        asyncio.run(Refusing(client.RequestError("gone")).flush())
-
-
-def test_an_answer_that_is_no_json_is_told() -> None:
-    with pytest.raises(client.RequestError, match="Expecting value"):
-        asyncio.run(Refusing((200, "?")).prefill([1]))
-    assert client.why(TimeoutError()) == "no answer in time"
-
-
 def test_a_document_that_is_gone_is_named(tmp_path: Path) -> None:
     for name in ("a.txt", "b.txt"):
         (tmp_path / name).write_text(name)
-    documents = find_documents([tmp_path / "a.txt", tmp_path / "b.txt"], False)
+    documents = ingest.find_documents([tmp_path / "a.txt", tmp_path / "b.txt"], {})
     assert next(documents).content == "a.txt"
     (tmp_path / "b.txt").unlink()
-    with pytest.raises(DocumentError, match=r"b\.txt: No such file"):
+    with pytest.raises(ingest.DocumentError, match=r"b\.txt: No such file"):
         next(documents)
 
 
 def test_a_journal_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    with pytest.raises(client.UnusableServer, match=f"--journal {tmp_path}"):
-        Journal(tmp_path, {}, "")
-
-
-def test_what_is_missing_for_ingestion_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "aiohttp", None)
-    monkeypatch.delitem(sys.modules, "hcache_backend.cli.client")
-    run = CliRunner().invoke(app, ["ingest", str(tmp_path)])
-    assert run.exit_code == 2 and "pip install 'hcache-backend[ingest]'" in run.output
+    with pytest.raises(ingest.UnusableServer, match=f"--journal {tmp_path}"):
+        ingest.Journal(tmp_path)
 
 
 def test_what_happened_to_documents_is_said(capsys: pytest.CaptureFixture[str]) -> None:
@@ -113,18 +76,17 @@ def test_what_happened_to_documents_is_said(capsys: pytest.CaptureFixture[str]) 
 
 def test_files_that_are_no_pages_have_no_codecs(tmp_path: Path) -> None:
     (tmp_path / "other").write_bytes(b"x" * 8192)
-    assert page_codecs.codecs_of(tmp_path / "other") is None
-    assert page_codecs.codecs_of(tmp_path / "none") is None
+    assert store.codecs_of(tmp_path / "other") is None
+    assert store.codecs_of(tmp_path / "none") is None
 
 
 def test_a_short_page_has_no_codecs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "page").write_bytes(b"x" * 8192)
     for length in (4, 64):  # less than a prefix, then none of ours
-        table = SimpleNamespace(segments=[SimpleNamespace(length=length)])
-        header = SimpleNamespace(layout=SimpleNamespace(table=table))
-        monkeypatch.setattr(page_codecs, "header_length", len)
-        monkeypatch.setattr(page_codecs, "parse_header", lambda data, header=header: header)
-        assert page_codecs.codecs_of(tmp_path / "page") is None
+        header = SimpleNamespace(table=SimpleNamespace(segments=[SimpleNamespace(length=length)]))
+        monkeypatch.setattr(store, "header_length", len)
+        monkeypatch.setattr(store, "parse_header", lambda data, header=header: header)
+        assert store.codecs_of(tmp_path / "page") is None
 
 
 def test_more_findings_than_are_shown_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
@@ -138,21 +100,6 @@ def test_a_server_without_metrics_is_an_error_in_json() -> None:
     watched = top.Watched("http://server")
     watched.problem = "no answer"
     assert watched.as_json() == {"url": "http://server", "error": "no answer"}
-
-
-def test_a_suspended_l3_is_said_and_no_problems_are_not() -> None:
-    seen = dict.fromkeys(("reason", "codec", "behind", "behind_silent"))
-    seen |= {"mode": "hidden", "pages": "own", "suspended": "a flush", "running": 0, "queued": 0}
-    assert "L3 is off (a flush)" in top._state(seen)
-    assert top._problems({"totals": {"problems": {}}}) == []
-
-
-def test_ranks_that_do_not_divide_kv_heads_are_refused() -> None:
-    shape: Any = SimpleNamespace(heads=12, kv_heads=4, latent=False)
-    check_ranks(shape, 4)
-    with pytest.raises(Exception) as stopped:
-        check_ranks(shape, 3)
-    assert getattr(stopped.value, "exit_code", None) == 2
 
 
 def test_a_python_without_sglang_or_without_our_plugin_is_told(

@@ -104,7 +104,7 @@ def test_links_that_lead_nowhere(target: str, problem: str, page: MakePage, tmp_
     "text",
     [
         "`hcache verify [--repair] [--rebuild]`, `hcache plan -m X --ssds 4`, `hcache --help`",
-        "`hcache: KV mode`, `hcache_backend/engine`, `hcache_backend.cli`, `--page-size 64`",
+        "`hcache: KV mode`, `hcache_backend/sglang`, `hcache_backend.cli`, `--page-size 64`",
         '`hcache_store_pages_total{event="dropped_full"}`, `hcache_stage_seconds{stage}`',
         "`HCACHE_ENABLE=1`, `make demo`, `bench/paper.py`, `bench/results/DEVICE/`",
         "`format/page.py:PageLayout.seal`, `config.py:parse_config`, `kernels/x.py:9`",
@@ -145,7 +145,7 @@ def test_names_that_exist(text: str, page: MakePage) -> None:
             "page.py defines no PageLayout.unseal",
         ),
         ("`bench/nothing.py:main`", "there is no bench/nothing.py"),
-        ("`engine/hooks.py:Hook.unhook`", "engine/hooks.py defines no Hook.unhook"),
+        ("`sglang/hooks.py:Hook.unhook`", "sglang/hooks.py defines no Hook.unhook"),
         ("```sh\npython -m bench.nothing --out x\n```", "there is no program bench.nothing"),
         (
             "```sh\npython -m bench.demo \\\n --turned 2\n```",

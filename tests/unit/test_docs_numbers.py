@@ -74,7 +74,7 @@ def test_what_is_said_of_trained_weights_is_what_was_measured() -> None:
     exact = ("exact", "KV, exp4", "recomputed", "hidden, none", "hidden, exp4")
     assert {real[way]["largest_kl"] for way in exact} == {0.0}
     lossy = "hidden, int8"
-    units = json.loads((RESULTS / "segment_codec_models.json").read_text())["rows"]
+    units = json.loads((RESULTS / "archive" / "segment_codec_models.json").read_text())["rows"]
     ways = [row["ways"]["exp4"] for row in units]
     assert not any(way["unfit"] for way in ways)
     pairs = "KV, pairs by attention, merged"

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry, Gauge, generate_latest, multiprocess
 
-from hcache_backend.engine import metrics
+from hcache_backend import metrics
 
 WITHOUT_A_FOLDER = """
 import logging, shutil, sys
-from hcache_backend.engine import metrics
+from hcache_backend import metrics
 from hcache_backend.store import StoreStats
 
 logging.basicConfig(stream=sys.stdout)
@@ -49,7 +49,7 @@ def test_where_metrics_cannot_be_kept_the_work_goes_on_and_one_line_says_so(tmp_
 
 SAYS = """
 import os, sys
-from hcache_backend.engine import metrics
+from hcache_backend import metrics
 
 for what in sys.argv[1:]:
     if what == "inherit":  # as a server that is started again in a container, with the same PID

@@ -14,11 +14,11 @@ from torch import nn
 
 from hcache_backend import fingerprint
 from hcache_backend.arena import Arena
-from hcache_backend.engine.hits import estimates
 from hcache_backend.format.page import PageLayout, hidden_layer
-from hcache_backend.partition import profile
-from hcache_backend.partition.model_config import _Fields, _kv_heads, _latent, _mlp_width
-from hcache_backend.partition.record import PartitionRecord
+from hcache_backend.plan import profile
+from hcache_backend.plan.model_config import _Fields, _kv_heads, _latent, _mlp_width
+from hcache_backend.plan.record import PartitionRecord
+from hcache_backend.prefetch import estimates
 from hcache_backend.projection import check, search
 from hcache_backend.projection.attention import UnknownCall, learn_call
 from hcache_backend.projection.generic import ProjectionFailed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import signal
@@ -19,9 +20,9 @@ import pytest
 from prometheus_client import REGISTRY, generate_latest
 from typer.testing import CliRunner
 
+from hcache_backend import metrics
 from hcache_backend.cli.main import app
 from hcache_backend.cli.metrics_page import Histogram, NoMetrics, fetch, parse, summary
-from hcache_backend.engine import metrics
 from hcache_backend.store import StoreStats
 
 
@@ -122,7 +123,7 @@ def test_quantiles_lie_within_their_bucket() -> None:
     assert histogram.quantile(0.25) == pytest.approx(0.05)
     assert histogram.quantile(0.7) == pytest.approx(0.15)
     assert histogram.quantile(0.99) == 0.2  # beyond the last bound nothing more is known
-    assert Histogram().quantile(0.5) is None
+    assert math.isnan(Histogram().quantile(0.5))
 
 
 def test_what_is_behind_l3_shows_and_whether_it_answers(server: Pages, pages: list[str]) -> None:
@@ -145,11 +146,15 @@ def test_what_is_behind_l3_shows_and_whether_it_answers(server: Pages, pages: li
     assert (page.behind, page.behind_silent) == (None, False)
 
 
-def test_suspended_l3_shows_with_its_reason_and_kv_mode() -> None:
+def test_suspended_l3_shows_with_its_reason_and_kv_mode(server: Pages, pages: list[str]) -> None:
     gauge = metrics.SuspendedGauge()
     gauge.set("flush_needed")
+    metrics.PROBLEMS.clear()
+    server.pages = [written()]
     page = parse(written())
     assert page.suspended == "flush_needed"
+    _, output = run(address(server), "--once", "--interval", "0.2")
+    assert "L3 is off (flush needed)" in output and "problems" not in output
     gauge.set(None)
     assert parse(written()).suspended is None
     metrics.MODE.set("hidden", "own", value=0)

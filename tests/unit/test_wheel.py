@@ -51,7 +51,7 @@ def test_an_index_can_show_the_wheel(wheel: zipfile.ZipFile) -> None:
     assert found["Version"] == __version__
     assert found["Description-Content-Type"] == "text/markdown"
     assert found["Author"] and found["Keywords"] and found.get_all("Classifier")
-    assert {"dev", "ingest", "plot", "kvikio"} <= set(found.get_all("Provides-Extra") or ())
+    assert {"dev", "plot", "kvikio"} <= set(found.get_all("Provides-Extra") or ())
     required = found.get_all("Requires-Dist") or []
     assert 'triton; platform_system == "Linux"' in required
     [entries] = [name for name in wheel.namelist() if name.endswith("/entry_points.txt")]

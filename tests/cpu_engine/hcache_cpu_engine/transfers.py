@@ -54,7 +54,7 @@ def _bus(size: int) -> Iterator[None]:
 def _slow_down_restores() -> None:
     from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 
-    from hcache_backend.engine.kv_pages import segments
+    from hcache_backend.host import segments
     from hcache_backend.restore import pipeline
 
     gather = pipeline.gather_segments

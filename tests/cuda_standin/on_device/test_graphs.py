@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from hcache_backend.engine.capture_hooks import HiddenCapture
+from hcache_backend.capture.hooks import HiddenCapture
 from tests.cuda_standin.device import CUDA
 from tests.gpu.test_save_and_restore import DTYPE, LAYERS, WIDTH, Engine, random_slots
 

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from hcache_backend.engine.kv_pages.segments import KVSegments
 from hcache_backend.format.units import WHOLE
-from hcache_backend.restore.eager import EagerRestores, launch_pages
+from hcache_backend.host.segments import KVSegments
+from hcache_backend.prefetch.eager import EagerRestores, launch_pages
+from hcache_backend.prefetch.reservation import Launched
 from hcache_backend.restore.pipeline import RestorePipeline
-from hcache_backend.restore.reservation import Launched
 from hcache_backend.streams import host_tensor
 from tests.cuda_standin import device
 from tests.cuda_standin.device import CUDA

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch.nn import functional
 
-from hcache_backend.partition import contention, measure
-from hcache_backend.partition.contention import PROGRAMS, Contention, engine_works
-from hcache_backend.partition.measure import Bench, device_name
+from hcache_backend.plan import contention, measure
+from hcache_backend.plan.contention import PROGRAMS, Contention, engine_works
+from hcache_backend.plan.measure import Bench, device_name
 from hcache_kernels.launch import COPY_PROGRAMS, Launch, most_copy_programs, use_copies
 from tests.cuda_standin import device
 from tests.cuda_standin.device import CUDA

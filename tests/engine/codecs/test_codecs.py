@@ -13,11 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from bench.harness.models import HIDDEN, LAYERS
 from bench.harness.server import Server, ServerOptions
-from hcache_backend.format.envelope import parse_name
-from hcache_backend.format.file import parse_header
-from hcache_kernels.codecs import make_codec
 from tests.engine.harness.conversations import (
-    Conversation,
     ask,
     converse,
     make_conversations,
@@ -29,7 +25,6 @@ from tests.engine.harness.ours import (
     assert_no_cache_output_up_to_ties,
     assert_nothing_went_wrong,
     assert_restored_from_l3,
-    assert_sound_hidden_mode,
     best_tokens,
     faulty,
     our_server,
@@ -39,7 +34,6 @@ from tests.engine.harness.reference import assert_equal_tokens
 
 pytestmark = pytest.mark.engine
 
-PAGE = 128
 WIDE_TOKEN, TRIED_TOKEN = 1000, 847
 """Their embeddings are made to overflow exp4; the second one is a token of the self-check."""
 
@@ -53,43 +47,6 @@ def change_weights(model: Path, folder: Path, name: str, change: Callable[..., N
     change(weights[name])
     save_file(weights, file, {"format": "pt"})
     return copy
-
-
-def segments(path: Path) -> tuple[bytes, torch.Tensor]:
-    """Key of a page file, and its layer segments: uint8 ``[layers * page, row_bytes]``."""
-    name = parse_name(path.name)
-    assert name is not None
-    data = bytearray(path.read_bytes())
-    header = parse_header(memoryview(data))
-    start = header.layout.header_bytes + header.layout.table.segments[0].length
-    end = header.layout.header_bytes + header.layout.payload_bytes
-    return name[1], torch.frombuffer(data, dtype=torch.uint8)[start:end].view(LAYERS * PAGE, -1)
-
-
-@pytest.mark.long
-def test_exp4_output_and_pages_are_those_of_exact_hidden_states(
-    model: Path, tmp_path: Path
-) -> None:
-    runs, pages = {}, {}
-    for codec, asked in (("none", {"codec": "none"}), ("exp4", {})):  # the default
-        folder = tmp_path / codec
-        options = our_server(model, folder, hcache=asked, dtype="bfloat16", page_size=PAGE)
-        with Server(options) as server:
-            runs[codec] = converse(server, make_conversations(2, turns=3, tokens=300))
-            assert_sound_hidden_mode(server)
-            assert f"codec {codec}" in server.log_text()
-            assert_restored_from_l3(runs[codec], PAGE)
-        pages[codec] = dict(map(segments, stored_pages(folder)))
-    assert [c.outputs for c in runs["exp4"]] == [c.outputs for c in runs["none"]]
-    assert_no_cache_output_up_to_ties(model, tmp_path, runs["exp4"])
-
-    exp4 = make_codec("exp4", HIDDEN, torch.bfloat16)
-    assert len(pages["exp4"]) >= 12
-    assert pages["exp4"].keys() == pages["none"].keys()
-    for key, encoded in pages["exp4"].items():
-        exact = pages["none"][key]
-        assert torch.equal(exp4.decode(encoded).view(torch.uint8), exact)
-        assert encoded.numel() <= 0.77 * exact.numel()
 
 
 @pytest.mark.long
@@ -164,30 +121,6 @@ def test_a_row_that_overflows_keeps_its_page_from_l3_and_exp4_in_use(
         assert "codec 'exp4' cannot encode 1 of the 48 tokens that were tried" in log
         assert "is not used" not in log
     assert_no_cache_output_up_to_ties(served, tmp_path, conversations)
-
-
-@pytest.mark.long
-def test_exp4_gives_way_to_none_where_hidden_states_are_not_bfloat16(
-    model: Path, tmp_path: Path
-) -> None:
-    def first_turns(codec: str) -> tuple[list[Conversation], str]:
-        options = our_server(
-            model, tmp_path, hcache={"codec": codec}, log=tmp_path / f"{codec}.log"
-        )
-        with Server(options) as server:
-            conversations = converse(server, make_conversations(2, turns=1, tokens=400))
-            assert_hidden_mode(server)
-            return list(conversations), server.log_text()
-
-    asked, log = first_turns("exp4")
-    assert (
-        "hcache: codec 'exp4' is not used, hidden states are stored as they are (codec 'none'): "
-        "codec 'exp4' takes bfloat16 hidden states, not torch.float32"
-    ) in log
-    # What was written then belongs to the codec that was used.
-    exact, _ = first_turns("none")
-    assert all(c.turns[0].cached.storage == 384 for c in exact)
-    assert_no_cache_output(model, [*asked, *exact])
 
 
 def test_a_codec_that_breaks_the_model_is_refused_at_start_up(model: Path, tmp_path: Path) -> None:

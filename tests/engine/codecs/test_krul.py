@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import requests
-import torch
 
 from bench.fixtures.models import fixture
 from bench.fixtures.text import Texts, corpus
@@ -20,10 +19,8 @@ from bench.harness.server import Server, ServerOptions
 from hcache_backend.format.envelope import parse_name
 from hcache_backend.format.file import parse_header
 from hcache_backend.format.page import LAYER_ENTRY
-from hcache_backend.krul.pair_forms import PairSlot
-from hcache_kernels.codecs import make_segment_codec
 from tests.cpu_engine.hcache_cpu_engine import stub_torchvision
-from tests.engine.codecs.test_lossy_kv import PAGE, kv_codec, likeliest, options, payloads
+from tests.engine.codecs.test_encoded_kv import PAGE, likeliest, options
 from tests.engine.harness.conversations import (
     ask,
     converse,
@@ -110,47 +107,6 @@ def test_pages_of_several_servers_come_back_together_and_damage_is_a_miss(
         damaged = ask(server, whole)
         assert [c.turns[0].cached.storage for c in damaged] == [0, 0]
         assert_nothing_went_wrong(server)
-
-
-@pytest.mark.parametrize(
-    ("krul", "codes"),
-    [
-        ({"pairs": MERGED[0]}, {b"merged"}),
-        ({"pairs": MERGED[1]}, {b"merged", b"fp8"}),
-        ({"gamma": 0.0}, {b"merged"}),
-    ],
-    ids=["merged", "merged and fp8", "chosen by node"],
-)
-def test_pages_are_what_the_reference_encodes_and_lossless_servers_never_see_them(
-    krul: dict[str, Any], codes: set[bytes], model_cache: Path, tmp_path: Path
-) -> None:
-    model = build_model("qwen3", model_cache, num_hidden_layers=LAYERS)
-    with Server(paired(model, tmp_path, **krul)) as server:
-        replies = converse(server, make_conversations(2, turns=1, tokens=300))
-    encoded = by_key(tmp_path)
-    stored = payloads(stored_pages(tmp_path))
-    known = set(stored_pages(tmp_path))
-    with Server(options(model, tmp_path, "none")) as server:
-        exact = converse(server, make_conversations(2, turns=1, tokens=300))
-    assert [c.turns[0].cached.storage for c in exact] == [0, 0]
-    assert [c.outputs for c in replies] == [c.outputs for c in exact]
-    codec = kv_codec(model, "fp8")
-    slot = PairSlot(codec.cut, codec.dim, codec.dtype)
-    alone = make_segment_codec("exp4", codec.cut, codec.dim, codec.dtype)
-    plain = payloads([path for path in stored_pages(tmp_path) if path not in known])
-    assert len(plain) >= 4
-    for key, page in plain.items():
-        layers = page.view(torch.bfloat16).view(LAYERS, 1, 2, 1, PAGE, codec.cut.width)
-        [path] = encoded[key]
-        pairs = sorted(pairs_in(path))
-        assert len(pairs) == 2 and {code for *_, code in pairs} == codes
-        shared = {layer for *both, _ in pairs for layer in both}
-        slots = [
-            *(slot.encode(code.decode(), layers[i], layers[j]) for i, j, code in pairs),
-            *(alone.encode_units(layers[n]) for n in range(LAYERS) if n not in shared),
-        ]
-        assert all(fits.all() for _, fits in slots)
-        assert torch.equal(stored[key], torch.cat([rows[0] for rows, _ in slots]))
 
 
 @pytest.mark.parametrize("tp", [1, 2])

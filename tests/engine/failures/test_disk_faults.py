@@ -38,7 +38,7 @@ pytestmark = pytest.mark.engine
 
 STORE = {"min_free_bytes": 0}  # else it would stop long before the disk is full
 DISK_BYTES = 64 << 20
-PAGE_FILE_BYTES, KV_PAGE_FILE_BYTES = 266_240, 528_384
+PAGE_FILE_BYTES = {"hidden": 266_240, "kv": 528_384}
 LONG = pytest.mark.long
 
 
@@ -164,28 +164,23 @@ slow_reads, failing_writes, held_reads = map(
 FAULTS: list[Fault] = [slow_reads, failing_writes, read_only, full, index_deleted, removed]
 
 
-KV_FAULTS = [
-    pytest.param(fault, marks=() if fault in (index_deleted, removed) else LONG) for fault in FAULTS
-]
-
-
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+@pytest.mark.parametrize(
+    ("mode", "fault"),
+    [
+        *(pytest.param("hidden", fault, id=fault.__name__) for fault in FAULTS),
+        *(
+            pytest.param(
+                *("kv", fault),
+                id=f"kv-{fault.__name__}",
+                marks=() if fault in (index_deleted, removed) else LONG,
+            )
+            for fault in FAULTS
+        ),
+    ],
+    indirect=["mode"],
+)
 def test_requests_go_on_without_notice_and_l3_is_back_when_the_fault_is_over(
-    fault: Fault, server: Server, model: Path, disk: Path, trigger: Path
-) -> None:
-    go_on_through(fault, server, model, disk, trigger, PAGE_FILE_BYTES)
-
-
-@pytest.mark.parametrize("mode", ["kv"], indirect=True)
-@pytest.mark.parametrize("fault", KV_FAULTS, ids=lambda fault: fault.__name__)
-def test_the_same_in_kv_mode(
     fault: Fault, mode: str, server: Server, model: Path, disk: Path, trigger: Path
-) -> None:
-    go_on_through(fault, server, model, disk, trigger, KV_PAGE_FILE_BYTES)
-
-
-def go_on_through(
-    fault: Fault, server: Server, model: Path, disk: Path, trigger: Path, page_file_bytes: int
 ) -> None:
     old, new = make_conversations(2, turns=2, tokens=200, seed=200 + FAULTS.index(fault))
     converse(server, [old])
@@ -198,7 +193,9 @@ def go_on_through(
         took = time.monotonic() - begin
         written = set(stored_pages(disk)) - before
         if fault is full:  # it takes anew what an eviction made free
-            server.until(lambda: shutil.disk_usage(disk).free < page_file_bytes, "a full disk")
+            server.until(
+                lambda: shutil.disk_usage(disk).free < PAGE_FILE_BYTES[mode], "a full disk"
+            )
     # The fault was one.
     if fault is slow_reads:
         assert took > 2

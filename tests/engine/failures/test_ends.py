@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from bench.harness.server import Server
-from hcache_backend.engine.arguments import numbers_of, sglang_version
+from hcache_backend.sglang.arguments import numbers_of, sglang_version
 from tests.engine.harness.conversations import (
     Conversation,
     converse,

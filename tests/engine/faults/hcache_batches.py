@@ -18,18 +18,18 @@ def keep_in_step(active: Callable[[], bool]) -> None:
     one is taken from what may be recomputed, and waits. With a second one, no more than so many
     pages of its front are recomputed.
     """
-    from hcache_backend.engine import read_batches
-    from hcache_backend.engine.eager_loads import EagerLoads
-    from hcache_backend.engine.read_batches import BatchedReads
-    from hcache_backend.restore.meeting import Meeting, meeting_of
+    from hcache_backend.prefetch.eager_loads import EagerLoads
+    from hcache_backend.prefetch.meeting import Meeting, meeting_of
+    from hcache_backend.sglang import read_batches
+    from hcache_backend.sglang.read_batches import BatchedReads
 
     read_batches._MOST_STEPS = 1  # a quick disk's batches would be read together
-    turn, begin, read = EagerLoads.turn, BatchedReads.__init__, BatchedReads.read
+    turn, begin, read = EagerLoads.end_turn, BatchedReads.__init__, BatchedReads.read
     turns = 0
 
-    def counted(self: Any, cache: Any) -> None:
+    def counted(self: Any) -> None:
         nonlocal turns
-        turn(self, cache)
+        turn(self)
         turns += 1
 
     def remembering(self: Any, page_size: int, report: Any, waited: Any) -> None:
@@ -79,17 +79,16 @@ def keep_in_step(active: Callable[[], bool]) -> None:
         meets(self, pages)
         self.all_pages = pages
 
-    def take(self: Any, agree: Callable[[int], int]) -> Any:
+    def offer(self: Any) -> int:
         """The reader has its first batch before anything is recomputed."""
-        early = active() and self._unread == self.all_pages
-        most = 0 if early else max(0, _number(1) - self._taken)
-        return taken(self, lambda room: agree(int(min(room, most))))
+        room, early = offered(self), active() and self._unread == self.all_pages
+        return int(min(room, 0 if early else max(0, _number(1) - self._taken)))
 
-    meets, taken = Meeting.begin, Meeting.take
+    meets, offered = Meeting.begin, Meeting.offer
     Meeting.begin = begin_meeting  # type: ignore[method-assign]
-    Meeting.take = take  # type: ignore[method-assign]
+    Meeting.offer = offer  # type: ignore[method-assign]
     transfer_whole, from_back = BatchedReads.transfer, BatchedReads.transfer_from_back
-    EagerLoads.turn = counted  # type: ignore[method-assign]
+    EagerLoads.end_turn = counted  # type: ignore[method-assign]
     BatchedReads.__init__ = remembering  # type: ignore[method-assign]
     BatchedReads.read = stepwise  # type: ignore[method-assign]
     BatchedReads.transfer = transfer  # type: ignore[method-assign]

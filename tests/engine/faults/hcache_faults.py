@@ -71,7 +71,7 @@ def _wrong_rope() -> None:
 
 def _hold_decisions() -> None:
     """A server that has decided on its partition waits before it looks what others decided."""
-    from hcache_backend.engine.startup.partition_choice import _Store
+    from hcache_backend.start.partition_choice import _Store
 
     settle = _Store.settle
 
@@ -89,7 +89,7 @@ def _wrong_spec(**wrong: Any) -> Callable[[], None]:
     def inject() -> None:
         from dataclasses import replace
 
-        from hcache_backend.engine.startup import layer_specs
+        from hcache_backend.start import layer_specs
 
         find = layer_specs.find_spec
 
@@ -142,7 +142,7 @@ def _reallocate(controller: Any, device_indices: Any) -> None:
 
 def _wrap_write(before: bool) -> Callable[[], None]:
     def inject() -> None:
-        from hcache_backend.engine.controller import OwnPagesController
+        from hcache_backend.sglang.controller import OwnPagesController
 
         write = OwnPagesController.write
 
@@ -161,7 +161,7 @@ def _wrap_write(before: bool) -> Callable[[], None]:
 
 def _skip_a_layer() -> None:
     """Capture misses the last layer: its hook does not fire."""
-    from hcache_backend.engine.capture_hooks import HiddenCapture
+    from hcache_backend.capture.hooks import HiddenCapture
 
     take = HiddenCapture._take
 
@@ -238,7 +238,7 @@ def _report(tell: Callable[[], object]) -> Callable[[], None]:
 
 def _module_hooks() -> int:
     """How many hooks modules of the model have before and around their forward pass."""
-    from hcache_backend.engine.runtime import current
+    from hcache_backend.sglang.runtime import current
 
     modules = list(current().runner.model.modules())
     return sum(len(module._forward_pre_hooks) + ("forward" in vars(module)) for module in modules)
@@ -291,9 +291,8 @@ def _weights_late() -> None:
 
 def _hooks_raise() -> None:
     """Whatever our hooks do of their own raises."""
-    from hcache_backend.engine import hooks
-    from hcache_backend.engine.controller import OwnPagesController
-    from hcache_backend.engine.hits import hooks as hits
+    from hcache_backend.sglang import hits, hooks
+    from hcache_backend.sglang.controller import OwnPagesController
 
     for owner, name in ((hooks, "_our_l3"), (hits, "gate_of"), (OwnPagesController, "turn")):
         function = getattr(owner, name)
@@ -372,7 +371,7 @@ def _holdings() -> dict[str, int]:
 
 def _no_store_on_rank_1() -> None:
     """The folders of the store cannot be used on the second tensor-parallel rank."""
-    from hcache_backend.engine.startup import attach
+    from hcache_backend.start import attach
 
     whole = attach.PageStore
 
@@ -390,8 +389,8 @@ def _misses_on_rank_1() -> None:
     """Now and then the second tensor-parallel rank lacks something, wherever it can lack it."""
     import random
 
-    from hcache_backend.engine.controller import OwnPagesController
-    from hcache_backend.engine.storage import HCacheStorage
+    from hcache_backend.sglang.controller import OwnPagesController
+    from hcache_backend.tiers.storage import HCacheStorage
 
     dice = random.Random(7)
 

@@ -11,14 +11,14 @@ from typing import Any
 
 def other_format() -> None:
     """Pages are of a later format version: nobody else's are found."""
-    from hcache_backend.engine import runtime
+    from hcache_backend.sglang import runtime
 
     runtime.FORMAT_VERSION += 1
 
 
 def promise_hits() -> None:
     """A decode server says what L3 has, as another L3 would."""
-    from hcache_backend.engine import storage
+    from hcache_backend.tiers import storage
 
     storage.decodes_for_others = lambda arguments: False
 
@@ -122,7 +122,7 @@ def pair_prefetches(active: Callable[[], bool]) -> None:
 
 def send_at_once(active: Callable[[], bool]) -> None:
     """A prefill server sends what it finds on the device, whether it has come there or not."""
-    from hcache_backend.engine import hooks
+    from hcache_backend.sglang import hooks
 
     wanted = hooks.prefill_server_hooks
     hooks.prefill_server_hooks = lambda: [h for h in wanted() if h.target != hooks.SEND_PREFIX]
@@ -133,7 +133,7 @@ def lose_what_was_looked_up(active: Callable[[], bool]) -> None:
 
     A file beside the trigger, its name ending in ``.lost``, says that there was something.
     """
-    from hcache_backend.engine.storage import HCacheStorage
+    from hcache_backend.tiers.storage import HCacheStorage
 
     look_up = HCacheStorage._exists
 

@@ -49,8 +49,8 @@ def encoded_wrongly() -> None:
 def do_not_fit(one_in: int) -> None:
     """One in so many rows of a layer cannot be encoded, as if the model had written such values;
     its bytes are no code, either."""
+    from hcache_backend.capture import recomputed_rows as recomputed
     from hcache_backend.capture import staging
-    from hcache_backend.engine.recompute import rows as recomputed
     from hcache_kernels.staging import WRONG_STEP
 
     stored_rows = staging.stored_rows

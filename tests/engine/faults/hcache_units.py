@@ -10,8 +10,8 @@ import torch
 
 def do_not_fit(one_in: int = 3) -> None:
     """In every other layer one page in so many does not fit; its bytes are no codes, either."""
-    from hcache_backend.engine.kv_pages.segments import KVSegments
-    from hcache_backend.engine.startup import strategy
+    from hcache_backend.host.segments import KVSegments
+    from hcache_backend.start import strategy
 
     save = KVSegments._save_layer
 
@@ -41,7 +41,7 @@ def do_not_fit(one_in: int = 3) -> None:
 
 def copy_wrongly(active: Callable[[], bool]) -> None:
     """Backups leave a wrong byte in K of the last layer."""
-    from hcache_backend.engine.kv_pages.segments import KVSegments
+    from hcache_backend.host.segments import KVSegments
 
     save = KVSegments.save
 

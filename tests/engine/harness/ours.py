@@ -11,7 +11,7 @@ from typing import Any
 
 from bench.harness.options import hcache_config
 from bench.harness.server import CachedTokens, Server, ServerOptions
-from hcache_backend.partition.profile import Profile, Rate
+from hcache_backend.plan.profile import Profile, Rate
 from tests.cpu_engine.hcache_cpu_engine import cpu_engine_env
 
 from .conversations import Conversation, Turn, turns_of

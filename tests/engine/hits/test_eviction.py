@@ -56,13 +56,6 @@ def detached(server: Server) -> Iterator[None]:
     server.detach_storage()
 
 
-@pytest.fixture(
-    params=[pytest.param(1, marks=pytest.mark.long), 3], ids=["one folder", "three folders"]
-)
-def folders(request: pytest.FixtureRequest, tmp_path: Path) -> list[Path]:
-    return [tmp_path / "l3" / str(number) for number in range(request.param)]
-
-
 class L3:
     """L3 of `server` in `folders`, with room for `pages` of those of `prompts` in all."""
 
@@ -104,7 +97,9 @@ def send(server: Server, prompt: Sequence[int]) -> CachedTokens:
     return reply.cached
 
 
-def test_a_shared_prompt_is_kept_for_the_newest_user(server: Server, folders: list[Path]) -> None:
+def test_a_shared_prompt_is_kept_for_the_newest_user(server: Server, tmp_path: Path) -> None:
+    """Which pages of a folder go first is in tests/unit/store/test_recency.py."""
+    folders = [tmp_path / "l3" / str(number) for number in range(3)]
     shared = random_tokens(5 * PAGE, seed=10)
     users = [[*shared, *random_tokens(10 * PAGE, seed=10 + user)] for user in range(1, 11)]
     l3 = L3(server, folders, 60, users[:1])
@@ -112,15 +107,3 @@ def test_a_shared_prompt_is_kept_for_the_newest_user(server: Server, folders: li
         send(server, prompt)
     [tokens] = l3.found(users[-1])
     assert tokens >= 900
-
-
-def test_of_two_conversations_the_older_one_loses_its_end(
-    server: Server, folders: list[Path]
-) -> None:
-    first, second = (random_tokens(15 * PAGE, seed=seed) for seed in (30, 31))
-    l3 = L3(server, folders, 26, [first])
-    send(server, first)
-    send(server, second)
-    in_first, in_second = l3.found(first, second)
-    assert in_second == 15 * PAGE
-    assert in_first >= 8 * PAGE

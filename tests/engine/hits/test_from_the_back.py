@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -318,82 +317,6 @@ def test_at_a_timeout_the_front_counts(model: Path, server: Server) -> None:
     server.detach_storage()
     attach(server, config, hicache_storage_prefetch_policy="wait_complete")
     assert_no_cache_output(model, replies)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("pages", [KV, MIXED])
-def test_two_ranks(pages: str, model_cache: Path, tmp_path: Path) -> None:
-    model = build_model("llama", model_cache)
-    options = eager_server(model, tmp_path, pages, tp=2, max_total_tokens=2560, hicache_ratio=8.0)
-    replies: list[Conversation] = []
-    with Server(options) as server:
-        for seed, front in ((15, None), (16, 5)):
-            prompt, before = stored(server, seed), recomputed_tokens(server)
-            with recomputed(server, prompt, front=front) as met:
-                pass
-            wanted = FRONT if front is None else front * PAGE
-            assert (storage(*met), recomputed_tokens(server) - before) == ([HIT], wanted)
-            replies += met
-        assert_fine(server, pages)
-    assert_no_cache_replies_up_to_ties(model, turns_of(replies))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", ["K and V, GQA", "hidden", "mixed"])
-def test_encoded_pages(name: str, model_cache: Path, tmp_path: Path) -> None:
-    """By `exp4`, the default in bfloat16: from L3, then from the host."""
-    family, pages = CASES[name]
-    model, prompt = build_model(family, model_cache), random_tokens(800, 12)
-    options = eager_server(
-        model, tmp_path, pages, dtype="bfloat16", max_total_tokens=2560, hicache_ratio=8.0
-    )
-    with Server(options) as server:
-        server.generate(prompt, 1)
-        server.flush_cache()
-        with recomputed(server, prompt) as replies:
-            pass
-        assert storage(*replies) == [HIT]
-        for seed in (120, 121, 122):
-            server.generate(random_tokens(900, seed), 1)
-        replies.extend(asked(server, prompt))
-        assert replies[1].turns[0].cached.host >= FRONT
-        assert_fine(server, pages)
-        assert "codec exp4" in server.log_text()
-    assert_no_cache_output_up_to_ties(model, tmp_path, replies)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("name", "fault"),
-    [
-        ("K and V, GQA", "units_do_not_fit"),
-        ("hidden", "rows_do_not_fit"),
-        ("mixed", "rows_do_not_fit"),
-    ],
-)
-def test_what_cannot_be_encoded_of_the_front_is_computed_again(
-    name: str, fault: str, model_cache: Path, tmp_path: Path
-) -> None:
-    """L3 has all of it, from a server that could encode it."""
-    family, pages = CASES[name]
-    model, prompt = build_model(family, model_cache), random_tokens(800, 17)
-    options: dict[str, Any] = {"dtype": "bfloat16", "max_total_tokens": 2560, "hicache_ratio": 8.0}
-    with Server(eager_server(model, tmp_path, pages, **options)) as server:
-        server.generate(prompt, 1)
-        server.wait_backed_up()
-    faults = f"batches_in_step,{fault}"
-    with Server(eager_server(model, tmp_path, pages, faults=faults, **options)) as server:
-        with recomputed(server, prompt) as replies:
-            pass
-        assert storage(*replies) == [HIT]
-        for seed in (170, 171, 172):
-            server.generate(random_tokens(900, seed), 1)
-        before = tokens(server, "recomputed_at_load")
-        replies.extend(asked(server, prompt))
-        assert replies[1].turns[0].cached.host >= FRONT
-        assert 0 < tokens(server, "recomputed_at_load") - before < FRONT
-        assert_fine(server, pages)
-    assert_no_cache_output_up_to_ties(model, tmp_path, replies)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

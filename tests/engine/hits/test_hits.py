@@ -12,10 +12,9 @@ from typing import Any
 
 import pytest
 
-from bench.harness.models import build_model
 from bench.harness.server import Server, ServerOptions
 from hcache_backend.cli.metrics_page import fetch
-from hcache_backend.engine.hits.progress import LONGEST_PART_SECONDS, OVERDUE_SECONDS
+from hcache_backend.prefetch.progress import LONGEST_PART_SECONDS, OVERDUE_SECONDS
 from tests.engine.harness.conversations import Conversation, ask, random_tokens, turns_of
 from tests.engine.harness.ours import (
     assert_no_cache_output,
@@ -192,21 +191,6 @@ def learn_that_l3_is_fast(server: Server) -> None:
     server.until(read, "hits to be read")
 
 
-def test_a_hit_is_read_whole_where_that_is_sooner(
-    assert_right: AssertRight, server: Server
-) -> None:
-    """Where the machine is busy with something else a prefetch may end on the way."""
-    conversations: list[Conversation] = []
-
-    def whole() -> bool:
-        found, asked = from_l3(server, stored(server, seed=200 + len(conversations)))
-        conversations.extend(asked)
-        return found >= TOKENS - 2 * PAGE
-
-    server.until(whole, "a hit to be read whole")
-    assert_right(conversations)
-
-
 def refused(server: Server, conversations: list[Conversation]) -> bool:
     before = count(server, "slower")
     _, again = from_l3(server, stored(server, seed=len(conversations) + 100))
@@ -366,15 +350,4 @@ def test_pipeline_stages_read_or_refuse_hits_and_go_on(model: Path, tmp_path: Pa
             found, asked = from_l3(server, stored(server, seed))
             assert found >= TOKENS - 2 * PAGE or count(server, "slower") > before
             conversations += asked
-    assert_no_cache_output(model, conversations)
-
-
-@pytest.mark.long
-def test_an_mla_model_refuses_too(model_cache: Path, tmp_path: Path) -> None:
-    model = build_model("deepseek", model_cache)
-    with Server(server_options(model, tmp_path, "plain")) as server:
-        learn_that_l3_is_fast(server)
-        l3_rate(server, 20_000)
-        conversations: list[Conversation] = []
-        server.until(lambda: refused(server, conversations), "a refused hit")
     assert_no_cache_output(model, conversations)

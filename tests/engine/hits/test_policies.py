@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from bench.harness.models import build_model
 from bench.harness.server import Server
 from hcache_backend.cli.metrics_page import fetch
 from tests.engine.harness.conversations import converse, make_conversations, turns_of
@@ -19,6 +21,8 @@ from tests.engine.harness.ours import (
     attach_config,
     extra_config,
     our_server,
+    partition,
+    slow_profile,
     stored_pages,
 )
 
@@ -82,36 +86,53 @@ def test_what_a_small_host_pool_loses_is_said_and_counted(
         assert lost not in fetch(server.url).counters["tokens"]
 
 
-@pytest.mark.versions
+WRITE_BACK: dict[str, tuple[str, dict[str, Any], float]] = {
+    # Shadow pages and headers leave HiCache 145 pages of the host memory; the device has 97.
+    "hidden": ("llama", {}, 1.34),
+    # Restored nodes lack layers, and would be backed up a second time.
+    "mixed": ("llama", {"partition": partition(1, 2, 1)}, 1.34),
+    "kv": ("qwen3", {"mode": "auto"}, 1.6),
+}
+
+
+@pytest.mark.parametrize(
+    "pages", [pytest.param("hidden", marks=pytest.mark.versions), "mixed", "kv"]
+)
 def test_write_back_of_nodes_that_were_restored_and_evicted_again(
-    model: Path, tmp_path: Path
+    pages: str, model_cache: Path, tmp_path: Path
 ) -> None:
     """The combination that is known to go wrong silently: see ARCHITECTURES.md, lesson two.
 
     The device pool holds two conversations of six, the host pool less than the device pool and
     the backlog, and three requests run at a time, so restored nodes are evicted and backed up a
     second time from whatever the device side of capture holds for them.
-    (Shadow pages and headers leave HiCache 145 pages of the host memory; the device has 97.)
     """
+    family, hcache, ratio = WRITE_BACK[pages]
+    model = build_model(family, model_cache)
+    if pages == "mixed":
+        profile = slow_profile(tmp_path, hidden_copy=1.0, kv_load=1.0, dense=1.0)
+        hcache = hcache | {"profile": str(profile)}
     options = our_server(
         model,
         tmp_path,
+        hcache=hcache,
         write_policy="write_back",
         page_size=16,
         max_total_tokens=1536,
-        hicache_ratio=1.34,
+        hicache_ratio=ratio,
     )
+    asked, again, last = (make_conversations(6, turns=3, tokens=120, seed=5) for _ in range(3))
     with Server(options) as server:
-        conversations = make_conversations(6, turns=3, tokens=120, seed=5)
         for turns in (1, 2):
-            for part in (conversations[:3], conversations[3:]):
+            for part in (asked[:3], asked[3:]):
                 converse(server, part, turns=turns, flush=False, concurrent=True)
-        converse(server, conversations, flush=False, concurrent=True)
-        again = make_conversations(6, turns=3, tokens=120, seed=5)
-        converse(server, again, flush=False, concurrent=True)
-        assert_sound_hidden_mode(server)
-    assert any(turn.cached.host + turn.cached.storage > 0 for turn in turns_of(again))
-    assert_no_cache_output(model, [*conversations, *again])
+        for conversations in (asked, again):
+            converse(server, conversations, flush=False, concurrent=True)
+        server.flush_cache()
+        converse(server, last, flush=False, concurrent=True)
+        assert_sound_own_pages(server, "kv" if pages == "kv" else "hidden")
+    assert sum(turn.cached.host + turn.cached.storage for turn in turns_of([*again, *last])) > 300
+    assert_no_cache_output(model, [*asked, *again, *last])
 
 
 @pytest.mark.parametrize("mode", MODES)

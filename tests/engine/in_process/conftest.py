@@ -16,7 +16,7 @@ collect_ignore_glob = [] if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1" else 
 @pytest.fixture
 def runtime(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A process whose model is loaded and that nobody configured."""
-    from hcache_backend.engine import runtime as runtime_module
+    from hcache_backend.sglang import runtime as runtime_module
     from tests.engine.in_process.storage_config import unconfigured_runtime
 
     state = unconfigured_runtime()
@@ -27,7 +27,7 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.fixture(autouse=True)
 def checks_never_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     """However busy the machine is."""
-    from hcache_backend.engine import check_sampling
+    from hcache_backend.checks import sampling as check_sampling
 
     monkeypatch.setattr(check_sampling, "_BURST_SECONDS", math.inf)
 
@@ -35,7 +35,7 @@ def checks_never_rest(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder that all machines see; a busy machine has the time that it needs to look up."""
-    from hcache_backend.engine.behind import store
+    from hcache_backend.tiers import shared as store
     from tests.engine.in_process.behind.machines import SECONDS
 
     monkeypatch.setattr(store, "LOOK_UP_SECONDS", SECONDS)

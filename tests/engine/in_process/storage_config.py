@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
 
-from hcache_backend.engine.runtime import Runtime, Weights
+from hcache_backend.sglang.runtime import Runtime, Weights
 
 PAGE = 4
 

@@ -10,13 +10,16 @@ import numpy as np
 import pytest
 import torch
 
-from hcache_backend.engine import check_sampling, metrics, service_check
-from hcache_backend.engine.controller import OwnPagesController
-from hcache_backend.engine.runtime import Runtime
-from hcache_backend.engine.service_check import ServiceChecks
+from hcache_backend import metrics
+from hcache_backend.checks import sampling as check_sampling
+from hcache_backend.checks import service as service_check
+from hcache_backend.checks.service import ServiceChecks
+from hcache_backend.sglang.controller import OwnPagesController
+from hcache_backend.sglang.runtime import Runtime
 from hcache_backend.streams import WorkerStream
 from hcache_kernels.codecs import ExactCodec
-from tests.engine.in_process.encoded_kv.host import bare_controller
+from tests.kit.host import bare_controller
+from tests.kit.turns import turn_of_checks
 from tests.unit.capture.machine import LAYERS, LAYOUT, SIZE, WIDTH, Machine, slots
 
 
@@ -179,7 +182,7 @@ class Checks:
         """All checks that are under way have arrived, and are read."""
         self.machine.capture.transfers().synchronize()
         while self.checks._running:
-            self.checks.read()
+            turn_of_checks(self.checks)
 
 
 def test_a_check_under_way_says_nothing_of_other_weights(
@@ -236,11 +239,11 @@ def test_checks_rest_when_they_took_more_than_their_share_of_time(
     checks.backed_up(2)
     assert not checks.checks._running
     now[0] += 3.4  # 0.35 seconds are to be made up for: 3.5 seconds at a tenth
-    checks.checks.read()
+    turn_of_checks(checks.checks)
     checks.backed_up(3)
     assert not checks.checks._running
     now[0] += 0.2
-    checks.checks.read()
+    turn_of_checks(checks.checks)
     checks.backed_up(4)
     assert [check.host_page for check in checks.checks._running] == [4]
 
@@ -250,16 +253,16 @@ def test_all_ranks_rest_while_one_of_them_has_to(
 ) -> None:
     checks, tired = Checks(machine, runtime), [True]
 
-    def with_another(_: object, known: bool, right: bool, rested: bool) -> list[bool]:
-        return [known, right, rested and not tired[0]]
+    def with_another(numbers: torch.Tensor, _: object) -> None:
+        numbers[0] *= not tired[0]
 
-    monkeypatch.setattr(service_check, "on_all_ranks", with_another)
     checks.backed_up(1)
-    checks.read()
+    machine.capture.transfers().synchronize()
+    turn_of_checks(checks.checks, with_another)
     checks.backed_up(2)
     assert not checks.checks._running
     tired[0] = False
-    checks.checks.read()
+    turn_of_checks(checks.checks, with_another)
     checks.backed_up(3)
     assert [check.host_page for check in checks.checks._running] == [3]
 

@@ -20,17 +20,18 @@ from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCach
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from bench.harness.options import hcache_config
+from hcache_backend import metrics
 from hcache_backend.config import ConfigError
-from hcache_backend.engine import hooks, metrics
-from hcache_backend.engine.arguments import unsupported_reason
-from hcache_backend.engine.hits import hooks as hit_hooks
-from hcache_backend.engine.hooks import Hook, OnError, install
-from hcache_backend.engine.runtime import Runtime, Weights, current
-from hcache_backend.engine.startup import agreement, attach
-from hcache_backend.engine.startup import bootstrap as bootstrap_module
-from hcache_backend.engine.startup.bootstrap import bootstrap
-from hcache_backend.engine.startup.graphs import graph_hooks
 from hcache_backend.projection.generic import ProjectionBatch, ProjectionReached
+from hcache_backend.sglang import hits as hit_hooks
+from hcache_backend.sglang import hooks
+from hcache_backend.sglang.arguments import unsupported_reason
+from hcache_backend.sglang.hooks import Hook, OnError, install
+from hcache_backend.sglang.runtime import Runtime, Weights, current
+from hcache_backend.start import agreement, attach
+from hcache_backend.start import bootstrap as bootstrap_module
+from hcache_backend.start.bootstrap import bootstrap
+from hcache_backend.start.graphs import graph_hooks
 
 
 def every_hook() -> list[Hook]:
@@ -123,7 +124,7 @@ def active(monkeypatch: pytest.MonkeyPatch) -> Any:
     runtime = Runtime(None)
     hooks.guarded.cache_clear()  # each error is said once
     monkeypatch.setattr(runtime, "hit_gate", Broken())
-    monkeypatch.setattr("hcache_backend.engine.runtime._runtime", runtime)
+    monkeypatch.setattr("hcache_backend.sglang.runtime._runtime", runtime)
     monkeypatch.setattr(hit_hooks, "gate_of", lambda cache: Broken())
     monkeypatch.setattr(hooks, "_our_l3", lambda cache: Broken())
     for name in ("begin_weight_update", "end_weight_update", "caches_were_flushed"):
@@ -213,9 +214,9 @@ def test_an_unsupported_version_means_kv_mode_with_that_reason(
     monkeypatch.setenv("HCACHE_ENABLE", "1")
     monkeypatch.setattr(bootstrap_module, "resolved", lambda args: args)
     monkeypatch.setattr(bootstrap_module, "unsupported_reason", lambda: "SGLang 9 is not one")
-    monkeypatch.setattr("hcache_backend.engine.runtime._stage_weights", lambda _: Weights(b"w"))
+    monkeypatch.setattr("hcache_backend.sglang.runtime._stage_weights", lambda _: Weights(b"w"))
     monkeypatch.setattr(
-        "hcache_backend.engine.startup.strategy.OwnPagesStrategy",
+        "hcache_backend.start.strategy.OwnPagesStrategy",
         lambda runtime, plain, no_hidden: reasons.append(plain),
     )
     monkeypatch.setattr(hybrid_pool_assembler, "register_stack_strategy", lambda strategy: None)
@@ -230,7 +231,7 @@ def test_weights_that_could_change_unnoticed_mean_no_l3_at_all(
     monkeypatch.setenv("HCACHE_ENABLE", "1")
     monkeypatch.setattr(bootstrap_module, "resolved", lambda args: args)
     monkeypatch.setattr(hooks, "RESET", hooks.RESET + "_gone")
-    monkeypatch.setattr("hcache_backend.engine.runtime._stage_weights", lambda _: Weights(b"w"))
+    monkeypatch.setattr("hcache_backend.sglang.runtime._stage_weights", lambda _: Weights(b"w"))
     monkeypatch.setattr(hybrid_pool_assembler, "register_stack_strategy", lambda strategy: None)
     bootstrap(runner())
     weights = current().weights
@@ -268,7 +269,7 @@ def test_what_could_not_be_told_apart_means_no_l3_at_all(
     monkeypatch.setattr(bootstrap_module, "resolved", lambda args: args)
     gone = hooks.Hook(hooks.RESET + "_gone", lambda original, *given: original(*given))
     monkeypatch.setattr(hooks, hooks_of, lambda: [gone])
-    monkeypatch.setattr("hcache_backend.engine.runtime._stage_weights", lambda _: Weights(b"w"))
+    monkeypatch.setattr("hcache_backend.sglang.runtime._stage_weights", lambda _: Weights(b"w"))
     monkeypatch.setattr(hybrid_pool_assembler, "register_stack_strategy", lambda strategy: None)
     bootstrap(runner(**arguments))
     assert said in str(current().weights.suspended)
@@ -279,7 +280,7 @@ def test_an_sglang_without_a_place_for_pools_keeps_plain_pages(
 ) -> None:
     monkeypatch.setenv("HCACHE_ENABLE", "1")
     monkeypatch.setattr(bootstrap_module, "resolved", lambda args: args)
-    monkeypatch.setattr("hcache_backend.engine.runtime._stage_weights", lambda _: Weights(b"w"))
+    monkeypatch.setattr("hcache_backend.sglang.runtime._stage_weights", lambda _: Weights(b"w"))
     monkeypatch.delattr(hybrid_pool_assembler, "register_stack_strategy")
     bootstrap(runner())
     assert "this SGLang lacks a seam" in str(current().reason)
@@ -290,7 +291,7 @@ def test_options_of_the_l3_stand_over_those_of_the_environment(
 ) -> None:
     monkeypatch.setenv("HCACHE_CONFIG", '{"mode": "kv", "quota_bytes": 5}')
     monkeypatch.setattr(bootstrap_module, "resolved", lambda args: args)
-    monkeypatch.setattr("hcache_backend.engine.runtime._stage_weights", lambda _: Weights(b"w"))
+    monkeypatch.setattr("hcache_backend.sglang.runtime._stage_weights", lambda _: Weights(b"w"))
     monkeypatch.setattr(hybrid_pool_assembler, "register_stack_strategy", lambda strategy: None)
     extra = hcache_config(tmp_path, quota_bytes=6)
     arguments = {"hicache_storage_backend_extra_config": json.dumps(extra)}
@@ -363,7 +364,7 @@ def test_an_l3_behind_another_one_than_ours_is_warned_of(
     monkeypatch.setenv("HCACHE_ENABLE", "1")
     monkeypatch.setenv("HCACHE_CONFIG", '{"behind": {"backend": "file"}}')
     monkeypatch.setattr(bootstrap_module, "resolved", lambda args: args)
-    monkeypatch.setattr("hcache_backend.engine.runtime._stage_weights", lambda _: Weights(b"w"))
+    monkeypatch.setattr("hcache_backend.sglang.runtime._stage_weights", lambda _: Weights(b"w"))
     monkeypatch.setattr(hybrid_pool_assembler, "register_stack_strategy", lambda strategy: None)
     bootstrap(runner(hicache_storage_backend="mooncake"))
     warning = "--hicache-storage-backend is mooncake"

@@ -14,10 +14,6 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from hcache_backend.config import HCacheConfig
-from hcache_backend.engine.runtime import Runtime
-from hcache_backend.engine.startup import layer_specs
-from hcache_backend.engine.startup.layer_specs import LayerSpecs, written_exactness
-from hcache_backend.engine.startup.self_check import Probe
 from hcache_backend.projection.attention import AttentionLayer
 from hcache_backend.projection.check import tolerance
 from hcache_backend.projection.exactness import Bound, relative_difference
@@ -25,6 +21,10 @@ from hcache_backend.projection.paged_pool import PagedPool
 from hcache_backend.projection.projector import Projector
 from hcache_backend.projection.proof import LESS_EXACT, gather_evidence
 from hcache_backend.projection.search import find_spec
+from hcache_backend.sglang.runtime import Runtime
+from hcache_backend.start import layer_specs
+from hcache_backend.start.layer_specs import LayerSpecs, written_exactness
+from hcache_backend.start.self_check import Probe
 from hcache_kernels.project_kv import ProjectionCall
 from hcache_kernels.project_kv.reference import project_kv_reference
 from tests.unit.attention_modules import (

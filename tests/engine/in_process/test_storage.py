@@ -20,8 +20,8 @@ from sglang.srt.mem_cache.hicache_storage import (
 from sglang.srt.observability.metrics_collector import StorageMetrics
 
 from hcache_backend import HCacheStorage
-from hcache_backend.engine.runtime import Runtime, Weights
 from hcache_backend.format.envelope import key_bytes
+from hcache_backend.sglang.runtime import Runtime, Weights
 from tests.engine.in_process.storage_config import PAGE, storage_config
 
 KEYS = [f"{i:064x}" for i in range(8)]
@@ -210,7 +210,7 @@ def test_a_prefix_of_thousands_of_pages_costs_the_scheduler_no_time(
         converted.append(key)
         return key_bytes(key)
 
-    monkeypatch.setattr("hcache_backend.engine.stored_pools.key_bytes", count)
+    monkeypatch.setattr("hcache_backend.tiers.stored_pools.key_bytes", count)
     storage.use(long)
     assert converted == long[-1:] * len(converted)
     assert len(converted) <= 4
@@ -285,7 +285,7 @@ def test_weights_that_cannot_be_read_end_l3_for_good(
     def fail(model: Any) -> Any:
         raise MemoryError("no")
 
-    monkeypatch.setattr("hcache_backend.engine.runtime._digest_model", fail)
+    monkeypatch.setattr("hcache_backend.sglang.runtime._digest_model", fail)
     alone = SimpleNamespace(all_gather_object=lambda own: [own])
     monkeypatch.setattr("sglang.srt.distributed.get_tp_group", lambda: alone)
     runtime.runner.model = None
@@ -315,7 +315,7 @@ def test_after_a_weight_update_l3_waits_for_the_weights_of_every_pipeline_stage(
     """What a stage computes depends on the weights of the stages before it."""
     stages = SlowStages()
     monkeypatch.setattr(runtime, "_stages", stages)
-    monkeypatch.setattr("hcache_backend.engine.runtime._stage_weights", lambda model: None)
+    monkeypatch.setattr("hcache_backend.sglang.runtime._stage_weights", lambda model: None)
     runtime.runner.model = None
     indices = pool.fill(range(0, 2))
 
@@ -350,7 +350,7 @@ def test_a_pipeline_stage_that_cannot_read_its_weights_ends_l3_on_all(
 ) -> None:
     stages = SlowStages()
     monkeypatch.setattr(runtime, "_stages", stages)
-    monkeypatch.setattr("hcache_backend.engine.runtime._stage_weights", lambda model: None)
+    monkeypatch.setattr("hcache_backend.sglang.runtime._stage_weights", lambda model: None)
     runtime.runner.model = None
     runtime.begin_weight_update()
     runtime.end_weight_update()

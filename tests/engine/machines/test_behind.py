@@ -12,7 +12,7 @@ import pytest
 from bench.harness import mooncake
 from bench.harness.server import Server, ServerOptions
 from hcache_backend.cli.metrics_page import fetch
-from hcache_backend.partition.profile import Profile, Rate
+from hcache_backend.plan.profile import Profile, Rate
 from tests.engine.harness.conversations import (
     Conversation,
     converse,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,11 +16,9 @@ from tests.engine.harness.conversations import (
     Conversation,
     converse,
     make_conversations,
-    turns_of,
 )
 from tests.engine.harness.ours import (
     assert_no_cache_output,
-    assert_no_cache_replies_up_to_ties,
     assert_nothing_went_wrong,
     faulty,
     stored_pages,
@@ -132,39 +129,3 @@ def test_conversations_go_on_elsewhere_while_replicas_restart(model: Path, tmp_p
         for server in servers:
             assert_nothing_went_wrong(server)
     assert_no_cache_output(model, conversations)
-
-
-@pytest.mark.long
-def test_200_conversations_while_a_replica_restarts_with_another_format(
-    model: Path, tmp_path: Path
-) -> None:
-    """They share no pages from then on, and serve on beside each other."""
-    conversations = make_conversations(200, turns=3, tokens=100)
-    with replicas(model, tmp_path) as (front, servers), ThreadPoolExecutor(8) as pool:
-
-        def talk(turns: int) -> list[Future[Any]]:
-            return [
-                pool.submit(converse, front, [conversation], turns=turns, flush=False)
-                for conversation in conversations
-            ]
-
-        def until_answered(replies: int) -> None:
-            front.until(lambda: len(turns_of(conversations)) >= replies, f"{replies} replies")
-
-        for done in talk(1):
-            done.result()
-        until_each_can_read_what_the_other_has(servers, tmp_path)
-        running = talk(3)
-        until_answered(250)
-        servers[0].kill()
-        until_answered(300)
-        restart(front, servers[0], **faulty("other_format"))
-        served_before = len(stored_pages(servers[0].options.log.parent))
-        for done in running:
-            done.result()
-        assert len(stored_pages(servers[0].options.log.parent)) > served_before
-        for server in servers:
-            assert_nothing_went_wrong(server)
-    later = [turn for conversation in conversations for turn in conversation.turns[1:]]
-    assert sum(turn.cached.storage > 0 for turn in later) > len(conversations) / 4
-    assert_no_cache_replies_up_to_ties(model, turns_of(conversations))

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.harness.models import HEADS, LAYERS, build_model
+from bench.harness.models import LAYERS, build_model
 from bench.harness.server import CachedTokens, Server, ServerOptions
 from hcache_backend.cli.metrics_page import fetch
 from tests.engine.harness.conversations import (
@@ -24,7 +24,6 @@ from tests.engine.harness.conversations import (
     turns_of,
 )
 from tests.engine.harness.ours import (
-    assert_hidden_mode,
     assert_nothing_went_wrong,
     assert_own_pages_of_kv,
     assert_restored_from_l3,
@@ -47,11 +46,6 @@ def long_but(*short: str) -> list[object]:
     ]
 
 
-def mha(folder: Path) -> Path:
-    """SGLang's Llama does not find the scales of blocks; its Qwen 3 does."""
-    return build_model("qwen3", folder, num_key_value_heads=HEADS)
-
-
 def assert_replies_without_cache(
     model: Path, folder: Path, conversations: Sequence[Conversation]
 ) -> None:
@@ -61,24 +55,6 @@ def assert_replies_without_cache(
             want = server.generate(turn.prompt, len(turn.reply.output_ids))
             assert want.cached == CachedTokens(0, 0, 0)
             assert_equal_tokens(turn.reply.output_ids, want.output_ids)
-
-
-@pytest.mark.parametrize("kind", long_but(SHORT))
-def test_hidden_states_come_back(kind: str, tmp_path: Path) -> None:
-    """In the same server, and in another one over the same store."""
-    model = quantised(mha(tmp_path), tmp_path, kind)
-    options = our_server(model, tmp_path, hcache={"mode": "hidden"}, extra_env=EXACT)
-    conversations = make_conversations(2, turns=3, tokens=250)
-    with Server(options) as server:
-        assert_hidden_mode(server)
-        assert "not used: recomputation" not in server.log_text()
-        converse(server, conversations, turns=2)
-        assert_nothing_went_wrong(server)
-    with Server(options) as server:
-        converse(server, conversations)
-        assert_nothing_went_wrong(server)
-    assert_restored_from_l3(conversations, 64)
-    assert_replies_without_cache(model, tmp_path, conversations)
 
 
 @pytest.mark.parametrize("kind", long_but(SHORT))
@@ -96,21 +72,6 @@ def test_fronts_are_recomputed_beside_k_and_v(kind: str, tmp_path: Path) -> None
         assert_nothing_went_wrong(server)
     assert_restored_from_l3(conversations, 64)
     assert_replies_without_cache(model, tmp_path, conversations)
-
-
-def test_one_scale_for_a_batch_is_refused(tmp_path: Path) -> None:
-    """K and V are stored as they are: what they depend on was there when they were computed."""
-    model = quantised(mha(tmp_path), tmp_path, "batch")
-    options = our_server(model, tmp_path, hcache={"mode": "hidden"}, extra_env=EXACT)
-    conversations = make_conversations(2, turns=3, tokens=250)
-    with Server(options) as server:
-        converse(server, conversations)
-        log = server.log_text()
-        assert "for a token depends on the other tokens of the batch" in log
-        assert "not used: recomputation" in log
-        assert_own_pages_of_kv(server)
-        assert_nothing_went_wrong(server)
-    assert_restored_from_l3(conversations, 64)
 
 
 def fp8_kv(model: Path, folder: Path, scale: float) -> ServerOptions:

@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from bench.harness.models import build_model
-from bench.harness.server import Reply, Server
+from bench.harness.server import Server
 from tests.engine.harness.conversations import (
-    Conversation,
     ask,
     converse,
     make_conversations,
@@ -24,96 +23,19 @@ from tests.engine.harness.ours import (
     assert_no_cache_output,
     assert_nothing_went_wrong,
     assert_restored_from_l3,
-    extra_config,
     our_server,
-    stored_pages,
 )
 
 pytestmark = pytest.mark.engine
 
 OWN_PAGES = "hcache: KV mode, own pages: "
-PLAIN_PAGES = "hcache: KV mode, plain pages: "
 
 
-def from_device_and_l3(server: Server, prompt: list[int]) -> tuple[Reply, Reply]:
-    """The same request once what it had before is on the device, and once it is in L3 only."""
-    computed = server.generate(prompt, 16)
-    from_device = server.generate(prompt, 16)
-    assert from_device.output_ids == computed.output_ids
-    server.flush_cache()
-    return from_device, server.generate(prompt, 16)
-
-
-LAYOUTS = [("layer_first", "kernel"), ("layer_first", "direct"), ("page_first_direct", "direct")]
 KINDS: dict[str, dict[str, str]] = {
     "plain": {"mode": "kv", "pages": "plain"},
     "own": {"mode": "kv"},
     "hidden": {"mode": "hidden"},
 }
-
-
-@pytest.mark.parametrize(
-    ("layout", "backend", "kind"),
-    [
-        (*LAYOUTS[0], "plain"),
-        (*LAYOUTS[1], "own"),
-        (*LAYOUTS[2], "hidden"),
-        *(pytest.param(*layout, "plain", marks=pytest.mark.long) for layout in LAYOUTS[1:]),
-        # Own pages are in our own arena, in one layout.
-        *(pytest.param(*layout, "hidden", marks=pytest.mark.long) for layout in LAYOUTS[:-1]),
-        *(
-            pytest.param(*layout, "own", marks=pytest.mark.long)
-            for layout in (*LAYOUTS[::2], ("page_head", "kernel"))
-        ),
-    ],
-)
-def test_other_host_layouts_and_io_backends(
-    layout: str, backend: str, kind: str, model: Path, tmp_path: Path
-) -> None:
-    options = our_server(model, tmp_path, hcache=KINDS[kind], mem_layout=layout, io_backend=backend)
-    with Server(options) as server:
-        conversations = converse(server, make_conversations(1, turns=2, tokens=768))
-        if kind == "hidden":
-            assert_hidden_mode(server)
-        else:
-            assert (PLAIN_PAGES if kind == "plain" else OWN_PAGES) in server.log_text()
-        assert_nothing_went_wrong(server)
-    assert conversations[0].turns[0].cached.storage == 0
-    assert_restored_from_l3(conversations, 64)
-    assert_no_cache_output(model, conversations)
-
-
-def test_pages_that_are_divided_by_heads_serve_other_numbers_of_ranks(
-    model: Path, tmp_path: Path
-) -> None:
-    def hits(tp: int, tp_lcm_size: int) -> int:
-        options = our_server(
-            model,
-            tmp_path,
-            mem_layout="page_head",
-            tp=tp,
-            log=tmp_path / f"{tp}-{tp_lcm_size}.log",
-        )
-        options.extra_config = {
-            **extra_config(tmp_path, **KINDS["plain"]),
-            "tp_lcm_size": tp_lcm_size,
-        }
-        with Server(options) as server:
-            (first,), (second,) = ask(server, [prompt]), ask(server, [prompt])
-            assert_nothing_went_wrong(server)
-        conversations.extend([first, second])
-        assert second.turns[0].cached.storage > 700
-        return first.turns[0].cached.storage
-
-    prompt = random_tokens(768, seed=40)
-    conversations: list[Conversation] = []
-    assert hits(1, 2) == 0
-    files = len(stored_pages(tmp_path))
-    assert files == 2 * 12  # each half of the heads by itself
-    assert hits(2, 2) > 700  # a rank reads its half
-    assert len(stored_pages(tmp_path)) == files
-    assert hits(1, 4) == 0  # quarters are other pages
-    assert_no_cache_output(model, conversations)
 
 
 def test_a_model_that_hidden_mode_does_not_know(model_cache: Path, tmp_path: Path) -> None:
@@ -125,7 +47,11 @@ def test_a_model_that_hidden_mode_does_not_know(model_cache: Path, tmp_path: Pat
             "K of model.layers.0.self_attn at positions 0..47 changes when position 16383 is "
             "projected with them"
         ) in log
-        from_device, from_l3 = from_device_and_l3(server, random_tokens(300, seed=5))
+        prompt = random_tokens(300, seed=5)
+        server.generate(prompt, 16)
+        from_device = server.generate(prompt, 16)
+        server.flush_cache()
+        from_l3 = server.generate(prompt, 16)
         assert from_l3.cached.storage == 256
         assert from_l3.output_ids == from_device.output_ids
         assert_nothing_went_wrong(server)
@@ -149,18 +75,6 @@ def test_hidden_mode_that_is_insisted_on_for_multi_query_attention_needs_host_me
         conversations = converse(server, make_conversations(1, turns=2, tokens=300))
         assert_hidden_mode(server)
         assert_restored_from_l3(conversations, 64)
-    assert_no_cache_output(model, conversations)
-
-
-@pytest.mark.versions
-def test_sglangs_own_sizing_of_host_memory(model: Path, tmp_path: Path) -> None:
-    """Neither ratio nor size: SGLang divides the machine's memory."""
-    options = our_server(model, tmp_path, hcache={"mode": "kv"}, hicache_ratio=None)
-    with Server(options) as server:
-        server.wait_for_log("HiCache auto-sizing: ratio")
-        assert OWN_PAGES in server.log_text()
-        conversations = converse(server, make_conversations(2, turns=3))
-    assert_restored_from_l3(conversations, 64)
     assert_no_cache_output(model, conversations)
 
 

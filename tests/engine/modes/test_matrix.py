@@ -1,133 +1,339 @@
-"""Classes of models, and which pages each has: the main job for all of them.
+"""The main job for every class of models, partition, codec, host layout, rank and L3: a table.
 
-`test_architectures.py` has models with hidden states, `test_speculation.py` and
-`test_data_parallel.py` have drafts and data-parallel attention, and `test_features.py` has flags.
+Flushed conversations come back from L3, and their tokens are those without a cache. Drafts are in
+`test_speculation.py`, data-parallel attention is in `test_features.py`.
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
-from bench.harness.models import build_model
-from bench.harness.server import Server, ServerOptions
+from bench.harness.models import HEADS, build_model
+from bench.harness.server import CachedTokens, Server, ServerOptions
+from hcache_backend.cli.main import app
+from hcache_backend.plan.costs import Partition, describe
 from tests.engine.harness.conversations import Conversation, converse, make_conversations, turns_of
 from tests.engine.harness.ours import (
+    assert_hidden_mode,
     assert_no_cache_output,
+    assert_no_cache_output_up_to_ties,
     assert_nothing_went_wrong,
+    assert_own_pages_of_kv,
     assert_restored_from_l3,
+    assert_sound_hidden_mode,
+    file_backend,
+    hidden_mode_env,
     our_server,
+    partition,
+    projections,
     stored_pages,
 )
+from tests.engine.harness.quantised import KINDS, quantised
+from tests.engine.harness.reference import assert_equal_tokens
 
 pytestmark = pytest.mark.engine
 
-QUERY_GROUPS = "the partition has no hidden states: 4 layers loaded as KV"
-TWO_POSITIONS = "model.layers.0.self_attn takes a tensor 'positions' of shape (1, 48)"
-MLA = "the KV pool is a MLATokenToKVPool (FULL)"
-FLOAT32_STATES = (("SGLANG_MAMBA_CONV_DTYPE", "float32"),)
-STATES = "the KV pool is a HybridLinearKVPool"
-WINDOWS = "the KV pool is a SWAKVPool (FULL, SWA)"
+LONG, VERSIONS = pytest.mark.long, pytest.mark.versions
 
 
-class Row(NamedTuple):
-    """A model and what its server stores.
+@dataclass
+class Row:
+    """A server, and its conversations."""
 
-    Attributes:
-        model: Its name in `bench.harness.models`.
-        pages: Own pages of K and V, or SGLang's plain ones.
-        why: The log's reason: why there are no hidden states, or no own pages.
-        tp: Number of tensor-parallel ranks.
-        files: Page files of two conversations.
-        mode: Option of ours.
-        reference: Who says the right tokens: transformers, or a server without a cache.
-        env: Variables of the server.
-        grid: A hit ends at a multiple of this many tokens.
-    """
-
-    model: str
-    pages: Literal["own", "plain"]
-    why: str
-    tp: int = 1
-    files: int = 80
-    mode: str = "auto"
-    reference: Literal["transformers", "server"] = "transformers"
-    env: tuple[tuple[str, str], ...] = ()
-    grid: int = 16
+    model: str  # in `bench.harness.models`
+    pages: str  # "hidden" states; "own": K and V in own pages; "plain": SGLang's pages
+    said: tuple[str, ...]  # words of the log
+    unsaid: tuple[str, ...] = ()
+    hcache: dict[str, Any] = field(default_factory=dict)  # options of ours
+    options: dict[str, Any] = field(default_factory=dict)  # of the server
+    changes: dict[str, Any] = field(default_factory=dict)  # of the model's configuration
+    weights: str | None = None  # quantised, by a name in `tests.engine.harness.quantised`
+    l3: str = "ours"  # or SGLang's "file"
+    talk: tuple[int, int, int] = (2, 3, 200)  # conversations, turns, tokens of a question
+    how: dict[str, Any] = field(default_factory=dict)  # of `converse`
+    restarts: bool = False  # a second server finds all of them
+    reference: str = "transformers"  # or a "server" without a cache, or "none"
+    files: int | None = None  # number of page files
+    share: float | None = None  # the largest of them, of K and V of MHA at most
+    grid: int | None = None  # a hit ends at a multiple of so many tokens, or of a page's
 
 
-ROWS = [
-    Row("qwen3_moe", "own", QUERY_GROUPS),
-    Row("glm4_moe", "own", QUERY_GROUPS),
-    Row("minimax_m2", "own", QUERY_GROUPS),
-    Row("minimax_m2", "own", QUERY_GROUPS, tp=2, files=160),
-    Row("gemma3", "own", TWO_POSITIONS, mode="hidden"),
-    # All ranks have the same latent, and one of them writes it.
-    Row("deepseek_v2", "plain", MLA, reference="server"),
-    Row("deepseek", "plain", MLA),
-    Row("deepseek", "plain", MLA, tp=2),
-    Row("glm4_moe_lite", "plain", MLA, reference="server"),
-    # Pages of windows are files of their own: the last window of each node.
-    Row("gpt_oss", "plain", WINDOWS, files=132),
-    Row("mellum", "plain", WINDOWS, files=132),
-    # A state is kept every 64 tokens, and is a file of its own.
-    Row("qwen3_next", "plain", STATES, reference="server", env=FLOAT32_STATES, grid=64, files=78),
+def row(model: str, pages: str, *said: str, marks: Any = (), name: str = "", **more: Any) -> Any:
+    """A row; what is not among its fields is an option of the server."""
+    known = {one.name for one in fields(Row)}
+    options = {key: value for key, value in more.items() if key not in known}
+    given = {key: value for key, value in more.items() if key in known}
+    words = [model, pages, given.get("l3", ""), given.get("weights", "")]
+    words += [f"{key}={v}" for key, v in options.items() if isinstance(v, int | str)]
+    words += [f"{key}={v}" for key, v in given.get("hcache", {}).items() if isinstance(v, str)]
+    return pytest.param(
+        Row(model, pages, said, options=options, **given),
+        id=name or "-".join(filter(None, words)),
+        marks=marks,
+    )
+
+
+AUTO, KV, HIDDEN = {"mode": "auto"}, {"mode": "kv"}, {"mode": "hidden"}
+PLAIN = {"mode": "kv", "pages": "plain"}
+
+# ---- hidden states ----
+
+BY_SPEC = {
+    "llama": ("fused weight 512x256, RoPE neox 64", VERSIONS),
+    "qwen3": ("fused weight 256x256, rms norm over a head, RoPE neox 64", ()),
+    "gpt2": ("fused weight 512x256, bias", ()),
+    # They differ from the others in nothing that a restore depends on, or are restored below.
+    "qwen2": ("fused weight 256x256, bias, RoPE neox 64", LONG),
+    "olmo2": ("fused weight 512x256, rms norm over all heads, RoPE neox 64", LONG),
+    "opt": ("fused weight 512x256, bias", LONG),
+    "phi3": ("fused weight 512x256, RoPE neox 64", LONG),
+    "stablelm": ("fused weight 512x256, RoPE neox 16", LONG),
+    "olmoe": ("fused weight 512x256, rms norm over all heads, RoPE neox 64", LONG),
+}
+# 600-token questions in prefill chunks of 256: the first prompt takes three.
+CHUNKS: dict[str, Any] = {"chunked_prefill_size": 256, "talk": (2, 3, 600), "share": 0.52}
+HIDDEN_STATES = [
+    row(name, "hidden", f"projection: 4 layers by spec ({spec})", **CHUNKS, marks=marks)
+    for name, (spec, marks) in BY_SPEC.items()
 ]
-SHORT = {("gemma3", 1), ("deepseek", 2), ("gpt_oss", 1), ("minimax_m2", 1)}
+
+# ---- partitions: layers that are recomputed, hidden states, K and V ----
+
+PARTITIONS = [(0, 0, 4), (0, 2, 2), (1, 3, 0), (2, 2, 0), (1, 2, 1), (2, 0, 2)]
+ALL_THREE, TWO_RECOMPUTED = (1, 2, 1), (2, 2, 0)
+# MHA, GQA, and models whose own layers compute otherwise what is recomputed.
+SHORT = [("llama", ALL_THREE), ("qwen3", ALL_THREE), ("olmo2", TWO_RECOMPUTED)]
+SHORT += [("opt", TWO_RECOMPUTED)]
+EVERY = [(model, numbers) for model in ("llama", "qwen3") for numbers in PARTITIONS]
+EVERY += [(model, TWO_RECOMPUTED) for model in ("gpt2", "qwen2", "phi3", "stablelm", "olmoe")]
 
 
-def _assert_right(options: ServerOptions, row: Row, conversations: list[Conversation]) -> None:
-    if row.reference == "transformers":
-        assert_no_cache_output(Path(options.model), conversations)
-        return
-    plain = ServerOptions(
-        options.model,
-        options.log.with_name("plain.log"),
-        cache="none",
-        page_size=16,
-        extra_env=dict(row.env),
-    )
-    with Server(plain) as server:
-        for turn in turns_of(conversations):
-            said = turn.reply.output_ids
-            assert server.generate(turn.prompt, len(said)).output_ids == said
+def mixed(model: str, numbers: tuple[int, int, int], *said: str, **more: Any) -> Any:
+    """A row of a partition, nothing of which was replaced by K and V."""
+    pages = "own" if numbers == (0, 0, 4) else "hidden"
+    how = f"{'own pages' if pages == 'own' else 'hidden mode'}: {describe(Partition(*numbers))}, "
+    hcache = {"partition": partition(*numbers)} | more.pop("hcache", {})
+    name = f"{model}-{numbers}-{more.get('dtype', 'float32')}"
+    return row(model, pages, how, *said, hcache=hcache, talk=(2, 3, 300), **more, name=name)
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        pytest.param(
-            row,
-            id=f"{row.model}-{row.tp}",
-            marks=() if (row.model, row.tp) in SHORT else pytest.mark.long,
+MIXED = [
+    *(mixed(*one) for one in SHORT),
+    *(mixed(*one, marks=LONG) for one in EVERY if one not in SHORT),
+    # By default codec exp4 in bfloat16, which leaves 0.77 of the bytes.
+    mixed("llama", ALL_THREE, "codec exp4", dtype="bfloat16", overlap=True),
+    mixed("llama", (0, 4, 0), "codec exp4", dtype="bfloat16", share=0.22, marks=LONG),
+]
+
+# ---- classes of models, most of them without hidden states or own pages ----
+
+QUERY_GROUPS = "KV mode, own pages: the partition has no hidden states: 4 layers loaded as KV"
+TWO_POSITIONS = "own pages: model.layers.0.self_attn takes a tensor 'positions' of shape (1, 48)"
+MLA = "KV mode, plain pages: the KV pool is a MLATokenToKVPool (FULL)"
+WINDOWS = "KV mode, plain pages: the KV pool is a SWAKVPool (FULL, SWA)"
+STATES = "KV mode, plain pages: the KV pool is a HybridLinearKVPool"
+FLOAT32_STATES = {"SGLANG_MAMBA_CONV_DTYPE": "float32"}
+CLASS: dict[str, Any] = {"page_size": 16, "restarts": True, "hcache": AUTO, "files": 80}
+LONG_CLASS = CLASS | {"marks": LONG}
+
+CLASSES = [
+    row("qwen3_moe", "own", QUERY_GROUPS, **LONG_CLASS),
+    row("glm4_moe", "own", QUERY_GROUPS, **LONG_CLASS),
+    row("minimax_m2", "own", QUERY_GROUPS, **CLASS),
+    row("minimax_m2", "own", QUERY_GROUPS, **LONG_CLASS | {"tp": 2, "files": 160}),
+    row("gemma3", "own", TWO_POSITIONS, **CLASS | {"hcache": HIDDEN}),
+    # All ranks have the same latent, and one of them writes it.
+    row("deepseek_v2", "plain", MLA, reference="server", **LONG_CLASS),
+    row("deepseek", "plain", MLA, **LONG_CLASS),
+    row("deepseek", "plain", MLA, tp=2, **CLASS),
+    row("glm4_moe_lite", "plain", MLA, reference="server", **LONG_CLASS),
+    # Pages of windows are files of their own: the last window of each node.
+    row("gpt_oss", "plain", WINDOWS, **CLASS | {"files": 132}),
+    row("mellum", "plain", WINDOWS, **LONG_CLASS | {"files": 132}),
+    # A state is kept every 64 tokens, and is a file of its own.
+    row(
+        *("qwen3_next", "plain", STATES),
+        **LONG_CLASS
+        | {"reference": "server", "extra_env": FLOAT32_STATES, "grid": 64, "files": 78},
+    ),
+]
+
+# ---- K and V: heads, layouts of host memory, ranks and stages, another L3 ----
+
+KERNEL = {"mem_layout": "layer_first", "io_backend": "kernel"}
+DIRECT = {"mem_layout": "layer_first", "io_backend": "direct"}
+PAGES_DIRECT = {"mem_layout": "page_first_direct", "io_backend": "direct"}
+HEADS_KERNEL = {"mem_layout": "page_head", "io_backend": "kernel"}
+GROUPED = {"num_key_value_heads": 2}
+SMALL_CHUNKS = {"page_size": 16, "max_total_tokens": 8192, "chunked_prefill_size": 128}
+AT_ONCE = {"concurrent": True}
+OF_KV = [
+    row("llama", "plain", hcache=PLAIN, **KERNEL),
+    row("llama", "own", changes=GROUPED, hcache=AUTO, **DIRECT),
+    row("qwen2", "hidden", hcache=HIDDEN, **PAGES_DIRECT),
+    *(row("llama", "plain", hcache=PLAIN, **how, marks=LONG) for how in (DIRECT, PAGES_DIRECT)),
+    *(row("llama", "hidden", hcache=HIDDEN, **how, marks=LONG) for how in (KERNEL, DIRECT)),
+    *(
+        row("llama", "own", hcache=KV, **how, marks=LONG)
+        for how in (KERNEL, PAGES_DIRECT, HEADS_KERNEL)
+    ),
+    # As many heads of K and V as of queries, where mode `kv` insists.
+    *(row(name, "own", hcache=KV, marks=marks) for name, marks in (("phi3", ()), ("olmoe", LONG))),
+    row(
+        "llama", "own", "HiCache auto-sizing: ratio", hcache=KV, hicache_ratio=None, marks=VERSIONS
+    ),
+    row("qwen3", "own", QUERY_GROUPS, hcache=AUTO, tp=2),
+    row("qwen3", "own", hcache=AUTO, pp=2),
+    row("qwen3", "own", hcache=AUTO, l3="file"),
+    row(
+        *("qwen3", "own"),
+        **SMALL_CHUNKS | {"hcache": AUTO, "overlap": True, "extra_args": ["--enable-mixed-chunk"]},
+        talk=(8, 2, 200),
+        how=AT_ONCE | {"reply_tokens": 24},
+    ),
+]
+
+# ---- hidden states of several ranks: each has a share of every page's tokens ----
+
+# The norm of olmo2 sees the heads of all ranks: the attention modules talk to each other.
+BY_MODULE = "layers 0, 1, 2, 3 by their attention modules: K is made by no norm and RoPE"
+OVER_A_HEAD = "4 layers by spec (fused weight 128x256, rms norm over a head, RoPE neox 64)"
+WITH_BIAS = "4 layers by spec (fused weight 256x256, bias)"
+RANKS = [
+    *(
+        row(name, "hidden", f"projection: {how}", tp=2, page_size=16, how=AT_ONCE, marks=marks)
+        for name, how, marks in (
+            *(("olmo2", BY_MODULE, VERSIONS), ("qwen3", OVER_A_HEAD, ())),
+            ("opt", WITH_BIAS, LONG),
         )
-        for row in ROWS
-    ],
-)
+    ),
+    row("llama", "hidden", tp=2, pp=2),
+    row("llama", "hidden", tp=2, l3="file"),
+]
+
+# ---- FP8 weights: what K depends on decides. transformers has no such layers ----
+
+# SGLang's Llama does not find the scales of blocks; its Qwen 3 does.
+OF_FP8: dict[str, Any] = {
+    "changes": {"num_key_value_heads": HEADS},
+    "extra_env": {"HCACHE_CPU_EXACT_SUMS": "1"},
+    "reference": "server",
+}
+NOT_RECOMPUTED = "not used: recomputation"
+DEPENDS = "for a token depends on the other tokens of the batch"
+INDEPENDENT: dict[str, Any] = OF_FP8 | {"restarts": True, "unsaid": (NOT_RECOMPUTED,)}
+FP8 = [
+    row("qwen3", "hidden", weights="blocks", **INDEPENDENT),
+    *(
+        row("qwen3", "hidden", weights=kind, **INDEPENDENT, marks=LONG)
+        for kind in KINDS
+        if kind not in ("blocks", "batch")
+    ),
+    # K and V are stored as they are: what they depend on was there when they were computed. With
+    # another batch they are others.
+    row("qwen3", "own", DEPENDS, NOT_RECOMPUTED, weights="batch", **OF_FP8 | {"reference": "none"}),
+]
+ROWS = [*HIDDEN_STATES, *MIXED, *CLASSES, *OF_KV, *RANKS, *FP8]
+
+
+def assert_as_wanted(server: Server, row: Row) -> None:
+    """Its pages are those of the row, on every rank, and nothing went wrong."""
+    log, options = server.log_text(), server.options
+    if row.pages == "hidden":
+        assert_hidden_mode(server)
+        assert log.count("hcache: hidden mode:") == options.tp * options.pp
+    elif row.pages == "own":
+        assert_own_pages_of_kv(server)
+    else:
+        assert "hcache: KV mode, plain pages: " in log
+    assert [words for words in row.said if words not in log] == []
+    assert [words for words in row.unsaid if words in log] == []
+    assert_nothing_went_wrong(server)
+
+
+def assert_stored(row: Row, options: ServerOptions) -> None:
+    files = stored_pages(options.log.parent)
+    assert row.files is None or len(files) == row.files
+    if row.share is not None:
+        kv_bytes = 2 * 4 * 256 * 4 * options.page_size  # of an MHA model of this size
+        assert max(path.stat().st_size for path in files) <= row.share * kv_bytes
+    if row.pages == "hidden" and row.l3 == "ours":
+        shares = {path.name.split(".")[-2] for path in files}
+        assert shares == {f"{rank}of{options.tp}" for rank in range(options.tp)}
+
+
+def assert_right(row: Row, options: ServerOptions, conversations: Iterable[Conversation]) -> None:
+    model, asked = Path(options.model), list(conversations)
+    if options.dtype == "bfloat16":
+        assert_no_cache_output_up_to_ties(model, options.log.parent, asked)
+    elif row.reference == "transformers":
+        assert_no_cache_output(model, asked)
+    elif row.reference == "server":
+        log, env = options.log.with_name("plain.log"), options.extra_env
+        size = options.page_size
+        plain = ServerOptions(model, log, cache="none", page_size=size, extra_env=env)
+        with Server(plain) as server:
+            for turn in turns_of(asked):
+                want = server.generate(turn.prompt, len(turn.reply.output_ids))
+                assert want.cached == CachedTokens(0, 0, 0)
+                assert_equal_tokens(turn.reply.output_ids, want.output_ids)
+
+
+@pytest.mark.parametrize("row", ROWS)
 def test_conversations_come_back_from_l3(row: Row, model_cache: Path, tmp_path: Path) -> None:
-    options = our_server(
-        build_model(row.model, model_cache),
-        tmp_path,
-        hcache={"mode": row.mode},
-        page_size=16,
-        tp=row.tp,
-        extra_env=dict(row.env),
-    )
+    model = build_model(row.model, model_cache, **row.changes)
+    if row.weights is not None:
+        model = quantised(model, tmp_path, row.weights)
+    if row.l3 == "file":
+        env = hidden_mode_env(**row.hcache)
+        options = file_backend(model, tmp_path, extra_env=env, **row.options)
+    else:
+        options = our_server(model, tmp_path, hcache=row.hcache, **row.options)
+    number, turns, tokens = row.talk
 
-    def talk(**how: Any) -> list[Conversation]:
+    def talk(options: ServerOptions, **how: Any) -> list[Conversation]:
+        conversations = make_conversations(number, turns=turns, tokens=tokens)
         with Server(options) as server:
-            conversations = converse(server, make_conversations(2, turns=3, tokens=200), **how)
-            assert f"hcache: KV mode, {row.pages} pages: {row.why}" in server.log_text()
-            assert_nothing_went_wrong(server)
-        return list(conversations)
+            converse(server, conversations, **how)
+            assert_as_wanted(server, row)
+        return conversations
 
-    first = talk()
-    assert_restored_from_l3(first, row.grid)
-    assert all(turn.cached.device == turn.cached.host == 0 for turn in turns_of(first))
-    assert len(stored_pages(tmp_path)) == row.files
-    options.log = tmp_path / "restarted.log"
-    again = talk(flush=False)  # nothing of them is on the device by chance
-    assert all(conversation.turns[0].cached.storage >= 192 for conversation in again)
-    _assert_right(options, row, [*first, *again])
+    asked = talk(options, **row.how)
+    assert_restored_from_l3(asked, row.grid or options.page_size)
+    assert all(turn.cached.device == turn.cached.host == 0 for turn in turns_of(asked))
+    assert_stored(row, options)
+    if row.restarts:  # nothing of them is on the device by chance
+        again = talk(replace(options, log=tmp_path / "restarted.log"), flush=False)
+        whole = (tokens - 1) // options.page_size * options.page_size
+        assert all(conversation.turns[0].cached.storage >= whole for conversation in again)
+        asked += again
+    assert_right(row, options, asked)
+
+
+def test_layers_that_no_spec_describes_are_projected_by_the_model_and_the_doctor_says_why(
+    model_cache: Path, tmp_path: Path
+) -> None:
+    model = build_model("olmo", model_cache)
+    reason = "V is not a part of what a linear module gives for the hidden states"
+    with Server(our_server(model, tmp_path)) as server:
+        conversations = converse(server, make_conversations(2, turns=2, tokens=300))
+        assert_sound_hidden_mode(server)
+        assert_restored_from_l3(conversations, server.options.page_size)
+        assert projections(server) == [f"layers 0, 1, 2, 3 by their attention modules: {reason}"]
+    assert_no_cache_output(model, conversations)
+    told = CliRunner().invoke(app, ["doctor", "--json", "--dir", str(tmp_path / "l3")])
+    (check,) = [c for c in json.loads(told.stdout)["checks"] if "last server" in c["subject"]]
+    assert check["verdict"] == "fair"
+    assert "hidden mode, own pages; codec none; " in check["detail"]
+    assert (
+        f"layers 0, 1, 2, 3 by their attention modules: {reason} "
+        "(attention modules at other batch sizes K " in check["detail"]
+    )
+    assert check["detail"].endswith("; stored: 4 layers from hidden states")

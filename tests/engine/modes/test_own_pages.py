@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +13,7 @@ from bench.harness.models import build_model
 from bench.harness.server import Server, ServerOptions
 from hcache_backend.cli.main import app
 from hcache_backend.cli.metrics_page import fetch
-from hcache_backend.partition.profile import Profile, Rate
+from hcache_backend.plan.profile import Profile, Rate
 from tests.engine.harness.conversations import (
     Conversation,
     ask,
@@ -30,8 +29,6 @@ from tests.engine.harness.ours import (
     assert_restored_from_l3,
     assert_sound_own_pages,
     faulty,
-    file_backend,
-    hidden_mode_env,
     our_server,
     stored_pages,
 )
@@ -68,28 +65,6 @@ def test_pages_come_back_from_host_memory_from_l3_and_after_a_restart(
 GROUPED = {"num_key_value_heads": 2}
 
 
-@pytest.mark.parametrize(
-    ("name", "changes", "mode"),
-    [
-        ("llama", GROUPED, "auto"),
-        # As many heads of K and V as of queries, where mode `kv` insists.
-        pytest.param("llama", {}, "kv", marks=pytest.mark.long),
-        pytest.param("olmoe", {}, "kv", marks=pytest.mark.long),
-        ("phi3", {}, "kv"),
-    ],
-    ids=["llama with grouped queries", "llama", "olmoe", "phi3"],
-)
-def test_models_of_other_kinds(
-    name: str, changes: dict[str, int], mode: str, model_cache: Path, tmp_path: Path
-) -> None:
-    model = build_model(name, model_cache, **changes)
-    with Server(our_server(model, tmp_path, hcache={"mode": mode})) as server:
-        conversations = converse(server, make_conversations(2, turns=3, tokens=300))
-        assert_restored_from_l3(conversations, 64)
-        assert_sound_own_pages(server, "kv")
-    assert_no_cache_output(model, conversations)
-
-
 @pytest.mark.long
 def test_k_and_v_in_bfloat16_are_bit_for_bit_the_pools(model_cache: Path, tmp_path: Path) -> None:
     """A page of every backup and of every load is compared."""
@@ -102,52 +77,6 @@ def test_k_and_v_in_bfloat16_are_bit_for_bit_the_pools(model_cache: Path, tmp_pa
         server.until(lambda: fetch(server.url).counters["tokens"]["checked"] > 0, "a check")
         assert_sound_own_pages(server, "kv")
     assert_no_cache_output_up_to_ties(model, tmp_path, conversations)
-
-
-@pytest.mark.parametrize("options", [{"tp": 2}, {"pp": 2}], ids=["two ranks", "two stages"])
-def test_ranks_and_stages_store_their_own_heads_and_layers(
-    options: dict[str, int], model_cache: Path, tmp_path: Path
-) -> None:
-    model = build_model("qwen3", model_cache)
-    with Server(our_server(model, tmp_path, hcache={"mode": "auto"}, **options)) as server:
-        conversations = converse(server, make_conversations(2, turns=3, tokens=200))
-        assert_restored_from_l3(conversations, 64)
-        assert_sound_own_pages(server, "kv")
-    assert_no_cache_output(model, conversations)
-
-
-def test_write_back_and_eager_restores_under_pressure(model_cache: Path, tmp_path: Path) -> None:
-    """The device pool holds two conversations of six; three requests run at a time."""
-    model = build_model("qwen3", model_cache)
-    options = our_server(
-        model,
-        tmp_path,
-        hcache={"mode": "auto"},
-        write_policy="write_back",
-        page_size=16,
-        max_total_tokens=1536,
-        hicache_ratio=1.6,
-    )
-    with Server(options) as server:
-        conversations = make_conversations(6, turns=3, tokens=120, seed=5)
-        for turns in (1, 2, 3):
-            for part in (conversations[:3], conversations[3:]):
-                converse(server, part, turns=turns, flush=False, concurrent=True)
-        again = make_conversations(6, turns=3, tokens=120, seed=5)
-        converse(server, again, flush=False, concurrent=True)
-        assert_sound_own_pages(server, "kv")
-    assert sum(turn.cached.host + turn.cached.storage for turn in turns_of(again)) > 300
-    assert_no_cache_output(model, [*conversations, *again])
-
-
-def test_another_l3_gets_pages_that_prove_themselves(model_cache: Path, tmp_path: Path) -> None:
-    model = build_model("qwen3", model_cache)
-    env = hidden_mode_env(mode="auto")
-    with Server(file_backend(model, tmp_path, extra_env=env)) as server:
-        conversations = converse(server, make_conversations(2, turns=2, tokens=300))
-        assert_restored_from_l3(conversations, 64)
-        assert_sound_own_pages(server, "kv")
-    assert_no_cache_output(model, conversations)
 
 
 RATES = ("hidden_copy", "kv_load", "projection", "dense", "attention")
@@ -196,22 +125,6 @@ def test_two_servers_that_start_at_once_find_each_others_pages(model: Path, tmp_
         assert ", as the store has it: hcache plan --apply" in server.log_text()
     assert changed.turns[0].cached.storage == 0
     assert_no_cache_output(model, [*conversations, changed])
-
-
-@pytest.mark.long
-def test_ten_restarts_with_random_profiles_find_all_pages(model: Path, tmp_path: Path) -> None:
-    dice = random.Random(3)
-    conversations: list[Conversation] = []
-    for number in range(11):
-        seconds = {rate: 10 ** dice.uniform(-6, 0) for rate in RATES}
-        with Server(profiled(model, tmp_path, f"{number}", seconds)) as server:
-            before = ask(server, [c.turns[0].prompt for c in conversations])
-            assert [c.turns[0].cached.storage for c in before] == [256] * number
-            conversations += ask(server, [random_tokens(300, seed=number)])
-            assert_nothing_went_wrong(server)
-            followed = ", as the store has it: the best for " in server.log_text()
-        assert followed == bool(number)
-        assert_no_cache_output(model, [*before, conversations[-1]])
 
 
 @pytest.mark.long

@@ -17,8 +17,15 @@ pytestmark = pytest.mark.engine
 TEXT_TOKENS, REPLY_TOKENS = 300, 16
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("form", "mode"), [("smollm2-mha", "hidden"), ("smollm2", "kv")])
+@pytest.mark.parametrize(
+    ("form", "mode", "dtype"),
+    [
+        ("smollm2-mha", "hidden", "bfloat16"),
+        ("smollm2", "kv", "float32"),
+        pytest.param("smollm2-mha", "hidden", "float32", marks=pytest.mark.long),
+        pytest.param("smollm2", "kv", "bfloat16", marks=pytest.mark.long),
+    ],
+)
 def test_a_reply_behind_a_history_from_l3_is_the_computed_one(
     form: str, mode: str, dtype: str, tmp_path: Path
 ) -> None:

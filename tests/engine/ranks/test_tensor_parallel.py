@@ -7,11 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from bench.harness.models import build_model
 from bench.harness.server import Server
 from hcache_backend.cli.metrics_page import fetch
 from tests.engine.harness.conversations import (
-    ask,
     converse,
     converse_at_random,
     make_conversations,
@@ -27,9 +25,6 @@ from tests.engine.harness.ours import (
     assert_sound_hidden_mode,
     extra_config,
     faulty,
-    file_backend,
-    flip_bit,
-    hidden_mode_env,
     our_server,
     partition,
     projections,
@@ -80,62 +75,6 @@ def test_each_rank_stores_half_and_any_number_of_ranks_reads_it(
         half = size(found[share]) / len(found[share])
         assert half - headers == (whole - headers) / 2
     assert_no_cache_output(model, conversations)
-
-
-@pytest.mark.parametrize(
-    ("family", "projection"),
-    [
-        # Its norm sees the heads of all ranks: the attention modules talk to each other.
-        pytest.param(
-            *(
-                "olmo2",
-                "layers 0, 1, 2, 3 by their attention modules: K is made by no norm and RoPE",
-            ),
-            marks=pytest.mark.versions,
-        ),
-        ("qwen3", "4 layers by spec (fused weight 128x256, rms norm over a head, RoPE neox 64)"),
-        pytest.param(
-            "opt", "4 layers by spec (fused weight 256x256, bias)", marks=pytest.mark.long
-        ),
-    ],
-)
-def test_two_ranks_with_other_models(
-    family: str, projection: str, model_cache: Path, tmp_path: Path
-) -> None:
-    """Grouped queries, norms over the heads of all ranks, biases and learned positions."""
-    model = build_model(family, model_cache)
-    with Server(our_server(model, tmp_path, tp=2, page_size=16)) as server:
-        conversations = make_conversations(3, turns=2, tokens=200)
-        converse(server, conversations, concurrent=True)
-        assert_hidden_mode(server)
-        assert [line.startswith(projection) for line in projections(server)] == [True, True]
-        assert_nothing_went_wrong(server)
-    assert_restored_from_l3(conversations, 16)
-    assert {"0of2", "1of2"} == set(shares(tmp_path))
-    assert_no_cache_output(model, conversations)
-
-
-def test_a_share_that_is_gone_or_damaged_is_a_miss_on_all_ranks(
-    model: Path, tmp_path: Path
-) -> None:
-    with Server(
-        our_server(model, tmp_path, tp=2, hcache={"recompute": "never"}, extra_args=WATCHDOG)
-    ) as server:
-        lost, damaged = make_conversations(2, turns=3, tokens=300)
-        converse(server, [lost], turns=2)
-        before = set(stored_pages(tmp_path))
-        converse(server, [damaged], turns=2)
-        for path in before & set(shares(tmp_path)["1of2"]):
-            path.unlink()
-        for path in set(shares(tmp_path)["0of2"]) - before:
-            flip_bit(path, -1000)
-        converse(server, [lost, damaged])
-        assert [c.turns[2].cached.storage for c in (lost, damaged)] == [0, 0]
-        # Both ranks have stored what was missing once more.
-        again = ask(server, [[*c.history, 1, 2, 3] for c in (lost, damaged)])
-        assert all(c.turns[0].cached.storage > 800 for c in again)
-        assert_hidden_mode(server)
-    assert_no_cache_output(model, [lost, damaged, *again])
 
 
 @pytest.mark.parametrize("name", [pytest.param("recompute", marks=pytest.mark.long), "mixed"])
@@ -191,14 +130,6 @@ def test_k_and_v_of_one_rank_are_read_by_two_and_the_reverse(
     assert sorted(found) == ["0of1", "0of2", "1of2"]
     names = [{path.name.split(".")[1] for path in paths} for paths in found.values()]
     assert not names[0] & names[1]  # nothing was stored a second time
-    assert_no_cache_output(model, conversations)
-
-
-def test_shares_pass_through_a_backend_that_is_not_ours(model: Path, tmp_path: Path) -> None:
-    with Server(file_backend(model, tmp_path, tp=2, extra_env=hidden_mode_env())) as server:
-        conversations = converse(server, make_conversations(2, turns=3))
-        assert_sound_hidden_mode(server)
-    assert_restored_from_l3(conversations, 64)
     assert_no_cache_output(model, conversations)
 
 

@@ -154,7 +154,7 @@ def _around(owner: Any, name: str, wrap: Callable[..., Any]) -> None:
 
 def _say_what_is_pinned(checker: Any) -> None:
     from hcache_backend.arena import Arena
-    from hcache_backend.engine.host_pool import OwnPagesPool
+    from hcache_backend.sglang.host_pool import OwnPagesPool
 
     def arena(original: Any, pool: Any) -> Any:
         return checker.pinned(original(pool), "arena")
@@ -196,7 +196,7 @@ def _watch_the_event_loop(
     """What was set up before it is done; what comes is checked."""
     from sglang.srt.managers.scheduler import Scheduler
 
-    from hcache_backend.engine.hooks import FORWARD, Hook, install
+    from hcache_backend.sglang.hooks import FORWARD, Hook, install
 
     def run(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
         _name_streams(checker, scheduler)
@@ -240,7 +240,7 @@ def _name_streams(checker: Any, scheduler: Any) -> None:
 
 
 def _count_written_nodes(done: Done) -> None:
-    from hcache_backend.engine.controller import OwnPagesController
+    from hcache_backend.sglang.controller import OwnPagesController
 
     def write(original: Any, *args: Any, **kwargs: Any) -> Any:
         host_indices = original(*args, **kwargs)

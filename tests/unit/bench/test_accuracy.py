@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from bench.accuracy import pairs, thresholds
+from bench.accuracy import pairs
+from bench.accuracy.__main__ import PROGRAM
 from bench.accuracy.measure import Found, Sizes, by_distance
-from bench.accuracy.probes import KV, LayerProbe, output_distances
-from bench.accuracy.report import by_layer, draw, short_lines, table_lines
+from bench.accuracy.report import by_layer, draw
 from bench.fixtures.text import Recalled, Text
 from bench.harness.reference import OwnReference
-from hcache_backend.krul.pair_forms import MergedPair
 from hcache_backend.krul.selection import closest_pairs
 from hcache_kernels.codecs import Cut
 
@@ -86,7 +85,7 @@ def test_the_reference_has_no_divergence_and_single_layers_are_in_the_picture_on
     methods = [{**coded, "layer": None}, *layers]
     results = {"name": "gqa", "dtype": "bfloat16", "device": "a machine"}
     results |= {"reference": run, "methods": methods}
-    assert table_lines(results).splitlines()[2:] == [
+    assert PROGRAM.table(results).splitlines()[2:] == [
         "| no cache | - | - | - | - | - | - | - | 2.5000 | 3 of 4 |",
         "| hidden, int8 | 1,088 | 2 | 1.0e-02 | 2.0e-02 | 1.0e-03 | 1.0e-01 | 3 of 4 | 2.5000 "
         "| 3 of 4 |",
@@ -103,7 +102,7 @@ def test_what_a_server_finds_at_its_start_has_a_table() -> None:
         "exactness": {"projected": [{"exactness": "K 0 ulp"}], "recomputed": "K 2 ulp"},
         "krul": {"may_be_merged": 0, "pairs": 435, "least_change": 0.412},
     }
-    assert short_lines(results).splitlines()[2:] == [
+    assert PROGRAM.table(results, "short").splitlines()[2:] == [
         "| projected from hidden states | K 0 ulp |",
         "| recomputed | K 2 ulp |",
         "| pairs of layers that codec `krul` may merge | 0 of 435; the merge that changes least "
@@ -141,74 +140,8 @@ def history(layers: int, seed: int = 0) -> tuple[Any, Any]:
     return engine, SimpleNamespace(kv=kv, queries=[values()[-8:] for _ in every])
 
 
-@pytest.mark.parametrize("layers", [4, 6, 8])
-def test_without_a_threshold_krul_chooses_the_pairs_of_the_tables(layers: int) -> None:
-    engine, text = history(layers)
-    number = len(pairs.fixed(layers).pairs)
-    wanted = pairs.by_attention(engine, text).pairs[: layers // 4]  # as a server's pages have
-    found = thresholds.Thresholds().choose(engine, text)
-    assert found == tuple(sorted((*pair, "merged") for pair in wanted))
-    assert len(found) == thresholds.Thresholds().pairs_of(layers) <= number
-    none = thresholds.Thresholds(gamma=1.0).choose(engine, text)
-    assert {code for *_, code in none} == {"fp8"} and len(none) == len(found)
-
-
-def test_of_two_layers_that_are_alike_a_merge_changes_least_and_others_may_be_left_out() -> None:
+def test_of_two_layers_that_are_alike_a_merge_changes_least() -> None:
     engine, text = history(4)
     text.kv[3] = tuple(2 * part for part in text.kv[1])
     changes = pairs.merge_changes(engine, text)
     assert float(changes[1, 3]) < 0.01 and float(changes[0, 2]) > 0.3
-    found = thresholds.Thresholds(mergeable=[(1, 3)]).choose(engine, text)
-    assert found == ((1, 3, "merged"),)
-    assert thresholds.Thresholds(mergeable=[]).choose(engine, text) == ((2, 3, "fp8"),)
-
-
-def test_the_output_of_a_merge_is_compared_with_that_of_the_layers() -> None:
-    def vanish(first: KV, second: KV) -> tuple[KV, KV]:
-        """The second layer comes back as it is, V of the first one is lost."""
-        return (first[0], torch.zeros_like(first[1])), second
-
-    values = torch.randn(3, 2, 23, 2, 8, generator=torch.Generator().manual_seed(1))
-    layers = [LayerProbe(torch.ones(5, 4, 8), (k, v), 0.4) for k, v in values]
-    # The relative error is 1 in one layer and 0 in the other.
-    wanted = torch.full((3, 3), 0.5**0.5, dtype=torch.float64).fill_diagonal_(0.0)
-    torch.testing.assert_close(output_distances(layers, vanish), wanted)
-    assert not output_distances(layers, lambda *both: both).any()
-
-
-def test_other_merges_keep_more_or_fewer_tokens_or_go_another_way() -> None:
-    engine, text = history(2)
-    of_pairs = engine.page_cut, DIM, torch.bfloat16
-    plain = MergedPair(*of_pairs)
-    units = [pairs._units(plain.cut, planes) for planes in text.kv]
-    errors: dict[str, float] = {}
-    for name, form in (
-        ("all", thresholds.Retaining(1, *of_pairs)),
-        ("1 of 8", thresholds.Retaining(8, *of_pairs)),
-        ("plain", plain),
-        ("half way", thresholds.Between(0.5, *of_pairs)),
-        ("to the first", thresholds.Between(0.0, *of_pairs)),
-    ):
-        first, second = form.decode(form.encode(*units)[0])
-        errors[name] = float((second.float() - units[1].float()).norm())
-        if name in ("all", "to the first"):
-            torch.testing.assert_close(first, units[0], rtol=0.02, atol=0)
-    assert errors["all"] == 0 < errors["1 of 8"] < errors["plain"] < errors["to the first"]
-    assert errors["half way"] == pytest.approx(errors["plain"], rel=0.01)
-    assert thresholds.Retaining(8, *of_pairs).slot_bytes > plain.slot_bytes
-
-
-def test_a_threshold_has_a_line_with_its_merged_pairs() -> None:
-    run = {"tokens": 4, "nll": 2.5, "recall": {}, "kl": 1e-3, "largest_kl": 0.1, "same": 3}
-    run |= {"bytes_per_token": 3136, "layer": None}
-    rows = [
-        {**run, "method": "exact"},
-        {**run, "method": "gamma 0.2", "pairs": {"0, 1 merged": 3, "2, 3 fp8": 5}},
-        {**run, "method": "t = 0.6", "pairs": {"0, 1 merged": 8}},
-    ]
-    results = {"name": "gqa", "dtype": "bfloat16", "reference": {"recall": {}}, "methods": rows}
-    assert thresholds.table_lines(results).splitlines()[2:] == [
-        "| exact | 3,136 | - | 1.0e-03 | 1.0e-01 | 3 of 4 |",
-        "| gamma 0.2 | 3,136 | 3 of 8 | 1.0e-03 | 1.0e-01 | 3 of 4 |",
-        "| t = 0.6 | 3,136 | 8 of 8 | 1.0e-03 | 1.0e-01 | 3 of 4 |",
-    ]

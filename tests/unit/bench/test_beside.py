@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from bench.beside import compared, draw, kept_rows, table_lines
+from bench.beside import PROGRAM, compared, kept_rows
 from bench.harness.machine import MachineError
-from bench.harness.report import write_picture
 
 
 def results() -> dict[str, Any]:
@@ -37,7 +36,7 @@ def test_the_floor_has_the_question_behind_what_is_done_at_once() -> None:
 
 
 def test_the_table_has_a_row_for_each_speed() -> None:
-    assert table_lines(results()).splitlines()[2:] == [
+    assert PROGRAM.table(results()).splitlines()[2:] == [
         "| 2,048 | 1 | 4,000 | 4,400 | 2,400 | 0.55 | 0.55 to 0.55 "
         "| 0.60 | 0.60 to 0.60 | 1.20 | 1.20 to 1.20 |"
     ]
@@ -51,8 +50,3 @@ def test_rows_of_other_histories_are_kept_of_the_same_machine(tmp_path: Path) ->
     assert kept_rows(path, [2048], "a CPU") == []
     with pytest.raises(MachineError, match="was measured on a CPU, this is another"):
         kept_rows(path, [8192], "another")
-
-
-def test_the_picture_is_drawn(tmp_path: Path) -> None:
-    write_picture(tmp_path / "it.png", results(), draw)
-    assert (tmp_path / "it.png").stat().st_size > 0

@@ -12,7 +12,8 @@ from aiohttp import web
 
 from bench.harness.client import Reply, StreamingClient
 from bench.harness.server import CachedTokens
-from hcache_backend.cli.client import Client, Prefilled, RequestError, UnusableServer
+from hcache_backend.cli.common import RequestError
+from hcache_backend.cli.ingest import Server, UnusableServer
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -172,23 +173,23 @@ def test_a_request_that_fails_says_why(handler: Handler, message: str) -> None:
         generate(handler)
 
 
-def prefill(handler: Handler) -> Prefilled:
-    async def one(client: Client) -> Prefilled:
-        return await client.prefill([1, 2])
+def prefill(handler: Handler) -> Any:
+    async def one(client: StreamingClient) -> tuple[int, int]:
+        return await asyncio.to_thread(client._server.prefill, [1, 2])
 
-    found = asyncio.run(ask("/generate", handler, one))
-    assert isinstance(found, Prefilled)
-    return found
+    return asyncio.run(ask("/generate", handler, one))
 
 
 def test_a_prefilled_prompt_says_what_l3_had() -> None:
     found = prefill(answers_json(chunk([1], 1, True, cached_tokens_details={"storage": 3})))
-    assert found == Prefilled(tokens=5, found_in_l3=3)
-    assert prefill(answers_json(chunk([1], 1, True))) == Prefilled(tokens=5, found_in_l3=0)
+    assert found == (5, 3)
+    assert prefill(answers_json(chunk([1], 1, True))) == (5, 0)
     with pytest.raises(RequestError, match="400: too long"):
         prefill(answers(400, '{"error": {"message": "too long"}}'))
     with pytest.raises(RequestError, match="cut"):
         prefill(answers_json(chunk([1], 1, finish_reason={"type": "abort", "message": "cut"})))
+    with pytest.raises(RequestError, match="Expecting value"):
+        prefill(answers(200, "?"))
 
 
 def test_a_server_that_is_gone_fails_the_request() -> None:
@@ -202,7 +203,9 @@ def test_a_server_that_is_gone_fails_the_request() -> None:
 
 
 def test_what_a_server_says_of_itself() -> None:
-    found = asyncio.run(ask("/server_info", answers_json({"page_size": 64}), Client.server))
+    found = asyncio.run(
+        ask("/server_info", answers_json({"page_size": 64}), StreamingClient.server)
+    )
     assert found == {"page_size": 64}
 
 
@@ -216,34 +219,33 @@ def answers_json(body: object) -> Handler:
 @pytest.mark.parametrize(
     ("path", "handler", "message"),
     [
-        ("/server_info", answers(401, ""), "answered 401; give its --api-key"),
-        ("/other", answers(200, ""), "/server_info answered 404: is it an SGLang server?"),
-        ("/server_info", answers(200, "<html>"), "no SGLang server at "),
+        ("/server_info", answers(401, ""), "/server_info: 401: give its --api-key"),
+        ("/other", answers(200, ""), "/server_info: 404: "),
+        ("/server_info", answers(200, "<html>"), "no usable SGLang server at "),
     ],
 )
 def test_what_is_no_server_is_named(path: str, handler: Handler, message: str) -> None:
-    with pytest.raises(UnusableServer, match=message.replace("?", r"\?")):
-        asyncio.run(ask(path, handler, Client.server))
+    with pytest.raises(UnusableServer, match=message):
+        asyncio.run(ask(path, handler, StreamingClient.server))
 
 
 def test_an_unreachable_server_is_named() -> None:
-    async def look() -> None:
-        async with Client("http://127.0.0.1:9") as client:
-            await client.server()
-
+    server = Server("http://127.0.0.1:9")
     with pytest.raises(
         UnusableServer,
-        match=r"^no SGLang server at http://127.0.0.1:9 \(.*\)\. Start one, or pass .* --url$",
+        match=r"^no usable SGLang server at http://127.0.0.1:9 \(.*\)\. Start one, .* --url$",
     ):
-        asyncio.run(look())
+        server.info()
+    with pytest.raises(UnusableServer, match="flush_cache: the server does not answer"):
+        server.flush()
 
 
 @pytest.mark.parametrize(
-    ("status", "message"), [(400, "answered 400: not idle"), (401, "give its --api-key")]
+    ("status", "message"), [(400, "flush_cache: 400: not idle"), (401, "give its --api-key")]
 )
 def test_a_flush_that_is_refused_says_why(status: int, message: str) -> None:
     with pytest.raises(UnusableServer, match=message):
-        asyncio.run(ask("/flush_cache", answers(status, "not idle"), Client.flush))
+        asyncio.run(ask("/flush_cache", answers(status, "not idle"), StreamingClient.flush))
 
 
 def test_a_flush_waits_for_an_idle_server() -> None:
@@ -253,5 +255,5 @@ def test_a_flush_waits_for_an_idle_server() -> None:
         seen.append(f"{request.method} {request.query['timeout']}")
         return web.Response()
 
-    asyncio.run(ask("/flush_cache", handler, Client.flush))
+    asyncio.run(ask("/flush_cache", handler, StreamingClient.flush))
     assert seen == ["POST 120"]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bench.demo import __main__ as program
-from bench.demo.report import build_report, draw, finding, form_report, problems, table_lines
+from bench.demo.report import build_report, finding, form_report, problems
 from bench.demo.talk import COMPUTED, FILE, OURS, Run, Tokens, Turn, Words
 from bench.fixtures.models import real_model
 from bench.fixtures.smollm2 import ModelMissing
@@ -51,7 +52,7 @@ def test_replies_that_agree_succeed_and_the_finding_is_what_the_numbers_say() ->
         "From disk the next reply begins 4 times sooner than computed anew; "
         "hidden states take 0.52 of the bytes."
     )
-    lines = table_lines(report).splitlines()
+    lines = program.PROGRAM.table(report).splitlines()
     assert lines[2] == "| multi-head: hidden states | 1,000 / 520 | 640 | 1,000 | 400 | 250 | yes |"
     assert len(lines) == 2 + 4  # the first reply has no history
 
@@ -62,22 +63,22 @@ def test_a_reply_that_differs_and_a_hit_that_did_not_come_are_problems() -> None
     form = make_form()
     form["turns"][1]["from_l3"][OURS] = 0
     assert problems([form]) == ["multi-head, question 2: nothing came from L3"]
-    assert "| NO |" in table_lines({"forms": [make_form(ours=(0,))]})
+    assert "| NO |" in program.PROGRAM.table({"forms": [make_form(ours=(0,))]})
 
 
 def test_the_program_ends_with_one_when_a_reply_differs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     report = build_report([make_form(ours=(7, 9))], {**ABOUT, "why_random": "there is no wheel"})
-    monkeypatch.setattr(program, "measure", lambda tokens, *, real: report)
-    out = tmp_path / "deep" / "demo.json"
-    assert program.main(["--out", str(out)]) == 1
+    out = tmp_path / "deep"
+    demo = replace(program.PROGRAM, measure=lambda run: report, serves=False)
+    assert demo.main(["--out", str(out)]) == 1
     said = capsys.readouterr().out
     assert "The model is random: there is no wheel." in said
     assert "FAILED multi-head, question 3: replies differ" in said
-    assert json.loads(out.read_text())["problems"] and out.with_suffix(".png").exists()
-    assert program.main(["--out", str(out), "--json"]) == 1
-    assert json.loads(capsys.readouterr().out)["model"] == "a model"
+    assert f"Results: {out}/demo.json" in said
+    assert json.loads((out / "demo.json").read_text())["problems"]
+    assert (out / "demo.png").exists()
 
 
 def test_without_the_wheel_the_random_model_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,8 +101,3 @@ def test_words_follow_each_other_as_the_model_was_taught() -> None:
     assert said.startswith("<|im_start|>user\nThis is a part of a Python module:")
     assert said.count("<|im_start|>assistant\n") == 2 and said.count("<|im_end|>") == 3
     assert words.text(words._tokenizer.encode(" Paris.<|im_end|>")) == "Paris."
-
-
-def test_the_picture_says_what_was_found() -> None:
-    figure = draw(build_report([make_form(), make_form("grouped-query")], ABOUT))
-    assert "4 times sooner" in figure.get_suptitle()

@@ -12,9 +12,9 @@ import pytest
 
 from bench.harness.server import ServerError
 from bench.hits import cases, load
+from bench.hits.__main__ import PROGRAM
 from bench.hits.cases import ALWAYS, MODELS, OURS
 from bench.hits.measure import compared
-from bench.hits.report import draw, short_lines, table_lines
 from hcache_backend.server_report import ServerReport, write_report
 
 
@@ -66,7 +66,7 @@ def make_results() -> dict[str, Any]:
 
 
 def test_the_tables_have_a_row_for_each_speed_and_each_stop() -> None:
-    lines = table_lines(make_results()).splitlines()
+    lines = PROGRAM.table(make_results()).splitlines()
     assert "| GQA (K and V), 1,024 | 0.25 | 1,000 | 4,000 | 1,020 | 1.02 | 1.00 to 1.04 |" in lines
     assert "| GQA (K and V), 1,024 | 1,000 | 1,600 |" in lines
 
@@ -77,15 +77,9 @@ def test_the_short_table_has_one_history_of_two_models() -> None:
     [point] = case["points"]
     point["ms"]["file"], point["mb_per_s"] = 4100.0, 2.25
     results["cases"] += [case | {"tokens": 4096}, case | {"model": "MLA"}]
-    assert short_lines(results).splitlines()[2:] == [
+    assert PROGRAM.table(results, "short").splitlines()[2:] == [
         "| GQA (K and V), 1,024 | 0.25 | 2.2 | 1,000 | 4,100 | 1,020 | 1.02 | 1.00 to 1.04 |"
     ]
-
-
-def test_the_picture_is_a_png(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    draw(make_results()).savefig(tmp_path / "hits.png")
-    assert (tmp_path / "hits.png").read_bytes().startswith(b"\x89PNG")
 
 
 def make_loads() -> dict[str, Any]:
@@ -98,13 +92,7 @@ def make_loads() -> dict[str, Any]:
 
 
 def test_bursts_are_compared_one_by_one() -> None:
-    [line] = load.table_lines(make_loads()).splitlines()[2:]
+    [line] = load.PROGRAM.table(make_loads()).splitlines()[2:]
     assert line == (
         "| GQA (K and V), 1,024 | 0.5 | 0.95 | 0.65 | 1.09 | 1.15 | 3.00 | 6.50 | 2.70 | 0.80 |"
     )
-
-
-def test_the_picture_of_bursts_is_a_png(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    load.draw(make_loads()).savefig(tmp_path / "hits_load.png")
-    assert (tmp_path / "hits_load.png").read_bytes().startswith(b"\x89PNG")

@@ -54,11 +54,9 @@ def test_a_gpu_has_nothing_of_the_cpu_engine(tmp_path: Path) -> None:
         assert option not in command["cuda"]
 
 
-def test_a_server_may_use_the_l3_of_another_and_have_more_options(tmp_path: Path) -> None:
-    shared = tmp_path / "shared"
-    more = {"restore_share": 1.0}
-    assert config("hcache-hidden-eager", tmp_path / "own", l3=shared, hcache=more) == {
-        "dirs": [str(shared)],
+def test_a_server_may_have_more_options(tmp_path: Path) -> None:
+    assert config("hcache-hidden-eager", tmp_path, hcache={"restore_share": 1.0}) == {
+        "dirs": [str(tmp_path / "l3")],
         "min_gain": 0,
         "mode": "hidden",
         "restore_share": 1.0,

@@ -1,138 +1,242 @@
-"""Options of ``bench.multiturn`` that are wrong, and what a running server may lack."""
+"""What ``bench.multiturn`` sends when, to a client that takes notes; and what it counts."""
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
-from typing import Any
+import asyncio
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
 
 import pytest
 
-from bench.harness.program import parser
-from bench.multiturn import __main__ as program
-from bench.multiturn.report import notes
-from bench.multiturn.run import Measured, check_length
-from bench.workload.base import Session, Turn, Workload, WorkloadError
-from bench.workload.options import add_workload_options, choose, load_tokenizer
-from hcache_backend.cli.client import UnusableServer
-from hcache_backend.cli.metrics_page import MetricsPage, NoMetrics, moved, parse
-
-NOBODY = "http://127.0.0.1:9"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--method", "magic"], "argument --method: invalid choice: 'magic' (choose from"),
-        (["--request-rate", "0"], "--request-rate 0: must be above 0"),
-        (["--scale", "0"], "--scale 0: must be a number above 0"),
-        (["--url", NOBODY, "--port", "3"], "give it, or --host and --port, and not both"),
-        (["--url", "localhost:30000"], "--url localhost:30000: must be http://HOST:PORT"),
-        (["--url", NOBODY], f"no SGLang server at {NOBODY}"),
-        (["--host", "127.0.0.1", "--port", "9"], f"no SGLang server at {NOBODY}"),
-        (
-            ["--workload", "rag", "--request-length", "5"],
-            "--request-length 5: is for --workload multiturn; rag has its own",
-        ),
-        (["--zipf-skew", "1"], "--zipf-skew 1.0: is for --workload zipf and rag"),
-        (["--workload", "zipf", "--zipf-skew", "3"], "--zipf-skew 3: must be from 0"),
-        (["--workload", "leval", "--leval-task", "law"], "--leval-task 'law': must be one of"),
-        (["--workload", "sharegpt"], "--workload sharegpt: needs --sharegpt FILE"),
-        (["--sharegpt", "talks.json"], "--sharegpt: needs --model-path, whose tokenizer"),
-        (["--max-context", "10"], "--max-context 10: a question and its reply of workload"),
-        (["--min-rounds", "3", "--max-rounds", "2"], "--min-rounds 3: must be at most"),
-        (["--model-path", "/no/model"], "argument --model-path: /no/model: there is nothing"),
-        (["--num-clients", "0"], "argument --num-clients: 0 must be at least 1"),
-        (["--ready-queue-policy", "lifo"], "argument --ready-queue-policy: invalid choice: 'lifo'"),
-    ],
+from bench.harness.client import Reply, StreamingClient
+from bench.harness.server import CachedTokens
+from bench.multiturn import (
+    PROGRAM,
+    VOCABULARY,
+    Conversations,
+    Pace,
+    Request,
+    check_length,
+    pool_of,
+    prefill,
+    summary,
+    tiers,
 )
-def test_a_wrong_option_is_named_with_what_would_be_right(
-    arguments: list[str],
-    message: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    def none_starts(*_: object) -> None:
-        raise AssertionError("a server was started")
+from bench.workload.base import Session, Turn, Workload
+from hcache_backend.cli.common import RequestError
+from hcache_backend.cli.ingest import UnusableServer
 
-    monkeypatch.setattr(program, "started", none_starts)
-    with pytest.raises(SystemExit, match="2"):
-        program.main(arguments)
-    assert message in capsys.readouterr().err
+AT_ONCE = Pace(rate=math.inf)
 
 
-def test_a_tokenizer_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(WorkloadError, match=r"--model-path .*: has no tokenizer"):
-        load_tokenizer(str(tmp_path))
+@dataclass
+class Notes:
+    """A client: every reply is as many times 7 as asked for.
+
+    Attributes:
+        refuse: Prompts of this length fail.
+        seen: Prompts, and ``flush``, in the order in which they came.
+        most: Requests that were in flight at once.
+    """
+
+    refuse: int | None = None
+    flush_error: bool = False
+    seen: list[Any] = field(default_factory=list)
+    in_flight: int = 0
+    most: int = 0
+
+    async def generate(self, prompt: Sequence[int], output_tokens: int) -> Reply:
+        self.seen.append(list(prompt))
+        self.in_flight += 1
+        self.most = max(self.most, self.in_flight)
+        for _ in range(5):
+            await asyncio.sleep(0)
+        self.in_flight -= 1
+        if len(prompt) == self.refuse:
+            raise RequestError("refused")
+        return Reply([7] * output_tokens, len(prompt), CachedTokens(), 0.1, 0.2, [0.1])
+
+    async def flush(self) -> None:
+        assert not self.in_flight
+        if self.flush_error:
+            raise UnusableServer("not idle")
+        self.seen.append("flush")
 
 
-def options(**given: Any) -> argparse.Namespace:
-    made = parser("bench.test", None)
-    add_workload_options(made, "what is asked", "multiturn")
-    made.set_defaults(**{"num_clients": 2, "model_path": None, **given})
-    return made.parse_args([])
+def ask(
+    notes: Notes, workload: Workload, pace: Pace = AT_ONCE, number: int = 0
+) -> Sequence[Request]:
+    client = cast(StreamingClient, notes)
+    return asyncio.run(Conversations(client, workload, pace, number).run())[0]
 
 
-def test_rounds_mean_what_they_mean_in_sglangs_benchmark() -> None:
-    def rounds(**given: Any) -> list[int]:
-        return [len(session.turns) for session in choose(options(**given)).sessions]
+def flat(lengths: Sequence[Sequence[int]], **options: Any) -> Workload:
+    """Sessions with questions of these lengths and replies of two tokens."""
+    return Workload(
+        "test",
+        tuple(Session(tuple(Turn(n, 2) for n in session)) for session in lengths),
+        **options,
+    )
 
-    assert rounds() == [5, 5]
-    assert rounds(num_rounds=3) == [3, 3]
-    assert rounds(min_rounds=2) == rounds(max_rounds=2) == [2, 2]
-    assert set(rounds(num_clients=50, min_rounds=2, max_rounds=3)) == {2, 3}
+
+def test_each_round_sends_the_whole_history() -> None:
+    notes, workload = Notes(), flat([[3, 4, 5]])
+    result = ask(notes, workload)
+    first, second, third = notes.seen
+    assert first == workload.prompt_ids(0, 0, VOCABULARY)
+    assert second == [*first, 7, 7, *workload.prompt_ids(0, 1, VOCABULARY)]
+    assert third == [*second, 7, 7, *workload.prompt_ids(0, 2, VOCABULARY)]
+    assert [(r.session, r.round) for r in result] == [(0, 0), (0, 1), (0, 2)]
 
 
-def test_the_interval_is_not_scaled_where_it_is_given() -> None:
-    assert choose(options(workload="sharegpt4", scale=0.1)).interval_s == pytest.approx(3)
-    assert choose(options(workload="sharegpt4", scale=0.1, interval=4.0)).interval_s == 4
+def test_a_document_comes_before_the_first_question() -> None:
+    workload = Workload("test", (Session((Turn(3, 1),), document=1),), (10, 20))
+    notes = Notes()
+    ask(notes, workload)
+    assert notes.seen[0][:20] == workload.document_ids(1, VOCABULARY)
+    assert len(notes.seen[0]) == 23
+
+
+@pytest.mark.parametrize("arrivals", ["requests", "sessions"])
+def test_no_more_are_in_flight_than_allowed(arrivals: str) -> None:
+    workload = flat([[3, 3]] * 20, arrivals=arrivals)
+    notes = Notes()
+    result = ask(notes, workload, Pace(rate=math.inf, max_parallel=4))
+    assert notes.most == 4
+    assert len(result) == 40
+
+
+def rounds_of(notes: Notes, workload: Workload) -> list[Any]:
+    """For everything that came: the round it was of, or ``flush``."""
+    first = workload.sessions[0].turns[0].prompt
+    step = workload.sessions[0].turns[0].output + workload.sessions[0].turns[1].prompt
+    return [seen if seen == "flush" else (len(seen) - first) // step for seen in notes.seen]
+
+
+def test_a_barrier_ends_a_round_before_the_next_and_flushes_between() -> None:
+    workload = flat([[3, 3, 3]] * 4)
+    notes = Notes()
+    ask(notes, workload, Pace(rate=math.inf, flush=True))
+    assert rounds_of(notes, workload) == [0] * 4 + ["flush"] + [1] * 4 + ["flush"] + [2] * 4
+
+
+def test_a_barrier_does_not_wait_for_sessions_that_have_ended_or_failed() -> None:
+    workload = flat([[3, 3, 3], [3], [5, 3, 3]])
+    notes = Notes(refuse=5)
+    result = ask(notes, workload, Pace(rate=math.inf, flush=True))
+    assert [len(seen) for seen in notes.seen[3:] if seen != "flush"] == [8, 13]
+    assert [r.session for r in result if r.error] == [2]
+
+
+def test_a_session_ends_with_a_request_that_fails_and_the_others_go_on() -> None:
+    workload = flat([[3, 3], [4, 3, 3]])
+    result = ask(Notes(refuse=4), workload)
+    failed = [request for request in result if request.error]
+    assert [(r.session, r.round, r.error) for r in failed] == [(1, 0, "refused")]
+    assert [r.round for r in result if r.session == 0] == [0, 1]
+
+
+def test_another_run_asks_other_questions() -> None:
+    workload = flat([[8], [8]])
+    first, second = Notes(), Notes()
+    ask(first, workload, number=0)
+    ask(second, workload, number=1)
+    assert not {tuple(p) for p in first.seen} & {tuple(p) for p in second.seen}
+
+
+def test_a_flush_that_fails_ends_the_run_with_its_reason() -> None:
+    pace = Pace(rate=math.inf, flush=True)
+    with pytest.raises(UnusableServer, match="not idle"):
+        ask(Notes(flush_error=True), flat([[3, 3]]), pace)
+
+
+@pytest.fixture
+def waited(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Seconds of every sleep, none of which takes any time."""
+    seconds_slept: list[float] = []
+    sleep = asyncio.sleep
+
+    async def note(seconds: float) -> None:
+        seconds_slept.append(seconds)
+        await sleep(0)
+
+    monkeypatch.setattr(asyncio, "sleep", note)
+    return seconds_slept
+
+
+@pytest.mark.parametrize("arrivals", ["requests", "sessions"])
+def test_requests_come_at_the_rate(arrivals: str, waited: list[float]) -> None:
+    workload = flat([[3]] * 2000, arrivals=arrivals)
+    ask(Notes(), workload, Pace(rate=4.0))
+    gaps = [seconds for seconds in waited if seconds]
+    assert len(gaps) == (2000 if arrivals == "requests" else 1999)
+    assert sum(gaps) / len(gaps) == pytest.approx(0.25, rel=0.05)
+    squares = sum(gap**2 for gap in gaps) / len(gaps)
+    assert squares == pytest.approx(2 * 0.25**2, rel=0.15)  # of an exponential variable
+
+
+def test_a_session_waits_between_its_rounds(waited: list[float]) -> None:
+    workload = flat([[3, 3, 3]], arrivals="sessions", interval_s=30.0)
+    ask(Notes(), workload)
+    assert waited.count(30.0) == 2
+
+
+def test_documents_that_are_asked_about_are_prefilled_once() -> None:
+    sessions = tuple(Session((Turn(3, 1),), document=place) for place in (2, 0, 2))
+    workload = Workload("test", sessions, (10, 20, 30), prefilled=True)
+    notes = Notes()
+    asyncio.run(prefill(cast(StreamingClient, notes), workload, 2))
+    assert sorted(map(len, notes.seen)) == [10, 30]
+
+
+def test_a_document_that_is_refused_ends_the_prefill() -> None:
+    workload = Workload("test", (Session((Turn(3, 1),), document=0),), (10,), prefilled=True)
+    client = cast(StreamingClient, Notes(refuse=10))
+    with pytest.raises(RequestError, match="refused"):
+        asyncio.run(prefill(client, workload, 2))
+
+
+REPLIES = [
+    Reply([1, 2, 3], 100, CachedTokens(), 0.1, 0.3, [0.1, 0.1]),
+    Reply([1, 2, 3], 200, CachedTokens(20, 40, 80), 0.3, 0.9, [0.2, 0.4]),
+]
+
+
+def test_a_row_counts_what_succeeded_and_says_why_others_failed() -> None:
+    requests = [*(Request(0, n, reply) for n, reply in enumerate(REPLIES))]
+    found = summary([*requests, Request(1, 0, None, "refused")], 2.0)
+    assert (found["requests"], found["failed"], found["errors"]) == (2, 1, ["refused"])
+    assert found["first_ms"] == pytest.approx(200) and found["first_p90_ms"] == pytest.approx(300)
+    assert found["between_ms"] == pytest.approx(1e3 * (0.1 + 0.3) / 2)  # the paper's
+    assert found["per_second"] == 1 and found["cached"] == pytest.approx(140 / 300)
+    assert tiers(found) == "7 / 13 / 27"
+    row = {"method": "ours", "rate": 1.0, **found}
+    assert PROGRAM.table({"rows": [row]}).splitlines()[-1] == (
+        "| ours | 1 | 1.00 | 1 | 200 | 300 | 200.0 | 47% | 7 / 13 / 27 |"
+    )
+    assert PROGRAM.wrong({"rows": [row]}) == ["refused"]
+
+
+def test_hits_without_tiers_and_a_run_without_replies_have_a_row() -> None:
+    whole = Reply([1], 100, CachedTokens(unsplit=50), 0.1, 0.1, [])
+    assert tiers(summary([Request(0, 0, whole)], 1.0)) == "? / ? / ?"
+    none = summary([Request(0, 0, None, "refused")], 1.0)
+    assert (none["first_ms"], none["cached"]) == (None, 0)
 
 
 def test_a_workload_that_the_server_would_refuse_is_refused_before() -> None:
     workload = Workload("test", (Session((Turn(90, 10),)),))
     check_length(workload, {"max_req_input_len": 101})
     check_length(workload, {})
-    with pytest.raises(
-        UnusableServer, match=r"100 tokens .* fewer than 100: give --max-context 99"
-    ):
+    wrong = r"100 tokens .* fewer than 100: give --max-context 99"
+    with pytest.raises(UnusableServer, match=wrong):
         check_length(workload, {"max_req_input_len": 100})
 
 
-MODE = 'hcache_mode_info{mode="hidden",pages="own"} 1.0\n'
-
-
-def page(read: int, restored: int, dropped: int = 0) -> MetricsPage:
-    return parse(
-        MODE
-        + f"hcache_store_read_bytes_total {read}\n"
-        + f'hcache_store_pages_total{{event="dropped_full"}} {dropped}\n'
-        + f'hcache_device_bytes_total{{transfer="restored_hidden"}} {restored}\n'
-        + 'hcache_device_bytes_total{transfer="restored_kv"} 5\n'
-        + 'hcache_device_bytes_total{transfer="captured"} 1000\n'
-    )
-
-
-def test_bytes_are_those_of_the_run() -> None:
-    found = moved(page(10, 100), page(30, 400, dropped=2))
-    assert (found["bytes_read"], found["bytes_restored"]) == (20, 300)
-    assert (found["bytes_written"], found["pages_dropped"]) == (0, 2)
-
-
-def test_bytes_are_missing_with_a_reason() -> None:
-    assert moved(NoMetrics("start it with --enable-metrics"), page(0, 0)) == {
-        "missing": "start it with --enable-metrics"
-    }
-    assert "anew" in moved(page(10, 0), page(0, 0))["missing"]
-
-
-def test_notes_say_what_a_reader_has_to_know() -> None:
-    parts = {
-        "errors": {"400: too long": 3},
-        "l3": {"missing": "no metrics"},
-        "summary": {"storage_hit_rate": None},
-    }
-    assert notes([Measured(parts, []), Measured(parts, [])]) == [
-        "3 requests failed: 400: too long",
-        "no bytes of L3: no metrics",
-        "the server does not say where hits were: start it with --enable-cache-report",
-    ]
+def test_the_ideal_pool_holds_all_histories_and_others_an_eighth() -> None:
+    workload = flat([[998]] * 80)
+    assert pool_of(workload, None, "ideal") >= 80 * 1000 + 1000
+    assert pool_of(workload, None, "file") == -(-80 * 1000 // 8 // 64) * 64
+    assert pool_of(workload, 300, "file") == 320

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hcache_backend import streams
 from hcache_backend.capture import staging
+from hcache_backend.capture.hooks import HiddenCapture
 from hcache_backend.capture.staging import StagedCapture
-from hcache_backend.engine.capture_hooks import HiddenCapture
 from tests.unit.capture.machine import LAYERS, SIZE, WIDTH, Machine
 
 KERNELS = ("begin_rows", "stage_rows", "save_rows", "judge_rows")

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from hcache_backend.engine.capture_hooks import HiddenCapture
-from hcache_backend.engine.recompute.rows import RecomputedRows
+from hcache_backend.capture.hooks import HiddenCapture
+from hcache_backend.capture.recomputed_rows import RecomputedRows
 from hcache_backend.restore.layers import Recompute
 from hcache_backend.streams import current_stream
 from tests.unit.capture.machine import LAYERS, LAYOUT, SIZE, WIDTH, Machine

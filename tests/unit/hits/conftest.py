@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hcache_backend.engine.hits.gate import HitGate
+from hcache_backend.prefetch.gate import HitGate
 from tests.unit.hits.gates import Clock
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from hcache_backend.engine.hits.costs import Recomputing
-from hcache_backend.engine.hits.gate import HitGate, Running
+from hcache_backend.prefetch.costs import Recomputing
+from hcache_backend.prefetch.gate import HitGate, Running
 
 STEP = 128
 

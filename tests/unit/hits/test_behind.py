@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from hcache_backend.engine.hits.gate import HitGate
-from hcache_backend.engine.hits.progress import OVERDUE_SECONDS
-from hcache_backend.engine.hits.trials import TRIAL_SECONDS
+from hcache_backend.prefetch.gate import HitGate
+from hcache_backend.prefetch.progress import OVERDUE_SECONDS
+from hcache_backend.prefetch.trials import TRIAL_SECONDS
 from tests.unit.hits.gates import STEP, Clock, read, reading, takes, tries, turn
 
 

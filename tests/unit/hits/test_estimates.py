@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from hcache_backend.engine.hits.costs import Costs, Hit
-from hcache_backend.engine.hits.estimates import Estimate
-from hcache_backend.partition.costs import Partition
-from hcache_backend.partition.presets import preset_profile
-from hcache_backend.partition.restore import Restore
+from hcache_backend.plan.costs import Partition
+from hcache_backend.plan.presets import preset_profile
+from hcache_backend.plan.restore import Restore
+from hcache_backend.prefetch.costs import Costs, Hit
+from hcache_backend.prefetch.estimates import Estimate
 from tests.unit.partition.pipelines import public_model
 
 LLAMA_7B = public_model("llama-2-7b")

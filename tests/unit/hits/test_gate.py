@@ -6,14 +6,14 @@ import math
 
 import pytest
 
-from hcache_backend.engine.hits.costs import Hit, Recomputing
-from hcache_backend.engine.hits.gate import HitGate
-from hcache_backend.engine.hits.gpu import Gpu
-from hcache_backend.engine.hits.progress import LONGEST_PART_SECONDS, OVERDUE_SECONDS
-from hcache_backend.engine.hits.trials import TRIAL_SECONDS
-from hcache_backend.partition.costs import Partition
-from hcache_backend.partition.presets import preset_profile
-from hcache_backend.partition.restore import Restore
+from hcache_backend.plan.costs import Partition
+from hcache_backend.plan.presets import preset_profile
+from hcache_backend.plan.restore import Restore
+from hcache_backend.prefetch.costs import Hit, Recomputing
+from hcache_backend.prefetch.gate import HitGate
+from hcache_backend.prefetch.gpu import Gpu
+from hcache_backend.prefetch.progress import LONGEST_PART_SECONDS, OVERDUE_SECONDS
+from hcache_backend.prefetch.trials import TRIAL_SECONDS
 from tests.unit.hits.gates import STEP, Clock, at, read, reading, takes, turn
 from tests.unit.partition.pipelines import public_model
 
@@ -467,7 +467,7 @@ def test_what_another_rank_sees_counts(gate: HitGate, clock: Clock) -> None:
 def test_refusals_are_remembered_of_the_last_requests(
     gate: HitGate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hcache_backend.engine.hits.gate._REMEMBERED", 2)
+    monkeypatch.setattr("hcache_backend.prefetch.gate._REMEMBERED", 2)
     for name in "abc":
         gate._refuse(name)
     assert list(gate._refused) == ["b", "c"]

@@ -16,8 +16,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from hcache_backend.engine.hits.gate import HitGate, Running
-from hcache_backend.engine.hits.progress import LONGEST_PART_SECONDS, OVERDUE_SECONDS
+from hcache_backend.prefetch.gate import HitGate, Running
+from hcache_backend.prefetch.progress import LONGEST_PART_SECONDS, OVERDUE_SECONDS
 
 STEP, TOKENS = 100, 1000
 

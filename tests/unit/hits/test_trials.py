@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from hcache_backend.engine.hits.costs import Recomputing
-from hcache_backend.engine.hits.gate import HitGate
-from hcache_backend.engine.hits.trials import LONGEST_TRIAL_SECONDS, TRIAL_REFUSALS, TRIAL_SECONDS
-from hcache_backend.restore.eager import batch_pages
+from hcache_backend.prefetch.costs import Recomputing
+from hcache_backend.prefetch.eager import batch_pages
+from hcache_backend.prefetch.gate import HitGate
+from hcache_backend.prefetch.trials import LONGEST_TRIAL_SECONDS, TRIAL_REFUSALS, TRIAL_SECONDS
 from tests.unit.hits.gates import STEP, Clock, at, read, reading, takes, tries, turn
 
 

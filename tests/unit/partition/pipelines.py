@@ -8,11 +8,11 @@ from pathlib import Path
 
 from hypothesis import strategies as st
 
-from hcache_backend.partition.costs import L3Path, LayerCosts, Partition
-from hcache_backend.partition.model_config import read_model
-from hcache_backend.partition.model_shape import ModelShape
-from hcache_backend.partition.profile import Profile, Rate
-from hcache_backend.partition.restore import Restore
+from hcache_backend.plan.costs import L3Path, LayerCosts, Partition
+from hcache_backend.plan.model_config import read_model
+from hcache_backend.plan.model_shape import ModelShape
+from hcache_backend.plan.profile import Profile, Rate
+from hcache_backend.plan.restore import Restore
 
 CONFIGS = Path(__file__).parent / "configs"
 

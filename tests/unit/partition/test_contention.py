@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hcache_backend.partition import contention
-from hcache_backend.partition.contention import (
+from hcache_backend.plan import contention
+from hcache_backend.plan.contention import (
     PROGRAMS,
     Contention,
     CopySpeed,

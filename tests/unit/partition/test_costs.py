@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 
 from bench.paper import makespan
-from hcache_backend.partition.costs import Partition
-from hcache_backend.partition.model_shape import ModelShape
-from hcache_backend.partition.pipeline import search, simulate
-from hcache_backend.partition.presets import (
+from hcache_backend.plan.costs import Partition
+from hcache_backend.plan.model_shape import ModelShape
+from hcache_backend.plan.pipeline import search, simulate
+from hcache_backend.plan.presets import (
     BUS_SHARE,
     COMPUTE_SHARE,
     PRESETS,
     preset_profile,
 )
-from hcache_backend.partition.profile import CopyWay, Rate
+from hcache_backend.plan.profile import CopyWay, Rate
 from tests.unit.partition.pipelines import layer_costs, public_model
 
 

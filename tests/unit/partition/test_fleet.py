@@ -10,10 +10,10 @@ import pytest
 from typer.testing import CliRunner
 
 from hcache_backend.cli.main import app
-from hcache_backend.partition.fleet import Conversations, FleetPlan
-from hcache_backend.partition.plan import PartitionPlan
-from hcache_backend.partition.presets import preset_profile
-from hcache_backend.partition.profile import Rate
+from hcache_backend.plan.fleet import Conversations, FleetPlan
+from hcache_backend.plan.plan import PartitionPlan
+from hcache_backend.plan.presets import preset_profile
+from hcache_backend.plan.profile import Rate
 from tests.unit.partition.pipelines import CONFIGS, public_model
 
 TOKENS = 8000

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from hcache_backend.partition import measure as partition_measure
-from hcache_backend.partition.measure import Bench, Point, fit, measure, use_measured_copies
-from hcache_backend.partition.profile import CopyWay
+from hcache_backend.plan import measure as partition_measure
+from hcache_backend.plan.measure import Bench, Point, fit, measure, use_measured_copies
+from hcache_backend.plan.profile import CopyWay
 from hcache_kernels.launch import COPY_PROGRAMS, copies_by_engine, copy_programs, use_copies
 from tests.unit.partition.test_profile import TINY, WAYS
 

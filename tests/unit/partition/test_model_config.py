@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hcache_backend.partition.model_config import ModelConfigError, read_model, shape_from_config
+from hcache_backend.plan.model_config import ModelConfigError, read_model, shape_from_config
 from tests.unit.partition.pipelines import CONFIGS, public_model
 
 LLAMA = json.loads((CONFIGS / "llama-2-7b.json").read_text())

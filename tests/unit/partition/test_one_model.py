@@ -10,12 +10,12 @@ import random
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from hcache_backend.partition.costs import LAYER_METHODS, L3Path, LayerMethod, Partition
-from hcache_backend.partition.encoded import PlannedCodec, encoded
-from hcache_backend.partition.model_shape import ModelShape
-from hcache_backend.partition.presets import preset_profile
-from hcache_backend.partition.profile import CopyWay, Profile, Rate
-from hcache_backend.partition.restore import READ_BATCHES, Restore
+from hcache_backend.plan.costs import LAYER_METHODS, L3Path, LayerMethod, Partition
+from hcache_backend.plan.encoded import PlannedCodec, encoded
+from hcache_backend.plan.model_shape import ModelShape
+from hcache_backend.plan.presets import preset_profile
+from hcache_backend.plan.profile import CopyWay, Profile, Rate
+from hcache_backend.plan.restore import READ_BATCHES, Restore
 from tests.unit.partition.pipelines import all_partitions, machine_of, public_model
 
 INPUTS = 10_000

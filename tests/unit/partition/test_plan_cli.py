@@ -12,9 +12,9 @@ import torch
 from typer.testing import CliRunner, Result
 
 from hcache_backend.cli.main import app
-from hcache_backend.partition import measure
-from hcache_backend.partition.presets import preset_profile
-from hcache_backend.partition.profile import CopyWay, Rate
+from hcache_backend.plan import measure
+from hcache_backend.plan.presets import preset_profile
+from hcache_backend.plan.profile import CopyWay, Rate
 from tests.unit.partition.pipelines import CONFIGS, public_model
 
 RUNNER = CliRunner()
@@ -265,6 +265,11 @@ def test_bad_input_is_named(tmp_path: Path) -> None:
     assert "--tp 3: must divide the model's 32" in said(*model, "--hardware", "h100", "--tp", 3)
     gqa = ("plan", "--model", CONFIGS / "gemma-3-12b.json", "--hardware", "h100")
     assert "16 attention heads" in said(*gqa, "--tp", 32)
+    few = tmp_path / "config.json"
+    few.write_text(
+        json.dumps({**TINY, "num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 8})
+    )
+    assert "4 KV heads, or be a multiple" in said("plan", "-m", few, "-w", "h100", "--tp", 3)
     assert "cannot read nowhere" in said("plan", "--model", "nowhere", "--hardware", "h100")
     for option, value in (("--tokens", 0), ("--tp", 0), ("--ssds", -1), ("--restore", "later")):
         assert option in said(*model, "--hardware", "h100", option, value)

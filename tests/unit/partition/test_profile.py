@@ -16,12 +16,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from hcache_backend.config import HCacheConfig
-from hcache_backend.partition.disk import read_rate
-from hcache_backend.partition.measure import OPERATIONS, Bench, Point, Prepare, Work, fit, measure
-from hcache_backend.partition.model_shape import Latent, ModelShape
-from hcache_backend.partition.pipeline import search
-from hcache_backend.partition.presets import PRESETS, preset_profile
-from hcache_backend.partition.profile import (
+from hcache_backend.plan.disk import read_rate
+from hcache_backend.plan.measure import OPERATIONS, Bench, Point, Prepare, Work, fit, measure
+from hcache_backend.plan.model_shape import Latent, ModelShape
+from hcache_backend.plan.pipeline import search
+from hcache_backend.plan.presets import PRESETS, preset_profile
+from hcache_backend.plan.profile import (
     CopyWay,
     Profile,
     ProfileError,

@@ -10,10 +10,10 @@ from typer.testing import CliRunner
 
 from hcache_backend.cli.main import app
 from hcache_backend.config import parse_config
-from hcache_backend.partition.model_config import read_model
-from hcache_backend.partition.presets import preset_profile
-from hcache_backend.partition.profile import CopyWay
-from hcache_backend.partition.record import (
+from hcache_backend.plan.model_config import read_model
+from hcache_backend.plan.presets import preset_profile
+from hcache_backend.plan.profile import CopyWay
+from hcache_backend.plan.record import (
     PartitionRecord,
     find_record,
     record_name,

@@ -10,21 +10,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.paper import closed_form, makespan
-from hcache_backend.partition.costs import (
+from hcache_backend.plan.costs import (
     LAYER_METHODS,
     L3Path,
     LayerCosts,
     LayerMethod,
     Partition,
 )
-from hcache_backend.partition.model_shape import ModelShape
-from hcache_backend.partition.pipeline import (
+from hcache_backend.plan.model_shape import ModelShape
+from hcache_backend.plan.pipeline import (
     Objective,
     recompute_layers,
     search,
     simulate,
 )
-from hcache_backend.partition.presets import preset_profile
+from hcache_backend.plan.presets import preset_profile
 from tests.unit.partition.pipelines import (
     all_partitions,
     any_costs,

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.paper import makespan
-from hcache_backend.partition.costs import LayerCosts, Partition
-from hcache_backend.partition.pipeline import Task, simulate
+from hcache_backend.plan.costs import LayerCosts, Partition
+from hcache_backend.plan.pipeline import Task, simulate
 from tests.unit.partition.pipelines import any_costs, event_simulation, partitions, rings
 
 

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from hcache_backend.restore.eager import EagerRestores, HandOut
-from hcache_backend.restore.reservation import Launched
+from hcache_backend.host.loads import HandOut
+from hcache_backend.prefetch.eager import EagerRestores
+from hcache_backend.prefetch.reservation import Launched
 from hcache_backend.streams import StreamFailed
 from tests.unit.restore.eager_device import (
     DEVICE_PAGES,

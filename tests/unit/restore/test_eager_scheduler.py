@@ -18,8 +18,9 @@ from hypothesis.stateful import (
     rule,
 )
 
-from hcache_backend.restore.eager import EagerRestores, HandOut
-from hcache_backend.restore.reservation import Launched
+from hcache_backend.host.loads import HandOut
+from hcache_backend.prefetch.eager import EagerRestores
+from hcache_backend.prefetch.reservation import Launched
 from tests.integrity import assert_sound_reservations
 from tests.unit.restore.eager_device import (
     DEVICE_PAGES,

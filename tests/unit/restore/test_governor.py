@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from hcache_backend.engine.recompute.governor import RUNNING_LIMIT, Governor
-from hcache_backend.engine.recompute.slices import SliceBudget
+from hcache_backend.prefetch.governor import RUNNING_LIMIT, Governor
+from hcache_backend.prefetch.slices import SliceBudget
 
 
 def batch(requests: int, *, extend: bool = False, finished: int = 0) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 
-from hcache_backend.restore.meeting import Meeting
+from hcache_backend.prefetch.meeting import Meeting
 
 
 def test_a_reader_takes_nothing_while_ranks_agree_on_what_the_front_takes() -> None:
@@ -13,13 +13,11 @@ def test_a_reader_takes_nothing_while_ranks_agree_on_what_the_front_takes() -> N
     meeting.begin(4)
     reader = threading.Thread(target=lambda: tries.append(meeting.next_batch(4)))
 
-    def agree(room: int) -> int:
-        reader.start()
-        reader.join(0.05)
-        assert not tries
-        return room - 1
-
-    assert meeting.take(agree) == range(3)
+    room = meeting.offer()
+    reader.start()
+    reader.join(0.05)
+    assert not tries
+    assert meeting.take(room - 1) == range(3)
     reader.join()
     assert tries == [range(3, 4)]
 
@@ -30,4 +28,4 @@ def test_both_sides_may_say_how_many_pages_there_are() -> None:
     assert meeting.next_batch(3) == range(2, 5)
     meeting.begin(5)
     assert meeting.next_batch(3) == range(2)
-    assert not meeting.next_batch(3) and not meeting.take(lambda room: room)
+    assert not meeting.next_batch(3) and not meeting.take(meeting.offer())

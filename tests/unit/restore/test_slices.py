@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hcache_backend.engine.recompute.slices import SliceBudget
+from hcache_backend.prefetch.slices import SliceBudget
 
 SIZE, LAYERS = 256, 4
 PER_TOKEN = 0.001

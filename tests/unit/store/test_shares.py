@@ -309,27 +309,6 @@ def test_what_is_no_share_is_refused(store: PageStore, wrong: Share) -> None:
             call()
 
 
-K_AND_V = SegmentTable((Segment(4096), *(Segment(16384, 4, 2), Segment(8192, 4)) * 3))
-"""Pages of three layers whose heads are four groups."""
-
-
-def test_one_store_serves_one_rank_two_and_four_without_a_copy(store: PageStore) -> None:
-    """Servers with 1, 2, 4 and again 1 rank: each finds the pages of all before, and adds one."""
-    pages = [content(key(number), K_AND_V.page_bytes) for number in range(4)]
-    for server, ranks in enumerate((1, 2, 4, 1)):
-        names = [key(number) for number in range(server + 1)]
-        for share in (Share(rank, ranks) for rank in range(ranks)):
-            own = [payload(page, K_AND_V, share) for page in pages[: server + 1]]
-            found = store.exists(NAMESPACE, names, share=share)
-            assert found == [True] * server + [False]
-            room = [[memory(len(own[0]))] for _ in names]
-            assert store.get(NAMESPACE, names, room, share=share) == found
-            assert [bytes(page) for [page] in room[:server]] == own[:server]
-            parts = [[memory(page)] for page in own]
-            assert all(store.put(NAMESPACE, names, parts, share=share, table=K_AND_V))
-    assert len(page_files(store.disks[0].path)) == 1 + 2 + 4 + 1
-
-
 def test_digests_that_the_caller_has_are_not_computed_again(
     store: PageStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

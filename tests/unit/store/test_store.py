@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,12 +24,14 @@ from store_testing import (
     get,
     key,
     memory,
+    names,
     open_quiet,
     page_files,
     put,
 )
 
 from hcache_backend.store import PageStore
+from hcache_backend.store.folder import LANES
 
 FILE = PAGE + 4096
 
@@ -347,3 +350,113 @@ def test_a_lock_that_is_never_free_costs_pages_not_the_server(tmp_path: Path) ->
     assert store.stats.pages_dropped_late == 1
     assert put(store, 1) == [True]
     assert_sound(store)
+
+
+# ---- many pages in one call ----
+
+
+def test_pages_whose_turn_to_be_read_comes_too_late_are_misses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passed = 0.0
+
+    class SlowOps(Ops):
+        def read(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+            nonlocal passed
+            passed = 1e6
+            return super().read(fd, buffers, offset)
+
+    store = open_quiet(tmp_path / "store", ops=SlowOps())
+    put(store, 1, 2)
+    passed = 0.0
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + passed)
+    monkeypatch.setattr("hcache_backend.store.volume.time", clock)
+    targets = [[memory(PAGE)], [memory(PAGE)]]
+    found = store.get(NAMESPACE, [key(1), key(2)], targets)
+    assert found == [True, False], "what has begun is waited for"
+    assert [bytes(target) for [target] in targets] == [content(key(1)), bytes(PAGE)]
+
+
+def test_threads_wake_and_the_index_changes_once_for_many_pages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class CountingOps(Ops):
+        commits = 0
+
+        def commit(self, transaction: Any) -> None:
+            self.commits += 1
+            super().commit(transaction)
+
+    ops = CountingOps()
+    store = open_quiet(tmp_path / "store", ops=ops, io_threads=2)
+    volume, woken = store.volumes[0], []
+    for pool in (volume.readers, volume.writers):
+
+        def submit(work: Any, start: Any = pool.submit) -> Any:
+            woken.append(work)
+            return start(work)
+
+        monkeypatch.setattr(pool, "submit", submit)
+    ops.commits = 0
+    assert put(store, *range(64)) == [True] * 64
+    assert ops.commits == 1
+    keys = [key(number) for number in range(64)]
+    targets = [[memory(PAGE)] for _ in keys]
+    assert store.get(NAMESPACE, keys, targets) == [True] * 64
+    assert [bytes(target) for [target] in targets] == [content(name) for name in keys]
+    assert len(woken) == 4, "two threads write, two read"
+
+
+# ---- files before they have names ----
+
+
+def test_files_are_made_in_folders_in_turn(tmp_path: Path) -> None:
+    places = []
+
+    class WatchingOps(Ops):
+        def open(self, name: str, flags: int, dir_fd: int) -> int:
+            if flags & os.O_EXCL and name.isdigit():
+                places.append(Path(f"/proc/self/fd/{dir_fd}").readlink())
+            return super().open(name, flags, dir_fd)
+
+    store = open_quiet(tmp_path / "store", ops=WatchingOps())
+    assert put(store, *range(2 * LANES)) == [True] * 2 * LANES
+    assert len(set(places)) == LANES
+    assert {place.parent.parent for place in places} == {tmp_path / "store" / "sessions"}
+    assert_sound(store)
+    store.close()
+    assert names(tmp_path / "store" / "sessions") == []
+
+
+def test_a_file_system_that_does_not_place_folders_apart_is_used_as_it_is(tmp_path: Path) -> None:
+    class PlainOps(Ops):
+        def spread_folders(self, fd: int) -> None:
+            raise OSError(errno.ENOTTY, "Inappropriate ioctl for device")
+
+    store = open_quiet(tmp_path / "store", ops=PlainOps())
+    assert put(store, 1) == [True]
+    assert get(store, 1) == content(key(1))
+
+
+def test_what_dead_sessions_left_is_removed_also_that_of_earlier_versions(tmp_path: Path) -> None:
+    """Earlier versions wrote beside the lock file; what a living store writes stays."""
+    folder = tmp_path / "store"
+    alive = open_quiet(folder)
+    put(alive, 1)
+    for token in ("dead", "earlier", "torn"):
+        (folder / "sessions" / token / "lane3").mkdir(parents=True)
+        (folder / "sessions" / token / "lane3" / "67").write_bytes(b"half a page")
+    (folder / "sessions" / "dead" / "lock").touch()
+    (folder / "sessions" / "earlier" / "lock").touch()
+    (folder / "sessions" / "earlier" / "17").write_bytes(b"half a page")
+    with alive.volumes[0].use() as opened:
+        unfinished, name = opened.session.place(opened.session.new_file())
+        os.close(os.open(name, os.O_WRONLY | os.O_CREAT, 0o600, dir_fd=unfinished))
+        token = opened.session.token
+    store = open_quiet(folder)
+    with store.volumes[0].use() as opened:
+        assert set(names(folder / "sessions")) == {token, opened.session.token}
+    assert len(list((folder / "sessions" / token).rglob("*"))) > 2, "it is still being written"
+    store.close()
+    alive.close()
+    assert names(folder / "sessions") == []

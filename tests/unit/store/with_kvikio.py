@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import kvikio
 import kvikio.defaults
 import pytest
-import torch
 from store_testing import Ops, content, get, key, memory, open_quiet, page_files, put
 
-from bench.gpu import eager_methods
-from bench.gpu.eager_files import THREADS, open_with_kvikio
-from bench.gpu.program import Device
-from bench.gpu.restore_methods import History
-from bench.gpu.restore_models import build
-from bench.gpu.shapes import LLAMA_7B
 from hcache_backend import kvikio_state as states
 from hcache_backend.kvikio_state import kvikio_state
 
@@ -122,53 +113,3 @@ def test_it_is_known_why_kvikio_does_without_cufile(
         assert "containers must mount it" in kvikio_state().why
         machine(MODULES=True, GDS_DRIVER=True, UDEV=True)
         assert "libcufile.so.0" in kvikio_state().why
-
-
-class DeviceFile:
-    """A file that KvikIO reads to memory of the device, for which the driver takes a tensor's."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = open_with_kvikio(path)
-        self.close = self._file.close
-
-    def pread(self, buffer: torch.Tensor, size: int) -> Any:
-        whole = buffer.untyped_storage()
-        driver = ctypes.CDLL("libcuda.so.1")
-        start, length = ctypes.c_void_p(whole.data_ptr()), ctypes.c_size_t(whole.nbytes())
-        driver.stand_in_device_memory(start, length)
-
-        class OnDevice:
-            __cuda_array_interface__ = {  # noqa: RUF012
-                "shape": tuple(buffer.shape),
-                "typestr": "|u1",
-                "data": (buffer.data_ptr(), False),
-                "version": 3,
-            }
-
-        return self._file.pread(OnDevice(), size)
-
-
-def test_the_benchmark_restores_pages_that_kvikio_reads_to_the_device(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(eager_methods, "open_with_kvikio", DeviceFile)
-    device, shape = Device(dry_run=True), LLAMA_7B.tiny()
-    with torch.inference_mode():
-        layers = build(shape, device.kind, device.dtype)
-        history = History(device, shape, layers, [6 * 64])
-        scene = eager_methods.Scene(device, history, "hidden", tmp_path / "pages")
-    device.dry_run = False
-    with kvikio.defaults.set({"compat_mode": kvikio.CompatMode.ON}):
-        restores, state = eager_methods.with_gds(scene)
-        assert restores is not None and state.startswith("compat: ")
-        assert kvikio.defaults.get("num_threads") == THREADS
-        with torch.inference_mode():
-            restores.poison()
-            assert not history.is_right()
-            restores.timed(restores.eager)
-            assert history.is_right()
-        restores.close()
-        os.truncate(scene.paths[-1], 4096)
-        nothing, why = eager_methods.with_gds(scene)
-        assert nothing is None and "EOF" in why

@@ -13,8 +13,7 @@ import pytest
 import torch
 from sglang.srt.mem_cache.hicache_storage import PoolName
 
-from hcache_backend import HCacheStorage
-from hcache_backend.engine import metrics
+from hcache_backend import HCacheStorage, metrics
 from tests.engine.in_process.storage_config import PAGE, storage_config
 from tests.engine.in_process.test_storage import KEYS
 

@@ -14,9 +14,9 @@ import pytest
 import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheFile
 
-from hcache_backend.engine import stored_pools
-from hcache_backend.engine.behind import store as store_behind
-from hcache_backend.engine.runtime import Runtime
+from hcache_backend.sglang.runtime import Runtime
+from hcache_backend.tiers import shared as store_behind
+from hcache_backend.tiers import stored_pools
 from tests.engine.in_process.behind.machines import (
     SECONDS,
     Machine,

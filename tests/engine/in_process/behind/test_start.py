@@ -11,13 +11,12 @@ import pytest
 import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheFile
 
-from hcache_backend import HCacheStorage
+from hcache_backend import HCacheStorage, metrics
 from hcache_backend.config import ConfigError
-from hcache_backend.engine import metrics
-from hcache_backend.engine.behind import backend as backend_behind
-from hcache_backend.engine.behind.threads import BoundedCalls, CopyQueue, GivenUp
-from hcache_backend.engine.runtime import Runtime
-from hcache_backend.engine.startup import attach
+from hcache_backend.sglang.runtime import Runtime
+from hcache_backend.start import attach
+from hcache_backend.tiers import shared_backend as backend_behind
+from hcache_backend.tiers.threads import BoundedCalls, CopyQueue, GivenUp
 from tests.engine.in_process.behind.machines import (
     SECONDS,
     Machine,

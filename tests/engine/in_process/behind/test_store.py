@@ -11,9 +11,9 @@ from sglang.srt.mem_cache.hicache_storage import PoolName
 
 from hcache_backend import HCacheStorage
 from hcache_backend.config import ConfigError
-from hcache_backend.engine.hits.gate import HitGate
-from hcache_backend.engine.runtime import Runtime, Weights
 from hcache_backend.format.units import Share
+from hcache_backend.prefetch.gate import HitGate
+from hcache_backend.sglang.runtime import Runtime, Weights
 from tests.engine.in_process.behind.machines import (
     PAGE,
     SECONDS,

@@ -9,8 +9,8 @@ import pytest
 import torch
 from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
 
-from hcache_backend.engine import metrics
-from tests.engine.in_process.encoded_kv.host import PAGE, Host, bare_controller, make_unfit
+from hcache_backend import metrics
+from tests.kit.host import PAGE, Host, bare_controller, make_unfit
 
 KEYS = [f"{i:064x}" for i in range(8)]
 

@@ -9,32 +9,13 @@ import pytest
 import torch
 
 from hcache_backend.config import HCacheConfig
-from hcache_backend.engine.service_check import KVChecks
-from hcache_backend.engine.startup.page_plan import PagePlan
-from hcache_backend.engine.startup.strategy import OwnPagesStrategy
+from hcache_backend.start.page_plan import PagePlan
+from hcache_backend.start.strategy import OwnPagesStrategy
 from hcache_kernels.codecs.scaled_segments import Int8Segments
-from tests.engine.in_process.encoded_kv.host import LAYERS, PAGE, Host, bits, kv_pool, slots_of
 from tests.engine.in_process.encoded_kv.test_start import plan_of
+from tests.kit.host import LAYERS, PAGE, WRONG, Host, bits, checked, compare_all, kv_pool, slots_of
 
-WRONG = "the self-check in service failed: K and V of layer {} in a page are not the pool's"
 KINDS = [(codec, dtype) for codec in ("int8", "fp8") for dtype in (torch.bfloat16, torch.float16)]
-
-
-def checked(server: Host) -> tuple[KVChecks, list[str]]:
-    """Let every page be checked; the checks, and why trust was lost."""
-    lost: list[str] = []
-    runtime: Any = SimpleNamespace(
-        config=SimpleNamespace(check_every_pages=1), lose_trust=lost.append
-    )
-    checks = KVChecks(runtime, server.pool, server.kv, None)
-    server.pool.on_backed_up.append(checks.transferred)
-    server.pool.on_loaded.append(checks.transferred)
-    return checks, lost
-
-
-def compare_all(checks: KVChecks) -> None:
-    while checks._copied and not checks.failed:
-        checks.run()
 
 
 def by_reference(server: Host, *pages: int) -> torch.Tensor:

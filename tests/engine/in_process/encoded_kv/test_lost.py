@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from threading import Barrier
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,12 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from hcache_backend.engine import controller as controllers
-from hcache_backend.engine import metrics
-from hcache_backend.engine.controller import OwnPagesController
-from hcache_backend.engine.loads import QueuedLoad
+from hcache_backend import metrics
+from hcache_backend.host.loads import QueuedLoad
+from hcache_backend.sglang import controller as controllers
+from hcache_backend.sglang.controller import OwnPagesController
 from hcache_backend.streams import Stream, WorkerStream, current_stream
-from tests.engine.in_process.encoded_kv.host import (
+from tests.engine.in_process.encoded_kv.test_rows import Rows
+from tests.kit.host import (
     LAYERS,
     PAGE,
     Host,
@@ -27,10 +26,7 @@ from tests.engine.in_process.encoded_kv.host import (
     make_unfit,
     slots_of,
 )
-from tests.engine.in_process.encoded_kv.test_rows import Rows
-
-SECONDS = 60
-"""After so long a rank is alone in a collective."""
+from tests.kit.ranks import Ranks, together
 
 
 class Model:
@@ -137,21 +133,6 @@ def test_a_backup_that_has_not_arrived_is_loaded_later(counted: dict[str, int]) 
     assert made._planned(server.pool.page_ids(host)) is not None
 
 
-class Collective:
-    """``smallest`` of ranks in threads; the group of a rank is its number."""
-
-    def __init__(self, ranks: int) -> None:
-        self._said: list[Any] = [None] * ranks
-        self._barrier = Barrier(ranks, timeout=SECONDS)
-
-    def smallest(self, rank: int, *numbers: int) -> list[int]:
-        self._said[rank] = numbers
-        self._barrier.wait()
-        found = [min(each) for each in zip(*self._said, strict=True)]
-        self._barrier.wait()
-        return found
-
-
 class Planned:
     """Loads whose plan is the depths of their pages."""
 
@@ -168,13 +149,12 @@ def asked_on_all_ranks(made: Sequence[Any], pages: int) -> list[list[int] | None
         found = one._planned(np.arange(pages))
         return None if found is None else found.depths
 
-    with ThreadPoolExecutor(len(made)) as pool:
-        return [*pool.map(ask, made)]
+    return together(ask, made)
 
 
 def test_what_does_not_fit_on_one_rank_is_lost_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """And nothing is loaded as long as one of them does not know yet."""
-    monkeypatch.setattr(controllers, "smallest", Collective(2).smallest)
+    monkeypatch.setattr(controllers, "smallest", Ranks(2).smallest)
     servers, made = [Host(), Host()], []
     for rank, server in enumerate(servers):
         make_unfit(server.device, 1 + rank, rank)
@@ -192,7 +172,7 @@ def test_ranks_agree_how_much_of_a_recomputed_page_is_there(
 ) -> None:
     """Rows of the second page do not fit on one rank; a page that is prepared is there anyway."""
     servers = [Rows(), Rows()]
-    monkeypatch.setattr(controllers, "smallest", Collective(2).smallest)
+    monkeypatch.setattr(controllers, "smallest", Ranks(2).smallest)
     made: list[Any] = []
     prepared = np.array([False, False, False])
     for rank, server in enumerate(servers):

@@ -5,10 +5,7 @@ from __future__ import annotations
 import itertools
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
-from threading import Barrier
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,20 +14,20 @@ import pytest
 import torch
 from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
 
+from hcache_backend import metrics
 from hcache_backend.config import KrulOption
-from hcache_backend.engine import metrics
-from hcache_backend.engine.controller import OwnPagesController
-from hcache_backend.engine.kv_pages import node_pairs as module
-from hcache_backend.engine.kv_pages.node_pairs import NodePairs
-from hcache_backend.engine.startup.pair_choice import find_mergeable
+from hcache_backend.krul import node_pairs as module
+from hcache_backend.krul.node_pairs import NodePairs
 from hcache_backend.krul.paired_layout import CodedPair, PairedLayout
 from hcache_backend.krul.statistics import PairSums
+from hcache_backend.sglang.controller import OwnPagesController
+from hcache_backend.start.pair_choice import find_mergeable
 from hcache_backend.streams import CallerStream, Stream
-from tests.engine.in_process.encoded_kv.host import PAGE, bare_controller, slots_of
 from tests.engine.in_process.encoded_kv.test_pairs import LAYERS, plan_of
+from tests.kit.host import PAGE, bare_controller, slots_of
+from tests.kit.ranks import Ranks, together
+from tests.kit.turns import answered, turn_of
 
-SECONDS = 60
-"""After so long a rank is alone in a collective."""
 START = ((4, 5, "fp8"),)
 """The pairs of the start."""
 
@@ -104,7 +101,7 @@ class Forwards(CallerStream):
         return SimpleNamespace(query=lambda: self._model.arrived, synchronize=lambda: None)
 
 
-def node_pairs(model: Any, gamma: float = 0.5, group: Any = None, ranks: int = 1) -> NodePairs:
+def node_pairs(model: Any, group: Any = None, *, gamma: float = 0.5, ranks: int = 1) -> NodePairs:
     plan = plan_of(pairs=1)
     option = KrulOption(error=2, ratio=0.34, gamma=gamma)
     find_mergeable(plan, option, slots_of(1, 2, 3), None)
@@ -139,10 +136,10 @@ def test_each_node_has_the_pairs_of_the_layers_that_attend_alike_at_its_end(
     pairs = node_pairs(model)
     pairs.ask(Tree(40), [0])
     assert (pairs.asked, pairs.next()) == (1, None)  # not before the answer was looked at
-    assert pairs.answered()
+    assert answered(pairs)
     pairs.forget()  # the tree is emptied
     pairs.ask(Tree(60), [0])
-    assert pairs.answered()
+    assert answered(pairs)
     pairs.ask(None, [1])
     assert ready(pairs) == [((0, 2, "merged"),), START]
     # The last tokens of the node, which see all tokens before them.
@@ -161,15 +158,15 @@ def test_one_node_is_asked_after_the_other() -> None:
     model.arrived = False
     for node in range(3):
         pairs.ask(tree, [node])
-    assert not pairs.answered() and not pairs.answered()
+    assert not answered(pairs) and not answered(pairs)
     assert [length for _, length in model.asked] == [40]
     model.arrived = True
-    assert pairs.answered()
+    assert answered(pairs)
     assert [length for _, length in model.asked] == [40, 80]
-    assert not pairs.answered()  # the first node waits no more since before
+    assert not answered(pairs)  # the first node waits no more since before
     assert [length for _, length in model.asked] == [40, 80, 120]
     assert len(ready(pairs)) == 2
-    assert pairs.answered() and len(ready(pairs)) == 1
+    assert answered(pairs) and len(ready(pairs)) == 1
 
 
 def test_what_was_found_of_a_prompt_is_added_to_what_is_found_of_its_reply() -> None:
@@ -178,14 +175,14 @@ def test_what_was_found_of_a_prompt_is_added_to_what_is_found_of_its_reply() -> 
     pairs, tree = node_pairs(Model({40: prompt, 100: reply})), Tree(40, 60)
     for node in (0, 1):
         pairs.ask(tree, [node])
-        assert pairs.answered()
+        assert answered(pairs)
         assert ready(pairs) == [((1, 4, "merged"),)]
     alone = node_pairs(Model({100: reply}))
     alone.ask(tree, [1])  # what is before it came back from L3, say
-    assert alone.answered() and ready(alone) == [((0, 2, "merged"),)]
+    assert answered(alone) and ready(alone) == [((0, 2, "merged"),)]
     pairs.forget()
     pairs.ask(tree, [1])
-    assert pairs.answered() and ready(pairs) == [((0, 2, "merged"),)]
+    assert answered(pairs) and ready(pairs) == [((0, 2, "merged"),)]
 
 
 def test_few_sums_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,7 +190,7 @@ def test_few_sums_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     pairs, tree = node_pairs(Model({40 * n: far({}) for n in (1, 2, 3)})), Tree(40, 40, 40)
     for node in range(3):
         pairs.ask(tree, [node])
-        assert pairs.answered() and len(ready(pairs)) == 1
+        assert answered(pairs) and len(ready(pairs)) == 1
     assert [*pairs._sums] == ["page 1", "page 2"]
     assert pairs._sums["page 2"].rows == 30
 
@@ -201,7 +198,7 @@ def test_few_sums_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_layers_that_look_elsewhere_are_not_merged(counted: list[tuple[Any, ...]]) -> None:
     pairs = node_pairs(Model({40: far({(1, 4): 0.1})}), gamma=0.95)
     pairs.ask(Tree(40), [0])
-    assert pairs.answered() and ready(pairs) == [START]
+    assert answered(pairs) and ready(pairs) == [START]
     assert counted == [("far", "fp8", 0.949), ("pair", "fp8")]
 
 
@@ -217,7 +214,7 @@ def test_without_a_tree_or_a_model_that_runs_the_pairs_are_those_of_the_start(
     pairs.ask(Tree(40), [0])
     assert ready(pairs) == [START] * 2
     with caplog.at_level("ERROR", "hcache"):
-        assert pairs.answered()
+        assert answered(pairs)
     assert "attention could not be observed" in caplog.text and "no memory" in caplog.text
     model.broken = False
     pairs.ask(Tree(40), [0])
@@ -240,7 +237,7 @@ def test_with_other_ranks_measuring_may_fail() -> None:
     pairs = node_pairs(model, ranks=2)
     model.broken_measure = True
     pairs.ask(Tree(40), [0])
-    assert pairs.answered() and ready(pairs) == [START]
+    assert answered(pairs) and ready(pairs) == [START]
 
 
 def test_with_other_ranks_memory_for_an_answer_may_lack(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,46 +250,15 @@ def test_with_other_ranks_memory_for_an_answer_may_lack(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(module, "host_tensor", none)
     pairs.ask(Tree(40), [0])
-    assert pairs.answered() and ready(pairs) == [START] and model.asked == []
+    assert answered(pairs) and ready(pairs) == [START] and model.asked == []
 
 
-@dataclass(frozen=True)
-class Rank:
-    """A rank's process group: its collectives end when all ranks are in them."""
-
-    number: int
-    barrier: Barrier
-    said: list[Any]
-
-    def gather(self, own: Any) -> list[Any]:
-        self.said[self.number] = own
-        self.barrier.wait()
-        every = [*self.said]
-        self.barrier.wait()
-        return every
-
-
-def ranks(monkeypatch: pytest.MonkeyPatch, module: Any) -> list[Rank]:
-    """Two, which agree in a module."""
-
-    def on_all_ranks(group: Rank, *flags: bool) -> tuple[bool, ...]:
-        every = group.gather(flags)
-        assert len({*map(len, every)}) == 1
-        return tuple(map(all, zip(*every, strict=True)))
-
-    def sum_of_all_ranks(group: Rank, own: torch.Tensor) -> torch.Tensor:
-        return torch.stack(group.gather(own.clone())).sum(0)
-
-    monkeypatch.setattr(module, "on_all_ranks", on_all_ranks)
-    monkeypatch.setattr(module, "sum_of_all_ranks", sum_of_all_ranks)
-    barrier, said = Barrier(2, timeout=SECONDS), [None, None]
-    return [Rank(number, barrier, said) for number in range(2)]
-
-
-def together(*work: Callable[[], Any]) -> list[Any]:
-    """What each rank returns."""
-    with ThreadPoolExecutor(len(work)) as pool:
-        return [done.result() for done in [*map(pool.submit, work)]]
+def two_ranks(monkeypatch: pytest.MonkeyPatch) -> Ranks:
+    """They agree on pairs of layers."""
+    ranks = Ranks(2)
+    for name in ("on_all_ranks", "sum_of_all_ranks"):
+        monkeypatch.setattr(module, name, getattr(ranks, name))
+    return ranks
 
 
 def test_ranks_whose_heads_prefer_other_pairs_make_one_choice(
@@ -306,35 +272,33 @@ def test_ranks_whose_heads_prefer_other_pairs_make_one_choice(
     for sums in own:
         pairs = node_pairs(Model({40: sums}))
         pairs.ask(Tree(40), [0])
-        assert pairs.answered()
+        assert answered(pairs)
         single += ready(pairs)
     assert single == [((1, 4, "merged"),), ((0, 2, "merged"),)]
-    every = [
-        node_pairs(Model({40: sums}), group=group, ranks=2)
-        for sums, group in zip(own, ranks(monkeypatch, module), strict=True)
-    ]
+    ranks = two_ranks(monkeypatch)
+    every = [node_pairs(Model({40: sums}), rank, ranks=2) for rank, sums in enumerate(own)]
 
     def choose(pairs: NodePairs) -> list[tuple[CodedPair, ...]]:
         pairs.ask(Tree(40), [0])
-        assert pairs.answered()
+        assert answered(pairs, ranks.reduce(pairs._group))
         return ready(pairs)
 
-    first, second = together(*(lambda pairs=pairs: choose(pairs) for pairs in every))
+    first, second = together(choose, every)
     assert first == second == [((3, 5, "merged"),)]
 
 
 @pytest.mark.parametrize("broken", ["broken_measure", "arrived"])
 def test_what_one_rank_lacks_no_rank_has(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
     models = [Model({40: far({(1, 4): 0.1})}) for _ in range(2)]
-    groups = ranks(monkeypatch, module)
-    every = [node_pairs(m, group=g, ranks=2) for m, g in zip(models, groups, strict=True)]
+    ranks = two_ranks(monkeypatch)
+    every = [node_pairs(model, rank, ranks=2) for rank, model in enumerate(models)]
     setattr(models[1], broken, broken == "broken_measure")
 
     def choose(pairs: NodePairs) -> tuple[bool, list[tuple[CodedPair, ...]]]:
         pairs.ask(Tree(40), [0])
-        return pairs.answered(), ready(pairs)
+        return answered(pairs, ranks.reduce(pairs._group)), ready(pairs)
 
-    first, second = together(*(lambda pairs=pairs: choose(pairs) for pairs in every))
+    first, second = together(choose, every)
     assert first == second == ((True, [START]) if broken == "broken_measure" else (False, []))
 
 
@@ -378,7 +342,7 @@ class Backups:
         self.controller.write((name,), node)
 
     def turn(self) -> None:
-        self.controller.turn(SimpleNamespace(tree_core=self.controller._tree))
+        turn_of(self.controller, SimpleNamespace(tree_core=self.controller._tree))
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hcache_backend import streams
-from tests.engine.in_process.encoded_kv.host import PAGE, Host, make_unfit, slots_of
+from tests.kit.host import PAGE, Host, make_unfit, slots_of
 from tests.order.checker import Checker
 from tests.order.scenario_restore import GPU
 from tests.order.scenarios import run

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from hcache_backend.config import HCacheConfig, KrulOption
-from hcache_backend.engine.startup import strategy
-from hcache_backend.engine.startup.agreement import Refused
-from hcache_backend.engine.startup.codec_choice import check_lossy
-from hcache_backend.engine.startup.page_plan import PagePlan
-from hcache_backend.engine.startup.pair_choice import find_mergeable
 from hcache_backend.krul.paired_layout import CodedPair, PairedLayout
-from tests.engine.in_process.encoded_kv.host import slots_of
+from hcache_backend.start import strategy
+from hcache_backend.start.agreement import Refused
+from hcache_backend.start.codec_choice import check_lossy
+from hcache_backend.start.page_plan import PagePlan
+from hcache_backend.start.pair_choice import find_mergeable
 from tests.engine.in_process.encoded_kv.test_pairs import plan_of
+from tests.kit.host import slots_of
 
 
 def alike(plan: PagePlan, first: int, second: int) -> None:

@@ -6,23 +6,25 @@ import pytest
 import torch
 
 from hcache_backend.arena import NOT_SETTLED
-from hcache_backend.engine.startup.agreement import Refused
-from hcache_backend.engine.startup.copy_check import check_copies
-from hcache_backend.engine.startup.page_plan import PagePlan
 from hcache_backend.format.units import WHOLE
 from hcache_backend.krul import pair_forms
 from hcache_backend.krul.paired_layout import CodedPair, PairedLayout
-from hcache_backend.partition.costs import Partition
-from hcache_backend.partition.restore import Restore
-from tests.engine.in_process.encoded_kv.host import (
+from hcache_backend.plan.costs import Partition
+from hcache_backend.plan.restore import Restore
+from hcache_backend.start.agreement import Refused
+from hcache_backend.start.copy_check import check_copies
+from hcache_backend.start.page_plan import PagePlan
+from tests.engine.in_process.encoded_kv.test_lossy import by_reference
+from tests.kit.host import (
     DEVICE_PAGES,
     PAGE,
     Host,
     bits,
+    checked,
+    compare_all,
     kv_pool,
     slots_of,
 )
-from tests.engine.in_process.encoded_kv.test_lossy import by_reference, checked, compare_all
 
 LAYERS = 6
 FIRST: list[CodedPair] = [(0, 5, "merged"), (2, 3, "fp8")]

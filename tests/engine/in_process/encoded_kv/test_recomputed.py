@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from hcache_backend.engine.eager_loads import EagerLoads
-from tests.engine.in_process.encoded_kv.host import PAGE, Host, bits, make_unfit, slots_of
+from hcache_backend.prefetch.eager_loads import EagerLoads
+from tests.kit.host import PAGE, Host, bits, make_unfit, slots_of
 
 
 def save(server: Host, *pages: int) -> torch.Tensor:

@@ -10,18 +10,19 @@ import pytest
 import torch
 
 from hcache_backend.capture.staging import StagedCapture, Staging
-from hcache_backend.engine.host_pool import HostPages, OwnPagesPool
-from hcache_backend.engine.kv_pages.segments import KVSegments
-from hcache_backend.engine.loads import LoadQueue
-from hcache_backend.engine.runtime import Runtime
 from hcache_backend.format.page import PageLayout, hidden_layer
 from hcache_backend.format.units import WHOLE
-from hcache_backend.partition.costs import Partition
-from hcache_backend.partition.restore import Restore
+from hcache_backend.host.loads import LoadQueue
+from hcache_backend.host.segments import KVSegments
+from hcache_backend.plan.costs import Partition
+from hcache_backend.plan.restore import Restore
 from hcache_backend.restore.layers import RestoredLayer
 from hcache_backend.restore.pipeline import RestorePipeline
+from hcache_backend.sglang.host_pool import HostPages, OwnPagesPool
+from hcache_backend.sglang.runtime import Runtime
 from hcache_backend.streams import WorkerStream
-from tests.engine.in_process.encoded_kv.host import (
+from tests.engine.in_process.test_backups import Checks, Pages
+from tests.kit.host import (
     DEVICE_PAGES,
     HOST_PAGES,
     LAYERS,
@@ -30,7 +31,6 @@ from tests.engine.in_process.encoded_kv.host import (
     kv_pool,
     slots_of,
 )
-from tests.engine.in_process.test_backups import Checks, Pages
 from tests.unit.capture import machine as small
 from tests.unit.capture.machine import Machine, slots
 

@@ -8,34 +8,34 @@ from typing import Any
 import pytest
 import torch
 
+from hcache_backend import metrics
 from hcache_backend.config import HCacheConfig
-from hcache_backend.engine import metrics
-from hcache_backend.engine.host_pool import HostPages
-from hcache_backend.engine.kv_pages.segments import KVSegments
-from hcache_backend.engine.startup import codec_choice
-from hcache_backend.engine.startup.agreement import Refused
-from hcache_backend.engine.startup.codec_choice import (
+from hcache_backend.format.page import PageLayout, hidden_layer
+from hcache_backend.format.units import WHOLE
+from hcache_backend.host.segments import KVSegments
+from hcache_backend.plan.costs import Partition
+from hcache_backend.plan.restore import Restore
+from hcache_backend.sglang.host_pool import HostPages
+from hcache_backend.start import codec_choice
+from hcache_backend.start.agreement import Refused
+from hcache_backend.start.codec_choice import (
     asked_codec,
     choose_codec,
     encoded_share,
     kv_codec,
 )
-from hcache_backend.engine.startup.copy_check import check_copies
-from hcache_backend.engine.startup.page_plan import PagePlan, plan_host_pages
-from hcache_backend.engine.startup.strategy import OwnPagesStrategy
-from hcache_backend.format.page import PageLayout, hidden_layer
-from hcache_backend.format.units import WHOLE
-from hcache_backend.partition.costs import Partition
-from hcache_backend.partition.restore import Restore
+from hcache_backend.start.copy_check import check_copies
+from hcache_backend.start.page_plan import PagePlan, plan_host_pages
+from hcache_backend.start.strategy import OwnPagesStrategy
 from hcache_kernels.codecs import SEGMENT_CODECS, UnsupportedRows, make_codec, segment_codecs
-from tests.engine.in_process.encoded_kv.host import (
+from tests.engine.in_process.pools.host_pools import kv_cache_of_llama_3_8b
+from tests.kit.host import (
     DEVICE_PAGES,
     PAGE,
     bits,
     kv_pool,
     slots_of,
 )
-from tests.engine.in_process.pools.host_pools import kv_cache_of_llama_3_8b
 
 
 def plan_of(device: Any, codec: str) -> PagePlan:
@@ -69,14 +69,28 @@ def test_hidden_states_are_encoded_unless_no_token_of_the_self_check_fits(
     assert [record.levelname for record in caplog.records] == ([level] if level else [])
 
 
+def test_hidden_states_of_float32_are_stored_as_they_are(caplog: pytest.LogCaptureFixture) -> None:
+    probe: Any = SimpleNamespace(
+        hidden=(torch.randn(10, 64),), layers=(0,), positions=torch.arange(10), slots=None
+    )
+    runtime: Any = SimpleNamespace(config=HCacheConfig(codec="exp4"))
+    codec = choose_codec(None, runtime, probe, None)  # type: ignore[arg-type]
+    assert codec.name == "none"
+    assert "(codec 'none'): " in caplog.text and "bfloat16" in caplog.text
+
+
 @pytest.mark.parametrize("page_size", [16, 64])
-def test_host_memory_holds_at_least_1_28_times_the_tokens(page_size: int) -> None:
-    """With Llama-3-8B: 32 layers, 8 heads of 128 values, with headers."""
+@pytest.mark.parametrize(("codec", "least", "most"), [("none", 0.99, 1.0), ("exp4", 1.28, 1.31)])
+def test_host_memory_holds_so_many_times_the_tokens_of_sglangs_own_pool(
+    codec: str, least: float, most: float, page_size: int
+) -> None:
+    """With Llama-3-8B: 32 layers, 8 heads of 128 values. SGLang's has no headers."""
     kvcache = kv_cache_of_llama_3_8b(page_size)
     slots = kvcache.size
-    plan = plan_of(kvcache, "exp4")
+    plan = plan_of(kvcache, codec)
     pages = plan_host_pages(kvcache, plan.layout, 0, 2.0, 1e12, with_shadows=False)
-    assert 1.28 * 2 * slots <= pages.host * page_size <= 1.31 * 2 * slots
+    assert pages.shadows == 0
+    assert least * 2 * slots <= pages.host * page_size <= most * 2 * slots
     taken = sum(pages) * plan.layout.page_bytes
     assert taken <= 2 * slots * 32 * 2 * 8 * 128 * 2
 

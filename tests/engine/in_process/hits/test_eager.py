@@ -14,18 +14,20 @@ import torch
 from hcache_cpu_engine import plugin
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 
-from hcache_backend.engine import eager_loads
-from hcache_backend.engine.eager_loads import EagerLoads
-from hcache_backend.engine.loads import QueuedLoad
-from hcache_backend.engine.recompute.governor import Pace
-from hcache_backend.engine.recompute.slices import SliceBudget
-from hcache_backend.engine.reservable_pages import ReservablePages
-from hcache_backend.engine.startup.refusals import allocator_refusal, eager_refusal
-from hcache_backend.restore.eager import EagerRestores
-from hcache_backend.restore.meeting import Meeting
+from hcache_backend.host.loads import QueuedLoad
+from hcache_backend.prefetch.eager import EagerRestores
+from hcache_backend.prefetch.eager_loads import EagerLoads, Offer
+from hcache_backend.prefetch.governor import Pace
+from hcache_backend.prefetch.meeting import Meeting
+from hcache_backend.prefetch.reservation import Launched
+from hcache_backend.prefetch.slices import SliceBudget
 from hcache_backend.restore.report import RunningRestore
-from hcache_backend.restore.reservation import Launched
+from hcache_backend.sglang.allocator import ReservablePages
+from hcache_backend.start.refusals import allocator_refusal, eager_refusal
 from hcache_backend.streams import WorkerStream
+from hcache_backend.turn import Turn
+from tests.kit.prefetch import Prefetch, eager_over
+from tests.kit.turns import Reduce, alone, recompute, turn_of
 from tests.unit.restore.pipeline_server import Server
 
 SIZE, PAGES = 4, 10
@@ -73,6 +75,11 @@ class Scene:
         assert ahead
         self.restores.append(Restore())
         return self.restores[-1]
+
+    def loads(self, budget: SliceBudget, starts: dict[str, Any], **others: Any) -> Any:
+        """Eager loads into its pages, whose pipeline starts what it is to with ``starts``."""
+        pipeline = {"start": self._launch_alone} | starts
+        return eager_over(self.pages, PAGES, SIZE, budget, pipeline, **others)
 
     def reserve(self, *host_pages: int, arrived: int = 0) -> None:
         self.eager.reserve("prefetch", host_pages, np.array(host_pages))
@@ -183,43 +190,24 @@ def test_servers_that_restore_layer_wise(
     assert reason in str(eager_refusal(args, "cpu", hidden=hidden))
 
 
-LAYOUT = SimpleNamespace(page_bytes=1)
-
-
-class Operation:
-    """HiCache's operation of a prefetch of eight pages, half of which have arrived."""
-
-    host_indices, hash_value = torch.arange(8 * SIZE), range(8)
-    completed_tokens = 4 * SIZE
-
-
 def test_an_abort_frees_what_it_held_in_the_next_turn(scene: Scene) -> None:
     """HiCache forgets the prefetch, and gives back the host pages that it had brought."""
-    pool: Any = SimpleNamespace(
-        page_size=SIZE,
-        page_layout=LAYOUT,
-        on_freed=[],
-        settle=lambda: None,
-        page_ids=lambda indices: indices[::SIZE].numpy() // SIZE,
-        arena=SimpleNamespace(physical=lambda pages: pages),
-    )
-    pipeline: Any = SimpleNamespace(start=scene._launch_alone)
-    loads: Any = SimpleNamespace(stored_from=0, count_finished=lambda: None)
-    no_budget = SliceBudget(1.0, SIZE, lambda tokens, prefix: 1.0, known=True)
-    eager = EagerLoads(scene.pages, pool, pipeline, loads, PAGES, no_budget)
+    eager = scene.loads(SliceBudget(1.0, SIZE, lambda tokens, prefix: 1.0, known=True), {})
+    prefetch = Prefetch(8, SIZE)
+    prefetch.completed_tokens = 4 * SIZE  # half of it has arrived
     transfers = SimpleNamespace(host_to_device_stream=None)
     cache = SimpleNamespace(
         cache_controller=SimpleNamespace(
             l2_transfer_engine=transfers, after_forwards=lambda stream: None
         ),
-        ongoing_prefetch={0: SimpleNamespace(operation=Operation(), anchor_node_id=0)},
+        ongoing_prefetch={0: prefetch},
     )
-    eager.turn(cache)
-    eager.turn(cache)
+    turn_of(eager, cache)
+    turn_of(eager, cache)
     assert scene.pages.count() == PAGES - 8
     cache.ongoing_prefetch = {}
-    pool.on_freed[0](np.arange(4))
-    eager.turn(cache)
+    eager._pool.on_freed[0](np.arange(4))
+    turn_of(eager, cache)
     assert (scene.pages.count(), scene.allocator.available_size()) == (PAGES, PAGES * SIZE)
     assert all(restore.waited for restore in scene.restores)
 
@@ -241,28 +229,22 @@ class Slices:
         self.known, self.done, self._problem = True, True, problem
         self.pace = Pace(0.999, "shorter")  # at 1.0 a slice has 256 tokens at least
         self.budget = SliceBudget(seconds, 8 * SIZE, lambda tokens, prefix: tokens, known=True)
-        loads: Any = SimpleNamespace(
-            stored_from=2,
-            count_finished=lambda: None,
-            recompute_of=self._recompute_of,
-            recomputation_failed=self.failures.append,
-            governor=SimpleNamespace(pace=lambda: self.pace),
+        layout = SimpleNamespace(page_bytes=1, positions=lambda page: [SIZE])
+        self.eager = scene.loads(
+            self.budget,
+            {"start_recomputation": self._launch},
+            arena={"pages": lambda pages, header: pages},
+            pool={"page_layout": layout},
+            loads={
+                "stored_from": 2,
+                "recompute_of": self._recompute_of,
+                "recomputation_failed": self.failures.append,
+            },
         )
-        pool: Any = SimpleNamespace(
-            page_size=SIZE,
-            on_freed=[],
-            settle=lambda: None,
-            arena=SimpleNamespace(
-                physical=lambda pages: pages,
-                pages=lambda pages, header: pages,
-            ),
-            page_layout=SimpleNamespace(page_bytes=1, positions=lambda page: [SIZE]),
-        )
-        pipeline: Any = SimpleNamespace(start=scene._launch_alone, start_recomputation=self._launch)
-        self.eager = EagerLoads(scene.pages, pool, pipeline, loads, PAGES, self.budget)
         self.eager._controller = SimpleNamespace(tp_group=None)
-        self.eager._before_prefetch = (  # type: ignore[method-assign]
-            lambda prefetch: torch.zeros(SIZE, dtype=torch.int64) if self.known else None
+        self.eager.governor = SimpleNamespace(pace=lambda: self.pace)
+        self.eager._before_prefetch = lambda prefetch: (
+            torch.zeros(SIZE, dtype=torch.int64) if self.known else None
         )
         self.restores = self.eager._restores
 
@@ -289,7 +271,7 @@ def test_a_turn_recomputes_one_slice_of_the_first_prefetch_that_lacks_layers(sce
         slices.restores.reserve(prefetch, [f"{prefetch}{i}" for i in host], np.array(host))
         slices.restores.arrived(prefetch, len(host))
     for _ in range(4):
-        slices.eager._recompute()
+        recompute(slices.eager)
     assert slices.launched == [([1, 2], SIZE), ([3], 3 * SIZE), ([4, 5], SIZE)]
     assert slices.layers == [2, 2, 2]
     handed = slices.restores.hand_out(np.array([1, 2, 3, 4, 5]))
@@ -303,10 +285,10 @@ def test_no_slice_is_launched_while_two_are_not_done(scene: Scene) -> None:
     slices.restores.arrived("a", 4)
     slices.done = False
     for _ in range(4):
-        slices.eager._recompute()
+        recompute(slices.eager)
     assert len(slices.launched) == 2
     slices.done = True
-    slices.eager._recompute()
+    recompute(slices.eager)
     assert len(slices.launched) == 3
 
 
@@ -316,9 +298,9 @@ def test_what_was_recomputed_long_ago_is_in_front_of_no_batch(scene: Scene, done
     slices.restores.reserve("a", ["x"], np.array([1]))
     slices.restores.arrived("a", 1)
     slices.done = False
-    slices.eager._recompute()
+    recompute(slices.eager)
     slices.done = done
-    slices.eager.turn(SimpleNamespace(cache_controller=None, ongoing_prefetch={}))
+    turn_of(slices.eager, SimpleNamespace(cache_controller=None, ongoing_prefetch={}))
     assert slices.eager.take_recomputed() == (not done)
 
 
@@ -327,15 +309,15 @@ def test_a_slice_is_no_longer_than_every_rank_allows(
 ) -> None:
     slices, asked = Slices(scene, seconds=1e9), []
 
-    def smallest(group: Any, free: int, pages: int) -> list[int]:
-        asked.append(pages)
-        return [len(asked) > 1, len(asked) - 1]  # at first the other rank is busy with earlier ones
+    def reduce(numbers: torch.Tensor, _: Any) -> None:
+        asked.append(int(numbers[1]))
+        # At first the other rank is busy with earlier ones.
+        numbers.copy_(torch.tensor([len(asked) > 1, len(asked) - 1]))
 
-    monkeypatch.setattr(eager_loads, "smallest", smallest)
     slices.restores.reserve("a", ["x", "y", "z"], np.array([1, 2, 3]))
     slices.restores.arrived("a", 3)
     for _ in range(3):
-        slices.eager._recompute()
+        recompute(slices.eager, reduce)
     assert asked == [3, 3, 2]
     assert [pages for pages, _ in slices.launched] == [[1], [2, 3]]
 
@@ -346,20 +328,18 @@ def test_a_slice_that_is_put_off_is_put_off_on_every_rank(
     """They agree on it: none needs to have seen what this one saw."""
     slices, asked = Slices(scene, seconds=1e9), []
 
-    def smallest(group: Any, free: int, pages: int) -> list[int]:
-        asked.append(pages)
-        return [free, pages]
+    def reduce(numbers: torch.Tensor, _: Any) -> None:
+        asked.append(numbers.tolist())
 
-    monkeypatch.setattr(eager_loads, "smallest", smallest)
     slices.restores.reserve("a", ["x", "y"], np.array([1, 2]))
     slices.restores.arrived("a", 2)
     slices.pace = Pace(0.0, "put_off_waiting")
     for _ in range(3):
-        slices.eager._recompute()
-    assert (asked, slices.launched) == ([0, 0, 0], [])
+        recompute(slices.eager, reduce)
+    assert (asked, slices.launched) == ([[0, 0]] * 3, [])
     assert not slices.eager.take_recomputed()
     slices.pace = Pace(0.5, "shorter")
-    slices.eager._recompute()
+    recompute(slices.eager)
     assert [pages for pages, _ in slices.launched] == [[1, 2]]
 
 
@@ -368,7 +348,7 @@ def test_nothing_is_recomputed_behind_tokens_that_are_not_on_the_device(scene: S
     slices.restores.reserve("a", ["x"], np.array([1]))
     slices.restores.arrived("a", 1)
     slices.known = False
-    slices.eager._recompute()
+    recompute(slices.eager)
     assert slices.launched == [] and not slices.eager.take_recomputed()
 
 
@@ -376,7 +356,7 @@ def test_pages_whose_recomputation_failed_lack_layers_at_the_load(scene: Scene) 
     slices = Slices(scene, 1e9, problem := RuntimeError("out of memory"))
     slices.restores.reserve("a", ["x", "y"], np.array([1, 2]))
     slices.restores.arrived("a", 2)
-    slices.eager._recompute()
+    recompute(slices.eager)
     assert slices.failures == [problem]
     handed = slices.restores.hand_out(np.array([1, 2]))
     assert handed is not None and handed.ready.all() and not handed.whole.any()
@@ -386,15 +366,8 @@ def test_copies_of_a_hit_do_not_wait_for_restores_that_others_wait_for(scene: Sc
     server, gate = Server(["hidden", "kv"]), threading.Event()
     loading = WorkerStream("loading")
     loading.run(partial(gate.wait, 240))
-    pool: Any = SimpleNamespace(
-        page_size=SIZE,
-        page_layout=LAYOUT,
-        on_freed=[],
-        arena=SimpleNamespace(physical=lambda pages: pages),
-    )
     budget = SliceBudget(1.0, SIZE, lambda tokens, prefix: 1.0, known=True)
-    loads: Any = SimpleNamespace(stored_from=0)
-    eager = EagerLoads(scene.pages, pool, server.pipeline, loads, PAGES, budget)
+    eager = scene.loads(budget, {"start": server.pipeline.start})
     with loading.as_current():
         launched = eager._launch(np.array([1, 2]), torch.arange(2 * SIZE))
     launched.restore.wait()
@@ -426,35 +399,28 @@ class Fronts:
         self.whole = True
         self.known = True
         self.stream = WorkerStream("forward")
-        loads: Any = SimpleNamespace(
-            stored_from=0,
-            methods=SimpleNamespace(methods=("kv",) * 3),
-            count_finished=lambda: None,
-            recompute_pages=self._recompute_pages,
-            recomputation_failed=self.failures.append,
-            governor=SimpleNamespace(pace=lambda: Pace(1.0, "whole")),
-            recomputes_pages=True,
-            seconds_to_read=lambda tokens: tokens * self.seconds_to_read,
-        )
         self.seconds_to_read = math.inf  # a token
-        self.loads = loads
-        pool: Any = SimpleNamespace(
-            page_size=SIZE,
-            page_layout=LAYOUT,
-            on_freed=[],
-            page_ids=lambda indices: indices[::SIZE].numpy() // SIZE,
-            save_recomputed=self._save,
-            settle=lambda: self.settled.append([*self.saved]),
-            arena=SimpleNamespace(
-                physical=lambda pages: pages,
-                recomputed=self._expect,
-                arrived=lambda host_pages, fits: self.lost.extend(host_pages.tolist()),
-            ),
+        self.eager = scene.loads(
+            SliceBudget(1e9, 2 * SIZE, lambda tokens, prefix: tokens, known=True),
+            {"start_recomputation": self._launch},
+            loads={
+                "methods": SimpleNamespace(methods=("kv",) * 3),
+                "recompute_pages": self._recompute_pages,
+                "recomputation_failed": self.failures.append,
+                "recomputes_pages": True,
+                "seconds_to_read": lambda tokens: tokens * self.seconds_to_read,
+            },
+            pool={
+                "save_recomputed": self._save,
+                "settle": lambda: self.settled.append([*self.saved]),
+                "arena": SimpleNamespace(
+                    physical=lambda pages: pages,
+                    recomputed=self._expect,
+                    arrived=lambda host_pages, fits: self.lost.extend(host_pages.tolist()),
+                ),
+            },
         )
-        pipeline: Any = SimpleNamespace(start=scene._launch_alone, start_recomputation=self._launch)
-        budget = SliceBudget(1e9, 2 * SIZE, lambda tokens, prefix: tokens, known=True)
-        self.eager = EagerLoads(scene.pages, pool, pipeline, loads, PAGES, budget)
-        self.pool = pool
+        self.loads, self.pool = self.eager._loads, self.eager._pool
         self.cache = SimpleNamespace(
             prefetch_stop_policy="wait_complete",
             cache_controller=SimpleNamespace(tp_group=None, after_forwards=lambda stream: None),
@@ -468,21 +434,13 @@ class Fronts:
 
     def begin(self, pages: int = 8) -> Any:
         """A prefetch begins; what HiCache knows of it."""
-        operation = SimpleNamespace(
-            host_indices=torch.arange(pages * SIZE),
-            hash_value=[str(page) for page in range(pages)],
-            token_ids=list(range(100, 100 + pages * SIZE)),
-            completed_tokens=0,
-            storage_start=SIZE,
-            is_terminated=lambda: False,
-            hcache_meeting=Meeting(),
-        )
-        hashable = Hashed(operation)
-        self.cache.ongoing_prefetch[0] = SimpleNamespace(operation=hashable, anchor_node_id=0)
-        return hashable
+        prefetch = Prefetch(pages, SIZE)
+        prefetch.hcache_meeting = Meeting()
+        self.cache.ongoing_prefetch[0] = prefetch
+        return prefetch
 
-    def turn(self) -> None:
-        self.eager.turn(self.cache)
+    def turn(self, reduce: Reduce = alone) -> None:
+        turn_of(self.eager, self.cache, reduce)
 
     def _recompute_pages(self, token_ids: np.ndarray, prefix: torch.Tensor) -> object:
         self.launched.append((token_ids.tolist(), len(prefix)))
@@ -508,16 +466,6 @@ class Fronts:
         restore = RunningRestore(len(slots), {}, event, torch.device("cpu"), event, [event] * 3)
         restore.failed = self.problem
         return restore
-
-
-class Hashed(SimpleNamespace):
-    def __init__(self, other: SimpleNamespace) -> None:
-        super().__init__(**vars(other))
-
-    __hash__ = object.__hash__
-
-    def __eq__(self, other: object) -> bool:
-        return self is other
 
 
 def test_front_pages_are_recomputed_and_saved_until_they_meet_the_back(scene: Scene) -> None:
@@ -554,17 +502,16 @@ def test_a_front_goes_on_as_far_as_every_rank_allows_and_has_unread_pages(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fronts, asked = Fronts(scene), []
-    others = iter([[1, 1, 8], [1, 2, 0], [1, 2, 2]])
+    others = iter([[1, 1], [1, 0], [1, 2]])
 
-    def smallest(group: Any, free: int, allowed: int, room: int) -> list[int]:
-        asked.append((allowed, room))
-        return next(others)
+    def reduce(numbers: torch.Tensor, _: Any) -> None:
+        asked.append(numbers.tolist())
+        numbers.copy_(torch.tensor(next(others)))
 
-    monkeypatch.setattr(eager_loads, "smallest", smallest)
     fronts.begin()
     for _ in range(3):
-        fronts.turn()
-    assert asked == [(2, 8), (2, 7), (2, 7)]
+        fronts.turn(reduce)
+    assert asked == [[1, 2]] * 3
     assert [len(tokens) for tokens, _ in fronts.launched] == [SIZE, 2 * SIZE]
 
 
@@ -588,8 +535,10 @@ def test_no_front_is_recomputed_where_another_one_was_taken(scene: Scene) -> Non
     fronts.turn()
     [due] = fronts.eager._restores.to_recompute(2)
     assert due.pages == range(2, 4)
-    assert fronts.eager._taken(due._replace(pages=range(3, 5)), 1, 2) == (1, 0)
-    assert operation.hcache_meeting.next_batch(8) == range(4, 8)
+    meeting = operation.hcache_meeting
+    offer = Offer(due._replace(pages=range(3, 5)), meeting, Turn().say())
+    assert meeting.offer() == 6 and fronts.eager._taken(offer, 2) == 0
+    assert meeting.next_batch(8) == range(4, 8)
 
 
 def test_slices_get_shorter_behind_all_that_is_before_them(scene: Scene) -> None:
@@ -679,11 +628,11 @@ def test_nothing_is_recomputed_whole_for_a_prefetch_that_has_ended(scene: Scene)
     fronts = Fronts(scene)
     operation = fronts.begin()
     fronts.turn()
-    operation.is_terminated = lambda: True
+    operation.terminated = True
     fronts.turn()
     assert len(fronts.launched) == 1
     fronts.cache.ongoing_prefetch.clear()
-    operation.is_terminated = lambda: False
+    operation.terminated = False
     fronts.turn()
     assert (len(fronts.launched), fronts.eager._restores.pages) == (1, 2)
     fronts.pool.on_freed[0](np.arange(2))
@@ -739,31 +688,26 @@ def test_what_l3_brings_sooner_is_not_recomputed(
 def test_a_front_does_not_wait_for_what_is_being_read_of_a_prefetch_before_it(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The last pages of the first prefetch are being read, perhaps for long. Two ranks ask each
-    other as often as long as one cannot launch a slice."""
+    """The last pages of the first prefetch are being read, perhaps for long."""
     fronts, asked, other_is_free = Fronts(scene), [], 1
     fronts.seconds_to_read = 1e9
 
-    def smallest(group: Any, free: int, *others: int) -> list[int]:
-        asked.append(others)
-        return [min(free, other_is_free), *others]
+    def reduce(numbers: torch.Tensor, _: Any) -> None:
+        asked.append(numbers.tolist())
+        numbers[::2] *= other_is_free
 
-    monkeypatch.setattr(eager_loads, "smallest", smallest)
     first, second = fronts.begin(5), fronts.begin(5)
-    fronts.cache.ongoing_prefetch = {
-        number: SimpleNamespace(operation=operation, anchor_node_id=0)
-        for number, operation in enumerate((first, second))
-    }
+    fronts.cache.ongoing_prefetch = dict(enumerate((first, second)))
     first.hash_value, second.token_ids = list("abcde"), list(range(500, 500 + 5 * SIZE))
     second.host_indices = second.host_indices + 5 * SIZE
     first.hcache_meeting.begin(5)
     assert first.hcache_meeting.next_batch(5) == range(5)
     other_is_free = 0
-    fronts.turn()
+    fronts.turn(reduce)
     assert len(asked) == 1 and not fronts.launched
     other_is_free = 1
-    fronts.turn()
-    assert len(asked) == 3
+    fronts.turn(reduce)
+    assert asked == [[1, 0, 1, 2]] * 2
     assert [tokens[0] for tokens, _ in fronts.launched] == [500]
 
 
@@ -775,9 +719,9 @@ def test_a_front_is_not_waited_for_where_slices_are_put_off(scene: Scene) -> Non
     assert fronts.eager.seconds_to_recompute(8 * SIZE, 0) == 3 * 8 * SIZE
     together, alone = fronts.eager.until_met(meeting, 0)
     assert (together, alone) == (pytest.approx(8 * SIZE * 3 / 4), 8 * SIZE)
-    fronts.loads.governor.pace = lambda: Pace(0.5, "shorter")
+    fronts.eager.governor.pace = lambda: Pace(0.5, "shorter")
     assert fronts.eager.seconds_to_recompute(8 * SIZE, 0) == 2 * 3 * 8 * SIZE
-    fronts.loads.governor.pace = lambda: Pace(0.0, "put_off_running")
+    fronts.eager.governor.pace = lambda: Pace(0.0, "put_off_running")
     assert fronts.eager.until_met(meeting, 0) == (alone, alone)
 
 
@@ -786,7 +730,7 @@ def test_slices_take_as_long_as_a_prefill_until_one_has_run(scene: Scene) -> Non
     fronts = Fronts(scene)
     fronts.eager._budget = SliceBudget(1.0, 2 * SIZE, lambda tokens, _: tokens, known=False)
     fronts.loads.seconds_to_compute = lambda tokens, prefix: tokens * 5 + prefix
-    fronts.loads.governor.pace = lambda: Pace(0.5, "shorter")
+    fronts.eager.governor.pace = lambda: Pace(0.5, "shorter")
     assert fronts.eager.seconds_to_recompute(8 * SIZE, 3) == 2 * (8 * SIZE * 5 + 3)
     fronts.eager._budget._layer.measured(2 * SIZE, 0, 2.0 * SIZE)
     assert fronts.eager.seconds_to_recompute(8 * SIZE, 3) == 2 * 3 * 8 * SIZE

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from hcache_backend.engine import backups as backups_module
-from hcache_backend.engine.backups import Backups
+from hcache_backend.sglang import backups as backups_module
+from hcache_backend.sglang.backups import Backups
 
 KEYS = [f"{i:064x}" for i in range(400)]
 NODE = 50  # pages

@@ -17,10 +17,12 @@ from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import (
     PrefetchOperation,
 )
 
-from hcache_backend.engine.hits import hooks
-from hcache_backend.engine.hits.gate import HitGate
-from hcache_backend.engine.runtime import Runtime
-from hcache_backend.restore.meeting import Meeting
+from hcache_backend.prefetch.gate import HitGate
+from hcache_backend.prefetch.meeting import Meeting
+from hcache_backend.sglang import hits as hooks
+from hcache_backend.sglang.runtime import Runtime
+from hcache_backend.turn import Turn
+from tests.kit.turns import alone
 
 
 class Operation:
@@ -197,8 +199,10 @@ def test_a_slow_prefetch_ends_unless_that_would_discard_what_has_arrived(
     cache = cache_of(SimpleNamespace())
     cache.page_size = SIZE
     cache.ongoing_prefetch = {"a": SimpleNamespace(operation=operation)}
-    cache._all_reduce_attn_groups = lambda flags, op: None
-    hooks.around_turn(lambda cache: None, cache)
+    turn = Turn()
+    asked = hooks.ask_to_end(cache, turn)
+    turn.agree(alone)
+    hooks.end_prefetches(asked)
     assert operation.is_terminated() is not bool(kind)
 
 

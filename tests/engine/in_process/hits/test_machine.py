@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from hcache_backend.config import ConfigError, HCacheConfig
-from hcache_backend.engine import arguments
-from hcache_backend.engine.startup import hit_machine
-from hcache_backend.partition.presets import preset_profile
-from hcache_backend.partition.profile import Profile, Rate
-from hcache_backend.partition.restore import READ_BATCHES
-from tests.engine.in_process.encoded_kv.host import kv_pool
+from hcache_backend.plan.presets import preset_profile
+from hcache_backend.plan.profile import Profile, Rate
+from hcache_backend.plan.restore import READ_BATCHES
+from hcache_backend.sglang import arguments
+from hcache_backend.start import hit_machine
+from tests.kit.host import kv_pool
 
 MODEL = {
     "model_type": "llama",
@@ -107,7 +107,7 @@ def test_every_group_of_data_parallel_attention_finds_its_profile(
     """Ranks 2 and 3 of 4 attach without ranks 0 and 1."""
     from sglang.srt.distributed import parallel_state
 
-    from hcache_backend.engine import ranks
+    from hcache_backend.sglang import groups as ranks
 
     looked, profile = [], preset_profile("h100", 1)
     monkeypatch.setattr(ranks.dist, "is_initialized", lambda: True)

@@ -17,26 +17,13 @@ from hypothesis.stateful import (
     rule,
 )
 
-from hcache_backend.engine.read_batches import BackAck, BatchedReads, hear
-from hcache_backend.restore.eager import batch_pages
-from hcache_backend.restore.meeting import Meeting
+from hcache_backend.prefetch.eager import batch_pages
+from hcache_backend.prefetch.meeting import Meeting
+from hcache_backend.sglang.read_batches import BackAck, BatchedReads, hear
+from tests.kit.prefetch import Prefetch
 
 SIZE, MOST_PAGES = 2, 14
 STEP = batch_pages(MOST_PAGES)
-
-
-class Operation:
-    """HiCache's, of a prefetch."""
-
-    prefix_keys, request_id, completed_tokens, terminated = None, "r", 0, False
-
-    def __init__(self, pages: int) -> None:
-        self.hash_value = [str(page) for page in range(pages)]
-        self.host_indices = torch.arange(pages * SIZE)
-        self.hcache_meeting = Meeting()
-
-    def is_terminated(self) -> bool:
-        return self.terminated
 
 
 class Rank:
@@ -46,9 +33,9 @@ class Rank:
     """
 
     def __init__(self, pages: int, lost: set[int]) -> None:
-        self.operation = Operation(pages)
+        self.operation, self.meeting = Prefetch(pages, SIZE), Meeting()
+        self.operation.hcache_meeting = self.meeting
         self.lost = lost
-        self.meeting = self.operation.hcache_meeting
         self.meeting.begin(pages)
         self.reading = range(0)
         self.read: set[int] = set()
@@ -127,17 +114,13 @@ class Meetings(RuleBasedStateMachine):
     @precondition(lambda self: not self.failed)
     @rule(most=st.integers(0, 5), fails=st.booleans())
     def recompute(self, most: int, fails: bool) -> None:
-        rooms: list[int] = []
-        for rank in self.ranks:  # each tells its room before anybody has an answer
-            with rank.meeting._lock:
-                assert rank.meeting._unread is not None
-                rooms.append(rank.meeting._unread - rank.meeting._taken)
-
-        taken = [rank.meeting.take(lambda _: min(most, *rooms)) for rank in self.ranks]
+        # Each tells its room before anybody has an answer.
+        agreed = min(most, *(rank.meeting.offer() for rank in self.ranks))
+        taken = [rank.meeting.take(agreed) for rank in self.ranks]
         assert len(set(taken)) == 1
         if fails and taken[0] and len(self.ranks) == 1:  # with more the server stops
             self.failed = True
-            assert not self.ranks[0].meeting.take(lambda room: room)
+            assert not self.ranks[0].meeting.take(self.ranks[0].meeting.offer())
             return
         for rank in self.ranks:
             if taken[0]:

@@ -10,26 +10,18 @@ import pytest
 import torch
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 
-from hcache_backend.engine.controller import OwnPagesController
-from hcache_backend.engine.eager_loads import EagerLoads
-from hcache_backend.engine.recompute.slices import SliceBudget
-from hcache_backend.engine.reservable_pages import ReservablePages
+from hcache_backend.prefetch.eager_loads import EagerLoads
+from hcache_backend.prefetch.slices import SliceBudget
+from hcache_backend.sglang.allocator import ReservablePages
+from hcache_backend.sglang.controller import OwnPagesController
+from tests.kit.prefetch import Prefetch
+from tests.kit.turns import turn_of
 from tests.order import edges
 from tests.order.checker import Checker
 from tests.order.reports import IN_PROCESS
 from tests.order.scenario_loads import Loading
 from tests.order.scenario_restore import GPU, PAGES, SIZE
 from tests.order.scenarios import run
-
-
-class Prefetch:
-    """HiCache's operation for six host pages that begins behind a node of the radix tree."""
-
-    def __init__(self, first: int, node: str) -> None:
-        self.operation, self.anchor_node_id = self, node
-        self.host_indices = torch.arange(first * SIZE, (first + 6) * SIZE, device="cpu")
-        self.hash_value = list(range(first, first + 6))
-        self.completed_tokens = 0
 
 
 def eager(checker: Checker) -> None:
@@ -66,7 +58,8 @@ def eager(checker: Checker) -> None:
         before, others = pages.take(6), pages.take(12)
         engine.forward(others)
         pages.give(others)
-        at_root, behind = Prefetch(0, "root"), Prefetch(6, "node")
+        at_root = Prefetch(6, SIZE, node="root")
+        behind = Prefetch(6, SIZE, first=6, node="node")
         pages.cache = SimpleNamespace(
             cache_controller=controller,
             ongoing_prefetch={0: at_root, 1: behind},
@@ -79,10 +72,10 @@ def eager(checker: Checker) -> None:
             ),
         )
         at_root.completed_tokens = 2 * SIZE
-        eager.turn(pages.cache)
+        turn_of(eager, pages.cache)
         engine.forward(before)
         behind.completed_tokens = 2 * SIZE
-        eager.turn(pages.cache)
+        turn_of(eager, pages.cache)
         pages.give(before)
         engine.forward(pages.take(6))
 

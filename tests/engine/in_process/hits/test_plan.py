@@ -9,19 +9,19 @@ import pytest
 import torch
 
 from hcache_backend.config import HCacheConfig
-from hcache_backend.engine.hits.costs import Recomputing
-from hcache_backend.engine.hits.gate import HitGate
-from hcache_backend.engine.recompute.slices import SliceBudget
-from hcache_backend.engine.startup.codec_choice import encoded_share, wanted_codec
-from hcache_backend.engine.startup.partition_choice import model_shape
-from hcache_backend.engine.startup.refusals import eager_refusal
-from hcache_backend.partition.encoded import PlannedCodec, encoded
-from hcache_backend.partition.model_config import read_dtype
-from hcache_backend.partition.model_shape import ModelShape
-from hcache_backend.partition.plan import PartitionPlan, RestorePath
-from hcache_backend.partition.presets import preset_profile
-from hcache_backend.partition.profile import Rate
-from hcache_backend.partition.restore import Restore
+from hcache_backend.plan.encoded import PlannedCodec, encoded
+from hcache_backend.plan.model_config import read_dtype
+from hcache_backend.plan.model_shape import ModelShape
+from hcache_backend.plan.plan import PartitionPlan, RestorePath
+from hcache_backend.plan.presets import preset_profile
+from hcache_backend.plan.profile import Rate
+from hcache_backend.plan.restore import Restore
+from hcache_backend.prefetch.costs import Recomputing
+from hcache_backend.prefetch.gate import HitGate
+from hcache_backend.prefetch.slices import SliceBudget
+from hcache_backend.start.codec_choice import encoded_share, wanted_codec
+from hcache_backend.start.partition_choice import model_shape
+from hcache_backend.start.refusals import eager_refusal
 from tests.unit.partition.pipelines import CONFIGS, public_model
 
 CONFIG = HCacheConfig()

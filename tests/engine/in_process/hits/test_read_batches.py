@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -13,10 +14,11 @@ import torch
 from sglang.srt.managers.cache_controller import STORAGE_BATCH_SIZE, PrefetchAck
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageExtraInfo
 
-from hcache_backend.engine import read_batches
-from hcache_backend.engine.read_batches import BackAck, BatchedReads, hear
-from hcache_backend.restore.eager import batch_pages
-from hcache_backend.restore.meeting import Meeting
+from hcache_backend.prefetch.eager import batch_pages
+from hcache_backend.prefetch.meeting import Meeting
+from hcache_backend.sglang import read_batches
+from hcache_backend.sglang.read_batches import BackAck, BatchedReads, hear
+from tests.kit.prefetch import Prefetch
 
 SIZE = 4
 READS = 2
@@ -29,6 +31,18 @@ def most_steps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(read_batches, "_MOST_STEPS", getattr(request, "param", 1))
 
 
+class Stopped(Prefetch):
+    """A prefetch that is ended as soon as ``stop`` says so."""
+
+    def __init__(self, pages: int, stop: Callable[[], bool]) -> None:
+        super().__init__(pages, SIZE)
+        self.stop = stop
+
+    def is_terminated(self) -> bool:
+        self.terminated = self.terminated or self.stop()
+        return self.terminated
+
+
 class Rank:
     """A storage thread, as SGLang's reads a prefetch, of which some pages are missing."""
 
@@ -36,11 +50,7 @@ class Rank:
         self.acks: list[PrefetchAck] = []
         self.batches: list[int] = []
         self.missing, self.stop_at = missing, stop_at
-        self.operation: Any = SimpleNamespace(
-            hash_value=[str(page) for page in range(pages)],
-            request_id="r",
-            is_terminated=lambda: stop_at is not None and len(self.batches) >= stop_at,
-        )
+        self.operation: Any = Stopped(pages, lambda: len(self.batches) == stop_at)
         reads = BatchedReads(SIZE, self.acks.append, lambda seconds: None)
 
         def transfer() -> int:
@@ -126,11 +136,7 @@ def test_a_quick_disk_does_not_seem_slow_by_small_last_reads(
         clock.now += 5e-3 + 3e-4 * len(keys)  # each read costs something besides
         return len(keys)
 
-    operation: Any = SimpleNamespace(
-        hash_value=[str(page) for page in range(16)],
-        request_id="r",
-        is_terminated=lambda: False,
-    )
+    operation: Any = Prefetch(16, SIZE)
     reads = BatchedReads(SIZE, lambda report: None, lambda seconds: None)
     indices = torch.arange(16 * SIZE)
     for _ in range(8):
@@ -158,15 +164,8 @@ class BackRank:
         self.read_pages: list[int] = []
         self.batches = 0
         self.missing, self.front, self.meeting = missing, front, Meeting()
-        self.operation: Any = SimpleNamespace(
-            hash_value=[str(page) for page in range(pages)],
-            host_indices=torch.arange(pages * SIZE),
-            prefix_keys=["before"],
-            request_id="r",
-            completed_tokens=0,
-            is_terminated=lambda: stop_at is not None and self.batches >= stop_at,
-            hcache_meeting=self.meeting,
-        )
+        self.operation: Any = Stopped(pages, lambda: self.batches == stop_at)
+        self.operation.prefix_keys, self.operation.hcache_meeting = ["before"], self.meeting
         self.waited = 0.0
         reads = BatchedReads(SIZE, self._report, self._wait)
         alone = 2**-10 if share < math.inf else math.inf
@@ -191,7 +190,7 @@ class BackRank:
         self.batches += 1
         self.read_pages += pages
         if self.batches == READS:
-            taken = self.meeting.take(lambda room: min(room, self.front))
+            taken = self.meeting.take(min(self.meeting.offer(), self.front))
             self.meeting.launched(taken)
         return next((i for i, page in enumerate(pages) if page in self.missing), len(pages))
 
@@ -250,12 +249,7 @@ def test_from_the_back_who_waits_for_the_front_says_so_and_ends_with_the_prefetc
     """Else nothing would come, L3 would seem not to answer, and a flush would wait in vain."""
     waited: list[float] = []
     meeting, reports = Meeting(), list[Any]()
-    operation = SimpleNamespace(
-        hash_value=["0", "1", "2", "3"],
-        prefix_keys=None,
-        request_id="r",
-        is_terminated=lambda: len(waited) == 3,
-    )
+    operation = Stopped(4, lambda: len(waited) == 3)
     reads = BatchedReads(SIZE, reports.append, waited.append)
     read: Any = None  # nothing is read
     reads.transfer_from_back(read, operation, meeting, lambda unread, prefix: (0.0, 1e9))

@@ -13,46 +13,34 @@ import torch
 from sglang.srt.mem_cache.pool_host import common as pool_host_common
 
 from hcache_backend import streams
+from hcache_backend.capture.hooks import HiddenCapture
 from hcache_backend.capture.staging import StagedCapture, Staging
-from hcache_backend.engine.capture_hooks import HiddenCapture
-from hcache_backend.engine.host_pool import HostPages, OwnPagesPool
-from hcache_backend.engine.kv_pages.segments import KVSegments
-from hcache_backend.engine.startup.agreement import Refused
-from hcache_backend.engine.startup.page_plan import (
+from hcache_backend.format.page import PageLayout, hidden_layer
+from hcache_backend.format.units import WHOLE
+from hcache_backend.host.segments import KVSegments
+from hcache_backend.sglang.host_pool import HostPages, OwnPagesPool
+from hcache_backend.start.agreement import Refused
+from hcache_backend.start.page_plan import (
     kv_bytes_per_token,
     plan_host_pages,
     staging_places,
     take_staging,
 )
-from hcache_backend.format.page import PageLayout, hidden_layer
-from hcache_backend.format.units import WHOLE
 from hcache_kernels.codecs import ExactCodec
 from tests.integrity import assert_sound_arena
+from tests.kit.host import LAYERS, PAGE, kv_pool
 
-PAGE, WIDTH, LAYERS = 16, 8, 2
+WIDTH = 8
 CODEC = ExactCodec(WIDTH, torch.float32)
 LAYOUT = PageLayout(PAGE, (hidden_layer(PAGE, CODEC.row_bytes, WIDTH),) * LAYERS)
 
 
-def kv_pool(pages: int) -> SimpleNamespace:
-    """What the host pool asks of the device's."""
-    slots = (pages + 1) * PAGE
-    k, v = ([torch.zeros(slots, 1, WIDTH) for _ in range(LAYERS)] for _ in range(2))
-    return SimpleNamespace(
-        k_buffer=k,
-        v_buffer=v,
-        layer_num=LAYERS,
-        size=pages * PAGE,
-        store_dtype=torch.float32,
-        start_layer=0,
-        end_layer=LAYERS - 1,
-        device="cpu",
-        layer_shard_enabled=False,
-    )
+def device_pool(pages: int = 8) -> Any:
+    return kv_pool(1, WIDTH, dtype=torch.float32, pages=pages)
 
 
 def new_pool(*, pin_memory: bool = False) -> OwnPagesPool:
-    device = kv_pool(8)
+    device = device_pool()
     return OwnPagesPool(
         device,
         PAGE,
@@ -196,7 +184,7 @@ def test_a_flush_waits_for_rows_that_are_on_their_way_to_pages(pool: OwnPagesPoo
 
 
 def test_shadows_stand_within_the_memory_that_was_given() -> None:
-    device = kv_pool(8)
+    device = device_pool()
     kv = 2 * LAYERS * WIDTH * 4 * device.size
     pages = plan_host_pages(device, LAYOUT, 0, 200.0, 1e12, with_shadows=True)
     assert pages.shadows == 9
@@ -210,7 +198,7 @@ def test_shadows_stand_within_the_memory_that_was_given() -> None:
 @pytest.mark.parametrize("pages", [8, 24, 1000])
 @pytest.mark.parametrize("share", [0.1, 0.999, 1.0])
 def test_too_little_host_memory_is_told_with_what_will_do(pages: int, share: float) -> None:
-    device = kv_pool(pages)
+    device = device_pool(pages)
     alone = (int(device.k_buffer[0].shape[0]) // LAYOUT.page_size) * LAYOUT.page_bytes
     ratio = share * alone / (device.size * kv_bytes_per_token(device))
     for size_gb, option in ((0.0, "ratio"), (share * alone / 1e9, "size")):

@@ -16,14 +16,14 @@ from sglang.srt.mem_cache.hicache_storage import PoolName
 
 from hcache_backend import HCacheStorage
 from hcache_backend.config import ConfigError
-from hcache_backend.engine.arguments import check_tp_lcm_size
-from hcache_backend.engine.kv_pages.segments import KVSegments
-from hcache_backend.engine.runtime import Runtime
-from hcache_backend.engine.startup.page_layout import head_groups, share_of_heads
 from hcache_backend.format import units
 from hcache_backend.format.envelope import key_bytes
 from hcache_backend.format.page import RECOMPUTED, PageLayout, hidden_layer
 from hcache_backend.format.units import WHOLE, Share
+from hcache_backend.host.page_layout import head_groups, share_of_heads
+from hcache_backend.host.segments import KVSegments
+from hcache_backend.sglang.arguments import check_tp_lcm_size
+from hcache_backend.sglang.runtime import Runtime
 from tests.engine.in_process.storage_config import storage_config
 
 PAGE, PAGES, HEADS, DIM, WIDTH = 8, 6, 4, 16, 32
@@ -139,29 +139,6 @@ def test_servers_with_one_two_four_and_one_rank_read_what_those_before_wrote(
                 server.compute([number], namespace)
                 storage.batch_set_v1([KEYS[number]], indices([number]))
     assert len(list(tmp_path.glob("pages/??/*.page"))) == 1 + 2 + 4 + 1, "nothing twice"
-
-
-def test_a_share_that_is_gone_or_damaged_is_a_miss_for_the_ranks_that_need_it(
-    tmp_path: Path, runtime: Runtime
-) -> None:
-    for rank in range(2):
-        writer = Server(Share(rank, 2), 4, hidden=True)
-        with opened(tmp_path, runtime, writer) as storage:
-            writer.compute([0, 1], runtime.page_namespace())
-            storage.batch_set_v1(KEYS[:2], indices([0, 1]))
-    shard = "pages/00/*"  # the keys are small numbers
-    [gone] = tmp_path.glob(f"{shard}{KEYS[0]}.1of2.page")
-    gone.unlink()
-    [damaged] = tmp_path.glob(f"{shard}{KEYS[1]}.1of2.page")
-    data = bytearray(damaged.read_bytes())
-    data[4096 + writer.page_layout.page_bytes - 1] ^= 1  # in V of the last head
-    damaged.write_bytes(data)
-    for share, found in ((Share(0, 4), True), (Share(1, 4), True), (Share(3, 4), False)):
-        reader = Server(share, 4, hidden=True)
-        with opened(tmp_path, runtime, reader) as storage:
-            assert storage.batch_get_v1(KEYS[:2], indices([0, 1])) == [found, found]
-            if found:
-                reader.assert_restored([0, 1], runtime.page_namespace())
 
 
 def test_every_byte_of_a_page_is_digested_once_on_its_way_out_and_once_on_its_way_in(

@@ -19,7 +19,7 @@ from sglang.srt.mem_cache.pool_host.mha import (
 
 from hcache_backend import HCacheStorage
 from hcache_backend.config import ConfigError
-from hcache_backend.engine.runtime import Runtime
+from hcache_backend.sglang.runtime import Runtime
 from tests.engine.in_process.pools.host_pools import (
     TOKENS,
     asymmetric,

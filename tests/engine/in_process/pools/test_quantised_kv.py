@@ -11,14 +11,14 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
-from hcache_backend.engine.kv_pages.segments import KVSegments
-from hcache_backend.engine.runtime import Runtime
-from hcache_backend.engine.startup import stack
-from hcache_backend.engine.startup.page_plan import PagePlan
 from hcache_backend.format.page import PageLayout
 from hcache_backend.format.units import WHOLE
-from hcache_backend.partition.costs import Partition
-from hcache_backend.partition.restore import Restore
+from hcache_backend.host.segments import KVSegments
+from hcache_backend.plan.costs import Partition
+from hcache_backend.plan.restore import Restore
+from hcache_backend.sglang.runtime import Runtime
+from hcache_backend.start import stack
+from hcache_backend.start.page_plan import PagePlan
 from tests.engine.in_process.pools.host_pools import mha
 from tests.engine.in_process.pools.test_pool_pages import KEYS, opened, pages
 

@@ -10,16 +10,15 @@ import numpy as np
 import pytest
 import torch
 
-from hcache_backend.engine.hooks import EVENTS, guarded, own_pages_hooks
-from hcache_backend.engine.loads import LoadQueue, QueuedLoad
-from hcache_backend.engine.recompute.governor import Pace
 from hcache_backend.format.page import PageLayout, hidden_layer
-from hcache_backend.partition.costs import Partition
-from hcache_backend.partition.restore import Restore
-from hcache_backend.restore.eager import HandOut
+from hcache_backend.host.loads import HandOut, LoadQueue, QueuedLoad
+from hcache_backend.plan.costs import Partition
+from hcache_backend.plan.restore import Restore
 from hcache_backend.restore.layers import Recompute
+from hcache_backend.sglang.hooks import EVENTS, guarded, own_pages_hooks
 from hcache_backend.streams import Stream, current_stream
-from tests.engine.in_process.pools.test_host_pool import PAGE
+from tests.kit.host import PAGE
+from tests.kit.turns import alone
 
 SIZE = PAGE
 
@@ -196,7 +195,6 @@ class TestQueuedLoads:
             first_layers=lambda *a: asked.append(a) or 3, recomputable=4
         )  # type: ignore[assignment, func-returns-value]
         loads.slowdown = lambda tokens: tokens / 50
-        loads.governor.pace = lambda: Pace(0.0, "")  # type: ignore[method-assign]
         add(loads, plan(loads, 0))
         recomputed(loads)
         assert asked == [(SIZE, 0, SIZE / 50)]
@@ -258,11 +256,12 @@ class TestQueuedLoads:
         """The others wait for it in the model's collectives."""
         loads = queue(HostPages(), Partition(2, 2, 0), Recomputer(), ranks=2)
 
-        def turn(cache: object) -> None:  # slices are recomputed there
+        def end_turn(cache: object) -> None:  # slices are recomputed there
             loads.recomputation_failed(RuntimeError("out of memory"))
 
         events = next(hook for hook in own_pages_hooks() if hook.target == EVENTS)
-        cache = SimpleNamespace(cache_controller=SimpleNamespace(turn=turn))
+        controller = SimpleNamespace(begin_turn=lambda cache, turn: None, end_turn=end_turn)
+        cache = SimpleNamespace(cache_controller=controller, _all_reduce_attn_groups=alone)
         with pytest.raises(RuntimeError, match="out of memory"):
             guarded(events)(lambda cache: None, cache)
 

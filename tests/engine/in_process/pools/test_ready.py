@@ -8,17 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from hcache_backend.engine.host_pool import HostPages, OwnPagesPool
-from hcache_backend.engine.kv_pages.segments import KVSegments
-from hcache_backend.engine.loads import LoadQueue, QueuedLoad
-from hcache_backend.format.page import PageLayout
-from hcache_backend.format.units import WHOLE
-from hcache_backend.partition.costs import Partition
-from hcache_backend.partition.restore import Restore
-from hcache_backend.restore.eager import HandOut
+from hcache_backend.host.loads import HandOut, LoadQueue, QueuedLoad
 from hcache_backend.restore.layers import Recompute
+from hcache_backend.sglang.host_pool import OwnPagesPool
 from hcache_backend.streams import current_stream
-from tests.engine.in_process.pools.test_host_pool import LAYERS, LAYOUT, PAGE, kv_pool
+from tests.kit.host import LAYERS, PAGE, Host, slots_of
 
 
 class Running:
@@ -55,26 +49,9 @@ class Pipeline:
 
 @pytest.fixture
 def pool() -> OwnPagesPool:
-    layout: PageLayout = LAYOUT
-    device = kv_pool(8)
-    pool = OwnPagesPool(
-        device,
-        PAGE,
-        "page_first",
-        page_layout=layout,
-        pages=HostPages(host=6, shadows=0),
-        kv=KVSegments(device, (), PAGE, WHOLE, 1),
-        pin_memory=False,
-        allocator_type="default",
-    )
-    parts = Restore(None, None, Partition(0, LAYERS, 0), chunk_tokens=64)
-    loads = LoadQueue(pool.arena, Pipeline(), parts, None, "cpu")  # type: ignore[arg-type]
-    pool.use(loads)
-    return pool
-
-
-def slots_of(*pages: int) -> torch.Tensor:
-    return torch.cat([torch.arange(PAGE) + PAGE * page for page in pages])
+    server = Host(codec="none")
+    server.loads._pipeline = Pipeline()
+    return server.pool
 
 
 def load(
@@ -115,7 +92,7 @@ def test_nothing_is_launched_where_nothing_is_missing(pool: OwnPagesPool) -> Non
 def test_first_layers_are_recomputed_for_pages_that_lack_them_whatever_is_transferred(
     pool: OwnPagesPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    LAYOUT.positions(pool.arena.memory)[:] = np.arange(len(pool.arena.memory))[:, None]
+    pool.page_layout.positions(pool.arena.memory)[:] = np.arange(len(pool.arena.memory))[:, None]
     early, seen = Running(), []
 
     def fill(positions: np.ndarray, slots: torch.Tensor) -> None:

@@ -11,8 +11,8 @@ import pytest
 
 from hcache_backend import HCacheStorage
 from hcache_backend.config import FIXED_AT_START, ConfigError, HCacheConfig, parse_config
-from hcache_backend.engine.runtime import Runtime
-from hcache_backend.engine.startup.attach import join
+from hcache_backend.sglang.runtime import Runtime
+from hcache_backend.start.attach import join
 from tests.engine.in_process.storage_config import storage_config
 
 
@@ -21,7 +21,7 @@ def test_a_plain_server_with_data_parallel_attention_has_to_be_started_for_us(
 ) -> None:
     runtime.weights = None
     runtime.runner.server_args.enable_dp_attention = True
-    monkeypatch.setattr("hcache_backend.engine.startup.attach.resolved", lambda args: args)
+    monkeypatch.setattr("hcache_backend.start.attach.resolved", lambda args: args)
     with pytest.raises(ConfigError, match="HCACHE_ENABLE=1; with --enable-dp-attention it has to"):
         HCacheStorage(storage_config(tmp_path))
 
@@ -192,6 +192,6 @@ def test_a_plain_server_with_adapters_has_to_be_started_for_us(
     """Keys of what it has in memory do not tell adapters from requests that name them."""
     runtime.config, runtime.store = None, None
     runtime.runner.server_args.enable_lora = True
-    monkeypatch.setattr("hcache_backend.engine.startup.attach.resolved", lambda args: args)
+    monkeypatch.setattr("hcache_backend.start.attach.resolved", lambda args: args)
     with pytest.raises(ConfigError, match="HCACHE_ENABLE=1; with --enable-lora it has to"):
         HCacheStorage(storage_config(tmp_path))

@@ -12,23 +12,23 @@ import pytest
 import torch
 
 from hcache_backend.config import ConfigError, parse_config
-from hcache_backend.engine.kv_pages.segments import KVSegments
-from hcache_backend.engine.recompute.batch import forward_stream
-from hcache_backend.engine.startup.page_layout import page_layout
-from hcache_backend.engine.startup.partition_choice import fixed_partition
-from hcache_backend.engine.startup.quick_profile import copy_as_measured
-from hcache_backend.format.page import RECOMPUTED, PageLayout, hidden_layer
+from hcache_backend.format.page import PageLayout, hidden_layer
 from hcache_backend.format.units import WHOLE
-from hcache_backend.partition import measure
-from hcache_backend.partition.costs import Partition
-from hcache_backend.partition.model_config import shape_from_config
-from hcache_backend.partition.model_shape import ModelShape
-from hcache_backend.partition.profile import CopyWay, Profile, Rate
-from hcache_backend.partition.restore import Restore
+from hcache_backend.host.page_layout import page_layout
+from hcache_backend.host.segments import KVSegments
+from hcache_backend.plan import measure
+from hcache_backend.plan.costs import Partition
+from hcache_backend.plan.model_config import shape_from_config
+from hcache_backend.plan.model_shape import ModelShape
+from hcache_backend.plan.profile import CopyWay, Profile, Rate
+from hcache_backend.plan.restore import Restore
 from hcache_backend.restore.layers import PoolParking
+from hcache_backend.sglang.recompute_batch import forward_stream
+from hcache_backend.start.partition_choice import fixed_partition
+from hcache_backend.start.quick_profile import copy_as_measured
 from hcache_backend.streams import WorkerStream
 from hcache_kernels.codecs import make_codec
-from tests.engine.in_process.pools.test_host_pool import PAGE, kv_pool
+from tests.kit.host import PAGE, kv_pool
 
 SIZE = PAGE
 CONFIGS = Path(__file__).parents[3] / "unit" / "partition" / "configs"
@@ -37,7 +37,7 @@ CONFIGS = Path(__file__).parents[3] / "unit" / "partition" / "configs"
 def test_codes_that_encode_the_same_rows_otherwise_share_no_pages() -> None:
     """An earlier ``exp4`` had rows of the same length, which this one would decode to others."""
     methods = Restore(None, None, Partition(0, 1, 0), chunk_tokens=64)
-    kv = KVSegments(kv_pool(8), (), 64, WHOLE, 1)
+    kv = KVSegments(kv_pool(1, 8, dtype=torch.float32), (), 64, WHOLE, 1)
     codec = make_codec("exp4", 256, torch.bfloat16)
     layout = page_layout(64, methods, kv, codec, WHOLE)
     before = PageLayout(64, (hidden_layer(64, codec.row_bytes, 256, "exp4"),))
@@ -45,33 +45,8 @@ def test_codes_that_encode_the_same_rows_otherwise_share_no_pages() -> None:
     assert layout.form != before.form
 
 
-def test_kv_segments_come_back_to_other_slots_bit_for_bit() -> None:
-    pool = kv_pool(8)
-    for buffer in (*pool.k_buffer, *pool.v_buffer):
-        buffer.copy_(torch.randn(buffer.shape))
-    kv = KVSegments(pool, (1,), SIZE, WHOLE, 1)
-    layout = PageLayout(SIZE, (RECOMPUTED, kv.stored_layer(1)))
-    memory = torch.zeros((5, layout.page_bytes), dtype=torch.uint8)
-    slots = torch.cat((torch.arange(3 * SIZE, 4 * SIZE), torch.arange(SIZE, 2 * SIZE)))
-    pages = torch.tensor([4, 2])
-    kv.save(layout, memory, pages, slots)
-    held, segment = kv.held(kv.layers, slots[SIZE:]), layout.segment(1)
-    assert kv.holds(memory[2, segment], held, 0, layout, 1)
-    assert not kv.holds(memory[4, segment], held, 0, layout, 1)
-    assert not memory[[0, 1, 3]].any()
-    k, v = pool.k_buffer[1][slots].clone(), pool.v_buffer[1][slots].clone()
-    others = pool.k_buffer[0].clone()
-    target = torch.cat((torch.arange(6 * SIZE, 7 * SIZE), torch.arange(5 * SIZE, 6 * SIZE)))
-    copy = kv.restored_layer(1).copy
-    assert copy is not None
-    copy([1], memory, pages, layout.segment_offsets[1:2], target)
-    assert torch.equal(pool.k_buffer[1][target], k)
-    assert torch.equal(pool.v_buffer[1][target], v)
-    assert torch.equal(pool.k_buffer[0], others)
-
-
 def test_hidden_states_wait_in_the_slots_of_their_v() -> None:
-    pool = kv_pool(8)
+    pool = kv_pool(1, 8, dtype=torch.float32)
     row_bytes = pool.v_buffer[1][0].nbytes - 8
     assert PoolParking.fits(pool, row_bytes)
     assert not PoolParking.fits(pool, row_bytes + 16)  # as with few KV heads

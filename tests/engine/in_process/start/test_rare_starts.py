@@ -12,11 +12,14 @@ from typing import Any
 import pytest
 import torch
 
+from hcache_backend.capture.hooks import HiddenCapture, _FedHook
 from hcache_backend.config import ConfigError, HCacheConfig
-from hcache_backend.engine import arguments, hooks
-from hcache_backend.engine.capture_hooks import HiddenCapture, _FedHook
-from hcache_backend.engine.hits import start
-from hcache_backend.engine.startup import (
+from hcache_backend.plan.costs import Partition
+from hcache_backend.plan.presets import preset_profile
+from hcache_backend.plan.profile import ProfileError
+from hcache_backend.plan.restore import Restore
+from hcache_backend.sglang import arguments, hooks
+from hcache_backend.start import (
     attach,
     copy_check,
     graphs,
@@ -28,12 +31,9 @@ from hcache_backend.engine.startup import (
     restore_trace,
     self_check,
 )
-from hcache_backend.engine.startup.agreement import Refused, all_or_none
-from hcache_backend.engine.startup.layer_specs import Found, LayerSpecs
-from hcache_backend.partition.costs import Partition
-from hcache_backend.partition.presets import preset_profile
-from hcache_backend.partition.profile import ProfileError
-from hcache_backend.partition.restore import Restore
+from hcache_backend.start import hits as start
+from hcache_backend.start.agreement import Refused, all_or_none
+from hcache_backend.start.layer_specs import Found, LayerSpecs
 from tests.engine.in_process.start.test_refusals import server
 from tests.unit.partition.pipelines import public_model
 

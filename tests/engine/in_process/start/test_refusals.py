@@ -13,14 +13,14 @@ import pytest
 import torch
 from sglang.srt.environ import envs
 
+from hcache_backend.capture.hooks import HiddenCapture
 from hcache_backend.capture.staging import Staging
 from hcache_backend.config import HCacheConfig
-from hcache_backend.engine.capture_hooks import HiddenCapture
-from hcache_backend.engine.startup import recompute_check, refusals, self_check
-from hcache_backend.engine.startup.agreement import Refused
-from hcache_backend.engine.startup.strategy import OwnPagesStrategy
-from hcache_backend.partition.costs import Partition
-from hcache_backend.partition.restore import Restore
+from hcache_backend.plan.costs import Partition
+from hcache_backend.plan.restore import Restore
+from hcache_backend.start import recompute_check, refusals, self_check
+from hcache_backend.start.agreement import Refused
+from hcache_backend.start.strategy import OwnPagesStrategy
 
 
 def server(monkeypatch: pytest.MonkeyPatch, prefill: str) -> tuple[Any, Any]:

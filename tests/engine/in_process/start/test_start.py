@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hcache_backend.engine.startup import self_check
-from hcache_backend.engine.startup.agreement import Refused
+from hcache_backend.start import self_check
+from hcache_backend.start.agreement import Refused
 
 
 def test_no_rank_takes_the_decode_step_when_another_failed_in_the_prefill(

@@ -1,0 +1,82 @@
+"""This machine's profile, and it with a slower bus or L3, as plans of servers go by it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from bench.harness.machine import Machine, MachineError
+from bench.harness.options import base_environment
+from hcache_backend.plan.costs import Partition
+from hcache_backend.plan.model_config import ModelConfigError, read_model
+from hcache_backend.plan.profile import Profile, Rate, load_profile
+from hcache_backend.plan.restore import Restore
+
+_SECONDS = "2"
+"""About so long is each operation measured."""
+
+
+def has_shape(model: str) -> bool:
+    """Whether the model's shape can be read: it is a folder, of a family that plans know."""
+    try:
+        read_model(Path(model))
+    except ModelConfigError:
+        return False
+    return True
+
+
+def measure_profile(machine: Machine, model: str, folder: Path) -> Profile:
+    """The profile of this machine, by ``hcache profile`` in a process of its own.
+
+    Args:
+        machine: Where; the servers compute as that process does.
+        model: The model's folder.
+        folder: On the disk that L3 will be on.
+
+    Raises:
+        MachineError: It could not be measured.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    out = folder / "profile.json"
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "hcache_backend.cli.main", "profile", "--model", model),
+            *("--dir", str(folder / "l3"), "--out", str(out), "--seconds", _SECONDS),
+        ],
+        env=base_environment(machine.device),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise MachineError(f"hcache profile ended with {done.returncode}: {done.stderr.strip()}")
+    return load_profile(out)
+
+
+def with_bus(profile: Profile, rate: float) -> Profile:
+    """The profile of the same machine with a bus of ``rate`` bytes per second at most."""
+    copy, load = profile.hidden_copy, profile.kv_load
+    slower = 1 / min(rate, copy.per_second)
+    writing = max(0.0, 1 / load.per_second - 1 / copy.per_second)
+    return profile.model_copy(
+        update={
+            "hidden_copy": Rate(seconds=copy.seconds, per_second=1 / slower),
+            "kv_load": Rate(seconds=load.seconds, per_second=1 / (slower + writing)),
+        }
+    )
+
+
+def with_l3(profile: Profile, rate: float) -> Profile:
+    """The profile of the same machine with an L3 of ``rate`` bytes per second at most."""
+    found = profile.l3.per_second if profile.l3 is not None else rate
+    return profile.model_copy(update={"l3": Rate(per_second=min(rate, found))})
+
+
+def naive_hybrid(profile: Profile, machine: Machine, model: str, tokens: int) -> Partition:
+    """KV and recomputation without hidden states, so that a layer-wise restore ends soonest."""
+    shape = read_model(Path(model))
+    if machine.device == "cpu":  # where servers compute in float32
+        shape = shape.model_copy(update={"element_bytes": 4})
+    restore = Restore(profile, shape, Partition(0, 0, shape.layers))
+    return restore.fastest(tokens, "first", methods=("recompute", "kv"))

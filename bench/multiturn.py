@@ -1,0 +1,431 @@
+"""How fast servers bring histories back that SGLang's own benchmark does not ask for.
+
+``python -m sglang.benchmark.serving`` has multi-turn conversations, files of ShareGPT and traces of
+agents. This program has the workloads of the HCache paper (figures 9, 10 and 15): conversations
+with the statistics of ShareGPT4, long contexts of L-Eval, and contexts by Zipf's law. With
+--flush-between-rounds every history comes from L3. Against a running server (--url), or a server of
+each method: time to first token, time between tokens, and the tier that hits came from.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from bench.harness.client import Reply, StreamingClient
+from bench.harness.methods import METHODS, PAGE_SIZE, SERVED, server_options
+from bench.harness.models import TinyLlama
+from bench.harness.options import ADMIN_KEY
+from bench.harness.program import (
+    MODEL,
+    Program,
+    Run,
+    Setting,
+    at_least,
+    names,
+    scratch,
+    several,
+    switch,
+)
+from bench.harness.report import Column, Picture, Results, Row, Series, Table, columns
+from bench.harness.server import Server
+from bench.workload.base import Workload, WorkloadError
+from bench.workload.paper import LEVAL, leval, sharegpt4, zipf_contexts
+from hcache_backend.cli.common import RequestError
+from hcache_backend.cli.ingest import UnusableServer
+
+SHAPE = TinyLlama(layers=4, hidden=512, heads=4, kv_heads=4, intermediate=1408)
+VOCABULARY = 1000
+"""Random tokens are below it."""
+PARALLEL = 128
+"""Requests in flight at most, if neither option nor workload says."""
+TIERS = ("device", "host", "storage")
+
+
+@dataclass(frozen=True)
+class Pace:
+    """When requests are sent.
+
+    Attributes:
+        rate: Requests per second, or sessions if the workload says so; infinite: all at once.
+        max_parallel: Requests in flight at most.
+        flush: A round begins when all sessions have ended the one before it, and the caches of
+            device and host are emptied before it.
+        seed: Draws times and picks.
+    """
+
+    rate: float
+    max_parallel: int = PARALLEL
+    flush: bool = False
+    seed: int = 1
+
+
+@dataclass(frozen=True)
+class Request:
+    """One request of a run; a failed one has ``error`` and no reply."""
+
+    session: int
+    round: int
+    reply: Reply | None
+    error: str | None = None
+
+
+class _Talk:
+    """A session under way."""
+
+    def __init__(self, place: int, history: list[int]) -> None:
+        self.place, self.round, self.history = place, 0, history
+
+
+class Conversations:
+    """Asks everything of a workload once; a request that fails is recorded, and ends its session.
+
+    Args:
+        number: Of this run on one server: other questions are asked in each.
+    """
+
+    def __init__(
+        self, client: StreamingClient, workload: Workload, pace: Pace, number: int = 0
+    ) -> None:
+        self._client, self._workload, self._pace, self._number = client, workload, pace, number
+        self._chance = random.Random(f"{pace.seed}/{number}")
+        self._talks = [
+            _Talk(place, workload.document_ids(session.document, VOCABULARY))
+            for place, session in enumerate(workload.sessions)
+        ]
+        self._ready: list[_Talk] = []
+        self._held: list[_Talk] = []  # until the round ends
+        self._in_round = len(self._talks)
+        self._in_flight, self._left = 0, workload.requests
+        self._ended: list[Request] = []
+        self._changed = asyncio.Event()
+
+    async def run(self) -> tuple[Sequence[Request], float]:
+        """Requests in the order in which they ended, and the seconds until the last one did.
+
+        Raises:
+            UnusableServer: The caches could not be flushed between rounds.
+        """
+        start = self._last_end = time.perf_counter()
+        with first_error():
+            await self._send()
+        return self._ended, self._last_end - start
+
+    async def _send(self) -> None:
+        by_session = self._workload.arrivals == "sessions"
+        async with asyncio.TaskGroup() as tasks:
+            if by_session:
+                tasks.create_task(self._arrive())
+            else:
+                self._ready += self._talks
+            while self._left:
+                if not self._ready or self._in_flight >= self._pace.max_parallel:
+                    self._changed.clear()
+                    await self._changed.wait()
+                    continue
+                talk = self._ready.pop(self._chance.randrange(len(self._ready)))
+                self._in_flight += 1
+                tasks.create_task(self._ask(talk))
+                if not by_session:
+                    await asyncio.sleep(self._gap())
+
+    async def _arrive(self) -> None:
+        """Sessions come one after the other."""
+        for place, talk in enumerate(self._talks):
+            if place:
+                await asyncio.sleep(self._gap())
+            self._make_ready([talk])
+
+    async def _ask(self, talk: _Talk) -> None:
+        """One round of a session, then its consequences."""
+        turns = self._workload.sessions[talk.place].turns
+        talk.history += self._workload.prompt_ids(talk.place, talk.round, VOCABULARY, self._number)
+        ended = len(turns) - talk.round
+        try:
+            reply = await self._client.generate(talk.history, turns[talk.round].output)
+        except RequestError as error:
+            self._ended.append(Request(talk.place, talk.round, None, str(error)))
+            more = False
+        else:
+            self._ended.append(Request(talk.place, talk.round, reply))
+            talk.history += reply.output_ids
+            talk.round += 1
+            more, ended = ended > 1, 1
+        self._last_end = time.perf_counter()
+        self._in_flight -= 1
+        self._left -= ended
+        self._changed.set()
+        if self._pace.flush:
+            await self._end_round(talk, more=more)
+        elif more:
+            await asyncio.sleep(self._workload.interval_s)
+            self._make_ready([talk])
+
+    async def _end_round(self, talk: _Talk, *, more: bool) -> None:
+        """Hold a session until the others have ended the round too."""
+        if more:
+            self._held.append(talk)
+        self._in_round -= 1
+        if self._in_round or not self._held:
+            return
+        await self._client.flush()
+        await asyncio.sleep(self._workload.interval_s)
+        held, self._held = self._held, []
+        self._in_round = len(held)
+        self._make_ready(held)
+
+    def _make_ready(self, talks: Sequence[_Talk]) -> None:
+        self._ready += talks
+        self._changed.set()
+
+    def _gap(self) -> float:
+        """Seconds to the next request or session."""
+        rate = self._pace.rate
+        return 0.0 if math.isinf(rate) else self._chance.expovariate(rate)
+
+
+async def prefill(client: StreamingClient, workload: Workload, max_parallel: int) -> None:
+    """Give the server every document that is asked about, so that it stores their pages.
+
+    Raises:
+        RequestError: The server refused one.
+    """
+    gate = asyncio.Semaphore(max_parallel)
+
+    async def one(document: int) -> None:
+        async with gate:
+            await client.generate(workload.document_ids(document, VOCABULARY), 1)
+
+    with first_error():
+        async with asyncio.TaskGroup() as tasks:
+            for document in workload.asked:
+                tasks.create_task(one(document))
+
+
+@contextmanager
+def first_error() -> Iterator[None]:
+    """Raise the first error of a group of tasks itself; the group has ended the others."""
+    try:
+        yield
+    except BaseExceptionGroup as group:
+        error: BaseException = group
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        raise error from None
+
+
+def check_length(workload: Workload, server: Mapping[str, Any]) -> None:
+    """Raise an UnusableServer if the server would refuse the longest request."""
+    most = server.get("max_req_input_len")
+    if isinstance(most, int) and workload.longest >= most:
+        raise UnusableServer(
+            f"workload {workload.name} has a history of {workload.longest:,} tokens and the server "
+            f"takes fewer than {most:,}: give --max-context {most - 1}, or --scale "
+            f"{0.95 * most / workload.longest:.2g}"
+        )
+
+
+async def ask(
+    url: str, key: str | None, workload: Workload, rates: Sequence[float], pace: Pace
+) -> list[Row]:
+    """A row for each rate.
+
+    Raises:
+        UnusableServer: The server cannot be reached or flushed, takes no request that long, or
+            refused a document.
+    """
+    rows: list[Row] = []
+    async with StreamingClient(url, key) as client:
+        check_length(workload, await client.server())
+        if workload.prefilled:
+            try:
+                await prefill(client, workload, pace.max_parallel)
+            except RequestError as error:
+                raise UnusableServer(f"a document could not be prefilled: {error}") from None
+        for number, rate in enumerate(rates):
+            await client.flush()
+            asked = Conversations(client, workload, replace(pace, rate=rate), number)
+            requests, seconds = await asked.run()
+            offered = rate if math.isfinite(rate) else "inf"  # JSON has no infinity
+            rows.append({"rate": offered, **summary(requests, seconds)})
+            print(f"{rate:g} a second: {len(requests)} requests, {seconds:.0f} s", flush=True)
+    return rows
+
+
+def summary(requests: Sequence[Request], seconds: float) -> Row:
+    """Times in milliseconds, and hits as shares of all prompt tokens.
+
+    ``between_ms`` is the paper's time between tokens: the mean of a request's. Tiers are None if
+    the server does not say which one it was.
+    """
+    good = [request.reply for request in requests if request.reply is not None]
+    errors = [request.error for request in requests if request.error is not None]
+    first = sorted(1e3 * reply.ttft_s for reply in good)
+    between = [1e3 * fmean(reply.gaps_s) for reply in good if reply.gaps_s]
+    prompts = max(1, sum(reply.prompt_tokens for reply in good))
+    cached = [reply.cached for reply in good]
+    split = not any(each.unsplit for each in cached)
+    return {
+        "requests": len(good),
+        "failed": len(errors),
+        "errors": sorted(set(errors)),
+        "per_second": len(good) / max(seconds, 1e-9),
+        "first_ms": median(first) if first else None,
+        "first_p90_ms": first[min(int(0.9 * len(first)), len(first) - 1)] if first else None,
+        "between_ms": fmean(between) if between else None,
+        "cached": sum(each.total for each in cached) / prompts,
+        "tiers": {
+            tier: sum(getattr(each, tier) for each in cached) / prompts if split else None
+            for tier in TIERS
+        },
+    }
+
+
+def workload_of(given: Any) -> Workload:
+    """The workload that was asked for.
+
+    Raises:
+        WorkloadError: A value is out of its range.
+    """
+    clients, seed = given.num_clients, given.seed
+    made = {
+        "sharegpt4": lambda: sharegpt4(clients, seed),
+        "leval": lambda: leval(clients, seed, given.leval_task),
+        "zipf": lambda: zipf_contexts(clients, seed, given.zipf_skew),
+    }[given.workload]()
+    if not 0 < given.scale < math.inf:
+        raise WorkloadError(f"--scale {given.scale:g}: must be a number above 0")
+    return made.scaled(given.scale).limited(given.max_context, given.max_rounds)
+
+
+def pool_of(workload: Workload, given: int | None, method: str) -> int:
+    """Tokens of the device's pool: an eighth of all histories, so that most have to leave it, and
+    more than the longest. The ideal method has room for all."""
+    histories = sum(map(workload.history, workload.sessions))
+    longest = workload.longest + PAGE_SIZE
+    tokens = given or max(histories / 8, 1.25 * longest)
+    if method == "ideal":
+        tokens = max(histories + longest, 2 * longest)
+    return math.ceil(tokens / PAGE_SIZE) * PAGE_SIZE
+
+
+def measure(run: Run) -> Results:
+    """The running server, or a server of each method."""
+    given, workload = run.given, workload_of(run.given)
+    parallel = given.max_parallel or workload.max_parallel or PARALLEL
+    pace = Pace(given.rates[0], parallel, given.flush_between_rounds, given.seed)
+    rows: list[Row] = []
+    if given.url is not None:
+        if not given.url.startswith(("http://", "https://")):
+            raise UnusableServer(f"--url {given.url}: must be http://HOST:PORT")
+        found = asyncio.run(ask(given.url, given.api_key, workload, given.rates, pace))
+        rows = [{"method": "the server", **row} for row in found]
+        return {"device": given.url, "workload": workload.describe(), "rows": rows}
+    with scratch() as folder:
+        for name in given.methods:
+            method = METHODS[name]
+            print(f"{method.title}: starting", flush=True)
+            options = server_options(
+                method,
+                run.machine,
+                given.model_path or SHAPE.build(Path(folder)),
+                Path(folder) / name,
+                pool_tokens=pool_of(workload, given.pool_tokens, name),
+                hicache_ratio=1.25,
+                extra_args=given.server_args,
+            )
+            with Server(options) as server:
+                found = asyncio.run(ask(server.url, ADMIN_KEY, workload, given.rates, pace))
+            rows += [{"method": method.title, **row} for row in found]
+    return {"workload": workload.describe(), "rows": rows}
+
+
+def tiers(row: Row) -> str:
+    """Shares of prompt tokens by tier, in percent."""
+    return " / ".join("?" if s is None else f"{100 * s:.0f}" for s in row["tiers"].values())
+
+
+def panels(results: Results) -> Mapping[str, Sequence[Row]]:
+    """Times over the rate, the median and the 90th percentile."""
+    return {
+        title: [
+            {"rate": str(rate)}
+            | {row["method"]: row[key] for row in results["rows"] if row["rate"] == rate}
+            for rate in dict.fromkeys(row["rate"] for row in results["rows"])
+        ]
+        for title, key in (("median", "first_ms"), ("90%", "first_p90_ms"))
+    }
+
+
+def series(results: Results) -> list[Series]:
+    """A line for each method."""
+    colours = ("ours", "file", "computed", "nixl", "ours, all read", "exp4", "int8", "fp8", "pairs")
+    methods = dict.fromkeys(row["method"] for row in results["rows"])
+    return [Series(name, name, colour) for name, colour in zip(methods, colours, strict=False)]
+
+
+PROGRAM = Program(
+    name="multiturn",
+    doc=__doc__,
+    measure=measure,
+    settings=(
+        Setting("--url", str, None, "http://HOST:PORT of a running server"),
+        Setting("--api-key", str, None, "its (admin) API key"),
+        Setting("--methods", names(SERVED), "hcache-eager", "whose servers are started otherwise"),
+        Setting("--pool-tokens", at_least(256), None, "of the device; default: an eighth of all"),
+        *MODEL,
+        Setting(
+            "--workload",
+            str,
+            "sharegpt4",
+            "conversations, or long contexts",
+            {"choices": ("sharegpt4", "leval", "zipf")},
+        ),
+        Setting("--num-clients", at_least(1), 8, "sessions"),
+        Setting("--leval-task", str, "mixed", f"{', '.join(LEVAL)} (leval)"),
+        Setting("--zipf-skew", float, 1.0, "0: all documents alike, 2: few favourites (zipf)"),
+        Setting("--max-rounds", at_least(1), None, "of a client"),
+        Setting("--scale", float, 1.0, "multiplies all lengths and intervals"),
+        Setting("--max-context", at_least(1), None, "tokens of a history, its last reply included"),
+        several("--rates", float, [1.0], "requests, or sessions of sharegpt4, per second; or inf"),
+        Setting("--max-parallel", at_least(1), None, "requests in flight; leval and zipf: 1"),
+        switch("--flush-between-rounds", "empty device and host caches: histories come from L3"),
+        Setting("--seed", at_least(0), 1, "of lengths, tokens and times"),
+    ),
+    tables={
+        "table": (
+            Table(
+                "rows",
+                (
+                    *columns(
+                        "method | offered per second = rate :g | done = per_second | failed | "
+                        "first token, ms = first_ms :,.0f | 90% = first_p90_ms :,.0f | "
+                        "between tokens, ms = between_ms :,.1f | "
+                        "prompt tokens from a cache = cached :.0%"
+                    ),
+                    Column("% device / host / storage", tiers),
+                ),
+            ),
+        )
+    },
+    draw=Picture(
+        title=lambda results: f"Time to the first token, workload {results['workload']['name']}",
+        panels=panels,
+        x="rate",
+        x_label="offered per second",
+        y_label="time to the first token, ms",
+        series=series,
+    ),
+    wrong=lambda results: [error for row in results["rows"] for error in row["errors"]],
+)
+
+if __name__ == "__main__":
+    PROGRAM.run()

@@ -1,0 +1,276 @@
+"""Capture: take the hidden states out of the forward pass, for every token of every step."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from threading import get_ident
+from typing import Any
+
+import torch
+
+from hcache_backend import metrics
+from hcache_backend.capture.staging import StagedCapture, Staging
+from hcache_backend.capture.step import Step
+from hcache_backend.restore.exchange import CollectiveOrder
+
+logger = logging.getLogger("hcache")
+
+_EMBEDDINGS = ("input_embeds", "replace_embeds")
+"""What a batch has where a request brings embeddings of its own."""
+
+
+class HiddenCapture:
+    """Hands each layer's projection input to the staged capture.
+
+    The projection of a layer is the linear module that is fed first after its attention module was
+    called. So hooks on both can be there before anybody has seen a forward pass: SGLang records its
+    CUDA graphs before it asks for a host pool. Once projections are known, ours stands around the
+    ``forward`` of each: torch's way to a hook takes longer than what the hook does. Nothing here
+    raises into the forward pass.
+
+    Args:
+        layers: For each layer its attention module and the linear modules in it.
+
+    Attributes:
+        staging: What rows go to, and recorded CUDA graphs copy to; None: it is not there yet.
+    """
+
+    def __init__(self, layers: Sequence[tuple[torch.nn.Module, Iterable[torch.nn.Module]]]) -> None:
+        self.staging: Staging | None = None
+        self._capture: StagedCapture | None = None
+        self._trial = False
+        self._tokens_only = False
+        self._order: CollectiveOrder | None = None
+        self._aside: Callable[[int, object], None] | None = None
+        self._thread = get_ident()
+        self._called = [False] * len(layers)
+        self._hooks: list[Any] = []
+        self._complained = False
+        self._noted_unfit = False
+        for index, (module, linears) in enumerate(layers):
+            on_call = partial(self._on_call, index)
+            self._hooks.append(module.register_forward_pre_hook(on_call))
+            for linear in linears:
+                fed = partial(self._on_linear, index)
+                self._hooks.append(linear.register_forward_pre_hook(fed, with_kwargs=True))
+
+    def remove(self) -> None:
+        """Nothing is captured, now or later: no hook is left, and no memory on the device."""
+        self._capture = None
+        self.watch_only(())
+        if self.staging is not None:
+            self.staging.free()
+            self.staging = None
+
+    def watch_only(self, projections: Iterable[torch.nn.Module]) -> None:
+        """It is known by now which linear modules are the projections, one for each layer."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = [
+            _FedHook(projection, partial(self._take, index))
+            for index, projection in enumerate(projections)
+        ]
+
+    def use(
+        self, capture: StagedCapture, *, tokens_only: bool, order: CollectiveOrder | None
+    ) -> None:
+        """Capture every forward pass from now on; ``tokens_only``: not those that cannot be
+        recomputed from token ids."""
+        self._capture, self._tokens_only, self._order = capture, tokens_only, order
+
+    @contextmanager
+    def trying(self, capture: StagedCapture) -> Iterator[None]:
+        """Within the block every forward pass is captured, and not counted."""
+        self._capture, self._trial = capture, True
+        try:
+            yield
+        finally:
+            self._capture, self._trial = None, False
+
+    @contextmanager
+    def to(self, take: Callable[[int, object], None]) -> Iterator[None]:
+        """Within the block ``take(layer, hidden)`` gets what passes, and may raise into it."""
+        self._aside = take
+        try:
+            yield
+        finally:
+            self._aside = None
+
+    def allocated(self, slots: torch.Tensor) -> None:
+        """Slots of the KV pool were allocated: whatever was captured for them is void."""
+        if self._capture is not None and slots.numel():
+            self._capture.ledger.allocated(slots)
+
+    def forward(self, batch: Any, run: Callable[[], Any]) -> Any:
+        """One forward pass of the engine: ``run`` does it."""
+        if self._capture is None:
+            return run()
+        self._thread = get_ident()
+        self._guarded(lambda capture: capture.ledger.pass_begins())
+        if self._order is not None:
+            self._order.forward_begins()
+        step = self._guarded(lambda capture: self._begin(capture, batch))
+        output = run()
+        if step is not None:
+            replayed = bool(getattr(output, "can_run_graph", False))
+            self._guarded(lambda capture: self._end(capture, step, replayed))
+        return output
+
+    def _guarded(self, work: Callable[[StagedCapture], Any]) -> Any:
+        assert self._capture is not None
+        try:
+            return work(self._capture)
+        except Exception as error:
+            self._failed(error)
+            return None
+
+    def _failed(self, error: Exception) -> None:
+        logger.debug("hcache: capture failed", exc_info=error)
+        self._complain(f"{type(error).__name__}: {error}")
+
+    def _begin(self, capture: StagedCapture, batch: Any) -> Step | None:
+        try:
+            self._publish(capture)
+            return self._begin_step(capture, batch)
+        except Exception:
+            capture.give_up_step()
+            capture.ledger.not_captured(_slots(batch))
+            raise
+
+    def _begin_step(self, capture: StagedCapture, batch: Any) -> Step | None:
+        slots = _slots(batch)
+        ids, positions = batch.input_ids, batch.positions
+        if slots is None or slots.numel() == 0:
+            capture.skip()
+            return None
+        problem = None
+        if ids is None or positions is None:
+            problem = "a step without token ids or positions"
+        elif positions.dim() != 1:
+            problem = "a step with positions of several dimensions"
+        elif self._tokens_only and any(getattr(batch, n) is not None for n in _EMBEDDINGS):
+            problem = "a step whose embeddings are not those of its tokens"
+        elif not ids.shape == positions.shape == slots.shape:
+            problem = "a step without one token id and position for each slot"
+        if problem is not None:
+            capture.skip()
+            capture.ledger.not_captured(slots)
+            self._complain(problem)
+            return None
+        step = capture.begin(slots, positions, ids)
+        if step is None:
+            self._complain(capture.ledger.broken or f"{len(slots)} tokens in one step")
+        return step
+
+    def _end(self, capture: StagedCapture, step: Step, replayed: bool) -> None:
+        if capture.end(step, replayed=replayed):
+            if self._trial:
+                return
+            metrics.TOKENS.count("captured", step.tokens)
+            metrics.BYTES.count("captured", step.tokens * capture.row_bytes)
+        elif replayed:
+            self._complain(f"a CUDA graph of {step.tokens} tokens")
+        else:
+            self._complain(f"a step that showed each layer {step.layers_seen} times")
+
+    def _on_call(self, index: int, *_: Any) -> None:
+        self._called[index] = True
+
+    def _on_linear(
+        self, index: int, _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        if self._called[index]:
+            self._called[index] = False
+            self._take(index, args[0] if args else next(iter(kwargs.values()), None))
+
+    def _take(self, index: int, hidden: object) -> None:
+        capture = self._capture
+        if self._aside is not None and get_ident() == self._thread:
+            self._aside(index, hidden)
+            return
+        try:
+            if get_ident() != self._thread:
+                return  # a restore may project with attention modules on a thread of its own
+            if capture is not None:
+                capture.take(index, hidden)
+            elif self.staging is not None:
+                self.staging.record(index, hidden)
+        except Exception as error:
+            self._failed(error)
+
+    def _publish(self, capture: StagedCapture) -> None:
+        ledger = capture.ledger
+        elapsed, ledger.transfer_ms = ledger.transfer_ms, 0.0
+        if elapsed:
+            metrics.STAGE_SECONDS.observe("capture_transfer", elapsed / 1e3)
+        missing, ledger.tokens_missing = ledger.tokens_missing, 0
+        if missing:
+            metrics.TOKENS.count("not_written", missing)
+            self._complain(f"{missing} tokens without the rows of every layer")
+        unfit, ledger.tokens_unfit = ledger.tokens_unfit, 0
+        if unfit:
+            metrics.TOKENS.count("not_encodable", unfit)
+            if not self._noted_unfit:
+                self._noted_unfit = True
+                logger.warning(
+                    "hcache: codec %r cannot encode %d tokens of this step; their pages do not "
+                    "go to L3 (logged once, counted always)",
+                    capture.codec.name,
+                    unfit,
+                )
+
+    def _complain(self, what: str) -> None:
+        metrics.PROBLEMS.count("capture")
+        if not self._complained:
+            self._complained = True
+            logger.warning("hcache: not captured: %s (logged once, counted always)", what)
+
+
+class _FedHook:
+    """Tells ``fed`` what ``module`` is given first, before each of its forward passes."""
+
+    def __init__(self, module: torch.nn.Module, fed: Callable[[object], None]) -> None:
+        self._module, self._before = module, vars(module).get("forward")
+        forward = module.forward
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            fed(args[0] if args else next(iter(kwargs.values()), None))
+            return forward(*args, **kwargs)
+
+        module.forward = self._watched = watched
+
+    def remove(self) -> None:
+        """Leave the module as it was; a hook that was put around this one stays, and this in it."""
+        if vars(self._module).get("forward") is not self._watched:
+            return
+        del self._module.forward
+        if self._before is not None:
+            self._module.forward = self._before
+
+
+def _slots(batch: Any) -> Any:
+    """The slots that a forward pass fills."""
+    slots = getattr(batch, "out_cache_loc_virtual", None)
+    return batch.out_cache_loc if slots is None else slots
+
+
+def invalidate_on_allocation(allocator: Any, capture: HiddenCapture) -> None:
+    """A slot that is allocated anew has no valid row until something fills it."""
+
+    def wrap(name: str) -> None:
+        original = getattr(allocator, name)
+
+        def allocate(*args: Any, **kwargs: Any) -> Any:
+            slots = original(*args, **kwargs)
+            if isinstance(slots, torch.Tensor):
+                capture.allocated(slots)
+            return slots
+
+        setattr(allocator, name, allocate)
+
+    for name in ("alloc", "alloc_extend", "alloc_decode"):
+        if hasattr(allocator, name):
+            wrap(name)

@@ -1,0 +1,1 @@
+"""Are backed-up pages right? The checks in service."""

@@ -1,1 +1,0 @@
-"""Everything that imports SGLang, and runs for every request; ``startup`` runs once."""

@@ -1,1 +1,0 @@
-"""K and V of a layer in pages and in the KV pool."""

@@ -1,1 +1,0 @@
-"""Layers are recomputed by SGLang's models, in turn with its forward passes."""

@@ -1,0 +1,1 @@
+"""Pages in host memory: K and V from and to the KV pool, and their loads."""

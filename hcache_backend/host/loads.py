@@ -1,0 +1,386 @@
+"""Loads from host memory, from where SGLang asks for one to where it starts all that it has queued.
+
+All that are queued become one restore: what lacks is transferred together, and the same number of
+first layers is recomputed in all of them. What of pages is nowhere is recomputed behind that.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from hcache_backend import metrics
+from hcache_backend.arena import Arena, Ids
+from hcache_backend.plan.restore import Restore
+from hcache_backend.ranks import OutOfStep
+from hcache_backend.restore.layers import Recompute
+from hcache_backend.restore.pipeline import RestorePipeline
+from hcache_backend.restore.recompute import Recomputer, TokenSpan
+from hcache_backend.restore.report import RunningRestore
+from hcache_backend.streams import Stream, current_stream, to_device
+
+logger = logging.getLogger("hcache")
+
+Prefix = Callable[[], torch.Tensor | None]
+"""Gives the slots of all tokens before some others; None: not all are on the device."""
+
+TokenIds = Callable[[], Sequence[int] | None]
+"""Gives the ids of all tokens up to the end of a load; None: they do not say all of its input."""
+
+
+class HandOut(NamedTuple):
+    """Device pages for a load.
+
+    Attributes:
+        slots: Slots of all pages of the load, int64 ``[pages * page_size]``.
+        ready: Which pages have, or will have, K and V of the layers that are stored; bool
+            ``[pages]``.
+        whole: Which of them have those of all layers; bool ``[pages]``.
+        restores: What writes the ready ones, or still reads them.
+    """
+
+    slots: torch.Tensor
+    ready: npt.NDArray[np.bool_]
+    whole: npt.NDArray[np.bool_]
+    restores: tuple[RunningRestore, ...]
+
+
+@dataclass(eq=False)
+class QueuedLoad:
+    """A load of whole pages.
+
+    Attributes:
+        host_pages: int64 ``[pages]``.
+        spans: The tokens of which not all layers are launched yet; None: some that cannot be
+            recomputed.
+        lost: Pages that lack the segments of all layers, bool ``[pages]``; None: there are none.
+        lost_spans: Their tokens.
+        forwards: Where SGLang runs forward passes; None where nothing can be recomputed.
+        handed: The device pages that eager restores prepared; None: there are no eager restores.
+    """
+
+    host_pages: Ids
+    spans: Sequence[TokenSpan | None] = ()
+    lost: npt.NDArray[np.bool_] | None = None
+    lost_spans: Sequence[TokenSpan] = ()
+    forwards: Stream | None = None
+    handed: HandOut | None = None
+
+    @property
+    def ready(self) -> npt.NDArray[np.bool_]:
+        """Pages whose stored layers are launched already, bool ``[pages]``."""
+        return self.handed.ready if self.handed else np.zeros(len(self.host_pages), np.bool_)
+
+    @property
+    def whole(self) -> npt.NDArray[np.bool_]:
+        """Pages whose layers are all launched already, bool ``[pages]``."""
+        return self.handed.whole if self.handed else np.zeros(len(self.host_pages), np.bool_)
+
+    @property
+    def nowhere(self) -> npt.NDArray[np.bool_]:
+        """Pages of which nothing was launched and nothing can be loaded, bool ``[pages]``."""
+        return ~self.whole & (self.lost if self.lost is not None else False)
+
+
+class LoadQueue:
+    """Plans loads, and launches those that were queued. Scheduler thread only.
+
+    The recomputer is None where the model cannot be run, and from its first failure on.
+
+    Attributes:
+        methods: How each layer is stored.
+        stored_from: Nothing is stored of the layers before this one.
+        slowdown: How many times as long as by the profile so many tokens are computed lately.
+        seconds_to_read: How long L3 takes to bring so many tokens; infinite: nobody knows.
+        seconds_to_compute: How long a prefill takes of so many tokens behind so many; likewise.
+        on_failed: Who wants to know, in words, that pages cannot be restored any more.
+    """
+
+    def __init__(
+        self,
+        arena: Arena,
+        pipeline: RestorePipeline,
+        methods: Restore,
+        recomputer: Recomputer | None,
+        device: torch.device | str,
+    ) -> None:
+        self.stored_from = len(methods.layers("recompute"))
+        self._arena = arena
+        self._layout = arena.layout
+        self._pipeline = pipeline
+        self.methods = methods
+        self._recomputer = recomputer
+        self._device = device
+        self._queued: list[QueuedLoad] = []
+        self.slowdown: Callable[[int], float] = lambda tokens: 1.0
+        self.seconds_to_read: Callable[[int], float] = lambda tokens: math.inf
+        self.seconds_to_compute: Callable[[int, int], float] = lambda tokens, prefix: math.inf
+        self.on_failed: list[Callable[[str], None]] = []
+
+    # ---- from asking to launching ----
+
+    def plan(
+        self, host_pages: Ids, depths: Ids, prefix: Prefix, token_ids: TokenIds | None = None
+    ) -> QueuedLoad | None:
+        """A load of ``host_pages`` (int64 ``[p]``, at least one) behind the tokens of ``prefix``.
+
+        ``depths`` (int64 ``[p]``, the same on all ranks) are the numbers of layers that pages lack,
+        none or all. Pages that lack all need ``token_ids`` where headers do not say these. None:
+        they lack layers, and nothing can help.
+        """
+        lost, layers = depths > 0, self._recomputable
+        if self.stored_from > layers or (lost.any() and layers < len(self.methods.methods)):
+            return None
+        load = QueuedLoad(host_pages, [self._span(host_pages, prefix)])
+        if lost.any():
+            span = load.spans[0] or self._told(len(host_pages), prefix, token_ids)
+            if span is None:
+                return None
+            load.lost, load.lost_spans = lost, [span]
+        if self._recomputer is not None:
+            # Here and not in launch: then SGLang's stream of loads is the current one.
+            load.forwards = self._recomputer.stream()
+        return None if self.stored_from and None in load.spans else load
+
+    def add(self, load: QueuedLoad, slots: torch.Tensor) -> None:
+        """SGLang queued ``load``, to ``slots`` (int64 ``[pages * page_size]``, on the device)."""
+        if load.handed is not None and load.handed.restores:
+            self._pipeline.handed_out()
+        if load.handed is not None and load.spans:
+            [span] = load.spans
+            lacking = runs(np.flatnonzero(~load.whole).tolist())
+            load.spans = [span and self._part(span, slots, pages) for pages in lacking]
+        if load.lost is not None:
+            [whole] = load.lost_spans
+            pages = runs(np.flatnonzero(load.nowhere).tolist())
+            load.lost_spans = [self._part(whole, slots, some) for some in pages]
+        self._queued.append(load)
+
+    def forget(self) -> None:
+        """Queued loads were dropped."""
+        self._queued.clear()
+
+    @metrics.timed("host_load")
+    def launch(self, slots: torch.Tensor) -> tuple[RunningRestore, ...]:
+        """Launch what is queued as one restore, on the current stream.
+
+        ``slots`` are those of all queued loads, in their order, int64 ``[n]``, on the device; what
+        is returned writes their K and V, or still reads them.
+
+        Raises:
+            Exception: Layers that are nowhere stored could not be recomputed: no batch may use
+                these slots.
+        """
+        loads, self._queued = self._queued, []
+        pages = self._arena.physical(np.concatenate([load.host_pages for load in loads]))
+        ready = np.concatenate([load.ready for load in loads])
+        lost = np.concatenate([load.nowhere for load in loads])
+        plain = not ready.any() and not lost.any()
+        recompute = self._recompute_queued(loads, only_missing=not plain)
+        if plain:
+            restore = self._pipeline.start(pages, slots, recompute)
+            if restore.failed is None:
+                return (restore,)
+            self._need_no_recomputation(restore.failed)
+            current_stream(self._device).wait(restore.layers[0])  # it may have written some layers
+            return (restore, self._pipeline.start(pages, slots))
+        handed = [load.handed for load in loads if load.handed is not None]
+        restores = tuple({id(one): one for each in handed for one in each.restores}.values())
+        if recompute is not None:
+            lack = ~np.concatenate([load.whole for load in loads])
+            there = self._slots(slots, lack)
+            recompute = self._only_for(recompute, pages[lack], there)
+        missing = ~ready & ~lost
+        if recompute is not None or missing.any():
+            restore = self._pipeline.start(pages[missing], self._slots(slots, missing), recompute)
+            if restore.failed is not None:
+                self._need_no_recomputation(restore.failed)
+            restores = (*restores, restore)
+        if lost.any():
+            restores = (*restores, self._start_lost(loads, self._slots(slots, lost)))
+        return restores
+
+    def _start_lost(self, loads: Sequence[QueuedLoad], slots: torch.Tensor) -> RunningRestore:
+        """Recompute lost pages whole, to their ``slots``: behind all else that was launched."""
+        spans = [span for load in loads for span in load.lost_spans]
+        forwards = next(load.forwards for load in loads if load.forwards is not None)
+        recompute = self._recompute(len(self.methods.methods), spans, forwards)
+        positions = [len(span.prefix) + np.arange(len(span.token_ids)) for span in spans]
+        restore = self._pipeline.start_recomputation(recompute, np.concatenate(positions), slots)
+        if restore.failed is not None:
+            self.recomputation_failed(restore.failed)
+            raise restore.failed
+        metrics.TOKENS.count("recomputed_at_load", len(slots))
+        return restore
+
+    def _need_no_recomputation(self, problem: Exception) -> None:
+        """First layers were not recomputed: raise that if they are not stored."""
+        self.recomputation_failed(problem)
+        if self.stored_from:
+            raise problem
+
+    def recomputation_failed(self, problem: Exception) -> None:
+        """From now on nothing is recomputed, and where layers are not stored nothing is restored.
+
+        Raises:
+            OutOfStep: There are other ranks: they may wait for this one in the model's own
+                collectives, so the server cannot go on.
+        """
+        if self.methods.ranks > 1:
+            raise OutOfStep(str(problem)) from problem
+        if self._recomputer is not None:
+            self._recomputer = None
+            metrics.PROBLEMS.count("recomputation_failed")
+            logger.error("hcache: recomputing layers failed and is not tried again: %r", problem)
+            for told in self.on_failed if self.stored_from else ():
+                told("layers that are not stored cannot be recomputed any more")
+
+    def count_finished(self) -> None:
+        """Count the restores that are done by now; no count is worth a restore."""
+        try:
+            reports = self._pipeline.finished()
+        except Exception:
+            logger.exception("hcache: restores could not be counted")
+            return
+        for report in reports:
+            metrics.TOKENS.count("restored", report.tokens)
+            for method, number in report.bytes.items():
+                metrics.BYTES.count(f"restored_{method}", number)
+            metrics.STAGE_SECONDS.observe("restore", report.total_ms / 1e3)
+            for stream in ("copy", "compute"):
+                metrics.STREAM_SECONDS.count(f"{stream}_busy", report.busy_ms(stream) / 1e3)
+                metrics.STREAM_SECONDS.count(f"{stream}_idle", report.idle_ms(stream) / 1e3)
+
+    # ---- recomputation ----
+
+    @property
+    def recomputes_pages(self) -> bool:
+        """Whether pages can be recomputed whole, and slices have nothing else to do: no layer is
+        stored nowhere."""
+        return self._recomputable == len(self.methods.methods) and not self.stored_from
+
+    @property
+    def _recomputable(self) -> int:
+        """How many first layers can be recomputed."""
+        return 0 if self._recomputer is None else self._recomputer.layers
+
+    def recompute_pages(self, token_ids: Ids, prefix: torch.Tensor) -> Recompute | None:
+        """How all layers of tokens (int64 ``[n]``) are recomputed; None: they cannot be any more.
+
+        ``prefix`` are slots of all tokens before them, int64 ``[m]``, on the device.
+        """
+        if self._recomputer is None:
+            return None
+        span = TokenSpan(token_ids, prefix)
+        return self._recompute(len(self.methods.methods), [span], self._recomputer.stream())
+
+    def recompute_of(self, host_pages: Ids, layers: int, prefix: Prefix) -> Recompute | None:
+        """How first ``layers`` (at least 1) of consecutive pages (int64 ``[p]``) are recomputed.
+
+        None: they cannot be. ``prefix`` gives slots where K and V of these layers are.
+        """
+        span = self._span(host_pages, prefix)
+        if span is None or self._recomputer is None:
+            return None
+        return self._recompute(layers, [span], self._recomputer.stream())
+
+    def _recompute_queued(
+        self, loads: Sequence[QueuedLoad], *, only_missing: bool
+    ) -> Recompute | None:
+        """How the first layers of ``loads`` are recomputed; None: all are loaded.
+
+        With ``only_missing`` only those that must be: all others of some pages are restored
+        already, or come otherwise.
+        """
+        wanted = [span for load in loads for span in load.spans]
+        spans = [span for span in wanted if span is not None]
+        first = self.stored_from if wanted else 0
+        if not spans or len(spans) < len(wanted) or self._recomputer is None:
+            assert first == 0, "pages without their first layers were queued"
+            return None
+        if not only_missing:
+            tokens = sum(len(span.token_ids) for span in spans)
+            pairs = sum(len(span.token_ids) * len(span.prefix) for span in spans)
+            prefix, slowdown = pairs // tokens, self.slowdown(tokens)
+            first = max(first, self.methods.first_layers(tokens, prefix, slowdown))
+        if not first:
+            return None
+        forwards = next(load.forwards for load in loads if load.forwards is not None)
+        return self._recompute(first, spans, forwards)
+
+    def _recompute(self, layers: int, spans: Sequence[TokenSpan], forwards: Stream) -> Recompute:
+        recomputer = self._recomputer
+        assert recomputer is not None
+
+        def fill(positions: npt.NDArray[np.int64], slots: torch.Tensor) -> None:
+            # The prefixes were made on the scheduler's stream, and may die there before this ran.
+            now = current_stream(self._device)
+            for span in spans:
+                now.keep(span.prefix)
+            recomputer.run(layers, to_device(positions, slots.device), slots, spans)
+
+        return Recompute(layers, fill, forwards)
+
+    def _only_for(self, recompute: Recompute, pages: Ids, slots: torch.Tensor) -> Recompute:
+        """The same for all tokens of ``pages`` (physical), whichever of them are transferred."""
+        self._arena.host_access(pages, write=False, header=True)
+        positions = self._layout.positions(self._arena.memory)[pages].reshape(-1).astype(np.int64)
+
+        def fill(*_: object) -> None:
+            current_stream(slots.device).keep(slots)
+            recompute.fill(positions, slots)
+
+        return recompute._replace(fill=fill)
+
+    # ---- tokens and slots ----
+
+    def _span(self, host_pages: Ids, prefix: Prefix) -> TokenSpan | None:
+        """The tokens of pages; None: they cannot be recomputed, or ``prefix`` is not theirs."""
+        if self._recomputer is None or not self.methods.recomputable:
+            return None
+        pages = self._arena.pages(host_pages, header=True)
+        positions = np.concatenate([self._layout.positions(page) for page in pages])
+        token_ids = np.concatenate([self._layout.token_ids(page) for page in pages])
+        first, slots = int(positions[0]), None
+        if np.array_equal(positions, np.arange(first, first + len(positions))):
+            nothing = partial(torch.empty, 0, dtype=torch.int64, device=self._device)
+            slots = prefix() if first else nothing()
+        if slots is None or len(slots) != first:
+            return None
+        return TokenSpan(token_ids.astype(np.int64), slots)
+
+    def _told(self, pages: int, prefix: Prefix, token_ids: TokenIds | None) -> TokenSpan | None:
+        """The tokens of so many pages whose headers do not say them; None: nobody knows them."""
+        slots, ids = prefix(), token_ids() if token_ids is not None else None
+        if self._recomputer is None or slots is None or ids is None:
+            return None
+        own = np.asarray(ids[len(slots) :], dtype=np.int64)
+        return TokenSpan(own, slots) if len(own) == pages * self._layout.page_size else None
+
+    def _part(self, span: TokenSpan, slots: torch.Tensor, pages: range) -> TokenSpan:
+        """Some pages of a span whose tokens go to ``slots``."""
+        size = self._layout.page_size
+        start, stop = pages.start * size, pages.stop * size
+        return TokenSpan(span.token_ids[start:stop], torch.cat((span.prefix, slots[:start])))
+
+    def _slots(self, slots: torch.Tensor, pages: npt.NDArray[np.bool_]) -> torch.Tensor:
+        """The slots (of all ``slots``, page by page) of the chosen ``pages``."""
+        by_page = slots.split(self._layout.page_size)
+        return torch.cat([slots[:0], *(by_page[i] for i in np.flatnonzero(pages).tolist())])
+
+
+def runs(numbers: Sequence[int]) -> Iterator[range]:
+    """Ascending numbers as ranges without gaps."""
+    cuts = [0, *(i for i, (a, b) in enumerate(pairwise(numbers), 1) if b != a + 1), len(numbers)]
+    for start, stop in pairwise(cuts):
+        if start < stop:
+            yield range(numbers[start], numbers[stop - 1] + 1)

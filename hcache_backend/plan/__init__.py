@@ -1,0 +1,1 @@
+"""Which layers by which method: machine profile, cost model, partition, `hcache plan`."""

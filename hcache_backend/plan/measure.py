@@ -1,0 +1,292 @@
+"""Measures a profile on this machine: one layer of the model's shape, random weights.
+
+Each operation is timed for more and more tokens until one call takes too long; a fixed part and a
+rate are fitted. On a GPU the rates of copies and projections are those beside each other
+(:mod:`hcache_backend.plan.contention`).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from itertools import cycle
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from hcache_backend.plan.contention import (
+    PAGE,
+    PRODUCT_TOKENS,
+    Contention,
+    cold_pages,
+    engine_works,
+)
+from hcache_backend.plan.model_shape import ModelShape
+from hcache_backend.plan.profile import CopyWay, Profile, Rate, processor_name
+from hcache_backend.streams import current_stream, new_stream
+from hcache_kernels.launch import COPY_PROGRAMS, copies_by_engine, use_copies
+from hcache_kernels.pages import gather_pages, gather_planes
+
+logger = logging.getLogger("hcache")
+
+OPERATIONS = ("hidden_copy", "kv_load", "projection", "dense", "attention")
+_SIZES = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
+_LEAST_POINTS = 2
+_LEAST_RUNS, _MOST_RUNS = 3, 50
+
+Work = Callable[[], object]
+Prepare = Callable[[int], tuple[float, Work]]  # of tokens: bytes or FLOPs, and the timed work
+
+
+class Point(NamedTuple):
+    """One measurement: bytes or FLOPs, and seconds of the fastest call."""
+
+    tokens: int
+    amount: float
+    seconds: float
+
+
+def fit(points: Sequence[Point]) -> Rate:
+    """Fixed part and rate by least squares of relative errors; neither is negative."""
+    points = sorted(points, key=lambda point: point.amount)
+    largest = points[-1].amount
+    amounts = np.array([point.amount / largest for point in points])
+    # What took longer than something larger was disturbed.
+    times = np.minimum.accumulate([point.seconds for point in reversed(points)])[::-1]
+    system = np.stack([1 / times, amounts / times], axis=1)
+    (fixed, slope), *_ = np.linalg.lstsq(system, np.ones(len(points)), rcond=None)
+    if fixed < 0 or slope <= 0 or len(points) < _LEAST_POINTS:
+        # Time that does not grow, or grows faster than the amount: no fixed part.
+        fixed, slope = 0.0, float(np.sum(amounts / times) / np.sum((amounts / times) ** 2))
+    return Rate(seconds=float(fixed), per_second=largest / float(slope))
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Times the operations of one layer. ``seconds`` bounds all sizes of one operation; ``engine``:
+    the copy engine copies hidden states."""
+
+    model: ModelShape
+    device: torch.device
+    dtype: torch.dtype
+    seconds: float = 2.0
+    engine: bool = False
+
+    @torch.no_grad()
+    def points(self, operation: str) -> list[Point]:
+        """Measure one of :data:`OPERATIONS`; OutOfMemoryError if the smallest sizes do not fit."""
+        prepare: Prepare = getattr(self, f"_{operation}")()
+        found: list[Point] = []
+        start = time.perf_counter()
+        for tokens in _SIZES:
+            try:
+                amount, work = prepare(tokens)
+                seconds = self._time(work, self.seconds / len(_SIZES))
+            except torch.OutOfMemoryError:
+                if len(found) < _LEAST_POINTS:
+                    raise
+                break
+            found.append(Point(tokens, amount, seconds))
+            left = self.seconds - (time.perf_counter() - start)
+            # The next one has twice the tokens, and attention four times the work.
+            if len(found) >= _LEAST_POINTS and left < 4 * _LEAST_RUNS * found[-1].seconds:
+                break
+        return found
+
+    @torch.no_grad()
+    def copies(self) -> tuple[CopyWay, ...]:
+        """Ways to copy beside projections, best first; none on a CPU or after a failure."""
+        if self.device.type != "cuda":
+            return ()
+        model = self.model
+        try:
+            weight = self._rows(model.kv_width, model.hidden)
+            hidden = self._rows(PRODUCT_TOKENS, model.hidden)
+            row_bytes = model.hidden * self.dtype.itemsize
+            found = Contention(
+                self.device, row_bytes, lambda: functional.linear(hidden, weight), self.seconds
+            ).measure()
+        except Exception as error:  # the rest of a profile is worth having
+            logger.warning(
+                "hcache: copies were not measured during matrix products (defaults are used): %s",
+                error,
+            )
+            return ()
+        torch.cuda.empty_cache()  # other streams cannot use the memory cached for products
+        return tuple(CopyWay(**speed._asdict()) for speed in found)
+
+    def _time(self, work: Work, share: float) -> float:
+        """Seconds of the fastest call: other load of the machine only adds to it."""
+        work()
+        times: list[float] = []
+        until = time.perf_counter() + share
+        while len(times) < _LEAST_RUNS or (len(times) < _MOST_RUNS and time.perf_counter() < until):
+            self._wait()
+            start = time.perf_counter()
+            work()
+            self._wait()
+            times.append(time.perf_counter() - start)
+        return min(times)
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _rows(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=self.device, dtype=self.dtype) / shape[-1] ** 0.5
+
+    # ---- transfers: one segment of every page, as a restore copies it ----
+
+    def _hidden_copy(self) -> Prepare:
+        def prepare(tokens: int) -> tuple[float, Work]:
+            segment = PAGE * self.model.hidden * self.dtype.itemsize
+            memory, turns = cold_pages(tokens, segment, self.device)
+            room = torch.empty((tokens // PAGE, segment), dtype=torch.uint8, device=self.device)
+            following = cycle([ids if self.engine else ids.to(self.device) for ids in turns])
+
+            def work() -> None:
+                ids = next(following)
+                copying.run(lambda: gather_pages(memory, ids, segment, segment, room))
+                copying.record().synchronize()
+
+            return tokens * self.model.hidden * self.dtype.itemsize, work
+
+        # CUDA's default stream takes no batches for the copy engine.
+        own, device = self.engine, self.device
+        copying = new_stream(device, "copy") if own else current_stream(device)
+        return prepare
+
+    def _kv_load(self) -> Prepare:
+        def prepare(tokens: int) -> tuple[float, Work]:
+            pages, row = tokens // PAGE, self.model.kv_width * self.dtype.itemsize
+            memory, turns = cold_pages(tokens, PAGE * row, self.device)
+            following = cycle([ids.to(self.device) for ids in turns])
+            # The split into K, V and heads makes no difference.
+            halves = (PAGE * (row // 2), PAGE * (row - row // 2))
+            pool = [
+                torch.zeros((2 * pages, 1, 1, half), dtype=torch.uint8, device=self.device)
+                for half in halves
+            ]
+            places = torch.randperm(2 * pages)[:pages].to(self.device)
+            size = tokens * self.model.kv_width * self.dtype.itemsize
+            return size, lambda: gather_planes(memory, next(following), 0, pool, places)
+
+        return prepare
+
+    def _pool_writer(self, tokens: int) -> Callable[[torch.Tensor], object]:
+        """Writes rows of K and V to pages of a pool in random order."""
+        pool = self._rows(2 * tokens, self.model.kv_width)
+        pages = torch.randperm(2 * tokens // PAGE)[: tokens // PAGE]
+        slots = (pages[:, None] * PAGE + torch.arange(PAGE)).flatten().to(self.device)
+        return lambda rows: pool.index_copy_(0, slots, rows)
+
+    # ---- computation ----
+
+    def _projection(self) -> Prepare:
+        model = self.model
+        weight = self._rows(model.kv_width, model.hidden)
+
+        def prepare(tokens: int) -> tuple[float, Work]:
+            hidden = self._rows(tokens, model.hidden)
+            write = self._pool_writer(tokens)
+            flops = tokens * model.projection_flops
+            return flops, lambda: write(functional.linear(hidden, weight))
+
+        return prepare
+
+    def _dense(self) -> Prepare:
+        weights = [self._rows(after, before) for before, after in self.model.dense_products]
+
+        def prepare(tokens: int) -> tuple[float, Work]:
+            rows = {width: self._rows(tokens, width) for width in {w.shape[1] for w in weights}}
+
+            def work() -> None:
+                for weight in weights:
+                    functional.silu(functional.linear(rows[weight.shape[1]], weight), inplace=True)
+
+            return tokens * self.model.dense_flops, work
+
+        return prepare
+
+    def _attention(self) -> Prepare:
+        model = self.model
+
+        def prepare(tokens: int) -> tuple[float, Work]:
+            # Every query head has its own K and V here: no more work, only more memory.
+            query, key = (self._rows(1, model.heads, tokens, model.head_dim) for _ in range(2))
+            value = self._rows(1, model.heads, tokens, model.value_dim)
+            flops = tokens * tokens / 2 * model.attention_flops
+            return flops, lambda: functional.scaled_dot_product_attention(
+                query, key, value, is_causal=True
+            )
+
+        return prepare
+
+
+def use_measured_copies(
+    copies: Sequence[CopyWay], device: torch.device, *, engine: bool = True
+) -> None:
+    """Let this process copy by the first of ``copies``, if any. The copy engine must be allowed and
+    work here, because a profile may be of another machine."""
+    if copies:  # K and V are always copied by a kernel
+        programs = next((way.programs for way in copies if way.programs), COPY_PROGRAMS)
+        taken = engine and copies[0].programs is None and engine_works(device)
+        use_copies(programs, engine=taken)
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()
+
+
+def measure(
+    bench: Bench,
+    l3: Rate | None,
+    dirs: Sequence[Path],
+    source: str = "measured by hcache profile",
+    begin: Callable[[str], object] = lambda operation: None,
+) -> Profile:
+    """Measure every operation of a layer; ``begin`` is called before each.
+
+    From then on this process copies in the best way. Random state is restored, because ranks must
+    keep drawing the same numbers.
+    """
+    points: dict[str, list[Point]] = {}
+    on_gpu = [bench.device] if bench.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=on_gpu):
+        begin("copies")
+        copies = bench.copies()
+        use_measured_copies(copies, bench.device)
+        bench = replace(bench, engine=copies_by_engine())
+        for operation in OPERATIONS:
+            begin(operation)
+            points[operation] = bench.points(operation)
+    rates: dict[str, Any] = {operation: fit(found) for operation, found in points.items()}
+    # Shares of their rates that operations keep beside each other.
+    kernels = [way for way in copies if way.programs is not None]
+    kept = [("projection", way.products) for way in copies[:1]]
+    kept += [("hidden_copy", way.beside / way.alone) for way in copies[:1]]
+    kept += [("kv_load", way.beside / way.alone) for way in kernels[:1]]
+    for operation, share in kept:
+        alone = rates[operation]
+        rates[operation] = Rate(seconds=alone.seconds, per_second=alone.per_second * share)
+    return Profile(
+        device=device_name(bench.device),
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        source=source,
+        dtype=str(bench.dtype).removeprefix("torch."),
+        l3=l3,
+        model=bench.model,
+        dirs=tuple(map(str, dirs)),
+        copies=copies,
+        points={
+            operation: tuple((point.tokens, point.seconds) for point in found)
+            for operation, found in points.items()
+        },
+        **rates,
+    )

@@ -1,0 +1,259 @@
+"""The shape of a model from its Hugging Face ``config.json``, for any author's field names."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hcache_backend.plan.model_shape import Latent, ModelShape
+
+_NESTED = ("text_config", "llm_config", "language_config", "thinker_config")
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_HIDDEN = ("hidden_size", "n_embd", "d_model", "n_embed")
+_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
+_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "kv_n_heads", "n_head_kv")
+_HEAD_DIM = ("head_dim", "kv_channels")
+_MLP_WIDTH = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_ACTIVE = ("num_experts_per_tok", "moe_top_k", "moe_topk", "num_experts_per_token")
+_DTYPES = {
+    "float32": "float32", "float": "float32", "bfloat16": "bfloat16",
+    "float16": "float16", "half": "float16", "auto": "float16",
+}  # fmt: skip
+
+# Families that omit the width of the MLP (4 D), and those without a gate in it.
+_FOUR_WIDE = frozenset(
+    ("bloom", "codegen", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gptj", "mpt")
+)
+_NOT_GATED = _FOUR_WIDE | {"gpt_neox", "nemotron", "opt", "persimmon", "phi", "starcoder2"}
+
+# Layers with a state, instead of a KV cache that grows with every token.
+_STATE_LAYERS = frozenset(("linear_attention", "mamba", "mamba2", "recurrent", "conv", "rwkv"))
+_WINDOW_LAYERS = frozenset(("sliding_attention", "chunked_attention", "local_attention"))
+_STATE_FIELDS = (
+    "hybrid_override_pattern",
+    "layers_block_type",
+    "attn_layer_period",
+    "mamba_d_state",
+    "linear_num_value_heads",
+    "ssm_cfg",
+)
+_STATE = (
+    "layers with a recurrent state instead of KV; there is no partition for them, the server keeps "
+    "to KV mode or none"
+)
+
+
+class ModelConfigError(ValueError):
+    """A config.json that cannot be planned; the message names file, field and value."""
+
+
+def read_model(path: Path) -> ModelShape:
+    """Shape of the model of a ``config.json`` or a folder; raises ModelConfigError."""
+    return shape_from_config(*_read(path))
+
+
+def read_dtype(path: Path) -> str:
+    """Value type of the model: ``bfloat16``, ``float16`` or ``float32``; raises
+    ModelConfigError."""
+    return _dtype(_Fields(*_read(path)))
+
+
+def _read(path: Path) -> tuple[dict[str, Any], str]:
+    """Fields of a ``config.json`` (or of a folder's), and its name for messages."""
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        table = json.loads(file.read_text())
+    except OSError as error:
+        raise ModelConfigError(
+            f"cannot read {file}: {error.strerror}; name a config.json or a model's folder"
+        ) from None
+    except ValueError as error:
+        raise ModelConfigError(f"{file} is not JSON: {error}") from None
+    if not isinstance(table, dict):
+        raise ModelConfigError(f"{file}: must be a table of fields, not {table!r}")
+    return table, str(file)
+
+
+def shape_from_config(table: Mapping[str, Any], source: str) -> ModelShape:
+    """Shape by the fields of a ``config.json``. Raises a ModelConfigError with ``source`` if a
+    field is missing or wrong, or the model is no decoder-only transformer."""
+    fields = _Fields(table, source)
+    _require_kv_cache(fields)
+    hidden = fields.integer("hidden size", _HIDDEN)
+    heads = fields.integer("number of attention heads", _HEADS)
+    latent = _latent(fields)
+    if latent:
+        key_dim = fields.integer("head size without RoPE", ("qk_nope_head_dim",))
+        head_dim, kv_heads = key_dim + latent.rope_dim, heads
+        value_dim = fields.integer("head size of V", ("v_head_dim",))
+    else:
+        head_dim, kv_heads = _head_dim(fields, hidden, heads), _kv_heads(fields, heads)
+        value_dim = fields.integer("head size of V", ("v_head_dim",), head_dim)
+    return ModelShape(
+        family=fields.family,
+        layers=fields.integer("number of layers", _LAYERS),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        value_dim=value_dim,
+        mlp_width=_mlp_width(fields, hidden),
+        gated=fields.family not in _NOT_GATED,
+        element_bytes=4 if _dtype(fields) == "float32" else 2,
+        latent=latent,
+        windowed=_windowed(fields),
+    )
+
+
+class _Fields:
+    """Fields of the language model, with nested tables merged."""
+
+    def __init__(self, table: Mapping[str, Any], source: str) -> None:
+        merged: dict[str, Any] = dict(table)
+        while nested := next((merged[k] for k in _NESTED if isinstance(merged.get(k), dict)), None):
+            outer = {k: v for k, v in merged.items() if k in ("torch_dtype", "dtype", "model_type")}
+            merged = {**outer, **nested}
+        for part in ("attn_config", "ffn_config"):  # DBRX, MPT
+            if isinstance(merged.get(part), dict):
+                merged = {**merged[part], **merged}
+        self._table = merged
+        self._source = source
+        self.family = str(merged.get("model_type") or "unknown")
+
+    def get(self, name: str) -> Any:
+        return self._table.get(name)
+
+    def integer(self, what: str, names: tuple[str, ...], default: int | None = None) -> int:
+        """The first of ``names`` that is present, a positive integer."""
+        for name in names:
+            value = self.get(name)
+            if value is None:
+                continue
+            if type(value) is not int or value <= 0:
+                raise self.wrong(name, "must be a positive integer")
+            return value
+        if default is not None:
+            return default
+        listed = " or ".join(repr(name) for name in names)
+        raise self.error(
+            f"no {what}: field {listed} is missing; take the config.json that came with the "
+            "model's weights"
+        )
+
+    def wrong(self, name: str, right: str) -> ModelConfigError:
+        return self.error(f"field {name!r} is {json.dumps(self.get(name))}; it {right}")
+
+    def error(self, message: str) -> ModelConfigError:
+        return ModelConfigError(f"{self._source}: {message}")
+
+
+def _require_kv_cache(fields: _Fields) -> None:
+    if fields.get("is_encoder_decoder") is True:
+        raise fields.wrong(
+            "is_encoder_decoder", "must be false: only decoder-only models have KV to restore"
+        )
+    for name in _STATE_FIELDS:
+        if fields.get(name) is not None:
+            raise fields.wrong(name, f"means {_STATE}")
+    state = sorted(_STATE_LAYERS & set(_layer_types(fields)))
+    if state:
+        raise fields.error(f"field 'layer_types' has {', '.join(state)}: {_STATE}")
+
+
+def _layer_types(fields: _Fields) -> list[str]:
+    value = fields.get("layer_types")
+    if value is None:
+        return []
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise fields.wrong("layer_types", "must be a list with the kind of every layer")
+    return value
+
+
+def _windowed(fields: _Fields) -> bool:
+    kinds = _layer_types(fields)
+    if kinds:
+        return bool(_WINDOW_LAYERS & set(kinds))
+    return (
+        fields.get("sliding_window") is not None and fields.get("use_sliding_window") is not False
+    )
+
+
+def _latent(fields: _Fields) -> Latent | None:
+    if fields.get("kv_lora_rank") is None:
+        return None
+    rank = fields.integer("width of the latent", ("kv_lora_rank",))
+    rope_dim = fields.integer("head size of RoPE", ("qk_rope_head_dim",))
+    query_rank = fields.integer("width of the query latent", ("q_lora_rank",), 0)
+    return Latent(rank=rank, rope_dim=rope_dim, query_rank=query_rank or None)
+
+
+def _head_dim(fields: _Fields, hidden: int, heads: int) -> int:
+    if given := fields.integer("head size", _HEAD_DIM, 0):
+        return given
+    if hidden % heads:
+        raise fields.error(
+            f"the hidden size {hidden} is no multiple of the {heads} heads, and there is no "
+            "'head_dim' that would say how wide a head is"
+        )
+    return hidden // heads
+
+
+def _kv_heads(fields: _Fields, heads: int) -> int:
+    if fields.get("multi_query_attention") is True:  # ChatGLM
+        kv_heads = fields.integer("number of KV heads", ("multi_query_group_num",), 1)
+    elif fields.get("multi_query") is True and not fields.get("new_decoder_architecture"):
+        kv_heads = 1  # Falcon-7B, GPT-BigCode: whatever num_kv_heads says
+    else:
+        kv_heads = fields.integer("number of KV heads", _KV_HEADS, heads)
+    if heads % kv_heads:
+        raise fields.error(
+            f"{heads} attention heads are no multiple of {kv_heads} KV heads; "
+            "'num_key_value_heads' must divide 'num_attention_heads'"
+        )
+    return kv_heads
+
+
+def _dtype(fields: _Fields) -> str:
+    for name in ("torch_dtype", "dtype"):
+        value = fields.get(name)
+        if value is None:
+            continue
+        found = _DTYPES.get(str(value).removeprefix("torch."))
+        if found is None:
+            raise fields.wrong(name, f"must be one of {', '.join(_DTYPES)}")
+        return found
+    return "float16"
+
+
+def _mlp_width(fields: _Fields, hidden: int) -> int:
+    """Inner width that a token passes, averaged over the layers."""
+    default = 4 * hidden if fields.family in _FOUR_WIDE else None
+    experts = fields.integer("number of experts", _EXPERTS, 1)
+    if experts == 1:
+        width = fields.integer("width of the MLP", _MLP_WIDTH, default)
+        return width // 2 if fields.family == "qwen" else width  # Qwen-1 counts gate and up as one
+    expert = fields.integer("width of an expert", ("moe_intermediate_size", *_MLP_WIDTH))
+    dense = fields.integer("width of the MLP", ("intermediate_size_mlp", *_MLP_WIDTH), expert)
+    sparse = fields.integer("number of active experts", _ACTIVE) * expert
+    if fields.get("shared_expert_intermediate_size"):
+        sparse += fields.integer("width of the shared expert", ("shared_expert_intermediate_size",))
+    elif fields.get("n_shared_experts"):
+        sparse += fields.integer("number of shared experts", ("n_shared_experts",)) * expert
+    elif fields.family.startswith("llama4"):
+        sparse += expert  # its one shared expert is not in the config
+    layers = fields.integer("number of layers", _LAYERS)
+    sparse_layers = sum(_is_sparse(fields, layer) for layer in range(layers))
+    return round((sparse * sparse_layers + dense * (layers - sparse_layers)) / layers)
+
+
+def _is_sparse(fields: _Fields, layer: int) -> bool:
+    dense_first = fields.get("first_k_dense_replace")
+    if dense_first and layer < fields.integer("dense layers", ("first_k_dense_replace",)):
+        return False
+    if layer in (fields.get("mlp_only_layers") or ()):
+        return False
+    step = fields.integer("step", ("decoder_sparse_step", "interleave_moe_layer_step"), 1)
+    return (layer + 1) % step == 0

@@ -1,0 +1,128 @@
+"""The shape of a model for the cost model.
+
+Bytes and FLOPs are per token and layer (a multiply-add is 2 FLOPs, paper section 3.2). Layers that
+differ (dense and expert layers) are averaged.
+"""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict, Field
+
+CLEARLY_LESS = 0.99  # codecs round units to whole words: smaller differences are noise
+
+
+class Latent(BaseModel):
+    """Multi-head latent attention (MLA): one cached latent for all heads. Widths: of the latent for
+    K and V, of K's part with the position, of the queries' latent, if any."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    rank: int = Field(gt=0)
+    rope_dim: int = Field(gt=0)
+    query_rank: int | None = Field(default=None, gt=0)
+
+
+class ModelShape(BaseModel):
+    """A decoder-only model.
+
+    Attributes:
+        family: ``model_type`` of its config.json.
+        hidden: Width of a hidden state.
+        value_dim: Dimensions of a V head; ``head_dim`` is that of Q and K.
+        mlp_width: Inner width of the MLP, or of all active experts together.
+        gated: The MLP has a gate, so three matrices instead of two.
+        element_bytes: Of hidden states, K and V; ``kv_element_bytes`` of K and V if they differ.
+        hidden_row_bytes, kv_row_bytes: Stored bytes of a token if a codec changes them.
+        windowed: Some layers attend to a window; they are planned as if they did not.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    family: str
+    layers: int = Field(gt=0)
+    hidden: int = Field(gt=0)
+    heads: int = Field(gt=0)
+    kv_heads: int = Field(gt=0)
+    head_dim: int = Field(gt=0)
+    value_dim: int = Field(gt=0)
+    mlp_width: int = Field(gt=0)
+    gated: bool = True
+    element_bytes: int = Field(default=2, gt=0)
+    hidden_row_bytes: int | None = Field(default=None, gt=0)
+    kv_element_bytes: int | None = Field(default=None, gt=0)
+    kv_row_bytes: int | None = Field(default=None, gt=0)
+    latent: Latent | None = None
+    windowed: bool = False
+
+    @property
+    def attention(self) -> str:
+        """``MHA``, ``GQA``, ``MQA`` or ``MLA``."""
+        if self.latent:
+            return "MLA"
+        if self.kv_heads == self.heads:
+            return "MHA"
+        return "MQA" if self.kv_heads == 1 else "GQA"
+
+    @property
+    def kv_width(self) -> int:
+        """Cached elements of K and V."""
+        if self.latent:
+            return self.latent.rank + self.latent.rope_dim
+        return self.kv_heads * (self.head_dim + self.value_dim)
+
+    @property
+    def hidden_bytes(self) -> int:
+        return self.hidden_row_bytes or self.hidden * self.element_bytes
+
+    @property
+    def kv_bytes(self) -> int:
+        plain = self.kv_width * (self.kv_element_bytes or self.element_bytes)
+        return self.kv_row_bytes or plain
+
+    @property
+    def as_it_is(self) -> ModelShape:
+        """The shape without a codec."""
+        return self.model_copy(update={"hidden_row_bytes": None, "kv_row_bytes": None})
+
+    @property
+    def hidden_is_smaller(self) -> bool:
+        """True if hidden states take clearly less than K and V."""
+        return self.hidden_bytes < CLEARLY_LESS * self.kv_bytes
+
+    @property
+    def projection_flops(self) -> int:
+        """From hidden state to cached elements: the paper's C_hidden, ``4 D^2`` for MHA."""
+        return 2 * self.hidden * self.kv_width
+
+    @property
+    def query_products(self) -> list[tuple[int, int]]:
+        """(before, after) widths of the products from hidden state to queries."""
+        queries = self.heads * self.head_dim
+        if self.latent and self.latent.query_rank:
+            return [(self.hidden, self.latent.query_rank), (self.latent.query_rank, queries)]
+        return [(self.hidden, queries)]
+
+    @property
+    def dense_products(self) -> list[tuple[int, int]]:
+        """(before, after) widths of every product of a forward pass but attention."""
+        found = [*self.query_products, (self.hidden, self.kv_width)]
+        if self.latent:
+            key_dim = self.head_dim - self.latent.rope_dim
+            found.append((self.latent.rank, self.heads * (key_dim + self.value_dim)))
+        found.append((self.heads * self.value_dim, self.hidden))
+        found += [(self.hidden, self.mlp_width)] * (2 if self.gated else 1)
+        return [*found, (self.mlp_width, self.hidden)]
+
+    @property
+    def query_flops(self) -> int:
+        return sum(2 * before * after for before, after in self.query_products)
+
+    @property
+    def dense_flops(self) -> int:
+        """A forward pass without attention: the paper's ``24 D^2`` for MHA and an MLP of 4 D."""
+        return sum(2 * before * after for before, after in self.dense_products)
+
+    @property
+    def attention_flops(self) -> int:
+        """Scores and weighted values, per pair of query and key."""
+        return 2 * self.heads * (self.head_dim + self.value_dim)

@@ -1,0 +1,265 @@
+"""A server's plan for a model on a machine: the numbers that ``hcache plan`` shows."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from typing import Any, Literal, NamedTuple
+
+from hcache_backend.plan.costs import LAYER_METHODS, L3Path, Partition, describe, until_there
+from hcache_backend.plan.model_shape import ModelShape
+from hcache_backend.plan.pipeline import Task, simulate
+from hcache_backend.plan.profile import Profile
+from hcache_backend.plan.restore import Restore
+
+Resource = Literal["compute", "bus", "l3"]
+RestorePath = Literal["auto", "layerwise"]  # option restore
+LENGTHS = (256, 1024, 4096, 16384)  # tokens of other restores to show
+
+
+class AtLength(NamedTuple):
+    """A restore of another length, from the stored layers and by the best partition (``best``). If
+    ``refused``, a server computes the hit instead, because that is sooner."""
+
+    recompute_layers: int
+    ms: float
+    best: dict[str, int]
+    best_ms: float
+    refused: bool
+
+
+@dataclass(frozen=True)
+class PartitionPlan:
+    """Storage of each layer on a server, and the time of its restores.
+
+    ``model`` has encoded bytes (:mod:`.encoded`); ``tokens`` is the restore that is solved for.
+    ``restore`` is the server's option; its other options are the defaults.
+    """
+
+    profile: Profile
+    model: ModelShape
+    tokens: int
+    tp: int
+    restore: RestorePath
+
+    @cached_property
+    def l3(self) -> L3Path:
+        """Own pages overlap, unless ranks exchange hidden states."""
+        if self.restore != "auto" or self.model.latent:
+            return "first"
+        return (
+            "overlapped"
+            if self.tp == 1 or not self._restores("first").partition.hidden
+            else "first"
+        )
+
+    @cached_property
+    def machine(self) -> Restore:
+        """Restores from the stored layers."""
+        return self._restores(self.l3)
+
+    def _restores(self, l3: L3Path) -> Restore:
+        layers = Partition(0, 0, self.model.layers)
+        eager = l3 == "overlapped"
+        found = Restore(self.profile, self.model, layers, self.tp, eager=eager, paper=True)
+        stored = found.fastest(self.tokens, l3)
+        # Without hidden states a server decides at no load what to recompute.
+        return replace(found, partition=stored, recomputable=stored.layers * bool(stored.hidden))
+
+    @property
+    def stored(self) -> Partition:
+        return self.machine.partition
+
+    @cached_property
+    def partition(self) -> Partition:
+        """Partition of a restore of :attr:`tokens`."""
+        return self._restored(self.tokens)
+
+    @cached_property
+    def choices(self) -> dict[str, Partition]:
+        """The mix and the three pure methods."""
+        layers = self.model.layers
+        return {
+            "mix": self.partition,
+            "hidden": Partition(0, layers, 0),
+            "kv": Partition(0, 0, layers),
+            "recompute": Partition(layers, 0, 0),
+        }
+
+    def bytes_per_token(self, choice: str) -> int:
+        """Stored bytes of a token; for the mix a server stores every layer."""
+        return (self.stored if choice == "mix" else self.choices[choice]).bytes_per_token(
+            self.model
+        )
+
+    def seconds(self, choice: str) -> float:
+        """Predicted time of a restore by one of :attr:`choices`."""
+        return self._seconds(self.choices[choice], self.tokens)
+
+    @property
+    def recomputes_front(self) -> bool:
+        """True if a hit is read from its last page on while its front is recomputed."""
+        return self.l3 == "overlapped" and self.profile.l3 is not None
+
+    @property
+    def seconds_read_only(self) -> float:
+        """Predicted time of a restore without a recomputed front."""
+        return self._simulated(self.partition, self.tokens, self.l3)
+
+    def timeline(self, choice: str) -> list[Task]:
+        """The pipeline of one of :attr:`choices`, without a recomputed front."""
+        tasks: list[Task] = []
+        partition, costs = self.choices[choice], self.machine.costs(self.tokens, 0, self.l3)
+        simulate(costs, partition, note=lambda *task: tasks.append(Task(*task)))
+        late = self._unused(partition, self.tokens)
+        return [
+            task._replace(start=task.start + late * (task.stream != "l3"), end=task.end + late)
+            for task in tasks
+        ]
+
+    def busy(self, choice: str) -> dict[Resource, float]:
+        """Seconds that each resource works in a restore, without a recomputed front."""
+        partition, costs = self.choices[choice], self.machine.costs(self.tokens, 0, "first")
+        return {
+            "compute": costs.compute(partition),
+            "bus": costs.transfer(partition),
+            "l3": costs.reading(partition),
+        }
+
+    def binds(self, choice: str) -> Resource:
+        busy = self.busy(choice)
+        return max(busy, key=lambda resource: busy[resource])
+
+    @property
+    def refused(self) -> bool:
+        """True if a server computes such L3 hits instead, because that is sooner."""
+        return self._refuses(self.tokens)
+
+    def at_length(self, tokens: int) -> AtLength:
+        used = self._restored(tokens)
+        recomputes = self.machine.recomputable and self.tp == 1 and self._l3 != "overlapped"
+        best = self.machine.fastest(
+            tokens, self.l3, LAYER_METHODS if recomputes else ("hidden", "kv")
+        )
+        ms, best_ms = (1e3 * self._seconds(each, tokens) for each in (used, best))
+        return AtLength(used.recompute, ms, asdict(best), best_ms, self._refuses(tokens))
+
+    def notes(self) -> list[str]:
+        """Sentences that explain the numbers."""
+        model, partition, measured = self.model, self.partition, self.profile.model
+        found = []
+        if not partition.hidden:
+            reason = (
+                f"they take {model.hidden_bytes:,} bytes per token and layer, KV takes "
+                f"{model.kv_bytes:,} ({model.attention})"
+                if not model.hidden_is_smaller
+                else "other methods are faster on this machine"
+            )
+            found.append(f"hidden states do not pay: {reason}; instead: {describe(partition)}")
+        if model.latent:
+            found.append("MLA pools are served in KV mode: plain KV pages, nothing recomputed")
+        if model.windowed:
+            found.append(
+                "sliding-window layers are planned as full attention; where they have a KV pool of "
+                "their own the server stays in KV mode"
+            )
+        if measured is not None and measured.as_it_is != model.as_it_is:
+            found.append(
+                f"the profile was measured with another shape ({measured.family}, hidden size "
+                f"{measured.hidden}): its rates are taken over"
+            )
+        if self.tp > 1 and not self.profile.gathers:
+            found.append(
+                "without NVLink the ranks' shares are gathered over their buses: planned as if "
+                "every rank loaded whole hidden states"
+            )
+        if self.profile.l3 is not None:
+            found += self._other_path()
+        if self.restore == "auto" and self.tp > 1 and partition.hidden:
+            found.append(
+                "on GPUs of several tensor-parallel ranks the server restores hidden states "
+                "layer-wise"
+            )
+        if self.recomputes_front and self.seconds("mix") < self.seconds_read_only:
+            found.append(
+                "front pages are recomputed while L3 is read from the last page on; to read all "
+                f"takes {self.seconds_read_only * 1e3:,.1f} ms"
+            )
+        if self.refused:
+            times = self._seconds(self.stored, self.tokens) / self.seconds("recompute")
+            found.append(
+                f"L3 hits of {self.tokens:,} tokens are refused: computing them is {times:.1f} "
+                "times as fast (option 'min_gain'); hits in host memory are restored"
+            )
+        return found
+
+    def _other_path(self) -> list[str]:
+        """Note on the other value of option ``restore``."""
+        if self.l3 == "overlapped":
+            first = self._simulated(self.partition, self.tokens, "first") * 1e3
+            return [
+                "L3 is read while layers are restored; all of it read first (HiCache's prefetch, "
+                f"--restore layerwise) this partition takes {first:,.1f} ms"
+            ]
+        meanwhile = replace(self, restore="auto")
+        if self.restore == "auto" or meanwhile.l3 == "first":
+            return []
+        return [
+            "L3 is read before layers are restored; read meanwhile (--restore auto) a hit takes "
+            f"{meanwhile.seconds('mix') * 1e3:,.1f} ms"
+        ]
+
+    def report(self) -> dict[str, Any]:
+        return {
+            "model": {"attention": self.model.attention, **self.model.model_dump()},
+            "hardware": {"device": self.profile.device, "source": self.profile.source},
+            "tokens": self.tokens,
+            "tp": self.tp,
+            "l3": self._l3,
+            "restore": self.restore,
+            "layers": asdict(self.partition),
+            "bytes_per_token": self.bytes_per_token("mix"),
+            "kv_bytes_per_token": self.model.layers * self.model.kv_bytes,
+            "bytes_per_token_and_layer": {
+                "hidden": self.model.hidden_bytes,
+                "kv": self.model.kv_bytes,
+            },
+            "predicted_ms": {name: self.seconds(name) * 1e3 for name in self.choices},
+            "busy_ms": {name: value * 1e3 for name, value in self.busy("mix").items()},
+            "binds": self.binds("mix"),
+            "recomputes_front": self.recomputes_front,
+            "read_only_ms": self.seconds_read_only * 1e3,
+            "refused": self.refused,
+            "at_length": {str(tokens): self.at_length(tokens)._asdict() for tokens in LENGTHS},
+            "notes": self.notes(),
+        }
+
+    def _restored(self, tokens: int) -> Partition:
+        if self._l3 == "overlapped":
+            return self.stored
+        return self.stored.recomputing(self.machine.first_layers(tokens, 0))
+
+    def _simulated(self, partition: Partition, tokens: int, l3: L3Path) -> float:
+        return replace(self.machine, partition=partition).seconds(tokens, l3)
+
+    def _unused(self, partition: Partition, tokens: int) -> float:
+        """Seconds of reading layers from L3 that are recomputed."""
+        if partition != self._restored(tokens):
+            return 0.0
+        costs = self.machine.costs(tokens, 0, self.l3)
+        return costs.reading(self.stored) - costs.reading(partition)
+
+    def _seconds(self, partition: Partition, tokens: int) -> float:
+        seconds = self._simulated(partition, tokens, self.l3) + self._unused(partition, tokens)
+        if partition.recompute or not self.recomputes_front:
+            return seconds
+        return until_there(seconds, self.machine.prefill(tokens, 0))
+
+    def _refuses(self, tokens: int) -> bool:
+        """True if a server computes such a hit; it judges as if all stored layers were read."""
+        computing = self.machine.prefill(tokens, 0)
+        return self.profile.l3 is not None and computing <= self._seconds(self.stored, tokens)
+
+    @property
+    def _l3(self) -> L3Path:
+        return self.l3 if self.profile.l3 is not None else "none"

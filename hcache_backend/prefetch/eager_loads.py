@@ -1,0 +1,332 @@
+"""Eager restores on a server: its prefetches, its allocator, its loads (see prefetch/eager.py).
+
+Running prefetches are looked at once in every turn of the scheduler, where HiCache has just looked
+at what its storage threads brought. What it knows of a prefetch there, all tensor-parallel ranks
+have agreed on, so they all decide the same.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Hashable
+from functools import partial
+from itertools import islice
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from hcache_backend import metrics, streams
+from hcache_backend.capture.recomputed_rows import RecomputedRows
+from hcache_backend.host.loads import LoadQueue, QueuedLoad
+from hcache_backend.plan.costs import side_by_side
+from hcache_backend.prefetch.eager import EagerRestores, batch_pages, launch_pages
+from hcache_backend.prefetch.governor import Governor
+from hcache_backend.prefetch.meeting import Meeting, meeting_of
+from hcache_backend.prefetch.reservation import Ids, Launched, Recomputation
+from hcache_backend.prefetch.slices import SliceBudget
+from hcache_backend.restore.pipeline import RestorePipeline
+from hcache_backend.turn import Said, Turn
+
+logger = logging.getLogger("hcache")
+
+
+_OFFERS = 4
+"""Prefetches of which a turn may recompute pages: the first that has any is chosen."""
+
+
+class Offer(NamedTuple):
+    """Pages that a slice may recompute: whether there may be one, and how many, were said.
+
+    Attributes:
+        meeting: Its reader waits; None: the pages were read.
+    """
+
+    due: Recomputation
+    meeting: Meeting | None
+    said: Said
+
+
+class EagerLoads:
+    """Pages of running prefetches are restored, and loads get them.
+
+    ``pages`` are SGLang's (:class:`.ReservablePages`), ``pool`` is the :class:`.OwnPagesPool`.
+
+    At most ``limit`` device pages are reserved; ``loads`` knows how first layers are recomputed,
+    ``budget`` of how many tokens in one turn, and ``new_rows`` takes rows of hidden states where
+    pages hold them.
+    """
+
+    def __init__(
+        self,
+        pages: Any,
+        pool: Any,
+        pipeline: RestorePipeline,
+        loads: LoadQueue,
+        limit: int,
+        budget: SliceBudget,
+        new_rows: Callable[[], RecomputedRows] | None = None,
+    ) -> None:
+        self.governor = Governor()
+        self._budget = budget
+        self._new_rows = new_rows
+        self._pages = pages
+        self._pool = pool
+        self._pipeline = pipeline
+        self._loads = loads
+        self._controller: Any = None
+        # Not SGLang's stream of loads: that one waits for restores of other requests.
+        self._stream = streams.new_stream(pages.device, "eager")
+        self._saving = streams.new_stream(pages.device, "saves")
+        self._recomputed = False  # since somebody asked
+        self._offers: list[Offer] = []
+        self._anchors: dict[Any, Any] = {}  # of running prefetches: the node before them
+        at_once = launch_pages(pages.device, pool.page_layout.page_bytes)
+        self._restores = EagerRestores(pool.page_size, pages, self._launch, limit, at_once)
+        pages.eager = self._restores
+        pool.on_freed.append(self._host_freed)
+
+    def begin_turn(self, cache: Any, turn: Turn) -> None:
+        """The scheduler's turn: HiCache has just seen what its storage threads brought."""
+        restores, size = self._restores, self._pool.page_size
+        self._pages.cache, self._controller = cache, cache.cache_controller
+        self._anchors = {
+            info.operation: info.anchor_node_id
+            for info in cache.ongoing_prefetch.values()
+            if info.operation.host_indices is not None
+        }
+        running = list(self._anchors)
+        for operation in restores.running():
+            if operation not in running:
+                restores.end(operation)
+        for operation in running:
+            if operation not in restores.running():
+                self._begin(operation)
+            there = range(operation.completed_tokens // size)
+            meeting, met = meeting_of(operation), False
+            if meeting is not None:
+                there = meeting.here
+                met = there.start <= meeting.front
+                meeting.reachable = self._reachable(operation)
+            arrived = restores.arrived(operation, there.stop, there.start, last=met)
+            if arrived:
+                metrics.TOKENS.count("eager", arrived * size)
+                self._loads.count_finished()  # no load may come for a long time
+        self._pool.settle()
+        # What was recomputed long ago is in front of no batch any more.
+        self._recomputed = self._recomputed and self._budget.unfinished() > 0
+        self._ask(turn)
+
+    def take_recomputed(self) -> bool:
+        """Whether layers were recomputed since the last call, in front of the next forward pass."""
+        recomputed, self._recomputed = self._recomputed, False
+        return recomputed
+
+    def _begin(self, operation: Any) -> None:
+        host_pages = self._pool.page_ids(operation.host_indices)
+        keys = operation.hash_value[: len(host_pages)]
+        if len(keys) <= batch_pages(len(keys)):
+            keys = []  # it comes in one piece
+        meeting, unread = meeting_of(operation), 0
+        if meeting is not None:
+            meeting.begin(len(operation.hash_value))
+            unread = len(self._loads.methods.methods)
+        self._restores.reserve(operation, keys, host_pages[: len(keys)], unread)
+        # Forward passes that were launched may still use pages that are free already.
+        self._controller.after_forwards(self._stream)
+
+    def _launch(self, host_pages: Ids, slots: torch.Tensor) -> Launched:
+        arena = self._pool.arena
+        lacking = self._loads.stored_from
+        with self._stream.as_current(), metrics.timed("host_load"):
+            physical = arena.physical(host_pages)
+            restore = self._pipeline.start(physical, slots, None, lacking, ahead=True)
+        return Launched(restore, lacking)
+
+    @property
+    def recomputes_pages(self) -> bool:
+        """Whether front pages of a prefetch are recomputed whole while it is read from the back.
+
+        Not where SGLang ends prefetches as it likes: what counts then is the front.
+        """
+        cache = self._pages.cache
+        waits = cache is not None and cache.prefetch_stop_policy != "best_effort"
+        return waits and self._loads.recomputes_pages
+
+    def seconds_to_recompute(self, tokens: int, prefix: int) -> float:
+        """How long all layers of so many tokens behind so many take in slices; infinite: they are
+        put off, or nobody knows. Any thread."""
+        share, layers = self.governor.pace().share, len(self._loads.methods.methods)
+        if not share:
+            return math.inf
+        seconds = self._budget.seconds(tokens, self._pool.page_size, prefix, layers)
+        if seconds == math.inf:  # no slice has run yet: as a prefill, then
+            seconds = self._loads.seconds_to_compute(tokens, prefix)
+        return seconds / share
+
+    def until_met(self, meeting: Meeting, prefix: int) -> tuple[float, float]:
+        """Seconds until no pages behind ``prefix`` tokens are unread, if they are recomputed and
+        read at once, and if they are read only; infinite: nobody knows. Any thread."""
+        tokens, share = meeting.unread * self._pool.page_size, meeting.recomputable
+        reading = self._loads.seconds_to_read(tokens)
+        return side_by_side(reading, self.seconds_to_recompute(tokens, prefix), share), reading
+
+    def _ask(self, turn: Turn) -> None:
+        """Say how many pages a slice may recompute now, as many as one turn has time for."""
+        size, budget, pace = self._pool.page_size, self._budget, self.governor.pace()
+        while self._offers:  # an error came between
+            self._taken(self._offers.pop(), 0)
+        for due in islice(self._restores.to_recompute(max(1, budget.tokens // size)), _OFFERS):
+            prefix = self._tokens_before(due)
+            if prefix is None:
+                continue
+            until, meeting = (math.inf, math.inf), meeting_of(due.prefetch) if due.unread else None
+            if meeting is not None:
+                together, alone = self.until_met(meeting, prefix)
+                until = alone, together  # what takes longer is read sooner, some of it or all
+            allowed = budget.pages(len(due.pages), size, prefix, due.layers, pace.share, *until)
+            room = allowed if meeting is None else min(allowed, meeting.offer())
+            free = pace.share > 0 and not budget.full
+            self._offers.append(Offer(due, meeting, turn.say(free, room)))
+        if self._offers and not pace.share:
+            metrics.SLICES.count(pace.decision)
+
+    def end_turn(self) -> None:
+        """The ranks have agreed: recompute layers that pages lack, of the first that may be."""
+        decision, launched = self.governor.pace().decision, False
+        while self._offers:
+            offer = self._offers.pop(0)
+            free, pages = offer.said.least
+            # The turn may have ended the prefetch, on all ranks.
+            ended = offer.due.unread and offer.due.prefetch.is_terminated()
+            pages = self._taken(offer, 0 if launched or ended or not free else pages)
+            if pages:
+                launched = self._recompute_slice(offer.due.first(pages))
+        if launched:
+            metrics.SLICES.count(decision)
+
+    def _taken(self, offer: Offer, pages: int) -> int:
+        """Let the reader go on behind ``pages`` that the front takes; how many come next in it."""
+        if offer.meeting is None:
+            return pages
+        taken = offer.meeting.take(pages)
+        return len(taken) if taken.start == offer.due.pages.start else 0
+
+    def _reachable(self, prefetch: Hashable) -> int:
+        """How many pages of a prefetch, at its front, slices can recompute."""
+        there = is_on_device(self._pages.cache.tree_core, self._anchors[prefetch])
+        return self._restores.reachable(prefetch) if there and self.recomputes_pages else 0
+
+    def _tokens_before(self, due: Recomputation) -> int | None:
+        """How many tokens of the sequence are before ``due``; None: it cannot be recomputed."""
+        if not due.unread:
+            [page] = self._pool.arena.pages(due.host_pages[:1], header=True)
+            return int(self._pool.page_layout.positions(page)[0])
+        others = self._before_prefetch(due.prefetch)
+        if others is None or due.prefetch.is_terminated() or not self.recomputes_pages:
+            return None
+        if len(others) != due.prefetch.storage_start:
+            return None  # its pages follow other tokens than these
+        return len(others) + due.pages.start * self._pool.page_size
+
+    def _recompute_slice(self, due: Recomputation) -> bool:
+        """Recompute all of ``due``; whether that was launched."""
+        others = self._before_prefetch(due.prefetch)
+        if others is None:
+            return False
+        slots, before = self._restores.slots(due)
+        prefix = torch.cat((others, before))
+        if due.unread:
+            recompute = self._loads.recompute_pages(self._token_ids(due), prefix)
+        else:
+            recompute = self._loads.recompute_of(due.host_pages, due.layers, lambda: prefix)
+        if recompute is None:
+            return False
+        rows = self._new_rows() if due.unread and self._new_rows is not None else None
+        if rows is not None:
+            recompute = rows.taken_from(recompute)
+        positions = np.arange(len(prefix), len(prefix) + len(slots))
+        restore = self._pipeline.start_recomputation(recompute, positions, slots, due.after)
+        if due.unread and restore.failed is None:
+            # As a backup would: for HiCache these pages are in host memory now.
+            host_pages = due.host_pages
+            self._pool.arena.recomputed(host_pages, positions, self._token_ids(due))
+            save = partial(self._pool.save_recomputed, host_pages, slots, rows)
+            problem = restore.save(self._saving, slots, save)
+            if problem is not None:  # what is on the device is as good as that of other ranks
+                self._pool.arena.arrived(host_pages, np.zeros(len(host_pages), np.bool_))
+                metrics.PROBLEMS.count("recomputed_not_saved")
+                logger.warning("hcache: recomputed pages could not be stored: %r", problem)
+        self._budget.launched(restore, len(prefix), due.layers)
+        self._recomputed = True
+        self._restores.recomputed(due, restore)
+        if restore.failed is not None:
+            self._loads.recomputation_failed(restore.failed)
+            return True
+        if not due.unread:
+            metrics.TOKENS.count("eager_recomputed", len(slots))
+        else:
+            metrics.L3_TOKENS.count("recomputed", len(slots))
+            meeting = meeting_of(due.prefetch)
+            assert meeting is not None
+            meeting.launched(due.pages)
+            due.prefetch.completed_tokens = meeting.pages * self._pool.page_size
+        return True
+
+    def _token_ids(self, due: Recomputation) -> npt.NDArray[np.int64]:
+        size = self._pool.page_size
+        tokens = slice(due.pages.start * size, due.pages.stop * size)
+        return token_array(due.prefetch.token_ids)[tokens].astype(np.int64)
+
+    def _before_prefetch(self, prefetch: Hashable) -> torch.Tensor | None:
+        """Slots of the tokens before a prefetch, int64 ``[n]``; None: not all are on the device."""
+        tree, anchor = self._pages.cache.tree_core, self._anchors[prefetch]
+        if not is_on_device(tree, anchor):
+            return None
+        root = tree.empty_match_result.last_device_node
+        slots: torch.Tensor = tree.collect_full_device_indices(anchor, root)
+        return slots
+
+    def load(self, load: QueuedLoad, ask: Callable[[], Any]) -> Any:
+        """Let SGLang queue ``load`` (at least one page) with what was prepared for it, by ``ask``.
+
+        Returns what that returns: the device pages' indices, or None where SGLang has no room.
+        """
+        with self._pages.given_to(load):
+            device_indices = ask()
+        if load.handed is not None:
+            size, ready = self._pool.page_size, int(load.handed.ready.sum())
+            metrics.TOKENS.count("ready_at_load", ready * size)
+            metrics.TOKENS.count("not_ready_at_load", (len(load.handed.ready) - ready) * size)
+        return device_indices
+
+    def until_saved(self, host_pages: Ids) -> None:
+        """The CPU is about to read host pages (int64 ``[n]``): what was recomputed is there, and
+        what did not fit encoded is known."""
+        self._restores.until_saved(host_pages)
+        self._pool.settle()
+
+    def _host_freed(self, host_pages: Ids) -> None:
+        self.until_saved(host_pages)
+        self._restores.host_freed(host_pages)
+
+    def prepared(self, host_pages: Ids) -> npt.NDArray[np.bool_]:
+        """Which pages (int64 ``[n]``) a load would not take from the host; bool ``[n]``."""
+        return self._restores.prepared(host_pages)
+
+    def give_back(self) -> None:
+        """What was restored and not handed out yet means nothing any more."""
+        self._restores.clear()
+
+
+def token_array(token_ids: Any) -> npt.NDArray[np.int32]:
+    """Token ids of a storage operation (a key, a list or an array) as int32 ``[n]``."""
+    return np.asarray(getattr(token_ids, "token_ids", token_ids), dtype=np.int64).astype(np.int32)
+
+
+def is_on_device(tree: Any, node: Hashable) -> bool:
+    """Whether the device has K and V of all tokens up to the end of a node of SGLang's tree."""
+    root = tree.empty_match_result.last_device_node
+    return bool(node == root or not tree.is_full_device_evicted(node))

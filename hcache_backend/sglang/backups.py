@@ -1,0 +1,149 @@
+"""Backups that HiCache would not make or not wait for: heads of conversations, the last ones.
+
+With ``write_back`` HiCache writes a node when the device evicts it, ends of conversations first: of
+one that goes on, the beginning would never be written. It is put when the end has been.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hcache_backend import metrics
+from hcache_backend.format.envelope import key_bytes
+
+logger = logging.getLogger("hcache")
+
+_PAGES = 128
+"""No further node is put in a turn once its nodes have so many pages."""
+_NODES = 1 << 16
+"""Ends of written beginnings that are known; the oldest ones are forgotten."""
+_FINISH_SECONDS = 10.0
+"""SGLang kills processes 15 s after it has told them to stop."""
+_POLL_SECONDS = 0.001
+
+
+class Backups:
+    """Beginnings of conversations under ``write_back``, and the end of a server.
+
+    The scheduler's thread only. Every rank sees the same nodes, so all put the same ones at once.
+    Pipeline stages do not: they put none, and are not waited for.
+    """
+
+    def __init__(self, stages: int) -> None:
+        self._on = stages == 1
+        self._cache: Any = None
+        self._heads: dict[bytes, int] = {}  # ends of beginnings that are to be put, by their key
+        self._written: dict[bytes, None] = {}  # keys of ends of what was put, with all before it
+
+    def wrote(self, cache: Any, node: int) -> None:
+        """``node`` is on its way to L3."""
+        if self._on and cache.is_write_back and len(cache.tree_components) == 1:
+            found = cache.tree_core.snapshot_buffer_backup(node, False)
+            if found is not None and not found.parent_is_root:
+                self._heads[key_bytes(found.parent_last_hash)] = found.parent_node_id
+
+    def put_heads(self, cache: Any) -> None:
+        """HiCache has had its turn: back up what is before nodes that were written, a part of it.
+
+        Only ``write_back`` leaves such nodes. They are still on the device.
+        """
+        self._cache = cache
+        if not self._heads or cache.ongoing_write_through:
+            return
+        from sglang.srt.mem_cache.unified_cache.cache_action import BackupKV
+
+        end = next(iter(self._heads))
+        chain: list[tuple[bytes, int, int]] = []  # from the last node to the first
+        key: bytes | None = end
+        first = node = self._heads.pop(end)
+        while key is not None and key not in self._written:
+            found = cache.tree_core.snapshot_buffer_backup(node, False)
+            if found is None or key_bytes(found.hash_values[-1]) != key:
+                return  # it was evicted meanwhile, and so written
+            chain.append((key, node, len(found.hash_values)))
+            key = None if found.parent_is_root else key_bytes(found.parent_last_hash)
+            node = found.parent_node_id
+        pages = 0
+        while chain and pages < _PAGES:
+            key, node, more = chain.pop()
+            if not cache.is_backuped(node):
+                pages += more
+                if not cache._execute_and_commit_kv_backup(BackupKV([node])):
+                    more += sum(of_node for _, _, of_node in chain)
+                    metrics.PAGES.count("heads_not_put", more)
+                    return
+                metrics.PAGES.count("heads_put", more)
+            self._written[key] = None
+            if len(self._written) > _NODES:
+                del self._written[next(iter(self._written))]
+        if chain:
+            self._heads[end] = first
+
+    def forget(self) -> None:
+        """L3 has nothing of what was put."""
+        self._written.clear()
+        self._heads.clear()
+
+    def finish(self) -> None:
+        """Weights are about to change: wait, not for long, until nothing is being backed up.
+
+        SGLang ends a server whose caches cannot be flushed then, since it was idle before. Every
+        rank calls it in the same turn, with the same backups under way.
+        """
+        cache = self._cache
+        self.forget()
+        if not self._on or cache is None or not _only_backs_up(cache):
+            return
+        if not self._backups_end(cache, time.monotonic() + _FINISH_SECONDS):
+            logger.warning(
+                "hcache: backups did not end in %g s: SGLang may be unable to flush its caches "
+                "after this weight update, and then ends the server",
+                _FINISH_SECONDS,
+            )
+
+    def stop(self, cache: Any) -> bool:
+        """The server is about to end: wait, not for long, until L3 has what is queued for it, and
+        with ``write_back`` all that is on the device; whether it has. As :meth:`finish`."""
+        if not self._on:
+            return False
+        from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+        end = time.monotonic() + _FINISH_SECONDS
+        logger.info(
+            "hcache: shutting down: up to %g s to write %d more nodes to L3",
+            _FINISH_SECONDS,
+            len(cache.ongoing_backup) + len(cache.ongoing_write_through),
+        )
+        ended = self._backups_end(cache, end)
+        some = EvictParams(num_tokens=_PAGES * cache.page_size)
+        while ended and cache.is_write_back and cache.evict(some).num_tokens_evicted:
+            ended = self._backups_end(cache, end)
+        if not ended:
+            logger.warning(
+                "hcache: %d nodes were not written to L3 within %g s of the shutdown",
+                len(cache.ongoing_backup) + len(cache.ongoing_write_through),
+                _FINISH_SECONDS,
+            )
+        return ended
+
+    def _backups_end(self, cache: Any, end: float) -> bool:
+        """Whether all backups end until ``end`` (monotonic), on all ranks."""
+        while cache.ongoing_write_through or cache.ongoing_backup or self._heads:
+            cache.check_hicache_events()
+            goes_on = torch.tensor(time.monotonic() < end, dtype=torch.int32)
+            cache._all_reduce_attn_groups(goes_on, dist.ReduceOp.MIN)
+            if not goes_on:
+                return False
+            time.sleep(_POLL_SECONDS)
+        return True
+
+
+def _only_backs_up(cache: Any) -> bool:
+    """Whether backups, and nothing else, keep a cache from being flushed."""
+    backups = cache.ongoing_write_through or cache.ongoing_backup
+    return bool(backups) and not (cache.ongoing_load_back or cache.ongoing_prefetch)

@@ -1,0 +1,330 @@
+"""L2 in page form: SGLang's host pool, holding our own pages in the arena."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from sglang.srt.mem_cache.pool_host.base import HostKVCache
+
+from hcache_backend import metrics
+from hcache_backend.arena import NOT_SETTLED, Arena, Ids
+from hcache_backend.capture.recomputed_rows import RecomputedRows
+from hcache_backend.capture.staging import StagedCapture
+from hcache_backend.format.page import PageLayout
+from hcache_backend.host.loads import LoadQueue
+from hcache_backend.host.segments import KVSegments
+from hcache_backend.restore.report import RunningRestore
+from hcache_backend.streams import (
+    Event,
+    StreamFailed,
+    current_stream,
+    host_tensor,
+    pinning,
+    to_device,
+)
+
+logger = logging.getLogger("hcache")
+
+
+class HostPages(NamedTuple):
+    """Pages of memory: what HiCache may allocate, and a shadow for each page of the device."""
+
+    host: int
+    shadows: int
+
+
+class _Saved(NamedTuple):
+    """Pages (int64 ``[p]``) that are in host memory behind ``event``, and of which parts of each
+    the codec holds: bool ``[parts, p]``, on the CPU behind it."""
+
+    event: Event
+    host_pages: Ids
+    fits: tuple[torch.Tensor, ...]
+
+
+class OwnPagesPool(HostKVCache):
+    """Our pages in host memory; opaque bytes to everything else in HiCache.
+
+    HiCache's host indices are logical: the arena says which memory a page is in. If layers are
+    captured, the memory also holds the shadow pages of the device, which HiCache never sees.
+
+    Args:
+        layout: SGLang's name of the host layout; pages look the same whatever it is, but HiCache
+            decides by it how indices travel.
+        kv: Copies the K and V that pages hold.
+        stamp: As of :class:`.Arena`.
+        keeps_unfit: Likewise.
+
+    Attributes:
+        frees_duplicates: Whether HiCache frees pages of tokens that are still on the device.
+        on_freed: Who wants to know of pages (int64 ``[n]``) that HiCache has freed.
+        on_backed_up: Who wants to know of pages (int64 ``[n]``) that were copied from slots (int64
+            ``[n * page_size]``, on the device), on the current stream.
+        on_loaded: The same of pages that were copied to slots.
+        pieces_per_page: As how many pieces of memory storage backends see a page.
+
+    Raises:
+        ValueError: The machine has not enough memory.
+    """
+
+    def __init__(
+        self,
+        device_pool: Any,
+        page_size: int,
+        layout: str,
+        *,
+        page_layout: PageLayout,
+        pages: HostPages,
+        kv: KVSegments,
+        pin_memory: bool,
+        allocator_type: str,
+        stamp: Callable[[np.ndarray], None] = lambda page: None,
+        keeps_unfit: bool = False,
+    ) -> None:
+        self.page_layout = page_layout
+        self._stamp = stamp
+        self._keeps_unfit = keeps_unfit
+        self._capture: StagedCapture | None = None
+        self.frees_duplicates: Callable[[], bool] = lambda: True
+        self.layer_num = len(page_layout.segment_bytes)
+        self.target_layer_num = self.layer_num
+        self._pages = pages
+        self._kv = kv
+        self._saved: list[_Saved] = []
+        self._warned = False
+        self._loads: LoadQueue | None = None
+        self._restores: tuple[RunningRestore, ...] = ()
+        self._backed_up: Event | None = None
+        self.on_freed: list[Callable[[Ids], None]] = []
+        self.on_backed_up: list[Callable[[Ids, torch.Tensor], None]] = []
+        self.on_loaded: list[Callable[[Ids, torch.Tensor], None]] = []
+        self.pieces_per_page = 1
+        self.device_pool = device_pool
+        geometry = {
+            "device_pool": device_pool,
+            "dtype": device_pool.store_dtype,
+            "device_capacity_tokens": device_pool.size,
+            "size_per_token": self.get_size_per_token(),
+            "start_layer": device_pool.start_layer,
+            "end_layer": device_pool.end_layer,
+        }
+        # Up to 0.5.21 the base class asks the device pool, from 0.5.22 on it is told.
+        asked = inspect.signature(HostKVCache.__init__).parameters
+        super().__init__(
+            **{name: value for name, value in geometry.items() if name in asked},
+            # The base class makes pages of tokens of a ratio, rounds down and adds one page.
+            host_to_device_ratio=(pages.host - 0.5) * page_size / device_pool.size,
+            host_size=0,
+            page_size=page_size,
+            layout=layout,
+            pin_memory=pin_memory,
+            device="cpu",
+            allocator_type=allocator_type,
+        )
+        assert self.page_num == pages.host
+
+    def use(self, loads: LoadQueue, capture: StagedCapture | None = None) -> None:
+        """Give the pool what turns pages into K and V, and what fills the shadows, if any."""
+        self._loads = loads
+        self._capture = capture
+
+    # ---- sizes and memory ----
+
+    def get_size_per_token(self) -> int:
+        # Divides for page sizes that are powers of two; others only round the pool's size down.
+        return -(-self.page_layout.page_bytes // self.page_layout.page_size)
+
+    def get_ksize_per_token(self) -> int:
+        return self.get_size_per_token()
+
+    def init_kv_buffer(self) -> torch.Tensor:
+        from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
+
+        self.token_stride_size = self.size_per_token
+        pages, size = sum(self._pages), self.page_layout.page_bytes
+        with pinning(pages * size):
+            buffer: torch.Tensor = ALLOC_MEMORY_FUNCS[self.device_pool.device](
+                (pages, size),
+                dtype=torch.uint8,
+                device=self.device,
+                pin_memory=self.pin_memory,
+                allocator=self.allocator,
+                # No page lies in two registrations: a copy of the copy engine may not span them.
+                registration_granularity_bytes=size,
+            )
+        of_arena = (self.page_layout, *self._pages, self._stamp)
+        self.arena = Arena(buffer.numpy(), *of_arena, keeps_unfit=self._keeps_unfit)
+        return buffer
+
+    def page_ids(self, host_indices: torch.Tensor) -> Ids:
+        """Logical pages that host indices (int64 ``[pages * page_size]``) stand for."""
+        ids: Ids = host_indices[:: self.page_size].to("cpu").numpy() // self.page_size
+        return ids
+
+    # ---- what HiCache does with its indices ----
+
+    def free(self, indices: torch.Tensor) -> int:
+        if indices.numel():
+            self._freed(self.page_ids(indices))
+        freed: int = super().free(indices)
+        return freed
+
+    def _freed(self, host_pages: Ids) -> None:
+        # First: tokens on the device may take rows back that are still to come.
+        for told in self.on_freed:
+            told(host_pages)
+        if self._capture is None:
+            self.arena.host_dropped(host_pages)
+        else:
+            self._capture.host_freed(host_pages, duplicates=self.frees_duplicates())
+
+    def clear(self) -> None:
+        ends = [self._backed_up] if self._backed_up is not None else []
+        if self._capture is not None:
+            ends.append(self._capture.transfers())  # rows are written without a backup, too
+        for end in ends:
+            # Whoever gets a page next may write it at once, so nothing may be on its way there.
+            with contextlib.suppress(StreamFailed):
+                end.synchronize()
+        if self._capture is not None:
+            self._capture.ledger.forget()
+        self.arena.clear()
+        super().clear()
+
+    # ---- device <-> host ----
+
+    def backup_from_device_all_layer(
+        self, device_pool: Any, host_indices: Any, device_indices: Any, io_backend: str
+    ) -> None:
+        self._save(self.page_ids(host_indices), device_indices)
+        self._backed_up = current_stream(self.device_pool.device).record()
+
+    def save_recomputed(
+        self, host_pages: Ids, slots: torch.Tensor, rows: RecomputedRows | None
+    ) -> None:
+        """Copy pages (int64 ``[p]``) that were recomputed whole from their slots, with their
+        ``rows``, on the current stream; ``slots`` are int64 ``[p * page_size]``, on the device."""
+        # Rows first: the headers are there before others look at the pages.
+        fits = () if rows is None else (rows.save(self.arena.physical(host_pages)),)
+        self._save(host_pages, slots, *fits)
+
+    def _save(self, host_pages: Ids, slots: torch.Tensor, *fits: torch.Tensor) -> None:
+        """Copy K and V. ``fits`` say which pages the codec holds: bool ``[p]``, on their way to the
+        CPU."""
+        device = self.device_pool.device
+        if self._kv.layers:
+            physical = self.arena.physical(host_pages)
+            pages = torch.from_numpy(physical)
+            if not self._kv.by_header:
+                pages = to_device(physical, device)
+            with metrics.timed("host_backup"):
+                of_kv = self._kv.save(self.page_layout, self.kv_buffer, pages, slots)
+            if of_kv is not None:
+                told = host_tensor(of_kv.shape, torch.bool, device)
+                fits = (*fits, told.copy_(of_kv, non_blocking=True))
+        if self._capture is not None:  # table entries were exchanged: rows may be on their way
+            current_stream(device).wait(self._capture.transfers())
+        for note in self.on_backed_up:
+            note(host_pages, slots)
+        if fits:
+            self.arena.wait_for(host_pages)
+            self._saved.append(_Saved(current_stream(device).record(), host_pages, fits))
+        else:
+            self.arena.settle(host_pages)
+
+    def depth(self, host_pages: Ids) -> Ids:
+        """:meth:`.Arena.depth` of pages (int64 ``[p]``), of all that has arrived by now."""
+        self.settle()
+        depths = self.arena.depth(host_pages)
+        if self._kv.by_header:
+            pages = self.arena.pages(host_pages, header=True)
+            unknown = [self.page_layout.of(page) is None for page in pages]
+            depths[np.array(unknown, np.bool_)] = NOT_SETTLED
+        return depths
+
+    def settle(self) -> None:
+        """Lose the pages that have arrived and that the codec does not hold."""
+        saved, self._saved = self._saved, []
+        for one in saved:
+            if one.event.query():
+                self._arrived(one.host_pages, torch.vstack(one.fits).all(0).numpy())
+            else:
+                self._saved.append(one)
+
+    def _arrived(self, host_pages: Ids, fits: npt.NDArray[np.bool_]) -> None:
+        lost = self.arena.arrived(host_pages, fits)
+        metrics.TOKENS.count("not_encodable", len(lost) * self.page_size)
+        if len(lost) and not self._warned:
+            self._warned = True
+            logger.warning(
+                "hcache: pages of %d tokens cannot be encoded: loads compute them again, and they "
+                "do not go to L3 (logged once, counted always; codec 'none' encodes all)",
+                len(lost) * self.page_size,
+            )
+
+    def divide(self, host_pages: Ids, layout: PageLayout) -> None:
+        """``host_pages`` (int64 ``[n]``) are about to be written whole with this ``layout``: say so
+        in their headers, where what copies them goes by these."""
+        self.arena.complete(host_pages)  # they may have been lost with other tokens
+        if self._kv.by_header:
+            pages = self.arena.physical(host_pages)
+            self.arena.host_access(pages, write=True, header=True)
+            for page in pages.tolist():
+                layout.divide(self.arena.memory[page])
+
+    def load_to_device_per_layer(
+        self,
+        device_pool: Any,
+        host_indices: Any,
+        device_indices: Any,
+        layer_id: int,
+        io_backend: str,
+        *,
+        is_draft: bool = False,
+    ) -> None:
+        """Restore whole pages: all layers of all queued loads are launched with the first one."""
+        assert self._loads is not None and not is_draft
+        if layer_id == 0:
+            self._restores = self._loads.launch(device_indices)
+        for restore in self._restores:
+            restore.wait_for_layer(layer_id)
+        if layer_id == self.layer_num - 1:
+            for told in self.on_loaded:
+                told(self.page_ids(host_indices), device_indices)
+            self._loads.count_finished()
+
+    # ---- pages as storage backends see them ----
+
+    def get_page_buffer_meta(self, indices: torch.Tensor) -> tuple[list[int], list[int]]:
+        """Address and length of every piece of every page, page by page."""
+        base, length = self.kv_buffer.data_ptr(), self.page_layout.page_bytes
+        cuts = [length * piece // self.pieces_per_page for piece in range(self.pieces_per_page)]
+        sizes = [end - cut for cut, end in zip(cuts, [*cuts[1:], length], strict=True)]
+        physical = self.arena.physical(self.page_ids(indices)).tolist()
+        addresses = [base + page * length + cut for page in physical for cut in cuts]
+        return addresses, sizes * len(physical)
+
+    def get_hybrid_pool_buffer(self) -> list[torch.Tensor]:
+        return [self.kv_buffer]
+
+    def get_data_page(self, index: Any, flat: bool = True) -> torch.Tensor:
+        return self.kv_buffer[self._physical(index)]
+
+    def get_dummy_flat_data_page(self) -> torch.Tensor:
+        return torch.zeros(self.page_layout.page_bytes, dtype=torch.uint8)
+
+    def set_from_flat_data_page(self, index: int, data_page: torch.Tensor) -> None:
+        self.kv_buffer[self._physical(index)] = data_page.view(torch.uint8).reshape(-1)
+
+    def is_stride_page_aligned(self, page_size_bytes: int = 4096) -> bool:
+        return self.page_layout.page_bytes % page_size_bytes == 0
+
+    def _physical(self, index: Any) -> int:
+        return int(self.arena.physical(np.array([int(index) // self.page_size]))[0])

@@ -1,0 +1,426 @@
+"""What one scheduler process knows: its model, its mode, and the weights that are loaded."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from hcache_backend import metrics
+from hcache_backend.config import HCacheConfig
+from hcache_backend.fingerprint import (
+    TensorDigest,
+    digest_tensors,
+    fingerprint,
+    model_tensors,
+    namespace,
+    of_all_stages,
+    whole_fingerprint,
+)
+from hcache_backend.format.envelope import WRITER_BYTES
+from hcache_backend.format.page import FORMAT_VERSION
+from hcache_backend.plan.profile import Profile
+from hcache_backend.plan.record import PartitionRecord
+from hcache_backend.plan.restore import Restore
+from hcache_backend.prefetch.gate import HitGate
+from hcache_backend.server_report import LayerGroup, ServerReport
+from hcache_backend.sglang.arguments import page_size
+from hcache_backend.sglang.groups import PipelineStages
+from hcache_backend.store import PageStore
+
+logger = logging.getLogger("hcache")
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The weights of this moment, of one pipeline stage or of all.
+
+    Replaced as a whole, so that other threads see the old ones or the new ones.
+
+    Attributes:
+        fingerprint: Digest over all tensor-parallel ranks.
+        suspended: Why L3 takes and gives nothing at present, or None.
+        whole: Digest that is the same however many ranks the model is divided over.
+    """
+
+    fingerprint: bytes
+    suspended: str | None = None
+    whole: bytes = b""
+
+
+@dataclass
+class Runtime:
+    """State of one scheduler process. Attributes change on the scheduler thread only, but for
+    ``weights``, which changes when the other pipeline stages have said theirs.
+
+    Attributes:
+        runner: SGLang's ModelRunner.
+        config: Options of this server, or None while nobody asked for us.
+        mode: ``hidden`` or ``kv``; None until the host pool is built.
+        own_pages: Whether the host pool holds our own pages, not SGLang's plain ones.
+        reason: Why the mode is ``kv``, or why pages are plain.
+        eager: Whether what has arrived of a hit is restored while L3 is still being read.
+        store: The page store of a server that was started with it as L3, until the storage class
+            takes it.
+        writer: 8 bytes that mark the pages of this server run.
+        draft: SGLang's ModelRunner of a draft model, if there is one.
+        draft_digest: Digest (16 bytes, hexadecimal) of its layers on this rank; its pages in L3 go
+            by it. Its embedding and head may be the model's.
+        page_fields: What the namespace of our own pages holds besides the weights.
+        on_weights_changed: Called, on the scheduler thread, when captured rows lose their meaning.
+        on_caches_flushed: Called, on the scheduler thread, when L1 and L2 have been emptied.
+        on_other_l3: Called on all ranks, with its name, when another L3 than our store is attached.
+        on_distrust: Called when projected K and V stop matching those of the model.
+        projection: How the layers are projected; empty in KV mode.
+        recomputation: How exactly first layers are recomputed, or why not, in words; None: nothing
+            is to be recomputed.
+        layer_methods: How each layer is stored; None until it was decided.
+        kept_profile: A profile that was measured at start-up, and its file's name in a store.
+        kept_partition: What is stored of each layer, likewise, if that was decided before the
+            store was known.
+        hit_gate: Decides which L3 hits are read; None: all are.
+        codec: What encodes our own pages; None: there are none.
+        unused: What the server goes without, and why; with ``recomputation``, for the log.
+    """
+
+    runner: Any
+    config: HCacheConfig | None = None
+    mode: Literal["hidden", "kv"] | None = None
+    own_pages: bool = False
+    reason: str | None = None
+    eager: bool = False
+    store: PageStore | None = None
+    writer: bytes = field(default_factory=lambda: os.urandom(WRITER_BYTES))
+    weights: Weights | None = None
+    draft: Any = None
+    draft_digest: str | None = None
+    page_fields: dict[str, object] = field(default_factory=dict)
+    on_weights_changed: list[Callable[[], None]] = field(default_factory=list)
+    on_caches_flushed: list[Callable[[], None]] = field(default_factory=list)
+    on_other_l3: list[Callable[[str], None]] = field(default_factory=list)
+    on_distrust: list[Callable[[], None]] = field(default_factory=list)
+    projection: list[LayerGroup] = field(default_factory=list)
+    recomputation: str | None = None
+    layer_methods: Restore | None = None
+    kept_profile: tuple[str, Profile] | None = None
+    kept_partition: tuple[str, PartitionRecord] | None = None
+    hit_gate: HitGate | None = None
+    codec: str | None = None
+    unused: dict[str, str] = field(default_factory=dict)
+    distrust: str | None = None
+    _not_restorable: str | None = None
+    _namespaces: dict[tuple[bytes, str], bytes] = field(default_factory=dict)
+    _suspended: metrics.SuspendedGauge = field(default_factory=metrics.SuspendedGauge)
+    _stages: PipelineStages | None = None
+    _lock: threading.RLock = field(default_factory=threading.RLock)
+    _stand_in: Weights | None = None
+    _flush_due: str | None = None
+    _updates_untold: int = 0
+
+    def use_own_pages(self, fields: dict[str, object], reason: str | None = None) -> None:
+        """The host pool holds our own pages.
+
+        Args:
+            fields: What their namespace holds besides the weights.
+            reason: Why there are no hidden states in them; None: there are.
+        """
+        self.mode, self.own_pages, self.reason = "kv" if reason else "hidden", True, reason
+        self.page_fields = fields
+        metrics.MODE.set(self.mode, "own")
+        if reason is not None:
+            logger.info("hcache: KV mode, own pages: %s", reason)
+
+    def use_codec(self, name: str, asked: str) -> None:
+        """Own pages are encoded by the codec ``name``; option ``codec`` means ``asked`` here."""
+        self.codec = name
+        metrics.CODEC.set(asked, name)
+
+    def use_plain_pages(self, reason: str) -> None:
+        """The host pool holds SGLang's plain KV pages, and this is why."""
+        self.mode, self.own_pages, self.reason = "kv", False, reason
+        metrics.MODE.set("kv", "plain")
+        logger.warning("hcache: KV mode, plain pages: %s", reason)
+
+    def stop_judging(self) -> None:
+        """The storage backend is detached."""
+        if self.hit_gate is not None:
+            self.hit_gate.clear_metrics()
+            self.hit_gate = None
+
+    def say_unused(self) -> None:
+        """Log what the server goes without; the last line about its host pool."""
+        problem = (self.recomputation or "").partition("none: ")[2]
+        unused = {"recomputation": problem} if problem else {}
+        if unused := {**unused, **self.unused}:
+            said = "; ".join(f"{what} ({reason})" for what, reason in unused.items())
+            logger.info("hcache: not used: %s", said)
+
+    def report(self) -> ServerReport:
+        """What this server says about itself to ``hcache doctor``."""
+        hidden = self.mode == "hidden"
+        return ServerReport(
+            time=time.time(),
+            model=str(self.runner.model_config.model_path),
+            mode="hidden" if hidden else "kv",
+            pages="own" if self.own_pages else "plain",
+            reason=self.reason,
+            codec=self.codec,
+            partition=self.layer_methods.describe() if hidden and self.layer_methods else None,
+            projection=tuple(self.projection),
+            recomputation=self.recomputation,
+            tokens_per_second=self.hit_gate.costs.rates() if self.hit_gate is not None else {},
+        )
+
+    def slowdown(self, tokens: int) -> float:
+        """How many times as long as by the profile prefills of ``tokens`` took lately; 1 where
+        nobody measures them."""
+        return 1.0 if self.hit_gate is None else self.hit_gate.costs.prefill.slowdown(tokens)
+
+    def seconds_to_read(self, tokens: int) -> float:
+        """How long L3 takes for the next ``tokens`` of what it reads; infinite: nobody knows."""
+        return math.inf if self.hit_gate is None else self.hit_gate.l3.seconds_to_read(tokens)
+
+    def seconds_to_compute(self, tokens: int, prefix: int) -> float:
+        """How long a prefill of ``tokens`` behind ``prefix`` takes; infinite: nobody knows."""
+        known = None if self.hit_gate is None else self.hit_gate.costs.prefill
+        return (known.seconds(tokens, prefix) if known else None) or math.inf
+
+    def namespace_of(self, weights: Weights, **shape: object) -> bytes:
+        """Namespace (16 bytes) of pages that ``weights`` made and that look like ``shape``.
+
+        With ``any_ranks`` in ``shape``, servers with other numbers of tensor-parallel ranks share
+        it.
+        """
+        digest = weights.whole if shape.get("any_ranks") else weights.fingerprint
+        # Asked for by every batch of pages; building it walks the model's whole configuration.
+        key = (digest, repr(sorted(shape.items())))
+        if key not in self._namespaces:
+            made_by = {
+                "format": FORMAT_VERSION,
+                "weights": digest.hex(),
+                "model": _settings(self.runner.model_config.hf_config.to_dict()),
+                "dtype": str(self.runner.dtype),
+                "kv_dtype": str(self.runner.kv_cache_dtype),
+                "page_size": page_size(self.runner.server_args),
+            }
+            self._namespaces[key] = namespace({**made_by, **shape})
+        return self._namespaces[key]
+
+    def page_namespace(self, weights: Weights | None = None) -> bytes:
+        """Namespace (16 bytes) of our own pages, by default those of this moment's weights."""
+        weights = weights or self.weights
+        assert weights is not None
+        return self.namespace_of(weights, **self.page_fields)
+
+    def page_namespaces(self) -> tuple[bytes, ...]:
+        """Namespaces of all pages of ours that the weights of this moment made.
+
+        Until all pipeline stages have said what their new weights are, another name stands in.
+        """
+        made = (weights for weights in (self.weights, self._stand_in) if weights is not None)
+        return tuple(self.namespace_of(weights, **self.page_fields) for weights in made)
+
+    def read_weights(self) -> None:
+        """Fingerprint the loaded weights. Every rank of every stage must call it at one point.
+
+        Raises:
+            RuntimeError: A rank could not read its weights; raised on all of them.
+        """
+        self._use_weights(self._tell_stages())
+        with self._lock:
+            self._refresh()
+
+    def read_draft(self, runner: Any) -> None:
+        """Fingerprint the loaded weights of a draft model; another one accepts other drafts."""
+        self.draft, self.draft_digest = runner, os.urandom(16).hex()  # if it cannot be read
+        with metrics.harmless("draft", "pages of the draft model are not found again"):
+            tensors = [
+                (name, tensor)
+                for name, tensor in model_tensors(runner.model)
+                if "embed_tokens" not in name and "lm_head" not in name
+            ]
+            self.draft_digest = fingerprint([digest_tensors(tensors)]).hex()
+
+    def begin_weight_update(self) -> None:
+        """Weights are about to change: what was captured or queued under the old ones is void."""
+        if self.weights is not None and self.weights.suspended is None:
+            logger.warning(
+                "hcache: weights are changing: L3 is off until the caches are flushed "
+                "(POST /flush_cache)"
+            )
+        with self._lock:
+            self._flush_due = "the weights were updated and the caches not flushed yet"
+            self._refresh()
+        for callback in self.on_weights_changed:
+            callback()
+
+    def end_weight_update(self) -> None:
+        """Weights have changed.
+
+        L3 stays suspended until the caches are flushed and every pipeline stage has said what its
+        weights are now.
+        """
+        with self._lock:
+            self._updates_untold += 1
+            if self.weights is not None:  # whatever they are, they are not the old ones
+                unknown = os.urandom(16)
+                self._stand_in = Weights(unknown, self.weights.suspended, unknown)
+                self.weights = self._stand_in
+        if self.draft is not None:
+            self.read_draft(self.draft)
+        self._tell_stages().add_done_callback(self._all_stages_told)
+
+    def caches_were_flushed(self) -> None:
+        """Nothing of the old weights is left in L1, L2 or a queue: L3 may serve again."""
+        for callback in self.on_caches_flushed:
+            callback()
+        with self._lock:
+            self._flush_due = None
+            self._refresh()
+
+    def got_other_weights(self) -> None:
+        """A prefill server sent K and V that are not those of this decode server's weights.
+
+        L1 and L2 hold them from now on, and what is decoded behind them: L3 is suspended until
+        these are flushed.
+        """
+        with self._lock:
+            if self._flush_due is not None:
+                return
+            self._flush_due = "a prefill server sent K and V of other weights"
+            self._refresh()
+        logger.warning(
+            "hcache: a prefill server sent K and V of other or unknown weights: L3 is off until "
+            "POST /flush_cache"
+        )
+
+    def lose_trust(self, reason: str) -> None:
+        """Projected K and V differ from the model's: stop saving and serving, for good."""
+        with self._lock:
+            if self.distrust is not None:
+                return
+            self.distrust = reason
+            self._refresh()
+        logger.error(
+            "hcache: %s. L3 is off until a restart, and the pages that this server wrote are being "
+            "deleted. Requests continue. Please report this with the log",
+            reason,
+        )
+        for callback in self.on_distrust:
+            threading.Thread(target=callback, name="hcache-distrust", daemon=True).start()
+
+    def cannot_restore(self, reason: str) -> None:
+        """Pages are right and of no use here: L3 neither takes nor gives until a restart."""
+        with self._lock:
+            self._not_restorable = reason
+            self._refresh()
+
+    def _refresh(self) -> None:
+        """Suspend L3, or let it serve, as what is known by now wants it. Under the lock."""
+        untold = "the weights were updated and not all pipeline stages have said theirs"
+        reasons = {
+            "quarantined": self.distrust,
+            "not_restorable": self._not_restorable,
+            "flush_needed": self._flush_due,
+            "stages": untold if self._updates_untold else None,
+        }
+        code, reason = next(((c, r) for c, r in reasons.items() if r is not None), (None, None))
+        if self.weights is not None and self.weights.suspended != reason:
+            self.weights = replace(self.weights, suspended=reason)
+            if reason is None:
+                logger.info("hcache: L3 serves again, in the namespace of the new weights")
+        self._suspended.set(code)
+
+    def _tell_stages(self) -> Future[list[Weights | None]]:
+        """Say to all pipeline stages what the weights of this one are; what all of them said."""
+        if self._stages is None:
+            self._stages = PipelineStages()
+        return self._stages.say(_stage_weights(self.runner.model))
+
+    def _use_weights(self, said: Future[list[Weights | None]]) -> None:
+        every = said.result()
+        stages = [weights for weights in every if weights is not None]
+        if len(stages) < len(every):
+            raise RuntimeError("hcache: the weights could not be read")
+        with self._lock:
+            self.weights = Weights(
+                of_all_stages([stage.fingerprint for stage in stages]),
+                self.weights.suspended if self.weights else None,
+                of_all_stages([stage.whole for stage in stages]),
+            )
+
+    def _all_stages_told(self, said: Future[list[Weights | None]]) -> None:
+        with self._lock:
+            try:
+                self._use_weights(said)
+            except Exception as error:  # under the old fingerprint L3 must not serve again
+                self.lose_trust(str(error))
+            self._updates_untold -= 1
+            self._refresh()
+
+
+_runtime: Runtime | None = None
+
+
+def remember(runner: Any) -> Runtime:
+    """Called once a process, when its model has been loaded."""
+    global _runtime  # noqa: PLW0603  one scheduler process has one model
+    _runtime = Runtime(runner)
+    return _runtime
+
+
+def current() -> Runtime:
+    """The runtime of this process.
+
+    Raises:
+        RuntimeError: The plugin did not run here.
+    """
+    if _runtime is None:
+        raise RuntimeError(
+            "the hcache plugin is not active in this process: is hcache-backend installed where "
+            "SGLang runs, and does SGLANG_PLUGINS (if set) name 'hcache'?"
+        )
+    return _runtime
+
+
+def _stage_weights(model: Any) -> Weights | None:
+    """The weights of this pipeline stage, or None when a rank of it could not read its own."""
+    from sglang.srt.distributed import get_tp_group
+
+    own: list[TensorDigest] | None = None
+    try:
+        own = _digest_model(model)
+    except Exception:
+        logger.exception("hcache: the weights could not be read")
+    ranks = get_tp_group().all_gather_object(own)
+    return None if None in ranks else Weights(fingerprint(ranks), whole=whole_fingerprint(ranks))
+
+
+def _digest_model(model: Any) -> list[TensorDigest]:
+    from sglang.srt.layers.linear import RowParallelLinear
+
+    by_column = {
+        f"{name}.weight"
+        for name, module in model.named_modules()
+        if isinstance(module, RowParallelLinear)
+    }
+    # The same of all experts of a layer in one tensor.
+    by_column |= {name for name, _ in model.named_parameters() if name.endswith("w2_weight")}
+    # LoRA wraps layers when it is set up, which must not make other weights of them.
+    tensors = ((name.replace(".base_layer.", "."), t) for name, t in model_tensors(model))
+    return digest_tensors(tensors, {name.replace(".base_layer.", ".") for name in by_column})
+
+
+def _settings(settings: dict[str, Any]) -> dict[str, Any]:
+    """The model's settings (norm epsilon, RoPE, scalings...) without the ones that are only names.
+
+    The same weights under another name or path share pages, on purpose.
+    """
+    ignored = {"_name_or_path", "transformers_version", "id2label", "label2id"}
+    return {key: value for key, value in settings.items() if key not in ignored}

@@ -1,0 +1,243 @@
+"""Joining a server, at start-up or at a run-time attach: options, store, agreement of ranks.
+
+Every rank reports before any of them raises: a rank that failed alone would leave the others
+waiting in HiCache's next collective.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
+from sglang.srt.runtime_context import get_memory
+
+from hcache_backend.config import (
+    FIXED_AT_START,
+    ConfigError,
+    HCacheConfig,
+    check_extra_config,
+    parse_config,
+)
+from hcache_backend.plan.record import save_record
+from hcache_backend.server_report import write_report
+from hcache_backend.sglang import hooks
+from hcache_backend.sglang.arguments import (
+    kv_fields,
+    numbers_of,
+    page_size,
+    resolved,
+    serves_adapters,
+    sglang_version,
+)
+from hcache_backend.sglang.groups import said_by_all_ranks
+from hcache_backend.sglang.runtime import Runtime, current
+from hcache_backend.start.hit_machine import judge_our_hits
+from hcache_backend.start.quick_profile import keep_profile
+from hcache_backend.store import PageStore
+from hcache_backend.tiers.shared_backend import MadeBackend, make_backend
+
+logger = logging.getLogger("hcache")
+
+STARTED_WITHOUT_US = "the server was started without HCACHE_ENABLE=1"
+_NO_RIGHT_TO_WRITE = (errno.EACCES, errno.EPERM, errno.EROFS)
+
+
+class Joined(NamedTuple):
+    """Parts of a backend instance; ``kv_fields``: what K and V depend on besides the weights."""
+
+    runtime: Runtime
+    config: HCacheConfig
+    kv_fields: dict[str, object]
+    store: PageStore
+    behind: MadeBackend | None
+
+
+def join(storage_config: HiCacheStorageConfig) -> Joined:
+    """Open the store for the running server; all ranks call it at the same point. Raises
+    ConfigError on every rank if an option is wrong or fixed, or a folder cannot be used."""
+    joined: Joined | None = None
+    error: Exception | None = None
+    try:
+        joined = _join_here(storage_config)
+    except Exception as caught:
+        error = caught
+    try:
+        _agree(storage_config, joined, error)
+        assert joined is not None
+        if joined.runtime.config is None:
+            joined.runtime.use_plain_pages(STARTED_WITHOUT_US)
+        judge_our_hits(joined.runtime, joined.config)
+    except BaseException:
+        if joined is not None:
+            joined.store.close()
+            if joined.behind is not None:
+                joined.behind.close()
+        raise
+    return joined
+
+
+def leave_report(joined: Joined, storage_config: HiCacheStorageConfig) -> None:
+    """Write the server's report and its decisions to the store folders; raises OSError."""
+    if storage_config.tp_rank != 0:
+        return
+    runtime, folders = joined.runtime, joined.config.dirs
+    if runtime.kept_partition is not None:  # each stage has its own
+        name, record = runtime.kept_partition
+        save_record(folders[0], name, record, replace=False)
+    if storage_config.pp_rank == 0:
+        report = runtime.report()
+        if joined.config.behind is not None:
+            report = report.model_copy(update={"behind": joined.config.behind.backend})
+        for folder in folders:
+            write_report(folder, report)
+        keep_profile(runtime, folders[0])
+
+
+def check_preemption(args: Any) -> None:
+    """Raise ConfigError if SGLang loses preempted requests when there is an L3."""
+    preempts = args.enable_priority_scheduling and not args.disable_priority_preemption
+    if preempts and numbers_of(version := sglang_version()) < (0, 5, 22):
+        raise ConfigError(
+            f"hcache: --enable-priority-scheduling with an L3: SGLang {version} forgets requests "
+            "that were preempted for one whose prefetch still runs, and never answers them; add "
+            "--disable-priority-preemption, or use SGLang 0.5.22 or later"
+        )
+
+
+def warn_of_single_tokens(runtime: Runtime) -> None:
+    """Warn if ``--page-size`` was forgotten."""
+    if page_size(runtime.runner.server_args) == 1:
+        logger.warning(
+            "hcache: the page size is 1: every token becomes a file, and pages of hidden states "
+            "are larger than they need be; start the server with --page-size 64"
+        )
+
+
+def warn_of_small_host_pool(
+    host_tokens: int, device_tokens: int, host_token_bytes: int, device_token_bytes: int
+) -> None:
+    """Warn with the share that can be stored if the host pool is smaller than the device's.
+    ``*_token_bytes``: of a token in host memory, and of its K and V on the device."""
+    missing = (device_tokens - host_tokens) * host_token_bytes
+    if missing <= 0 or (memory := get_memory()).hicache_write_policy == "write_back":
+        return  # write_back keeps tokens in host memory that left the device
+    if memory.hicache_size > 0:
+        enough = f"--hicache-size {math.ceil(memory.hicache_size + missing / 1e9)}"
+    else:
+        # A little more: some may be set aside for rows that a codec cannot hold.
+        more = 1.004 * missing / (device_tokens * device_token_bytes)
+        enough = f"--hicache-ratio {math.ceil(100 * (memory.hicache_ratio + more)) / 100:.2f}"
+    logger.warning(
+        "hcache: the host pool has room for %d tokens and the device pool for %d: about %d%% of "
+        "what fills the device is stored (hcache_not_backed_up_tokens_total counts the rest); with "
+        "%s all of it",
+        host_tokens,
+        device_tokens,
+        100 * host_tokens // device_tokens,
+        enough,
+    )
+
+
+def open_store(config: HCacheConfig, writer: bytes) -> PageStore:
+    """The page store of option ``dirs``; raises ConfigError if a folder cannot be used."""
+    try:
+        return PageStore(config, writer)
+    except OSError as error:
+        hint = ""
+        if error.errno in _NO_RIGHT_TO_WRITE:
+            hint = "; every folder must be one that this user can create and write"
+        folders = [str(path) for path in config.dirs]
+        raise ConfigError(f"hcache: option 'dirs' is {folders}: {error}{hint}") from None
+
+
+def _join_here(storage_config: HiCacheStorageConfig) -> Joined:
+    runtime = current()
+    fields = kv_fields(runtime.runner)
+    config, store = runtime.config, runtime.store
+    runtime.store = None
+    if config is None or store is None:  # not at start-up
+        config = _attach_config(runtime, storage_config.extra_config or {})
+        store = open_store(config, runtime.writer)
+    try:
+        behind = make_backend(config.behind, storage_config) if config.behind else None
+    except ConfigError:
+        store.close()
+        raise
+    return Joined(runtime, config, fields, store, behind)
+
+
+def _attach_config(runtime: Runtime, extra: Mapping[str, Any]) -> HCacheConfig:
+    """Options of an attach over the server's. Raises ConfigError if one is wrong or fixed."""
+    check_extra_config(extra)
+    check_preemption(resolved(runtime.runner.server_args))
+    options = extra.get("hcache")
+    config = parse_config(options, "hcache", runtime.config)
+    started = runtime.config or HCacheConfig()
+    in_mode = f"runs in {runtime.mode or 'kv'} mode"
+    if runtime.mode != "hidden":
+        in_mode += f" ({runtime.reason or STARTED_WITHOUT_US})"
+    for name in sorted(FIXED_AT_START.intersection(options or ())):
+        asked, has = getattr(config, name), getattr(started, name)
+        told = in_mode if runtime.config is None else f"was started with {has!r}"
+        if name == "mode" and asked != "auto":  # the mode may differ from the option
+            has, told = runtime.mode or "kv", in_mode
+        if name == "codec" and has == "auto" and asked != "auto":  # the codec that this server uses
+            has = runtime.codec or "none"
+        if name == "pages" and not runtime.own_pages:  # whatever the option was
+            has, told = "plain", in_mode
+        if asked != has:
+            raise ConfigError(
+                f"hcache: option {name!r} is {asked!r} but this server {told}; "
+                "it can only change at a restart"
+            )
+    if runtime.config is None:
+        _check_late_start(runtime)
+        warn_of_single_tokens(runtime)
+    return config
+
+
+def _check_late_start(runtime: Runtime) -> None:
+    """Raise ConfigError if pages of a server started without us would mix with others."""
+    if runtime.weights is None and resolved(runtime.runner.server_args).enable_dp_attention:
+        # Ranks of one data-parallel group attach alone; the weights are those of all groups.
+        raise ConfigError(
+            f"hcache: {STARTED_WITHOUT_US}; with --enable-dp-attention it has to be started with it"
+        )
+    if serves_adapters(resolved(runtime.runner.server_args)):
+        # Pages in L1 and L2 have keys that other requests may have, too.
+        raise ConfigError(
+            f"hcache: {STARTED_WITHOUT_US}; with --enable-lora it has to be started with it"
+        )
+    missing = hooks.install(hooks.weight_hooks())
+    if missing:
+        raise ConfigError(f"hcache: {missing}; weight updates could not be noticed")
+    hooks.notice_uses()
+
+
+def _agree(
+    storage_config: HiCacheStorageConfig, joined: Joined | None, error: Exception | None
+) -> None:
+    """Raise on every rank if one found a problem; then read the weights together."""
+    rank = f"tensor-parallel rank {storage_config.tp_rank}"
+    if storage_config.pp_size > 1:
+        rank += f" of pipeline stage {storage_config.pp_rank}"
+    problem = None
+    if error is not None:
+        known = isinstance(error, ConfigError)
+        problem = str(error) if known else f"hcache: {type(error).__name__}: {error}"
+    knows_weights = joined is not None and joined.runtime.weights is not None
+    said = said_by_all_ranks((rank, problem, knows_weights))
+    if problem is not None:
+        raise ConfigError(problem) from (None if known else error)
+    for other, its_problem, _ in said:
+        if its_problem is not None:
+            raise ConfigError(f"{its_problem} (on {other})")
+    if not all(knows for _, _, knows in said):
+        try:
+            current().read_weights()
+        except RuntimeError as failed:
+            raise ConfigError(str(failed)) from failed

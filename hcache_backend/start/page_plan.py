@@ -1,0 +1,272 @@
+"""The layout and number of this server's pages, and what hidden states pass through.
+
+All host and device memory that hidden mode takes is within the user's limits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+import xxhash
+from sglang.srt.mem_cache.pool_host.base import host_memory_budget_bytes
+from sglang.srt.runtime_context import get_memory
+
+from hcache_backend.capture.hooks import HiddenCapture
+from hcache_backend.capture.staging import Staging
+from hcache_backend.format.page import PageLayout
+from hcache_backend.format.units import Share
+from hcache_backend.host.page_layout import page_layout
+from hcache_backend.host.segments import KVSegments
+from hcache_backend.krul.choice import PairChoice
+from hcache_backend.krul.segments import make_segments
+from hcache_backend.plan.restore import Restore
+from hcache_backend.projection.attention import AttentionLayer
+from hcache_backend.restore.exchange import Exchange, share_of_rank
+from hcache_backend.restore.recompute import Recomputer
+from hcache_backend.restore.ring import ring_bytes
+from hcache_backend.sglang.arguments import drafted_tokens, resolved
+from hcache_backend.sglang.groups import attention_ranks
+from hcache_backend.sglang.host_pool import HostPages
+from hcache_backend.start.agreement import Refused
+from hcache_backend.start.self_check import Probe
+from hcache_backend.streams import free_memory
+from hcache_kernels.codecs import Codec
+
+_STAGING_SHARE = 1 / 4
+"""Most of the device's free memory that staging takes: SGLang left it for activations and CUDA
+graphs, and a lack of it ends the server."""
+
+_DECODE_TOKENS = 256  # larger decode steps are captured layer by layer; staging need not hold two
+
+
+@dataclass
+class PagePlan:
+    """Layout and number of own pages, and what hidden states pass through.
+
+    Attributes:
+        share: Part of a page that this rank holds.
+        groups: Groups of heads that K and V of a page divide into, over all ranks.
+        pairs: Pairs of layers in a page, with ``kv_codec`` ``krul``.
+        runner: SGLang's ModelRunner; it and ``layers`` (of this stage) are given for capture.
+        codec: Encodes hidden states; None: pages hold K and V only, and no layer is captured.
+        recomputer: Recomputes layers; None if it cannot or need not.
+        exchange: Between ranks that share the tokens of a page; None: pages are whole.
+        hooks: The capture hooks that CUDA graphs were recorded with, if any.
+        choice: Chooses pairs by the attention that ``probe`` sees; without it all pages are alike.
+        pages, staging: Number of pages, and first place of captured rows; from :meth:`find_room`.
+    """
+
+    kvcache: Any
+    methods: Restore
+    share: Share
+    groups: int
+    kv_codec: str = field(default="none", kw_only=True)
+    pairs: int = field(default=0, kw_only=True)
+    runner: Any = field(default=None, kw_only=True)
+    layers: tuple[AttentionLayer, ...] = field(default=(), kw_only=True)
+    codec: Codec | None = field(default=None, kw_only=True)
+    recomputer: Recomputer | None = field(default=None, kw_only=True)
+    exchange: Exchange | None = field(default=None, kw_only=True)
+    hooks: HiddenCapture | None = field(default=None, kw_only=True)
+    choice: PairChoice | None = field(init=False, default=None)
+    probe: Recomputer | None = field(init=False, default=None)
+    kv: KVSegments = field(init=False)
+    layout: PageLayout = field(init=False)
+    pages: HostPages = field(init=False)
+    staging: Staging = field(init=False)
+
+    def __post_init__(self) -> None:
+        tokens, stored = int(self.kvcache.page_size), self.methods.layers("kv")
+        how = self.share, self.groups, self.kv_codec, self.pairs
+        self.kv = make_segments(self.kvcache, stored, tokens, *how)
+        self.layout = page_layout(tokens, self.methods, self.kv, self.codec, self.share)
+
+    @cached_property
+    def capture_hooks(self) -> HiddenCapture:
+        """Hooks that capture hidden states: those of recorded CUDA graphs, or new ones. From the
+        first access the model has them, and only projections are watched."""
+        layers = self.hidden_layers
+        hooks = self.hooks or HiddenCapture([(layer.module, ()) for layer in layers])
+        hooks.watch_only(layer.projection for layer in layers)
+        hooks.staging, self.runner.hcache_capture = self.staging, hooks
+        return hooks
+
+    @property
+    def hidden_layers(self) -> list[AttentionLayer]:
+        return [self.layers[index] for index in self.methods.layers("hidden")]
+
+    def find_room(self) -> None:
+        """Divide host memory, and take staging for capture; Refused without room. No
+        collectives."""
+        memory, codec = get_memory(), self.codec
+        self.pages = plan_host_pages(
+            self.kvcache,
+            self.layout,
+            memory.hicache_size,
+            memory.hicache_ratio,
+            host_memory_budget_bytes(),
+            with_shadows=codec is not None,
+        )
+        if codec is None:
+            return
+        device, hidden = self.kvcache.device, self.methods.layers("hidden")
+        recorded = self.hooks.staging if self.hooks is not None else None
+        places = staging_places(len(hidden), *step_tokens(self.runner), 0)
+        rows = codec.hidden_size, codec.dtype
+        self.staging = recorded or take_staging(len(hidden), *rows, places, device)
+        # Try the room for restores: freed memory stays in torch's cache until it is needed.
+        room = ring_bytes(self.layout, self.methods.chunk_tokens, hidden)
+        try:
+            torch.empty(room, dtype=torch.uint8, device=device)
+        except torch.OutOfMemoryError as error:
+            raise Refused(f"no device memory for restores: {error}") from None
+
+
+def make_exchange(probe: Probe, page_size: int) -> Exchange | None:
+    """The exchange of token shares between ranks, which all call it; None if pages are whole.
+    Raises Refused on every rank if hidden states differ between ranks or do not get across."""
+    ranks = attention_ranks()
+    number, shares = share_of_rank(ranks.rank_in_group, ranks.world_size, page_size)
+    if shares == 1:
+        return None
+    device = probe.slots.device
+    first = ranks.rank_in_group - number
+    exchange = Exchange.between(ranks.ranks[first : first + shares], device)
+    problem = exchange.check(device)
+    digest = xxhash.xxh3_64_intdigest(
+        torch.cat([rows.flatten() for rows in probe.hidden]).view(torch.uint8).cpu().numpy().data
+    )
+    every = ranks.all_gather_object((problem, digest))
+    for other, _ in every:
+        if other is not None:
+            raise Refused(other)
+    if len({digest for _, digest in every}) > 1:
+        raise Refused("hidden states differ between tensor-parallel ranks")
+    return exchange
+
+
+def kv_bytes_per_token(kvcache: Any) -> int:
+    """Bytes of K and V of one token, all layers of this rank."""
+    return sum(
+        kvcache.k_buffer[i][0].nbytes + kvcache.v_buffer[i][0].nbytes
+        for i in range(kvcache.layer_num)
+    )
+
+
+def host_bytes(kvcache: Any, size_gb: float, ratio: float) -> float:
+    """Bytes of host memory for HiCache; arguments as in :func:`plan_host_pages`."""
+    return size_gb * 1e9 if size_gb > 0 else ratio * kvcache.size * kv_bytes_per_token(kvcache)
+
+
+def plan_host_pages(
+    kvcache: Any,
+    layout: PageLayout,
+    size_gb: float,
+    ratio: float,
+    budget_bytes: float,
+    *,
+    with_shadows: bool,
+) -> HostPages:
+    """Divide HiCache's host memory into pages and shadows; raises Refused if it is too little.
+
+    Args:
+        size_gb: ``--hicache-size``, or 0.
+        ratio: ``--hicache-ratio``: host memory relative to the KV pool, without a size.
+        budget_bytes: Memory of the machine; raises Refused if it is less than the option asks for.
+    """
+    shadows = int(kvcache.k_buffer[0].shape[0]) // layout.page_size if with_shadows else 0
+    given = host_bytes(kvcache, size_gb, ratio)
+    option = f"--hicache-size {size_gb} (GB)" if size_gb > 0 else f"--hicache-ratio {ratio}"
+    host = int(given // layout.page_bytes) - shadows
+    if host < 1:
+        least = (shadows + 1) * layout.page_bytes
+        if size_gb > 0:
+            enough = f"--hicache-size {int(least // 1e9) + 1}"
+        else:
+            hundredths = int(100 * least / kvcache.size / kv_bytes_per_token(kvcache)) + 1
+            enough = f"--hicache-ratio {hundredths / 100:.2f}"
+        there, taken = _gigabytes(given, max(1, shadows) * layout.page_bytes)
+        whose = "one page takes"
+        if shadows:
+            whose = "the hidden states of the tokens on the device alone take"
+        raise Refused(
+            f"{option} gives {there} GB of host memory, and {whose} {taken} GB; {enough} is the "
+            "least that will do"
+        )
+    if given > budget_bytes:
+        wanted, there = _gigabytes(given, budget_bytes)
+        if size_gb > 0:
+            most = f"--hicache-size {int(budget_bytes // 1e9)}"
+        else:
+            most = f"--hicache-ratio {int(100 * ratio * budget_bytes / given) / 100:.2f}"
+        raise Refused(
+            f"{option} asks for {wanted} GB of host memory and {there} GB are there; {most} is the "
+            "most that fits"
+        )
+    return HostPages(host, shadows)
+
+
+def _gigabytes(*sizes: float) -> list[str]:
+    """Sizes as GB, with two decimals or as many as tell them apart."""
+    for digits in range(2, 10):
+        shown = [f"{size / 1e9:.{digits}f}" for size in sizes]
+        if len(set(shown)) == len(sizes):
+            break
+    return shown
+
+
+def staging_places(layers: int, step_tokens: int, decode_tokens: int, recorded_tokens: int) -> int:
+    """Rows that staging needs.
+
+    Args:
+        layers: Captured layers; without any, places take no memory.
+        step_tokens: Of the longest eager forward pass; two of its layers fit.
+        decode_tokens: Of the largest decode step; two fit, one captured and one in transfer.
+        recorded_tokens: Of the largest CUDA graph; all its layers must fit.
+    """
+    by_layer = -(-2 * step_tokens // layers) if layers else step_tokens
+    return max(by_layer, 2 * decode_tokens, recorded_tokens, 1)
+
+
+def take_staging(
+    layers: int,
+    width: int,
+    dtype: torch.dtype,
+    places: int,
+    device: torch.device | str,
+    *,
+    recorded_tokens: int = 0,
+) -> Staging:
+    """Staging of at least ``places`` rows in the memory that SGLang left beside its KV pool.
+
+    Two steps of ``recorded_tokens`` (the largest CUDA graph) fit if memory allows, so that the
+    second need not wait for the first. Raises Refused if that memory is too small.
+    """
+    row_bytes = width * dtype.itemsize
+    free, two_steps = free_memory(device), max(places, 2 * recorded_tokens)
+    if Staging.bytes_for(layers, row_bytes, two_steps) <= free * _STAGING_SHARE:
+        places = two_steps
+    wanted = Staging.bytes_for(layers, row_bytes, places)
+    if wanted > free * _STAGING_SHARE:
+        took, left = _gigabytes(wanted, free)
+        raise Refused(
+            f"staging of {places} tokens takes {took} GB of the {left} GB of device memory that "
+            f"SGLang left, more than 1/{round(1 / _STAGING_SHARE)} (a lower --mem-fraction-static "
+            "leaves more; a smaller --chunked-prefill-size or largest CUDA graph wants less)"
+        )
+    try:
+        return Staging(layers, width, dtype, places, device)
+    except torch.OutOfMemoryError as error:
+        raise Refused(f"no device memory for staging: {error}") from None
+
+
+def step_tokens(runner: Any) -> tuple[int, int]:
+    """Tokens of the longest captured forward pass, and of a decode step."""
+    args = resolved(runner.server_args)
+    decode = int(runner.max_running_requests) * drafted_tokens(args)
+    chunk = args.chunked_prefill_size
+    prefill = chunk if chunk is not None and chunk > 0 else args.max_prefill_tokens
+    return min(int(prefill) + decode, int(runner.max_total_num_tokens)), min(decode, _DECODE_TOKENS)

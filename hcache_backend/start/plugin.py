@@ -1,0 +1,24 @@
+"""Entry point ``sglang.srt.plugins``: runs in every SGLang process, before its arguments exist.
+
+It registers one bootstrap hook and nothing else; see ``startup/bootstrap.py``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+LOAD_MODEL = "sglang.srt.model_executor.model_runner.ModelRunner.load_model"
+
+
+def activate() -> None:
+    """Register the bootstrap hook."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(LOAD_MODEL, _after_load_model, HookType.AFTER)
+
+
+def _after_load_model(result: Any, runner: Any, *args: Any, **kwargs: Any) -> Any:
+    from hcache_backend.start.bootstrap import bootstrap, note_draft
+
+    (note_draft if runner.is_draft_worker else bootstrap)(runner)
+    return result

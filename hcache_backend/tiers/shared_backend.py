@@ -1,0 +1,182 @@
+"""SGLang's storage backends as values by name, read into and written from memory of ours.
+
+A backend gets rows of that memory for a host pool, never the host pool itself: so a call that
+hangs, and comes back when nobody waits for it any more, cannot write to a page that is in use.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import threading
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageConfig
+from sglang.srt.mem_cache.storage import StorageBackendFactory
+
+from hcache_backend.config import BehindOption, ConfigError
+from hcache_backend.tiers.threads import GivenUp, bounded
+
+logger = logging.getLogger("hcache")
+
+START_SECONDS = 60.0
+"""Longest time to make a backend, and to give it memory: the server waits for it."""
+CLOSE_SECONDS = 5.0
+_FOLDERS = {
+    "file": "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR",
+    "nixl": "SGLANG_HICACHE_NIXL_BACKEND_STORAGE_DIR",
+}
+"""Environment variables with the folder of a backend; without them SGLang takes one in /tmp."""
+_BLOCK = 4096
+
+
+def row_bytes(value_bytes: int, pieces: int) -> int:
+    """Bytes of a row for values of ``value_bytes``: direct I/O wants whole blocks as pieces."""
+    return -(-value_bytes // (pieces * _BLOCK)) * pieces * _BLOCK
+
+
+class MadeBackend(NamedTuple):
+    """A backend of SGLang's, and the option that names it."""
+
+    backend: HiCacheStorage
+    option: BehindOption
+
+    def close(self) -> None:
+        """Let go of it; what takes too long is given up."""
+        close = getattr(self.backend, "close", None)
+        try:
+            if close is not None:
+                bounded("hcache-behind-close", close, CLOSE_SECONDS)
+        except Exception:
+            logger.exception("hcache: the shared L3 (%s) could not be closed", self.option.backend)
+
+
+def make_backend(option: BehindOption, config: HiCacheStorageConfig) -> MadeBackend:
+    """The backend that ``option`` names, made by SGLang for the rank that ``config`` describes.
+
+    Values are named by what is in them, so the model's name, which may be a path of this machine,
+    is left out.
+
+    Raises:
+        ConfigError: It cannot be made: a wrong option of its own, a package that is not installed,
+            a service that does not answer in time.
+    """
+    named = {"backend": option.backend, "config": sorted(option.config)}  # values may be secrets
+    where = f"hcache: option 'behind' is {named}: "
+    variable = _FOLDERS.get(option.backend)
+    folder = os.environ.get(variable) if variable is not None else None
+    if variable is not None and not folder:
+        raise ConfigError(
+            f"{where}the environment variable {variable} must be the folder that the machines "
+            "share, such as /mnt/shared/hcache"
+        )
+    given = {
+        "model_name": None,
+        "extra_config": dict(option.config),
+        "enable_storage_metrics": False,
+        "is_page_first_layout": True,
+        "tp_lcm_size": None,
+        "should_split_heads": False,
+    }
+    known = {field.name for field in fields(HiCacheStorageConfig)}
+    own = replace(config, **{name: given[name] for name in given if name in known})
+
+    given_up = threading.Event()
+
+    def create() -> MadeBackend:
+        if option.backend == "file" and folder:  # SGLang's fails where two make it at once
+            Path(folder).mkdir(parents=True, exist_ok=True)
+        made = MadeBackend(StorageBackendFactory.create_backend(option.backend, own, None), option)
+        if given_up.is_set():
+            made.close()
+        return made
+
+    try:
+        return bounded("hcache-behind-start", create, START_SECONDS)
+    except GivenUp as error:
+        given_up.set()
+        raise ConfigError(f"{where}it {error}") from None
+    except Exception as error:
+        raise ConfigError(f"{where}{type(error).__name__}: {error}") from error
+
+
+class RowPool:
+    """Rows of memory that SGLang's backends take for a host pool with pages of one token.
+
+    Attributes:
+        kv_buffer: uint8 ``[rows, length]``; row ``i`` is the page of host index ``i``.
+    """
+
+    layout = "page_first"
+    page_size = 1
+    dtype = torch.uint8
+    pin_memory = False
+
+    def __init__(self, rows: int, length: int, pieces: int) -> None:
+        self._pieces = pieces
+        memory = mmap.mmap(-1, rows * length)
+        self.kv_buffer = torch.frombuffer(memory, dtype=torch.uint8).view(rows, length)
+
+    def get_page_buffer_meta(self, indices: torch.Tensor) -> tuple[list[int], list[int]]:
+        """Address and length of every piece of every row."""
+        length = self.kv_buffer.shape[1] // self._pieces
+        starts = [self.kv_buffer[row].data_ptr() for row in indices.tolist()]
+        addresses = [start + piece * length for start in starts for piece in range(self._pieces)]
+        return addresses, [length] * len(addresses)
+
+    def get_hybrid_pool_buffer(self) -> list[torch.Tensor]:
+        return [self.kv_buffer]
+
+    def get_ksize_per_token(self) -> int:
+        return int(self.kv_buffer.shape[1])
+
+    def is_stride_page_aligned(self, page_size_bytes: int = _BLOCK) -> bool:
+        return bool(self.kv_buffer.shape[1] % page_size_bytes == 0)
+
+
+class Values:
+    """Values of one length by name, in a storage backend of SGLang's. Everything may raise or hang.
+
+    Args:
+        backend: Made by :func:`make_backend`.
+        pool: The memory that values are read into and written from.
+    """
+
+    def __init__(self, backend: HiCacheStorage, pool: RowPool) -> None:
+        self._backend = backend
+        self._pool = pool
+        self._in_place = type(backend).batch_get_v1 is not HiCacheStorage.batch_get_v1
+        backend.register_mem_pool_host(pool)
+
+    def leading(self, names: Sequence[str]) -> int:
+        """How many of ``names``, from the first one on, are there."""
+        return min(len(names), int(self._backend.batch_exists(list(names))))
+
+    def get(self, names: Sequence[str], rows: Sequence[int]) -> list[bool]:
+        """Read values into ``rows``; False is a miss, and its row holds anything."""
+        if self._in_place:
+            found = list(self._backend.batch_get_v1(list(names), torch.tensor(rows)))
+            if len(found) != len(names):
+                raise RuntimeError(f"it was asked for {len(names)} values and gave {len(found)}")
+            return found
+        return [self._get(name, row) for name, row in zip(names, rows, strict=True)]
+
+    def set(self, names: Sequence[str], rows: Sequence[int]) -> list[bool]:
+        """Store values from ``rows``; what is there already is the same."""
+        if self._in_place:
+            stored = list(self._backend.batch_set_v1(list(names), torch.tensor(rows)))
+            pieces = len(stored) // len(names)  # NIXL tells of each one
+            return [all(stored[at : at + pieces]) for at in range(0, len(stored), pieces)]
+        kept = zip(names, rows, strict=True)
+        return [self._backend.set(name, self._pool.kv_buffer[row]) for name, row in kept]
+
+    def _get(self, name: str, row: int) -> bool:
+        try:
+            return self._backend.get(name, self._pool.kv_buffer[row]) is not None
+        except OSError:  # a file that was cut short costs no other value
+            return False

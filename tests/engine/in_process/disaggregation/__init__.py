@@ -1,1 +1,0 @@
-"""Prefill/decode disaggregation, beside SGLang's own classes."""

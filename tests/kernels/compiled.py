@@ -1,0 +1,137 @@
+"""Compiles launches ahead of time, and says what their kernels take of a multiprocessor."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from hcache_kernels.launch import Launch
+
+TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
+WORKERS = 2
+
+_NAMES = {
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.float8_e4m3fn: "fp8e4nv",
+    torch.float8_e5m2: "fp8e5",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.int16: "i16",
+    torch.uint8: "u8",
+}
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What a program of a kernel takes of a multiprocessor.
+
+    Attributes:
+        registers: Of a thread.
+        stack: Bytes of memory that a thread spills registers to.
+        shared: Bytes of shared memory.
+        loads, stores: The widest ones of global memory, in bytes; 0: it has none of that kind.
+    """
+
+    registers: int
+    stack: int
+    shared: int
+    loads: int
+    stores: int
+
+
+@dataclass(frozen=True)
+class Job:
+    """A launch to compile.
+
+    Attributes:
+        capability: For which device.
+        launch: Makes the launch, in another process: a function of a module, or a partial of one.
+    """
+
+    capability: tuple[int, int]
+    launch: Callable[[], Launch]
+
+
+def compile_all(jobs: Mapping[str, Job]) -> dict[str, Usage]:
+    """Compile every job, without Triton's cache, in a few processes."""
+    assert os.environ.get("TRITON_INTERPRET", "0") == "0", "interpreted kernels do not compile"
+    spawn = multiprocessing.get_context("spawn")
+    with (
+        tempfile.TemporaryDirectory(prefix="hcache-triton-") as cache,
+        ProcessPoolExecutor(WORKERS, spawn, _use_cache, (cache,)) as pool,
+    ):
+        return dict(zip(jobs, pool.map(_compile, jobs.values()), strict=True))
+
+
+def _use_cache(path: str) -> None:
+    os.environ["TRITON_CACHE_DIR"] = path
+
+
+def _compile(job: Job) -> Usage:
+    """Compile a kernel as its launch would, for the job's device."""
+    launch, (major, minor) = job.launch(), job.capability
+    compiled = triton.compile(
+        source(launch.kernel, launch.arguments),
+        target=GPUTarget("cuda", 10 * major + minor, 32),
+        options={"num_warps": launch.warps, "num_stages": launch.stages},
+    )
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(compiled.asm["cubin"])
+        cubin.flush()
+        done = subprocess.run(
+            [TOOLS / "cuobjdump", "-res-usage", cubin.name],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    found = re.search(r"REG:(\d+) STACK:(\d+)", done.stdout + done.stderr)
+    assert found, done.stdout + done.stderr
+    widths = (_widest(way, compiled.asm["ptx"]) for way in ("ld", "st"))
+    return Usage(int(found[1]), int(found[2]), compiled.metadata.shared, *widths)
+
+
+def _widest(way: str, ptx: str) -> int:
+    """Bytes that one ``ld`` or ``st`` of global memory moves at most."""
+    found = re.findall(rf"\b{way}\.global\S*?(?:\.v(\d))?\.[bfsu](\d+)\b", ptx)
+    return max((int(count or 1) * int(bits) // 8 for count, bits in found), default=0)
+
+
+def source(kernel: Any, arguments: dict[str, Any]) -> ASTSource:
+    """What Triton's launcher would specialise the kernel on; storages are aligned to 16 bytes."""
+    signature: dict[str, str] = {}
+    constants: dict[str, Any] = {}
+    attributes: dict[tuple[int], list[list[Any]]] = {}
+    for index, parameter in enumerate(kernel.params):
+        name, value = parameter.name, arguments[parameter.name]
+        any_size = parameter.do_not_specialize
+        one = isinstance(value, int) and value == 1 and not any_size
+        if parameter.is_constexpr or value is None or one:
+            signature[name] = "constexpr"
+            constants[name] = value
+        elif isinstance(value, torch.Tensor):
+            signature[name] = "*" + _NAMES[value.dtype]
+            any_address = parameter.do_not_specialize_on_alignment
+            if value.storage_offset() * value.element_size() % 16 == 0 and not any_address:
+                attributes[(index,)] = [["tt.divisibility", 16]]
+        elif isinstance(value, int):
+            signature[name] = "i32" if value < 1 << 31 else "i64"
+            if value % 16 == 0 and not any_size:
+                attributes[(index,)] = [["tt.divisibility", 16]]
+        else:
+            signature[name] = "fp32"
+    return ASTSource(kernel, signature, constants, attributes)

@@ -1,0 +1,190 @@
+"""A host pool of own pages over a stand-in for SGLang's pool, and the check of it in service."""
+
+from __future__ import annotations
+
+from collections import deque
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from hcache_backend.checks.service import KVChecks
+from hcache_backend.format.units import WHOLE
+from hcache_backend.host.loads import LoadQueue, QueuedLoad
+from hcache_backend.krul.segments import make_segments
+from hcache_backend.plan.costs import Partition
+from hcache_backend.plan.restore import Restore
+from hcache_backend.restore.pipeline import RestorePipeline
+from hcache_backend.sglang.controller import OwnPagesController
+from hcache_backend.sglang.host_pool import HostPages, OwnPagesPool
+from tests.kit.turns import turn_of_checks
+
+LAYERS, PAGE, DEVICE_PAGES, HOST_PAGES = 2, 16, 8, 6
+
+
+def kv_pool(
+    heads: int = 2,
+    dim: int = 16,
+    page: int = PAGE,
+    v_dim: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    layers: int = LAYERS,
+    pages: int = DEVICE_PAGES,
+) -> Any:
+    """What is asked of SGLang's pool."""
+    slots = (pages + 1) * page
+    k, v = (
+        [torch.randn(slots, heads, width).to(dtype) for _ in range(layers)]
+        for width in (dim, v_dim or dim)
+    )
+    return SimpleNamespace(
+        k_buffer=k,
+        v_buffer=v,
+        layer_num=layers,
+        size=pages * page,
+        page_size=page,
+        store_dtype=dtype,
+        start_layer=0,
+        end_layer=layers - 1,
+        device="cpu",
+        layer_shard_enabled=False,
+    )
+
+
+def slots_of(*pages: int, size: int = PAGE) -> torch.Tensor:
+    return torch.cat([torch.arange(size) + size * page for page in pages])
+
+
+def bits(device: Any, *pages: int) -> torch.Tensor:
+    """K and V of pages, all layers, as they stand in memory."""
+    buffers = (*device.k_buffer, *device.v_buffer)
+    return torch.stack([buffer[slots_of(*pages)].view(torch.int16) for buffer in buffers])
+
+
+def make_unfit(device: Any, page: int, layer: int) -> None:
+    """Any bits at all: infinities and NaNs, too."""
+    values = device.v_buffer[layer]
+    values[slots_of(page)] = (
+        torch.randint(-(1 << 15), 1 << 15, values[:PAGE].shape).to(torch.int16).view(torch.bfloat16)
+    )
+
+
+class Host:
+    """A host pool over a device's of eight pages; ``pairs`` of layers are for codec ``krul``."""
+
+    def __init__(
+        self,
+        host_pages: int = HOST_PAGES,
+        codec: str = "exp4",
+        dtype: torch.dtype = torch.bfloat16,
+        heads: int = 2,
+        layers: int = LAYERS,
+        pairs: int = 1,
+    ) -> None:
+        every = range(layers)
+        self.device = kv_pool(heads, dtype=dtype, layers=layers)
+        self.kv = make_segments(self.device, every, PAGE, WHOLE, 1, codec, pairs)
+        layout = self.kv.layout([*map(self.kv.stored_layer, every)], WHOLE)
+        self.pool = OwnPagesPool(
+            self.device,
+            PAGE,
+            "page_first",
+            page_layout=layout,
+            pages=HostPages(host_pages, 0),
+            kv=self.kv,
+            pin_memory=False,
+            allocator_type="default",
+        )
+        restored = [self.kv.restored_layer(layer) for layer in every]
+        self.pipeline = RestorePipeline(self.pool.kv_buffer, layout, restored, 8 * PAGE, "cpu")
+        methods = Restore(None, None, Partition(0, 0, layers), chunk_tokens=8 * PAGE)
+        self.loads = LoadQueue(self.pool.arena, self.pipeline, methods, None, "cpu")
+        self.pool.use(self.loads)
+
+    def back_up(self, *pages: int) -> torch.Tensor:
+        """Launch the backup of device pages; where to."""
+        host = self.pool.alloc(PAGE * len(pages))
+        assert host is not None
+        self.pool.divide(self.pool.page_ids(host), self.pool.page_layout)
+        self.pool.backup_from_device_all_layer(self.device, host, slots_of(*pages), "kernel")
+        return host
+
+    def backed_up(self, *pages: int) -> torch.Tensor:
+        host = self.back_up(*pages)
+        self.pool.settle()
+        return host
+
+    def load(self, host: torch.Tensor, *pages: int) -> torch.Tensor:
+        """Load host pages to device pages; what these hold then."""
+        self.loads.add(QueuedLoad(self.pool.page_ids(host)), slots_of(*pages))
+        for layer in range(len(self.device.k_buffer)):
+            self.pool.load_to_device_per_layer(self.device, host, slots_of(*pages), layer, "kernel")
+        return bits(self.device, *pages)
+
+    def lost(self, host: torch.Tensor) -> list[bool]:
+        """Which of some host pages, that have arrived, lack all layers."""
+        pages = self.pool.page_ids(host)
+        depths = self.pool.arena.depth(pages)
+        assert (depths >= 0).all()
+        return [depth > 0 for depth in depths.tolist()]
+
+    def settled(self, host: torch.Tensor) -> bool:
+        """Whether it is known of all these host pages."""
+        return bool((self.pool.arena.depth(self.pool.page_ids(host)) >= 0).all())
+
+
+def bare_controller(pool: Any, loads: Any = None, **fields: Any) -> Any:
+    """A controller without SGLang's part, for one rank, whose prompts begin with its pages."""
+    made: Any = object.__new__(OwnPagesController)
+    stages = SimpleNamespace(
+        alone=True,
+        talk=lambda: None,
+        have=lambda pages: True,
+        decide=lambda verdict: verdict,
+        backed_up=lambda pages: None,
+        brought=lambda pages: None,
+    )
+    checks = SimpleNamespace(
+        failed=False, ask=lambda turn: None, hear=lambda: None, forget=lambda: None
+    )
+    usual = {
+        "_pool": pool,
+        "_loads": loads,
+        "_stages": stages,
+        "_kv_checks": checks,
+        "_runtime": SimpleNamespace(distrust=None),
+        "_prefix": lambda: torch.empty(0, dtype=torch.int64),
+        "_token_ids": lambda: None,
+        "_backups": deque(),
+        "write_queue": [],
+        "write_policy": "write_through",
+        "page_size": PAGE,
+    }
+    nothing = dict.fromkeys(("eager", "tp_group", "_capture", "_checks", "_pairs", "_tree"))
+    no = dict.fromkeys(("_writing", "_never_loaded", "_passes"), False)
+    for name, value in (usual | nothing | no | fields).items():
+        setattr(made, name, value)
+    return made
+
+
+WRONG = "the self-check in service failed: K and V of layer {} in a page are not the pool's"
+
+
+def checked(server: Host, every: int = 1) -> tuple[KVChecks, list[str]]:
+    """Let one page of so many be checked; the checks, and why trust was lost."""
+    lost: list[str] = []
+    runtime: Any = SimpleNamespace(
+        config=SimpleNamespace(check_every_pages=every), lose_trust=lost.append
+    )
+    checks, pool = KVChecks(runtime, server.pool, server.kv, None), server.pool
+    pool.on_freed.append(checks.freed)
+    pool.on_backed_up.append(checks.transferred)
+    pool.on_loaded.append(checks.transferred)
+    return checks, lost
+
+
+def compare_all(checks: KVChecks) -> None:
+    """Let there be as many turns as the checks take that can end."""
+    for _ in range(1 + sum(len(page.left) for page in checks._copied)):
+        turn_of_checks(checks)
+    assert checks.failed or not checks._copied

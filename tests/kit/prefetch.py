@@ -1,0 +1,62 @@
+"""A prefetch of HiCache's, and eager loads of it without a host pool."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from hcache_backend.prefetch.meeting import Meeting
+
+
+class Prefetch:
+    """HiCache's operation, and what its cache keeps of it. Its pages are the host pages from
+    ``first`` on, which are named by their numbers.
+
+    Attributes:
+        hcache_meeting: Where its front and its back meet, if it is read from the back.
+        terminated: Whether it has ended.
+    """
+
+    prefix_keys: list[str] | None = None
+    request_id = "r"
+    completed_tokens = 0
+
+    def __init__(self, pages: int, size: int, *, first: int = 0, node: Any = 0) -> None:
+        self.operation, self.anchor_node_id = self, node
+        self.hash_value = [str(page) for page in range(first, first + pages)]
+        self.host_indices = torch.arange(first * size, (first + pages) * size, device="cpu")
+        self.token_ids = list(range(100, 100 + pages * size))
+        self.storage_start = size
+        self.hcache_meeting: Meeting | None = None
+        self.terminated = False
+
+    def is_terminated(self) -> bool:
+        return self.terminated
+
+
+def eager_over(
+    pages: Any, most: int, size: int, budget: Any, pipeline: dict[str, Any], **others: Any
+) -> Any:
+    """Eager loads over ``pages``, of at most so many.
+
+    Args:
+        pipeline: What starts restores.
+        others: What of the ``pool``, its ``arena`` or the ``loads`` is not as it is by default.
+    """
+    from hcache_backend.prefetch.eager_loads import EagerLoads
+
+    arena = {"physical": lambda host_pages: host_pages} | others.get("arena", {})
+    pool: dict[str, Any] = {
+        "page_size": size,
+        "page_layout": SimpleNamespace(page_bytes=1),
+        "on_freed": [],
+        "settle": lambda: None,
+        "page_ids": lambda indices: indices[::size].numpy() // size,
+        "arena": SimpleNamespace(**arena),
+    }
+    loads = {"stored_from": 0, "count_finished": lambda: None} | others.get("loads", {})
+    parts: list[Any] = [pool | others.get("pool", {}), pipeline, loads]
+    into, starts, queue = (SimpleNamespace(**part) for part in parts)
+    return EagerLoads(pages, into, starts, queue, most, budget)

@@ -1,0 +1,48 @@
+"""Turns of the scheduler, for one part of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from hcache_backend.turn import Turn
+
+Reduce = Callable[[torch.Tensor, Any], object]
+
+
+def alone(numbers: torch.Tensor, operation: Any) -> None:
+    """The agreement of one rank."""
+
+
+def turn_of_checks(checks: Any, reduce: Reduce = alone) -> None:
+    turn = Turn()
+    checks.ask(turn)
+    turn.agree(reduce)
+    checks.hear()
+
+
+def turn_of(part: Any, cache: Any, reduce: Reduce = alone) -> None:
+    """A turn of a controller; or of eager loads, whose end asks for nothing."""
+    turn = Turn()
+    part.begin_turn(cache, turn)
+    turn.agree(reduce)
+    part.end_turn(*[cache] * hasattr(part, "write"))
+
+
+def recompute(eager: Any, reduce: Reduce = alone) -> None:
+    """What a turn recomputes of prefetches that run."""
+    turn = Turn()
+    eager._ask(turn)
+    turn.agree(reduce)
+    eager.end_turn()
+
+
+def answered(pairs: Any, reduce: Reduce = alone) -> bool:
+    """A turn of pairs of nodes: whether the first node waits no more."""
+    turn = Turn()
+    pairs.look(turn)
+    turn.agree(reduce)
+    found: bool = pairs.answered()
+    return found

@@ -1,0 +1,55 @@
+"""Every program has a help text; a wrong option is named before a server starts."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+
+from bench.harness.report import aligned
+from bench.record import PROGRAMS
+
+MODULES = [*PROGRAMS.values(), "bench.launches", "bench.step_time"]
+NOBODY = "http://127.0.0.1:9"
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_program_says_what_it_is_told(module: str, capsys: pytest.CaptureFixture[str]) -> None:
+    program = importlib.import_module(module).PROGRAM
+    with pytest.raises(SystemExit, match="0"):
+        program.main(["--help"])
+    said = capsys.readouterr().out
+    assert str(program.doc).splitlines()[0] in said and "--out" in said
+    assert all(setting.name in said for setting in program.settings)
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments", "message"),
+    [
+        ("multiturn", ["--methods", "magic"], "argument --methods: 'magic' must be of ideal"),
+        ("multiturn", ["--scale", "0"], "--scale 0: must be a number above 0"),
+        ("multiturn", ["--url", "localhost:1"], "--url localhost:1: must be http://HOST:PORT"),
+        ("multiturn", ["--url", NOBODY], f"SGLang server at {NOBODY}"),
+        ("multiturn", ["--workload", "zipf", "--zipf-skew", "3"], "--zipf-skew 3: must be from 0"),
+        ("multiturn", ["--workload", "leval", "--leval-task", "law"], "--leval-task 'law': must"),
+        ("multiturn", ["--max-context", "1"], "--max-context 1: a question and its reply"),
+        ("multiturn", ["--model-path", "/no/model"], "--model-path: /no/model: there is nothing"),
+        ("multiturn", ["--num-clients", "0"], "argument --num-clients: 0 must be at least 1"),
+        ("restores", ["magic"], "argument study: invalid choice: 'magic' (choose from"),
+        ("restores", ["pages", "--methods", "magic"], "--methods: pages has plain, own"),
+        ("restores", ["pages", "--tokens", "1"], "argument --tokens: 1 must be at least 64"),
+        ("codecs", ["--turns", "100"], "at most 4096 fit into the KV pool"),
+    ],
+)
+def test_a_wrong_option_is_named_with_what_would_be_right(
+    module: str, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program = importlib.import_module(f"bench.{module}").PROGRAM
+    with pytest.raises(SystemExit, match="2"):
+        program.main(arguments)
+    assert message in capsys.readouterr().err
+
+
+def test_tables_on_a_terminal_have_columns() -> None:
+    tables = "| a | long head |\n|---|--:|\n| word | 1 |\n\n| b |\n|---|\n| 2 |"
+    assert aligned(tables) == "a     long head\nword          1\n\nb\n2"
