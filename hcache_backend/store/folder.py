@@ -73,10 +73,9 @@ class NotOurFolderError(OSError):
 
 
 class Subfolders:
-    """The folders in an open folder. To open and close one is a third of a page's system calls.
+    """The folders in an open folder, of which ``most`` stay open until ``stack`` is closed.
 
-    Args:
-        most: Number of those that stay open, until ``stack`` is closed.
+    To open and close one each time would be a third of a page's system calls.
     """
 
     def __init__(self, ops: FileOps, parent_fd: int, most: int, stack: ExitStack) -> None:
@@ -128,14 +127,7 @@ class Session:
 
     Files go to lanes in turn, which are in places apart. In one folder, ext4 without a journal
     passes every file deleted in the last minutes: after an eviction that takes longer than a page.
-
-    Args:
-        root_fd: The open store folder, whose lock is held.
-        lanes: Their number; each keeps a descriptor.
-
-    Attributes:
-        token: Name of the session's folder.
-        fd: That folder.
+    It is made below ``root_fd``, the open store folder, whose lock is held.
     """
 
     def __init__(self, ops: FileOps, root_fd: int, lanes: int) -> None:
@@ -360,11 +352,7 @@ def file_system_of(place: Path) -> str:
 
 
 def _has_marker(path: Path, ops: FileOps, root_fd: int) -> bool:
-    """Whether it is a store; False: it may become one.
-
-    Raises:
-        NotOurFolderError: It has files that no store makes, or another format.
-    """
+    """Whether it is a store; False: it may become one. A NotOurFolderError if it may not."""
     names = ops.list(root_fd)
     if MARKER in names:
         with opened(ops, MARKER, os.O_RDONLY, root_fd) as fd:
@@ -496,11 +484,7 @@ def _remove_session(ops: FileOps, sessions_fd: int, token: str) -> None:
 def write_sidecar(folder: Path, name: str, text: str, *, replace: bool = True) -> None:
     """Write a file beside the pages that only the owner may read. Readers see all of it or none.
 
-    Args:
-        replace: Whether a file of this ``name`` is replaced; otherwise it stays.
-
-    Raises:
-        OSError: It cannot be written.
+    Without ``replace``, a file of this ``name`` stays. An OSError if it cannot be written.
     """
     temporary = folder / f".{name}.{secrets.token_hex(4)}"
     try:

@@ -30,13 +30,9 @@ class OtherSizeError(Exception):
 
 
 class PageRead(NamedTuple):
-    """A page file to be read.
+    """A file of page ``number`` of the caller's lists, and the part of the memory that it fills.
 
-    Attributes:
-        number: Place of the page in the caller's lists.
-        entry: The file.
-        part: The part of the memory that this file is there for.
-        memory: That of the same or another share.
+    The memory is that of the same or another share.
     """
 
     number: int
@@ -50,8 +46,7 @@ class PageWrite:
     """The share of a page on its way to the disk.
 
     Attributes:
-        number: Place of the page in the caller's lists.
-        entry: Its future entry in the index.
+        number: Its place in the caller's lists.
         file: The file of the session that has it; None if it has not been written.
         copied: Bytes that went through aligned memory.
         stored: It is a page now.
