@@ -1,4 +1,4 @@
-"""What every form of a page says of itself: whose it is, which one, and that it is whole.
+"""The envelope that every form of a page has: namespace, key, writer, checksum.
 
 A page in host memory (:mod:`.page`) and a page file (:mod:`.file`) begin alike:
 

@@ -10,7 +10,7 @@ A page holds ``page_size`` consecutive tokens of one sequence, all layers:
 - the header has the digest of every unit of the rank's page, the same number as the header of a
   page file has;
 - a reader believes a page only if magic, version, layers, namespace, key and digests all agree,
-  whatever storage backend brought it. A backend that verifies what it reads may put a page together
+  also if another storage backend brought it. A backend that verifies units may put a page together
   from the shares of others: then the header tells nothing of the units.
 
 The header begins as every form of a page does (:mod:`.envelope`). Its checksum is over the bytes
@@ -96,7 +96,7 @@ Digests = npt.NDArray[np.uint64]
 
 
 class StoredLayer(NamedTuple):
-    """What pages hold of one layer.
+    """The stored form of one layer.
 
     Attributes:
         segments: None, its hidden states, or its K and its V.
@@ -154,7 +154,7 @@ class PageLayout:
 
     Attributes:
         page_size: Tokens per page.
-        layers: What is stored of each layer, first layer first.
+        layers: The stored form of each layer, first layer first.
         share: The share of the page that this rank holds.
 
     Raises:

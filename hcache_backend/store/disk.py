@@ -47,7 +47,7 @@ _LOCK_SECONDS = 5.0
 _ERRORS_IN_A_ROW = 8
 _REST_SECONDS = 5.0
 _EVICTIONS_IN_VAIN = 3
-"""Others may want the space, too: after so many evictions that were no help there are no more."""
+"""Evictions in a row that were no help; then there are no more, for others may take the space."""
 
 _COUNTERS = {"read": "read_errors", "sync": "sync_errors", "delete": "evict_errors"}
 

@@ -137,13 +137,11 @@ def kept_open(fd: int, stack: ExitStack) -> int:
 
 
 class KvikioFileOps(FileOps):
-    """Reads through KvikIO's threads into host memory; everything else as usual.
+    """Reads through KvikIO's threads into host memory; the rest as usual.
 
     GPUDirect Storage (GDS) serves reads to the device only, so files are opened in KvikIO's
     compatibility mode. KvikIO's threads start when it is imported and do not survive a fork.
-
-    Args:
-        threads: KvikIO has no fewer threads than this.
+    It gets ``threads`` at least.
     """
 
     def __init__(self, threads: int = 1) -> None:
@@ -204,10 +202,8 @@ class FolderLock:
     """The lock of one store folder, across threads and processes; not reentrant.
 
     Who changes the index or the names of page files holds it. A process that is killed lets go of
-    it. If one hangs, the others give up after their time limit.
-
-    Args:
-        fd: The lock file, opened for this object alone; None to hold nothing, for readers.
+    it. If one hangs, the others give up after their time limit. ``fd`` is the lock file, opened for
+    this object alone; readers have None, which locks nothing.
     """
 
     def __init__(self, fd: int | None) -> None:
@@ -296,11 +292,7 @@ class PageIO:
     def write(self, fd: int, pieces: Sequence[memoryview]) -> int:
         """Write ``pieces`` as the file ``fd`` from its beginning, padded to 4096 bytes.
 
-        Returns:
-            Bytes that had to be copied into aligned memory.
-
-        Raises:
-            OSError: Also when the file system took only part of it.
+        Returns the bytes that were copied. An OSError also if the file system took only a part.
         """
         length = sum(piece.nbytes for piece in pieces)
         if padding := round_up(length) - length:
@@ -322,11 +314,7 @@ class PageIO:
     def read(self, fd: int, offset: int, pieces: Sequence[memoryview]) -> int:
         """Fill ``pieces`` from ``offset`` of a file on, which is known to be long enough.
 
-        Returns:
-            Bytes that had to be copied out of aligned memory.
-
-        Raises:
-            OSError: The file could not be read, or only in part.
+        Returns the bytes that were copied. An OSError also if only a part could be read.
         """
         if _aligned(pieces, offset, self.alignment):
             self._read_all(fd, pieces, offset, sum(piece.nbytes for piece in pieces))
@@ -414,7 +402,7 @@ def _aligned(pieces: Sequence[memoryview], offset: int, alignment: Alignment) ->
 
 
 def _behind(pieces: Sequence[memoryview], done: int) -> list[memoryview]:
-    """What is left of ``pieces`` behind their first ``done`` bytes."""
+    """``pieces`` without their first ``done`` bytes."""
     for number, piece in enumerate(pieces):
         if done < piece.nbytes:
             return [piece[done:], *pieces[number + 1 :]]

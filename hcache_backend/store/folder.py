@@ -3,7 +3,7 @@
 ::
 
     <folder>/hcache-store.json   marker: this folder is ours, format, identity
-    <folder>/lock                held by whoever changes index or names
+    <folder>/lock                held to change index or names
     <folder>/index/              SQLite
     <folder>/pages/<2 digits>/   buckets of page files
     <folder>/server.json         a sidecar: the report of the last server
@@ -63,7 +63,7 @@ _HARMLESS = (
     ".fseventsd", ".Spotlight-*", ".DS_Store", "System Volume Information", "..data", "..20*",
     ".hcache-doctor-*",
 )  # fmt: skip
-"""What file systems, snapshots, quotas, desktops and volumes of Kubernetes put into folders."""
+"""Names of file systems, snapshots, quotas, desktops and volumes of Kubernetes in folders."""
 
 logger = logging.getLogger("hcache.store")
 
@@ -72,29 +72,70 @@ class NotOurFolderError(OSError):
     """The folder has files that are not a page store's; nothing in it was touched."""
 
 
+class Subfolders:
+    """The folders in an open folder, of which ``most`` stay open until ``stack`` is closed.
+
+    To open and close one each time would be a third of a page's system calls.
+    """
+
+    def __init__(self, ops: FileOps, parent_fd: int, most: int, stack: ExitStack) -> None:
+        self._ops = ops
+        self._parent_fd = parent_fd
+        self._most = most
+        self._known: dict[str, int] = {}
+        self._lock = threading.Lock()
+        self._kept = ExitStack()
+        stack.callback(self._kept.close)
+
+    @contextmanager
+    def opened(self, name: str, *, make: bool = False) -> Iterator[int]:
+        """The folder ``name``; ``make`` a missing one, or another if it finds it deleted."""
+        fd = self._known.get(name)
+        if fd is not None and (not make or os.fstat(fd).st_nlink):
+            yield fd
+            return
+        with ExitStack() as stack:
+            yield self._open(name, fd, make, stack)
+
+    def _open(self, name: str, known: int | None, make: bool, stack: ExitStack) -> int:
+        """Open it anew, instead of a ``known`` one, to be kept or closed with ``stack``."""
+        with self._lock:
+            if (meanwhile := self._known.get(name)) is not None and meanwhile != known:
+                return meanwhile
+            try:
+                fd = self._ops.open(name, FOLDER, self._parent_fd)
+            except FileNotFoundError:
+                if not make:
+                    raise
+                self._ops.make_folder(name, self._parent_fd)
+                fd = self._ops.open(name, FOLDER, self._parent_fd)
+            if known is None and len(self._known) >= self._most:
+                return kept_open(fd, stack)
+            self._known[name] = kept_open(fd, self._kept)
+            return fd
+
+    def kept(self, name: str) -> int:
+        """The folder ``name``, made if it is missing; it stays open."""
+        return self._known.get(name) or self._open(name, None, True, self._kept)
+
+    def names(self) -> list[str]:
+        return self._ops.list(self._parent_fd)
+
+
 class Session:
-    """The place where one open store writes files before they get their names.
+    """The folder in which one open store writes files before they get their names.
 
     Files go to lanes in turn, which are in places apart. In one folder, ext4 without a journal
     passes every file deleted in the last minutes: after an eviction that takes longer than a page.
-
-    Args:
-        root_fd: The open store folder, whose lock is held.
-        lanes: Their number; each keeps a descriptor.
-
-    Attributes:
-        token: Name of the session's folder.
-        fd: That folder.
+    It is made below ``root_fd``, the open store folder, whose lock is held.
     """
 
-    def __init__(self, ops: FileOps, root_fd: int, lanes: int = LANES) -> None:
-        self._lanes_at_most = lanes
+    def __init__(self, ops: FileOps, root_fd: int, lanes: int) -> None:
         self.token = secrets.token_hex(8)
         self._ops = ops
         self._root_fd = root_fd
-        self._serial = count()
-        self._lanes: dict[int, int] = {}
-        self._lanes_lock = threading.Lock()
+        self._files = count()
+        self._number = lanes
         with ExitStack() as stack:
             with opened(ops, _SESSIONS, FOLDER, root_fd) as sessions_fd:
                 ops.make_folder(self.token, sessions_fd)
@@ -103,23 +144,15 @@ class Session:
             try_lock(kept_open(ops.open(_LOCK, os.O_RDWR | os.O_CREAT, self.fd), stack))
             with suppress(OSError):  # most file systems cannot be asked
                 ops.spread_folders(self.fd)
+            self._lanes = Subfolders(ops, self.fd, lanes, stack)
             self._open_files = stack.pop_all()
 
     def new_file(self) -> int:
-        return next(self._serial)
+        return next(self._files)
 
     def place(self, number: int) -> tuple[int, str]:
         """The open folder of file ``number``, and its name there."""
-        lane = number % self._lanes_at_most
-        if lane not in self._lanes:
-            with self._lanes_lock:
-                if lane not in self._lanes:
-                    name = f"{_LANE}{lane}"
-                    with suppress(FileExistsError):
-                        self._ops.make_folder(name, self.fd)
-                    fd = kept_open(self._ops.open(name, FOLDER, self.fd), self._open_files)
-                    self._lanes[lane] = fd
-        return self._lanes[lane], str(number)
+        return self._lanes.kept(f"{_LANE}{number % self._number}"), str(number)
 
     def close(self) -> None:
         """Remove unfinished files; the next opening removes the rest."""
@@ -140,6 +173,7 @@ class Folder:
     Attributes:
         users: Number of those that hold it open; :class:`~hcache_backend.store.disk.Disk` counts.
         lock: Protects a change from those of others.
+        buckets: Folders of page files whose keys begin alike: :data:`BUCKETS`.
         index_is_partial: Page files may be there that the index does not know.
 
     Raises:
@@ -163,15 +197,11 @@ class Folder:
         self.ops = ops
         self.users = 0
         lanes = max(1, min(LANES, descriptors // 4))
-        self._buckets_at_most = descriptors - lanes
-        self._buckets: dict[str, int] = {}
-        self._buckets_lock = threading.Lock()
         if create:
             if (problem := why_not(path, ops)) is not None:
                 raise problem
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
         with ExitStack() as stack:
-            self._open_files = stack
             self.root_fd = kept_open(os.open(path, FOLDER), stack)
             _check_marker(path, ops, self.root_fd, create)
             if readonly:
@@ -180,7 +210,8 @@ class Folder:
                 self._open_to_write(stack, buffer_bytes, lanes)
             stack.callback(self.index.close)
             self._inodes = [path.stat().st_ino for path in self._index_paths]
-            self.pages_fd = kept_open(ops.open(_PAGES, FOLDER, self.root_fd), stack)
+            pages_fd = kept_open(ops.open(_PAGES, FOLDER, self.root_fd), stack)
+            self.buckets = Subfolders(ops, pages_fd, descriptors - lanes, stack)
             stated = self.index.meta("complete"), self.index.meta("boot")
             self.index_is_partial = stated != (INDEX_FORMAT, _boot_id())
             if self.index_is_partial and not readonly and self._holds_no_pages():
@@ -210,40 +241,6 @@ class Folder:
             stack.callback(self.session.close)
             self.io = PageIO(ops, probe_alignment(ops, self.session.fd, "probe"), buffer_bytes)
             self.index = _open_index(self.path, ops, root_fd)
-
-    @contextmanager
-    def bucket(self, name: str, *, make: bool = False) -> Iterator[int]:
-        """The folder of page files whose keys begin with ``name``; ``make`` a missing one.
-
-        It stays open after the block if there is room for it: to open and close it would be a
-        third of a page's system calls. When ``make`` finds it deleted, it makes another.
-        """
-        fd = self._buckets.get(name)
-        with ExitStack() as stack:
-            if fd is None or (make and not os.fstat(fd).st_nlink):
-                fd = self._open_bucket(name, fd, make, stack)
-            yield fd
-
-    def _open_bucket(self, name: str, known: int | None, make: bool, stack: ExitStack) -> int:
-        """Open it anew, instead of a ``known`` one, to be kept or closed with ``stack``."""
-        with self._buckets_lock:
-            if (meanwhile := self._buckets.get(name)) is not None and meanwhile != known:
-                return meanwhile
-            try:
-                fd = self.ops.open(name, FOLDER, self.pages_fd)
-            except FileNotFoundError:
-                if not make:
-                    raise
-                self.ops.make_folder(name, self.pages_fd)
-                fd = self.ops.open(name, FOLDER, self.pages_fd)
-            if known is None and len(self._buckets) >= self._buckets_at_most:
-                return kept_open(fd, stack)
-            self._buckets[name] = kept_open(fd, self._open_files)
-            return fd
-
-    def buckets(self) -> list[str]:
-        """The buckets that are there."""
-        return sorted(BUCKETS.intersection(self.ops.list(self.pages_fd)))
 
     def close(self) -> None:
         self._open_files.close()
@@ -282,8 +279,8 @@ class Folder:
                 _set_aside(self.ops, self.root_fd)
 
     def _holds_no_pages(self) -> bool:
-        for name in self.buckets():
-            with self.bucket(name) as fd:
+        for name in BUCKETS.intersection(self.buckets.names()):
+            with self.buckets.opened(name) as fd:
                 if self.ops.list(fd):
                     return False
         return True
@@ -355,11 +352,7 @@ def file_system_of(place: Path) -> str:
 
 
 def _has_marker(path: Path, ops: FileOps, root_fd: int) -> bool:
-    """Whether it is a store; False: it may become one.
-
-    Raises:
-        NotOurFolderError: It has files that no store makes, or another format.
-    """
+    """Whether it is a store; False: it may become one. A NotOurFolderError if it may not."""
     names = ops.list(root_fd)
     if MARKER in names:
         with opened(ops, MARKER, os.O_RDONLY, root_fd) as fd:
@@ -395,7 +388,7 @@ def _check_marker(path: Path, ops: FileOps, root_fd: int, create: bool) -> None:
         return
     if not create:
         raise FileNotFoundError(errno.ENOENT, f"there is no {MARKER}", str(path))
-    with suppress(PermissionError):  # somebody else's; said at each opening
+    with suppress(PermissionError):  # of another user; logged at each opening
         os.fchmod(root_fd, 0o700)
     temporary = f".{MARKER}.{secrets.token_hex(4)}"
     text = json.dumps({"format": FOLDER_FORMAT, "id": secrets.token_hex(16)}).encode() + b"\n"
@@ -471,7 +464,7 @@ def _is_dead(ops: FileOps, sessions_fd: int, token: str) -> bool:
             with opened(ops, _LOCK, os.O_RDWR, session_fd) as fd:
                 return try_lock(fd)
         except FileNotFoundError:
-            return True  # sessions start under the folder's lock, so nobody is about to make it
+            return True  # sessions start under the folder's lock: none is about to make it
 
 
 def _remove_session(ops: FileOps, sessions_fd: int, token: str) -> None:
@@ -491,11 +484,7 @@ def _remove_session(ops: FileOps, sessions_fd: int, token: str) -> None:
 def write_sidecar(folder: Path, name: str, text: str, *, replace: bool = True) -> None:
     """Write a file beside the pages that only the owner may read. Readers see all of it or none.
 
-    Args:
-        replace: Whether a file of this ``name`` is replaced; otherwise it stays.
-
-    Raises:
-        OSError: It cannot be written.
+    Without ``replace``, a file of this ``name`` stays. An OSError if it cannot be written.
     """
     temporary = folder / f".{name}.{secrets.token_hex(4)}"
     try:

@@ -232,7 +232,7 @@ class Index:
                 connection.execute("REPLACE INTO meta VALUES (?, ?)", (name, value))
 
     def check(self) -> list[str]:
-        """What is inconsistent inside the index; empty when it is sound."""
+        """The inconsistencies inside the index; empty if it is sound."""
         problems = []
         pages = size = 0
         with self._reading() as connection:
@@ -346,7 +346,7 @@ class Index:
             connection = self._connect("mode=ro" if self._readonly else "mode=rw")
             connection.execute("SELECT count(*) FROM meta")
         except sqlite3.OperationalError as error:
-            # SQLite wants files beside the index, which servers make. Without one, nobody writes.
+            # SQLite wants files beside the index, which servers make. Without, none writes.
             wal = self._path.with_name(INDEX_FILE + "-wal")
             code = error.sqlite_errorcode & 0xFF
             if not self._readonly or code not in _READ_ONLY or wal.exists():

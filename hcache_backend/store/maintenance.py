@@ -23,7 +23,7 @@ from hcache_backend.format.file import DamagedFileError
 from hcache_backend.format.units import PageMemory
 from hcache_backend.store.disk import Disk
 from hcache_backend.store.eviction import Recency
-from hcache_backend.store.folder import Folder
+from hcache_backend.store.folder import BUCKETS, Folder
 from hcache_backend.store.index import Entry
 from hcache_backend.store.page_files import (
     PageRead,
@@ -128,12 +128,12 @@ def find_unknown_files(
         progress: Called with the numbers of buckets that are done, and of all.
     """
     result = Unknown()
-    buckets = folder.buckets()
+    buckets = sorted(BUCKETS.intersection(folder.buckets.names()))
     for done, bucket in enumerate(buckets, start=1):
         if stop():
             break
         names = []
-        with folder.bucket(bucket) as bucket_fd:
+        with folder.buckets.opened(bucket) as bucket_fd:
             files = folder.ops.list(bucket_fd)
         parsed = {file: parse_name(file) for file in files}
         known = folder.index.known(name for name in parsed.values() if name is not None)
@@ -186,7 +186,7 @@ def verify_folder(
     findings.unknown = pages + unknown.damaged
     for path, _ in unknown.damaged if repair else ():
         bucket, _, file = path.partition("/")
-        with folder.lock.held(_LOCK_SECONDS), folder.bucket(bucket) as bucket_fd:
+        with folder.lock.held(_LOCK_SECONDS), folder.buckets.opened(bucket) as bucket_fd:
             folder.ops.unlink(file, bucket_fd)
         findings.repaired += 1
     return findings

@@ -30,13 +30,9 @@ class OtherSizeError(Exception):
 
 
 class PageRead(NamedTuple):
-    """A page file to be read.
+    """A file of page ``number`` of the caller's lists, and the part of the memory that it fills.
 
-    Attributes:
-        number: Place of the page in the caller's lists.
-        entry: The file.
-        part: The part of the memory that this file is there for.
-        memory: That of the same or another share.
+    The memory is that of the same or another share.
     """
 
     number: int
@@ -50,8 +46,7 @@ class PageWrite:
     """The share of a page on its way to the disk.
 
     Attributes:
-        number: Place of the page in the caller's lists.
-        entry: Its future entry in the index.
+        number: Its place in the caller's lists.
         file: The file of the session that has it; None if it has not been written.
         copied: Bytes that went through aligned memory.
         stored: It is a page now.
@@ -89,7 +84,7 @@ def give_name(folder: Folder, write: PageWrite) -> None:
     assert write.file is not None
     name = write.entry.name
     source_fd, source = folder.session.place(write.file)
-    with folder.bucket(name.bucket, make=True) as bucket_fd:
+    with folder.buckets.opened(name.bucket, make=True) as bucket_fd:
         folder.ops.rename(source, source_fd, name.file, bucket_fd)
     write.stored = True
 
@@ -105,7 +100,7 @@ def remove_nameless(folder: Folder, file: int | None) -> None:
 def file_exists(folder: Folder, name: PageName) -> bool:
     """Whether a page file is really there."""
     try:
-        with folder.bucket(name.bucket) as bucket_fd:
+        with folder.buckets.opened(name.bucket) as bucket_fd:
             folder.ops.stat(name.file, bucket_fd)
     except FileNotFoundError:
         return False
@@ -118,7 +113,7 @@ def delete_page(folder: Folder, name: PageName, only: os.stat_result | None = No
     Another file than the one with status ``only`` stays. Returns whether there is no file now.
     """
     try:
-        with folder.bucket(name.bucket) as bucket_fd:
+        with folder.buckets.opened(name.bucket) as bucket_fd:
             if only is not None:
                 there = folder.ops.stat(name.file, bucket_fd)
                 if not os.path.samestat(there, only) or there.st_mtime_ns != only.st_mtime_ns:
@@ -158,7 +153,7 @@ def read_page(folder: Folder, read: PageRead) -> tuple[int, int]:
 def open_page(folder: Folder, name: PageName) -> int:
     """Open a page file for reading; FileNotFoundError if it is not there."""
     flags = os.O_RDONLY | folder.io.alignment.flags
-    with folder.bucket(name.bucket) as bucket_fd:
+    with folder.buckets.opened(name.bucket) as bucket_fd:
         return folder.ops.open(name.file, flags, bucket_fd)
 
 

@@ -41,9 +41,9 @@ _CLOSE_SECONDS = 10.0
 class PageStore:
     """A local L3: maps ``(namespace, key)`` to the bytes of a page, in ``config.dirs``.
 
-    It knows nothing of torch, of SGLang or of what the bytes mean. What is read back is verified,
-    or it is a miss; a page that is missing, damaged or unwritable raises nothing. Any thread and
-    process may call all methods.
+    It knows bytes: no torch, no SGLang, no models. A page that is read back is verified, or it is a
+    miss; a page that is missing, damaged or unwritable raises nothing. Any thread and process may
+    call all methods.
 
     Args:
         writer: The server run, 8 bytes; every page file has it.
@@ -51,7 +51,7 @@ class PageStore:
         background: Whether threads look after the folders; tests do it by hand.
 
     Raises:
-        NotOurFolderError: A folder is in use for something else.
+        NotOurFolderError: A folder has other files.
         OSError: None of the folders can be used.
     """
 

@@ -83,7 +83,8 @@ def test_files_that_are_no_pages_have_no_codecs(tmp_path: Path) -> None:
 def test_a_short_page_has_no_codecs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "page").write_bytes(b"x" * 8192)
     for length in (4, 64):  # less than a prefix, then none of ours
-        header = SimpleNamespace(table=SimpleNamespace(segments=[SimpleNamespace(length=length)]))
+        table = SimpleNamespace(segments=[SimpleNamespace(length=length)])
+        header = SimpleNamespace(layout=SimpleNamespace(table=table))
         monkeypatch.setattr(store, "header_length", len)
         monkeypatch.setattr(store, "parse_header", lambda data, header=header: header)
         assert store.codecs_of(tmp_path / "page") is None

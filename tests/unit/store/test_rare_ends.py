@@ -8,6 +8,7 @@ import resource
 import shutil
 import sqlite3
 import threading
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -125,13 +126,12 @@ def test_what_is_inconsistent_in_an_index_is_told(store: PageStore) -> None:
 
 
 def test_an_index_that_is_looked_at_is_not_written(store: PageStore) -> None:
-    put(store, 1)
-    with first_folder(store) as held:
-        index = held.index
-        writer, index._writer = index._writer, None
-        with pytest.raises(sqlite3.OperationalError, match="opened to read"):
-            index.set_meta(complete=1)
-        index._writer = writer
+    [disk] = store.disks
+    with (
+        closing(folder.Folder(disk.path, FileOps(), PAGE, readonly=True)) as view,
+        pytest.raises(sqlite3.OperationalError, match="opened to read"),
+    ):
+        view.mark_index_complete()
 
 
 def test_the_lock_of_a_folder_is_waited_for_by_threads_and_by_nobody_who_only_looks(

@@ -370,7 +370,7 @@ def test_pages_whose_turn_to_be_read_comes_too_late_are_misses(
     put(store, 1, 2)
     passed = 0.0
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + passed)
-    monkeypatch.setattr("hcache_backend.store.volume.time", clock)
+    monkeypatch.setattr("hcache_backend.store.disk.time", clock)
     targets = [[memory(PAGE)], [memory(PAGE)]]
     found = store.get(NAMESPACE, [key(1), key(2)], targets)
     assert found == [True, False], "what has begun is waited for"
@@ -389,8 +389,8 @@ def test_threads_wake_and_the_index_changes_once_for_many_pages(
 
     ops = CountingOps()
     store = open_quiet(tmp_path / "store", ops=ops, io_threads=2)
-    volume, woken = store.volumes[0], []
-    for pool in (volume.readers, volume.writers):
+    disk, woken = store.disks[0], []
+    for pool in (disk.readers, disk.writers):
 
         def submit(work: Any, start: Any = pool.submit) -> Any:
             woken.append(work)
@@ -449,12 +449,12 @@ def test_what_dead_sessions_left_is_removed_also_that_of_earlier_versions(tmp_pa
     (folder / "sessions" / "dead" / "lock").touch()
     (folder / "sessions" / "earlier" / "lock").touch()
     (folder / "sessions" / "earlier" / "17").write_bytes(b"half a page")
-    with alive.volumes[0].use() as opened:
+    with alive.disks[0].use() as opened:
         unfinished, name = opened.session.place(opened.session.new_file())
         os.close(os.open(name, os.O_WRONLY | os.O_CREAT, 0o600, dir_fd=unfinished))
         token = opened.session.token
     store = open_quiet(folder)
-    with store.volumes[0].use() as opened:
+    with store.disks[0].use() as opened:
         assert set(names(folder / "sessions")) == {token, opened.session.token}
     assert len(list((folder / "sessions" / token).rglob("*"))) > 2, "it is still being written"
     store.close()
