@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 from hcache_backend import metrics
 from hcache_backend.prefetch.eager_loads import is_on_device
-from hcache_backend.prefetch.gate import HitGate, Running
+from hcache_backend.prefetch.gate import HitGate
 from hcache_backend.prefetch.governor import waits_for_gpu
-from hcache_backend.prefetch.meeting import meeting_of
+from hcache_backend.prefetch.prefetch import Prefetch
 from hcache_backend.sglang.runtime import current
 from hcache_backend.turn import Said, Turn
 
@@ -44,7 +44,7 @@ def before_asking(
     """Around ``Scheduler._prefetch_kvcache``: when a request comes, and for SGLang's retries."""
     gate = gate_of(scheduler.tree_cache)
     if gate is not None and not req.storage_prefetch_retry_attempts:
-        gate.forget(req.rid)  # an earlier request may have had the same one
+        gate.prefetches.forget(req.rid)  # an earlier request may have had the same one
     _note_waiting(scheduler)
     return original(scheduler, req, *a, **kw)
 
@@ -92,11 +92,11 @@ def ask_to_end(cache: Any, turn: Turn) -> Ending | None:
     operations = [info.operation for info in cache.ongoing_prefetch.values()]
     verdicts = [False] * (len(operations) + 1)
     with harmless():
-        verdicts = gate.to_end([_running(cache, operation) for operation in operations])
+        verdicts = gate.to_end([_as_it_is(cache, operation) for operation in operations])
     if cache.pp_size > 1:
         return None  # pipeline stages are not at one point
-    gate.unfinished.update(operations)
-    if not operations and not gate.agreed_overdue:
+    gate.prefetches.unfinished.update(operations)
+    if not operations and not gate.agreed_stalled:
         return None  # the same on all ranks: no rank acts on its own verdict alone
     return Ending(gate, operations, turn.say(*(not ends for ends in verdicts)))
 
@@ -110,7 +110,7 @@ def end_prefetches(asked: Ending | None) -> None:
     for operation in ended:
         operation.mark_terminate()
     with harmless():
-        asked.gate.agreed([operation.request_id for operation in ended], not in_time)
+        asked.gate.agreed([asked.gate.prefetches.of(one) for one in ended], not in_time)
 
 
 def around_drain(
@@ -133,7 +133,7 @@ def around_drain(
     result = original(cache, n_storage_hit, n_ack_prefetch, *a, **kw)
     unread = [operation for operation in answered if operation.host_indices is None]
     read = [report.operation for report in taken if report.completed_req]
-    gate.unfinished.difference_update(unread, read)
+    gate.prefetches.unfinished.difference_update(unread, read)
     return result
 
 
@@ -144,7 +144,7 @@ def around_stop(original: Callable[..., Any], controller: Any, *a: Any, **kw: An
     gate = current().hit_gate
     if gate is not None:
         _let_threads_finish(gate, controller)
-        gate.unfinished.clear()
+        gate.prefetches.unfinished.clear()
     return original(controller, *a, **kw)
 
 
@@ -159,26 +159,26 @@ def _let_threads_finish(gate: HitGate, controller: Any) -> None:
         answered = set(controller.prefetch_hit_queue.queue)
         reports = list(controller.ack_prefetch_queue.queue)
         read = {report.operation for report in reports if report.completed_req}
-        if not gate.unfinished - answered - read:
+        if not gate.prefetches.unfinished - answered - read:
             return
         time.sleep(0.001)
 
 
-def _running(cache: Any, operation: Any) -> Running:
-    meeting, lost, reachable = meeting_of(operation), 0, None
+def _as_it_is(cache: Any, operation: Any) -> Prefetch:
+    """The prefetch of ``operation``, as far as it has come."""
+    prefetch, size = current().prefetches.of(operation), cache.page_size
+    meeting = prefetch.meeting
+    prefetch.lost = 0
     if meeting is not None:
         if meeting.pages == meeting.front:
-            lost = len(meeting.here) * cache.page_size
+            prefetch.lost = len(meeting.here) * size
         if meeting.reachable is not None:
-            reachable = max(0, meeting.reachable - meeting.front) * cache.page_size
-    return Running(
-        operation.request_id,
-        operation.completed_tokens + lost,
-        _pages_per_report(cache.cache_controller, len(operation.hash_value)) * cache.page_size,
-        whole=bool(operation.pool_transfers),
-        lost=lost,
-        reachable=reachable,
-    )
+            prefetch.reachable = max(0, meeting.reachable - meeting.front) * size
+    prefetch.arrived = operation.completed_tokens + prefetch.lost
+    pages = _pages_per_report(cache.cache_controller, len(operation.hash_value))
+    prefetch.step = pages * size
+    prefetch.whole = bool(operation.pool_transfers)
+    return prefetch
 
 
 def _pages_per_report(controller: Any, pages: int) -> int:
@@ -262,17 +262,17 @@ def around_look_up(
     gate = gate_of(controller)
     if gate is None or operation.request_id == _NO_REQUEST:
         return original(controller, operation, *a, **kw)
-    if gate.was_refused(operation.request_id):
+    prefetch = gate.prefetches.of(operation)
+    if prefetch.refused:
         return [], 0
-    found_behind = getattr(controller.storage_backend, "take_found_behind", lambda: 0)
-    found_behind()  # of a look-up that was judged nowhere
+    found_shared = getattr(controller.storage_backend, "take_found_behind", lambda: 0)
+    found_shared()  # of a look-up that was judged nowhere
     with gate.l3.looking():
         keys, tokens = original(controller, operation, *a, **kw)
-    taken, behind = tokens, min(tokens, found_behind() * controller.page_size)
+    taken, shared = tokens, min(tokens, found_shared() * controller.page_size)
     if tokens:
-        wanted = len(operation.token_ids)
-        page = 0 if operation.pool_transfers else controller.page_size
-        taken = gate.takes(operation.request_id, tokens, wanted, behind, page)
+        parts = not operation.pool_transfers
+        taken = gate.takes(prefetch, tokens, len(operation.token_ids), shared, parts=parts)
     return keys[: taken // controller.page_size], taken
 
 
@@ -281,18 +281,17 @@ def around_read(original: Callable[..., Any], controller: Any, operation: Any) -
     gate = gate_of(controller)
     if gate is None:
         return original(controller, operation)
-    size = controller.page_size
+    size, prefetch = controller.page_size, gate.prefetches.of(operation)
     pages = len(operation.hash_value)
     with harmless():
         step = _pages_per_report(controller, pages) * size
-        gate.read_begins(operation.request_id, pages * size, step)
+        gate.read_begins(prefetch, pages * size, step)
     try:
         return original(controller, operation)
     finally:
         with harmless():
-            meeting = meeting_of(operation)
-            if meeting is not None and not operation.is_terminated():
-                gate.l3.spared(meeting.spared * size)
+            if prefetch.meeting is not None and not operation.is_terminated():
+                gate.l3.spared(prefetch.meeting.spared * size)
             gate.read_ends()
 
 
@@ -303,17 +302,13 @@ def around_read_batch(original: Callable[..., Any], controller: Any, *a: Any, **
     return pages
 
 
-def note_waiting(controller: Any, seconds: float) -> None:
+def note_waiting(seconds: float) -> None:
     """The present prefetch was not read for ``seconds``."""
     with harmless():
-        gate = gate_of(controller)
-        if gate is not None:
-            gate.l3.waited(seconds)
+        current().l3.waited(seconds)
 
 
 def note_arrival(controller: Any, pages: int) -> None:
     """``pages`` more of the present prefetch have arrived."""
     with harmless():
-        gate = gate_of(controller)
-        if gate is not None:
-            gate.l3.arrived(pages * controller.page_size)
+        current().l3.arrived(pages * controller.page_size)

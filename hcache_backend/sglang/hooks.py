@@ -357,7 +357,7 @@ def _before_drain(
 
         reports = list(itertools.islice(controller.ack_prefetch_queue.queue, n_ack_prefetch))
         running = [info.operation for info in cache.ongoing_prefetch.values() if reports]
-        hear(reports, running, controller.page_size)
+        hear(reports, running, current().prefetches, controller.page_size)
     return original(cache, n_storage_hit, n_ack_prefetch, *a, **kw)
 
 

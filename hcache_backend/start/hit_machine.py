@@ -11,7 +11,6 @@ from hcache_backend.plan.costs import Partition
 from hcache_backend.plan.model_shape import ModelShape
 from hcache_backend.plan.profile import Profile
 from hcache_backend.plan.restore import Restore
-from hcache_backend.prefetch.gate import HitGate
 from hcache_backend.sglang.arguments import ranks_of_a_request, resolved
 from hcache_backend.sglang.groups import said_by_all_ranks
 from hcache_backend.sglang.runtime import Runtime
@@ -27,7 +26,7 @@ def judge_our_hits(runtime: Runtime, config: HCacheConfig) -> None:
     """Judge hits of our store from now on, if option ``min_gain`` says so. All ranks call it at the
     same point, at attach. Raises ConfigError on every rank if the profile is unusable."""
     if may_judge(runtime, config):
-        runtime.hit_gate = HitGate(_machine(runtime, config), "hcache", config.min_gain)
+        runtime.judge(_machine(runtime, config), "hcache", config.min_gain)
 
 
 def judge_other_hits(runtime: Runtime, backend: str) -> None:
@@ -38,7 +37,7 @@ def judge_other_hits(runtime: Runtime, backend: str) -> None:
         if machine is not None and machine.profile is not None:  # its L3 was not measured
             profile = machine.profile.model_copy(update={"l3": None})
             machine = replace(machine, profile=profile)
-        runtime.hit_gate = HitGate(machine, backend, config.min_gain)
+        runtime.judge(machine, backend, config.min_gain)
 
 
 def _machine(runtime: Runtime, config: HCacheConfig) -> Restore | None:

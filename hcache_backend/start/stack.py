@@ -90,7 +90,7 @@ class Stack:
         )
         loads = LoadQueue(pool.arena, pipeline, plan.methods, plan.recomputer, kvcache.device)
         loads.on_failed.append(runtime.cannot_restore)
-        loads.slowdown = runtime.slowdown
+        loads.slowdown = runtime.l3.estimates.slowdown
         pool.use(loads, capture)
         group, controller = self._controller(pool)
         kv_checks = KVChecks(runtime, pool, plan.kv, params.tp_cache_group)
@@ -181,9 +181,10 @@ class Stack:
             methods.layer,
             known=methods.profile is not None,
         )
-        loads.seconds_to_read = self.runtime.seconds_to_read
-        loads.seconds_to_compute = self.runtime.seconds_to_compute
-        eager = EagerLoads(reservable, pool, pipeline, loads, most, budget, new_rows)
+        l3, prefetches = self.runtime.l3, self.runtime.prefetches
+        eager = EagerLoads(
+            reservable, pool, pipeline, loads, most, budget, l3, prefetches, new_rows
+        )
         self.runtime.on_weights_changed.append(eager.give_back)
         return eager
 

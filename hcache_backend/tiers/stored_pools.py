@@ -84,9 +84,7 @@ class StoredPools:
             with metrics.timed("l3_exists"):
                 here = self._store.exists(namespace, hashes, share=pages.share)
             if self._behind is not None and pool == PoolName.KV:
-                gate = self._runtime.hit_gate
-                if gate is not None:
-                    gate.l3.may_take_longer(LOOK_UP_SECONDS)
+                self._runtime.l3.may_take_longer(LOOK_UP_SECONDS)
                 with metrics.timed("behind_exists"):
                     only_there = self._behind.complete(namespace, pages.share, hashes, here)
                 if share == 0:
@@ -299,13 +297,11 @@ class StoredPools:
         proven = list(compress(missing, came))
         for number in proven:
             found[number] = True
-        gate = self._runtime.hit_gate
-        if gate is not None:
-            end = found.index(False) if False in found else len(found)
-            count = sum(number < end for number in proven) if share == 0 else 0  # once, not of all
-            tokens = count * pages.host_pool.page_size
-            seconds = time.monotonic() - start
-            gate.l3.came_from_behind(tokens, seconds, gave_up=behind.silent)
+        end = found.index(False) if False in found else len(found)
+        count = sum(number < end for number in proven) if share == 0 else 0  # once, not of all
+        tokens = count * pages.host_pool.page_size
+        seconds = time.monotonic() - start
+        self._runtime.l3.came_from_shared(tokens, seconds, gave_up=behind.silent)
         if proven:
             kept, before = [keys[n] for n in proven], [*prefix, *keys[: proven[0]]]
 

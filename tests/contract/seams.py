@@ -88,7 +88,6 @@ OURS = {
     ("backend", "backups"),
     ("memory", "finish"),
     ("controller", "plain_prompt"),
-    ("operation", "hcache_meeting"),
     ("scheduler", "hcache_last_batch"),
     ("memory", "numpy"),
     ("memory", "shares"),

@@ -65,15 +65,14 @@ def _watch_scheduler(trace: Trace) -> None:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
     def loop(original: Any, scheduler: Any, *args: Any) -> Any:
-        from hcache_backend.prefetch import gate
-
         clock = Clock(trace)
         for name, module in list(sys.modules.items()):
             if _has_virtual_time(name) and hasattr(module, "time"):
                 setattr(module, "time", clock)  # noqa: B010
-        gate.HitGate.__init__.__defaults__ = (clock.monotonic,)
-        if (judge := _runtime().hit_gate) is not None:
-            judge._clock = judge.gpu._clock = judge.l3._clock = clock.monotonic
+        runtime = _runtime()
+        runtime.l3.clock = clock.monotonic
+        if runtime.hit_gate is not None:
+            runtime.hit_gate.gpu._clock = clock.monotonic
         trace.rank = dist.get_rank() if dist.is_initialized() else 0
         return original(scheduler, *args)
 
@@ -468,10 +467,10 @@ def _watch_l3(trace: Trace) -> None:
 def _watch_gate(trace: Trace) -> None:
     from hcache_backend.prefetch.gate import HitGate
 
-    def takes(original: Any, gate: Any, rid: str, tokens: int, *args: Any, **kwargs: Any) -> Any:
-        taken = original(gate, rid, tokens, *args, **kwargs)
+    def takes(original: Any, gate: Any, asked: Any, tokens: int, *args: Any, **kwargs: Any) -> Any:
+        taken = original(gate, asked, tokens, *args, **kwargs)
         verdict = f"takes {taken} of" if taken else "refuses"
-        trace.say(f"gate: {verdict} {tokens} tokens of {rid}")
+        trace.say(f"gate: {verdict} {tokens} tokens of {asked.request_id}")
         return taken
 
     def may_ask(original: Any, gate: Any, rid: str, *args: Any, **kwargs: Any) -> Any:
@@ -480,12 +479,12 @@ def _watch_gate(trace: Trace) -> None:
             trace.say(f"gate: L3 is not asked for {rid}")
         return asks
 
-    def agreed(original: Any, gate: Any, ended: Any, overdue: bool) -> Any:
+    def agreed(original: Any, gate: Any, ended: Any, stalled: bool) -> Any:
         if ended:
-            trace.say(f"gate: ends the prefetch of {', '.join(ended)}")
-        if overdue:
+            trace.say(f"gate: ends the prefetch of {', '.join(one.request_id for one in ended)}")
+        if stalled:
             trace.say("gate: L3 is overdue")
-        return original(gate, ended, overdue)
+        return original(gate, ended, stalled)
 
     around(HitGate, "takes", takes)
     around(HitGate, "may_ask", may_ask)
