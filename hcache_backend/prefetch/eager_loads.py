@@ -21,11 +21,17 @@ from hcache_backend import metrics, streams
 from hcache_backend.capture.recomputed_rows import RecomputedRows
 from hcache_backend.host.loads import LoadQueue, QueuedLoad
 from hcache_backend.plan.costs import side_by_side
-from hcache_backend.prefetch.eager import EagerRestores, batch_pages, launch_pages
+from hcache_backend.prefetch.eager import (
+    EagerRestores,
+    Ids,
+    Launched,
+    Recomputation,
+    batch_pages,
+    launch_pages,
+)
 from hcache_backend.prefetch.governor import Governor
 from hcache_backend.prefetch.prefetch import Meeting, Prefetches
 from hcache_backend.prefetch.progress import L3Progress
-from hcache_backend.prefetch.reservation import Ids, Launched, Recomputation
 from hcache_backend.prefetch.slices import SliceBudget
 from hcache_backend.restore.pipeline import RestorePipeline
 from hcache_backend.turn import Said, Turn

@@ -15,11 +15,10 @@ from hcache_cpu_engine import plugin
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 
 from hcache_backend.host.loads import QueuedLoad
-from hcache_backend.prefetch.eager import EagerRestores
+from hcache_backend.prefetch.eager import EagerRestores, Launched
 from hcache_backend.prefetch.eager_loads import EagerLoads, Offer
 from hcache_backend.prefetch.governor import Pace
 from hcache_backend.prefetch.prefetch import Meeting
-from hcache_backend.prefetch.reservation import Launched
 from hcache_backend.prefetch.slices import SliceBudget
 from hcache_backend.restore.report import RunningRestore
 from hcache_backend.sglang.allocator import ReservablePages
