@@ -88,7 +88,7 @@ class Engine:
         self.pool = PagedPool(kvcache)
         projector = Projector(ProjectionBatch(ForwardMode.EXTEND), self.pool, kvcache.layer_num)
         try:
-            missing = hooks.install(hooks.hidden_mode_hooks())
+            missing = hooks.install(hooks.HIDDEN)
             if missing is not None:
                 raise Refused(missing)
             probe = observe(runner, attention_modules(runner.model, kvcache.layer_num))

@@ -39,12 +39,12 @@ from hcache_backend.prefetch.eager import batch_pages
 from hcache_backend.prefetch.eager_loads import EagerLoads, token_array
 from hcache_backend.prefetch.prefetch import Meeting, Recomputing
 from hcache_backend.ranks import smallest
-from hcache_backend.sglang.hits import note_arrival, note_waiting
-from hcache_backend.sglang.hooks import READS, guarded
+from hcache_backend.sglang.hook_registry import guarded
 from hcache_backend.sglang.host_pool import OwnPagesPool
 from hcache_backend.sglang.read_batches import BackAck, BatchedReads
 from hcache_backend.sglang.runtime import Runtime, current
 from hcache_backend.sglang.stage_pages import StagePages
+from hcache_backend.sglang.storage_threads import READ, note_arrival, note_waiting
 from hcache_backend.turn import Checks, Turn
 
 logger = logging.getLogger("hcache")
@@ -528,7 +528,7 @@ class OwnPagesController(HybridCacheController):
         if self._batches is None or self.page_get_func != self._page_get_zero_copy:
             return transfer()
         if self._runtime.prefetches.of(operation).meeting is not None:
-            return guarded(READS)(OwnPagesController.transfer_from_back, self, operation)
+            return guarded(READ)(OwnPagesController.transfer_from_back, self, operation)
         return self._batches.transfer(operation, transfer)
 
     def transfer_from_back(self, operation: Any) -> None:

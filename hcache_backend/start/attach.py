@@ -27,12 +27,11 @@ from hcache_backend.server_report import write_report
 from hcache_backend.sglang import hooks
 from hcache_backend.sglang.arguments import (
     kv_fields,
-    numbers_of,
     page_size,
     resolved,
     serves_adapters,
-    sglang_version,
 )
+from hcache_backend.sglang.compat import SUPPORTED, is_first
 from hcache_backend.sglang.groups import said_by_all_ranks
 from hcache_backend.sglang.runtime import Runtime, current
 from hcache_backend.start.hit_machine import judge_our_hits
@@ -100,11 +99,11 @@ def leave_report(joined: Joined, storage_config: HiCacheStorageConfig) -> None:
 def check_preemption(args: Any) -> None:
     """Raise ConfigError if SGLang loses preempted requests when there is an L3."""
     preempts = args.enable_priority_scheduling and not args.disable_priority_preemption
-    if preempts and numbers_of(version := sglang_version()) < (0, 5, 22):
+    if preempts and is_first():
         raise ConfigError(
-            f"hcache: --enable-priority-scheduling with an L3: SGLang {version} forgets requests "
-            "that were preempted for one whose prefetch still runs, and never answers them; add "
-            "--disable-priority-preemption, or use SGLang 0.5.22 or later"
+            f"hcache: --enable-priority-scheduling with an L3: SGLang {SUPPORTED[0]} forgets "
+            "requests that were preempted for one whose prefetch still runs, and never answers "
+            "them; add --disable-priority-preemption, or use SGLang 0.5.22 or later"
         )
 
 
@@ -212,7 +211,7 @@ def _check_late_start(runtime: Runtime) -> None:
         raise ConfigError(
             f"hcache: {STARTED_WITHOUT_US}; with --enable-lora it has to be started with it"
         )
-    missing = hooks.install(hooks.weight_hooks())
+    missing = hooks.install(hooks.WEIGHTS)
     if missing:
         raise ConfigError(f"hcache: {missing}; weight updates could not be noticed")
     hooks.notice_uses()

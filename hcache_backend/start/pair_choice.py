@@ -16,7 +16,7 @@ from hcache_backend.krul.segments import PairedSegments
 from hcache_backend.krul.selection import Strategy
 from hcache_backend.krul.statistics import PROBE_TOKENS, attention_sums
 from hcache_backend.ranks import on_all_ranks
-from hcache_backend.sglang.hooks import hidden_mode_hooks, install
+from hcache_backend.sglang.hooks import HIDDEN, install
 from hcache_backend.sglang.recompute_batch import make_recomputer
 from hcache_backend.start.agreement import Refused
 from hcache_backend.start.page_plan import PagePlan
@@ -61,7 +61,7 @@ def find_probe(runner: Any, plan: PagePlan, slots: torch.Tensor) -> None:
     """Let the plan choose pairs for each node by a look at attention; raises Refused if that fails.
     K and V of the self-check's tokens are in ``slots`` (int64 ``[n]``)."""
     kvcache = plan.kvcache
-    missing = install(hidden_mode_hooks())
+    missing = install(HIDDEN)
     if missing is not None:
         raise Refused(missing)
     recomputer = make_recomputer(runner, kvcache, plan.methods.chunk_tokens)

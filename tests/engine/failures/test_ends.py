@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from bench.harness.server import Server
-from hcache_backend.sglang.arguments import numbers_of, sglang_version
+from hcache_backend.sglang.compat import is_first
 from tests.engine.harness.conversations import (
     Conversation,
     converse,
@@ -112,7 +112,7 @@ def test_priorities_that_would_lose_requests(model: Path, tmp_path: Path) -> Non
     """SGLang 0.5.21 forgets requests that were preempted for one whose prefetch still runs."""
     args = ["--enable-priority-scheduling"]
     server = Server(our_server(model, tmp_path, extra_args=args))
-    if numbers_of(sglang_version()) < (0, 5, 22):
+    if is_first():
         try:
             server.launch()
             assert server.wait_exit() != 0

@@ -291,10 +291,12 @@ def _weights_late() -> None:
 
 def _hooks_raise() -> None:
     """Whatever our hooks do of their own raises."""
-    from hcache_backend.sglang import hits, hooks
+    from hcache_backend.sglang import radix_cache, scheduler, storage_threads
     from hcache_backend.sglang.controller import OwnPagesController
 
-    for owner, name in ((hooks, "_our_l3"), (hits, "gate_of"), (OwnPagesController, "turn")):
+    seams = [(module, "gate_of") for module in (radix_cache, scheduler, storage_threads)]
+    seams += [(radix_cache, "our_l3"), (scheduler, "our_l3")]
+    for owner, name in (*seams, (OwnPagesController, "begin_turn")):
         function = getattr(owner, name)
 
         def faulty(*args: Any, function: Callable[..., Any] = function) -> Any:

@@ -124,8 +124,7 @@ def send_at_once(active: Callable[[], bool]) -> None:
     """A prefill server sends what it finds on the device, whether it has come there or not."""
     from hcache_backend.sglang import hooks
 
-    wanted = hooks.prefill_server_hooks
-    hooks.prefill_server_hooks = lambda: [h for h in wanted() if h.target != hooks.SEND_PREFIX]
+    hooks.PREFILL_SERVER.remove(hooks.SEND_PREFIX)
 
 
 def lose_what_was_looked_up(active: Callable[[], bool]) -> None:
