@@ -195,13 +195,11 @@ PROGRAM = Program(
         Setting("--keep", Path, None, "JSON whose rows of other histories stay as they are"),
     ),
     tables={
-        "table": (
-            Table(
-                "rows",
-                (
-                    *(Column("tokens", "tokens", ","), _SPEED, *_TIMES),
-                    *(column for pair in _RATIOS.values() for column in pair),
-                ),
+        "table": Table(
+            "rows",
+            (
+                *(Column("tokens", "tokens", ","), _SPEED, *_TIMES),
+                *(column for pair in _RATIOS.values() for column in pair),
             ),
         ),
         "chosen": (

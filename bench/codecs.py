@@ -43,7 +43,7 @@ from bench.harness.program import (
     switch,
 )
 from bench.harness.reference import Scores, agreement
-from bench.harness.report import Picture, Results, Series, Table, columns
+from bench.harness.report import Picture, Results, Series, Table
 from bench.harness.restorer import page_files
 from bench.harness.server import Server
 from hcache_backend.server_report import read_report
@@ -360,7 +360,7 @@ PROGRAM = Program(
         "table": (
             Table(
                 shown,
-                columns(
+                (
                     "codec = name | in = dtype | bytes per token = stored_bytes_per_token :,.0f | "
                     "of uncoded = share_of_uncoded | same token as without a cache = computed | "
                     "log-probability off by = computed_off | same token as uncoded = uncoded | "
@@ -369,7 +369,7 @@ PROGRAM = Program(
             ),
             Table(
                 "standing_out",
-                columns(
+                (
                     "4 of 4,096 channels so many times as large = times | "
                     "error of K: `int8` = int8 :.1% | `fp8` = fp8 :.1%"
                 ),

@@ -19,7 +19,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.harness.program import Program, Run, Setting, at_least
-from bench.harness.report import Results, Table, columns
+from bench.harness.report import Results, Table
 from hcache_backend.format.units import WHOLE
 from hcache_backend.host.segments import KVSegments
 from hcache_backend.restore.parts import MOST_LAUNCHES
@@ -118,11 +118,9 @@ PROGRAM = Program(
         Setting("--times", at_least(1), 300, "how often each is timed"),
     ),
     tables={
-        "table": (
-            Table(
-                "rows",
-                columns("codec | copy | launches | microseconds = us :,.1f"),
-            ),
+        "table": Table(
+            "rows",
+            "codec | copy | launches | microseconds = us :,.1f",
         )
     },
 )

@@ -16,7 +16,7 @@ from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from bench.harness.program import Program
-from bench.harness.report import Picture, Series, Table, columns
+from bench.harness.report import Picture, Series, Table
 from hcache_backend.plan.costs import LAYER_METHODS, LayerCosts, Partition
 from hcache_backend.plan.model_shape import ModelShape
 from hcache_backend.plan.pipeline import search, simulate
@@ -327,18 +327,18 @@ def finding(results: Results) -> str:
 _TABLES = {
     "layers": Table(
         "table_3",
-        columns(
+        (
             " = setting | the paper = paper | `hcache plan` = ours | "
             "the paper's closed form, here = closed_form"
         ),
     ),
     "ranges": Table(
         ranges,
-        columns("how many times as fast = name | the paper = paper | simulated = ours"),
+        "how many times as fast = name | the paper = paper | simulated = ours",
     ),
     "contention": Table(
         "contention",
-        columns(
+        (
             "times as fast as KV offload = setting | ideal = ideal_over_kv | "
             "copies by few programs = few_programs_over_kv | added up = added_up_over_kv | "
             "added up, hidden states only = added_up_hidden_only_over_kv"

@@ -97,18 +97,16 @@ PROGRAM = Program(
     measure=measure,
     settings=(Setting("--rounds", at_least(1), 3, "replies of every sequence"), *MODEL),
     tables={
-        "table": (
-            Table(
-                "rows",
-                (
-                    Column("sequences", "sequences"),
-                    *(
-                        Column(f"{title}, ms between tokens{more}", f"ms.{name}.{part}")
-                        for name, (title, _) in WAYS.items()
-                        for part, more in (("median", ""), ("p99", ", 99%"))
-                    ),
-                    Column("two stages / nothing", "staged_of_none"),
+        "table": Table(
+            "rows",
+            (
+                Column("sequences", "sequences"),
+                *(
+                    Column(f"{title}, ms between tokens{more}", f"ms.{name}.{part}")
+                    for name, (title, _) in WAYS.items()
+                    for part, more in (("median", ""), ("p99", ", 99%"))
                 ),
+                Column("two stages / nothing", "staged_of_none"),
             ),
         )
     },

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from bench.harness.program import Program, Run, Setting, at_least
-from bench.harness.report import Results, Table, columns
+from bench.harness.report import Results, Table
 from hcache_backend.arena import Arena
 from hcache_backend.capture import staging
 from hcache_backend.capture.hooks import HiddenCapture
@@ -138,7 +138,7 @@ PROGRAM = Program(
         Setting("--steps", at_least(1), 400, "that are timed"),
         Setting("--tokens", at_least(1), 8, "of a step"),
     ),
-    tables={"table": (Table("times", columns("capture, per = per | microseconds = us :.1f")),)},
+    tables={"table": Table("times", "capture, per = per | microseconds = us :.1f")},
 )
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ from bench.fixtures.smollm2 import TITLE, ModelMissing, source_facts
 from bench.harness.machine import Machine
 from bench.harness.models import TinyLlama
 from bench.harness.program import Program, Run, Setting, at_least, scratch, steps, switch
-from bench.harness.report import Column, Picture, Results, Series, Table, columns
+from bench.harness.report import Column, Picture, Results, Series, Table
 
 RANDOM = "a random Llama of 2 layers"
 _KV_HEADS = {"multi-head": 8, "grouped-query": 2}
@@ -106,20 +106,16 @@ PROGRAM = Program(
         switch("--random", "use the random model"),
     ),
     tables={
-        "table": (
-            Table(
-                turns,
-                (
-                    *columns(
-                        "attention: stored = form | bytes per token: `file` / hcache = bytes | "
-                        "history, tokens = history_tokens :,"
-                    ),
-                    *(
-                        Column(f"{SHOWN[name]}, ms", f"ttft_ms.{name}", ",.0f")
-                        for name in (COMPUTED, FILE, OURS)
-                    ),
-                    Column("same reply", "same"),
+        "table": Table(
+            turns,
+            (
+                "attention: stored = form | bytes per token: `file` / hcache = bytes | "
+                "history, tokens = history_tokens :,",
+                *(
+                    Column(f"{SHOWN[name]}, ms", f"ttft_ms.{name}", ",.0f")
+                    for name in (COMPUTED, FILE, OURS)
                 ),
+                Column("same reply", "same"),
             ),
         )
     },

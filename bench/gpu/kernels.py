@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from bench.gpu.program import GpuProgram, GpuRun, Row, models
 from bench.gpu.shapes import LLAMA_7B, LLAMA_13B, OLMO_7B, OPT_30B, QWEN_8B
 from bench.harness.program import Setting
-from bench.harness.report import Column, Picture, Results, Series, Table, columns
+from bench.harness.report import Column, Picture, Results, Series, Table
 
 SHAPES = (LLAMA_7B, LLAMA_13B, OPT_30B, QWEN_8B, OLMO_7B)
 
@@ -58,7 +58,6 @@ def _speeds(*names: str) -> list[Column]:
 _RIGHT = (Column("goals missed", missed), Column("right", "right"))
 PROGRAM = GpuProgram(
     name="kernels",
-    module="bench.gpu.kernels",
     doc=__doc__,
     measure=measure,
     interpreted=True,
@@ -71,13 +70,11 @@ PROGRAM = GpuProgram(
             Table(
                 "projection",
                 (
-                    *columns("project_kv, us = model | tokens = n"),
+                    "project_kv, us = model | tokens = n",
                     Column("GEMM", gemm_us),
-                    *columns(
-                        "TFLOP/s = gemm_tflops | fused = fused_us | of GEMM = fused_share | "
-                        "library = library_us | of it = library_share | composed = composed_us | "
-                        "times = times_composed | right"
-                    ),
+                    "TFLOP/s = gemm_tflops | fused = fused_us | of GEMM = fused_share | "
+                    "library = library_us | of it = library_share | composed = composed_us | "
+                    "times = times_composed | right",
                 ),
             ),
             Table(

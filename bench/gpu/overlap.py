@@ -18,7 +18,7 @@ from torch.nn.functional import linear
 
 from bench.gpu.program import GpuProgram, GpuRun
 from bench.harness.program import Setting, at_least
-from bench.harness.report import Picture, Series, Table, columns
+from bench.harness.report import Picture, Series, Table
 
 WIDTH = 4096
 
@@ -47,19 +47,16 @@ def measure(run: GpuRun) -> None:
 
 PROGRAM = GpuProgram(
     name="overlap",
-    module="bench.gpu.overlap",
     doc=__doc__,
     measure=measure,
     interpreted=True,
     settings=(Setting("--seconds", at_least(0.1), 5.0, "for all ways together"),),
     tables={
-        "table": (
-            Table(
-                "speeds",
-                (
-                    *columns("copied by = way | GB/s alone = alone_gb_s | of one copy = of_bus"),
-                    *columns("GB/s beside = beside_gb_s | products keep = products | right"),
-                ),
+        "table": Table(
+            "speeds",
+            (
+                "copied by = way | GB/s alone = alone_gb_s | of one copy = of_bus",
+                "GB/s beside = beside_gb_s | products keep = products | right",
             ),
         )
     },

@@ -101,6 +101,7 @@ class GpuProgram(Program):
 
     interpreted: bool = False
     served: bool = False
+    package = "bench.gpu"
 
     def parser(self) -> argparse.ArgumentParser:
         made = super().parser()
