@@ -314,10 +314,8 @@ def finding(results: Results) -> str:
 _TABLES = {
     "layers": Table(
         "table_3",
-        (
-            " = setting | the paper = paper | `hcache plan` = ours | "
-            "the paper's closed form, here = closed_form"
-        ),
+        " = setting | the paper = paper | `hcache plan` = ours | "
+        "the paper's closed form, here = closed_form",
     ),
     "ranges": Table(
         ranges,
@@ -325,11 +323,9 @@ _TABLES = {
     ),
     "contention": Table(
         "contention",
-        (
-            "times as fast as KV offload = setting | ideal = ideal_over_kv | "
-            "copies by few programs = few_programs_over_kv | added up = added_up_over_kv | "
-            "added up, hidden states only = added_up_hidden_only_over_kv"
-        ),
+        "times as fast as KV offload = setting | ideal = ideal_over_kv | "
+        "copies by few programs = few_programs_over_kv | added up = added_up_over_kv | "
+        "added up, hidden states only = added_up_hidden_only_over_kv",
     ),
 }
 PROGRAM = Program(

@@ -126,11 +126,9 @@ PROGRAM = GpuProgram(
     tables={
         "table": Table(
             compared,
-            (
-                "model | history | GB/s = copy_gb_s | method | ms | ktokens/s = ktokens_s | "
-                "x KV = of_kv | x recompute = of_recompute | of floor = share_of_floor | "
-                "copy idle, ms = copy_idle_ms | compute idle = compute_idle_ms | right | layers"
-            ),
+            "model | history | GB/s = copy_gb_s | method | ms | ktokens/s = ktokens_s | "
+            "x KV = of_kv | x recompute = of_recompute | of floor = share_of_floor | "
+            "copy idle, ms = copy_idle_ms | compute idle = compute_idle_ms | right | layers",
         )
     },
     draw=Picture(

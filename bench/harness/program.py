@@ -243,12 +243,14 @@ def failing() -> Iterator[None]:
     from bench.harness.machine import MachineError
     from bench.harness.server import ServerError, unwind_when_terminated
     from bench.workload.base import WorkloadError
+    from hcache_backend.cli.common import RequestError
     from hcache_backend.cli.ingest import UnusableServer
 
+    known = UnusableServer, RequestError, MachineError, ServerError, WorkloadError, OSError
     unwind_when_terminated()
     try:
         yield
-    except (UnusableServer, MachineError, ServerError, WorkloadError, OSError) as error:
+    except known as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
 

@@ -152,11 +152,9 @@ PROGRAM = Program(
                     {"pages": f"{int(pages):,}", **found}
                     for pages, found in results["indexes"].items()
                 ],
-                (
-                    "pages in the index = pages | 128 `exists`, us = exists128_us :,.0f | "
-                    "lmdb = lmdb128_us :,.0f | beside a busy thread = exists128_busy_us :,.0f | "
-                    "lmdb = lmdb128_busy_us :,.0f | open, ms = open_ms :.0f"
-                ),
+                "pages in the index = pages | 128 `exists`, us = exists128_us :,.0f | "
+                "lmdb = lmdb128_us :,.0f | beside a busy thread = exists128_busy_us :,.0f | "
+                "lmdb = lmdb128_busy_us :,.0f | open, ms = open_ms :.0f",
             ),
         ),
         "chosen": Table(chosen, f"pages of {page_name(CHOSEN_PAGE)} = name | {_SPEEDS}"),
