@@ -507,13 +507,14 @@ def series(results: Results) -> list[Series]:
     titles = [(name, title.replace("`", "")) for name, title in results["titles"].items()]
     return [
         Series(title, f"of_first.{name}", colour)
-        for (name, title), colour in zip(titles[1:], colours, strict=False)
+        for (name, title), colour in zip(titles[1:] or titles, colours, strict=False)
     ]
 
 
 def finding(results: Results) -> str:
     """How the second method compares with the first one."""
-    (first, one), (second, other), *_ = results["titles"].items()
+    (first, one), *others = results["titles"].items()
+    second, other = others[0] if others else (first, one)
     times = [row["ms"] for row in results["rows"] if {first, second} <= set(row["ms"])]
     shares = [ms[second] / ms[first] for ms in times]
     other, one = other.replace("`", ""), one.replace("`", "")

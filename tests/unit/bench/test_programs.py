@@ -9,7 +9,7 @@ import pytest
 from bench.harness.report import aligned
 from bench.record import PROGRAMS
 
-MODULES = [*PROGRAMS.values(), "bench.launches", "bench.step_time"]
+MODULES = [*PROGRAMS.values(), "bench.launches"]
 NOBODY = "http://127.0.0.1:9"
 
 

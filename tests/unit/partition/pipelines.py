@@ -33,6 +33,19 @@ def partitions(draw: st.DrawFn) -> Partition:
     return Partition(*(draw(st.integers(0, 8)) for _ in range(3)))
 
 
+def makespan(costs: LayerCosts, partition: Partition) -> float:
+    """Seconds of a restore with room for all segments, without simulating it.
+
+    Exact for two streams that each work through the layers in order and wait for nothing else: the
+    projections end when the computation does that begins with the first or the last of them.
+    """
+    if not partition.hidden:
+        return costs.least(partition)
+    first = costs.io_h + costs.c_h * partition.hidden
+    last = costs.io_h * partition.hidden + costs.c_h
+    return max(costs.least(partition), costs.reading(partition) + max(first, last))
+
+
 def all_partitions(layers: int) -> list[Partition]:
     return [
         Partition(recompute, hidden, kv)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from bench.paper import makespan
 from hcache_backend.plan.costs import Partition
 from hcache_backend.plan.model_shape import ModelShape
 from hcache_backend.plan.pipeline import search, simulate
@@ -15,7 +14,7 @@ from hcache_backend.plan.presets import (
     preset_profile,
 )
 from hcache_backend.plan.profile import CopyWay, Rate
-from tests.unit.partition.pipelines import layer_costs, public_model
+from tests.unit.partition.pipelines import layer_costs, makespan, public_model
 
 
 def opt(**changes: int) -> ModelShape:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.paper import closed_form, makespan
+from bench.paper import closed_form
 from hcache_backend.plan.costs import (
     LAYER_METHODS,
     L3Path,
@@ -30,6 +30,7 @@ from tests.unit.partition.pipelines import (
     any_costs,
     layer_costs,
     machine,
+    makespan,
     models,
     public_model,
     rings,

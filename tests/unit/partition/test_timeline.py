@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.paper import makespan
 from hcache_backend.plan.costs import LayerCosts, Partition
 from hcache_backend.plan.pipeline import Task, simulate
-from tests.unit.partition.pipelines import any_costs, event_simulation, partitions, rings
+from tests.unit.partition.pipelines import any_costs, event_simulation, makespan, partitions, rings
 
 
 def timeline(costs: LayerCosts, partition: Partition) -> list[Task]:
