@@ -172,7 +172,7 @@ class Stack:
     ) -> EagerLoads:
         config, methods = self.runtime.config, loads.methods
         assert config is not None
-        most = max(1, int(self.kvcache.size // self.params.page_size * config.restore_share))
+        most = max(1, int(self.kvcache.size // self.params.page_size * _RESERVED))
         budget = SliceBudget(
             config.recompute_ms / 1e3,
             methods.chunk_tokens,
@@ -185,6 +185,8 @@ class Stack:
         self.runtime.on_weights_changed.append(eager.give_back)
         return eager
 
+
+_RESERVED = 0.5  # largest share of the device's pages that hits being read may reserve
 
 _CONTROLLER_ARGUMENTS = (
     "load_cache_event",

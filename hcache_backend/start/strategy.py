@@ -22,7 +22,7 @@ from hcache_backend.config import HCacheConfig
 from hcache_backend.format.units import WHOLE, Share
 from hcache_backend.host.page_layout import head_groups, share_of_heads
 from hcache_backend.plan.costs import Partition
-from hcache_backend.plan.restore import Restore
+from hcache_backend.plan.restore import CHUNK_TOKENS, Restore
 from hcache_backend.projection.generic import ProjectionBatch
 from hcache_backend.projection.paged_pool import PagedPool
 from hcache_backend.projection.projector import Projector
@@ -155,8 +155,7 @@ class OwnPagesStrategy(StackStrategy):
     def _kv_plan(self, kvcache: Any, params: Any) -> PagePlan:
         """Pages of K and V of all layers. Raises Refused on every rank if there is no room, the
         header is too large, or K and V do not come back."""
-        assert self._runtime.config is not None
-        chunk = min(self._runtime.config.restore_chunk_tokens, int(kvcache.size))
+        chunk = min(CHUNK_TOKENS, int(kvcache.size))
         everything = Partition(0, 0, int(kvcache.layer_num))
         ranks = attention_ranks()
         methods = Restore(None, None, everything, ranks.world_size, chunk, recomputable=0)
