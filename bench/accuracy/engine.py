@@ -18,7 +18,7 @@ from bench.harness.machine import MachineError
 from bench.harness.methods import PAGE_SIZE
 from bench.harness.options import ServerOptions
 from hcache_backend.format.units import units_per_group
-from hcache_backend.krul.statistics import PROBE_TOKENS
+from hcache_backend.krul.pairs import PROBE_TOKENS
 from hcache_kernels.codecs import Cut
 
 

@@ -184,10 +184,10 @@ def _attach_config(runtime: Runtime, extra: Mapping[str, Any]) -> HCacheConfig:
         told = in_mode if runtime.config is None else f"was started with {has!r}"
         if name == "mode" and asked != "auto":  # the mode may differ from the option
             has, told = runtime.mode or "kv", in_mode
+            if asked == "plain" and not runtime.own_pages:
+                has = "plain"
         if name == "codec" and has == "auto" and asked != "auto":  # the codec that this server uses
             has = runtime.codec or "none"
-        if name == "pages" and not runtime.own_pages:  # whatever the option was
-            has, told = "plain", in_mode
         if asked != has:
             raise ConfigError(
                 f"hcache: option {name!r} is {asked!r} but this server {told}; "

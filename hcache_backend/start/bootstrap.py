@@ -107,8 +107,8 @@ def _join(runner: Any) -> None:
     plain = unnoticed or unsupported_reason()
     if sends_to_others(runner.server_args):
         plain = hooks.install(hooks.PREFILL_SERVER) or plain
-    if plain is None and config.pages == "plain":
-        plain = "option 'pages' is 'plain'"
+    if plain is None and config.mode == "plain":
+        plain = "option 'mode' is 'plain'"
     try:
         from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import register_stack_strategy
 
@@ -147,5 +147,5 @@ def _check_groups(runner: Any, args: Any, config: HCacheConfig) -> None:
         return
     group = attention_ranks()
     heads = runner.model_config.get_num_kv_heads(group.world_size)
-    own_pages = config.pages == "own" and not runner.use_mla_backend
+    own_pages = config.mode != "plain" and not runner.use_mla_backend
     check_tp_lcm_size(asked, group.world_size, heads, own_pages=own_pages)

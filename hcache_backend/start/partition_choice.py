@@ -15,7 +15,7 @@ from hcache_backend.plan.costs import L3Path, Partition, describe
 from hcache_backend.plan.model_config import ModelConfigError, shape_from_config
 from hcache_backend.plan.model_shape import CLEARLY_LESS, ModelShape
 from hcache_backend.plan.record import PartitionRecord, find_record, record_name, save_record
-from hcache_backend.plan.restore import Restore
+from hcache_backend.plan.restore import CHUNK_TOKENS, Restore
 from hcache_backend.restore.exchange import share_of_rank
 from hcache_backend.restore.layers import PoolParking
 from hcache_backend.sglang.arguments import resolved
@@ -57,7 +57,7 @@ def _choose(runtime: Runtime, kvcache: Any) -> Restore:
     layers, ranks = int(kvcache.layer_num), int(args.tp_size)
     refused = eager_refusal(args, kvcache.device, hidden=True)
     eager = config.restore == "auto" and refused is None
-    chunk_tokens = min(config.restore_chunk_tokens, int(kvcache.size))
+    chunk_tokens = min(CHUNK_TOKENS, int(kvcache.size))
     row_bytes = wanted_codec(runtime, runtime.runner).row_bytes
     kv_share = encoded_share(runtime, kvcache, int(args.pp_size))
     parks = PoolParking.fits(kvcache, row_bytes)

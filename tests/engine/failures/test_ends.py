@@ -28,7 +28,7 @@ from tests.engine.harness.ours import (
 pytestmark = [pytest.mark.engine, pytest.mark.versions]
 
 PAGE = 64
-MODES: list[Any] = [{"mode": "kv"}, {"mode": "hidden"}, {"pages": "plain"}]
+MODES: list[Any] = [{"mode": "kv"}, {"mode": "hidden"}, {"mode": "plain"}]
 
 
 @pytest.fixture(params=MODES, ids=["kv", "hidden", "plain"])
@@ -60,7 +60,7 @@ def test_what_is_queued_for_l3_is_written_when_a_server_is_asked_to_end(
     options = our_server(
         model,
         tmp_path,
-        hcache={**mode, "write_seconds": 240},
+        hcache=mode,
         extra_env=faulty("disk", trigger),
     )
     conversations = make_conversations(3, turns=1, tokens=600)

@@ -175,7 +175,7 @@ def _skip_a_layer() -> None:
 def _disk() -> None:
     """The trigger's text says what is wrong with the disk: slow, held or failing reads or writes,
     held look-ups."""
-    from hcache_backend.store import FileOps, PageStore
+    from hcache_backend.store import FileOps, PageStore, page_store
 
     read, write, exists = FileOps.read, FileOps.write, PageStore.exists
 
@@ -202,6 +202,7 @@ def _disk() -> None:
             raise OSError(5, "Input/output error")
         return write(self, *args)
 
+    page_store.WRITE_SECONDS = 240.0  # the machine may be busy, too
     FileOps.read = faulty_read  # type: ignore[method-assign]
     FileOps.write = faulty_write  # type: ignore[method-assign]
     PageStore.exists = faulty_exists  # type: ignore[method-assign]

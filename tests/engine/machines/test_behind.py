@@ -42,7 +42,7 @@ STALL_S = 10.0
 KINDS: dict[str, dict[str, Any]] = {
     "hidden": {},
     "own": {"mode": "kv"},
-    "plain": {"mode": "kv", "pages": "plain"},
+    "plain": {"mode": "plain"},
 }
 
 

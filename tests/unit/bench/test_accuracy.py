@@ -11,9 +11,11 @@ import torch
 
 from bench.accuracy import pairs
 from bench.accuracy.measure import Found, Sizes, by_distance
+from bench.accuracy.methods import paired
 from bench.fixtures.text import Recalled, Text
+from bench.harness.methods import PAGE_SIZE
 from bench.harness.reference import OwnReference
-from hcache_backend.krul.selection import closest_pairs
+from hcache_backend.krul.pairs import closest_pairs
 from hcache_kernels.codecs import Cut
 
 SIZES = Sizes(texts=1, history=64, turn=32)
@@ -68,8 +70,8 @@ def test_a_method_beside_itself_is_refused() -> None:
 @pytest.mark.parametrize("layers", [4, 6, 8, 22])
 def test_every_choice_makes_as_many_pairs(layers: int) -> None:
     distances = torch.rand(layers, layers, generator=torch.Generator().manual_seed(layers))
-    chosen = closest_pairs(distances + distances.T, list(range(layers)), pairs.PAIRED)
-    fixed = pairs.fixed(layers).pairs
+    chosen = closest_pairs(distances + distances.T, range(layers), pairs.PAIRED)
+    fixed = pairs.fixed(layers)
     assert len(fixed) == len(chosen)
     assert fixed[-1] == (layers - 2, layers - 1)
 
@@ -77,16 +79,16 @@ def test_every_choice_makes_as_many_pairs(layers: int) -> None:
 HEADS, DIM, TOKENS = 2, 8, 32
 
 
-def history(layers: int, seed: int = 0) -> tuple[Any, Any]:
+def history(layers: int, tokens: int = TOKENS) -> tuple[Any, Any]:
     """An engine, and a history of two pages of random K, V and queries."""
-    source = torch.Generator().manual_seed(seed)
+    source = torch.Generator().manual_seed(0)
 
     def values() -> torch.Tensor:
-        return torch.randn(TOKENS, HEADS, DIM, generator=source).bfloat16()
+        return torch.randn(tokens, HEADS, DIM, generator=source).bfloat16()
 
     engine = SimpleNamespace(
         layers=[SimpleNamespace(kernel=SimpleNamespace(scaling=0.3))] * layers,
-        page_cut=Cut(HEADS * DIM, TOKENS // 2, pieces=1),
+        page_cut=Cut(HEADS * DIM, tokens // 2, pieces=1),
         kv_shape=(HEADS, DIM),
         dtype=torch.bfloat16,
     )
@@ -100,3 +102,17 @@ def test_of_two_layers_that_are_alike_a_merge_changes_least() -> None:
     text.kv[3] = tuple(2 * part for part in text.kv[1])
     changes = pairs.merge_changes(engine, text)
     assert float(changes[1, 3]) < 0.01 and float(changes[0, 2]) > 0.3
+
+
+def test_pairs_of_layers_come_back_by_every_form_in_their_bytes() -> None:
+    engine, text = history(4, 2 * PAGE_SIZE)
+    stored: list[Any] = []
+    engine.pool = SimpleNamespace(store=lambda kernel, slots, k, v: stored.append((k, v)))
+    engine.kv_bytes, text.slots = 2 * HEADS * DIM * 2, torch.arange(2 * PAGE_SIZE)
+    found = list(paired(engine))
+    assert [method.name.rpartition(", ")[2] for method in found] == ["merged", "merged", "fp8"]
+    for method in found:
+        stored.clear()
+        assert method.restore(text) == 0
+        assert [part.shape for part, _ in stored] == [k.shape for k, _ in text.kv]
+        assert 0.5 < method.bytes_per_token / (4 * engine.kv_bytes) < 0.9
