@@ -80,7 +80,7 @@ class PartitionOption(BaseModel):
     kv: int = Field(default=0, ge=0)
 
 
-class BehindOption(BaseModel):
+class SharedOption(BaseModel):
     """A tier that several machines share, read after the page store of each."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -128,6 +128,9 @@ FIXED_AT_START = frozenset(
 )  # an attach may set the other options, those of the page store
 
 
+_RENAMED = {"behind": "shared"}  # old names of options
+
+
 class HCacheConfig(BaseModel):
     """The options of one server, immutable."""
 
@@ -159,7 +162,7 @@ class HCacheConfig(BaseModel):
     read_seconds: float = Field(default=30.0, gt=0)
     min_gain: float = Field(default=1.0, ge=0, allow_inf_nan=False)
     reader: Literal["posix", "kvikio"] = "posix"
-    behind: BehindOption | None = None
+    shared: SharedOption | None = None
 
     @field_validator("dirs", mode="before")
     @classmethod
@@ -206,10 +209,10 @@ class HCacheConfig(BaseModel):
             return value
         raise ValueError('must be a table, such as {"ratio": 0.5, "error": 0.3}')
 
-    @field_validator("behind", mode="before")
+    @field_validator("shared", mode="before")
     @classmethod
     def _table(cls, value: object) -> object:
-        if value is None or isinstance(value, Mapping | BehindOption):
+        if value is None or isinstance(value, Mapping | SharedOption):
             return value
         raise ValueError(
             'must be a table with the backend and its options, such as {"backend": "mooncake", '
@@ -349,9 +352,11 @@ def _explain(detail: ErrorDetails, source: str) -> str:
     key = ".".join(str(part) for part in detail["loc"])
     if detail["type"] == "extra_forbidden":
         *table, name = map(str, detail["loc"])
-        tables: dict[str, type[BaseModel]] = {"behind": BehindOption, "krul": KrulOption}
+        tables: dict[str, type[BaseModel]] = {"shared": SharedOption, "krul": KrulOption}
         known = (tables[table[0]] if table else HCacheConfig).model_fields
         hint = nearest(name, known, "the options are ")
+        if not table and name in _RENAMED:
+            hint = f"its name is {_RENAMED[name]!r} now"
         return f"{source}: unknown option {key!r} (value {detail['input']!r}); {hint}"
     message = detail["msg"].removeprefix("Value error, ").replace("Input should", "must")
     if not key:  # about several options; the message names them

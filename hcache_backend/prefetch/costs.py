@@ -94,7 +94,7 @@ class Costs:
         """Known rates, in tokens per second, of operations on :data:`SHOWN_TOKENS` tokens."""
         estimates = {
             "l3_read": self.read,
-            "behind_read": self.behind,
+            "shared_read": self.behind,
             "load": self.load,
             "prefill": self.prefill,
         }
