@@ -276,12 +276,14 @@ class Tiered(Tier):
         self._found_shared = 0
 
     def use_shared(self, page_bytes: int, pieces: int) -> None:
-        """Begin to use the shared tier; see :class:`SharedTier`. It is not used if it raises."""
+        """Begin to use the shared tier, once; see :class:`SharedTier`. It is not used if that
+        raises."""
         made, self._unused = self._unused, None
+        if made is None:
+            return
         try:
-            self._shared = SharedTier(made, page_bytes, pieces) if made is not None else None
+            self._shared = SharedTier(made, page_bytes, pieces)
         except Exception as error:  # raised on one rank, it would leave the others waiting
-            assert made is not None
             problem = f"{made.option.backend} did not register the buffers"
             logger.warning("%s%s: %s: %s", _NOT_USED, problem, type(error).__name__, error)
             if not isinstance(error, GivenUp):  # the call may still run

@@ -147,10 +147,13 @@ def test_what_is_kept_after_a_weight_update_is_not_taken_for_pages_of_the_new_we
     begun, go_on = held(monkeypatch, second.storage._tier.local, "put")
     assert second.read(0) == [True]
     assert begun.wait(SECONDS)
-    runtime.weights = Weights(b"v" * 16)
+    earlier, runtime.weights = runtime.weights, Weights(b"v" * 16)
     go_on.set()
-    second.storage.close()
-    assert second.stored() == 0
+    until(lambda: second.stored() == 1, "the page to be kept")
+    value_of(shared, 0).unlink()
+    assert second.storage.batch_exists(KEYS[:1]) == 0
+    runtime.weights = earlier
+    assert second.storage.batch_exists(KEYS[:1]) == 1
 
 
 def test_while_l3_is_suspended_nothing_is_shared(
