@@ -42,7 +42,7 @@ def around_look_up(
     prefetch = gate.prefetches.of(operation)
     if prefetch.refused:
         return [], 0
-    found_shared = getattr(controller.storage_backend, "take_found_behind", lambda: 0)
+    found_shared = getattr(controller.storage_backend, "take_found_shared", lambda: 0)
     found_shared()  # of a look-up that was judged nowhere
     with gate.l3.looking():
         keys, tokens = original(controller, operation, *a, **kw)

@@ -52,7 +52,7 @@ class Joined(NamedTuple):
     config: HCacheConfig
     kv_fields: dict[str, object]
     store: PageStore
-    behind: MadeBackend | None
+    shared: MadeBackend | None
 
 
 def join(storage_config: HiCacheStorageConfig) -> Joined:
@@ -73,8 +73,8 @@ def join(storage_config: HiCacheStorageConfig) -> Joined:
     except BaseException:
         if joined is not None:
             joined.store.close()
-            if joined.behind is not None:
-                joined.behind.close()
+            if joined.shared is not None:
+                joined.shared.close()
         raise
     return joined
 
@@ -89,8 +89,8 @@ def leave_report(joined: Joined, storage_config: HiCacheStorageConfig) -> None:
         save_record(folders[0], name, record, replace=False)
     if storage_config.pp_rank == 0:
         report = runtime.report()
-        if joined.config.behind is not None:
-            report = report.model_copy(update={"behind": joined.config.behind.backend})
+        if joined.config.shared is not None:
+            report = report.model_copy(update={"shared": joined.config.shared.backend})
         for folder in folders:
             write_report(folder, report)
         keep_profile(runtime, folders[0])
@@ -162,11 +162,11 @@ def _join_here(storage_config: HiCacheStorageConfig) -> Joined:
         config = _attach_config(runtime, storage_config.extra_config or {})
         store = open_store(config, runtime.writer)
     try:
-        behind = make_backend(config.behind, storage_config) if config.behind else None
+        shared = make_backend(config.shared, storage_config) if config.shared else None
     except ConfigError:
         store.close()
         raise
-    return Joined(runtime, config, fields, store, behind)
+    return Joined(runtime, config, fields, store, shared)
 
 
 def _attach_config(runtime: Runtime, extra: Mapping[str, Any]) -> HCacheConfig:

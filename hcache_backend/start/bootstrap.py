@@ -72,9 +72,9 @@ def _join(runner: Any) -> None:
     if extra is not None:
         or_stop(lambda: check_preemption(args))
     warn_of_single_tokens(runtime)
-    if config.behind is not None and extra is None and args.hicache_storage_backend is not None:
+    if config.shared is not None and extra is None and args.hicache_storage_backend is not None:
         logger.warning(
-            "hcache: option 'behind' is ignored: it needs the page store of this package, and "
+            "hcache: option 'shared' is ignored: it needs the page store of this package, and "
             "--hicache-storage-backend is %s",
             args.hicache_storage_backend,
         )

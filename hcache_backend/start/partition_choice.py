@@ -82,7 +82,7 @@ def _choose(runtime: Runtime, kvcache: Any) -> Restore:
     from_l3: L3Path = "overlapped" if eager else "first"
     l3: L3Path = "none" if args.hicache_storage_backend is None else from_l3
     tokens = min(int(runtime.runner.model_config.context_len), int(kvcache.size))
-    alone = store.is_ours and config.behind is None  # machines that share pages decide alike
+    alone = store.is_ours and config.shared is None  # machines that share pages decide alike
     kv_bytes = kv_share * kv_bytes_per_token(kvcache)
     given = host_bytes(kvcache, args.hicache_size, args.hicache_ratio)
 

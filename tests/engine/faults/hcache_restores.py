@@ -138,7 +138,7 @@ def lose_what_was_looked_up(active: Callable[[], bool]) -> None:
 
     def then_lose(self: Any, *args: Any) -> list[bool]:
         found = look_up(self, *args)
-        if active() and self._pools.drop():
+        if active() and self._tier.drop(self._namespaces()):
             _tell(".lost")
         return found
 

@@ -372,7 +372,7 @@ def test_an_l3_behind_another_one_than_ours_is_warned_of(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("HCACHE_ENABLE", "1")
-    monkeypatch.setenv("HCACHE_CONFIG", '{"behind": {"backend": "file"}}')
+    monkeypatch.setenv("HCACHE_CONFIG", '{"shared": {"backend": "file"}}')
     monkeypatch.setattr(bootstrap_module, "resolved", lambda args: args)
     monkeypatch.setattr("hcache_backend.sglang.runtime._stage_weights", lambda _: Weights(b"w"))
     monkeypatch.setattr(hybrid_pool_assembler, "register_stack_strategy", lambda strategy: None)

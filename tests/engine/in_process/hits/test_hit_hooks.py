@@ -137,7 +137,7 @@ def asking(behind: int = 0) -> Any:
     storage = SimpleNamespace(
         batch_exists=lambda keys, info: len(keys),
         batch_exists_v2=lambda keys, pools, info: SimpleNamespace(kv_hit_pages=len(keys)),
-        take_found_behind=lambda: behind,
+        take_found_shared=lambda: behind,
     )
     return SimpleNamespace(enable_storage=True, page_size=SIZE, storage_backend=storage)
 
