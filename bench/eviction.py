@@ -118,7 +118,7 @@ class StoreUnderTrace:
         self._saved = 0.0
 
     def serve(self, request: Request) -> int:
-        """Look the prompt up and store what is computed; returns how many pages L3 had of it."""
+        """Look the prompt up and store the new pages; returns how many pages L3 had of it."""
         keys = [_key(page) for page in request.pages]
         prompt = keys[: request.prompt]
         found = [*self._store.exists(NAMESPACE, prompt), False].index(False)
@@ -144,7 +144,7 @@ def _key(page: int) -> bytes:
 
 @contextmanager
 def clock_of(trace: Iterable[Request]) -> Iterator[Iterator[Request]]:
-    """The requests one by one, the process's clock (ns since 1970) being that of each."""
+    """The requests one by one, with the process's clock (ns since 1970) at the time of each."""
     now = 0
 
     def requests() -> Iterator[Request]:
@@ -167,7 +167,6 @@ def through_the_store(trace: Sequence[Request], capacity: int, front: int, folde
 
 
 def under_trace(name: str, trace: Sequence[Request], folder: Path) -> Row:
-    """The pages found at every quota, as a share of all pages of prompts."""
     pages = len({page for request in trace for page in request.pages})
     asked = sum(request.prompt for request in trace)
     found = {}
@@ -229,7 +228,6 @@ def columns(rows: Sequence[Row]) -> Columns:
 
 
 def panels(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Shares over the quota, a panel for each trace."""
     return {
         row["trace"]: [{"quota": quota, **shares} for quota, shares in row["found"].items()]
         for row in rows
