@@ -44,13 +44,12 @@ class Saving:
         self.positions = torch.arange(tokens, device=device.kind)
 
     def watch(self, way: str, layer: int) -> Callable[[torch.Tensor], None]:
-        """Called with the input of the layer's projection."""
         if way == "staged":
             return lambda hidden: self.capture.take(layer, hidden)
         return lambda hidden: None
 
     def saved(self, hidden: torch.Tensor) -> bool:
-        """Whether the pages hold ``hidden``, ``[layers, tokens, hidden]``."""
+        """The pages hold ``hidden``, ``[layers, tokens, hidden]``."""
         self.capture.transfers().synchronize()
         slots = self.slots.cpu().numpy()
         pages = self.arena.memory[self.arena.shadows[slots // PAGE]]
@@ -100,7 +99,6 @@ class Forward(ABC):
         """Rows that staging holds of each layer."""
 
     def launcher(self, watch: Watch) -> Callable[[], object]:
-        """Launches a pass; a recorded one was recorded with ``watch``."""
         if not self.recorded:
             return lambda: self.forward(watch)
         side = torch.cuda.Stream()
@@ -173,8 +171,6 @@ class Decode(Forward):
 
 
 class Prefill(Forward):
-    """Prefill of one prompt in one chunk."""
-
     def __init__(
         self, device: Device, shape: Shape, layers: list[Layer], tokens: int, *, graph: bool = False
     ) -> None:

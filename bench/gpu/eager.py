@@ -98,7 +98,6 @@ class Pages:
         self._pipeline.start(self._pages, self.history.slots).wait()
 
     def layerwise(self) -> None:
-        """Read, then restore."""
         self.read()
         self.restore()
 
@@ -116,7 +115,6 @@ class Pages:
             restore.wait()
 
     def seconds(self, work: Callable[[], None]) -> float:
-        """Of ``work`` and everything that it launched."""
         start = time.perf_counter()
         work()
         self._synchronize()
@@ -189,7 +187,6 @@ def rate_of(row: Row) -> str:
 
 
 def panels(results: Results) -> dict[str, list[Row]]:
-    """Time of each method by the rate of reading."""
     found: dict[str, Row] = {}
     for row in results["rows"]:
         found.setdefault(rate_of(row), {"rate": rate_of(row)})[row["method"]] = row["ms"]

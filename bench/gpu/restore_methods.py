@@ -48,7 +48,7 @@ class Way(NamedTuple):
 
 
 class _Pieces:
-    """Layout of pages that hold every layer three times (exact, exp4, KV); one is restored."""
+    """Layout of pages that hold every layer three times (exact, exp4, KV); one form is restored."""
 
     def __init__(self, whole: PageLayout, segments: Sequence[int]) -> None:
         self.page_size = whole.page_size
@@ -59,7 +59,7 @@ class _Pieces:
 
 
 class History:
-    """Sequences whose KV was dropped: pages in host memory, and the pool they return to."""
+    """Sequences whose KV was dropped: pages in host memory, and the pool of K and V."""
 
     def __init__(
         self, device: Device, shape: Shape, layers: list[Layer], lengths: Sequence[int]
@@ -145,7 +145,7 @@ class History:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of a layer's K and V."""
+        """Of a layer's K and V."""
         return 2 * self.tokens * self.shape.width * self.device.dtype.itemsize
 
     def fill_hidden(self, index: int, which: int = 0) -> Fill:
@@ -166,8 +166,6 @@ class History:
         return fill
 
     def recompute(self, layers: int) -> Recompute:
-        """The forward pass of the first layers."""
-
         def fill(positions: npt.NDArray[np.int64], slots: torch.Tensor) -> None:
             x, at = self.ids, to_device(positions, slots.device)
             for layer, pool in zip(self.layers[:layers], self.pools, strict=False):
@@ -242,7 +240,7 @@ class Ways:
             yield self._through_pipeline(f"hidden + {method}", methods, rate)
 
     def _slow_down(self, size: int, rate: float) -> None:
-        """Keep the current stream busy for as long as a slower bus would take more."""
+        """Keep the current stream busy for the additional time of a slower bus."""
         self.history.device.spin(size / rate - size / self.bus)
 
     def _slow(self, copy: Copy, rate: float) -> Copy:
@@ -294,7 +292,7 @@ class Ways:
         return Way(name, took, size, flops, history.is_right(), report, counted)
 
     def _layerwise_kv(self, rate: float) -> Way | None:
-        """What HiCache does: SGLang's kernel, from host memory to the slots of a layer."""
+        """As HiCache does: SGLang's kernel, from host memory to the slots of a layer."""
         history = self.history
         try:
             from sglang.kernels.ops.kvcache.hicache import transfer_hicache_one_layer as transfer

@@ -54,7 +54,7 @@ class Load(NamedTuple):
 
     @property
     def room(self) -> int:
-        """Tokens that all of them need of the KV pool, in whole pages."""
+        """Tokens of the KV pool for all of them, in whole pages."""
         pages = -(-(self.history + self.after) // PAGE_SIZE) + 1
         return self.requests * pages * PAGE_SIZE
 
@@ -180,7 +180,7 @@ def restored_later(
 
 
 def beside_decoding(server: Restorer, method: Method, load: Load, told: int) -> Iterator[Row]:
-    """Others decode, alone and while the history of one prompt comes back: how that delays them.
+    """Others decode, alone and while the history of one prompt comes back, which delays them.
 
     Times between tokens are those of the others, and the time to the first token is the prompt's.
     """
@@ -210,7 +210,7 @@ def beside_decoding(server: Restorer, method: Method, load: Load, told: int) -> 
 async def _decode(
     server: Restorer, prompts: list[list[int]], tokens: int, hit: list[int]
 ) -> tuple[list[Reply], Reply | None]:
-    """Replies to prompts, and to ``hit``, if any, which comes when the others decode."""
+    """Replies to prompts, and to ``hit``, if any, which comes while the others decode."""
     async with StreamingClient(server.server.url, ADMIN_KEY) as client:
         others = [asyncio.create_task(client.generate(prompt, tokens)) for prompt in prompts]
         await client.generate([VOCABULARY], 1)  # behind their prefill
@@ -226,8 +226,6 @@ def recomputed_tokens(server: Restorer) -> float:
 
 
 def ask(server: Restorer, prompts: list[list[int]], tokens: int) -> list[Reply]:
-    """All prompts at once, each for ``tokens`` tokens."""
-
     async def asked() -> list[Reply]:
         async with StreamingClient(server.server.url, ADMIN_KEY) as client:
             return await asyncio.gather(*(client.generate(prompt, tokens) for prompt in prompts))
