@@ -134,3 +134,39 @@ def test_of_a_load_only_the_rows_of_whole_pages_are_valid() -> None:
     pool.host_freed(ids(0, 1))
     assert pool.problem(slots_of([2])) is None
     assert pool.problem(slots_of([3])) == "rows not valid"
+
+
+def test_tokens_that_were_loaded_from_such_a_page_are_not_backed_up_from_it() -> None:
+    pool = arena()
+    pool.lose(ids(0))
+    slots = slots_of([2])
+    pool.loaded(slots, ids(0))
+    assert pool.problem(slots) == "rows not encodable"
+    pool.host_freed(ids(0))  # as write_back does while the tokens stay on the device
+    assert pool.problem(slots) == "rows not valid"
+    assert_sound_arena(pool)
+
+
+def expected(a: Arena, *host_pages: int) -> np.ndarray:
+    """Host pages whose rows were recomputed and are on their way, of tokens from position 0 on."""
+    pages = ids(*host_pages)
+    a.lose(pages)  # they held something else before
+    positions = np.arange(len(pages) * SIZE)
+    a.recomputed(pages, positions, positions + 500)
+    return pages
+
+
+@pytest.mark.parametrize("freed", ["freed", "dropped", "all"])
+def test_what_arrives_for_a_page_that_was_freed_meanwhile_is_of_no_interest(freed: str) -> None:
+    a = arena()
+    pages = expected(a, 0)
+    if freed == "all":
+        a.clear()
+    else:
+        (a.host_freed if freed == "freed" else a.host_dropped)(pages)
+    assert not (a.depth(pages) < 0).any()
+    again = expected(a, 0)
+    a.arrived(pages, np.array([False]))
+    assert a.whole(again) is None and not (a.depth(again) > 0).any()
+    a.arrived(again, np.array([False]))
+    assert a.whole(again) is False
