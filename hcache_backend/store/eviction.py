@@ -51,7 +51,10 @@ class _Use(NamedTuple):
 
 
 class Recency:
-    """The uses of a store's pages, which its ``disks`` learn now and then. Any thread."""
+    """The uses of a store's pages, which its ``disks`` learn now and then. Any thread.
+
+    :meth:`save` comes first, when the disks are open.
+    """
 
     def __init__(self, disks: Sequence[Disk]) -> None:
         self._disks = disks
@@ -61,7 +64,6 @@ class Recency:
         self._saving = threading.Lock()
         self._ahead = 0  # of the access epoch, compared with the machine's own time
         self._follow(time.time_ns())
-        self._young()
 
     def note(self, namespace: bytes, keys: Sequence[bytes]) -> None:
         """The pages ``keys`` of a sequence, from its first one on, are being used. Never waits.
@@ -104,7 +106,7 @@ class Recency:
         with self._saving:
             with self._lock:
                 uses, self._pending, self._pending_keys = self._pending, {}, 0
-            young = self._young() if uses else 0
+            young = self._young()
             changes: list[dict[PageName, int]] = [{} for _ in self._disks]
             for use in uses.values():
                 self._apply(use, young, changes)
@@ -167,48 +169,35 @@ class Recency:
         return now - max(0, now - min((first for first, _ in ranges), default=now)) // _YOUNG
 
 
-def excess_bytes(folder: Folder, config: HCacheConfig, incoming: int, on_disk: int = 0) -> int:
-    """Bytes that must go before ``incoming`` bytes may come; 0 if there is room.
-
-    Args:
-        on_disk: Those of them that are written already.
-    """
-    high, low = config.high_water, config.low_water
-    used = folder.index.totals().bytes
-    quota = config.quota_bytes
-    excess = 0
-    if quota is not None and used + incoming > high * quota:
-        excess = used + incoming - int(low * quota)
-    missing = config.min_free_bytes + incoming - on_disk - folder.ops.free_bytes(folder.root_fd)
-    if missing > 0:
-        excess = max(excess, missing + int((high - low) * used))
-    return excess
-
-
-def broken_bound(
+def shortage(
     folder: Folder, config: HCacheConfig, incoming: int, on_disk: int = 0, *, empty: bool = False
-) -> str | None:
-    """The bound that ``incoming`` bytes would break, in words; None if there is room for them.
+) -> tuple[int, str | None]:
+    """Bytes that must go before ``incoming`` bytes may come, and the bound that they would break.
 
     Args:
         on_disk: Those of them that are written already.
         empty: Whether to ask as if the folder held no pages.
     """
-    used = folder.index.totals().bytes
-    kept = 0 if empty else used
-    quota = config.quota_bytes
-    if quota is not None and kept + incoming > quota:
-        return (
-            f"option 'quota_bytes' allows {quota:,} bytes of page files, and with {incoming:,} "
-            f"more there would be {kept + incoming:,}"
+    there = folder.index.totals().bytes
+    used = 0 if empty else there
+    quota, reserve = config.quota_bytes, config.min_free_bytes
+    excess, bound = 0, None
+    if quota is not None and used + incoming > config.high_water * quota:
+        excess = used + incoming - int(config.low_water * quota)
+        if used + incoming > quota:
+            bound = (
+                f"option 'quota_bytes' allows {quota:,} bytes of page files, and with "
+                f"{incoming:,} more there would be {used + incoming:,}"
+            )
+    left = folder.ops.free_bytes(folder.root_fd) + there - used - (incoming - on_disk)
+    if left < reserve:
+        margin = int((config.high_water - config.low_water) * used)
+        excess = max(excess, reserve - left + margin)
+        bound = bound or (
+            f"option 'min_free_bytes' keeps {reserve:,} bytes of its file system free, and with "
+            f"{incoming:,} more {max(left, 0):,} would be"
         )
-    left = folder.ops.free_bytes(folder.root_fd) + used - kept - (incoming - on_disk)
-    if left < config.min_free_bytes:
-        return (
-            f"option 'min_free_bytes' keeps {config.min_free_bytes:,} bytes of its file system "
-            f"free, and with {incoming:,} more {max(left, 0):,} would be"
-        )
-    return None
+    return excess, bound
 
 
 def pressure(folder: Folder, config: HCacheConfig) -> tuple[int, int]:
@@ -239,9 +228,8 @@ def evict(folder: Folder, wanted: int, stats: StoreStats, problems: ProblemLog) 
     stuck: list[PageName] = []
     while freed < wanted and (batch := folder.index.oldest(after=last)):
         gone = []
-        expected = 0
         for last in batch:
-            if freed + expected >= wanted:
+            if freed >= wanted:
                 break
             try:
                 delete_page(folder, last.name)
@@ -251,10 +239,8 @@ def evict(folder: Folder, wanted: int, stats: StoreStats, problems: ProblemLog) 
                 stuck.append(last.name)
             else:
                 gone.append(last.name)
-                expected += last.file_bytes
-        removed = folder.index.remove(gone)
-        freed += removed
-        stats.add(pages_evicted=len(gone), bytes_evicted=removed)
+                freed += last.file_bytes
+        stats.add(pages_evicted=len(gone), bytes_evicted=folder.index.remove(gone))
     if stuck:
         ranks = folder.index.rank_range()
         folder.index.raise_ranks(dict.fromkeys(stuck, ranks[1] + 1 if ranks else 0))

@@ -30,6 +30,7 @@ from pathlib import Path
 
 from hcache_backend.store.file_ops import (
     FOLDER,
+    Alignment,
     FileOps,
     FolderLock,
     PageIO,
@@ -79,13 +80,10 @@ class Subfolders:
     """
 
     def __init__(self, ops: FileOps, parent_fd: int, most: int, stack: ExitStack) -> None:
-        self._ops = ops
-        self._parent_fd = parent_fd
-        self._most = most
+        self._ops, self._parent_fd, self._most = ops, parent_fd, most
         self._known: dict[str, int] = {}
         self._lock = threading.Lock()
-        self._kept = ExitStack()
-        stack.callback(self._kept.close)
+        self._kept = stack.enter_context(ExitStack())
 
     @contextmanager
     def opened(self, name: str, *, make: bool = False) -> Iterator[int]:
@@ -96,6 +94,13 @@ class Subfolders:
             return
         with ExitStack() as stack:
             yield self._open(name, fd, make, stack)
+
+    def kept(self, name: str) -> int:
+        """The folder ``name``, made if it is missing; it stays open."""
+        return self._known.get(name) or self._open(name, None, True, self._kept)
+
+    def names(self) -> list[str]:
+        return self._ops.list(self._parent_fd)
 
     def _open(self, name: str, known: int | None, make: bool, stack: ExitStack) -> int:
         """Open it anew, instead of a ``known`` one, to be kept or closed with ``stack``."""
@@ -114,13 +119,6 @@ class Subfolders:
             self._known[name] = kept_open(fd, self._kept)
             return fd
 
-    def kept(self, name: str) -> int:
-        """The folder ``name``, made if it is missing; it stays open."""
-        return self._known.get(name) or self._open(name, None, True, self._kept)
-
-    def names(self) -> list[str]:
-        return self._ops.list(self._parent_fd)
-
 
 class Session:
     """The folder in which one open store writes files before they get their names.
@@ -132,10 +130,8 @@ class Session:
 
     def __init__(self, ops: FileOps, root_fd: int, lanes: int) -> None:
         self.token = secrets.token_hex(8)
-        self._ops = ops
-        self._root_fd = root_fd
+        self._ops, self._root_fd, self._number = ops, root_fd, lanes
         self._files = count()
-        self._number = lanes
         with ExitStack() as stack:
             with opened(ops, _SESSIONS, FOLDER, root_fd) as sessions_fd:
                 ops.make_folder(self.token, sessions_fd)
@@ -193,43 +189,38 @@ class Folder:
         readonly: bool = False,
         descriptors: int = LANES,
     ) -> None:
-        self.path = path
-        self.ops = ops
-        self.users = 0
+        self.path, self.ops, self.users = path, ops, 0
         lanes = max(1, min(LANES, descriptors // 4))
         if create:
             if (problem := why_not(path, ops)) is not None:
                 raise problem
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with ExitStack() as stack:
-            self.root_fd = kept_open(os.open(path, FOLDER), stack)
-            _check_marker(path, ops, self.root_fd, create)
-            if readonly:
-                self._open_to_read(buffer_bytes)
-            else:
-                self._open_to_write(stack, buffer_bytes, lanes)
-            stack.callback(self.index.close)
-            self._inodes = [path.stat().st_ino for path in self._index_paths]
-            pages_fd = kept_open(ops.open(_PAGES, FOLDER, self.root_fd), stack)
-            self.buckets = Subfolders(ops, pages_fd, descriptors - lanes, stack)
-            stated = self.index.meta("complete"), self.index.meta("boot")
-            self.index_is_partial = stated != (INDEX_FORMAT, _boot_id())
-            if self.index_is_partial and not readonly and self._holds_no_pages():
-                self.mark_index_complete()
-            self._open_files = stack.pop_all()
-
-    def _open_to_read(self, buffer_bytes: int) -> None:
-        self.lock = FolderLock(None)
-        self.io = PageIO(self.ops, reading_alignment(self.ops, self.root_fd, MARKER), buffer_bytes)
         try:
-            self.index = Index(self.path / _INDEX, self.ops, readonly=True)
+            with ExitStack() as stack:
+                self.root_fd = kept_open(os.open(path, FOLDER), stack)
+                _check_marker(path, ops, self.root_fd, create)
+                if readonly:
+                    self.lock = FolderLock(None)
+                    alignment = reading_alignment(ops, self.root_fd, MARKER)
+                    self.index = Index(path / _INDEX, ops, readonly=True)
+                else:
+                    alignment = self._open_to_write(stack, lanes)
+                stack.callback(self.index.close)
+                self.io = PageIO(ops, alignment, buffer_bytes)
+                self._inodes = [path.stat().st_ino for path in self._index_paths]
+                pages_fd = kept_open(ops.open(_PAGES, FOLDER, self.root_fd), stack)
+                self.buckets = Subfolders(ops, pages_fd, descriptors - lanes, stack)
+                stated = self.index.meta("complete"), self.index.meta("boot")
+                self.index_is_partial = stated != (INDEX_FORMAT, _boot_id())
+                if self.index_is_partial and not readonly and self._holds_no_pages():
+                    self.mark_index_complete()
+                self._open_files = stack.pop_all()
         except sqlite3.Error as error:
-            problem = (
-                f"its index cannot be opened: {error}; hcache verify --rebuild makes a new one"
-            )
-            raise OSError(errno.EIO, problem, str(self.path)) from None
+            hint = "; hcache verify --rebuild makes a new one" if readonly else ""
+            what = f"its index cannot be opened: {error}{hint}"
+            raise OSError(errno.EIO, what, str(path)) from None
 
-    def _open_to_write(self, stack: ExitStack, buffer_bytes: int, lanes: int) -> None:
+    def _open_to_write(self, stack: ExitStack, lanes: int) -> Alignment:
         ops, root_fd = self.ops, self.root_fd
         _warn_of_others(self.path, root_fd)
         self.lock = FolderLock(kept_open(ops.open(_LOCK, os.O_RDWR | os.O_CREAT, root_fd), stack))
@@ -239,8 +230,16 @@ class Folder:
             _remove_dead_sessions(ops, root_fd)
             self.session = Session(ops, root_fd, lanes)
             stack.callback(self.session.close)
-            self.io = PageIO(ops, probe_alignment(ops, self.session.fd, "probe"), buffer_bytes)
-            self.index = _open_index(self.path, ops, root_fd)
+            alignment = probe_alignment(ops, self.session.fd, "probe")
+            try:
+                self.index = Index(self.path / _INDEX, ops)
+            except sqlite3.Error as error:
+                if not is_damaged(error):
+                    raise
+                _set_aside(ops, root_fd)
+                _ensure_folder(ops, _INDEX, root_fd)
+                self.index = Index(self.path / _INDEX, ops)
+        return alignment
 
     def close(self) -> None:
         self._open_files.close()
@@ -248,10 +247,8 @@ class Folder:
     def is_in_place(self) -> bool:
         """Whether path and index still lead to what was opened."""
         try:
-            here, index = self.path.stat(), self._index_paths[0].stat()
-            return os.path.samestat(here, os.fstat(self.root_fd)) and (
-                index.st_ino == self._inodes[0]
-            )
+            same = os.path.samestat(self.path.stat(), os.fstat(self.root_fd))
+            return same and self._index_paths[0].stat().st_ino == self._inodes[0]
         except OSError:
             return False
 
@@ -279,20 +276,23 @@ class Folder:
                 _set_aside(self.ops, self.root_fd)
 
     def _holds_no_pages(self) -> bool:
-        for name in BUCKETS.intersection(self.buckets.names()):
-            with self.buckets.opened(name) as fd:
-                if self.ops.list(fd):
-                    return False
-        return True
+        return not any(self.files_in(name) for name in self.bucket_names())
+
+    def bucket_names(self) -> list[str]:
+        return sorted(BUCKETS.intersection(self.buckets.names()))
+
+    def files_in(self, bucket: str) -> list[str]:
+        with self.buckets.opened(bucket) as fd:
+            return self.ops.list(fd)
 
 
 def descriptors_of_each(folders: int) -> int:
     """Descriptors that a store of ``folders`` folders may keep open in each."""
     allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = LANES + len(BUCKETS)
-    if allowed == resource.RLIM_INFINITY:
-        return most
-    return max(1, min(most, (allowed - _OTHER_FILES) // (2 * folders)))
+    if allowed != resource.RLIM_INFINITY:
+        most = max(1, min(most, (allowed - _OTHER_FILES) // (2 * folders)))
+    return most
 
 
 def is_store_folder(path: Path) -> bool:
@@ -311,16 +311,11 @@ def why_not(path: Path, ops: FileOps) -> OSError | None:
         if (kind := file_system_of(place)) in _NETWORK_FILE_SYSTEMS:
             problem = f"its file system is {kind}; the index needs a local one"
             raise OSError(errno.ENOTSUP, problem, str(path))
-        if place == path:
-            root_fd = os.open(path, FOLDER)
-            try:
-                _has_marker(path, ops, root_fd)
-            finally:
-                os.close(root_fd)
-        used = (
-            path / name for name in (_LOCK, _INDEX, f"{_INDEX}/{INDEX_FILE}", _PAGES, _SESSIONS)
-        )
-        for each in (place, *filter(Path.exists, used)):
+        with ExitStack() as stack:
+            if place == path:
+                _has_marker(path, ops, kept_open(os.open(path, FOLDER), stack))
+        used = (_LOCK, _INDEX, f"{_INDEX}/{INDEX_FILE}", _PAGES, _SESSIONS)
+        for each in (place, *filter(Path.exists, map(path.joinpath, used))):
             if not os.access(each, os.W_OK | os.R_OK | (os.X_OK if each.is_dir() else 0)):
                 frozen = os.statvfs(each).f_flag & os.ST_RDONLY
                 code = errno.EROFS if frozen else errno.EACCES
@@ -339,15 +334,13 @@ def existing_part(path: Path) -> Path:
 
 def file_system_of(place: Path) -> str:
     """The kind of file system that a folder is on, such as ``ext4``; ``unknown`` without /proc."""
-    best, kind = "", "unknown"
-    resolved = str(place.resolve())
     mounts = _MOUNTS.read_text() if _MOUNTS.exists() else ""
+    best, kind = 0, "unknown"
     for line in mounts.splitlines():
         _, where, found, *_ = line.split(" ")
         where = where.replace("\\040", " ")
-        inside = resolved == where or resolved.startswith(where.rstrip("/") + "/")
-        if inside and len(where) >= len(best):
-            best, kind = where, found
+        if len(where) >= best and place.resolve().is_relative_to(where):
+            best, kind = len(where), found
     return kind
 
 
@@ -366,19 +359,12 @@ def _has_marker(path: Path, ops: FileOps, root_fd: int) -> bool:
     # refuse. Anything that neither a store nor an administrator's tools make is one.
     own = {MARKER, _LOCK, _INDEX, _PAGES, _SESSIONS, SERVER_REPORT} if MARKER in names else set()
     harmless = (f".{MARKER}.*", f".{SERVER_REPORT}.*", *_HARMLESS)
-    strangers = sorted(
-        name
-        for name in names
-        if name not in own and not any(fnmatch(name, pattern) for pattern in harmless)
-    )
-    if strangers:
+    others = sorted({*names} - own)
+    if others := [name for name in others if not any(fnmatch(name, kind) for kind in harmless)]:
         what = f"its {MARKER} is damaged" if own else f"it has no {MARKER}"
-        listed = ", ".join(map(repr, strangers[:3])) + ", ..." * (len(strangers) > 3)
-        reason = (
-            f"it is not empty and not a page store's ({what}, and it holds {listed}); name a "
-            "folder inside it"
-        )
-        raise NotOurFolderError(errno.ENOTEMPTY, reason, str(path))
+        listed = ", ".join(map(repr, others[:3])) + ", ..." * (len(others) > 3)
+        reason = f"it is not empty and not a page store's ({what}, and it holds {listed})"
+        raise NotOurFolderError(errno.ENOTEMPTY, f"{reason}; name a folder inside it", str(path))
     return False
 
 
@@ -405,12 +391,10 @@ def _check_marker(path: Path, ops: FileOps, root_fd: int, create: bool) -> None:
 def _warn_of_others(path: Path, root_fd: int) -> None:
     status = os.fstat(root_fd)
     if status.st_mode & 0o022:
+        whose = f"mode {stat.S_IMODE(status.st_mode):o} and belongs to user {status.st_uid}"
         logger.warning(
-            "hcache: %s has mode %o and belongs to user %d: other users may replace its pages, "
-            "and so change the replies of servers. Give it to this user, with mode 700",
-            path,
-            stat.S_IMODE(status.st_mode),
-            status.st_uid,
+            f"hcache: {path} has {whose}: other users may replace its pages, and so change the "
+            "replies of servers. Give it to this user, with mode 700"
         )
 
 
@@ -419,21 +403,6 @@ def _ensure_folder(ops: FileOps, name: str, dir_fd: int) -> None:
         ops.make_folder(name, dir_fd)
     if not stat.S_ISDIR(ops.stat(name, dir_fd).st_mode):
         raise NotADirectoryError(errno.ENOTDIR, "it must be a folder, not a link or file", name)
-
-
-def _open_index(path: Path, ops: FileOps, root_fd: int) -> Index:
-    try:
-        try:
-            return Index(path / _INDEX, ops)
-        except sqlite3.Error as error:
-            if not is_damaged(error):
-                raise
-        _set_aside(ops, root_fd)
-        _ensure_folder(ops, _INDEX, root_fd)
-        return Index(path / _INDEX, ops)
-    except sqlite3.Error as error:
-        problem = f"its index cannot be opened: {error}"
-        raise OSError(errno.EIO, problem, str(path)) from None
 
 
 def _set_aside(ops: FileOps, root_fd: int) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import mmap
-import os
 import sqlite3
 import threading
 import time
@@ -23,16 +22,9 @@ from hcache_backend.format.file import DamagedFileError
 from hcache_backend.format.units import PageMemory
 from hcache_backend.store.disk import Disk
 from hcache_backend.store.eviction import Recency
-from hcache_backend.store.folder import BUCKETS, Folder
+from hcache_backend.store.folder import Folder
 from hcache_backend.store.index import Entry
-from hcache_backend.store.page_files import (
-    PageRead,
-    check_size,
-    delete_page,
-    open_page,
-    read_header,
-    read_page,
-)
+from hcache_backend.store.page_files import PageRead, delete_page, entry_of, read_page
 
 logger = logging.getLogger("hcache.store")
 
@@ -90,20 +82,15 @@ class Unknown:
 class Findings:
     """The result of :func:`verify_folder`: sound page files and their bytes, and the problems.
 
-    Attributes:
-        damaged: Page files: path and reason.
-        missing: Entries without file.
-        unknown: Files that the index does not know: path and reason.
-        index: Inconsistencies of the index.
-        repaired: Number of these problems that were mended.
+    ``repaired`` is the number of problems that were mended.
     """
 
     pages: int = 0
     bytes: int = 0
-    damaged: list[tuple[str, str]] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)
-    unknown: list[tuple[str, str]] = field(default_factory=list)
-    index: list[str] = field(default_factory=list)
+    damaged: list[tuple[str, str]] = field(default_factory=list)  # page files: path and reason
+    missing: list[str] = field(default_factory=list)  # entries without file
+    unknown: list[tuple[str, str]] = field(default_factory=list)  # files that have no entry
+    index: list[str] = field(default_factory=list)  # inconsistencies of the index
     repaired: int = 0
 
     @property
@@ -128,23 +115,19 @@ def find_unknown_files(
         progress: Called with the numbers of buckets that are done, and of all.
     """
     result = Unknown()
-    buckets = sorted(BUCKETS.intersection(folder.buckets.names()))
+    buckets = folder.bucket_names()
     for done, bucket in enumerate(buckets, start=1):
         if stop():
             break
-        names = []
-        with folder.buckets.opened(bucket) as bucket_fd:
-            files = folder.ops.list(bucket_fd)
-        parsed = {file: parse_name(file) for file in files}
+        parsed = {file: parse_name(file) for file in folder.files_in(bucket)}
         known = folder.index.known(name for name in parsed.values() if name is not None)
+        names = []
         for file, name in parsed.items():
             if name is None:
                 result.damaged.append((f"{bucket}/{file}", "its name is no page file's"))
-            elif name in known:
-                continue
-            elif name.bucket != bucket:
+            elif name not in known and name.bucket != bucket:
                 result.damaged.append((f"{bucket}/{file}", "it stands in the wrong folder"))
-            else:
+            elif name not in known:
                 names.append(name)
         for start in range(0, len(names), _FILES_AT_A_TIME):
             # Under the lock nothing evicts or replaces the file between look and entry.
@@ -224,21 +207,8 @@ def _entries(folder: Folder, names: Sequence[PageName], result: Unknown) -> list
         if name in known:
             continue
         try:
-            fd = open_page(folder, name)
-            try:
-                header = read_header(folder.io, fd)
-                if name != header.name:
-                    raise DamagedFileError("its name is not the one in its header")
-                layout = header.layout
-                check_size(fd, layout.file_bytes)
-                written = os.fstat(fd).st_mtime_ns
-            finally:
-                folder.ops.close(fd)
-        except FileNotFoundError:
-            continue
+            with suppress(FileNotFoundError):
+                entries.append(entry_of(folder, name))
         except (DamagedFileError, OSError) as error:
             result.damaged.append((f"{name.bucket}/{name.file}", str(error)))
-            continue
-        sizes = (layout.header_bytes, layout.payload_bytes)
-        entries.append(Entry(name, *sizes, header.writer, written))
     return entries

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -30,10 +30,8 @@ class OtherSizeError(Exception):
 
 
 class PageRead(NamedTuple):
-    """A file of page ``number`` of the caller's lists, and the part of the memory that it fills.
-
-    The memory is that of the same or another share.
-    """
+    """A file of page ``number`` of the caller's lists, and the ``part`` that it fills of the memory
+    of the same or another share."""
 
     number: int
     entry: Entry
@@ -43,36 +41,29 @@ class PageRead(NamedTuple):
 
 @dataclass(eq=False)
 class PageWrite:
-    """The share of a page on its way to the disk.
-
-    Attributes:
-        number: Its place in the caller's lists.
-        file: The file of the session that has it; None if it has not been written.
-        copied: Bytes that went through aligned memory.
-        stored: It is a page now.
-    """
+    """The share of page ``number`` of the caller's lists, on its way to the disk."""
 
     number: int
     entry: Entry
     memory: PageMemory
     layout: FileLayout
-    file: int | None = None
-    copied: int = 0
-    stored: bool = False
+    file: int | None = None  # of the session, once it is written
+    copied: int = 0  # bytes that went through aligned memory
+    stored: bool = False  # it is a page now
 
 
 def write_page(folder: Folder, write: PageWrite) -> None:
     """Write the share of a page to a file of the session, or leave nothing of it."""
-    entry, memory, layout = write.entry, write.memory, write.layout
-    header = folder.io.scratch.header(layout.header_bytes)
+    io, memory, layout = folder.io, write.memory, write.layout
+    header = io.scratch.header(layout.header_bytes)
     digests = memory.digests or memory.digests_of(layout.units)
-    pack_header(header, entry.name, entry.writer, layout, digests)
+    pack_header(header, write.entry.name, write.entry.writer, layout, digests)
     number = folder.session.new_file()
     dir_fd, file = folder.session.place(number)
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | folder.io.alignment.flags
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | io.alignment.flags
     try:
         with opened(folder.ops, file, flags, dir_fd) as fd:
-            write.copied = folder.io.write(fd, [header, *memory.parts])
+            write.copied = io.write(fd, [header, *memory.parts])
     except OSError:
         remove_nameless(folder, number)
         raise
@@ -137,12 +128,36 @@ def read_page(folder: Folder, read: PageRead) -> tuple[int, int]:
     """
     _, entry, part, memory = read
     share = entry.name.share
-    fd = open_page(folder, entry.name)
-    try:
-        check_size(fd, entry.file_bytes)
+    with _opened(folder, entry.name) as fd:
+        _check_size(fd, entry.file_bytes)
         if share == memory.share and part == share.eighths:
             return _read_all(folder.io, fd, entry, memory)
         return _read_units(folder.io, fd, entry, memory, part)
+
+
+def entry_of(folder: Folder, name: PageName) -> Entry:
+    """The entry that a page file should have, with its time of writing as its last use.
+
+    Its header is verified. Raises as :func:`read_page`.
+    """
+    with _opened(folder, name) as fd:
+        header = _read_header(folder.io, fd)
+        if name != header.name:
+            raise DamagedFileError("its name is not the one in its header")
+        layout = header.layout
+        _check_size(fd, layout.file_bytes)
+        sizes = layout.header_bytes, layout.payload_bytes
+        return Entry(name, *sizes, header.writer, os.fstat(fd).st_mtime_ns)
+
+
+@contextlib.contextmanager
+def _opened(folder: Folder, name: PageName) -> Iterator[int]:
+    """A page file, open for reading; it tells its status if it turns out to be damaged."""
+    flags = os.O_RDONLY | folder.io.alignment.flags
+    with folder.buckets.opened(name.bucket) as bucket_fd:
+        fd = folder.ops.open(name.file, flags, bucket_fd)
+    try:
+        yield fd
     except DamagedFileError as error:
         error.status = os.fstat(fd)
         raise
@@ -150,27 +165,18 @@ def read_page(folder: Folder, read: PageRead) -> tuple[int, int]:
         folder.ops.close(fd)
 
 
-def open_page(folder: Folder, name: PageName) -> int:
-    """Open a page file for reading; FileNotFoundError if it is not there."""
-    flags = os.O_RDONLY | folder.io.alignment.flags
-    with folder.buckets.opened(name.bucket) as bucket_fd:
-        return folder.ops.open(name.file, flags, bucket_fd)
-
-
-def check_size(fd: int, file_bytes: int) -> None:
-    """Refuse a file that is shorter or longer than ``file_bytes``, by a DamagedFileError."""
+def _check_size(fd: int, file_bytes: int) -> None:
     size = os.fstat(fd).st_size
     if size != file_bytes:
         raise DamagedFileError(f"it has {size} bytes, not {file_bytes}")
 
 
-def read_header(io: PageIO, fd: int) -> Header:
-    """The verified header of an open page file; a DamagedFileError if it is none."""
+def _read_header(io: PageIO, fd: int) -> Header:
+    """The verified header of an open page file."""
     first = io.scratch.header(BLOCK)
     io.read(fd, 0, [first])
-    length = header_length(first)
-    header = io.scratch.header(length)
-    if length > BLOCK:
+    header = io.scratch.header(header_length(first))
+    if len(header) > BLOCK:
         io.read(fd, 0, [header])
     return parse_header(header)
 
@@ -178,13 +184,10 @@ def read_header(io: PageIO, fd: int) -> Header:
 def _read_all(io: PageIO, fd: int, entry: Entry, memory: PageMemory) -> tuple[int, int]:
     """Read a file that has exactly the memory's share, in one go."""
     _check_memory(entry.payload_bytes, memory)
-    header_memory = io.scratch.header(entry.header_bytes)
-    padding = round_up(entry.payload_bytes) - entry.payload_bytes
-    pieces = [header_memory, *memory.parts]
-    if padding:
-        pieces.append(io.scratch.tail[:padding])
-    copied = io.read(fd, 0, pieces)
-    header = parse_header(header_memory)
+    data = io.scratch.header(entry.header_bytes)
+    padding = io.scratch.tail[: round_up(entry.payload_bytes) - entry.payload_bytes]
+    copied = io.read(fd, 0, [data, *memory.parts, *([padding] if padding else ())])
+    header = parse_header(data)
     _check_names(header, entry)
     _verify(memory, header.layout.units, header.digests)
     return memory.length, copied
@@ -194,11 +197,12 @@ def _read_units(
     io: PageIO, fd: int, entry: Entry, memory: PageMemory, part: Eighths
 ) -> tuple[int, int]:
     """Read the units of ``part`` to their places in the memory."""
-    header = read_header(io, fd)
+    header = _read_header(io, fd)
     _check_names(header, entry)
-    _check_memory(file_layout(header.layout.table, memory.share).payload_bytes, memory)
+    table = header.layout.table
+    _check_memory(file_layout(table, memory.share).payload_bytes, memory)
     copied = 0
-    read, runs = runs_between(header.layout.table, header.name.share, memory.share, part)
+    read, runs = runs_between(table, header.name.share, memory.share, part)
     for offset, stretches, numbers, units in runs:
         pieces = [piece for stretch in stretches for piece in memory.pieces(*stretch)]
         copied += io.read(fd, offset, pieces)
@@ -213,8 +217,8 @@ def _check_names(header: Header, entry: Entry) -> None:
 
 
 def _check_memory(payload_bytes: int, memory: PageMemory) -> None:
-    number, of = memory.share
     if payload_bytes != memory.length:
+        number, of = memory.share
         raise OtherSizeError(
             f"share {number} of {of} has {payload_bytes} bytes, the memory {memory.length}"
         )

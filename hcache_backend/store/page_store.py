@@ -39,11 +39,11 @@ _CLOSE_SECONDS = 10.0
 
 
 class PageStore:
-    """A local L3: maps ``(namespace, key)`` to the bytes of a page, in ``config.dirs``.
+    """A local L3: maps namespace (16 bytes) and key (32 bytes) to the bytes of a page.
 
-    It knows bytes: no torch, no SGLang, no models. A page that is read back is verified, or it is a
-    miss; a page that is missing, damaged or unwritable raises nothing. Any thread and process may
-    call all methods.
+    A page that is read back is verified, or it is a miss; a page that is missing, damaged or
+    unwritable raises nothing. Any thread and process may call all methods. They raise a ValueError
+    for names of a wrong length, and for a share that no page has.
 
     Args:
         writer: The server run, 8 bytes; every page file has it.
@@ -67,26 +67,25 @@ class PageStore:
         self.stats = StoreStats()
         self._config = config
         self._writer = writer
-        self._problems = ProblemLog()
         self._closed = False
         ops = ops or best_file_ops(config)
-        shared = config, ops, self.stats, self._problems
-        self.disks = [Disk(path, *shared) for path in config.dirs]
+        self.disks: list[Disk] = []
+        self._recency = Recency(self.disks)
+        shared = config, ops, self.stats, ProblemLog(), self._recency.save
+        self.disks += [Disk(path, *shared) for path in config.dirs]
         try:
             self._attach_all()
         except BaseException:
             for disk in self.disks:
                 disk.close()
             raise
-        self._recency = Recency(self.disks)
+        self._recency.save()
         self._stopping = threading.Event()
-        care = self._recency, config, self._stopping
-        self._maintenance = [
-            threading.Thread(target=maintain, args=(disk, *care), daemon=True)
-            for disk in (self.disks if background else ())
-        ]
-        for thread in self._maintenance:
-            thread.start()
+        self._maintenance = []
+        for disk in self.disks if background else ():
+            work = disk, self._recency, config, self._stopping
+            self._maintenance.append(threading.Thread(target=maintain, args=work, daemon=True))
+            self._maintenance[-1].start()
 
     def exists(
         self, namespace: bytes, keys: Sequence[bytes], *, share: Share = WHOLE
@@ -97,26 +96,19 @@ class PageStore:
         """
         keys = list(keys)
         check_names(namespace, keys, share)
-        wanted = share.eighths
-        first, *others = self.disks
-        found = first.coverage(namespace, keys)
-        for disk in others:
-            numbers = [number for number, part in enumerate(found) if wanted & ~part]
-            if not numbers:
-                break
+        missing = [share.eighths] * len(keys)
+        for disk in self.disks:
+            numbers = [number for number, part in enumerate(missing) if part]
             parts = disk.coverage(namespace, [keys[number] for number in numbers])
             for number, part in zip(numbers, parts, strict=True):
-                found[number] |= part
-        return [wanted & part == wanted for part in found]
+                missing[number] &= ~part
+        return [not part for part in missing]
 
     def use(self, namespace: bytes, keys: Sequence[bytes]) -> None:
-        """The pages ``keys`` (32 bytes each) of a sequence, from its first one on, are being used.
+        """The pages ``keys`` of a sequence, from its first one on, are being used.
 
         They may be in L1, L2 or here: pages that are served are worth keeping. Never waits; all
         keys but the last are read later.
-
-        Raises:
-            ValueError: Names of a wrong length.
         """
         check_names(namespace, list(keys[-1:]))
         self._recency.note(namespace, keys)
@@ -138,8 +130,7 @@ class PageStore:
         of any shares, is not written again.
 
         Args:
-            namespace: 16 bytes.
-            keys: 32 bytes each, in the order of the sequence: neighbours go to different folders.
+            keys: In the order of the sequence: neighbours go to different folders.
             pages: The memory of the payload of the share: the share's units in the order of the
                 page, with nothing between. The payload of the whole page is the page.
             prefix: The keys of the pages before them in their sequence, from its first one on.
@@ -151,8 +142,7 @@ class PageStore:
                 A page that does not have them is a miss when it is read.
 
         Raises:
-            ValueError: Names of a wrong length, no such share, a share without a table, or memory
-                or digests of another number than the share has bytes and units.
+            ValueError: Also memory or digests of another number than the share has bytes and units.
         """
         keys = list(keys)
         check_names(namespace, [*prefix[-1:], *keys], share)
@@ -164,7 +154,10 @@ class PageStore:
             raise ValueError(f"share {share.number} of {share.of} without a table of the page")
         deadline = time.monotonic() + self._config.write_seconds
         ranks = self._recency.note_new(namespace, prefix, keys)
-        done = self._already_stored(namespace, keys, share)
+        # Their files are looked for, not only entries.
+        covers = self._cover(namespace, keys, share.eighths, Disk.holds_file)
+        done = [bool(files) for files in covers]
+        self.stats.add(pages_already_stored=sum(done))
         work = []
         for number, (key, parts) in enumerate(zip(keys, pages, strict=True)):
             if not done[number]:
@@ -179,7 +172,6 @@ class PageStore:
         if work and not disks:
             self.stats.add(pages_dropped_offline=len(work))
             work = []
-        limits = deadline, self._recency.save
         before: list[tuple[Disk, Writing]] = []
         for group in (*_groups(work, len(disks)), ()):  # the empty one: to finish the last one
             started = []
@@ -188,9 +180,9 @@ class PageStore:
                 disks.sort(key=Disk.pressure)
             for start, disk in enumerate(disks):
                 if items := group[start :: len(disks)]:
-                    started.append((disk, disk.start_writing(items, *limits)))
+                    started.append((disk, disk.start_writing(items, deadline)))
             for disk, writing in before:
-                disk.finish_writing(writing, *limits)
+                disk.finish_writing(writing, deadline)
             before = started
         for write in work:
             done[write.number] = write.stored
@@ -210,17 +202,9 @@ class PageStore:
         *,
         share: Share = WHOLE,
     ) -> list[bool]:
-        """Read a share of pages, from files of any shares.
+        """Read a share of pages, from files of any shares, to the memory of its payload.
 
-        False is a miss; the memory of that page then holds anything.
-
-        Args:
-            namespace: 16 bytes.
-            keys: 32 bytes each.
-            pages: The memory of the payload of the share (see :meth:`put`), of that length.
-
-        Raises:
-            ValueError: Names of a wrong length, or no such share.
+        False is a miss; the memory of that page then holds anything. See :meth:`put`.
         """
         keys = list(keys)
         check_names(namespace, keys, share)
@@ -249,7 +233,7 @@ class PageStore:
         return found
 
     def check_room(self, page_bytes: int) -> None:
-        """Say in the log which folders could hold no page of ``page_bytes``, were they empty."""
+        """Log which folders could hold no page of ``page_bytes``, were they empty."""
         for disk in self.disks:
             disk.check_room(page_bytes)
 
@@ -284,25 +268,18 @@ class PageStore:
             disk.close()
 
     def _attach_all(self) -> None:
-        failures = []
+        failures = {}
         for disk in self.disks:
             try:
                 disk.attach(create=True)
             except NotOurFolderError:
                 raise
             except OSError as error:
-                failures.append((disk.path, error))
+                failures[disk.path] = error
         if len(failures) == len(self.disks):
-            raise failures[0][1]
-        for path, failure in failures:
+            raise failures[self.disks[0].path]
+        for path, failure in failures.items():
             logger.warning("hcache: %s cannot be used for now: %s", path, failure)
-
-    def _already_stored(self, namespace: bytes, keys: Sequence[bytes], share: Share) -> list[bool]:
-        """Which pages need not be written again; their files are looked for, not only entries."""
-        covers = self._cover(namespace, keys, share.eighths, Disk.holds_file)
-        stored = [bool(files) for files in covers]
-        self.stats.add(pages_already_stored=sum(stored))
-        return stored
 
     def _cover(
         self,
@@ -320,13 +297,9 @@ class PageStore:
         found: list[list[tuple[Disk, Entry, Eighths]]] = [[] for _ in keys]
         for disk in self.disks:
             numbers = [number for number, left in enumerate(missing) if left]
-            if not numbers:
-                break
             listed = disk.lookup(namespace, [keys[number] for number in numbers])
             for number, entries in zip(numbers, listed, strict=True):
-                if len(entries) > 1:
-                    entries.sort(key=lambda entry: entry.name.share.of)
-                for entry in entries:
+                for entry in sorted(entries, key=lambda entry: entry.name.share.of):
                     useful = entry.name.share.eighths & missing[number]
                     if useful and counts(disk, entry.name):
                         found[number].append((disk, entry, useful))

@@ -110,8 +110,8 @@ def test_a_bug_below_is_a_miss_not_a_hanging_thread(
     def raise_error(*ignored: object) -> None:
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr("hcache_backend.store.disk.read_page", raise_error)
-    monkeypatch.setattr("hcache_backend.store.disk.write_page", raise_error)
+    monkeypatch.setattr("hcache_backend.store.page_files.read_page", raise_error)
+    monkeypatch.setattr("hcache_backend.store.page_files.write_page", raise_error)
     assert get(store, 1) is None
     assert put(store, 2) == [False]
 
@@ -392,9 +392,9 @@ def test_threads_wake_and_the_index_changes_once_for_many_pages(
     disk, woken = store.disks[0], []
     for pool in (disk.readers, disk.writers):
 
-        def submit(work: Any, start: Any = pool.submit) -> Any:
+        def submit(work: Any, *items: Any, start: Any = pool.submit) -> Any:
             woken.append(work)
-            return start(work)
+            return start(work, *items)
 
         monkeypatch.setattr(pool, "submit", submit)
     ops.commits = 0
