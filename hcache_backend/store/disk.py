@@ -15,10 +15,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from hcache_backend.config import HCacheConfig
 from hcache_backend.format.envelope import BLOCK, PageName, round_up
@@ -29,7 +29,7 @@ from hcache_backend.store.eviction import evict, pressure, shortage
 from hcache_backend.store.file_ops import FileOps, LockedError, is_no_space
 from hcache_backend.store.folder import Folder, descriptors_of_each, is_store_folder
 from hcache_backend.store.index import Entry, is_damaged
-from hcache_backend.store.page_files import OtherSizeError, PageRead, PageWrite
+from hcache_backend.store.page_files import PageRead, PageWrite
 from hcache_backend.store.stats import ProblemLog, StoreStats
 
 logger = logging.getLogger("hcache.store")
@@ -51,10 +51,10 @@ class OfflineError(OSError):
 
 
 class Writing(NamedTuple):
-    """Pages that threads of a disk write: their number, and those that were written or failed."""
+    """Pages that threads of a disk write."""
 
     pages: int
-    tried: list[PageWrite]
+    tried: list[PageWrite]  # they were written, or failed
     threads: list[Future[None]]
 
 
@@ -113,15 +113,16 @@ class Disk:
             logger.debug("hcache: %s has no direct I/O; reads and writes are buffered", self.path)
 
     def is_online(self, *, writing: bool = False) -> bool:
-        """Whether it can be read, or written, now."""
-        return self._folder is not None and not self._rests(writing)
+        """Whether it can be read, or written, now. What cannot be read is not written, either."""
+        until = max(self._rest_until) if writing else self._rest_until[False]
+        return self._folder is not None and time.monotonic() >= until
 
     @contextmanager
     def use(self, *, writing: bool = False) -> Iterator[Folder]:
         """The open folder, which stays open while in use; OfflineError if it is not there."""
         with self._state:
             folder = self._folder
-            if folder is None or self._rests(writing):
+            if folder is None or not self.is_online(writing=writing):
                 raise OfflineError(errno.ENODEV, "the folder is offline", str(self.path))
             folder.users += 1
         try:
@@ -193,11 +194,6 @@ class Disk:
         self._stats.add(**counts)
         self._problems.report(f"{kind} {self.path}", f"{self.path} {message}")
 
-    def _rests(self, writing: bool) -> bool:
-        """Whether it is left alone for now. A disk that cannot be read is not written, either."""
-        until = self._rest_until
-        return time.monotonic() < (max(until) if writing else until[False])
-
     def _come_back(self) -> None:
         # An empty folder may be the place where a disk is not mounted: only a folder that was
         # never a mount point, and that is missing altogether, is made anew.
@@ -265,10 +261,8 @@ class Disk:
         return self._ask(lambda folder: page_files.file_exists(folder, name), False)
 
     def start_reading(self, reads: Sequence[PageRead], deadline: float) -> list[Future[list[int]]]:
-        """Have threads read page files (see :func:`read_page`); they start none after ``deadline``.
-
-        Their results are the numbers of the pages that came; the others are misses.
-        """
+        """Have threads read page files by ``deadline``; their results are the numbers of the pages
+        that came. The others are misses."""
         return self._start(self.readers, partial(self._read_all, deadline), reads)
 
     def _start(
@@ -305,18 +299,17 @@ class Disk:
         """Read a page file; None is a miss."""
         try:
             sizes = page_files.read_page(folder, read)
+            self._errors_in_a_row[False] = 0
+            return sizes
         except FileNotFoundError:
             self._discard(read.entry, None)
         except DamagedFileError as error:
             self._discard(read.entry, error.status)
             self._report("damaged", f"has a damaged page: {error}", bad_pages=1)
-        except OtherSizeError as error:
+        except ValueError as error:
             self._report("size", f"has a page of another size: {error}")
         except OSError as error:
             self.failed("read", error)
-        else:
-            self._errors_in_a_row[False] = 0
-            return sizes
         return None
 
     def _discard(self, entry: Entry, damaged: os.stat_result | None) -> None:
@@ -349,10 +342,7 @@ class Disk:
         return Writing(len(writes), tried, self._start(self.writers, work, writes))
 
     def finish_writing(self, writing: Writing, deadline: float) -> None:
-        """Make pages of the files that were written by ``deadline``; these are then ``stored``.
-
-        A file that is written later is removed.
-        """
+        """Make pages of the files that were written by ``deadline``, and remove later ones."""
         pages, tried, threads = writing
         wait(threads, max(deadline - time.monotonic(), 0.0))
         late = [thread for thread in threads if not (thread.done() or thread.cancel())]
@@ -360,7 +350,7 @@ class Disk:
 
         def remove(_: Future[None]) -> None:
             for write in tried[len(taken) :]:
-                work = partial(page_files.remove_nameless, file=write.file)
+                work = partial(page_files.remove_nameless, place=write.place)
                 self._ask(work, None, writing=True)
 
         for thread in threads:
@@ -368,7 +358,7 @@ class Disk:
                 thread.add_done_callback(remove)
             elif not thread.cancelled():
                 result_of(thread)
-        if ready := [write for write in taken if write.file is not None]:
+        if ready := [write for write in taken if write.place is not None]:
             self._commit(ready, deadline)
         if left := pages - len(taken):
             self._report("late", f"is too slow; it has {left} pages less", pages_dropped_late=left)
@@ -399,26 +389,32 @@ class Disk:
 
     def _write(self, folder: Folder, write: PageWrite, deadline: float) -> None:
         """Write a page to a nameless file, or count why not. :meth:`_commit` names it."""
-        if not self.is_online(writing=True):
-            self._stats.add(pages_dropped_offline=1)
-            return
+        try:
+            if not self.is_online(writing=True):
+                raise OfflineError
+            work = partial(page_files.write_page, folder, write)
+            lock = lambda: folder.lock.held(deadline - time.monotonic())  # noqa: E731
+            self._with_room(folder, write.layout.file_bytes, work, lock)
+            self._in_vain = self._errors_in_a_row[True] = 0
+        except OSError as error:
+            self.failed("write", error, writing=True, pages=1)
+
+    def _with_room(
+        self, folder: Folder, size: int, work: Callable[[], None], lock: Callable[[], Any]
+    ) -> None:
+        """Do ``work``. If the disk has no space for it, evict ``size`` bytes under ``lock``, and
+        try again."""
         for tries_left in (2, 1, 0):  # another thread may take the room that was made
             evictions = self._evictions
             try:
-                page_files.write_page(folder, write)
-            except OSError as error:
+                work()
+                return
+            except (OSError, sqlite3.Error) as error:
                 if tries_left and is_no_space(error):
-                    with (
-                        suppress(OSError, sqlite3.Error),  # then the page is dropped
-                        folder.lock.held(deadline - time.monotonic()),
-                    ):
-                        if self._evict_share(folder, write.layout.file_bytes, evictions):
+                    with suppress(OSError, sqlite3.Error), lock():
+                        if self._evict_share(folder, size, evictions):
                             continue
-                self.failed("write", error, writing=True, pages=1)
-            else:
-                self._in_vain = 0
-                self._errors_in_a_row[True] = 0
-            return
+                raise
 
     def _commit(self, batch: Sequence[PageWrite], deadline: float) -> None:
         """Make pages of the nameless files of a batch, or remove them and count why."""
@@ -434,8 +430,7 @@ class Disk:
                         self._save_uses()
                 finally:
                     for write in batch:
-                        if not write.stored:
-                            page_files.remove_nameless(folder, write.file)
+                        page_files.remove_nameless(folder, write.place)
         except (OSError, sqlite3.Error) as error:
             dropped = sum(not write.stored for write in batch)
             self.failed("write", error, writing=True, pages=dropped)
@@ -446,10 +441,8 @@ class Disk:
         known = folder.index.known(write.entry.name for write in batch)
         for write in batch:
             if write.entry.name in known and page_files.file_exists(folder, write.entry.name):
-                # Another process was faster.
-                page_files.remove_nameless(folder, write.file)
                 self._stats.add(pages_already_stored=1)
-                write.stored = True
+                write.stored = True  # another process was faster
             else:
                 fresh.append(write)
         incoming = sum(write.entry.file_bytes for write in fresh)
@@ -457,38 +450,31 @@ class Disk:
         if not self._evict_for(folder, incoming, on_disk=incoming):
             self._stats.add(pages_dropped_full=len(fresh))
             return
-        failed = self._name(folder, fresh)
-        refused = failed is not None and is_no_space(failed)
-        if refused and self._evict_share(folder, incoming, self._evictions):
-            failed = self._name(folder, [write for write in fresh if not write.stored])
-        self.dirty = True
-        named = [write.entry for write in fresh if write.stored]
-        self._stats.add(
-            pages_written=len(named),
-            bytes_written=sum(entry.payload_bytes for entry in named),
-            bytes_copied=sum(write.copied for write in batch),
-        )
-        if failed is not None:
-            raise failed
-
-    def _name(self, folder: Folder, batch: Sequence[PageWrite]) -> OSError | sqlite3.Error | None:
-        """Enter and name the files of a batch; the reason if not all of them are pages now."""
         try:
-            folder.index.insert(write.entry for write in batch)
-        except sqlite3.Error as error:
-            return error
+            self._with_room(folder, incoming, partial(self._name, folder, fresh), nullcontext)
+        finally:
+            self.dirty = True
+            named = [write.entry for write in fresh if write.stored]
+            self._stats.add(
+                pages_written=len(named),
+                bytes_written=sum(entry.payload_bytes for entry in named),
+                bytes_copied=sum(write.copied for write in batch),
+            )
+
+    def _name(self, folder: Folder, writes: Sequence[PageWrite]) -> None:
+        """Enter and name the files that are no pages yet; raises if any of them is none then."""
+        batch = [write for write in writes if not write.stored]
+        folder.index.insert(write.entry for write in batch)
         failed: OSError | None = None
-        unnamed = []
         for write in batch:
             try:
                 page_files.give_name(folder, write)
             except OSError as error:
                 failed = error
                 self._delete(folder, write.entry.name)
-                unnamed.append(write.entry.name)
-        if unnamed:
-            folder.index.remove(unnamed)
-        return failed
+        if failed is not None:
+            folder.index.remove(write.entry.name for write in batch if not write.stored)
+            raise failed
 
     # ---- room ----
 
@@ -537,10 +523,8 @@ class Disk:
         return self._ask(work, 0, writing=True)
 
     def _evict_share(self, folder: Folder, wanted: int, evictions: int) -> bool:
-        """Evict the room that the disk refused; the folder's lock is held. False: that is no help.
-
-        It had refused after ``evictions``: if there was one since then, that was it.
-        """
+        """Evict the room that the disk refused after so many ``evictions``, unless another thread
+        has. The folder's lock is held. False: that is no help."""
         if self._evictions == evictions:
             if self._in_vain >= _EVICTIONS_IN_VAIN:
                 return False

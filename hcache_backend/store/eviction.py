@@ -36,10 +36,8 @@ if TYPE_CHECKING:
     from hcache_backend.store.disk import Disk
 
 _YOUNG = 16
-_MOST_PAGES = 1_000_000
-"""A rank is less than its epoch by the page's number at most."""
-_PENDING_AT_MOST = 1 << 20
-"""Keys of uses that wait to be saved; further ones are not noted."""
+_MOST_PAGES = 1_000_000  # a rank is less than its epoch by the page's number at most
+_PENDING_AT_MOST = 1 << 20  # keys of uses that wait to be saved; further ones are not noted
 
 
 class _Use(NamedTuple):
@@ -66,20 +64,16 @@ class Recency:
         self._follow(time.time_ns())
 
     def note(self, namespace: bytes, keys: Sequence[bytes]) -> None:
-        """The pages ``keys`` of a sequence, from its first one on, are being used. Never waits.
-
-        Keys but the last are read when the use is saved, by another thread.
-        """
+        """The pages ``keys`` of a sequence, from its first one on, are being used. Never waits: the
+        thread that saves the use reads all keys but the last."""
         if keys:
             self._note(_Use(namespace, keys, self._now()))
 
     def note_new(
         self, namespace: bytes, prefix: Sequence[bytes], keys: Sequence[bytes]
     ) -> list[int]:
-        """Pages ``keys`` after those of ``prefix`` are about to be stored; returns their ranks.
-
-        Those of all these pages that are stored already are being used.
-        """
+        """Pages ``keys`` after those of ``prefix`` are about to be stored, or used if they are
+        there already; returns their ranks."""
         with self._saving:
             young = self._young()
             now = self._now()
@@ -174,9 +168,7 @@ def shortage(
 ) -> tuple[int, str | None]:
     """Bytes that must go before ``incoming`` bytes may come, and the bound that they would break.
 
-    Args:
-        on_disk: Those of them that are written already.
-        empty: Whether to ask as if the folder held no pages.
+    ``on_disk`` of them are written already. ``empty``: as if the folder held no pages.
     """
     there = folder.index.totals().bytes
     used = 0 if empty else there
@@ -201,10 +193,8 @@ def shortage(
 
 
 def pressure(folder: Folder, config: HCacheConfig) -> tuple[int, int]:
-    """The rank of the page that goes next, 0 if there is room; and the bytes of all pages.
-
-    Folders that get pages in this order lose the pages of the lowest ranks of all of them.
-    """
+    """The rank of the page that goes next, 0 if there is room; and the bytes of all pages. Folders
+    that get pages in this order lose the pages of the lowest ranks of all of them."""
     totals = folder.index.totals()
     page = totals.bytes // max(totals.pages, 1)
     margin = int((config.high_water - config.low_water) * totals.bytes)

@@ -32,10 +32,8 @@ logger = logging.getLogger("hcache.store")
 
 Buffer = memoryview | bytearray | bytes
 
-FOLDER = os.O_RDONLY | os.O_DIRECTORY
-"""The flags that open a folder."""
-MAX_VECTORS = 1024
-"""Pieces of memory that one system call takes at most."""
+FOLDER = os.O_RDONLY | os.O_DIRECTORY  # opens a folder
+MAX_VECTORS = 1024  # pieces of memory that one system call takes at most
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _LONG = struct.calcsize("l")
@@ -133,11 +131,10 @@ def kept_open(fd: int, stack: ExitStack) -> int:
 
 
 class KvikioFileOps(FileOps):
-    """Reads through KvikIO's threads into host memory; the rest as usual.
+    """Reads through at least ``threads`` threads of KvikIO into host memory; the rest as usual.
 
     GPUDirect Storage (GDS) serves reads to the device only, so files are opened in KvikIO's
     compatibility mode. KvikIO's threads start when it is imported and do not survive a fork.
-    It gets ``threads`` at least.
     """
 
     def __init__(self, threads: int = 1) -> None:
@@ -264,10 +261,7 @@ class PageIO:
         self.scratch = Scratch(buffer_bytes)
 
     def write(self, fd: int, pieces: Sequence[memoryview]) -> int:
-        """Write ``pieces`` as the file ``fd`` from its beginning, padded to 4096 bytes.
-
-        Returns the bytes that were copied. An OSError also if the file system took only a part.
-        """
+        """Write ``pieces`` as the file ``fd``, padded to 4096 bytes; returns the bytes copied."""
         length = sum(piece.nbytes for piece in pieces)
         if padding := round_up(length) - length:
             pieces = [*pieces, _ZEROS[:padding]]
@@ -284,10 +278,7 @@ class PageIO:
         return length
 
     def read(self, fd: int, offset: int, pieces: Sequence[memoryview]) -> int:
-        """Fill ``pieces`` from ``offset`` of a file on, which is known to be long enough.
-
-        Returns the bytes that were copied. An OSError also if only a part could be read.
-        """
+        """Fill ``pieces`` from ``offset`` of a long enough file on; returns the bytes copied."""
         length = sum(piece.nbytes for piece in pieces)
         if _aligned(pieces, offset, self.alignment):
             _move_all(self._ops.read, fd, pieces, offset, length)
@@ -311,11 +302,8 @@ def _move_all(
     offset: int,
     least: int,
 ) -> None:
-    """Read or write (``move``) the first ``least`` bytes of ``pieces`` at least.
-
-    A file may end behind them. It had its right length a moment ago, so if ``move`` falls short,
-    that is an OSError.
-    """
+    """Read or write (``move``) the first ``least`` bytes of ``pieces`` at least: there, a file may
+    end. It had its right length a moment ago, so that less is an OSError."""
     while (done := move(fd, pieces, offset)) < least:
         if done <= 0:
             raise OSError(errno.EIO, "the file system moved too little, as of a cut file")

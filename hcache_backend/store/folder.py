@@ -52,19 +52,17 @@ _PAGES = "pages"
 _SESSIONS = "sessions"
 LANES = 64
 _LANE = "lane"
-_OTHER_FILES = 256
-"""Descriptors that a server has open besides those of its stores."""
+_OTHER_FILES = 256  # descriptors that a server has open besides those of its stores
 _OPEN_SECONDS = 30.0
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _MOUNTS = Path("/proc/self/mounts")
 _NETWORK_FILE_SYSTEMS = ("nfs", "nfs4", "cifs", "smb3", "fuse.sshfs")
-_HARMLESS = (
+_HARMLESS = (  # names of file systems, snapshots, quotas, desktops and volumes of Kubernetes
     "lost+found", ".snapshot", ".snapshots", "#snapshot", ".zfs", ".ckpt", "@eaDir", ".nfs*",
     "aquota.*", "quota.user", "quota.group", ".quota*", ".Trash", ".Trash-*", ".Trashes",
     ".fseventsd", ".Spotlight-*", ".DS_Store", "System Volume Information", "..data", "..20*",
     ".hcache-doctor-*",
 )  # fmt: skip
-"""Names of file systems, snapshots, quotas, desktops and volumes of Kubernetes in folders."""
 
 logger = logging.getLogger("hcache.store")
 
@@ -143,11 +141,9 @@ class Session:
             self._lanes = Subfolders(ops, self.fd, lanes, stack)
             self._open_files = stack.pop_all()
 
-    def new_file(self) -> int:
-        return next(self._files)
-
-    def place(self, number: int) -> tuple[int, str]:
-        """The open folder of file ``number``, and its name there."""
+    def new_file(self) -> tuple[int, str]:
+        """The open folder of a further file, and its name there."""
+        number = next(self._files)
         return self._lanes.kept(f"{_LANE}{number % self._number}"), str(number)
 
     def close(self) -> None:
@@ -167,9 +163,8 @@ class Folder:
         descriptors: Number that it may keep open from one page to the next; at least 1.
 
     Attributes:
-        users: Number of those that hold it open; :class:`~hcache_backend.store.disk.Disk` counts.
-        lock: Protects a change from those of others.
-        buckets: Folders of page files whose keys begin alike: :data:`BUCKETS`.
+        users: Number of those that hold it open; the :class:`.disk.Disk` counts.
+        lock: Is held for a change of the index or of names.
         index_is_partial: Page files may be there that the index does not know.
 
     Raises:
@@ -207,12 +202,14 @@ class Folder:
                     alignment = self._open_to_write(stack, lanes)
                 stack.callback(self.index.close)
                 self.io = PageIO(ops, alignment, buffer_bytes)
-                self._inodes = [path.stat().st_ino for path in self._index_paths]
+                both = path / _INDEX, path / _INDEX / INDEX_FILE
+                self._index_inodes = [file.stat().st_ino for file in both]
                 pages_fd = kept_open(ops.open(_PAGES, FOLDER, self.root_fd), stack)
                 self.buckets = Subfolders(ops, pages_fd, descriptors - lanes, stack)
                 stated = self.index.meta("complete"), self.index.meta("boot")
                 self.index_is_partial = stated != (INDEX_FORMAT, _boot_id())
-                if self.index_is_partial and not readonly and self._holds_no_pages():
+                files = map(self.files_in, self.bucket_names())
+                if self.index_is_partial and not readonly and not any(files):
                     self.mark_index_complete()
                 self._open_files = stack.pop_all()
         except sqlite3.Error as error:
@@ -248,20 +245,16 @@ class Folder:
         """Whether path and index still lead to what was opened."""
         try:
             same = os.path.samestat(self.path.stat(), os.fstat(self.root_fd))
-            return same and self._index_paths[0].stat().st_ino == self._inodes[0]
+            return same and (self.path / _INDEX).stat().st_ino == self._index_inodes[0]
         except OSError:
             return False
 
     def index_file_is_gone(self) -> bool:
         """Whether the open index has lost its file: no other process would find its entries."""
         try:
-            return self._index_paths[1].stat().st_ino != self._inodes[1]
+            return (self.path / _INDEX / INDEX_FILE).stat().st_ino != self._index_inodes[1]
         except OSError as error:
             return isinstance(error, FileNotFoundError)
-
-    @property
-    def _index_paths(self) -> tuple[Path, Path]:
-        return self.path / _INDEX, self.path / _INDEX / INDEX_FILE
 
     def mark_index_complete(self) -> None:
         """State that the index knows every page file."""
@@ -274,9 +267,6 @@ class Folder:
         with self.lock.held(_OPEN_SECONDS):
             if self.is_in_place():  # otherwise another process was faster
                 _set_aside(self.ops, self.root_fd)
-
-    def _holds_no_pages(self) -> bool:
-        return not any(self.files_in(name) for name in self.bucket_names())
 
     def bucket_names(self) -> list[str]:
         return sorted(BUCKETS.intersection(self.buckets.names()))
@@ -423,17 +413,14 @@ def _remove_dead_sessions(ops: FileOps, root_fd: int) -> None:
         for token in ops.list(sessions_fd):
             # One that cannot be removed is tried again at the next opening.
             with suppress(OSError):
-                if _is_dead(ops, sessions_fd, token):
+                with opened(ops, token, FOLDER, sessions_fd) as session_fd:
+                    try:
+                        with opened(ops, _LOCK, os.O_RDWR, session_fd) as fd:
+                            dead = try_lock(fd)
+                    except FileNotFoundError:
+                        dead = True  # sessions start under the folder's lock
+                if dead:
                     _remove_session(ops, sessions_fd, token)
-
-
-def _is_dead(ops: FileOps, sessions_fd: int, token: str) -> bool:
-    with opened(ops, token, FOLDER, sessions_fd) as session_fd:
-        try:
-            with opened(ops, _LOCK, os.O_RDWR, session_fd) as fd:
-                return try_lock(fd)
-        except FileNotFoundError:
-            return True  # sessions start under the folder's lock: none is about to make it
 
 
 def _remove_session(ops: FileOps, sessions_fd: int, token: str) -> None:

@@ -93,16 +93,10 @@ Files = dict[bytes, list[Entry]]
 
 
 class Index:
-    """The index in ``folder`` (which exists).
+    """The index in ``folder``, which exists, and need not be writable if ``readonly``.
 
     Reading needs no lock, a change needs that of the folder. A change that raises sqlite3.Error has
-    changed nothing.
-
-    Args:
-        readonly: No change is made, and the folder need not be writable.
-
-    Raises:
-        sqlite3.Error: It cannot be opened; it may be rebuilt if it :func:`is_damaged`.
+    changed nothing. An index that cannot be opened is one, too, and may be :func:`is_damaged`.
     """
 
     def __init__(self, folder: Path, ops: FileOps, *, readonly: bool = False) -> None:
@@ -176,7 +170,7 @@ class Index:
         return next((value for (value,) in self._rows(_META, name)), None)
 
     def insert(self, entries: Iterable[Entry]) -> None:
-        """Add entries; one for a share that is there replaces it. All or nothing."""
+        """Add entries, or replace those of their shares."""
         new: Files = {}
         for entry in {entry.name: entry for entry in entries}.values():
             new.setdefault(entry.name.page, []).append(entry)

@@ -25,10 +25,6 @@ from hcache_backend.store.folder import Folder
 from hcache_backend.store.index import Entry
 
 
-class OtherSizeError(Exception):
-    """The memory for a page file has another length than its content."""
-
-
 class PageRead(NamedTuple):
     """A file of page ``number`` of the caller's lists, and the ``part`` that it fills of the memory
     of the same or another share."""
@@ -47,7 +43,7 @@ class PageWrite:
     entry: Entry
     memory: PageMemory
     layout: FileLayout
-    file: int | None = None  # of the session, once it is written
+    place: tuple[int, str] | None = None  # open folder and name of a file that has no name yet
     copied: int = 0  # bytes that went through aligned memory
     stored: bool = False  # it is a page now
 
@@ -58,34 +54,32 @@ def write_page(folder: Folder, write: PageWrite) -> None:
     header = io.scratch.header(layout.header_bytes)
     digests = memory.digests or memory.digests_of(layout.units)
     pack_header(header, write.entry.name, write.entry.writer, layout, digests)
-    number = folder.session.new_file()
-    dir_fd, file = folder.session.place(number)
+    place = dir_fd, file = folder.session.new_file()
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | io.alignment.flags
     try:
         with opened(folder.ops, file, flags, dir_fd) as fd:
             write.copied = io.write(fd, [header, *memory.parts])
     except OSError:
-        remove_nameless(folder, number)
+        remove_nameless(folder, place)
         raise
-    write.file = number
+    write.place = place
 
 
 def give_name(folder: Folder, write: PageWrite) -> None:
     """Make a page file of a file of the session."""
-    assert write.file is not None
+    assert write.place is not None
+    source_fd, source = write.place
     name = write.entry.name
-    source_fd, source = folder.session.place(write.file)
     with folder.buckets.opened(name.bucket, make=True) as bucket_fd:
         folder.ops.rename(source, source_fd, name.file, bucket_fd)
-    write.stored = True
+    write.place, write.stored = None, True
 
 
-def remove_nameless(folder: Folder, file: int | None) -> None:
+def remove_nameless(folder: Folder, place: tuple[int, str] | None) -> None:
     """Remove a file of the session, if there is one; otherwise the next opening removes it."""
-    if file is not None:
+    if place is not None:
         with contextlib.suppress(OSError):
-            dir_fd, name = folder.session.place(file)
-            folder.ops.unlink(name, dir_fd)
+            folder.ops.unlink(place[1], place[0])
 
 
 def file_exists(folder: Folder, name: PageName) -> bool:
@@ -99,9 +93,9 @@ def file_exists(folder: Folder, name: PageName) -> bool:
 
 
 def delete_page(folder: Folder, name: PageName, only: os.stat_result | None = None) -> bool:
-    """Delete a page file, under the folder's lock; its entry in the index is the caller's.
+    """Delete a page file, if it still is that with status ``only``; the folder's lock is held.
 
-    Another file than the one with status ``only`` stays. Returns whether there is no file now.
+    Its entry in the index is the caller's. Returns whether there is no file now.
     """
     try:
         with folder.buckets.opened(name.bucket) as bucket_fd:
@@ -116,15 +110,12 @@ def delete_page(folder: Folder, name: PageName, only: os.stat_result | None = No
 
 
 def read_page(folder: Folder, read: PageRead) -> tuple[int, int]:
-    """Read and verify the part of a page that ``read`` wants of a page file.
-
-    Returns:
-        Payload bytes that were read, and bytes that went through aligned memory.
+    """Read and verify a part of a page. Returns its bytes, and those through aligned memory.
 
     Raises:
         FileNotFoundError: There is no such file.
         DamagedFileError: It is not what the index or its own checksums say.
-        OtherSizeError: The memory has another length.
+        ValueError: The memory has another length.
     """
     _, entry, part, memory = read
     share = entry.name.share
@@ -218,10 +209,7 @@ def _check_names(header: Header, entry: Entry) -> None:
 
 def _check_memory(payload_bytes: int, memory: PageMemory) -> None:
     if payload_bytes != memory.length:
-        number, of = memory.share
-        raise OtherSizeError(
-            f"share {number} of {of} has {payload_bytes} bytes, the memory {memory.length}"
-        )
+        raise ValueError(f"{memory.share} has {payload_bytes} bytes, the memory {memory.length}")
 
 
 def _verify(memory: PageMemory, units: Sequence[Unit], digests: tuple[int, ...]) -> None:

@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import wait
 
 from hcache_backend.config import HCacheConfig
@@ -29,7 +29,7 @@ from hcache_backend.store.stats import ProblemLog, StoreStats
 logger = logging.getLogger("hcache.store")
 
 _GROUP_BYTES = 512 << 20
-"""Pages are named in groups of about this size per folder, while the next group is written.
+"""Pages are named in groups of this size per folder at most, while the next group is written.
 
 Naming a group syncs the index, which holds up the disk, so groups are large. At most two of them
 are on a disk without being counted in its quota.
@@ -90,10 +90,7 @@ class PageStore:
     def exists(
         self, namespace: bytes, keys: Sequence[bytes], *, share: Share = WHOLE
     ) -> list[bool]:
-        """Whether the share of each page is there, in files of any shares.
-
-        It may still turn out to be damaged when it is read.
-        """
+        """Whether the share of each page is there, in files of any shares, damaged or not."""
         keys = list(keys)
         check_names(namespace, keys, share)
         missing = [share.eighths] * len(keys)
@@ -127,22 +124,18 @@ class PageStore:
         """Store a share of pages; False for a page that was not stored (the counters say why).
 
         When it returns, the memory of ``pages`` may change. A page that is there already, in files
-        of any shares, is not written again.
+        of any shares, is not written again. Also a ValueError for memory or digests of another
+        number than the share has bytes and units.
 
         Args:
             keys: In the order of the sequence: neighbours go to different folders.
-            pages: The memory of the payload of the share: the share's units in the order of the
-                page, with nothing between. The payload of the whole page is the page.
+            pages: The share's units of every page in the order of the page, with nothing between.
             prefix: The keys of the pages before them in their sequence, from its first one on.
                 They are in use, too.
-            share: The share of every page that the caller has.
             table: How the whole page divides; a must for shares. Without it every part is one
                 segment.
-            digests: Those of the share's units, of every page; without them they are computed here.
+            digests: Those of the share's units of every page; without them they are computed here.
                 A page that does not have them is a miss when it is read.
-
-        Raises:
-            ValueError: Also memory or digests of another number than the share has bytes and units.
         """
         keys = list(keys)
         check_names(namespace, [*prefix[-1:], *keys], share)
@@ -173,8 +166,10 @@ class PageStore:
             self.stats.add(pages_dropped_offline=len(work))
             work = []
         before: list[tuple[Disk, Writing]] = []
-        for group in (*_groups(work, len(disks)), ()):  # the empty one: to finish the last one
-            started = []
+        largest = max((write.memory.length for write in work), default=1)
+        size = max(1, _GROUP_BYTES * len(disks) // largest)
+        for first in range(0, len(work) + size, size):  # an empty group finishes the last one
+            group, started = work[first : first + size], []
             if group:
                 # The last round may end early: the folders that can do with more pages come first.
                 disks.sort(key=Disk.pressure)
@@ -288,11 +283,8 @@ class PageStore:
         part: Eighths,
         counts: Callable[[Disk, PageName], bool] = lambda disk, name: True,
     ) -> list[list[tuple[Disk, Entry, Eighths]]]:
-        """The files that together have ``part`` of each page; none if some of it is missing.
-
-        Every file comes with the part of the page that it is there for. Files of large shares are
-        taken before those of small ones, so that few files are read, and only if one ``counts``.
-        """
+        """The files that together have ``part`` of each page, none if some of it is missing, each
+        with the part that it brings. Files of large shares come first: few files are read."""
         missing = [part] * len(keys)
         found: list[list[tuple[Disk, Entry, Eighths]]] = [[] for _ in keys]
         for disk in self.disks:
@@ -305,16 +297,3 @@ class PageStore:
                         found[number].append((disk, entry, useful))
                         missing[number] &= ~useful
         return [[] if left else files for left, files in zip(missing, found, strict=True)]
-
-
-def _groups(work: Sequence[PageWrite], disks: int) -> Iterator[list[PageWrite]]:
-    group: list[PageWrite] = []
-    size = 0
-    for item in work:
-        group.append(item)
-        size += item.memory.length
-        if size >= _GROUP_BYTES * disks:
-            yield group
-            group, size = [], 0
-    if group:
-        yield group

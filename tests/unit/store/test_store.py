@@ -450,7 +450,7 @@ def test_what_dead_sessions_left_is_removed_also_that_of_earlier_versions(tmp_pa
     (folder / "sessions" / "earlier" / "lock").touch()
     (folder / "sessions" / "earlier" / "17").write_bytes(b"half a page")
     with alive.disks[0].use() as opened:
-        unfinished, name = opened.session.place(opened.session.new_file())
+        unfinished, name = opened.session.new_file()
         os.close(os.open(name, os.O_WRONLY | os.O_CREAT, 0o600, dir_fd=unfinished))
         token = opened.session.token
     store = open_quiet(folder)
