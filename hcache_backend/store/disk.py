@@ -14,22 +14,26 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from hcache_backend.config import HCacheConfig
 from hcache_backend.format.envelope import BLOCK, PageName, round_up
 from hcache_backend.format.file import DamagedFileError
 from hcache_backend.format.units import Eighths
-from hcache_backend.store import page_files
-from hcache_backend.store.eviction import evict, pressure, shortage
+from hcache_backend.store.eviction import Recency, evict, pressure, shortage
 from hcache_backend.store.file_ops import FileOps, LockedError, is_no_space
-from hcache_backend.store.folder import Folder, descriptors_of_each, is_store_folder
+from hcache_backend.store.folder import (
+    Folder,
+    PageRead,
+    PageWrite,
+    descriptors_of_each,
+    is_store_folder,
+)
 from hcache_backend.store.index import Entry, is_damaged
-from hcache_backend.store.page_files import PageRead, PageWrite
 from hcache_backend.store.stats import ProblemLog, StoreStats
 
 logger = logging.getLogger("hcache.store")
@@ -44,18 +48,15 @@ _COUNTERS = {what: f"{what}_errors" for what in ("read", "write", "sync", "evict
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
+_Work = Callable[[Folder], _Result]
 
 
 class OfflineError(OSError):
     """The folder is not there at the moment."""
 
 
-class Writing(NamedTuple):
-    """Pages that threads of a disk write."""
-
-    pages: int
-    tried: list[PageWrite]  # they were written, or failed
-    threads: list[Future[None]]
+# Pages that threads write: their number, those that were written or failed, and the threads.
+Writing = tuple[int, list[PageWrite], list[Future[None]]]
 
 
 class Disk:
@@ -64,26 +65,15 @@ class Disk:
     If its reads fail again and again, it rests for some seconds, so that a dying disk does not hold
     up every request. If its writes fail, only writing rests: a disk that is full, or was made
     read-only, can be read. A folder that vanishes is let go of, and opened again when it is back.
-
-    Args:
-        save_uses: Notes in the index which pages were used, before pages are evicted.
-
-    Attributes:
-        dirty: Something was written since the last sync.
+    It is ``dirty`` from a write to the next sync.
     """
 
     def __init__(
-        self,
-        path: Path,
-        config: HCacheConfig,
-        ops: FileOps,
-        stats: StoreStats,
-        log: ProblemLog,
-        save_uses: Callable[[], None],
+        self, path: Path, config: HCacheConfig, ops: FileOps, stats: StoreStats, recency: Recency
     ) -> None:
         self.path = path
-        self._config, self._ops, self._stats, self._problems = config, ops, stats, log
-        self._save_uses = save_uses
+        self._config, self._ops, self._stats, self._recency = config, ops, stats, recency
+        self._problems = ProblemLog()
         self._state = threading.Lock()
         self._folder: Folder | None = None
         self._errors_in_a_row = [0, 0]  # of reading and of writing; likewise:
@@ -166,33 +156,28 @@ class Disk:
         """Count and log that the operation ``what`` failed, a read or a write of ``pages``."""
         if isinstance(error, OfflineError):
             self._stats.add(pages_dropped_offline=pages)
-            return
-        if isinstance(error, LockedError):
+        elif isinstance(error, LockedError):
             self._report("lock", f"is locked: {error}", pages_dropped_late=pages)
-            return
-        if pages and is_no_space(error):  # a full disk works
+        elif pages and is_no_space(error):  # a full disk works
             full = f"is full: {error}; new pages are not stored"
             self._report("full", full, pages_dropped_full=pages)
-            return
-        self._report(
-            what, f"failed ({what}): {error}", index_errors=isinstance(error, sqlite3.Error)
-        )
-        if what in _COUNTERS:
-            self._stats.add(**{_COUNTERS[what]: max(pages, 1)})
-        if is_damaged(error):
-            self._index_is_broken = True
-        if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):
-            return  # the process has too many files open: no fault of the disk
-        self._errors_in_a_row[writing] += 1
-        if self._errors_in_a_row[writing] >= _ERRORS_IN_A_ROW:
-            self._errors_in_a_row[writing] = 0
-            self._rest_until[writing] = time.monotonic() + _REST_SECONDS
-            rests = f"is not {'written' if writing else 'used'} for {_REST_SECONDS:.0f} s"
-            self._report(rests, f"{rests}: {_ERRORS_IN_A_ROW} failures in a row")
+        else:
+            counts = {_COUNTERS[what]: max(pages, 1)} if what in _COUNTERS else {}
+            counts["index_errors"] = isinstance(error, sqlite3.Error)
+            self._report(what, f"failed ({what}): {error}", **counts)
+            self._index_is_broken = self._index_is_broken or is_damaged(error)
+            # If the process has too many files open, that is no fault of the disk.
+            if getattr(error, "errno", None) not in (errno.EMFILE, errno.ENFILE):
+                self._errors_in_a_row[writing] += 1
+            if self._errors_in_a_row[writing] >= _ERRORS_IN_A_ROW:
+                self._errors_in_a_row[writing] = 0
+                self._rest_until[writing] = time.monotonic() + _REST_SECONDS
+                rests = f"is not {'written' if writing else 'used'} for {_REST_SECONDS:.0f} s"
+                self._report(rests, f"{rests}: {_ERRORS_IN_A_ROW} failures in a row")
 
     def _report(self, kind: str, message: str, **counts: int) -> None:
         self._stats.add(**counts)
-        self._problems.report(f"{kind} {self.path}", f"{self.path} {message}")
+        self._problems.report(kind, f"{self.path} {message}")
 
     def _come_back(self) -> None:
         # An empty folder may be the place where a disk is not mounted: only a folder that was
@@ -210,17 +195,12 @@ class Disk:
     def _let_go(self, folder: Folder) -> None:
         with self._state:
             folder.users -= 1
-            is_last = folder.users == 0
-        if is_last:
-            folder.close()
+            if folder.users:
+                return
+        folder.close()
 
     def _ask(
-        self,
-        work: Callable[[Folder], _Result],
-        otherwise: _Result,
-        what: str = "use",
-        *,
-        writing: bool = False,
+        self, work: _Work[_Result], otherwise: _Result, what: str = "use", *, writing: bool = False
     ) -> _Result:
         """The result of ``work``; ``otherwise`` if the folder is away or fails."""
         try:
@@ -258,7 +238,7 @@ class Disk:
 
     def holds_file(self, name: PageName) -> bool:
         """Whether a page file is really there."""
-        return self._ask(lambda folder: page_files.file_exists(folder, name), False)
+        return self._ask(lambda folder: folder.has_file(name), False)
 
     def start_reading(self, reads: Sequence[PageRead], deadline: float) -> list[Future[list[int]]]:
         """Have threads read page files by ``deadline``; their results are the numbers of the pages
@@ -266,10 +246,7 @@ class Disk:
         return self._start(self.readers, partial(self._read_all, deadline), reads)
 
     def _start(
-        self,
-        pool: ThreadPoolExecutor,
-        work: Callable[[Iterator[_Item]], _Result],
-        items: Sequence[_Item],
+        self, pool: Executor, work: Callable[[Iterator[_Item]], _Result], items: Sequence[_Item]
     ) -> list[Future[_Result]]:
         """Have all threads do ``work``: each takes the next item when it has done one."""
         left = iter(items)
@@ -289,41 +266,33 @@ class Disk:
             for read in reads:
                 if time.monotonic() > deadline or not self.is_online():
                     break
-                if (sizes := self._read(folder, read)) is not None:
+                try:
+                    sizes = folder.read_page(read)
+                except FileNotFoundError:
+                    self._discard(read.entry, None)
+                except DamagedFileError as error:
+                    self._discard(read.entry, error.status)
+                    self._report("damaged", f"has a damaged page: {error}", bad_pages=1)
+                except ValueError as error:
+                    self._report("size", f"has a page of another size: {error}")
+                except OSError as error:
+                    self.failed("read", error)
+                else:
+                    self._errors_in_a_row[False] = 0
                     came.append(read.number)
                     payload, copied = payload + sizes[0], copied + sizes[1]
         self._stats.add(bytes_read=payload, bytes_copied=copied)
         return came
-
-    def _read(self, folder: Folder, read: PageRead) -> tuple[int, int] | None:
-        """Read a page file; None is a miss."""
-        try:
-            sizes = page_files.read_page(folder, read)
-            self._errors_in_a_row[False] = 0
-            return sizes
-        except FileNotFoundError:
-            self._discard(read.entry, None)
-        except DamagedFileError as error:
-            self._discard(read.entry, error.status)
-            self._report("damaged", f"has a damaged page: {error}", bad_pages=1)
-        except ValueError as error:
-            self._report("size", f"has a page of another size: {error}")
-        except OSError as error:
-            self.failed("read", error)
-        return None
 
     def _discard(self, entry: Entry, damaged: os.stat_result | None) -> None:
         """Take just this file of a page out, damaged or, without status of a file, missing."""
         name = entry.name
 
         def work(folder: Folder) -> None:
-            known = folder.index.find(name)
-            if known is None or known._replace(rank=entry.rank) != entry:
-                return
-            if (
-                page_files.delete_page(folder, name, only=damaged)
-                if damaged is not None
-                else not page_files.file_exists(folder, name)
+            [files] = folder.index.lookup(name.namespace, [name.key])
+            same = entry in [known._replace(rank=entry.rank) for known in files]
+            if same and (
+                folder.delete_page(name, damaged) if damaged else not folder.has_file(name)
             ):
                 folder.index.remove([name])
 
@@ -336,10 +305,10 @@ class Disk:
         incoming = sum(write.entry.file_bytes for write in writes)
         if not self.make_room(incoming, deadline - time.monotonic()):
             self._stats.add(pages_dropped_full=len(writes))
-            return Writing(0, [], [])
+            return 0, [], []
         tried: list[PageWrite] = []
         work = partial(self._write_all, deadline, tried)
-        return Writing(len(writes), tried, self._start(self.writers, work, writes))
+        return len(writes), tried, self._start(self.writers, work, writes)
 
     def finish_writing(self, writing: Writing, deadline: float) -> None:
         """Make pages of the files that were written by ``deadline``, and remove later ones."""
@@ -350,8 +319,7 @@ class Disk:
 
         def remove(_: Future[None]) -> None:
             for write in tried[len(taken) :]:
-                work = partial(page_files.remove_nameless, place=write.place)
-                self._ask(work, None, writing=True)
+                self._ask(partial(Folder.remove_nameless, place=write.place), None, writing=True)
 
         for thread in threads:
             if thread in late:
@@ -392,7 +360,7 @@ class Disk:
         try:
             if not self.is_online(writing=True):
                 raise OfflineError
-            work = partial(page_files.write_page, folder, write)
+            work = partial(folder.write_page, write)
             lock = lambda: folder.lock.held(deadline - time.monotonic())  # noqa: E731
             self._with_room(folder, write.layout.file_bytes, work, lock)
             self._in_vain = self._errors_in_a_row[True] = 0
@@ -427,24 +395,21 @@ class Disk:
                             if saved or not shortage(folder, self._config, size, size)[0]:
                                 self._enter(folder, batch)
                                 break
-                        self._save_uses()
+                        self._recency.save()
                 finally:
                     for write in batch:
-                        page_files.remove_nameless(folder, write.place)
+                        folder.remove_nameless(write.place)
         except (OSError, sqlite3.Error) as error:
-            dropped = sum(not write.stored for write in batch)
-            self.failed("write", error, writing=True, pages=dropped)
+            lost = sum(not write.stored for write in batch)
+            self.failed("write", error, writing=True, pages=lost)
 
     def _enter(self, folder: Folder, batch: Sequence[PageWrite]) -> None:
         """Make room for a batch, and name it. The folder's lock is held."""
-        fresh = []
         known = folder.index.known(write.entry.name for write in batch)
-        for write in batch:
-            if write.entry.name in known and page_files.file_exists(folder, write.entry.name):
-                self._stats.add(pages_already_stored=1)
-                write.stored = True  # another process was faster
-            else:
-                fresh.append(write)
+        for write in batch:  # another process may have been faster
+            write.stored = write.entry.name in known and folder.has_file(write.entry.name)
+            self._stats.add(pages_already_stored=write.stored)
+        fresh = [write for write in batch if not write.stored]
         incoming = sum(write.entry.file_bytes for write in fresh)
         # The files are on the disk already: only room in the quota is missing.
         if not self._evict_for(folder, incoming, on_disk=incoming):
@@ -454,12 +419,10 @@ class Disk:
             self._with_room(folder, incoming, partial(self._name, folder, fresh), nullcontext)
         finally:
             self.dirty = True
-            named = [write.entry for write in fresh if write.stored]
-            self._stats.add(
-                pages_written=len(named),
-                bytes_written=sum(entry.payload_bytes for entry in named),
-                bytes_copied=sum(write.copied for write in batch),
-            )
+            named = [write.memory.length for write in fresh if write.stored]
+            copied = sum(write.copied for write in batch)
+            written = {"pages_written": len(named), "bytes_written": sum(named)}
+            self._stats.add(bytes_copied=copied, **written)
 
     def _name(self, folder: Folder, writes: Sequence[PageWrite]) -> None:
         """Enter and name the files that are no pages yet; raises if any of them is none then."""
@@ -468,7 +431,7 @@ class Disk:
         failed: OSError | None = None
         for write in batch:
             try:
-                page_files.give_name(folder, write)
+                folder.give_name(write)
             except OSError as error:
                 failed = error
                 self._delete(folder, write.entry.name)
@@ -488,7 +451,7 @@ class Disk:
         def work(folder: Folder) -> bool:
             if not shortage(folder, self._config, incoming)[0]:
                 return True
-            self._save_uses()
+            self._recency.save()
             with folder.lock.held(seconds):
                 return self._evict_for(folder, incoming)
 
@@ -497,13 +460,9 @@ class Disk:
 
     def check_room(self, page_bytes: int) -> None:
         """Say in the log if the folder could hold no page of this size, were it empty."""
-        file_bytes = BLOCK + round_up(page_bytes)
-
-        def work(folder: Folder) -> None:
-            if bound := shortage(folder, self._config, file_bytes, empty=True)[1]:
-                logger.warning("hcache: %s can hold no page: %s", self.path, bound)
-
-        self._ask(work, None)
+        size, config = BLOCK + round_up(page_bytes), self._config
+        if bound := self._ask(lambda folder: shortage(folder, config, size, empty=True)[1], None):
+            logger.warning("hcache: %s can hold no page: %s", self.path, bound)
 
     def drop(self, namespace: bytes, writer: bytes | None = None) -> int:
         """Delete the pages of a namespace (b"": of all), of any writer or one; returns how many."""
@@ -513,8 +472,8 @@ class Disk:
             doomed = [entry.name for entry in entries if writer in (None, entry.writer)]
             dropped = 0
             for start in range(0, len(doomed), 256):
+                some = doomed[start : start + 256]
                 with folder.lock.held(_LOCK_SECONDS):
-                    some = doomed[start : start + 256]
                     gone = [name for name in some if self._delete(folder, name)]
                     folder.index.remove(gone)
                 dropped += len(gone)
@@ -547,7 +506,7 @@ class Disk:
 
     def _delete(self, folder: Folder, name: PageName) -> bool:
         try:
-            page_files.delete_page(folder, name)
+            folder.delete_page(name)
         except OSError as error:
             self.failed("evict", error, writing=True)
             return False

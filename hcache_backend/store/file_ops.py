@@ -31,6 +31,7 @@ from hcache_backend.kvikio_state import kvikio_state
 logger = logging.getLogger("hcache.store")
 
 Buffer = memoryview | bytearray | bytes
+_Move = Callable[[int, Sequence[memoryview], int], int]
 
 FOLDER = os.O_RDONLY | os.O_DIRECTORY  # opens a folder
 MAX_VECTORS = 1024  # pieces of memory that one system call takes at most
@@ -44,7 +45,8 @@ _LONGEST_WAIT = 0.005
 
 
 class FileOps:
-    """The operations, as Linux does them. Only the owner may use what they make."""
+    """The operations, as Linux does them; reads and writes may move less. What they make is the
+    owner's only."""
 
     def open(self, name: str, flags: int, dir_fd: int) -> int:
         return os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=dir_fd)
@@ -53,15 +55,12 @@ class FileOps:
         os.close(fd)
 
     def read(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        """``preadv``; may read less."""
         return os.preadv(fd, buffers[:MAX_VECTORS], offset)
 
     def write(self, fd: int, buffers: Sequence[Buffer], offset: int) -> int:
-        """``pwritev``; may write less."""
         return os.pwritev(fd, buffers[:MAX_VECTORS], offset)
 
     def rename(self, source: str, source_fd: int, target: str, target_fd: int) -> None:
-        """A ``target`` that is there is replaced."""
         os.rename(source, target, src_dir_fd=source_fd, dst_dir_fd=target_fd)
 
     def unlink(self, name: str, dir_fd: int) -> None:
@@ -131,11 +130,8 @@ def kept_open(fd: int, stack: ExitStack) -> int:
 
 
 class KvikioFileOps(FileOps):
-    """Reads through at least ``threads`` threads of KvikIO into host memory; the rest as usual.
-
-    GPUDirect Storage (GDS) serves reads to the device only, so files are opened in KvikIO's
-    compatibility mode. KvikIO's threads start when it is imported and do not survive a fork.
-    """
+    """Reads through at least ``threads`` threads of KvikIO into host memory, so not by GPUDirect
+    Storage (GDS). These threads start when KvikIO is imported and do not survive a fork."""
 
     def __init__(self, threads: int = 1) -> None:
         import kvikio
@@ -181,7 +177,7 @@ class LockedError(TimeoutError):
 
 
 class FolderLock:
-    """The lock of one store folder, across threads and processes; not reentrant.
+    """The lock of one store folder, across threads and processes. Not reentrant.
 
     It is held to change the index or names of page files. A killed process lets go of it. ``fd`` is
     the lock file, opened for this object alone; None locks nothing, in a folder that is only read.
@@ -256,9 +252,7 @@ class PageIO:
     """
 
     def __init__(self, ops: FileOps, alignment: Alignment, buffer_bytes: int) -> None:
-        self._ops = ops
-        self.alignment = alignment
-        self.scratch = Scratch(buffer_bytes)
+        self._ops, self.alignment, self.scratch = ops, alignment, Scratch(buffer_bytes)
 
     def write(self, fd: int, pieces: Sequence[memoryview]) -> int:
         """Write ``pieces`` as the file ``fd``, padded to 4096 bytes; returns the bytes copied."""
@@ -295,13 +289,7 @@ class PageIO:
         return length
 
 
-def _move_all(
-    move: Callable[[int, Sequence[memoryview], int], int],
-    fd: int,
-    pieces: Sequence[memoryview],
-    offset: int,
-    least: int,
-) -> None:
+def _move_all(move: _Move, fd: int, pieces: Sequence[memoryview], offset: int, least: int) -> None:
     """Read or write (``move``) the first ``least`` bytes of ``pieces`` at least: there, a file may
     end. It had its right length a moment ago, so that less is an OSError."""
     while (done := move(fd, pieces, offset)) < least:

@@ -1,4 +1,4 @@
-"""One store folder on disk, opened.
+"""One store folder on disk, opened, and the page files in it.
 
 ::
 
@@ -22,12 +22,26 @@ import secrets
 import sqlite3
 import stat
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from fnmatch import fnmatch
 from itertools import count
 from pathlib import Path
+from typing import NamedTuple
 
+from hcache_backend.format.envelope import BLOCK, PageName, round_up
+from hcache_backend.format.file import (
+    DamagedFileError,
+    FileLayout,
+    Header,
+    file_layout,
+    header_length,
+    pack_header,
+    parse_header,
+    runs_between,
+)
+from hcache_backend.format.units import Eighths, PageMemory, Unit
 from hcache_backend.store.file_ops import (
     FOLDER,
     Alignment,
@@ -40,18 +54,14 @@ from hcache_backend.store.file_ops import (
     reading_alignment,
     try_lock,
 )
-from hcache_backend.store.index import INDEX_FILE, INDEX_FORMAT, Index, is_damaged
+from hcache_backend.store.index import INDEX_FILE, INDEX_FORMAT, Entry, Index, is_damaged
 
 MARKER = "hcache-store.json"
 SERVER_REPORT = "server.json"
 FOLDER_FORMAT = 1
 BUCKETS = frozenset(f"{number:02x}" for number in range(256))
-_LOCK = "lock"
-_INDEX = "index"
-_PAGES = "pages"
-_SESSIONS = "sessions"
+_LOCK, _INDEX, _PAGES, _SESSIONS, _LANE = "lock", "index", "pages", "sessions", "lane"
 LANES = 64
-_LANE = "lane"
 _OTHER_FILES = 256  # descriptors that a server has open besides those of its stores
 _OPEN_SECONDS = 30.0
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -71,11 +81,32 @@ class NotOurFolderError(OSError):
     """The folder has files that are not a page store's; nothing in it was touched."""
 
 
-class Subfolders:
-    """The folders in an open folder, of which ``most`` stay open until ``stack`` is closed.
+class PageRead(NamedTuple):
+    """A file of page ``number`` of the caller's lists, and the ``part`` that it fills of the memory
+    of the same or another share."""
 
-    To open and close one each time would be a third of a page's system calls.
-    """
+    number: int
+    entry: Entry
+    part: Eighths
+    memory: PageMemory
+
+
+@dataclass(eq=False)
+class PageWrite:
+    """The share of page ``number`` of the caller's lists, on its way to the disk."""
+
+    number: int
+    entry: Entry
+    memory: PageMemory
+    layout: FileLayout
+    place: tuple[int, str] | None = None  # open folder and name of a file that has no name yet
+    copied: int = 0  # bytes that went through aligned memory
+    stored: bool = False  # it is a page now
+
+
+class Subfolders:
+    """The folders in an open folder, of which ``most`` stay open until ``stack`` is closed: to open
+    and close one each time would be a third of a page's system calls."""
 
     def __init__(self, ops: FileOps, parent_fd: int, most: int, stack: ExitStack) -> None:
         self._ops, self._parent_fd, self._most = ops, parent_fd, most
@@ -85,7 +116,7 @@ class Subfolders:
 
     @contextmanager
     def opened(self, name: str, *, make: bool = False) -> Iterator[int]:
-        """The folder ``name``; ``make`` a missing one, or another if it finds it deleted."""
+        """The folder ``name``; ``make`` it if it is missing, or was deleted."""
         fd = self._known.get(name)
         if fd is not None and (not make or os.fstat(fd).st_nlink):
             yield fd
@@ -96,9 +127,6 @@ class Subfolders:
     def kept(self, name: str) -> int:
         """The folder ``name``, made if it is missing; it stays open."""
         return self._known.get(name) or self._open(name, None, True, self._kept)
-
-    def names(self) -> list[str]:
-        return self._ops.list(self._parent_fd)
 
     def _open(self, name: str, known: int | None, make: bool, stack: ExitStack) -> int:
         """Open it anew, instead of a ``known`` one, to be kept or closed with ``stack``."""
@@ -123,38 +151,37 @@ class Session:
 
     Files go to lanes in turn, which are in places apart. In one folder, ext4 without a journal
     passes every file deleted in the last minutes: after an eviction that takes longer than a page.
-    It is made below ``root_fd``, the open store folder, whose lock is held.
+    It is made below the open store folder ``root_fd``, whose lock is held.
     """
 
-    def __init__(self, ops: FileOps, root_fd: int, lanes: int) -> None:
+    def __init__(self, ops: FileOps, root_fd: int, lanes: int, stack: ExitStack) -> None:
         self.token = secrets.token_hex(8)
         self._ops, self._root_fd, self._number = ops, root_fd, lanes
         self._files = count()
-        with ExitStack() as stack:
-            with opened(ops, _SESSIONS, FOLDER, root_fd) as sessions_fd:
-                ops.make_folder(self.token, sessions_fd)
-                self.fd = kept_open(ops.open(self.token, FOLDER, sessions_fd), stack)
-            # No other process knows this file yet, so it is free.
-            try_lock(kept_open(ops.open(_LOCK, os.O_RDWR | os.O_CREAT, self.fd), stack))
-            with suppress(OSError):  # most file systems cannot be asked
-                ops.spread_folders(self.fd)
-            self._lanes = Subfolders(ops, self.fd, lanes, stack)
-            self._open_files = stack.pop_all()
+        with opened(ops, _SESSIONS, FOLDER, root_fd) as sessions_fd:
+            ops.make_folder(self.token, sessions_fd)
+            self.fd = kept_open(ops.open(self.token, FOLDER, sessions_fd), stack)
+        # No other process knows this file yet, so it is free.
+        try_lock(kept_open(ops.open(_LOCK, os.O_RDWR | os.O_CREAT, self.fd), stack))
+        with suppress(OSError):  # most file systems cannot be asked
+            ops.spread_folders(self.fd)
+        self._lanes = Subfolders(ops, self.fd, lanes, stack)
+        stack.callback(self._remove)
 
     def new_file(self) -> tuple[int, str]:
         """The open folder of a further file, and its name there."""
         number = next(self._files)
         return self._lanes.kept(f"{_LANE}{number % self._number}"), str(number)
 
-    def close(self) -> None:
+    def _remove(self) -> None:
         """Remove unfinished files; the next opening removes the rest."""
         with suppress(OSError), opened(self._ops, _SESSIONS, FOLDER, self._root_fd) as sessions_fd:
             _remove_session(self._ops, sessions_fd, self.token)
-        self._open_files.close()
 
 
 class Folder:
-    """An open store folder. An error of its disk is an OSError.
+    """An open store folder. An error of its disk is an OSError, a NotOurFolderError if it has files
+    that are not a store's. Its ``lock`` is held for a change of the index or of names.
 
     Args:
         buffer_bytes: Size of the aligned buffer of every thread that reads or writes pages.
@@ -164,12 +191,7 @@ class Folder:
 
     Attributes:
         users: Number of those that hold it open; the :class:`.disk.Disk` counts.
-        lock: Is held for a change of the index or of names.
         index_is_partial: Page files may be there that the index does not know.
-
-    Raises:
-        NotOurFolderError: It is not empty and not a store's.
-        OSError: It cannot be used.
     """
 
     session: Session
@@ -225,8 +247,7 @@ class Folder:
             for name in (_INDEX, _PAGES, _SESSIONS):
                 _ensure_folder(ops, name, root_fd)
             _remove_dead_sessions(ops, root_fd)
-            self.session = Session(ops, root_fd, lanes)
-            stack.callback(self.session.close)
+            self.session = Session(ops, root_fd, lanes, stack)
             alignment = probe_alignment(ops, self.session.fd, "probe")
             try:
                 self.index = Index(self.path / _INDEX, ops)
@@ -269,11 +290,169 @@ class Folder:
                 _set_aside(self.ops, self.root_fd)
 
     def bucket_names(self) -> list[str]:
-        return sorted(BUCKETS.intersection(self.buckets.names()))
+        with opened(self.ops, _PAGES, FOLDER, self.root_fd) as fd:
+            return sorted(BUCKETS.intersection(self.ops.list(fd)))
 
     def files_in(self, bucket: str) -> list[str]:
         with self.buckets.opened(bucket) as fd:
             return self.ops.list(fd)
+
+    # ---- page files ----
+
+    def write_page(self, write: PageWrite) -> None:
+        """Write the share of a page to a file of the session, or leave nothing of it."""
+        memory, layout = write.memory, write.layout
+        header = self.io.scratch.header(layout.header_bytes)
+        digests = memory.digests or memory.digests_of(layout.units)
+        pack_header(header, write.entry.name, write.entry.writer, layout, digests)
+        place = dir_fd, file = self.session.new_file()
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | self.io.alignment.flags
+        try:
+            with opened(self.ops, file, flags, dir_fd) as fd:
+                write.copied = self.io.write(fd, [header, *memory.parts])
+        except OSError:
+            self.remove_nameless(place)
+            raise
+        write.place = place
+
+    def give_name(self, write: PageWrite) -> None:
+        """Make a page file of a file of the session."""
+        assert write.place is not None
+        source_fd, source = write.place
+        name = write.entry.name
+        with self.buckets.opened(name.bucket, make=True) as bucket_fd:
+            self.ops.rename(source, source_fd, name.file, bucket_fd)
+        write.place, write.stored = None, True
+
+    def remove_nameless(self, place: tuple[int, str] | None) -> None:
+        """Remove a file of the session, if there is one; otherwise the next opening removes it."""
+        if place is not None:
+            with suppress(OSError):
+                self.ops.unlink(place[1], place[0])
+
+    def has_file(self, name: PageName) -> bool:
+        """Whether a page file is really there."""
+        with suppress(FileNotFoundError), self.buckets.opened(name.bucket) as bucket_fd:
+            self.ops.stat(name.file, bucket_fd)
+            return True
+        return False
+
+    def delete_page(self, name: PageName, only: os.stat_result | None = None) -> bool:
+        """Delete a page file, if it still is that with status ``only``; the lock is held.
+
+        Its entry in the index is the caller's. Returns whether there is no file now.
+        """
+        with suppress(FileNotFoundError), self.buckets.opened(name.bucket) as bucket_fd:
+            if only is not None:
+                there = self.ops.stat(name.file, bucket_fd)
+                if not os.path.samestat(there, only) or there.st_mtime_ns != only.st_mtime_ns:
+                    return False
+            self.ops.unlink(name.file, bucket_fd)
+        return True
+
+    def read_page(self, read: PageRead) -> tuple[int, int]:
+        """Read and verify a part of a page. Returns its bytes, and those through aligned memory.
+
+        Raises a DamagedFileError if the file is not as the index or its own checksums say, and a
+        ValueError if the memory has another length.
+        """
+        _, entry, part, memory = read
+        share = entry.name.share
+        with self._opened(entry.name) as fd:
+            _check_size(fd, entry.file_bytes)
+            if share == memory.share and part == share.eighths:
+                return _read_all(self.io, fd, entry, memory)
+            return _read_units(self.io, fd, entry, memory, part)
+
+    def entry_of(self, name: PageName) -> Entry:
+        """The entry that a page file with a sound header should have; its time of writing is its
+        last use. Raises as :meth:`read_page`."""
+        with self._opened(name) as fd:
+            header = _read_header(self.io, fd)
+            if name != header.name:
+                raise DamagedFileError("its name is not the one in its header")
+            layout = header.layout
+            _check_size(fd, layout.file_bytes)
+            sizes = layout.header_bytes, layout.payload_bytes
+            return Entry(name, *sizes, header.writer, os.fstat(fd).st_mtime_ns)
+
+    @contextmanager
+    def _opened(self, name: PageName) -> Iterator[int]:
+        """A page file, open for reading; it tells its status if it turns out to be damaged."""
+        flags = os.O_RDONLY | self.io.alignment.flags
+        with self.buckets.opened(name.bucket) as bucket_fd:
+            fd = self.ops.open(name.file, flags, bucket_fd)
+        try:
+            yield fd
+        except DamagedFileError as error:
+            error.status = os.fstat(fd)
+            raise
+        finally:
+            self.ops.close(fd)
+
+
+def _check_size(fd: int, file_bytes: int) -> None:
+    size = os.fstat(fd).st_size
+    if size != file_bytes:
+        raise DamagedFileError(f"it has {size} bytes, not {file_bytes}")
+
+
+def _read_header(io: PageIO, fd: int) -> Header:
+    """The verified header of an open page file."""
+    first = io.scratch.header(BLOCK)
+    io.read(fd, 0, [first])
+    header = io.scratch.header(header_length(first))
+    if len(header) > BLOCK:
+        io.read(fd, 0, [header])
+    return parse_header(header)
+
+
+def _read_all(io: PageIO, fd: int, entry: Entry, memory: PageMemory) -> tuple[int, int]:
+    """Read a file that has exactly the memory's share, in one go."""
+    _check_memory(entry.payload_bytes, memory)
+    data = io.scratch.header(entry.header_bytes)
+    padding = io.scratch.tail[: round_up(entry.payload_bytes) - entry.payload_bytes]
+    copied = io.read(fd, 0, [data, *memory.parts, *([padding] if padding else ())])
+    header = parse_header(data)
+    _check_names(header, entry)
+    _verify(memory, header.layout.units, header.digests)
+    return memory.length, copied
+
+
+def _read_units(
+    io: PageIO, fd: int, entry: Entry, memory: PageMemory, part: Eighths
+) -> tuple[int, int]:
+    """Read the units of ``part`` to their places in the memory."""
+    header = _read_header(io, fd)
+    _check_names(header, entry)
+    table = header.layout.table
+    _check_memory(file_layout(table, memory.share).payload_bytes, memory)
+    copied = 0
+    read, runs = runs_between(table, header.name.share, memory.share, part)
+    for offset, stretches, numbers, units in runs:
+        pieces = [piece for stretch in stretches for piece in memory.pieces(*stretch)]
+        copied += io.read(fd, offset, pieces)
+        _verify(memory, units, tuple(header.digests[number] for number in numbers))
+    return read, copied
+
+
+def _check_names(header: Header, entry: Entry) -> None:
+    layout = header.layout
+    if (header.name, layout.header_bytes, layout.payload_bytes) != entry[:3]:
+        raise DamagedFileError("it is the file of something else")
+
+
+def _check_memory(payload_bytes: int, memory: PageMemory) -> None:
+    if payload_bytes != memory.length:
+        raise ValueError(f"{memory.share} has {payload_bytes} bytes, the memory {memory.length}")
+
+
+def _verify(memory: PageMemory, units: Sequence[Unit], digests: tuple[int, ...]) -> None:
+    found = memory.digests_of(units)
+    if found != digests:
+        pairs = zip(units, found, digests, strict=True)
+        wrong = next(unit for unit, here, there in pairs if here != there)
+        raise DamagedFileError(f"checksum of segment {wrong.segment}")
 
 
 def descriptors_of_each(folders: int) -> int:
@@ -438,19 +617,16 @@ def _remove_session(ops: FileOps, sessions_fd: int, token: str) -> None:
 
 
 def write_sidecar(folder: Path, name: str, text: str, *, replace: bool = True) -> None:
-    """Write a file beside the pages that only the owner may read. Readers see all of it or none.
+    """Write a file beside the pages, for its owner only; an OSError if it cannot be written.
 
-    Without ``replace``, a file of this ``name`` stays. An OSError if it cannot be written.
+    Readers see all of it or none. Without ``replace``, a file of this ``name`` stays.
     """
     temporary = folder / f".{name}.{secrets.token_hex(4)}"
     try:
         temporary.touch(mode=0o600)
         temporary.write_text(text)
-        if replace:
-            temporary.replace(folder / name)
-        else:
-            with suppress(FileExistsError):
-                os.link(temporary, folder / name)
+        with suppress(FileExistsError):
+            (os.replace if replace else os.link)(temporary, folder / name)
     finally:
         with suppress(OSError):
             temporary.unlink()

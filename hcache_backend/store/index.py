@@ -82,14 +82,11 @@ class Entry(NamedTuple):
 
 
 class Totals(NamedTuple):
-    """Page files of a folder, and their bytes."""
-
     pages: int
-    bytes: int
+    bytes: int  # of their files
 
 
-Files = dict[bytes, list[Entry]]
-"""The files of each page, by namespace + key."""
+Files = dict[bytes, list[Entry]]  # of each page, by namespace + key
 
 
 class Index:
@@ -124,11 +121,6 @@ class Index:
     def lookup(self, namespace: bytes, keys: Sequence[bytes]) -> list[list[Entry]]:
         found = self._files([namespace + key for key in keys])
         return [found.get(namespace + key, []) for key in keys]
-
-    def find(self, name: PageName) -> Entry | None:
-        """The entry of a file; None if there is none."""
-        [files] = self.lookup(name.namespace, [name.key])
-        return next((entry for entry in files if entry.name == name), None)
 
     def known(self, names: Iterable[PageName]) -> set[PageName]:
         """The files that have entries."""
@@ -166,30 +158,26 @@ class Index:
         return _totals(self._rows(_META, "totals"))
 
     def meta(self, name: str) -> bytes | None:
-        """A named fact about the index."""
         return next((value for (value,) in self._rows(_META, name)), None)
 
     def insert(self, entries: Iterable[Entry]) -> None:
         """Add entries, or replace those of their shares."""
         new: Files = {}
-        for entry in {entry.name: entry for entry in entries}.values():
+        for entry in entries:
             new.setdefault(entry.name.page, []).append(entry)
 
         def change(page: bytes, files: list[Entry]) -> list[Entry]:
-            names = {entry.name for entry in new[page]}
-            files = [*(entry for entry in files if entry.name not in names), *new[page]]
+            by_name = {entry.name: entry for entry in (*files, *new[page])}
             # A whole page comes first: coverage looks at the first record only.
-            return sorted(files, key=lambda entry: entry.name.share.of > 1)
+            return sorted(by_name.values(), key=lambda entry: entry.name.share.of > 1)
 
         self._change(new, change)
 
     def remove(self, names: Iterable[PageName]) -> int:
         """Take entries out; those that are not there are ignored. Returns their bytes."""
         gone = set(names)
-        return -self._change(
-            {name.page for name in gone},
-            lambda _, files: [entry for entry in files if entry.name not in gone],
-        )
+        pages = {name.page for name in gone}
+        return -self._change(pages, lambda _, files: [e for e in files if e.name not in gone])
 
     def raise_ranks(self, ranks: Mapping[PageName, int]) -> None:
         """Give entries higher eviction ranks; those that are not there are ignored."""

@@ -22,9 +22,8 @@ from hcache_backend.format.file import DamagedFileError
 from hcache_backend.format.units import PageMemory
 from hcache_backend.store.disk import Disk
 from hcache_backend.store.eviction import Recency
-from hcache_backend.store.folder import Folder
+from hcache_backend.store.folder import Folder, PageRead
 from hcache_backend.store.index import Entry
-from hcache_backend.store.page_files import PageRead, delete_page, entry_of, read_page
 
 logger = logging.getLogger("hcache.store")
 
@@ -62,12 +61,8 @@ def _recover(disk: Disk, stopping: threading.Event) -> None:
         found = find_unknown_files(folder, adopt=True, stop=stopping.is_set)
         if not stopping.is_set():
             folder.mark_index_complete()
-        logger.info(
-            "hcache: %s: the index was completed: %d pages found, %d files not usable",
-            disk.path,
-            len(found.pages),
-            len(found.damaged),
-        )
+        found_files = f"{len(found.pages)} pages found, {len(found.damaged)} files not usable"
+        logger.info(f"hcache: {disk.path}: the index was completed: {found_files}")
 
 
 @dataclass
@@ -80,10 +75,7 @@ class Unknown:
 
 @dataclass
 class Findings:
-    """The result of :func:`verify_folder`: sound page files and their bytes, and the problems.
-
-    ``repaired`` is the number of problems that were mended.
-    """
+    """The result of :func:`verify_folder`: sound page files and their bytes, and the problems."""
 
     pages: int = 0
     bytes: int = 0
@@ -91,7 +83,7 @@ class Findings:
     missing: list[str] = field(default_factory=list)  # entries without file
     unknown: list[tuple[str, str]] = field(default_factory=list)  # files that have no entry
     index: list[str] = field(default_factory=list)  # inconsistencies of the index
-    repaired: int = 0
+    repaired: int = 0  # problems that were mended
 
     @property
     def problems(self) -> int:
@@ -105,14 +97,10 @@ def find_unknown_files(
     stop: Callable[[], bool] = lambda: False,
     progress: Callable[[int, int], None] = lambda done, buckets: None,
 ) -> Unknown:
-    """Look for files that the index does not know.
+    """Look for files that the index does not know, up to the first bucket at which ``stop``.
 
-    Headers are verified here, payloads when they are read.
-
-    Args:
-        adopt: Enter the sound ones, with their time of writing as last use; not if read-only.
-        stop: Asked now and then whether to end early.
-        progress: Called with the numbers of buckets that are done, and of all.
+    ``adopt``: enter the sound ones, with their time of writing as last use. Headers are verified
+    here, payloads when they are read. ``progress`` hears the number of buckets done, and of all.
     """
     result = Unknown()
     buckets = folder.bucket_names()
@@ -162,8 +150,7 @@ def verify_folder(
     entries = list(folder.index.entries())
     for done, entry in enumerate(entries, start=1):
         _verify_entry(folder, entry, findings, repair)
-        if done % 16 == 0 or done == total:
-            progress(done, max(total, done))
+        progress(done, max(total, done))
     unknown = find_unknown_files(folder, adopt=False)
     pages = [(f"{name.bucket}/{name.file}", "a page file") for name in unknown.pages]
     findings.unknown = pages + unknown.damaged
@@ -181,9 +168,9 @@ def _verify_entry(folder: Folder, entry: Entry, findings: Findings, repair: bool
     payload = memoryview(mmap.mmap(-1, max(entry.payload_bytes, 1)))[: entry.payload_bytes]
     memory = PageMemory([payload], name.share)
     try:
-        read_page(folder, PageRead(0, entry, name.share.eighths, memory))
+        folder.read_page(PageRead(0, entry, name.share.eighths, memory))
     except (DamagedFileError, OSError) as error:
-        if folder.index.find(name) is None:
+        if name not in folder.index.known([name]):
             return  # a live server has evicted the page meanwhile
         if isinstance(error, FileNotFoundError):
             findings.missing.append(path)
@@ -191,7 +178,7 @@ def _verify_entry(folder: Folder, entry: Entry, findings: Findings, repair: bool
             findings.damaged.append((path, str(error)))
         if repair:
             with folder.lock.held(_LOCK_SECONDS), suppress(OSError):
-                delete_page(folder, name)
+                folder.delete_page(name)
                 folder.index.remove([name])
                 findings.repaired += 1
     else:
@@ -208,7 +195,7 @@ def _entries(folder: Folder, names: Sequence[PageName], result: Unknown) -> list
             continue
         try:
             with suppress(FileNotFoundError):
-                entries.append(entry_of(folder, name))
+                entries.append(folder.entry_of(name))
         except (DamagedFileError, OSError) as error:
             result.damaged.append((f"{name.bucket}/{name.file}", str(error)))
     return entries

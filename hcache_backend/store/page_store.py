@@ -10,8 +10,9 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import wait
+from itertools import chain
 
 from hcache_backend.config import HCacheConfig
 from hcache_backend.format.envelope import WRITER_BYTES, PageName, check_bytes, check_names
@@ -20,20 +21,16 @@ from hcache_backend.format.units import WHOLE, Eighths, PageMemory, Parts, Segme
 from hcache_backend.store.disk import Disk, Writing, result_of
 from hcache_backend.store.eviction import Recency
 from hcache_backend.store.file_ops import FileOps, best_file_ops
-from hcache_backend.store.folder import NotOurFolderError
+from hcache_backend.store.folder import NotOurFolderError, PageRead, PageWrite
 from hcache_backend.store.index import Entry
 from hcache_backend.store.maintenance import maintain
-from hcache_backend.store.page_files import PageRead, PageWrite
-from hcache_backend.store.stats import ProblemLog, StoreStats
+from hcache_backend.store.stats import StoreStats
 
 logger = logging.getLogger("hcache.store")
 
+# Pages are named in groups of this size per folder at most, while the next group is written. Naming
+# syncs the index, which holds up the disk. Two groups at most are on a disk beyond its quota.
 _GROUP_BYTES = 512 << 20
-"""Pages are named in groups of this size per folder at most, while the next group is written.
-
-Naming a group syncs the index, which holds up the disk, so groups are large. At most two of them
-are on a disk without being counted in its quota.
-"""
 
 _CLOSE_SECONDS = 10.0
 
@@ -45,14 +42,8 @@ class PageStore:
     unwritable raises nothing. Any thread and process may call all methods. They raise a ValueError
     for names of a wrong length, and for a share that no page has.
 
-    Args:
-        writer: The server run, 8 bytes; every page file has it.
-        ops: The file operations; None for those of ``config``.
-        background: Whether threads look after the folders; tests do it by hand.
-
-    Raises:
-        NotOurFolderError: A folder has other files.
-        OSError: None of the folders can be used.
+    ``writer`` (8 bytes) is the server run. Without ``background`` no thread looks after folders.
+    Raises a NotOurFolderError if a folder has other files, an OSError if none can be used.
     """
 
     def __init__(
@@ -64,17 +55,14 @@ class PageStore:
         background: bool = True,
     ) -> None:
         check_bytes("writer", writer, WRITER_BYTES)
+        self._config, self._writer, self._closed = config, writer, False
         self.stats = StoreStats()
-        self._config = config
-        self._writer = writer
-        self._closed = False
-        ops = ops or best_file_ops(config)
         self.disks: list[Disk] = []
         self._recency = Recency(self.disks)
-        shared = config, ops, self.stats, ProblemLog(), self._recency.save
+        shared = config, ops or best_file_ops(config), self.stats, self._recency
         self.disks += [Disk(path, *shared) for path in config.dirs]
         try:
-            self._attach_all()
+            self._attach()
         except BaseException:
             for disk in self.disks:
                 disk.close()
@@ -139,16 +127,14 @@ class PageStore:
         """
         keys = list(keys)
         check_names(namespace, [*prefix[-1:], *keys], share)
-        if len(pages) != len(keys):
-            raise ValueError(f"{len(pages)} pages for {len(keys)} keys")
-        if digests is not None and len(digests) != len(keys):
-            raise ValueError(f"digests of {len(digests)} pages for {len(keys)} keys")
+        for what, given in (("pages", pages), ("pages' digests", digests)):
+            if given is not None and len(given) != len(keys):
+                raise ValueError(f"{len(given)} {what} for {len(keys)} keys")
         if table is None and share != WHOLE:
             raise ValueError(f"share {share.number} of {share.of} without a table of the page")
         deadline = time.monotonic() + self._config.write_seconds
         ranks = self._recency.note_new(namespace, prefix, keys)
-        # Their files are looked for, not only entries.
-        covers = self._cover(namespace, keys, share.eighths, Disk.holds_file)
+        covers = self._cover(namespace, keys, share.eighths, on_disk=True)
         done = [bool(files) for files in covers]
         self.stats.add(pages_already_stored=sum(done))
         work = []
@@ -213,12 +199,10 @@ class PageStore:
                 reads.setdefault(disk, []).append(PageRead(number, entry, part, memory))
         seconds = self._config.read_seconds
         deadline = time.monotonic() + seconds
-        reading = [
-            future for disk, some in reads.items() for future in disk.start_reading(some, deadline)
-        ]
-        wait(reading, seconds)
+        reading = [disk.start_reading(some, deadline) for disk, some in reads.items()]
+        wait(chain(*reading), seconds)
         came: Counter[int] = Counter()
-        for future in reading:
+        for future in chain(*reading):
             # A reading that has begun is waited for: until then it may write the memory.
             if not future.cancel():
                 came.update(result_of(future) or ())
@@ -262,29 +246,26 @@ class PageStore:
                 disk.flush()
             disk.close()
 
-    def _attach_all(self) -> None:
-        failures = {}
+    def _attach(self) -> None:
+        failures = []
         for disk in self.disks:
             try:
                 disk.attach(create=True)
             except NotOurFolderError:
                 raise
             except OSError as error:
-                failures[disk.path] = error
+                failures.append((disk.path, error))
         if len(failures) == len(self.disks):
-            raise failures[self.disks[0].path]
-        for path, failure in failures.items():
-            logger.warning("hcache: %s cannot be used for now: %s", path, failure)
+            raise failures[0][1]
+        for failure in failures:
+            logger.warning("hcache: %s cannot be used for now: %s", *failure)
 
     def _cover(
-        self,
-        namespace: bytes,
-        keys: Sequence[bytes],
-        part: Eighths,
-        counts: Callable[[Disk, PageName], bool] = lambda disk, name: True,
+        self, namespace: bytes, keys: Sequence[bytes], part: Eighths, *, on_disk: bool = False
     ) -> list[list[tuple[Disk, Entry, Eighths]]]:
         """The files that together have ``part`` of each page, none if some of it is missing, each
-        with the part that it brings. Files of large shares come first: few files are read."""
+        with the part that it brings. Files of large shares come first: few files are read.
+        ``on_disk``: entries whose file is missing do not count."""
         missing = [part] * len(keys)
         found: list[list[tuple[Disk, Entry, Eighths]]] = [[] for _ in keys]
         for disk in self.disks:
@@ -293,7 +274,7 @@ class PageStore:
             for number, entries in zip(numbers, listed, strict=True):
                 for entry in sorted(entries, key=lambda entry: entry.name.share.of):
                     useful = entry.name.share.eighths & missing[number]
-                    if useful and counts(disk, entry.name):
+                    if useful and (not on_disk or disk.holds_file(entry.name)):
                         found[number].append((disk, entry, useful))
                         missing[number] &= ~useful
         return [[] if left else files for left, files in zip(missing, found, strict=True)]

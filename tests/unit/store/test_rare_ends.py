@@ -40,7 +40,6 @@ from hcache_backend.store.file_ops import (
 )
 from hcache_backend.store.folder import descriptors_of_each
 from hcache_backend.store.maintenance import find_unknown_files, verify_folder
-from hcache_backend.store.page_files import delete_page
 
 
 def first_folder(store: PageStore) -> Any:
@@ -287,7 +286,7 @@ def test_a_page_that_was_replaced_meanwhile_is_not_deleted(store: PageStore) -> 
         [entry] = held.index.entries()
         before = file.stat()
         os.utime(file, ns=(1, 1))
-        assert not delete_page(held, entry.name, before)
+        assert not held.delete_page(entry.name, before)
         assert file.exists()
 
 

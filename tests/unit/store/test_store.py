@@ -110,8 +110,8 @@ def test_a_bug_below_is_a_miss_not_a_hanging_thread(
     def raise_error(*ignored: object) -> None:
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr("hcache_backend.store.page_files.read_page", raise_error)
-    monkeypatch.setattr("hcache_backend.store.page_files.write_page", raise_error)
+    monkeypatch.setattr("hcache_backend.store.folder.Folder.read_page", raise_error)
+    monkeypatch.setattr("hcache_backend.store.folder.Folder.write_page", raise_error)
     assert get(store, 1) is None
     assert put(store, 2) == [False]
 
