@@ -155,18 +155,17 @@ def test_the_shared_l3_shows_and_whether_it_answers(server: Pages, pages: list[s
 
 
 def test_suspended_l3_shows_with_its_reason_and_kv_mode(server: Pages, pages: list[str]) -> None:
-    gauge = metrics.SuspendedGauge()
-    gauge.set("flush_needed")
+    metrics.SUSPENDED.only("why")
+    metrics.SUSPENDED.only("flush_needed")
     metrics.PROBLEMS.clear()
     server.pages = [written()]
     page = parse(written())
     assert page.suspended == "flush_needed"
     _, output = run(address(server), "--once", "--interval", "0.2")
     assert "L3 is off (flush needed)" in output and "problems" not in output
-    gauge.set(None)
+    metrics.SUSPENDED.only()
     assert parse(written()).suspended is None
-    metrics.MODE.set("hidden", "own", value=0)
-    metrics.MODE.set("kv", "plain")
+    metrics.MODE.only("kv", "plain")
     page = parse(written())
     assert (page.mode, page.pages, page.codec) == ("kv", "plain", None)
     metrics.MODE.clear()
