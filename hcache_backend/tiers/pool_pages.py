@@ -1,8 +1,7 @@
 """Pages of one of SGLang's host pools, as the store sees them.
 
-Own pages are one piece that describes itself. Pages of SGLang's own pools (plain KV, MLA, sliding
-window, state space, indexers, drafts) are named by pool, layout and rank. They are read and written
-in place, or by way of a copy if a pool has no addresses to offer.
+Own pages describe themselves. Pages of SGLang's own pools are named by pool, layout and rank. They
+are read and written in place, or by way of a copy if a pool has no addresses to offer.
 """
 
 from __future__ import annotations
@@ -149,13 +148,10 @@ class PoolPages:
                 self._access = "none"
                 logger.warning("hcache: pages of pool %s cannot be stored: %s", self.name, error)
             return None
-        pieces = [_memory(*piece) for piece in zip(*found, strict=True)]
+        places = [(ctypes.c_ubyte * size).from_address(at) for at, size in zip(*found, strict=True)]
+        pieces = [memoryview(place).cast("B") for place in places]
         each, rest = divmod(len(pieces), pages * self.parts)
         if rest:
             raise ValueError(f"{len(pieces)} pieces of memory for {pages} pages of {self.name}")
         groups: list[Parts] = [pieces[i : i + each] for i in range(0, len(pieces), each)]
         return PoolMemory([groups[part :: self.parts] for part in range(self.parts)])
-
-
-def _memory(pointer: int, size: int) -> memoryview:
-    return memoryview((ctypes.c_ubyte * size).from_address(pointer)).cast("B")

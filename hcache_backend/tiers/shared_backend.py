@@ -23,8 +23,7 @@ from hcache_backend.tiers.threads import CLOSE_SECONDS, GivenUp, bounded
 
 logger = logging.getLogger("hcache")
 
-# longest time to make a backend, and to give it memory: the server waits for it
-START_SECONDS = 60.0
+START_SECONDS = 60.0  # longest time to make a backend, and to give it memory: the server waits
 # environment variables with the folder of a backend; SGLang's default is in /tmp
 _FOLDERS = {
     "file": "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR",
@@ -125,13 +124,11 @@ def make_backend(option: SharedOption, config: HiCacheStorageConfig) -> SharedBa
     machine."""
     named = {"backend": option.backend, "config": sorted(option.config)}  # values may be secrets
     where = f"hcache: option 'shared' is {named}: "
-    variable = _FOLDERS.get(option.backend)
-    folder = os.environ.get(variable) if variable else None
+    variable = _FOLDERS.get(option.backend, "")
+    folder = os.environ.get(variable)
     if variable and not folder:
-        raise ConfigError(
-            f"{where}the environment variable {variable} must be the folder that the machines "
-            "share, such as /mnt/shared/hcache"
-        )
+        wanted = "must be the folder that the machines share, such as /mnt/shared/hcache"
+        raise ConfigError(f"{where}the environment variable {variable} {wanted}")
     own = replace(
         config,
         model_name=None,

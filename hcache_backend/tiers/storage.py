@@ -79,8 +79,7 @@ class HCacheStorage(HiCacheStorage):
         )
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-        """Called once, before any page. Raises ConfigError on all ranks if ``tp_lcm_size`` is
-        wrong."""
+        """Called once, before any page. Raises ConfigError if ``tp_lcm_size`` is wrong."""
         super().register_mem_pool_host(mem_pool_host)
         self.register_mem_host_pool_v2(mem_pool_host, PoolName.KV)
         if not self._runtime.own_pages:  # otherwise the warning came when they were made
@@ -96,8 +95,6 @@ class HCacheStorage(HiCacheStorage):
             self._tier.leave_shared("the model has several host pools")
         elif pages.parts:
             self._tier.use_shared(pages.part_bytes, pieces=1 if self._config.is_mla_model else 2)
-
-    # ---- zero-copy interface (v1), one pool ----
 
     def batch_get_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: _Extra = None
@@ -117,8 +114,6 @@ class HCacheStorage(HiCacheStorage):
 
     def batch_exists(self, keys: list[str], extra_info: _Extra = None) -> int:
         return int(self.batch_exists_v2(keys, extra_info=extra_info).kv_hit_pages)
-
-    # ---- several pools (v2) ----
 
     def batch_exists_v2(
         self,
@@ -164,8 +159,7 @@ class HCacheStorage(HiCacheStorage):
             for namespace in self._namespaces():
                 self._tier.local.store.use(namespace, PageKeys(keys))
 
-    # ---- single values: SGLang does not use them with ``interface_v1`` ----
-
+    # SGLang uses no single values with ``interface_v1``.
     def exists(self, key: str) -> bool:
         return self.batch_exists([key]) == 1
 
@@ -260,13 +254,12 @@ class HCacheStorage(HiCacheStorage):
 
     def _namespaces(self) -> list[bytes]:
         """Of all pools, with the present weights."""
-        weights = self._runtime.weights
-        if weights is None:
-            return []
+        weights, pools = self._runtime.weights, list(self._pools.items())
         return [
             self._namespace(pool, part, weights)
-            for pool, pages in list(self._pools.items())
+            for pool, pages in pools
             for part in range(pages.parts)
+            if weights is not None
         ]
 
     def _l3(self) -> L3Progress | None:
@@ -274,11 +267,9 @@ class HCacheStorage(HiCacheStorage):
         return gate.l3 if gate is not None else None
 
     def _count_tokens(self, **pages: int) -> None:
-        weights, instead = self._runtime.weights, None
+        weights, instead = self._runtime.weights, None if self._promises_hits else "not_promised"
         if weights is None or weights.suspended is not None:
             instead = "suspended"
-        elif not self._promises_hits:
-            instead = "not_promised"
         for result, number in pages.items():
             if number:
                 metrics.L3_TOKENS.count(instead or result, number * self.mem_pool_host.page_size)
@@ -318,8 +309,4 @@ def _usable_lengths(present: Sequence[bool], transfer: PoolTransfer) -> set[int]
     if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
         return set(range(1, _leading(present) + 1))
     window = max(1, len(transfer.keys or ()))
-    return {
-        length
-        for length in range(1, len(present) + 1)
-        if all(present[max(0, length - window) : length])
-    }
+    return {end for end in range(1, len(present) + 1) if all(present[max(0, end - window) : end])}

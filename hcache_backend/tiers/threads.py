@@ -90,12 +90,10 @@ class CopyQueue(_Worker):
 
     def __init__(self, name: str, rows: Bytes) -> None:
         super().__init__(name)
-        self._rows = rows
-        self._room = threading.Condition()
-        self._waited_in_vain = False
+        self._rows, self._problems = rows, ProblemLog()
+        self._room, self._waited_in_vain = threading.Condition(), False
         self._free = list(range(len(rows)))
         self._waiting: dict[Future[object], list[int]] = {}
-        self._problems = ProblemLog()
 
     def wait_for_room(self, deadline: float) -> bool:
         """Returns True if there is room for a page before ``deadline`` (monotonic seconds). After a

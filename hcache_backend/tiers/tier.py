@@ -78,16 +78,13 @@ class Tier(Protocol):
 
 
 class LocalTier(Tier):
-    """The page store of this machine; calls may raise. ``writer``: the number of this server
-    run."""
+    """The page store of this machine; calls may raise. ``writer``: number of this server run."""
 
     def __init__(self, store: PageStore, writer: bytes) -> None:
-        self.store = store
-        self._writer = writer
+        self.store, self._writer = store, writer
         self._counters = metrics.StoreCounters(store.stats)
         self._writing, self._noting = threading.Lock(), threading.Lock()
-        self._quarantined = False
-        self._stats = StorageMetrics()
+        self._quarantined, self._stats = False, StorageMetrics()
 
     def exists(self, pages: Pages) -> list[bool]:
         with metrics.timed("l3_exists"):
@@ -165,15 +162,13 @@ class SharedTier(Tier):
         self._memory: Bytes = backend.memory.numpy()
         self._rows = rows = len(self._memory) // 2
         self._part = max(1, min(rows, _PART_BYTES // self._memory.shape[1]))
-        self._looking = BoundedCalls("hcache-shared-look-up")
-        self._reading = BoundedCalls("hcache-shared-read")
+        names = ("hcache-shared-look-up", "hcache-shared-read")
+        self._looking, self._reading = map(BoundedCalls, names)
         self._one_read, self._putting, self._noting = (threading.Lock() for _ in range(3))
         self._writes = CopyQueue("hcache-shared-write", self._memory[rows:, :page_bytes])
         # Copies of proven pages are in memory that the backend does not know.
         self._keeps = CopyQueue("hcache-shared-keep", np.empty((rows, page_bytes), np.uint8))
-        self._quarantined = False
-        self._problems = ProblemLog()
-        self._rests_until = 0.0
+        self._quarantined, self._problems, self._rests_until = False, ProblemLog(), 0.0
         self.failing: set[str] = set()  # "reads" or "writes", if the last one did
         metrics.SHARED.set(self._name, "answers")
 
@@ -310,17 +305,14 @@ class SharedTier(Tier):
             return None
         try:
             found = calls.call(work, seconds)
-        except GivenUp as error:
-            problem = str(error)
         except Exception as error:
-            problem = f"failed: {type(error).__name__}: {error}"
-        else:
-            self._note("reads", None)
-            return found
-        self._rests_until = time.monotonic() + REST_SECONDS
-        metrics.PROBLEMS.count("shared_silent")
-        self._note("reads", f"{problem}; not used for {REST_SECONDS:.0f} s")
-        return None
+            failed = "" if isinstance(error, GivenUp) else f"failed: {type(error).__name__}: "
+            self._rests_until = time.monotonic() + REST_SECONDS
+            metrics.PROBLEMS.count("shared_silent")
+            self._note("reads", f"{failed}{error}; not used for {REST_SECONDS:.0f} s")
+            return None
+        self._note("reads", None)
+        return found
 
     def _note(self, work: str, problem: str | None) -> None:
         """Note the state of ``reads`` or ``writes``: a problem, or None."""
@@ -351,8 +343,7 @@ class Tiered(Tier):
         self.found_shared = 0
 
     def use_shared(self, page_bytes: int, pieces: int) -> None:
-        """Begin to use the shared tier, once; see :class:`SharedTier`. It is not used if that
-        raises."""
+        """Begin to use the shared tier, once; it is not used if :class:`SharedTier` raises."""
         backend, self._unused = self._unused, None
         if backend is None:
             return
@@ -366,8 +357,7 @@ class Tiered(Tier):
 
     def leave_shared(self, problem: str | None = None) -> None:
         """Close the shared tier; the page store goes on."""
-        shared = self._shared or self._unused
-        self._shared = self._unused = None
+        shared, self._shared, self._unused = self._shared or self._unused, None, None
         if shared is not None:
             if problem is not None:
                 logger.warning("%s%s", _NOT_USED, problem)
