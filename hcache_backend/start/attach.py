@@ -37,7 +37,7 @@ from hcache_backend.sglang.runtime import Runtime, current
 from hcache_backend.start.hit_machine import judge_our_hits
 from hcache_backend.start.quick_profile import keep_profile
 from hcache_backend.store import PageStore
-from hcache_backend.tiers.shared_backend import MadeBackend, make_backend
+from hcache_backend.tiers.shared_backend import SharedBackend, make_backend
 
 logger = logging.getLogger("hcache")
 
@@ -52,7 +52,7 @@ class Joined(NamedTuple):
     config: HCacheConfig
     kv_fields: dict[str, object]
     store: PageStore
-    shared: MadeBackend | None
+    shared: SharedBackend | None
 
 
 def join(storage_config: HiCacheStorageConfig) -> Joined:
