@@ -5,24 +5,24 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from prometheus_client.parser import text_string_to_metric_families
 
 from hcache_backend import metrics
-from hcache_backend.cli.common import RequestError, ask
+from hcache_backend.cli.common import Failure, RequestError, ask
 
 TIMEOUT_SECONDS = 5.0
 METRICS_LAG_S = 1.5
 """Counters of the page store are passed on once per second."""
 PROMPT = ("sglang:prefill_effective_tokens_total", "mode")
 """SGLang's counter of prompt tokens, and the label that says where they came from."""
-_REQUESTS = ("sglang:num_running_reqs", "sglang:num_queue_reqs")
 
 
-class NoMetrics(Exception):
+class NoMetrics(Failure):
     """A server's metrics cannot be read; the message says why and what to do."""
 
 
@@ -37,9 +37,9 @@ class Histogram:
 
     def since(self, before: Histogram) -> Histogram:
         """The durations that were added after ``before``."""
-        count, seconds, earlier = before.count, before.seconds, dict(before.below)
+        earlier = dict(before.below)
         below = ((bound, number - earlier.get(bound, 0.0)) for bound, number in self.below)
-        return Histogram(self.count - count, self.seconds - seconds, tuple(below))
+        return Histogram(self.count - before.count, self.seconds - before.seconds, tuple(below))
 
     def quantile(self, share: float) -> float:
         """Seconds that ``share`` of the durations do not exceed, interpolated within a bucket.
@@ -49,25 +49,19 @@ class Histogram:
         wanted, bound, count = share * self.count, 0.0, 0.0
         for upper, below in self.below:
             if below >= wanted and below > count:
-                if math.isinf(upper):
-                    return bound
-                return bound + (upper - bound) * (wanted - count) / (below - count)
+                within = (wanted - count) / (below - count)
+                return bound if math.isinf(upper) else bound + (upper - bound) * within
             bound, count = upper, below
         return math.nan
 
 
 class MetricsPage(NamedTuple):
-    """The content of a server's page at one time.
+    """The content of a server's page at ``time``, in seconds of the monotonic clock.
 
-    Attributes:
-        time: When the page was read: seconds of the monotonic clock.
-        counters: For each table of `metrics.COUNTS`, and `prompt`, the counts by event.
-        stages: Durations by stage.
-        mode, pages, codec: As the server's report; no codec: pages are plain.
-        suspended: Why L3 is neither read nor written, or None.
-        behind, behind_silent: The shared tier, or None; whether it did not answer when asked last.
-        tokens_per_second: Rates by operation, as decisions about L3 hits expect them.
-        running, queued: Requests in a batch, and those that wait for one.
+    ``counters`` are counts by event, for each table of `metrics.COUNTS` and ``prompt``. The state
+    is that of the server's report, with the reason why L3 is ``suspended``. ``behind`` is the
+    shared tier, silent if it did not answer when asked last. ``tokens_per_second`` are the rates by
+    operation that decisions about L3 hits expect. ``queued`` requests wait for a batch.
     """
 
     time: float
@@ -83,38 +77,33 @@ class MetricsPage(NamedTuple):
     running: int
     queued: int
 
-    def follows(self, before: MetricsPage) -> bool:
-        """Whether both pages are of the same run of the server: no counter has decreased."""
-        return all(
-            self.counters[table].get(event, 0.0) >= count
-            for table, counts in before.counters.items()
-            for event, count in counts.items()
-        )
-
-    def since(self, before: MetricsPage) -> dict[str, dict[str, float]]:
-        """Counts by table and event since ``before``, an earlier page of the same run."""
-        return {
-            table: {
-                event: n - before.counters[table].get(event, 0.0) for event, n in counts.items()
-            }
-            for table, counts in self.counters.items()
-        }
+    def since(self, before: MetricsPage) -> MetricsPage | None:
+        """The growth since ``before``, in ``time`` seconds; None if it was another run."""
+        counters = {}
+        for table, now in self.counters.items():
+            old = before.counters[table]
+            events = {**old, **now}
+            counters[table] = {name: now.get(name, 0.0) - old.get(name, 0.0) for name in events}
+        if any(count < 0 for counts in counters.values() for count in counts.values()):
+            return None
+        new = Histogram()
+        stages = {name: h.since(before.stages.get(name, new)) for name, h in self.stages.items()}
+        seconds = max(self.time - before.time, 1e-9)
+        return self._replace(time=seconds, counters=counters, stages=stages)
 
 
 def fetch(url: str) -> MetricsPage:
-    """Read the metrics of the server at ``url``: ``http://host:port``, or ``host:port``.
+    """The metrics of the server at ``url``: ``http://host:port``, or ``host:port``.
 
-    Raises:
-        NoMetrics: The server does not answer, or its page has none of our metrics.
+    Raises NoMetrics if the server does not answer, or its page has none of our metrics.
     """
     try:
         return parse(ask(url.rstrip("/").removesuffix("/metrics"), "metrics", TIMEOUT_SECONDS))
     except RequestError as error:
+        why = f"/metrics answered {error}" if error.status else str(error)
         if error.status == 404:
-            raise NoMetrics(
-                "the server answers and has no /metrics: start it with --enable-metrics"
-            ) from None
-        raise NoMetrics(f"/metrics answered {error}" if error.status else str(error)) from None
+            why = "the server answers and has no /metrics: start it with --enable-metrics"
+        raise NoMetrics(why) from None
 
 
 def look(url: str) -> MetricsPage | NoMetrics:
@@ -128,115 +117,101 @@ def look(url: str) -> MetricsPage | NoMetrics:
 def parse(text: str) -> MetricsPage:
     """Parse a page in Prometheus' text format; the counts of all ranks are added up.
 
-    Raises:
-        NoMetrics: The text is no such page, or has none of our metrics.
+    Raises NoMetrics if the text is no such page, or has none of our metrics.
     """
-    ours = {
-        f"{metric.name}_total": (name, metric)
-        for name, table in metrics.COUNTS.items()
-        for metric in table.counters
-    }
-    stages = metrics.STAGE_SECONDS.name
-    counters = {name: defaultdict[str, float](float) for name in (*metrics.COUNTS, "prompt")}
-    buckets = defaultdict[str, defaultdict[float, float]](lambda: defaultdict(float))
-    sums = defaultdict[str, float](float)  # of seconds by stage, and of requests by gauge
-    rates: dict[str, float] = {}
-    on = defaultdict[str, list[dict[str, str]]](list)
+    samples = defaultdict[str, list[tuple[dict[str, str], float]]](list)
     try:
-        families = list(text_string_to_metric_families(text))
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                samples[sample.name].append((sample.labels, sample.value))
     except (ValueError, KeyError, IndexError) as error:
         raise NoMetrics(f"its /metrics is no Prometheus page: {error}") from None
-    for name, labels, value, *_ in (sample for family in families for sample in family.samples):
-        if name in ours:
-            table, metric = ours[name]
-            counters[table][metric.event(labels)] += value
-        elif name == PROMPT[0]:
-            counters["prompt"][labels.get(PROMPT[1], "")] += value
-        elif name == f"{stages}_bucket":
-            buckets[labels["stage"]][float(labels["le"])] += value
-        elif name == f"{stages}_sum":
-            sums[labels["stage"]] += value
-        elif name in _REQUESTS:
-            sums[name] += value
-        elif name == metrics.RATES.name and value:  # 0: a backend that was detached
-            rates[labels["operation"]] = value
-        elif value == 1.0:
-            on[name].append(labels)
-    if not (modes := on[metrics.MODE.name]):
+
+    def sums(name: str, key: Callable[[dict[str, str]], Any]) -> dict[Any, float]:
+        found = defaultdict[Any, float](float)
+        for labels, value in samples[name]:
+            found[key(labels)] += value
+        return found
+
+    def state(metric: metrics.Metric, label: str) -> str | None:
+        return next((labels[label] for labels, value in samples[metric.name] if value == 1), None)
+
+    mode, pages = state(metrics.MODE, "mode"), state(metrics.MODE, "pages")
+    if mode is None or pages is None:
         raise NoMetrics(
             "no hcache metrics on /metrics. Check that hcache-backend is installed in the server's "
             "environment and is its storage backend (or HCACHE_ENABLE=1)"
         )
-    codec, suspended, behind = (
-        next((labels[label] for labels in on[metric.name]), None)
-        for metric, label in (
-            (metrics.CODEC, "used"),
-            (metrics.SUSPENDED, "reason"),
-            (metrics.BEHIND, "backend"),
-        )
-    )
+    counters = {"prompt": sums(PROMPT[0], lambda labels: labels.get(PROMPT[1], ""))}
+    for table, events in metrics.COUNTS.items():
+        found = (sums(f"{metric.name}_total", metric.event) for metric in events.counters)
+        counters[table] = {event: count for counts in found for event, count in counts.items()}
+    stages, name = {}, metrics.STAGE_SECONDS.name
+    buckets = sums(f"{name}_bucket", itemgetter("stage", "le"))
+    for stage, seconds in sums(f"{name}_sum", itemgetter("stage")).items():
+        below = sorted((float(le), count) for (at, le), count in buckets.items() if at == stage)
+        stages[stage] = Histogram(below[-1][1], seconds, tuple(below))
+    rates = sums(metrics.RATES.name, itemgetter("operation"))
     return MetricsPage(
         time.monotonic(),
         counters,
-        {
-            name: Histogram(below[math.inf], sums[name], tuple(sorted(below.items())))
-            for name, below in buckets.items()
-        },
-        mode=modes[0]["mode"],
-        pages=modes[0]["pages"],
-        codec=codec if modes[0]["pages"] == "own" else None,
-        suspended=suspended,
-        behind=behind,
-        behind_silent=any(rank["state"] == "silent" for rank in on[metrics.BEHIND.name]),
-        tokens_per_second=rates,
-        running=int(sums[_REQUESTS[0]]),
-        queued=int(sums[_REQUESTS[1]]),
+        stages,
+        mode,
+        pages,
+        codec=state(metrics.CODEC, "used") if pages == "own" else None,
+        suspended=state(metrics.SUSPENDED, "reason"),
+        behind=state(metrics.BEHIND, "backend"),
+        behind_silent=sums(metrics.BEHIND.name, itemgetter("state")).get("silent", 0) > 0,
+        # 0: a backend that was detached
+        tokens_per_second={name: rate for name, rate in rates.items() if rate},
+        running=int(sum(number for _, number in samples["sglang:num_running_reqs"])),
+        queued=int(sum(number for _, number in samples["sglang:num_queue_reqs"])),
     )
 
 
-def summary(page: MetricsPage, before: MetricsPage | None) -> dict[str, Any]:
+def summary(
+    page: MetricsPage | NoMetrics, before: MetricsPage | NoMetrics | None
+) -> dict[str, Any]:
     """The output of ``hcache top --json`` for a server: totals, rates and stage durations.
 
-    Args:
-        before: An earlier page of the same run; without it there are no rates. Durations are those
-            after ``before`` for stages that ran since then, otherwise all of the server.
+    Without ``before``, an earlier page of the same run, there are no rates. Durations are those
+    since ``before`` for stages that ran since then, otherwise all of the server.
     """
-    elapsed = max(page.time - before.time, 1e-9) if before else math.nan
+    if isinstance(page, NoMetrics):
+        return {"error": str(page)}
+    grown = page.since(before) if isinstance(before, MetricsPage) else None
+    seconds = math.nan if grown is None else grown.time
+    per_second = {
+        table: {event: count / seconds for event, count in counts.items()}
+        for table, counts in (grown.counters if grown is not None else {}).items()
+    }
     stages = {}
-    for name, histogram in sorted(page.stages.items()):
-        recent = histogram.since(before.stages.get(name, Histogram())) if before else histogram
-        times = recent if recent.count > 0 else histogram
-        milliseconds = {
-            "mean_ms": 1e3 * times.seconds / times.count if times.count else math.nan,
+    for name, total in sorted(page.stages.items()):
+        recent = Histogram() if grown is None else grown.stages[name]
+        times = recent if recent.count else total
+        stages[name] = {
+            "count": total.count,
+            "per_second": None if grown is None else recent.count / seconds,
+            "mean_ms": 1e3 * times.seconds / times.count,
             "p50_ms": 1e3 * times.quantile(0.5),
             "p99_ms": 1e3 * times.quantile(0.99),
         }
-        stages[name] = {
-            "count": histogram.count,
-            "per_second": recent.count / elapsed if before else None,
-            **{name: None if math.isnan(ms) else ms for name, ms in milliseconds.items()},
-        }
-    _, counters, _, *state = page
-    grown = page.since(before) if before else {}
-    return {
-        **dict(zip(page._fields[3:], state, strict=True)),
-        "totals": {name: dict(counts) for name, counts in counters.items()},
-        "per_second": {t: {e: n / elapsed for e, n in grown[t].items()} for t in grown} or None,
-        "stages": stages,
-    }
+    state = dict(zip(page._fields[3:], page[3:], strict=True))
+    return {**state, "totals": page.counters, "per_second": per_second or None, "stages": stages}
 
 
 def moved(before: MetricsPage | NoMetrics, after: MetricsPage | NoMetrics) -> dict[str, Any]:
     """Bytes that moved between two looks, by our metrics; ``missing`` says why there are none."""
     if isinstance(before, NoMetrics) or isinstance(after, NoMetrics):
         return {"missing": str(before if isinstance(before, NoMetrics) else after)}
-    if not after.follows(before):
+    if (grown := after.since(before)) is None:
         return {"missing": "the server was started anew during the run"}
-    grown = after.since(before)
-    store = {
-        name: int(sum(n for event, n in grown["store"].items() if event.startswith(name)))
-        for name in ("bytes_read", "bytes_written", "pages_evicted", "pages_dropped")
+    names = ("bytes_read", "bytes_written", "pages_evicted", "pages_dropped")
+    sums = {name: (grown.counters["store"], name) for name in names}
+    sums |= {"bytes_restored": (grown.counters["bytes"], "restored")}
+    sums |= {"problems": (grown.counters["problems"], "")}
+    totals = {
+        name: int(sum(count for event, count in counts.items() if event.startswith(beginning)))
+        for name, (counts, beginning) in sums.items()
     }
-    restored = (n for event, n in grown["bytes"].items() if event.startswith("restored"))
-    moved = {"bytes_restored": int(sum(restored)), "problems": int(sum(grown["problems"].values()))}
-    return {"mode": after.mode, "pages": after.pages, **store, **moved}
+    return {"mode": after.mode, "pages": after.pages, **totals}

@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
@@ -15,8 +14,9 @@ from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
 from rich.text import Text
+from typer import Argument, Option
 
-from hcache_backend.cli.common import SERVER, AsJson, human_bytes, print_json, screen, table
+from hcache_backend.cli.common import SERVER, AsJson, human_bytes, output, screen, table
 from hcache_backend.cli.metrics_page import MetricsPage, NoMetrics, look, summary
 
 LINES = {
@@ -38,9 +38,7 @@ LINES = {
     "L3 reads": "store bytes_read",
     "L3 pages damaged or unreadable": "store bad_pages read_errors",
     "L3 writes": "store bytes_written",
-    "L3 pages dropped (full, late, offline)": (
-        "store pages_dropped_full pages_dropped_late pages_dropped_offline"
-    ),
+    "L3 pages dropped": "store pages_dropped_full pages_dropped_late pages_dropped_offline",
     "L3 pages evicted": "store pages_evicted",
     "shared L3: read": "behind read",
     "shared L3: not readable or damaged": "behind missed",
@@ -58,80 +56,47 @@ _RATES = {
 }
 
 
-@dataclass
-class Watched:
-    """A server and its last two metrics pages."""
-
-    url: str
-    page: MetricsPage | None = None
-    before: MetricsPage | None = None
-    problem: str | None = None
-
-    def look(self) -> None:
-        """Fetch the server's page."""
-        page = look(self.url)
-        if isinstance(page, NoMetrics):
-            self.page, self.problem = None, str(page)
-            return
-        same_run = self.page is not None and page.follows(self.page)
-        self.page, self.before, self.problem = page, self.page if same_run else None, None
-
-    def as_json(self) -> dict[str, Any]:
-        if self.page is None:
-            return {"url": self.url, "error": self.problem}
-        return {"url": self.url, **summary(self.page, self.before)}
+def _seen(urls: Sequence[str], interval: float) -> Iterator[list[dict[str, Any]]]:
+    """The JSON of all servers, again and again."""
+    before: Sequence[MetricsPage | NoMetrics | None] = [None] * len(urls)
+    with ThreadPoolExecutor(len(urls)) as pool:
+        while True:
+            pages = list(pool.map(look, urls))
+            yield [
+                {"url": url, **summary(page, last)}
+                for url, page, last in zip(urls, pages, before, strict=True)
+            ]
+            before = pages
+            time.sleep(interval)
 
 
 def top(
-    urls: Annotated[
-        list[str] | None, typer.Argument(help=f"Servers, as http://HOST:PORT; default {SERVER}.")
-    ] = None,
-    interval: Annotated[
-        float, typer.Option("--interval", "-i", min=0.2, help="Seconds between two fetches.")
-    ] = 2.0,
-    once: Annotated[bool, typer.Option("--once", help="Print one interval, then end.")] = False,
+    urls: Annotated[list[str] | None, Argument(help=f"http://HOST:PORT; default {SERVER}.")] = None,
+    interval: Annotated[float, Option("--interval", "-i", min=0.2, help="Seconds.")] = 2.0,
+    once: Annotated[bool, Option("--once", help="Print one interval, then end.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Watch what servers do with hidden states and L3. The servers need --enable-metrics."""
-    watched = [Watched(url) for url in urls or [SERVER]]
-    with ThreadPoolExecutor(len(watched)) as pool:
-        _look(pool, watched)
-        if not (once or as_json):
-            _watch(pool, watched, interval)
-            return
-        if any(server.page is not None for server in watched):
-            time.sleep(interval)
-            _look(pool, watched)
-    if as_json:
-        print_json({"servers": [server.as_json() for server in watched]})
-    else:
-        screen.print(picture(watched))
-    if any(server.problem is not None for server in watched):
+    looks = _seen(urls or [SERVER], interval)
+    if not (once or as_json):
+        with suppress(KeyboardInterrupt), Live(console=screen, auto_refresh=False) as live:
+            for seen in looks:
+                live.update(picture(seen), refresh=True)
+        return
+    seen = next(looks)
+    if not all("error" in server for server in seen):
+        seen = next(looks)
+    output({"servers": seen}, as_json, lambda _: screen.print(picture(seen)))
+    if any("error" in server for server in seen):
         raise typer.Exit(1)
 
 
-def _look(pool: ThreadPoolExecutor, watched: Sequence[Watched]) -> None:
-    list(pool.map(Watched.look, watched))
-
-
-def _watch(pool: ThreadPoolExecutor, watched: Sequence[Watched], interval: float) -> None:
-    with (
-        suppress(KeyboardInterrupt),
-        Live(picture(watched), console=screen, auto_refresh=False) as live,
-    ):
-        while True:
-            time.sleep(interval)
-            _look(pool, watched)
-            live.update(picture(watched), refresh=True)
-
-
-def picture(watched: Sequence[Watched]) -> Columns:
+def picture(servers: Sequence[dict[str, Any]]) -> Columns:
     """One panel per server, side by side if they fit."""
     panels = []
-    for server in watched:
-        seen = server.as_json()
+    for seen in servers:
         parts = [Text(seen["error"], style="red")] if "error" in seen else _parts(seen)
-        panels.append(Panel(Group(*parts), title=server.url, title_align="left", expand=False))
+        panels.append(Panel(Group(*parts), title=seen["url"], title_align="left", expand=False))
     return Columns(panels)
 
 
@@ -145,34 +110,31 @@ def _parts(seen: dict[str, Any]) -> Iterator[RenderableType]:
     if seen["behind"] is not None:
         silent = ", not responding" if seen["behind_silent"] else ""
         state.append(f"shared L3: {seen['behind']}{silent}")
-    yield Text(", ".join([*state, f"{seen['running']} requests running, {seen['queued']} queued"]))
+    state.append(f"{seen['running']} requests running, {seen['queued']} queued")
     rates = seen["tokens_per_second"]
-    if expected := [f"{_RATES[name]} at {rates[name]:,.0f}" for name in _RATES if name in rates]:
-        yield Text(f"tokens per second: {', '.join(expected)}")
+    expected = [f"{_RATES[name]} at {rates[name]:,.0f}" for name in _RATES if name in rates]
+    yield Text(", ".join(state) + "\ntokens per second: " * bool(expected) + ", ".join(expected))
     yield Text()
     counts = table("", "", "per second#", "total#")
     for name, counted in LINES.items():
-        counter, *labels = counted.split()
-        unit = "bytes" if labels[0].startswith("bytes_") else _UNITS.get(counter, "tokens")
-        if total := _sum(seen["totals"][counter], labels):
-            rates = seen["per_second"] and _sum(seen["per_second"][counter], labels)
-            counts.add_row(name, _amount(rates, unit), _amount(total, unit))
+        counter, *events = counted.split()
+        unit = "bytes" if events[0].startswith("bytes_") else _UNITS.get(counter, "tokens")
+        tables = [seen[which] and seen[which][counter] for which in ("per_second", "totals")]
+        amounts = [known and sum(known.get(event, 0) for event in events) for known in tables]
+        if amounts[1]:
+            counts.add_row(name, *(_amount(amount, unit) for amount in amounts))
     yield counts
     yield Text()
     times = table("", "stage", "per second#", "mean ms#", "p50 ms#", "p99 ms#", "total#")
     for name, stage in seen["stages"].items():
-        cells = (stage[key] for key in ("per_second", "mean_ms", "p50_ms", "p99_ms"))
-        shown = ["-" if value is None else f"{value:,.2f}" for value in cells]
-        times.add_row(name, *shown, f"{stage['count']:,.0f}")
+        values = (stage[key] for key in ("per_second", "mean_ms", "p50_ms", "p99_ms"))
+        cells = ("-" if value is None else f"{value:,.2f}" for value in values)
+        times.add_row(name, *cells, f"{stage['count']:,.0f}")
     yield times
     problems = sorted((kind, count) for kind, count in seen["totals"]["problems"].items() if count)
     if problems:
         text = ", ".join(f"{kind} {count:,.0f}" for kind, count in problems)
         yield Text(f"\nproblems, each a cache miss: {text}", style="yellow")
-
-
-def _sum(counts: dict[str, float], labels: Sequence[str]) -> float:
-    return sum(counts.get(label, 0.0) for label in labels)
 
 
 def _amount(value: float | None, unit: str) -> str:

@@ -107,7 +107,7 @@ def test_a_page_tells_mode_counts_and_stages(pages: list[str]) -> None:
 
 def test_rates_and_times_are_those_between_two_pages(pages: list[str]) -> None:
     before, after = (parse(page) for page in pages)
-    assert after.follows(before) and not before.follows(after)
+    assert before.since(after) is None
     seen = summary(after, before)
     elapsed = after.time - before.time
     assert seen["per_second"]["tokens"]["captured"] == pytest.approx(128 / elapsed)
@@ -179,6 +179,10 @@ def test_one_picture_of_a_server_and_of_one_that_is_not_there(
     assert "tokens per second: L3 is read at 2,500" in output
     assert "and refused" in output and "48 tokens" in output
     assert "the server does not answer" in output and "refused" in output
+    server.pages = [503]
+    _, output = run("--json", address(server))
+    error = {"url": address(server), "error": "/metrics answered 503: "}
+    assert json.loads(output)["servers"] == [error]
 
 
 def test_json_has_totals_and_rates(server: Pages, pages: list[str]) -> None:

@@ -102,6 +102,20 @@ def test_verify_rebuilds_the_index_under_a_live_server(folder: Path, store: Page
     assert hcache_json("stats", "-d", folder)["folders"][0]["pages"] == 7
 
 
+def test_verify_only_looks_at_an_index_that_a_reboot_left_open(
+    folder: Path, store: PageStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.close()
+    monkeypatch.setattr("hcache_backend.store.folder._boot_id", lambda: b"another boot")
+    [found] = hcache_json("verify", "-d", folder)["folders"].values()
+    assert (found["pages"], found["problems"], found["adopted"]) == (6, 0, 0)
+    [found] = hcache_json("stats", "-d", folder)["folders"]
+    assert not found["index_complete"]
+    hcache("verify", "--repair", "-d", folder)
+    [found] = hcache_json("stats", "-d", folder)["folders"]
+    assert found["index_complete"]
+
+
 def test_gc_evicts_down_to_the_bounds(folder: Path, store: PageStore) -> None:
     assert hcache_json("gc", "-d", folder)["pages"] == 0
     found = hcache_json("gc", "-d", folder, "--quota-bytes", 4 * FILE)
