@@ -15,12 +15,13 @@ from pydantic import ByteSize
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress
 from rich.table import Table
-from typer import Argument, Option, echo
+from typer import Argument, Exit, Option, echo
 
 from hcache_backend.config import HCacheConfig, config_from_environment, parse_config
 from hcache_backend.plan.encoded import PlannedCodec
 from hcache_backend.plan.model_config import read_dtype, read_model
 from hcache_backend.plan.model_shape import ModelShape
+from hcache_backend.server_report import ServerReport
 from hcache_backend.store import is_store_folder
 
 SERVER = "http://127.0.0.1:30000"
@@ -63,8 +64,7 @@ def existing_store(*dirs: Sequence[Path] | None, **options: object) -> HCacheCon
     config = settings(*dirs, **options)
     for path in config.dirs:
         if not is_store_folder(path):
-            hint = "Name the folders of the server's `dirs`, or set HCACHE_CONFIG"
-            raise Failure(f"{path} is not a page store. {hint}")
+            raise Failure(f"{path} is not a page store. Name one, or set HCACHE_CONFIG")
     return config
 
 
@@ -117,12 +117,14 @@ def error_text(text: str) -> str:
     return str(error.get("message", error) if isinstance(error, Mapping) else error).strip()
 
 
-def output(found: Any, as_json: bool, show: Callable[[Any], object]) -> None:
-    """Print the result of a command as JSON, or let ``show`` print it for people."""
+def output(found: Any, as_json: bool, show: Callable[[Any], object], failed: bool = False) -> None:
+    """Print a command's result as JSON, or let ``show`` print it; status 1 if it ``failed``."""
     if as_json:
         echo(json.dumps(found, indent=2))
     else:
         show(found)
+    if failed:
+        raise Exit(1)
 
 
 def say(*texts: object, console: Console = screen, **options: Any) -> None:
@@ -135,8 +137,7 @@ def table(title: str, *columns: str) -> Table:
     result = Table(title=title or None, box=None, pad_edge=False, title_justify="left")
     for column in columns:
         # The longest texts are in the last column, which may take several lines.
-        wrap = column is columns[-1]
-        result.add_column(column.rstrip("#"), no_wrap=not wrap, overflow="fold")
+        result.add_column(column.rstrip("#"), no_wrap=column is not columns[-1], overflow="fold")
         if column.endswith("#"):
             result.columns[-1].justify = "right"
     return result
@@ -146,18 +147,19 @@ def listing(title: str, keys: str, rows: Iterable[Mapping[str, Any]]) -> Table:
     """A table of rows as JSON has them; a key with ``#`` holds numbers."""
     result = table(title, *(key.replace("_", " ") for key in keys.split()))
     for row in rows:
-        result.add_row(*(_cell(key, row[key]) for key in keys.replace("#", "").split()))
+        result.add_row(*(cell(key, row[key]) for key in keys.replace("#", "").split()))
     return result
 
 
-def _cell(key: str, value: Any) -> str:
+def cell(key: str, value: Any) -> str:
+    """A value of JSON as people read it."""
     if isinstance(value, str):
         return value[: _DIGITS.get(key, len(value))]
     if value is None or isinstance(value, bool):
         return {None: "-", True: "yes", False: "no"}[value]
     if key == "last_used":
         return when(value)
-    return human_bytes(value) if "bytes" in key else f"{value:,}"
+    return human_bytes(value) if "bytes" in key else f"{value:,.0f}"
 
 
 def human_bytes(count: float) -> str:
@@ -168,6 +170,21 @@ def human_bytes(count: float) -> str:
 def when(stamp: float) -> str:
     """A time in seconds since 1970 as people read it."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(stamp))
+
+
+def describe_server(report: ServerReport) -> str:
+    """The report of a server in one line."""
+    started = when(report.time).rpartition(":")[0]
+    parts = [f"{report.model}, started {started}: {report.mode} mode, {report.pages} pages"]
+    parts += filter(None, [report.reason, report.codec and f"codec {report.codec}"])
+    for group in report.projection:
+        how = "by spec" if group.method == "spec" else "by their attention modules"
+        numbers = ", ".join(map(str, group.layers))
+        parts.append(f"layers {numbers} {how}: {group.detail} ({group.exactness})")
+    rates = ", ".join(f"{name} {rate:,.0f}" for name, rate in report.tokens_per_second.items())
+    more = {"recomputed layers": report.recomputation, "stored": report.partition}
+    more |= {"shared L3": report.behind, "tokens per second": rates}
+    return "; ".join(parts + [f"{name}: {value}" for name, value in more.items() if value])
 
 
 def progress_bar(*, hidden: bool) -> Progress:

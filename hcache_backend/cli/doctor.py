@@ -8,13 +8,13 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from importlib import metadata
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
-import typer
 from typer import Argument
 
 from hcache_backend import config as options
@@ -25,7 +25,7 @@ from hcache_backend.kvikio_state import kvikio_state
 from hcache_backend.plan.costs import describe
 from hcache_backend.plan.profile import Profile
 from hcache_backend.plan.record import PartitionRecord, kept_profiles, records
-from hcache_backend.server_report import ServerReport, read_report
+from hcache_backend.server_report import read_report
 from hcache_backend.store import FileOps, is_store_folder
 from hcache_backend.store.file_ops import FOLDER, probe_alignment, try_lock
 from hcache_backend.store.folder import existing_part, file_system_of, why_not
@@ -65,9 +65,8 @@ def doctor(
         for check in checks
     ]
     report = {"checks": [check._asdict() for check in checks]}
-    common.output(report, as_json, lambda _: _show(found))
-    if any(check.verdict == "bad" for check in checks):
-        raise typer.Exit(1)
+    bad = any(check.verdict == "bad" for check in checks)
+    common.output(report, as_json, lambda _: _show(found), failed=bad)
 
 
 def _show(found: dict[str, list[Check]]) -> None:
@@ -103,7 +102,8 @@ def _check_folder(path: Path, config: HCacheConfig) -> Iterator[Check]:
     except OSError as error:
         yield Check("writing", "bad", str(error))
     if (report := read_report(path)) is not None:
-        yield _last_server(report)
+        best = report.pages == "own" and all(one.method == "spec" for one in report.projection)
+        yield Check("last server", "good" if best else "fair", common.describe_server(report))
     profiles = list(kept_profiles(path))
     for _, record in records(path):
         yield _partition(record, [one for one in profiles if one.model == record.shape])
@@ -120,51 +120,29 @@ def _probe(place: Path) -> Iterator[Check]:
         name = tempfile.TemporaryDirectory(prefix=".hcache-doctor-", dir=place)
         folder = os.open(stack.enter_context(name), FOLDER)
         stack.callback(os.close, folder)
-        alignment = probe_alignment(ops, folder, "alignment")
+        form = probe_alignment(ops, folder, "alignment")
         found = "no; reads and writes go through the page cache"
-        if alignment.flags:
-            memory, length = alignment.memory, alignment.length
-            found = f"yes; memory in multiples of {memory}, lengths of {length} bytes"
-        yield Check("direct I/O", "good" if alignment.flags else "fair", found)
+        if form.flags:
+            found = f"yes; memory in multiples of {form.memory}, lengths of {form.length} bytes"
+        yield Check("direct I/O", "good" if form.flags else "fair", found)
         room = memoryview(mmap.mmap(-1, _PIECE))
         room[:] = os.urandom(4096) * (_PIECE // 4096)
-        file = ops.open("probe", os.O_RDWR | os.O_CREAT | alignment.flags, folder)
+        file = ops.open("probe", os.O_RDWR | os.O_CREAT | form.flags, folder)
         stack.callback(ops.close, file)
-        locked, offsets = try_lock(file), range(0, _PROBE_BYTES, _PIECE)
-
-        def write_all() -> None:
-            for offset in offsets:
-                ops.write(file, [room], offset)
-            os.fdatasync(file)
-
-        writing = _speed(write_all)
+        locked, times = try_lock(file), [time.perf_counter()]
+        for offset in range(0, _PROBE_BYTES, _PIECE):
+            ops.write(file, [room], offset)
+        os.fdatasync(file)
+        times.append(time.perf_counter())
         os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-        reading = _speed(lambda: [ops.read(file, [room], offset) for offset in offsets])
+        for offset in range(0, _PROBE_BYTES, _PIECE):
+            ops.read(file, [room], offset)
+        times.append(time.perf_counter())
+        rates = (int(_PROBE_BYTES / (end - start)) for start, end in pairwise(times))
+        writing, reading = (f"{human_bytes(rate)}/s" for rate in rates)
         yield Check("speed", "good", f"writes {writing}, reads {reading} on one thread")
         supported = "supported" if locked else "not supported"
         yield Check("file locks", "good" if locked else "bad", supported)
-
-
-def _speed(work: Callable[[], object]) -> str:
-    start = time.perf_counter()
-    work()
-    return f"{human_bytes(int(_PROBE_BYTES / (time.perf_counter() - start)))}/s"
-
-
-def _last_server(report: ServerReport) -> Check:
-    started = common.when(report.time).rpartition(":")[0]
-    parts = [f"{report.model}, started {started}: {report.mode} mode, {report.pages} pages"]
-    parts += filter(None, [report.reason, report.codec and f"codec {report.codec}"])
-    for group in report.projection:
-        how = "by spec" if group.method == "spec" else "by their attention modules"
-        numbers = ", ".join(map(str, group.layers))
-        parts.append(f"layers {numbers} {how}: {group.detail} ({group.exactness})")
-    rates = ", ".join(f"{name} {rate:,.0f}" for name, rate in report.tokens_per_second.items())
-    more = {"recomputed layers": report.recomputation, "stored": report.partition}
-    more |= {"shared L3": report.behind, "tokens per second": rates}
-    parts += [f"{name}: {value}" for name, value in more.items() if value]
-    best = report.pages == "own" and all(group.method == "spec" for group in report.projection)
-    return Check("last server", "good" if best else "fair", "; ".join(parts))
 
 
 def _partition(record: PartitionRecord, profiles: Sequence[Profile]) -> Check:
@@ -221,8 +199,10 @@ def config(
     kind = options.CONFIG_VARIABLE
     if isinstance(table, dict) and not {"hcache", "module_path"}.isdisjoint(table):
         kind = "extra config"
-        names = {"module_path": options.MODULE_PATH, "class_name": options.CLASS_NAME}
-        for key, wanted in names.items():
+        for key, wanted in (
+            ("module_path", options.MODULE_PATH),
+            ("class_name", options.CLASS_NAME),
+        ):
             if (value := table.get(key)) != wanted:
                 hint = "otherwise SGLang loads another backend"
                 raise ConfigError(f"{kind}: {key!r} is {value!r}; it must be {wanted!r}, {hint}")

@@ -23,7 +23,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
-import typer
 from typer import Argument, Option
 
 from hcache_backend.cli import common
@@ -34,7 +33,6 @@ _SILENCE_S = 600.0  # the longest pause within an answer
 _IDENTITY = ("model_path", "weight_version", "dtype", "kv_cache_dtype", "page_size")
 _ENTRY = '{"key": "'  # the beginning of a line in a journal
 _JOURNAL = Path("hcache-ingest.jsonl")
-SHOWN_FAILURES = 10
 
 
 class UnusableServer(Failure):
@@ -51,9 +49,8 @@ class Server:
     def info(self) -> dict[str, Any]:
         """Its arguments, version and limits; raises UnusableServer if it is no SGLang server."""
         try:
-            found: dict[str, Any] = json.loads(ask(self.url, "server_info", 30.0, key=self.key))
-            return found
-        except (RequestError, ValueError) as error:
+            return dict(json.loads(ask(self.url, "server_info", 30.0, key=self.key)))
+        except (RequestError, ValueError, TypeError) as error:
             hint = "Start one, or pass its address with --url"
             why = f"no usable SGLang server at {self.url} (/server_info: {error}). {hint}"
             raise UnusableServer(why) from None
@@ -63,9 +60,8 @@ class Server:
 
         Raises UnusableServer if that is refused, or takes longer than ``seconds``.
         """
-        path = f"flush_cache?timeout={seconds:g}"
         try:
-            ask(self.url, path, seconds + 30, body={}, key=self.key)
+            ask(self.url, f"flush_cache?timeout={seconds:g}", seconds + 30, body={}, key=self.key)
         except RequestError as error:
             raise UnusableServer(f"{self.url}/flush_cache: {error}") from None
 
@@ -209,35 +205,29 @@ def store_documents(
     """Store documents that the journal does not name; those that the server refuses are left out.
 
     The caches are flushed after each ``group``; if ``settle_s`` is given, L3 has that many seconds
-    instead, because a flush needs an idle server. ``done`` is called after each document, in any
-    thread. Returns counts by name, and ``failed``: name of a document -> why the server refused it.
+    instead, because a flush needs an idle server. ``done`` is called after each document.
+    Returns counts by name, and ``failed``: name of a document -> why the server refused it.
     Raises as :func:`find_documents`, and UnusableServer if the server went away or is not idle.
     """
     counts = Counter(stored=0, tokens=0, tokens_found_in_l3=0, shorter_than_a_page=0)
     failed: dict[str, str] = {}
-
-    def send(document: Document) -> tuple[int, int] | RequestError:
-        try:
-            return server.prefill(document.content)
-        except RequestError as error:
-            return error
-        finally:
-            done()
 
     missing = (document for document in documents if document.key not in journal.keys)
     pool = ThreadPoolExecutor(max_parallel)
     try:
         while some := list(islice(missing, group)):
             stored = []
-            for document, answer in zip(some, pool.map(send, some), strict=True):
-                if isinstance(answer, RequestError):
-                    failed[document.name] = str(answer)
+            answers = [pool.submit(server.prefill, document.content) for document in some]
+            for document, answer in zip(some, answers, strict=True):
+                try:
+                    tokens, found = answer.result()
+                    stored.append((document, tokens))
+                    counts.update(stored=1, tokens=tokens, tokens_found_in_l3=found)
+                    counts["shorter_than_a_page"] += tokens < page_size
+                except RequestError as error:
+                    failed[document.name] = str(error)
                     server.info()  # raises if the server went away
-                    continue
-                tokens, found = answer
-                stored.append((document, tokens))
-                counts.update(stored=1, tokens=tokens, tokens_found_in_l3=found)
-                counts["shorter_than_a_page"] += tokens < page_size
+                done()
             if settle_s is None:
                 server.flush()
             else:
@@ -256,13 +246,10 @@ def ingest(
     url: Annotated[str, Option(help="The server whose L3 gets the pages.")] = common.SERVER,
     api_key: Annotated[str | None, Option(help="The server's (admin) API key.")] = None,
     prefix_file: Annotated[Path | None, Option(help="Text before each document.")] = None,
-    journal: Annotated[Path, Option(help="Where a later run continues.")] = _JOURNAL,
+    journal: Annotated[Path, Option(help="Progress; a later run goes on there.")] = _JOURNAL,
     max_parallel: Annotated[int, Option(min=1, help="Documents at a time.")] = 4,
     group: Annotated[int, Option(min=1, help="Write progress after every N documents.")] = 32,
-    settle: Annotated[
-        float | None,
-        Option(min=0, help="Seconds to wait for L3 on a busy server. Default: flush its caches."),
-    ] = None,
+    settle: Annotated[float | None, Option(min=0, help="Seconds to wait, without a flush.")] = None,
     as_json: common.AsJson = False,
 ) -> None:
     """Fill the store with documents ahead of time: a server computes them and stores their pages.
@@ -296,21 +283,16 @@ def ingest(
     time.sleep(METRICS_LAG_S * (known < len(keys)))
     said |= {"already_stored": known, "seconds": seconds}
     said |= {"tokens_per_second": said["tokens"] / seconds, "l3": moved(before, look(url))}
-    common.output(said, as_json, show)
-    if said["failed"]:
-        raise typer.Exit(1)
+    common.output(said, as_json, show, failed=bool(said["failed"]))
 
 
 def show(said: dict[str, Any]) -> None:
     """Print the results of a run by their names in JSON; counts of 0 are left out."""
+    for name, reason in said["failed"].items():
+        say(f"- {name}: {reason}", style="yellow", markup=False)
     l3 = {f"{name} (L3)": value for name, value in said["l3"].items()}
     for name, value in {**said, "refused": len(said["failed"]), **l3}.items():
         if isinstance(value, int | float) and value:
             say(f"{value:>15,.0f}  {name.replace('_', ' ')}")
     if l3.get("pages_dropped (L3)") or l3.get("pages_evicted (L3)"):
         say("- L3 has too little room for all documents: see hcache top and its quota")
-    lines = [f"{name}: {reason}" for name, reason in said["failed"].items()]
-    if len(lines) > SHOWN_FAILURES:
-        lines[SHOWN_FAILURES:] = [f"and {len(lines) - SHOWN_FAILURES} more (see --json)"]
-    for line in lines:
-        say(f"- {line}", style="yellow", markup=False)

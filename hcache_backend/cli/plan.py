@@ -1,53 +1,56 @@
-"""``hcache plan``: which layers to restore by which method, for a model on a machine."""
+"""``hcache plan``, ``profile`` and ``size``: a model on a machine, predicted, measured, stored."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Literal, NamedTuple
 
-from typer import Option
+from pydantic import ByteSize
+from typer import Argument, Option
 
 from hcache_backend.cli import common
 from hcache_backend.cli.common import Failure, human_bytes, say, table
-from hcache_backend.config import nearest
+from hcache_backend.config import HCacheConfig, nearest
+from hcache_backend.format.file import file_layout
+from hcache_backend.format.page import RECOMPUTED, PageLayout, StoredLayer, hidden_layer
+from hcache_backend.format.units import WHOLE, Segment, SegmentTable, units_per_group
 from hcache_backend.plan.costs import Partition, describe
-from hcache_backend.plan.encoded import encoded
+from hcache_backend.plan.disk import read_rate
+from hcache_backend.plan.encoded import PAGE_TOKENS, PlannedCodec, encoded
 from hcache_backend.plan.fleet import Conversations, FleetPlan
 from hcache_backend.plan.model_shape import ModelShape
 from hcache_backend.plan.plan import LENGTHS, PartitionPlan, Resource, RestorePath
 from hcache_backend.plan.presets import PRESETS, preset_profile
-from hcache_backend.plan.profile import Profile, load_profile
+from hcache_backend.plan.profile import Profile, Rate, load_profile
 from hcache_backend.plan.record import records, save_record
 
 _NAMES = ", ".join(PRESETS)
 _TITLES = {"mix": "this partition", "hidden": "hidden states", "kv": "KV offload"}
 _RESOURCES: dict[Resource, str] = {"l3": "L3", "bus": "bus", "compute": "GPU"}
-_LOOKS = {  # of the tasks of a method in the PNG; None: L3, read before the restore
-    "recompute": ("recompute", "#b05fa8"),
-    "hidden": ("hidden states", "#2a7ab9"),
-    "kv": ("KV", "#e8a33d"),
-    None: ("L3", "#9aa0a6"),
+_OPERATIONS = {
+    "hidden_copy": "hidden states, host to device",
+    "kv_load": "KV, host to pool",
+    "projection": "projection to K and V",
+    "dense": "forward pass without attention",
+    "attention": "attention",
 }
+_COLOURS = {"recompute": "#b05fa8", "hidden": "#2a7ab9", "kv": "#e8a33d", None: "#9aa0a6"}
+Mode = Literal["auto", "hidden", "kv"]
+# The numbers of a model that do not depend on how its values are stored.
 _WIDTHS = attrgetter("layers", "hidden", "mlp_width", "heads", "kv_heads", "head_dim", "value_dim")
-"""The numbers of a model that do not depend on how its values are stored."""
 
 
 def plan(
     model: common.Model,
     hardware: Annotated[str, Option("--hardware", "-w", help=f"A profile's file, or {_NAMES}.")],
-    ssds: Annotated[
-        int | None,
-        Option(min=0, help="SSDs of L3, 6.9 GB/s each; 0: host memory. A profile has its own L3."),
-    ] = None,
+    ssds: Annotated[int | None, Option(min=0, help="Of L3, 6.9 GB/s each; 0: host memory.")] = None,
     tokens: Annotated[int, Option(min=1, help="Tokens to restore.")] = 1024,
     tp: common.Ranks = 1,
-    restore: Annotated[
-        RestorePath,
-        Option(help="Option `restore` of the server: L3 is read during the restore, or before it."),
-    ] = "auto",
+    restore: Annotated[RestorePath, Option(help="Option `restore` of the server.")] = "auto",
     codec: common.Codec = "auto",
     users: Annotated[int | None, Option(min=1, help="Conversations to plan capacity for.")] = None,
     turns_per_hour: Annotated[float, Option(min=0.001, help="Turns of each of them.")] = 6.0,
@@ -57,11 +60,7 @@ def plan(
     plot: Annotated[Path | None, Option(help="Draw the pipelines, as PNG.")] = None,
     apply: Annotated[
         Path | None,
-        Option(
-            metavar="DIR",
-            help="Record this plan in the page store DIR, from which the model was served before: "
-            "servers follow it from their next start. Pages of another plan become misses.",
-        ),
+        Option(metavar="DIR", help="Change the plan of a page store; stored pages become misses."),
     ] = None,
 ) -> None:
     """Plan which layers to store as hidden states, as KV, or not at all; predict restore times."""
@@ -98,8 +97,7 @@ def _apply(folder: Path, shape: ModelShape, partition: Partition) -> None:
     known = [(name, record) for name, record in records(folder) if record.shape is not None]
     found = [(name, record) for name, record in known if _WIDTHS(record.shape) == _WIDTHS(shape)]
     if not found:
-        hint = "no server has used this model with it yet; start one first"
-        raise Failure(f"--apply {folder}: {hint}")
+        raise Failure(f"--apply {folder}: no server has used this model with it yet; start one")
     update = {**asdict(partition), "reason": "hcache plan --apply"}
     for name, record in found:
         save_record(folder, name, record.model_copy(update=update), replace=True)
@@ -164,15 +162,13 @@ def _draw(plan: PartitionPlan, path: Path) -> None:
     from matplotlib.patches import Patch
 
     figure, model = Figure(figsize=(9, 5), layout="constrained"), plan.model
-    axes, rows, used = figure.subplots(), list[str](), dict[str, Patch]()
+    axes, rows = figure.subplots(), list[str]()
     for name in plan.choices:
         tasks, seconds = plan.timeline(name), plan.seconds(name)
         for stream in dict.fromkeys(task.stream for task in tasks):
             mine = [task for task in tasks if task.stream == stream]
             spans = [(1e3 * task.start, 1e3 * (task.end - task.start)) for task in mine]
-            looks = [_LOOKS[task.method] for task in mine]
-            used |= {label: Patch(color=colour, label=label) for label, colour in looks}
-            colours = [colour for _, colour in looks]
+            colours = [_COLOURS[task.method] for task in mine]
             axes.broken_barh(spans, (len(rows), 0.8), facecolors=colours, edgecolor="w", lw=0.3)
             rows.append(f"{_TITLES.get(name, name)}, {1e3 * seconds:,.1f} ms: {stream}")
     axes.set_yticks([row + 0.4 for row in range(len(rows))], rows)
@@ -182,7 +178,8 @@ def _draw(plan: PartitionPlan, path: Path) -> None:
         f"Predicted: {plan.tokens:,} tokens are restored in {1e3 * plan.seconds('mix'):,.1f} ms\n"
         f"{model.family}, {model.layers} layers of {model.hidden}; {plan.tp} {plan.profile.device}"
     )
-    figure.legend(handles=list(used.values()), loc="outside lower center", ncols=4)
+    handles = [Patch(color=colour, label=method or "L3") for method, colour in _COLOURS.items()]
+    figure.legend(handles=handles, loc="outside lower center", ncols=4)
     figure.savefig(path, dpi=130, format="png")
 
 
@@ -214,3 +211,179 @@ def _show_fleet(fleet: FleetPlan, path: Path) -> None:
         f"\nWith {fleet.most_conversations:,} conversations the {_RESOURCES[fleet.binds]} works "
         "all the time. New tokens count as prefill; to decode them takes longer.",
     )
+
+
+def profile(
+    model: common.Model,
+    out: Annotated[Path | None, Option("--out", "-o", help="Write the profile here.")] = None,
+    folders: common.Folders = None,
+    dirs: common.Dirs = None,
+    seconds: Annotated[float, Option(min=0.01, max=600, help="For each part, about.")] = 2.0,
+    as_json: common.AsJson = False,
+) -> None:
+    """Measure L3, the way to the device, projection and recomputation on this machine."""
+    shape, _ = common.served_model(model)
+    config = common.settings(folders, dirs)
+    if out is not None and not out.absolute().parent.is_dir():
+        raise Failure(f"--out {out}: there is no folder {out.absolute().parent}")
+    measured = _measure(shape, config, seconds, hidden=as_json)
+    if out is not None:
+        measured.save(out)
+    common.output(measured.model_dump(mode="json"), as_json, lambda _: _show_profile(measured))
+    if out is not None and not as_json:
+        say(f"Written to {out}; use it with `hcache plan --model {model} --hardware {out}`.")
+
+
+def _measure(shape: ModelShape, config: HCacheConfig, seconds: float, *, hidden: bool) -> Profile:
+    # torch takes seconds to import, and the other commands do without it
+    import torch
+
+    from hcache_backend.plan.measure import OPERATIONS, Bench, measure
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = torch.float32 if shape.element_bytes == 4 else torch.bfloat16
+    with common.progress_bar(hidden=hidden) as progress:
+        task = progress.add_task("L3 folders", total=2 + len(OPERATIONS))
+        rate = read_rate(config, shape, seconds)
+        if not rate.direct:
+            say("L3 was read through the page cache: the disk may be slower", console=common.errors)
+
+        def begin(operation: str) -> None:
+            title = _OPERATIONS.get(operation, "copies during products")
+            progress.update(task, advance=1, description=title)
+
+        try:
+            bench = Bench(shape, device, dtype, seconds)
+            return measure(bench, Rate(per_second=rate.per_second), config.dirs, begin=begin)
+        except torch.OutOfMemoryError:
+            raise Failure("the device has no room for one layer; stop what else uses it") from None
+
+
+def _show_profile(measured: Profile) -> None:
+    layer = table("", "one layer", "rate#", "fixed, us#", "tokens#", "ms#")
+    if measured.l3 is not None:
+        layer.add_row("L3, all folders", _rate(measured.l3.per_second, "B/s"))
+    for name, title in _OPERATIONS.items():
+        rate: Rate = getattr(measured, name)
+        speed = _rate(rate.per_second, "B/s" if name in ("hidden_copy", "kv_load") else "FLOP/s")
+        tokens, seconds = max(measured.points[name])
+        fixed = f"{rate.seconds * 1e6:,.0f}"
+        layer.add_row(title, speed, fixed, f"{tokens:,}", f"{seconds * 1e3:,.2f}")
+    ways = table("", "copies", "alone#", "during products#", "products keep#")
+    for way in measured.copies:
+        used = " (used)" if way is measured.copies[0] else ""
+        speeds = _rate(way.alone, "B/s"), _rate(way.beside, "B/s"), f"{way.products:.0%}"
+        ways.add_row(way.name + used, *speeds)
+    alone = "Copies were measured alone, not during matrix products as on GPUs."
+    head = f"{measured.device}, {measured.dtype}, {measured.date}\n"
+    say(head, layer, ways if measured.copies else alone)
+
+
+def _rate(value: float, unit: str) -> str:
+    """A rate as people read it, in powers of 1,000."""
+    return ByteSize(value).human_readable(decimal=True, separator=" ")[:-1] + unit
+
+
+class Sizing(NamedTuple):
+    """Room for conversations; page and host memory are a rank's, files those of all ranks.
+    ``shadows`` are host pages that stand for tokens on the device, ``ratio`` is host memory as a
+    multiple of the device's KV pool; None: the size of the pool was not given."""
+
+    page_bytes: int
+    pages: int
+    shadows: int
+    host_bytes: int
+    ratio: float | None
+    file_bytes: int
+    files: int
+    disk_bytes: int
+
+
+def sizing(
+    model: ModelShape,
+    dtype: str,
+    partition: Partition,
+    *,
+    conversations: int,
+    tokens: int,
+    device_tokens: int | None = None,
+    page_size: int = PAGE_TOKENS,
+    codec: PlannedCodec = "auto",
+    tp: int = 1,
+) -> Sizing:
+    """Room for ``conversations`` of ``tokens`` tokens, of which full pages are kept.
+
+    ``model`` is without a codec and served in ``dtype``: ``bfloat16``, ``float16`` or ``float32``.
+    ``device_tokens`` are those of the device's KV pool (SGLang's ``max_total_num_tokens``).
+    """
+    from hcache_backend.restore.exchange import share_of_rank
+
+    heads = -(-model.kv_heads // tp)  # of a rank
+    stored = encoded(model, codec, dtype, tp=tp, page_size=page_size)
+    plain, kv_bytes = (
+        each.kv_bytes if model.latent else each.kv_bytes * heads // model.kv_heads
+        for each in (model, stored)
+    )
+    if model.latent:  # SGLang's plain pages, of which every rank has the same
+        table = SegmentTable((Segment(page_size * model.layers * kv_bytes),))
+        page_bytes, files, share = table.page_bytes, 1, WHOLE
+    else:
+        share = share_of_rank(0, tp, page_size)
+        hidden = hidden_layer(page_size, stored.hidden_bytes, model.hidden)
+        kv_length, both = page_size * kv_bytes * share.of, model.head_dim + model.value_dim
+        segments = []
+        for width in (model.head_dim, model.value_dim):
+            pieces = units_per_group(page_size, heads * width)
+            segments.append(Segment(kv_length * width // both, share.of, pieces))
+        kv = StoredLayer(tuple(segments))
+        kinds = ((RECOMPUTED, partition.recompute), (hidden, partition.hidden), (kv, partition.kv))
+        layers = tuple(layer for layer, count in kinds for _ in range(count))
+        layout = PageLayout(page_size, layers, share)
+        table, page_bytes = layout.table, layout.page_bytes
+        files = tp if partition.kv else share.of  # K and V are those of a rank's own heads
+    pages = conversations * (tokens // page_size)
+    # SGLang's pool has a page more than it gives out.
+    shadows = ((device_tokens or 0) // page_size + 1) * bool(partition.hidden)
+    host_bytes = (pages + shadows) * page_bytes
+    ratio = host_bytes / (device_tokens * model.layers * plain) if device_tokens else None
+    file_bytes, files = file_layout(table, share).file_bytes, pages * files
+    disk_bytes = files * file_bytes
+    return Sizing(page_bytes, pages, shadows, host_bytes, ratio, file_bytes, files, disk_bytes)
+
+
+def size(
+    model: Annotated[Path, Argument(help=common.MODEL_HELP)],
+    conversations: Annotated[int, Option(min=1, help="Conversations to keep.")],
+    tokens: Annotated[int, Option(min=1, help="Tokens of each conversation.")],
+    device_tokens: Annotated[int | None, Option(min=1, help="Tokens in the GPU's KV pool.")] = None,
+    mode: Annotated[Mode, Option(help="Option `mode` of the server.")] = "auto",
+    codec: common.Codec = "auto",
+    tp: common.Ranks = 1,
+    page_size: Annotated[int, Option(min=1, help="Option --page-size of the server.")] = 64,
+    folders: Annotated[int, Option(min=1, help="Folders of the page store.")] = 1,
+    as_json: common.AsJson = False,
+) -> None:
+    """Compute the host memory and the disk that conversations take."""
+    shape, dtype = common.served_model(model, tp)
+    smaller = encoded(shape, codec, dtype, tp=tp, page_size=page_size).hidden_is_smaller
+    hidden = not shape.latent and (mode == "hidden" or (mode == "auto" and smaller))
+    partition = Partition(0, shape.layers, 0) if hidden else Partition(0, 0, shape.layers)
+    asked = {"conversations": conversations, "tokens": tokens, "device_tokens": device_tokens}
+    pages: dict[str, Any] = {**asked, "page_size": page_size, "codec": codec, "tp": tp}
+    found = sizing(shape, dtype, partition, **pages)
+    quota = math.ceil(found.disk_bytes / folders / HCacheConfig().high_water)
+    gigabytes = math.ceil(found.host_bytes / 1e9)
+    memory = f"--hicache-size {gigabytes}"
+    if found.ratio is not None:
+        memory += f" (or --hicache-ratio {math.ceil(10 * found.ratio) / 10})"
+    elif hidden:
+        memory += f", and {found.page_bytes:,} bytes for each {page_size} tokens on the GPU"
+    text = (
+        f"{describe(partition)}; {found.page_bytes:,} bytes per {page_size}-token page and rank\n"
+        f"Host memory for all of them: {found.host_bytes / 1e9:,.1f} GB per rank: {memory}\n"
+        f"Disk: {found.disk_bytes / 1e9:,.1f} GB in {found.files:,} files: "
+        f"quota_bytes {quota} for each of {folders} folder(s)\n"
+        "Host memory may hold fewer conversations than the disk: those in use within minutes."
+    )
+    options = {"hicache_size": gigabytes, "quota_bytes": quota}
+    common.output({**found._asdict(), **options}, as_json, lambda _: common.say(text))

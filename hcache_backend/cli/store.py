@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import closing
 from dataclasses import asdict
 from functools import partial
@@ -40,7 +40,7 @@ def stats(folders: Folders = None, dirs: Dirs = None, as_json: AsJson = False) -
     """Show how much each folder and each namespace holds, and which server was the last."""
     config = common.existing_store(folders, dirs)
     found = [_folder_stats(path) for path in config.dirs]
-    output({"folders": found}, as_json, _show_stats)
+    output({"folders": found}, as_json, partial(_show_stats, config))
 
 
 def _folder_stats(path: Path) -> dict[str, Any]:
@@ -55,9 +55,10 @@ def _folder_stats(path: Path) -> dict[str, Any]:
             space["pages"] += 1
             space["bytes"] += entry.file_bytes
             space["last_used"] = max(space["last_used"], entry.rank / 1e9)
+        report = read_report(path)
         return {
             "folder": str(path),
-            "last_server": _last_server(path),
+            "last_server": report and report.model_dump(mode="json"),
             "pages": totals.pages,
             "bytes": totals.bytes,
             "free_bytes": folder.ops.free_bytes(folder.root_fd),
@@ -67,7 +68,7 @@ def _folder_stats(path: Path) -> dict[str, Any]:
         }
 
 
-def _show_stats(found: dict[str, Any]) -> None:
+def _show_stats(config: HCacheConfig, found: dict[str, Any]) -> None:
     folders = found["folders"]
     keys = "pages# bytes# free_bytes# direct_io index_complete folder"
     screen.print(listing("Folders", keys, folders))
@@ -79,7 +80,7 @@ def _show_stats(found: dict[str, Any]) -> None:
     if spaces:
         keys = "namespace codec pages# bytes# last_used folder"
         screen.print("", listing("Namespaces", keys, spaces), sep="\n")
-    _show_last_servers({folder["folder"]: folder["last_server"] for folder in folders})
+    _show_last_servers(config.dirs)
 
 
 def ls(
@@ -106,16 +107,18 @@ def ls(
                 }
                 for entry in islice(_entries(folder, namespace), limit - len(rows))
             )
-    servers = {str(path): report for path in config.dirs if (report := _last_server(path))}
-    output({"pages": rows, "last_servers": servers}, as_json, partial(_show_pages, limit))
+    reports = {str(path): report for path in config.dirs if (report := read_report(path))}
+    servers = {path: report.model_dump(mode="json") for path, report in reports.items()}
+    found = {"pages": rows, "last_servers": servers}
+    output(found, as_json, partial(_show_pages, config, limit))
 
 
-def _show_pages(limit: int, found: dict[str, Any]) -> None:
+def _show_pages(config: HCacheConfig, limit: int, found: dict[str, Any]) -> None:
     keys = "namespace key share bytes# writer last_used folder"
     screen.print(listing("", keys, found["pages"]))
     if len(found["pages"]) == limit:
         say(f"(the first {limit}; more with --limit)")
-    _show_last_servers(found["last_servers"])
+    _show_last_servers(config.dirs)
 
 
 def verify(
@@ -129,11 +132,8 @@ def verify(
     config = common.existing_store(folders, dirs)
     with common.progress_bar(hidden=as_json) as bar:
         results = {str(path): _verified(path, bar, rebuild, repair) for path in config.dirs}
-    output({"folders": results}, as_json, _show_findings)
-    if any(result["problems"] > result["repaired"] for result in results.values()):
-        if not (repair or as_json):
-            say("Delete damaged pages with: hcache verify --repair")
-        raise typer.Exit(1)
+    failed = any(result["problems"] > result["repaired"] for result in results.values())
+    output({"folders": results}, as_json, _show_findings, failed=failed)
 
 
 def _verified(path: Path, bar: Progress, rebuild: bool, repair: bool) -> dict[str, Any]:
@@ -165,15 +165,19 @@ def _show_findings(found: dict[str, Any]) -> None:
             lines.append(f"{path}: and {len(problems) - _SHOWN_AT_MOST} more (see --json)")
     keys = "intact# bytes# damaged# missing# unknown# index# repaired# folder"
     screen.print(listing("", keys, rows))
-    for line in lines:
-        say(line)
+    if lines:
+        say(*lines)
+    if any(row["repaired"] < row["problems"] for row in rows):
+        say("Delete damaged pages with: hcache verify --repair")
 
 
 def gc(
     folders: Folders = None,
     dirs: Dirs = None,
-    quota_bytes: Annotated[str | None, Option(help="Of each folder, as 500GB.")] = None,
-    min_free_bytes: Annotated[str | None, Option(help="On each disk, as 4GiB.")] = None,
+    quota_bytes: Annotated[str | None, Option(help="Largest size of a folder, as 500GB.")] = None,
+    min_free_bytes: Annotated[
+        str | None, Option(help="What stays free on a disk, as 4GiB.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Evict least recently used pages until every folder is within its quota and leaves enough
@@ -202,14 +206,8 @@ def clear(
     for path in config.dirs:
         with _opened(path) as folder:
             doomed.update(entry.name.namespace for entry in _entries(folder, namespace))
-    if namespace is not None and len(doomed) > 1:
-        raise common.Failure(f"{len(doomed)} namespaces begin with {namespace!r}; give more digits")
-    if namespace is not None and not doomed:
-        say(
-            f"no namespace begins with {namespace!r}; `hcache stats` lists them",
-            console=common.errors,
-        )
-        raise typer.Exit(1)
+    if namespace is not None and len(doomed) != 1:
+        raise common.Failure(f"{len(doomed)} namespaces begin with {namespace!r}: see hcache stats")
     if (count := doomed.total()) and not yes:
         where = ", ".join(map(str, config.dirs))
         typer.confirm(f"Delete {count:,} pages in {where}?", abort=True, err=True)
@@ -253,17 +251,7 @@ def codecs_of(file: Path) -> str | None:
     return ", ".join(code.rstrip(b"\0").decode("ascii", "replace") for code in stored)
 
 
-def _last_server(path: Path) -> dict[str, Any] | None:
-    report = read_report(path)
-    return report.model_dump(mode="json") if report is not None else None
-
-
-def _show_last_servers(reports: Mapping[str, dict[str, Any] | None]) -> None:
-    """Print the last server of each folder, from its report."""
-    for path, report in reports.items():
-        if report is not None:
-            reason = f" ({report['reason']})" if report["reason"] is not None else ""
-            codec = f", codec {report['codec']}" if report["codec"] is not None else ""
-            pages = f"{report['mode']} mode, {report['pages']} pages{reason}{codec}"
-            started = f"{report['model']}, {common.when(report['time'])}"
-            say(f"\nLast server of {path}: {pages}; {started}")
+def _show_last_servers(folders: Iterable[Path]) -> None:
+    for path in folders:
+        if (report := read_report(path)) is not None:
+            say(f"\nLast server of {path}: {common.describe_server(report)}")

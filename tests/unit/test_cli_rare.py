@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from hcache_backend.cli import common, doctor, ingest, profile, store
+from hcache_backend.cli import common, doctor, ingest, plan, store
 from hcache_backend.cli.common import human_bytes
 from hcache_backend.cli.main import app
 from hcache_backend.config import ConfigError, config_from_environment, parse_config
@@ -33,7 +33,7 @@ def test_bytes_as_people_read_them(count: int, text: str) -> None:
 
 
 def test_rates_as_people_read_them() -> None:
-    shown = [profile._rate(rate, "FLOP/s") for rate in (5.0, 2e9, 3e12)]
+    shown = [plan._rate(rate, "FLOP/s") for rate in (5.0, 2e9, 3e12)]
     assert shown == ["5 FLOP/s", "2.0 GFLOP/s", "3.0 TFLOP/s"]
 
 
@@ -54,7 +54,7 @@ def test_what_happened_to_documents_is_said(capsys: pytest.CaptureFixture[str]) 
     said: dict[str, Any] = {
         "stored": 2,
         "already_stored": 0,
-        "failed": {f"doc {n}": "refused" for n in range(ingest.SHOWN_FAILURES + 3)},
+        "failed": {"doc 0": "too {long}", "doc 1": "[red]"},
         "shorter_than_a_page": 1,
         "l3": {"bytes_written": 2048, "pages_dropped": 4, "pages_evicted": 6},
     }
@@ -62,7 +62,7 @@ def test_what_happened_to_documents_is_said(capsys: pytest.CaptureFixture[str]) 
     assert "1 shorter than a page" in text and "already stored" not in text
     assert "4 pages dropped (L3)" in text and "2,048 bytes written (L3)" in text
     assert "L3 has too little room" in text
-    assert "doc 0: refused" in text and "and 3 more" in text
+    assert "- doc 0: too {long} - doc 1: [red]" in text and "2 refused" in text
 
 
 # ---- hcache store, top, plan, profile, doctor ----
@@ -87,7 +87,7 @@ def test_a_short_page_has_no_codecs(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_more_findings_than_are_shown_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
     names = [f"a{n}.page" for n in range(store._SHOWN_AT_MOST + 5)]
     found: dict[str, Any] = {"pages": 0, "bytes": 0, "repaired": 0, "missing": names}
-    found |= {"damaged": [], "unknown": [], "index": []}
+    found |= {"damaged": [], "unknown": [], "index": [], "problems": len(names)}
     text = shown(lambda: store._show_findings({"folders": {"/mnt": found}}), capsys)
     assert "and 5 more (see --json)" in text
 

@@ -138,7 +138,7 @@ def test_what_is_behind_l3_shows_and_whether_it_answers(server: Pages, pages: li
     said = " ".join(output.replace("│", " ").split())  # lines are wrapped
     assert "shared L3: mooncake, not responding" in said
     assert "the shared L3 at 1,234" in output
-    assert re.search(r"shared L3: read .* 7 pages", output)
+    assert re.search(r"pages read from the shared L3 .* 7 ", output)
     assert not parse(answers).behind_silent
     for family in (metrics.BEHIND, *metrics.BEHIND_PAGES.counters, metrics.RATES):
         family.clear()
@@ -174,10 +174,10 @@ def test_one_picture_of_a_server_and_of_one_that_is_not_there(
         status, output = run("--once", "-i", "0.2", address(server), nobody)
     assert status == 1
     assert "hidden mode, own pages, codec none, 0 requests running" in output
-    assert "192 tokens" in output
+    assert re.search(r"tokens captured +\d+ +192 ", output)
     assert "page_checksum 1" in output
     assert "tokens per second: L3 is read at 2,500" in output
-    assert "and refused" in output and "48 tokens" in output
+    assert re.search(r"and refused +0 +48 ", output)
     assert "the server does not answer" in output and "refused" in output
     server.pages = [503]
     _, output = run("--json", address(server))
@@ -225,7 +225,7 @@ def test_the_live_view_goes_on_until_it_is_interrupted(server: Pages, pages: lis
     with subprocess.Popen(command, stdout=theirs, stderr=theirs, start_new_session=True) as top:
         os.close(theirs)
         seen = ""
-        for wanted in ("64 tokens", "answered 503", "192 tokens"):
+        for wanted in ("captured", "answered 503", "192"):
             while wanted not in seen:
                 seen += os.read(ours, 65536).decode(errors="replace")
         top.send_signal(signal.SIGINT)

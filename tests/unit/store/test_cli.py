@@ -276,15 +276,15 @@ def test_what_is_shown_is_short_and_says_so(folder: Path, store: PageStore) -> N
     said = hcache("gc", "-d", folder, "--quota-bytes", 5 * FILE)
     assert "2 pages evicted, 40.0 KiB" in said
     put(store, 0, 1, 4, 5, namespace=OTHER_NAMESPACE)
-    assert "2 namespaces begin with '6'; give more digits" in hcache(
+    assert "2 namespaces begin with '6': see hcache stats" in hcache(
         "clear", "-d", folder, "-y", "-n", "6", status=2
     )
     assert " pages deleted" in hcache("clear", "-d", folder, "-y")
 
 
 def test_a_namespace_that_is_not_there_is_said(folder: Path, store: PageStore) -> None:
-    said = hcache("clear", folder, "-y", "-n", "99", status=1)
-    assert "no namespace begins with '99'" in said
+    said = hcache("clear", folder, "-y", "-n", "99", status=2)
+    assert "0 namespaces begin with '99'" in said
     assert hcache_json("stats", folder)["folders"][0]["pages"] == 6
 
 
