@@ -217,6 +217,14 @@ MODE = Metric(
     multiprocess_mode="livemax",
 )
 
+CAPABILITY = Metric(
+    Gauge,
+    "hcache_capability_info",
+    "1 for a capability that the server has, 0 for one that it goes without; the log says why",
+    "capability",
+    multiprocess_mode="livemax",
+)
+
 # quarantined (a check failed, or weight updates would go unnoticed), not_restorable, flush_needed,
 # stages (not all pipeline stages have told their weights)
 SUSPENDED = Metric(
@@ -306,7 +314,8 @@ COUNTS: Mapping[str, Metric | Events] = {
 
 ALL = (
     *(metric for table in COUNTS.values() for metric in table.counters),
-    STREAM_SECONDS, STAGE_SECONDS, MODE, SUSPENDED, CODEC, PAIRS, PAIR_DISTANCES, BEHIND, RATES,
+    STREAM_SECONDS, STAGE_SECONDS, MODE, CAPABILITY, SUSPENDED,
+    CODEC, PAIRS, PAIR_DISTANCES, BEHIND, RATES,
 )  # fmt: skip
 
 

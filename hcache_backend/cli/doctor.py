@@ -125,10 +125,12 @@ def _last_server(path: Path, report: ServerReport) -> Check:
         numbers = ", ".join(map(str, group.layers))
         parts.append(f"layers {numbers} {how}: {group.detail} ({group.exactness})")
     rates = ", ".join(f"{name} {rate:,.0f}" for name, rate in report.tokens_per_second.items())
+    unused = ", ".join(f"{what} ({why})" for what, why in report.unused.items())
     more = {
-        "recomputed layers": report.recomputation,
+        "recomputed layers": None if "recomputation" in report.unused else report.recomputation,
         "stored": report.partition,
         "shared L3": report.behind,
+        "not used": unused or None,
         "tokens per second": rates or None,
     }
     parts += [f"{name}: {value}" for name, value in more.items() if value is not None]

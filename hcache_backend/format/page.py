@@ -228,6 +228,11 @@ class PageLayout:
         start = TOKENS + 4 * self.page_size
         return pages[..., start : start + 4 * self.page_size].view(np.int32)
 
+    @property
+    def variants(self) -> list[PageLayout]:
+        """Layouts that differ in every code that a page may have: each is tried at the start."""
+        return [self]
+
     def of(self, page: Bytes) -> PageLayout | None:
         """The layout of ``page`` (uint8 ``[page_bytes]``), whose header may let layers share slots.
         None: it is of another form."""

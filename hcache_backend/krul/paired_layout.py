@@ -63,7 +63,7 @@ class PairedLayout(PageLayout):
         return replace(self, pairs=tuple(sorted(pairs)))
 
     @property
-    def in_each_code(self) -> list[PairedLayout]:
+    def variants(self) -> list[PageLayout]:
         """Layouts of pages with the same pairs, all of them encoded in one way."""
         return [self.with_pairs([(*pair[:2], code) for pair in self.pairs]) for code in self.codes]
 

@@ -16,6 +16,8 @@ from hcache_backend.format.units import SHARE_COUNTS
 OLDEST = (0, 5, 21)
 NEWEST = (0, 5, 23)
 
+NO_REQUEST = 0  # the row of no request in SGLang's table: graphs pad batches with it
+
 
 def sglang_version() -> str:
     """The installed version, or ``unknown`` if SGLang has no metadata."""

@@ -124,14 +124,6 @@ class Runtime:
             self.hit_gate.clear_metrics()
             self.hit_gate = None
 
-    def say_unused(self) -> None:
-        """Log the features that the server goes without; the last line about its host pool."""
-        problem = (self.recomputation or "").partition("none: ")[2]
-        unused = {"recomputation": problem} if problem else {}
-        if unused := {**unused, **self.unused}:
-            said = "; ".join(f"{what} ({reason})" for what, reason in unused.items())
-            logger.info("hcache: not used: %s", said)
-
     def report(self) -> ServerReport:
         hidden = self.mode == "hidden"
         return ServerReport(
@@ -144,6 +136,7 @@ class Runtime:
             partition=self.layer_methods.describe() if hidden and self.layer_methods else None,
             projection=tuple(self.projection),
             recomputation=self.recomputation,
+            unused=self.unused,
             tokens_per_second=self.hit_gate.costs.rates() if self.hit_gate is not None else {},
         )
 

@@ -9,18 +9,17 @@ from typing import Any
 import numpy as np
 import torch
 
+from hcache_backend.checks.probe import probe_tokens
 from hcache_backend.config import KrulOption
 from hcache_backend.krul.choice import PairChoice
 from hcache_backend.krul.paired_layout import PairedLayout
 from hcache_backend.krul.segments import PairedSegments
 from hcache_backend.krul.selection import Strategy
 from hcache_backend.krul.statistics import PROBE_TOKENS, attention_sums
-from hcache_backend.ranks import on_all_ranks
+from hcache_backend.ranks import Refused, on_all_ranks
 from hcache_backend.sglang.hooks import hidden_mode_hooks, install
 from hcache_backend.sglang.recompute_batch import make_recomputer
-from hcache_backend.start.agreement import Refused
 from hcache_backend.start.page_plan import PagePlan
-from hcache_backend.start.self_check import probe_tokens
 from hcache_backend.streams import current_stream
 
 logger = logging.getLogger("hcache")

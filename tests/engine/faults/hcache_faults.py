@@ -71,16 +71,16 @@ def _wrong_rope() -> None:
 
 def _hold_decisions() -> None:
     """A server that has decided on its partition waits before it looks what others decided."""
-    from hcache_backend.start.partition_choice import _Store
+    from hcache_backend.start import machine
 
-    settle = _Store.settle
+    settle = machine.settle
 
-    def held(self: Any, record: Any) -> Any:
+    def held(*decided: Any) -> Any:
         while _active():
             time.sleep(0.01)
-        return settle(self, record)
+        return settle(*decided)
 
-    _Store.settle = held  # type: ignore[method-assign]
+    machine.settle = held
 
 
 def _wrong_spec(**wrong: Any) -> Callable[[], None]:
@@ -89,9 +89,9 @@ def _wrong_spec(**wrong: Any) -> Callable[[], None]:
     def inject() -> None:
         from dataclasses import replace
 
-        from hcache_backend.start import layer_specs
+        from hcache_backend.checks import specs
 
-        find = layer_specs.find_spec
+        find = specs.find_spec
 
         def faulty(layer: Any, *args: Any) -> Any:
             spec = find(layer, *args)
@@ -100,7 +100,7 @@ def _wrong_spec(**wrong: Any) -> Callable[[], None]:
             changes = {name: change(spec) for name, change in wrong.items()}
             return replace(spec, **changes)
 
-        layer_specs.find_spec = faulty
+        specs.find_spec = faulty
 
     return inject
 

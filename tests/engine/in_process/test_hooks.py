@@ -23,15 +23,14 @@ from bench.harness.options import hcache_config
 from hcache_backend import metrics
 from hcache_backend.config import ConfigError
 from hcache_backend.projection.generic import ProjectionBatch, ProjectionReached
+from hcache_backend.sglang import groups, hooks
 from hcache_backend.sglang import hits as hit_hooks
-from hcache_backend.sglang import hooks
 from hcache_backend.sglang.arguments import unsupported_reason
 from hcache_backend.sglang.hooks import Hook, OnError, install
 from hcache_backend.sglang.runtime import Runtime, Weights, current
-from hcache_backend.start import agreement, attach
-from hcache_backend.start import bootstrap as bootstrap_module
-from hcache_backend.start.bootstrap import bootstrap
-from hcache_backend.start.graphs import graph_hooks
+from hcache_backend.start import attach
+from hcache_backend.start.attach import bootstrap
+from hcache_backend.start.strategy import graph_hooks
 
 
 def every_hook() -> list[Hook]:
@@ -212,8 +211,8 @@ def test_an_unsupported_version_means_kv_mode_with_that_reason(
 ) -> None:
     reasons: list[str | None] = []
     monkeypatch.setenv("HCACHE_ENABLE", "1")
-    monkeypatch.setattr(bootstrap_module, "resolved", lambda args: args)
-    monkeypatch.setattr(bootstrap_module, "unsupported_reason", lambda: "SGLang 9 is not one")
+    monkeypatch.setattr(attach, "resolved", lambda args: args)
+    monkeypatch.setattr(attach, "unsupported_reason", lambda: "SGLang 9 is not one")
     monkeypatch.setattr("hcache_backend.sglang.runtime._stage_weights", lambda _: Weights(b"w"))
     monkeypatch.setattr(
         "hcache_backend.start.strategy.OwnPagesStrategy",
@@ -229,7 +228,7 @@ def test_weights_that_could_change_unnoticed_mean_no_l3_at_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("HCACHE_ENABLE", "1")
-    monkeypatch.setattr(bootstrap_module, "resolved", lambda args: args)
+    monkeypatch.setattr(attach, "resolved", lambda args: args)
     monkeypatch.setattr(hooks, "RESET", hooks.RESET + "_gone")
     monkeypatch.setattr("hcache_backend.sglang.runtime._stage_weights", lambda _: Weights(b"w"))
     monkeypatch.setattr(hybrid_pool_assembler, "register_stack_strategy", lambda strategy: None)
@@ -245,7 +244,7 @@ def test_without_hierarchical_cache_there_is_nothing_to_do(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("HCACHE_ENABLE", "1")
-    monkeypatch.setattr(bootstrap_module, "resolved", lambda args: args)
+    monkeypatch.setattr(attach, "resolved", lambda args: args)
     bootstrap(runner(enable_hierarchical_cache=False))
     assert "configured, but inactive: add --enable-hierarchical-cache" in caplog.text
     assert current().config is None
@@ -266,7 +265,7 @@ def test_what_could_not_be_told_apart_means_no_l3_at_all(
     hooks_of: str, arguments: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HCACHE_ENABLE", "1")
-    monkeypatch.setattr(bootstrap_module, "resolved", lambda args: args)
+    monkeypatch.setattr(attach, "resolved", lambda args: args)
     gone = hooks.Hook(hooks.RESET + "_gone", lambda original, *given: original(*given))
     monkeypatch.setattr(hooks, hooks_of, lambda: [gone])
     monkeypatch.setattr("hcache_backend.sglang.runtime._stage_weights", lambda _: Weights(b"w"))
@@ -279,7 +278,7 @@ def test_an_sglang_without_a_place_for_pools_keeps_plain_pages(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("HCACHE_ENABLE", "1")
-    monkeypatch.setattr(bootstrap_module, "resolved", lambda args: args)
+    monkeypatch.setattr(attach, "resolved", lambda args: args)
     monkeypatch.setattr("hcache_backend.sglang.runtime._stage_weights", lambda _: Weights(b"w"))
     monkeypatch.delattr(hybrid_pool_assembler, "register_stack_strategy")
     bootstrap(runner())
@@ -290,7 +289,7 @@ def test_options_of_the_l3_stand_over_those_of_the_environment(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("HCACHE_CONFIG", '{"mode": "kv", "quota_bytes": 5}')
-    monkeypatch.setattr(bootstrap_module, "resolved", lambda args: args)
+    monkeypatch.setattr(attach, "resolved", lambda args: args)
     monkeypatch.setattr("hcache_backend.sglang.runtime._stage_weights", lambda _: Weights(b"w"))
     monkeypatch.setattr(hybrid_pool_assembler, "register_stack_strategy", lambda strategy: None)
     extra = hcache_config(tmp_path, quota_bytes=6)
@@ -327,10 +326,10 @@ def test_a_wrong_option_stops_every_rank_and_is_told_once(
         here = (socket.gethostname(), os.getppid())
         return [said, *((rank, here, what) for rank, what in enumerate(others, start=1))]
 
-    monkeypatch.setattr(agreement, "said_by_all_ranks", said_by_all_ranks)
-    monkeypatch.setattr(agreement.os, "kill", lambda *sent: signals.append(sent))
+    monkeypatch.setattr(groups, "said_by_all_ranks", said_by_all_ranks)
+    monkeypatch.setattr(groups.os, "kill", lambda *sent: signals.append(sent))
     with pytest.raises(SystemExit):
-        agreement.or_stop(work)
+        groups.or_stop(work)
     assert [record.getMessage() for record in caplog.records] == logged
     assert lines_by_meeting == [0, len(logged)], "no rank ends all before the line is in the log"
     assert signals == [(os.getppid(), signal.SIGQUIT)]
@@ -340,13 +339,13 @@ def test_a_wrong_option_stops_every_rank_and_is_told_once(
 def test_each_launcher_gets_one_signal(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A second one while SGLang's handler logs the first adds a traceback."""
     first, happened = (0, (host, os.getppid()), "disk"), list[str]()
-    monkeypatch.setattr(agreement.dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(agreement.dist, "get_rank", lambda: 1)
-    monkeypatch.setattr(agreement, "said_by_all_ranks", lambda said: [first, said])
-    monkeypatch.setattr(agreement.os, "kill", lambda *sent: happened.append("signal"))
-    monkeypatch.setattr(agreement.time, "sleep", lambda seconds: happened.append("waits"))
+    monkeypatch.setattr(groups.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(groups.dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(groups, "said_by_all_ranks", lambda said: [first, said])
+    monkeypatch.setattr(groups.os, "kill", lambda *sent: happened.append("signal"))
+    monkeypatch.setattr(groups.time, "sleep", lambda seconds: happened.append("waits"))
     with pytest.raises(SystemExit):
-        agreement.or_stop(lambda: None)
+        groups.or_stop(lambda: None)
     assert happened == ["waits" if host == socket.gethostname() else "signal"]
 
 
@@ -363,7 +362,7 @@ def test_an_l3_behind_another_one_than_ours_is_warned_of(
 ) -> None:
     monkeypatch.setenv("HCACHE_ENABLE", "1")
     monkeypatch.setenv("HCACHE_CONFIG", '{"behind": {"backend": "file"}}')
-    monkeypatch.setattr(bootstrap_module, "resolved", lambda args: args)
+    monkeypatch.setattr(attach, "resolved", lambda args: args)
     monkeypatch.setattr("hcache_backend.sglang.runtime._stage_weights", lambda _: Weights(b"w"))
     monkeypatch.setattr(hybrid_pool_assembler, "register_stack_strategy", lambda strategy: None)
     bootstrap(runner(hicache_storage_backend="mooncake"))

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from hcache_backend.config import HCacheConfig
 from hcache_backend.start.page_plan import PagePlan
-from hcache_backend.start.strategy import OwnPagesStrategy
 from hcache_kernels.codecs.scaled import Int8
-from tests.engine.in_process.encoded_kv.test_start import plan_of
+from tests.engine.in_process.encoded_kv.test_start import bare_start, plan_of
 from tests.kit.host import LAYERS, PAGE, WRONG, Host, bits, checked, compare_all, kv_pool, slots_of
 
 KINDS = [(codec, dtype) for codec in ("int8", "fp8") for dtype in (torch.bfloat16, torch.float16)]
@@ -42,7 +39,7 @@ def test_pages_come_back_as_the_reference_decodes_them_and_pass_the_checks(
     compare_all(checks)
     assert torch.equal(server.load(host, 7, 5), want)
     compare_all(checks)
-    assert not checks._copied
+    assert not checks._waiting
     assert lost == [] and server.lost(host) == [False, False]
 
 
@@ -101,9 +98,6 @@ def test_an_encoder_that_loses_more_than_it_says_fails_the_check_in_service(
 def tried(device: Any, codec: str) -> str:
     """The codec of K and V that a start ends with; the model has written three pages and a part of
     one."""
-    strategy, alone = object.__new__(OwnPagesStrategy), SimpleNamespace()
-    alone.tp_cache_group = alone.pp_cache_group = None
-    strategy._runtime = SimpleNamespace(config=HCacheConfig())  # type: ignore[assignment]
 
     def make(of_kv: str) -> PagePlan:
         plan = plan_of(device, of_kv)
@@ -111,7 +105,7 @@ def tried(device: Any, codec: str) -> str:
         return plan
 
     written = slots_of(1, 2, 3, 4)[:-3]
-    return strategy._tried(alone, make, codec, lambda: written).kv.codec
+    return str(bare_start()._tried(make, codec, lambda: written).kv.codec)
 
 
 @pytest.mark.parametrize(("codec", "used"), [("int8", "none"), ("fp8", "fp8"), ("exp4", "exp4")])

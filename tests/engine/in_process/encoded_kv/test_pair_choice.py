@@ -8,14 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from hcache_backend.config import HCacheConfig, KrulOption
+from hcache_backend.checks.round_trip import check_lossy
+from hcache_backend.config import KrulOption
 from hcache_backend.krul.paired_layout import CodedPair, PairedLayout
+from hcache_backend.ranks import Refused
 from hcache_backend.start import strategy
-from hcache_backend.start.agreement import Refused
-from hcache_backend.start.codec_choice import check_lossy
 from hcache_backend.start.page_plan import PagePlan
 from hcache_backend.start.pair_choice import find_mergeable
 from tests.engine.in_process.encoded_kv.test_pairs import plan_of
+from tests.engine.in_process.encoded_kv.test_start import bare_start
 from tests.kit.host import slots_of
 
 
@@ -69,18 +70,20 @@ def test_a_model_that_keeps_something_of_each_batch_is_not_asked_in_service(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What SGLang prepares for LoRA adapters, say, would be of a batch with other tokens."""
-    served, alone = object.__new__(strategy.OwnPagesStrategy), SimpleNamespace()
-    alone.tp_cache_group = alone.pp_cache_group = None
-    served._runtime = SimpleNamespace(config=HCacheConfig(), runner=None)  # type: ignore[assignment]
+    served = bare_start()
     plan, asked = plan_of(), []
 
     def find_probe(runner: Any, plan: PagePlan, slots: torch.Tensor) -> None:
         asked.append(slots)
         plan.probe = SimpleNamespace()  # type: ignore[assignment]
 
+    def refused(reason: str | None) -> None:
+        if reason is not None:
+            raise Refused(reason)
+
     monkeypatch.setattr(strategy, "find_probe", find_probe)
     for reason, times in (("LoRA adapters", 0), (None, 1)):
-        monkeypatch.setattr(strategy, "refusal", lambda *_, reason=reason: reason)
-        served._look_at_attention(alone, plan, slots_of(1))
+        monkeypatch.setattr(strategy, "refuse", lambda *_, reason=reason: refused(reason))
+        served._look_at_attention(plan, slots_of(1))
         assert (len(asked), plan.probe is not None) == (times, times == 1)
     assert "pairs of layers are the same in all pages: LoRA adapters" in caplog.text

@@ -19,9 +19,10 @@ from hcache_backend.plan.restore import Restore
 from hcache_backend.prefetch.costs import Recomputing
 from hcache_backend.prefetch.gate import HitGate
 from hcache_backend.prefetch.slices import SliceBudget
-from hcache_backend.start.codec_choice import encoded_share, wanted_codec
-from hcache_backend.start.partition_choice import model_shape
-from hcache_backend.start.refusals import eager_refusal
+from hcache_backend.start.capabilities import EAGER, Server, refusal
+from hcache_backend.start.machine import model_shape
+from hcache_backend.start.page_plan import encoded_share, wanted_codec
+from tests.engine.in_process.start.servers import server
 from tests.unit.partition.pipelines import CONFIGS, public_model
 
 CONFIG = HCacheConfig()
@@ -50,9 +51,10 @@ def slices(plan: PartitionPlan) -> Recomputing:
 
 
 def gate_takes(plan: PartitionPlan) -> bool:
-    args = SimpleNamespace(pp_size=1, tp_size=plan.tp, hicache_host_memory_mode="cache")
-    refused = eager_refusal(args, "cuda", hidden=bool(plan.stored.hidden))
-    eager = plan.restore == "auto" and refused is None and plan.model.latent is None
+    runtime, pool = server(tp_size=plan.tp)
+    runtime.config = HCacheConfig(restore=plan.restore)
+    refused = refusal(EAGER, Server(runtime, pool, hidden=bool(plan.stored.hidden)))
+    eager = refused is None and plan.model.latent is None
     machine = Restore(plan.profile, plan.model, plan.stored, plan.tp, eager=eager)
     gate = HitGate(machine, "hcache", CONFIG.min_gain)
     assert gate.may_ask("a", 0, slices(plan) if eager else None)
