@@ -33,7 +33,7 @@ class ServerReport(BaseModel):
         recomputation: Exactness of recomputed layers, or why none are; None if none need to be.
         unused: Capabilities that the server goes without, and why, as in its log.
         tokens_per_second: Expected rates of L3 (``l3_read``), of loads and of prefill.
-        behind: Backend of the shared tier, if there is one.
+        shared: Backend of the shared tier, if there is one.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -49,7 +49,7 @@ class ServerReport(BaseModel):
     recomputation: str | None = None
     unused: dict[str, str] = {}
     tokens_per_second: dict[str, float] = {}
-    behind: str | None = None
+    shared: str | None = None
 
 
 def write_report(folder: Path, report: ServerReport) -> None:

@@ -100,9 +100,9 @@ def whole_pages(slots: torch.Tensor, page_size: int) -> torch.Tensor:
     return slots[torch.arange(tokens, device=slots.device) % len(slots)]
 
 
-def check_lossy(kv: KVSegments, layout: PageLayout, slots: torch.Tensor, merged: float) -> None:
+def check_lossy(kv: KVSegments, layout: PageLayout, slots: torch.Tensor, most: float) -> None:
     """Encode and decode the model's K and V in ``slots`` (int64 ``[p * page_size]``). Raises
-    Refused if a layer changes too much (merged ones by ``merged``) or does not fit."""
+    Refused if a layer does not fit, or changes too much; by ``most`` with a code of a plug-in."""
     planes = [[plane[slots].cpu() for plane in kv.planes(layer)] for layer in kv.layers]
     encoded, fits = kv.through_codec(layout, planes)
     for layer, exact, back, fit in zip(kv.layers, planes, encoded, fits, strict=True):
@@ -113,7 +113,7 @@ def check_lossy(kv: KVSegments, layout: PageLayout, slots: torch.Tensor, merged:
             # All tokens count alike: an outlier would hide the losses of the others.
             scale = wanted.square().mean(2, keepdim=True).sqrt().clamp_min(1e-12)
             found.append(relative_difference(got.float() / scale, wanted / scale))
-        allowed = CODEC_TOLERANCE.get(kv.code_of(layout, layer), merged)
+        allowed = CODEC_TOLERANCE.get(kv.code_of(layout, layer), most)
         problem = difference(f"it changes {{}} of layer {layer}", found, allowed)
         if problem is not None:
             raise Refused(problem)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -12,6 +13,7 @@ import torch.distributed as dist
 
 from hcache_backend.checks.comparison import first_problem
 from hcache_backend.checks.probe import Probe
+from hcache_backend.config import PROJECTION_VARIABLE
 from hcache_backend.projection.attention import AttentionLayer
 from hcache_backend.projection.exactness import Bound, KVExactness, kv_exactness, together, worst
 from hcache_backend.projection.projector import Projector
@@ -77,8 +79,8 @@ class LayerSpecs:
 
     def _find(self, layer: AttentionLayer, evidence: Evidence) -> Found:
         own = evidence.own
-        if self._runtime.config.projection == "generic":
-            return Found(None, "option 'projection' is 'generic'", own)
+        if os.environ.get(PROJECTION_VARIABLE) == "generic":
+            return Found(None, f"{PROJECTION_VARIABLE} is 'generic'", own)
         try:
             spec = find_spec(layer, evidence, self._projector.batch)
             return Found(spec, spec.describe(), own, spec_exactness(spec, evidence.samples))

@@ -129,7 +129,7 @@ def _last_server(path: Path, report: ServerReport) -> Check:
     more = {
         "recomputed layers": None if "recomputation" in report.unused else report.recomputation,
         "stored": report.partition,
-        "shared L3": report.behind,
+        "shared L3": report.shared,
         "not used": unused or None,
         "tokens per second": rates or None,
     }

@@ -37,15 +37,13 @@ from hcache_backend.sglang.arguments import (
     check_tp_lcm_size,
     decodes_for_others,
     kv_fields,
-    numbers_of,
     page_size,
     resolved,
     sends_to_others,
     serves_adapters,
-    sglang_version,
     storage_extra_config,
-    unsupported_reason,
 )
+from hcache_backend.sglang.compat import SUPPORTED, is_first, unsupported_reason
 from hcache_backend.sglang.groups import attention_ranks, or_stop, said_by_all_ranks
 from hcache_backend.sglang.restore_trace import install_if_asked
 from hcache_backend.sglang.runtime import Runtime, current, remember
@@ -92,9 +90,9 @@ def _start(runner: Any) -> None:
     if extra is not None:
         or_stop(lambda: check_preemption(args))
     warn_of_single_tokens(runtime)
-    if config.behind is not None and extra is None and args.hicache_storage_backend is not None:
+    if config.shared is not None and extra is None and args.hicache_storage_backend is not None:
         logger.warning(
-            "hcache: option 'behind' is ignored: it needs the page store of this package, and "
+            "hcache: option 'shared' is ignored: it needs the page store of this package, and "
             "--hicache-storage-backend is %s",
             args.hicache_storage_backend,
         )
@@ -102,14 +100,14 @@ def _start(runner: Any) -> None:
         runtime.store = or_stop(lambda: open_store(config, runtime.writer))
     # With --startup-weight-load-mode overlap the weights are not there yet.
     late = getattr(runner, "startup_weight_load", None) is not None
-    unseen = hooks.install(hooks.late_weight_hooks()) if late else None
+    unseen = hooks.install(hooks.LATE_WEIGHTS) if late else None
     if not late or unseen is not None:
         runtime.read_weights()
-    unnoticed = hooks.install(hooks.weight_hooks())
-    mixed = hooks.install(hooks.adapter_hooks()) if serves_adapters(args) else None
+    unnoticed = hooks.install(hooks.WEIGHTS)
+    mixed = hooks.install(hooks.ADAPTERS) if serves_adapters(args) else None
     untold = None
     if decodes_for_others(runner.server_args):
-        untold = hooks.install(hooks.decode_server_hooks())
+        untold = hooks.install(hooks.DECODE_SERVER)
     for doubt, missing in (
         ("--startup-weight-load-mode overlap", unseen),
         ("weight updates would go unnoticed", unnoticed),
@@ -127,9 +125,9 @@ def _start(runner: Any) -> None:
     hooks.notice_uses()
     plain = unnoticed or unsupported_reason()
     if sends_to_others(runner.server_args):
-        plain = hooks.install(hooks.prefill_server_hooks()) or plain
-    if plain is None and config.pages == "plain":
-        plain = "option 'pages' is 'plain'"
+        plain = hooks.install(hooks.PREFILL_SERVER) or plain
+    if plain is None and config.mode == "plain":
+        plain = "option 'mode' is 'plain'"
     try:
         from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import register_stack_strategy
 
@@ -138,12 +136,12 @@ def _start(runner: Any) -> None:
         runtime.use_plain_pages(plain or f"this SGLang lacks a seam: {error}")
         return
     if plain is None:
-        plain = hooks.install(hooks.own_pages_hooks())
+        plain = hooks.install(hooks.OWN_PAGES)
     no_hidden = "option 'mode' is 'kv'" if config.mode == "kv" else None
     if config.codec == "krul":
         no_hidden = "option 'codec' is 'krul', which stores K and V"
     if plain is None and no_hidden is None:
-        no_hidden = hooks.install(hooks.hidden_mode_hooks())
+        no_hidden = hooks.install(hooks.HIDDEN)
     if plain is None and no_hidden is None:
         no_graphs = hooks.install(graph_hooks())
         if no_graphs is not None:
@@ -167,7 +165,7 @@ def _check_groups(runner: Any, args: Any, config: HCacheConfig) -> None:
         return
     ranks = attention_ranks().world_size
     heads = runner.model_config.get_num_kv_heads(ranks)
-    own_pages = config.pages == "own" and not runner.use_mla_backend
+    own_pages = config.mode != "plain" and not runner.use_mla_backend
     check_tp_lcm_size(asked, ranks, heads, own_pages=own_pages)
 
 
@@ -181,7 +179,7 @@ class Joined(NamedTuple):
     config: HCacheConfig
     kv_fields: dict[str, object]
     store: PageStore
-    behind: MadeBackend | None
+    shared: MadeBackend | None
 
 
 def join(storage_config: HiCacheStorageConfig) -> Joined:
@@ -202,8 +200,8 @@ def join(storage_config: HiCacheStorageConfig) -> Joined:
     except BaseException:
         if joined is not None:
             joined.store.close()
-            if joined.behind is not None:
-                joined.behind.close()
+            if joined.shared is not None:
+                joined.shared.close()
         raise
     return joined
 
@@ -218,8 +216,8 @@ def leave_report(joined: Joined, storage_config: HiCacheStorageConfig) -> None:
         save_record(folders[0], name, record, replace=False)
     if storage_config.pp_rank == 0:
         report = runtime.report()
-        if joined.config.behind is not None:
-            report = report.model_copy(update={"behind": joined.config.behind.backend})
+        if joined.config.shared is not None:
+            report = report.model_copy(update={"shared": joined.config.shared.backend})
         for folder in folders:
             write_report(folder, report)
         keep_profile(runtime, folders[0])
@@ -228,11 +226,11 @@ def leave_report(joined: Joined, storage_config: HiCacheStorageConfig) -> None:
 def check_preemption(args: Any) -> None:
     """Raise ConfigError if SGLang loses preempted requests when there is an L3."""
     preempts = args.enable_priority_scheduling and not args.disable_priority_preemption
-    if preempts and numbers_of(version := sglang_version()) < (0, 5, 22):
+    if preempts and is_first():
         raise ConfigError(
-            f"hcache: --enable-priority-scheduling with an L3: SGLang {version} forgets requests "
-            "that were preempted for one whose prefetch still runs, and never answers them; add "
-            "--disable-priority-preemption, or use SGLang 0.5.22 or later"
+            f"hcache: --enable-priority-scheduling with an L3: SGLang {SUPPORTED[0]} forgets "
+            "requests that were preempted for one whose prefetch still runs, and never answers "
+            "them; add --disable-priority-preemption, or use SGLang 0.5.22 or later"
         )
 
 
@@ -291,11 +289,11 @@ def _join_here(storage_config: HiCacheStorageConfig) -> Joined:
         config = _attach_config(runtime, storage_config.extra_config or {})
         store = open_store(config, runtime.writer)
     try:
-        behind = make_backend(config.behind, storage_config) if config.behind else None
+        shared = make_backend(config.shared, storage_config) if config.shared else None
     except ConfigError:
         store.close()
         raise
-    return Joined(runtime, config, fields, store, behind)
+    return Joined(runtime, config, fields, store, shared)
 
 
 def _attach_config(runtime: Runtime, extra: Mapping[str, Any]) -> HCacheConfig:
@@ -313,10 +311,10 @@ def _attach_config(runtime: Runtime, extra: Mapping[str, Any]) -> HCacheConfig:
         told = in_mode if runtime.config is None else f"was started with {has!r}"
         if name == "mode" and asked != "auto":  # the mode may differ from the option
             has, told = runtime.mode or "kv", in_mode
+            if asked == "plain" and not runtime.own_pages:
+                has = "plain"
         if name == "codec" and has == "auto" and asked != "auto":  # the codec that this server uses
             has = runtime.codec or "none"
-        if name == "pages" and not runtime.own_pages:  # whatever the option was
-            has, told = "plain", in_mode
         if asked != has:
             raise ConfigError(
                 f"hcache: option {name!r} is {asked!r} but this server {told}; "
@@ -340,7 +338,7 @@ def _check_late_start(runtime: Runtime) -> None:
         raise ConfigError(
             f"hcache: {STARTED_WITHOUT_US}; with --enable-lora it has to be started with it"
         )
-    missing = hooks.install(hooks.weight_hooks())
+    missing = hooks.install(hooks.WEIGHTS)
     if missing:
         raise ConfigError(f"hcache: {missing}; weight updates could not be noticed")
     hooks.notice_uses()

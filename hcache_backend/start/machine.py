@@ -25,8 +25,7 @@ from hcache_backend.plan.model_config import ModelConfigError, shape_from_config
 from hcache_backend.plan.model_shape import CLEARLY_LESS, ModelShape
 from hcache_backend.plan.profile import Profile, ProfileError, Rate, load_profile
 from hcache_backend.plan.record import PartitionRecord, find_record, record_name, save_record
-from hcache_backend.plan.restore import Restore
-from hcache_backend.prefetch.gate import HitGate
+from hcache_backend.plan.restore import CHUNK_TOKENS, Restore
 from hcache_backend.restore.exchange import share_of_rank
 from hcache_backend.restore.layers import PoolParking
 from hcache_backend.sglang import hooks
@@ -113,12 +112,12 @@ def _choose(runtime: Runtime, kvcache: Any) -> Restore:
         shape,
         every_kv,
         ranks,
-        min(config.restore_chunk_tokens, size),
+        min(CHUNK_TOKENS, size),
         parks=PoolParking.fits(kvcache, row_bytes),
         eager=eager,
     )
     if decision is None:
-        alone = ours and config.behind is None  # machines that share pages decide alike
+        alone = ours and config.shared is None  # machines that share pages decide alike
         smaller = layers * row_bytes < CLEARLY_LESS * kv_bytes
         if alone and profile is not None and shape is not None:
             decision = _fastest(restore, tokens, l3, leaves_room)
@@ -320,7 +319,7 @@ def judge_hits(runtime: Runtime, config: HCacheConfig | None, backend: str | Non
     if backend is not None and machine is not None and machine.profile is not None:
         unmeasured = machine.profile.model_copy(update={"l3": None})  # this L3 was not
         machine = replace(machine, profile=unmeasured)
-    runtime.hit_gate = HitGate(machine, backend or "hcache", config.min_gain)
+    runtime.judge(machine, backend or "hcache", config.min_gain)
     count(runtime)
 
 
@@ -330,7 +329,7 @@ def may_judge(runtime: Runtime, config: HCacheConfig) -> bool:
     runtime.hit_gate = None
     if refusal(JUDGING, Server(runtime, config=config)) is not None:
         return False
-    missing = hooks.install(hooks.hit_hooks())
+    missing = hooks.install(hooks.HITS)
     if missing is not None:
         logger.warning(
             "hcache: every L3 hit is read, even if L3 is slower than computing: %s", missing

@@ -23,8 +23,6 @@ from hcache_backend.format.page import PageLayout
 from hcache_backend.format.units import WHOLE, Share
 from hcache_backend.host.page_layout import page_layout
 from hcache_backend.host.segments import KVSegments
-from hcache_backend.krul.choice import PairChoice
-from hcache_backend.krul.segments import make_segments
 from hcache_backend.plan.restore import Restore
 from hcache_backend.projection.attention import AttentionLayer
 from hcache_backend.projection.projector import Projector
@@ -36,6 +34,7 @@ from hcache_backend.sglang.arguments import drafted_tokens, resolved
 from hcache_backend.sglang.groups import attention_ranks
 from hcache_backend.sglang.host_pool import HostPages
 from hcache_backend.sglang.runtime import Runtime
+from hcache_backend.start.page_plugin import PagePlugin, page_plugin
 from hcache_backend.streams import free_memory
 from hcache_kernels.codecs import Codec, UnsupportedRows, make_codec
 
@@ -59,13 +58,13 @@ class PagePlan:
     Attributes:
         share: Part of a page that this rank holds.
         groups: Groups of heads that K and V of a page divide into, over all ranks.
-        pairs: Pairs of layers in a page, with ``kv_codec`` ``krul``.
+        plugin: Divides pages and encodes K and V in the place of ``kv_codec``.
+        observer: Shows the plug-in the model, by which it divides each node; None: all are alike.
         runner: SGLang's ModelRunner; it and ``layers`` (of this stage) are given for capture.
         codec: Encodes hidden states; None: pages hold K and V only, and no layer is captured.
         recomputer: Recomputes layers; None if it cannot or need not.
         exchange: Between ranks that share the tokens of a page; None: pages are whole.
         hooks: The capture hooks that CUDA graphs were recorded with, if any.
-        choice: Chooses pairs by the attention that ``probe`` sees; without it all pages are alike.
         pages, staging: Number of pages, and first place of captured rows; from :meth:`find_room`.
     """
 
@@ -75,15 +74,14 @@ class PagePlan:
     groups: int
     _: KW_ONLY
     kv_codec: str = "none"
-    pairs: int = 0
+    plugin: PagePlugin | None = None
     runner: Any = None
     layers: tuple[AttentionLayer, ...] = ()
     codec: Codec | None = None
     recomputer: Recomputer | None = None
     exchange: Exchange | None = None
     hooks: HiddenCapture | None = None
-    choice: PairChoice | None = field(init=False, default=None)
-    probe: Recomputer | None = field(init=False, default=None)
+    observer: Recomputer | None = field(init=False, default=None)
     kv: KVSegments = field(init=False)
     layout: PageLayout = field(init=False)
     pages: HostPages = field(init=False)
@@ -91,8 +89,11 @@ class PagePlan:
 
     def __post_init__(self) -> None:
         tokens, stored = int(self.kvcache.page_size), self.methods.layers("kv")
-        how = self.share, self.groups, self.kv_codec, self.pairs
-        self.kv = make_segments(self.kvcache, stored, tokens, *how)
+        if self.plugin is not None:
+            self.kv = self.plugin.segments(self.kvcache, stored, tokens, self.groups)
+        else:
+            how = self.share, self.groups, self.kv_codec
+            self.kv = KVSegments(self.kvcache, stored, tokens, *how)
         self.layout = page_layout(tokens, self.methods, self.kv, self.codec, self.share)
 
     @cached_property
@@ -207,16 +208,10 @@ def _encoding_segments(
     codec = asked_codec(runtime, kvcache.k_buffer[0].dtype)
     if codec != "none" and stages > 1:  # a stage cannot tell the others what it could not keep
         raise UnsupportedRows(f"codec {codec!r} takes no K and V of pipeline stages")
-    layers, pairs = range(kvcache.layer_num), number_of_pairs(runtime, kvcache)
-    if codec == "krul":
-        groups, share = groups // share.of, WHOLE
-    return make_segments(kvcache, layers, kvcache.page_size, share, groups, codec, pairs)
-
-
-def number_of_pairs(runtime: Runtime, kvcache: Any) -> int:
-    """Pairs of layers in each page, if the codec makes any."""
-    assert runtime.config is not None
-    return max(1, int(runtime.config.krul.ratio * kvcache.layer_num / 2))
+    layers, plugin = range(kvcache.layer_num), page_plugin(runtime.config)
+    if plugin is not None:
+        return plugin.segments(kvcache, layers, kvcache.page_size, groups // share.of)
+    return KVSegments(kvcache, layers, kvcache.page_size, share, groups, codec)
 
 
 def choose_codec(group: Any, runtime: Runtime, probe: Probe, projector: Projector) -> Codec:

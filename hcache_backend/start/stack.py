@@ -20,8 +20,6 @@ from hcache_backend.capture.recomputed_rows import RecomputedRows
 from hcache_backend.capture.staging import StagedCapture, Staging
 from hcache_backend.checks.service import KVChecks, ServiceChecks
 from hcache_backend.host.loads import LoadQueue
-from hcache_backend.krul.node_pairs import NodePairs
-from hcache_backend.krul.paired_layout import PairedLayout
 from hcache_backend.prefetch.eager_loads import EagerLoads
 from hcache_backend.prefetch.slices import SliceBudget
 from hcache_backend.projection.projector import Projector
@@ -42,6 +40,8 @@ from hcache_backend.start.machine import judge_hits
 from hcache_backend.start.page_plan import PagePlan, asked_codec, kv_bytes_per_token
 
 logger = logging.getLogger("hcache")
+
+_RESERVED = 0.5  # largest share of the device's pages that hits being read may reserve
 
 _CONTROLLER_ARGUMENTS = (
     "load_cache_event",
@@ -99,7 +99,7 @@ def build_stack(
     )
     loads = LoadQueue(pool.arena, pipeline, plan.methods, plan.recomputer, device)
     loads.on_failed.append(runtime.cannot_restore)
-    loads.slowdown = runtime.slowdown
+    loads.slowdown = runtime.l3.estimates.slowdown
     pool.use(loads, capture)
     group = HostPoolGroup([PoolEntry(PoolName.KV, pool, kvcache, lambda layer: layer, True)])
     warn_of_small_host_pool(
@@ -132,17 +132,18 @@ def build_stack(
         checks = ServiceChecks(runtime, pool, plan.hidden_layers, *how)
         pool.on_freed.append(checks.freed)
         pool.on_backed_up.append(checks.transferred)
-    if plan.probe is not None and plan.choice is not None and isinstance(layout, PairedLayout):
+    if plan.plugin is not None and plan.observer is not None:
         every = params.tp_cache_group, ranks.world_size
-        pairs = NodePairs(plan.probe, plan.choice, layout, *every)
+        pairs = plan.plugin.backups(plan.observer, layout, *every)
     if reservable is not None:
-        most = max(1, int(kvcache.size // params.page_size * config.restore_share))
+        most = max(1, int(kvcache.size // params.page_size * _RESERVED))
         methods, seconds = plan.methods, config.recompute_ms / 1e3
         known = methods.profile is not None
         budget = SliceBudget(seconds, methods.chunk_tokens, methods.layer, known=known)
-        loads.seconds_to_read = runtime.seconds_to_read
-        loads.seconds_to_compute = runtime.seconds_to_compute
-        eager = EagerLoads(reservable, pool, pipeline, loads, most, budget, new_rows)
+        known_prefetches = runtime.l3, runtime.prefetches
+        eager = EagerLoads(
+            reservable, pool, pipeline, loads, most, budget, *known_prefetches, new_rows
+        )
         runtime.on_weights_changed.append(eager.give_back)
     stages = StagePages(
         plan.pages.host, pool.arena.whole, lambda: runtime.distrust is None, runtime.lose_trust

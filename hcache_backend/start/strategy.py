@@ -25,23 +25,24 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from hcache_backend import metrics
 from hcache_backend.capture.hooks import HiddenCapture
-from hcache_backend.checks.probe import PROBE_TOKENS, Probe, observe
+from hcache_backend.checks.probe import PROBE_TOKENS, Probe, observe, probe_tokens
 from hcache_backend.checks.recompute import Recomputed, check_recompute
 from hcache_backend.checks.round_trip import CaptureCheck, check_copies, check_lossy, whole_pages
 from hcache_backend.checks.specs import LayerSpecs
 from hcache_backend.format.units import WHOLE, Share
 from hcache_backend.host.page_layout import head_groups, share_of_heads
 from hcache_backend.plan.costs import Partition
-from hcache_backend.plan.restore import Restore
+from hcache_backend.plan.restore import CHUNK_TOKENS, Restore
 from hcache_backend.projection.generic import ProjectionBatch
 from hcache_backend.projection.paged_pool import PagedPool
 from hcache_backend.projection.projector import Projector
 from hcache_backend.ranks import Refused, all_or_none, smallest
 from hcache_backend.restore.exchange import CollectiveOrder
 from hcache_backend.restore.recompute import Recomputer
+from hcache_backend.sglang import hooks
 from hcache_backend.sglang.arguments import drafted_tokens, storage_extra_config
 from hcache_backend.sglang.groups import attention_ranks
-from hcache_backend.sglang.hooks import Hook, install, recompute_hooks
+from hcache_backend.sglang.hook_registry import Hook, install
 from hcache_backend.sglang.passes import (
     attention_modules,
     prefill_and_decode,
@@ -68,12 +69,11 @@ from hcache_backend.start.page_plan import (
     hidden_as_they_are,
     kv_codec,
     make_exchange,
-    number_of_pairs,
     staging_places,
     step_tokens,
     take_staging,
 )
-from hcache_backend.start.pair_choice import find_mergeable, find_probe
+from hcache_backend.start.page_plugin import page_plugin
 from hcache_backend.start.stack import build_stack, restored_layers, use_own_pages
 
 logger = logging.getLogger("hcache")
@@ -180,7 +180,7 @@ class Start:
         if methods.recomputable:
             recomputer = step(self._find_recomputer, probe, methods, whole=False)
         methods = methods.recomputing_first(recomputer.layers if recomputer else 0)
-        hooks = step(check_recording, runner, probe.hidden[0])
+        recorded = step(check_recording, runner, probe.hidden[0])
         share = Share(exchange.number, exchange.shares) if exchange is not None else WHOLE
         groups, of_kv = self._head_groups(methods, share), "none"
         if methods.layers("kv"):
@@ -198,7 +198,7 @@ class Start:
                 codec=codec,
                 recomputer=recomputer,
                 exchange=exchange,
-                hooks=hooks,
+                hooks=recorded,
             )
 
         plan = self._tried(make, of_kv, lambda: probe.slots)
@@ -213,7 +213,7 @@ class Start:
             if codec.is_view:
                 raise
             # The next plan reuses its hooks and its staging.
-            hooks = plan.capture_hooks
+            recorded = plan.capture_hooks
             codec = hidden_as_they_are(codec.name, codec.hidden_size, codec.dtype, refused)
             plan = self._tried(make, of_kv, lambda: probe.slots)
             self._check_capture(plan)
@@ -224,18 +224,18 @@ class Start:
         """Pages of K and V of all layers. Raises Refused on every rank if there is no room, the
         header is too large, or K and V do not come back."""
         runtime, kvcache, ranks = self._runtime, self._kvcache, attention_ranks()
-        chunk = min(self._config.restore_chunk_tokens, int(kvcache.size))
+        chunk = min(CHUNK_TOKENS, int(kvcache.size))
         everything = Partition(0, 0, int(kvcache.layer_num))
         methods = Restore(None, None, everything, ranks.world_size, chunk, recomputable=0)
         of_heads = share_of_heads(ranks.rank_in_group, ranks.world_size)
         groups = self._head_groups(methods, of_heads)
         codec = self.step(kv_codec, runtime, kvcache, of_heads, groups, self._params.pp_size)
-        pairs = number_of_pairs(runtime, kvcache)
 
         def make(of_kv: str) -> PagePlan:
-            share = WHOLE if of_kv == "krul" else of_heads
+            plugin = page_plugin(self._config) if of_kv != "none" else None
+            share = of_heads if plugin is None else WHOLE
             groups = self._head_groups(methods, share)
-            plan = PagePlan(kvcache, methods, share, groups, kv_codec=of_kv, pairs=pairs)
+            plan = PagePlan(kvcache, methods, share, groups, kv_codec=of_kv, plugin=plugin)
             header, page = plan.layout.header_bytes, plan.layout.page_bytes
             if header * _SMALLEST_PAGE > page:
                 raise Refused(
@@ -258,12 +258,15 @@ class Start:
         try:
             plan = self.step(_copying, make, codec)
             if not plan.kv.lossless:
-                slots, option = self.step(written), self._config.krul
+                slots, most, plugin = self.step(written), 0.0, plan.plugin
                 pages = whole_pages(slots, plan.layout.page_size)
-                if plan.kv.by_header:
-                    self.step(find_mergeable, plan, option, pages, self._params.tp_cache_group)
-                    self._look_at_attention(plan, slots)
-                self.step(check_lossy, plan.kv, plan.layout, pages, option.error)
+                if plugin is not None:
+                    most, ranks = plugin.allowed_change, self._params.tp_cache_group
+                    settle = partial(plugin.settle, plan.kv, plan.layout, pages, ranks)
+                    plan.layout = self.step(_valid, settle)
+                    if plugin.wants_model:
+                        self._look_at_model(plan, slots)
+                self.step(check_lossy, plan.kv, plan.layout, pages, most)
         except Refused as refused:
             if codec == "none":
                 raise
@@ -276,17 +279,27 @@ class Start:
         self.step(plan.find_room)
         return plan
 
-    def _look_at_attention(self, plan: PagePlan, slots: torch.Tensor) -> None:
-        """Let the plan look at attention, unless the pairs are known."""
-        if self._config.krul.pairs is not None:
-            return
+    def _look_at_model(self, plan: PagePlan, slots: torch.Tensor) -> None:
+        """Let the plan's plug-in look at the model, in which K and V of the self-check's tokens are
+        in ``slots`` (int64 ``[n]``)."""
+        runner, plugin = self._runner, plan.plugin
+        assert plugin is not None
+
+        def observer() -> Recomputer:
+            missing = install(hooks.HIDDEN)
+            if missing is not None:
+                raise Refused(missing)
+            recomputer = make_recomputer(runner, plan.kvcache, plan.methods.chunk_tokens)
+            ids = probe_tokens(runner.model_config.vocab_size, len(slots))
+            _valid(plugin.try_model, recomputer, ids, slots)
+            return recomputer
+
         try:
             # SGLang's state of a batch (of LoRA adapters, say) would be that of another one.
             self.step(refuse, HIDDEN, self.server)
-            self.step(find_probe, self._runner, plan, slots)
+            plan.observer = self.step(observer)
         except Refused as refused:
-            plan.probe = None
-            logger.warning("hcache: pairs of layers are the same in all pages: %s", refused)
+            logger.warning("hcache: all pages have one layout: %s", refused)
 
     def _check_capture(self, plan: PagePlan) -> None:
         kvcache, projector, ranks = self._kvcache, self.projector, self._params.tp_cache_group
@@ -310,7 +323,7 @@ class Start:
         runtime = self._runtime
         runtime.recomputation = None
         if plan.kv.by_header:
-            runtime.recomputation = "none: codec 'krul' chooses what a page holds at its backup"
+            runtime.recomputation = f"none: codec {plan.kv.codec!r} divides each page itself"
             return None
         if refusal(EAGER, self.server) is not None:
             return None  # on every rank of every stage
@@ -335,7 +348,7 @@ class Start:
         def prove() -> Recomputed:
             refuse(RECOMPUTATION, self.server)
             probe.refuse_dependence()
-            missing = install(recompute_hooks())
+            missing = install(hooks.RECOMPUTE)
             if missing is not None:
                 raise Refused(missing)
             requests = int(runner.req_to_token_pool.size)
@@ -373,6 +386,14 @@ class Start:
             return share.of
         extra = storage_extra_config(self.server.args)
         return head_groups(extra.get("tp_lcm_size"), share, attention_ranks().world_size)
+
+
+def _valid(ask: Callable[..., _Result], *arguments: Any) -> _Result:
+    """``ask`` a plug-in; a ValueError becomes Refused."""
+    try:
+        return ask(*arguments)
+    except ValueError as error:
+        raise Refused(str(error)) from None
 
 
 def _copying(make: Callable[[str], PagePlan], codec: str) -> PagePlan:

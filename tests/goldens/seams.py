@@ -65,15 +65,14 @@ def _watch_scheduler(trace: Trace) -> None:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
     def loop(original: Any, scheduler: Any, *args: Any) -> Any:
-        from hcache_backend.prefetch import gate
-
         clock = Clock(trace)
         for name, module in list(sys.modules.items()):
             if _has_virtual_time(name) and hasattr(module, "time"):
                 setattr(module, "time", clock)  # noqa: B010
-        gate.HitGate.__init__.__defaults__ = (clock.monotonic,)
-        if (judge := _runtime().hit_gate) is not None:
-            judge._clock = judge.gpu._clock = judge.l3._clock = clock.monotonic
+        runtime = _runtime()
+        runtime.l3.clock = clock.monotonic
+        if runtime.hit_gate is not None:
+            runtime.hit_gate.gpu._clock = clock.monotonic
         trace.rank = dist.get_rank() if dist.is_initialized() else 0
         return original(scheduler, *args)
 
@@ -386,7 +385,7 @@ def _watch_restores(trace: Trace) -> None:
 def _watch_l3(trace: Trace) -> None:
     from hcache_backend.sglang import read_batches
     from hcache_backend.sglang.controller import OwnPagesController
-    from hcache_backend.tiers.shared import StoreBehind, Values
+    from hcache_backend.tiers.shared import SharedTier, Values
     from hcache_backend.tiers.storage import HCacheStorage
 
     named = Pages()
@@ -425,16 +424,14 @@ def _watch_l3(trace: Trace) -> None:
         trace.costs(len(keys) * trace.settings.read_seconds)
         return original(controller, operation, keys, *others)
 
-    def leading(original: Any, shared: Any, namespace: Any, share: Any, keys: Any) -> Any:
-        found = original(shared, namespace, share, keys)
-        trace.say(f"shared tier: exists {pages(len(keys))} -> {found}")
+    def exists_shared(original: Any, shared: Any, asked: Any) -> Any:
+        found = original(shared, asked)
+        trace.say(f"shared tier: exists {pages(len(asked.keys))} -> {sum(found)}")
         return found
 
-    def get_shared(
-        original: Any, shared: Any, namespace: Any, share: Any, keys: Any, *a: Any
-    ) -> Any:
-        found = original(shared, namespace, share, keys, *a)
-        trace.say(f"shared tier: get {pages(len(keys))} -> {sum(found)}")
+    def get_shared(original: Any, shared: Any, asked: Any, memory: Any) -> Any:
+        found = original(shared, asked, memory)
+        trace.say(f"shared tier: get {pages(len(asked.keys))} -> {sum(found)}")
         return found
 
     def hang(original: Any, values: Any, *args: Any) -> Any:
@@ -443,11 +440,9 @@ def _watch_l3(trace: Trace) -> None:
             trace.next_look()
         return original(values, *args)
 
-    def put_shared(
-        original: Any, shared: Any, namespace: Any, share: Any, keys: Any, *a: Any
-    ) -> Any:
-        taken = original(shared, namespace, share, keys, *a)
-        trace.say(f"shared tier: put {pages(len(keys))} -> {taken} taken")
+    def put_shared(original: Any, shared: Any, given: Any, memory: Any) -> Any:
+        taken = original(shared, given, memory)
+        trace.say(f"shared tier: put {pages(len(given.keys))} -> {sum(taken)} taken")
         return taken
 
     around(HCacheStorage, "__init__", simply("store: open"))
@@ -460,18 +455,18 @@ def _watch_l3(trace: Trace) -> None:
     around(HCacheStorage, "use", use)
     around(OwnPagesController, "_read_pages", read)
     around(Values, "get", hang)
-    around(StoreBehind, "leading", leading)
-    around(StoreBehind, "read", get_shared)
-    around(StoreBehind, "write", put_shared)
+    around(SharedTier, "exists", exists_shared)
+    around(SharedTier, "get", get_shared)
+    around(SharedTier, "put", put_shared)
 
 
 def _watch_gate(trace: Trace) -> None:
     from hcache_backend.prefetch.gate import HitGate
 
-    def takes(original: Any, gate: Any, rid: str, tokens: int, *args: Any, **kwargs: Any) -> Any:
-        taken = original(gate, rid, tokens, *args, **kwargs)
+    def takes(original: Any, gate: Any, asked: Any, tokens: int, *args: Any, **kwargs: Any) -> Any:
+        taken = original(gate, asked, tokens, *args, **kwargs)
         verdict = f"takes {taken} of" if taken else "refuses"
-        trace.say(f"gate: {verdict} {tokens} tokens of {rid}")
+        trace.say(f"gate: {verdict} {tokens} tokens of {asked.request_id}")
         return taken
 
     def may_ask(original: Any, gate: Any, rid: str, *args: Any, **kwargs: Any) -> Any:
@@ -480,12 +475,12 @@ def _watch_gate(trace: Trace) -> None:
             trace.say(f"gate: L3 is not asked for {rid}")
         return asks
 
-    def agreed(original: Any, gate: Any, ended: Any, overdue: bool) -> Any:
+    def agreed(original: Any, gate: Any, ended: Any, stalled: bool) -> Any:
         if ended:
-            trace.say(f"gate: ends the prefetch of {', '.join(ended)}")
-        if overdue:
+            trace.say(f"gate: ends the prefetch of {', '.join(one.request_id for one in ended)}")
+        if stalled:
             trace.say("gate: L3 is overdue")
-        return original(gate, ended, overdue)
+        return original(gate, ended, stalled)
 
     around(HitGate, "takes", takes)
     around(HitGate, "may_ask", may_ask)

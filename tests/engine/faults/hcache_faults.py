@@ -175,7 +175,7 @@ def _skip_a_layer() -> None:
 def _disk() -> None:
     """The trigger's text says what is wrong with the disk: slow, held or failing reads or writes,
     held look-ups."""
-    from hcache_backend.store import FileOps, PageStore
+    from hcache_backend.store import FileOps, PageStore, page_store
 
     read, write, exists = FileOps.read, FileOps.write, PageStore.exists
 
@@ -202,6 +202,7 @@ def _disk() -> None:
             raise OSError(5, "Input/output error")
         return write(self, *args)
 
+    page_store.WRITE_SECONDS = 240.0  # the machine may be busy, too
     FileOps.read = faulty_read  # type: ignore[method-assign]
     FileOps.write = faulty_write  # type: ignore[method-assign]
     PageStore.exists = faulty_exists  # type: ignore[method-assign]
@@ -291,10 +292,12 @@ def _weights_late() -> None:
 
 def _hooks_raise() -> None:
     """Whatever our hooks do of their own raises."""
-    from hcache_backend.sglang import hits, hooks
+    from hcache_backend.sglang import radix_cache, scheduler, storage_threads
     from hcache_backend.sglang.controller import OwnPagesController
 
-    for owner, name in ((hooks, "_our_l3"), (hits, "gate_of"), (OwnPagesController, "turn")):
+    seams = [(module, "gate_of") for module in (radix_cache, scheduler, storage_threads)]
+    seams += [(radix_cache, "our_l3"), (scheduler, "our_l3")]
+    for owner, name in (*seams, (OwnPagesController, "begin_turn")):
         function = getattr(owner, name)
 
         def faulty(*args: Any, function: Callable[..., Any] = function) -> Any:

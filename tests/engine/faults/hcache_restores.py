@@ -124,8 +124,7 @@ def send_at_once(active: Callable[[], bool]) -> None:
     """A prefill server sends what it finds on the device, whether it has come there or not."""
     from hcache_backend.sglang import hooks
 
-    wanted = hooks.prefill_server_hooks
-    hooks.prefill_server_hooks = lambda: [h for h in wanted() if h.target != hooks.SEND_PREFIX]
+    hooks.PREFILL_SERVER.remove(hooks.SEND_PREFIX)
 
 
 def lose_what_was_looked_up(active: Callable[[], bool]) -> None:
@@ -139,7 +138,7 @@ def lose_what_was_looked_up(active: Callable[[], bool]) -> None:
 
     def then_lose(self: Any, *args: Any) -> list[bool]:
         found = look_up(self, *args)
-        if active() and self._pools.drop():
+        if active() and self._tier.drop(self._namespaces()):
             _tell(".lost")
         return found
 

@@ -52,7 +52,7 @@ def test_write_through_selective_backs_up_what_is_used_twice(
     assert_no_cache_output(model, again)
 
 
-@pytest.mark.parametrize("mode", [{"mode": "kv"}, {"pages": "plain"}, {"mode": "hidden"}])
+@pytest.mark.parametrize("mode", [{"mode": "kv"}, {"mode": "plain"}, {"mode": "hidden"}])
 def test_what_a_small_host_pool_loses_is_said_and_counted(
     mode: dict[str, str], model: Path, tmp_path: Path
 ) -> None:

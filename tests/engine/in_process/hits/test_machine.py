@@ -143,6 +143,6 @@ def test_of_another_l3_only_the_machine_is_known(
     monkeypatch.setattr(start, "may_judge", lambda *_: True)
     monkeypatch.setattr(start, "find_profile", lambda *_: preset_profile("h100", 1))
     start.judge_hits(unmeasured, unmeasured.config, "file")
-    costs = unmeasured.hit_gate.costs
+    costs = unmeasured.l3.estimates
     assert costs.read.seconds(1000) is None
     assert costs.prefill.seconds(1000) and costs.load.seconds(1000)

@@ -23,7 +23,7 @@ from hcache_backend.plan.presets import preset_profile
 from hcache_backend.plan.profile import ProfileError
 from hcache_backend.plan.restore import Restore
 from hcache_backend.ranks import Refused, all_or_none
-from hcache_backend.sglang import arguments, hooks, passes, restore_trace
+from hcache_backend.sglang import compat, hooks, passes, restore_trace
 from hcache_backend.start import attach, capabilities, machine, page_plan, strategy
 from tests.engine.in_process.start.servers import server
 from tests.unit.partition.pipelines import public_model
@@ -472,5 +472,5 @@ def test_uses_that_go_unnoticed_are_said(
 
 
 def test_a_version_that_nobody_knows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arguments, "version", failing(arguments.PackageNotFoundError("sglang")))
-    assert arguments.sglang_version() == "unknown"
+    monkeypatch.setattr(compat, "version", failing(compat.PackageNotFoundError("sglang")))
+    assert compat.sglang_version() == "unknown"
