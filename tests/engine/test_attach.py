@@ -41,7 +41,10 @@ PATH = "/hicache/storage-backend"
 WITHOUT_US = "the server was started without HCACHE_ENABLE=1"
 
 
-@pytest.fixture(scope="module", params=["hidden", "own K and V", "plain"])
+@pytest.fixture(
+    scope="module",
+    params=["hidden", pytest.param("own K and V", marks=pytest.mark.long), "plain"],
+)
 def server(
     request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from tests.goldens.recorder import Clock, Trace, around
+from tests.goldens.recorder import Clock, Trace
+from tests.kit.scheduler import aborts, around
 
 
 def watch(trace: Trace) -> None:
@@ -81,9 +82,10 @@ def _watch_scheduler(trace: Trace) -> None:
         return original(scheduler)
 
     held: list[Any] = []
+    aborted: dict[str, str] = {}
 
     def process(original: Any, scheduler: Any, received: Sequence[Any]) -> Any:
-        received = _together(held, received) + _aborts(scheduler)
+        received = _together(held, received) + aborts(scheduler, aborted)
         for one in received:
             _say_request(trace, one)
         original(scheduler, received)
@@ -162,32 +164,6 @@ def _together(held: list[Any], received: Sequence[Any]) -> list[Any]:
             ready += sorted(held, key=lambda each: each.rid)
             held.clear()
     return ready
-
-
-_aborted: set[str] = set()
-
-
-def _aborts(scheduler: Any) -> list[Any]:
-    """A request whose id says ``abort in prefetch`` (or ``load``, ``prefill``, ``decode``) is
-    aborted in the first turn that finds it there."""
-    from sglang.srt.managers.io_struct import AbortReq
-
-    cache, last, chunked = scheduler.tree_cache, scheduler.last_batch, scheduler.chunked_req
-    loading = last.reqs if last is not None and getattr(cache, "ongoing_load_back", None) else []
-    middle = {
-        "prefetch": [handle.rid for handle in getattr(cache, "ongoing_prefetch", ())],
-        "load": [req.rid for req in loading],
-        "prefill": [chunked.rid] if chunked is not None else [],
-        "decode": [req.rid for req in scheduler.running_batch.reqs if len(req.output_ids) > 1],
-    }
-    found = [
-        rid
-        for phase, rids in middle.items()
-        for rid in rids
-        if f"abort in {phase}" in rid and rid not in _aborted
-    ]
-    _aborted.update(found)
-    return [AbortReq(rid=rid) for rid in found]
 
 
 def _say_request(trace: Trace, request: Any) -> None:

@@ -28,10 +28,15 @@ from tests.engine.harness.ours import (
 pytestmark = [pytest.mark.engine, pytest.mark.versions]
 
 PAGE = 64
-MODES: list[Any] = [{"mode": "kv"}, {"mode": "hidden"}, {"mode": "plain"}]
 
 
-@pytest.fixture(params=MODES, ids=["kv", "hidden", "plain"])
+@pytest.fixture(
+    params=[
+        pytest.param({"mode": "kv"}, id="kv", marks=pytest.mark.long),
+        pytest.param({"mode": "hidden"}, id="hidden"),
+        pytest.param({"mode": "plain"}, id="plain"),
+    ]
+)
 def mode(request: pytest.FixtureRequest) -> dict[str, Any]:
     chosen: dict[str, Any] = request.param
     return chosen

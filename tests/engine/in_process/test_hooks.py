@@ -216,46 +216,32 @@ def runner(**arguments: Any) -> Any:
     )
 
 
+@pytest.fixture(autouse=True)
+def bootstrapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that is started for us, as far as the bootstrap hook goes without a model."""
+    monkeypatch.setenv("HCACHE_ENABLE", "1")
+    monkeypatch.setattr(attach, "resolved", lambda args: args)
+    monkeypatch.setattr("hcache_backend.sglang.runtime._stage_weights", lambda _: Weights(b"w"))
+    monkeypatch.setattr(hybrid_pool_assembler, "register_stack_strategy", lambda strategy: None)
+
+
 def test_an_unsupported_version_means_kv_mode_with_that_reason(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     reasons: list[str | None] = []
-    monkeypatch.setenv("HCACHE_ENABLE", "1")
-    monkeypatch.setattr(attach, "resolved", lambda args: args)
     monkeypatch.setattr(attach, "unsupported_reason", lambda: "SGLang 9 is not one")
-    monkeypatch.setattr("hcache_backend.sglang.runtime._stage_weights", lambda _: Weights(b"w"))
     monkeypatch.setattr(
         "hcache_backend.start.strategy.OwnPagesStrategy",
         lambda runtime, plain, no_hidden: reasons.append(plain),
     )
-    monkeypatch.setattr(hybrid_pool_assembler, "register_stack_strategy", lambda strategy: None)
     bootstrap(runner())
     assert reasons == ["SGLang 9 is not one"]
     assert ATTENTION.target not in HookRegistry._hooks
 
 
-def test_weights_that_could_change_unnoticed_mean_no_l3_at_all(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("HCACHE_ENABLE", "1")
-    monkeypatch.setattr(attach, "resolved", lambda args: args)
-    gone = Hook(RESET.target + "_gone", lambda original, *given: original(*given))
-    monkeypatch.setattr(hooks, "WEIGHTS", [*hooks.WEIGHTS, gone])
-    monkeypatch.setattr("hcache_backend.sglang.runtime._stage_weights", lambda _: Weights(b"w"))
-    monkeypatch.setattr(hybrid_pool_assembler, "register_stack_strategy", lambda strategy: None)
-    bootstrap(runner())
-    weights = current().weights
-    assert weights is not None
-    assert "weight updates would go unnoticed" in str(weights.suspended)
-    current().caches_were_flushed()
-    assert current().weights == weights
-
-
 def test_without_hierarchical_cache_there_is_nothing_to_do(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv("HCACHE_ENABLE", "1")
-    monkeypatch.setattr(attach, "resolved", lambda args: args)
     bootstrap(runner(enable_hierarchical_cache=False))
     assert "configured, but inactive: add --enable-hierarchical-cache" in caplog.text
     assert current().config is None
@@ -264,6 +250,7 @@ def test_without_hierarchical_cache_there_is_nothing_to_do(
 @pytest.mark.parametrize(
     ("hooks_of", "arguments", "said"),
     [
+        ("WEIGHTS", {}, "weight updates would go unnoticed"),
         ("ADAPTERS", {"enable_lora": True}, "pages of adapters would not be kept apart"),
         (
             "DECODE_SERVER",
@@ -275,22 +262,18 @@ def test_without_hierarchical_cache_there_is_nothing_to_do(
 def test_what_could_not_be_told_apart_means_no_l3_at_all(
     hooks_of: str, arguments: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("HCACHE_ENABLE", "1")
-    monkeypatch.setattr(attach, "resolved", lambda args: args)
     gone = Hook(RESET.target + "_gone", lambda original, *given: original(*given))
     monkeypatch.setattr(hooks, hooks_of, [gone])
-    monkeypatch.setattr("hcache_backend.sglang.runtime._stage_weights", lambda _: Weights(b"w"))
-    monkeypatch.setattr(hybrid_pool_assembler, "register_stack_strategy", lambda strategy: None)
     bootstrap(runner(**arguments))
-    assert said in str(current().weights.suspended)
+    weights = current().weights
+    assert weights is not None and said in str(weights.suspended)
+    current().caches_were_flushed()
+    assert current().weights == weights
 
 
 def test_an_sglang_without_a_place_for_pools_keeps_plain_pages(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("HCACHE_ENABLE", "1")
-    monkeypatch.setattr(attach, "resolved", lambda args: args)
-    monkeypatch.setattr("hcache_backend.sglang.runtime._stage_weights", lambda _: Weights(b"w"))
     monkeypatch.delattr(hybrid_pool_assembler, "register_stack_strategy")
     bootstrap(runner())
     assert "this SGLang lacks a seam" in str(current().reason)
@@ -300,9 +283,6 @@ def test_options_of_the_l3_stand_over_those_of_the_environment(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("HCACHE_CONFIG", '{"mode": "kv", "quota_bytes": 5}')
-    monkeypatch.setattr(attach, "resolved", lambda args: args)
-    monkeypatch.setattr("hcache_backend.sglang.runtime._stage_weights", lambda _: Weights(b"w"))
-    monkeypatch.setattr(hybrid_pool_assembler, "register_stack_strategy", lambda strategy: None)
     extra = hcache_config(tmp_path, quota_bytes=6)
     arguments = {"hicache_storage_backend_extra_config": json.dumps(extra)}
     bootstrap(runner(hicache_storage_backend="dynamic", **arguments))
@@ -360,7 +340,10 @@ def test_each_launcher_gets_one_signal(host: str, monkeypatch: pytest.MonkeyPatc
     assert happened == ["waits" if host == socket.gethostname() else "signal"]
 
 
-def test_a_server_that_is_not_ours_gets_nothing_but_the_memory_of_its_runner() -> None:
+def test_a_server_that_is_not_ours_gets_nothing_but_the_memory_of_its_runner(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("HCACHE_ENABLE")
     plain = runner()
     bootstrap(plain)
     assert current().runner is plain
@@ -371,11 +354,7 @@ def test_a_server_that_is_not_ours_gets_nothing_but_the_memory_of_its_runner() -
 def test_an_l3_behind_another_one_than_ours_is_warned_of(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv("HCACHE_ENABLE", "1")
     monkeypatch.setenv("HCACHE_CONFIG", '{"shared": {"backend": "file"}}')
-    monkeypatch.setattr(attach, "resolved", lambda args: args)
-    monkeypatch.setattr("hcache_backend.sglang.runtime._stage_weights", lambda _: Weights(b"w"))
-    monkeypatch.setattr(hybrid_pool_assembler, "register_stack_strategy", lambda strategy: None)
     bootstrap(runner(hicache_storage_backend="mooncake"))
     warning = "--hicache-storage-backend is mooncake"
     assert warning in caplog.text
@@ -386,6 +365,7 @@ def test_options_without_the_variable_that_enables_them_are_warned_of(
     enabled: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("HCACHE_CONFIG", '{"mode": "hidden"}')
+    monkeypatch.delenv("HCACHE_ENABLE")
     if enabled is not None:  # somebody knows
         monkeypatch.setenv("HCACHE_ENABLE", enabled)
     bootstrap(runner())

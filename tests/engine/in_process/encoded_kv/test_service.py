@@ -184,8 +184,12 @@ def test_the_first_page_that_is_lost_is_told(caplog: pytest.LogCaptureFixture) -
     assert caplog.text.count("loads compute them again") == 1
 
 
-@pytest.mark.parametrize("codec", ["none", "exp4"])
-def test_pages_that_fit_pass_the_check_in_service_and_spoiled_ones_do_not(codec: str) -> None:
+@pytest.mark.parametrize("at", [0, -1])
+@pytest.mark.parametrize("codec", ["none", "exp4", "int8", "fp8"])
+def test_pages_that_fit_pass_the_check_in_service_and_spoiled_ones_do_not(
+    codec: str, at: int
+) -> None:
+    """Of a lossy codec these are a code of K and a scale of V."""
     server = Host(codec=codec)
     checks, lost = checked(server)
     host = server.backed_up(2)
@@ -194,8 +198,9 @@ def test_pages_that_fit_pass_the_check_in_service_and_spoiled_ones_do_not(codec:
     compare_all(checks)
     assert lost == []
     server.load(host, 6)
-    first = server.pool.page_layout.segment_offsets[1]
-    server.pool.kv_buffer[int(server.pool.page_ids(host)[0]), first] += 1
+    segment = server.pool.page_layout.segment(1)
+    page = server.pool.kv_buffer[int(server.pool.page_ids(host)[0])]
+    page[range(segment.start, segment.stop)[at]] ^= 0x10
     compare_all(checks)
     assert lost == [WRONG.format(1)]
 
