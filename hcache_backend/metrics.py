@@ -221,6 +221,9 @@ PROBLEMS = _counter("hcache_problems", "Problems by kind, each a cache miss", "k
 _MODE = "1 for the mode of the server (hidden, kv) and its pages (own, plain); the log says why"
 MODE = _gauge("hcache_mode_info", _MODE, "mode", "pages")
 
+_CAPABILITY = "1 for a capability that the server has, 0 for one that it goes without"
+CAPABILITY = _gauge("hcache_capability_info", _CAPABILITY, "capability")
+
 # reason: quarantined (a check failed, or weight updates would go unnoticed), not_restorable,
 # flush_needed, stages (not all pipeline stages have told their weights)
 SUSPENDED = _gauge("hcache_l3_suspended", "1 while L3 is neither read nor written", "reason")

@@ -132,14 +132,6 @@ class Runtime:
         self.l3.estimates.know(machine)
         self.hit_gate = HitGate(self.l3, self.prefetches, backend, min_gain)
 
-    def say_unused(self) -> None:
-        """Log the features that the server goes without; the last line about its host pool."""
-        problem = (self.recomputation or "").partition("none: ")[2]
-        unused = {"recomputation": problem} if problem else {}
-        if unused := {**unused, **self.unused}:
-            said = "; ".join(f"{what} ({reason})" for what, reason in unused.items())
-            logger.info("hcache: not used: %s", said)
-
     def report(self) -> ServerReport:
         hidden = self.mode == "hidden"
         return ServerReport(
@@ -152,6 +144,7 @@ class Runtime:
             partition=self.layer_methods.describe() if hidden and self.layer_methods else None,
             projection=tuple(self.projection),
             recomputation=self.recomputation,
+            unused=self.unused,
             tokens_per_second=self.l3.estimates.rates(),
         )
 

@@ -147,15 +147,14 @@ def test_what_is_behind_l3_shows_and_whether_it_answers(server: Pages, pages: li
 
 
 def test_suspended_l3_shows_with_its_reason_and_kv_mode(server: Pages, pages: list[str]) -> None:
-    gauge = metrics.SuspendedGauge()
-    gauge.set("flush_needed")
+    metrics.SUSPENDED.only("flush_needed")
     metrics.PROBLEMS.clear()
     server.pages = [written()]
     page = parse(written())
     assert page.suspended == "flush_needed"
     _, output = run(address(server), "--once", "--interval", "0.2")
     assert "L3 is off (flush needed)" in output and "problems" not in output
-    gauge.set(None)
+    metrics.SUSPENDED.only()
     assert parse(written()).suspended is None
     metrics.MODE.set("hidden", "own", value=0)
     metrics.MODE.set("kv", "plain")
