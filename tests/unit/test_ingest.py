@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -28,6 +27,7 @@ from hcache_backend.cli.ingest import (
     store_documents,
 )
 from hcache_backend.cli.main import app
+from tests.kit.http import serving
 
 SERVER = {"model_path": "m", "weight_version": "1", "page_size": 64}
 
@@ -41,34 +41,23 @@ def contents(paths: Sequence[Path], prefix: str = "") -> list[Any]:
     return [document.content for document in find_documents(paths, SERVER, prefix)]
 
 
-def test_a_folder_is_searched_for_files(tmp_path: Path) -> None:
+def test_documents_are_files_and_lines_each_content_once(tmp_path: Path) -> None:
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "two.md").write_text("second")
     (tmp_path / "a.txt").write_text("première")
     (tmp_path / "empty.txt").write_text(" \n")
     (tmp_path / ".git").mkdir()
     (tmp_path / ".git" / "config").write_text("hidden")
-    found = list(find_documents([tmp_path], SERVER))
-    assert [document.name for document in found] == [
-        str(tmp_path / "a.txt"),
-        str(tmp_path / "b" / "two.md"),
-    ]
-    assert [document.content for document in found] == ["première", "second"]
-
-
-def test_a_jsonl_file_has_a_document_in_each_line(tmp_path: Path) -> None:
     path = lines(tmp_path / "d.jsonl", {"text": "one"}, {"input_ids": [1, 2], "id": "x"})
-    path.write_text(path.read_text() + "\n")
-    found = list(find_documents([path], SERVER))
-    assert [document.name for document in found] == [f"{path}:1", f"{path}:2 (x)"]
-    assert contents([path]) == ["one", [1, 2]]
-
-
-def test_the_same_content_twice_is_one_document(tmp_path: Path) -> None:
-    path = lines(tmp_path / "d.jsonl", {"text": "same"}, {"text": "same"}, {"text": "other"})
-    (tmp_path / "e.txt").write_text("same")
-    assert contents([tmp_path]) == ["same", "other"]
-    assert contents([path]) == ["same", "other"]
+    path.write_text(path.read_text() + '\n{"text": "second"}\n{"text": "last"}\n')
+    found = {document.name: document.content for document in find_documents([tmp_path], SERVER)}
+    assert found == {
+        str(tmp_path / "a.txt"): "première",
+        str(tmp_path / "b" / "two.md"): "second",
+        f"{path}:1": "one",
+        f"{path}:2 (x)": [1, 2],
+        f"{path}:5": "last",
+    }
 
 
 @pytest.mark.parametrize(
@@ -240,63 +229,49 @@ def test_no_more_documents_are_in_flight_than_allowed(tmp_path: Path) -> None:
     assert len(done) == 9
 
 
-def test_a_server_in_use_is_not_flushed(tmp_path: Path) -> None:
+def test_a_server_in_use_is_not_flushed_and_short_documents_are_counted(tmp_path: Path) -> None:
     notes = Notes(tmp_path / "journal")
-    assert store(notes, texts(tmp_path, "a"), settle_s=0.0).stored == 1
-    assert notes.seen == ["a"]
-
-
-def test_documents_shorter_than_a_page_are_counted(tmp_path: Path) -> None:
-    result = store(Notes(tmp_path / "journal"), texts(tmp_path, "abc", "abcd"), page_size=4)
+    result = store(notes, texts(tmp_path, "abc", "abcd"), settle_s=0.0, page_size=4)
+    assert sorted(notes.seen) == ["abc", "abcd"]
     assert (result.stored, result.shorter_than_a_page) == (2, 1)
 
 
-class Handler(BaseHTTPRequestHandler):
-    """An SGLang server without an L3 backend and without metrics."""
+@dataclass
+class Sglang:
+    """An SGLang server without an L3 backend and without metrics. It answers a document with
+    ``hang`` in it when that is set, and is gone after one with ``leave`` in it."""
 
-    def do_GET(self) -> None:
-        self.answer(200, SERVER) if self.path == "/server_info" else self.answer(404, {})
+    url: str = ""
+    gone: bool = False
+    hang: threading.Event = field(default_factory=threading.Event)
 
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        text = body.get("text", "")
+    def answer(self, path: str, body: Any) -> tuple[int, object]:
+        if path == "/server_info" and not self.gone:
+            return 200, SERVER
+        if path == "/metrics" or self.gone:
+            return 404, {}
+        text = (body or {}).get("text", "")
+        self.gone = "leave" in text
         if "hang" in text:
-            self.server.hang.wait(60)  # type: ignore[attr-defined]
-        if "bad" in text:
-            self.answer(400, {"error": {"message": "too long"}})
-            return
+            self.hang.wait(60)
+        if "bad" in text or self.gone:
+            return 400, {"error": {"message": "too long"}}
         details = {"cached_tokens_details": {"storage": 2}, "finish_reason": {"type": "length"}}
-        self.answer(200, {"meta_info": {"prompt_tokens": len(text), **details}})
-
-    def answer(self, status: int, body: Any) -> None:
-        self.send_response(status)
-        self.end_headers()
-        self.wfile.write(json.dumps(body).encode())
-
-    def log_message(self, format: str, *args: object) -> None:
-        """No line for each request."""
-
-
-class Hanging(ThreadingHTTPServer):
-    """Answers a document with ``hang`` in it when ``hang`` is set."""
-
-    hang: threading.Event
+        return 200, {"meta_info": {"prompt_tokens": len(text), **details}}
 
 
 @pytest.fixture
-def url() -> Iterator[str]:
-    with Hanging(("127.0.0.1", 0), Handler) as server:
-        server.hang = threading.Event()
-        threading.Thread(target=server.serve_forever).start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.hang.set()
-        server.shutdown()
+def sglang() -> Iterator[Sglang]:
+    sglang = Sglang()
+    with serving(sglang.answer) as sglang.url:
+        yield sglang
+        sglang.hang.set()
 
 
-def test_the_command_says_what_became_of_the_documents(url: str, tmp_path: Path) -> None:
+def test_the_command_says_what_became_of_the_documents(sglang: Sglang, tmp_path: Path) -> None:
     (tmp_path / "prefix").write_text("> ")
     documents = lines(tmp_path / "d.jsonl", {"text": "a" * 70}, {"text": "bad"}, {"text": "b"})
-    given = ("ingest", documents, "--url", url, "--journal", tmp_path / "journal", "--group", "2")
+    given = ("ingest", documents, "--url", sglang.url, "--journal", tmp_path / "j", "--group", "2")
 
     def ingest(*options: object) -> Result:
         return CliRunner().invoke(app, [str(part) for part in (*given, *options)])
@@ -312,14 +287,20 @@ def test_the_command_says_what_became_of_the_documents(url: str, tmp_path: Path)
     assert again.exit_code == 1
     said = " ".join(again.stdout.split())
     assert "2 already stored" in said and f"{documents}:2: 400: too long" in said
-    (tmp_path / "d.jsonl").write_text("{")
-    assert ingest().exit_code == 2
+    lines(tmp_path / "d.jsonl", {"text": "leave"})
+    ended = ingest()
+    assert ended.exit_code == 2
+    assert (
+        "no usable SGLang server" in ended.stderr and "continues from the journal" in ended.stderr
+    )
 
 
-def test_an_interrupted_command_does_not_wait_for_its_server(url: str, tmp_path: Path) -> None:
+def test_an_interrupted_command_does_not_wait_for_its_server(
+    sglang: Sglang, tmp_path: Path
+) -> None:
     documents = lines(tmp_path / "d.jsonl", {"text": "a"}, {"text": "hang"})
     journal = tmp_path / "journal"
-    given = ("ingest", documents, "--url", url, "--journal", journal, "--group", "1")
+    given = ("ingest", documents, "--url", sglang.url, "--journal", journal, "--group", "1")
     command = [sys.executable, "-m", "hcache_backend.cli.main", *map(str, given)]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as run:
         while not journal.exists() or not journal.read_text():
