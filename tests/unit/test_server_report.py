@@ -83,15 +83,17 @@ def test_stats_says_what_mode_the_last_server_was_in(folder: Path) -> None:
     [
         ((hidden_layer(16, 98, 64, "exp4"), kv_layer(16, 32, 32, 2, 2)), "exp4, none"),
         ((StoredLayer(()), hidden_layer(16, 98, 64, "exp4")), "exp4"),
-        (None, None),
+        (16384, None),
+        (8, None),
     ],
 )
 def test_stats_say_by_what_each_namespace_is_encoded(
-    layers: tuple[StoredLayer, ...] | None, codec: str | None, folder: Path
+    layers: tuple[StoredLayer, ...] | int, codec: str | None, folder: Path
 ) -> None:
-    """Plain pages have no header of ours."""
-    page, table = np.zeros(16384, np.uint8), SegmentTable((Segment(16384),))
-    if layers is not None:
+    """Plain pages, here of so many bytes, have no header of ours."""
+    if isinstance(layers, int):
+        page, table = np.zeros(layers, np.uint8), SegmentTable((Segment(layers),))
+    else:
         layout = PageLayout(16, layers)
         page, table = np.zeros(layout.page_bytes, np.uint8), layout.table
         layout.begin(page, b"n" * 16, b"writer-1")

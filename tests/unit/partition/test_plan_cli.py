@@ -73,23 +73,23 @@ def test_every_architecture_is_planned(path: Path, hardware: str) -> None:
         assert not pays
 
 
-@pytest.mark.parametrize("name", ["llama-3-8b", "qwen3-8b"])
-def test_gqa_says_that_hidden_states_do_not_pay(name: str) -> None:
-    found = plan(name, "h200")
+@pytest.mark.parametrize(
+    ("name", "tp", "said"),
+    [
+        ("llama-3-8b", 1, "6,272 bytes per token and layer, KV takes 3,136 (GQA)"),
+        ("qwen3-8b", 1, "6,272 bytes per token and layer, KV takes 3,136 (GQA)"),
+        ("deepseek-v3", 8, "14,336 bytes per token and layer, KV takes 1,152 (MLA)"),
+    ],
+)
+def test_where_hidden_states_do_not_pay_the_plan_says_so(name: str, tp: int, said: str) -> None:
+    found = plan(name, "h200", "--tp", tp)
     assert found["l3"] == "none"
-    assert found["layers"]["hidden"] == 0
-    assert found["layers"]["kv"] == found["model"]["layers"]
+    assert found["layers"] == {"recompute": 0, "hidden": 0, "kv": found["model"]["layers"]}
     (note,) = (note for note in found["notes"] if "do not pay" in note)
-    assert "6,272 bytes per token and layer, KV takes 3,136 (GQA)" in note
-    assert f"{found['layers']['kv']} layers loaded as KV" in note
-    text = hcache("plan", "-m", CONFIGS / f"{name}.json", "-w", "h200").stdout
+    assert said in note and f"{found['layers']['kv']} layers loaded as KV" in note
+    assert any("served in KV mode" in note for note in found["notes"]) is ("MLA" in said)
+    text = hcache("plan", "-m", CONFIGS / f"{name}.json", "-w", "h200", "--tp", tp).stdout
     assert note in text.replace("\n", " ")
-
-
-def test_mla_says_what_the_server_does_instead() -> None:
-    notes = " ".join(plan("deepseek-v3", "h200", "--tp", 8)["notes"])
-    assert "14,336 bytes per token and layer, KV takes 1,152 (MLA)" in notes
-    assert "served in KV mode" in notes
 
 
 def test_reading_l3_first_is_slower_and_pictured(tmp_path: Path) -> None:
@@ -102,6 +102,10 @@ def test_reading_l3_first_is_slower_and_pictured(tmp_path: Path) -> None:
     done = hcache(*("plan", "-m", model, "-w", "a100-40g"), *layerwise, *options, "--plot", picture)
     assert done.exit_code == 0, done.output
     assert picture.read_bytes().startswith(b"\x89PNG")
+    text = hcache(
+        "plan", "-m", CONFIGS / "llama-2-13b.json", "-w", "h100", "--tokens", 16384
+    ).stdout
+    assert "1 layer recomputed, 39 layers from hidden states" in text
 
 
 # Model, ranks -> where L3 is in a restore by a server with default options. Where it is read during
@@ -222,13 +226,6 @@ def test_either_path_tells_what_the_other_takes() -> None:
     assert eager["predicted_ms"]["mix"] < layerwise["predicted_ms"]["mix"]
 
 
-def test_the_text_shows_the_partition() -> None:
-    text = hcache(
-        "plan", "-m", CONFIGS / "llama-2-13b.json", "-w", "h100", "--tokens", 16384
-    ).stdout
-    assert "1 layer recomputed, 39 layers from hidden states" in text
-
-
 def test_float32_models_are_served_in_16_bits_on_a_gpu(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(TINY))
@@ -337,11 +334,9 @@ def test_ways_to_copy_are_shown_with_the_one_that_is_used(
     lines = [" ".join(line.split()) for line in done.stdout.splitlines()]
     assert "kernel, 16 programs (used) 55.0 GB/s 52.5 GB/s 93%" in lines
     assert "copy engine 56.0 GB/s 40.0 GB/s 100%" in lines
-
-
-def test_a_profile_is_printed_as_json(tiny: Path, tmp_path: Path) -> None:
     done = hcache("profile", "-m", tiny, "-d", tmp_path, "--seconds", "0.02", "--json")
-    assert json.loads(done.stdout)["model"]["hidden"] == 64
+    found = json.loads(done.stdout)
+    assert found["model"]["hidden"] == 64 and found["copies"][0]["programs"] == 16
 
 
 def test_a_device_without_room_is_said(
