@@ -212,9 +212,8 @@ def decode_during_restores(
     history.poison()
     alone = device.milliseconds(steps) / decode.steps
     during = device.milliseconds(steps_beside_restores) / decode.steps
-    if not device.dry_run:
-        torch.cuda.synchronize()
-    else:
+    device.synchronize()
+    if device.dry_run:
         pipeline.start(history.pages, history.slots).layers[-1].synchronize()
     right = history.is_right()
     device.release()

@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-import torch
 
 from bench.gpu.program import Device, GpuProgram, GpuRun, Row
 from bench.gpu.restore_methods import History
@@ -117,7 +116,7 @@ class Pages:
     def seconds(self, work: Callable[[], None]) -> float:
         start = time.perf_counter()
         work()
-        self._synchronize()
+        self._device.synchronize()
         took = time.perf_counter() - start
         self._pipeline.finished()
         return took
@@ -127,11 +126,7 @@ class Pages:
         self._memory[:, : self._header].zero_()  # kernels can look position 0 up, not 0xFF
         self._memory[:, self._header :].fill_(0xFF)
         self.history.poison()
-        self._synchronize()
-
-    def _synchronize(self) -> None:
-        if not self._device.dry_run:
-            torch.cuda.synchronize()
+        self._device.synchronize()
 
 
 def measure(run: GpuRun) -> None:

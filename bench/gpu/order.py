@@ -1,14 +1,14 @@
-"""What the recomputation of a restore reads, when streams are late and memory is used again.
+"""The slots that a restore's recomputation reads, if streams are late and memory is used again.
 
 Slots of the tokens before a restore are made on one stream (SGLang's schedule stream), read by the
 recomputation on another (that of forward passes), and dropped as soon as the restore is launched:
 
-- made late: the first stream is held up, so whoever does not wait reads what stood there before
-- freed early: the second stream is held up, so whoever does not keep them reads what came after
+- made late: the first stream is held up, so a reader that does not wait reads the values before
+- freed early: the second stream is held up, so a reader that does not keep them reads later values
 
 Each is done by the product's code (host/loads.py and restore/pipeline.py) and without waiting or
-keeping, where the wrong values must show: else the check proves nothing. On a CPU only the product
-runs: there the caller is the only current stream, and memory is not used again while it is needed.
+keeping. Then the wrong values must show, otherwise the check proves nothing. On a CPU only the
+product runs: the caller is the only current stream, and memory is not used again too early.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class Scene:
         want = torch.arange(BEFORE * PAGE, device=self.device.kind) + self._rounds
         slots, parts = self.want_slots.clone(), want.split(BEFORE * PAGE // 2)
         junk = self._junk(JUNK_TENSORS)
-        self._synchronize()
+        self.device.synchronize()
         del junk  # what is allocated next stands where it stood
         if case == "made late":
             self.device.spin(LATE)
@@ -149,7 +149,7 @@ class Scene:
         del prefix, slots, recompute
         self._junk(2 * JUNK_TENSORS)  # stands where they stood, if nobody kept them
         restore.wait()
-        self._synchronize()
+        self.device.synchronize()
         right = torch.equal(self.recorder.before, want)
         return right and torch.equal(self.recorder.slots, self.want_slots)
 
@@ -167,10 +167,6 @@ class Scene:
                 self._loading.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._loading):
                 yield
-
-    def _synchronize(self) -> None:
-        if not self.device.dry_run:
-            torch.cuda.synchronize()
 
 
 def measure(run: GpuRun) -> None:

@@ -179,6 +179,10 @@ class Device:
             times.append(start.elapsed_time(end))
         return statistics.median(times)
 
+    def synchronize(self) -> None:
+        if not self.dry_run:
+            torch.cuda.synchronize()
+
     def microseconds(self, work: Callable[[], object]) -> float:
         """Median time of ``work`` on the current stream, with a cold L2 cache."""
         if self.dry_run:

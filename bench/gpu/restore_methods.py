@@ -111,8 +111,7 @@ class History:
             self.bulk[index] = torch.stack((k, v)).view(2, self.tokens, -1).cpu()
         on_device = on_pages.to(self.device.kind)
         self.kv.save(self._pieces(2), self.memory, on_device, self.slots)
-        if not self.device.dry_run:
-            torch.cuda.synchronize()
+        self.device.synchronize()
 
     def _pieces(self, which: int) -> Any:
         """Where one of the three forms of every layer stands in the pages."""

@@ -57,9 +57,8 @@ class Step:
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
-        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    raw = argparse.RawDescriptionHelpFormatter
+    made = argparse.ArgumentParser(description=doc, formatter_class=raw)
     made.add_argument("--dry-run", action="store_true", help="tiny, on the CPU")
     made.add_argument("--out", type=Path, help="folder of results; default: out/DEVICE")
     made.add_argument("--budget", type=float, default=500, help="seconds for all steps")

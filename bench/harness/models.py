@@ -40,6 +40,8 @@ _DECODER = {
     "num_attention_heads": HEADS,
 }
 
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+_SLIDING = ["sliding_attention", "full_attention"] * (LAYERS // 2)
 _YARN: dict[str, Any] = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
@@ -157,36 +159,19 @@ MORE_ARCHITECTURES: dict[str, Architecture] = {
             head_dim=64,
             query_pre_attn_scalar=64,
             tie_word_embeddings=True,
-            layer_types=["sliding_attention", "full_attention"] * (LAYERS // 2),
+            layer_types=_SLIDING,
         ),
-        norm_means={"post_": 6.0},  # else the last token's embedding outweighs all layers
+        norm_means={"post_": 6.0},  # otherwise the last token's embedding outweighs all layers
     ),
     # Mixture of experts behind GQA, and behind MHA with k-norm.
     "mixtral": Architecture("mixtral", _gated(2, num_local_experts=4)),
     "olmoe": Architecture("olmoe", _gated(HEADS, num_experts=4, num_experts_per_tok=2)),
     # Mixture of experts with a shared one that is always on.
     "qwen2_moe": Architecture(
-        "qwen2_moe",
-        _gated(
-            2,
-            num_experts=4,
-            num_experts_per_tok=2,
-            moe_intermediate_size=128,
-            shared_expert_intermediate_size=256,
-        ),
+        "qwen2_moe", _gated(2, **_EXPERTS, shared_expert_intermediate_size=256)
     ),
     # The same without a shared one, and with norms of queries and keys.
-    "qwen3_moe": Architecture(
-        "qwen3_moe",
-        _gated(
-            2,
-            head_dim=64,
-            num_experts=4,
-            num_experts_per_tok=2,
-            moe_intermediate_size=128,
-            norm_topk_prob=True,
-        ),
-    ),
+    "qwen3_moe": Architecture("qwen3_moe", _gated(2, head_dim=64, **_EXPERTS, norm_topk_prob=True)),
     # The first layer is dense, an expert is shared, the router has a bias; RoPE on half a head.
     "glm4_moe": Architecture(
         "glm4_moe",
@@ -227,15 +212,7 @@ MORE_ARCHITECTURES: dict[str, Architecture] = {
     # A pool of its own for layers with a sliding window.
     "mellum": Architecture(
         "mellum",
-        _gated(
-            2,
-            head_dim=64,
-            num_experts=4,
-            num_experts_per_tok=2,
-            moe_intermediate_size=128,
-            sliding_window=128,
-            layer_types=["sliding_attention", "full_attention"] * (LAYERS // 2),
-        ),
+        _gated(2, head_dim=64, **_EXPERTS, sliding_window=128, layer_types=_SLIDING),
     ),
     # The same with sinks, and experts with biases.
     "gpt_oss": Architecture(
@@ -244,7 +221,7 @@ MORE_ARCHITECTURES: dict[str, Architecture] = {
             **_gated(2, head_dim=64, num_local_experts=4, num_experts_per_tok=2),
             "intermediate_size": 128,
             "sliding_window": 128,
-            "layer_types": ["sliding_attention", "full_attention"] * (LAYERS // 2),
+            "layer_types": _SLIDING,
         },
         added_to_json={"swiglu_limit": 7.0},
     ),
@@ -254,9 +231,7 @@ MORE_ARCHITECTURES: dict[str, Architecture] = {
         _gated(
             2,
             head_dim=64,
-            num_experts=4,
-            num_experts_per_tok=2,
-            moe_intermediate_size=128,
+            **_EXPERTS,
             shared_expert_intermediate_size=128,
             decoder_sparse_step=1,
             linear_num_value_heads=4,

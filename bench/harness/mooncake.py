@@ -14,6 +14,8 @@ from typing import IO, Any
 
 import requests
 
+from bench.harness.server import free_port
+
 NODE_BYTES = 256 << 20
 BUFFER_BYTES = 16 << 20
 READY_S = 20.0
@@ -50,7 +52,7 @@ class Cluster:
     lends memory."""
 
     def __init__(self, log: IO[str], node_bytes: int) -> None:
-        port, self.metrics_port = _free_ports(2)
+        port, self.metrics_port = free_port(), free_port()
         self.address = f"127.0.0.1:{port}"
         self._log = log
         self._node_bytes = node_bytes
@@ -152,13 +154,3 @@ def _wait_for(port: int) -> None:
             time.sleep(0.05)
         else:
             return
-
-
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for each in sockets:
-        each.bind(("127.0.0.1", 0))
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports

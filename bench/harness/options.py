@@ -82,19 +82,16 @@ class ServerOptions:
             args += ["--grammar-backend", "none", "--skip-server-warmup"]
             if not self.overlap:
                 args += ["--disable-overlap-schedule"]
-        if self.dtype is not None:
-            args += ["--dtype", self.dtype]
-        if self.attention_backend is not None:
-            args += ["--attention-backend", self.attention_backend]
+        args += _given(
+            ("--dtype", self.dtype),
+            ("--attention-backend", self.attention_backend),
+            ("--pp-size", self.pp if self.pp > 1 else None),
+            ("--dp-size", self.dp if self.dp > 1 else None),
+            ("--chunked-prefill-size", self.chunked_prefill_size),
+        )
         folder = Path(self.model)
         if folder.is_dir() and not any((folder / name).exists() for name in _TOKENIZERS):
             args += ["--skip-tokenizer-init"]
-        if self.pp > 1:
-            args += ["--pp-size", self.pp]
-        if self.dp > 1:
-            args += ["--dp-size", self.dp]
-        if self.chunked_prefill_size is not None:
-            args += ["--chunked-prefill-size", self.chunked_prefill_size]
         if self.metrics:
             args += ["--enable-metrics"]
         if self.cache == "none":
@@ -104,21 +101,19 @@ class ServerOptions:
         return [str(a) for a in [*args, *self.extra_args]]
 
     def _hicache_args(self) -> list[Any]:
-        args: list[Any] = [
+        config = None if self.extra_config is None else as_text(self.extra_config)
+        return [
             "--enable-hierarchical-cache",
             *("--hicache-write-policy", self.write_policy),
             *("--hicache-mem-layout", self.mem_layout, "--hicache-io-backend", self.io_backend),
             *("--hicache-storage-prefetch-policy", self.prefetch_policy),
+            *_given(
+                ("--hicache-ratio", self.hicache_ratio),
+                ("--hicache-size", self.hicache_size_gb),
+                ("--hicache-storage-backend", self.storage_backend),
+                ("--hicache-storage-backend-extra-config", config),
+            ),
         ]
-        if self.hicache_ratio is not None:
-            args += ["--hicache-ratio", self.hicache_ratio]
-        if self.hicache_size_gb is not None:
-            args += ["--hicache-size", self.hicache_size_gb]
-        if self.storage_backend is not None:
-            args += ["--hicache-storage-backend", self.storage_backend]
-        if self.extra_config is not None:
-            args += ["--hicache-storage-backend-extra-config", as_text(self.extra_config)]
-        return args
 
     def environment(self) -> dict[str, str]:
         env = base_environment(self.device)
@@ -134,6 +129,11 @@ class ServerOptions:
     def forks(self) -> bool:
         """The nursery forks the server and its workers instead of starting them afresh."""
         return self.fork and self.device == "cpu"
+
+
+def _given(*options: tuple[str, Any]) -> list[Any]:
+    """Those that have a value."""
+    return [part for option in options if option[1] is not None for part in option]
 
 
 def hcache_config(

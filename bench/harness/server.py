@@ -16,8 +16,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple, NoReturn
 
 import requests
@@ -94,12 +94,7 @@ class Server:
         self.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.kill()
 
     # -- life
@@ -196,16 +191,9 @@ class Server:
         }
         if logprobs:
             body |= {"return_logprob": True, "top_logprobs_num": 2}
-        if lora is not None:
-            body["lora_path"] = lora
-        if cache_salt is not None:
-            body["cache_salt"] = cache_salt
-        if extra_key is not None:
-            body["extra_key"] = extra_key
-        if priority is not None:
-            body["priority"] = priority
-        if replica is not None:
-            body["routed_dp_rank"] = replica
+        more: dict[str, Any] = {"lora_path": lora, "cache_salt": cache_salt, "extra_key": extra_key}
+        more |= {"priority": priority, "routed_dp_rank": replica}
+        body |= {name: value for name, value in more.items() if value is not None}
         reply = self._done("/generate", json=body, timeout=timeout).json()
         return Reply(reply["output_ids"], reply["meta_info"])
 
@@ -232,10 +220,9 @@ class Server:
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int, **options: Any
     ) -> list[Reply]:
         """All prompts at once, one thread each; replies in the order of `prompts`."""
+        one = partial(self.generate, max_new_tokens=max_new_tokens, **options)
         with ThreadPoolExecutor(max_workers=len(prompts)) as pool:
-            return list(
-                pool.map(lambda prompt: self.generate(prompt, max_new_tokens, **options), prompts)
-            )
+            return list(pool.map(one, prompts))
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -267,12 +254,8 @@ class Server:
         """
 
         def idle() -> bool:
-            answer = self._put_storage(
-                {
-                    "hicache_storage_backend": "file",
-                    "hicache_storage_prefetch_policy": "idle-probe",
-                }
-            )
+            probe = {"hicache_storage_prefetch_policy": "idle-probe"}
+            answer = self._put_storage({"hicache_storage_backend": "file", **probe})
             if "idle-probe" not in answer.text and "not idle" not in answer.text:
                 raise self.error(f"idle probe answered {answer.status_code}: {answer.text}")
             return "not idle" not in answer.text
@@ -325,11 +308,9 @@ class Server:
     def _request(
         self, method: str, path: str, timeout: float = 120.0, **options: Any
     ) -> requests.Response:
-        headers = {"Authorization": f"Bearer {ADMIN_KEY}"}
+        options |= {"headers": {"Authorization": f"Bearer {ADMIN_KEY}"}, "timeout": timeout}
         try:
-            return requests.request(
-                method, self.url + path, headers=headers, timeout=timeout, **options
-            )
+            return requests.request(method, self.url + path, **options)
         except requests.RequestException as error:
             raise self.error(f"{method} {path}: {error}") from error
 
