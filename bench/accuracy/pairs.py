@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from bench.accuracy.engine import Engine, History
-from bench.accuracy.probes import KV, LayerProbe
+from bench.accuracy.engine import KV, Engine, History, LayerProbe
 from bench.harness.methods import PAGE_SIZE
 from hcache_backend.config import KrulOption
 from hcache_backend.krul.pair_forms import MergedPair, changes_of_merges

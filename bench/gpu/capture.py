@@ -15,7 +15,7 @@ the last step's projections received.
 
 from __future__ import annotations
 
-from bench.gpu.capture_steps import Decode, Prefill, decode_during_restores
+from bench.gpu.capture_steps import decode, decode_during_restores, prefill
 from bench.gpu.program import GpuProgram, GpuRun, Row, models
 from bench.gpu.restore_models import SHAPES, build, chosen
 from bench.gpu.shapes import Shape
@@ -42,12 +42,12 @@ def measure(run: GpuRun) -> None:
         layers = build(shape, device.kind, device.dtype)
         for batch in batches:
             for way in WAYS:
-                add("decode", batch, way, *Decode(device, shape, layers, batch).run(way))
+                add("decode", batch, way, *decode(device, shape, layers, batch).run(way))
         for way in WAYS:
-            step = Prefill(device, shape, layers, recorded, graph=True)
+            step = prefill(device, shape, layers, recorded, graph=True)
             add("prefill graph", recorded, way, *step.run(way))
         for way in WAYS:
-            add("prefill", eager, way, *Prefill(device, shape, layers, eager).run(way))
+            add("prefill", eager, way, *prefill(device, shape, layers, eager).run(way))
         for batch in batches:
             alone, during, right = decode_during_restores(device, shape, layers, batch)
             add("decode", batch, "alone", alone, None)

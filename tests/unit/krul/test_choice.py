@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from bench.accuracy.probes import LayerProbe
+from bench.accuracy.engine import LayerProbe
 from hcache_backend.krul.choice import PairChoice
 from hcache_backend.krul.statistics import PROBE_TOKENS, PairSums, attention_sums
 

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from bench.accuracy.probes import LayerProbe
+from bench.accuracy.engine import LayerProbe
 from hcache_backend.krul.selection import Strategy, closest_pairs, initial_recent_layers
 from hcache_backend.krul.statistics import attention_sums
 

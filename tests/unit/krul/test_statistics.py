@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
 
-from bench.accuracy.probes import LayerProbe
+from bench.accuracy.engine import LayerProbe
 from hcache_backend.krul.statistics import PairSums, attention_sums, attention_weights
 
 LAYERS, TOKENS, QUERIES, HEADS, KV_HEADS, DIM = 3, 23, 5, 4, 2, 8
