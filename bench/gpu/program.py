@@ -12,6 +12,7 @@ import re
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -155,7 +156,7 @@ class Device:
         self.dtype = torch.bfloat16
         self.scaled_dtype = torch.float16 if dry_run else torch.bfloat16
         self._cycles_per_second = 0.0
-        self._registered: list[torch.Tensor] = []
+        self._pinned = ExitStack()
         if not dry_run:
             cycles = 20_000_000
             took = self.milliseconds(lambda: torch.cuda._sleep(cycles))
@@ -196,20 +197,15 @@ class Device:
 
         Registered by hand: torch's own pinned memory is rounded up to powers of two and kept.
         """
+        from hcache_backend.streams import registered  # may import kernels
+
         memory = torch.empty(shape, dtype=dtype)
-        if not self.dry_run:
-            runtime = torch.cuda.cudart()
-            torch.cuda.check_error(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
-            self._registered.append(memory)
+        self._pinned.enter_context(registered(memory, self.kind))
         return memory
 
     def release(self) -> None:
         """Give all of :meth:`pinned` back."""
-        if self._registered:
-            torch.cuda.synchronize()
-        for memory in self._registered:
-            torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr()))
-        self._registered.clear()
+        self._pinned.close()
 
     def copy_rate(self) -> float:
         """Bytes a second of one large copy from pinned memory: the bus."""
