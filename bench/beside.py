@@ -4,11 +4,11 @@ SGLang serves a random Llama with grouped-query attention on the CPU. A history 
 else, and a question behind it is asked, over an L3 that brings the whole history 0.25 to 4 times as
 fast as it is computed. Three servers take turns in changing order, the others stopped meanwhile:
 one computes everything, one restores from L3 while L3 is being read ("L3 alone": option
-``recompute: never``), and one does as servers do by default.
+``recompute: never``), and one has default options.
 
 A time is that to the first token. It is compared with the other servers' of the same round: the
-table has medians of the ratios, and intervals that hold the true ones with 95%. The floor is what
-restores would take whose processor and L3 are busy from start to end; then comes the question.
+table has medians of the ratios, and intervals that hold the true ones with 95%. The floor is the
+time of a restore whose processor and L3 are busy from start to end, with the question behind it.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""How fast servers bring histories back that SGLang's own benchmark does not ask for.
+"""How fast servers bring histories back, by workloads that SGLang's own benchmark does not have.
 
 ``python -m sglang.benchmark.serving`` has multi-turn conversations, files of ShareGPT and traces of
 agents. This program has the workloads of the HCache paper (figures 9, 10 and 15): conversations
 with the statistics of ShareGPT4, long contexts of L-Eval, and contexts by Zipf's law. With
 --flush-between-rounds every history comes from L3. Against a running server (--url), or a server of
-each method: time to first token, time between tokens, and the tier that hits came from.
+each method: time to first token, time between tokens, and the tiers of hits.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the ways to keep a history's K and V change in what a model says next.
+"""The effect of ways to keep a history's K and V on the model's next words.
 
 A text is Python source with planted lines, which give values to keys (bench/fixtures/text.py). Its
 first part is the history, whose K and V are kept by each method and restored. The turn behind it is

@@ -1,8 +1,7 @@
-"""What a model says in the next turn, with its history's K and V kept by each method.
+"""Scores of the next turn, with its history's K and V kept by each method.
 
 The reference is a run without a cache: the model computes history and turn at once. A method has
-the history's K and V restored; the turn behind it is computed then, and what the model says there
-is compared with the reference.
+the history's K and V restored; then the turn behind it is computed and compared.
 """
 
 from __future__ import annotations

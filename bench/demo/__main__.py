@@ -3,9 +3,9 @@
 A model answers three questions about a module of Python's standard library. Between them its cache
 is evicted, as if others had used the server. One server computes the conversation anew, one reads
 it by SGLang's `file` backend, and one by this backend. The model is SmolLM2-135M-Instruct in two
-forms with the same function: multi-head attention, whose hidden states are stored, and
-grouped-query attention, as it is published, with default options, but that every hit is read. If
-it cannot be had, a random model is used.
+forms with the same function: with multi-head attention, hidden states are stored; with
+grouped-query attention, as published, options are the defaults, except that every hit is read. If
+the model cannot be had, a random one is used.
 
 Exit status: 0; 1 when a reply differs or nothing came from L3; 2 when the demo could not run.
 """

@@ -1,16 +1,16 @@
-"""What capture adds to decode steps and to prefill. Needs only torch and triton.
+"""The time that capture adds to decode steps and to prefill. Needs only torch and triton.
 
-Layers of Llama-2-7B's shape with random weights (attention over 1024 tokens per request; without
-embedding and LM head, so shares are of a little less than the real step):
+Layers of Llama-2-7B's shape with random weights attend to 1024 tokens per request. They have no
+embedding and LM head, so shares are of a little less than the real step.
 
 - none: the step alone
 - staged: two-stage capture as the server does it: one copy kernel per layer, recorded in the graph,
   and one transfer to the shadow pages per step, on its own stream
 
 Decode steps replay a CUDA graph; prefill of 8192 tokens runs eagerly, and prefill of 2048 also
-replays a graph (staged, all its rows wait in staging at once). Also decode steps of other
-requests while restores of 4096 tokens run. After each run the shadow pages are compared with what
-the last step's projections received.
+replays a graph, so all its rows wait in staging at once. Decode steps of other requests run beside
+restores of 4096 tokens. After each run the shadow pages are compared with the inputs of the last
+step's projections.
 """
 
 from __future__ import annotations

@@ -1,17 +1,16 @@
-"""Restores from the page store while it is being read. Needs torch, triton and the package's own
+"""Restores from the page store while it is being read. Needs torch, triton and this package's own
 dependencies.
 
-Pages of Llama-2-7B's shape, 64 tokens each, are put into the store; it reads them to pinned memory,
-and they go through the restore pipeline that the server uses:
+The store reads pages of Llama-2-7B's shape, 64 tokens each, to pinned memory, and they go through
+the restore pipeline that the server uses:
 
 - layer-wise: hidden states; all pages are read, then all are restored
 - eager: hidden states; in the server's read batches, each restored while the next one is read
 - kv: K and V; all pages are read, then copied
 
-``--rates`` in GB/s slow the reading down; 0 is the disk as it is. One more rate is measured: where
+``--rates`` in GB/s slow the reading down; 0 is the disk as it is. One more rate is measured: there
 reading and restoring hidden states take equally long. K and V are compared with those of the
 forward pass after every restore. Times are medians of five, from the first read to the last layer.
-``--reader kvikio`` reads through KvikIO.
 """
 
 from __future__ import annotations
