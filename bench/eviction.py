@@ -41,10 +41,8 @@ from hcache_backend.store import PageStore
 
 SEED = 1
 QUOTAS = (0.05, 0.1, 0.2, 0.4)
-FRONT = 0.02
-"""Pages of L1 and L2 together, of all pages of the trace."""
-SAVE_S = 5.0
-"""Seconds between two savings of uses, as in service."""
+FRONT = 0.02  # pages of L1 and L2 together, of all pages of the trace
+SAVE_S = 5.0  # seconds between two savings of uses, as in service
 NAMESPACE, WRITER = b"bench-----------", b"bench---"
 FILE_BYTES = 8192  # of a page of four bytes: a block of header, a block of payload
 WORST_LOSS, LEAST_MEAN, LEAST_AT_5 = 0.01, 0.90, 0.84

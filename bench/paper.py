@@ -26,8 +26,7 @@ from hcache_kernels.launch import COPY_PROGRAMS
 
 Row = dict[str, Any]
 Results = dict[str, list[Row]]
-TOKENS = 1024
-"""History of the paper's experiments, if it says how long it is (6.2.2, 6.3.2)."""
+TOKENS = 1024  # history of the paper's experiments, if it says how long it is (6.2.2, 6.3.2)
 
 
 def mha(family: str, layers: int, heads: int, mlp_width: int, *, gated: bool) -> ModelShape:

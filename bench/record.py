@@ -40,8 +40,7 @@ PROGRAMS = {
     "hits_load": "bench.hits.load",
 }
 """How names of results begin -> the module of the program that makes them."""
-OTHERS = {"long"}
-"""Results that no program makes a table of."""
+OTHERS = {"long"}  # results that no program makes a table of
 _BLOCK = re.compile(r"(<!-- results: ([\w-]+(?: \w+)?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
 

@@ -22,8 +22,7 @@ from bench.harness.reference import reference_of
 from hcache_backend.projection.exactness import relative_difference
 
 REFERENCE = "no cache"
-_KEYS, _GAP = 16, 4
-"""Keys of a text's planted lines, and tokens of source between these on average."""
+_KEYS, _GAP = 16, 4  # keys of a text's planted lines, and tokens of source between these on average
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,7 @@ from hcache_backend.krul.statistics import attention_sums
 from hcache_kernels.codecs import Codec, Cut
 
 Choice = Callable[[Engine, History], Strategy]
-PAIRED = 0.5
-"""Share of the layers that are in pairs, as MiniCache has it."""
+PAIRED = 0.5  # share of the layers that are in pairs, as MiniCache has it
 
 
 def fixed(layers: int) -> Strategy:

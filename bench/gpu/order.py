@@ -36,8 +36,7 @@ from hcache_backend.streams import Stream
 
 BEFORE, RESTORED, WIDTH = 64, 4, 64
 """Pages before the restore, pages restored, bytes per token and layer."""
-LATE = 0.05
-"""Seconds that a stream is held up."""
+LATE = 0.05  # seconds that a stream is held up
 JUNK, JUNK_TENSORS = -7, 64
 
 CASES = ("made late", "freed early")

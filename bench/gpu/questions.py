@@ -31,14 +31,11 @@ from hcache_backend.format.page import PageLayout
 from hcache_backend.format.units import WHOLE
 from hcache_backend.host.segments import KVSegments
 
-ROWS = (1, 16, 48, 96, 816)
-"""Tokens of a product: decode steps, and the prefill of a start's probe."""
-HOST_PAGES = (1, 16, 64)
-"""Pages of a backup or a load, 64 tokens each."""
+ROWS = (1, 16, 48, 96, 816)  # tokens of a product: decode steps, and the prefill of a start's probe
+HOST_PAGES = (1, 16, 64)  # pages of a backup or a load, 64 tokens each
 CODECS = ("exp4", "none")
 REPEATS = 10
-STREAMS = 100
-"""More than torch has of one priority."""
+STREAMS = 100  # more than torch has of one priority
 REGISTERED_GB = (1, 8, 50)
 CGROUPS = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),

@@ -19,8 +19,7 @@ from bench.gpu.shapes import LLAMA_7B, LLAMA_8B, LLAMA_13B, OLMO_7B, Shape
 from tests.cpu_engine.hcache_cpu_engine import stub_torchvision
 
 POSITIONS = 32_768
-GAIN = 2.0
-"""Standard deviation of what a product makes of values with a standard deviation of 1."""
+GAIN = 2.0  # standard deviation of what a product makes of values with a standard deviation of 1
 _ALL = {
     "hidden_act": "silu",
     "attention_bias": False,

@@ -26,8 +26,7 @@ METHODS_SERVED = {
     name: METHODS[name] for name in SERVED if METHODS[name].storage or METHODS[name].cache == "none"
 } | {"hcache-kv-eager": Method("HCache, KV pages, eager", storage="dynamic", hcache={"mode": "kv"})}
 """Methods whose histories come from L3, or are computed again."""
-VOCABULARY = 1000
-"""Random tokens are below it: every model has more."""
+VOCABULARY = 1000  # random tokens are below it: every model has more
 
 
 class Load(NamedTuple):

@@ -30,10 +30,8 @@ from bench.gpu import program
 from bench.harness.report import write_json
 
 ROOT = Path(__file__).resolve().parents[2]
-SHOWN_LINES = 40
-"""Last lines kept of the output of a step that failed."""
-NOT_NUMBERS = ("spans", "ways")
-"""Long parts of rows, which stay in the files of the steps."""
+SHOWN_LINES = 40  # last lines kept of the output of a step that failed
+NOT_NUMBERS = ("spans", "ways")  # long parts of rows, which stay in the files of the steps
 
 
 @dataclass(frozen=True)

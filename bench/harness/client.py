@@ -18,8 +18,7 @@ from hcache_backend.cli.ingest import Server, check_finished, greedy_request
 _DATA, _DONE = b"data:", b"[DONE]"
 _LINE_BYTES = 1 << 22
 """A line of a stream holds the whole reply so far; its ids are no longer than this."""
-_SILENCE_S = 600.0
-"""The longest pause within an answer."""
+_SILENCE_S = 600.0  # the longest pause within an answer
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,7 @@ PAGE_SIZE = 64
 HYBRID = "hybrid"
 NIXL = "nixl"
 MOONCAKE = "mooncake"
-LAYERWISE = {"restore": "layerwise"}
-"""Of the methods that show L3 and restore one after the other."""
+LAYERWISE = {"restore": "layerwise"}  # of the methods that show L3 and restore one after the other
 
 
 @dataclass(frozen=True)

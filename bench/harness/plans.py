@@ -13,8 +13,7 @@ from hcache_backend.plan.model_config import ModelConfigError, read_model
 from hcache_backend.plan.profile import Profile, Rate, load_profile
 from hcache_backend.plan.restore import Restore
 
-_SECONDS = "2"
-"""About so long is each operation measured."""
+_SECONDS = "2"  # about so long is each operation measured
 
 
 def has_shape(model: str) -> bool:

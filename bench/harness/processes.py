@@ -29,8 +29,7 @@ class ServerProcess:
     def __init__(self, status: int):
         self._status = status
         self._pending = b""
-        self._gone = False
-        """Whether no process of the server's group is left."""
+        self._gone = False  # whether no process of the server's group is left
         self.pid = 0
         self.returncode: int | None = None
         """Exit status as in `subprocess`: negative is a signal's number."""

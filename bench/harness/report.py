@@ -15,17 +15,14 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-Results = Any
-"""Content of a file of results."""
+Results = Any  # content of a file of results
 Row = Mapping[str, Any]
 Value = str | Callable[[Any], object]
 """A part of a row: its key, keys with dots between them, or a function of the row."""
-OUT = Path("out")
-"""Folder that programs write to unless told otherwise; git ignores it."""
+OUT = Path("out")  # folder that programs write to unless told otherwise; git ignores it
 WIDTH = 9
 """Inches of a picture: documentation shows it about 850 pixels wide, so its smallest text is..."""
-SMALLEST = 9
-"""...of so many points."""
+SMALLEST = 9  # ...of so many points
 COLOURS = {
     "computed": "#7f7f7f",
     "file": "#ff7f0e",

@@ -27,8 +27,7 @@ from bench.harness.processes import ServerProcess, nursery
 from tests.cpu_engine.hcache_cpu_engine import warm_extensions
 
 POLL_S = 0.05
-WAIT_S = 240.0
-"""For what takes a second, on a machine that is busy with something else."""
+WAIT_S = 240.0  # for what takes a second, on a machine that is busy with something else
 PORTS = (12000, 32000)
 
 
@@ -82,8 +81,7 @@ class Server:
     survive one by design.
     """
 
-    ready_path = "/health"
-    """What answers with 200 once requests are answered."""
+    ready_path = "/health"  # what answers with 200 once requests are answered
 
     def __init__(self, options: ServerOptions):
         self.options = options

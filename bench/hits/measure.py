@@ -16,8 +16,7 @@ Row = dict[str, Any]
 _LEARNING, _COMPUTED = 4, 2
 """Requests at a new speed that do not count, because a server measures it: hits, and before them
 requests without hits, which show a server the time of computing."""
-_TRYING_SECONDS = 60.0
-"""How long a server may take to see that L3 is fast again."""
+_TRYING_SECONDS = 60.0  # how long a server may take to see that L3 is fast again
 _COMPARED = (OURS, NO_L3)
 """These have every round; others only if they take less than twice the fastest's time at first."""
 

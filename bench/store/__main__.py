@@ -40,8 +40,7 @@ from bench.store.index import bench_index
 from bench.store.pages import BARE, CEILING, HASHED, KVIKIO, MIB, STORE, bench_pages
 from bench.store.peers import PEERS
 
-NAMES = (CEILING, STORE, BARE, HASHED, KVIKIO, *PEERS)
-"""The contestants, in the order of tables."""
+NAMES = (CEILING, STORE, BARE, HASHED, KVIKIO, *PEERS)  # the contestants, in the order of tables
 DRAWN = {CEILING: "limit", STORE: "ours", "HiCacheFile": "file", "NIXL POSIX": "nixl"}
 """Those of the picture, with their colours."""
 CHOSEN_PAGE = 2 * MIB

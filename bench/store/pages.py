@@ -39,8 +39,7 @@ Contestant = TypeVar("Contestant")
 Work = Callable[[], None]
 Get = Callable[[bytes, Sequence[bytes], Sequence[list[memoryview]]], list[bool]]
 """Reads pages of a namespace; returns which of them came."""
-Way = tuple[int, int]
-"""How a large file is moved: block size and number of threads."""
+Way = tuple[int, int]  # how a large file is moved: block size and number of threads
 
 
 @dataclass

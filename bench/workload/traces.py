@@ -20,8 +20,7 @@ from bench.workload.base import lognormal, zipf
 from bench.workload.paper import HISTORY_CAP, ShareGPT4
 
 PAGE_TOKENS = 128
-SPAN_S = 4 * 3600.0
-"""Sessions begin within it."""
+SPAN_S = 4 * 3600.0  # sessions begin within it
 THINK_S, THINK_SPREAD = 120.0, 1.5
 USER_SKEW = 0.9
 AGENT_RESULT_MEAN, AGENT_CALL_MEAN = 200.0, 60.0
