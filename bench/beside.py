@@ -14,7 +14,7 @@ time of a restore whose processor and L3 are busy from start to end, with the qu
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import log2
 from pathlib import Path
 from statistics import median
@@ -26,7 +26,7 @@ from bench.harness.machine import Machine, MachineError
 from bench.harness.methods import METHODS, PAGE_SIZE, Method
 from bench.harness.models import TinyLlama, narrowed
 from bench.harness.program import Program, Run, Setting, at_least, scratch, several, steps
-from bench.harness.report import Picture, Results, Row, Series, Table, times
+from bench.harness.report import Picture, Results, Row, Series, Table, by, times
 from bench.harness.rounds import median_interval
 from bench.harness.turns import NO_L3, Answer, Turns, differing, taking_turns
 from hcache_backend.plan.costs import side_by_side
@@ -129,15 +129,12 @@ def kept_rows(path: Path, tokens: Sequence[int], device: str) -> list[dict[str, 
     return [{"date": earlier["date"], **row} for row in rows]
 
 
-def panels(results: Results) -> Mapping[str, Sequence[Row]]:
-    found: dict[str, list[Row]] = {}
+def of_computing(results: Results) -> Iterator[Row]:
+    """Rows with times as shares of that of computing."""
     for row in results["rows"]:
         one = row["ms"][NO_L3]
-        of_computing = {name: ms / one for name, ms in row["ms"].items()}
-        of_computing["floor"] = row["ms"][BOTH] / row["of_floor"] / one
-        panel = f"{row['tokens']:,} tokens, {_layers(row)} layers"
-        found.setdefault(panel, []).append({**row, "of_computing": of_computing})
-    return found
+        shares = {name: ms / one for name, ms in row["ms"].items()}
+        yield {**row, "of_computing": {**shares, "floor": shares[BOTH] / row["of_floor"]}}
 
 
 def finding(results: Results) -> str:
@@ -196,7 +193,7 @@ PROGRAM = Program(
     },
     draw=Picture(
         title=finding,
-        panels=panels,
+        panels=by(lambda r: f"{r['tokens']:,} tokens, {_layers(r)} layers", of_computing),
         x="speed",
         x_label="speed of L3, of computing",
         y_label="time to the first token, of computing",

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from bench.demo.report import build_report, form_report, headline, panels, said, turns
+from bench.demo.report import build_report, form_report, headline, said, turns
 from bench.demo.talk import (
     COMPUTED,
     FILE,
@@ -32,7 +32,7 @@ from bench.fixtures.models import real_model
 from bench.fixtures.smollm2 import TITLE, ModelMissing, source_facts
 from bench.harness.models import TinyLlama
 from bench.harness.program import Program, Run, Setting, at_least, scratch, steps, switch
-from bench.harness.report import Picture, Results, Series, Table
+from bench.harness.report import Picture, Results, Series, Table, by
 
 RANDOM = "a random Llama of 2 layers"
 _KV_HEADS = {"multi-head": 8, "grouped-query": 2}
@@ -95,7 +95,7 @@ PROGRAM = Program(
     said=said,
     draw=Picture(
         title=headline,
-        panels=panels,
+        panels=by("form", turns),
         x="name",
         x_label="the next reply, evicted before",
         y_label="ms to the first token",

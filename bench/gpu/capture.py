@@ -15,6 +15,8 @@ step's projections.
 
 from __future__ import annotations
 
+from itertools import product
+
 from bench.gpu.capture_steps import decode, decode_during_restores, prefill
 from bench.gpu.program import GpuProgram, GpuRun, Row, models
 from bench.gpu.restore_models import SHAPES, build, chosen
@@ -32,6 +34,7 @@ def measure(run: GpuRun) -> None:
     eager, recorded = (48, 32) if device.dry_run else (PREFILL, GRAPH_PREFILL)
     batches = [2, 3] if device.dry_run else run.given.batches
     for shape in chosen(run.given.models, dry_run=device.dry_run):
+        made = (device, shape, build(shape, device.kind, device.dtype))
 
         def add(
             step: str, tokens: int, way: str, ms: float, right: bool | None, shape: Shape = shape
@@ -39,17 +42,14 @@ def measure(run: GpuRun) -> None:
             row = {"model": shape.name, "step": step, "tokens": tokens, "way": way, "ms": ms}
             run.add({**row, "right": right}, f"{shape.name}, {step} of {tokens}, {way}")
 
-        layers = build(shape, device.kind, device.dtype)
-        for batch in batches:
-            for way in WAYS:
-                add("decode", batch, way, *decode(device, shape, layers, batch).run(way))
+        for batch, way in product(batches, WAYS):
+            add("decode", batch, way, *decode(*made, batch).run(way))
         for way in WAYS:
-            step = prefill(device, shape, layers, recorded, graph=True)
-            add("prefill graph", recorded, way, *step.run(way))
+            add("prefill graph", recorded, way, *prefill(*made, recorded, graph=True).run(way))
         for way in WAYS:
-            add("prefill", eager, way, *prefill(device, shape, layers, eager).run(way))
+            add("prefill", eager, way, *prefill(*made, eager).run(way))
         for batch in batches:
-            alone, during, right = decode_during_restores(device, shape, layers, batch)
+            alone, during, right = decode_during_restores(*made, batch)
             add("decode", batch, "alone", alone, None)
             add("decode", batch, "during restores", during, right)
 

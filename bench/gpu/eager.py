@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -134,7 +133,6 @@ def measure(run: GpuRun) -> None:
     if tokens % PAGE:
         run.parser.error(f"--tokens {tokens}: must be a multiple of {PAGE}")
     shape = LLAMA_7B.tiny() if device.dry_run else LLAMA_7B
-    shape = replace(shape, layers=given.layers or shape.layers)
     history = History(device, shape, build(shape, device.kind, device.dtype), [tokens])
     with scratch(given.dir) as folder:
         options = {"dirs": [folder], "min_free_bytes": 0, "reader": given.reader}
@@ -194,7 +192,6 @@ PROGRAM = GpuProgram(
     settings=(
         Setting("--dir", Path, None, "folder for the store; default: a temporary one"),
         Setting("--tokens", at_least(PAGE), 4096, "of the history"),
-        Setting("--layers", at_least(1), None, "fewer than the model has"),
         Setting("--rates", float, (0.0, 8.0, 4.0, 2.0), "GB/s; 0: the disk", {"nargs": "*"}),
         Setting("--reader", str, "posix", "of the store", {"choices": ("posix", "kvikio")}),
     ),

@@ -8,12 +8,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from bench.gpu.program import GpuProgram, GpuRun, Row, models
 from bench.gpu.shapes import LLAMA_7B, LLAMA_13B, OLMO_7B, OPT_30B, QWEN_8B
 from bench.harness.program import Setting
-from bench.harness.report import Column, Picture, Results, Series, Table
+from bench.harness.report import Column, Picture, Results, Series, Table, by
 
 SHAPES = (LLAMA_7B, LLAMA_13B, OPT_30B, QWEN_8B, OLMO_7B)
 
@@ -39,13 +39,11 @@ def missed(row: Row) -> str:
     return ", ".join(row["missed"]) or "none"
 
 
-def panels(results: Results) -> dict[str, list[Row]]:
-    found: dict[str, list[Row]] = {}
+def shares(results: Results) -> Iterator[Row]:
+    """Shares of the bare GEMM's speed."""
     for row in results["projection"]:
         composed = gemm_us(row) / row["composed_us"]
-        one = {**row, "tokens": str(row["n"]), "composed_share": composed}
-        found.setdefault(row["model"], []).append(one)
-    return found
+        yield {**row, "tokens": str(row["n"]), "composed_share": composed}
 
 
 def _speeds(*names: str) -> list[Column]:
@@ -91,7 +89,7 @@ PROGRAM = GpuProgram(
     },
     draw=Picture(
         title=lambda results: f"K and V from hidden states, {results['device']}",
-        panels=panels,
+        panels=by("model", shares),
         x="tokens",
         x_label="tokens",
         y_label="share of the bare GEMM's speed",

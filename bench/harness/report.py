@@ -20,9 +20,8 @@ Row = Mapping[str, Any]
 Value = str | Callable[[Any], object]
 """A part of a row: its key, keys with dots between them, or a function of the row."""
 OUT = Path("out")  # folder that programs write to unless told otherwise; git ignores it
-WIDTH = 9
-"""Inches of a picture: documentation shows it about 850 pixels wide, so its smallest text is..."""
-SMALLEST = 9  # ...of so many points
+WIDTH = 9  # inches of a picture, which documentation shows about 850 pixels wide
+SMALLEST = 9  # points of its smallest text
 COLOURS = {
     "computed": "#7f7f7f",
     "file": "#ff7f0e",
@@ -154,6 +153,20 @@ def ratio_axis(axes: Axes, letter: str, values: Iterable[float]) -> None:
     axis = getattr(axes, f"{letter}axis")
     axis.set_ticks(ticks, labels=[times(tick) for tick in ticks])
     axis.set_ticks([], minor=True)
+
+
+def by(
+    title: Value, rows: Callable[[Results], Iterable[Row]]
+) -> Callable[[Results], dict[str, list[Row]]]:
+    """Panels of a picture: these rows, grouped by a part of them."""
+
+    def panels(results: Results) -> dict[str, list[Row]]:
+        found: dict[str, list[Row]] = {}
+        for row in rows(results):
+            found.setdefault(str(value_of(row, title)), []).append(row)
+        return found
+
+    return panels
 
 
 def write(

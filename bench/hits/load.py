@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import mean, median
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from bench.harness.program import Program, Run, Setting, at_least, names, scratch, steps
-from bench.harness.report import Column, Picture, Results, Row, Series, Table, times
+from bench.harness.report import Column, Picture, Results, Row, Series, Table, by, times
 from bench.harness.restorer import Restorer
 from bench.harness.turns import NO_L3, Turns, history, question
 from bench.hits.cases import ALWAYS, COMPARED, MODELS, OURS, title
@@ -120,13 +120,8 @@ def _burst(turns: Turns, restored: Restorer, requests: int, round_: int) -> tupl
     return requests / taken, mean(wait.result() for wait in waits)
 
 
-def panels(results: Results) -> Mapping[str, Sequence[Row]]:
-    rows = [{**row, "name": row["model"].replace("-", ", ")} for row in results["rows"]]
-    speeds = dict.fromkeys(row["speed"] for row in rows)
-    return {
-        f"L3 {times(speed)} as fast as computing": [row for row in rows if row["speed"] == speed]
-        for speed in speeds
-    }
+def named(results: Results) -> list[Row]:
+    return [{**row, "name": row["model"].replace("-", ", ")} for row in results["rows"]]
 
 
 def finding(results: Results) -> str:
@@ -168,7 +163,7 @@ PROGRAM = Program(
     },
     draw=Picture(
         title=finding,
-        panels=panels,
+        panels=by(lambda row: f"L3 {times(row['speed'])} as fast as computing", named),
         x="name",
         x_label="attention, and bfloat16 instead of float32",
         y_label="seconds to the first token, mean of a burst",
