@@ -283,22 +283,20 @@ PROGRAM = Program(
         Setting("--question-tokens", at_least(1), 60, "tokens of each question"),
         Setting("--reply-tokens", at_least(1), 64, "tokens of each reply"),
     ),
-    tables={
-        "table": (
-            Table(
-                shown,
-                "codec = name | in = dtype | bytes per token = stored_bytes_per_token :,.0f | "
-                "of uncoded = share_of_uncoded | same token as without a cache = computed | "
-                "log-probability off by = computed_off | same token as uncoded = uncoded | "
-                "off by = uncoded_off",
-            ),
-            Table(
-                "standing_out",
-                "4 of 4,096 channels so many times as large = times | "
-                "error of K: `int8` = int8 :.1% | `fp8` = fp8 :.1%",
-            ),
-        )
-    },
+    tables=(
+        Table(
+            shown,
+            "codec = name | in = dtype | bytes per token = stored_bytes_per_token :,.0f | "
+            "of uncoded = share_of_uncoded | same token as without a cache = computed | "
+            "log-probability off by = computed_off | same token as uncoded = uncoded | "
+            "off by = uncoded_off",
+        ),
+        Table(
+            "standing_out",
+            "4 of 4,096 channels so many times as large = times | "
+            "error of K: `int8` = int8 :.1% | `fp8` = fp8 :.1%",
+        ),
+    ),
     draw=Picture(
         title=finding,
         panels=panels,

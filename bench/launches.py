@@ -207,12 +207,10 @@ PROGRAM = Program(
         Setting("--tokens", at_least(1), 8, "of a decode step"),
         Setting("--times", at_least(1), 400, "how often each is timed"),
     ),
-    tables={
-        "table": (
-            Table("rows", "codec | copy | launches | microseconds = us :,.1f"),
-            Table("capture", "capture, per = per | microseconds = us :.1f"),
-        )
-    },
+    tables=(
+        Table("rows", "codec | copy | launches | microseconds = us :,.1f"),
+        Table("capture", "capture, per = per | microseconds = us :.1f"),
+    ),
 )
 
 if __name__ == "__main__":

@@ -372,18 +372,16 @@ PROGRAM = Program(
         switch("--flush-between-rounds", "empty device and host caches: histories come from L3"),
         Setting("--seed", at_least(0), 1, "of lengths, tokens and times"),
     ),
-    tables={
-        "table": Table(
-            "rows",
-            (
-                "method | offered per second = rate :g | done = per_second | failed | "
-                "first token, ms = first_ms :,.0f | 90% = first_p90_ms :,.0f | "
-                "between tokens, ms = between_ms :,.1f | "
-                "prompt tokens from a cache = cached :.0%",
-                Column("% device / host / storage", tiers),
-            ),
-        )
-    },
+    tables=Table(
+        "rows",
+        (
+            "method | offered per second = rate :g | done = per_second | failed | "
+            "first token, ms = first_ms :,.0f | 90% = first_p90_ms :,.0f | "
+            "between tokens, ms = between_ms :,.1f | "
+            "prompt tokens from a cache = cached :.0%",
+            Column("% device / host / storage", tiers),
+        ),
+    ),
     draw=Picture(
         title=lambda results: f"Time to the first token, workload {results['workload']['name']}",
         panels=panels,

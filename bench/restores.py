@@ -520,14 +520,10 @@ PROGRAM = Program(
         Setting("--scratch-dir", Path, None, "disk for the L3 folders; default: that of TMPDIR"),
         *MODEL,
     ),
-    tables={
-        "table": (
-            Table("rows", columns),
-            Table(
-                "stored", (Column("stored", stored_by), "bytes per token = bytes_per_token :,.0f")
-            ),
-        )
-    },
+    tables=(
+        Table("rows", columns),
+        Table("stored", (Column("stored", stored_by), "bytes per token = bytes_per_token :,.0f")),
+    ),
     draw=Picture(
         title=finding,
         panels=panels,

@@ -81,17 +81,15 @@ PROGRAM = Program(
         Setting("--tokens", at_least(128), 1500, "tokens of the text"),
         switch("--random", "use the random model"),
     ),
-    tables={
-        "table": Table(
-            turns,
-            (
-                "attention: stored = form | bytes per token: `file` / hcache = bytes | "
-                "history, tokens = history_tokens :,",
-                *(f"{SHOWN[name]}, ms = ttft_ms.{name} :,.0f" for name in (COMPUTED, FILE, OURS)),
-                "same reply = same",
-            ),
-        )
-    },
+    tables=Table(
+        turns,
+        (
+            "attention: stored = form | bytes per token: `file` / hcache = bytes | "
+            "history, tokens = history_tokens :,",
+            *(f"{SHOWN[name]}, ms = ttft_ms.{name} :,.0f" for name in (COMPUTED, FILE, OURS)),
+            "same reply = same",
+        ),
+    ),
     said=said,
     draw=Picture(
         title=headline,

@@ -195,15 +195,13 @@ PROGRAM = GpuProgram(
         Setting("--rates", float, (0.0, 8.0, 4.0, 2.0), "GB/s; 0: the disk", {"nargs": "*"}),
         Setting("--reader", str, "posix", "of the store", {"choices": ("posix", "kvikio")}),
     ),
-    tables={
-        "table": Table(
-            "rows",
-            (
-                Column("GB/s", rate_of),
-                "method | ms | read, ms = read_ms | restore, ms = restore_ms | right",
-            ),
-        )
-    },
+    tables=Table(
+        "rows",
+        (
+            Column("GB/s", rate_of),
+            "method | ms | read, ms = read_ms | restore, ms = restore_ms | right",
+        ),
+    ),
     draw=Picture(
         title=lambda results: f"Restores from the page store, {results['device']}",
         panels=panels,

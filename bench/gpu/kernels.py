@@ -60,33 +60,31 @@ PROGRAM = GpuProgram(
         models(SHAPES),
         Setting("--rows", int, None, "only these numbers of tokens", {"nargs": "*"}),
     ),
-    tables={
-        "table": (
-            Table(
-                "projection",
-                (
-                    "project_kv, us = model | tokens = n",
-                    Column("GEMM", gemm_us),
-                    "TFLOP/s = gemm_tflops | fused = fused_us | of GEMM = fused_share | "
-                    "library = library_us | of it = library_share | composed = composed_us | "
-                    "times = times_composed | right",
-                ),
+    tables=(
+        Table(
+            "projection",
+            (
+                "project_kv, us = model | tokens = n",
+                Column("GEMM", gemm_us),
+                "TFLOP/s = gemm_tflops | fused = fused_us | of GEMM = fused_share | "
+                "library = library_us | of it = library_share | composed = composed_us | "
+                "times = times_composed | right",
             ),
-            Table(
-                of_kind("codec"),
-                (Column("codec, GB/s", "what"), *_speeds("encode", "decode", "copy"), *_RIGHT),
+        ),
+        Table(
+            of_kind("codec"),
+            (Column("codec, GB/s", "what"), *_speeds("encode", "decode", "copy"), *_RIGHT),
+        ),
+        Table(
+            of_kind("segments"),
+            (
+                Column("K and V, GB/s", "what"),
+                *_speeds("encode", "decode", "copy", "saved", "uncoded_save"),
+                *_speeds("loaded", "uncoded_load"),
+                *_RIGHT,
             ),
-            Table(
-                of_kind("segments"),
-                (
-                    Column("K and V, GB/s", "what"),
-                    *_speeds("encode", "decode", "copy", "saved", "uncoded_save"),
-                    *_speeds("loaded", "uncoded_load"),
-                    *_RIGHT,
-                ),
-            ),
-        )
-    },
+        ),
+    ),
     draw=Picture(
         title=lambda results: f"K and V from hidden states, {results['device']}",
         panels=by("model", shares),

@@ -192,15 +192,13 @@ PROGRAM = GpuProgram(
     name="order",
     doc=__doc__,
     measure=measure,
-    tables={
-        "table": Table(
-            "rows",
-            (
-                "slots = case | by",
-                Column("", read),
-            ),
-        )
-    },
+    tables=Table(
+        "rows",
+        (
+            "slots = case | by",
+            Column("", read),
+        ),
+    ),
 )
 
 if __name__ == "__main__":

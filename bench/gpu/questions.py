@@ -220,12 +220,9 @@ PROGRAM = GpuProgram(
         Setting("--register-gb", float, 50.0, "largest size"),
         Setting("--register-s", float, 25.0, "for one size"),
     ),
-    tables={
-        "table": tuple(
-            Table(kind, partial(columns, kind))
-            for kind in ("slices", "streams", "host", "register")
-        )
-    },
+    tables=tuple(
+        Table(kind, partial(columns, kind)) for kind in ("slices", "streams", "host", "register")
+    ),
 )
 
 if __name__ == "__main__":

@@ -122,14 +122,12 @@ PROGRAM = GpuProgram(
         Setting("--tokens", str, TOKENS, "histories, 4x4096: a batch", {"nargs": "*"}),
         Setting("--rates", float, RATES, "GB/s; 0: the bus", {"nargs": "*"}),
     ),
-    tables={
-        "table": Table(
-            compared,
-            "model | history | GB/s = copy_gb_s | method | ms | ktokens/s = ktokens_s | "
-            "x KV = of_kv | x recompute = of_recompute | of floor = share_of_floor | "
-            "copy idle, ms = copy_idle_ms | compute idle = compute_idle_ms | right | layers",
-        )
-    },
+    tables=Table(
+        compared,
+        "model | history | GB/s = copy_gb_s | method | ms | ktokens/s = ktokens_s | "
+        "x KV = of_kv | x recompute = of_recompute | of floor = share_of_floor | "
+        "copy idle, ms = copy_idle_ms | compute idle = compute_idle_ms | right | layers",
+    ),
     draw=Picture(
         title=lambda results: f"Restores by method on {results['device']}",
         panels=panels,

@@ -260,18 +260,16 @@ PROGRAM = GpuProgram(
         Setting("method", str, None, "by which it restores", {"choices": METHODS_SERVED}),
         Setting("model", str, None, "folder of the model"),
     ),
-    tables={
-        "table": Table(
-            lambda results: [r for r in results["rows"][1:] if r["step"] != RECOMPUTATION],
-            (
-                "asked = step | requests | tokens | TTFT, ms = ttft_ms | "
-                "of the last = last_ttft_ms | between tokens = gap_ms | 99% = gap_p99_ms | "
-                "restore, ms = restore_ms | reading L3 = l3_ms | loading = load_ms | "
-                "from L3 = from_l3 | recomputed = recomputed_tokens",
-                *(Column("same tokens", same), Column("right", "right")),
-            ),
-        )
-    },
+    tables=Table(
+        lambda results: [r for r in results["rows"][1:] if r["step"] != RECOMPUTATION],
+        (
+            "asked = step | requests | tokens | TTFT, ms = ttft_ms | "
+            "of the last = last_ttft_ms | between tokens = gap_ms | 99% = gap_p99_ms | "
+            "restore, ms = restore_ms | reading L3 = l3_ms | loading = load_ms | "
+            "from L3 = from_l3 | recomputed = recomputed_tokens",
+            *(Column("same tokens", same), Column("right", "right")),
+        ),
+    ),
 )
 
 if __name__ == "__main__":

@@ -69,12 +69,10 @@ PROGRAM = GpuProgram(
     doc=__doc__,
     measure=measure,
     settings=(Setting("--jobs", at_least(1), 8, "processes at once"),),
-    tables={
-        "table": Table(
-            "rows",
-            [Column(n, n) for n in ("file", "passed", "failed", "skipped", "seconds")],
-        )
-    },
+    tables=Table(
+        "rows",
+        [Column(n, n) for n in ("file", "passed", "failed", "skipped", "seconds")],
+    ),
 )
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from bench.harness.machine import Machine
 
+Tables = Table | Sequence[Table]
 Number = TypeVar("Number", int, float)
 
 
@@ -100,7 +101,7 @@ class Program:
         name: Of its results; ``python -m PACKAGE.NAME`` unless ``module`` names another one.
         measure: Returns the content of the file; the runner adds time and machine.
         settings: Beside ``--out``.
-        tables: By name; ``table`` has all, and is printed.
+        tables: By name if there are several; ``table`` has all, and is printed.
         said: Lines that are printed above the table.
         slows: It slows SGLang down, which only the CPU engine lets it do.
         serves: It serves: results name the machine. False: they are computed, or the disk's.
@@ -112,7 +113,7 @@ class Program:
     doc: str | None
     measure: Callable[[Any], Results]
     settings: Sequence[Setting] = ()
-    tables: Mapping[str, Table | Sequence[Table]] = field(default_factory=dict)
+    tables: Mapping[str, Tables] | Tables = ()
     said: Callable[[Results], Sequence[str]] = lambda results: ()
     draw: Callable[[Results], Figure] | None = None
     slows: bool = False
@@ -124,7 +125,7 @@ class Program:
 
     def table(self, results: Results, name: str = "table") -> str:
         """A table of results as Markdown."""
-        given = self.tables[name]
+        given = self.tables[name] if isinstance(self.tables, Mapping) else self.tables
         tables = [given] if isinstance(given, Table) else given
         return "\n\n".join(filter(None, (table.lines(results) for table in tables)))
 

@@ -149,18 +149,16 @@ PROGRAM = Program(
         Setting("--requests", at_least(1), 24, "of a burst"),
         Setting("--rounds", at_least(1), 3, "bursts to each server and speed"),
     ),
-    tables={
-        "table": Table(
-            "rows",
-            (
-                *(Column("model, history", title), "speed of L3 = speed :g"),
-                *(f"{COMPARED[n].title}, 1/s = per_second.{n}" for n in SERVERS),
-                "default / better = goodput_of_better",
-                *(f"{COMPARED[n].title}, s = first_token_s.{n}" for n in SERVERS),
-                "default / better = wait_of_better",
-            ),
-        )
-    },
+    tables=Table(
+        "rows",
+        (
+            *(Column("model, history", title), "speed of L3 = speed :g"),
+            *(f"{COMPARED[n].title}, 1/s = per_second.{n}" for n in SERVERS),
+            "default / better = goodput_of_better",
+            *(f"{COMPARED[n].title}, s = first_token_s.{n}" for n in SERVERS),
+            "default / better = wait_of_better",
+        ),
+    ),
     draw=Picture(
         title=finding,
         panels=by(lambda row: f"L3 {times(row['speed'])} as fast as computing", named),
