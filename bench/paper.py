@@ -300,10 +300,7 @@ _TABLES = {
         " = setting | the paper = paper | `hcache plan` = ours | "
         "the paper's closed form, here = closed_form",
     ),
-    "ranges": Table(
-        ranges,
-        "how many times as fast = name | the paper = paper | simulated = ours",
-    ),
+    "ranges": Table(ranges, "how many times as fast = name | the paper = paper | simulated = ours"),
     "contention": Table(
         "contention",
         "times as fast as KV offload = setting | ideal = ideal_over_kv | "
@@ -323,10 +320,7 @@ PROGRAM = Program(
         x="name",
         x_label="model, GPU",
         y_label="times as fast as K and V",
-        series=(
-            Series("simulated", "over_kv", "ours"),
-            Series("the paper", "paper", "limit"),
-        ),
+        series=(Series("simulated", "over_kv", "ours"), Series("the paper", "paper", "limit")),
         bars="%.2f",
     ),
 )

@@ -217,11 +217,7 @@ class Engine:
         log-probabilities and the slots of the new tokens."""
         from sglang.srt.layers.logits_processor import LogitsMetadata, LogitsProcessor
 
-        from hcache_backend.start.prefill import (
-            forward_batch,
-            prefill_batch,
-            prefill_request,
-        )
+        from hcache_backend.start.prefill import forward_batch, prefill_batch, prefill_request
 
         runner = self._runner
         allocator = runner.token_to_kv_pool_allocator

@@ -85,10 +85,7 @@ PROGRAM = GpuProgram(
         models(SHAPES, ["Llama-2-7B"]),
         Setting("--batches", int, BATCHES, "decode batches", {"nargs": "*"}),
     ),
-    tables=Table(
-        overheads,
-        "model | step | tokens | saving = way | ms | adds, % = adds | right",
-    ),
+    tables=Table(overheads, "model | step | tokens | saving = way | ms | adds, % = adds | right"),
     draw=Picture(
         title=lambda results: f"What saving and restoring add to steps on {results['device']}",
         panels=panels,

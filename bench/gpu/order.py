@@ -192,13 +192,7 @@ PROGRAM = GpuProgram(
     name="order",
     doc=__doc__,
     measure=measure,
-    tables=Table(
-        "rows",
-        (
-            "slots = case | by",
-            Column("", read),
-        ),
-    ),
+    tables=Table("rows", ("slots = case | by", Column("", read))),
 )
 
 if __name__ == "__main__":

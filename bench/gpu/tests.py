@@ -70,8 +70,7 @@ PROGRAM = GpuProgram(
     measure=measure,
     settings=(Setting("--jobs", at_least(1), 8, "processes at once"),),
     tables=Table(
-        "rows",
-        [Column(n, n) for n in ("file", "passed", "failed", "skipped", "seconds")],
+        "rows", [Column(n, n) for n in ("file", "passed", "failed", "skipped", "seconds")]
     ),
 )
 

@@ -47,9 +47,7 @@ METHODS = {
         "HCache, hidden states", storage="dynamic", hcache={"mode": "hidden", **LAYERWISE}
     ),
     "hcache-hidden-eager": Method(
-        "HCache, hidden states, eager",
-        storage="dynamic",
-        hcache={"mode": "hidden"},
+        "HCache, hidden states, eager", storage="dynamic", hcache={"mode": "hidden"}
     ),
     "hcache-kv": Method("HCache, KV pages", storage="dynamic", hcache={"mode": "kv", **LAYERWISE}),
     "hcache": Method("HCache, automatic", storage="dynamic", hcache={"mode": "auto", **LAYERWISE}),

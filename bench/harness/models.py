@@ -155,11 +155,7 @@ MORE_ARCHITECTURES: dict[str, Architecture] = {
     "gemma3": Architecture(
         "gemma3_text",
         _gated(
-            2,
-            head_dim=64,
-            query_pre_attn_scalar=64,
-            tie_word_embeddings=True,
-            layer_types=_SLIDING,
+            2, head_dim=64, query_pre_attn_scalar=64, tie_word_embeddings=True, layer_types=_SLIDING
         ),
         norm_means={"post_": 6.0},  # otherwise the last token's embedding outweighs all layers
     ),
@@ -211,8 +207,7 @@ MORE_ARCHITECTURES: dict[str, Architecture] = {
     "olmo": Architecture("olmo", _gated(HEADS, clip_qkv=4.0)),
     # A pool of its own for layers with a sliding window.
     "mellum": Architecture(
-        "mellum",
-        _gated(2, head_dim=64, **_EXPERTS, sliding_window=128, layer_types=_SLIDING),
+        "mellum", _gated(2, head_dim=64, **_EXPERTS, sliding_window=128, layer_types=_SLIDING)
     ),
     # The same with sinks, and experts with biases.
     "gpt_oss": Architecture(
