@@ -35,6 +35,7 @@ _LAYERS_2K = 12
 ALONE, BOTH = "alone", "both"
 TITLES = {NO_L3: "computed", ALONE: "L3 alone", BOTH: "both"}
 CHOSEN_TOKENS = 2048
+Advance = Callable[[str], None]
 
 
 METHODS_COMPARED = {
@@ -51,11 +52,7 @@ def shape(tokens: int) -> TinyLlama:
 
 
 def at_length(
-    machine: Machine,
-    tokens: int,
-    speeds: Sequence[float],
-    rounds: int,
-    advance: Callable[[str], None],
+    machine: Machine, tokens: int, speeds: Sequence[float], rounds: int, advance: Advance
 ) -> list[dict[str, Any]]:
     """A row of results for each speed of L3; the servers are the same.
 
@@ -73,7 +70,7 @@ def at_length(
 
 
 def at_speed(
-    turns: Turns, speed: float, question: float, rounds: int, advance: Callable[[str], None]
+    turns: Turns, speed: float, question: float, rounds: int, advance: Advance
 ) -> dict[str, Any]:
     """A row: times to the first token of every server, and how they compare.
 

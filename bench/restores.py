@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -209,19 +209,12 @@ class Servers:
         balanced: The balanced rate in MB/s; 0: it is not measured.
     """
 
-    def __init__(
-        self,
-        machine: Machine,
-        study: Study,
-        model: str,
-        folder: Path,
-        said: Callable[[str], object],
-    ) -> None:
+    def __init__(self, machine: Machine, study: Study, model: str, folder: Path) -> None:
         self.balanced = 0.0
         self.ms: dict[tuple[Limit, str], dict[str, list[float]]] = {}
         self.stored: list[Row] = []
         self._machine, self._study, self._model = machine, study, model
-        self._folder, self._said = folder, said
+        self._folder, self._said = folder, partial(print, flush=True)
         self._histories = [history(study.tokens, n) for n in range(3 + 2 * study.rounds)]
         self._profile: Profile | None = None
         if set(study.methods) & set(study.planned) and has_shape(model):
@@ -414,7 +407,7 @@ def measure(run: Run) -> Results:
         left_out = {n: why for n, how in study.methods.items() if (why := missing(how, model))}
         methods = {name: how for name, how in study.methods.items() if name not in left_out}
         study = replace(study, methods=methods)
-        servers = Servers(run.machine, study, model, Path(place), partial(print, flush=True))
+        servers = Servers(run.machine, study, model, Path(place))
         servers.measure()
     return {
         "study": given.study,

@@ -21,7 +21,7 @@ from bench.fixtures.text import Text, Texts
 from bench.harness.reference import reference_of
 from hcache_backend.projection.exactness import relative_difference
 
-REFERENCE = "no cache"
+Advance = Callable[[str], None]
 _KEYS, _GAP = 16, 4  # keys of a text's planted lines, and tokens of source between these on average
 
 
@@ -93,21 +93,15 @@ class Found:
         self.same += (reference.argmax(-1) == said.argmax(-1)).tolist()
 
     def report(self) -> dict[str, Any]:
-        return {
+        found = {
             "tokens": len(self.nll),
             "nll": sum(self.nll) / len(self.nll),
             "recall": by_distance(self.recalled),
-            **(
-                {
-                    "kl": sum(self.kl) / len(self.kl),
-                    "largest_kl": max(self.kl),
-                    "same": sum(self.same),
-                    "not_kept": self.lost,
-                }
-                if self.kl
-                else {}
-            ),
         }
+        if self.kl:
+            found |= {"kl": sum(self.kl) / len(self.kl), "largest_kl": max(self.kl)}
+            found |= {"same": sum(self.same), "not_kept": self.lost}
+        return found
 
     def errors(self) -> dict[str, float]:
         return dict(zip(("k_error", "v_error"), self.error, strict=True))
@@ -126,11 +120,7 @@ def by_distance(recalled: Sequence[tuple[int, bool]]) -> dict[str, list[int]]:
 
 @torch.inference_mode()
 def score(
-    engine: Engine,
-    texts: Texts,
-    sizes: Sizes,
-    advance: Callable[[str], None],
-    known: Sequence[Method],
+    engine: Engine, texts: Texts, sizes: Sizes, advance: Advance, known: Sequence[Method]
 ) -> dict[str, Any]:
     """Score every method on every text."""
     reference, runs = Found(), [Found() for _ in known]

@@ -28,6 +28,7 @@ QUESTIONS = (
 COMPUTED, FILE, OURS = "computed", "file", "ours"
 METHODS_OF = {COMPUTED: "recompute", FILE: "file", OURS: "hcache-eager"}
 SHOWN = {COMPUTED: "computed", FILE: "SGLang `file`", OURS: "hcache"}
+Say = Callable[[str], None]
 Heads = Literal["multi-head", "grouped-query"]
 FORMS: Mapping[Heads, Mapping[str, Any]] = {
     # By default a CPU stores K and V of this one: it projects slowly compared with its copies.
@@ -104,13 +105,7 @@ class Run:
 
 
 def converse(
-    method: str,
-    heads: Heads,
-    model: Path,
-    talk: Talk,
-    machine: Machine,
-    folder: Path,
-    said: Callable[[str], None],
+    method: str, heads: Heads, model: Path, talk: Talk, machine: Machine, folder: Path, said: Say
 ) -> Run:
     """Have the conversation on a server of ``method``; device and host memory are emptied between
     turns, as if others had used them meanwhile.

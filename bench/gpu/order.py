@@ -40,6 +40,7 @@ LATE = 0.05  # seconds that a stream is held up
 JUNK, JUNK_TENSORS = -7, 64
 
 CASES = ("made late", "freed early")
+Ask = Callable[[torch.Tensor], Recompute]
 
 
 def load_queue() -> Any:
@@ -118,17 +119,9 @@ class Scene:
 
         return Recompute(1, fill, self._forwards)
 
-    def is_right(
-        self,
-        case: str,
-        recompute_of: Callable[[torch.Tensor], Recompute],
-        *,
-        loads_wait: bool = True,
-    ) -> bool:
-        """Recomputation read the right slots.
-
-        ``loads_wait``: as HiCache's stream of loads does for work that was launched before a load.
-        """
+    def is_right(self, case: str, recompute_of: Ask, *, loads_wait: bool = True) -> bool:
+        """Recomputation read the right slots. ``loads_wait``: as HiCache's stream of loads does for
+        work that was launched before a load."""
         for seen in (self.recorder.before, self.recorder.slots):
             seen.zero_()
         self._rounds += 1  # what the round before left is not right in this one

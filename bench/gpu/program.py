@@ -6,11 +6,11 @@ is installed.
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import statistics
 import time
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -39,12 +39,7 @@ class GpuRun(Run):
     dry run without ``--out`` writes nothing."""
 
     def __init__(
-        self,
-        name: str,
-        given: argparse.Namespace,
-        parser: argparse.ArgumentParser,
-        *,
-        served: bool = False,
+        self, name: str, given: Namespace, parser: ArgumentParser, *, served: bool = False
     ) -> None:
         super().__init__(given, parser)
         self._name, self._served = name, served
@@ -97,7 +92,7 @@ class GpuProgram(Program):
     served: bool = False
     package = "bench.gpu"
 
-    def parser(self) -> argparse.ArgumentParser:
+    def parser(self) -> ArgumentParser:
         made = super().parser()
         made.add_argument(
             "--dry-run",
@@ -106,7 +101,7 @@ class GpuProgram(Program):
         )
         return made
 
-    def _add_out(self, parsed: argparse.ArgumentParser) -> None:
+    def _add_out(self, parsed: ArgumentParser) -> None:
         parsed.add_argument("--out", type=Path, help="folder of results; default: out/DEVICE")
 
     def main(self, arguments: Sequence[str] | None = None) -> int:
@@ -127,7 +122,7 @@ class GpuProgram(Program):
         return int(not run.right)
 
 
-def require_device(parsed: argparse.ArgumentParser, *, dry_run: bool) -> None:
+def require_device(parsed: ArgumentParser, *, dry_run: bool) -> None:
     """End a program that has no GPU, except for a dry run."""
     if not dry_run and not torch.cuda.is_available():
         parsed.error("no CUDA device; --dry-run does without")
