@@ -14,7 +14,7 @@ time of a restore whose processor and L3 are busy from start to end, with the qu
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import log2
 from pathlib import Path
 from statistics import median
@@ -25,7 +25,7 @@ import torch
 from bench.harness.machine import Machine, MachineError
 from bench.harness.methods import METHODS, PAGE_SIZE, Method
 from bench.harness.models import TinyLlama, narrowed
-from bench.harness.program import Program, Run, Setting, at_least, scratch, several, steps
+from bench.harness.program import Advance, Program, Run, Setting, at_least, scratch, several, steps
 from bench.harness.report import Picture, Results, Row, Series, Table, by, times
 from bench.harness.rounds import median_interval
 from bench.harness.turns import NO_L3, Answer, Turns, differing, taking_turns
@@ -35,7 +35,6 @@ _LAYERS_2K = 12
 ALONE, BOTH = "alone", "both"
 TITLES = {NO_L3: "computed", ALONE: "L3 alone", BOTH: "both"}
 CHOSEN_TOKENS = 2048
-Advance = Callable[[str], None]
 
 
 METHODS_COMPARED = {

@@ -19,7 +19,7 @@ differ most on them; so the error of K is computed for synthetic hidden states t
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,7 +31,7 @@ from bench.fixtures.smollm2 import FORMS
 from bench.fixtures.text import Texts, corpus, encoder
 from bench.fixtures.train import RECIPES
 from bench.harness.methods import METHODS, PAGE_SIZE, server_options
-from bench.harness.program import Program, Run, Setting, at_least, names, scratch, steps, switch
+from bench.harness.program import Advance, Program, Run, Setting, at_least, names, scratch, steps
 from bench.harness.reference import Scores, agreement
 from bench.harness.report import Picture, Results, Series, Table
 from bench.harness.restorer import page_files
@@ -147,16 +147,13 @@ def compared(row: str, scores: Scores, reference: Scores) -> Row:
 
 
 class _Servers:
-    def __init__(self, run: Run, model: Path, folder: Path, advance: Callable[[str], None]) -> None:
+    def __init__(self, run: Run, model: Path, folder: Path, advance: Advance) -> None:
         self._machine, self._given = run.machine, run.given
         self._model, self._folder, self._advance = model, folder, advance
 
     def _server(self, method: str, folder: Path, dtype: str, **hcache: str) -> Server:
         options = server_options(
-            METHODS[method],
-            self._machine,
-            self._model,
-            folder,
+            *(METHODS[method], self._machine, self._model, folder),
             pool_tokens=_POOL_TOKENS,
             hcache=hcache,
             dtype=dtype,
@@ -276,7 +273,7 @@ PROGRAM = Program(
     measure=measure,
     settings=(
         Setting("--model", str, "gqa", "fixture model", {"choices": [*RECIPES, *FORMS]}),
-        switch("--quick", "the fixture that is trained in a minute"),
+        Setting("--quick", None, False, "the fixture that is trained in a minute"),
         Setting("--dtypes", names(list(CODECS)), ",".join(CODECS), "types of the model"),
         Setting("--conversations", at_least(1), 8, "conversations held"),
         Setting("--turns", at_least(2), 4, "turns of each conversation"),

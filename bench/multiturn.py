@@ -23,17 +23,7 @@ from bench.harness.client import Reply, StreamingClient
 from bench.harness.methods import METHODS, PAGE_SIZE, SERVED, server_options
 from bench.harness.models import TinyLlama
 from bench.harness.options import ADMIN_KEY
-from bench.harness.program import (
-    MODEL,
-    Program,
-    Run,
-    Setting,
-    at_least,
-    names,
-    scratch,
-    several,
-    switch,
-)
+from bench.harness.program import MODEL, Program, Run, Setting, at_least, names, scratch, several
 from bench.harness.report import Column, Picture, Results, Row, Series, Table
 from bench.harness.server import Server
 from bench.workload.base import Workload, WorkloadError
@@ -369,7 +359,12 @@ PROGRAM = Program(
         Setting("--max-context", at_least(1), None, "tokens of a history, its last reply included"),
         several("--rates", float, [1.0], "requests, or sessions of sharegpt4, per second; or inf"),
         Setting("--max-parallel", at_least(1), None, "requests in flight; leval and zipf: 1"),
-        switch("--flush-between-rounds", "empty device and host caches: histories come from L3"),
+        Setting(
+            "--flush-between-rounds",
+            None,
+            False,
+            "empty device and host caches: histories come from L3",
+        ),
         Setting("--seed", at_least(0), 1, "of lengths, tokens and times"),
     ),
     tables=Table(

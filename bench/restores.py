@@ -300,10 +300,7 @@ class Servers:
         folder.mkdir(parents=True)
         with ExitStack() as stack:
             options = server_options(
-                method,
-                self._machine,
-                self._model,
-                folder,
+                *(method, self._machine, self._model, folder),
                 pool_tokens=int(study.pool * study.tokens),
                 hcache=self._planned(name, folder, limit) if limit is not None else {},
                 # The others' weights count as used.

@@ -25,16 +25,7 @@ from bench.fixtures.models import chosen
 from bench.fixtures.text import Texts, corpus
 from bench.harness.machine import MachineError
 from bench.harness.methods import METHODS, PAGE_SIZE, server_options
-from bench.harness.program import (
-    Program,
-    Run,
-    Setting,
-    at_least,
-    model_name,
-    scratch,
-    steps,
-    switch,
-)
+from bench.harness.program import Program, Run, Setting, at_least, model_name, scratch, steps
 from bench.harness.report import Results
 from tests.cpu_engine.hcache_cpu_engine import cpu_engine_env
 
@@ -58,10 +49,7 @@ def measure(run: Run) -> Results:
     logging.disable(logging.WARNING)
     with scratch() as folder:
         options = server_options(
-            METHODS["recompute"],
-            machine,
-            model.path,
-            Path(folder),
+            *(METHODS["recompute"], machine, model.path, Path(folder)),
             pool_tokens=2 * (given.history + given.turn),
             dtype=given.dtype,
             extra_args=("--disable-cuda-graph",),  # graphs of decode steps: there are none
@@ -88,12 +76,12 @@ PROGRAM = Program(
     measure=measure,
     settings=(
         Setting("--model", model_name, None, "a folder, a name or a fixture", {"required": True}),
-        switch("--quick", "the fixture that is trained in a minute"),
+        Setting("--quick", None, False, "the fixture that is trained in a minute"),
         Setting("--dtype", str, "bfloat16", "type that the model is served in"),
         Setting("--texts", at_least(1), 16, "how many are scored"),
         Setting("--history", at_least(PAGE_SIZE), 384, "tokens that are kept"),
         Setting("--turn", at_least(8), 128, "tokens that are scored"),
-        switch("--whole", "no method that restores a single layer"),
+        Setting("--whole", None, False, "no method that restores a single layer"),
     ),
     tables=report.TABLES,
     draw=report.draw,

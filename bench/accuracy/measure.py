@@ -7,7 +7,7 @@ the history's K and V restored; then the turn behind it is computed and compared
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -18,10 +18,10 @@ from bench.accuracy.engine import Engine, History
 from bench.accuracy.methods import EXACT, Method
 from bench.accuracy.pairs import mergeable
 from bench.fixtures.text import Text, Texts
+from bench.harness.program import Advance
 from bench.harness.reference import reference_of
 from hcache_backend.projection.exactness import relative_difference
 
-Advance = Callable[[str], None]
 _KEYS, _GAP = 16, 4  # keys of a text's planted lines, and tokens of source between these on average
 
 

@@ -31,7 +31,7 @@ from bench.demo.talk import (
 from bench.fixtures.models import real_model
 from bench.fixtures.smollm2 import TITLE, ModelMissing, source_facts
 from bench.harness.models import TinyLlama
-from bench.harness.program import Program, Run, Setting, at_least, scratch, steps, switch
+from bench.harness.program import Program, Run, Setting, at_least, scratch, steps
 from bench.harness.report import Picture, Results, Series, Table, by
 
 RANDOM = "a random Llama of 2 layers"
@@ -79,7 +79,7 @@ PROGRAM = Program(
     measure=measure,
     settings=(
         Setting("--tokens", at_least(128), 1500, "tokens of the text"),
-        switch("--random", "use the random model"),
+        Setting("--random", None, False, "use the random model"),
     ),
     tables=Table(
         turns,

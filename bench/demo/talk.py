@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import random
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -14,6 +14,7 @@ from typing import Any, Literal, Protocol
 from bench.harness.client import Reply, StreamingClient
 from bench.harness.machine import Machine
 from bench.harness.methods import METHODS, Method, server_options
+from bench.harness.program import Advance
 from bench.harness.restorer import l3_bytes
 from bench.harness.server import ADMIN_KEY, CachedTokens, Server
 from tests.cpu_engine.hcache_cpu_engine import stub_torchvision
@@ -28,7 +29,6 @@ QUESTIONS = (
 COMPUTED, FILE, OURS = "computed", "file", "ours"
 METHODS_OF = {COMPUTED: "recompute", FILE: "file", OURS: "hcache-eager"}
 SHOWN = {COMPUTED: "computed", FILE: "SGLang `file`", OURS: "hcache"}
-Say = Callable[[str], None]
 Heads = Literal["multi-head", "grouped-query"]
 FORMS: Mapping[Heads, Mapping[str, Any]] = {
     # By default a CPU stores K and V of this one: it projects slowly compared with its copies.
@@ -105,7 +105,13 @@ class Run:
 
 
 def converse(
-    method: str, heads: Heads, model: Path, talk: Talk, machine: Machine, folder: Path, said: Say
+    method: str,
+    heads: Heads,
+    model: Path,
+    talk: Talk,
+    machine: Machine,
+    folder: Path,
+    said: Advance,
 ) -> Run:
     """Have the conversation on a server of ``method``; device and host memory are emptied between
     turns, as if others had used them meanwhile.

@@ -25,7 +25,7 @@ from torch.nn import functional
 from bench.gpu.program import Device, GpuProgram, GpuRun, Row
 from bench.gpu.shapes import LLAMA_7B, LLAMA_8B, PAGE, Shape
 from bench.harness.program import Setting
-from bench.harness.report import Column, Results, Table
+from bench.harness.report import Results, Table
 from hcache_backend import streams
 from hcache_backend.format.page import PageLayout
 from hcache_backend.format.units import WHOLE
@@ -208,8 +208,8 @@ def free_bytes() -> float:
     return free
 
 
-def columns(kind: str, results: Results) -> list[Column]:
-    return [Column(key, key) for key in dict.fromkeys(k for row in results[kind] for k in row)]
+def columns(kind: str, results: Results) -> list[str]:
+    return list(dict.fromkeys(key for row in results[kind] for key in row))
 
 
 PROGRAM = GpuProgram(

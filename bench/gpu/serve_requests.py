@@ -82,32 +82,25 @@ def measure(run: GpuRun) -> None:
         ServerError: The server did not start, or died.
         RequestError: It refused a request.
     """
-    with scratch() as folder:
-        _serve(run, Path(folder))
+    with scratch() as place:
+        _serve(run, Path(place))
 
 
 def _serve(run: GpuRun, folder: Path) -> None:
     machine, name = run.machine, run.given.method
     loads, told = (DRY_LOADS, DRY_TOLD) if run.given.dry_run else (LOADS, TOLD)
     method, exact = METHODS_SERVED[name], machine.device == "cpu"
-    options = server_options(
-        method,
-        machine,
-        run.given.model,
-        folder,
-        pool_tokens=sum(load.room for load in loads),
-        overlap=True,  # as on a GPU
-        metrics=True,
-    )
+    pool, given = sum(load.room for load in loads), (method, machine, run.given.model, folder)
+    # A CPU overlaps as a GPU does.
+    options = server_options(*given, pool_tokens=pool, overlap=True, metrics=True)
     with restorer(options, folder / "l3") as server:
         forced = method.hcache.get("mode") == "hidden"
         said = server.said()
         right = not forced or said.startswith("hidden mode")
         start = {"step": "start", "said": said, "right": right}
         if (report := read_report(server.l3)) is not None:
-            start["exactness"] = report.model_dump(
-                mode="json", include={"mode", "projection", "recomputation"}
-            )
+            parts = {"mode", "projection", "recomputation"}
+            start["exactness"] = report.model_dump(mode="json", include=parts)
         run.add(start, f"{name}, start")
         if method.storage == "dynamic":
             refused = refused_recomputation(method, server.server.log_text(), report)

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from bench.harness.machine import Machine
 
 Tables = Table | Sequence[Table]
+Advance = Callable[[str], None]  # is told the next step of a program
 Number = TypeVar("Number", int, float)
 
 
@@ -60,10 +61,6 @@ class Setting:
             return
         more = {"default": self.default} if self.name.startswith("-") else {}
         parsed.add_argument(self.name, type=self.kind, help=self.help, **more, **self.more)
-
-
-def switch(name: str, text: str) -> Setting:
-    return Setting(name, None, False, text)
 
 
 def several(name: str, kind: Callable[[str], Any], default: Any, text: str) -> Setting:
@@ -242,7 +239,7 @@ def failing() -> Iterator[None]:
 
 
 @contextmanager
-def steps(total: int) -> Iterator[Callable[[str], None]]:
+def steps(total: int) -> Iterator[Advance]:
     """A progress bar on standard error; what is yielded is called with each next step's name."""
     from hcache_backend.cli.common import progress_bar
 

@@ -123,10 +123,7 @@ def taking_turns(
         for name, method in methods.items():
             folder = model.parent / f"{model.name}-{tokens}-{name}"
             served = server_options(
-                method,
-                machine,
-                model,
-                folder,
+                *(method, machine, model, folder),
                 pool_tokens=3 * (tokens + PAGE_SIZE + QUESTION),
                 # The others' weights count as used.
                 extra_args=("--mem-fraction-static", "0.5", *extra_args),

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from bench.harness.program import Program, Run, Setting, at_least, names, scratch, steps
+from bench.harness.program import Advance, Program, Run, Setting, at_least, names, scratch, steps
 from bench.harness.report import Column, Picture, Results, Row, Series, Table, by, times
 from bench.harness.restorer import Restorer
 from bench.harness.turns import NO_L3, Turns, history, question
@@ -60,7 +60,7 @@ def store_histories(turns: Turns, requests: int) -> None:
 
 
 def under_load(
-    turns: Turns, speed: float, requests: int, rounds: int, advance: Callable[[str], None]
+    turns: Turns, speed: float, requests: int, rounds: int, advance: Advance
 ) -> dict[str, Any]:
     learn(turns, OURS, speed)
     rates: dict[str, list[float]] = {name: [] for name in SERVERS}

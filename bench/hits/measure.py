@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
+from bench.harness.program import Advance
 from bench.harness.rounds import median_interval
 from bench.harness.turns import NO_L3, Answer, Turns, differing
 from bench.hits.cases import ALWAYS, OURS
@@ -21,7 +22,7 @@ _COMPARED = (OURS, NO_L3)
 """These have every round; others only if they take less than twice the fastest's time at first."""
 
 
-def at_speed(turns: Turns, speed: float, rounds: int, advance: Callable[[str], None]) -> Row:
+def at_speed(turns: Turns, speed: float, rounds: int, advance: Advance) -> Row:
     """Seconds to the first token, in rounds of one request to every server in changing order."""
     rate = learn(turns, OURS, speed)
     names, wrong = list(turns.servers), 0
