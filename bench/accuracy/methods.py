@@ -61,7 +61,8 @@ def exact(engine: Engine) -> Iterator[Method]:
 
 def encoded(engine: Engine) -> Iterator[Method]:
     """K and V in pages, through every codec that holds them."""
-    for codec in _segment_codecs(engine):
+    shape = engine.page_cut, engine.kv_shape[1], engine.dtype
+    for codec in _possible(SEGMENT_CODECS, lambda name: make_segment_codec(name, *shape)):
         size = codec.segment_bytes * len(engine.layers) // PAGE_SIZE
         yield Method(f"KV, {codec.name}", size, partial(_restore_encoded, engine, codec))
 
@@ -123,20 +124,16 @@ def methods(engine: Engine, *, whole: bool = False) -> list[Method]:
     return [method for make in makers for method in make(engine)]
 
 
+def _possible(names: Collection[str], make: Callable[[str], Codec]) -> Iterator[Codec]:
+    for name in names:
+        try:
+            yield make(name)
+        except UnsupportedRows:
+            continue  # a server would store with codec none instead
+
+
 def _codecs(engine: Engine) -> Iterator[Codec]:
-    for name in CODECS:
-        try:
-            yield make_codec(name, engine.hidden_size, engine.dtype)
-        except UnsupportedRows:
-            continue  # a server would store with codec none instead
-
-
-def _segment_codecs(engine: Engine) -> Iterator[Codec]:
-    for name in SEGMENT_CODECS:
-        try:
-            yield make_segment_codec(name, engine.page_cut, engine.kv_shape[1], engine.dtype)
-        except UnsupportedRows:
-            continue  # a server would store with codec none instead
+    return _possible(CODECS, lambda name: make_codec(name, engine.hidden_size, engine.dtype))
 
 
 def _restore_encoded(engine: Engine, codec: Codec, history: History) -> int:

@@ -71,8 +71,9 @@ class ServerOptions:
 
     def arguments(self, port: int) -> list[str]:
         """Arguments of `python -m sglang.launch_server`."""
+        model = Path(self.model).resolve() if Path(self.model).exists() else self.model
         args: list[Any] = [
-            *("--model-path", _absolute(self.model), "--admin-api-key", ADMIN_KEY),
+            *("--model-path", model, "--admin-api-key", ADMIN_KEY),
             *("--host", "127.0.0.1", "--port", port),
             *("--max-total-tokens", self.max_total_tokens, "--page-size", self.page_size),
             *("--tp", self.tp, "--enable-cache-report"),
@@ -159,7 +160,3 @@ def base_environment(device: Device) -> dict[str, str]:
 
 def as_text(config: Mapping[str, Any] | str) -> str:
     return config if isinstance(config, str) else json.dumps(config)
-
-
-def _absolute(model: Path | str) -> Path | str:
-    return Path(model).resolve() if Path(model).exists() else model

@@ -248,17 +248,15 @@ def steps(total: int) -> Iterator[Advance]:
         yield lambda step: bar.update(task, advance=1, description=step)
 
 
-def stamp(machine: Machine, attention: str | None = None) -> dict[str, Any]:
-    """When and where results were measured, and by which attention backend of SGLang; None: the
-    harness's choice."""
+def stamp(machine: Machine) -> dict[str, Any]:
+    """When and where results were measured, and by which attention backend of SGLang."""
     from bench.harness.options import CPU_ATTENTION
 
-    default = CPU_ATTENTION if machine.device == "cpu" else "SGLang's choice"
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": machine.name,
         "device_type": machine.device,
         "sglang_version": machine.sglang,
-        "attention_backend": attention or default,
+        "attention_backend": CPU_ATTENTION if machine.device == "cpu" else "SGLang's choice",
         "cores": os.cpu_count(),
     }

@@ -45,9 +45,6 @@ class Column(NamedTuple):
     value: Value
     form: str = ".2f"
 
-    def cell(self, row: Row) -> str:
-        return cell(value_of(row, self.value), self.form)
-
 
 Columns = str | Sequence[Column | str]
 """Columns, also as text: ``TITLE = KEY :FORM``, or the key alone, with `` | `` between them."""
@@ -76,8 +73,11 @@ class Table(NamedTuple):
         given = self.columns(results) if callable(self.columns) else self.columns
         columns = list(columns_of(given))
         rows: Any = value_of(results, self.rows)
-        body = [[column.cell(row) for column in columns] for row in rows or ()]
-        return markdown([column.title for column in columns], body) if body else ""
+        body = [[cell(value_of(row, c.value), c.form) for c in columns] for row in rows or ()]
+        if not body:
+            return ""
+        head, *lines = (f"| {' | '.join(row)} |" for row in ([c.title for c in columns], *body))
+        return "\n".join((head, f"|---{'|--:' * (len(columns) - 1)}|", *lines))
 
 
 def value_of(row: Any, value: Value) -> object:
@@ -87,12 +87,6 @@ def value_of(row: Any, value: Value) -> object:
     for key in value.split("."):
         row = row.get(key) if isinstance(row, Mapping) else None
     return row
-
-
-def markdown(heads: Sequence[str], rows: Iterable[Iterable[object]]) -> str:
-    """A table with names in its first column; :func:`cell` writes what is no string."""
-    lines = ["| " + " | ".join(map(cell, row)) + " |" for row in (heads, *rows)]
-    return "\n".join((lines[0], "|---" + "|--:" * (len(heads) - 1) + "|", *lines[1:]))
 
 
 def aligned(tables: str) -> str:

@@ -130,10 +130,7 @@ def _eagle_arguments(model: Path) -> Sequence[str]:
     return drafting_arguments("EAGLE", model.with_name("eagle-0"))
 
 
-def _two_groups(_model: Path) -> Sequence[str]:
-    return ("--enable-dp-attention", "--dp-size", "2")
-
-
+_TWO_GROUPS = ("--enable-dp-attention", "--dp-size", "2")
 MODELS = {
     "MHA": Model("hidden states", _llama(8), {"mode": "hidden"}),
     "GQA": Model("K and V", _llama(2)),
@@ -146,6 +143,6 @@ MODELS = {
 }
 WITH_FLAGS = {
     "GQA-eagle": Model("K and V, a draft", _drafted, arguments=_eagle_arguments),
-    "GQA-dp": Model("K and V, two groups", _mixture, arguments=_two_groups, tp=2),
+    "GQA-dp": Model("K and V, two groups", _mixture, arguments=lambda _: _TWO_GROUPS, tp=2),
 }
 """Models under flags of production, which are measured if they are named."""
