@@ -109,7 +109,7 @@ TABLE_3 = (
 """The paper's schedules, and bytes of KV over bytes that they store (6.1.3, 6.3.2)."""
 LENGTHS = (1024, 2048, 4096, 8192, 16384)
 FIGURE_11 = {
-    "platforms": (  # those that hold the weights; the text does not say which model ran where
+    "platforms": (  # those that hold the weights; the text does not say which model ran on which
         *(Setting("Llama-2-7B", name) for name in ("a100-40g", "a30", "rtx4090", "l20", "h800")),
         *(Setting("Llama-2-13B", name) for name in ("a100-40g", "l20", "h800")),
         *(Setting("OPT-30B", "a100-40g", tp=4), Setting("OPT-30B", "h800")),

@@ -1,6 +1,6 @@
 """Records results: into ``bench/results`` and into the tables of the documentation.
 
-    python -m bench.record NAME... [--out out]    what a program wrote becomes the recorded result
+    python -m bench.record NAME... [--out out]    results of a program become the recorded ones
     python -m bench.record --tables               tables anew from the recorded results
     python -m bench.record --pictures             pictures anew from the recorded results
 

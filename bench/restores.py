@@ -59,7 +59,7 @@ MHA = TinyLlama(layers=8, hidden=1024, heads=8, kv_heads=8, intermediate=2816)
 
 
 class Limit(NamedTuple):
-    """What is slowed down in a row of results.
+    """The limit of a row of results.
 
     Attributes:
         mb_per_s: To this rate; 0: it is as it is.
@@ -76,7 +76,7 @@ class Limit(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """What is compared.
+    """One comparison.
 
     Attributes:
         methods: The servers. The first one decides which rate is the balanced one.
@@ -112,7 +112,7 @@ def _at(slowed: Literal["bus", "L3"], *rates: float, part: str = "restore") -> l
 
 
 _EAGER = {"restore": "auto", "recompute": "never"}
-"""Every page is read; what recomputing the front meanwhile brings is for bench.beside."""
+"""Every page is read; bench.beside measures the recomputation of the front meanwhile."""
 _GQA = TinyLlama(layers=8, hidden=1024, heads=8, kv_heads=4, intermediate=1024)
 """In float32 K and V of a page have as many bytes as those of Llama-3-8B in bfloat16."""
 _LONG = replace(MHA, layers=4)

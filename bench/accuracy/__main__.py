@@ -37,7 +37,7 @@ def measure(run: Run) -> Results:
             f"--history {given.history} must be a whole number of {PAGE_SIZE}-token pages"
         )
     if machine.device == "cpu" and "SGLANG_USE_CPU_ENGINE" not in os.environ:
-        # What lets SGLang run on a CPU must be there before the interpreter starts.
+        # The variables of the CPU engine must be set before the interpreter starts.
         command = [sys.executable, "-m", "bench.accuracy", *sys.argv[1:]]
         os.execve(sys.executable, command, {**os.environ, **cpu_engine_env()})
     from bench.accuracy.engine import Engine
@@ -61,7 +61,9 @@ def measure(run: Run) -> Results:
             found: list[int] = tokenizer.encode(text, add_special_tokens=False)
             return found
 
-        if not encode("import os\n"):  # what transformers makes up if there is none knows no token
+        if not encode(
+            "import os\n"
+        ):  # without files, transformers makes one up that knows no token
             raise MachineError(f"--model {given.model}: it needs the files of its tokenizer")
         texts = Texts(encode, corpus().held_out)
         with steps(sizes.texts) as advance:

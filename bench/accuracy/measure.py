@@ -149,7 +149,7 @@ def score(
                 "bytes_per_token": method.bytes_per_token,
                 **found.report(),
                 **({} if method.pairs is None else {"pairs": dict(method.pairs)}),
-                # Exact K and V are what the others are compared with.
+                # The others are compared with exact K and V.
                 **({} if method.name == EXACT else found.errors()),
             }
             for method, found in zip(known, runs, strict=True)

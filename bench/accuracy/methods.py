@@ -1,4 +1,4 @@
-"""Ways to keep the K and V of a history: what each keeps, and how it puts K and V back.
+"""Ways to keep the K and V of a history: the bytes that each keeps, and how it puts K and V back.
 
 To add one: a function that makes it from an :class:`Engine`, in :data:`MAKERS`.
 """
@@ -37,7 +37,7 @@ class Method:
         bytes_per_token: Of all layers.
         restore: Writes K and V of a history to the pool, which has lost them; returns how many
             tokens could not be kept so, and were computed again or kept as they are.
-        layer: The one layer that it restores from something else than K and V; None: all.
+        layer: The one layer that it restores from hidden states; None: all.
         pairs: How many histories had which layers in pairs; None: it makes none.
     """
 
@@ -146,7 +146,7 @@ def _restore_encoded(engine: Engine, codec: Codec, history: History) -> int:
         fits = codec.encode_pages(planes, pages, memory, pages, 0)
         lost |= ~fits
         back = [plane.clone() for plane in planes]
-        # A server keeps what does not fit as it is.
+        # A server keeps pages that do not fit as they are.
         codec.decode_pages(memory[fits], back, pages[fits])
         engine.pool.store(layer.kernel, history.slots, *back)
     return int(lost.sum()) * PAGE_SIZE

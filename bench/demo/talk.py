@@ -98,7 +98,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Run:
-    """A conversation on one server; ``bytes_per_token`` of what it stored, if it stores."""
+    """A conversation on one server; ``bytes_per_token`` of its L3, if it has one."""
 
     turns: Sequence[Turn]
     bytes_per_token: float | None

@@ -58,7 +58,7 @@ class Pages:
         layout = PageLayout(PAGE, (StoredLayer((Segment(stored[0].shape[1]),)),) * len(stored))
         pages = len(history.pages)
         raw = device.pinned(pages * layout.page_bytes + BLOCK)
-        start = -raw.data_ptr() % BLOCK  # where direct I/O may write
+        start = -raw.data_ptr() % BLOCK  # direct I/O may write there
         self._memory = raw[start:][: pages * layout.page_bytes].view(pages, layout.page_bytes)
         self.bytes = self._memory.nbytes
         positions = history.positions.cpu().view(pages, PAGE).numpy()

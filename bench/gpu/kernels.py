@@ -1,4 +1,4 @@
-"""The kernels against what the device can do. Needs only torch and triton (matplotlib: a picture).
+"""The kernels against the limits of the device. Needs only torch and triton.
 
 - projection: ``project_kv`` both ways, the bare GEMM of the same shape (the faster of both weight
   layouts) and the same operation composed of torch's; medians of CUDA events, cold L2 cache

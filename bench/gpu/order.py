@@ -124,12 +124,12 @@ class Scene:
         work that was launched before a load."""
         for seen in (self.recorder.before, self.recorder.slots):
             seen.zero_()
-        self._rounds += 1  # what the round before left is not right in this one
+        self._rounds += 1  # values of the round before are wrong in this one
         want = torch.arange(BEFORE * PAGE, device=self.device.kind) + self._rounds
         slots, parts = self.want_slots.clone(), want.split(BEFORE * PAGE // 2)
         junk = self._junk(JUNK_TENSORS)
         self.device.synchronize()
-        del junk  # what is allocated next stands where it stood
+        del junk  # the next tensors take its memory
         if case == "made late":
             self.device.spin(LATE)
         prefix = torch.cat(parts)
@@ -139,7 +139,7 @@ class Scene:
                 self.device.spin(LATE)
             restore = self.pipeline.start(self.physical, slots, recompute)
         del prefix, slots, recompute
-        self._junk(2 * JUNK_TENSORS)  # stands where they stood, if nobody kept them
+        self._junk(2 * JUNK_TENSORS)  # takes their memory, unless they are kept
         restore.wait()
         self.device.synchronize()
         right = torch.equal(self.recorder.before, want)

@@ -25,7 +25,7 @@ WIDTH = 4096
 
 def measure(run: GpuRun) -> None:
     """A row for each way to copy."""
-    # What is imported here may be interpreted.
+    # A dry run interprets these.
     from hcache_backend.plan.contention import PRODUCT_TOKENS, PROGRAMS, TOKENS, Contention
     from hcache_kernels.launch import most_copy_programs
 

@@ -137,7 +137,7 @@ def folder_of(device: str) -> Path:
 
 
 class Device:
-    """A GPU, or the CPU in a dry run, where no time means anything.
+    """A GPU, or the CPU in a dry run, whose times mean nothing.
 
     ``dtype`` is that of layers and hidden states, ``scaled_dtype`` that of values that kernels
     round.

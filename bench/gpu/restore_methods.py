@@ -114,7 +114,7 @@ class History:
         self.device.synchronize()
 
     def _pieces(self, which: int) -> Any:
-        """Where one of the three forms of every layer stands in the pages."""
+        """The places of one of the three forms of every layer in the pages."""
         return _Pieces(self.layout, [3 * i + which for i in range(len(self.layers))])
 
     def hidden_pipeline(self) -> RestorePipeline:

@@ -1,4 +1,4 @@
-"""Layers with random weights that do what the models' layers do, on one rank."""
+"""Layers with random weights that compute as the models' layers do, on one rank."""
 
 from __future__ import annotations
 

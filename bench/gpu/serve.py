@@ -22,7 +22,7 @@ the reason is printed, and the step still asks the rest. Later steps run all the
 ``out/DEVICE/serve.json`` is written after every server, beside each one's own file, and has their
 rows; ``serve.tar`` has all of them. Exit status 1: a step failed.
 
-``--dry-run`` asks less of a tiny model on the CPU engine, in float32, where tokens must also be the
+``--dry-run`` asks less of a tiny model on the CPU engine, in float32, and tokens must also be the
 same after a restore. In 16 bits tokens may differ by rounding: the tables count them, for KV pages
 too. Only a GPU shows whether capture works in decode graphs, and whether copies overlap.
 """

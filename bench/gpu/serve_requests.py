@@ -1,6 +1,6 @@
 """A server by one method: prompts, a decode batch, and both once more when only L3 has them.
 
-One step of bench/gpu/serve.sh, whose ``--help`` says what is asked.
+One step of bench/gpu/serve.sh, whose ``--help`` lists the requests.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 PAGE = 64  # tokens of a page
-HEADER_BYTES = 4096  # what stands before a page's first segment
+HEADER_BYTES = 4096  # before a page's first segment
 
 
 @dataclass(frozen=True)

@@ -115,7 +115,7 @@ def run(
             last lines if it is not done, and its last line if it writes no file.
     """
     file = folder / f"{step.name}.json"
-    file.unlink(missing_ok=True)  # what an earlier run left
+    file.unlink(missing_ok=True)  # of an earlier run
     folder.mkdir(parents=True, exist_ok=True)
     begin, output = time.monotonic(), deque[str](maxlen=SHOWN_LINES)
     process = subprocess.Popen(

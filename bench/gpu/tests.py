@@ -1,6 +1,6 @@
 """Tests that need a GPU, a process for each file: cold kernels of several files compile at once.
 
-One step of bench/gpu/first.sh. Needs pytest alone. What each file's process prints stands in
+One step of bench/gpu/first.sh. Needs pytest alone. The output of each file's process stands in
 ``FILE.log`` beside the results, also of a process that is killed.
 """
 

@@ -1,7 +1,7 @@
 """Tiny random models, built on the spot with transformers: no downloads, a second each.
 
 Weights are drawn with a large `initializer_range`, so that attention is peaked and the output
-really depends on what is in the KV cache: a wrong row changes the tokens.
+really depends on the KV cache: a wrong row changes the tokens.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ class Architecture:
     model_type: str
     config: dict[str, Any]
     added_to_json: dict[str, Any] = field(default_factory=dict)
-    """What SGLang reads from config.json and transformers 5 does not write there."""
+    """Keys of config.json that SGLang reads and transformers 5 does not write."""
     norm_means: dict[str, float] = field(default_factory=dict)
-    """Part of a norm's name -> mean of its weights, where it is not 1."""
+    """Part of a norm's name -> mean of its weights, if it is not 1."""
 
 
 def _mla(
@@ -203,7 +203,7 @@ MORE_ARCHITECTURES: dict[str, Architecture] = {
         },
         norm_means={"q_norm": 4.0},
     ),
-    # What the projection makes is cut at a bound: more than a product, norm and RoPE.
+    # The output of the projection is cut at a bound: more than a product, norm and RoPE.
     "olmo": Architecture("olmo", _gated(HEADS, clip_qkv=4.0)),
     # A pool of its own for layers with a sliding window.
     "mellum": Architecture(
@@ -283,7 +283,7 @@ def narrowed(hidden: int, tokens: int) -> int:
 class TinyLlama:
     """Shape of a Llama with random float32 weights.
 
-    As many KV heads as heads means multi-head attention (MHA), where hidden states are half the
+    As many KV heads as heads means multi-head attention (MHA): hidden states are half the
     size of KV.
     """
 

@@ -19,8 +19,7 @@ from bench.harness.server import free_port
 NODE_BYTES = 256 << 20
 BUFFER_BYTES = 16 << 20
 READY_S = 20.0
-CLIENT_TTL_S = 120
-"""What a node lends is given up when it was silent for so long; Mooncake's default is 10 s."""
+CLIENT_TTL_S = 120  # the master gives up a node that is silent for longer; the default is 10
 NODE = """
 import sys, time
 from mooncake.store import MooncakeDistributedStore
@@ -74,7 +73,7 @@ class Cluster:
         assert node.stdout.readline() == "ready\n"
 
     def kill(self) -> None:
-        """The master and the node end at once; what was stored is gone."""
+        """The master and the node end at once; stored pages are gone."""
         for process in self._processes:
             process.kill()
             process.wait()
@@ -82,7 +81,7 @@ class Cluster:
 
     @contextmanager
     def stalled(self) -> Iterator[None]:
-        """Inside the block nobody answers, and no connection is closed."""
+        """Inside the block the cluster does not answer, and no connection is closed."""
         for process in self._processes:
             process.send_signal(signal.SIGSTOP)
         try:
@@ -108,7 +107,7 @@ def missing() -> str | None:
 
 @contextmanager
 def cluster(folder: Path, node_bytes: int = NODE_BYTES) -> Iterator[Cluster]:
-    """Servers come and go, the node keeps what they stored, up to ``node_bytes``."""
+    """Servers come and go, the node keeps their pages, up to ``node_bytes``."""
     with (folder / "mooncake.log").open("w") as log:
         started = Cluster(log, node_bytes)
         try:

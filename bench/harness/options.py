@@ -1,4 +1,4 @@
-"""What a test or a program chooses about a server, and the command line that follows."""
+"""The options of a server in tests and programs, and its command line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.cpu_engine.hcache_cpu_engine import cpu_engine_env
 
 Device = Literal["cpu", "cuda"]
 ADMIN_KEY = secrets.token_hex(16)
-"""What administrative requests to the servers of this process need as bearer token."""
+"""Bearer token of administrative requests to the servers of this process."""
 MODULE = "sglang.launch_server"
 ENVIRONMENT = dict(os.environ)
 """As this interpreter found it: pytest, torch and tests write to `os.environ`, and a server whose
@@ -154,7 +154,7 @@ def hcache_config(
 
 def base_environment(device: Device) -> dict[str, str]:
     """Of every server on a device; on the CPU engine also that of the nursery's imports."""
-    health = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}  # else it costs a generation
+    health = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}  # otherwise it costs a generation
     return {**ENVIRONMENT, **(cpu_engine_env() if device == "cpu" else {}), **health}
 
 

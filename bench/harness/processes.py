@@ -61,7 +61,7 @@ class ServerProcess:
             self._read(None)
 
     def _read(self, timeout: float | None) -> None:
-        """Take in what the nursery says, waiting up to `timeout` seconds for it."""
+        """Take the lines of the nursery in, waiting up to `timeout` seconds for one."""
         if self._gone or not select.select([self._status], [], [], timeout)[0]:
             return
         received = os.read(self._status, 4096)

@@ -1,8 +1,8 @@
 """One runner of all programs that measure.
 
-A program declares what it is told (settings), what it measures and returns, its tables and its
-picture. The runner parses options, finds the machine, measures, prints, writes and ends with 1 if
-something was wrong. It imports nothing that a machine with a GPU may lack.
+A program declares its settings, the function that measures, its tables and its picture. The runner
+parses options, finds the machine, measures, prints, writes and ends with 1 if something was wrong.
+It imports nothing that a machine with a GPU may lack.
 """
 
 from __future__ import annotations
@@ -240,7 +240,7 @@ def failing() -> Iterator[None]:
 
 @contextmanager
 def steps(total: int) -> Iterator[Advance]:
-    """A progress bar on standard error; what is yielded is called with each next step's name."""
+    """A progress bar on standard error; the block calls the function with each next step's name."""
     from hcache_backend.cli.common import progress_bar
 
     with progress_bar(hidden=False) as bar:

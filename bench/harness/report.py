@@ -1,4 +1,4 @@
-"""What programs declare about their results: tables and pictures; and how both are written."""
+"""Tables and pictures that programs declare of their results, and how both are written."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def measured(results: Mapping[str, Any]) -> str:
 
 
 def picture(finding: str, height: float = 4.5) -> Figure:
-    """An empty picture whose title states what it shows."""
+    """An empty picture whose title states its finding."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(WIDTH, height), layout="constrained")
@@ -219,7 +219,7 @@ class Picture:
         title: The finding that it shows.
         panels: The rows of each panel, by title.
         x: Place of a row: a number, or the name of a category.
-        series: What is drawn of the rows; a function of the results makes them if they differ.
+        series: Drawn parts of the rows; a function of the results makes them if they differ.
         bars: Format of the values above bars; None: lines are drawn.
         ratios: Axes with powers of two, as ``xy``.
         at: Height of a line over the whole panel, and its label and colour.

@@ -178,7 +178,7 @@ def forget_files(folder: Path) -> None:
         if path.is_file():
             descriptor = os.open(path, os.O_RDONLY)
             try:
-                os.fsync(descriptor)  # what is not on disk yet cannot be forgotten
+                os.fsync(descriptor)  # a part that is not on disk yet cannot be forgotten
                 os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
             finally:
                 os.close(descriptor)

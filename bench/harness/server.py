@@ -27,18 +27,18 @@ from bench.harness.processes import ServerProcess, nursery
 from tests.cpu_engine.hcache_cpu_engine import warm_extensions
 
 POLL_S = 0.05
-WAIT_S = 240.0  # for what takes a second, on a machine that is busy with something else
+WAIT_S = 240.0  # for a wait of a second, on a machine that is busy with other work
 PORTS = (12000, 32000)
 
 
 class ServerError(RuntimeError):
-    """The server died, or did not do in time what was waited for; carries the end of its log."""
+    """The server died, or a wait for it took too long; carries the end of its log."""
 
 
 class CachedTokens(NamedTuple):
-    """Prompt tokens that were not computed, by where they were found.
+    """Prompt tokens that were not computed, by tier.
 
-    ``unsplit`` are those of a server that does not say where (``--enable-cache-report``).
+    ``unsplit`` are those of a server that does not name tiers (``--enable-cache-report``).
     """
 
     device: int = 0
@@ -81,7 +81,7 @@ class Server:
     survive one by design.
     """
 
-    ready_path = "/health"  # what answers with 200 once requests are answered
+    ready_path = "/health"  # answers with 200 once requests are answered
 
     def __init__(self, options: ServerOptions):
         self.options = options
@@ -330,7 +330,7 @@ class Server:
         return found[0]
 
     def until(self, done: Callable[[], bool], what: str) -> None:
-        """Wait until `done`; raises ServerError, which names `what`, when it takes too long."""
+        """Wait until `done`; raises ServerError with the name `what` if it takes too long."""
         deadline = time.monotonic() + WAIT_S
         while not done():
             if self.process is None or self.process.poll() is not None:

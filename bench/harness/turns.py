@@ -57,7 +57,7 @@ class Turns:
     _questions: int = field(default=0, repr=False)
 
     def new_question(self) -> list[int]:
-        """History and a question that nobody has asked before."""
+        """History and a new question."""
         self._questions += 1
         return [*history(self.tokens), *question(self._questions)]
 
@@ -67,7 +67,7 @@ class Turns:
         return [*history(self.tokens, self._questions + _NEW), *question(self._questions)]
 
     def ask(self, name: str, prompt: Sequence[int]) -> Answer:
-        """Ask one server, with its L3 out of the page cache; it forgets what it then has."""
+        """Ask one server, with its L3 out of the page cache; it forgets the history again."""
         restored = self.servers[name]
         with restored.turn():
             ms, reply, events = restored.ask(prompt)

@@ -27,7 +27,7 @@ from bench.harness.turns import NO_L3, Turns, history, question
 from bench.hits.cases import ALWAYS, COMPARED, MODELS, OURS, title
 from bench.hits.measure import learn
 
-OFFERED = 1.2  # requests come so many times as fast as they can be computed
+OFFERED = 1.2  # of the rate at which requests can be computed
 SPEEDS = (2.0, 0.5)  # of L3; 1: as fast as computing
 SERVERS = (NO_L3, ALWAYS, OURS)
 
