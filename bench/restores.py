@@ -111,6 +111,7 @@ def _at(slowed: Literal["bus", "L3"], *rates: float, part: str = "restore") -> l
     return [Limit(slowed, rate, parts=(part,)) for rate in rates]
 
 
+_PAGES = (("plain", "plain"), ("own", "kv"))
 _EAGER = {"restore": "auto", "recompute": "never"}
 """Every page is read; bench.beside measures the recomputation of the front meanwhile."""
 _GQA = TinyLlama(layers=8, hidden=1024, heads=8, kv_heads=4, intermediate=1024)
@@ -122,11 +123,7 @@ _COMPARED = (
 )
 STUDIES = {
     "methods": Study(
-        methods={
-            # One restore at a time, which may use the whole device.
-            name: replace(METHODS[name], hcache={"restore_share": 1.0, **METHODS[name].hcache})
-            for name in _COMPARED
-        },
+        methods={name: METHODS[name] for name in _COMPARED},
         limits=(
             Limit("L3", parts=("restore", "reading L3", "load", "first token")),
             Limit("bus", of_balanced=1.0, parts=("load",)),
@@ -188,7 +185,7 @@ STUDIES = {
         options={"dtype": "bfloat16"},
     ),
     "pages": Study(
-        methods={kind: _ours(f"{kind} pages", mode="kv", pages=kind) for kind in ("plain", "own")},
+        methods={kind: _ours(f"{kind} pages", mode=mode) for kind, mode in _PAGES},
         limits=(Limit("L3", parts=("backup", "load", "restore")),),
         ratios=(("own", "plain"),),
         shape=_GQA,

@@ -68,26 +68,6 @@ def test_histories_come_from_l3_when_rounds_are_flushed(server: Server, tmp_path
     assert asked(server, tmp_path, *shape, "--seed", "2")["tiers"]["device"] > 0.3
 
 
-def test_leval_restores_contexts_from_l3(server: Server, tmp_path: Path) -> None:
-    row = asked(server, tmp_path, "--workload", "leval", "--num-clients", "2", "--scale", "0.05")
-    assert row["tiers"]["storage"] > 0.7
-
-
-def test_zipf_hits_favourites_on_the_device(server: Server, tmp_path: Path) -> None:
-    shape = ("--workload", "zipf", "--zipf-skew", "2", "--num-clients", "10", "--scale", "0.02")
-    row = asked(server, tmp_path, *shape)
-    assert row["tiers"]["device"] > 0.3 and row["tiers"]["storage"] > 0
-
-
-def test_a_history_that_is_too_long_for_the_server_is_refused(
-    server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        asked(server, tmp_path, "--workload", "leval", "--num-clients", "4")
-    said = capsys.readouterr().err
-    assert "takes fewer than 8," in said and "--scale 0." in said
-
-
 def test_ingested_documents_are_found_in_l3_and_not_sent_again(
     server: Server, tmp_path: Path
 ) -> None:
