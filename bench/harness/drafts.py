@@ -1,4 +1,4 @@
-"""Models and their drafts, for speculative decoding: some of what the drafts say is accepted."""
+"""Models and their drafts, for speculative decoding: some of the drafts are accepted."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def eagle(model: Path, folder: Path, seed: int = 0) -> tuple[Path, Path]:
 
 
 def _eagle3(model: Path, folder: Path, seed: int) -> Path:
-    """A random draft: next to nothing of what it says is accepted."""
+    """A random draft: next to none of its tokens are accepted."""
     import torch
     from safetensors.torch import load_file
 

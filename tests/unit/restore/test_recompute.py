@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from bench.accuracy.probes import LayerProbe
+from bench.accuracy.engine import LayerProbe
 from hcache_backend.krul.pairs import attention_sums
 from hcache_backend.restore.recompute import (
     Forward,
