@@ -68,20 +68,6 @@ def test_each_way_has_the_speed_of_the_clock(clock: list[float]) -> None:
         assert found[programs].alone == pytest.approx(ROW * TOKENS / seconds)
 
 
-def test_a_way_that_brings_other_bytes_is_left_out(
-    clock: list[float], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = Launch.run
-
-    def launch(self: Launch) -> None:
-        run(self)
-        if self.grid[0] == 8:
-            self.arguments["out"].view(torch.uint8)[0, 0].add_(1)
-
-    monkeypatch.setattr(Launch, "run", launch)
-    assert {way.programs for way in small(clock).measure()} == {2, 4, 16, 32, None}
-
-
 def test_the_copy_engine_is_tried_with_two_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     assert engine_works(CUDA)
     monkeypatch.setattr(device.CopyEngine, "cudaMemcpyBatchAsync", lambda *_: (1,))
