@@ -13,7 +13,6 @@ AVERAGE, LONGEST = 18, 40  # words
 
 
 def wrong(path: Path) -> list[str]:
-    """What is too long in a page."""
     found = list(sentences(path))
     average = sum(sentence.words for sentence in found) / len(found)
     long = [f"line {s.line}: {s.words} words: {s.text}" for s in found if s.words > LONGEST]

@@ -70,7 +70,6 @@ def address(server: Pages) -> str:
 
 
 def written() -> str:
-    """What our metrics are at present."""
     return generate_latest(REGISTRY).decode()
 
 

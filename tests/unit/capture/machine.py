@@ -82,7 +82,6 @@ class Machine:
         return step is not None and self.capture.end(step, replayed=replay > 0)
 
     def hold_transfers(self) -> threading.Event:
-        """From now on, transfers wait for the event."""
         gate = threading.Event()
         self.capture._transfer.run(gate.wait)
         return gate

@@ -40,7 +40,6 @@ RECORD = PartitionRecord(
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """The folder of a store that a server with the model has opened."""
     folder = tmp_path / "store"
     config = parse_config({"dirs": [str(folder)], "min_free_bytes": 0}, "test")
     PageStore(config, b"writer-1", background=False).close()

@@ -37,7 +37,6 @@ Results = Callable[[Ranked], list[Any]]
 
 
 def run_ranks(work: Ranked, ranks: int, kind: str = "cpu") -> list[Any]:
-    """What ``work`` gives on each of ``ranks`` processes that exchange shares."""
     if kind == "cuda" and torch.cuda.device_count() < ranks:
         pytest.skip(f"{ranks} GPUs are needed")
     with tempfile.TemporaryDirectory() as folder:

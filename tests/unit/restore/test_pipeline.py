@@ -23,6 +23,7 @@ from tests.unit.restore.pipeline_server import (
     SLOTS,
     WIDTH,
     Server,
+    positions_of,
     recompute,
     some,
     wait,
@@ -108,8 +109,7 @@ def test_copies_run_ahead_of_a_stalled_projection_until_the_ring_is_full() -> No
         assert copied.acquire(timeout=240)
     assert not copied.acquire(timeout=0.05)
     gate.set()
-    restore.wait_for_layer(7)
-    server.assert_restored(7, pages.tolist(), slots)
+    server.assert_whole(restore, pages, slots)
 
 
 def test_segments_of_kv_do_not_wait_for_projections() -> None:
@@ -131,9 +131,7 @@ def test_layers_that_are_somebody_elses_are_left_alone() -> None:
     pipeline = without_first_layer(server)
     pages, slots = some(3)
     restore = pipeline.start(pages, slots, first_layer=2)
-    restore.wait()
-    for layer in (2, 3):
-        server.assert_restored(layer, pages.tolist(), slots)
+    server.assert_whole(restore, pages, slots, first=2)
     assert server.k[:2].isnan().all()
     assert len(restore.layers) == 4
 
@@ -148,10 +146,9 @@ def test_a_restore_right_behind_another_does_not_disturb_it() -> None:
     for restore, *_ in started:
         restore.wait()  # K and V of the last layer do not wait for projections before
     seen = torch.zeros(SLOTS, dtype=torch.bool)
-    for _, pages, slots in reversed(started):  # the last one to write a slot has it
+    for restore, pages, slots in reversed(started):  # the last one to write a slot has it
         if not seen[slots].any():
-            for layer in range(5):
-                server.assert_restored(layer, pages.tolist(), slots)
+            server.assert_whole(restore, pages, slots)
         seen[slots] = True
 
 
@@ -224,12 +221,8 @@ def test_recomputed_layers_take_no_copy_and_come_before_projections(first: int) 
 
     restore = pipeline.start(pages, slots, recompute(first, fill))
     assert restore.failed is None
-    for layer in range(4):
-        restore.wait_for_layer(layer)
-        if layer >= first:
-            server.assert_restored(layer, pages.tolist(), slots)
-    want = [1000 * int(page) + i for page in pages for i in range(SIZE)]
-    assert calls == [(want, slots.tolist())]  # once, with all tokens
+    server.assert_whole(restore, pages, slots, first)
+    assert calls == [(positions_of(pages), slots.tolist())]  # once, with all tokens
     (report,) = pipeline.finished()
     copied = {span.layer for span in report.spans if span.stream == "copy"}
     assert copied == set(range(first, 4))
@@ -276,9 +269,7 @@ def test_nothing_waits_for_room_while_layers_are_recomputed(pages: int) -> None:
 
     restore = server.pipeline.start(chosen, slots, recompute(1, fill))
     assert restore.failed is None
-    for layer in range(1, len(methods)):
-        restore.wait_for_layer(layer)
-        server.assert_restored(layer, chosen.tolist(), slots)
+    server.assert_whole(restore, chosen, slots, first=1)
     assert arrived.is_set()
     assert [parked.puts for parked in parking] == [parked.takes for parked in parking]
     assert sum(parked.puts for parked in parking) > 0
@@ -288,9 +279,7 @@ def test_segments_wait_for_room_where_they_cannot_be_parked() -> None:
     server = Server(["hidden"] * 6, chunk_tokens=2 * SIZE)
     chosen, slots = some(2)
     restore = server.pipeline.start(chosen, slots, recompute(1, lambda *_: time.sleep(0.05)))
-    for layer in range(1, 6):
-        restore.wait_for_layer(layer)
-        server.assert_restored(layer, chosen.tolist(), slots)
+    server.assert_whole(restore, chosen, slots, first=1)
 
 
 def test_layers_of_which_nothing_is_stored_must_be_recomputed() -> None:
@@ -332,8 +321,7 @@ def test_recomputation_is_in_turn_with_forward_passes_and_copies_are_beside_it()
     restore.layers[0].synchronize()
     forward.record().synchronize()
     assert restore.failed is None
-    positions = [1000 * int(page) + i for page in pages for i in range(SIZE)]
-    recomputed = ("hcache-forward", positions, slots.tolist())
+    recomputed = ("hcache-forward", positions_of(pages), slots.tolist())
     assert order == ["forward pass", recomputed, "next forward pass"]
 
 
@@ -358,11 +346,7 @@ def test_copies_of_others_do_not_wait_for_a_recomputation(methods: list[str]) ->
     waiting.wait_until_copied()  # as who writes to host pages next
     gate.set()
     for restore, part in ((waiting, slice(2)), (beside, slice(2, 4))):
-        restore.wait()
-        for layer in range(1, 3):
-            server.assert_restored(
-                layer, pages[part].tolist(), slots.view(-1, SIZE)[part].flatten()
-            )
+        server.assert_whole(restore, pages[part], slots.view(-1, SIZE)[part].flatten(), first=1)
 
 
 def test_a_recomputation_does_not_wait_for_copies_of_layers_above_it() -> None:
@@ -420,9 +404,7 @@ def test_a_recomputation_that_fails_is_told_and_the_other_layers_come() -> None:
 
     restore = server.pipeline.start(pages, slots, recompute(1, fail))
     assert str(restore.failed) == "out of memory"
-    restore.wait()
-    for layer in (1, 2):
-        server.assert_restored(layer, pages.tolist(), slots)
+    server.assert_whole(restore, pages, slots, first=1)
     wait(server, pages, slots)  # the next restore is as good as any
 
 
