@@ -15,7 +15,7 @@ from hcache_backend.plan.measure import Bench, device_name
 from hcache_kernels.launch import COPY_PROGRAMS, Launch, most_copy_programs, use_copies
 from tests.cuda_standin import device
 from tests.cuda_standin.device import CUDA
-from tests.unit.partition.test_measured_copies import TINY
+from tests.unit.partition.test_profile import TINY
 
 SECONDS = {2: 9e-3, 4: 5e-3, 8: 2.2e-3, 16: 2e-3, 32: 2e-3}
 """Of a copy, by its programs."""
