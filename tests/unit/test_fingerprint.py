@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hcache_backend.fingerprint import (
-    _row_sums,
     digest_tensors,
     fingerprint,
     model_tensors,
@@ -56,8 +55,6 @@ def test_order_names_shapes_and_dtypes_count() -> None:
 def test_views_and_odd_places_in_memory_do_not_matter() -> None:
     base = torch.randn(101)
     assert one(base[1:]) == one(base[1:].clone())
-    rows = torch.arange(65, dtype=torch.uint8)[1:].view(4, 16)  # at an odd byte
-    assert torch.equal(_row_sums(rows), _row_sums(rows.clone()))
     matrix = torch.randn(7, 5)
     assert one(matrix.t()) == one(matrix.t().contiguous())
     assert one(torch.tensor(2.5)) == one(torch.tensor(2.5))

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from hcache_backend.projection.attention import AttentionLayer, UnknownCall, learn_call
-from hcache_backend.projection.check import projection_problem, tolerance
+from hcache_backend.projection.check import tolerance
 from hcache_backend.projection.exactness import relative_difference
 from hcache_backend.projection.generic import (
     ProjectionBatch,
@@ -66,15 +65,6 @@ def test_a_call_is_learned_by_what_its_arguments_are_not_by_their_names() -> Non
     call = learn_call(WithoutPositions(), (HIDDEN, Batch()), {}, POSITIONS, Batch)
     assert "positions" not in call.names
 
-    class Keywords(torch.nn.Module):
-        def forward(self, **given: Any) -> None: ...
-
-    given = {"positions": POSITIONS, "hidden_states": HIDDEN, "batch": Batch()}
-    call = learn_call(Keywords(), (), given, POSITIONS, Batch)
-    assert call.names == {name.removesuffix("_states"): name for name in given}
-    with pytest.raises(UnknownCall, match="takes no hidden states"):
-        learn_call(Keywords(), (), {"positions": POSITIONS}, POSITIONS, Batch)
-
 
 @pytest.mark.parametrize(
     ("extra", "message"),
@@ -117,22 +107,6 @@ def test_a_module_that_does_not_reach_attention_is_an_error() -> None:
         project_with_module(layer_of(NoAttention(), HIDDEN), HIDDEN, POSITIONS, batch)
     with pytest.raises(ProjectionFailed, match="no K and V of its own"):
         project_with_module(layer_of(SharedKV(), HIDDEN), HIDDEN, POSITIONS, batch)
-
-
-@pytest.mark.parametrize(
-    ("error", "said"),
-    [
-        (ProjectionFailed("no output"), "no output"),
-        (TypeError("a test's"), "layer 0 cannot be called alone: TypeError: a test's"),
-    ],
-)
-def test_a_module_that_cannot_be_called_alone_is_told(error: Exception, said: str) -> None:
-    def project(*_: Any) -> Any:
-        raise error
-
-    layer: Any = SimpleNamespace(name="layer 0")
-    projector: Any = SimpleNamespace(project=project)
-    assert projection_problem(layer, HIDDEN, HIDDEN, HIDDEN, projector) == said
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

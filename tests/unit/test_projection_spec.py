@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from hcache_backend.projection import search
 from hcache_backend.projection.attention import AttentionLayer
 from hcache_backend.projection.generic import project_with_module
 from hcache_backend.projection.proof import (
@@ -257,12 +256,6 @@ def test_what_no_spec_says_is_left_to_the_module(
     with pytest.raises(NoSpec) as refused:
         found(module(), torch.bfloat16)
     assert reason in str(refused.value)
-
-
-def test_a_layer_without_linear_modules_has_no_spec(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search, "_watch", lambda *_: [])
-    with pytest.raises(NoSpec, match="no linear module gives heads of 16"):
-        found(Attention(rope=Rope()))
 
 
 def test_a_rope_that_is_switched_by_other_tokens_rules_out_restoring_at_all() -> None:

@@ -1,4 +1,4 @@
-"""Restores by method over a rate: servers of the methods, what is tried, how rounds compare."""
+"""Restores by method over a rate: what is tried where, and how rounds are compared."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from bench import restores
-from bench.harness.machine import Machine, MachineError, find_machine
-from bench.harness.methods import HYBRID, METHODS, SERVED, server_options
+from bench.harness.machine import Machine
+from bench.harness.methods import HYBRID
 from bench.harness.models import TinyLlama
 from bench.harness.plans import has_shape, naive_hybrid, with_bus, with_l3
 from bench.harness.restorer import Restore
@@ -22,70 +22,6 @@ from bench.restores import PROGRAM, STUDIES, Limit, compared, measure
 from hcache_backend.plan.presets import preset_profile
 
 CPU, GPU = Machine("cpu", "a CPU", "0"), Machine("cuda", "a GPU", "0")
-
-
-def config(name: str, folder: Path, **options: Any) -> dict[str, Any]:
-    made = server_options(METHODS[name], CPU, "org/model", folder, pool_tokens=512, **options)
-    assert isinstance(made.extra_config, dict)
-    found: dict[str, Any] = made.extra_config["hcache"]
-    return found
-
-
-@pytest.mark.parametrize("name", SERVED)
-def test_methods_differ_in_what_brings_histories_back(name: str, tmp_path: Path) -> None:
-    options = server_options(
-        METHODS[name], GPU, "org/model", tmp_path, pool_tokens=512, extra_args=["--last", "1"]
-    )
-    command, environment = options.arguments(30000), options.environment()
-    assert command[-2:] == ["--last", "1"]
-    assert "--enable-cache-report" in command
-    assert "--skip-tokenizer-init" not in command
-    assert "HCACHE_RESTORE_TRACE" not in environment
-    assert ("--enable-hierarchical-cache" in command) == (name not in ("ideal", "recompute"))
-    assert ("--disable-radix-cache" in command) == (name == "recompute")
-    assert ("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR" in environment) == (name == "file")
-    if name.startswith("hcache"):
-        restore = {} if name.endswith("-eager") else {"restore": "layerwise"}
-        modes = {"hcache": "auto", "hcache-kv": "kv", "hcache-hidden": "hidden"}
-        mode = modes[name.removesuffix("-eager")]
-        every_hit = {"dirs": [str(tmp_path / "l3")], "min_gain": 0}
-        assert config(name, tmp_path) == {**every_hit, "mode": mode, **restore}
-
-
-def test_a_gpu_has_nothing_of_the_cpu_engine(tmp_path: Path) -> None:
-    command = {}
-    for machine in (CPU, GPU):
-        options = server_options(METHODS["host"], machine, "org/model", tmp_path, pool_tokens=512)
-        command[machine.device] = options.arguments(30000)
-        assert ("SGLANG_USE_CPU_ENGINE" in options.environment()) == (machine is CPU)
-        assert options.forks == (machine is CPU)
-    for option in ("--device", "--dtype", "--attention-backend", "--disable-overlap-schedule"):
-        assert option in command["cpu"]
-        assert option not in command["cuda"]
-
-
-def test_a_server_may_have_more_options(tmp_path: Path) -> None:
-    assert config("hcache-hidden-eager", tmp_path, hcache={"restore_share": 1.0}) == {
-        "dirs": [str(tmp_path / "l3")],
-        "min_gain": 0,
-        "mode": "hidden",
-        "restore_share": 1.0,
-    }
-
-
-def test_a_model_without_a_tokenizer_is_served_without_one(tmp_path: Path) -> None:
-    options = server_options(METHODS["host"], CPU, tmp_path, tmp_path, pool_tokens=512)
-    assert "--skip-tokenizer-init" in options.arguments(30000)
-    (tmp_path / "tokenizer.json").touch()
-    assert "--skip-tokenizer-init" not in options.arguments(30000)
-
-
-def test_without_sglang_one_line_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bench.harness.machine.find_spec", lambda name: None)
-    with pytest.raises(MachineError, match="SGLang is not installed"):
-        find_machine()
-
-
 LOAD_S = 0.01
 
 

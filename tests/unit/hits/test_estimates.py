@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -10,7 +9,6 @@ import pytest
 from hcache_backend.plan.costs import Partition
 from hcache_backend.plan.presets import preset_profile
 from hcache_backend.plan.restore import Restore
-from hcache_backend.prefetch import estimates
 from hcache_backend.prefetch.costs import Costs, Hit
 from hcache_backend.prefetch.estimates import Estimate
 from tests.unit.partition.pipelines import public_model
@@ -115,9 +113,3 @@ def test_short_prefills_say_nothing_of_long_ones() -> None:
     for _ in range(10):
         costs.prefill.measured(32, 4096, 0.012)
     assert costs.saved(hit) == pytest.approx(before, rel=0.05)
-
-
-def test_the_median_of_weights_that_do_not_add_up_is_the_largest_value() -> None:
-    """Halves of sums of many parts may be larger than the sum of the same parts in order."""
-    assert estimates._median([(1.0, 1.0), (2.0, 1.0), (3.0, 1.0)]) == 2.0
-    assert estimates._median([(3.0, math.nan), (1.0, math.nan)]) == 3.0

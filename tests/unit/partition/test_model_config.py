@@ -8,15 +8,7 @@ from typing import Any
 
 import pytest
 
-from hcache_backend.plan.model_config import (
-    ModelConfigError,
-    _Fields,
-    _kv_heads,
-    _latent,
-    _mlp_width,
-    read_model,
-    shape_from_config,
-)
+from hcache_backend.plan.model_config import ModelConfigError, read_model, shape_from_config
 from tests.unit.partition.pipelines import CONFIGS, public_model
 
 LLAMA = json.loads((CONFIGS / "llama-2-7b.json").read_text())
@@ -97,22 +89,6 @@ def test_experts_and_dense_layers_are_averaged() -> None:
     }
     expected = (15 * 2000 + 17 * 11008) / 32
     assert shape_from_config(every_other, "a test").mlp_width == round(expected)
-
-
-def fields(**table: Any) -> _Fields:
-    return _Fields(table, "a test")
-
-
-def test_fields_of_a_model_stand_where_its_family_puts_them() -> None:
-    assert fields(attn_config={"kv_n_heads": 8}, d_model=64).integer("heads", ("kv_n_heads",)) == 8
-    latent = _latent(fields(kv_lora_rank=512, qk_rope_head_dim=64))
-    assert latent is not None and (latent.rank, latent.rope_dim) == (512, 64)
-    assert _kv_heads(fields(multi_query_attention=True, multi_query_group_num=2), 32) == 2
-    table = {"num_local_experts": 8, "num_experts_per_tok": 1, "intermediate_size": 96}
-    table |= {"num_hidden_layers": 2, "hidden_size": 64}
-    other = _mlp_width(fields(**table, model_type="mixtral"), 64)
-    # It has a shared expert.
-    assert _mlp_width(fields(**table, model_type="llama4_text"), 64) == other + 96
 
 
 @pytest.mark.parametrize(

@@ -430,8 +430,6 @@ def test_a_record_that_cannot_be_read_is_none(folder: Path) -> None:
     (folder / NAME).write_text("{")
     assert find_record([folder], NAME) is None
     assert list(records(folder)) == []
-    unknown = PartitionRecord.model_construct(shape=None)
-    assert unknown.better(None) is None
 
 
 def test_a_store_with_a_record_opens_again(folder: Path) -> None:

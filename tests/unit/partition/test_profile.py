@@ -18,7 +18,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hcache_backend.config import HCacheConfig
 from hcache_backend.plan import measure as partition_measure
-from hcache_backend.plan import profile as profile_module
 from hcache_backend.plan.disk import read_rate
 from hcache_backend.plan.measure import (
     OPERATIONS,
@@ -165,12 +164,6 @@ def test_a_disturbed_measurement_does_not_count() -> None:
     undisturbed = [Point(0, 10.0 * 2**number, 1.0 * 2**number) for number in range(4)]
     disturbed = [undisturbed[0], Point(0, 20.0, 500.0), *undisturbed[2:]]
     assert fit(disturbed).time(80.0) == pytest.approx(8.0, rel=0.3)
-
-
-def test_a_processor_without_a_name_is_its_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(profile_module, "Path", lambda name: Path("/nowhere"))
-    monkeypatch.setattr(profile_module.platform, "machine", lambda: "riscv64")
-    assert processor_name() == "riscv64"
 
 
 def test_one_measurement_is_a_rate() -> None:
