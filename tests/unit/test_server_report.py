@@ -47,7 +47,6 @@ RECOMPUTING = BEST.model_copy(update={"recomputation": "K 100% equal"})
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """The folder of a store."""
     folder = tmp_path / "store"
     config = parse_config({"dirs": [str(folder)], "min_free_bytes": 0}, "test")
     PageStore(config, b"writer-1", background=False).close()

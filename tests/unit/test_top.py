@@ -55,7 +55,6 @@ def server() -> Iterator[Pages]:
 
 
 def written() -> str:
-    """What our metrics are at present."""
     return generate_latest(REGISTRY).decode()
 
 

@@ -135,7 +135,6 @@ class Model:
 
 
 def recomputer_of(forward: Forward, pool: Any, chunk_tokens: int) -> Recomputer:
-    """What recomputes a model whose first layer is number 5."""
     stream = partial(current_stream, "cpu")
     return Recomputer(forward, pool, FIRST, chunk_tokens, stream, LAYERS)
 
