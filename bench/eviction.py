@@ -277,7 +277,7 @@ PROGRAM = Program(
             "folder for the store, which is removed; best in memory",
         ),
     ),
-    tables={"table": (Table(table_rows, columns),)},
+    tables={"table": Table(table_rows, columns)},
     draw=Picture(
         title=finding,
         panels=panels,

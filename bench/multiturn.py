@@ -35,7 +35,7 @@ from bench.harness.program import (
     several,
     switch,
 )
-from bench.harness.report import Column, Picture, Results, Row, Series, Table, columns
+from bench.harness.report import Column, Picture, Results, Row, Series, Table
 from bench.harness.server import Server
 from bench.workload.base import Workload, WorkloadError
 from bench.workload.paper import LEVAL, leval, sharegpt4, zipf_contexts
@@ -401,18 +401,14 @@ PROGRAM = Program(
         Setting("--seed", at_least(0), 1, "of lengths, tokens and times"),
     ),
     tables={
-        "table": (
-            Table(
-                "rows",
-                (
-                    *columns(
-                        "method | offered per second = rate :g | done = per_second | failed | "
-                        "first token, ms = first_ms :,.0f | 90% = first_p90_ms :,.0f | "
-                        "between tokens, ms = between_ms :,.1f | "
-                        "prompt tokens from a cache = cached :.0%"
-                    ),
-                    Column("% device / host / storage", tiers),
-                ),
+        "table": Table(
+            "rows",
+            (
+                "method | offered per second = rate :g | done = per_second | failed | "
+                "first token, ms = first_ms :,.0f | 90% = first_p90_ms :,.0f | "
+                "between tokens, ms = between_ms :,.1f | "
+                "prompt tokens from a cache = cached :.0%",
+                Column("% device / host / storage", tiers),
             ),
         )
     },

@@ -16,7 +16,7 @@ from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from bench.harness.program import Program
-from bench.harness.report import Picture, Series, Table, columns
+from bench.harness.report import Picture, Series, Table
 from hcache_backend.plan.costs import LAYER_METHODS, LayerCosts, Partition
 from hcache_backend.plan.model_shape import ModelShape
 from hcache_backend.plan.pipeline import search, simulate
@@ -232,19 +232,6 @@ def contention(setting: Setting) -> Row:
     }
 
 
-def makespan(costs: LayerCosts, partition: Partition) -> float:
-    """Seconds of a restore with room for all segments, without simulating it.
-
-    Exact for two streams that each work through the layers in order and wait for nothing else: the
-    projections end when the computation does that begins with the first or the last of them.
-    """
-    if not partition.hidden:
-        return costs.least(partition)
-    first = costs.io_h + costs.c_h * partition.hidden
-    last = costs.io_h * partition.hidden + costs.c_h
-    return max(costs.least(partition), costs.reading(partition) + max(first, last))
-
-
 def closed_form(costs: LayerCosts, layers: int) -> Partition | None:
     """The paper's solution of :meth:`LayerCosts.least` for two methods (section 4.1.2).
 
@@ -327,22 +314,18 @@ def finding(results: Results) -> str:
 _TABLES = {
     "layers": Table(
         "table_3",
-        columns(
-            " = setting | the paper = paper | `hcache plan` = ours | "
-            "the paper's closed form, here = closed_form"
-        ),
+        " = setting | the paper = paper | `hcache plan` = ours | "
+        "the paper's closed form, here = closed_form",
     ),
     "ranges": Table(
         ranges,
-        columns("how many times as fast = name | the paper = paper | simulated = ours"),
+        "how many times as fast = name | the paper = paper | simulated = ours",
     ),
     "contention": Table(
         "contention",
-        columns(
-            "times as fast as KV offload = setting | ideal = ideal_over_kv | "
-            "copies by few programs = few_programs_over_kv | added up = added_up_over_kv | "
-            "added up, hidden states only = added_up_hidden_only_over_kv"
-        ),
+        "times as fast as KV offload = setting | ideal = ideal_over_kv | "
+        "copies by few programs = few_programs_over_kv | added up = added_up_over_kv | "
+        "added up, hidden states only = added_up_hidden_only_over_kv",
     ),
 }
 PROGRAM = Program(

@@ -29,7 +29,6 @@ PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 PROGRAMS = {
     "demo": "bench.demo.__main__",
     "restores": "bench.restores",
-    "saving": "bench.saving",
     "multiturn": "bench.multiturn",
     "paper": "bench.paper",
     "beside": "bench.beside",

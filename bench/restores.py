@@ -112,6 +112,7 @@ def _at(slowed: Literal["bus", "L3"], *rates: float, part: str = "restore") -> l
     return [Limit(slowed, rate, parts=(part,)) for rate in rates]
 
 
+_PAGES = (("plain", "plain"), ("own", "kv"))
 _EAGER = {"restore": "auto", "recompute": "never"}
 """Every page is read; what recomputing the front meanwhile brings is for bench.beside."""
 _GQA = TinyLlama(layers=8, hidden=1024, heads=8, kv_heads=4, intermediate=1024)
@@ -123,11 +124,7 @@ _COMPARED = (
 )
 STUDIES = {
     "methods": Study(
-        methods={
-            # One restore at a time, which may use the whole device.
-            name: replace(METHODS[name], hcache={"restore_share": 1.0, **METHODS[name].hcache})
-            for name in _COMPARED
-        },
+        methods={name: METHODS[name] for name in _COMPARED},
         limits=(
             Limit("L3", parts=("restore", "reading L3", "load", "first token")),
             Limit("bus", of_balanced=1.0, parts=("load",)),
@@ -189,7 +186,7 @@ STUDIES = {
         options={"dtype": "bfloat16"},
     ),
     "pages": Study(
-        methods={kind: _ours(f"{kind} pages", mode="kv", pages=kind) for kind in ("plain", "own")},
+        methods={kind: _ours(f"{kind} pages", mode=mode) for kind, mode in _PAGES},
         limits=(Limit("L3", parts=("backup", "load", "restore")),),
         ratios=(("own", "plain"),),
         shape=_GQA,
@@ -507,13 +504,14 @@ def series(results: Results) -> list[Series]:
     titles = [(name, title.replace("`", "")) for name, title in results["titles"].items()]
     return [
         Series(title, f"of_first.{name}", colour)
-        for (name, title), colour in zip(titles[1:], colours, strict=False)
+        for (name, title), colour in zip(titles[1:] or titles, colours, strict=False)
     ]
 
 
 def finding(results: Results) -> str:
     """How the second method compares with the first one."""
-    (first, one), (second, other), *_ = results["titles"].items()
+    (first, one), *others = results["titles"].items()
+    second, other = others[0] if others else (first, one)
     times = [row["ms"] for row in results["rows"] if {first, second} <= set(row["ms"])]
     shares = [ms[second] / ms[first] for ms in times]
     other, one = other.replace("`", ""), one.replace("`", "")

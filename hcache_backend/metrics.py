@@ -164,8 +164,8 @@ STREAM_SECONDS = Metric(
     "state",
 )
 
-# l3_exists, l3_read and l3_write: a batch of pages in the page store. behind_exists and
-# behind_read: one in the shared L3. restore: a load to the device. capture_transfer: the way to the
+# l3_exists, l3_read and l3_write: a batch of pages in the page store. shared_exists and
+# shared_read: one in the shared L3. restore: a load to the device. capture_transfer: the way to the
 # host of the rows of one step. host_backup and host_load: the scheduler thread launches the copies
 # of K and V of a backup, or a restore.
 STAGE_SECONDS = Metric(
@@ -249,7 +249,7 @@ PAIR_DISTANCES = Metric(
 )
 
 # silent: it failed, or did not answer in time, when it was asked last
-BEHIND = Metric(
+SHARED = Metric(
     Gauge,
     "hcache_l3_shared",
     "1 for the shared L3 and its state (answers, silent)",
@@ -258,7 +258,7 @@ BEHIND = Metric(
     multiprocess_mode="livemax",
 )
 
-BEHIND_PAGES = Events(
+SHARED_PAGES = Events(
     ("hcache_shared_lookup_pages", "(found|absent)", "Pages looked up in the shared L3", "result"),
     ("hcache_shared_read_pages", "(read|missed)", "Pages asked for in the shared L3", "result"),
     ("hcache_shared_damaged_pages", "damaged", "Pages of the shared L3 with wrong bytes"),
@@ -280,7 +280,7 @@ SLICES = Metric(
     "result",
 )
 
-# l3_read, behind_read (of the shared L3), load (host memory to the KV pool, as far as a batch waits
+# l3_read, shared_read (of the shared L3), load (host memory to the KV pool, as far as a batch waits
 # for it) and prefill; of several ranks the slowest counts
 RATES = Metric(
     Gauge,
@@ -299,14 +299,14 @@ COUNTS: Mapping[str, Metric | Events] = {
     "lookups": LOOKUPS,
     "l3_tokens": L3_TOKENS,
     "store": STORE,
-    "behind": BEHIND_PAGES,
+    "shared": SHARED_PAGES,
     "slices": SLICES,
     "problems": PROBLEMS,
 }
 
 ALL = (
     *(metric for table in COUNTS.values() for metric in table.counters),
-    STREAM_SECONDS, STAGE_SECONDS, MODE, SUSPENDED, CODEC, PAIRS, PAIR_DISTANCES, BEHIND, RATES,
+    STREAM_SECONDS, STAGE_SECONDS, MODE, SUSPENDED, CODEC, PAIRS, PAIR_DISTANCES, SHARED, RATES,
 )  # fmt: skip
 
 

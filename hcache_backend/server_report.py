@@ -32,7 +32,7 @@ class ServerReport(BaseModel):
         partition: Storage of the layers in words; None in KV mode, when ``projection`` is empty.
         recomputation: Exactness of recomputed layers, or why none are; None if none need to be.
         tokens_per_second: Expected rates of L3 (``l3_read``), of loads and of prefill.
-        behind: Backend of the shared tier, if there is one.
+        shared: Backend of the shared tier, if there is one.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -47,7 +47,7 @@ class ServerReport(BaseModel):
     projection: tuple[LayerGroup, ...]
     recomputation: str | None = None
     tokens_per_second: dict[str, float] = {}
-    behind: str | None = None
+    shared: str | None = None
 
 
 def write_report(folder: Path, report: ServerReport) -> None:

@@ -18,7 +18,7 @@ from bench.harness.machine import MachineError
 from bench.harness.methods import PAGE_SIZE
 from bench.harness.options import ServerOptions
 from hcache_backend.format.units import units_per_group
-from hcache_backend.krul.statistics import PROBE_TOKENS
+from hcache_backend.krul.pairs import PROBE_TOKENS
 from hcache_kernels.codecs import Cut
 
 
@@ -88,7 +88,7 @@ class Engine:
         self.pool = PagedPool(kvcache)
         projector = Projector(ProjectionBatch(ForwardMode.EXTEND), self.pool, kvcache.layer_num)
         try:
-            missing = hooks.install(hooks.hidden_mode_hooks())
+            missing = hooks.install(hooks.HIDDEN)
             if missing is not None:
                 raise Refused(missing)
             probe = observe(runner, attention_modules(runner.model, kvcache.layer_num))

@@ -15,7 +15,7 @@ import torch
 from bench.accuracy import pairs
 from bench.accuracy.engine import Engine, History
 from bench.harness.methods import PAGE_SIZE
-from hcache_backend.krul.pair_forms import PAIR_FORMS
+from hcache_backend.krul.pair_forms import PairSlot
 from hcache_backend.restore.recompute import TokenSpan
 from hcache_kernels.codecs import (
     CODECS,
@@ -70,15 +70,15 @@ def encoded(engine: Engine) -> Iterator[Method]:
 def paired(engine: Engine) -> Iterator[Method]:
     """K and V in pages with half of the layers in pairs: merged, and for comparison in ``fp8``."""
     try:
-        shape = engine.page_cut, engine.kv_shape[1], engine.dtype
-        forms = [form(*shape) for form in PAIR_FORMS.values()]  # merged comes first
+        slot = PairSlot(engine.page_cut, engine.kv_shape[1], engine.dtype)
+        forms = [*slot.forms.values()]  # merged comes first
     except UnsupportedRows:
         return
     layers = len(engine.layers)
-    number = len(pairs.fixed(layers).pairs)  # as every choice makes
+    number = len(pairs.fixed(layers))  # as every choice makes
     for label, choose in pairs.CHOICES.items():
         for form in forms if choose is pairs.by_attention else forms[:1]:
-            page = (layers - 2 * number) * engine.kv_bytes * PAGE_SIZE + number * form.slot_bytes
+            page = (layers - 2 * number) * engine.kv_bytes * PAGE_SIZE + number * form.segment_bytes
             kept = pairs.PairedLayers(engine, form, choose)
             name = f"KV, {label}, {form.name}"
             yield Method(name, page // PAGE_SIZE, kept.restore, pairs=kept.chosen)

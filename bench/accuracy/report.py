@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from bench.accuracy.methods import EXACT
-from bench.harness.report import SMALLEST, Column, Table, columns, picture
+from bench.harness.report import SMALLEST, Columns, Table, picture
 
 Row = Mapping[str, Any]
 CHOSEN = (EXACT, "KV, exp4", "KV, int8", "KV, fp8", "KV, pairs by attention, merged")
 
 
-def all_columns(results: Row) -> Sequence[Column]:
+_DIVERGENCE = "KL, nats = kl :.1e | largest = largest_kl :.1e | same token = same_of"
+
+
+def all_columns(results: Row) -> Columns:
     """Bytes, errors of K and V, what the model says, recall by distance."""
     distances = dict.fromkeys(far for row in whole(results) for far in row["recall"])
     return (
-        *columns(
-            "history from = method | bytes per token = bytes_per_token :, | "
-            "not kept = not_kept | error of K = k_error :.1e | of V = v_error :.1e"
-        ),
-        *_DIVERGENCE,
-        Column("NLL", "nll", ".4f"),
-        *(Column(f"recalled, {far} back", f"shares.{far}") for far in distances),
+        "history from = method | bytes per token = bytes_per_token :, | not kept = not_kept | "
+        f"error of K = k_error :.1e | of V = v_error :.1e | {_DIVERGENCE} | NLL = nll :.4f",
+        *(f"recalled, {far} back = shares.{far}" for far in distances),
     )
 
 
@@ -111,28 +110,17 @@ def draw(results: Row) -> Any:
     return figure
 
 
-_DIVERGENCE = columns("KL, nats = kl :.1e | largest = largest_kl :.1e | same token = same_of")
-TABLES = {
-    "table": (Table(whole, all_columns),),
-    "short": (
-        Table(
-            start_rows,
-            lambda results: [
-                Column(f"{results['name']}, {results['dtype']}", "what"),
-                Column("at the start of a server", "found"),
-            ],
+TABLES: Mapping[str, Table] = {
+    "table": Table(whole, all_columns),
+    "short": Table(
+        start_rows,
+        lambda results: (
+            f"{results['name']}, {results['dtype']} = what | at the start of a server = found"
         ),
     ),
-    "chosen": (
-        Table(
-            chosen,
-            (
-                *columns(
-                    "history from = method | bytes per token = bytes_per_token :, | "
-                    "of plain = of_plain"
-                ),
-                *_DIVERGENCE,
-            ),
-        ),
+    "chosen": Table(
+        chosen,
+        "history from = method | bytes per token = bytes_per_token :, | of plain = of_plain | "
+        f"{_DIVERGENCE}",
     ),
 }

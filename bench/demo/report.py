@@ -89,7 +89,6 @@ def panels(results: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
 
 
 def headline(results: Mapping[str, Any]) -> str:
-    """What the picture shows."""
     return (
         f"From disk the next reply begins {times_sooner(results):.0f} times sooner "
         f"({results['model']}, float32, {results['device']})"

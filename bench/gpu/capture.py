@@ -20,7 +20,7 @@ from bench.gpu.program import GpuProgram, GpuRun, Row, models
 from bench.gpu.restore_models import SHAPES, build, chosen
 from bench.gpu.shapes import Shape
 from bench.harness.program import Setting
-from bench.harness.report import Picture, Results, Series, Table, columns
+from bench.harness.report import Picture, Results, Series, Table
 
 BATCHES = (1, 16, 64, 256)
 PREFILL, GRAPH_PREFILL = 8192, 2048
@@ -81,7 +81,6 @@ def panels(results: Results) -> dict[str, list[Row]]:
 
 PROGRAM = GpuProgram(
     name="capture",
-    module="bench.gpu.capture",
     doc=__doc__,
     measure=measure,
     settings=(
@@ -89,11 +88,9 @@ PROGRAM = GpuProgram(
         Setting("--batches", int, BATCHES, "decode batches", {"nargs": "*"}),
     ),
     tables={
-        "table": (
-            Table(
-                overheads,
-                columns("model | step | tokens | saving = way | ms | adds, % = adds | right"),
-            ),
+        "table": Table(
+            overheads,
+            "model | step | tokens | saving = way | ms | adds, % = adds | right",
         )
     },
     draw=Picture(

@@ -34,7 +34,7 @@ from bench.gpu.restore_methods import History
 from bench.gpu.restore_models import build
 from bench.gpu.shapes import LLAMA_7B, PAGE
 from bench.harness.program import Setting, at_least, scratch
-from bench.harness.report import Column, Picture, Results, Series, Table, columns
+from bench.harness.report import Column, Picture, Results, Series, Table
 from hcache_backend.config import parse_config
 from hcache_backend.format.page import PageLayout, StoredLayer
 from hcache_backend.format.units import Segment
@@ -216,7 +216,6 @@ def panels(results: Results) -> dict[str, list[Row]]:
 
 PROGRAM = GpuProgram(
     name="eager",
-    module="bench.gpu.eager",
     doc=__doc__,
     measure=measure,
     settings=(
@@ -227,13 +226,11 @@ PROGRAM = GpuProgram(
         Setting("--reader", str, "posix", "of the store", {"choices": ("posix", "kvikio")}),
     ),
     tables={
-        "table": (
-            Table(
-                "rows",
-                (
-                    Column("GB/s", rate_of),
-                    *columns("method | ms | read, ms = read_ms | restore, ms = restore_ms | right"),
-                ),
+        "table": Table(
+            "rows",
+            (
+                Column("GB/s", rate_of),
+                "method | ms | read, ms = read_ms | restore, ms = restore_ms | right",
             ),
         )
     },

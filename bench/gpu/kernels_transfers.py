@@ -5,16 +5,14 @@
 - segments: K and V of a layer, GB/s of them: encoding and decoding in device memory, against a copy
   there; saved to pages in pinned memory and loaded from them as in service, encoded (encode and
   scatter, gather and decode) and as they are; all pages in one launch each
-- gather: segments of pages into one buffer, against one plain copy of as many bytes from pinned
-  memory; scatter: a segment to each of them, against one plain copy to pinned memory
 
-Rows of codecs name the goals that they miss. These are for a device like an H100, and for as many
-pages as a restore has: a single one is bound by its launches.
+Rows name the goals that they miss. Goals are for a device like an H100, and for as many pages as a
+restore has: a single page is bound by its launches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -23,15 +21,8 @@ import torch
 
 from bench.gpu.program import Device, GpuRun, Row
 from bench.gpu.shapes import HEADER_BYTES, PAGE
-from hcache_kernels.codecs import (
-    SEGMENT_CODECS,
-    Codec,
-    Cut,
-    make_codec,
-    make_segment_codec,
-)
+from hcache_kernels.codecs import SEGMENT_CODECS, Codec, Cut, make_codec, make_segment_codec
 from hcache_kernels.launch import Launch
-from hcache_kernels.pages import gather_pages, scatter_pages
 from hcache_kernels.pages.kernel import gather_launch, gather_planes_launch
 
 HEAD_DIM = 128
@@ -72,7 +63,7 @@ def measure(run: GpuRun, rows: Sequence[int] | None) -> None:
     if rows:
         whole = tuple(max(1, n // PAGE) for n in rows)
         shapes = replace(shapes, tokens=tuple(rows), pages=whole)
-    for part in (transfer_rows, codec_rows, segment_rows):
+    for part in (codec_rows, segment_rows):
         for row in part(shapes):
             run.add(row, f"{row['kind']}: {row['what']}", "transfers")
         device.release()
@@ -236,57 +227,3 @@ def segment_speeds(codec: Codec, count: int, device: Device) -> Row:
 def run_all(*launches: Launch) -> None:
     for launch in launches:
         launch.run()
-
-
-def transfer_rows(shapes: Shapes) -> Iterator[Row]:
-    device, width = shapes.device, shapes.widths[0]
-    for name in ("none", "exp4"):
-        row_bytes = make_codec(name, width, torch.bfloat16).row_bytes
-        for count in shapes.pages:
-            pool = device.pinned(2 * count, HEADER_BYTES + 2 * PAGE * row_bytes).random_(0, 256)
-            ids = torch.randperm(len(pool), device=device.kind)[:count]
-            for kind, measured in (("gather", gather_speeds), ("scatter", scatter_speeds)):
-                yield {
-                    "kind": kind,
-                    "what": f"{count} pages of {PAGE} rows of {row_bytes} bytes",
-                    "codec": name,
-                    "pages": count,
-                    **measured(pool, ids, row_bytes, device),
-                }
-
-
-def gather_speeds(pool: torch.Tensor, ids: torch.Tensor, row_bytes: int, device: Device) -> Row:
-    offset, length = HEADER_BYTES + PAGE * row_bytes, PAGE * row_bytes
-    out = torch.empty((len(ids), length), dtype=torch.uint8, device=ids.device)
-    launch = gather_launch(pool, ids, offset, out)
-    launch.run()
-    right = torch.equal(out.cpu(), gather_pages(pool, ids.cpu(), offset, length))
-    plain = device.pinned(*out.shape)
-    copy = partial(out.copy_, plain, non_blocking=True)
-    return against_copy(device, launch, copy, out, right)
-
-
-def scatter_speeds(pool: torch.Tensor, ids: torch.Tensor, row_bytes: int, device: Device) -> Row:
-    shape = (len(ids), PAGE * row_bytes)
-    rows = torch.randint(0, 256, shape, dtype=torch.uint8, device=device.kind)
-    want = pool.clone()
-    scatter_pages(rows.cpu(), want, ids.cpu(), HEADER_BYTES)
-    launch = gather_launch(pool, ids, HEADER_BYTES, rows, save=True)
-    launch.run()
-    plain = device.pinned(*rows.shape)
-    copy = partial(plain.copy_, rows, non_blocking=True)
-    return against_copy(device, launch, copy, rows, torch.equal(pool, want))
-
-
-def against_copy(
-    device: Device, launch: Launch, copy: Callable[[], object], moved: torch.Tensor, right: bool
-) -> Row:
-    us, copy_us = device.microseconds(launch.run), device.microseconds(copy)
-    return {
-        "us": us,
-        "copy_us": copy_us,
-        "gbs": 1e-3 * moved.nbytes / us,
-        "copy_gbs": 1e-3 * moved.nbytes / copy_us,
-        "share_of_copy": copy_us / us,
-        "right": right,
-    }

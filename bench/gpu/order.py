@@ -25,7 +25,7 @@ import torch
 
 from bench.gpu.program import Device, GpuProgram, GpuRun, Row
 from bench.gpu.shapes import PAGE
-from bench.harness.report import Column, Table, columns
+from bench.harness.report import Column, Table
 from hcache_backend import streams
 from hcache_backend.arena import Arena
 from hcache_backend.format.page import RECOMPUTED, PageLayout, hidden_layer
@@ -201,17 +201,14 @@ def read(row: Row) -> str:
 
 PROGRAM = GpuProgram(
     name="order",
-    module="bench.gpu.order",
     doc=__doc__,
     measure=measure,
     tables={
-        "table": (
-            Table(
-                "rows",
-                (
-                    *columns("slots = case | by"),
-                    Column("", read),
-                ),
+        "table": Table(
+            "rows",
+            (
+                "slots = case | by",
+                Column("", read),
             ),
         )
     },

@@ -101,6 +101,7 @@ class GpuProgram(Program):
 
     interpreted: bool = False
     served: bool = False
+    package = "bench.gpu"
 
     def parser(self) -> argparse.ArgumentParser:
         made = super().parser()
@@ -172,16 +173,8 @@ class Device:
             took = self.milliseconds(lambda: torch.cuda._sleep(cycles))
             self._cycles_per_second = 1e3 * cycles / took
 
-    def milliseconds(
-        self, work: Callable[[], object], repeats: int = 5, head_start: float = 0.0
-    ) -> float:
-        """Median time of ``work`` on the current stream, everything it waits for included.
-
-        Args:
-            work: What to do.
-            repeats: How often.
-            head_start: Seconds that the stream is busy before, so that its launches are queued.
-        """
+    def milliseconds(self, work: Callable[[], object], repeats: int = 5) -> float:
+        """Median time of ``work`` on the current stream, everything it waits for included."""
         if self.dry_run:
             start = time.perf_counter()
             work()
@@ -191,7 +184,6 @@ class Device:
         for _ in range(repeats):
             torch.cuda.synchronize()
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            self.spin(head_start)
             start.record()
             work()
             end.record()

@@ -232,7 +232,6 @@ def columns(kind: str, results: Results) -> list[Column]:
 
 PROGRAM = GpuProgram(
     name="questions",
-    module="bench.gpu.questions",
     doc=__doc__,
     measure=measure,
     settings=(

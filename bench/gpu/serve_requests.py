@@ -17,7 +17,7 @@ from bench.harness.client import Reply, StreamingClient
 from bench.harness.methods import METHODS, PAGE_SIZE, SERVED, Method, server_options
 from bench.harness.options import ADMIN_KEY
 from bench.harness.program import Setting, scratch
-from bench.harness.report import Column, Results, Table, columns
+from bench.harness.report import Column, Results, Table
 from bench.harness.restorer import Restorer, forget_files, recomputed, restored_from_l3, restorer
 from hcache_backend.cli.metrics_page import fetch
 from hcache_backend.server_report import ServerReport, read_report
@@ -279,7 +279,6 @@ def said(results: Results) -> list[str]:
 
 PROGRAM = GpuProgram(
     name="serve_requests",
-    module="bench.gpu.serve_requests",
     doc=__doc__,
     measure=measure,
     served=True,
@@ -290,18 +289,14 @@ PROGRAM = GpuProgram(
         Setting("model", str, None, "folder of the model"),
     ),
     tables={
-        "table": (
-            Table(
-                lambda results: [r for r in results["rows"][1:] if r["step"] != RECOMPUTATION],
-                (
-                    *columns(
-                        "asked = step | requests | tokens | TTFT, ms = ttft_ms | "
-                        "of the last = last_ttft_ms | between tokens = gap_ms | 99% = gap_p99_ms | "
-                        "restore, ms = restore_ms | reading L3 = l3_ms | loading = load_ms | "
-                        "from L3 = from_l3 | recomputed = recomputed_tokens"
-                    ),
-                    *(Column("same tokens", same), Column("right", "right")),
-                ),
+        "table": Table(
+            lambda results: [r for r in results["rows"][1:] if r["step"] != RECOMPUTATION],
+            (
+                "asked = step | requests | tokens | TTFT, ms = ttft_ms | "
+                "of the last = last_ttft_ms | between tokens = gap_ms | 99% = gap_p99_ms | "
+                "restore, ms = restore_ms | reading L3 = l3_ms | loading = load_ms | "
+                "from L3 = from_l3 | recomputed = recomputed_tokens",
+                *(Column("same tokens", same), Column("right", "right")),
             ),
         )
     },

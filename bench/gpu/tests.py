@@ -67,16 +67,13 @@ def measure(run: GpuRun) -> None:
 
 PROGRAM = GpuProgram(
     name="tests",
-    module="bench.gpu.tests",
     doc=__doc__,
     measure=measure,
     settings=(Setting("--jobs", at_least(1), 8, "processes at once"),),
     tables={
-        "table": (
-            Table(
-                "rows",
-                [Column(n, n) for n in ("file", "passed", "failed", "skipped", "seconds")],
-            ),
+        "table": Table(
+            "rows",
+            [Column(n, n) for n in ("file", "passed", "failed", "skipped", "seconds")],
         )
     },
 )

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 from bench.harness.options import CPU_ATTENTION, Device
 from hcache_backend.plan.profile import processor_name
-from hcache_backend.sglang.arguments import sglang_version
+from hcache_backend.sglang.compat import sglang_version
 
 
 class MachineError(RuntimeError):

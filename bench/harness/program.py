@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from bench.harness.report import OUT, Results, Table, aligned, write
 
@@ -108,7 +108,7 @@ class Program:
     """What a program declares.
 
     Attributes:
-        name: Of its results; ``python -m bench.NAME`` unless ``module`` says otherwise.
+        name: Of its results; ``python -m PACKAGE.NAME`` unless ``module`` names another one.
         doc: Its description.
         measure: Returns what is written; the runner adds time and machine.
         settings: What it is told, beside ``--out``.
@@ -125,7 +125,7 @@ class Program:
     doc: str | None
     measure: Callable[[Any], Results]
     settings: Sequence[Setting] = ()
-    tables: Mapping[str, Sequence[Table]] = field(default_factory=dict)
+    tables: Mapping[str, Table | Sequence[Table]] = field(default_factory=dict)
     said: Callable[[Results], Sequence[str]] = lambda results: ()
     draw: Callable[[Results], Figure] | None = None
     slows: bool = False
@@ -133,14 +133,17 @@ class Program:
     wrong: Callable[[Results], Sequence[str]] = lambda results: ()
     file: Callable[[Results], str] | None = None
     module: str | None = None
+    package: ClassVar[str] = "bench"
 
     def table(self, results: Results, name: str = "table") -> str:
         """A table of results as Markdown."""
-        return "\n\n".join(filter(None, (table.lines(results) for table in self.tables[name])))
+        given = self.tables[name]
+        tables = [given] if isinstance(given, Table) else given
+        return "\n\n".join(filter(None, (table.lines(results) for table in tables)))
 
     def parser(self) -> argparse.ArgumentParser:
         """Of its settings."""
-        module = self.module or f"bench.{self.name}"
+        module = self.module or f"{self.package}.{self.name}"
         arguments = "".join(f"{s.name} " for s in self.settings if not s.name.startswith("-"))
         made = argparse.ArgumentParser(
             prog=f"python -m {module}",
@@ -240,12 +243,14 @@ def failing() -> Iterator[None]:
     from bench.harness.machine import MachineError
     from bench.harness.server import ServerError, unwind_when_terminated
     from bench.workload.base import WorkloadError
+    from hcache_backend.cli.common import RequestError
     from hcache_backend.cli.ingest import UnusableServer
 
+    known = UnusableServer, RequestError, MachineError, ServerError, WorkloadError, OSError
     unwind_when_terminated()
     try:
         yield
-    except (UnusableServer, MachineError, ServerError, WorkloadError, OSError) as error:
+    except known as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean
 from typing import TypeVar
 
@@ -32,7 +32,7 @@ def reference_of(row: str, run: object, reference: _Run) -> _Run:
     return reference
 
 
-@dataclass(frozen=True)
+@dataclass
 class Scores:
     """What one run makes of the tokens of some texts, each after the true ones before it.
 
@@ -41,8 +41,13 @@ class Scores:
         logprobs: Log-probability of each.
     """
 
-    best: Sequence[int]
-    logprobs: Sequence[float]
+    best: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+    def add(self, best: Sequence[int], logprobs: Sequence[float]) -> None:
+        """Those of one more text."""
+        self.best += best
+        self.logprobs += logprobs
 
 
 @dataclass(frozen=True)

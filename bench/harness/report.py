@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import fill
@@ -60,14 +60,19 @@ class Column(NamedTuple):
         return cell(value_of(row, self.value), self.form)
 
 
-def columns(text: str) -> tuple[Column, ...]:
-    """Columns with `` | `` between them: ``TITLE = KEY :FORM``, or the key alone."""
-    found = []
-    for part in text.split(" | "):
-        rest, _, form = part.partition(" :")
-        title, _, key = rest.partition(" = ")
-        found.append(Column(title, key or title, *filter(None, (form,))))
-    return tuple(found)
+Columns = str | Sequence[Column | str]
+"""Columns, also as text: ``TITLE = KEY :FORM``, or the key alone, with `` | `` between them."""
+
+
+def columns_of(given: Columns) -> Iterator[Column]:
+    for part in [given] if isinstance(given, str) else given:
+        if isinstance(part, Column):
+            yield part
+            continue
+        for one in part.split(" | "):
+            rest, _, form = one.partition(" :")
+            title, _, key = rest.partition(" = ")
+            yield Column(title, key or title, *filter(None, (form,)))
 
 
 class Table(NamedTuple):
@@ -79,11 +84,12 @@ class Table(NamedTuple):
     """
 
     rows: Value
-    columns: Sequence[Column] | Callable[[Results], Sequence[Column]]
+    columns: Columns | Callable[[Results], Columns]
 
     def lines(self, results: Results) -> str:
         """The table as Markdown."""
-        columns = self.columns(results) if callable(self.columns) else self.columns
+        given = self.columns(results) if callable(self.columns) else self.columns
+        columns = list(columns_of(given))
         rows: Any = value_of(results, self.rows)
         body = [[column.cell(row) for column in columns] for row in rows or ()]
         return markdown([column.title for column in columns], body) if body else ""

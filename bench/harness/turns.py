@@ -46,6 +46,11 @@ class Answer(NamedTuple):
     restore: Restore | None
 
 
+def differing(answers: Mapping[str, Answer]) -> int:
+    """How many different replies there are beside one of them."""
+    return len({answer.output_ids for answer in answers.values()}) - 1
+
+
 @dataclass
 class Turns:
     """Servers of the methods, all but one of them stopped; each has the history in its L3.
@@ -85,6 +90,12 @@ class Turns:
             restored.server.flush_cache(300)
         share = reply.cached.storage / self.tokens
         return Answer(seconds, share, tuple(reply.output_ids), restore)
+
+    def round(self, names: Sequence[str], number: int) -> dict[str, Answer]:
+        """Ask these servers a new question, in an order that ``number`` draws."""
+        prompt = self.new_question()
+        order = random.Random(number).sample(names, len(names))
+        return {name: self.ask(name, prompt) for name in order}
 
     def seconds_of_question(self, name: str) -> float:
         """Seconds to the first token where the server has the history on the device."""

@@ -128,7 +128,7 @@ def _last_server(path: Path, report: ServerReport) -> Check:
     more = {
         "recomputed layers": report.recomputation,
         "stored": report.partition,
-        "shared L3": report.behind,
+        "shared L3": report.shared,
         "tokens per second": rates or None,
     }
     parts += [f"{name}: {value}" for name, value in more.items() if value is not None]

@@ -65,7 +65,7 @@ class MetricsPage(NamedTuple):
         stages: Durations by stage.
         mode, pages, codec: As the server's report; no codec: pages are plain.
         suspended: Why L3 is neither read nor written, or None.
-        behind, behind_silent: The shared tier, or None; whether it did not answer when asked last.
+        shared, shared_silent: The shared tier, or None; whether it did not answer when asked last.
         tokens_per_second: Rates by operation, as decisions about L3 hits expect them.
         running, queued: Requests in a batch, and those that wait for one.
     """
@@ -77,8 +77,8 @@ class MetricsPage(NamedTuple):
     pages: str
     codec: str | None
     suspended: str | None
-    behind: str | None
-    behind_silent: bool
+    shared: str | None
+    shared_silent: bool
     tokens_per_second: Mapping[str, float]
     running: int
     queued: int
@@ -167,12 +167,12 @@ def parse(text: str) -> MetricsPage:
             "no hcache metrics on /metrics. Check that hcache-backend is installed in the server's "
             "environment and is its storage backend (or HCACHE_ENABLE=1)"
         )
-    codec, suspended, behind = (
+    codec, suspended, shared = (
         next((labels[label] for labels in on[metric.name]), None)
         for metric, label in (
             (metrics.CODEC, "used"),
             (metrics.SUSPENDED, "reason"),
-            (metrics.BEHIND, "backend"),
+            (metrics.SHARED, "backend"),
         )
     )
     return MetricsPage(
@@ -186,8 +186,8 @@ def parse(text: str) -> MetricsPage:
         pages=modes[0]["pages"],
         codec=codec if modes[0]["pages"] == "own" else None,
         suspended=suspended,
-        behind=behind,
-        behind_silent=any(rank["state"] == "silent" for rank in on[metrics.BEHIND.name]),
+        shared=shared,
+        shared_silent=any(rank["state"] == "silent" for rank in on[metrics.SHARED.name]),
         tokens_per_second=rates,
         running=int(sums[_REQUESTS[0]]),
         queued=int(sums[_REQUESTS[1]]),

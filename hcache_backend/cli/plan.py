@@ -286,7 +286,7 @@ def _show_fleet(fleet: FleetPlan, path: Path) -> None:
         "L2, at least": (fleet.l2_bytes, under_way),
         "L3 is read": (fleet.read_rate, "per second"),
         "L3 is written": (fleet.write_rate, "per second"),
-        "read from behind L3": (fleet.network_rate, "per second, if turns go to any replica"),
+        "read from the shared L3": (fleet.network_rate, "per second, if turns go to any replica"),
     }
     for name, (each, what) in sizes.items():
         both = ("", "") if each is None else map(common.human_bytes, (each, each * replicas))

@@ -11,7 +11,6 @@ from typing import Annotated, Literal, NamedTuple
 import typer
 
 from hcache_backend.cli import common
-from hcache_backend.config import HCacheConfig
 from hcache_backend.format.file import file_layout
 from hcache_backend.format.page import RECOMPUTED, PageLayout, StoredLayer, hidden_layer
 from hcache_backend.format.units import WHOLE, Segment, SegmentTable, Share
@@ -143,7 +142,7 @@ def size(
         codec=codec,
         tp=tp,
     )
-    quota = math.ceil(found.disk_bytes / folders / HCacheConfig().high_water)
+    quota = math.ceil(found.disk_bytes / folders)
     gigabytes = math.ceil(found.host_bytes / 1e9)
     if as_json:
         options = {"hicache_size": gigabytes, "quota_bytes": quota}

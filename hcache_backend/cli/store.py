@@ -214,12 +214,12 @@ def _verified(path: Path, bar: Progress, rebuild: bool, repair: bool) -> dict[st
 
 def _viewed(path: Path) -> closing[Folder]:
     """A store folder to look at, beside the servers that use it; it need not be writable."""
-    return closing(Folder(path, FileOps(), HCacheConfig().buffer_bytes, readonly=True))
+    return closing(Folder(path, FileOps(), readonly=True))
 
 
 def _opened(path: Path) -> closing[Folder]:
     """A store folder to change, opened beside the servers that use it."""
-    return closing(Folder(path, FileOps(), HCacheConfig().buffer_bytes))
+    return closing(Folder(path, FileOps()))
 
 
 def _entries(folder: Folder, namespace: str | None) -> Iterator[Entry]:

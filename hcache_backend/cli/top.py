@@ -42,17 +42,17 @@ LINES = {
         "store pages_dropped_full pages_dropped_late pages_dropped_offline"
     ),
     "L3 pages evicted": "store pages_evicted",
-    "shared L3: read": "behind read",
-    "shared L3: not readable or damaged": "behind missed",
-    "shared L3: not asked, not responding": "behind not_asked",
-    "shared L3: written": "behind written",
-    "shared L3: not written": "behind dropped_full write_failed",
+    "shared L3: read": "shared read",
+    "shared L3: not readable or damaged": "shared missed",
+    "shared L3: not asked, not responding": "shared not_asked",
+    "shared L3: written": "shared written",
+    "shared L3: not written": "shared dropped_full write_failed",
 }
 """Lines of a server's table: a table of counters and the events that are summed; 0 is not shown."""
-_UNITS = {"store": "pages", "behind": "pages"}
+_UNITS = {"store": "pages", "shared": "pages"}
 _RATES = {
     "l3_read": "L3 is read",
-    "behind_read": "the shared L3",
+    "shared_read": "the shared L3",
     "load": "loaded to the device",
     "prefill": "computed",
 }
@@ -142,9 +142,9 @@ def _parts(seen: dict[str, Any]) -> Iterator[RenderableType]:
         state.append(f"codec {seen['codec']}")
     if seen["suspended"] is not None:
         state.append(f"L3 is off ({seen['suspended'].replace('_', ' ')})")
-    if seen["behind"] is not None:
-        silent = ", not responding" if seen["behind_silent"] else ""
-        state.append(f"shared L3: {seen['behind']}{silent}")
+    if seen["shared"] is not None:
+        silent = ", not responding" if seen["shared_silent"] else ""
+        state.append(f"shared L3: {seen['shared']}{silent}")
     yield Text(", ".join([*state, f"{seen['running']} requests running, {seen['queued']} queued"]))
     rates = seen["tokens_per_second"]
     if expected := [f"{_RATES[name]} at {rates[name]:,.0f}" for name in _RATES if name in rates]:

@@ -120,7 +120,7 @@ class Estimates:
         """Known rates, in tokens per second, of operations on :data:`SHOWN_TOKENS` tokens."""
         estimates = {
             "l3_read": self.read,
-            "behind_read": self.shared,
+            "shared_read": self.shared,
             "load": self.load,
             "prefill": self.prefill,
         }

@@ -38,6 +38,7 @@ class Gpu:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.wanted = False
+        self.last_end = 0.0  # of any batch
         self._clock = clock
         self._number = 0
         # Start of the first work, and all launched work in order: number and seconds.

@@ -7,7 +7,7 @@
   token in the KV pool was lost, a node gets host pages before the CPU knows its slots, and the
   exchange follows a few passes later. Otherwise the scheduler thread waits for the slots, behind
   the beginning of the last pass.
-- With codec ``krul`` a backup waits until the pairs of its layers are chosen.
+- If a plug-in chooses the layout of each node, its backup waits for that.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from hcache_backend.config import ConfigError
 from hcache_backend.format.envelope import key_bytes
 from hcache_backend.format.page import Bytes, Ints, PageLayout
 from hcache_backend.host.loads import LoadQueue, Prefix, QueuedLoad, TokenIds
-from hcache_backend.krul.node_pairs import NodePairs
+from hcache_backend.host.page_layout import NodeLayouts
 from hcache_backend.prefetch.eager import batch_pages
 from hcache_backend.prefetch.eager_loads import EagerLoads, token_array
 from hcache_backend.prefetch.prefetch import Meeting, Recomputing
 from hcache_backend.ranks import smallest
-from hcache_backend.sglang.hits import note_arrival, note_waiting
-from hcache_backend.sglang.hooks import READS, guarded
+from hcache_backend.sglang.hook_registry import guarded
 from hcache_backend.sglang.host_pool import OwnPagesPool
 from hcache_backend.sglang.read_batches import BackAck, BatchedReads
 from hcache_backend.sglang.runtime import Runtime, current
 from hcache_backend.sglang.stage_pages import StagePages
+from hcache_backend.sglang.storage_threads import READ, note_arrival, note_waiting
 from hcache_backend.turn import Checks, Turn
 
 logger = logging.getLogger("hcache")
@@ -79,11 +79,11 @@ class OwnPagesController(HybridCacheController):
         *,
         capture: StagedCapture | None = None,
         checks: Checks | None = None,
-        pairs: NodePairs | None = None,
+        pairs: NodeLayouts | None = None,
     ) -> None:
         """Give the controller its parts; called once, before the first request. ``capture`` fills
         hidden states, which ``checks`` checks; None: pages hold K and V only. ``pairs`` chooses
-        layers that share slots."""
+        the layouts of nodes."""
         self._runtime = runtime
         self._pool = pool
         self._loads = loads
@@ -528,7 +528,7 @@ class OwnPagesController(HybridCacheController):
         if self._batches is None or self.page_get_func != self._page_get_zero_copy:
             return transfer()
         if self._runtime.prefetches.of(operation).meeting is not None:
-            return guarded(READS)(OwnPagesController.transfer_from_back, self, operation)
+            return guarded(READ)(OwnPagesController.transfer_from_back, self, operation)
         return self._batches.transfer(operation, transfer)
 
     def transfer_from_back(self, operation: Any) -> None:

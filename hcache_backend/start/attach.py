@@ -27,12 +27,11 @@ from hcache_backend.server_report import write_report
 from hcache_backend.sglang import hooks
 from hcache_backend.sglang.arguments import (
     kv_fields,
-    numbers_of,
     page_size,
     resolved,
     serves_adapters,
-    sglang_version,
 )
+from hcache_backend.sglang.compat import SUPPORTED, is_first
 from hcache_backend.sglang.groups import said_by_all_ranks
 from hcache_backend.sglang.runtime import Runtime, current
 from hcache_backend.start.hit_machine import judge_our_hits
@@ -53,7 +52,7 @@ class Joined(NamedTuple):
     config: HCacheConfig
     kv_fields: dict[str, object]
     store: PageStore
-    behind: MadeBackend | None
+    shared: MadeBackend | None
 
 
 def join(storage_config: HiCacheStorageConfig) -> Joined:
@@ -74,8 +73,8 @@ def join(storage_config: HiCacheStorageConfig) -> Joined:
     except BaseException:
         if joined is not None:
             joined.store.close()
-            if joined.behind is not None:
-                joined.behind.close()
+            if joined.shared is not None:
+                joined.shared.close()
         raise
     return joined
 
@@ -90,8 +89,8 @@ def leave_report(joined: Joined, storage_config: HiCacheStorageConfig) -> None:
         save_record(folders[0], name, record, replace=False)
     if storage_config.pp_rank == 0:
         report = runtime.report()
-        if joined.config.behind is not None:
-            report = report.model_copy(update={"behind": joined.config.behind.backend})
+        if joined.config.shared is not None:
+            report = report.model_copy(update={"shared": joined.config.shared.backend})
         for folder in folders:
             write_report(folder, report)
         keep_profile(runtime, folders[0])
@@ -100,11 +99,11 @@ def leave_report(joined: Joined, storage_config: HiCacheStorageConfig) -> None:
 def check_preemption(args: Any) -> None:
     """Raise ConfigError if SGLang loses preempted requests when there is an L3."""
     preempts = args.enable_priority_scheduling and not args.disable_priority_preemption
-    if preempts and numbers_of(version := sglang_version()) < (0, 5, 22):
+    if preempts and is_first():
         raise ConfigError(
-            f"hcache: --enable-priority-scheduling with an L3: SGLang {version} forgets requests "
-            "that were preempted for one whose prefetch still runs, and never answers them; add "
-            "--disable-priority-preemption, or use SGLang 0.5.22 or later"
+            f"hcache: --enable-priority-scheduling with an L3: SGLang {SUPPORTED[0]} forgets "
+            "requests that were preempted for one whose prefetch still runs, and never answers "
+            "them; add --disable-priority-preemption, or use SGLang 0.5.22 or later"
         )
 
 
@@ -163,11 +162,11 @@ def _join_here(storage_config: HiCacheStorageConfig) -> Joined:
         config = _attach_config(runtime, storage_config.extra_config or {})
         store = open_store(config, runtime.writer)
     try:
-        behind = make_backend(config.behind, storage_config) if config.behind else None
+        shared = make_backend(config.shared, storage_config) if config.shared else None
     except ConfigError:
         store.close()
         raise
-    return Joined(runtime, config, fields, store, behind)
+    return Joined(runtime, config, fields, store, shared)
 
 
 def _attach_config(runtime: Runtime, extra: Mapping[str, Any]) -> HCacheConfig:
@@ -185,10 +184,10 @@ def _attach_config(runtime: Runtime, extra: Mapping[str, Any]) -> HCacheConfig:
         told = in_mode if runtime.config is None else f"was started with {has!r}"
         if name == "mode" and asked != "auto":  # the mode may differ from the option
             has, told = runtime.mode or "kv", in_mode
+            if asked == "plain" and not runtime.own_pages:
+                has = "plain"
         if name == "codec" and has == "auto" and asked != "auto":  # the codec that this server uses
             has = runtime.codec or "none"
-        if name == "pages" and not runtime.own_pages:  # whatever the option was
-            has, told = "plain", in_mode
         if asked != has:
             raise ConfigError(
                 f"hcache: option {name!r} is {asked!r} but this server {told}; "
@@ -212,7 +211,7 @@ def _check_late_start(runtime: Runtime) -> None:
         raise ConfigError(
             f"hcache: {STARTED_WITHOUT_US}; with --enable-lora it has to be started with it"
         )
-    missing = hooks.install(hooks.weight_hooks())
+    missing = hooks.install(hooks.WEIGHTS)
     if missing:
         raise ConfigError(f"hcache: {missing}; weight updates could not be noticed")
     hooks.notice_uses()

@@ -24,8 +24,8 @@ from hcache_backend.sglang.arguments import (
     sends_to_others,
     serves_adapters,
     storage_extra_config,
-    unsupported_reason,
 )
+from hcache_backend.sglang.compat import unsupported_reason
 from hcache_backend.sglang.groups import attention_ranks
 from hcache_backend.sglang.runtime import current, remember
 from hcache_backend.start.agreement import or_stop
@@ -72,9 +72,9 @@ def _join(runner: Any) -> None:
     if extra is not None:
         or_stop(lambda: check_preemption(args))
     warn_of_single_tokens(runtime)
-    if config.behind is not None and extra is None and args.hicache_storage_backend is not None:
+    if config.shared is not None and extra is None and args.hicache_storage_backend is not None:
         logger.warning(
-            "hcache: option 'behind' is ignored: it needs the page store of this package, and "
+            "hcache: option 'shared' is ignored: it needs the page store of this package, and "
             "--hicache-storage-backend is %s",
             args.hicache_storage_backend,
         )
@@ -82,19 +82,19 @@ def _join(runner: Any) -> None:
         runtime.store = or_stop(lambda: open_store(config, runtime.writer))
     # With --startup-weight-load-mode overlap the weights are not there yet.
     late = getattr(runner, "startup_weight_load", None) is not None
-    unseen = hooks.install(hooks.late_weight_hooks()) if late else None
+    unseen = hooks.install(hooks.LATE_WEIGHTS) if late else None
     if not late or unseen is not None:
         runtime.read_weights()
     if unseen is not None:
         runtime.lose_trust(f"--startup-weight-load-mode overlap: {unseen}")
-    unnoticed = hooks.install(hooks.weight_hooks())
+    unnoticed = hooks.install(hooks.WEIGHTS)
     if unnoticed is not None:
         runtime.lose_trust(f"weight updates would go unnoticed: {unnoticed}")
-    mixed = hooks.install(hooks.adapter_hooks()) if serves_adapters(args) else None
+    mixed = hooks.install(hooks.ADAPTERS) if serves_adapters(args) else None
     if mixed is not None:
         runtime.lose_trust(f"pages of adapters would not be kept apart: {mixed}")
     if decodes_for_others(runner.server_args):
-        untold = hooks.install(hooks.decode_server_hooks())
+        untold = hooks.install(hooks.DECODE_SERVER)
         if untold is not None:
             runtime.lose_trust(f"K and V of other weights would go unnoticed: {untold}")
     if not args.enable_hierarchical_cache:
@@ -106,9 +106,9 @@ def _join(runner: Any) -> None:
     hooks.notice_uses()
     plain = unnoticed or unsupported_reason()
     if sends_to_others(runner.server_args):
-        plain = hooks.install(hooks.prefill_server_hooks()) or plain
-    if plain is None and config.pages == "plain":
-        plain = "option 'pages' is 'plain'"
+        plain = hooks.install(hooks.PREFILL_SERVER) or plain
+    if plain is None and config.mode == "plain":
+        plain = "option 'mode' is 'plain'"
     try:
         from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import register_stack_strategy
 
@@ -118,12 +118,12 @@ def _join(runner: Any) -> None:
         runtime.use_plain_pages(plain or f"this SGLang lacks a seam: {error}")
         return
     if plain is None:
-        plain = hooks.install(hooks.own_pages_hooks())
+        plain = hooks.install(hooks.OWN_PAGES)
     no_hidden = "option 'mode' is 'kv'" if config.mode == "kv" else None
     if config.codec == "krul":
         no_hidden = "option 'codec' is 'krul', which stores K and V"
     if plain is None and no_hidden is None:
-        no_hidden = hooks.install(hooks.hidden_mode_hooks())
+        no_hidden = hooks.install(hooks.HIDDEN)
     if plain is None and no_hidden is None:
         no_graphs = hooks.install(graph_hooks())
         if no_graphs is not None:
@@ -147,5 +147,5 @@ def _check_groups(runner: Any, args: Any, config: HCacheConfig) -> None:
         return
     group = attention_ranks()
     heads = runner.model_config.get_num_kv_heads(group.world_size)
-    own_pages = config.pages == "own" and not runner.use_mla_backend
+    own_pages = config.mode != "plain" and not runner.use_mla_backend
     check_tp_lcm_size(asked, group.world_size, heads, own_pages=own_pages)

@@ -10,13 +10,13 @@ import torch
 from hcache_backend.format.page import PageLayout
 from hcache_backend.format.units import WHOLE, Share
 from hcache_backend.host.segments import KVSegments
-from hcache_backend.krul.segments import make_segments
 from hcache_backend.projection.attention import AttentionLayer
 from hcache_backend.projection.check import CODEC_TOLERANCE, first_problem, projection_problem
 from hcache_backend.projection.exactness import relative_difference
 from hcache_backend.projection.projector import Projector
 from hcache_backend.sglang.runtime import Runtime
 from hcache_backend.start.agreement import Refused, all_or_none
+from hcache_backend.start.page_plugin import page_plugin
 from hcache_backend.start.self_check import Probe
 from hcache_kernels.codecs import Codec, UnsupportedRows, make_codec
 
@@ -74,16 +74,10 @@ def _encoding_segments(
     codec = asked_codec(runtime, kvcache.k_buffer[0].dtype)
     if codec != "none" and stages > 1:  # a stage cannot tell the others what it could not keep
         raise UnsupportedRows(f"codec {codec!r} takes no K and V of pipeline stages")
-    layers, pairs = range(kvcache.layer_num), number_of_pairs(runtime, kvcache)
-    if codec == "krul":
-        groups, share = groups // share.of, WHOLE
-    return make_segments(kvcache, layers, kvcache.page_size, share, groups, codec, pairs)
-
-
-def number_of_pairs(runtime: Runtime, kvcache: Any) -> int:
-    """Pairs of layers in each page, if the codec makes any."""
-    assert runtime.config is not None
-    return max(1, int(runtime.config.krul.ratio * kvcache.layer_num / 2))
+    layers, plugin = range(kvcache.layer_num), page_plugin(runtime.config)
+    if plugin is not None:
+        return plugin.segments(kvcache, layers, kvcache.page_size, groups // share.of)
+    return KVSegments(kvcache, layers, kvcache.page_size, share, groups, codec)
 
 
 def whole_pages(slots: torch.Tensor, page_size: int) -> torch.Tensor:
@@ -92,15 +86,18 @@ def whole_pages(slots: torch.Tensor, page_size: int) -> torch.Tensor:
     return slots[torch.arange(tokens, device=slots.device) % len(slots)]
 
 
-def check_lossy(kv: KVSegments, layout: PageLayout, slots: torch.Tensor, merged: float) -> None:
+def check_lossy(
+    kv: KVSegments, layout: PageLayout, slots: torch.Tensor, allowed_change: float
+) -> None:
     """Encode and decode the model's K and V in ``slots`` (int64 ``[p * page_size]``). Raises
-    Refused if a layer changes too much (merged ones by ``merged``) or does not fit."""
+    Refused if a layer does not fit, or changes too much; by ``allowed_change`` with a code of a
+    plug-in."""
     planes = [[plane[slots].cpu() for plane in kv.planes(layer)] for layer in kv.layers]
     encoded, fits = kv.through_codec(layout, planes)
     for layer, exact, back, fit in zip(kv.layers, planes, encoded, fits, strict=True):
         if not bool(fit.all()):
             raise Refused(f"it cannot hold K and V of layer {layer}")
-        allowed = CODEC_TOLERANCE.get(kv.code_of(layout, layer), merged)
+        allowed = CODEC_TOLERANCE.get(kv.code_of(layout, layer), allowed_change)
         for name, got, plane in zip("KV", back, exact, strict=True):
             wanted = plane.float()
             # All tokens count alike: an outlier would hide the losses of the others.

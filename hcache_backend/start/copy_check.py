@@ -10,7 +10,6 @@ import torch
 
 from hcache_backend.format.page import PageLayout
 from hcache_backend.host.segments import KVSegments
-from hcache_backend.krul.paired_layout import PairedLayout
 from hcache_backend.restore.layers import RestoredLayer
 from hcache_backend.restore.pipeline import RestorePipeline
 from hcache_backend.start.agreement import Refused
@@ -24,12 +23,11 @@ def check_copies(plan: PagePlan) -> None:
     """Round-trip two pool pages through host memory, in the layers stored as K and V.
 
     With a codec, the first must decode to the codec's reference. The second has random bits, and
-    must come back if the codec says that it fits. Repeated for each pair code. Nothing may be
-    served yet; the pool gets its content back. Raises Refused for wrong or missing pages, or if the
-    codec does not hold normally distributed values.
+    must come back if the codec says that it fits. Repeated for each variant of the layout. Nothing
+    may be served yet; the pool gets its content back. Raises Refused for wrong or missing pages, or
+    if the codec does not hold normally distributed values.
     """
-    layout = plan.layout
-    for tried in layout.in_each_code if isinstance(layout, PairedLayout) else [layout]:
+    for tried in plan.layout.variants:
         _check_copies(plan.kvcache, tried, plan.kv)
 
 

@@ -15,7 +15,7 @@ import torch
 
 from hcache_backend.capture.hooks import HiddenCapture
 from hcache_backend.sglang.arguments import drafted_tokens, resolved
-from hcache_backend.sglang.hooks import Hook
+from hcache_backend.sglang.hook_registry import Hook
 from hcache_backend.sglang.runtime import Runtime, current
 from hcache_backend.start.agreement import Refused
 from hcache_backend.start.page_plan import (

@@ -32,7 +32,7 @@ def may_judge(runtime: Runtime, config: HCacheConfig) -> bool:
         return False
     if arguments.hicache_host_memory_mode == "buffer_only":
         return False
-    missing = hooks.install(hooks.hit_hooks())
+    missing = hooks.install(hooks.HITS)
     if missing is not None:
         logger.warning(
             "hcache: every L3 hit is read, even if L3 is slower than computing: %s", missing

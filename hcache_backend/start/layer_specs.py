@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -10,6 +11,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from hcache_backend.config import PROJECTION_VARIABLE
 from hcache_backend.projection.attention import AttentionLayer
 from hcache_backend.projection.check import first_problem
 from hcache_backend.projection.exactness import (
@@ -86,10 +88,9 @@ class LayerSpecs:
             raise Refused(problem)
 
     def _find(self, layer: AttentionLayer, evidence: Evidence) -> Found:
-        assert self._runtime.config is not None
         own = evidence.own
-        if self._runtime.config.projection == "generic":
-            return Found(None, "option 'projection' is 'generic'", own)
+        if os.environ.get(PROJECTION_VARIABLE) == "generic":
+            return Found(None, f"{PROJECTION_VARIABLE} is 'generic'", own)
         try:
             spec = find_spec(layer, evidence, self._projector.batch)
             reached = spec_exactness(spec, evidence.samples)

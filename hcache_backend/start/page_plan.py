@@ -20,8 +20,6 @@ from hcache_backend.format.page import PageLayout
 from hcache_backend.format.units import Share
 from hcache_backend.host.page_layout import page_layout
 from hcache_backend.host.segments import KVSegments
-from hcache_backend.krul.choice import PairChoice
-from hcache_backend.krul.segments import make_segments
 from hcache_backend.plan.restore import Restore
 from hcache_backend.projection.attention import AttentionLayer
 from hcache_backend.restore.exchange import Exchange, share_of_rank
@@ -31,6 +29,7 @@ from hcache_backend.sglang.arguments import drafted_tokens, resolved
 from hcache_backend.sglang.groups import attention_ranks
 from hcache_backend.sglang.host_pool import HostPages
 from hcache_backend.start.agreement import Refused
+from hcache_backend.start.page_plugin import PagePlugin
 from hcache_backend.start.self_check import Probe
 from hcache_backend.streams import free_memory
 from hcache_kernels.codecs import Codec
@@ -49,13 +48,13 @@ class PagePlan:
     Attributes:
         share: Part of a page that this rank holds.
         groups: Groups of heads that K and V of a page divide into, over all ranks.
-        pairs: Pairs of layers in a page, with ``kv_codec`` ``krul``.
+        plugin: Divides pages and encodes K and V in the place of ``kv_codec``.
+        observer: Shows the plug-in the model, by which it divides each node; None: all are alike.
         runner: SGLang's ModelRunner; it and ``layers`` (of this stage) are given for capture.
         codec: Encodes hidden states; None: pages hold K and V only, and no layer is captured.
         recomputer: Recomputes layers; None if it cannot or need not.
         exchange: Between ranks that share the tokens of a page; None: pages are whole.
         hooks: The capture hooks that CUDA graphs were recorded with, if any.
-        choice: Chooses pairs by the attention that ``probe`` sees; without it all pages are alike.
         pages, staging: Number of pages, and first place of captured rows; from :meth:`find_room`.
     """
 
@@ -64,15 +63,14 @@ class PagePlan:
     share: Share
     groups: int
     kv_codec: str = field(default="none", kw_only=True)
-    pairs: int = field(default=0, kw_only=True)
+    plugin: PagePlugin | None = field(default=None, kw_only=True)
+    observer: Recomputer | None = field(init=False, default=None)
     runner: Any = field(default=None, kw_only=True)
     layers: tuple[AttentionLayer, ...] = field(default=(), kw_only=True)
     codec: Codec | None = field(default=None, kw_only=True)
     recomputer: Recomputer | None = field(default=None, kw_only=True)
     exchange: Exchange | None = field(default=None, kw_only=True)
     hooks: HiddenCapture | None = field(default=None, kw_only=True)
-    choice: PairChoice | None = field(init=False, default=None)
-    probe: Recomputer | None = field(init=False, default=None)
     kv: KVSegments = field(init=False)
     layout: PageLayout = field(init=False)
     pages: HostPages = field(init=False)
@@ -80,8 +78,11 @@ class PagePlan:
 
     def __post_init__(self) -> None:
         tokens, stored = int(self.kvcache.page_size), self.methods.layers("kv")
-        how = self.share, self.groups, self.kv_codec, self.pairs
-        self.kv = make_segments(self.kvcache, stored, tokens, *how)
+        if self.plugin is not None:
+            self.kv = self.plugin.segments(self.kvcache, stored, tokens, self.groups)
+        else:
+            how = self.share, self.groups, self.kv_codec
+            self.kv = KVSegments(self.kvcache, stored, tokens, *how)
         self.layout = page_layout(tokens, self.methods, self.kv, self.codec, self.share)
 
     @cached_property

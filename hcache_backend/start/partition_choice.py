@@ -15,7 +15,7 @@ from hcache_backend.plan.costs import L3Path, Partition, describe
 from hcache_backend.plan.model_config import ModelConfigError, shape_from_config
 from hcache_backend.plan.model_shape import CLEARLY_LESS, ModelShape
 from hcache_backend.plan.record import PartitionRecord, find_record, record_name, save_record
-from hcache_backend.plan.restore import Restore
+from hcache_backend.plan.restore import CHUNK_TOKENS, Restore
 from hcache_backend.restore.exchange import share_of_rank
 from hcache_backend.restore.layers import PoolParking
 from hcache_backend.sglang.arguments import resolved
@@ -57,7 +57,7 @@ def _choose(runtime: Runtime, kvcache: Any) -> Restore:
     layers, ranks = int(kvcache.layer_num), int(args.tp_size)
     refused = eager_refusal(args, kvcache.device, hidden=True)
     eager = config.restore == "auto" and refused is None
-    chunk_tokens = min(config.restore_chunk_tokens, int(kvcache.size))
+    chunk_tokens = min(CHUNK_TOKENS, int(kvcache.size))
     row_bytes = wanted_codec(runtime, runtime.runner).row_bytes
     kv_share = encoded_share(runtime, kvcache, int(args.pp_size))
     parks = PoolParking.fits(kvcache, row_bytes)
@@ -82,7 +82,7 @@ def _choose(runtime: Runtime, kvcache: Any) -> Restore:
     from_l3: L3Path = "overlapped" if eager else "first"
     l3: L3Path = "none" if args.hicache_storage_backend is None else from_l3
     tokens = min(int(runtime.runner.model_config.context_len), int(kvcache.size))
-    alone = store.is_ours and config.behind is None  # machines that share pages decide alike
+    alone = store.is_ours and config.shared is None  # machines that share pages decide alike
     kv_bytes = kv_share * kv_bytes_per_token(kvcache)
     given = host_bytes(kvcache, args.hicache_size, args.hicache_ratio)
 

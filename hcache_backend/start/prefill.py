@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from hcache_backend.sglang.arguments import page_size
+from hcache_backend.sglang.compat import set_extend_range
 
 
 def prefill_request(token_ids: Sequence[int], prefix: torch.Tensor | None = None) -> Any:
@@ -29,10 +30,7 @@ def prefill_request(token_ids: Sequence[int], prefix: torch.Tensor | None = None
     before = 0
     if prefix is not None:
         request.prefix_indices, before = prefix, len(prefix)
-    if hasattr(request, "set_extend_range"):
-        request.set_extend_range(before, len(token_ids))
-    else:  # 0.5.22 and later, which ask the tree for the slots
-        request.prefix_len, request.extend_end = before, len(token_ids)
+    set_extend_range(request, before, len(token_ids))
     return request
 
 

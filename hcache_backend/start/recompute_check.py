@@ -20,7 +20,7 @@ from hcache_backend.ranks import smallest
 from hcache_backend.restore.recompute import Recomputer, TokenSpan
 from hcache_backend.sglang.arguments import resolved
 from hcache_backend.sglang.groups import attention_ranks
-from hcache_backend.sglang.hooks import install, recompute_hooks
+from hcache_backend.sglang.hooks import RECOMPUTE, install
 from hcache_backend.sglang.recompute_batch import NO_REQUEST, make_recomputer
 from hcache_backend.sglang.runtime import Runtime
 from hcache_backend.start.agreement import Refused, all_or_none
@@ -53,7 +53,7 @@ def find_recomputer(
             raise Refused("the model's embeddings are not those of token ids alone")
         probe.refuse_dependence()
         refuse_attention(runner)
-        missing = install(recompute_hooks())
+        missing = install(RECOMPUTE)
         if missing is not None:
             raise Refused(missing)
         return check_recompute(runner, probe, recomputer, pool, kvcache)

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hcache_backend.sglang.hooks import FORWARD, Hook, install
+from hcache_backend.sglang.hook_registry import Hook, install
+from hcache_backend.sglang.model_runner import FORWARD
 from hcache_backend.streams import current_stream
 from hcache_backend.trace import TRACE_VARIABLE, TraceWriter
 
@@ -36,7 +37,7 @@ def install_if_asked() -> None:
             Hook(_OURS + "transfer_from_back", hooks.page_transfer),
             Hook(_BASE + "start_writing", hooks.backup),
             Hook(_BASE + "start_loading", hooks.load),
-            Hook(FORWARD, hooks.forward),
+            Hook(FORWARD.target, hooks.forward),
         ]
     )
     if missing:

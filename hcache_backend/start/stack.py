@@ -21,8 +21,6 @@ from hcache_backend.capture.recomputed_rows import RecomputedRows
 from hcache_backend.capture.staging import StagedCapture, Staging
 from hcache_backend.checks.service import KVChecks, ServiceChecks
 from hcache_backend.host.loads import LoadQueue
-from hcache_backend.krul.node_pairs import NodePairs
-from hcache_backend.krul.paired_layout import PairedLayout
 from hcache_backend.prefetch.eager_loads import EagerLoads
 from hcache_backend.prefetch.slices import SliceBudget
 from hcache_backend.projection.projector import Projector
@@ -114,9 +112,9 @@ class Stack:
             )
             pool.on_freed.append(checks.freed)
             pool.on_backed_up.append(checks.backed_up)
-        if plan.probe is not None and plan.choice is not None and isinstance(layout, PairedLayout):
+        if plan.plugin is not None and plan.observer is not None:
             every = params.tp_cache_group, ranks.world_size
-            pairs = NodePairs(plan.probe, plan.choice, layout, *every)
+            pairs = plan.plugin.backups(plan.observer, layout, *every)
         if reservable is not None:
             eager = self._eager(reservable, pool, pipeline, loads, new_rows)
         stages = StagePages(
@@ -174,7 +172,7 @@ class Stack:
     ) -> EagerLoads:
         config, methods = self.runtime.config, loads.methods
         assert config is not None
-        most = max(1, int(self.kvcache.size // self.params.page_size * config.restore_share))
+        most = max(1, int(self.kvcache.size // self.params.page_size * _RESERVED))
         budget = SliceBudget(
             config.recompute_ms / 1e3,
             methods.chunk_tokens,
@@ -188,6 +186,8 @@ class Stack:
         self.runtime.on_weights_changed.append(eager.give_back)
         return eager
 
+
+_RESERVED = 0.5  # largest share of the device's pages that hits being read may reserve
 
 _CONTROLLER_ARGUMENTS = (
     "load_cache_event",

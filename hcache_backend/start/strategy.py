@@ -22,7 +22,7 @@ from hcache_backend.config import HCacheConfig
 from hcache_backend.format.units import WHOLE, Share
 from hcache_backend.host.page_layout import head_groups, share_of_heads
 from hcache_backend.plan.costs import Partition
-from hcache_backend.plan.restore import Restore
+from hcache_backend.plan.restore import CHUNK_TOKENS, Restore
 from hcache_backend.projection.generic import ProjectionBatch
 from hcache_backend.projection.paged_pool import PagedPool
 from hcache_backend.projection.projector import Projector
@@ -30,6 +30,8 @@ from hcache_backend.ranks import smallest
 from hcache_backend.restore.recompute import Recomputer
 from hcache_backend.sglang.arguments import resolved, storage_extra_config
 from hcache_backend.sglang.groups import attention_ranks
+from hcache_backend.sglang.hooks import HIDDEN, install
+from hcache_backend.sglang.recompute_batch import make_recomputer
 from hcache_backend.sglang.runtime import Runtime
 from hcache_backend.start.agreement import Refused, all_or_none
 from hcache_backend.start.capture_check import CaptureCheck
@@ -38,14 +40,13 @@ from hcache_backend.start.codec_choice import (
     choose_codec,
     hidden_as_they_are,
     kv_codec,
-    number_of_pairs,
     whole_pages,
 )
 from hcache_backend.start.copy_check import check_copies
 from hcache_backend.start.graphs import check_recording
 from hcache_backend.start.layer_specs import LayerSpecs
 from hcache_backend.start.page_plan import PagePlan, make_exchange
-from hcache_backend.start.pair_choice import find_mergeable, find_probe
+from hcache_backend.start.page_plugin import page_plugin
 from hcache_backend.start.partition_choice import layer_methods
 from hcache_backend.start.recompute_check import find_recomputer
 from hcache_backend.start.refusals import (
@@ -59,6 +60,7 @@ from hcache_backend.start.self_check import (
     attention_modules,
     compare,
     observe,
+    probe_tokens,
     run_again,
 )
 from hcache_backend.start.stack import (
@@ -153,8 +155,7 @@ class OwnPagesStrategy(StackStrategy):
     def _kv_plan(self, kvcache: Any, params: Any) -> PagePlan:
         """Pages of K and V of all layers. Raises Refused on every rank if there is no room, the
         header is too large, or K and V do not come back."""
-        assert self._runtime.config is not None
-        chunk = min(self._runtime.config.restore_chunk_tokens, int(kvcache.size))
+        chunk = min(CHUNK_TOKENS, int(kvcache.size))
         everything = Partition(0, 0, int(kvcache.layer_num))
         ranks = attention_ranks()
         methods = Restore(None, None, everything, ranks.world_size, chunk, recomputable=0)
@@ -163,12 +164,12 @@ class OwnPagesStrategy(StackStrategy):
         codec = self._step(
             params, lambda: kv_codec(self._runtime, kvcache, of_heads, groups, params.pp_size)
         )
-        pairs = number_of_pairs(self._runtime, kvcache)
 
         def make(of_kv: str) -> PagePlan:
-            share = WHOLE if of_kv == "krul" else of_heads
+            plugin = page_plugin(self._config) if of_kv != "none" else None
+            share = of_heads if plugin is None else WHOLE
             groups = self._head_groups(methods, share)
-            plan = PagePlan(kvcache, methods, share, groups, kv_codec=of_kv, pairs=pairs)
+            plan = PagePlan(kvcache, methods, share, groups, kv_codec=of_kv, plugin=plugin)
             header, page = plan.layout.header_bytes, plan.layout.page_bytes
             if header * _SMALLEST_PAGE > page:
                 raise Refused(
@@ -192,7 +193,7 @@ class OwnPagesStrategy(StackStrategy):
         runtime.recomputation = None
         args = resolved(runner.server_args)
         if plan.kv.by_header:
-            runtime.recomputation = "none: codec 'krul' chooses what a page holds at its backup"
+            runtime.recomputation = f"none: codec {plan.kv.codec!r} divides each page itself"
             return None
         if runtime.config.restore == "layerwise" or eager_refusal(
             args, kvcache.device, hidden=False
@@ -225,12 +226,15 @@ class OwnPagesStrategy(StackStrategy):
             if not plan.kv.lossless:
                 slots = self._step(params, written)
                 pages = whole_pages(slots, plan.layout.page_size)
-                option = self._config.krul
-                if plan.kv.by_header:
-                    group = params.tp_cache_group
-                    self._step(params, lambda: find_mergeable(plan, option, pages, group))
-                    self._look_at_attention(params, plan, slots)
-                check = partial(check_lossy, plan.kv, plan.layout, pages, option.error)
+                change, plugin = 0.0, plan.plugin
+                if plugin is not None:
+                    change, group = plugin.allowed_change, params.tp_cache_group
+                    plan.layout = self._step(
+                        params, lambda: _valid(plugin.settle, plan.kv, plan.layout, pages, group)
+                    )
+                    if plugin.wants_model:
+                        self._look_at_model(params, plan, slots)
+                check = partial(check_lossy, plan.kv, plan.layout, pages, change)
                 self._step(params, check)
         except Refused as refused:
             if codec == "none":
@@ -244,17 +248,27 @@ class OwnPagesStrategy(StackStrategy):
         self._step(params, plan.find_room)
         return plan
 
-    def _look_at_attention(self, params: Any, plan: PagePlan, slots: torch.Tensor) -> None:
-        """Let the plan look at attention, unless the pairs are known."""
-        if self._config.krul.pairs is not None:
-            return
+    def _look_at_model(self, params: Any, plan: PagePlan, slots: torch.Tensor) -> None:
+        """Let the plan's plug-in look at the model, in which K and V of the self-check's tokens are
+        in ``slots`` (int64 ``[n]``)."""
+        runner, plugin = self._runtime.runner, plan.plugin
+        assert plugin is not None
+
+        def observer() -> Recomputer:
+            missing = install(HIDDEN)
+            if missing is not None:
+                raise Refused(missing)
+            recomputer = make_recomputer(runner, plan.kvcache, plan.methods.chunk_tokens)
+            ids = probe_tokens(runner.model_config.vocab_size, len(slots))
+            _valid(plugin.try_model, recomputer, ids, slots)
+            return recomputer
+
         try:
             # SGLang's state of a batch (of LoRA adapters, say) would be that of another one.
             self._step(params, partial(self._refuse, refusal, None, plan.kvcache))
-            self._step(params, lambda: find_probe(self._runtime.runner, plan, slots))
+            plan.observer = self._step(params, observer)
         except Refused as refused:
-            plan.probe = None
-            logger.warning("hcache: pairs of layers are the same in all pages: %s", refused)
+            logger.warning("hcache: all pages have one layout: %s", refused)
 
     @property
     def _config(self) -> HCacheConfig:
@@ -351,6 +365,14 @@ class OwnPagesStrategy(StackStrategy):
                 "hidden or partition)"
             )
         return methods
+
+
+def _valid(ask: Callable[..., _Result], *arguments: Any) -> _Result:
+    """``ask`` a plug-in; a ValueError becomes Refused."""
+    try:
+        return ask(*arguments)
+    except ValueError as error:
+        raise Refused(str(error)) from None
 
 
 def _copying(plan: PagePlan) -> PagePlan:

@@ -24,7 +24,7 @@ from hcache_backend.config import HCacheConfig
 from hcache_backend.format.envelope import BLOCK, PageName, round_up
 from hcache_backend.format.file import DamagedFileError
 from hcache_backend.format.units import Eighths
-from hcache_backend.store.eviction import broken_bound, evict, excess_bytes, pressure
+from hcache_backend.store.eviction import broken_bound, evict, excess_bytes, margin, pressure
 from hcache_backend.store.file_ops import FileOps, is_no_space
 from hcache_backend.store.folder import Folder, descriptors_of_each, is_store_folder
 from hcache_backend.store.index import Entry, is_damaged
@@ -102,8 +102,7 @@ class Disk:
         """Open the folder; an OSError if it cannot be used."""
         try:
             descriptors = descriptors_of_each(len(self._config.dirs))
-            size = self._config.buffer_bytes
-            folder = Folder(self.path, self._ops, size, create=create, descriptors=descriptors)
+            folder = Folder(self.path, self._ops, create=create, descriptors=descriptors)
         except sqlite3.Error as error:
             raise OSError(errno.EIO, f"its index: {error}", str(self.path)) from None
         with self._state:
@@ -582,8 +581,7 @@ class Disk:
                 return False
             self._in_vain += 1
             self._evictions += 1
-            share = self._config.high_water - self._config.low_water
-            wanted = max(wanted, int(share * folder.index.totals().bytes))
+            wanted = max(wanted, margin(folder.index.totals().bytes))
             evict(folder, wanted, self._stats, self._problems)
         return True
 

@@ -15,7 +15,7 @@ A page whose epoch is young keeps it: its age is less than 1/16 of the age of th
 folders. That bounds how often a page that is used all the time is written to the index.
 
 The bounds are options: ``quota_bytes`` of page files in a folder, ``min_free_bytes`` on its file
-system. Eviction begins at the share ``high_water`` of the quota and goes down to ``low_water``.
+system. Eviction begins at a bound, and goes on to 2% of the pages' bytes below it.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from hcache_backend.store.stats import ProblemLog, StoreStats
 if TYPE_CHECKING:
     from hcache_backend.store.disk import Disk
 
+LOW_WATER = 0.98  # of the quota: eviction ends there
 _YOUNG = 16
 _MOST_PAGES = 1_000_000
 """A rank is less than its epoch by the page's number at most."""
@@ -173,16 +174,20 @@ def excess_bytes(folder: Folder, config: HCacheConfig, incoming: int, on_disk: i
     Args:
         on_disk: Those of them that are written already.
     """
-    high, low = config.high_water, config.low_water
     used = folder.index.totals().bytes
     quota = config.quota_bytes
     excess = 0
-    if quota is not None and used + incoming > high * quota:
-        excess = used + incoming - int(low * quota)
+    if quota is not None and used + incoming > quota:
+        excess = used + incoming - int(LOW_WATER * quota)
     missing = config.min_free_bytes + incoming - on_disk - folder.ops.free_bytes(folder.root_fd)
     if missing > 0:
-        excess = max(excess, missing + int((high - low) * used))
+        excess = max(excess, missing + margin(used))
     return excess
+
+
+def margin(used: int) -> int:
+    """Bytes that go at least if a disk is full; ``used`` are those of all pages."""
+    return int((1 - LOW_WATER) * used)
 
 
 def broken_bound(
@@ -218,10 +223,9 @@ def pressure(folder: Folder, config: HCacheConfig) -> tuple[int, int]:
     """
     totals = folder.index.totals()
     page = totals.bytes // max(totals.pages, 1)
-    margin = int((config.high_water - config.low_water) * totals.bytes)
     quota = config.quota_bytes
-    has_room = (quota is None or totals.bytes + page <= config.low_water * quota) and (
-        folder.ops.free_bytes(folder.root_fd) >= config.min_free_bytes + margin + page
+    has_room = (quota is None or totals.bytes + page <= LOW_WATER * quota) and (
+        folder.ops.free_bytes(folder.root_fd) >= config.min_free_bytes + margin(totals.bytes) + page
     )
     ranks = None if has_room else folder.index.rank_range()
     return ranks[0] if ranks else 0, totals.bytes

@@ -45,6 +45,7 @@ MARKER = "hcache-store.json"
 SERVER_REPORT = "server.json"
 FOLDER_FORMAT = 1
 BUCKETS = frozenset(f"{number:02x}" for number in range(256))
+BUFFER_BYTES = 4 << 20  # of each thread, for memory that direct I/O cannot use
 _LOCK = "lock"
 _INDEX = "index"
 _PAGES = "pages"
@@ -165,7 +166,6 @@ class Folder:
     """An open store folder. An error of its disk is an OSError.
 
     Args:
-        buffer_bytes: Size of the aligned buffer of every thread that reads or writes pages.
         create: Make the folder, or make an empty one a store's.
         readonly: Nothing in it changes, and it need not be writable: there is no session.
         descriptors: Number that it may keep open from one page to the next; at least 1.
@@ -187,7 +187,6 @@ class Folder:
         self,
         path: Path,
         ops: FileOps,
-        buffer_bytes: int,
         *,
         create: bool = False,
         readonly: bool = False,
@@ -205,9 +204,9 @@ class Folder:
             self.root_fd = kept_open(os.open(path, FOLDER), stack)
             _check_marker(path, ops, self.root_fd, create)
             if readonly:
-                self._open_to_read(buffer_bytes)
+                self._open_to_read()
             else:
-                self._open_to_write(stack, buffer_bytes, lanes)
+                self._open_to_write(stack, lanes)
             stack.callback(self.index.close)
             self._inodes = [path.stat().st_ino for path in self._index_paths]
             pages_fd = kept_open(ops.open(_PAGES, FOLDER, self.root_fd), stack)
@@ -218,9 +217,9 @@ class Folder:
                 self.mark_index_complete()
             self._open_files = stack.pop_all()
 
-    def _open_to_read(self, buffer_bytes: int) -> None:
+    def _open_to_read(self) -> None:
         self.lock = FolderLock(None)
-        self.io = PageIO(self.ops, reading_alignment(self.ops, self.root_fd, MARKER), buffer_bytes)
+        self.io = PageIO(self.ops, reading_alignment(self.ops, self.root_fd, MARKER), BUFFER_BYTES)
         try:
             self.index = Index(self.path / _INDEX, self.ops, readonly=True)
         except sqlite3.Error as error:
@@ -229,7 +228,7 @@ class Folder:
             )
             raise OSError(errno.EIO, problem, str(self.path)) from None
 
-    def _open_to_write(self, stack: ExitStack, buffer_bytes: int, lanes: int) -> None:
+    def _open_to_write(self, stack: ExitStack, lanes: int) -> None:
         ops, root_fd = self.ops, self.root_fd
         _warn_of_others(self.path, root_fd)
         self.lock = FolderLock(kept_open(ops.open(_LOCK, os.O_RDWR | os.O_CREAT, root_fd), stack))
@@ -239,7 +238,7 @@ class Folder:
             _remove_dead_sessions(ops, root_fd)
             self.session = Session(ops, root_fd, lanes)
             stack.callback(self.session.close)
-            self.io = PageIO(ops, probe_alignment(ops, self.session.fd, "probe"), buffer_bytes)
+            self.io = PageIO(ops, probe_alignment(ops, self.session.fd, "probe"), BUFFER_BYTES)
             self.index = _open_index(self.path, ops, root_fd)
 
     def close(self) -> None:

@@ -35,6 +35,8 @@ Naming a group syncs the index, which holds up the disk, so groups are large. At
 are on a disk without being counted in its quota.
 """
 
+WRITE_SECONDS = 30.0  # for a batch of pages; the rest of the batch is dropped
+READ_SECONDS = 30.0  # until a batch has its turn; after that its pages are misses
 _CLOSE_SECONDS = 10.0
 
 
@@ -162,7 +164,7 @@ class PageStore:
             raise ValueError(f"digests of {len(digests)} pages for {len(keys)} keys")
         if table is None and share != WHOLE:
             raise ValueError(f"share {share.number} of {share.of} without a table of the page")
-        deadline = time.monotonic() + self._config.write_seconds
+        deadline = time.monotonic() + WRITE_SECONDS
         ranks = self._recency.note_new(namespace, prefix, keys)
         done = self._already_stored(namespace, keys, share)
         work = []
@@ -232,7 +234,7 @@ class PageStore:
             memory = PageMemory(pages[number], share)
             for disk, entry, part in files:
                 reads.setdefault(disk, []).append(PageRead(number, entry, part, memory))
-        seconds = self._config.read_seconds
+        seconds = READ_SECONDS
         deadline = time.monotonic() + seconds
         reading = [
             future for disk, some in reads.items() for future in disk.start_reading(some, deadline)

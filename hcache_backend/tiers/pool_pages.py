@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -36,22 +36,15 @@ class PageKeys(Sequence[bytes]):
     def __len__(self) -> int:
         return len(self._texts)
 
-    @overload
-    def __getitem__(self, place: int) -> bytes: ...
-
-    @overload
-    def __getitem__(self, place: slice) -> PageKeys: ...
-
-    def __getitem__(self, place: int | slice) -> bytes | PageKeys:
-        if isinstance(place, slice):
-            return PageKeys(self._texts[place])
-        return key_bytes(self._texts[place])
+    def __getitem__(self, place: Any) -> Any:
+        texts = self._texts[place]
+        return PageKeys(texts) if isinstance(place, slice) else key_bytes(texts)
 
 
 class PoolMemory(NamedTuple):
-    """Pieces of every page by share of the heads; ``finish`` gets a flag per page after a read."""
+    """Pieces of every page, by part of the page; ``finish`` gets a flag per page after a read."""
 
-    shares: list[list[Parts]]
+    parts: list[list[Parts]]
     finish: Callable[[Sequence[bool]], None] = lambda found: None
 
 
@@ -62,8 +55,6 @@ class PoolPages:
     def __init__(self, name: str, host_pool: Any, config: HiCacheStorageConfig) -> None:
         self.name = name
         self.host_pool = host_pool
-        # The pool only counts tokens (the anchor of pools that hold the data).
-        self.empty = host_pool.size_per_token == 0
         self._layout: PageLayout | None = getattr(host_pool, "page_layout", None)
         self._any_ranks = bool(
             config.tp_lcm_size
@@ -73,14 +64,15 @@ class PoolPages:
             and not config.is_mla_model
         )
         # Pages of the store per page of the pool: more than one if it is divided by heads, so that
-        # servers with more ranks can read it.
-        self.shares = 1
-        if self._any_ranks:
+        # servers with more ranks can read it. None if the pool only counts tokens (the anchor of
+        # pools that hold the data).
+        self.parts = 1 if host_pool.size_per_token else 0
+        if self._any_ranks and self.parts:
             assert config.tp_lcm_size is not None
             check_tp_lcm_size(
                 config.tp_lcm_size, config.tp_size, host_pool.head_num, own_pages=False
             )
-            self.shares = config.tp_lcm_size // config.tp_size
+            self.parts = config.tp_lcm_size // config.tp_size
         divided = name == PoolName.MAMBA or isinstance(host_pool, MHATokenToKVPoolHost)
         # MLA ranks hold copies of their own pages, not of states and drafts beside them.
         self._same_on_all_ranks = config.is_mla_model and not divided
@@ -108,8 +100,14 @@ class PoolPages:
         self._config = config
         self._access: Literal["in place", "copy", "none"] = "in place"
 
-    def fields(self, share: int) -> dict[str, object]:
-        """Fields of the namespace of plain KV pages (of a share of their heads)."""
+    @property
+    def part_bytes(self) -> int:
+        """Bytes of a part of a page."""
+        pool = self.host_pool
+        return int(pool.size_per_token * pool.page_size) // max(1, self.parts)
+
+    def fields(self, part: int) -> dict[str, object]:
+        """Fields of the namespace of plain KV pages (of a part of them)."""
         pool, config = self.host_pool, self._config
         rank: dict[str, object] = {"pp": [config.pp_rank, config.pp_size]}
         if config.attn_cp_size > 1:
@@ -118,7 +116,7 @@ class PoolPages:
             rank["dcp"] = [pool.dcp_rank, pool.dcp_size]
         if self._any_ranks:
             rank["any_ranks"] = True
-            rank["tp"] = [config.tp_rank * self.shares + share, config.tp_size * self.shares]
+            rank["tp"] = [config.tp_rank * self.parts + part, config.tp_size * self.parts]
         elif not self._same_on_all_ranks:
             rank["tp"] = [config.tp_rank, config.tp_size]
         return {
@@ -126,7 +124,7 @@ class PoolPages:
             "pool": str(self.name),
             "host_pool": type(pool).__name__,
             "layout": pool.layout,
-            "bytes_per_token": pool.size_per_token // self.shares,
+            "bytes_per_token": pool.size_per_token // self.parts,
             **rank,
         }
 
@@ -146,53 +144,50 @@ class PoolPages:
             return None
         return [layout.unit_digests(np.frombuffer(page, np.uint8)) for [page] in pages]
 
-    def to_write(self, host_indices: torch.Tensor, pages: int) -> PoolMemory | None:
-        """Memory of ``pages`` pages at ``host_indices``; None if SGLang cannot store this pool."""
+    def memory(self, host_indices: torch.Tensor, pages: int, *, read: bool) -> PoolMemory | None:
+        """Memory of ``pages`` pages at ``host_indices``, to ``read`` into it or to write it; None
+        if SGLang cannot store this pool."""
         found = self._in_place(host_indices, pages)
         if found is not None or self._access == "none":
             return found
-        first = self._first(host_indices, pages)
-        return self._copies([self.host_pool.get_data_page(index) for index in first])
-
-    def to_read(self, host_indices: torch.Tensor, pages: int) -> PoolMemory | None:
-        """Memory to read ``pages`` pages at ``host_indices`` into, or None."""
-        found = self._in_place(host_indices, pages)
-        if found is not None or self._access == "none":
-            return found
-        copies = [self.host_pool.get_dummy_flat_data_page() for _ in range(pages)]
-        first = self._first(host_indices, pages)
+        pool = self.host_pool
+        if len(host_indices) != pages * pool.page_size:
+            raise ValueError(f"{len(host_indices)} indices for {pages} pages of pool {self.name}")
+        first = host_indices[:: pool.page_size].tolist()
+        copies = [pool.get_dummy_flat_data_page() if read else pool.get_data_page(i) for i in first]
+        flat = [copy.contiguous().reshape(-1).view(torch.uint8).numpy() for copy in copies]
 
         def finish(arrived: Sequence[bool]) -> None:
             for index, copy, ok in zip(first, copies, arrived, strict=True):
-                if ok:
-                    self.host_pool.set_from_flat_data_page(index, copy)
+                if ok and read:
+                    pool.set_from_flat_data_page(index, copy)
 
-        return self._copies(copies)._replace(finish=finish)
+        return PoolMemory([[[memoryview(data).cast("B")] for data in flat]], finish)
 
     def _in_place(self, host_indices: torch.Tensor, pages: int) -> PoolMemory | None:
         """The pages in place, or None if the pool has no addresses to offer."""
         if self._access != "in place":
             return None
-        if pages == 0:
-            return PoolMemory([[] for _ in range(self.shares)])
+        if pages == 0 or self.parts == 0:
+            return PoolMemory([[] for _ in range(self.parts)])
         try:
-            if self.shares > 1:
+            if self.parts > 1:
                 pointers, sizes = self.host_pool.get_split_heads_page_buffer_meta(
-                    host_indices, self.shares
+                    host_indices, self.parts
                 )
             else:
                 pointers, sizes = self.host_pool.get_page_buffer_meta(host_indices)
         except (ValueError, NotImplementedError) as error:
             self._access = self._other_access(error)
             return None
-        if len(pointers) % (pages * self.shares):
+        if len(pointers) % (pages * self.parts):
             raise ValueError(
                 f"{len(pointers)} pieces of memory for {pages} pages of pool {self.name}"
             )
         pieces = [_memory(*piece) for piece in zip(pointers, sizes, strict=True)]
-        each = len(pieces) // (pages * self.shares)
+        each = len(pieces) // (pages * self.parts)
         groups: list[Parts] = [pieces[i : i + each] for i in range(0, len(pieces), each)]
-        return PoolMemory([groups[share :: self.shares] for share in range(self.shares)])
+        return PoolMemory([groups[part :: self.parts] for part in range(self.parts)])
 
     def _other_access(self, refused: Exception) -> Literal["copy", "none"]:
         try:
@@ -202,20 +197,6 @@ class PoolPages:
             return "none"
         logger.debug("hcache: pages of pool %s are copied: %s", self.name, refused)
         return "copy"
-
-    def _copies(self, copies: Sequence[torch.Tensor]) -> PoolMemory:
-        return PoolMemory([[tensor_parts(copy.contiguous()) for copy in copies]])
-
-    def _first(self, host_indices: torch.Tensor, pages: int) -> list[int]:
-        size = self.host_pool.page_size
-        if len(host_indices) != pages * size:
-            raise ValueError(f"{len(host_indices)} indices for {pages} pages of pool {self.name}")
-        return [int(index) for index in host_indices[::size]]
-
-
-def tensor_parts(tensor: torch.Tensor) -> Parts:
-    """The bytes of a contiguous tensor on the CPU, as one piece of memory."""
-    return [memoryview(tensor.reshape(-1).view(torch.uint8).numpy()).cast("B")]
 
 
 def _memory(pointer: int, size: int) -> memoryview:

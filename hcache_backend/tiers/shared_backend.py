@@ -11,7 +11,7 @@ import mmap
 import os
 import threading
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,14 +19,13 @@ import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageConfig
 from sglang.srt.mem_cache.storage import StorageBackendFactory
 
-from hcache_backend.config import BehindOption, ConfigError
-from hcache_backend.tiers.threads import GivenUp, bounded
+from hcache_backend.config import ConfigError, SharedOption
+from hcache_backend.tiers.threads import CLOSE_SECONDS, GivenUp, bounded
 
 logger = logging.getLogger("hcache")
 
 # longest time to make a backend, and to give it memory: the server waits for it
 START_SECONDS = 60.0
-CLOSE_SECONDS = 5.0
 # environment variables with the folder of a backend; SGLang's default is in /tmp
 _FOLDERS = {
     "file": "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR",
@@ -44,25 +43,25 @@ class MadeBackend(NamedTuple):
     """A backend of SGLang's, and the option that names it."""
 
     backend: HiCacheStorage
-    option: BehindOption
+    option: SharedOption
 
     def close(self) -> None:
         """Close it; a call that takes too long is given up."""
         close = getattr(self.backend, "close", None)
         try:
             if close is not None:
-                bounded("hcache-behind-close", close, CLOSE_SECONDS)
+                bounded("hcache-shared-close", close, CLOSE_SECONDS)
         except Exception:
             logger.exception("hcache: the shared L3 (%s) could not be closed", self.option.backend)
 
 
-def make_backend(option: BehindOption, config: HiCacheStorageConfig) -> MadeBackend:
+def make_backend(option: SharedOption, config: HiCacheStorageConfig) -> MadeBackend:
     """The backend that ``option`` names, made by SGLang for the rank of ``config``. Raises
     ConfigError: a wrong option of its own, a missing package, a service that does not answer in
     time. Values are named by content, without the model's name: it may be a path of this
     machine."""
     named = {"backend": option.backend, "config": sorted(option.config)}  # values may be secrets
-    where = f"hcache: option 'behind' is {named}: "
+    where = f"hcache: option 'shared' is {named}: "
     variable = _FOLDERS.get(option.backend)
     folder = os.environ.get(variable) if variable is not None else None
     if variable is not None and not folder:
@@ -70,17 +69,15 @@ def make_backend(option: BehindOption, config: HiCacheStorageConfig) -> MadeBack
             f"{where}the environment variable {variable} must be the folder that the machines "
             "share, such as /mnt/shared/hcache"
         )
-    given = {
-        "model_name": None,
-        "extra_config": dict(option.config),
-        "enable_storage_metrics": False,
-        "is_page_first_layout": True,
-        "tp_lcm_size": None,
-        "should_split_heads": False,
-    }
-    known = {field.name for field in fields(HiCacheStorageConfig)}
-    own = replace(config, **{name: given[name] for name in given if name in known})
-
+    own = replace(
+        config,
+        model_name=None,
+        extra_config=dict(option.config),
+        enable_storage_metrics=False,
+        is_page_first_layout=True,
+        tp_lcm_size=None,
+        should_split_heads=False,
+    )
     given_up = threading.Event()
 
     def create() -> MadeBackend:
@@ -92,7 +89,7 @@ def make_backend(option: BehindOption, config: HiCacheStorageConfig) -> MadeBack
         return made
 
     try:
-        return bounded("hcache-behind-start", create, START_SECONDS)
+        return bounded("hcache-shared-start", create, START_SECONDS)
     except GivenUp as error:
         given_up.set()
         raise ConfigError(f"{where}it {error}") from None

@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import and_
 from typing import Any, TypeVar
 
 import torch
@@ -35,9 +36,11 @@ from sglang.srt.observability.metrics_collector import StorageMetrics
 from hcache_backend import metrics
 from hcache_backend.sglang.arguments import decodes_for_others
 from hcache_backend.sglang.backups import Backups
+from hcache_backend.sglang.runtime import Weights
 from hcache_backend.start import attach
-from hcache_backend.tiers.pool_pages import tensor_parts
-from hcache_backend.tiers.stored_pools import StoredPools
+from hcache_backend.tiers.pool_pages import PageKeys, PoolPages
+from hcache_backend.tiers.shared import Tiered
+from hcache_backend.tiers.tier import LocalTier, Pages
 
 logger = logging.getLogger("hcache")
 
@@ -56,9 +59,11 @@ class HCacheStorage(HiCacheStorage):
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Any = None) -> None:
         joined = attach.join(storage_config)
-        self._runtime, config, kv_fields, store, behind = joined
-        self._pools = StoredPools(self._runtime, store, storage_config, kv_fields, behind)
-        self.reads_any_page_alike = behind is None  # no page of a hit is farther away than others
+        self._runtime, config, self._kv_fields, store, shared = joined
+        self._config = storage_config
+        self._tier = Tiered(LocalTier(store, self._runtime.writer), shared, self._runtime.l3)
+        self._pools: dict[str, PoolPages] = {}
+        self.reads_any_page_alike = shared is None  # no page of a hit is farther away than others
         self.backups = Backups(storage_config.pp_size)
         self._promises_hits = not decodes_for_others(self._runtime.runner.server_args)
         if not self._promises_hits:
@@ -76,21 +81,21 @@ class HCacheStorage(HiCacheStorage):
             "hcache: L3 in %s, %s%s",
             ", ".join(map(str, config.dirs)),
             f"at most {quota / 1e9:.1f} GB in each" if quota else "no quota",
-            f", {config.behind.backend} behind" if config.behind is not None else "",
+            f", shared L3: {config.shared.backend}" if config.shared is not None else "",
         )
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         """Called once, before any page. Raises ConfigError on all ranks if ``tp_lcm_size`` is
         wrong."""
         super().register_mem_pool_host(mem_pool_host)
-        self._pools.register(PoolName.KV, mem_pool_host)
+        self._register(PoolName.KV, mem_pool_host)
         if not self._runtime.own_pages:  # otherwise the warning came when they were made
             tokens, size = self._runtime.runner.max_total_num_tokens, mem_pool_host.size_per_token
             attach.warn_of_small_host_pool(mem_pool_host.size, int(tokens), size, size)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
-        self._pools.register(host_pool_name, host_pool)
+        self._register(host_pool_name, host_pool)
 
     # ---- zero-copy interface (v1), one pool ----
 
@@ -157,68 +162,52 @@ class HCacheStorage(HiCacheStorage):
             self._set(t.keys or [], t.host_indices, t.name, extra_info)
         return {t.name: [True] * len(t.keys or []) for t in transfers}
 
-    def take_found_behind(self) -> int:
-        """Pages that look-ups found behind the page store only, since the last call."""
-        return self._pools.take_found_behind()
+    def take_found_shared(self) -> int:
+        """See :meth:`Tiered.take_found_shared`."""
+        return self._tier.take_found_shared()
 
     def use(self, keys: Sequence[str]) -> None:
         """A request uses the pages ``keys`` of its prompt, from the first one on, in any tier: L3
-        does not see uses in L1 or L2. Any thread; never waits."""
-        self._guard("use", partial(self._pools.use, keys), None)
+        does not see uses in L1 or L2. Any thread; never waits, and takes a time that does not grow
+        with the prompt."""
 
-    # ---- single values ----
+        def use() -> None:
+            for namespace in self._namespaces():
+                self._tier.local.store.use(namespace, PageKeys(keys))
+
+        self._guard("use", use, None)
+
+    # ---- single values: SGLang does not use them with ``interface_v1`` ----
 
     def exists(self, key: str) -> bool:
         return self.batch_exists([key]) == 1
 
-    def get(
-        self, key: str, target_location: Any = None, target_sizes: Any = None
-    ) -> torch.Tensor | None:
-        return self.batch_get([key], [target_location])[0]
+    def get(self, key: str, *args: Any, **kwargs: Any) -> None:
+        return None
 
-    def batch_get(
-        self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
-    ) -> list[torch.Tensor | None]:
-        targets = list(target_locations or [])
-        if len(targets) != len(keys) or any(target is None for target in targets):
-            return [None] * len(keys)
-        parts = [tensor_parts(target) for target in targets]
-        found = self._guard("get", lambda: self._pools.read(keys, parts), [False] * len(keys))
-        return [target if ok else None for target, ok in zip(targets, found, strict=True)]
+    def batch_get(self, keys: list[str], *args: Any, **kwargs: Any) -> list[torch.Tensor | None]:
+        return [None] * len(keys)
 
-    def set(
-        self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None
-    ) -> bool:
-        return self.batch_set([key], [value])
+    def set(self, key: str, *args: Any, **kwargs: Any) -> bool:
+        return False
 
-    def batch_set(
-        self,
-        keys: list[str],
-        values: Any = None,
-        target_locations: Any = None,
-        target_sizes: Any = None,
-    ) -> bool:
-        values = list(values or [])
-        if len(values) != len(keys) or any(value is None for value in values):
-            return False
-        parts = [tensor_parts(value.contiguous()) for value in values]
-        self._guard("set", lambda: self._pools.write(keys, parts), None)
-        return True
+    def batch_set(self, keys: list[str], *args: Any, **kwargs: Any) -> bool:
+        return False
 
     # ---- the rest ----
 
     def clear(self) -> None:
         """Delete the pages of this server's namespaces; other models in the folders stay."""
         self.backups.forget()
-        self._guard("clear", self._pools.drop, 0)
+        self._guard("clear", lambda: self._tier.drop(self._namespaces()), 0)
 
     def get_stats(self) -> StorageMetrics:
-        return self._pools.take_stats()
+        return self._tier.local.take_stats()
 
     def stop(self, cache: Any) -> None:
         """Store queued pages, as far as there is time: the server is about to end."""
         if self.backups.stop(cache):
-            self._pools.close()
+            self._tier.close()
 
     def close(self) -> None:
         """Called at detach; data stays."""
@@ -226,9 +215,19 @@ class HCacheStorage(HiCacheStorage):
             self._runtime.on_distrust.remove(self._drop_own_pages)
             self._runtime.on_weights_changed.remove(self.backups.finish)
         self._runtime.stop_judging()
-        self._pools.close()
+        self._tier.close()
 
     # ---- internals ----
+
+    def _register(self, name: str, host_pool: Any) -> None:
+        is_first = not self._pools  # the pool of K and V may come a second time, among all others
+        pages = self._pools[name] = PoolPages(name, host_pool, self._config)
+        if is_first and self._config.tp_rank == self._config.pp_rank == 0:
+            self._tier.local.store.check_room(pages.part_bytes)
+        if name != PoolName.KV:
+            self._tier.leave_shared("the model has several host pools")
+        elif pages.parts:
+            self._tier.use_shared(pages.part_bytes, pieces=1 if self._config.is_mla_model else 2)
 
     def _get(
         self,
@@ -237,8 +236,21 @@ class HCacheStorage(HiCacheStorage):
         pool: str = PoolName.KV,
         prefix: Sequence[str] = (),
     ) -> list[bool]:
-        get = partial(self._pools.get, keys, host_indices, pool, prefix)
-        return self._guard("get", get, [False] * len(keys))
+        missed = [False] * len(keys)
+
+        def get() -> list[bool]:
+            memory = self._pools[pool].memory(host_indices, len(keys), read=True)
+            if memory is None:
+                return missed
+            found = [True] * len(keys)
+            for part, pieces in enumerate(memory.parts):
+                pages = self._pages(pool, part, keys, prefix)
+                here = missed if pages is None else self._tier.get(pages, pieces)
+                found = list(map(and_, found, here))
+            memory.finish(found)
+            return found
+
+        return self._guard("get", get, missed)
 
     def _set(
         self,
@@ -247,24 +259,77 @@ class HCacheStorage(HiCacheStorage):
         pool: str = PoolName.KV,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> None:
-        set_all = partial(self._pools.set, keys, host_indices, pool, _prefix(extra_info))
+        def set_all() -> None:
+            memory = self._pools[pool].memory(host_indices, len(keys), read=False)
+            for part, pieces in enumerate(memory.parts if memory else ()):
+                pages = self._pages(pool, part, keys, _prefix(extra_info))
+                if pages is not None:
+                    self._tier.put(pages, pieces)
+                else:
+                    metrics.PAGES.count("dropped_suspended", len(keys))
+
         self._guard("set", set_all, None)
 
     def _exists(self, keys: Sequence[str], pool: str = PoolName.KV) -> list[bool]:
+        absent = [False] * len(keys)
         if not self._promises_hits:
             metrics.LOOKUPS.count("not_promised", len(keys))
-            return [False] * len(keys)
-        return self._guard("exists", partial(self._pools.exists, keys, pool), [False] * len(keys))
+            return absent
+
+        def exists() -> list[bool]:
+            found = [True] * len(keys)
+            for part in range(self._pools[pool].parts):
+                pages = self._pages(pool, part, keys)
+                if pages is None:
+                    metrics.LOOKUPS.count("suspended", len(keys))
+                    return absent
+                here = self._tier.exists(pages)
+                metrics.LOOKUPS.count("found", sum(here))
+                metrics.LOOKUPS.count("absent", len(here) - sum(here))
+                found = list(map(and_, found, here))
+            return found
+
+        return self._guard("exists", exists, absent)
+
+    def _pages(
+        self, pool: str, part: int, keys: Sequence[str], prefix: Sequence[str] = ()
+    ) -> Pages | None:
+        """Names of the pages, or None while L3 is suspended. The weights are read once: an update a
+        moment later must not move these pages under the new weights' namespace."""
+        weights = self._runtime.weights
+        if weights is None or weights.suspended is not None:
+            return None
+        namespace = self._namespace(pool, part, weights)
+        return Pages(self._pools[pool], part, namespace, list(PageKeys(keys)), PageKeys(prefix))
+
+    def _namespace(self, pool: str, part: int, weights: Weights) -> bytes:
+        if self._runtime.own_pages and pool == PoolName.KV:
+            return self._runtime.namespace_of(weights, **self._runtime.page_fields)
+        fields = {**self._pools[pool].fields(part), **self._kv_fields}
+        if pool.startswith(PoolName.DRAFT):
+            fields["draft"] = self._runtime.draft_digest
+        return self._runtime.namespace_of(weights, **fields)
+
+    def _namespaces(self) -> list[bytes]:
+        """Of all pools, with the present weights."""
+        weights = self._runtime.weights
+        if weights is None:
+            return []
+        return [
+            self._namespace(pool, part, weights)
+            for pool, pages in list(self._pools.items())
+            for part in range(pages.parts)
+        ]
 
     def _count_tokens(self, **pages: int) -> None:
-        size, instead = self.mem_pool_host.page_size, None
-        if self._pools.is_suspended():
+        weights, instead = self._runtime.weights, None
+        if weights is None or weights.suspended is not None:
             instead = "suspended"
         elif not self._promises_hits:
             instead = "not_promised"
         for result, number in pages.items():
             if number:
-                metrics.L3_TOKENS.count(instead or result, number * size)
+                metrics.L3_TOKENS.count(instead or result, number * self.mem_pool_host.page_size)
 
     def _renew_report(self) -> None:
         if time.monotonic() > self._reported + _REPORT_SECONDS:
@@ -274,7 +339,7 @@ class HCacheStorage(HiCacheStorage):
             threading.Thread(target=report, name="hcache-report", daemon=True).start()
 
     def _drop_own_pages(self) -> None:
-        dropped = self._guard("drop", self._pools.drop_written, 0)
+        dropped = self._guard("drop", lambda: self._tier.quarantine(self._namespaces()), 0)
         logger.error("hcache: %d pages that this server wrote were deleted", dropped)
 
     def _guard(self, what: str, work: Callable[[], _Result], otherwise: _Result) -> _Result:

@@ -3,12 +3,12 @@ that hangs for ever does not keep its process alive."""
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 import numpy as np
@@ -18,6 +18,8 @@ from hcache_backend.format.units import Parts
 from hcache_backend.store.stats import ProblemLog
 
 _Result = TypeVar("_Result")
+
+CLOSE_SECONDS = 5.0  # longest wait for queued work, or for a close, when a tier ends
 
 
 class GivenUp(Exception):
@@ -39,7 +41,8 @@ class BoundedCalls:
     def __init__(self, name: str) -> None:
         self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
         self._given_up: Future[Any] | None = None
-        self._thread = _started(name, self._run)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
 
     @property
     def hangs(self) -> bool:
@@ -76,78 +79,73 @@ class CopyQueue:
     ``rows`` (uint8 ``[pages, bytes]``) hold the copies, and limit the waiting pages."""
 
     def __init__(self, name: str, rows: Bytes) -> None:
-        self._name = name
         self._rows = rows
-        self._room = threading.Condition()
-        self._waited_in_vain = False
+        self._changed = threading.Condition()
         self._free = list(range(len(rows)))
+        self._waiting: deque[tuple[list[int], Callable[[], object]]] = deque()
+        self._waited_in_vain = self._ends = False
         self._problems = ProblemLog()
-        self._waiting: SimpleQueue[tuple[list[int], list[Parts], Any] | None] = SimpleQueue()
-        self._thread = _started(name, self._run)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
 
     def wait_for_room(self, deadline: float) -> bool:
         """Returns True if there is room for a page before ``deadline`` (monotonic seconds). After a
         failed wait it does not wait again until some work was done."""
-        with self._room:
+        with self._changed:
             if not self._waited_in_vain:
                 left = max(0.0, deadline - time.monotonic())
-                self._waited_in_vain = not self._room.wait_for(lambda: self._free, left)
+                self._waited_in_vain = not self._changed.wait_for(lambda: self._free, left)
             return bool(self._free)
 
     def take(self, pages: Sequence[Parts], work: Callable[[list[int], list[Parts]], object]) -> int:
         """Copy the first of ``pages``, as many as there is room for; returns their number. ``work``
         gets the rows of the copies and their memory, divided as the pages are."""
-        with self._room:
+        with self._changed:
             rows, self._free = self._free[: len(pages)], self._free[len(pages) :]
         try:
-            taken = zip(rows, pages, strict=False)
-            copies = [_copy(self._rows[row], page) for row, page in taken]
+            copies = [_copy(self._rows[row], page) for row, page in zip(rows, pages, strict=False)]
         except BaseException:
             self._release(rows)
             raise
         if rows:
-            self._waiting.put((rows, copies, work))
+            with self._changed:
+                self._waiting.append((rows, lambda: work(rows, copies)))
+                self._changed.notify_all()
         return len(rows)
 
     def forget(self) -> int:
         """Drop the waiting work; returns its number of pages."""
-        ends, forgotten = False, 0
-        with contextlib.suppress(Empty):
-            while True:
-                if (waiting := self._waiting.get_nowait()) is None:
-                    ends = True
-                else:
-                    self._release(waiting[0])
-                    forgotten += len(waiting[0])
-        if ends:
-            self._waiting.put(None)
-        return forgotten
+        with self._changed:
+            dropped = [row for rows, _ in self._waiting for row in rows]
+            self._waiting.clear()
+            self._release(dropped)
+        return len(dropped)
 
     def end(self, deadline: float) -> bool:
         """Returns True if all work was done, and the thread ended, before ``deadline``."""
-        self._waiting.put(None)
+        with self._changed:
+            self._ends = True
+            self._changed.notify_all()
         return _ended(self._thread, deadline)
 
     def _run(self) -> None:
-        while (waiting := self._waiting.get()) is not None:
-            rows, copies, work = waiting
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._ends)
+                if not self._waiting:
+                    return
+                rows, work = self._waiting.popleft()
             try:
-                work(rows, copies)
+                work()
             except Exception as error:
-                self._problems.report("later", f"{self._name} failed: {error!r}")
+                self._problems.report("later", f"{self._thread.name} failed: {error!r}")
             self._release(rows)
 
     def _release(self, rows: list[int]) -> None:
-        with self._room:
+        with self._changed:
             self._free += rows
             self._waited_in_vain = False
-            self._room.notify_all()
-
-
-def _started(name: str, run: Callable[[], None]) -> threading.Thread:
-    thread = threading.Thread(target=run, name=name, daemon=True)
-    thread.start()
-    return thread
+            self._changed.notify_all()
 
 
 def _ended(thread: threading.Thread, deadline: float) -> bool:

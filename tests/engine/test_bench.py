@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from bench import multiturn, restores, saving
+from bench import multiturn, restores
 from bench.demo.__main__ import PROGRAM as DEMO
 from bench.harness.client import Reply, StreamingClient
 from bench.harness.machine import find_machine
@@ -137,15 +137,6 @@ def test_restores_are_timed_in_the_server(model: Path, tmp_path: Path) -> None:
     size = 256 * stored["bytes_per_token"] / 1e3
     assert slow_load > 0.9 * size / mb_per_s[0] and slow > 0.9 * size / mb_per_s[1]
     assert not list(tmp_path.glob("hcache-bench-*"))
-
-
-@pytest.mark.long
-def test_saving_is_timed_beside_a_server_that_saves_nothing(model: Path, tmp_path: Path) -> None:
-    found = results_of(
-        saving.PROGRAM, tmp_path, "saving", "--rounds", "1", "--model-path", str(model)
-    )
-    for row in found["rows"]:
-        assert all(0 < ms["median"] <= ms["p99"] for ms in row["ms"].values())
 
 
 def test_the_demo_leaves_the_checkout_as_it_was() -> None:

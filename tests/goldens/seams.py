@@ -361,7 +361,7 @@ def _watch_restores(trace: Trace) -> None:
 def _watch_l3(trace: Trace) -> None:
     from hcache_backend.sglang import read_batches
     from hcache_backend.sglang.controller import OwnPagesController
-    from hcache_backend.tiers.shared import StoreBehind, Values
+    from hcache_backend.tiers.shared import SharedTier, Values
     from hcache_backend.tiers.storage import HCacheStorage
 
     named = Pages()
@@ -400,16 +400,14 @@ def _watch_l3(trace: Trace) -> None:
         trace.costs(len(keys) * trace.settings.read_seconds)
         return original(controller, operation, keys, *others)
 
-    def leading(original: Any, shared: Any, namespace: Any, share: Any, keys: Any) -> Any:
-        found = original(shared, namespace, share, keys)
-        trace.say(f"shared tier: exists {pages(len(keys))} -> {found}")
+    def exists_shared(original: Any, shared: Any, asked: Any) -> Any:
+        found = original(shared, asked)
+        trace.say(f"shared tier: exists {pages(len(asked.keys))} -> {sum(found)}")
         return found
 
-    def get_shared(
-        original: Any, shared: Any, namespace: Any, share: Any, keys: Any, *a: Any
-    ) -> Any:
-        found = original(shared, namespace, share, keys, *a)
-        trace.say(f"shared tier: get {pages(len(keys))} -> {sum(found)}")
+    def get_shared(original: Any, shared: Any, asked: Any, memory: Any) -> Any:
+        found = original(shared, asked, memory)
+        trace.say(f"shared tier: get {pages(len(asked.keys))} -> {sum(found)}")
         return found
 
     def hang(original: Any, values: Any, *args: Any) -> Any:
@@ -418,11 +416,9 @@ def _watch_l3(trace: Trace) -> None:
             trace.next_look()
         return original(values, *args)
 
-    def put_shared(
-        original: Any, shared: Any, namespace: Any, share: Any, keys: Any, *a: Any
-    ) -> Any:
-        taken = original(shared, namespace, share, keys, *a)
-        trace.say(f"shared tier: put {pages(len(keys))} -> {taken} taken")
+    def put_shared(original: Any, shared: Any, given: Any, memory: Any) -> Any:
+        taken = original(shared, given, memory)
+        trace.say(f"shared tier: put {pages(len(given.keys))} -> {sum(taken)} taken")
         return taken
 
     around(HCacheStorage, "__init__", simply("store: open"))
@@ -435,9 +431,9 @@ def _watch_l3(trace: Trace) -> None:
     around(HCacheStorage, "use", use)
     around(OwnPagesController, "_read_pages", read)
     around(Values, "get", hang)
-    around(StoreBehind, "leading", leading)
-    around(StoreBehind, "read", get_shared)
-    around(StoreBehind, "write", put_shared)
+    around(SharedTier, "exists", exists_shared)
+    around(SharedTier, "get", get_shared)
+    around(SharedTier, "put", put_shared)
 
 
 def _watch_gate(trace: Trace) -> None:

@@ -255,7 +255,7 @@ SCENARIOS = {
     "two ranks": Scenario(ranks, MIXED, {"tp": 2}, ranks=2),
     "two stages": Scenario(ranks, {"partition": partition(0, 1, 1)}, {"pp": 2}, ranks=2),
     "slow L3": Scenario(slow_l3, {"min_gain": 1.0, **KV}, trace={"read_seconds": 1.0}),
-    "plain pages": Scenario(plain, {"pages": "plain", **KV}),
+    "plain pages": Scenario(plain, {"mode": "plain"}),
 }
 
 

@@ -11,7 +11,8 @@ import torch
 from hcache_backend.checks.service import KVChecks
 from hcache_backend.format.units import WHOLE
 from hcache_backend.host.loads import LoadQueue, QueuedLoad
-from hcache_backend.krul.segments import make_segments
+from hcache_backend.host.segments import KVSegments
+from hcache_backend.krul.segments import PairedSegments
 from hcache_backend.plan.costs import Partition
 from hcache_backend.plan.restore import Restore
 from hcache_backend.restore.pipeline import RestorePipeline
@@ -83,7 +84,11 @@ class Host:
     ) -> None:
         every = range(layers)
         self.device = kv_pool(heads, dtype=dtype, layers=layers)
-        self.kv = make_segments(self.device, every, PAGE, WHOLE, 1, codec, pairs)
+        self.kv = (
+            PairedSegments(self.device, every, PAGE, 1, pairs)
+            if codec == "krul"
+            else KVSegments(self.device, every, PAGE, WHOLE, 1, codec)
+        )
         layout = self.kv.layout([*map(self.kv.stored_layer, every)], WHOLE)
         self.pool = OwnPagesPool(
             self.device,

@@ -5,8 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 OURS = "hcache_backend/"
-AROUND = "hcache_backend/sglang/hooks.py"
-"""Stands around functions of SGLang; what they wait for is theirs."""
+AROUND = tuple(
+    f"{OURS}sglang/{name}.py"
+    for name in ("hook_registry", "model_runner", "radix_cache", "scheduler", "storage_threads")
+)
+"""They stand around functions of SGLang; what these wait for is theirs."""
+
+
 NOTHING_RUNS = {
     f"{OURS}sglang/controller.py:_finish_when_idle": (
         "no forward pass was launched since the last turn"

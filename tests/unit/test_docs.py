@@ -145,7 +145,7 @@ def test_names_that_exist(text: str, page: MakePage) -> None:
             "page.py defines no PageLayout.unseal",
         ),
         ("`bench/nothing.py:main`", "there is no bench/nothing.py"),
-        ("`sglang/hooks.py:Hook.unhook`", "sglang/hooks.py defines no Hook.unhook"),
+        ("`sglang/hook_registry.py:Hook.unhook`", "sglang/hook_registry.py defines no Hook.unhook"),
         ("```sh\npython -m bench.nothing --out x\n```", "there is no program bench.nothing"),
         (
             "```sh\npython -m bench.demo \\\n --turned 2\n```",

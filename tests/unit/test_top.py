@@ -126,24 +126,24 @@ def test_quantiles_lie_within_their_bucket() -> None:
     assert math.isnan(Histogram().quantile(0.5))
 
 
-def test_what_is_behind_l3_shows_and_whether_it_answers(server: Pages, pages: list[str]) -> None:
-    metrics.BEHIND.set("mooncake", "answers")
+def test_the_shared_l3_shows_and_whether_it_answers(server: Pages, pages: list[str]) -> None:
+    metrics.SHARED.set("mooncake", "answers")
     answers = written()
-    metrics.BEHIND.set("mooncake", "answers", value=0)
-    metrics.BEHIND.set("mooncake", "silent")
-    metrics.BEHIND_PAGES.count("read", 7)
-    metrics.RATES.set("behind_read", "hcache", value=1234)
+    metrics.SHARED.set("mooncake", "answers", value=0)
+    metrics.SHARED.set("mooncake", "silent")
+    metrics.SHARED_PAGES.count("read", 7)
+    metrics.RATES.set("shared_read", "hcache", value=1234)
     server.pages = [answers, written()]
     _, output = run(address(server), "--once", "--interval", "0.2")
     said = " ".join(output.replace("│", " ").split())  # lines are wrapped
     assert "shared L3: mooncake, not responding" in said
     assert "the shared L3 at 1,234" in output
     assert re.search(r"shared L3: read .* 7 pages", output)
-    assert not parse(answers).behind_silent
-    for family in (metrics.BEHIND, *metrics.BEHIND_PAGES.counters, metrics.RATES):
+    assert not parse(answers).shared_silent
+    for family in (metrics.SHARED, *metrics.SHARED_PAGES.counters, metrics.RATES):
         family.clear()
     page = parse(written())
-    assert (page.behind, page.behind_silent) == (None, False)
+    assert (page.shared, page.shared_silent) == (None, False)
 
 
 def test_suspended_l3_shows_with_its_reason_and_kv_mode(server: Pages, pages: list[str]) -> None:

@@ -172,7 +172,7 @@ def _skip_a_layer() -> None:
 def _disk() -> None:
     """The trigger's text says what is wrong with the disk: slow, held or failing reads or writes,
     held look-ups."""
-    from hcache_backend.store import FileOps, PageStore
+    from hcache_backend.store import FileOps, PageStore, page_store
 
     def wrap(owner: Any, name: str, what: str) -> None:
         def faulty(original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -185,6 +185,7 @@ def _disk() -> None:
 
         around(owner, name, faulty)
 
+    page_store.WRITE_SECONDS = 240.0  # the machine may be busy, too
     wrap(FileOps, "read", "reads")
     wrap(FileOps, "write", "writes")
     wrap(PageStore, "exists", "look-ups")
@@ -270,7 +271,7 @@ def _weights_late() -> None:
 
 def _hooks_raise() -> None:
     """Whatever our hooks do of their own raises."""
-    from hcache_backend.sglang import hits, hooks
+    from hcache_backend.sglang import radix_cache, scheduler, storage_threads
     from hcache_backend.sglang.controller import OwnPagesController
 
     def faulty(original: Any, *args: Any) -> Any:
@@ -278,7 +279,9 @@ def _hooks_raise() -> None:
             raise LookupError("a test's fault")
         return original(*args)
 
-    for owner, name in ((hooks, "_our_l3"), (hits, "gate_of"), (OwnPagesController, "turn")):
+    seams = [(module, "gate_of") for module in (radix_cache, scheduler, storage_threads)]
+    seams += [(radix_cache, "our_l3"), (scheduler, "our_l3")]
+    for owner, name in (*seams, (OwnPagesController, "begin_turn")):
         around(owner, name, faulty)
 
 

@@ -120,10 +120,7 @@ def send_at_once(active: Callable[[], bool]) -> None:
     """A prefill server sends what it finds on the device, whether it has come there or not."""
     from hcache_backend.sglang import hooks
 
-    def others(wanted: Any) -> Any:
-        return [hook for hook in wanted() if hook.target != hooks.SEND_PREFIX]
-
-    around(hooks, "prefill_server_hooks", others)
+    hooks.PREFILL_SERVER.remove(hooks.SEND_PREFIX)
 
 
 def lose_what_was_looked_up(active: Callable[[], bool]) -> None:
@@ -135,7 +132,7 @@ def lose_what_was_looked_up(active: Callable[[], bool]) -> None:
 
     def then_lose(look_up: Any, self: Any, *args: Any) -> Any:
         found = look_up(self, *args)
-        if active() and self._pools.drop():
+        if active() and self._tier.drop(self._namespaces()):
             _tell(".lost")
         return found
 

@@ -38,7 +38,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "hidden": {"mode": "hidden", "restore": "auto"},
     "hidden, encoded": {"mode": "hidden", "restore": "auto"},
     "layerwise": {"mode": "kv", "restore": "layerwise"},
-    "plain": {"mode": "kv", "pages": "plain"},
+    "plain": {"mode": "plain"},
 }
 PAGE_BYTES = {
     "own": 8192,

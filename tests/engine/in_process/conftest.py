@@ -36,7 +36,7 @@ def checks_never_rest(monkeypatch: pytest.MonkeyPatch) -> None:
 def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder that all machines see; a busy machine has the time that it needs to look up."""
     from hcache_backend.tiers import shared as store
-    from tests.engine.in_process.behind.machines import SECONDS
+    from tests.engine.in_process.shared.machines import SECONDS
 
     monkeypatch.setattr(store, "LOOK_UP_SECONDS", SECONDS)
     monkeypatch.setenv("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", str(tmp_path / "shared"))
@@ -46,7 +46,7 @@ def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def machine(tmp_path: Path, shared: Path, runtime: Any) -> Iterator[Any]:
     """Makes the machine of a name, with a pool of its own unless one is given."""
-    from tests.engine.in_process.behind.machines import Machine
+    from tests.engine.in_process.shared.machines import Machine
     from tests.engine.in_process.test_storage import HostPool
 
     with ExitStack() as open_machines:

@@ -23,10 +23,17 @@ from bench.harness.options import hcache_config
 from hcache_backend import metrics
 from hcache_backend.config import ConfigError
 from hcache_backend.projection.generic import ProjectionBatch, ProjectionReached
-from hcache_backend.sglang import hits as hit_hooks
-from hcache_backend.sglang import hooks
-from hcache_backend.sglang.arguments import unsupported_reason
-from hcache_backend.sglang.hooks import Hook, OnError, install
+from hcache_backend.sglang import (
+    compat,
+    hook_registry,
+    hooks,
+    radix_cache,
+    scheduler,
+    storage_threads,
+)
+from hcache_backend.sglang.compat import unsupported_reason
+from hcache_backend.sglang.hook_registry import Hook, OnError, install
+from hcache_backend.sglang.model_runner import ATTENTION, RESET
 from hcache_backend.sglang.runtime import Runtime, Weights, current
 from hcache_backend.start import agreement, attach
 from hcache_backend.start import bootstrap as bootstrap_module
@@ -36,10 +43,10 @@ from hcache_backend.start.graphs import graph_hooks
 
 def every_hook() -> list[Hook]:
     """All hooks that a server may have."""
-    always = [*hooks.own_pages_hooks(), *hooks.weight_hooks(), *hooks.use_hooks()]
-    always += [*hooks.prefill_server_hooks(), *hooks.decode_server_hooks()]
-    always += [*hooks.hit_hooks(), *hooks.adapter_hooks(), *hooks.late_weight_hooks()]
-    return [*always, *hooks.hidden_mode_hooks(), hooks.recompute_hooks()[1], *graph_hooks()]
+    always = [*hooks.OWN_PAGES, *hooks.WEIGHTS, *hooks.USES]
+    always += [*hooks.PREFILL_SERVER, *hooks.DECODE_SERVER]
+    always += [*hooks.HITS, *hooks.ADAPTERS, *hooks.LATE_WEIGHTS]
+    return [*always, *hooks.HIDDEN, *hooks.RECOMPUTE[1:], *graph_hooks()]
 
 
 @pytest.fixture(autouse=True)
@@ -47,11 +54,11 @@ def unhooked() -> Iterator[None]:
     """Undo every hook afterwards."""
     ours = every_hook()
     targets = [hook.target for hook in ours]
-    before = {target: hooks._resolve(target) for target in targets}
+    before = {target: hook_registry._resolve(target) for target in targets}
     yield
     HookRegistry.reset()
     for target, function in before.items():
-        owner = hooks._owner(target)
+        owner = hook_registry._owner(target)
         setattr(owner, target.rpartition(".")[2], function)
 
 
@@ -59,14 +66,14 @@ def test_every_seam_is_there_and_each_hook_is_applied_once() -> None:
     wanted = every_hook()
     assert install(wanted) is None
     assert install(wanted) is None
-    assert len([h for h in HookRegistry._hooks[hooks.RESET] if h[0] is HookType.AROUND]) == 1
+    assert len([h for h in HookRegistry._hooks[RESET.target] if h[0] is HookType.AROUND]) == 1
 
 
 def test_a_missing_seam_is_named() -> None:
     def function(original: Callable[..., Any], *args: Any) -> Any:
         return original(*args)
 
-    for target in ("sglang.srt.no.Such.thing", hooks.RESET + "_of_another_version"):
+    for target in ("sglang.srt.no.Such.thing", RESET.target + "_of_another_version"):
         assert install([Hook(target, function)]) == f"SGLang has no place for the hooks on {target}"
 
 
@@ -81,9 +88,9 @@ def test_a_target_that_another_plugin_patched_first_is_hooked_all_the_same() -> 
         calls.append("ours")
         return original(*args)
 
-    HookRegistry.register(hooks.RESET, theirs, HookType.AROUND)
+    HookRegistry.register(RESET.target, theirs, HookType.AROUND)
     HookRegistry.apply_hooks()
-    assert install([Hook(hooks.RESET, ours)]) is None
+    assert install([Hook(RESET.target, ours)]) is None
     # The real function, on something that is no controller.
     with pytest.raises((AttributeError, TypeError)):
         HybridCacheController.reset(SimpleNamespace())
@@ -92,7 +99,7 @@ def test_a_target_that_another_plugin_patched_first_is_hooked_all_the_same() -> 
 
 @pytest.mark.parametrize("by_name", [False, True])
 def test_the_marker_stops_attention_however_it_is_passed(by_name: bool) -> None:
-    assert install(hooks.hidden_mode_hooks()) is None
+    assert install(hooks.HIDDEN) is None
     attention = RadixAttention(4, 8, 1.0, num_kv_heads=2, layer_id=0)
     q, k, v = torch.randn(3, 32), torch.randn(3, 16), torch.randn(3, 16)
     batch = ProjectionBatch(None)
@@ -114,7 +121,7 @@ class Broken:
 
 
 RAISES = [hook for hook in every_hook() if hook.on_error is not OnError.RAISE]
-WITHOUT_L3 = {hooks.SEND_PREFIX: (None, 0)}
+WITHOUT_L3 = {hooks.SEND_PREFIX.target: (None, 0)}
 """Of the hooks that do not go on as without them: what they give, how often they ask SGLang."""
 
 
@@ -122,11 +129,13 @@ WITHOUT_L3 = {hooks.SEND_PREFIX: (None, 0)}
 def active(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A process with a server, every part of which raises."""
     runtime = Runtime(None)
-    hooks.guarded.cache_clear()  # each error is said once
+    hook_registry.guarded.cache_clear()  # each error is said once
     monkeypatch.setattr(runtime, "hit_gate", Broken())
     monkeypatch.setattr("hcache_backend.sglang.runtime._runtime", runtime)
-    monkeypatch.setattr(hit_hooks, "gate_of", lambda cache: Broken())
-    monkeypatch.setattr(hooks, "_our_l3", lambda cache: Broken())
+    for module in (radix_cache, scheduler, storage_threads):
+        monkeypatch.setattr(module, "gate_of", lambda cache: Broken())
+    for module in (radix_cache, scheduler):
+        monkeypatch.setattr(module, "our_l3", lambda cache: Broken())
     for name in ("begin_weight_update", "end_weight_update", "caches_were_flushed"):
         monkeypatch.setattr(runtime, name, lambda: Broken().call)
     return runtime
@@ -144,7 +153,7 @@ def test_sglang_goes_on_when_a_hook_raises(
         return "SGLang's"
 
     arguments = [Broken() for _ in list(signature(hook.function).parameters.values())[1:4]]
-    result = hooks.guarded(hook)(original, *arguments)
+    result = hook_registry.guarded(hook)(original, *arguments)
     wanted, times = WITHOUT_L3.get(hook.target, ("SGLang's", 1))
     assert (result, len(calls)) == (wanted, times)
     assert all(given == (tuple(arguments), {}) for given in calls)
@@ -168,15 +177,15 @@ def test_what_sglang_raises_is_raised_once(hook: Hook, active: Any) -> None:
         raise KeyError("SGLang's own")
 
     arguments = [Broken() for _ in list(signature(hook.function).parameters.values())[1:4]]
-    if hook.target == hooks.SEND_PREFIX:  # does not ask SGLang here
-        assert hooks.guarded(hook)(original, *arguments) is None
-    elif hook.function is hooks._after_received:
+    if hook.target == hooks.SEND_PREFIX.target:  # does not ask SGLang here
+        assert hook_registry.guarded(hook)(original, *arguments) is None
+    elif hook is scheduler.RECEIVED:
         vars(arguments[1])["rid"] = "r"
-        assert hooks.guarded(hook)(original, *arguments) is None
+        assert hook_registry.guarded(hook)(original, *arguments) is None
         assert len(calls) == 1
     else:
         with pytest.raises(KeyError, match="SGLang's own"):
-            hooks.guarded(hook)(original, *arguments)
+            hook_registry.guarded(hook)(original, *arguments)
         assert len(calls) == 1
 
 
@@ -227,7 +236,7 @@ def test_an_unsupported_version_means_kv_mode_with_that_reason(
     )
     bootstrap(runner())
     assert reasons == ["SGLang 9 is not one"]
-    assert hooks.ATTENTION not in HookRegistry._hooks
+    assert ATTENTION.target not in HookRegistry._hooks
 
 
 def test_without_hierarchical_cache_there_is_nothing_to_do(
@@ -241,10 +250,10 @@ def test_without_hierarchical_cache_there_is_nothing_to_do(
 @pytest.mark.parametrize(
     ("hooks_of", "arguments", "said"),
     [
-        ("weight_hooks", {}, "weight updates would go unnoticed"),
-        ("adapter_hooks", {"enable_lora": True}, "pages of adapters would not be kept apart"),
+        ("WEIGHTS", {}, "weight updates would go unnoticed"),
+        ("ADAPTERS", {"enable_lora": True}, "pages of adapters would not be kept apart"),
         (
-            "decode_server_hooks",
+            "DECODE_SERVER",
             {"disaggregation_mode": "decode"},
             "K and V of other weights would go unnoticed",
         ),
@@ -253,8 +262,8 @@ def test_without_hierarchical_cache_there_is_nothing_to_do(
 def test_what_could_not_be_told_apart_means_no_l3_at_all(
     hooks_of: str, arguments: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gone = hooks.Hook(hooks.RESET + "_gone", lambda original, *given: original(*given))
-    monkeypatch.setattr(hooks, hooks_of, lambda: [gone])
+    gone = Hook(RESET.target + "_gone", lambda original, *given: original(*given))
+    monkeypatch.setattr(hooks, hooks_of, [gone])
     bootstrap(runner(**arguments))
     weights = current().weights
     assert weights is not None and said in str(weights.suspended)
@@ -345,7 +354,7 @@ def test_a_server_that_is_not_ours_gets_nothing_but_the_memory_of_its_runner(
 def test_an_l3_behind_another_one_than_ours_is_warned_of(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv("HCACHE_CONFIG", '{"behind": {"backend": "file"}}')
+    monkeypatch.setenv("HCACHE_CONFIG", '{"shared": {"backend": "file"}}')
     bootstrap(runner(hicache_storage_backend="mooncake"))
     warning = "--hicache-storage-backend is mooncake"
     assert warning in caplog.text
@@ -374,7 +383,7 @@ def test_what_sglang_cannot_look_up_goes_without_l3(caplog: pytest.LogCaptureFix
     before = metrics.PROBLEMS.family.labels("look_up")._value.get()
     for number in range(3):
         request = SimpleNamespace(rid=f"session-{number}", last_host_node=object())
-        assert hooks._after_received(look_up, SimpleNamespace(), request) is None
+        assert scheduler.around_received(look_up, SimpleNamespace(), request) is None
     assert metrics.PROBLEMS.family.labels("look_up")._value.get() == before + 3
     assert [line for line in caplog.messages if "cannot look up" in line] != []
     assert sum("cannot look up" in line for line in caplog.messages) == 1
@@ -397,7 +406,7 @@ def test_preemption_is_refused_where_sglang_forgets_requests(
     refused: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(attach, "sglang_version", lambda: version)
+    monkeypatch.setattr(compat, "sglang_version", lambda: version)
     args = SimpleNamespace(
         enable_priority_scheduling=enabled, disable_priority_preemption=preemption_off
     )

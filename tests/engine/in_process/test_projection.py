@@ -206,15 +206,13 @@ def test_modules_project_where_their_own_product_is_not_exact_in_the_pool_either
     assert group.detail == f"in the KV pool {LESS_EXACT}" and group.exactness.startswith("spec K")
 
 
-def test_the_option_projection_generic_leaves_every_layer_to_its_module() -> None:
-    config = HCacheConfig(projection="generic")
-    runtime, projector, projections = projections_of(
-        [Attention(rope=Rope()) for _ in range(2)], config
-    )
+def test_the_environment_leaves_every_layer_to_its_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HCACHE_PROJECTION", "generic")
+    runtime, projector, projections = projections_of([Attention(rope=Rope()) for _ in range(2)])
     projections.settle()
     assert by_spec(projector) == [False, False]
     assert [(group.method, group.detail) for group in runtime.projection] == [
-        ("generic", "option 'projection' is 'generic'")
+        ("generic", "HCACHE_PROJECTION is 'generic'")
     ]
 
 

@@ -45,7 +45,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "encoded": {"mode": "kv", "codec": "exp4"},
     "encoded, mixed": {"partition": partition(1, 2, 1), "codec": "exp4"},
     "layerwise": {"partition": partition(1, 2, 1), "restore": "layerwise"},
-    "plain": {"mode": "kv", "pages": "plain"},
+    "plain": {"mode": "plain"},
 }
 
 

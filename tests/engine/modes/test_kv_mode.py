@@ -95,16 +95,16 @@ def test_adapters_mean_k_and_v_and_no_pages_shared_with_other_adapters_or_salts(
     assert before != cold == restored
 
 
-@pytest.mark.parametrize("pages", ["own", "plain"])
+@pytest.mark.parametrize("mode", ["auto", "plain"])
 def test_an_extra_key_that_says_an_adapters_id_finds_none_of_its_pages(
-    pages: str, model: Path, model_cache: Path, tmp_path: Path
+    mode: str, model: Path, model_cache: Path, tmp_path: Path
 ) -> None:
     """SGLang appends the id to `extra_key`: both requests would have one key."""
     adapter = build_lora(model, model_cache)
     identity = uuid.uuid5(uuid.NAMESPACE_URL, f"tiny\0{adapter}").hex  # as SGLang makes it
     args = ["--enable-lora", "--lora-backend", "torch_native", "--lora-paths", f"tiny={adapter}"]
     prompt = random_tokens(300, seed=43)
-    options = our_server(model, tmp_path, hcache={"pages": pages}, extra_args=args)
+    options = our_server(model, tmp_path, hcache={"mode": mode}, extra_args=args)
     of_adapter: list[dict[str, str]] = [{"lora": "tiny"}, {"lora": "tiny", "extra_key": "a"}]
     named: list[dict[str, str]] = [
         {"extra_key": identity},

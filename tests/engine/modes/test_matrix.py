@@ -82,7 +82,7 @@ def row(model: str, pages: str, *said: str, marks: Any = (), name: str = "", **m
 
 
 AUTO, KV, HIDDEN = {"mode": "auto"}, {"mode": "kv"}, {"mode": "hidden"}
-PLAIN = {"mode": "kv", "pages": "plain"}
+PLAIN = {"mode": "plain"}
 
 # ---- hidden states ----
 

@@ -111,9 +111,8 @@ class TestServerThatWasStartedWithoutUs:
     ("extra", "message"),
     [
         (
-            {"hcache": {"restore_chunk_token": 1024}},
-            "hcache: unknown option 'restore_chunk_token' (value 1024); did you mean "
-            "'restore_chunk_tokens'?",
+            {"hcache": {"recompute_m": 10}},
+            "hcache: unknown option 'recompute_m' (value 10); did you mean 'recompute_ms'?",
         ),
         (
             {"hcache": {"partition": partition(0, 5, 0)}},

@@ -77,7 +77,7 @@ def test_two_servers_that_start_at_once_find_each_others_pages(model: Path, tmp_
 def test_pages_of_both_kinds_live_in_one_store_and_never_meet(model: Path, tmp_path: Path) -> None:
     asked: list[Conversation] = []
     for number, pages in enumerate(("own", "plain", "own", "plain")):
-        hcache = {"mode": "kv", "pages": pages}
+        hcache = {"mode": {"own": "kv"}.get(pages, pages)}
         options = our_server(model, tmp_path, hcache=hcache, log=tmp_path / f"{number}.log")
         with Server(options) as server:
             asked += ask(server, [random_tokens(300, seed=8)])

@@ -184,7 +184,8 @@ def _watch_the_event_loop(
     """What was set up before it is done; what comes is checked."""
     from sglang.srt.managers.scheduler import Scheduler
 
-    from hcache_backend.sglang.hooks import FORWARD, Hook, install
+    from hcache_backend.sglang.hook_registry import Hook, install
+    from hcache_backend.sglang.model_runner import FORWARD
 
     def run(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
         _name_streams(checker, scheduler)

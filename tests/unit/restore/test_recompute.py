@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional
 
 from bench.accuracy.probes import LayerProbe
-from hcache_backend.krul.statistics import attention_sums
+from hcache_backend.krul.pairs import attention_sums
 from hcache_backend.restore.recompute import (
     Forward,
     RecomputePass,
@@ -242,9 +242,8 @@ def test_the_last_tokens_are_asked_again_and_the_pool_stays_as_it_is(kv_heads: i
     before = pool.k.clone(), pool.v.clone()
     found = attention_sums(recomputer.probe(LAYERS, ids[-5:].numpy(), slots))
     expected = attention_sums(wanted)
-    assert found.rows == expected.rows == 5 * HEADS
-    torch.testing.assert_close(found.mass, expected.mass, rtol=1e-4, atol=0)
-    torch.testing.assert_close(found.squared, expected.squared, rtol=1e-4, atol=1e-6)
+    assert found.table[0, 0] == 5 * HEADS
+    torch.testing.assert_close(found.table, expected.table, rtol=1e-4, atol=1e-6)
     for held, exact in zip((pool.k, pool.v), before, strict=True):
         torch.testing.assert_close(held, exact, rtol=0, atol=0, equal_nan=True)
 
@@ -254,7 +253,7 @@ def test_keys_are_read_once_and_values_never(
     weights: int, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However few weights of attention may exist at once."""
-    monkeypatch.setattr("hcache_backend.krul.statistics._WEIGHTS", weights)
+    monkeypatch.setattr("hcache_backend.krul.pairs._WEIGHTS", weights)
     pool = Pool(2)
     model = Model(pool)
     recomputer = recomputer_of(model.forward, pool, 64)

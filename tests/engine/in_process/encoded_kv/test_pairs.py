@@ -6,9 +6,12 @@ import pytest
 import torch
 
 from hcache_backend.arena import NOT_SETTLED
+from hcache_backend.config import KrulOption
 from hcache_backend.format.units import WHOLE
 from hcache_backend.krul.pair_forms import PAIR_FORMS
-from hcache_backend.krul.paired_layout import CodedPair, PairedLayout
+from hcache_backend.krul.paired_layout import PairedLayout
+from hcache_backend.krul.pairs import CodedPair
+from hcache_backend.krul.plugin import Krul
 from hcache_backend.plan.costs import Partition
 from hcache_backend.plan.restore import Restore
 from hcache_backend.start.agreement import Refused
@@ -104,10 +107,12 @@ def test_a_page_that_does_not_say_which_layers_share_slots_is_not_loaded() -> No
     assert server.pool.depth(pages).tolist() == [0, NOT_SETTLED]
 
 
-def plan_of(dtype: torch.dtype = torch.bfloat16, pairs: int = 2) -> PagePlan:
-    device = kv_pool(dtype=dtype, layers=LAYERS)
+def plan_of(option: KrulOption | None = None) -> PagePlan:
+    """Of six layers; by default two of the three pairs share slots."""
+    device = kv_pool(layers=LAYERS)
     methods = Restore(None, None, Partition(0, 0, LAYERS), chunk_tokens=8192)
-    return PagePlan(device, methods, WHOLE, 1, kv_codec="krul", pairs=pairs)
+    plugin = Krul(option or KrulOption(ratio=0.7))
+    return PagePlan(device, methods, WHOLE, 1, kv_codec="krul", plugin=plugin)
 
 
 def test_copies_are_tried_in_every_form() -> None:

@@ -19,7 +19,7 @@ from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import (
 
 from hcache_backend.prefetch.gate import HitGate
 from hcache_backend.prefetch.prefetch import Meeting
-from hcache_backend.sglang import hits as hooks
+from hcache_backend.sglang import radix_cache, scheduler, storage_threads
 from hcache_backend.sglang.runtime import Runtime
 from hcache_backend.turn import Turn
 from tests.kit.turns import alone
@@ -64,7 +64,7 @@ def test_a_pipeline_stage_hears_of_answers_that_it_may_not_have_yet(
 ) -> None:
     told: list[Any] = []
     cache = cache_of(controller, stages=2)
-    hooks.around_drain(lambda *given: told.append(given), cache, 1, 2)
+    radix_cache.around_drain(lambda *given: told.append(given), cache, 1, 2)
     assert told == [(cache, 1, 2)]
 
 
@@ -80,7 +80,7 @@ def test_prefetches_are_unfinished_until_they_are_refused_or_read(
     def drain(*_: Any) -> None:
         found.host_indices = [1]
 
-    hooks.around_drain(drain, cache_of(controller), 2, 1)
+    radix_cache.around_drain(drain, cache_of(controller), 2, 1)
     assert gate.prefetches.unfinished == {found}
 
 
@@ -97,7 +97,7 @@ def test_threads_end_what_they_were_asked_before_they_are_stopped(
 
     worker = threading.Thread(target=work)
     worker.start()
-    stopped = hooks.around_stop(lambda c: len(c.ack_prefetch_queue.queue), controller)
+    stopped = storage_threads.around_stop(lambda c: len(c.ack_prefetch_queue.queue), controller)
     worker.join()
     assert stopped == 1
     assert gate.prefetches.unfinished == set()
@@ -110,8 +110,8 @@ def test_nobody_waits_for_threads_that_died(gate: HitGate, controller: Any) -> N
     controller.prefetch_io_aux_thread = dead
     gate.prefetches.unfinished = {Operation()}
     begin = time.monotonic()
-    assert hooks.around_stop(lambda c: "stopped", controller) == "stopped"
-    assert time.monotonic() - begin < hooks._STOP_SECONDS / 2
+    assert storage_threads.around_stop(lambda c: "stopped", controller) == "stopped"
+    assert time.monotonic() - begin < storage_threads._STOP_SECONDS / 2
     assert gate.prefetches.unfinished == set()
 
 
@@ -137,7 +137,7 @@ def asking(behind: int = 0) -> Any:
     storage = SimpleNamespace(
         batch_exists=lambda keys, info: len(keys),
         batch_exists_v2=lambda keys, pools, info: SimpleNamespace(kv_hit_pages=len(keys)),
-        take_found_behind=lambda: behind,
+        take_found_shared=lambda: behind,
     )
     return SimpleNamespace(enable_storage=True, page_size=SIZE, storage_backend=storage)
 
@@ -146,7 +146,7 @@ def look_up(controller: Any, name: str = "a", **kinds: Any) -> tuple[list[str], 
     """SGLang's own look-up, judged."""
     operation = PrefetchOperation(CacheRequestHandle(name, 0), list(range(TOKENS)), **kinds)
     query = HybridCacheController._storage_hit_query
-    found: tuple[list[str], int] = hooks.around_look_up(query, controller, operation)
+    found: tuple[list[str], int] = storage_threads.around_look_up(query, controller, operation)
     return found
 
 
@@ -201,9 +201,9 @@ def test_a_slow_prefetch_ends_unless_that_would_discard_what_has_arrived(
     cache.page_size = SIZE
     cache.ongoing_prefetch = {"a": SimpleNamespace(operation=operation)}
     turn = Turn()
-    asked = hooks.ask_to_end(cache, turn)
+    asked = radix_cache.ask_to_end(cache, turn)
     turn.agree(alone)
-    hooks.end_prefetches(asked)
+    radix_cache.end_prefetches(asked)
     assert operation.is_terminated() is not bool(kind)
 
 
@@ -231,7 +231,9 @@ def test_a_hit_has_a_front_only_behind_tokens_that_are_on_the_device(
         return "asked"
 
     tokens = list(range(pages * SIZE + SIZE - 1))
-    assert hooks.around_prefetch(ask, cache, CacheRequestHandle("a", 0), node, tokens) == "asked"
+    assert (
+        radix_cache.around_prefetch(ask, cache, CacheRequestHandle("a", 0), node, tokens) == "asked"
+    )
     assert (gate.prefetches.waiting["a"].recomputing is not None) is recomputed
 
 
@@ -251,7 +253,7 @@ def test_the_gate_hears_how_far_slices_still_reach(
     meeting.reachable = reachable
     cache = cache_of(SimpleNamespace())
     cache.page_size = SIZE
-    running = hooks._as_it_is(cache, operation)
+    running = radix_cache._as_it_is(cache, operation)
     assert (running.reachable, running.lost) == (said, 2 * SIZE)
 
 
@@ -262,11 +264,11 @@ def test_a_prefill_behind_a_recomputation_says_nothing_of_prefills(
     eager = SimpleNamespace(take_recomputed=lambda: recomputed)
     cache = cache_of(SimpleNamespace(eager=eager))
     cache.ongoing_prefetch = {}
-    scheduler = SimpleNamespace(tree_cache=cache, waiting_queue=[])
+    sglang = SimpleNamespace(tree_cache=cache, waiting_queue=[])
     mode = SimpleNamespace(is_extend=lambda: True, is_mixed=lambda: False)
     batch = SimpleNamespace(
         forward_mode=mode, extend_lens=[100], prefix_lens=[0], hicache_consumer_index=-1
     )
-    result = hooks.around_batch(lambda *_: SimpleNamespace(), scheduler, batch)
-    hooks.after_batch(lambda *_: None, scheduler, batch, result)
+    result = scheduler.around_batch(lambda *_: Operation(), sglang, batch)
+    scheduler.after_batch(lambda *_: None, sglang, batch, result)
     assert (gate.estimates.prefill.seconds(100) is None) == recomputed

@@ -15,7 +15,7 @@ from hcache_backend.plan.model_shape import ModelShape
 from hcache_backend.plan.plan import PartitionPlan, RestorePath
 from hcache_backend.plan.presets import preset_profile
 from hcache_backend.plan.profile import Rate
-from hcache_backend.plan.restore import Restore
+from hcache_backend.plan.restore import CHUNK_TOKENS, Restore
 from hcache_backend.prefetch.prefetch import Recomputing
 from hcache_backend.prefetch.slices import SliceBudget
 from hcache_backend.start.codec_choice import encoded_share, wanted_codec
@@ -43,7 +43,7 @@ def planned(name: str, tp: int, rate: float, tokens: int, restore: RestorePath) 
 
 def slices(plan: PartitionPlan) -> Recomputing:
     """How long an idle server takes for the front of a hit once it has measured a slice."""
-    most = CONFIG.restore_chunk_tokens
+    most = CHUNK_TOKENS
     methods = Restore(plan.profile, plan.model, plan.stored, chunk_tokens=most, ranks=plan.tp)
     budget = SliceBudget(CONFIG.recompute_ms / 1e3, most, methods.layer, known=True)
     return lambda tokens, prefix: budget.seconds(tokens, PAGE, prefix, plan.model.layers)

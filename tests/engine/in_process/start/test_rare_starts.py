@@ -18,7 +18,7 @@ from hcache_backend.plan.costs import Partition
 from hcache_backend.plan.presets import preset_profile
 from hcache_backend.plan.profile import ProfileError
 from hcache_backend.plan.restore import Restore
-from hcache_backend.sglang import arguments, hooks
+from hcache_backend.sglang import compat, hooks
 from hcache_backend.start import (
     attach,
     copy_check,
@@ -495,5 +495,5 @@ def test_uses_that_go_unnoticed_are_said(
 
 
 def test_a_version_that_nobody_knows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arguments, "version", failing(arguments.PackageNotFoundError("sglang")))
-    assert arguments.sglang_version() == "unknown"
+    monkeypatch.setattr(compat, "version", failing(compat.PackageNotFoundError("sglang")))
+    assert compat.sglang_version() == "unknown"

@@ -1,4 +1,4 @@
-"""What one machine wrote behind its page store, another one restores."""
+"""What one machine wrote to the shared L3, another one restores."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from .shared_l3 import (
     assert_found,
     from_l3,
     machine,
-    until_all_is_behind,
+    until_all_is_shared,
     values,
 )
 
@@ -41,7 +41,7 @@ STALL_S = 10.0
 KINDS: dict[str, dict[str, Any]] = {
     "hidden": {},
     "own": {"mode": "kv"},
-    "plain": {"mode": "kv", "pages": "plain"},
+    "plain": {"mode": "plain"},
 }
 
 
@@ -58,14 +58,14 @@ KINDS: dict[str, dict[str, Any]] = {
 def test_conversations_of_a_lost_machine_go_on_elsewhere(
     kind: str, tp: int, model: Path, tmp_path: Path
 ) -> None:
-    """From behind first, then from the disk of the machine that they moved to; none that is
+    """From the shared L3 first, then from the disk of the machine that they moved to; none that is
     damaged."""
     with Server(machine(model, tmp_path, "first", {**KINDS[kind]}, tp=tp)) as first:
         conversations = converse(first, make_conversations(2, 1))
-        until_all_is_behind(first, tmp_path)
+        until_all_is_shared(first, tmp_path)
         sound = values(tmp_path)
         [lost] = converse(first, make_conversations(1, 1, seed=1))
-        until_all_is_behind(first, tmp_path)
+        until_all_is_shared(first, tmp_path)
         assert_nothing_went_wrong(first)
     for path in values(tmp_path) - sound:
         flip_bit(path, path.stat().st_size // 4)
@@ -79,7 +79,7 @@ def test_conversations_of_a_lost_machine_go_on_elsewhere(
         again = from_l3(second, [c.history for c in conversations])
         assert_found(again)
         log = second.log_text()
-        assert "file behind" in log
+        assert "shared L3: file" in log
         assert_nothing_went_wrong(second)
     assert_no_cache_output(model, [*conversations, *moved, *damaged, *again])
 
@@ -94,7 +94,7 @@ def test_machines_with_different_devices_share_pages(model: Path, tmp_path: Path
         hcache = {"mode": "auto", "profile": str(profile)}
         with Server(machine(model, tmp_path, device, hcache)) as server:
             asked.append(from_l3(server, prompts))
-            until_all_is_behind(server, tmp_path)
+            until_all_is_shared(server, tmp_path)
             assert_nothing_went_wrong(server)
     assert_absent(asked[0])
     assert_found(asked[1])
@@ -126,34 +126,36 @@ def mooncake_machine(
 ) -> ServerOptions:
     config = mooncake.store_config(cluster)
     del config["prefetch_threshold"]  # SGLang's own
-    behind = {"backend": "mooncake", "config": config}
-    hcache = {"mode": "kv", "behind": behind, **hcache}
+    shared = {"backend": "mooncake", "config": config}
+    hcache = {"mode": "kv", "shared": shared, **hcache}
     return machine(model, folder, name, hcache, extra_args=("--enable-metrics",), fork=False)
 
 
-def behind(server: Server, event: str) -> float:
-    return fetch(server.url).counters["behind"].get(event, 0)
+def counted(server: Server, event: str) -> float:
+    return fetch(server.url).counters["shared"].get(event, 0)
 
 
 def all_in(cluster: mooncake.Cluster, server: Server) -> list[str]:
-    """The keys of all that a server has stored, when it is behind."""
+    """The keys of all that a server has stored, when it is shared."""
     folder = server.options.log.parent
-    server.until(lambda: behind(server, "written") == len(stored_pages(folder)), "all to be behind")
+    server.until(
+        lambda: counted(server, "written") == len(stored_pages(folder)), "all to be shared"
+    )
     return mooncake.keys(cluster)
 
 
 def until_it_answers(server: Server, asked: list[Conversation]) -> None:
-    """Every new text is looked for behind, unless that is left alone."""
+    """Every new text is looked for there, unless that is left alone."""
 
     def answers() -> bool:
         asked.extend(from_l3(server, [random_tokens(40, 1000 + len(asked))]))
-        return not fetch(server.url).behind_silent
+        return not fetch(server.url).shared_silent
 
-    server.until(answers, "what is behind to answer")
+    server.until(answers, "the shared L3 to answer")
 
 
 @pytest.mark.long
-def test_mooncake_behind_two_machines_stalls_and_dies_and_requests_go_on(
+def test_mooncake_shared_by_two_machines_stalls_and_dies_and_requests_go_on(
     model: Path, tmp_path: Path, cluster: mooncake.Cluster
 ) -> None:
     """The second machine's disk has room for half of what the first one wrote."""
@@ -169,7 +171,7 @@ def test_mooncake_behind_two_machines_stalls_and_dies_and_requests_go_on(
     with Server(mooncake_machine(model, tmp_path, "second", cluster, quota_bytes=quota)) as second:
         asked += (found := from_l3(second, prompts[:2]))
         assert_found(found)
-        assert behind(second, "read") > 0
+        assert counted(second, "read") > 0
         until_kept(second, 24)
         asked += (damaged := from_l3(second, [lost]))
         assert_absent(damaged)
@@ -179,7 +181,7 @@ def test_mooncake_behind_two_machines_stalls_and_dies_and_requests_go_on(
             assert_found(near)
             asked += (far := from_l3(second, prompts[2:3]))
             assert_absent(far)
-            assert fetch(second.url).behind_silent
+            assert fetch(second.url).shared_silent
             time.sleep(STALL_S)
         until_it_answers(second, asked)
         asked += (far := from_l3(second, prompts[3:4]))
@@ -191,9 +193,9 @@ def test_mooncake_behind_two_machines_stalls_and_dies_and_requests_go_on(
         assert_absent(far)
         cluster.start()
         until_it_answers(second, asked)
-        before = behind(second, "written")
+        before = counted(second, "written")
         asked += from_l3(second, [random_tokens(200, 99)])
-        second.until(lambda: behind(second, "written") > before, "pages to go to the new cluster")
+        second.until(lambda: counted(second, "written") > before, "pages to go to the new cluster")
 
         sizes = [path.stat().st_size for path in stored_pages(tmp_path / "second")]
         assert sum(sizes) <= quota

@@ -1,4 +1,4 @@
-"""NIXL behind the page store: its POSIX plugin in a folder that machines share."""
+"""NIXL as the shared tier: its POSIX plugin in a folder that machines share."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.engine.in_process.behind.machines import Machine, counted, until
+from tests.engine.in_process.shared.machines import Machine, counted, until
 from tests.engine.in_process.test_storage import KEYS
 
 pytest.importorskip("nixl", reason="no NIXL: see requirements/peers.txt")
@@ -22,9 +22,9 @@ def test_another_machine_finds_what_nixl_has_and_nothing_that_is_damaged(
     shared = tmp_path / "nixl"
     monkeypatch.setenv("SGLANG_HICACHE_NIXL_BACKEND_STORAGE_DIR", str(shared))
     before = counted("written")
-    given = machine("first", behind=NIXL).write(0, 1, 2)
-    until(lambda: counted("written") == before + 3, "pages to be written behind")
-    second = machine("second", behind=NIXL)
+    given = machine("first", shared=NIXL).write(0, 1, 2)
+    until(lambda: counted("written") == before + 3, "pages to be shared")
+    second = machine("second", shared=NIXL)
     assert second.storage.batch_exists(KEYS[:5]) == 3
     for path in shared.rglob("*"):
         if path.is_file() and KEYS[1] in path.name:

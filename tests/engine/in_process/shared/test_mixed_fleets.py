@@ -11,7 +11,7 @@ import torch
 
 from hcache_backend.sglang import runtime as runtime_module
 from hcache_backend.sglang.runtime import Runtime, Weights
-from tests.engine.in_process.behind.machines import Machine, wait_for_values
+from tests.engine.in_process.shared.machines import Machine, wait_for_values
 from tests.engine.in_process.storage_config import unconfigured_runtime
 from tests.engine.in_process.test_storage import KEYS
 

@@ -1,4 +1,4 @@
-"""A backend behind the page store that does not start, takes no memory or no pages, or hangs."""
+"""A shared tier that does not start, takes no memory or no pages, or hangs."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from hcache_backend import HCacheStorage, metrics
 from hcache_backend.config import ConfigError
 from hcache_backend.sglang.runtime import Runtime
 from hcache_backend.start import attach
-from hcache_backend.tiers import shared_backend as backend_behind
+from hcache_backend.tiers import shared_backend
 from hcache_backend.tiers.threads import BoundedCalls, CopyQueue, GivenUp
-from tests.engine.in_process.behind.machines import (
+from tests.engine.in_process.shared.machines import (
     SECONDS,
     Machine,
     held,
@@ -49,19 +49,19 @@ def test_a_backend_that_hangs_at_the_start_is_an_error_of_the_option(
     """SGLang's own threads, and the other ranks, wait for the start. What comes too late, is closed
     at once."""
     closed = threading.Event()
-    monkeypatch.setattr(backend_behind, "START_SECONDS", 0.2)
+    monkeypatch.setattr(shared_backend, "START_SECONDS", 0.2)
     monkeypatch.setattr(HiCacheFile, "close", lambda backend: closed.set(), raising=False)
     owner, name = hanging
     work = getattr(owner, name)
 
     def late(*args: Any, **options: Any) -> Any:
-        if threading.current_thread().name == "hcache-behind-start":
+        if threading.current_thread().name == "hcache-shared-start":
             go_on.wait(SECONDS)
         return work(*args, **options)
 
     monkeypatch.setattr(owner, name, late)
     with pytest.raises(ConfigError, match=r"'backend': 'file'.* did not answer within 0\.2 s"):
-        HCacheStorage(storage_config(tmp_path / "l3", {"behind": {"backend": "file"}}))
+        HCacheStorage(storage_config(tmp_path / "l3", {"shared": {"backend": "file"}}))
     go_on.set()
     assert closed.wait(SECONDS)
 
@@ -80,7 +80,7 @@ def test_a_rank_whose_backend_takes_no_memory_goes_without(
     monkeypatch.setattr(HiCacheFile, "register_mem_pool_host", refuse)
     first = machine("first")
     assert (
-        "option 'behind' is not used: file did not register the buffers: RuntimeError"
+        "option 'shared' is not used: file did not register the buffers: RuntimeError"
         in caplog.text
     )
     first.write(0)
@@ -103,7 +103,7 @@ def test_a_backend_is_closed_when_another_rank_could_not_join(
 
     monkeypatch.setattr(attach, "_agree", disagree)
     with pytest.raises(ConfigError, match="rank 1"):
-        HCacheStorage(storage_config(tmp_path / "l3", {"behind": {"backend": "file"}}))
+        HCacheStorage(storage_config(tmp_path / "l3", {"shared": {"backend": "file"}}))
     assert len(closed) == 1
 
 
@@ -113,7 +113,7 @@ def test_a_backend_whose_close_hangs_is_closed_all_the_same(
     go_on: threading.Event,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(backend_behind, "CLOSE_SECONDS", 0.2)
+    monkeypatch.setattr(shared_backend, "CLOSE_SECONDS", 0.2)
     begun = threading.Event()
 
     def close(backend: Any) -> None:
@@ -162,7 +162,7 @@ def test_while_a_write_hangs_reads_go_on(
 
 
 def is_silent() -> bool:
-    return bool(metrics.BEHIND.family.labels("file", "silent")._value.get())
+    return bool(metrics.SHARED.family.labels("file", "silent")._value.get())
 
 
 def test_a_backend_that_takes_no_page_counts_as_silent_until_it_takes_one(
@@ -186,7 +186,7 @@ def test_pages_that_wait_to_be_kept_do_not_come_back_after_a_clear(
     first, second = machine("first"), machine("second")
     first.write(0, 1)
     wait_for_values(shared, 2)
-    begun, go_on = held(monkeypatch, second.storage._pools, "write")
+    begun, go_on = held(monkeypatch, second.storage._tier.local, "put")
     assert second.read(0) == [True]
     assert begun.wait(SECONDS)
     assert second.read(1) == [True]

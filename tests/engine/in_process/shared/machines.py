@@ -1,4 +1,4 @@
-"""Machines with page stores of their own and one folder behind them all."""
+"""Machines with page stores of their own and one folder as their shared tier."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ SECONDS = 30.0
 
 
 class Machine:
-    """A server's L3: its own page store, and the shared folder behind it."""
+    """A server's L3: its own page store, and the shared folder."""
 
     def __init__(self, folder: Path, pool: Any, **options: Any) -> None:
-        behind = {"backend": "file", "read_seconds": SECONDS, **options.pop("behind", {})}
+        shared = {"backend": "file", "read_seconds": SECONDS, **options.pop("shared", {})}
         rank = {name: options.pop(name) for name in ("tp_rank", "tp_size") if name in options}
-        hcache = {"behind": behind, "min_free_bytes": 0, **options}
+        hcache = {"shared": shared, "min_free_bytes": 0, **options}
         self.folder, self.pool = folder, pool
         self.storage = HCacheStorage(storage_config(folder, hcache, **rank))
         self.storage.register_mem_pool_host(pool)
@@ -82,11 +82,11 @@ def value_of(shared: Path, page: int) -> Path:
 
 
 def wait_for_values(shared: Path, count: int) -> None:
-    until(lambda: len(values(shared)) == count, f"{count} values behind")
+    until(lambda: len(values(shared)) == count, f"{count} shared values")
 
 
 def counted(event: str) -> float:
-    for metric in metrics.BEHIND_PAGES.counters:
+    for metric in metrics.SHARED_PAGES.counters:
         if (found := re.fullmatch(metric.events, event)) is not None:
             labels = found.groups()
             return (metric.family.labels(*labels) if labels else metric.family)._value.get()

@@ -1,4 +1,4 @@
-"""A backend behind the page store that hangs, fails or is slow, and pages that wait for it."""
+"""A shared tier that hangs, fails or is slow, and pages that wait for it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheFile
 
 from hcache_backend.sglang.runtime import Runtime
-from hcache_backend.tiers import shared as store_behind
-from hcache_backend.tiers import stored_pools
-from tests.engine.in_process.behind.machines import (
+from hcache_backend.tiers import shared as shared_tier
+from tests.engine.in_process.shared.machines import (
     SECONDS,
     Machine,
     counted,
@@ -50,9 +49,9 @@ def test_a_read_that_hangs_is_a_miss_and_the_backend_is_left_alone(
     machine: Callable[..., Machine], shared: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a bound the read would never return."""
-    monkeypatch.setattr(store_behind, "REST_SECONDS", 0.0)
+    monkeypatch.setattr(shared_tier, "REST_SECONDS", 0.0)
     first = machine("first")
-    second = machine("second", behind={"read_seconds": 0.2})
+    second = machine("second", shared={"read_seconds": 0.2})
     given = first.write(0, 1)
     wait_for_values(shared, 2)
     with hanging(value_of(shared, 0)):
@@ -69,8 +68,8 @@ def test_what_arrives_late_goes_nowhere(
     machine: Callable[..., Machine], shared: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The memory of the page has been given to another one by then."""
-    monkeypatch.setattr(store_behind, "REST_SECONDS", 0.0)
-    first, second = machine("first"), machine("second", behind={"read_seconds": 0.2})
+    monkeypatch.setattr(shared_tier, "REST_SECONDS", 0.0)
+    first, second = machine("first"), machine("second", shared={"read_seconds": 0.2})
     first.write(0)
     wait_for_values(shared, 1)
     late, read = threading.Event(), HiCacheFile.get
@@ -90,7 +89,7 @@ def test_what_arrives_late_goes_nowhere(
 def test_after_a_failure_the_backend_is_left_alone_for_a_while(
     machine: Callable[..., Machine], shared: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store_behind, "REST_SECONDS", 1e6)
+    monkeypatch.setattr(shared_tier, "REST_SECONDS", 1e6)
     first, second = machine("first"), machine("second")
     first.write(0)
     wait_for_values(shared, 1)
@@ -102,7 +101,7 @@ def test_after_a_failure_the_backend_is_left_alone_for_a_while(
         failing.setattr(HiCacheFile, "batch_exists", fail)
         assert second.storage.batch_exists(KEYS[:1]) == 0
     assert second.storage.batch_exists(KEYS[:1]) == 0
-    second.storage._pools._behind._rests_until = 0.0
+    second.storage._tier._shared._rests_until = 0.0
     assert second.storage.batch_exists(KEYS[:1]) == 1
 
 
@@ -110,8 +109,8 @@ def test_writes_wait_in_bounded_memory_and_what_is_too_much_is_dropped(
     machine: Callable[..., Machine], shared: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, go_on = held(monkeypatch, HiCacheFile, "set")
-    monkeypatch.setattr(stored_pools, "WRITE_BEHIND_SECONDS", 0.1)
-    first = machine("first", behind={"buffer_bytes": 3 * 3 * 8192})  # three pages each
+    monkeypatch.setattr(shared_tier, "WRITE_SECONDS", 0.1)
+    first = machine("first", shared={"buffer_bytes": 3 * 3 * 8192})  # three pages each
     before = counted("dropped_full")
     given = first.write(*range(8))
     assert counted("dropped_full") == before + 5
@@ -126,22 +125,22 @@ def test_writes_wait_in_bounded_memory_and_what_is_too_much_is_dropped(
 def test_a_backend_that_hangs_is_closed_all_the_same(
     machine: Callable[..., Machine], shared: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store_behind, "CLOSE_SECONDS", 0.2)
-    first, second = machine("first"), machine("second", behind={"read_seconds": 0.2})
+    monkeypatch.setattr(shared_tier, "CLOSE_SECONDS", 0.2)
+    first, second = machine("first"), machine("second", shared={"read_seconds": 0.2})
     first.write(0)
     wait_for_values(shared, 1)
     with hanging(value_of(shared, 0)):
         assert second.read(0) == [False]
-        behind = second.storage._pools._behind
+        tier = second.storage._tier._shared
         second.storage.close()
-        assert behind._reading.hangs
+        assert tier._reading.hangs
 
 
 def test_a_long_look_up_stops_in_time_and_what_it_found_is_read(
     machine: Callable[..., Machine], shared: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second part would not come in time."""
-    monkeypatch.setattr(store_behind, "_LOOK_UP_PAGES", 1)
+    monkeypatch.setattr(shared_tier, "_LOOK_UP_PAGES", 1)
     first, second = machine("first"), machine("second")
     first.write(0, 1)
     wait_for_values(shared, 2)
@@ -154,7 +153,7 @@ def test_a_long_look_up_stops_in_time_and_what_it_found_is_read(
         return exists(*args)
 
     monkeypatch.setattr(HiCacheFile, "batch_exists", slow)
-    monkeypatch.setattr(store_behind.time, "monotonic", lambda: clock() + now[0])
+    monkeypatch.setattr(shared_tier.time, "monotonic", lambda: clock() + now[0])
     assert second.storage.batch_exists(KEYS[:2]) == 1
     assert len(asked) == 1
     assert second.read(0) == [True]
@@ -166,7 +165,7 @@ def test_nothing_is_promised_after_a_look_up_that_failed(
     first, second = machine("first"), machine("second")
     first.write(0, 1)
     wait_for_values(shared, 2)
-    monkeypatch.setattr(store_behind, "_LOOK_UP_PAGES", 1)
+    monkeypatch.setattr(shared_tier, "_LOOK_UP_PAGES", 1)
     exists = HiCacheFile.batch_exists
 
     def fail_second(backend: Any, names: Any, *args: Any) -> Any:
@@ -182,8 +181,8 @@ def test_a_read_is_divided_into_parts_that_have_their_own_time(
     machine: Callable[..., Machine], shared: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A row takes 8192 bytes here. What came before the part that hangs counts."""
-    monkeypatch.setattr(store_behind, "_PART_BYTES", 2 * 8192)
-    first, second = machine("first"), machine("second", behind={"read_seconds": 3.0})
+    monkeypatch.setattr(shared_tier, "_PART_BYTES", 2 * 8192)
+    first, second = machine("first"), machine("second", shared={"read_seconds": 3.0})
     given = first.write(*range(6))
     wait_for_values(shared, 6)
     with hanging(value_of(shared, 4)):
@@ -195,7 +194,7 @@ def test_a_batch_of_more_pages_than_there_is_room_for_is_written_whole(
     machine: Callable[..., Machine], shared: Path
 ) -> None:
     """As long as the backend takes them."""
-    first = machine("first", behind={"buffer_bytes": 3 * 2 * 8192})  # two pages each
+    first = machine("first", shared={"buffer_bytes": 3 * 2 * 8192})  # two pages each
     before = counted("dropped_full")
     first.storage.batch_set_v1(KEYS, first.pool.fill(range(8)))
     wait_for_values(shared, 8)
@@ -205,7 +204,7 @@ def test_a_batch_of_more_pages_than_there_is_room_for_is_written_whole(
     assert torch.equal(second.pool.data[:, :8], first.pool.data[:, :8])
 
 
-def test_what_is_distrusted_while_it_is_stored_does_not_go_behind(
+def test_what_is_distrusted_while_it_is_stored_is_not_shared(
     machine: Callable[..., Machine],
     shared: Path,
     runtime: Runtime,
@@ -213,16 +212,16 @@ def test_what_is_distrusted_while_it_is_stored_does_not_go_behind(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     first = machine("first")
-    pools = first.storage._pools
-    write = pools.write
+    tier = first.storage._tier.local
+    put = tier.put
 
     def distrusted(*args: Any, **options: Any) -> Any:
-        namespace = write(*args, **options)
+        stored = put(*args, **options)
         runtime.lose_trust("K and V differ")
         until(lambda: "that this server wrote were deleted" in caplog.text, "pages to be deleted")
-        return namespace
+        return stored
 
-    monkeypatch.setattr(pools, "write", distrusted)
+    monkeypatch.setattr(tier, "put", distrusted)
     first.write(0)
     first.storage.close()
     assert values(shared) == []

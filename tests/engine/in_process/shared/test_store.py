@@ -1,4 +1,4 @@
-"""A second L3 behind the page store: SGLang's own file backend in a folder that machines share."""
+"""The shared tier: SGLang's own file backend in a folder that machines share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from hcache_backend.config import ConfigError
 from hcache_backend.format.units import Share
 from hcache_backend.prefetch.prefetch import Prefetch
 from hcache_backend.sglang.runtime import Runtime, Weights
-from tests.engine.in_process.behind.machines import (
+from tests.engine.in_process.pools.test_own_pages import Server, indices
+from tests.engine.in_process.shared.machines import (
     PAGE,
     SECONDS,
     Machine,
@@ -25,7 +26,6 @@ from tests.engine.in_process.behind.machines import (
     values,
     wait_for_values,
 )
-from tests.engine.in_process.pools.test_own_pages import Server, indices
 from tests.engine.in_process.storage_config import storage_config
 from tests.engine.in_process.test_storage import KEYS, HostPool
 
@@ -59,7 +59,7 @@ def test_pages_that_both_stores_have_are_one_sequence(
     second.read(0, 1, 3)
     until(lambda: second.stored() == 3, "pages to be kept")
     assert second.storage.batch_exists(KEYS[:6]) == 4
-    assert second.storage.take_found_behind() == 2, "from the first that is only behind on"
+    assert second.storage.take_found_shared() == 2, "from the first one on that is only shared"
     assert second.read(0, 1, 2, 3) == [True] * 4
     assert torch.equal(second.pool.data[:, :4], given)
 
@@ -110,7 +110,7 @@ def test_a_damaged_value_is_a_miss_and_is_not_kept(
     assert second.read(1) == [False]
 
 
-def test_a_page_that_this_machines_disk_damaged_comes_from_behind(
+def test_a_page_that_this_machines_disk_damaged_comes_from_the_shared_tier(
     machine: Callable[..., Machine], shared: Path
 ) -> None:
     first = machine("first")
@@ -124,7 +124,7 @@ def test_a_page_that_this_machines_disk_damaged_comes_from_behind(
     assert torch.equal(first.pool.data[:, :1], given)
 
 
-def test_other_weights_find_nothing_behind(
+def test_other_weights_find_nothing_shared(
     machine: Callable[..., Machine], shared: Path, runtime: Runtime
 ) -> None:
     first = machine("first")
@@ -144,16 +144,19 @@ def test_what_is_kept_after_a_weight_update_is_not_taken_for_pages_of_the_new_we
     first, second = machine("first"), machine("second")
     first.write(0)
     wait_for_values(shared, 1)
-    begun, go_on = held(monkeypatch, second.storage._pools, "write")
+    begun, go_on = held(monkeypatch, second.storage._tier.local, "put")
     assert second.read(0) == [True]
     assert begun.wait(SECONDS)
-    runtime.weights = Weights(b"v" * 16)
+    earlier, runtime.weights = runtime.weights, Weights(b"v" * 16)
     go_on.set()
-    second.storage.close()
-    assert second.stored() == 0
+    until(lambda: second.stored() == 1, "the page to be kept")
+    value_of(shared, 0).unlink()
+    assert second.storage.batch_exists(KEYS[:1]) == 0
+    runtime.weights = earlier
+    assert second.storage.batch_exists(KEYS[:1]) == 1
 
 
-def test_while_l3_is_suspended_nothing_goes_behind(
+def test_while_l3_is_suspended_nothing_is_shared(
     machine: Callable[..., Machine], shared: Path, runtime: Runtime
 ) -> None:
     first = machine("first")
@@ -165,7 +168,7 @@ def test_while_l3_is_suspended_nothing_goes_behind(
     assert KEYS[1] in values(shared)[0].name
 
 
-def test_what_this_machines_disk_lost_is_not_counted_as_brought_from_behind(
+def test_what_this_machines_disk_lost_is_not_counted_as_brought_by_the_shared_tier(
     machine: Callable[..., Machine], shared: Path, runtime: Runtime
 ) -> None:
     """A page that no store has ends the hit: what comes after it is worth nothing."""
@@ -213,19 +216,19 @@ def test_reads_tell_how_fast_each_store_is(
     gate, prefetch = runtime.hit_gate, Prefetch("a")
     assert gate is not None
     second.storage.batch_exists(KEYS[:2])
-    behind = second.storage.take_found_behind() * PAGE
-    assert gate.takes(prefetch, 2 * PAGE, 2 * PAGE, behind) == 2 * PAGE
+    far = second.storage.take_found_shared() * PAGE
+    assert gate.takes(prefetch, 2 * PAGE, 2 * PAGE, far) == 2 * PAGE
     gate.read_begins(prefetch, 2 * PAGE, PAGE)
     assert second.read(0, 1) == [True, True]
     gate.l3.arrived(2 * PAGE)
     gate.read_ends()
-    assert gate.estimates.rates().keys() == {"behind_read"}
+    assert gate.estimates.rates().keys() == {"shared_read"}
 
 
 # ---- whose pages ----
 
 
-def test_each_rank_has_its_share_behind(
+def test_each_rank_has_its_share_there(
     tmp_path: Path, shared: Path, runtime: Runtime, machine: Callable[..., Machine]
 ) -> None:
     runtime.own_pages = True
@@ -250,7 +253,7 @@ def test_a_server_with_several_host_pools_goes_without(
 ) -> None:
     first = machine("first")
     first.storage.register_mem_host_pool_v2(HostPool(8), PoolName.SWA)
-    assert "option 'behind' is not used: the model has several host pools" in caplog.text
+    assert "option 'shared' is not used: the model has several host pools" in caplog.text
     first.write(0)
     assert first.read(0) == [True]
     first.storage.close()
@@ -272,7 +275,7 @@ def test_a_backend_that_cannot_be_made_is_named(
         "mooncake": "'backend': 'mooncake'.*(MOONCAKE_MASTER|mooncake)",
     }
     for backend, message in wanted.items():
-        config = storage_config(tmp_path, {"behind": {"backend": backend}})
-        with pytest.raises(ConfigError, match=f"option 'behind' is .*{message}"):
+        config = storage_config(tmp_path, {"shared": {"backend": backend}})
+        with pytest.raises(ConfigError, match=f"option 'shared' is .*{message}"):
             HCacheStorage(config)
     HCacheStorage(storage_config(tmp_path)).close()
