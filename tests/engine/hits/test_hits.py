@@ -283,39 +283,6 @@ def test_a_disk_that_stalls_in_the_middle_leaves_what_has_arrived(
 
 
 @pytest.mark.long
-def test_nothing_is_expected_of_slices_behind_a_prefix_that_is_on_the_host_only(
-    model: Path, tmp_path: Path
-) -> None:
-    """They would be four times as fast as L3, but have nothing to recompute behind."""
-    kind = "from the back"
-    options = server_options(model, tmp_path, kind, max_total_tokens=1024, hicache_ratio=4.0)
-    conversations: list[Conversation] = []
-    with Server(options) as server:
-
-        def refused_behind_host() -> bool:
-            number = len(conversations)
-            prompt = stored(server, seed=1000 + number)
-            prefix = prompt[: 10 * PAGE]
-            server.generate(prefix, 1)  # computed or restored, it is on the device and the host
-            for other in range(3):
-                server.generate(random_tokens(300, 10 * number + other), 1)
-            l3_rate(server, slower_than_computing(kind, 4))
-            before = count(server, "slower") + count(server, "ended")
-            recomputed = count(server, "recomputed")
-            found, again = from_l3(server, prompt)
-            conversations.extend(again)
-            if not again[0].turns[0].cached.host:
-                return False  # it was still on the device
-            assert count(server, "recomputed") == recomputed
-            return found == 0 and count(server, "slower") + count(server, "ended") > before
-
-        learn_that_l3_is_fast(server)
-        server.until(refused_behind_host, "a hit behind the host's prefix to be refused")
-        assert_nothing_went_wrong(server)
-    assert_no_cache_output(model, conversations)
-
-
-@pytest.mark.long
 @pytest.mark.parametrize(
     "kind", ["own", "from the back", "encoded", "hidden", "hidden, encoded", "plain"]
 )

@@ -126,8 +126,3 @@ def texts_to_draw(file: Path, tokenizer: Any, count: int, tokens: int) -> Path:
     talks = [{"conversations": [{"value": text}, {"value": "."}]} for text in texts]
     file.write_text(json.dumps(talks))
     return file
-
-
-def random_prompts(count: int, tokens: int, seed: int) -> list[list[int]]:
-    rng = random.Random(seed)
-    return [[rng.randrange(1, 30_000) for _ in range(tokens)] for _ in range(count)]

@@ -95,7 +95,7 @@ def test_adapters_mean_k_and_v_and_no_pages_shared_with_other_adapters_or_salts(
     assert before != cold == restored
 
 
-@pytest.mark.parametrize("mode", ["auto", "plain"])
+@pytest.mark.parametrize("mode", ["auto", pytest.param("plain", marks=pytest.mark.long)])
 def test_an_extra_key_that_says_an_adapters_id_finds_none_of_its_pages(
     mode: str, model: Path, model_cache: Path, tmp_path: Path
 ) -> None:
