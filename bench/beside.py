@@ -130,7 +130,6 @@ def kept_rows(path: Path, tokens: Sequence[int], device: str) -> list[dict[str, 
 
 
 def panels(results: Results) -> Mapping[str, Sequence[Row]]:
-    """The speeds of L3 as shares of computing, a panel for each history."""
     found: dict[str, list[Row]] = {}
     for row in results["rows"]:
         one = row["ms"][NO_L3]

@@ -143,13 +143,10 @@ def _rows(serve: _Servers, texts: Texts, dtype: str) -> Iterator[Row]:
 
 
 def compared(row: str, scores: Scores, reference: Scores) -> Row:
-    """What ``codecs.json`` says of scores beside those of a reference."""
     return asdict(agreement(row, scores, reference))
 
 
 class _Servers:
-    """Starts servers and has them score texts."""
-
     def __init__(self, run: Run, model: Path, folder: Path, advance: Callable[[str], None]) -> None:
         self._machine, self._given = run.machine, run.given
         self._model, self._folder, self._advance = model, folder, advance
@@ -194,8 +191,8 @@ class _Servers:
     def restored(
         self, turns: Sequence[Turn], dtype: str, codec: str
     ) -> tuple[Scores, float, list[Row]] | None:
-        """Scores of the replies behind restored histories, bytes per token of the pages, and what
-        the server says of its projections: how, and how exactly without a codec.
+        """Scores of the replies behind restored histories, bytes per token of the pages, and the
+        projections in the server's report: how, and how exactly without a codec.
 
         None: the server does not use the codec, because it changes K or V of this model too much.
         """
@@ -222,7 +219,6 @@ class _Servers:
 
 
 def shown(results: Results) -> list[Row]:
-    """Bytes and changed output by codec, in words."""
     return [
         {
             **row,

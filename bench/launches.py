@@ -105,15 +105,12 @@ def count(work: Callable[[], None], times: int) -> tuple[int, float]:
 
 
 def seconds_of(work: Callable[[], None]) -> float:
-    """Processor time of this thread."""
     start = time.thread_time()
     work()
     return time.thread_time() - start
 
 
 class _Attention(torch.nn.Module):
-    """An attention module that does nothing but project."""
-
     def __init__(self) -> None:
         super().__init__()
         self.qkv = torch.nn.Identity()
@@ -143,7 +140,6 @@ class Steps:
             self._hooks.use(self._capture, tokens_only=False, order=None)
 
     def run(self) -> None:
-        """One step."""
         where = self._where
         batch = SimpleNamespace(out_cache_loc=where, input_ids=where, positions=where)
         if self._hooks is None:
@@ -153,7 +149,7 @@ class Steps:
             self._hooks.forward(batch, self._forward)
 
     def tell(self, _tokens: Any, where: torch.Tensor, copied: torch.Tensor, *_: Any) -> None:
-        """What the kernel that begins a step tells the host."""
+        """In the place of the kernel that begins a step and tells the host."""
         where.view(-1).copy_(self._told)
         copied.copy_(self._told)
 

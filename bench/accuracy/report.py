@@ -1,4 +1,4 @@
-"""What ``bench.accuracy`` found, as a table and a picture."""
+"""The results of ``bench.accuracy``, as a table and a picture."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ _DIVERGENCE = "KL, nats = kl :.1e | largest = largest_kl :.1e | same token = sam
 
 
 def all_columns(results: Row) -> Columns:
-    """Bytes, errors of K and V, what the model says, recall by distance."""
     distances = dict.fromkeys(far for row in whole(results) for far in row["recall"])
     return (
         "history from = method | bytes per token = bytes_per_token :, | not kept = not_kept | "
@@ -26,7 +25,8 @@ def all_columns(results: Row) -> Columns:
 
 
 def start_rows(results: Row) -> list[Row]:
-    """What a server finds out at its start: how exactly K and V come back, what may be merged."""
+    """How exactly K and V come back, and the pairs that may be merged, as a server finds out at its
+    start."""
     exactness, krul = results["exactness"], results["krul"]
     merged = (
         f"{krul['may_be_merged']:.0f} of {krul['pairs']:.0f}; the merge that changes least changes "
@@ -41,7 +41,6 @@ def start_rows(results: Row) -> list[Row]:
 
 
 def chosen(results: Row) -> list[Row]:
-    """What codecs of K and V lose."""
     found = {row["method"]: row for row in whole(results)}
     plain = found[EXACT]["bytes_per_token"]
     return [{**found[name], "of_plain": found[name]["bytes_per_token"] / plain} for name in CHOSEN]

@@ -38,10 +38,10 @@ FORMS: Mapping[Heads, Mapping[str, Any]] = {
 
 
 class Talk(Protocol):
-    """What is said, as token ids."""
+    """A conversation, as token ids."""
 
     def question(self, number: int) -> list[int]:
-        """What the next prompt adds to all that was said before."""
+        """The tokens that the next prompt adds to all before it."""
 
     def text(self, reply: Sequence[int]) -> str | None:
         """A reply in words, if the model speaks any."""
@@ -87,13 +87,7 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Turn:
-    """One question.
-
-    Attributes:
-        history: Tokens of the conversation before it.
-        ttft_ms: Until the first token of the reply came.
-        reply: Token ids, without the end of the message.
-    """
+    """One question behind ``history`` tokens. ``reply`` is without the end of the message."""
 
     history: int
     ttft_ms: float

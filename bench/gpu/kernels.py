@@ -19,7 +19,6 @@ SHAPES = (LLAMA_7B, LLAMA_13B, OPT_30B, QWEN_8B, OLMO_7B)
 
 
 def measure(run: GpuRun) -> None:
-    """Projections, codecs and transfers."""
     from bench.gpu import kernels_projection, kernels_transfers
 
     shapes = [shape for shape in SHAPES if shape.name in run.given.models]
@@ -37,12 +36,10 @@ def of_kind(kind: str) -> Callable[[Results], Sequence[Row]]:
 
 
 def missed(row: Row) -> str:
-    """The goals that it missed."""
     return ", ".join(row["missed"]) or "none"
 
 
 def panels(results: Results) -> dict[str, list[Row]]:
-    """Shares of the bare GEMM's speed over the number of tokens, a panel for each model."""
     found: dict[str, list[Row]] = {}
     for row in results["projection"]:
         composed = gemm_us(row) / row["composed_us"]

@@ -13,9 +13,8 @@ restore has: a single page is bound by its launches.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
-from itertools import product
+from itertools import chain, product
 
 import torch
 
@@ -34,39 +33,19 @@ GOALS_FASTER = {"saved": "uncoded_save", "loaded": "uncoded_load"}
 """What an encoded page must not be slower than, being smaller."""
 
 
-@dataclass(frozen=True)
-class Shapes:
-    """What is measured: widths and token counts of codecs, pages of transfers, units of K and V."""
-
-    device: Device
-    widths: tuple[int, ...]
-    tokens: tuple[int, ...]
-    pages: tuple[int, ...]
-    cuts: tuple[Cut, ...]
-
-
 def measure(run: GpuRun, rows: Sequence[int] | None) -> None:
-    """Times in microseconds, speeds in GB/s, and whether the results were right.
-
-    Args:
-        run: A dry run has tiny shapes.
-        rows: Only these numbers of tokens; None: the usual ones.
-    """
+    """Times in microseconds, speeds in GB/s, and whether the results were right; ``rows``: only
+    these numbers of tokens."""
     device = run.device
+    widths, tokens, pages = [4096, 5120, 8192], [256, 1024, 4096, 16384], [1, 4, 16, 64, 256]
+    # Of Llama-3-8B in one group and in eight; of a model with multi-head attention.
+    cuts = [Cut(1024, PAGE), Cut(128, PAGE, groups=8), Cut(512, PAGE, groups=8)]
     if device.dry_run:
-        shapes = Shapes(device, (256,), (3,), (1,), (Cut(64, PAGE, groups=2),))
-    else:
-        tokens, pages = (256, 1024, 4096, 16384), (1, 4, 16, 64, 256)
-        # Of Llama-3-8B in one group and in eight; of a model with multi-head attention.
-        cuts = (Cut(1024, PAGE), Cut(128, PAGE, groups=8), Cut(512, PAGE, groups=8))
-        shapes = Shapes(device, (4096, 5120, 8192), tokens, pages, cuts)
+        widths, tokens, pages, cuts = [256], [3], [1], [Cut(64, PAGE, groups=2)]
     if rows:
-        whole = tuple(max(1, n // PAGE) for n in rows)
-        shapes = replace(shapes, tokens=tuple(rows), pages=whole)
-    for part in (codec_rows, segment_rows):
-        for row in part(shapes):
-            run.add(row, f"{row['kind']}: {row['what']}", "transfers")
-        device.release()
+        tokens, pages = list(rows), [max(1, n // PAGE) for n in rows]
+    for row in chain(codec_rows(device, widths, tokens), segment_rows(device, cuts, pages)):
+        run.add(row, f"{row['kind']}: {row['what']}", "transfers")
 
 
 def hidden_states(n: int, width: int, dtype: torch.dtype, device: str) -> torch.Tensor:
@@ -77,21 +56,18 @@ def hidden_states(n: int, width: int, dtype: torch.dtype, device: str) -> torch.
     return rows.to(dtype)
 
 
-def codec_rows(shapes: Shapes) -> Iterator[Row]:
-    for name in ("exp4", "int8", "fp8"):
-        dtype = torch.bfloat16 if name == "exp4" else shapes.device.scaled_dtype
-        for width in shapes.widths:
-            for n in shapes.tokens:
-                codec = make_codec(name, width, dtype)
-                hidden = hidden_states(n, width, dtype, shapes.device.kind)
-                yield {
-                    "kind": "codec",
-                    "what": f"{name}, {n} tokens of {width}",
-                    "codec": name,
-                    "width": width,
-                    "tokens": n,
-                    **codec_speeds(codec, hidden, shapes.device),
-                }
+def codec_rows(device: Device, widths: Sequence[int], tokens: Sequence[int]) -> Iterator[Row]:
+    for name, width, n in product(("exp4", "int8", "fp8"), widths, tokens):
+        dtype = torch.bfloat16 if name == "exp4" else device.scaled_dtype
+        hidden = hidden_states(n, width, dtype, device.kind)
+        yield {
+            "kind": "codec",
+            "what": f"{name}, {n} tokens of {width}",
+            "codec": name,
+            "width": width,
+            "tokens": n,
+            **codec_speeds(make_codec(name, width, dtype), hidden, device),
+        }
 
 
 def codec_speeds(codec: Codec, hidden: torch.Tensor, device: Device) -> Row:
@@ -111,11 +87,8 @@ def codec_speeds(codec: Codec, hidden: torch.Tensor, device: Device) -> Row:
         and torch.equal(decoded[some].cpu(), codec.decode(want))
         and (not codec.lossless or torch.equal(decoded, hidden))
     )
-    times = {
-        "encode": device.microseconds(encode.run),
-        "decode": device.microseconds(decode.run),
-        "copy": device.microseconds(partial(decoded.copy_, hidden)),
-    }
+    work = {"encode": encode.run, "decode": decode.run, "copy": partial(decoded.copy_, hidden)}
+    times = {name: device.microseconds(one) for name, one in work.items()}
     return {
         **speeds(times, hidden.nbytes),
         "share_of_bytes": codec.row_bytes / (hidden.shape[1] * hidden.itemsize),
@@ -137,20 +110,20 @@ def speeds(times_us: Mapping[str, float], size: int) -> Row:
     }
 
 
-def segment_rows(shapes: Shapes) -> Iterator[Row]:
-    for name, cut in product(SEGMENT_CODECS, shapes.cuts):
-        dtype = torch.bfloat16 if name == "exp4" else shapes.device.scaled_dtype
+def segment_rows(device: Device, cuts: Sequence[Cut], pages: Sequence[int]) -> Iterator[Row]:
+    for name, cut, count in product(SEGMENT_CODECS, cuts, pages):
+        dtype = torch.bfloat16 if name == "exp4" else device.scaled_dtype
         codec = make_segment_codec(name, cut, min(HEAD_DIM, cut.width), dtype)
-        for count in shapes.pages:
-            yield {
-                "kind": "segments",
-                "what": f"{name}, {count} pages, {cut.groups} groups of {cut.width}",
-                "codec": name,
-                "width": cut.groups * cut.width,
-                "groups": cut.groups,
-                "pages": count,
-                **segment_speeds(codec, count, shapes.device),
-            }
+        yield {
+            "kind": "segments",
+            "what": f"{name}, {count} pages, {cut.groups} groups of {cut.width}",
+            "codec": name,
+            "width": cut.groups * cut.width,
+            "groups": cut.groups,
+            "pages": count,
+            **segment_speeds(codec, count, device),
+        }
+        device.release()
 
 
 def segment_speeds(codec: Codec, count: int, device: Device) -> Row:
@@ -208,15 +181,11 @@ def segment_speeds(codec: Codec, count: int, device: Device) -> Row:
     uncoded_load.run()
     right &= all(torch.equal(pool[part][items], held[part][items]) for part in (0, 1))
     target = torch.empty_like(plain[0])
-    times = {
-        "encode": device.microseconds(encode.run),
-        "decode": device.microseconds(decode.run),
-        "copy": 2 * device.microseconds(partial(target.copy_, plain[0])),
-        "saved": device.microseconds(saved),
-        "loaded": device.microseconds(loaded),
-        "uncoded_save": device.microseconds(uncoded_save),
-        "uncoded_load": device.microseconds(uncoded_load.run),
-    }
+    work = {"encode": encode.run, "decode": decode.run, "copy": partial(target.copy_, plain[0])}
+    work |= {"saved": saved, "loaded": loaded}
+    work |= {"uncoded_save": uncoded_save, "uncoded_load": uncoded_load.run}
+    times = {name: device.microseconds(one) for name, one in work.items()}
+    times["copy"] *= 2  # of K and of V
     return {
         **speeds(times, 2 * count * size),
         "share_of_bytes": length / (2 * size),

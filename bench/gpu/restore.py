@@ -35,7 +35,6 @@ RATES = (0.0, 28.0, 14.0, 7.0)
 
 
 def measure(run: GpuRun) -> None:
-    """One row per model, history, copy rate and method."""
     device, dry = run.device, run.device.dry_run
     tokens, rates = (("128", "2x128"), (0.0, 14.0)) if dry else (run.given.tokens, run.given.rates)
     bus = device.copy_rate()
@@ -100,7 +99,6 @@ def compared(results: Results) -> list[Row]:
 
 
 def panels(results: Results) -> dict[str, list[Row]]:
-    """Every method of one case beside its floor."""
     cases = list(_cases(results["rows"]))
     case = next((c for c in cases if (c[0]["model"], c[0]["history"]) == DRAWN), cases[0])
     named = [{**row, "name": row["method"].replace(" ", ", ", 1)} for row in case]

@@ -56,7 +56,6 @@ def run_file(path: Path, folder: Path) -> Row:
 
 
 def measure(run: GpuRun) -> None:
-    """A row for each file."""
     folder = run.folder or OUT / "tests"
     folder.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(2 if run.given.dry_run else run.given.jobs) as pool:

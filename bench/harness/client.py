@@ -103,8 +103,6 @@ class StreamingClient:
 
 
 class _Stream:
-    """Puts the events of one stream together."""
-
     def __init__(self, sent: float) -> None:
         self._sent = self._last = sent
         self._ids: list[int] = []

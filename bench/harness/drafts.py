@@ -15,12 +15,7 @@ from bench.harness.server import Reply
 
 @dataclass(frozen=True)
 class Drafting:
-    """How a server drafts.
-
-    Attributes:
-        model: The model that is served; it decides every token.
-        arguments: What SGLang is started with.
-    """
+    """The model that is served, which decides every token, and SGLang's arguments for drafts."""
 
     model: Path
     arguments: Sequence[str]

@@ -1,4 +1,4 @@
-"""What a run is compared with: always another run, or no comparison could fail."""
+"""The reference of a run: always another run, or no comparison could fail."""
 
 from __future__ import annotations
 
@@ -16,11 +16,6 @@ class OwnReference(ValueError):
 
 def reference_of(row: str, run: object, reference: _Run) -> _Run:
     """The run that a row is compared with.
-
-    Args:
-        row: The row's name, for the error.
-        run: What the row shows.
-        reference: A run without a cache, or without what the row is about.
 
     Raises:
         OwnReference: It is the same run.
@@ -55,10 +50,8 @@ class Agreement:
     """How near the scores of a run are to those of its reference.
 
     Attributes:
-        tokens: How many were scored.
-        same: For how many both find the same token most likely.
-        mean_difference: Mean distance of the log-probabilities.
-        largest_difference: The largest one.
+        same: For how many tokens both find the same token most likely.
+        mean_difference: Of the log-probabilities.
     """
 
     tokens: int

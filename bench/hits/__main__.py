@@ -50,7 +50,7 @@ def measure(run: Run) -> Results:
 def _case(
     turns: Turns, speeds: Sequence[float], rounds: int, advance: Callable[[str], None]
 ) -> dict[str, Any]:
-    """What is measured with one model and one history."""
+    """Results of one model and one history."""
     advance("L3 stops")
     stalls = {
         "5 s, every hit read": stalled(turns, ALWAYS, 5.0),
@@ -70,7 +70,6 @@ def _case(
 
 
 def points(results: Results) -> list[Row]:
-    """Every model, history and speed of L3."""
     return [
         {**case, **point, "case": title(case)}
         for case in results["cases"]
@@ -89,7 +88,6 @@ def compared(results: Results, speeds: Sequence[float] = ()) -> list[Row]:
 
 
 def all_columns(results: Results) -> Columns:
-    """Times of every method that was measured."""
     measured = results["cases"][0]["points"][0]["ms"]
     times = (f"{COMPARED[name].title} = ms.{name} :,.0f" for name in measured)
     found = ("model, history = case | speed of L3 = speed :g", *times)
@@ -97,7 +95,6 @@ def all_columns(results: Results) -> Columns:
 
 
 def stop_columns(results: Results) -> Columns:
-    """Times when L3 stopped."""
     stops = results["cases"][0]["stalled_ms"]
     times = (f"{name} = stalled_ms.{name} :,.0f" for name in stops)
     return [Column("ms when L3 stops", title), "computing = computing_ms :,.0f", *times]

@@ -54,7 +54,6 @@ def measure(run: Run) -> Results:
 
 
 def store_histories(turns: Turns, requests: int) -> None:
-    """Have L3 store what requests under load ask for."""
     for name in (ALWAYS, OURS):
         with turns.servers[name].turn():
             for number in range(1, requests + 1):
@@ -65,7 +64,6 @@ def store_histories(turns: Turns, requests: int) -> None:
 def under_load(
     turns: Turns, speed: float, requests: int, rounds: int, advance: Callable[[str], None]
 ) -> dict[str, Any]:
-    """A row: what each server did with the same bursts."""
     learn(turns, OURS, speed)
     rates: dict[str, list[float]] = {name: [] for name in SERVERS}
     waits: dict[str, list[float]] = {name: [] for name in SERVERS}
@@ -101,10 +99,7 @@ def compared(rates: Mapping[str, list[float]], waits: Mapping[str, list[float]])
 
 
 def _burst(turns: Turns, restored: Restorer, requests: int, round_: int) -> tuple[float, float]:
-    """Requests per second of one burst, and seconds until a first token on average.
-
-    Caches are flushed behind it.
-    """
+    """Requests per second of one burst, and seconds until a first token on average."""
     source, pause = random.Random(round_), turns.computing / OFFERED
     prompts = [
         [*history(turns.tokens, number), *question(1000 * (round_ + 1) + number)]
@@ -128,7 +123,6 @@ def _burst(turns: Turns, restored: Restorer, requests: int, round_: int) -> tupl
 
 
 def panels(results: Results) -> Mapping[str, Sequence[Row]]:
-    """The models, a panel for each speed of L3."""
     rows = [{**row, "name": row["model"].replace("-", ", ")} for row in results["rows"]]
     speeds = dict.fromkeys(row["speed"] for row in rows)
     return {

@@ -1,4 +1,4 @@
-"""What is measured: a first token at each speed of L3, and when L3 stops."""
+"""Times to the first token at each speed of L3, and when L3 stops."""
 
 from __future__ import annotations
 
@@ -67,11 +67,8 @@ def learn(turns: Turns, name: str, speed: float) -> float:
 
 
 def stalled(turns: Turns, name: str, seconds: float | None) -> float:
-    """Seconds to the first token when L3, twice as fast as computing, stops in the middle.
-
-    Args:
-        seconds: It goes on after so many; None: when the reply is there.
-    """
+    """Seconds to the first token when L3, twice as fast as computing, stops in the middle, and goes
+    on after ``seconds``; None: when the reply is there."""
     restored, prompt = turns.servers[name], turns.new_question()
     rate = learn(turns, name, 2.0)
     before = turns.computing / 5  # of the half that reading takes
@@ -93,11 +90,11 @@ def stalled(turns: Turns, name: str, seconds: float | None) -> float:
 
 
 def compared(ours: Sequence[float], *others: Sequence[float]) -> Row:
-    """How ours compares with the better one of the others, round by round.
+    """Compare ours with the better one of the others, round by round.
 
     Returns:
-        ``of_better``, the median difference as a ratio of the better one's median, and the ends of
-        the 95% interval of it (``interval``; None with too few rounds).
+        ``of_better``, the median difference as a ratio of the better one's median, and
+        ``interval``, the ends of its 95% interval; None with too few rounds.
     """
     better = min(others, key=median)
     least = median(better)

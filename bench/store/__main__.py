@@ -69,7 +69,6 @@ def measure(run: Run) -> Results:
 
 
 def rows_of(results: Results, kind: str, names: Iterable[str] = NAMES) -> list[Row]:
-    """Speeds and costs of reads or writes by page size and contestant."""
     return [
         {
             "kind": kind,
@@ -97,7 +96,6 @@ def chosen(results: Results) -> list[Row]:
 
 
 def page_name(size: int | str) -> str:
-    """Bytes of a page, in words."""
     kib = int(size) // 1024
     return f"{kib} KiB" if kib < 1024 else f"{kib // 1024} MiB"
 
@@ -108,7 +106,6 @@ def ratio(speeds: dict[str, list[float]], name: str, other: str) -> float:
 
 
 def panels(results: Results) -> dict[str, list[Row]]:
-    """Speeds of stores on the disk, a panel for reads and one for writes."""
     found: dict[str, list[Row]] = {}
     for kind in ("read", "write"):
         sizes: dict[str, dict[str, Any]] = {}

@@ -22,7 +22,15 @@ from typer.testing import CliRunner
 
 from hcache_backend import metrics
 from hcache_backend.cli.main import app
-from hcache_backend.cli.metrics_page import Histogram, NoMetrics, fetch, parse, summary
+from hcache_backend.cli.metrics_page import (
+    Histogram,
+    MetricsPage,
+    NoMetrics,
+    fetch,
+    moved,
+    parse,
+    summary,
+)
 from hcache_backend.store import StoreStats
 
 
@@ -194,23 +202,30 @@ def test_a_server_that_was_started_anew_has_no_rates_at_first(
     server: Pages, pages: list[str]
 ) -> None:
     server.pages = list(reversed(pages))
+    assert fetch(address(server).removeprefix("http://")).mode == "hidden"
+    server.pages = list(reversed(pages))
     _, output = run("--json", "-i", "0.2", address(server))
     assert json.loads(output)["servers"][0]["per_second"] is None
 
 
 @pytest.mark.parametrize(
-    ("page", "message"),
+    ("page", "url", "message"),
     [
-        (404, "start it with --enable-metrics"),
-        (503, "answered 503"),
-        ("# TYPE up gauge\nup 1\n", "no hcache metrics on /metrics"),
-        ("<html>hello</html>", "is no Prometheus page"),
+        (404, None, "start it with --enable-metrics"),
+        (503, None, "answered 503"),
+        ("# TYPE up gauge\nup 1\n", None, "no hcache metrics on /metrics"),
+        ("<html>hello</html>", None, "is no Prometheus page"),
+        ("", "file:///proc/version", "must be http://HOST:PORT"),
+        ("", "ftp://127.0.0.1", "must be http://HOST:PORT"),
+        ("", "http://127.0.0.1:port", "does not answer"),
     ],
 )
-def test_what_is_wrong_with_a_server_is_said(page: str | int, message: str, server: Pages) -> None:
+def test_what_is_wrong_with_a_server_is_said(
+    page: str | int, url: str | None, message: str, server: Pages
+) -> None:
     server.pages = [page]
     with pytest.raises(NoMetrics, match=message):
-        fetch(address(server))
+        fetch(url or address(server))
 
 
 def test_the_live_view_goes_on_until_it_is_interrupted(server: Pages, pages: list[str]) -> None:
@@ -233,11 +248,25 @@ def test_the_live_view_goes_on_until_it_is_interrupted(server: Pages, pages: lis
     assert "Traceback" not in seen
 
 
-def test_addresses(server: Pages, pages: list[str]) -> None:
-    server.pages = [pages[0]]
-    assert fetch(address(server).removeprefix("http://")).mode == "hidden"
-    for wrong in ("file:///proc/version", "ftp://127.0.0.1"):
-        with pytest.raises(NoMetrics, match="must be http://HOST:PORT"):
-            fetch(wrong)
-    with pytest.raises(NoMetrics, match="does not answer"):
-        fetch("http://127.0.0.1:port")
+MODE = 'hcache_mode_info{mode="hidden",pages="own"} 1.0\n'
+
+
+def moved_page(read: int, restored: int, dropped: int = 0) -> MetricsPage:
+    return parse(
+        MODE
+        + f"hcache_store_read_bytes_total {read}\n"
+        + f'hcache_store_pages_total{{event="dropped_full"}} {dropped}\n'
+        + f'hcache_device_bytes_total{{transfer="restored_hidden"}} {restored}\n'
+        + 'hcache_device_bytes_total{transfer="restored_kv"} 5\n'
+        + 'hcache_device_bytes_total{transfer="captured"} 1000\n'
+    )
+
+
+def test_bytes_that_moved_are_those_of_the_run_or_missing_with_a_reason() -> None:
+    found = moved(moved_page(10, 100), moved_page(30, 400, dropped=2))
+    assert (found["bytes_read"], found["bytes_restored"]) == (20, 300)
+    assert (found["bytes_written"], found["pages_dropped"]) == (0, 2)
+    assert moved(NoMetrics("start it with --enable-metrics"), moved_page(0, 0)) == {
+        "missing": "start it with --enable-metrics"
+    }
+    assert "anew" in moved(moved_page(10, 0), moved_page(0, 0))["missing"]
