@@ -185,6 +185,7 @@ def test_bfloat16_replies_behind_restored_histories_differ_no_more_than_ties_do(
         assert found[name]["mean"] <= 2 * own["mean"]
 
 
+@pytest.mark.long
 def test_recomputed_layers_are_as_exact_as_loaded_ones_where_sums_depend_on_the_number_of_rows(
     model: Path, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:

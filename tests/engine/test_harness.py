@@ -21,11 +21,7 @@ from tests.engine.harness.conversations import (
     random_tokens,
     turns_of,
 )
-from tests.engine.harness.ours import (
-    assert_no_cache_output,
-    assert_restored_from_l3,
-    file_backend,
-)
+from tests.engine.harness.ours import assert_no_cache_output, assert_restored_from_l3, file_backend
 
 pytestmark = pytest.mark.engine
 

@@ -11,10 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from bench.harness.server import Server
-from tests.engine.harness.conversations import (
-    converse,
-    make_conversations,
-)
+from tests.engine.harness.conversations import converse, make_conversations
 from tests.engine.harness.ours import (
     assert_hidden_mode,
     assert_no_cache_output,

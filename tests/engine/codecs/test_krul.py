@@ -21,12 +21,7 @@ from hcache_backend.format.file import parse_header
 from hcache_backend.format.page import LAYER_ENTRY
 from tests.cpu_engine.hcache_cpu_engine import stub_torchvision
 from tests.engine.codecs.test_encoded_kv import PAGE
-from tests.engine.harness.conversations import (
-    ask,
-    converse,
-    make_conversations,
-    random_tokens,
-)
+from tests.engine.harness.conversations import ask, converse, make_conversations, random_tokens
 from tests.engine.harness.ours import (
     assert_nothing_went_wrong,
     assert_restored_from_l3,

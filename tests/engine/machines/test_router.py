@@ -12,11 +12,7 @@ import pytest
 
 from bench.harness.router import Router
 from bench.harness.server import Server
-from tests.engine.harness.conversations import (
-    Conversation,
-    converse,
-    make_conversations,
-)
+from tests.engine.harness.conversations import Conversation, converse, make_conversations
 from tests.engine.harness.ours import (
     assert_no_cache_output,
     assert_nothing_went_wrong,

@@ -11,11 +11,7 @@ from typer.testing import CliRunner
 
 from bench.harness.server import Server, ServerOptions
 from hcache_backend.cli.main import app
-from tests.engine.harness.conversations import (
-    ask,
-    converse,
-    make_conversations,
-)
+from tests.engine.harness.conversations import ask, converse, make_conversations
 from tests.engine.harness.ours import (
     assert_no_cache_output,
     assert_nothing_went_wrong,

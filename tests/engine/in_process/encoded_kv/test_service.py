@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -322,21 +321,3 @@ def test_a_page_that_is_lost_is_not_checked_nor_one_that_is_not_known_yet() -> N
     server.pool.settle = settle  # type: ignore[method-assign]
     compare_all(checks)
     assert server.lost(host) == [True] and lost == []
-
-
-def test_every_bit_of_an_encoded_page_counts_for_its_digests() -> None:
-    """Codes, window, starts and exceptions of a unit: all stand in it."""
-    server = Host()
-    host = server.backed_up(3)
-    layout = server.pool.page_layout
-    page = server.pool.kv_buffer[int(server.pool.page_ids(host)[0])].numpy()
-    namespace, key = bytes(range(16)), bytes(32)
-    layout.begin(page, namespace, bytes(8))
-    layout.seal(page, key)
-    assert layout.problem(page, namespace, key) is None
-    first = layout.segment(1)
-    for at, bit in itertools.product(range(first.start, first.stop), range(8)):
-        page[at] ^= np.uint8(1 << bit)
-        assert layout.problem(page, namespace, key) == "checksum"
-        page[at] ^= np.uint8(1 << bit)
-    assert layout.problem(page, namespace, key) is None

@@ -18,24 +18,13 @@ from hcache_backend.plan.restore import Restore
 from hcache_backend.sglang.host_pool import HostPages
 from hcache_backend.start import codec_choice
 from hcache_backend.start.agreement import Refused
-from hcache_backend.start.codec_choice import (
-    asked_codec,
-    choose_codec,
-    encoded_share,
-    kv_codec,
-)
+from hcache_backend.start.codec_choice import asked_codec, choose_codec, encoded_share, kv_codec
 from hcache_backend.start.copy_check import check_copies
 from hcache_backend.start.page_plan import PagePlan, plan_host_pages
 from hcache_backend.start.strategy import OwnPagesStrategy
 from hcache_kernels.codecs import SEGMENT_CODECS, exp4, make_codec
 from tests.engine.in_process.pools.host_pools import kv_cache_of_llama_3_8b
-from tests.kit.host import (
-    DEVICE_PAGES,
-    PAGE,
-    bits,
-    kv_pool,
-    slots_of,
-)
+from tests.kit.host import DEVICE_PAGES, PAGE, bits, kv_pool, slots_of
 
 
 def plan_of(device: Any, codec: str) -> PagePlan:
