@@ -22,7 +22,7 @@ from tests.engine.harness.ours import (
 pytestmark = pytest.mark.engine
 
 
-@pytest.mark.parametrize("mode", ["hidden", "kv"])
+@pytest.mark.parametrize("mode", ["hidden", pytest.param("kv", marks=pytest.mark.long)])
 def test_a_server_lives_when_hooks_raise(mode: str, model: Path, tmp_path: Path) -> None:
     """In the middle of conversations; L3 is off from then on, since it may not know its pages."""
     trigger = tmp_path / "trigger"

@@ -172,26 +172,6 @@ def test_nothing_is_recomputed_beside_a_full_batch(model: Path, server: Server) 
     assert_no_cache_output(model, replies)
 
 
-def test_what_was_put_off_comes_back_by_the_load_or_before(model: Path, server: Server) -> None:
-    prompt, replies = stored(server, seed=2200), list[Conversation]()
-    read_batches(server, 0)
-    recomputed = tokens(server, "eager_recomputed")
-    with ExitStack() as others:
-        for seed in range(RUNNING_LIMIT):
-            others.enter_context(running(server, 2000 + seed))
-        waiting = threading.Thread(target=server.generate, args=(random_tokens(3 * PAGE, 2100), 1))
-        with until_more(server, "lookups", "absent", 1):
-            waiting.start()
-        with asking(server, prompt, replies):
-            with until_more(server, "tokens", "eager", 6 * BATCH):
-                read_batches(server, None)
-            assert tokens(server, "eager_recomputed") == recomputed
-            others.close()
-        waiting.join()
-    assert replies[0].turns[0].cached.storage >= 800 - 2 * PAGE
-    assert_no_cache_output(model, replies)
-
-
 def test_random_conversations_while_l3_fails(model: Path, server: Server) -> None:
     """The long form is in test_conversations.py."""
     trouble = Trouble(server.options.log.parent, partial(tell_faults, server), stall_s=0.5, seed=2)
