@@ -75,6 +75,7 @@ lint: setup
 	$(BIN)/mypy
 
 # Links and names in README, changelog and docs; runs blocks that are marked runnable. Two minutes.
+# ARGS=--write: prints the table of capabilities to docs/limits.md first.
 docs: setup
 	$(BIN)/python -m tests.docs $(ARGS)
 

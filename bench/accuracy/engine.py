@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -64,18 +65,19 @@ class Engine:
         from sglang.srt.distributed import get_tp_group
         from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
+        from hcache_backend.checks.probe import PROBE_TOKENS, observe
+        from hcache_backend.checks.recompute import check_recompute
+        from hcache_backend.checks.specs import LayerSpecs
         from hcache_backend.config import HCacheConfig
         from hcache_backend.projection.generic import ProjectionBatch
         from hcache_backend.projection.paged_pool import PagedPool
         from hcache_backend.projection.projector import Projector
+        from hcache_backend.ranks import Refused
         from hcache_backend.restore.recompute import Recomputer
         from hcache_backend.sglang import hooks
+        from hcache_backend.sglang.passes import attention_modules, run_again, run_prompts
         from hcache_backend.sglang.recompute_batch import make_recomputer
         from hcache_backend.sglang.runtime import Runtime
-        from hcache_backend.start.agreement import Refused
-        from hcache_backend.start.layer_specs import LayerSpecs
-        from hcache_backend.start.recompute_check import check_recompute
-        from hcache_backend.start.self_check import attention_modules, compare, observe
 
         runner, kvcache = self._runner, self._runner.token_to_kv_pool
         self.pool = PagedPool(kvcache)
@@ -84,12 +86,14 @@ class Engine:
             missing = hooks.install(hooks.HIDDEN)
             if missing is not None:
                 raise Refused(missing)
-            probe = observe(runner, attention_modules(runner.model, kvcache.layer_num))
-            compare(probe, projector)
+            run = partial(run_prompts, runner, [PROBE_TOKENS])
+            probe = observe(run, attention_modules(runner.model, kvcache.layer_num))
+            probe.compare(projector)
             tokens = len(kvcache.k_buffer[0])
             self.recomputer: Recomputer | None = make_recomputer(runner, kvcache, tokens)
             try:
-                found = check_recompute(runner, probe, self.recomputer, self.pool, kvcache)
+                again, requests = partial(run_again, runner), runner.req_to_token_pool.size
+                found = check_recompute(again, requests, probe, self.recomputer, kvcache)
                 recomputed = found.exactness
                 if found.layers < kvcache.layer_num:
                     raise Refused(str(found.problem))
@@ -150,7 +154,7 @@ class Engine:
 
     def at_start(self) -> History:
         """The self-check's tokens, whole pages, as the model computes them at a server's start."""
-        from hcache_backend.start.self_check import PROBE_TOKENS, probe_tokens
+        from hcache_backend.checks.probe import PROBE_TOKENS, probe_tokens
 
         tokens = -(-PROBE_TOKENS // PAGE_SIZE) * PAGE_SIZE
         return self.history(probe_tokens(self._runner.model_config.vocab_size, tokens))
@@ -195,7 +199,7 @@ class Engine:
         log-probabilities and the slots of the new tokens."""
         from sglang.srt.layers.logits_processor import LogitsMetadata, LogitsProcessor
 
-        from hcache_backend.start.prefill import (
+        from hcache_backend.sglang.passes import (
             forward_batch,
             prefill_batch,
             prefill_request,

@@ -14,6 +14,8 @@ from hcache_backend.format.units import SHARE_COUNTS
 # inputs of a request (SGLang's ``Req``) besides its token ids
 NOT_IN_TOKEN_IDS = ("input_embeds", "positional_embed_overrides", "multimodal_inputs", "lora_id")
 
+NO_REQUEST = 0  # the row of no request in SGLang's table: graphs pad batches with it
+
 
 def resolved(server_args: Any) -> Any:
     """An object whose attributes are the arguments in force, not only those that users typed."""

@@ -94,7 +94,6 @@ class Runtime:
     distrust: str | None = None
     _not_restorable: str | None = None
     _namespaces: dict[tuple[bytes, str], bytes] = field(default_factory=dict)
-    _suspended: metrics.SuspendedGauge = field(default_factory=metrics.SuspendedGauge)
     _stages: PipelineStages | None = None
     _lock: threading.RLock = field(default_factory=threading.RLock)
     _stand_in: Weights | None = None
@@ -133,14 +132,6 @@ class Runtime:
         self.l3.estimates.know(machine)
         self.hit_gate = HitGate(self.l3, self.prefetches, backend, min_gain)
 
-    def say_unused(self) -> None:
-        """Log the features that the server goes without; the last line about its host pool."""
-        problem = (self.recomputation or "").partition("none: ")[2]
-        unused = {"recomputation": problem} if problem else {}
-        if unused := {**unused, **self.unused}:
-            said = "; ".join(f"{what} ({reason})" for what, reason in unused.items())
-            logger.info("hcache: not used: %s", said)
-
     def report(self) -> ServerReport:
         hidden = self.mode == "hidden"
         return ServerReport(
@@ -153,6 +144,7 @@ class Runtime:
             partition=self.layer_methods.describe() if hidden and self.layer_methods else None,
             projection=tuple(self.projection),
             recomputation=self.recomputation,
+            unused=self.unused,
             tokens_per_second=self.l3.estimates.rates(),
         )
 
@@ -286,7 +278,7 @@ class Runtime:
             self.weights = replace(self.weights, suspended=reason)
             if reason is None:
                 logger.info("hcache: L3 serves again, in the namespace of the new weights")
-        self._suspended.set(code)
+        metrics.SUSPENDED.only(*filter(None, [code]))
 
     def _tell_stages(self) -> Future[list[Weights | None]]:
         """Tell the weights of this pipeline stage to all stages; returns those of all stages."""

@@ -179,9 +179,9 @@ def checked(server: Host, every: int = 1) -> tuple[KVChecks, list[str]]:
     """Let one page of so many be checked; the checks, and why trust was lost."""
     lost: list[str] = []
     runtime: Any = SimpleNamespace(
-        config=SimpleNamespace(check_every_pages=every), lose_trust=lost.append
+        config=SimpleNamespace(check_every_pages=every), lose_trust=lost.append, distrust=None
     )
-    checks, pool = KVChecks(runtime, server.pool, server.kv, None), server.pool
+    checks, pool = KVChecks(runtime, server.pool, server.kv), server.pool
     pool.on_freed.append(checks.freed)
     pool.on_backed_up.append(checks.transferred)
     pool.on_loaded.append(checks.transferred)
@@ -190,6 +190,6 @@ def checked(server: Host, every: int = 1) -> tuple[KVChecks, list[str]]:
 
 def compare_all(checks: KVChecks) -> None:
     """Let there be as many turns as the checks take that can end."""
-    for _ in range(1 + sum(len(page.left) for page in checks._copied)):
+    for _ in range(1 + sum(len(page.left) for page in checks._waiting)):
         turn_of_checks(checks)
-    assert checks.failed or not checks._copied
+    assert checks.failed or not checks._waiting

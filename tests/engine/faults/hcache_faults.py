@@ -79,13 +79,13 @@ def _wrong_rope() -> None:
 
 def _hold_decisions() -> None:
     """A server that has decided on its partition waits before it looks what others decided."""
-    from hcache_backend.start.partition_choice import _Store
+    from hcache_backend.start import machine
 
     def held(settle: Any, *args: Any) -> Any:
         _wait_while(_active)
         return settle(*args)
 
-    around(_Store, "settle", held)
+    around(machine, "settle", held)
 
 
 def _wrong_spec(**wrong: Any) -> Callable[[], None]:
@@ -94,14 +94,14 @@ def _wrong_spec(**wrong: Any) -> Callable[[], None]:
     def inject() -> None:
         from dataclasses import replace
 
-        from hcache_backend.start import layer_specs
+        from hcache_backend.checks import specs
 
         def faulty(find: Any, layer: Any, *args: Any) -> Any:
             spec = find(layer, *args)
             changes = {name: change(spec) for name, change in wrong.items()}
             return spec if layer.index % 2 else replace(spec, **changes)
 
-        around(layer_specs, "find_spec", faulty)
+        around(specs, "find_spec", faulty)
 
     return inject
 

@@ -30,10 +30,10 @@ def do_not_fit(one_in: int = 3) -> None:
 
     check = strategy.check_copies
 
-    def as_always(plan: Any) -> None:
+    def as_always(*tried: Any) -> None:
         KVSegments._save_layer = save  # type: ignore[method-assign]
         try:
-            check(plan)
+            check(*tried)
         finally:
             KVSegments._save_layer = unfit  # type: ignore[method-assign]
 

@@ -25,6 +25,7 @@ from hcache_backend.config import ConfigError
 from hcache_backend.projection.generic import ProjectionBatch, ProjectionReached
 from hcache_backend.sglang import (
     compat,
+    groups,
     hook_registry,
     hooks,
     radix_cache,
@@ -35,10 +36,9 @@ from hcache_backend.sglang.compat import unsupported_reason
 from hcache_backend.sglang.hook_registry import Hook, OnError, install
 from hcache_backend.sglang.model_runner import ATTENTION, RESET
 from hcache_backend.sglang.runtime import Runtime, Weights, current
-from hcache_backend.start import agreement, attach
-from hcache_backend.start import bootstrap as bootstrap_module
-from hcache_backend.start.bootstrap import bootstrap
-from hcache_backend.start.graphs import graph_hooks
+from hcache_backend.start import attach
+from hcache_backend.start.attach import bootstrap
+from hcache_backend.start.strategy import graph_hooks
 
 
 def every_hook() -> list[Hook]:
@@ -220,7 +220,7 @@ def runner(**arguments: Any) -> Any:
 def bootstrapped(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that is started for us, as far as the bootstrap hook goes without a model."""
     monkeypatch.setenv("HCACHE_ENABLE", "1")
-    monkeypatch.setattr(bootstrap_module, "resolved", lambda args: args)
+    monkeypatch.setattr(attach, "resolved", lambda args: args)
     monkeypatch.setattr("hcache_backend.sglang.runtime._stage_weights", lambda _: Weights(b"w"))
     monkeypatch.setattr(hybrid_pool_assembler, "register_stack_strategy", lambda strategy: None)
 
@@ -229,7 +229,7 @@ def test_an_unsupported_version_means_kv_mode_with_that_reason(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     reasons: list[str | None] = []
-    monkeypatch.setattr(bootstrap_module, "unsupported_reason", lambda: "SGLang 9 is not one")
+    monkeypatch.setattr(attach, "unsupported_reason", lambda: "SGLang 9 is not one")
     monkeypatch.setattr(
         "hcache_backend.start.strategy.OwnPagesStrategy",
         lambda runtime, plain, no_hidden: reasons.append(plain),
@@ -317,10 +317,10 @@ def test_a_wrong_option_stops_every_rank_and_is_told_once(
         here = (socket.gethostname(), os.getppid())
         return [said, *((rank, here, what) for rank, what in enumerate(others, start=1))]
 
-    monkeypatch.setattr(agreement, "said_by_all_ranks", said_by_all_ranks)
-    monkeypatch.setattr(agreement.os, "kill", lambda *sent: signals.append(sent))
+    monkeypatch.setattr(groups, "said_by_all_ranks", said_by_all_ranks)
+    monkeypatch.setattr(groups.os, "kill", lambda *sent: signals.append(sent))
     with pytest.raises(SystemExit):
-        agreement.or_stop(work)
+        groups.or_stop(work)
     assert [record.getMessage() for record in caplog.records] == logged
     assert lines_by_meeting == [0, len(logged)], "no rank ends all before the line is in the log"
     assert signals == [(os.getppid(), signal.SIGQUIT)]
@@ -330,13 +330,13 @@ def test_a_wrong_option_stops_every_rank_and_is_told_once(
 def test_each_launcher_gets_one_signal(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A second one while SGLang's handler logs the first adds a traceback."""
     first, happened = (0, (host, os.getppid()), "disk"), list[str]()
-    monkeypatch.setattr(agreement.dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(agreement.dist, "get_rank", lambda: 1)
-    monkeypatch.setattr(agreement, "said_by_all_ranks", lambda said: [first, said])
-    monkeypatch.setattr(agreement.os, "kill", lambda *sent: happened.append("signal"))
-    monkeypatch.setattr(agreement.time, "sleep", lambda seconds: happened.append("waits"))
+    monkeypatch.setattr(groups.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(groups.dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(groups, "said_by_all_ranks", lambda said: [first, said])
+    monkeypatch.setattr(groups.os, "kill", lambda *sent: happened.append("signal"))
+    monkeypatch.setattr(groups.time, "sleep", lambda seconds: happened.append("waits"))
     with pytest.raises(SystemExit):
-        agreement.or_stop(lambda: None)
+        groups.or_stop(lambda: None)
     assert happened == ["waits" if host == socket.gethostname() else "signal"]
 
 

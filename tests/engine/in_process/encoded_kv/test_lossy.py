@@ -38,7 +38,7 @@ def test_pages_come_back_as_the_reference_decodes_them_and_pass_the_checks(
     compare_all(checks)
     assert torch.equal(server.load(host, 7, 5), want)
     compare_all(checks)
-    assert not checks._copied
+    assert not checks._waiting
     assert lost == [] and server.lost(host) == [False, False]
 
 

@@ -9,19 +9,25 @@ import pytest
 import torch
 
 from hcache_backend import metrics
+from hcache_backend.checks.round_trip import check_copies
 from hcache_backend.config import HCacheConfig
 from hcache_backend.format.page import PageLayout, hidden_layer
 from hcache_backend.format.units import WHOLE
 from hcache_backend.host.segments import KVSegments
 from hcache_backend.plan.costs import Partition
 from hcache_backend.plan.restore import Restore
+from hcache_backend.ranks import Refused
 from hcache_backend.sglang.host_pool import HostPages
-from hcache_backend.start import codec_choice
-from hcache_backend.start.agreement import Refused
-from hcache_backend.start.codec_choice import asked_codec, choose_codec, encoded_share, kv_codec
-from hcache_backend.start.copy_check import check_copies
-from hcache_backend.start.page_plan import PagePlan, plan_host_pages
-from hcache_backend.start.strategy import OwnPagesStrategy
+from hcache_backend.start import page_plan
+from hcache_backend.start.page_plan import (
+    PagePlan,
+    asked_codec,
+    choose_codec,
+    encoded_share,
+    kv_codec,
+    plan_host_pages,
+)
+from hcache_backend.start.strategy import Start
 from hcache_kernels.codecs import SEGMENT_CODECS, exp4, make_codec
 from tests.engine.in_process.pools.host_pools import kv_cache_of_llama_3_8b
 from tests.kit.host import DEVICE_PAGES, PAGE, bits, kv_pool, slots_of
@@ -30,6 +36,20 @@ from tests.kit.host import DEVICE_PAGES, PAGE, bits, kv_pool, slots_of
 def plan_of(device: Any, codec: str) -> PagePlan:
     methods = Restore(None, None, Partition(0, 0, device.layer_num), chunk_tokens=8192)
     return PagePlan(device, methods, WHOLE, 1, kv_codec=codec)
+
+
+def try_copies(plan: Any) -> None:
+    for layout in plan.layout.variants:
+        check_copies(plan.kvcache, layout, plan.kv)
+
+
+def bare_start() -> Any:
+    """The start of a server of one rank, without a model."""
+    start: Any = object.__new__(Start)
+    start._config = HCacheConfig()
+    start._params = SimpleNamespace(tp_cache_group=None, pp_cache_group=None)
+    start._runner = start.server = None
+    return start
 
 
 @pytest.mark.parametrize(
@@ -46,7 +66,7 @@ def test_hidden_states_are_encoded_unless_no_token_of_the_self_check_fits(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """What pages hold goes by the type, not by which tokens a server tried."""
-    monkeypatch.setattr(codec_choice, "projection_problem", lambda *_: None)
+    monkeypatch.setattr(page_plan, "projection_problem", lambda *_: None)
     rows = torch.randn(10, 64, dtype=torch.bfloat16)
     rows[:unfit] = 2.0 ** -torch.arange(64).to(torch.bfloat16)  # as many exponents as values
     probe: Any = SimpleNamespace(
@@ -141,16 +161,13 @@ def test_an_encoder_that_never_fits_is_refused_and_none_counts(
     broken_encoder(monkeypatch)
     device = kv_pool()
     with pytest.raises(Refused, match="codec 'exp4' does not hold normally distributed K and V"):
-        check_copies(plan_of(device, "exp4"))
+        try_copies(plan_of(device, "exp4"))
     assert counted == []
 
 
 def tried(device: Any, codec: str, roomy: list[str] | None = None) -> str:
     """The codec of K and V that a start ends with; the model has written three pages and a part of
     one. Codecs of plans that looked for room are added to ``roomy``."""
-    strategy = object.__new__(OwnPagesStrategy)
-    strategy._runtime = SimpleNamespace(config=HCacheConfig())  # type: ignore[assignment]
-    alone = SimpleNamespace(tp_cache_group=None, pp_cache_group=None)
 
     def make(of_kv: str) -> PagePlan:
         plan = plan_of(device, of_kv)
@@ -158,7 +175,7 @@ def tried(device: Any, codec: str, roomy: list[str] | None = None) -> str:
         return plan
 
     written = slots_of(1, 2, 3, 4)[:-3]
-    return strategy._tried(alone, make, codec, lambda: written).kv.codec
+    return str(bare_start()._tried(make, codec, lambda: written).kv.codec)
 
 
 def test_pages_of_k_and_v_stay_own_without_a_codec_that_does_not_hold_them(
@@ -184,11 +201,11 @@ def test_copies_are_tried_in_the_layers_of_k_and_v_of_mixed_pages(
     layout = PageLayout(PAGE, (hidden_layer(PAGE, 64, 32), kv.stored_layer(1)))
     plan: Any = SimpleNamespace(kvcache=device, layout=layout, kv=kv)
     before = bits(device, *range(DEVICE_PAGES))
-    check_copies(plan)
+    try_copies(plan)
     assert torch.equal(bits(device, *range(DEVICE_PAGES)), before)
     monkeypatch.setattr(kv, "save", lambda *_: None)
     with pytest.raises(Refused, match="K or V of layer 1 come back"):
-        check_copies(plan)
+        try_copies(plan)
 
 
 @pytest.mark.parametrize("codec", SEGMENT_CODECS)
@@ -210,7 +227,7 @@ def test_a_codec_that_brings_something_else_is_refused(
 
     monkeypatch.setattr(plan.kv, "_save_layer", wrong)
     with pytest.raises(Refused, match="K or V of layer 0 come back"):
-        check_copies(plan)
+        try_copies(plan)
 
 
 @pytest.mark.parametrize(

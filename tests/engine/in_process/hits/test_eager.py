@@ -22,7 +22,6 @@ from hcache_backend.prefetch.prefetch import Meeting
 from hcache_backend.prefetch.slices import SliceBudget
 from hcache_backend.restore.report import RunningRestore
 from hcache_backend.sglang.allocator import ReservablePages
-from hcache_backend.start.refusals import allocator_refusal, eager_refusal
 from hcache_backend.streams import WorkerStream
 from hcache_backend.turn import Turn
 from tests.kit.prefetch import Operation, eager_over
@@ -149,44 +148,6 @@ def test_clearing_the_allocator_forgets_reservations(scene: Scene) -> None:
     assert scene.restores[0].waited
     assert scene.eager.pages == 0
     assert len(pages_in(scene.allocator.alloc(PAGES * SIZE))) == PAGES
-
-
-def test_an_allocator_of_another_kind_speaks_against_it() -> None:
-    class Other(PagedTokenToKVPoolAllocator):
-        pass
-
-    assert allocator_refusal(object.__new__(Other)) == "the device's pages are managed by a Other"
-    assert allocator_refusal(Scene(need_sort=False).allocator) is None
-
-
-@pytest.mark.parametrize(
-    ("tp", "device", "hidden", "reason"),
-    [
-        (1, "cuda", True, None),
-        (2, "cpu", True, None),
-        (2, "cuda", True, "ranks would exchange shares"),
-        (2, "cuda", False, None),
-        (8, "cuda", False, None),
-    ],
-)
-def test_only_ranks_that_exchange_hidden_states_on_gpus_restore_layer_wise(
-    tp: int, device: str, hidden: bool, reason: str | None
-) -> None:
-    args = SimpleNamespace(pp_size=1, tp_size=tp, hicache_host_memory_mode="cache")
-    found = eager_refusal(args, device, hidden=hidden)
-    assert found is None if reason is None else found is not None and reason in found
-
-
-@pytest.mark.parametrize("hidden", [False, True])
-@pytest.mark.parametrize(
-    ("stages", "host_memory", "reason"),
-    [(2, "cache", "not supported"), (1, "buffer_only", "may go while it runs")],
-)
-def test_servers_that_restore_layer_wise(
-    stages: int, host_memory: str, reason: str, hidden: bool
-) -> None:
-    args = SimpleNamespace(pp_size=stages, tp_size=1, hicache_host_memory_mode=host_memory)
-    assert reason in str(eager_refusal(args, "cpu", hidden=hidden))
 
 
 def test_an_abort_frees_what_it_held_in_the_next_turn(scene: Scene) -> None:

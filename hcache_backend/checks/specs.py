@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
+from hcache_backend.checks.comparison import first_problem
+from hcache_backend.checks.probe import Probe
 from hcache_backend.config import PROJECTION_VARIABLE
 from hcache_backend.projection.attention import AttentionLayer
-from hcache_backend.projection.check import first_problem
-from hcache_backend.projection.exactness import (
-    Bound,
-    KVExactness,
-    kv_exactness,
-    together,
-    worst,
-)
+from hcache_backend.projection.exactness import Bound, KVExactness, kv_exactness, together, worst
 from hcache_backend.projection.projector import Projector
 from hcache_backend.projection.proof import (
     LESS_EXACT,
@@ -31,12 +26,8 @@ from hcache_backend.projection.proof import (
 )
 from hcache_backend.projection.search import NoSpec, find_spec
 from hcache_backend.projection.spec import LayerSpec
-from hcache_backend.ranks import on_all_ranks
+from hcache_backend.ranks import Refused, on_all_ranks
 from hcache_backend.server_report import LayerGroup
-from hcache_backend.sglang.runtime import Runtime
-from hcache_backend.start.agreement import Refused
-from hcache_backend.start.refusals import refuse_shared_workspaces
-from hcache_backend.start.self_check import Probe
 from hcache_kernels.project_kv import Way, ways_in_use
 from hcache_kernels.project_kv.choice import measure_choice
 from hcache_kernels.project_kv.spec import kind_of
@@ -64,7 +55,7 @@ class LayerSpecs:
     """Gives the projector its specs, at start and after every update of the weights. ``group``: the
     process group of the tensor-parallel ranks."""
 
-    def __init__(self, runtime: Runtime, probe: Probe, projector: Projector, group: Any) -> None:
+    def __init__(self, runtime: Any, probe: Probe, projector: Projector, group: Any) -> None:
         self._runtime = runtime
         self._probe = probe
         self._projector = projector
@@ -76,9 +67,8 @@ class LayerSpecs:
         """Look for the spec of every layer on this rank; all ranks call it. Raises Refused if not
         even the attention modules can restore pages."""
         found, problems = [], []
+        limit, batch = int(self._runtime.runner.model_config.context_len), self._projector.batch
         for layer, hidden in zip(self._probe.layers, self._probe.hidden, strict=True):
-            limit = int(self._runtime.runner.model_config.context_len)
-            batch = self._projector.batch
             evidence = gather_evidence(layer, hidden, self._probe.positions, batch, limit)
             problems.append(dependence(layer, evidence))
             found.append(self._find(layer, evidence))
@@ -93,12 +83,27 @@ class LayerSpecs:
             return Found(None, f"{PROJECTION_VARIABLE} is 'generic'", own)
         try:
             spec = find_spec(layer, evidence, self._projector.batch)
-            reached = spec_exactness(spec, evidence.samples)
+            return Found(spec, spec.describe(), own, spec_exactness(spec, evidence.samples))
         except NoSpec as error:
             return Found(None, str(error), own, error.reached)
         except Exception as error:  # a model's own code, called in a new way
             return Found(None, f"the search broke: {type(error).__name__}: {error}", own)
-        return Found(spec, spec.describe(), own, reached)
+
+    def measure(self) -> None:
+        """On a GPU, find the faster way to project each kind of layer, or use the library's.
+
+        It takes seconds on the first start with a model: a file of the device keeps the times. Its
+        choice is tested too, because :meth:`check_writing` comes after it.
+        """
+        if not self._probe.hidden[0].is_cuda:
+            return
+        specs = (found.spec for found in self._found)
+        found = (spec.projection() for spec in specs if spec and spec.fused)
+        try:
+            for projection in {kind_of(projection): projection for projection in found}.values():
+                measure_choice(projection, self._projector.pool.dtype)
+        except Exception as error:  # no memory left, or the compiler fails
+            logger.warning("hcache: the ways to project could not be timed: %s", error)
 
     def check_writing(self) -> None:
         """Drop specs that do not write the model's K and V to the pool. Nothing may run yet.
@@ -145,32 +150,15 @@ class LayerSpecs:
         self._report()
         self._stale = False
         generic = [layer for layer, spec in enumerate(specs) if spec is None]
-        on_gpu = self._probe.hidden[0].is_cuda
-        if generic and on_gpu:
-            called = (self._probe.layers[layer].module for layer in generic)
-            refuse_shared_workspaces(called, "projecting by attention modules")
-        if generic and on_gpu and dist.get_world_size(group=self._group) > 1:
+        if not generic or not self._probe.hidden[0].is_cuda:
+            return
+        called = (self._probe.layers[layer].module for layer in generic)
+        refuse_shared_workspaces(called, "projecting by attention modules")
+        if dist.get_world_size(group=self._group) > 1:
             raise Refused(
                 f"layers {', '.join(map(str, generic))} have no spec, and on a GPU their attention "
                 "modules must not run beside forward passes of several tensor-parallel ranks"
             )
-
-    def measure(self) -> None:
-        """On a GPU, find the faster way to project each kind of layer, or use the library's.
-
-        It takes seconds on the first start with a model: a file of the device keeps the times. Its
-        choice is tested too, because :meth:`check_writing` comes after it.
-        """
-        if not self._probe.hidden[0].is_cuda:
-            return
-        specs = (found.spec for found in self._found)
-        found = (spec.projection() for spec in specs if spec and spec.fused)
-        kinds = {kind_of(projection): projection for projection in found}
-        try:
-            for projection in kinds.values():
-                measure_choice(projection, self._projector.pool.dtype)
-        except Exception as error:  # no memory left, or the compiler fails
-            logger.warning("hcache: the ways to project could not be timed: %s", error)
 
     def follow_weights(self) -> None:
         """Forget the specs whenever weights change, and find them anew."""
@@ -217,27 +205,26 @@ class LayerSpecs:
             for (method, detail), layers in groups.items()
         ]
         by_spec = [group for group in self._runtime.projection if group.method == "spec"]
-        if by_spec:
-            parts = [f"{len(group.layers)} layers by spec ({group.detail})" for group in by_spec]
+        parts = [f"{len(group.layers)} layers by spec ({group.detail})" for group in by_spec]
+        if parts:
             logger.debug("hcache: projection: %s", "; ".join(parts))
         for group in self._runtime.projection:
+            numbers, how = ", ".join(map(str, group.layers)), "by their attention modules"
             if group.method == "generic":
-                logger.debug(
-                    "hcache: projection: layers %s by their attention modules: %s",
-                    ", ".join(map(str, group.layers)),
-                    group.detail,
-                )
-            numbers = ", ".join(map(str, group.layers))
+                logger.debug("hcache: projection: layers %s %s: %s", numbers, how, group.detail)
             logger.debug("hcache: exactness: layers %s: %s", numbers, group.exactness)
 
 
-def _figures(found: Sequence[Found]) -> str:
-    """Exactness of layers that are alike, for the log and ``hcache doctor``."""
-    parts = [f"attention modules at other batch sizes {together(one.own for one in found)}"]
-    reached = [one.reached for one in found if one.reached is not None]
-    if reached:
-        parts.insert(0, f"spec {together(reached)}")
-    return "; ".join(parts)
+def refuse_shared_workspaces(modules: Iterable[torch.nn.Module], what: str) -> None:
+    """Raise Refused if a kernel of ``modules`` locks memory of its own. Marlin's kernels of
+    quantised layers do: in one module on two streams they wait for ever, or mix sums."""
+    for module in modules:
+        for name, part in module.named_modules():
+            if isinstance(getattr(part, "workspace", None), torch.Tensor):
+                raise Refused(
+                    f"{what} beside forward passes: the kernel of {name or type(part).__name__} "
+                    "has one workspace for all streams"
+                )
 
 
 def written_exactness(
@@ -263,3 +250,12 @@ def written_exactness(
     finally:
         pool.store(kernel, slots, *wanted)
     return worst(found)
+
+
+def _figures(found: Sequence[Found]) -> str:
+    """Exactness of layers that are alike, for the log and ``hcache doctor``."""
+    parts = [f"attention modules at other batch sizes {together(one.own for one in found)}"]
+    reached = [one.reached for one in found if one.reached is not None]
+    if reached:
+        parts.insert(0, f"spec {together(reached)}")
+    return "; ".join(parts)
