@@ -24,7 +24,7 @@ from hcache_backend.config import HCacheConfig
 from hcache_backend.format.envelope import BLOCK, PageName, round_up
 from hcache_backend.format.file import DamagedFileError
 from hcache_backend.format.units import Eighths
-from hcache_backend.store.eviction import Recency, evict, pressure, shortage
+from hcache_backend.store.eviction import Recency, evict, margin, pressure, shortage
 from hcache_backend.store.file_ops import FileOps, LockedError, is_no_space
 from hcache_backend.store.folder import (
     Folder,
@@ -92,8 +92,7 @@ class Disk:
     def attach(self, *, create: bool) -> None:
         """Open the folder; an OSError if it cannot be used."""
         most = descriptors_of_each(len(self._config.dirs))
-        size = self._config.buffer_bytes
-        folder = Folder(self.path, self._ops, size, create=create, descriptors=most)
+        folder = Folder(self.path, self._ops, create=create, descriptors=most)
         folder.users = 1
         with self._state:
             self._folder, self._index_is_broken = folder, False
@@ -489,8 +488,7 @@ class Disk:
                 return False
             self._in_vain += 1
             self._evictions += 1
-            share = self._config.high_water - self._config.low_water
-            wanted = max(wanted, int(share * folder.index.totals().bytes))
+            wanted = max(wanted, margin(folder.index.totals().bytes))
             evict(folder, wanted, self._stats, self._problems)
         return True
 

@@ -14,7 +14,7 @@ A page whose epoch is young keeps it: its age is less than 1/16 of the age of th
 folders. That bounds how often a page that is used all the time is written to the index.
 
 The bounds are options: ``quota_bytes`` of page files in a folder, ``min_free_bytes`` on its file
-system. Eviction begins at the share ``high_water`` of the quota and goes down to ``low_water``.
+system. Eviction begins at a bound, and goes on to 2% of the pages' bytes below it.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from hcache_backend.store.stats import ProblemLog, StoreStats
 if TYPE_CHECKING:
     from hcache_backend.store.disk import Disk
 
+LOW_WATER = 0.98  # of the quota: eviction ends there
 _YOUNG = 16
 _MOST_PAGES = 1_000_000  # a rank is less than its epoch by the page's number at most
 _PENDING_AT_MOST = 1 << 20  # keys of uses that wait to be saved; further ones are not noted
@@ -154,6 +155,11 @@ class Recency:
         return now - max(0, now - min((first for first, _ in ranges), default=now)) // _YOUNG
 
 
+def margin(used: int) -> int:
+    """Bytes that go at least if a disk is full; ``used`` are those of all pages."""
+    return int((1 - LOW_WATER) * used)
+
+
 def shortage(
     folder: Folder, config: HCacheConfig, incoming: int, on_disk: int = 0, *, empty: bool = False
 ) -> tuple[int, str | None]:
@@ -165,17 +171,15 @@ def shortage(
     used = 0 if empty else there
     quota, reserve = config.quota_bytes, config.min_free_bytes
     excess, bound = 0, None
-    if quota is not None and used + incoming > config.high_water * quota:
-        excess = used + incoming - int(config.low_water * quota)
-        if used + incoming > quota:
-            bound = (
-                f"option 'quota_bytes' allows {quota:,} bytes of page files, and with "
-                f"{incoming:,} more there would be {used + incoming:,}"
-            )
+    if quota is not None and used + incoming > quota:
+        excess = used + incoming - int(LOW_WATER * quota)
+        bound = (
+            f"option 'quota_bytes' allows {quota:,} bytes of page files, and with "
+            f"{incoming:,} more there would be {used + incoming:,}"
+        )
     left = folder.ops.free_bytes(folder.root_fd) + there - used - (incoming - on_disk)
     if left < reserve:
-        margin = int((config.high_water - config.low_water) * used)
-        excess = max(excess, reserve - left + margin)
+        excess = max(excess, reserve - left + margin(used))
         bound = bound or (
             f"option 'min_free_bytes' keeps {reserve:,} bytes of its file system free, and with "
             f"{incoming:,} more {max(left, 0):,} would be"
@@ -188,10 +192,9 @@ def pressure(folder: Folder, config: HCacheConfig) -> tuple[int, int]:
     that get pages in this order lose the pages of the lowest ranks of all of them."""
     totals = folder.index.totals()
     page = totals.bytes // max(totals.pages, 1)
-    margin = int((config.high_water - config.low_water) * totals.bytes)
     quota = config.quota_bytes
-    free = folder.ops.free_bytes(folder.root_fd) - margin - page
-    full = quota is not None and totals.bytes + page > config.low_water * quota
+    free = folder.ops.free_bytes(folder.root_fd) - margin(totals.bytes) - page
+    full = quota is not None and totals.bytes + page > LOW_WATER * quota
     ranks = folder.index.rank_range() if full or free < config.min_free_bytes else None
     return ranks[0] if ranks else 0, totals.bytes
 

@@ -60,6 +60,7 @@ MARKER = "hcache-store.json"
 SERVER_REPORT = "server.json"
 FOLDER_FORMAT = 1
 BUCKETS = frozenset(f"{number:02x}" for number in range(256))
+BUFFER_BYTES = 4 << 20  # of each thread, for memory that direct I/O cannot use
 _LOCK, _INDEX, _PAGES, _SESSIONS, _LANE = "lock", "index", "pages", "sessions", "lane"
 LANES = 64
 _OTHER_FILES = 256  # descriptors that a server has open besides those of its stores
@@ -184,7 +185,6 @@ class Folder:
     that are not a store's. Its ``lock`` is held for a change of the index or of names.
 
     Args:
-        buffer_bytes: Size of the aligned buffer of every thread that reads or writes pages.
         create: Make the folder, or make an empty one a store's.
         readonly: Nothing in it changes, and it need not be writable: there is no session.
         descriptors: Number that it may keep open from one page to the next; at least 1.
@@ -200,7 +200,6 @@ class Folder:
         self,
         path: Path,
         ops: FileOps,
-        buffer_bytes: int,
         *,
         create: bool = False,
         readonly: bool = False,
@@ -223,7 +222,7 @@ class Folder:
                 else:
                     alignment = self._open_to_write(stack, lanes)
                 stack.callback(self.index.close)
-                self.io = PageIO(ops, alignment, buffer_bytes)
+                self.io = PageIO(ops, alignment, BUFFER_BYTES)
                 both = path / _INDEX, path / _INDEX / INDEX_FILE
                 self._index_inodes = [file.stat().st_ino for file in both]
                 pages_fd = kept_open(ops.open(_PAGES, FOLDER, self.root_fd), stack)

@@ -29,22 +29,19 @@ logger = logging.getLogger("hcache.store")
 
 _LOCK_SECONDS = 30.0
 _FILES_AT_A_TIME = 128
-_LONGEST_PAUSE = 1.0
+_PAUSE_SECONDS = 1.0
 _RECENCY_SECONDS = 5.0
 
 
 def maintain(disk: Disk, recency: Recency, config: HCacheConfig, stopping: threading.Event) -> None:
     """Maintain ``disk``, and save ``recency``, until ``stopping`` is set: a thread's work."""
-    pause = min(config.sync_seconds, _LONGEST_PAUSE)
-    next_sync = next_save = time.monotonic()
-    while not stopping.wait(pause):
+    next_save = time.monotonic()
+    while not stopping.wait(_PAUSE_SECONDS):
         try:
             now = time.monotonic()
             disk.look_after()
-            syncs = config.durability == "batch" and disk.dirty
-            if syncs and now >= next_sync:
+            if config.durability == "batch" and disk.dirty:
                 disk.flush()
-                next_sync = now + config.sync_seconds - pause
             if now >= next_save:
                 recency.save()
                 next_save = now + _RECENCY_SECONDS

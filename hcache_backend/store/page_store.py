@@ -32,6 +32,8 @@ logger = logging.getLogger("hcache.store")
 # syncs the index, which holds up the disk. Two groups at most are on a disk beyond its quota.
 _GROUP_BYTES = 512 << 20
 
+WRITE_SECONDS = 30.0  # for a batch of pages; the rest of the batch is dropped
+READ_SECONDS = 30.0  # until a batch has its turn; after that its pages are misses
 _CLOSE_SECONDS = 10.0
 
 
@@ -132,7 +134,7 @@ class PageStore:
                 raise ValueError(f"{len(given)} {what} for {len(keys)} keys")
         if table is None and share != WHOLE:
             raise ValueError(f"share {share.number} of {share.of} without a table of the page")
-        deadline = time.monotonic() + self._config.write_seconds
+        deadline = time.monotonic() + WRITE_SECONDS
         ranks = self._recency.note_new(namespace, prefix, keys)
         covers = self._cover(namespace, keys, share.eighths, on_disk=True)
         done = [bool(files) for files in covers]
@@ -197,7 +199,7 @@ class PageStore:
             memory = PageMemory(pages[number], share)
             for disk, entry, part in files:
                 reads.setdefault(disk, []).append(PageRead(number, entry, part, memory))
-        seconds = self._config.read_seconds
+        seconds = READ_SECONDS
         deadline = time.monotonic() + seconds
         reading = [disk.start_reading(some, deadline) for disk, some in reads.items()]
         wait(chain(*reading), seconds)

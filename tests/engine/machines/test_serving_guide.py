@@ -36,7 +36,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 PAGE = 64
 GUIDE = read_page(Path(__file__).parents[3] / "docs" / "cluster.md")
-PLAIN = {"mode": "kv", "pages": "plain"}
+PLAIN = {"mode": "plain"}
 TCP: dict[str, object] = {"-transfer-backend mooncake": "-transfer-backend mooncake_tcp"}
 EVERY_HIT = {"HCACHE_CONFIG": '{"min_gain": 0}'}
 """A hit of a busy machine is read, too."""
@@ -173,13 +173,13 @@ def test_replicas_that_share_a_folder(model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(mooncake.missing() is not None, reason=f"no Mooncake: {mooncake.missing()}")
-@pytest.mark.parametrize("behind", [True, False], ids=["behind", "alone"])
-def test_mooncake(behind: bool, model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("shared", [True, False], ids=["shared", "alone"])
+def test_mooncake(shared: bool, model: Path, tmp_path: Path) -> None:
     with mooncake.cluster(tmp_path) as cluster:
         here = {"HOST:50051": cluster.address, "THIS_HOST": "127.0.0.1"}
         log = tmp_path / "server.log"
-        if behind:
-            text = block("json", '"behind"', here | {"/mnt/ssd0": tmp_path})
+        if shared:
+            text = block("json", '"shared"', here | {"/mnt/ssd0": tmp_path})
             options = ServerOptions(
                 model, log, storage_backend="dynamic", extra_config=text, extra_env=EVERY_HIT,
                 fork=False,

@@ -128,7 +128,7 @@ def test_what_is_inconsistent_in_an_index_is_told(store: PageStore) -> None:
 def test_an_index_that_is_looked_at_is_not_written(store: PageStore) -> None:
     [disk] = store.disks
     with (
-        closing(folder.Folder(disk.path, FileOps(), PAGE, readonly=True)) as view,
+        closing(folder.Folder(disk.path, FileOps(), readonly=True)) as view,
         pytest.raises(sqlite3.OperationalError, match="opened to read"),
     ):
         view.mark_index_complete()
@@ -303,7 +303,8 @@ def test_what_fails_in_the_care_of_a_folder_is_logged_and_goes_on(
         raise RuntimeError("a test's fault")
 
     monkeypatch.setattr(disk, "look_after", look)
-    options = config(disk.path, sync_seconds=0.001)
-    maintenance.maintain(disk, SimpleNamespace(save=lambda: None), options, stopping)
+    monkeypatch.setattr(maintenance, "_PAUSE_SECONDS", 0.001)
+    recency: Any = SimpleNamespace(save=lambda: None)
+    maintenance.maintain(disk, recency, config(disk.path), stopping)
     assert len(calls) == 2
     assert "maintenance of" in caplog.text

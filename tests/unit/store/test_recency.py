@@ -52,6 +52,11 @@ def found(store: PageStore, numbers: Sequence[int]) -> int:
     return [*present, False].index(False)
 
 
+@pytest.fixture(autouse=True)
+def low_water(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hcache_backend.store.eviction.LOW_WATER", 0.95)
+
+
 @pytest.fixture(params=[1, 3], ids=["one folder", "three folders"])
 def folders(request: pytest.FixtureRequest, tmp_path: Path) -> list[Path]:
     return [tmp_path / str(number) for number in range(request.param)]
@@ -59,7 +64,7 @@ def folders(request: pytest.FixtureRequest, tmp_path: Path) -> list[Path]:
 
 def bounded(folders: Sequence[Path], pages: int) -> PageStore:
     quota = -(-pages // len(folders)) * FILE
-    return open_quiet(*folders, quota_bytes=quota, high_water=1.0, low_water=0.95)
+    return open_quiet(*folders, quota_bytes=quota)
 
 
 def test_a_shared_prompt_stays_while_anybody_uses_it(folders: list[Path]) -> None:
