@@ -15,6 +15,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +27,6 @@ from bench.gpu.program import Device, GpuProgram, GpuRun, Row
 from bench.gpu.shapes import LLAMA_7B, LLAMA_8B, PAGE, Shape
 from bench.harness.program import Setting
 from bench.harness.report import Column, Results, Table
-from hcache_backend import streams
 from hcache_backend.format.page import PageLayout
 from hcache_backend.format.units import WHOLE
 from hcache_backend.host.segments import KVSegments
@@ -199,7 +199,7 @@ def register(device: Device, most_gb: float, seconds: float, free: float) -> Ite
             return
         memory = torch.empty(int(gb * 1e9), dtype=torch.uint8)  # no page of it is there yet
         start = time.perf_counter()
-        with streams.registered(memory, device.kind):
+        with registered(memory, device.kind):
             took, start = time.perf_counter() - start, time.perf_counter()
         rate = gb / took
         yield row | {
@@ -209,6 +209,26 @@ def register(device: Device, most_gb: float, seconds: float, free: float) -> Ite
             "right": True,  # otherwise it raised
         }
         del memory
+
+
+@contextmanager
+def registered(memory: torch.Tensor, device: torch.device | str) -> Iterator[None]:
+    """Within the block ``device`` reaches ``memory``. Torch does not keep it afterwards, unlike
+    unused memory of :func:`streams.host_tensor`."""
+    if torch.device(device).type != "cuda":
+        yield
+        return
+    runtime, address = torch.cuda.cudart(), memory.data_ptr()
+    failed = int(runtime.cudaHostRegister(address, memory.nbytes, 0))
+    if failed:
+        with suppress(RuntimeError):  # otherwise torch raises it at its next launch
+            torch.zeros(1, device=device)
+        raise RuntimeError(f"cudaHostRegister of {memory.nbytes} bytes: CUDA error {failed}")
+    try:
+        yield
+    finally:
+        torch.cuda.synchronize(device)  # copies may still be under way
+        runtime.cudaHostUnregister(address)
 
 
 def free_bytes() -> float:

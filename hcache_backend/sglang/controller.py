@@ -203,10 +203,6 @@ class OwnPagesController(HybridCacheController):
         backup.host_pages = self._pool.page_ids(host_indices)
         self._pool.arena.wait_for(backup.host_pages)
         self._backups.append(backup)
-        if self._pairs is not None:
-            # HiCache waits for a write-back on the spot.
-            tree = self._tree if self.write_policy != "write_back" else None
-            self._pairs.ask(tree, self.write_queue[-1].node_ids)
         if kwargs.get("flush", True):
             self.start_writing()
         return host_indices
@@ -242,6 +238,11 @@ class OwnPagesController(HybridCacheController):
             return  # not within ``write``: K and V must go to the pages of an exchange
         if self._capture is not None:
             self._capture.ledger.settle(wait=False)
+        if self._pairs is not None:
+            # Only now does the tree know the nodes. HiCache waits for a write-back on the spot.
+            tree = self._tree if self.write_policy != "write_back" else None
+            for operation in self.write_queue[self._pairs.asked :]:
+                self._pairs.ask(tree, operation.node_ids)
         due = 0
         while self._backups and (layout := self._ready(self._backups[0])) is not None:
             self._launch(self._backups.popleft(), layout)
