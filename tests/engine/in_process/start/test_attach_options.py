@@ -167,7 +167,7 @@ class TestAnAttach:
         with pytest.raises(ConfigError, match="'plain' but this server runs in hidden mode"):
             self.joined(mode="plain")
         running.use_plain_pages("the KV pool is another one")
-        for mode in ("auto", "kv", "plain"):
+        for mode in ("kv", "plain"):
             self.joined(mode=mode)
         with pytest.raises(ConfigError, match=r"'hidden' but this server runs in kv mode \(the KV"):
             self.joined(mode="hidden")
