@@ -183,7 +183,7 @@ def test_rates_of_both_are_told(gate: HitGate, clock: Clock) -> None:
     read_behind(gate, clock, 0.8)
     rates = gate.costs.rates()
     assert rates["l3_read"] == pytest.approx(2000)
-    assert rates["behind_read"] == pytest.approx(1250)
+    assert rates["shared_read"] == pytest.approx(1250)
 
 
 def test_a_look_up_behind_has_time_of_its_own(gate: HitGate, clock: Clock) -> None:
