@@ -24,7 +24,7 @@ from typing import Any
 
 from bench.eviction import Chains, leading
 from bench.harness.program import Program, Run, Setting
-from bench.harness.report import Results, Table, columns
+from bench.harness.report import Results, Table
 from bench.workload.traces import Request
 
 SEED = 1
@@ -155,11 +155,9 @@ PROGRAM = Program(
         "table": (
             Table(
                 "rows",
-                columns(
-                    "host memory, of all tokens = front :.0% | L3, of all tokens = quota :.0% | "
-                    "found = found :.3f | more with repairs = saved_found :.2% | "
-                    "found after a restart = alone :.3f | more with repairs = saved_alone :.2%"
-                ),
+                "host memory, of all tokens = front :.0% | L3, of all tokens = quota :.0% | "
+                "found = found :.3f | more with repairs = saved_found :.2% | "
+                "found after a restart = alone :.3f | more with repairs = saved_alone :.2%",
             ),
         )
     },

@@ -1,4 +1,4 @@
-"""Every option, once; docs/options.md explains each.
+"""Every option, once, in the groups of docs/options.md, which explains each.
 
 Options are the table ``hcache`` in SGLang's ``--hicache-storage-backend-extra-config``, JSON or
 ``@file.toml``. The environment variable ``HCACHE_CONFIG`` has the same table at lower priority, for
@@ -30,6 +30,7 @@ from pydantic_core import ErrorDetails
 
 ENABLE_VARIABLE = "HCACHE_ENABLE"
 CONFIG_VARIABLE = "HCACHE_CONFIG"
+PROJECTION_VARIABLE = "HCACHE_PROJECTION"
 MODULE_PATH = "hcache_backend"
 CLASS_NAME = "HCacheStorage"
 
@@ -70,20 +71,42 @@ _SIZE = TypeAdapter(ByteSize)
 Bytes = Annotated[int, BeforeValidator(_bytes)]  # "500GB" is 10^9, "4GiB" is 2^30
 
 
-class PartitionOption(BaseModel):
-    """Numbers of layers by method: first the recomputed ones, last the ones stored as KV."""
+def _path(value: object) -> object:
+    if value is None or isinstance(value, Path):
+        return value
+    if not isinstance(value, str) or not Path(value).expanduser().is_absolute():
+        raise ValueError("must be the absolute path of a file that hcache profile wrote")
+    return Path(value).expanduser()
 
+
+def _table(example: str) -> BeforeValidator:
+    """Tables only; the message has an ``example``."""
+
+    def table(value: object) -> object:
+        if value is None or isinstance(value, Mapping | BaseModel):
+            return value
+        raise ValueError(f"must be a table, such as {example}")
+
+    return BeforeValidator(table)
+
+
+class _Table(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class PartitionOption(_Table):
+    """Numbers of layers by method: first the recomputed ones, last the ones stored as KV."""
 
     recompute: int = Field(default=0, ge=0)
     hidden: int = Field(default=0, ge=0)
     kv: int = Field(default=0, ge=0)
 
 
-class SharedOption(BaseModel):
-    """A tier that several machines share, read after the page store of each."""
+_SHARED = '{"backend": "mooncake", "config": {"master_server_address": "HOST:50051"}}'
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+class SharedOption(_Table):
+    """A tier that several machines share, read after the page store of each."""
 
     backend: Literal["file", "mooncake", "nixl"]
     config: dict[str, Any] = Field(default_factory=dict)
@@ -91,10 +114,8 @@ class SharedOption(BaseModel):
     buffer_bytes: Bytes = Field(default=384 << 20, ge=1)
 
 
-class KrulOption(BaseModel):
+class KrulOption(_Table):
     """Options of codec ``krul``."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     ratio: float = Field(default=0.5, gt=0, le=1, allow_inf_nan=False)
     gamma: float = Field(default=0.5, ge=0, le=1, allow_inf_nan=False)
@@ -109,60 +130,31 @@ class KrulOption(BaseModel):
         return value
 
 
-FIXED_AT_START = frozenset(
-    {
-        "mode",
-        "pages",
-        "partition",
-        "profile",
-        "codec",
-        "krul",
-        "check_every_pages",
-        "projection",
-        "restore_chunk_tokens",
-        "restore",
-        "restore_share",
-        "recompute",
-        "recompute_ms",
-    }
-)  # an attach may set the other options, those of the page store
-
-
-_RENAMED = {"behind": "shared"}  # old names of options
-
-
-class HCacheConfig(BaseModel):
+class HCacheConfig(_Table):
     """The options of one server, immutable."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
+    # store
     dirs: tuple[Path, ...] = Field(default_factory=default_dirs)
-    mode: Literal["auto", "hidden", "kv"] = "auto"
-    pages: Literal["own", "plain"] = "own"
-    partition: Literal["auto"] | PartitionOption = "auto"
-    profile: Path | None = None
-    codec: Literal["auto", "none", "exp4", "int8", "fp8", "krul"] = "auto"
-    krul: KrulOption = Field(default_factory=KrulOption)
-    check_every_pages: int = Field(default=64, ge=0)
-    projection: Literal["auto", "generic"] = "auto"
-    restore_chunk_tokens: int = Field(default=8192, ge=64)
-    restore: Literal["auto", "layerwise"] = "auto"
-    restore_share: float = Field(default=0.5, gt=0, le=1)
-    recompute: Literal["auto", "never"] = "auto"
-    recompute_ms: float = Field(default=10.0, gt=0, allow_inf_nan=False)
-    durability: Literal["none", "batch", "always"] = "batch"
-    sync_seconds: float = Field(default=1.0, gt=0, le=3600)
     quota_bytes: Bytes | None = Field(default=None, ge=1)
     min_free_bytes: Bytes = Field(default=4 << 30, ge=0)
-    high_water: float = Field(default=1.0, gt=0, le=1)
-    low_water: float = Field(default=0.98, gt=0, le=1)
+    durability: Literal["none", "batch", "always"] = "batch"
     io_threads: int = Field(default=8, ge=1, le=64)
-    buffer_bytes: Bytes = Field(default=4 << 20, ge=4096, multiple_of=4096)
-    write_seconds: float = Field(default=30.0, gt=0)
-    read_seconds: float = Field(default=30.0, gt=0)
-    min_gain: float = Field(default=1.0, ge=0, allow_inf_nan=False)
     reader: Literal["posix", "kvikio"] = "posix"
-    shared: SharedOption | None = None
+    # what is stored
+    mode: Literal["auto", "hidden", "kv", "plain"] = "auto"
+    partition: Literal["auto"] | PartitionOption = "auto"
+    profile: Annotated[Path | None, BeforeValidator(_path)] = None
+    codec: Literal["auto", "none", "exp4", "int8", "fp8", "krul"] = "auto"
+    krul: Annotated[KrulOption, _table('{"ratio": 0.5, "error": 0.3}')] = KrulOption()
+    # checks
+    check_every_pages: int = Field(default=64, ge=0)
+    # restore and recompute
+    min_gain: float = Field(default=1.0, ge=0, allow_inf_nan=False)
+    restore: Literal["auto", "layerwise"] = "auto"
+    recompute: Literal["auto", "never"] = "auto"
+    recompute_ms: float = Field(default=10.0, gt=0, allow_inf_nan=False)
+    # sharing
+    shared: Annotated[SharedOption | None, _table(_SHARED)] = None
 
     @field_validator("dirs", mode="before")
     @classmethod
@@ -202,50 +194,15 @@ class HCacheConfig(BaseModel):
                 f"{known}, each a number of layers"
             ) from None
 
-    @field_validator("krul", mode="before")
-    @classmethod
-    def _pairs(cls, value: object) -> object:
-        if isinstance(value, Mapping | KrulOption):
-            return value
-        raise ValueError('must be a table, such as {"ratio": 0.5, "error": 0.3}')
-
-    @field_validator("shared", mode="before")
-    @classmethod
-    def _table(cls, value: object) -> object:
-        if value is None or isinstance(value, Mapping | SharedOption):
-            return value
-        raise ValueError(
-            'must be a table with the backend and its options, such as {"backend": "mooncake", '
-            '"config": {"master_server_address": "HOST:50051"}}'
-        )
-
-    @field_validator("profile", mode="before")
-    @classmethod
-    def _file(cls, value: object) -> object:
-        if value is None or isinstance(value, Path):
-            return value
-        if not isinstance(value, str) or not Path(value).expanduser().is_absolute():
-            raise ValueError("must be the absolute path of a file that hcache profile wrote")
-        return Path(value).expanduser()
-
     @model_validator(mode="after")
-    def _water_marks(self) -> HCacheConfig:
-        if self.low_water > self.high_water:
-            raise ValueError(
-                f"option 'low_water' is {self.low_water}: must not be above 'high_water' "
-                f"({self.high_water})"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _pairs_of_k_and_v(self) -> HCacheConfig:
+    def _k_and_v_of_all_layers(self) -> HCacheConfig:
         hidden = isinstance(self.partition, PartitionOption) and (
             self.partition.hidden or self.partition.recompute
         )
-        if self.codec == "krul" and (self.mode == "hidden" or hidden or self.pages == "plain"):
+        if self.codec == "krul" and (self.mode in ("hidden", "plain") or hidden):
             raise ValueError(
-                "option 'codec' is 'krul': options 'mode', 'partition' and 'pages' must let K and "
-                "V of all layers be stored in own pages"
+                "option 'codec' is 'krul': options 'mode' and 'partition' must let K and V of all "
+                "layers be stored in own pages"
             )
         return self
 
@@ -261,6 +218,27 @@ class HCacheConfig(BaseModel):
                 f"leaves out the first {self.partition.recompute} ('recompute')"
             )
         return self
+
+
+FIXED_AT_START = HCacheConfig.model_fields.keys() - {
+    *("dirs", "quota_bytes", "min_free_bytes", "durability", "io_threads", "reader"),
+    *("min_gain", "shared"),
+}  # an attach may set the others
+
+_GONE = {
+    "behind": "its name is 'shared' now",
+    "pages": "mode 'plain' is for SGLang's pages, and with other modes pages are our own",
+    "projection": f"the environment variable {PROJECTION_VARIABLE}=generic replaces it",
+    "high_water": "eviction begins at 'quota_bytes'",
+    "low_water": "eviction ends at 0.98 of 'quota_bytes'",
+    "sync_seconds": "it is one second",
+    "buffer_bytes": "it is 4 MiB for each thread",
+    "write_seconds": "it is 30 seconds",
+    "read_seconds": "it is 30 seconds",
+    "restore_share": "it is half of the device's pages",
+    "restore_chunk_tokens": "it is 8192 tokens",
+}
+"""Options of earlier versions, and what there is instead."""
 
 
 def parse_config(
@@ -291,7 +269,7 @@ def check_extra_config(extra: Mapping[str, Any]) -> None:
     """Raise ConfigError for an unknown key beside ours, or an ``interface_v1`` other than 1."""
     for key, value in extra.items():
         if key not in _OUR_KEYS + _SGLANG_KEYS:
-            if key in HCacheConfig.model_fields:
+            if key in HCacheConfig.model_fields or key in _GONE:
                 hint = f'it belongs under the key \'hcache\': {{"hcache": {{"{key}": ...}}}}'
             else:
                 hint = nearest(key, _OUR_KEYS + _SGLANG_KEYS, "known: ")
@@ -352,11 +330,12 @@ def _explain(detail: ErrorDetails, source: str) -> str:
     key = ".".join(str(part) for part in detail["loc"])
     if detail["type"] == "extra_forbidden":
         *table, name = map(str, detail["loc"])
+        if not table and name in _GONE:
+            gone = f"option {key!r} (value {detail['input']!r}) is no option any more"
+            return f"{source}: {gone}: {_GONE[name]}"
         tables: dict[str, type[BaseModel]] = {"shared": SharedOption, "krul": KrulOption}
         known = (tables[table[0]] if table else HCacheConfig).model_fields
         hint = nearest(name, known, "the options are ")
-        if not table and name in _RENAMED:
-            hint = f"its name is {_RENAMED[name]!r} now"
         return f"{source}: unknown option {key!r} (value {detail['input']!r}); {hint}"
     message = detail["msg"].removeprefix("Value error, ").replace("Input should", "must")
     if not key:  # about several options; the message names them

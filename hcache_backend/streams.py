@@ -332,7 +332,7 @@ class Door:
         if device.type == "cuda":
             # No priority is below forward passes: SGLang's streams have 0 too (0.5.21 to 0.5.23),
             # CUDA's lowest. A restore delays them by the length of its launches at most, which
-            # option restore_chunk_tokens bounds.
+            # plan.restore.CHUNK_TOKENS bounds.
             stream = torch.cuda.Stream(device, priority=0)
             self._ours[stream.cuda_stream] = name
             return _CudaStream(stream)

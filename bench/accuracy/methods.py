@@ -15,7 +15,7 @@ import torch
 from bench.accuracy import pairs
 from bench.accuracy.engine import Engine, History
 from bench.harness.methods import PAGE_SIZE
-from hcache_backend.krul.pair_forms import PAIR_FORMS
+from hcache_backend.krul.pair_forms import PairSlot
 from hcache_backend.restore.recompute import TokenSpan
 from hcache_kernels.codecs import (
     CODECS,
@@ -34,8 +34,7 @@ class Method:
     """A way to keep K and V.
 
     Attributes:
-        name: For tables.
-        bytes_per_token: What is kept of a token, over all layers.
+        bytes_per_token: Of all layers.
         restore: Writes K and V of a history to the pool, which has lost them; returns how many
             tokens could not be kept so, and were computed again or kept as they are.
         layer: The one layer that it restores from something else than K and V; None: all.
@@ -70,15 +69,15 @@ def encoded(engine: Engine) -> Iterator[Method]:
 def paired(engine: Engine) -> Iterator[Method]:
     """K and V in pages with half of the layers in pairs: merged, and for comparison in ``fp8``."""
     try:
-        shape = engine.page_cut, engine.kv_shape[1], engine.dtype
-        forms = [form(*shape) for form in PAIR_FORMS.values()]  # merged comes first
+        slot = PairSlot(engine.page_cut, engine.kv_shape[1], engine.dtype)
+        forms = [*slot.forms.values()]  # merged comes first
     except UnsupportedRows:
         return
     layers = len(engine.layers)
-    number = len(pairs.fixed(layers).pairs)  # as every choice makes
+    number = len(pairs.fixed(layers))  # as every choice makes
     for label, choose in pairs.CHOICES.items():
         for form in forms if choose is pairs.by_attention else forms[:1]:
-            page = (layers - 2 * number) * engine.kv_bytes * PAGE_SIZE + number * form.slot_bytes
+            page = (layers - 2 * number) * engine.kv_bytes * PAGE_SIZE + number * form.segment_bytes
             kept = pairs.PairedLayers(engine, form, choose)
             name = f"KV, {label}, {form.name}"
             yield Method(name, page // PAGE_SIZE, kept.restore, pairs=kept.chosen)
@@ -157,7 +156,6 @@ def _restore_encoded(engine: Engine, codec: Codec, history: History) -> int:
 
 
 def _restore_hidden(engine: Engine, codec: Codec, layers: Collection[int], history: History) -> int:
-    """Project these ``layers`` and restore the others as they were."""
     lost = torch.zeros_like(history.slots, dtype=torch.bool)
     for index, layer in enumerate(engine.layers):
         if index not in layers:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -18,22 +18,21 @@ from bench.accuracy.probes import KV, LayerProbe
 from bench.harness.methods import PAGE_SIZE
 from hcache_backend.config import KrulOption
 from hcache_backend.krul.pair_forms import MergedPair, changes_of_merges
-from hcache_backend.krul.selection import Strategy, closest_pairs
-from hcache_backend.krul.statistics import attention_sums
+from hcache_backend.krul.pairs import Pair, attention_sums, closest_pairs
 from hcache_kernels.codecs import Codec, Cut
 
-Choice = Callable[[Engine, History], Strategy]
+Choice = Callable[[Engine, History], Sequence[Pair]]
 PAIRED = 0.5
 """Share of the layers that are in pairs, as MiniCache has it."""
 
 
-def fixed(layers: int) -> Strategy:
+def fixed(layers: int) -> list[Pair]:
     """Every two neighbours in the deeper half of the layers (MiniCache); as many as others make."""
     pairs = math.ceil(PAIRED * layers / 2)
-    return Strategy(layers, tuple((low, low + 1) for low in range(layers - 2 * pairs, layers, 2)))
+    return [(low, low + 1) for low in range(layers - 2 * pairs, layers, 2)]
 
 
-def by_attention(engine: Engine, history: History) -> Strategy:
+def by_attention(engine: Engine, history: History) -> list[Pair]:
     """The layers whose last tokens attend most alike."""
     probes = [
         LayerProbe(q, kv, layer.kernel.scaling)
@@ -41,8 +40,7 @@ def by_attention(engine: Engine, history: History) -> Strategy:
     ]
     distances = attention_sums(probes).distances
     # Of any layers: a server also asks a threshold which of them may be merged.
-    layers = list(range(len(distances)))
-    return Strategy(len(layers), closest_pairs(distances, layers, PAIRED))
+    return closest_pairs(distances, range(len(distances)), PAIRED)
 
 
 CHOICES: dict[str, Choice] = {
@@ -70,13 +68,8 @@ def mergeable(engine: Engine) -> dict[str, float]:
 
 @dataclass
 class PairedLayers:
-    """Keeps K and V of histories in pages with pairs of layers.
-
-    Attributes:
-        form: What a slot keeps of a pair.
-        choose: Which layers are paired.
-        chosen: How many histories had each pair.
-    """
+    """Keeps K and V of histories in pages with pairs of layers. ``chosen`` counts the histories
+    that had each pair."""
 
     engine: Engine
     form: Codec
@@ -88,7 +81,7 @@ class PairedLayers:
         pages and were kept as they are."""
         kv = list(history.kv)
         lost = torch.zeros(len(history.slots) // PAGE_SIZE, dtype=torch.bool)
-        for first, second in self.choose(self.engine, history).pairs:
+        for first, second in self.choose(self.engine, history):
             kv[first], kv[second], fits = _round_trip(self.form, kv[first], kv[second])
             lost |= ~fits
             self.chosen[f"{first}, {second}"] += 1
@@ -98,7 +91,7 @@ class PairedLayers:
 
 
 def _round_trip(form: Codec, first: KV, second: KV) -> tuple[KV, KV, torch.Tensor]:
-    """What comes back of two layers, pages that do not fit as they were; and which pages fit."""
+    """Two layers as they come back, pages that do not fit as they were; and which pages fit."""
     units = [_units(form.cut, planes) for planes in (first, second)]
     encoded, fits = form.encode_units(torch.cat(units, dim=1))
     back, both = [], form.decode_units(encoded).split(2, dim=1)

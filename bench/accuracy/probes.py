@@ -11,8 +11,7 @@ KV = tuple[torch.Tensor, torch.Tensor]
 
 
 class LayerProbe(NamedTuple):
-    """A :class:`~hcache_backend.krul.statistics.ProbedLayer` whose K and V, of all tokens, are at
-    hand."""
+    """A :class:`~hcache_backend.restore.recompute.ProbedLayer` whose K and V are at hand."""
 
     q: torch.Tensor
     kv: KV

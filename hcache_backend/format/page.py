@@ -40,8 +40,8 @@ offset bytes field
 ====== ===== ====================================================================
 
 The slot of a layer is the number of its first segment, 65535 for a layer of which nothing is
-stored. The codec names what encodes its units. Layers with one slot share it
-(:mod:`hcache_backend.krul.paired_layout`); otherwise the table is the same in all pages.
+stored. The codec names what encodes its units. Layers with one slot share it, if a subclass of
+:class:`PageLayout` lets them; otherwise the table is the same in all pages.
 """
 
 from __future__ import annotations
@@ -228,6 +228,11 @@ class PageLayout:
         start = TOKENS + 4 * self.page_size
         return pages[..., start : start + 4 * self.page_size].view(np.int32)
 
+    @property
+    def variants(self) -> list[PageLayout]:
+        """Layouts that differ in every code that a page may have: each is tried at the start."""
+        return [self]
+
     def of(self, page: Bytes) -> PageLayout | None:
         """The layout of ``page`` (uint8 ``[page_bytes]``), whose header may let layers share slots.
         None: it is of another form."""
@@ -333,12 +338,20 @@ class PageLayout:
     @cached_property
     def _tables(self) -> bytes:
         """The tables of layers and segments."""
-        packed, slot = [], 0
+        return self._entries + self._packed
+
+    @cached_property
+    def _entries(self) -> bytes:
+        packed, slot = b"", 0
         for segments, codec in self.layers:
-            method = len(segments)
-            packed.append(LAYER_ENTRY.pack(method, slot if segments else _NO_SLOT, codec.encode()))
+            at = slot if segments else _NO_SLOT
+            packed += LAYER_ENTRY.pack(len(segments), at, codec.encode())
             slot += len(segments)
-        return b"".join((*packed, *(PACKED_SEGMENT.pack(*segment) for segment in self._segments)))
+        return packed
+
+    @cached_property
+    def _packed(self) -> bytes:
+        return b"".join(PACKED_SEGMENT.pack(*segment) for segment in self._segments)
 
     @cached_property
     def tables_at(self) -> slice:

@@ -2,11 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any, Protocol
+
 from hcache_backend.format.page import RECOMPUTED, PageLayout, hidden_layer
 from hcache_backend.format.units import SHARE_COUNTS, WHOLE, Share
 from hcache_backend.host.segments import KVSegments
 from hcache_backend.plan.restore import Restore
+from hcache_backend.turn import Turn
 from hcache_kernels.codecs import Codec
+
+
+class NodeLayouts(Protocol):
+    """Chooses the layout of the pages of each node; its backup waits until then. Scheduler thread
+    only."""
+
+    def ask(self, tree: Any, node_ids: Sequence[int]) -> None:
+        """Append the node of SGLang's ``tree`` with these ids; without a tree it need not wait."""
+
+    def next(self) -> PageLayout | None:
+        """Remove the first node and return its layout; None if there is none, or it has to wait."""
+
+    def look(self, turn: Turn) -> None:
+        """Add what this rank knows."""
+
+    def answered(self) -> bool:
+        """The ranks have agreed. True if the first node need not wait since now."""
+
+    def forget(self) -> None:
+        """Backups that wait were dropped, and the tree is empty."""
 
 
 def share_of_heads(rank: int, ranks: int) -> Share:

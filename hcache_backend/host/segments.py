@@ -112,7 +112,8 @@ class KVSegments:
         return torch.ones(len(held), dtype=torch.bool, device=held.device)
 
     def restored_layer(self, layer: int) -> RestoredLayer:
-        return RestoredLayer("kv", copy=self.load, launches=1 if self._encoder is None else 2)
+        launches = 1 if self._encoder is None else 2
+        return RestoredLayer("kv", copy=self.load, launches=launches, by_header=self.by_header)
 
     def load(
         self,

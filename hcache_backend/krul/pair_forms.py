@@ -29,56 +29,45 @@ from torch.nn import functional
 from hcache_kernels.codecs import KV, Codec, Cut, Fp8, UnsupportedRows
 
 _MOST_TOKENS = 1 << 16
-_PAIR = 2 * KV
-"""Planes of an item: K and V of the first layer, then those of the second one."""
+_PAIR = 2 * KV  # planes of an item: K and V of the first layer, then those of the second one
 
 
 class MergedPair(Codec):
-    """See above; without a kernel, and on any device.
-
-    Attributes:
-        retained: One token of this many is retained. Bytes depend on it, and on t: both are of the
-            name.
-    """
+    """See above; without a kernel, and on any device."""
 
     name = code = "merged"
     lossless = False
     retained: ClassVar[int] = 16
+    """One token of this many is retained. Bytes depend on it and on t, so both belong to the name.
+    """
 
     def __init__(self, cut: Cut, dim: int, dtype: torch.dtype, planes: str = _PAIR) -> None:
         if dtype not in (torch.bfloat16, torch.float16):
             raise UnsupportedRows(f"merged pairs take K and V in bfloat16 or float16, not {dtype}")
         if cut.width % dim or cut.tokens > _MOST_TOKENS:
             raise UnsupportedRows(
-                f"merged pairs take units of whole heads and at most {_MOST_TOKENS} tokens, not "
-                f"{cut.tokens} tokens of {cut.width} values in heads of {dim}"
+                f"merged pairs take units of whole heads and at most {_MOST_TOKENS} tokens: {cut}"
             )
         super().__init__(cut, dim, dtype, planes)
         heads = cut.width // dim
         self._kept = -(-cut.tokens // self.retained)
-        # Elements of 16 bits.
-        self._parts = [
-            cut.values,
-            cut.tokens * heads,
-            cut.tokens * heads,
-            self._kept * cut.width,
-            self._kept,
-        ]
+        sizes = cut.tokens * heads  # of 16-bit elements, as are these:
+        self._parts = [cut.values, sizes, sizes, self._kept * cut.width, self._kept]
         both = -(-2 * sum(self._parts) // 16) * 16  # of K in both layers, and of V
         self.unit_bytes = (both, both)
 
     def encode_units(self, units: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         pair = units.unflatten(1, (2, 2)).transpose(0, 1).unflatten(-1, (-1, self.dim))
         values = pair.float()
-        length = _root_of_sum(values)
+        length = _sum(values * values).sqrt()
         magnitudes = length.to(self.dtype)
         # Squares that leave float32, and magnitudes that leave the type.
         held = magnitudes.isfinite() & ((magnitudes > 0) | (values == 0).all(-1))
         fits = held.all(0).flatten(1).all(1)
         alone = torch.where(length[..., None] > 0, values / length[..., None], 0.0)
         kept = _divergent(alone, self._kept)
-        between = self._between(*alone)
-        norm = _root_of_sum(between)[..., None]
+        between = alone[0] + alone[1]
+        norm = _sum(between * between).sqrt()[..., None]
         # Directions that are opposite have no middle.
         direction = torch.where(norm > 0, between / norm, alone[0]).to(self.dtype).flatten(-2)
         rows = kept[..., None].expand(*kept.shape, self.cut.width)
@@ -110,59 +99,49 @@ class MergedPair(Codec):
         ]
         return torch.cat(both, dim=1)
 
-    def _between(self, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-        """Vectors in the direction of both layers, of any length, from those of length 1."""
-        return first + second
 
-
+# codecs of two layers, made by form(cut, dim, dtype, _PAIR)
 PAIR_FORMS: dict[str, type[Codec]] = {form.name: form for form in (MergedPair, Fp8)}
-"""Codecs of two layers, ``form(cut, dim, dtype, _PAIR)``."""
 
 
 class PairSlot:
-    """A slot that holds a page of two layers in any form, as two parts of equal length: what the
-    form has in its first and in its second half, and zeros. The arguments are those of the forms.
-
-    Attributes:
-        forms: By their names.
-        slot_bytes: Bytes of both parts.
-    """
+    """A slot that holds a page of two layers in any form, as two parts of equal length: the halves
+    of the form, each padded with zeros. The arguments are those of the forms."""
 
     def __init__(self, cut: Cut, dim: int, dtype: torch.dtype) -> None:
         self.forms = {name: form(cut, dim, dtype, _PAIR) for name, form in PAIR_FORMS.items()}
-        self.slot_bytes = max(form.segment_bytes for form in self.forms.values())
+        self.slot_bytes = max(form.segment_bytes for form in self.forms.values())  # both parts
 
     def encode(self, name: str, units: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """:meth:`Codec.encode_units` by a form; uint8 ``[p, slot_bytes]``."""
         encoded, fits = self.forms[name].encode_units(units)
-        return self._resized(encoded, self.slot_bytes), fits
+        return _resized(encoded, self.slot_bytes), fits
 
     def decode(self, name: str, slots: torch.Tensor) -> torch.Tensor:
         """:meth:`Codec.decode_units` of what :meth:`encode` returns."""
         form = self.forms[name]
-        return form.decode_units(self._resized(slots, form.segment_bytes))
+        return form.decode_units(_resized(slots, form.segment_bytes))
 
     def stands_for(self, name: str, slots: torch.Tensor, units: torch.Tensor) -> bool:
         """:meth:`Codec.stands_for` of what :meth:`encode` returns."""
         form = self.forms[name]
-        encoded = self._resized(slots, form.segment_bytes)
-        padded = self._resized(encoded, self.slot_bytes)
+        encoded = _resized(slots, form.segment_bytes)
+        padded = _resized(encoded, self.slot_bytes)
         return torch.equal(padded, slots) and form.stands_for(encoded, units)
 
-    def _resized(self, slots: torch.Tensor, size: int) -> torch.Tensor:
-        """Both parts, cut or padded to ``size`` bytes together."""
-        parts = slots.view(len(slots), 2, -1)
-        return functional.pad(parts, (0, size // 2 - parts.shape[2])).flatten(1)
+
+def _resized(slots: torch.Tensor, size: int) -> torch.Tensor:
+    """Both parts, cut or padded to ``size`` bytes together."""
+    parts = slots.view(len(slots), 2, -1)
+    return functional.pad(parts, (0, size // 2 - parts.shape[2])).flatten(1)
 
 
 def changes_of_merges(form: MergedPair, layers: Sequence[torch.Tensor]) -> torch.Tensor:
     """Change of K and V by a merge of each two layers: float32 ``[layers, layers]``, symmetric.
 
-    That is the root mean square over tokens in the worst head of K or V, each token relative to its
-    own size; infinity on the diagonal, and where a page does not fit.
-
-    Args:
-        layers: K and V of each, ``[p, 2, units, tokens, width]``.
+    ``layers``: K and V of each, ``[p, 2, units, tokens, width]``. The change is the root mean
+    square over tokens, each relative to its own size, in the worst head of K or V; infinity on the
+    diagonal and if a page does not fit.
     """
     found = torch.full((len(layers), len(layers)), torch.inf, device=layers[0].device)
     for pair in combinations(range(len(layers)), 2):
@@ -174,7 +153,7 @@ def changes_of_merges(form: MergedPair, layers: Sequence[torch.Tensor]) -> torch
 
 
 def _change(back: torch.Tensor, exact: torch.Tensor, dim: int) -> torch.Tensor:
-    # All tokens count alike: one that stands out would hide what the others lose.
+    # All tokens count alike: an outlier would hide the losses of the others.
     got, want = (part.float().unflatten(-1, (-1, dim)) for part in (back, exact))
     size = want.square().mean(-1, keepdim=True).sqrt().clamp_min(1e-12)
     errors = ((got - want) / size).square()  # [p, 4, units, tokens, heads, dim]
@@ -186,11 +165,6 @@ def _divergent(units: torch.Tensor, count: int) -> torch.Tensor:
     first. ``units`` are vectors of length 1, ``[2, p, 2, units, tokens, heads, dim]``."""
     cosines = _sum(_sum(units[0] * units[1]))  # over values, then over heads
     return cosines.sort(dim=3, stable=True).indices[..., :count].sort(dim=3).values
-
-
-def _root_of_sum(values: torch.Tensor) -> torch.Tensor:
-    """Length of vectors along the last dimension."""
-    return _sum(values * values).sqrt()
 
 
 def _sum(values: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,7 @@
 """Pages in which some layers share a slot, two by two; each page says which ones.
 
-All pages of a form have the same number of pairs, one length and one table of segments: slots of
-the pairs by their first layers, then those of the other layers. So pages of different strategies
-are of one form, and one load may mix them.
+All pages of a form have as many pairs and one table of segments: slots of the pairs by their first
+layers, then those of the other layers. So one load may mix pages with different pairs.
 """
 
 from __future__ import annotations
@@ -18,13 +17,11 @@ import xxhash
 
 from hcache_backend.arena import Ids
 from hcache_backend.format.page import LAYER_ENTRY, Bytes, PageLayout
-from hcache_backend.format.units import PACKED_SEGMENT, Segment
-from hcache_backend.krul.selection import Strategy
+from hcache_backend.format.units import Segment
+from hcache_backend.krul.pairs import CodedPair, alone, check_pairs
 
 _KV = 2  # segments of a slot
 _KNOWN = 1024  # parsed tables of pages that are kept
-
-CodedPair = tuple[int, int, str]  # layers that share a slot, the lower one first, and their code
 
 
 class Slot(NamedTuple):
@@ -50,27 +47,26 @@ class PairedLayout(PageLayout):
     pairs: tuple[CodedPair, ...] = field(kw_only=True)  # by first layers
 
     def __post_init__(self) -> None:
-        known = Strategy(len(self.layers), tuple(pair[:2] for pair in self.pairs)).pairs
+        check_pairs(len(self.layers), (pair[:2] for pair in self.pairs))
         unknown = {code for *_, code in self.pairs} - {*self.codes}
-        if unknown or tuple(sorted(known)) != known:
+        if unknown or tuple(sorted(self.pairs)) != self.pairs:
             raise ValueError(f"pairs {self.pairs}: must be in order, each by one of {self.codes}")
 
     def with_pairs(self, pairs: Sequence[CodedPair]) -> PairedLayout:
-        """The layout of pages with these pairs, in any order. Raises ValueError if they are no
-        pairs of these layers, or not as many."""
+        """The layout with these pairs, in any order; ValueError for others, or another number."""
         if len(pairs) != len(self.pairs):
             raise ValueError(f"pages have {len(self.pairs)} pairs, not {len(pairs)}")
         return replace(self, pairs=tuple(sorted(pairs)))
 
     @property
-    def in_each_code(self) -> list[PairedLayout]:
-        """Layouts of pages with the same pairs, all of them encoded in one way."""
+    def variants(self) -> list[PageLayout]:
+        """The same pairs, all of them in one code."""
         return [self.with_pairs([(*pair[:2], code) for pair in self.pairs]) for code in self.codes]
 
     @cached_property
     def form(self) -> str:
         codes = " ".join((*self.codes, *(layer.codec for layer in self.layers)))
-        return xxhash.xxh3_64_hexdigest(self._prefix + self._packed_segments + codes.encode())
+        return xxhash.xxh3_64_hexdigest(self._prefix + self._packed + codes.encode())
 
     def of(self, page: Bytes) -> PairedLayout | None:
         return self._of_entries(page[self._entries_at].tobytes())
@@ -80,21 +76,21 @@ class PairedLayout(PageLayout):
 
     @cached_property
     def slots(self) -> tuple[Slot, ...]:
-        ends = np.cumsum([0, *(segment.length for segment in self._segments)])
-        return tuple(
-            Slot(layers, code, self.header_bytes + int(ends[_KV * number]))
-            for layers, code, number in self._numbered
-        )
+        """Of every layer."""
+        found: dict[int, Slot] = {}
+        offset = self.header_bytes
+        for layers, code in self._in_order:
+            found |= dict.fromkeys(layers, Slot(layers, code, offset))
+            offset += sum(segment.length for segment in self._segments_of(layers))
+        return tuple(found[layer] for layer in range(len(self.layers)))
 
     @cached_property
     def segment_bytes(self) -> tuple[int, ...]:
         """As of other pages; 0 for the second layer of a pair."""
         return tuple(
-            sum(segment.length for segment in (self.slot if len(layers) > 1 else stored.segments))
-            * (layers[0] == layer)
-            for layer, (stored, (layers, *_)) in enumerate(
-                zip(self.layers, self._numbered, strict=True)
-            )
+            sum(segment.length for segment in self._segments_of(slot.layers))
+            * (slot.layers[0] == layer)
+            for layer, slot in enumerate(self.slots)
         )
 
     @cached_property
@@ -109,17 +105,13 @@ class PairedLayout(PageLayout):
         page_bytes]``), each with the indices of its pages. Pages of no form are left out: HiCache
         has freed them meanwhile, and another read goes there."""
         entries = memory[:, self._entries_at][pages]
-        if (entries == entries[:1]).all():
-            slot = self._slot(entries[0], layer)
-            return [(slot, np.arange(len(pages)))] if slot is not None else []
-        places = defaultdict(list)
-        for place, page in enumerate(entries):
-            places[self._slot(page, layer)].append(place)
-        return [(slot, np.array(found)) for slot, found in places.items() if slot is not None]
-
-    def _slot(self, entries: Bytes, layer: int) -> Slot | None:
-        layout = self._of_entries(entries.tobytes())
-        return layout.slots[layer] if layout is not None else None
+        alike, places = (entries == entries[:1]).all(), defaultdict(list)
+        for place, page in enumerate(entries[:1] if alike else entries):
+            layout = self._of_entries(page.tobytes())
+            if layout is not None:
+                places[layout.slots[layer]].append(place)
+        every = np.arange(len(pages))
+        return [(slot, every if alike else every[found]) for slot, found in places.items()]
 
     @cached_property
     def _of_entries(self) -> Callable[[bytes], PairedLayout | None]:
@@ -129,12 +121,11 @@ class PairedLayout(PageLayout):
         def parsed(entries: bytes) -> PairedLayout | None:
             together = defaultdict(list)
             for layer, (_, number, code) in enumerate(LAYER_ENTRY.iter_unpack(entries)):
-                together[number, code].append(layer)
-            shared = [(slot, layers) for slot, layers in together.items() if len(layers) > 1]
+                name = code.rstrip(b"\0").decode(errors="replace")
+                together[number, name].append(layer)
+            shared = [(*found, code) for (_, code), found in together.items() if len(found) > 1]
             try:
-                layout = self.with_pairs(
-                    [(first, second, _name(code)) for (_, code), (first, second) in shared]
-                )
+                layout = self.with_pairs(shared)
             except ValueError:  # other numbers of pairs or layers, other codes
                 return None
             return layout if layout._entries == entries else None
@@ -142,43 +133,29 @@ class PairedLayout(PageLayout):
         return parsed
 
     @cached_property
-    def _numbered(self) -> tuple[tuple[tuple[int, ...], str, int], ...]:
-        """For every layer: the layers in its slot, the slot's code and its number."""
-        paired = {layer for pair in self.pairs for layer in pair[:2]}
-        alone = [layer for layer in range(len(self.layers)) if layer not in paired]
-        slots: list[tuple[tuple[int, ...], str]] = [(pair[:2], pair[2]) for pair in self.pairs]
-        slots += [((layer,), self.layers[layer].codec) for layer in alone]
-        found = {
-            layer: (layers, code, number)
-            for number, (layers, code) in enumerate(slots)
-            for layer in layers
-        }
-        return tuple(found[layer] for layer in range(len(self.layers)))
+    def _in_order(self) -> list[tuple[tuple[int, ...], str]]:
+        """The layers in each slot of a page, and the slot's code."""
+        shared: list[tuple[tuple[int, ...], str]] = [(pair[:2], pair[2]) for pair in self.pairs]
+        left = alone(len(self.layers), self.pairs)
+        return shared + [((layer,), self.layers[layer].codec) for layer in left]
+
+    def _segments_of(self, layers: tuple[int, ...]) -> tuple[Segment, ...]:
+        return self.slot if len(layers) > 1 else self.layers[0].segments
 
     @cached_property
     def _segments(self) -> tuple[Segment, ...]:
-        alone = len(self.layers) - 2 * len(self.pairs)
-        return self.slot * len(self.pairs) + self.layers[0].segments * alone
+        return tuple(part for layers, _ in self._in_order for part in self._segments_of(layers))
 
     @cached_property
     def _entries(self) -> bytes:
-        return b"".join(
-            LAYER_ENTRY.pack(_KV, _KV * number, code.encode()) for _, code, number in self._numbered
-        )
+        packed = {
+            layer: LAYER_ENTRY.pack(_KV, _KV * number, code.encode())
+            for number, (layers, code) in enumerate(self._in_order)
+            for layer in layers
+        }
+        return b"".join(packed[layer] for layer in range(len(self.layers)))
 
     @property
     def _entries_at(self) -> slice:
         start = self.tables_at.start
         return slice(start, start + len(self._entries))
-
-    @cached_property
-    def _tables(self) -> bytes:
-        return self._entries + self._packed_segments
-
-    @property
-    def _packed_segments(self) -> bytes:
-        return b"".join(PACKED_SEGMENT.pack(*segment) for segment in self._segments)
-
-
-def _name(code: bytes) -> str:
-    return code.rstrip(b"\0").decode(errors="replace")

@@ -10,34 +10,22 @@ import torch
 from hcache_backend.format.page import PageLayout, StoredLayer
 from hcache_backend.format.units import WHOLE, Segment, Share
 from hcache_backend.host.segments import KVSegments
-from hcache_backend.krul.pair_forms import (
-    PAIR_FORMS,
-    MergedPair,
-    PairSlot,
-    changes_of_merges,
-)
+from hcache_backend.krul.pair_forms import PAIR_FORMS, MergedPair, PairSlot, changes_of_merges
 from hcache_backend.krul.paired_layout import PairedLayout, Slot
-from hcache_backend.restore.layers import RestoredLayer
 from hcache_backend.streams import to_device
 from hcache_kernels.codecs import Fp8, UnsupportedRows, make_segment_codec
 from hcache_kernels.pages import gather_pages, scatter_pages
 
+# of K and V of a layer that are merged at once; that takes thirty times as much device memory
 _AT_ONCE_BYTES = 4 << 20
-"""K and V of so many bytes of a layer are merged at once: the calculation takes some thirty times
-as much device memory."""
 
 
 class PairedSegments(KVSegments):
     """Copies K and V between the pool and pages whose headers say which layers share a slot.
 
-    Layers that are in no pair are stored without loss: by ``exp4`` where it takes their type.
-
-    Args:
-        pairs: How many pairs each page has.
-        others: Those of :class:`KVSegments`, whose pages are a rank's own.
-
-    Raises:
-        UnsupportedRows: There are not so many layers, or K and V cannot be merged.
+    Each page has a number of ``pairs``, and is a rank's own. Layers in no pair are stored without
+    loss: by ``exp4`` if it takes their type. Raises UnsupportedRows if there are too few layers, or
+    K and V cannot be merged.
     """
 
     by_header = True
@@ -61,33 +49,24 @@ class PairedSegments(KVSegments):
         """With neighbours in pairs, until others are chosen."""
         part = Segment(self._slot.slot_bytes // 2, pieces=self._units.cut.units)
         pairs = tuple((2 * n, 2 * n + 1, Fp8.name) for n in range(self._pairs))
-        self._layout = PairedLayout(
-            self.page_size,
-            tuple(layers),
-            share,
-            slot=(part, part),
-            codes=tuple(PAIR_FORMS),
-            pairs=pairs,
-        )
+        how = self.page_size, tuple(layers), share
+        codes = tuple(PAIR_FORMS)
+        self._layout = PairedLayout(*how, slot=(part, part), codes=codes, pairs=pairs)
         return self._layout
 
     def save(
         self, layout: PageLayout, memory: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor
     ) -> torch.Tensor:
-        held = self.pages_of(slots)
-        fits = torch.ones((len(self.layers), len(held)), dtype=torch.bool, device=held.device)
-        for layer in self.layers:
-            for slot, at, to in self._by_slot(layer, memory, pages, held.device):
-                if len(slot.layers) == 1:
-                    fits[layer, at] = self._save_layer(layer, held[at], memory, to, slot.offset)
-                elif layer == slot.layers[0]:
-                    fit = self._save_pair(slot, held[at], memory, to)
-                    for each in slot.layers:
-                        fits[each, at] = fit
+        shape = len(self.layers), len(pages)
+        fits = torch.ones(shape, dtype=torch.bool, device=slots.device)
+        for slot, at, held, to in self._slots(self.layers, memory, pages, slots):
+            if len(slot.layers) == 1:
+                fit = self._save_layer(slot.layers[0], held, memory, to, slot.offset)
+            else:
+                fit = self._save_pair(slot, held, memory, to)
+            for layer in slot.layers:
+                fits[layer, at] = fit
         return fits
-
-    def restored_layer(self, layer: int) -> RestoredLayer:
-        return RestoredLayer("kv", copy=self.load, by_header=True)
 
     def load(
         self,
@@ -98,27 +77,29 @@ class PairedSegments(KVSegments):
         slots: torch.Tensor,
     ) -> None:
         """The first layer of a pair brings both; nobody reads the second one before its turn."""
-        held = self.pages_of(slots)
-        for layer in layers:
-            for slot, at, where in self._by_slot(layer, memory, pages, held.device):
-                if len(slot.layers) == 1:
-                    self._load_layer(layer, held[at], memory, where, slot.offset)
-                elif layer == slot.layers[0]:
-                    self._load_pair(slot, held[at], memory, where)
+        for slot, _, held, where in self._slots(layers, memory, pages, slots):
+            if len(slot.layers) == 1:
+                self._load_layer(slot.layers[0], held, memory, where, slot.offset)
+            else:
+                self._load_pair(slot, held, memory, where)
 
-    def _by_slot(
-        self, layer: int, memory: torch.Tensor, pages: torch.Tensor, device: torch.device
-    ) -> Iterator[tuple[Slot, torch.Tensor, torch.Tensor]]:
-        """The slots of a layer in ``pages`` (int64 ``[p]``, on the CPU), which of them have it
-        there, and these pages; both int64 ``[n]``, on the device."""
-        ids = pages.numpy()
-        for slot, places in self._layout.groups(memory.numpy(), ids, layer):
-            yield slot, to_device(places, device), to_device(ids[places], device)
+    def _slots(
+        self, layers: Sequence[int], memory: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor
+    ) -> Iterator[tuple[Slot, torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Each slot with its first layer among ``layers`` in ``pages`` (int64 ``[p]``, on the CPU).
+        With it: indices of the pages that have it, these pages in the pool, and in ``memory``; all
+        int64 ``[n]``, on the device."""
+        ids, every = pages.numpy(), self.pages_of(slots)
+        for layer in layers:
+            for slot, places in self._layout.groups(memory.numpy(), ids, layer):
+                if layer == slot.layers[0]:
+                    at = to_device(places, slots.device)
+                    yield slot, at, every[at], to_device(ids[places], slots.device)
 
     def _save_pair(
         self, slot: Slot, held: torch.Tensor, memory: torch.Tensor, pages: torch.Tensor
     ) -> torch.Tensor:
-        """Save pages of the pool in both layers of a slot; which ones fit, bool ``[p]``."""
+        """Save both layers of a slot of pages ``held``; returns those that fit, bool ``[p]``."""
         fits = []
         for some, to in self._parts(held, pages):
             units = self._units.read_units(self._planes_of(slot), some)
@@ -130,7 +111,6 @@ class PairedSegments(KVSegments):
     def _load_pair(
         self, slot: Slot, held: torch.Tensor, memory: torch.Tensor, pages: torch.Tensor
     ) -> None:
-        """Bring back both layers of a slot."""
         for some, where in self._parts(held, pages):
             rows = gather_pages(memory, where, slot.offset, self._slot.slot_bytes)
             units = self._slot.decode(slot.code, rows)
@@ -144,10 +124,9 @@ class PairedSegments(KVSegments):
         return zip(*(some.split(at_once) for some in ids), strict=True)
 
     def holds(
-        self, segments: torch.Tensor, held: torch.Tensor, part: int, layout: PageLayout, layer: int
+        self, segments: torch.Tensor, held: torch.Tensor, part: int, layout: Any, layer: int
     ) -> bool:
         """Of a pair all of it is compared with the first part."""
-        assert isinstance(layout, PairedLayout)
         slot = layout.slots[layer]
         if len(slot.layers) == 1:
             return super().holds(segments, held, part, layout, layer)
@@ -165,15 +144,13 @@ class PairedSegments(KVSegments):
         units = [self._units.read_units(planes, pages) for planes in held]
         return changes_of_merges(self._merged, units)
 
-    def code_of(self, layout: PageLayout, layer: int) -> str:
-        assert isinstance(layout, PairedLayout)
+    def code_of(self, layout: Any, layer: int) -> str:
         slot = layout.slots[layer]
-        return slot.code if len(slot.layers) > 1 else "none"
+        return str(slot.code) if len(slot.layers) > 1 else "none"
 
     def through_codec(
-        self, layout: PageLayout, planes: Sequence[Sequence[torch.Tensor]]
+        self, layout: Any, planes: Sequence[Sequence[torch.Tensor]]
     ) -> tuple[list[Sequence[torch.Tensor]], torch.Tensor]:
-        assert isinstance(layout, PairedLayout)
         back, fits = super().through_codec(layout, planes)
         pages = torch.arange(fits.shape[1])
         for first, second, code in layout.pairs:
@@ -184,18 +161,3 @@ class PairedSegments(KVSegments):
             self._units.write_units(self._slot.decode(code, rows), both, pages)
             back[first], back[second] = both[:2], both[2:]
         return back, fits
-
-
-def make_segments(
-    kvcache: Any,
-    layers: Sequence[int],
-    page_size: int,
-    share: Share,
-    groups: int,
-    codec: str,
-    pairs: int,
-) -> KVSegments:
-    """What copies K and V by ``codec``; ``krul`` makes so many ``pairs`` in a rank's own pages."""
-    if codec == "krul":
-        return PairedSegments(kvcache, layers, page_size, groups, pairs)
-    return KVSegments(kvcache, layers, page_size, share, groups, codec)

@@ -37,6 +37,9 @@ FIRST_PIECE_TOKENS = 1024
 """Least tokens of a piece: a projection of fewer is not worth its launch."""
 
 
+CHUNK_TOKENS = 8192  # of a server's projections: bounds the device memory of a restore
+
+
 @dataclass(frozen=True)
 class Restore:
     """Storage and restore of each layer of a model, and their times. Any thread.

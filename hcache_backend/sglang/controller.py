@@ -7,7 +7,7 @@
   token in the KV pool was lost, a node gets host pages before the CPU knows its slots, and the
   exchange follows a few passes later. Otherwise the scheduler thread waits for the slots, behind
   the beginning of the last pass.
-- With codec ``krul`` a backup waits until the pairs of its layers are chosen.
+- If a plug-in chooses the layout of each node, its backup waits for that.
 """
 
 from __future__ import annotations
@@ -34,18 +34,17 @@ from hcache_backend.config import ConfigError
 from hcache_backend.format.envelope import key_bytes
 from hcache_backend.format.page import Bytes, Ints, PageLayout
 from hcache_backend.host.loads import LoadQueue, Prefix, QueuedLoad, TokenIds
-from hcache_backend.krul.node_pairs import NodePairs
-from hcache_backend.prefetch.costs import Recomputing
+from hcache_backend.host.page_layout import NodeLayouts
 from hcache_backend.prefetch.eager import batch_pages
 from hcache_backend.prefetch.eager_loads import EagerLoads, token_array
-from hcache_backend.prefetch.meeting import Meeting, meeting_of
+from hcache_backend.prefetch.prefetch import Meeting, Recomputing
 from hcache_backend.ranks import smallest
-from hcache_backend.sglang.hits import note_arrival, note_waiting
-from hcache_backend.sglang.hooks import READS, guarded
+from hcache_backend.sglang.hook_registry import guarded
 from hcache_backend.sglang.host_pool import OwnPagesPool
 from hcache_backend.sglang.read_batches import BackAck, BatchedReads
 from hcache_backend.sglang.runtime import Runtime, current
 from hcache_backend.sglang.stage_pages import StagePages
+from hcache_backend.sglang.storage_threads import READ, note_arrival, note_waiting
 from hcache_backend.turn import Checks, Turn
 
 logger = logging.getLogger("hcache")
@@ -80,11 +79,11 @@ class OwnPagesController(HybridCacheController):
         *,
         capture: StagedCapture | None = None,
         checks: Checks | None = None,
-        pairs: NodePairs | None = None,
+        pairs: NodeLayouts | None = None,
     ) -> None:
         """Give the controller its parts; called once, before the first request. ``capture`` fills
         hidden states, which ``checks`` checks; None: pages hold K and V only. ``pairs`` chooses
-        layers that share slots."""
+        the layouts of nodes."""
         self._runtime = runtime
         self._pool = pool
         self._loads = loads
@@ -104,7 +103,7 @@ class OwnPagesController(HybridCacheController):
         pool.frees_duplicates = lambda: self.write_policy == "write_back"
         self._batches: BatchedReads | None = None
         if eager is not None:
-            self._batches = BatchedReads(self.page_size, self._report, partial(note_waiting, self))
+            self._batches = BatchedReads(self.page_size, self._report, note_waiting)
         self._prefix: Prefix = _unknown
         self._token_ids: TokenIds = _unknown
         self._never_loaded = False  # True: host pages that no load can use are to be evicted
@@ -511,7 +510,7 @@ class OwnPagesController(HybridCacheController):
         operation = super().prefetch(*args, **kwargs)
         # Before the scheduler hears of the hit: nothing is read earlier.
         if self.recomputing is not None:
-            operation.hcache_meeting = Meeting()
+            self._runtime.prefetches.of(operation).meeting = Meeting()
         return operation
 
     @property
@@ -528,13 +527,13 @@ class OwnPagesController(HybridCacheController):
         transfer = partial(super()._page_transfer, operation)
         if self._batches is None or self.page_get_func != self._page_get_zero_copy:
             return transfer()
-        if meeting_of(operation) is not None:
-            return guarded(READS)(OwnPagesController.transfer_from_back, self, operation)
+        if self._runtime.prefetches.of(operation).meeting is not None:
+            return guarded(READ)(OwnPagesController.transfer_from_back, self, operation)
         return self._batches.transfer(operation, transfer)
 
     def transfer_from_back(self, operation: Any) -> None:
         """Read a prefetch from its last page to the front that is recomputed."""
-        meeting = meeting_of(operation)
+        meeting = self._runtime.prefetches.of(operation).meeting
         assert meeting is not None and self._batches is not None and self.eager is not None
         self._read_drafts(operation)
         self._batches.transfer_from_back(self._read_pages, operation, meeting, self.eager.until_met)

@@ -28,7 +28,6 @@ from sglang.srt.observability.metrics_collector import StorageMetrics
 
 from hcache_backend import metrics
 from hcache_backend.format.envelope import PageKeys
-from hcache_backend.prefetch.progress import L3Progress
 from hcache_backend.sglang.arguments import decodes_for_others
 from hcache_backend.sglang.backups import Backups
 from hcache_backend.sglang.runtime import Weights
@@ -55,7 +54,7 @@ class HCacheStorage(HiCacheStorage):
         joined = attach.join(storage_config)
         self._runtime, config, self._kv_fields, store, shared = joined
         self._config = storage_config
-        self._tier = Tiered(LocalTier(store, self._runtime.writer), shared, self._l3)
+        self._tier = Tiered(LocalTier(store, self._runtime.writer), shared, self._runtime.l3)
         self._pools: dict[str, PoolPages] = {}
         self.reads_any_page_alike = shared is None  # no page of a hit is farther away than others
         self.backups = Backups(storage_config.pp_size)
@@ -146,7 +145,7 @@ class HCacheStorage(HiCacheStorage):
             self._set(t.keys or [], t.host_indices, t.name, extra_info)
         return {t.name: [True] * len(t.keys or []) for t in transfers}
 
-    def take_found_behind(self) -> int:
+    def take_found_shared(self) -> int:
         """See :attr:`Tiered.found_shared`; sets it to 0."""
         found, self._tier.found_shared = self._tier.found_shared, 0
         return found
@@ -261,10 +260,6 @@ class HCacheStorage(HiCacheStorage):
             for part in range(pages.parts)
             if weights is not None
         ]
-
-    def _l3(self) -> L3Progress | None:
-        gate = self._runtime.hit_gate
-        return gate.l3 if gate is not None else None
 
     def _count_tokens(self, **pages: int) -> None:
         weights, instead = self._runtime.weights, None if self._promises_hits else "not_promised"

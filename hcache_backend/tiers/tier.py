@@ -330,12 +330,9 @@ class SharedTier(Tier):
 
 class Tiered(Tier):
     """The page store, and a shared tier that is asked for pages that the page store lacks, and that
-    are put there later. ``backend``: of the shared tier, or None. ``l3()``: the progress of reads,
-    or None, which is told about the shared tier."""
+    are put there later. ``backend``: of the shared tier, or None. ``l3`` is told about it."""
 
-    def __init__(
-        self, local: LocalTier, backend: SharedBackend | None, l3: Callable[[], L3Progress | None]
-    ) -> None:
+    def __init__(self, local: LocalTier, backend: SharedBackend | None, l3: L3Progress) -> None:
         self.local, self._l3 = local, l3
         self._unused = backend  # until the size of a page is known
         self._shared: SharedTier | None = None
@@ -365,11 +362,10 @@ class Tiered(Tier):
 
     def exists(self, pages: Pages) -> list[bool]:
         """Pages of the shared tier count only up to the first page that no tier has."""
-        here, l3 = self.local.exists(pages), self._l3()
+        here = self.local.exists(pages)
         if self._shared is None:
             return here
-        if l3 is not None:
-            l3.may_take_longer(LOOK_UP_SECONDS)
+        self._l3.may_take_longer(LOOK_UP_SECONDS)
         absent = [number for number, found in enumerate(here) if not found]
         count = sum(self._shared.exists(pages.some(absent))) if absent else 0
         for number in absent[:count]:
@@ -389,13 +385,11 @@ class Tiered(Tier):
         proven = list(compress(missing, came))
         for number in proven:
             found[number] = True
-        l3 = self._l3()
-        if l3 is not None:
-            end = found.index(False) if False in found else len(found)
-            count = sum(number < end for number in proven) if pages.part == 0 else 0
-            tokens = count * pages.pool.host_pool.page_size
-            seconds = time.monotonic() - start
-            l3.came_from_behind(tokens, seconds, gave_up="reads" in self._shared.failing)
+        end = found.index(False) if False in found else len(found)
+        count = sum(number < end for number in proven) if pages.part == 0 else 0
+        tokens = count * pages.pool.host_pool.page_size
+        seconds, gave_up = time.monotonic() - start, "reads" in self._shared.failing
+        self._l3.came_from_shared(tokens, seconds, gave_up=gave_up)
         if proven:
             kept = pages.some(proven)._replace(prefix=[*pages.prefix, *pages.keys[: proven[0]]])
             self._shared.keep(kept, [memory[number] for number in proven], self.local)

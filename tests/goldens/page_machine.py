@@ -22,8 +22,9 @@ import numpy as np
 import torch
 
 from hcache_backend.capture.encoding import stored_rows
-from hcache_backend.config import parse_config
+from hcache_backend.config import KrulOption, parse_config
 from hcache_backend.host.page_layout import head_groups, share_of_heads
+from hcache_backend.krul.plugin import Krul
 from hcache_backend.plan.costs import Partition
 from hcache_backend.plan.restore import Restore
 from hcache_backend.sglang.runtime import Runtime, Weights
@@ -128,7 +129,10 @@ class Machine:
         methods = Restore(None, None, Partition(*kind.partition), chunk_tokens=4 * PAGE)
         share = share_of_heads(rank, kind.ranks)
         how = methods, share, head_groups(None, share, kind.ranks)
-        codec = {"kv_codec": kind.codec, "pairs": len(kind.pairs)}
+        codec: dict[str, Any] = {"kv_codec": kind.codec}
+        if kind.pairs:
+            ratio = 2 * len(kind.pairs) / sum(kind.partition)
+            codec["plugin"] = Krul(KrulOption(ratio=ratio))
         self.plan: Any
         if kind.partition[1]:
             self.codec = make_codec(kind.hidden, HIDDEN, kind.dtype)
@@ -141,7 +145,7 @@ class Machine:
         if kind.pairs:
             self.layout = self.layout.with_pairs(kind.pairs)
         stack.attention_ranks = lambda: SimpleNamespace(rank_in_group=rank, world_size=kind.ranks)
-        self.fields = stack._page_fields(self.runtime, kvcache, self.plan)
+        self.fields = stack.page_fields(self.runtime, kvcache, self.plan)
         if kind.partition[1]:
             self.fields["codec"] = self.codec.name
         self.runtime.page_fields = self.fields

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from tests.goldens.recorder import Clock, Trace, around
+from tests.goldens.recorder import Clock, Trace
+from tests.kit.scheduler import aborts, around
 
 
 def watch(trace: Trace) -> None:
@@ -65,15 +66,14 @@ def _watch_scheduler(trace: Trace) -> None:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
     def loop(original: Any, scheduler: Any, *args: Any) -> Any:
-        from hcache_backend.prefetch import gate
-
         clock = Clock(trace)
         for name, module in list(sys.modules.items()):
             if _has_virtual_time(name) and hasattr(module, "time"):
                 setattr(module, "time", clock)  # noqa: B010
-        gate.HitGate.__init__.__defaults__ = (clock.monotonic,)
-        if (judge := _runtime().hit_gate) is not None:
-            judge._clock = judge.gpu._clock = judge.l3._clock = clock.monotonic
+        runtime = _runtime()
+        runtime.l3.clock = clock.monotonic
+        if runtime.hit_gate is not None:
+            runtime.hit_gate.gpu._clock = clock.monotonic
         trace.rank = dist.get_rank() if dist.is_initialized() else 0
         return original(scheduler, *args)
 
@@ -82,9 +82,10 @@ def _watch_scheduler(trace: Trace) -> None:
         return original(scheduler)
 
     held: list[Any] = []
+    aborted: dict[str, str] = {}
 
     def process(original: Any, scheduler: Any, received: Sequence[Any]) -> Any:
-        received = _together(held, received) + _aborts(scheduler)
+        received = _together(held, received) + aborts(scheduler, aborted)
         for one in received:
             _say_request(trace, one)
         original(scheduler, received)
@@ -163,32 +164,6 @@ def _together(held: list[Any], received: Sequence[Any]) -> list[Any]:
             ready += sorted(held, key=lambda each: each.rid)
             held.clear()
     return ready
-
-
-_aborted: set[str] = set()
-
-
-def _aborts(scheduler: Any) -> list[Any]:
-    """A request whose id says ``abort in prefetch`` (or ``load``, ``prefill``, ``decode``) is
-    aborted in the first turn that finds it there."""
-    from sglang.srt.managers.io_struct import AbortReq
-
-    cache, last, chunked = scheduler.tree_cache, scheduler.last_batch, scheduler.chunked_req
-    loading = last.reqs if last is not None and getattr(cache, "ongoing_load_back", None) else []
-    middle = {
-        "prefetch": [handle.rid for handle in getattr(cache, "ongoing_prefetch", ())],
-        "load": [req.rid for req in loading],
-        "prefill": [chunked.rid] if chunked is not None else [],
-        "decode": [req.rid for req in scheduler.running_batch.reqs if len(req.output_ids) > 1],
-    }
-    found = [
-        rid
-        for phase, rids in middle.items()
-        for rid in rids
-        if f"abort in {phase}" in rid and rid not in _aborted
-    ]
-    _aborted.update(found)
-    return [AbortReq(rid=rid) for rid in found]
 
 
 def _say_request(trace: Trace, request: Any) -> None:
@@ -464,10 +439,10 @@ def _watch_l3(trace: Trace) -> None:
 def _watch_gate(trace: Trace) -> None:
     from hcache_backend.prefetch.gate import HitGate
 
-    def takes(original: Any, gate: Any, rid: str, tokens: int, *args: Any, **kwargs: Any) -> Any:
-        taken = original(gate, rid, tokens, *args, **kwargs)
+    def takes(original: Any, gate: Any, asked: Any, tokens: int, *args: Any, **kwargs: Any) -> Any:
+        taken = original(gate, asked, tokens, *args, **kwargs)
         verdict = f"takes {taken} of" if taken else "refuses"
-        trace.say(f"gate: {verdict} {tokens} tokens of {rid}")
+        trace.say(f"gate: {verdict} {tokens} tokens of {asked.request_id}")
         return taken
 
     def may_ask(original: Any, gate: Any, rid: str, *args: Any, **kwargs: Any) -> Any:
@@ -476,12 +451,12 @@ def _watch_gate(trace: Trace) -> None:
             trace.say(f"gate: L3 is not asked for {rid}")
         return asks
 
-    def agreed(original: Any, gate: Any, ended: Any, overdue: bool) -> Any:
+    def agreed(original: Any, gate: Any, ended: Any, stalled: bool) -> Any:
         if ended:
-            trace.say(f"gate: ends the prefetch of {', '.join(ended)}")
-        if overdue:
+            trace.say(f"gate: ends the prefetch of {', '.join(one.request_id for one in ended)}")
+        if stalled:
             trace.say("gate: L3 is overdue")
-        return original(gate, ended, overdue)
+        return original(gate, ended, stalled)
 
     around(HitGate, "takes", takes)
     around(HitGate, "may_ask", may_ask)

@@ -36,7 +36,7 @@ FLOAT32: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "first layers recomputed": {"partition": partition(2, LAYERS - 2, 0)},
         "K and V": {"mode": "kv"},
         "mixed": {"partition": partition(2, 2, LAYERS - 4)},
-        "plain pages": {"mode": "kv", "pages": "plain"},
+        "plain pages": {"mode": "plain"},
     }
 )
 BFLOAT16: Mapping[str, Mapping[str, Any]] = MappingProxyType(

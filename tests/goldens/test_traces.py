@@ -229,7 +229,7 @@ def without_l3(model: Path, folder: Path) -> ServerOptions:
 
 
 def with_shared_tier(model: Path, folder: Path) -> ServerOptions:
-    hcache = {"behind": {"backend": "file", "read_seconds": 0.5}, **KV}
+    hcache = {"shared": {"backend": "file", "read_seconds": 0.5}, **KV}
     env = {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(folder / "shared")}
     return our_traced_server(model, folder, hcache, trace={}, extra_env=env)
 
@@ -255,7 +255,7 @@ SCENARIOS = {
     "two ranks": Scenario(ranks, MIXED, {"tp": 2}, ranks=2),
     "two stages": Scenario(ranks, {"partition": partition(0, 1, 1)}, {"pp": 2}, ranks=2),
     "slow L3": Scenario(slow_l3, {"min_gain": 1.0, **KV}, trace={"read_seconds": 1.0}),
-    "plain pages": Scenario(plain, {"pages": "plain", **KV}),
+    "plain pages": Scenario(plain, {"mode": "plain"}),
 }
 
 

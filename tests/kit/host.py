@@ -11,7 +11,8 @@ import torch
 from hcache_backend.checks.service import KVChecks
 from hcache_backend.format.units import WHOLE
 from hcache_backend.host.loads import LoadQueue, QueuedLoad
-from hcache_backend.krul.segments import make_segments
+from hcache_backend.host.segments import KVSegments
+from hcache_backend.krul.segments import PairedSegments
 from hcache_backend.plan.costs import Partition
 from hcache_backend.plan.restore import Restore
 from hcache_backend.restore.pipeline import RestorePipeline
@@ -83,7 +84,11 @@ class Host:
     ) -> None:
         every = range(layers)
         self.device = kv_pool(heads, dtype=dtype, layers=layers)
-        self.kv = make_segments(self.device, every, PAGE, WHOLE, 1, codec, pairs)
+        self.kv = (
+            PairedSegments(self.device, every, PAGE, 1, pairs)
+            if codec == "krul"
+            else KVSegments(self.device, every, PAGE, WHOLE, 1, codec)
+        )
         layout = self.kv.layout([*map(self.kv.stored_layer, every)], WHOLE)
         self.pool = OwnPagesPool(
             self.device,
@@ -174,9 +179,9 @@ def checked(server: Host, every: int = 1) -> tuple[KVChecks, list[str]]:
     """Let one page of so many be checked; the checks, and why trust was lost."""
     lost: list[str] = []
     runtime: Any = SimpleNamespace(
-        config=SimpleNamespace(check_every_pages=every), lose_trust=lost.append
+        config=SimpleNamespace(check_every_pages=every), lose_trust=lost.append, distrust=None
     )
-    checks, pool = KVChecks(runtime, server.pool, server.kv, None), server.pool
+    checks, pool = KVChecks(runtime, server.pool, server.kv), server.pool
     pool.on_freed.append(checks.freed)
     pool.on_backed_up.append(checks.transferred)
     pool.on_loaded.append(checks.transferred)
@@ -185,6 +190,6 @@ def checked(server: Host, every: int = 1) -> tuple[KVChecks, list[str]]:
 
 def compare_all(checks: KVChecks) -> None:
     """Let there be as many turns as the checks take that can end."""
-    for _ in range(1 + sum(len(page.left) for page in checks._copied)):
+    for _ in range(1 + sum(len(page.left) for page in checks._waiting)):
         turn_of_checks(checks)
-    assert checks.failed or not checks._copied
+    assert checks.failed or not checks._waiting

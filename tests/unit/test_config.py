@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from hcache_backend.config import (
+    _GONE,
+    FIXED_AT_START,
     ConfigError,
     HCacheConfig,
     config_from_environment,
@@ -28,12 +30,12 @@ def test_defaults_work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     [
         ([], "hcache: must be a table of options"),
         ({"dir": ["/a"]}, "hcache: unknown option 'dir' (value ['/a']); did you mean 'dirs'?"),
-        ({"zzz": 1}, "unknown option 'zzz' (value 1); the options are dirs, mode"),
+        ({"zzz": 1}, "unknown option 'zzz' (value 1); the options are dirs, quota_bytes"),
         ({"dirs": []}, "option 'dirs' is []: must be a list of at least one folder"),
         ({"dirs": [1]}, "every folder must be a path, not 1"),
         ({"dirs": ["a/b"]}, "every folder must be an absolute path, not 'a/b'"),
         ({"dirs": ["/a", "/a"]}, "every folder may be named once only"),
-        ({"mode": "gpu"}, "option 'mode' is 'gpu': must be 'auto', 'hidden' or 'kv'"),
+        ({"mode": "gpu"}, "option 'mode' is 'gpu': must be 'auto', 'hidden', 'kv' or 'plain'"),
         ({"partition": "kv"}, 'must be "auto" or numbers of layers, such as {"recompute": 1'),
         ({"partition": {"hiden": 1}}, "'hiden': Extra inputs are not permitted; the methods are"),
         ({"partition": {"kv": -1}}, "'kv': must be greater than or equal to 0"),
@@ -45,10 +47,11 @@ def test_defaults_work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         ({"krul": {"ratio": 0}}, "option 'krul.ratio' is 0: must be greater than 0"),
         ({"krul": {"gama": 1.0}}, "unknown option 'krul.gama' (value 1.0); did you mean 'gamma'?"),
         ({"krul": {"error": -1}}, "option 'krul.error' is -1: must be greater than or equal"),
-        ({"codec": "krul", "mode": "hidden"}, "option 'codec' is 'krul': options 'mode', "),
-        ({"codec": "krul", "pages": "plain"}, "K and V of all layers be stored in own pages"),
-        ({"behind": {}}, "unknown option 'behind' (value {}); its name is 'shared' now"),
-        ({"shared": "mooncake"}, 'a table with the backend and its options, such as {"backend": '),
+        ({"codec": "krul", "mode": "hidden"}, "option 'codec' is 'krul': options 'mode' and 'par"),
+        ({"codec": "krul", "mode": "plain"}, "K and V of all layers be stored in own pages"),
+        ({"codec": "krul", "partition": {"hidden": 2}}, "option 'codec' is 'krul': options 'mode'"),
+        ({"krul": {"distance": "output"}}, "unknown option 'krul.distance' (value 'output'); the "),
+        ({"shared": "mooncake"}, 'must be a table, such as {"backend": "mooncake", "config"'),
         ({"shared": {}}, "option 'shared.backend' is {}: Field required"),
         (
             {"shared": {"backend": "s3"}},
@@ -66,7 +69,9 @@ def test_defaults_work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
             {"shared": {"backend": "file", "read_seconds": float("inf")}},
             "option 'shared.read_seconds' is inf: must be a finite number",
         ),
-        ({"restore_chunk_tokens": 1}, "must be greater than or equal to 64"),
+        *(({name: 1}, f"option '{name}' (value 1) is no option any more: ") for name in _GONE),
+        ({"pages": "plain"}, "mode 'plain' is for SGLang's pages"),
+        ({"projection": "generic"}, "variable HCACHE_PROJECTION=generic replaces it"),
     ],
 )
 def test_a_wrong_option_is_named_with_its_value_and_what_would_be_right(
@@ -85,13 +90,23 @@ def test_every_wrong_option_is_named_at_once() -> None:
 
 
 def test_options_that_are_not_set_are_inherited(tmp_path: Path) -> None:
-    server = {"mode": "hidden", "partition": {"hidden": 4}, "quota_bytes": 5, "low_water": 0.5}
+    server = {"mode": "hidden", "partition": {"hidden": 4}, "quota_bytes": 5, "io_threads": 2}
     running = parse_config({"dirs": [str(tmp_path)], **server}, "start")
     assert parse_config(None, "hcache", running) == running
-    changed = parse_config({"quota_bytes": 6, "high_water": 0.6}, "hcache", running)
-    assert changed == running.model_copy(update={"quota_bytes": 6, "high_water": 0.6})
-    with pytest.raises(ConfigError, match=r"'low_water' is 0.5: must not be above 'high_water'"):
-        parse_config({"high_water": 0.4}, "hcache", running)
+    changed = parse_config({"quota_bytes": 6}, "hcache", running)
+    assert changed == running.model_copy(update={"quota_bytes": 6})
+    with pytest.raises(ConfigError, match="'codec' is 'krul': options 'mode' and 'partition' must"):
+        parse_config({"codec": "krul"}, "hcache", running)
+
+
+def test_the_options_are_few_and_an_attach_may_set_those_of_the_store_and_of_sharing() -> None:
+    assert len(HCacheConfig.model_fields) <= 17
+    assert HCacheConfig.model_fields.keys() > FIXED_AT_START
+    free = HCacheConfig.model_fields.keys() - FIXED_AT_START
+    assert free - {"shared"} == {
+        *("dirs", "quota_bytes", "min_free_bytes", "durability", "io_threads", "reader"),
+        "min_gain",
+    }
 
 
 def test_layers_that_are_never_recomputed_are_all_stored() -> None:

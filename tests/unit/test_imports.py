@@ -91,6 +91,16 @@ def test_dependencies_point_down() -> None:
         assert importers(files, *(f"hcache_backend.{other}" for other in above)) == []
 
 
+PLUGINS = {"krul": PACKAGE / "start" / "page_plugin.py"}
+"""Rooms that the core does without, and the one file that loads each if an option names it."""
+
+
+def test_the_core_does_not_import_plugins() -> None:
+    for room, loader in PLUGINS.items():
+        core = [path for path in modules() if part_of(path) != room and path != loader]
+        assert importers(core, f"hcache_backend.{room}") == []
+
+
 SEAM = ("sglang", "tiers", "start")
 """Rooms that import SGLang."""
 

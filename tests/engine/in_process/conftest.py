@@ -27,9 +27,9 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.fixture(autouse=True)
 def checks_never_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     """However busy the machine is."""
-    from hcache_backend.checks import sampling as check_sampling
+    from hcache_backend.checks import service as service_check
 
-    monkeypatch.setattr(check_sampling, "_BURST_SECONDS", math.inf)
+    monkeypatch.setattr(service_check, "_BURST_SECONDS", math.inf)
 
 
 @pytest.fixture

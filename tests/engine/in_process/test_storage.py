@@ -63,19 +63,6 @@ def storage(tmp_path: Path, runtime: Runtime, pool: HostPool) -> Iterator[HCache
     storage.close()
 
 
-def test_what_v1_wrote_v1_reads(storage: HCacheStorage, pool: HostPool) -> None:
-    written = pool.fill(range(0, 3))
-    assert storage.batch_set_v1(KEYS[:3], written) == [True] * 3
-    given = pool.data[:, 0:3].clone()
-    pool.data.zero_()
-    assert storage.batch_exists(KEYS[:5]) == 3
-    assert storage.exists(KEYS[2])
-    assert not storage.exists(KEYS[3])
-    into = torch.arange(10 * PAGE, 14 * PAGE)
-    assert storage.batch_get_v1(KEYS[:4], into) == [True, True, True, False]
-    assert torch.equal(pool.data[:, 10:13], given)
-
-
 def test_pools_do_not_share_pages_and_policies_decide_the_usable_prefix(
     storage: HCacheStorage, pool: HostPool
 ) -> None:

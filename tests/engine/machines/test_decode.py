@@ -35,7 +35,7 @@ from .servers import TRANSFER, started
 pytestmark = [pytest.mark.engine, TRANSFER]
 
 PAGE = 16
-PLAIN = {"mode": "kv", "pages": "plain"}
+PLAIN = {"mode": "plain"}
 ONLY_WRITES = "hcache: a decode server only writes L3"
 OTHER_WEIGHTS = "a prefill server sent K and V of other or unknown weights"
 

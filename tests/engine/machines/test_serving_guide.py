@@ -36,7 +36,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 PAGE = 64
 GUIDE = read_page(Path(__file__).parents[3] / "docs" / "cluster.md")
-PLAIN = {"mode": "kv", "pages": "plain"}
+PLAIN = {"mode": "plain"}
 TCP: dict[str, object] = {"-transfer-backend mooncake": "-transfer-backend mooncake_tcp"}
 EVERY_HIT = {"HCACHE_CONFIG": '{"min_gain": 0}'}
 """A hit of a busy machine is read, too."""

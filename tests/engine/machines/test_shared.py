@@ -12,7 +12,6 @@ import pytest
 from bench.harness import mooncake
 from bench.harness.server import Server, ServerOptions
 from hcache_backend.cli.metrics_page import fetch
-from hcache_backend.plan.profile import Profile, Rate
 from tests.engine.harness.conversations import (
     Conversation,
     converse,
@@ -23,6 +22,7 @@ from tests.engine.harness.ours import (
     assert_no_cache_output,
     assert_nothing_went_wrong,
     flip_bit,
+    slow_profile,
     stored_pages,
 )
 
@@ -37,12 +37,11 @@ from .shared_l3 import (
 
 pytestmark = pytest.mark.engine
 
-RATES = ("hidden_copy", "kv_load", "projection", "dense", "attention")
 STALL_S = 10.0
 KINDS: dict[str, dict[str, Any]] = {
     "hidden": {},
     "own": {"mode": "kv"},
-    "plain": {"mode": "kv", "pages": "plain"},
+    "plain": {"mode": "plain"},
 }
 
 
@@ -91,10 +90,7 @@ def test_machines_with_different_devices_share_pages(model: Path, tmp_path: Path
     prompts = [random_tokens(200, seed) for seed in range(2)]
     asked = []
     for device, slow in (("first", "kv_load"), ("second", "projection")):
-        profile = tmp_path / f"{device}.json"
-        rates = {rate: Rate(seconds=1e-6, per_second=1e18) for rate in RATES}
-        rates |= {name: Rate(seconds=1.0, per_second=1e18) for name in (slow, "dense")}
-        Profile(device=device, source="a test", dtype="float32", l3=None, **rates).save(profile)
+        profile = slow_profile(tmp_path, device, **{slow: 1.0, "dense": 1.0})
         hcache = {"mode": "auto", "profile": str(profile)}
         with Server(machine(model, tmp_path, device, hcache)) as server:
             asked.append(from_l3(server, prompts))

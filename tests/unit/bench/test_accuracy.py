@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,12 +10,12 @@ import pytest
 import torch
 
 from bench.accuracy import pairs
-from bench.accuracy.__main__ import PROGRAM
 from bench.accuracy.measure import Found, Sizes, by_distance
-from bench.accuracy.report import by_layer, draw
+from bench.accuracy.methods import paired
 from bench.fixtures.text import Recalled, Text
+from bench.harness.methods import PAGE_SIZE
 from bench.harness.reference import OwnReference
-from hcache_backend.krul.selection import closest_pairs
+from hcache_backend.krul.pairs import closest_pairs
 from hcache_kernels.codecs import Cut
 
 SIZES = Sizes(texts=1, history=64, turn=32)
@@ -68,53 +67,11 @@ def test_a_method_beside_itself_is_refused() -> None:
         Found().compare("exact", said, said)
 
 
-def test_the_reference_has_no_divergence_and_single_layers_are_in_the_picture_only(
-    tmp_path: Path,
-) -> None:
-    run = {"tokens": 4, "nll": 2.5, "recall": {"64": [3, 4]}}
-    coded = {
-        **run,
-        "kl": 1e-3,
-        "largest_kl": 0.1,
-        "same": 3,
-        "not_kept": 2,
-        "bytes_per_token": 1088,
-    }
-    coded |= {"k_error": 0.01, "v_error": 0.02, "method": "hidden, int8"}
-    layers = [{**coded, "layer": layer, "kl": 10.0**-layer} for layer in (1, 2)]
-    methods = [{**coded, "layer": None}, *layers]
-    results = {"name": "gqa", "dtype": "bfloat16", "device": "a machine"}
-    results |= {"reference": run, "methods": methods}
-    assert PROGRAM.table(results).splitlines()[2:] == [
-        "| no cache | - | - | - | - | - | - | - | 2.5000 | 3 of 4 |",
-        "| hidden, int8 | 1,088 | 2 | 1.0e-02 | 2.0e-02 | 1.0e-03 | 1.0e-01 | 3 of 4 | 2.5000 "
-        "| 3 of 4 |",
-    ]
-    assert by_layer(results) == {"hidden, int8": [0.1, 0.01]}
-    pytest.importorskip("matplotlib")
-    draw(results).savefig(tmp_path / "it.png")
-
-
-def test_what_a_server_finds_at_its_start_has_a_table() -> None:
-    results = {
-        "name": "it",
-        "dtype": "bfloat16",
-        "exactness": {"projected": [{"exactness": "K 0 ulp"}], "recomputed": "K 2 ulp"},
-        "krul": {"may_be_merged": 0, "pairs": 435, "least_change": 0.412},
-    }
-    assert PROGRAM.table(results, "short").splitlines()[2:] == [
-        "| projected from hidden states | K 0 ulp |",
-        "| recomputed | K 2 ulp |",
-        "| pairs of layers that codec `krul` may merge | 0 of 435; the merge that changes least "
-        "changes K or V by 0.41 |",
-    ]
-
-
 @pytest.mark.parametrize("layers", [4, 6, 8, 22])
 def test_every_choice_makes_as_many_pairs(layers: int) -> None:
     distances = torch.rand(layers, layers, generator=torch.Generator().manual_seed(layers))
-    chosen = closest_pairs(distances + distances.T, list(range(layers)), pairs.PAIRED)
-    fixed = pairs.fixed(layers).pairs
+    chosen = closest_pairs(distances + distances.T, range(layers), pairs.PAIRED)
+    fixed = pairs.fixed(layers)
     assert len(fixed) == len(chosen)
     assert fixed[-1] == (layers - 2, layers - 1)
 
@@ -122,16 +79,16 @@ def test_every_choice_makes_as_many_pairs(layers: int) -> None:
 HEADS, DIM, TOKENS = 2, 8, 32
 
 
-def history(layers: int, seed: int = 0) -> tuple[Any, Any]:
+def history(layers: int, tokens: int = TOKENS) -> tuple[Any, Any]:
     """An engine, and a history of two pages of random K, V and queries."""
-    source = torch.Generator().manual_seed(seed)
+    source = torch.Generator().manual_seed(0)
 
     def values() -> torch.Tensor:
-        return torch.randn(TOKENS, HEADS, DIM, generator=source).bfloat16()
+        return torch.randn(tokens, HEADS, DIM, generator=source).bfloat16()
 
     engine = SimpleNamespace(
         layers=[SimpleNamespace(kernel=SimpleNamespace(scaling=0.3))] * layers,
-        page_cut=Cut(HEADS * DIM, TOKENS // 2, pieces=1),
+        page_cut=Cut(HEADS * DIM, tokens // 2, pieces=1),
         kv_shape=(HEADS, DIM),
         dtype=torch.bfloat16,
     )
@@ -145,3 +102,17 @@ def test_of_two_layers_that_are_alike_a_merge_changes_least() -> None:
     text.kv[3] = tuple(2 * part for part in text.kv[1])
     changes = pairs.merge_changes(engine, text)
     assert float(changes[1, 3]) < 0.01 and float(changes[0, 2]) > 0.3
+
+
+def test_pairs_of_layers_come_back_by_every_form_in_their_bytes() -> None:
+    engine, text = history(4, 2 * PAGE_SIZE)
+    stored: list[Any] = []
+    engine.pool = SimpleNamespace(store=lambda kernel, slots, k, v: stored.append((k, v)))
+    engine.kv_bytes, text.slots = 2 * HEADS * DIM * 2, torch.arange(2 * PAGE_SIZE)
+    found = list(paired(engine))
+    assert [method.name.rpartition(", ")[2] for method in found] == ["merged", "merged", "fp8"]
+    for method in found:
+        stored.clear()
+        assert method.restore(text) == 0
+        assert [part.shape for part, _ in stored] == [k.shape for k, _ in text.kv]
+        assert 0.5 < method.bytes_per_token / (4 * engine.kv_bytes) < 0.9

@@ -55,11 +55,11 @@ def test_a_gpu_has_nothing_of_the_cpu_engine(tmp_path: Path) -> None:
 
 
 def test_a_server_may_have_more_options(tmp_path: Path) -> None:
-    assert config("hcache-hidden-eager", tmp_path, hcache={"restore_share": 1.0}) == {
+    assert config("hcache-hidden-eager", tmp_path, hcache={"io_threads": 2}) == {
         "dirs": [str(tmp_path / "l3")],
         "min_gain": 0,
         "mode": "hidden",
-        "restore_share": 1.0,
+        "io_threads": 2,
     }
 
 

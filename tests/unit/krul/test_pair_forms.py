@@ -9,7 +9,6 @@ import torch
 
 from hcache_backend.format.units import units_per_group
 from hcache_backend.krul.pair_forms import PAIR_FORMS, MergedPair, PairSlot
-from hcache_backend.krul.selection import Strategy
 from hcache_kernels.codecs import Codec, Cut, Fp8, UnsupportedRows
 
 DIM = 16
@@ -154,8 +153,7 @@ def test_half_of_the_layers_in_pairs_take_at_most_0_78_of_plain_pages(
     pieces = units_per_group(tokens, width)
     slot = PairSlot(Cut(width, tokens // pieces, pieces=pieces), dim, dtype).slot_bytes
     plain = 2 * tokens * width * dtype.itemsize
-    strategy = Strategy(layers, tuple((first, first + 1) for first in range(0, layers // 2, 2)))
-    assert 0.75 < strategy.page_bytes(plain, slot) / (layers * plain) <= 0.78
+    assert 0.75 < (layers / 2 * plain + layers / 4 * slot) / (layers * plain) <= 0.78
 
 
 def test_other_types_and_parts_of_heads_are_refused() -> None:

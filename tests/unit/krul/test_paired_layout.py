@@ -9,7 +9,8 @@ import pytest
 
 from hcache_backend.format.page import PageLayout, kv_layer
 from hcache_backend.format.units import Segment
-from hcache_backend.krul.paired_layout import CodedPair, PairedLayout
+from hcache_backend.krul.paired_layout import PairedLayout
+from hcache_backend.krul.pairs import CodedPair
 
 LAYERS, TOKENS = 6, 16
 ALONE = kv_layer(TOKENS, 64, 64, 2, 1, "exp4.2", (1024, 1024))
@@ -126,8 +127,14 @@ def test_pages_are_grouped_by_the_slot_that_a_layer_has() -> None:
 
 @pytest.mark.parametrize(
     "pairs",
-    [((0, 5, "merged"), (1, 5, "fp8")), ((2, 3, "fp8"), (0, 5, "fp8")), ((0, 6, "fp8"),)],
-    ids=["twice", "order", "no such layer"],
+    [
+        ((0, 5, "merged"), (1, 5, "fp8")),
+        ((2, 3, "fp8"), (0, 5, "fp8")),
+        ((0, 6, "fp8"),),
+        ((1, 1, "fp8"),),
+        ((2, 1, "fp8"),),
+    ],
+    ids=["twice", "order", "no such layer", "one layer", "order of layers"],
 )
 def test_layers_that_cannot_be_paired_are_refused(pairs: tuple[CodedPair, ...]) -> None:
     with pytest.raises(ValueError, match="pair"):

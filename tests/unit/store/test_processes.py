@@ -182,11 +182,15 @@ def stop_with_the_lock(process: ForkServerProcess, folder: Path) -> None:
 
 
 def test_a_stopped_process_that_keeps_the_lock_costs_others_writes_and_no_reads(
-    memory_path: Path, workers: Workers, caplog: pytest.LogCaptureFixture
+    memory_path: Path,
+    workers: Workers,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A debugger, a frozen container: the process does not die, so nobody takes its lock."""
     folder = memory_path / "a"
-    store = open_quiet(folder, write_seconds=0.5)
+    monkeypatch.setattr("hcache_backend.store.page_store.WRITE_SECONDS", 0.5)
+    store = open_quiet(folder)
     task = Task("writer", [folder], 5, 3600, 0, "none", memory_path / "log")
     workers[:] = [start(task)]
     while len(whole_lines(task)) < 50:

@@ -52,6 +52,11 @@ def found(store: PageStore, numbers: Sequence[int]) -> int:
     return [*present, False].index(False)
 
 
+@pytest.fixture(autouse=True)
+def low_water(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hcache_backend.store.eviction.LOW_WATER", 0.95)
+
+
 @pytest.fixture(params=[1, 3], ids=["one folder", "three folders"])
 def folders(request: pytest.FixtureRequest, tmp_path: Path) -> list[Path]:
     return [tmp_path / str(number) for number in range(request.param)]
@@ -59,7 +64,7 @@ def folders(request: pytest.FixtureRequest, tmp_path: Path) -> list[Path]:
 
 def bounded(folders: Sequence[Path], pages: int) -> PageStore:
     quota = -(-pages // len(folders)) * FILE
-    return open_quiet(*folders, quota_bytes=quota, high_water=1.0, low_water=0.95)
+    return open_quiet(*folders, quota_bytes=quota)
 
 
 def test_a_shared_prompt_stays_while_anybody_uses_it(folders: list[Path]) -> None:
@@ -162,7 +167,7 @@ def test_a_history_of_thousands_of_pages_takes_a_few_statements(tmp_path: Path) 
         other = PageName(NAMESPACE, key(5000), WHOLE)
         folder.index.insert([Entry(other, 4096, PAGE, WRITER, hour_ago - 10**12)])
         statements: list[str] = []
-        for connection in (*folder.index._readers, folder.index._writer):
+        for connection in folder.index._connections:
             assert connection is not None
             connection.set_trace_callback(statements.append)
 

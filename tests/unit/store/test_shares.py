@@ -55,8 +55,10 @@ some_shares = st.sampled_from(SHARES)
 @pytest.fixture(scope="module")
 def shared_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PageStore]:
     """A store for many examples: opening one for each would take the time."""
-    folder = tmp_path_factory.mktemp("shares")
-    store = open_quiet(folder / "a", folder / "b", buffer_bytes=8192)
+    path = tmp_path_factory.mktemp("shares")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hcache_backend.store.folder.BUFFER_BYTES", 8192)
+        store = open_quiet(path / "a", path / "b")
     yield store
     store.close()
 

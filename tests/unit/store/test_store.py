@@ -47,9 +47,9 @@ def test_pages_come_back_also_after_reopening(tmp_path: Path) -> None:
     assert get(store, 7, OTHER_NAMESPACE) is None
 
 
-def test_the_background_looks_after_itself(tmp_path: Path) -> None:
-    settings = config(tmp_path / "store", sync_seconds=0.05)
-    store = PageStore(settings, WRITER)
+def test_the_background_looks_after_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hcache_backend.store.maintenance._PAUSE_SECONDS", 0.05)
+    store = PageStore(config(tmp_path / "store"), WRITER)
     store.put(NAMESPACE, [key(1)], [[memory(content(key(1)))]])
     deadline = time.monotonic() + 240
     while not store.stats.syncs:
@@ -79,7 +79,9 @@ def test_memory_may_change_as_soon_as_put_returns(memory_path: Path) -> None:
     store.close()
 
 
-def test_memory_may_change_after_a_put_that_ran_out_of_time(tmp_path: Path) -> None:
+def test_memory_may_change_after_a_put_that_ran_out_of_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class SlowOps(Ops):
         gate = threading.Event()
 
@@ -89,7 +91,8 @@ def test_memory_may_change_after_a_put_that_ran_out_of_time(tmp_path: Path) -> N
             return super().write(fd, buffers, offset)
 
     SlowOps.gate.set()
-    store = open_quiet(tmp_path / "store", ops=SlowOps(), write_seconds=0.2)
+    monkeypatch.setattr("hcache_backend.store.page_store.WRITE_SECONDS", 0.2)
+    store = open_quiet(tmp_path / "store", ops=SlowOps())
     SlowOps.gate.clear()
     view = memory(content(key(1)))
     assert store.put(NAMESPACE, [key(1), key(2)], [[view], [view]]) == [False, False]
@@ -110,8 +113,8 @@ def test_a_bug_below_is_a_miss_not_a_hanging_thread(
     def raise_error(*ignored: object) -> None:
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr("hcache_backend.store.disk.read_page", raise_error)
-    monkeypatch.setattr("hcache_backend.store.disk.write_page", raise_error)
+    monkeypatch.setattr("hcache_backend.store.folder.Folder.read_page", raise_error)
+    monkeypatch.setattr("hcache_backend.store.folder.Folder.write_page", raise_error)
     assert get(store, 1) is None
     assert put(store, 2) == [False]
 
@@ -133,8 +136,11 @@ def test_neighbours_go_to_different_folders(tmp_path: Path) -> None:
         assert sorted(places) == [0, 1, 2, 3]
 
 
-def test_the_quota_holds_and_the_least_recently_used_go(tmp_path: Path) -> None:
-    store = open_quiet(tmp_path / "store", quota_bytes=10 * FILE, low_water=0.7, high_water=1.0)
+def test_the_quota_holds_and_the_least_recently_used_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hcache_backend.store.eviction.LOW_WATER", 0.7)
+    store = open_quiet(tmp_path / "store", quota_bytes=10 * FILE)
     for number in range(10):
         put(store, number)
     assert store.stats.pages_evicted == 0
@@ -148,12 +154,13 @@ def test_the_quota_holds_and_the_least_recently_used_go(tmp_path: Path) -> None:
     assert_sound(store)
 
 
-def test_recency_survives_reopening(tmp_path: Path) -> None:
+def test_recency_survives_reopening(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = open_quiet(tmp_path / "store")
     put(store, *range(10))
     store.use(NAMESPACE, [key(0)])
     store.close()
-    store = open_quiet(tmp_path / "store", quota_bytes=10 * FILE, low_water=0.2, high_water=1.0)
+    monkeypatch.setattr("hcache_backend.store.eviction.LOW_WATER", 0.2)
+    store = open_quiet(tmp_path / "store", quota_bytes=10 * FILE)
     put(store, 10)
     assert store.exists(NAMESPACE, [key(0), key(10)]) == [True, True]
     assert len(page_files(tmp_path / "store")) == 2
@@ -306,8 +313,11 @@ def test_drop_writer_deletes_what_one_server_run_wrote(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shift", [0, 1, 64, 512])
-def test_unaligned_memory_is_copied_and_counted(tmp_path: Path, shift: int) -> None:
-    store = open_quiet(tmp_path / "store", buffer_bytes=8192)
+def test_unaligned_memory_is_copied_and_counted(
+    tmp_path: Path, shift: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hcache_backend.store.folder.BUFFER_BYTES", 8192)
+    store = open_quiet(tmp_path / "store")
     with store.disks[0].use() as folder:
         alignment = folder.io.alignment
     data = content(key(1), 40_000)
@@ -342,8 +352,11 @@ def test_a_page_that_is_there_is_not_written_again(tmp_path: Path) -> None:
     assert store.stats.pages_already_stored == 4
 
 
-def test_a_lock_that_is_never_free_costs_pages_not_the_server(tmp_path: Path) -> None:
-    store = open_quiet(tmp_path / "store", write_seconds=0.3)
+def test_a_lock_that_is_never_free_costs_pages_not_the_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hcache_backend.store.page_store.WRITE_SECONDS", 0.3)
+    store = open_quiet(tmp_path / "store")
     other = open_quiet(tmp_path / "store")
     with other.disks[0].use() as folder, folder.lock.held(1):
         assert put(store, 1) == [False]
@@ -392,9 +405,9 @@ def test_threads_wake_and_the_index_changes_once_for_many_pages(
     disk, woken = store.disks[0], []
     for pool in (disk.readers, disk.writers):
 
-        def submit(work: Any, start: Any = pool.submit) -> Any:
+        def submit(work: Any, *items: Any, start: Any = pool.submit) -> Any:
             woken.append(work)
-            return start(work)
+            return start(work, *items)
 
         monkeypatch.setattr(pool, "submit", submit)
     ops.commits = 0
@@ -450,7 +463,7 @@ def test_what_dead_sessions_left_is_removed_also_that_of_earlier_versions(tmp_pa
     (folder / "sessions" / "earlier" / "lock").touch()
     (folder / "sessions" / "earlier" / "17").write_bytes(b"half a page")
     with alive.disks[0].use() as opened:
-        unfinished, name = opened.session.place(opened.session.new_file())
+        unfinished, name = opened.session.new_file()
         os.close(os.open(name, os.O_WRONLY | os.O_CREAT, 0o600, dir_fd=unfinished))
         token = opened.session.token
     store = open_quiet(folder)

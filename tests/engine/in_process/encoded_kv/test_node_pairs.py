@@ -18,10 +18,8 @@ from hcache_backend import metrics
 from hcache_backend.config import KrulOption
 from hcache_backend.krul import node_pairs as module
 from hcache_backend.krul.node_pairs import NodePairs
-from hcache_backend.krul.paired_layout import CodedPair, PairedLayout
-from hcache_backend.krul.statistics import PairSums
+from hcache_backend.krul.pairs import CodedPair, PairSums
 from hcache_backend.sglang.controller import OwnPagesController
-from hcache_backend.start.pair_choice import find_mergeable
 from hcache_backend.streams import CallerStream, Stream
 from tests.engine.in_process.encoded_kv.test_pairs import LAYERS, plan_of
 from tests.kit.host import PAGE, bare_controller, slots_of
@@ -59,7 +57,7 @@ def far(distances: dict[tuple[int, int], float], rows: int = 10) -> PairSums:
     for (first, second), distance in distances.items():
         squared[first, second] = squared[second, first] = distance
     mass = torch.full((LAYERS,), 0.9 * rows, dtype=torch.float64)
-    return PairSums(rows, mass, squared)
+    return PairSums(torch.vstack((torch.full_like(mass, rows), mass, squared)))
 
 
 class Model:
@@ -102,11 +100,11 @@ class Forwards(CallerStream):
 
 
 def node_pairs(model: Any, group: Any = None, *, gamma: float = 0.5, ranks: int = 1) -> NodePairs:
-    plan = plan_of(pairs=1)
-    option = KrulOption(error=2, ratio=0.34, gamma=gamma)
-    find_mergeable(plan, option, slots_of(1, 2, 3), None)
-    assert plan.choice is not None and isinstance(plan.layout, PairedLayout)
-    return NodePairs(model, plan.choice, plan.layout, group, ranks)
+    plan = plan_of(KrulOption(error=2, ratio=0.34, gamma=gamma))
+    plugin: Any = plan.plugin
+    layout = plugin.settle(plan.kv, plan.layout, slots_of(1, 2, 3), None)
+    pairs: NodePairs = plugin.backups(model, layout, group, ranks)
+    return pairs
 
 
 @pytest.fixture(autouse=True)
@@ -135,7 +133,7 @@ def test_each_node_has_the_pairs_of_the_layers_that_attend_alike_at_its_end(
     model = Model({40: far({(1, 4): 0.1}), 60: far({(0, 2): 0.1})})
     pairs = node_pairs(model)
     pairs.ask(Tree(40), [0])
-    assert (pairs.asked, pairs.next()) == (1, None)  # not before the answer was looked at
+    assert pairs.next() is None  # not before the answer was looked at
     assert answered(pairs)
     pairs.forget()  # the tree is emptied
     pairs.ask(Tree(60), [0])
@@ -144,7 +142,6 @@ def test_each_node_has_the_pairs_of_the_layers_that_attend_alike_at_its_end(
     assert ready(pairs) == [((0, 2, "merged"),), START]
     # The last tokens of the node, which see all tokens before them.
     assert model.asked == [([*range(8, 40)], 40), ([*range(28, 60)], 60)]
-    assert pairs.asked == 0
     assert counted == [
         *(("far", "merged", 0.1), ("far", "merged", 0.1)),
         *(("pair", "merged"), ("pair", "fp8")),
@@ -192,7 +189,7 @@ def test_few_sums_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
         pairs.ask(tree, [node])
         assert answered(pairs) and len(ready(pairs)) == 1
     assert [*pairs._sums] == ["page 1", "page 2"]
-    assert pairs._sums["page 2"].rows == 30
+    assert (pairs._sums["page 2"][0] == 30).all()
 
 
 def test_layers_that_look_elsewhere_are_not_merged(counted: list[tuple[Any, ...]]) -> None:

@@ -6,17 +6,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
+from hcache_backend.checks.round_trip import check_lossy
 from hcache_backend.config import HCacheConfig, KrulOption
-from hcache_backend.krul.paired_layout import CodedPair, PairedLayout
-from hcache_backend.start import strategy
-from hcache_backend.start.agreement import Refused
-from hcache_backend.start.codec_choice import check_lossy
+from hcache_backend.krul.pairs import CodedPair
+from hcache_backend.ranks import Refused
+from hcache_backend.start import capabilities, strategy
 from hcache_backend.start.page_plan import PagePlan
-from hcache_backend.start.pair_choice import find_mergeable
+from hcache_backend.start.page_plugin import page_plugin
 from tests.engine.in_process.encoded_kv.test_pairs import plan_of
+from tests.engine.in_process.encoded_kv.test_start import bare_start
 from tests.kit.host import slots_of
+
+PAIR, TWO = ((1, 4),), ((1, 4), (0, 3))
+EVERY = 15
 
 
 def alike(plan: PagePlan, first: int, second: int) -> None:
@@ -24,30 +27,26 @@ def alike(plan: PagePlan, first: int, second: int) -> None:
         planes[second].copy_(planes[first] * 1.5)
 
 
-def tried(plan: PagePlan, option: KrulOption) -> tuple[CodedPair, ...]:
-    find_mergeable(plan, option, slots_of(1, 2, 3), None)
-    check_lossy(plan.kv, plan.layout, slots_of(1, 2, 3), option.error)
-    assert isinstance(plan.layout, PairedLayout)
-    return plan.layout.pairs
-
-
-def test_pairs_that_a_merge_would_change_too_much_are_in_fp8() -> None:
-    plan = plan_of()
+@pytest.mark.parametrize(
+    ("option", "mergeable", "pairs"),
+    [
+        ({"pairs": TWO}, 1, ((0, 3, "fp8"), (1, 4, "merged"))),  # the other changes too much
+        ({"pairs": TWO, "error": 2}, EVERY, ((0, 3, "merged"), (1, 4, "merged"))),
+        ({}, 1, ((2, 3, "fp8"), (4, 5, "fp8"))),  # what is not named
+        ({"pairs": PAIR, "error": 2}, EVERY, ((1, 4, "merged"), (3, 5, "fp8"))),
+    ],
+    ids=["too much", "anything", "none named", "one named"],
+)
+def test_pairs_that_are_named_and_change_little_are_merged(
+    option: dict[str, Any], mergeable: int, pairs: tuple[CodedPair, ...]
+) -> None:
+    plan = plan_of(KrulOption(**{"ratio": 0.7, **option}))
     alike(plan, 1, 4)
-    option = KrulOption(pairs=((1, 4), (0, 3)))
-    assert tried(plan, option) == ((0, 3, "fp8"), (1, 4, "merged"))
-    assert plan.choice is not None
-    assert plan.choice.mergeable == {(1, 4)}
-    anything = KrulOption(pairs=((1, 4), (0, 3)), error=2)
-    assert tried(plan, anything) == ((0, 3, "merged"), (1, 4, "merged"))
-    assert len(plan.choice.mergeable) == 15
-
-
-def test_what_is_not_named_is_in_fp8() -> None:
-    plan = plan_of()
-    assert tried(plan, KrulOption()) == ((2, 3, "fp8"), (4, 5, "fp8"))
-    option = KrulOption(pairs=((1, 4),), error=2)
-    assert tried(plan, option) == ((1, 4, "merged"), (3, 5, "fp8"))
+    plugin: Any = plan.plugin
+    layout = plugin.settle(plan.kv, plan.layout, slots_of(1, 2, 3), None)
+    check_lossy(plan.kv, layout, slots_of(1, 2, 3), plugin.allowed_change)
+    assert layout.pairs == pairs
+    assert len(plugin.choice.mergeable) == mergeable
 
 
 @pytest.mark.parametrize(
@@ -55,32 +54,44 @@ def test_what_is_not_named_is_in_fp8() -> None:
     [
         (((0, 6),), "two of the layers 0 to 5"),
         (((0, 1), (1, 2)), "each in one pair"),
-        (((0, 1), (2, 3), (4, 5)), "names 3 pairs, and by its 'ratio' 0.5 pages of 6 layers"),
+        (((0, 1), (2, 3), (4, 5)), "names 3 pairs, and by its 'ratio' 0.7 pages of 6 layers"),
     ],
 )
 def test_pairs_that_cannot_be_made_are_refused(
     pairs: tuple[tuple[int, int], ...], why: str
 ) -> None:
+    plan = plan_of(KrulOption(ratio=0.7, pairs=pairs))
+    plugin: Any = plan.plugin
     with pytest.raises(Refused, match=why):
-        find_mergeable(plan_of(), KrulOption(pairs=pairs), slots_of(1), None)
+        strategy._valid(plugin.settle, plan.kv, plan.layout, slots_of(1), None)
 
 
-def test_a_model_that_keeps_something_of_each_batch_is_not_asked_in_service(
+def test_only_its_codec_loads_the_plugin() -> None:
+    assert page_plugin(HCacheConfig(codec="krul", mode="kv")) is not None
+    assert page_plugin(HCacheConfig(codec="fp8")) is None
+
+
+def test_a_model_that_keeps_something_of_each_batch_is_not_asked(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What SGLang prepares for LoRA adapters, say, would be of a batch with other tokens."""
-    served, alone = object.__new__(strategy.OwnPagesStrategy), SimpleNamespace()
-    alone.tp_cache_group = alone.pp_cache_group = None
-    served._runtime = SimpleNamespace(config=HCacheConfig(), runner=None)  # type: ignore[assignment]
-    plan, asked = plan_of(), []
+    served = bare_start()
+    served._runner = SimpleNamespace(model_config=SimpleNamespace(vocab_size=100))
+    recomputer = SimpleNamespace()
+    monkeypatch.setattr(strategy, "install", lambda hooks: None)
+    monkeypatch.setattr(strategy, "make_recomputer", lambda *_: recomputer)
+    problem: list[str] = []
 
-    def find_probe(runner: Any, plan: PagePlan, slots: torch.Tensor) -> None:
-        asked.append(slots)
-        plan.probe = SimpleNamespace()  # type: ignore[assignment]
+    def try_model(*_: Any) -> None:
+        if problem:
+            raise ValueError(problem[0])
 
-    monkeypatch.setattr(strategy, "find_probe", find_probe)
-    for reason, times in (("LoRA adapters", 0), (None, 1)):
-        monkeypatch.setattr(strategy, "refusal", lambda *_, reason=reason: reason)
-        served._look_at_attention(alone, plan, slots_of(1))
-        assert (len(asked), plan.probe is not None) == (times, times == 1)
-    assert "pairs of layers are the same in all pages: LoRA adapters" in caplog.text
+    for refused, broken in (("LoRA adapters", None), (None, "no memory"), (None, None)):
+        plan = plan_of()
+        problem[:] = [broken] if broken else []
+        monkeypatch.setattr(plan.plugin, "try_model", try_model)
+        monkeypatch.setattr(capabilities, "refusal", lambda *_, refused=refused: refused)
+        served._look_at_model(plan, slots_of(1))
+        assert plan.observer is (None if refused or broken else recomputer)
+    for why in ("LoRA adapters", "no memory"):
+        assert f"all pages have one layout: {why}" in caplog.text

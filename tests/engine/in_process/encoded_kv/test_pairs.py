@@ -6,15 +6,18 @@ import pytest
 import torch
 
 from hcache_backend.arena import NOT_SETTLED
+from hcache_backend.config import KrulOption
 from hcache_backend.format.units import WHOLE
 from hcache_backend.krul.pair_forms import PAIR_FORMS
-from hcache_backend.krul.paired_layout import CodedPair, PairedLayout
+from hcache_backend.krul.paired_layout import PairedLayout
+from hcache_backend.krul.pairs import CodedPair
+from hcache_backend.krul.plugin import Krul
 from hcache_backend.plan.costs import Partition
 from hcache_backend.plan.restore import Restore
-from hcache_backend.start.agreement import Refused
-from hcache_backend.start.copy_check import check_copies
+from hcache_backend.ranks import Refused
 from hcache_backend.start.page_plan import PagePlan
 from tests.engine.in_process.encoded_kv.test_lossy import by_reference
+from tests.engine.in_process.encoded_kv.test_start import try_copies
 from tests.kit.host import (
     DEVICE_PAGES,
     PAGE,
@@ -104,16 +107,18 @@ def test_a_page_that_does_not_say_which_layers_share_slots_is_not_loaded() -> No
     assert server.pool.depth(pages).tolist() == [0, NOT_SETTLED]
 
 
-def plan_of(dtype: torch.dtype = torch.bfloat16, pairs: int = 2) -> PagePlan:
-    device = kv_pool(dtype=dtype, layers=LAYERS)
+def plan_of(option: KrulOption | None = None) -> PagePlan:
+    """Of six layers; by default two of the three pairs share slots."""
+    device = kv_pool(layers=LAYERS)
     methods = Restore(None, None, Partition(0, 0, LAYERS), chunk_tokens=8192)
-    return PagePlan(device, methods, WHOLE, 1, kv_codec="krul", pairs=pairs)
+    plugin = Krul(option or KrulOption(ratio=0.7))
+    return PagePlan(device, methods, WHOLE, 1, kv_codec="krul", plugin=plugin)
 
 
 def test_copies_are_tried_in_every_form() -> None:
     plan = plan_of()
     before = bits(plan.kvcache, *range(DEVICE_PAGES))
-    check_copies(plan)
+    try_copies(plan)
     assert torch.equal(bits(plan.kvcache, *range(DEVICE_PAGES)), before)
 
 
@@ -132,4 +137,4 @@ def test_a_form_that_brings_something_else_is_refused(
 
     monkeypatch.setattr(plan.kv, "_save_pair", wrong)
     with pytest.raises(Refused, match=r"K or V of layer \d come back"):
-        check_copies(plan)
+        try_copies(plan)

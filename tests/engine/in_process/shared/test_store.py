@@ -12,7 +12,7 @@ from sglang.srt.mem_cache.hicache_storage import PoolName
 from hcache_backend import HCacheStorage
 from hcache_backend.config import ConfigError
 from hcache_backend.format.units import Share
-from hcache_backend.prefetch.gate import HitGate
+from hcache_backend.prefetch.prefetch import Prefetch
 from hcache_backend.sglang.runtime import Runtime, Weights
 from tests.engine.in_process.pools.test_own_pages import Server, indices
 from tests.engine.in_process.shared.machines import (
@@ -59,7 +59,7 @@ def test_pages_that_both_stores_have_are_one_sequence(
     second.read(0, 1, 3)
     until(lambda: second.stored() == 3, "pages to be kept")
     assert second.storage.batch_exists(KEYS[:6]) == 4
-    assert second.storage.take_found_behind() == 2, "from the first one on that is only shared"
+    assert second.storage.take_found_shared() == 2, "from the first one on that is only shared"
     assert second.read(0, 1, 2, 3) == [True] * 4
     assert torch.equal(second.pool.data[:, :4], given)
 
@@ -176,13 +176,14 @@ def test_what_this_machines_disk_lost_is_not_counted_as_brought_by_the_shared_ti
     first.write(0, 1, 2)
     wait_for_values(shared, 3)
     value_of(shared, 0).unlink()
-    runtime.hit_gate = gate = HitGate(None, "test", 1.0)
-    gate.may_ask("a", 0)
-    assert gate.takes("a", 3 * PAGE, 3 * PAGE, 2 * PAGE) == 3 * PAGE
-    gate.read_begins("a", 3 * PAGE, PAGE)
+    runtime.judge(None, "test", 1.0)
+    gate, prefetch = runtime.hit_gate, Prefetch("a")
+    assert gate is not None
+    assert gate.takes(prefetch, 3 * PAGE, 3 * PAGE, 2 * PAGE) == 3 * PAGE
+    gate.read_begins(prefetch, 3 * PAGE, PAGE)
     assert second.read(0, 1, 2) == [False, True, True]
     assert gate.l3.reading is not None
-    assert gate.l3.reading.from_behind == 0
+    assert gate.l3.reading.from_shared == 0
 
 
 @pytest.mark.parametrize("switch", ["disaggregation_mode", "enable_pd_role_switch"])
@@ -211,16 +212,17 @@ def test_reads_tell_how_fast_each_store_is(
     first, second = machine("first"), machine("second")
     first.write(0, 1)
     wait_for_values(shared, 2)
-    runtime.hit_gate = gate = HitGate(None, "test", 1.0)
-    gate.may_ask("a", 0)
+    runtime.judge(None, "test", 1.0)
+    gate, prefetch = runtime.hit_gate, Prefetch("a")
+    assert gate is not None
     second.storage.batch_exists(KEYS[:2])
-    far = second.storage.take_found_behind() * PAGE
-    assert gate.takes("a", 2 * PAGE, 2 * PAGE, far) == 2 * PAGE
-    gate.read_begins("a", 2 * PAGE, PAGE)
+    far = second.storage.take_found_shared() * PAGE
+    assert gate.takes(prefetch, 2 * PAGE, 2 * PAGE, far) == 2 * PAGE
+    gate.read_begins(prefetch, 2 * PAGE, PAGE)
     assert second.read(0, 1) == [True, True]
     gate.l3.arrived(2 * PAGE)
     gate.read_ends()
-    assert gate.costs.rates().keys() == {"shared_read"}
+    assert gate.estimates.rates().keys() == {"shared_read"}
 
 
 # ---- whose pages ----

@@ -118,16 +118,12 @@ class TestAnAttach:
         assert "dirs" in of_the_store
         others: dict[str, object] = {
             "mode": "kv",
-            "pages": "plain",
             "partition": {"hidden": 2},
             "profile": "/tmp/profile.json",
             "codec": "none",
             "krul": {"gamma": 0.25},
             "check_every_pages": 1,
-            "projection": "generic",
-            "restore_chunk_tokens": 64,
             "restore": "layerwise",
-            "restore_share": 0.25,
             "recompute": "never",
             "recompute_ms": 5.0,
         }
@@ -167,23 +163,24 @@ class TestAnAttach:
         ):
             self.joined(mode="hidden")
 
-    def test_may_not_ask_for_own_pages_of_a_server_that_could_have_none(
-        self, running: Runtime
-    ) -> None:
+    def test_may_ask_for_the_plain_pages_that_the_server_has(self, running: Runtime) -> None:
+        with pytest.raises(ConfigError, match="'plain' but this server runs in hidden mode"):
+            self.joined(mode="plain")
         running.use_plain_pages("the KV pool is another one")
-        self.joined(pages="plain")
-        with pytest.raises(ConfigError, match=r"'own' but this server runs in kv mode \(the KV po"):
-            self.joined(pages="own")
+        for mode in ("auto", "kv", "plain"):
+            self.joined(mode=mode)
+        with pytest.raises(ConfigError, match=r"'hidden' but this server runs in kv mode \(the KV"):
+            self.joined(mode="hidden")
 
     def test_of_a_server_that_was_started_without_us_may_set_what_it_has(
         self, runtime: Runtime, tmp_path: Path
     ) -> None:
         base = {"dirs": [str(tmp_path)], "min_gain": 0}
-        for options in ({"mode": "kv"}, {"mode": "auto"}, {"pages": "plain"}, {"codec": "none"}):
+        for options in ({"mode": "kv"}, {"mode": "auto"}, {"mode": "plain"}, {"codec": "none"}):
             config = self.joined(**base, **options)
             assert config == parse_config({**base, **options}, "test")
-        with pytest.raises(ConfigError, match=r"'own' but .* without HCACHE_ENABLE=1"):
-            self.joined(dirs=[str(tmp_path)], pages="own")
+        with pytest.raises(ConfigError, match=r"'hidden' but .* without HCACHE_ENABLE=1"):
+            self.joined(dirs=[str(tmp_path)], mode="hidden")
 
 
 def test_a_plain_server_with_adapters_has_to_be_started_for_us(

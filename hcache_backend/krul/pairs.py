@@ -1,0 +1,189 @@
+"""Which layers are alike, by how they attend, and which of them share a slot (Krul, sections 4, 5).
+
+Krul keeps the attention weights of a whole prompt, tens of gigabytes. Here K is the one that is
+cached anyway, and only the last queries are asked again. A query's weights in all layers exist
+together, as in a decode step, and are gone before those of the next queries.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+import torch
+
+from hcache_backend.krul.pair_forms import MergedPair
+from hcache_backend.restore.recompute import ProbedLayer
+from hcache_kernels.codecs import Fp8
+
+PROBE_TOKENS = 32  # the last tokens, which are asked
+_ENDS = 0.1  # share of the tokens that are the first ones, and of those that are the last ones
+_WEIGHTS = 1 << 24  # of attention at once, or those of one query in the heads of a KV head
+
+Pair = tuple[int, int]  # the lower layer first
+CodedPair = tuple[int, int, str]  # layers that share a slot, and the code of the slot
+
+
+def check_pairs(layers: int, pairs: Iterable[Pair]) -> None:
+    """Raise ValueError for a pair of other than two of ``layers``, or for a layer in two pairs."""
+    known: set[int] = set()
+    for pair in pairs:
+        if not 0 <= pair[0] < pair[1] < layers or known & {*pair}:
+            raise ValueError(
+                f"pair {pair}: must be two of the layers 0 to {layers - 1} in order, each in one "
+                "pair"
+            )
+        known |= {*pair}
+
+
+def alone(layers: int, pairs: Iterable[Sequence[object]]) -> list[int]:
+    """The layers that are in no pair."""
+    paired = {layer for pair in pairs for layer in pair[:2]}
+    return [layer for layer in range(layers) if layer not in paired]
+
+
+def initial_recent_layers(masses: torch.Tensor, gamma: float) -> list[int]:
+    """I-R layers: their queries look at the first and last tokens, with a mass of at least
+    ``gamma`` (:attr:`PairSums.initial_recent`), whatever they ask."""
+    return [layer for layer, mass in enumerate(masses.tolist()) if mass >= gamma]
+
+
+def closest_pairs(
+    distances: torch.Tensor,
+    candidates: Iterable[int],
+    ratio: float,
+    allowed: Collection[Pair] | None = None,
+) -> list[Pair]:
+    """Pair layers greedily, the closest first, each layer once (Algorithm 1, lines 14 to 22).
+
+    No pair is added once the share ``ratio`` (0 to 1) of the candidates is paired. Pairs come by
+    distance (``[layers, layers]``, symmetric), equal ones by layers; None: all are allowed.
+    """
+    candidates = sorted(candidates)
+    near = [pair for pair in combinations(candidates, 2) if allowed is None or pair in allowed]
+    found: dict[int, Pair] = {}
+    for pair in sorted(near, key=lambda pair: float(distances[pair])):
+        if len(found) >= ratio * len(candidates):
+            break
+        if not found.keys() & {*pair}:
+            found |= dict.fromkeys(pair, pair)
+    return list(dict.fromkeys(found.values()))
+
+
+@dataclass(frozen=True)
+class PairSums:
+    """How layers attend and how unlike each two of them are, summed over rows: a query in a head.
+    Tables can be added: of prompt and generated tokens, and of tensor-parallel ranks."""
+
+    # float64 [layers + 2, layers]: the number of rows, for every layer; weights on the first and
+    # last tenth of what a query sees; and squared differences of each two layers
+    table: torch.Tensor
+
+    @property
+    def initial_recent(self) -> torch.Tensor:
+        """Share of attention on first and last tokens; Algorithm 1 compares it with gamma."""
+        return self.table[1] / self.table[0]
+
+    @property
+    def distances(self) -> torch.Tensor:
+        """Root mean square of the differences, float64 ``[layers, layers]``, symmetric."""
+        return (self.table[2:] / self.table[0]).sqrt()
+
+
+@dataclass(frozen=True)
+class PairChoice:
+    """Chooses the pairs of a page."""
+
+    layers: int  # of the model
+    pairs: int  # number to choose
+    mergeable: Collection[Pair]  # pairs that a merge does not change too much
+    ratio: float  # largest share of the I-R layers to merge
+    gamma: float  # least mass of an I-R layer, see initial_recent_layers
+
+    def by_distance(self, sums: PairSums) -> tuple[CodedPair, ...]:
+        """Merge the closest I-R layers (Krul's Algorithm 1)."""
+        candidates = initial_recent_layers(sums.initial_recent, self.gamma)
+        found = closest_pairs(sums.distances, candidates, self.ratio, self.mergeable)
+        return self.coded(found[: self.pairs])
+
+    def coded(self, wanted: Iterable[Pair]) -> tuple[CodedPair, ...]:
+        """``wanted`` pairs, then neighbours among the other layers from the last on; by first
+        layers. Pairs are merged if they are wanted and mergeable, and otherwise in ``fp8``."""
+        found = {pair: pair in self.mergeable for pair in wanted}
+        left = alone(self.layers, found)
+        while len(found) < self.pairs:
+            second = left.pop()
+            found[left.pop(), second] = False
+        return tuple(
+            (*pair, MergedPair.name if merged else Fp8.name)
+            for pair, merged in sorted(found.items())
+        )
+
+
+def attention_sums(layers: Sequence[ProbedLayer]) -> PairSums:
+    """Compare layers by the Euclidean distances of rows of attention weights.
+
+    Raises:
+        ValueError: The layers do not have the same heads and tokens, or there are fewer tokens than
+            queries.
+    """
+    shapes = {(*layer.q.shape[:2], layer.length) for layer in layers}
+    (tokens, heads, length), *others = shapes
+    if others or not 0 < tokens <= length:
+        raise ValueError(f"layers of queries, heads and tokens {sorted(shapes)} cannot be compared")
+    rows = len(layers) + 2
+    table = torch.zeros((rows, len(layers)), dtype=torch.float64, device=layers[0].q.device)
+    table[0] = tokens * heads
+    for weights, inside in _weights(layers):
+        table[1] += weights.masked_fill(inside, 0.0).sum((1, 2, 3), dtype=torch.float64)
+        flat = weights.flatten(1)
+        # By differences: products of rows would lose the small distances, which are chosen.
+        found = torch.cdist(flat, flat, compute_mode="donot_use_mm_for_euclid_dist")
+        table[2:] += found.double().square()
+    return PairSums(table)
+
+
+def attention_weights(q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.Tensor:
+    """Causal attention of the last ``t`` of ``n`` tokens, float32 ``[heads, t, n]``, from ``q``
+    ``[t, heads, dim]`` and ``k`` ``[n, kv_heads, dim]``."""
+    tokens, _, dim = q.shape
+    grouped = q.float().view(tokens, k.shape[1], -1, dim)
+    scores = torch.einsum("tghd,ngd->ghtn", grouped, k.float()).flatten(0, 1) * scale
+    hidden = torch.ones((tokens, len(k)), dtype=torch.bool, device=q.device)
+    scores.masked_fill_(hidden.triu(len(k) - tokens + 1), -math.inf)
+    return scores.softmax(-1)
+
+
+def _at_ends(tokens: int, length: int, device: torch.device) -> torch.Tensor:
+    """Mask of the first and last tokens that each of the last ``tokens`` tokens sees."""
+    seen = torch.arange(length - tokens + 1, length + 1, dtype=torch.float64, device=device)
+    first = torch.minimum((_ENDS * seen).ceil(), seen)
+    last = torch.maximum(first, ((1 - _ENDS) * seen).floor())
+    at = torch.arange(length, device=device)
+    return (at < first[:, None]) | (at >= last[:, None])
+
+
+def _weights(layers: Sequence[ProbedLayer]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Weights of all layers, some heads and queries at a time, float32 ``[layers, heads, t, n]``,
+    and the mask of tokens on neither end. K is fetched once, of few heads in all layers."""
+    (tokens, heads), length = layers[0].q.shape[:2], layers[0].length
+    kv_heads = layers[0].kv_heads
+    group = heads // kv_heads
+    of_query = len(layers) * group * length
+    several, at_once = max(1, _WEIGHTS // (of_query * tokens)), max(1, _WEIGHTS // of_query)
+    for first in range(0, kv_heads, several):
+        here = slice(first, min(first + several, kv_heads))
+        asking = slice(here.start * group, here.stop * group)
+        held = [layer.keys(here) for layer in layers]
+        for start in range(0, tokens, at_once):
+            queries = slice(start, min(start + at_once, tokens))
+            seen = length - tokens + queries.stop
+            weights = torch.stack(
+                [
+                    attention_weights(layer.q[queries, asking], k[:seen], layer.scale)
+                    for layer, k in zip(layers, held, strict=True)
+                ]
+            )
+            yield weights, ~_at_ends(queries.stop - queries.start, seen, weights.device)
