@@ -15,10 +15,7 @@ from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import (
-    StackStrategy,
-    _PlainKvStrategy,
-)
+from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import StackStrategy, _PlainKvStrategy
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
