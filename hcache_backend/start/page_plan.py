@@ -127,8 +127,8 @@ class PagePlan:
         device, hidden = self.kvcache.device, self.methods.layers("hidden")
         recorded = self.hooks.staging if self.hooks is not None else None
         places = staging_places(len(hidden), *step_tokens(self.runner), 0)
-        rows = codec.hidden_size, codec.dtype
-        self.staging = recorded or take_staging(len(hidden), *rows, places, device)
+        rows = len(hidden), codec.hidden_size, codec.dtype
+        self.staging = recorded or take_staging(*rows, places, device)
         # Try the room for restores: freed memory stays in torch's cache until it is needed.
         room = ring_bytes(self.layout, self.methods.chunk_tokens, hidden)
         try:
@@ -353,13 +353,7 @@ def staging_places(layers: int, step_tokens: int, decode_tokens: int, recorded_t
 
 
 def take_staging(
-    layers: int,
-    width: int,
-    dtype: torch.dtype,
-    places: int,
-    device: torch.device | str,
-    *,
-    recorded_tokens: int = 0,
+    layers: int, width: int, dtype: torch.dtype, places: int, device: Any, recorded_tokens: int = 0
 ) -> Staging:
     """Staging of at least ``places`` rows in the memory that SGLang left beside its KV pool.
 

@@ -355,16 +355,15 @@ class Start:
             found = all_or_none((group,), prove)
             [recomputer.layers] = smallest(group, found.layers)
             if whole and recomputer.layers < layers:
-                other = "a layer of another tensor-parallel rank is not exact"
-                raise Refused(found.problem or other)
+                why = found.problem or "a layer of another tensor-parallel rank is not exact"
+                raise Refused(why)
         except Refused as refused:
             runtime.recomputation = f"none: {refused}"
             return None
-        runtime.recomputation = found.exactness
+        first, reason = "", found.problem or "other tensor-parallel ranks"
         if recomputer.layers < layers:
-            reason = found.problem or "other tensor-parallel ranks"
-            first = f"the first {recomputer.layers} layers only ({reason})"
-            runtime.recomputation = f"{first}; {found.exactness}"
+            first = f"the first {recomputer.layers} layers only ({reason}); "
+        runtime.recomputation = first + found.exactness
         logger.debug("hcache: exactness: recomputed layers: %s", runtime.recomputation)
         return recomputer
 
