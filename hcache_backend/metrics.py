@@ -1,8 +1,8 @@
-"""Metrics of one server process; with ``--enable-metrics`` they stand beside SGLang's.
+"""Metrics of one server process, declared below; ``--enable-metrics`` shows them beside SGLang's.
 
 SGLang collects from several processes. So a metric here adds up over processes, or is a gauge whose
-largest or smallest value counts. ``hcache top`` reads them by the tables below; the dashboard and
-the alerts name them. Counts outlive their process, as Prometheus wants; gauges end with it.
+largest or smallest value counts. ``hcache top`` reads them by these tables; the dashboard and the
+alerts name them. Counts outlive their process, as Prometheus wants; gauges end with it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -26,28 +26,29 @@ from hcache_backend.store import StoreStats
 
 logger = logging.getLogger("hcache")
 
-# 0.1 ms to 50 s
-STAGE_BUCKETS = tuple(base * 10.0**power for power in range(-4, 2) for base in (1, 2.5, 5))
-
 _complained = threading.Event()
 # files of gauges of this process, and the descriptors that hold their locks
 _held: dict[Path, int] = {}
 _holding = threading.Lock()
 
+ALL: list[Metric] = []
+
 
 class Metric:
-    """One metric, registered at its first use, after SGLang has named the folder for it. No count
-    is worth a page or a request: metrics are in files, and these can fail. ``name`` is without the
-    ending of counters; ``events`` is a regular expression whose group is the label's value;
-    ``options`` are those of the metric's class."""
+    """One metric, registered at its first use, after SGLang has named the folder for it. Metrics
+    are in files, which can fail: that never raises. ``name`` is without the ending of counters;
+    ``events`` is a regular expression whose group is the label's value; ``options`` are those of
+    the metric's class."""
 
     def __init__(
         self, kind: Any, name: str, text: str, *labels: str, events: str = "(.+)", **options: Any
     ) -> None:
         self.name, self.labels, self.events = name, labels, events
+        self.counters: Sequence[Metric] = (self,)
         self._make = lambda: kind(name, text, labels, **options)
         self._mode = options.get("multiprocess_mode")
         self._series: dict[tuple[str, ...], Any] = {}  # to look one up takes longer than to count
+        ALL.append(self)
 
     @cached_property
     def family(self) -> Any:
@@ -55,10 +56,6 @@ class Metric:
             with _holding:
                 _take_file(self._mode)
         return self._make()
-
-    @property
-    def counters(self) -> Sequence[Metric]:
-        return (self,)
 
     def event(self, labels: Mapping[str, str]) -> str:
         """The event that a sample with these labels counts."""
@@ -74,6 +71,13 @@ class Metric:
 
     def set(self, *labels: str, value: float = 1) -> None:
         self.do("set", *labels, value=value)
+
+    def only(self, *labels: str) -> None:
+        """Set the series with these labels to 1 and all others to 0; without labels all to 0."""
+        for others in self._series.keys() - {labels}:
+            self.set(*others, value=0)
+        if labels:
+            self.set(*labels)
 
     def clear(self) -> None:
         self._series.clear()
@@ -97,8 +101,8 @@ class Metric:
 
 
 class Events:
-    """Counters of events of one kind: name, events (see :class:`Metric`), text; the label of the
-    events' group, if any. A counter has events whose sum has a meaning."""
+    """Counters of events of one kind: name, events (see :class:`Metric`), text, and the label of
+    the events' group, if any. The sum of a counter's events has a meaning."""
 
     def __init__(self, *counters: tuple[str, ...]) -> None:
         self.counters = [
@@ -138,6 +142,18 @@ def _take_file(mode: str) -> None:
     _held[path] = held
 
 
+_counter = partial(Metric, Counter)
+_gauge = partial(Metric, Gauge, multiprocess_mode="livemax")
+
+
+def _histogram(
+    name: str, text: str, label: str, bases: Sequence[float], powers: Sequence[int]
+) -> Metric:
+    """Its buckets end at all ``bases`` times all powers of ten."""
+    buckets = tuple(base * 10.0**power for power in powers for base in bases)
+    return Metric(Histogram, name, text, label, buckets=buckets)
+
+
 TOKENS = Events(
     ("hcache_captured_tokens", "captured", "Tokens captured from forward passes"),
     ("hcache_not_written_tokens", "not_written", "Captured tokens that lack rows of a layer"),
@@ -154,22 +170,20 @@ TOKENS = Events(
     ("hcache_checked_tokens", "checked", "Tokens compared with the model's K and V in service"),
 )
 
-# captured (device to host), restored_METHOD (host to device)
-BYTES = Metric(Counter, "hcache_device_bytes", "Bytes copied between host and device", "transfer")
+# transfer: captured (device to host), restored_METHOD (host to device)
+BYTES = _counter("hcache_device_bytes", "Bytes copied between host and device", "transfer")
 
-STREAM_SECONDS = Metric(
-    Counter,
-    "hcache_restore_stream_seconds",
-    "Time of the streams of restores, copy and compute, busy or idle",
-    "state",
+# state: busy, idle
+STREAM_SECONDS = _counter(
+    "hcache_restore_stream_seconds", "Time of the streams of restores, copy and compute", "state"
 )
 
 # l3_exists, l3_read and l3_write: a batch of pages in the page store. shared_exists and
 # shared_read: one in the shared L3. restore: a load to the device. capture_transfer: the way to the
 # host of the rows of one step. host_backup and host_load: the scheduler thread launches the copies
 # of K and V of a backup, or a restore.
-STAGE_SECONDS = Metric(
-    Histogram, "hcache_stage_seconds", "How long a stage takes", "stage", buckets=STAGE_BUCKETS
+STAGE_SECONDS = _histogram(
+    "hcache_stage_seconds", "How long a stage takes", "stage", (1, 2.5, 5), range(-4, 2)
 )
 
 PAGES = Events(
@@ -178,17 +192,13 @@ PAGES = Events(
     ("hcache_l3_head_pages", "heads_(.+)", "Pages of beginnings, with write_back", "result"),
 )
 
-# found, absent, suspended (L3 was not asked), or not_promised (by a decode server)
-LOOKUPS = Metric(Counter, "hcache_l3_lookup_pages", "Pages looked up in L3", "result")
+# result: found, absent, suspended (L3 was not asked), or not_promised (by a decode server)
+LOOKUPS = _counter("hcache_l3_lookup_pages", "Pages looked up in L3", "result")
 
+_LOOKED_UP = "(found|absent|suspended|not_promised|other_pool)"
 # docs/operations.md has the meaning of each result
 L3_TOKENS = Events(
-    (
-        "hcache_l3_lookup_tokens",
-        "(found|absent|suspended|not_promised|other_pool)",
-        "Tokens looked up in L3",
-        "result",
-    ),
+    ("hcache_l3_lookup_tokens", _LOOKED_UP, "Tokens looked up in L3", "result"),
     ("hcache_l3_hit_tokens", "(.+)", "Tokens found in L3, by what became of them", "result"),
 )
 
@@ -206,90 +216,52 @@ STORE = Events(
 )
 
 # never an error of a request
-PROBLEMS = Metric(Counter, "hcache_problems", "Problems by kind, each a cache miss", "kind")
+PROBLEMS = _counter("hcache_problems", "Problems by kind, each a cache miss", "kind")
 
-MODE = Metric(
-    Gauge,
-    "hcache_mode_info",
-    "1 for the mode of the server (hidden, kv) and its pages (own, plain); the log says why",
-    "mode",
-    "pages",
-    multiprocess_mode="livemax",
-)
+_MODE = "1 for the mode of the server (hidden, kv) and its pages (own, plain); the log says why"
+MODE = _gauge("hcache_mode_info", _MODE, "mode", "pages")
 
-CAPABILITY = Metric(
-    Gauge,
-    "hcache_capability_info",
-    "1 for a capability that the server has, 0 for one that it goes without; the log says why",
-    "capability",
-    multiprocess_mode="livemax",
-)
+_CAPABILITY = "1 for a capability that the server has, 0 for one that it goes without"
+CAPABILITY = _gauge("hcache_capability_info", _CAPABILITY, "capability")
 
-# quarantined (a check failed, or weight updates would go unnoticed), not_restorable, flush_needed,
-# stages (not all pipeline stages have told their weights)
-SUSPENDED = Metric(
-    Gauge,
-    "hcache_l3_suspended",
-    "1 while L3 is neither read nor written",
-    "reason",
-    multiprocess_mode="livemax",
-)
+# reason: quarantined (a check failed, or weight updates would go unnoticed), not_restorable,
+# flush_needed, stages (not all pipeline stages have told their weights)
+SUSPENDED = _gauge("hcache_l3_suspended", "1 while L3 is neither read nor written", "reason")
 
-CODEC = Metric(
-    Gauge,
-    "hcache_codec_info",
-    "1 for the codec that is used, by the requested one",
-    "asked",
-    "used",
-    multiprocess_mode="livemax",
-)
+_CODEC = "1 for the codec that is used, by the requested one"
+CODEC = _gauge("hcache_codec_info", _CODEC, "asked", "used")
 
-# merged or fp8; with codec krul only
-PAIRS = Metric(Counter, "hcache_pairs", "Pairs of layers in nodes that were backed up", "codec")
-
-# only of pairs chosen by it, not of the first ones
-PAIR_DISTANCES = Metric(
-    Histogram,
+# codec: merged or fp8; with codec krul only
+PAIRS = _counter("hcache_pairs", "Pairs of layers in nodes that were backed up", "codec")
+PAIR_DISTANCES = _histogram(
     "hcache_pair_distance",
     "Distance of the attention of the layers of each pair that was chosen for a node",
     "codec",
-    buckets=tuple(base * 10.0**power for power in range(-3, 1) for base in (1, 2, 5)),
+    (1, 2, 5),
+    range(-3, 1),
 )
 
 # silent: it failed, or did not answer in time, when it was asked last
-SHARED = Metric(
-    Gauge,
-    "hcache_l3_shared",
-    "1 for the shared L3 and its state (answers, silent)",
-    "backend",
-    "state",
-    multiprocess_mode="livemax",
-)
+_SHARED = "1 for the shared L3 and its state (answers, silent)"
+SHARED = _gauge("hcache_l3_shared", _SHARED, "backend", "state")
 
+_WRITTEN = "(written|write_failed|dropped_full)"
 SHARED_PAGES = Events(
     ("hcache_shared_lookup_pages", "(found|absent)", "Pages looked up in the shared L3", "result"),
     ("hcache_shared_read_pages", "(read|missed)", "Pages asked for in the shared L3", "result"),
     ("hcache_shared_damaged_pages", "damaged", "Pages of the shared L3 with wrong bytes"),
     ("hcache_shared_skipped_pages", "not_asked", "Pages not asked for: the shared L3 is silent"),
     ("hcache_shared_kept_pages", "(kept|not_kept)", "Pages copied to the page store", "result"),
-    (
-        "hcache_shared_written_pages",
-        "(written|write_failed|dropped_full)",
-        "Pages given to the shared L3",
-        "result",
-    ),
+    ("hcache_shared_written_pages", _WRITTEN, "Pages given to the shared L3", "result"),
 )
 
-# ``whole``, ``shorter``, ``put_off_running``, ``put_off_waiting``; see prefetch/governor.py
-SLICES = Metric(
-    Counter,
-    "hcache_slices",
-    "Turns of the scheduler in which first layers could be recomputed",
-    "result",
+# result: whole, shorter, put_off_running, put_off_waiting; see prefetch/governor.py
+SLICES = _counter(
+    "hcache_slices", "Turns of the scheduler in which first layers could be recomputed", "result"
 )
 
-# l3_read, shared_read (of the shared L3), load (host memory to the KV pool, as far as a batch waits
-# for it) and prefill; of several ranks the slowest counts
+# operation: l3_read, shared_read (of the shared L3), load (host memory to the KV pool, as far as a
+# batch waits for it) and prefill; of several ranks the slowest counts
 RATES = Metric(
     Gauge,
     "hcache_expected_tokens_per_second",
@@ -312,12 +284,6 @@ COUNTS: Mapping[str, Metric | Events] = {
     "problems": PROBLEMS,
 }
 
-ALL = (
-    *(metric for table in COUNTS.values() for metric in table.counters),
-    STREAM_SECONDS, STAGE_SECONDS, MODE, CAPABILITY, SUSPENDED,
-    CODEC, PAIRS, PAIR_DISTANCES, SHARED, RATES,
-)  # fmt: skip
-
 
 @contextmanager
 def timed(stage: str) -> Iterator[None]:
@@ -337,21 +303,6 @@ def harmless(problem: str, consequence: str) -> Iterator[None]:
     except Exception:
         PROBLEMS.count(problem)
         logger.exception("hcache: %s", consequence)
-
-
-class SuspendedGauge:
-    """The gauge of a suspended L3."""
-
-    def __init__(self) -> None:
-        self._reason: str | None = None
-
-    def set(self, reason: str | None) -> None:
-        """L3 is suspended for ``reason`` (see ``SUSPENDED``), or serves (None)."""
-        before, self._reason = self._reason, reason
-        if before is not None:
-            SUSPENDED.set(before, value=0)
-        if reason is not None:
-            SUSPENDED.set(reason)
 
 
 class StoreCounters:

@@ -94,7 +94,6 @@ class Runtime:
     distrust: str | None = None
     _not_restorable: str | None = None
     _namespaces: dict[tuple[bytes, str], bytes] = field(default_factory=dict)
-    _suspended: metrics.SuspendedGauge = field(default_factory=metrics.SuspendedGauge)
     _stages: PipelineStages | None = None
     _lock: threading.RLock = field(default_factory=threading.RLock)
     _stand_in: Weights | None = None
@@ -279,7 +278,7 @@ class Runtime:
             self.weights = replace(self.weights, suspended=reason)
             if reason is None:
                 logger.info("hcache: L3 serves again, in the namespace of the new weights")
-        self._suspended.set(code)
+        metrics.SUSPENDED.only(*filter(None, [code]))
 
     def _tell_stages(self) -> Future[list[Weights | None]]:
         """Tell the weights of this pipeline stage to all stages; returns those of all stages."""

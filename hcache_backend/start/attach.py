@@ -39,7 +39,7 @@ from hcache_backend.sglang.restore_trace import install_if_asked
 from hcache_backend.sglang.runtime import Runtime, current, remember
 from hcache_backend.start.machine import judge_hits
 from hcache_backend.store import PageStore
-from hcache_backend.tiers.shared_backend import MadeBackend, make_backend
+from hcache_backend.tiers.shared_backend import SharedBackend, make_backend
 
 logger = logging.getLogger("hcache")
 
@@ -169,7 +169,7 @@ class Joined(NamedTuple):
     config: HCacheConfig
     kv_fields: dict[str, object]
     store: PageStore
-    shared: MadeBackend | None
+    shared: SharedBackend | None
 
 
 def join(storage_config: HiCacheStorageConfig) -> Joined:

@@ -25,7 +25,10 @@ from hcache_backend.store import StoreStats
 from tests.docs.pages import Finding, Page, Piece, Table
 
 ROOT = Path(__file__).resolve().parents[2]
-VARIABLES = {config.ENABLE_VARIABLE, config.CONFIG_VARIABLE, trace.TRACE_VARIABLE}
+VARIABLES = {
+    *(config.ENABLE_VARIABLE, config.CONFIG_VARIABLE, config.PROJECTION_VARIABLE),
+    trace.TRACE_VARIABLE,
+}
 
 _SHELL = ("sh", "console", "bash")
 _CALL = re.compile(r"(?:^|[\s`(/$])hcache[ \t]+([^|;&<>\n`]+)")

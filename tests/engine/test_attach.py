@@ -126,12 +126,13 @@ def test_data_survives_a_detach_and_ends_with_clear(
     assert_no_cache_output(model, [conversation])
     told = CliRunner().invoke(app, ["stats", "--dir", str(tmp_path / "l3")]).stdout
     hidden = "hcache: hidden mode" in server.log_text()
-    expected = f"kv mode, plain pages ({WITHOUT_US}); "
+    expected = f"kv mode, plain pages; {WITHOUT_US}"
     if hidden:
-        expected = "hidden mode, own pages, codec none; "
+        expected = "hidden mode, own pages; codec none"
     elif "own pages: " in server.log_text():
-        expected = "kv mode, own pages (option 'mode' is 'kv'), codec none; "
-    assert f"Last server of {tmp_path / 'l3'}: {expected}{model}" in told
+        expected = "kv mode, own pages; option 'mode' is 'kv'; codec none"
+    assert f"Last server of {tmp_path / 'l3'}: {model}, started " in told
+    assert f": {expected}" in told
 
 
 def test_pages_of_other_weights_are_misses_after_an_attach(

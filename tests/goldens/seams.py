@@ -361,8 +361,9 @@ def _watch_restores(trace: Trace) -> None:
 def _watch_l3(trace: Trace) -> None:
     from hcache_backend.sglang import read_batches
     from hcache_backend.sglang.controller import OwnPagesController
-    from hcache_backend.tiers.shared import SharedTier, Values
+    from hcache_backend.tiers.shared_backend import SharedBackend
     from hcache_backend.tiers.storage import HCacheStorage
+    from hcache_backend.tiers.tier import SharedTier
 
     named = Pages()
     # A batch of a prefetch is read in each turn of the scheduler, however fast the disk is.
@@ -424,13 +425,12 @@ def _watch_l3(trace: Trace) -> None:
     around(HCacheStorage, "__init__", simply("store: open"))
     around(HCacheStorage, "close", simply("store: close"))
     around(HCacheStorage, "clear", simply("store: clear"))
-    for name in ("batch_exists", "batch_exists_v2"):
-        around(HCacheStorage, name, exists)
+    around(HCacheStorage, "batch_exists_v2", exists)
     around(HCacheStorage, "batch_get_v1", get)
     around(HCacheStorage, "batch_set_v1", put)
     around(HCacheStorage, "use", use)
     around(OwnPagesController, "_read_pages", read)
-    around(Values, "get", hang)
+    around(SharedBackend, "get", hang)
     around(SharedTier, "exists", exists_shared)
     around(SharedTier, "get", get_shared)
     around(SharedTier, "put", put_shared)

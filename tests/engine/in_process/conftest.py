@@ -35,7 +35,7 @@ def checks_never_rest(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder that all machines see; a busy machine has the time that it needs to look up."""
-    from hcache_backend.tiers import shared as store
+    from hcache_backend.tiers import tier as store
     from tests.engine.in_process.shared.machines import SECONDS
 
     monkeypatch.setattr(store, "LOOK_UP_SECONDS", SECONDS)

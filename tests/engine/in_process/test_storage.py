@@ -178,7 +178,7 @@ def test_a_prefix_of_thousands_of_pages_costs_the_scheduler_no_time(
         converted.append(key)
         return key_bytes(key)
 
-    monkeypatch.setattr("hcache_backend.tiers.pool_pages.key_bytes", count)
+    monkeypatch.setattr("hcache_backend.format.envelope.key_bytes", count)
     storage.use(long)
     assert converted == long[-1:] * len(converted)
     assert len(converted) <= 4

@@ -15,7 +15,7 @@ import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheFile
 
 from hcache_backend.sglang.runtime import Runtime
-from hcache_backend.tiers import shared as shared_tier
+from hcache_backend.tiers import tier as shared_tier
 from tests.engine.in_process.shared.machines import (
     SECONDS,
     Machine,
