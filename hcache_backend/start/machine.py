@@ -34,7 +34,7 @@ from hcache_backend.sglang import hooks
 from hcache_backend.sglang.arguments import ranks_of_a_request, resolved
 from hcache_backend.sglang.groups import attention_ranks, or_stop, said_by_all_ranks
 from hcache_backend.sglang.runtime import Runtime
-from hcache_backend.start.capabilities import EAGER, JUDGING, Server, count, refusal
+from hcache_backend.start.capabilities import EAGER, JUDGING, Server, refusal
 from hcache_backend.start.page_plan import (
     encoded_share,
     host_bytes,
@@ -168,14 +168,12 @@ def judge_hits(runtime: Runtime, config: HCacheConfig | None, backend: str | Non
     """Judge L3 hits from now on, if option ``min_gain`` says so: of our store, or of another
     ``backend`` whose pages are our own. All ranks call it at the same point, at attach. Raises
     ConfigError on every rank if the profile is unusable."""
-    if config is None or not may_judge(runtime, config):
-        return
-    machine = _machine(runtime, config)
-    if backend is not None and machine is not None and machine.profile is not None:
-        unmeasured = machine.profile.model_copy(update={"l3": None})  # this L3 was not
-        machine = replace(machine, profile=unmeasured)
-    runtime.judge(machine, backend or "hcache", config.min_gain)
-    count(runtime)
+    if config is not None and may_judge(runtime, config):
+        machine = _machine(runtime, config)
+        if backend is not None and machine is not None and machine.profile is not None:
+            unmeasured = machine.profile.model_copy(update={"l3": None})  # this L3 was not
+            machine = replace(machine, profile=unmeasured)
+        runtime.judge(machine, backend or "hcache", config.min_gain)
 
 
 def may_judge(runtime: Runtime, config: HCacheConfig) -> bool:

@@ -54,6 +54,7 @@ from hcache_backend.start.capabilities import (
     OWN_PAGES,
     RECOMPUTATION,
     Server,
+    count,
     graphs_are_off,
     refusal,
     refuse,
@@ -119,7 +120,7 @@ class OwnPagesStrategy(StackStrategy):
     def _keep_plain(self, reason: str) -> None:
         capture_nothing(self._runtime.runner)
         self._runtime.use_plain_pages(reason)
-        tell(self._runtime)
+        count(self._runtime)
 
 
 class Start:
