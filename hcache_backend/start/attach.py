@@ -299,10 +299,10 @@ def _attach_config(runtime: Runtime, extra: Mapping[str, Any]) -> HCacheConfig:
     for name in sorted(options.FIXED_AT_START.intersection(asked_for or ())):
         asked, has = getattr(config, name), getattr(started, name)
         told = in_mode if runtime.config is None else f"was started with {has!r}"
-        if name == "mode" and asked != "auto":  # the mode may differ from the option
+        if name == "mode":  # the server's may differ from its option
             has, told = runtime.mode or "kv", in_mode
-            if asked == "plain" and not runtime.own_pages:
-                has = "plain"
+            if asked == "auto" or (asked == "plain" and not runtime.own_pages):
+                has = asked
         if name == "codec" and has == "auto" and asked != "auto":  # the codec that this server uses
             has = runtime.codec or "none"
         if asked != has:

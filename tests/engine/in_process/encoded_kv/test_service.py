@@ -185,8 +185,9 @@ def test_the_first_page_that_is_lost_is_told(caplog: pytest.LogCaptureFixture) -
 
 
 @pytest.mark.parametrize(
-    ("codec", "at"),  # exp4 may leave its last bytes unused
-    [("none", 0), ("none", -1), ("exp4", 0), ("int8", 0), ("int8", -1), ("fp8", 0), ("fp8", -1)],
+    ("codec", "at"),
+    # the last bytes of exp4 are exceptions that nobody uses
+    [("exp4", 0), *((codec, at) for codec in ("none", "int8", "fp8") for at in (0, -1))],
 )
 def test_pages_that_fit_pass_the_check_in_service_and_spoiled_ones_do_not(
     codec: str, at: int
