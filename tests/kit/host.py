@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +10,8 @@ import torch
 from hcache_backend.checks.service import KVChecks
 from hcache_backend.format.units import WHOLE
 from hcache_backend.host.loads import LoadQueue, QueuedLoad
+from hcache_backend.host.node_backups import NodeBackups
+from hcache_backend.host.page_proofs import PageProofs
 from hcache_backend.host.segments import KVSegments
 from hcache_backend.krul.segments import PairedSegments
 from hcache_backend.plan.costs import Partition
@@ -157,18 +158,22 @@ def bare_controller(pool: Any, loads: Any = None, **fields: Any) -> Any:
         "_loads": loads,
         "_stages": stages,
         "_kv_checks": checks,
-        "_runtime": SimpleNamespace(distrust=None),
+        "_runtime": SimpleNamespace(distrust=None, weights=None),
         "_prefix": lambda: torch.empty(0, dtype=torch.int64),
         "_token_ids": lambda: None,
-        "_backups": deque(),
         "write_queue": [],
         "write_policy": "write_through",
         "page_size": PAGE,
     }
     nothing = dict.fromkeys(("eager", "tp_group", "_capture", "_checks", "_pairs", "_tree"))
-    no = dict.fromkeys(("_writing", "_never_loaded", "_passes"), False)
+    no = dict.fromkeys(("_writing", "_never_loaded"), False)
     for name, value in (usual | nothing | no | fields).items():
         setattr(made, name, value)
+    parts = made._pool, made._capture, made._pairs, made._agreed, made._ended
+    made._backups = NodeBackups(*parts, alone=True)
+    captured = made._capture is not None
+    arena, layout = getattr(pool, "arena", None), getattr(pool, "page_layout", None)
+    made._proofs = PageProofs(made._runtime, arena, layout, captured=captured, positions=1 << 20)
     return made
 
 

@@ -13,7 +13,7 @@ AROUND = tuple(
 
 
 NOTHING_RUNS = {
-    f"{OURS}sglang/controller.py:_finish_when_idle": (
+    f"{OURS}host/node_backups.py:settle_when_idle": (
         "no forward pass was launched since the last turn"
     ),
     f"{OURS}sglang/host_pool.py:clear": "a flush, which HiCache does when no request is there",
