@@ -66,7 +66,7 @@ NOT_OBJECTS = {
     "components", "hash_values", "host_indices", "device_indices", "token_ids", "host_pool",
     "host_pool_name", "mem_pool_host", "adapter", "model", "own", "stages", "ranks",
     "q", "k", "v", "key_value_num_tokens", "kind",
-    "runtime", "pool", "pages", "place", "layout",
+    "runtime", "pool", "pages", "place", "layout", "plan", "weights", "device",
     "allocator", "target_location", "target_locations", "target_sizes",
 }  # fmt: skip
 """Other parameters annotated ``Any``: tensors, lists, classes, and pools of many classes."""
