@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
+import json
 import mmap
 import os
 import subprocess
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -13,7 +16,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
+from hcache_backend.cli.main import app
 from hcache_backend.config import HCacheConfig, parse_config
 from hcache_backend.format.envelope import parse_name
 from hcache_backend.format.units import SegmentTable, Share
@@ -188,6 +193,56 @@ def assert_sound(store: PageStore) -> None:
             assert folder.session.token in sessions
             session = folder.path / "sessions" / folder.session.token
             assert [path.name for path in session.rglob("*") if path.is_file()] == ["lock"]
+
+
+def hcache(*arguments: object, status: int = 0) -> str:
+    """What a command says that ends with this status."""
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert result.exit_code == status, result.output
+    return result.output
+
+
+def hcache_json(*arguments: object, status: int = 0) -> dict[str, Any]:
+    return dict(json.loads(hcache(*arguments, "--json", status=status)))
+
+
+def doctors_checks(*folder: object, status: int = 0) -> dict[str, dict[str, str]]:
+    """What ``hcache doctor`` says, by subject."""
+    found = hcache_json("doctor", *folder, status=status)
+    return {check["subject"]: check for check in found["checks"]}
+
+
+_COMMANDS = """
+import json, os, sys
+from typer.testing import CliRunner
+from hcache_backend.cli.main import app
+for command in sys.argv[2:]:
+    result = CliRunner().invoke(app, [*command.split(), "-d", sys.argv[1], "--json"])
+    print(json.dumps([result.exit_code, result.output, os.getpid()]))
+"""
+
+
+def commands_inside(
+    inside: Iterable[str], folder: Path, *commands: str
+) -> list[tuple[int, str, int]]:
+    """Status, output and process of commands on a folder that the command line ``inside`` runs.
+
+    Permissions hold for root, too.
+    """
+
+    def without_root_power() -> None:
+        drop_from_bounding_set = 24
+        for power in (1, 2):  # to ignore the permissions of files, and those to read and search
+            ctypes.CDLL(None).prctl(drop_from_bounding_set, power, 0, 0, 0)
+
+    run = subprocess.run(
+        [*inside, sys.executable, "-c", _COMMANDS, str(folder), *commands],
+        capture_output=True,
+        text=True,
+        check=True,
+        preexec_fn=without_root_power,
+    )
+    return [json.loads(line) for line in run.stdout.splitlines()]
 
 
 def ext4_image(path: Path, megabytes: int, *options: str) -> Path:

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from store_testing import (
+    FILE,
     NAMESPACE,
     OTHER_NAMESPACE,
     assert_sound,
+    commands_inside,
     content,
+    doctors_checks,
     get,
+    hcache,
+    hcache_json,
     key,
     look_after,
     names,
@@ -24,13 +27,9 @@ from store_testing import (
     page_files,
     put,
 )
-from typer.testing import CliRunner
 
 from hcache_backend.cli import doctor
-from hcache_backend.cli.main import app
 from hcache_backend.store import PageStore
-
-FILE = 4096 + 16384
 
 
 @pytest.fixture
@@ -47,19 +46,18 @@ def store(folder: Path) -> PageStore:
     return store
 
 
-def hcache(*arguments: object, status: int = 0) -> str:
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    assert result.exit_code == status, result.output
-    return result.output
+def folder_stats(folder: Path) -> dict[str, Any]:
+    [found] = hcache_json("stats", "-d", folder)["folders"]
+    return dict(found)
 
 
-def hcache_json(*arguments: object, status: int = 0) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(hcache(*arguments, "--json", status=status))
-    return found
+def verified(folder: Path, *options: str, status: int = 0) -> dict[str, Any]:
+    [found] = hcache_json("verify", *options, "-d", folder, status=status)["folders"].values()
+    return dict(found)
 
 
 def test_stats_counts_pages(folder: Path, store: PageStore) -> None:
-    [found] = hcache_json("stats", "-d", folder)["folders"]
+    found = folder_stats(folder)
     assert (found["pages"], found["bytes"]) == (6, 6 * FILE)
     assert found["namespaces"][NAMESPACE.hex()]["pages"] == 4
     assert "6" in hcache("stats", "-d", folder)
@@ -80,26 +78,25 @@ def test_verify_finds_and_repairs(folder: Path, store: PageStore) -> None:
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
     missing.unlink()
     (damaged.parent / "notes.txt").write_text("?")
-    [found] = hcache_json("verify", "-d", folder, status=1)["folders"].values()
-    kinds = ("pages", "damaged", "missing", "unknown")
-    assert [found[kind] if kind == "pages" else len(found[kind]) for kind in kinds] == [4, 1, 1, 1]
+    found = verified(folder, status=1)
+    kinds = ("damaged", "missing", "unknown")
+    assert (found["pages"], *(len(found[kind]) for kind in kinds)) == (4, 1, 1, 1)
     assert damaged.exists(), "without --repair nothing is changed"
     assert "checksum" in hcache("verify", "-d", folder, status=1)
-    [repaired] = hcache_json("verify", "--repair", "-d", folder)["folders"].values()
-    assert repaired["repaired"] == 3
-    [clean] = hcache_json("verify", "-d", folder)["folders"].values()
+    assert verified(folder, "--repair")["repaired"] == 3
+    clean = verified(folder)
     assert (clean["pages"], clean["problems"]) == (4, 0)
     assert_sound(store)
 
 
 def test_verify_rebuilds_the_index_under_a_live_server(folder: Path, store: PageStore) -> None:
-    [found] = hcache_json("verify", "--rebuild", "-d", folder)["folders"].values()
+    found = verified(folder, "--rebuild")
     assert (found["adopted"], found["pages"], found["problems"]) == (6, 6, 0)
     look_after(store)
     assert put(store, 7) == [True]
     assert all(get(store, number) == content(key(number)) for number in (0, 1, 2, 3, 7))
     assert_sound(store)
-    assert hcache_json("stats", "-d", folder)["folders"][0]["pages"] == 7
+    assert folder_stats(folder)["pages"] == 7
 
 
 def test_verify_only_looks_at_an_index_that_a_reboot_left_open(
@@ -107,13 +104,11 @@ def test_verify_only_looks_at_an_index_that_a_reboot_left_open(
 ) -> None:
     store.close()
     monkeypatch.setattr("hcache_backend.store.folder._boot_id", lambda: b"another boot")
-    [found] = hcache_json("verify", "-d", folder)["folders"].values()
+    found = verified(folder)
     assert (found["pages"], found["problems"], found["adopted"]) == (6, 0, 0)
-    [found] = hcache_json("stats", "-d", folder)["folders"]
-    assert not found["index_complete"]
-    hcache("verify", "--repair", "-d", folder)
-    [found] = hcache_json("stats", "-d", folder)["folders"]
-    assert found["index_complete"]
+    assert not folder_stats(folder)["index_complete"]
+    verified(folder, "--repair")
+    assert folder_stats(folder)["index_complete"]
 
 
 def test_gc_evicts_down_to_the_bounds(folder: Path, store: PageStore) -> None:
@@ -136,13 +131,12 @@ def test_clear_deletes_what_it_was_asked_to(folder: Path, store: PageStore) -> N
 
 def test_doctor_looks_at_folders_and_leaves_nothing(folder: Path, store: PageStore) -> None:
     before = sorted(names(folder))
-    checks = {check["subject"]: check for check in hcache_json("doctor", "-d", folder)["checks"]}
+    checks = doctors_checks(folder)
     assert checks[str(folder)]["verdict"] == "good"
     assert "writes" in checks[f"{folder}: speed"]["detail"]
     assert sorted(names(folder)) == before
     new = folder.parent / "not" / "yet"
-    checks = {check["subject"]: check for check in hcache_json("doctor", "-d", new)["checks"]}
-    assert "does not exist yet" in checks[str(new)]["detail"]
+    assert "does not exist yet" in doctors_checks(new)[str(new)]["detail"]
     assert not new.exists()
 
 
@@ -162,46 +156,16 @@ def by_mount(folder: Path) -> list[str]:
     return inside
 
 
-def without_root_power() -> None:
-    """From the next exec on, permissions hold for root too; for others nothing changes."""
-    drop_from_bounding_set = 24
-    for power in (1, 2):  # to ignore the permissions of files, and those to read and search
-        ctypes.CDLL(None).prctl(drop_from_bounding_set, power, 0, 0, 0)
-
-
-SEVERAL_COMMANDS = """
-import json, sys
-from typer.testing import CliRunner
-from hcache_backend.cli import doctor
-from hcache_backend.cli.main import app
-folder, *commands = sys.argv[1:]
-for command in commands:
-    result = CliRunner().invoke(app, [command, "-d", folder, "--json"])
-    print(json.dumps([result.exit_code, result.output]))
-"""
-
-
-def in_a_process(inside: list[str], folder: Path, *commands: str) -> list[tuple[int, str]]:
-    """Status and output of commands on a folder that the command line ``inside`` runs."""
-    run = subprocess.run(
-        [*inside, sys.executable, "-c", SEVERAL_COMMANDS, str(folder), *commands],
-        capture_output=True,
-        text=True,
-        check=True,
-        preexec_fn=without_root_power,
-    )
-    return [json.loads(line) for line in run.stdout.splitlines()]
-
-
 @pytest.mark.parametrize("protect", [by_permissions, by_mount])
 def test_a_store_that_cannot_be_written_can_be_looked_at(
     protect: Callable[[Path], list[str]], folder: Path, store: PageStore
 ) -> None:
     store.close()
     before = names(folder)
-    results = in_a_process(protect(folder), folder, "stats", "ls", "verify", "doctor", "gc")
-    assert [status for status, _ in results] == [0, 0, 0, 1, 2], results
-    stats, pages, verified, doctor = (json.loads(output) for _, output in results[:4])
+    inside = protect(folder)
+    results = commands_inside(inside, folder, "stats", "ls", "verify", "doctor", "gc")
+    assert [status for status, *_ in results] == [0, 0, 0, 1, 2], results
+    stats, pages, verified, doctor = (json.loads(output) for _, output, _ in results[:4])
     assert stats["folders"][0]["pages"] == 6
     assert len(pages["pages"]) == 6
     [found] = verified["folders"].values()
@@ -217,11 +181,11 @@ def test_a_store_that_cannot_be_read_is_named(folder: Path, store: PageStore) ->
     store.close()
     folder.parent.chmod(0)
     try:
-        results = in_a_process([], folder, "stats", "ls", "verify", "doctor")
+        results = commands_inside([], folder, "stats", "ls", "verify", "doctor")
     finally:
         folder.parent.chmod(0o700)
-    assert [status for status, _ in results] == [2, 2, 2, 1]
-    for _, output in results:
+    assert [status for status, *_ in results] == [2, 2, 2, 1]
+    for _, output, _ in results:
         assert "Permission denied" in output
         assert str(folder) in output
 
@@ -234,26 +198,17 @@ def test_a_store_whose_index_is_gone_is_to_be_verified_with_a_new_one(
     told = " ".join(hcache("stats", "-d", folder, status=2).split())
     assert "its index cannot be opened" in told
     assert "hcache verify --rebuild makes a new one" in told
-    assert hcache_json("verify", "--rebuild", "-d", folder)["folders"][str(folder)]["pages"] == 6
-    assert hcache_json("stats", "-d", folder)["folders"][0]["pages"] == 6
+    assert verified(folder, "--rebuild")["pages"] == 6
+    assert folder_stats(folder)["pages"] == 6
 
 
 def test_doctor_says_when_the_disk_has_no_room(
     folder: Path, store: PageStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HCACHE_CONFIG", json.dumps({"min_free_bytes": 1 << 60}))
-    checks = {check["subject"]: check for check in hcache_json("doctor", "-d", folder)["checks"]}
-    found = checks[f"{folder}: free"]
+    found = doctors_checks(folder)[f"{folder}: free"]
     assert found["verdict"] == "fair"
     assert "no room, option 'min_free_bytes' keeps 1.0 EiB" in found["detail"]
-
-
-def test_doctor_says_when_a_folder_cannot_work(tmp_path: Path) -> None:
-    (tmp_path / "thesis.tex").write_text("years of work")
-    found = hcache_json("doctor", "-d", tmp_path, status=1)
-    checks = {check["subject"]: check for check in found["checks"]}
-    assert checks[str(tmp_path)]["verdict"] == "bad"
-    assert "not a page store's" in checks[str(tmp_path)]["detail"]
 
 
 @pytest.mark.parametrize("command", ["stats", "ls", "verify", "gc", "clear"])
@@ -285,28 +240,19 @@ def test_what_is_shown_is_short_and_says_so(folder: Path, store: PageStore) -> N
 def test_a_namespace_that_is_not_there_is_said(folder: Path, store: PageStore) -> None:
     said = hcache("clear", folder, "-y", "-n", "99", status=2)
     assert "0 namespaces begin with '99'" in said
-    assert hcache_json("stats", folder)["folders"][0]["pages"] == 6
+    assert folder_stats(folder)["pages"] == 6
 
 
 @pytest.mark.parametrize(
-    ("kind", "verdict"),
-    [
-        ("ext4", "good"),
-        ("overlay", "fair"),
-        ("ceph", "fair"),
-        ("lustre", "fair"),
-        ("gpfs", "fair"),
-        ("9p", "fair"),
-        ("fuse.glusterfs", "fair"),
-    ],
+    "kind", ["ext4", "overlay", "ceph", "lustre", "gpfs", "9p", "fuse.glusterfs"]
 )
 def test_doctor_knows_file_systems(
-    kind: str, verdict: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(doctor, "file_system_of", lambda place: kind)
-    checks = {check["subject"]: check for check in hcache_json("doctor", folder)["checks"]}
-    found = checks[f"{folder}: file system"]
-    assert found["verdict"] == verdict and found["detail"].startswith(kind)
+    found = doctors_checks(folder)[f"{folder}: file system"]
+    assert found["verdict"] == ("good" if kind == "ext4" else "fair")
+    assert found["detail"].startswith(kind)
 
 
 @pytest.mark.parametrize("command", ["stats", "ls", "verify", "doctor"])

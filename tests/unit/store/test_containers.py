@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from store_testing import assert_sound, names, open_quiet
+from store_testing import assert_sound, commands_inside, names, open_quiet
 
 CONTAINER = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
 ORDINARY = ("setpriv", "--reuid", "1000", "--regid", "1000", "--clear-groups")
@@ -31,17 +31,6 @@ for line in sys.stdin:
     else:
         print(sum(get(store, n) == content(key(n)) for n in numbers), flush=True)
 store.close()
-"""
-
-COMMANDS = """
-import json, os, sys
-from typer.testing import CliRunner
-from hcache_backend.cli.main import app
-results = []
-for command in sys.argv[2:]:
-    result = CliRunner().invoke(app, [*command.split(), "-d", sys.argv[1], "--json"])
-    results.append([result.exit_code, result.output])
-print(json.dumps([os.getpid(), results]))
 """
 
 
@@ -136,15 +125,9 @@ def test_commands_run_in_another_container(
     containers.append(server)
     assert server.ask("put", range(10)) == 10
     commands = ("stats", "ls", "verify", "verify --repair", "gc", "doctor", "clear --yes")
-    done = subprocess.run(
-        [*user, sys.executable, "-c", COMMANDS, str(folder), *commands],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    pid, results = json.loads(done.stdout.splitlines()[-1])
-    assert pid == server.pid
-    assert [status for status, _ in results] == [0] * len(commands), results
+    results = commands_inside(user, folder, *commands)
+    assert {pid for *_, pid in results} == {server.pid}
+    assert [status for status, *_ in results] == [0] * len(commands), results
     assert json.loads(results[0][1])["folders"][0]["pages"] == 10
     assert json.loads(results[-1][1])["pages"] == 10
     assert server.ask("get", range(10)) == 0

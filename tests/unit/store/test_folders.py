@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import logging
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from store_testing import (
     NAMESPACE,
     assert_sound,
-    broken,
     content,
     get,
     key,
     look_after,
     names,
     open_quiet,
-    ops_that,
     page_files,
     put,
     there,
@@ -64,27 +59,6 @@ def test_a_deleted_folder_is_made_anew(tmp_path: Path) -> None:
     assert there(store, 1) == [False]
     assert put(store, 3) == [True]
     assert get(store, 3) == content(key(3))
-
-
-def test_a_failing_folder_rests_and_comes_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    fails: list[int] = []
-    clock = SimpleNamespace(now=1000.0, monotonic=lambda: clock.now)
-    monkeypatch.setattr("hcache_backend.store.disk.time", clock)
-    ops = ops_that(write=broken(errno.EIO, lambda *arguments: bool(fails)))
-    store = open_quiet(tmp_path / "store", ops=ops)
-    put(store, 0)
-    fails.append(1)
-    with caplog.at_level(logging.WARNING):
-        for number in range(1, 20):
-            assert put(store, number) == [False]
-    assert len(caplog.records) <= 4, "one line per kind of problem"
-    assert store.stats.write_errors < 19, "it rests instead of failing again and again"
-    fails.clear()
-    clock.now += 5.0
-    assert get(store, 0) == content(key(0))
-    assert put(store, 1) == [True]
 
 
 def test_a_file_system_without_direct_io_is_used_without(tmp_path: Path) -> None:

@@ -74,7 +74,11 @@ def test_a_disk_that_refuses_for_want_of_room_gets_room(
 @pytest.mark.parametrize("threads", [1, 8])
 @pytest.mark.parametrize("code", ["ENOSPC", "EDQUOT", "EROFS", "EIO"])
 def test_failed_writes_rest_writing_and_reads_go_on(
-    tmp_path: Path, code: str, threads: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    code: str,
+    threads: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     refuses: list[int] = []
     ops = ops_that(write=broken(getattr(errno, code), lambda *arguments: bool(refuses)))
@@ -83,6 +87,8 @@ def test_failed_writes_rest_writing_and_reads_go_on(
     refuses.append(1)
     for start in range(100, 150, 10):
         assert not any(put(store, *range(start, start + 10)))
+    assert len(caplog.records) <= 4, "one line for a kind of problem"
+    assert store.stats.write_errors < 50, "it rests instead of failing again and again"
     # Room that is no help is made three times, for a page each here, and then no more.
     gone = 3 if code in NO_SPACE else 0
     assert store.stats.pages_evicted == gone

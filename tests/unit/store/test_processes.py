@@ -19,8 +19,8 @@ from unittest import mock
 import pytest
 import store_worker
 from store_testing import (
+    FILE,
     NAMESPACE,
-    PAGE,
     assert_right_or_miss,
     assert_sound,
     content,
@@ -34,8 +34,6 @@ from store_testing import (
 from store_worker import PAGES, Task
 
 from hcache_backend.store.file_ops import try_lock
-
-FILE = PAGE + 4096
 
 Workers = list[ForkServerProcess]
 

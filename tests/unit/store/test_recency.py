@@ -75,15 +75,6 @@ def test_a_shared_prompt_stays_while_anybody_uses_it(folders: list[Path]) -> Non
     assert found(store, users[-1]) == 15
 
 
-def test_the_end_of_the_older_of_two_goes_first(folders: list[Path]) -> None:
-    store = bounded(folders, 26)
-    first, second = range(15), range(100, 115)
-    store_sequence(store, first)
-    store_sequence(store, second)
-    assert found(store, second) == 15
-    assert found(store, first) >= 8
-
-
 class Meeting(Ops):
     """While the first page is written, or its folder's room looked at, ``others`` do their work."""
 
@@ -175,23 +166,6 @@ def test_a_history_of_thousands_of_pages_takes_a_few_statements(tmp_path: Path) 
     assert cost(lambda: store.use(NAMESPACE, keys)) == (0, 0)
     assert cost(store.flush) == (2, 0)
     store.close()
-
-
-def test_hot_pages_are_not_written_to_the_index_again_and_again(tmp_path: Path) -> None:
-    commits: list[object] = []
-    store = open_quiet(tmp_path / "store", ops=ops_that(commit=commits.append))
-    numbers = range(64)
-    store_sequence(store, numbers)
-    with store.disks[0].use() as folder:  # an old page: what is younger than 1/16 of it is young
-        entries = folder.index.lookup(NAMESPACE, [key(0)])[0]
-        folder.index.remove([entries[0].name])
-        folder.index.insert([entries[0]._replace(rank=entries[0].rank - 3600 * 10**9)])
-    keys = [key(number) for number in numbers[1:]]
-    commits.clear()
-    for _ in range(20):
-        store.use(NAMESPACE, keys)
-        store.flush()
-    assert commits == []
 
 
 class Uses(RuleBasedStateMachine):
