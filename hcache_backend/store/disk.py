@@ -407,8 +407,8 @@ class Disk:
         known = folder.index.known(write.entry.name for write in batch)
         for write in batch:  # another process may have been faster
             write.stored = write.entry.name in known and folder.has_file(write.entry.name)
-            self._stats.add(pages_already_stored=write.stored)
         fresh = [write for write in batch if not write.stored]
+        self._stats.add(pages_already_stored=len(batch) - len(fresh))
         incoming = sum(write.entry.file_bytes for write in fresh)
         # The files are on the disk already: only room in the quota is missing.
         if not self._evict_for(folder, incoming, on_disk=incoming):

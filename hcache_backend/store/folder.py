@@ -359,16 +359,23 @@ class Folder:
         """
         _, entry, part, memory = read
         share = entry.name.share
-        with self._opened(entry.name) as fd:
+        fd = self._open(entry.name)
+        try:
             _check_size(fd, entry.file_bytes)
             if share == memory.share and part == share.eighths:
                 return _read_all(self.io, fd, entry, memory)
             return _read_units(self.io, fd, entry, memory, part)
+        except DamagedFileError as error:
+            error.status = os.fstat(fd)
+            raise
+        finally:
+            self.ops.close(fd)
 
     def entry_of(self, name: PageName) -> Entry:
         """The entry that a page file with a sound header should have; its time of writing is its
         last use. Raises as :meth:`read_page`."""
-        with self._opened(name) as fd:
+        fd = self._open(name)
+        try:
             header = _read_header(self.io, fd)
             if name != header.name:
                 raise DamagedFileError("its name is not the one in its header")
@@ -376,20 +383,12 @@ class Folder:
             _check_size(fd, layout.file_bytes)
             sizes = layout.header_bytes, layout.payload_bytes
             return Entry(name, *sizes, header.writer, os.fstat(fd).st_mtime_ns)
-
-    @contextmanager
-    def _opened(self, name: PageName) -> Iterator[int]:
-        """A page file, open for reading; it tells its status if it turns out to be damaged."""
-        flags = os.O_RDONLY | self.io.alignment.flags
-        with self.buckets.opened(name.bucket) as bucket_fd:
-            fd = self.ops.open(name.file, flags, bucket_fd)
-        try:
-            yield fd
-        except DamagedFileError as error:
-            error.status = os.fstat(fd)
-            raise
         finally:
             self.ops.close(fd)
+
+    def _open(self, name: PageName) -> int:
+        with self.buckets.opened(name.bucket) as bucket_fd:
+            return self.ops.open(name.file, os.O_RDONLY | self.io.alignment.flags, bucket_fd)
 
 
 def _check_size(fd: int, file_bytes: int) -> None:
