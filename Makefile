@@ -15,7 +15,7 @@ GPU_PYTHON := $(shell command -v nvidia-smi >/dev/null && python -c \
 export CPU_SETUP := $(if $(GPU_PYTHON),,1)
 
 .PHONY: setup versions demo test dark test-long test-versions test-gpu-versions lint docs bench-store bench-codecs \
-	bench-accuracy bench-paper bench-step-time bench-launches bench-beside bench-hits bench-hits-load bench-eviction \
+	bench-accuracy bench-paper bench-launches bench-beside bench-hits bench-hits-load bench-eviction \
 	bench-restores bench-saving bench-multiturn bench-real-model record-demo record-restores record-accuracy record-real-model
 .DELETE_ON_ERROR:
 
@@ -75,6 +75,7 @@ lint: setup
 	$(BIN)/mypy
 
 # Links and names in README, changelog and docs; runs blocks that are marked runnable. Two minutes.
+# ARGS=--write: prints the table of capabilities to docs/limits.md first.
 docs: setup
 	$(BIN)/python -m tests.docs $(ARGS)
 
@@ -153,11 +154,8 @@ bench-real-model: setup
 bench-paper: setup
 	$(BIN)/python -m bench.paper $(ARGS)
 
-# Python time that capture takes in a decode step without CUDA graphs, per step and per layer. Seconds.
-bench-step-time: setup
-	$(BIN)/python -m bench.step_time $(ARGS)
-
-# Launches and Python time of a backup, a load and an eager restore of 32 layers. Seconds.
+# Launches and Python time of a backup, a load and an eager restore of 32 layers; Python time of
+# capture in a decode step without CUDA graphs. Seconds.
 bench-launches: setup
 	$(BIN)/python -m bench.launches $(ARGS)
 
@@ -178,9 +176,10 @@ bench-hits: setup $(VENV)/.peers
 bench-restores: setup $(VENV)/.peers
 	$(BIN)/python -m bench.restores $(or $(STUDY),methods) $(ARGS)
 
-# What saving hidden states costs the tokens of running requests. Minutes.
+# What saving hidden states costs the tokens of running requests, 16 at a time. Minutes.
 bench-saving: setup
-	$(BIN)/python -m bench.saving $(ARGS)
+	$(BIN)/python -m bench.multiturn --methods ideal,hcache-hidden --pool-tokens 32768 --rates inf \
+		--workload leval --leval-task paper --scale 0.05 --num-clients 64 --max-parallel 16 $(ARGS)
 
 # The paper's workloads on servers of several methods. METHODS: which. Half an hour, alone.
 bench-multiturn: setup

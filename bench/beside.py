@@ -14,7 +14,6 @@ restores would take whose processor and L3 are busy from start to end; then come
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Callable, Mapping, Sequence
 from math import log2
 from pathlib import Path
@@ -27,9 +26,9 @@ from bench.harness.machine import Machine, MachineError
 from bench.harness.methods import METHODS, PAGE_SIZE, Method
 from bench.harness.models import TinyLlama, narrowed
 from bench.harness.program import Program, Run, Setting, at_least, scratch, several, steps
-from bench.harness.report import Column, Picture, Results, Row, Series, Table, times
+from bench.harness.report import Picture, Results, Row, Series, Table, times
 from bench.harness.rounds import median_interval
-from bench.harness.turns import NO_L3, Answer, Turns, taking_turns
+from bench.harness.turns import NO_L3, Answer, Turns, differing, taking_turns
 from hcache_backend.plan.costs import side_by_side
 
 _LAYERS_2K = 12
@@ -76,20 +75,19 @@ def at_length(
 def at_speed(
     turns: Turns, speed: float, question: float, rounds: int, advance: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Seconds to the first token of every server, round by round, and what they are compared to.
+    """A row: times to the first token of every server, and how they compare.
 
-    The ``question`` alone takes so many.
+    Args:
+        question: Seconds of a question alone.
     """
-    found: dict[str, list[Answer]] = {name: [] for name in TITLES}
     rate = turns.slow_down(speed, ALONE)
     turns.ask(BOTH, turns.new_question())  # it gets to know how fast L3 is now
+    found: list[dict[str, Answer]] = []
     for number in range(rounds + 1):
         advance(f"{turns.tokens:,} tokens, L3 {speed:g} times as fast, round {number}")
-        prompt = turns.new_question()
-        for name in random.Random(number).sample(list(found), len(found)):
-            found[name].append(turns.ask(name, prompt))
-    # The first one is for that, too: two in a row are believed.
-    seconds = {name: [each.seconds for each in all_[1:]] for name, all_ in found.items()}
+        found.append(turns.round(list(TITLES), number))
+    # The first round is for that, too: a server believes two requests in a row.
+    seconds = {name: [answers[name].seconds for answers in found[1:]] for name in TITLES}
     return {
         "tokens": turns.tokens,
         "model": shape(turns.tokens).describe(),
@@ -97,13 +95,8 @@ def at_speed(
         "mb_per_s": rate / 1e6,
         "question_ms": 1e3 * question,
         "rounds_ms": {name: [round(1e3 * s, 1) for s in all_] for name, all_ in seconds.items()},
-        "share_from_l3": {
-            name: min(answer.share for answer in all_) for name, all_ in found.items()
-        },
-        "differing_replies": sum(
-            len({answer.output_ids for answer in answers}) - 1
-            for answers in zip(*found.values(), strict=True)
-        ),
+        "share_from_l3": {name: min(answers[name].share for answers in found) for name in TITLES},
+        "differing_replies": sum(map(differing, found)),
         **compared(seconds, speed, question),
     }
 
@@ -137,7 +130,6 @@ def kept_rows(path: Path, tokens: Sequence[int], device: str) -> list[dict[str, 
 
 
 def panels(results: Results) -> Mapping[str, Sequence[Row]]:
-    """The speeds of L3 as shares of computing, a panel for each history."""
     found: dict[str, list[Row]] = {}
     for row in results["rows"]:
         one = row["ms"][NO_L3]
@@ -149,7 +141,7 @@ def panels(results: Results) -> Mapping[str, Sequence[Row]]:
 
 
 def finding(results: Results) -> str:
-    """What the picture shows, of the model with most layers at the speed nearest to computing."""
+    """Of the model with most layers at the speed nearest to computing."""
     row = max(results["rows"], key=lambda row: (_layers(row), -abs(log2(row["speed"]))))
     return (
         f"Reading and recomputing at once takes {row['of_best']:.2f} of the time of the better "
@@ -162,7 +154,6 @@ def _layers(row: Row) -> int:
 
 
 def measure(run: Run) -> Results:
-    """All histories and speeds."""
     given, machine = run.given, run.machine
     torch.set_num_threads(1)
     histories = [tokens // PAGE_SIZE * PAGE_SIZE for tokens in given.tokens]
@@ -173,16 +164,11 @@ def measure(run: Run) -> Results:
     return {"rows": sorted(rows, key=lambda row: int(row["tokens"]))}
 
 
-_SPEED = Column("speed of L3", "speed", "g")
-_TIMES = [Column(f"{title}, ms", f"ms.{name}", ",.0f") for name, title in TITLES.items()]
-_RATIOS = {
-    name: (Column(f"both / {title}", name), Column("95%", f"{name}_interval"))
-    for name, title in (
-        ("of_alone", "L3 alone"),
-        ("of_best", "the better one"),
-        ("of_floor", "the floor"),
-    )
-}
+_TIMES = (
+    "speed of L3 = speed :g",
+    *(f"{title}, ms = ms.{name} :,.0f" for name, title in TITLES.items()),
+)
+_OF_BEST = "both / the better one = of_best | 95% = of_best_interval"
 PROGRAM = Program(
     name="beside",
     doc=__doc__,
@@ -195,20 +181,17 @@ PROGRAM = Program(
         Setting("--keep", Path, None, "JSON whose rows of other histories stay as they are"),
     ),
     tables={
-        "table": (
-            Table(
-                "rows",
-                (
-                    *(Column("tokens", "tokens", ","), _SPEED, *_TIMES),
-                    *(column for pair in _RATIOS.values() for column in pair),
-                ),
+        "table": Table(
+            "rows",
+            (
+                *("tokens = tokens :,", *_TIMES),
+                *("both / L3 alone = of_alone | 95% = of_alone_interval", _OF_BEST),
+                "both / the floor = of_floor | 95% = of_floor_interval",
             ),
         ),
-        "chosen": (
-            Table(
-                lambda results: [r for r in results["rows"] if r["tokens"] == CHOSEN_TOKENS],
-                (_SPEED, *_TIMES, *_RATIOS["of_best"]),
-            ),
+        "chosen": Table(
+            lambda results: [r for r in results["rows"] if r["tokens"] == CHOSEN_TOKENS],
+            (*_TIMES, _OF_BEST),
         ),
     },
     draw=Picture(

@@ -1,10 +1,10 @@
 """What each codec of hidden states costs: bytes, and what it changes in the model's output.
 
-A server without a cache holds conversations: it goes on with Python source that a fixture model
-(bench/fixtures) has not seen. Replies are drawn as the model finds tokens likely, not the best ones
-only: these soon repeat themselves, and no codec changes that. Every codec's server is then given
-the same texts, turn by turn: the history of each comes back from L3, question and reply behind it
-are computed, and what the model makes of the reply's tokens is compared with
+A server without a cache holds conversations about Python source that a fixture model
+(bench/fixtures) has not seen. Replies are drawn by their likelihood, because the likeliest
+replies soon repeat themselves, and no codec changes that. Every codec's server then gets the same
+texts, turn by turn: the history of each comes back from L3, and question and reply behind it are
+computed. What the model makes of the reply's tokens is compared with
 
 - a server without a cache, which computes the whole text in the same type. The row `decoded` is its
   own replies against that: what rounding alone changes between one token at a time and all at once
@@ -12,15 +12,15 @@ are computed, and what the model makes of the reply's tokens is compared with
 
 Bytes per token are those of the page files.
 
-The fixture model has no channels that stand out, which large models have, and on which lossy codecs
-differ most; so the error of K is computed for synthetic hidden states that have some.
+The fixture model has no channels that stand out. Large models have such channels, and lossy codecs
+differ most on them; so the error of K is computed for synthetic hidden states that have some.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,20 +30,10 @@ from bench.fixtures.models import chosen
 from bench.fixtures.smollm2 import FORMS
 from bench.fixtures.text import Texts, corpus, encoder
 from bench.fixtures.train import RECIPES
-from bench.harness.machine import Machine
 from bench.harness.methods import METHODS, PAGE_SIZE, server_options
-from bench.harness.program import (
-    Program,
-    Run,
-    Setting,
-    at_least,
-    names,
-    scratch,
-    steps,
-    switch,
-)
+from bench.harness.program import Program, Run, Setting, at_least, names, scratch, steps, switch
 from bench.harness.reference import Scores, agreement
-from bench.harness.report import Picture, Results, Series, Table, columns
+from bench.harness.report import Picture, Results, Series, Table
 from bench.harness.restorer import page_files
 from bench.harness.server import Server
 from hcache_backend.server_report import read_report
@@ -55,32 +45,8 @@ UNCODED = "none"
 _POOL_TOKENS = 4096
 _STANDING_OUT = (1, 5, 10, 20, 50, 100)
 _WIDTH, _CHANNELS, _TOKENS, _K_VALUES = 4096, 4, 64, 256
+_SCRIPT = ("conversations", "turns", "question_tokens", "reply_tokens")
 Row = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Script:
-    """What the conversations ask: source with planted lines, the same for every server.
-
-    Attributes:
-        question_tokens: Tokens that each turn adds to the history, beside its reply.
-        reply_tokens: Tokens of each reply.
-    """
-
-    conversations: int
-    turns: int
-    question_tokens: int
-    reply_tokens: int
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the last turn's text."""
-        return self.turns * (self.question_tokens + self.reply_tokens)
-
-    def question(self, texts: Texts, conversation: int, turn: int) -> list[int]:
-        """Token ids of one question."""
-        source = random.Random(f"{conversation}/{turn}")
-        return texts.draw(source, self.question_tokens, keys=4, gap=16).ids
 
 
 class Turn(NamedTuple):
@@ -89,17 +55,12 @@ class Turn(NamedTuple):
     Attributes:
         ids: History, question and reply.
         history: Tokens of the history; 0 in a first turn.
-        reply: Tokens of the reply.
+        start: Place of the reply's first token.
     """
 
     ids: list[int]
     history: int
-    reply: int
-
-    @property
-    def start(self) -> int:
-        """Place of the reply's first token."""
-        return len(self.ids) - self.reply
+    start: int
 
 
 def measure(run: Run) -> Results:
@@ -109,30 +70,30 @@ def measure(run: Run) -> Results:
         ServerError: A server did not start, a request failed, or a history did not come back.
     """
     given = run.given
-    script = Script(given.conversations, given.turns, given.question_tokens, given.reply_tokens)
-    if script.longest > _POOL_TOKENS:
+    longest = given.turns * (given.question_tokens + given.reply_tokens)
+    if longest > _POOL_TOKENS:
         run.parser.error(
-            f"--turns {given.turns} make conversations of {script.longest} tokens; at most "
+            f"--turns {given.turns} make conversations of {longest} tokens; at most "
             f"{_POOL_TOKENS} fit into the KV pool"
         )
     model = chosen(given.model, quick=given.quick)
     servers = sum(len(CODECS[dtype]) for dtype in given.dtypes) + 2 * len(given.dtypes)
     texts = Texts(encoder(Path(model.path)), corpus().held_out)
-    with steps(servers * script.conversations * script.turns) as advance, scratch() as folder:
-        serve = _Servers(Path(model.path), run.machine, Path(folder), advance)
-        rows = [row for dtype in given.dtypes for row in _rows(serve, script, texts, dtype)]
+    with steps(servers * given.conversations * given.turns) as advance, scratch() as folder:
+        serve = _Servers(run, Path(model.path), Path(folder), advance)
+        rows = [row for dtype in given.dtypes for row in _rows(serve, texts, dtype)]
     return {
         "attention_backend": run.machine.exact_attention,
         "name": model.name,
         "model": model.about,
-        **asdict(script),
+        **{name: getattr(given, name) for name in _SCRIPT},
         "codecs": rows,
         "standing_out": [standing_out(times) for times in _STANDING_OUT],
     }
 
 
 def standing_out(times: float) -> Row:
-    """The error of K by lossy codec, if 4 of 4,096 channels are so many times as large as others.
+    """The error of K by lossy codec, if 4 of 4,096 channels are ``times`` as large as others.
 
     Hidden states are normal values in bfloat16, K is one random matrix product behind an RMSNorm
     whose weight makes all channels alike, as trained ones do. Errors are relative to the norm of K.
@@ -148,8 +109,7 @@ def standing_out(times: float) -> Row:
         values = states.float()
         return values / values.square().mean(1, keepdim=True).sqrt() @ weight
 
-    k = project(rows)
-    errors = {}
+    k, errors = project(rows), {}
     for name in ("int8", "fp8"):
         codec = make_codec(name, _WIDTH, rows.dtype)
         off = project(codec.decode(codec.encode(rows)[0])) - k
@@ -157,13 +117,13 @@ def standing_out(times: float) -> Row:
     return {"times": times, **errors}
 
 
-def _rows(serve: _Servers, script: Script, texts: Texts, dtype: str) -> Iterator[Row]:
+def _rows(serve: _Servers, texts: Texts, dtype: str) -> Iterator[Row]:
     """Replies of the server without a cache, then one row per codec."""
-    talk, decoded, exact = serve.reference(script, texts, dtype)
+    turns, decoded, exact = serve.reference(texts, dtype)
     yield {"codec": "decoded", "dtype": dtype, "as_recomputed": compared("decoded", decoded, exact)}
     found: dict[str, tuple[Scores, float]] = {}
     for codec in CODECS[dtype]:
-        restored = serve.restored(talk, dtype, codec)
+        restored = serve.restored(turns, dtype, codec)
         if restored is None:
             yield {"codec": codec, "dtype": dtype, "refused": True}
             continue
@@ -183,119 +143,88 @@ def _rows(serve: _Servers, script: Script, texts: Texts, dtype: str) -> Iterator
 
 
 def compared(row: str, scores: Scores, reference: Scores) -> Row:
-    """What ``codecs.json`` says of scores beside those of a reference."""
     return asdict(agreement(row, scores, reference))
 
 
 class _Servers:
-    """Starts servers and has them score texts."""
-
-    def __init__(
-        self, model: Path, machine: Machine, scratch: Path, advance: Callable[[str], None]
-    ) -> None:
-        self._model, self._machine, self._scratch = model, machine, scratch
-        self._advance = advance
+    def __init__(self, run: Run, model: Path, folder: Path, advance: Callable[[str], None]) -> None:
+        self._machine, self._given = run.machine, run.given
+        self._model, self._folder, self._advance = model, folder, advance
 
     def _server(self, method: str, folder: Path, dtype: str, **hcache: str) -> Server:
-        return Server(
-            server_options(
-                METHODS[method],
-                self._machine,
-                self._model,
-                folder,
-                pool_tokens=_POOL_TOKENS,
-                hcache=hcache,
-                dtype=dtype,
-                attention_backend=self._machine.exact_attention,
-            )
+        options = server_options(
+            METHODS[method],
+            self._machine,
+            self._model,
+            folder,
+            pool_tokens=_POOL_TOKENS,
+            hcache=hcache,
+            dtype=dtype,
+            attention_backend=self._machine.exact_attention,
         )
+        return Server(options)
 
-    def reference(
-        self, script: Script, texts: Texts, dtype: str
-    ) -> tuple[Sequence[Sequence[Turn]], Scores, Scores]:
+    def reference(self, texts: Texts, dtype: str) -> tuple[Sequence[Turn], Scores, Scores]:
         """Conversations held without a cache, and two scores of the replies behind a history:
         as the server decoded them, and as it computes whole texts."""
-        talk: list[list[Turn]] = []
-        decoded, whole = _Scored(), _Scored()
-        with self._server("recompute", self._scratch / f"reference-{dtype}", dtype) as server:
-            for conversation in range(script.conversations):
-                talk.append([])
+        given, turns, decoded, whole = self._given, [], Scores(), Scores()
+        with self._server("recompute", self._folder / f"reference-{dtype}", dtype) as server:
+            for conversation in range(given.conversations):
                 ids: list[int] = []
-                for number in range(script.turns):
+                for number in range(given.turns):
                     self._advance(f"no cache, {dtype}: conversation {conversation + 1}")
-                    history = len(ids)
-                    ids = [*ids, *script.question(texts, conversation, number)]
-                    reply = server.generate(
-                        ids, script.reply_tokens, logprobs=True, temperature=1.0
-                    )
-                    ids = [*ids, *reply.output_ids]
-                    turn = Turn(ids, history, script.reply_tokens)
-                    talk[-1].append(turn)
+                    source, history = random.Random(f"{conversation}/{number}"), len(ids)
+                    asked = texts.draw(source, given.question_tokens, keys=4, gap=16).ids
+                    ids = [*ids, *asked]
+                    reply = server.generate(ids, given.reply_tokens, logprobs=True, temperature=1.0)
+                    turn = Turn([*ids, *reply.output_ids], history, len(ids))
+                    ids = turn.ids
+                    turns.append(turn)
                     self._advance(f"no cache, {dtype}: the same text at once")
                     if history:
                         said = reply.meta_info
                         top = [found[0][1] for found in said["output_top_logprobs"]]
                         decoded.add(top, [found[0] for found in said["output_token_logprobs"]])
-                        best, logprobs, _ = server.score(turn.ids, turn.start)
-                        whole.add(best, logprobs)
-        return talk, decoded.scores, whole.scores
+                        whole.add(*server.score(turn.ids, turn.start)[:2])
+        return turns, decoded, whole
 
     def restored(
-        self, talk: Sequence[Sequence[Turn]], dtype: str, codec: str
+        self, turns: Sequence[Turn], dtype: str, codec: str
     ) -> tuple[Scores, float, list[Row]] | None:
-        """Scores of the replies behind restored histories, bytes per token of the pages, and what
-        the server says of its projections: how, and how exactly without a codec.
+        """Scores of the replies behind restored histories, bytes per token of the pages, and the
+        projections in the server's report: how, and how exactly without a codec.
 
         None: the server does not use the codec, because it changes K or V of this model too much.
         """
-        folder, scored = self._scratch / f"{codec}-{dtype}", _Scored()
+        folder, scores = self._folder / f"{codec}-{dtype}", Scores()
         with self._server("hcache-hidden", folder, dtype, codec=codec) as server:
             if f"codec {codec}" not in server.log_text():
                 return None
-            for number, conversation in enumerate(talk):
-                for turn in conversation:
-                    self._advance(f"codec {codec}, {dtype}: conversation {number + 1}")
-                    best, logprobs, from_l3 = server.score(turn.ids, turn.start)
-                    if from_l3 <= turn.history - PAGE_SIZE:
-                        # A history that was computed again would say nothing about the codec.
-                        raise server.error(
-                            f"{from_l3} of {turn.history} tokens of a history came from L3"
-                        )
-                    if turn.history:
-                        scored.add(best, logprobs)
-                    server.flush_cache()
+            for number, turn in enumerate(turns):
+                self._advance(f"codec {codec}, {dtype}: turn {number + 1}")
+                best, logprobs, from_l3 = server.score(turn.ids, turn.start)
+                if from_l3 <= turn.history - PAGE_SIZE:
+                    # A history that was computed again would say nothing about the codec.
+                    missed = f"{from_l3} of {turn.history} tokens of a history came from L3"
+                    raise server.error(missed)
+                if turn.history:
+                    scores.add(best, logprobs)
+                server.flush_cache()
         pages, report = page_files(folder / "l3"), read_report(folder / "l3")
         if report is None:
             raise server.error("it left no report")
         size = sum(path.stat().st_size for path in pages)
         projection = [group.model_dump(mode="json") for group in report.projection]
-        return scored.scores, size / (PAGE_SIZE * len(pages)), projection
-
-
-class _Scored:
-    """Scores of several texts, one behind the other."""
-
-    def __init__(self) -> None:
-        self._best: list[int] = []
-        self._logprobs: list[float] = []
-
-    def add(self, best: Sequence[int], logprobs: Sequence[float]) -> None:
-        self._best += best
-        self._logprobs += logprobs
-
-    @property
-    def scores(self) -> Scores:
-        return Scores(self._best, self._logprobs)
+        return scores, size / (PAGE_SIZE * len(pages)), projection
 
 
 def shown(results: Results) -> list[Row]:
-    """Bytes and changed output by codec, in words."""
     return [
         {
             **row,
             "name": row["codec"] if row["codec"] == "decoded" else f"`{row['codec']}`",
             "computed": "refused at start" if "refused" in row else _same(row["as_recomputed"]),
-            "computed_off": None if "refused" in row else _off(row["as_recomputed"]),
+            "computed_off": _off(row.get("as_recomputed")),
             "uncoded": _same(row.get("as_uncoded")),
             "uncoded_off": _off(row.get("as_uncoded")),
         }
@@ -304,7 +233,6 @@ def shown(results: Results) -> list[Row]:
 
 
 def _same(found: Mapping[str, Any] | None) -> str | None:
-    """How many tokens are the same."""
     return None if found is None else f"{found['same']:,} of {found['tokens']:,}"
 
 
@@ -328,7 +256,6 @@ def panels(results: Results) -> dict[str, list[Row]]:
 
 
 def finding(results: Results) -> str:
-    """What the picture shows of lossless and lossy codecs."""
     said = [
         f"{row['codec']} {row['share_of_uncoded']:.2f} of the bytes and {_changed(row):.1f}%"
         for row in results["codecs"]
@@ -338,7 +265,7 @@ def finding(results: Results) -> str:
 
 
 def _changed(row: Row) -> float:
-    """Percent of the tokens."""
+    """Tokens that differ from those without a cache, in percent."""
     exact = row["as_recomputed"]
     return 100 * (1 - exact["same"] / exact["tokens"])
 
@@ -360,19 +287,15 @@ PROGRAM = Program(
         "table": (
             Table(
                 shown,
-                columns(
-                    "codec = name | in = dtype | bytes per token = stored_bytes_per_token :,.0f | "
-                    "of uncoded = share_of_uncoded | same token as without a cache = computed | "
-                    "log-probability off by = computed_off | same token as uncoded = uncoded | "
-                    "off by = uncoded_off"
-                ),
+                "codec = name | in = dtype | bytes per token = stored_bytes_per_token :,.0f | "
+                "of uncoded = share_of_uncoded | same token as without a cache = computed | "
+                "log-probability off by = computed_off | same token as uncoded = uncoded | "
+                "off by = uncoded_off",
             ),
             Table(
                 "standing_out",
-                columns(
-                    "4 of 4,096 channels so many times as large = times | "
-                    "error of K: `int8` = int8 :.1% | `fp8` = fp8 :.1%"
-                ),
+                "4 of 4,096 channels so many times as large = times | "
+                "error of K: `int8` = int8 :.1% | `fp8` = fp8 :.1%",
             ),
         )
     },

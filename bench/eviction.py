@@ -1,20 +1,18 @@
 """What a full page store still has of each prompt, by its quota: beside LRU and the best possible.
 
-Frozen traces (:mod:`bench.workload.traces`) go through the store itself: its index, its stamps, its
-eviction. Pages hold four bytes, and the clock is the trace's. In front stand the device and host
-memory (L1, L2) with room for 2% of the trace's pages. As in a server, the store is only told what
-they serve, and a page is written once, when it is computed. Every 5 seconds uses are saved. Counted
-are the pages of each prompt that the store has, from the first one on, whether
-L1 and L2 have them or not: what would be found after a restart. Quotas are shares of all pages of
-the trace.
+Frozen traces (:mod:`bench.workload.traces`) go through the store itself: its index, its ranks, its
+eviction. Pages hold four bytes, and the clock is the trace's. Device and host memory (L1, L2) come
+first and have room for 2% of the trace's pages. As in a server, the store is only told what they
+serve, and a page is written once, when it is computed. Uses are saved every 5 seconds. The program
+counts the pages of each prompt that the store has, from the first one on, whether L1 and L2 have
+them or not: a restart would find these. Quotas are shares of all pages of the trace.
 
 - LRU by chains: every use counts at once for the whole sequence, and of pages that were last used
   by the same request the last one goes first
-- best possible: knows all requests. A page is found if it was kept since it was used last: an
-  interval between two uses. As many intervals may overlap as the quota has pages; giving up the one
-  that ends last wherever there are too many keeps as many as possible. A use of a page is a use of
-  those before it, so their intervals end no later: with ties broken by the place in the sequence,
-  ends go first, and all that is kept is found. So no other order of eviction finds more pages
+- best possible: knows all requests. A page is found if it was kept since its last use. If too many
+  pages are kept, the one whose next use comes last is given up, which keeps as many as possible. A
+  use of a page is a use of the pages before it, so ends of sequences go first, and all that is kept
+  is found. No other order of eviction finds more pages
 
 Ends with status 1 if the store misses a goal.
 """
@@ -36,7 +34,7 @@ from typing import Any
 from unittest import mock
 
 from bench.harness.program import Program, Run, Setting, scratch
-from bench.harness.report import Column, Picture, Results, Series, Table
+from bench.harness.report import Column, Columns, Picture, Results, Series, Table
 from bench.workload.traces import TRACES, Request
 from hcache_backend.config import parse_config
 from hcache_backend.store import PageStore
@@ -111,11 +109,7 @@ def best_possible(trace: Sequence[Request], capacity: int) -> int:
 
 
 class StoreUnderTrace:
-    """The store, told what an engine tells it.
-
-    Args:
-        front: Pages that L1 and L2 have room for.
-    """
+    """The store, told what an engine tells it, behind L1 and L2 of ``front`` pages."""
 
     def __init__(self, store: PageStore, front: int) -> None:
         self._store = store
@@ -124,7 +118,7 @@ class StoreUnderTrace:
         self._saved = 0.0
 
     def serve(self, request: Request) -> int:
-        """Look the prompt up and store what is computed; returns how many pages L3 had of it."""
+        """Look the prompt up and store the new pages; returns how many pages L3 had of it."""
         keys = [_key(page) for page in request.pages]
         prompt = keys[: request.prompt]
         found = [*self._store.exists(NAMESPACE, prompt), False].index(False)
@@ -150,7 +144,7 @@ def _key(page: int) -> bytes:
 
 @contextmanager
 def clock_of(trace: Iterable[Request]) -> Iterator[Iterator[Request]]:
-    """The requests one by one, the process's clock (ns since 1970) being that of each."""
+    """The requests one by one, with the process's clock (ns since 1970) at the time of each."""
     now = 0
 
     def requests() -> Iterator[Request]:
@@ -173,7 +167,6 @@ def through_the_store(trace: Sequence[Request], capacity: int, front: int, folde
 
 
 def under_trace(name: str, trace: Sequence[Request], folder: Path) -> Row:
-    """What is found at every quota, as a share of all pages of prompts."""
     pages = len({page for request in trace for page in request.pages})
     asked = sum(request.prompt for request in trace)
     found = {}
@@ -199,7 +192,7 @@ def of_the_best(rows: Sequence[Row], quota: str) -> float:
 
 
 def missed_goals(rows: Sequence[Row]) -> list[str]:
-    """What the store should reach and does not, one line each."""
+    """Goals that the store does not reach, one line each."""
     missed = [
         f"{row['trace']}, {quota}: {found['store']:.3f} found, LRU by chains {found['lru']:.3f}"
         for row in rows
@@ -218,31 +211,23 @@ def missed_goals(rows: Sequence[Row]) -> list[str]:
 
 def table_rows(rows: Sequence[Row]) -> list[Row]:
     """Shares that are found of each trace; the last row has the means of the store's."""
-    quotas = list(rows[0]["found"])
-    lines: list[Row] = [
+    lines = [
         {
-            "trace": row["trace"],
-            **{
-                quota: " / ".join(f"{row['found'][quota][by]:.2f}" for by in SERIES)
-                for quota in quotas
-            },
+            quota: " / ".join(f"{shares[by]:.2f}" for by in SERIES)
+            for quota, shares in row["found"].items()
         }
+        | {"trace": row["trace"]}
         for row in rows
     ]
-    means = {quota: of_the_best(rows, quota) for quota in quotas}
+    means = {quota: of_the_best(rows, quota) for quota in rows[0]["found"]}
     return [*lines, {"trace": "the store, of the best possible", **means}]
 
 
-def columns(rows: Sequence[Row]) -> list[Column]:
-    """One for each quota."""
-    return [
-        Column(" / ".join(SERIES.values()), "trace"),
-        *(Column(quota, quota) for quota in rows[0]["found"]),
-    ]
+def columns(rows: Sequence[Row]) -> Columns:
+    return [Column(" / ".join(SERIES.values()), "trace"), *rows[0]["found"]]
 
 
 def panels(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Shares over the quota, a panel for each trace."""
     return {
         row["trace"]: [{"quota": quota, **shares} for quota, shares in row["found"].items()]
         for row in rows
@@ -250,7 +235,6 @@ def panels(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 
 def finding(rows: Sequence[Row]) -> str:
-    """What the picture shows."""
     shares = [of_the_best(rows, quota) for quota in rows[0]["found"]]
     return (
         f"A full store finds {min(shares):.2f} to {max(shares):.2f} of the pages that the best "
@@ -259,25 +243,18 @@ def finding(rows: Sequence[Row]) -> str:
 
 
 def measure(run: Run) -> Results:
-    """All traces."""
     return [under_trace(name, make(SEED), run.given.dir) for name, make in TRACES.items()]
 
 
 _SHARED = Path("/dev/shm")
+_FOLDER = _SHARED if _SHARED.is_dir() else Path(tempfile.gettempdir())
 PROGRAM = Program(
     name="eviction",
     doc=__doc__,
     measure=measure,
     serves=False,
-    settings=(
-        Setting(
-            "--dir",
-            Path,
-            _SHARED if _SHARED.is_dir() else Path(tempfile.gettempdir()),
-            "folder for the store, which is removed; best in memory",
-        ),
-    ),
-    tables={"table": (Table(table_rows, columns),)},
+    settings=(Setting("--dir", Path, _FOLDER, "for the store, which is removed; best in memory"),),
+    tables={"table": Table(table_rows, columns)},
     draw=Picture(
         title=finding,
         panels=panels,

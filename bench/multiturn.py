@@ -35,7 +35,7 @@ from bench.harness.program import (
     several,
     switch,
 )
-from bench.harness.report import Column, Picture, Results, Row, Series, Table, columns
+from bench.harness.report import Column, Picture, Results, Row, Series, Table
 from bench.harness.server import Server
 from bench.workload.base import Workload, WorkloadError
 from bench.workload.paper import LEVAL, leval, sharegpt4, zipf_contexts
@@ -79,8 +79,6 @@ class Request:
 
 
 class _Talk:
-    """A session under way."""
-
     def __init__(self, place: int, history: list[int]) -> None:
         self.place, self.round, self.history = place, 0, history
 
@@ -88,8 +86,7 @@ class _Talk:
 class Conversations:
     """Asks everything of a workload once; a request that fails is recorded, and ends its session.
 
-    Args:
-        number: Of this run on one server: other questions are asked in each.
+    Runs on one server have different numbers, and ask different questions.
     """
 
     def __init__(
@@ -109,7 +106,7 @@ class Conversations:
         self._changed = asyncio.Event()
 
     async def run(self) -> tuple[Sequence[Request], float]:
-        """Requests in the order in which they ended, and the seconds until the last one did.
+        """Requests in the order of their ends, and the seconds until the last end.
 
         Raises:
             UnusableServer: The caches could not be flushed between rounds.
@@ -138,14 +135,12 @@ class Conversations:
                     await asyncio.sleep(self._gap())
 
     async def _arrive(self) -> None:
-        """Sessions come one after the other."""
         for place, talk in enumerate(self._talks):
             if place:
                 await asyncio.sleep(self._gap())
             self._make_ready([talk])
 
     async def _ask(self, talk: _Talk) -> None:
-        """One round of a session, then its consequences."""
         turns = self._workload.sessions[talk.place].turns
         talk.history += self._workload.prompt_ids(talk.place, talk.round, VOCABULARY, self._number)
         ended = len(turns) - talk.round
@@ -187,7 +182,6 @@ class Conversations:
         self._changed.set()
 
     def _gap(self) -> float:
-        """Seconds to the next request or session."""
         rate = self._pace.rate
         return 0.0 if math.isinf(rate) else self._chance.expovariate(rate)
 
@@ -264,7 +258,7 @@ def summary(requests: Sequence[Request], seconds: float) -> Row:
     """Times in milliseconds, and hits as shares of all prompt tokens.
 
     ``between_ms`` is the paper's time between tokens: the mean of a request's. Tiers are None if
-    the server does not say which one it was.
+    the server does not say them.
     """
     good = [request.reply for request in requests if request.reply is not None]
     errors = [request.error for request in requests if request.error is not None]
@@ -290,7 +284,7 @@ def summary(requests: Sequence[Request], seconds: float) -> Row:
 
 
 def workload_of(given: Any) -> Workload:
-    """The workload that was asked for.
+    """The workload of these options.
 
     Raises:
         WorkloadError: A value is out of its range.
@@ -318,7 +312,6 @@ def pool_of(workload: Workload, given: int | None, method: str) -> int:
 
 
 def measure(run: Run) -> Results:
-    """The running server, or a server of each method."""
     given, workload = run.given, workload_of(run.given)
     parallel = given.max_parallel or workload.max_parallel or PARALLEL
     pace = Pace(given.rates[0], parallel, given.flush_between_rounds, given.seed)
@@ -349,12 +342,10 @@ def measure(run: Run) -> Results:
 
 
 def tiers(row: Row) -> str:
-    """Shares of prompt tokens by tier, in percent."""
     return " / ".join("?" if s is None else f"{100 * s:.0f}" for s in row["tiers"].values())
 
 
 def panels(results: Results) -> Mapping[str, Sequence[Row]]:
-    """Times over the rate, the median and the 90th percentile."""
     return {
         title: [
             {"rate": str(rate)}
@@ -366,7 +357,6 @@ def panels(results: Results) -> Mapping[str, Sequence[Row]]:
 
 
 def series(results: Results) -> list[Series]:
-    """A line for each method."""
     colours = ("ours", "file", "computed", "nixl", "ours, all read", "exp4", "int8", "fp8", "pairs")
     methods = dict.fromkeys(row["method"] for row in results["rows"])
     return [Series(name, name, colour) for name, colour in zip(methods, colours, strict=False)]
@@ -401,18 +391,14 @@ PROGRAM = Program(
         Setting("--seed", at_least(0), 1, "of lengths, tokens and times"),
     ),
     tables={
-        "table": (
-            Table(
-                "rows",
-                (
-                    *columns(
-                        "method | offered per second = rate :g | done = per_second | failed | "
-                        "first token, ms = first_ms :,.0f | 90% = first_p90_ms :,.0f | "
-                        "between tokens, ms = between_ms :,.1f | "
-                        "prompt tokens from a cache = cached :.0%"
-                    ),
-                    Column("% device / host / storage", tiers),
-                ),
+        "table": Table(
+            "rows",
+            (
+                "method | offered per second = rate :g | done = per_second | failed | "
+                "first token, ms = first_ms :,.0f | 90% = first_p90_ms :,.0f | "
+                "between tokens, ms = between_ms :,.1f | "
+                "prompt tokens from a cache = cached :.0%",
+                Column("% device / host / storage", tiers),
             ),
         )
     },

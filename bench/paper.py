@@ -1,9 +1,8 @@
 """The paper's Table 3 and figures 11 and 12 in the simulated pipeline, beside its numbers.
 
-Seconds, no GPU: everything follows from the presets of ``hcache plan`` and the cost model, with one
-compute share and one bus share for all. Prints tables; writes paper.json and paper.png. Reasons
-where results differ from the paper's: docs/paper.md. Only what the paper's text says of its figures
-is compared: their bars are pictures.
+Everything follows from the presets of ``hcache plan`` and the cost model, with one compute share
+and one bus share for all, so it takes seconds and no GPU. docs/paper.md has the reasons for
+differences from the paper. The numbers of its figures are those of its text: bars are pictures.
 
 ``contention`` has the platforms of figure 11 with copies that take multiprocessors of projections:
 a few, as the product's do, or all of them, so that copies and projections add up.
@@ -16,7 +15,7 @@ from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from bench.harness.program import Program
-from bench.harness.report import Picture, Series, Table, columns
+from bench.harness.report import Picture, Series, Table
 from hcache_backend.plan.costs import LAYER_METHODS, LayerCosts, Partition
 from hcache_backend.plan.model_shape import ModelShape
 from hcache_backend.plan.pipeline import search, simulate
@@ -28,7 +27,7 @@ from hcache_kernels.launch import COPY_PROGRAMS
 Row = dict[str, Any]
 Results = dict[str, list[Row]]
 TOKENS = 1024
-"""History of the paper's experiments where it says how long it is (6.2.2, 6.3.2)."""
+"""History of the paper's experiments, if it says how long it is (6.2.2, 6.3.2)."""
 
 
 def mha(family: str, layers: int, heads: int, mlp_width: int, *, gated: bool) -> ModelShape:
@@ -55,16 +54,13 @@ MODELS = {
 class Planned(NamedTuple):
     """The paper's plan: recomputed layers are not stored, and L3 is read during the restore.
 
-    Attributes:
-        partition: The fastest one of all three methods.
-        choices: The mix and the three pure methods.
+    ``partition`` is the fastest mix of all three methods.
     """
 
     profile: Profile
     model: ModelShape
     costs: LayerCosts
     partition: Partition
-    choices: dict[str, Partition]
 
 
 class Setting(NamedTuple):
@@ -98,13 +94,9 @@ class Setting(NamedTuple):
         rates = dict.fromkeys(("projection", "dense", "attention"), rate)
         profile = profile.model_copy(update=rates)
         model = MODELS[self.model]
-        layers = model.layers
-        restore = Restore(profile, model, Partition(0, 0, layers), self.tp, paper=True)
+        restore = Restore(profile, model, Partition(0, 0, model.layers), self.tp, paper=True)
         partition = restore.fastest(self.tokens, "overlapped", LAYER_METHODS)
-        pure = Partition(0, layers, 0), Partition(0, 0, layers), Partition(layers, 0, 0)
-        choices = dict(zip(("mix", "hidden", "kv", "recompute"), (partition, *pure), strict=True))
-        costs = restore.costs(self.tokens, 0, "overlapped")
-        return Planned(profile, model, costs, partition, choices)
+        return Planned(profile, model, restore.costs(self.tokens, 0, "overlapped"), partition)
 
 
 ONE_SSD = Setting("Llama-2-13B", ssds=1)
@@ -133,7 +125,7 @@ FIGURE_11 = {
     ),
 }
 POINTS = {A30: 1.33, Setting("Llama-2-13B"): 1.66, Setting("Llama-2-13B", "h800"): 1.77}
-"""HCache over KV offload, where section 6.2.1 names model and platform."""
+"""HCache over KV offload, if section 6.2.1 names model and platform."""
 FIGURE_12 = (
     # The text of 6.3.1 does not name them: one SSD is its slow I/O, an A30 its low computation.
     ("compute-sufficient", Setting("Llama-2-7B", ssds=1)),
@@ -142,45 +134,32 @@ FIGURE_12 = (
     ("balanced", Setting("Llama-2-13B", ssds=4)),
     ("IO-sufficient", A30),
 )
-FIGURES = {
-    ("platforms", "over_kv"): "Figure 11, platforms: than K and V",
-    ("platforms", "over_recompute"): "Figure 11, platforms: than recomputation",
-    ("SSDs", "over_kv"): "Figure 11, SSDs: than K and V",
-    ("SSDs", "over_recompute"): "Figure 11, SSDs: than recomputation",
-    ("skewed", "over_hidden"): "Figure 12, not balanced: than hidden states only",
-    ("skewed", "over_kv"): "Figure 12, not balanced: than K and V",
-    ("ablations", "over_hybrid"): "Figure 12: than the naive hybrid",
-}
-"""What a range is of."""
 MOST_OVER_RECOMPUTE = 9.05
-RANGES = (
-    ("platforms", "over_kv", (1.33, 1.81)),
-    ("platforms", "over_recompute", (5.04, MOST_OVER_RECOMPUTE)),
-    ("SSDs", "over_kv", (1.7, 2.66)),
-    ("SSDs", "over_recompute", (2.3, 6.1)),
-    ("skewed", "over_hidden", (1.35, 1.64)),
-    ("ablations", "over_hybrid", (1.28, 1.42)),
-    ("skewed", "over_kv", (1.45, 2.66)),
-)
+RANGES = {
+    ("platforms", "over_kv"): ("Figure 11, platforms: than K and V", 1.33, 1.81),
+    ("platforms", "over_recompute"): (
+        *("Figure 11, platforms: than recomputation", 5.04, MOST_OVER_RECOMPUTE),
+    ),
+    ("SSDs", "over_kv"): ("Figure 11, SSDs: than K and V", 1.7, 2.66),
+    ("SSDs", "over_recompute"): ("Figure 11, SSDs: than recomputation", 2.3, 6.1),
+    ("skewed", "over_hidden"): ("Figure 12, not balanced: than hidden states only", 1.35, 1.64),
+    ("ablations", "over_hybrid"): ("Figure 12: than the naive hybrid", 1.28, 1.42),
+    ("skewed", "over_kv"): ("Figure 12, not balanced: than K and V", 1.45, 2.66),
+}
 """Smallest and largest ratio that the text says figures 11 and 12 show (6.2.1, 6.2.2, 6.3.1)."""
-
-
 PROCESSORS = {"a100-40g": 108, "a30": 56, "rtx4090": 128, "l20": 92, "h800": 132}
 """Multiprocessors (data sheets)."""
 
 
 def compute() -> Results:
-    """Everything that is printed, drawn and written."""
     found = {name: [restore(each) for each in settings] for name, settings in FIGURE_11.items()}
     found["ablations"] = [{"kind": kind, **restore(setting)} for kind, setting in FIGURE_12]
-    skewed = [row for row in found["ablations"] if row["kind"] != "balanced"]
-    ratios = [
-        [row[ratio] for row in (found | {"skewed": skewed})[name]] for name, ratio, _ in RANGES
-    ]
-    found["ranges"] = [
-        {"figure": name, "ratio": ratio, "paper": paper, "ours": (min(ours), max(ours))}
-        for (name, ratio, paper), ours in zip(RANGES, ratios, strict=True)
-    ]
+    rows = found | {"skewed": [r for r in found["ablations"] if r["kind"] != "balanced"]}
+    found["ranges"] = []
+    for (figure, ratio), (_, *paper) in RANGES.items():
+        ours = [row[ratio] for row in rows[figure]]
+        one = {"figure": figure, "ratio": ratio, "paper": paper, "ours": (min(ours), max(ours))}
+        found["ranges"].append(one)
     found["contention"] = [contention(each) for each in FIGURE_11["platforms"]]
     found["implied"] = [implied(setting, over_kv) for setting, over_kv in POINTS.items()]
     found["table_3"] = [schedules(*case) for case in TABLE_3]
@@ -190,9 +169,15 @@ def compute() -> Results:
 def restore(setting: Setting) -> Row:
     """Milliseconds of a restore by the partition, by its ablations and by the pure methods."""
     plan = setting.plan()
-    hybrid = search(plan.costs, plan.model.layers, methods=("recompute", "kv"))
-    ms = {name: 1e3 * simulate(plan.costs, choice) for name, choice in plan.choices.items()}
-    ms["hybrid"] = 1e3 * simulate(plan.costs, hybrid)
+    layers = plan.model.layers
+    choices = {
+        "mix": plan.partition,
+        "hidden": Partition(0, layers, 0),
+        "kv": Partition(0, 0, layers),
+        "recompute": Partition(layers, 0, 0),
+        "hybrid": search(plan.costs, layers, methods=("recompute", "kv")),
+    }
+    ms = {name: 1e3 * simulate(plan.costs, choice) for name, choice in choices.items()}
     return {
         "setting": str(setting),
         "tokens": setting.tokens,
@@ -232,24 +217,11 @@ def contention(setting: Setting) -> Row:
     }
 
 
-def makespan(costs: LayerCosts, partition: Partition) -> float:
-    """Seconds of a restore with room for all segments, without simulating it.
-
-    Exact for two streams that each work through the layers in order and wait for nothing else: the
-    projections end when the computation does that begins with the first or the last of them.
-    """
-    if not partition.hidden:
-        return costs.least(partition)
-    first = costs.io_h + costs.c_h * partition.hidden
-    last = costs.io_h * partition.hidden + costs.c_h
-    return max(costs.least(partition), costs.reading(partition) + max(first, last))
-
-
 def closed_form(costs: LayerCosts, layers: int) -> Partition | None:
     """The paper's solution of :meth:`LayerCosts.least` for two methods (section 4.1.2).
 
-    Hidden states with KV where the projection is the slower part, with recomputation otherwise;
-    rounded up as in the paper. None where it does not apply: hidden states that take as long to
+    Hidden states with KV if the projection is the slower part, otherwise with recomputation;
+    rounded up as in the paper. None if it does not apply: hidden states that take as long to
     transfer as KV, or as long to project as to recompute; L3 outside the pipeline; a last
     recomputed layer that ends early.
     """
@@ -284,8 +256,8 @@ def schedules(setting: Setting, paper: Partition, paper_ratio: float | None) -> 
 def implied(setting: Setting, over_kv: float) -> Row:
     """The compute share that follows from the paper's speed over KV offload.
 
-    In the time of all hidden states on the bus, KV takes 2, and a mix of the two ``2 x / (1 + x)``
-    where projections take ``x``, longer than the bus.
+    If all hidden states take 1 on the bus and projections take ``x``, which is longer, then KV
+    takes 2, and a mix of both ``2 x / (1 + x)``.
     """
     costs, mix = setting.plan().costs, 2 / over_kv
     share = setting.compute_share * costs.c_h / costs.io_h * (2 - mix) / mix
@@ -301,8 +273,8 @@ def implied(setting: Setting, over_kv: float) -> Row:
 
 
 def ranges(results: Results) -> list[Row]:
-    """What the paper's text says of figures 11 and 12."""
-    return [{**row, "name": FIGURES[row["figure"], row["ratio"]]} for row in results["ranges"]]
+    """The ranges of figures 11 and 12 in the paper's text."""
+    return [{**row, "name": RANGES[row["figure"], row["ratio"]][0]} for row in results["ranges"]]
 
 
 def panels(results: Results) -> dict[str, list[Row]]:
@@ -316,7 +288,6 @@ def panels(results: Results) -> dict[str, list[Row]]:
 
 
 def finding(results: Results) -> str:
-    """What the picture shows."""
     (least, most), (low, high) = results["ranges"][0]["ours"], results["ranges"][0]["paper"]
     return (
         f"Simulated, hidden states restore {least:.2f} to {most:.2f} times as fast as K and V; "
@@ -327,22 +298,18 @@ def finding(results: Results) -> str:
 _TABLES = {
     "layers": Table(
         "table_3",
-        columns(
-            " = setting | the paper = paper | `hcache plan` = ours | "
-            "the paper's closed form, here = closed_form"
-        ),
+        " = setting | the paper = paper | `hcache plan` = ours | "
+        "the paper's closed form, here = closed_form",
     ),
     "ranges": Table(
         ranges,
-        columns("how many times as fast = name | the paper = paper | simulated = ours"),
+        "how many times as fast = name | the paper = paper | simulated = ours",
     ),
     "contention": Table(
         "contention",
-        columns(
-            "times as fast as KV offload = setting | ideal = ideal_over_kv | "
-            "copies by few programs = few_programs_over_kv | added up = added_up_over_kv | "
-            "added up, hidden states only = added_up_hidden_only_over_kv"
-        ),
+        "times as fast as KV offload = setting | ideal = ideal_over_kv | "
+        "copies by few programs = few_programs_over_kv | added up = added_up_over_kv | "
+        "added up, hidden states only = added_up_hidden_only_over_kv",
     ),
 }
 PROGRAM = Program(

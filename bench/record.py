@@ -29,7 +29,6 @@ PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 PROGRAMS = {
     "demo": "bench.demo.__main__",
     "restores": "bench.restores",
-    "saving": "bench.saving",
     "multiturn": "bench.multiturn",
     "paper": "bench.paper",
     "beside": "bench.beside",
@@ -66,7 +65,6 @@ def main() -> None:
 
 
 def draw(name: str) -> None:
-    """Draw the picture of recorded results."""
     picture = program_of(name).draw
     assert picture is not None
     write_picture(RESULTS / f"{name}.png", results_of(name), picture)
@@ -97,10 +95,8 @@ def marked(text: str) -> Iterator[tuple[str, str]]:
 
 
 def table(name: str) -> str:
-    """The table of the recorded results of a program, and when and where they were measured.
-
-    ``NAME CHOICE`` has fewer rows.
-    """
+    """The table of recorded results, and when and where they were measured. ``NAME CHOICE`` has
+    fewer rows."""
     name, _, choice = name.partition(" ")
     results = results_of(name)
     text = program_of(name).table(results, choice or "table")
@@ -108,17 +104,14 @@ def table(name: str) -> str:
 
 
 def drawn() -> list[str]:
-    """Names of the recorded results that have a picture."""
     return [name for name in recorded() if program_of(name).draw is not None]
 
 
 def recorded() -> list[str]:
-    """Names of the results of programs that stand in ``bench/results``."""
     return sorted(path.stem for path in RESULTS.glob("*.json") if path.stem not in OTHERS)
 
 
 def results_of(name: str) -> Results:
-    """What a program measured."""
     return json.loads((RESULTS / f"{name}.json").read_text())
 
 

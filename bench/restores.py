@@ -62,11 +62,10 @@ class Limit(NamedTuple):
     """What is slowed down in a row of results.
 
     Attributes:
-        slowed: The bus or L3.
         mb_per_s: To this rate; 0: it is as it is.
-        of_balanced: Or to this share of the balanced rate, which is measured: at it the bytes of
-            the history take as long as their load took.
-        parts: What is shown.
+        of_balanced: Or to this share of the balanced rate, which is measured: at it the bytes
+            of the history take as long as their load took.
+        parts: Of the restore that are shown.
     """
 
     slowed: Literal["bus", "L3"]
@@ -85,7 +84,7 @@ class Study:
         ratios: Pairs of methods that are compared round by round.
         planned: Methods that go by a profile of this machine with the limit: each limit has its
             own server of them.
-        pool: Tokens of the device's pool, of a history.
+        pool: Tokens of the device's pool, in histories.
         bus: MB/s of copies to the device in all rows; 0: no limit.
         staged: Also backups and loads are timed.
         options: Further ones of the servers.
@@ -199,11 +198,11 @@ STUDIES = {
 
 
 class Servers:
-    """The servers of a study, and what their restores took.
+    """The servers of a study, and the times of their restores.
 
     Attributes:
         ms: Milliseconds of each round, by limit and part, then by method.
-        stored: What each server keeps: bytes per token, and its own words about it.
+        stored: Bytes per token of each server, and its own words about them.
         balanced: The balanced rate in MB/s; 0: it is not measured.
     """
 
@@ -299,11 +298,8 @@ class Servers:
 
     @contextmanager
     def _started(self, name: str, limit: Limit | None = None) -> Iterator[Restorer]:
-        """A server that has the history in its L3 and is stopped, on the CPU, but for its turns.
-
-        Args:
-            limit: That the server's plan is for.
-        """
+        """A server that has the history in its L3 and, on the CPU, is stopped between its turns;
+        its plan is for ``limit``."""
         study, method = self._study, self._study.methods[name]
         self._said(f"{method.title}: starting")
         place = name if limit is None else f"{name}-{study.limits.index(limit)}"
@@ -377,7 +373,6 @@ def staged(restored: Restorer, first: Sequence[int], second: Sequence[int]) -> M
 
 
 def label(limit: Limit, rate: float) -> str:
-    """The limit of a row in words."""
     balanced = ", balanced" if limit.of_balanced == 1 else ""
     return f"{limit.slowed} at {rate:g} MB/s{balanced}" if rate else "as it is"
 
@@ -392,7 +387,7 @@ def missing(method: Method, model: str) -> str | None:
 
 
 def chosen(given: Any) -> Study:
-    """The study that was asked for.
+    """The study of these options.
 
     Raises:
         MachineError: It has no such method.
@@ -421,7 +416,6 @@ def chosen(given: Any) -> Study:
 
 
 def measure(run: Run) -> Results:
-    """All methods over all limits of a study."""
     given, study = run.given, chosen(run.given)
     torch.set_num_threads(1)  # as the servers compute
     with scratch(given.scratch_dir) as place:
@@ -445,7 +439,6 @@ def measure(run: Run) -> Results:
 
 
 def rows_of(study: Study, servers: Servers) -> list[Row]:
-    """A row for each limit and part that is shown."""
     return [
         {
             "limit": label(limit, servers.limit(limit)),
@@ -475,7 +468,6 @@ def compared(rounds: Mapping[str, Sequence[float]], pairs: Sequence[tuple[str, s
 
 
 def columns(results: Results) -> list[Column]:
-    """Milliseconds of each method, and ratios."""
     found = [Column("", partial(name_of, results))]
     for name, title in results["titles"].items():
         found.append(Column(f"{title}, ms", f"ms.{name}", ",.1f"))
@@ -486,7 +478,7 @@ def columns(results: Results) -> list[Column]:
 
 
 def name_of(results: Results, row: Row) -> str:
-    """A row's limit, part or both: what tells it from others."""
+    """The part, the limit or both: whatever differs between rows."""
     parts, limits = ({each[key] for each in results["rows"]} for key in ("part", "limit"))
     if len(parts) == 1:
         return str(row["limit"])
@@ -494,7 +486,6 @@ def name_of(results: Results, row: Row) -> str:
 
 
 def stored_by(row: Row) -> str:
-    """The method, and the limit that its plan is for."""
     return ", ".join(filter(None, (row["method"], row["limit"])))
 
 
@@ -504,13 +495,14 @@ def series(results: Results) -> list[Series]:
     titles = [(name, title.replace("`", "")) for name, title in results["titles"].items()]
     return [
         Series(title, f"of_first.{name}", colour)
-        for (name, title), colour in zip(titles[1:], colours, strict=False)
+        for (name, title), colour in zip(titles[1:] or titles, colours, strict=False)
     ]
 
 
 def finding(results: Results) -> str:
     """How the second method compares with the first one."""
-    (first, one), (second, other), *_ = results["titles"].items()
+    (first, one), *others = results["titles"].items()
+    second, other = others[0] if others else (first, one)
     times = [row["ms"] for row in results["rows"] if {first, second} <= set(row["ms"])]
     shares = [ms[second] / ms[first] for ms in times]
     other, one = other.replace("`", ""), one.replace("`", "")
@@ -518,7 +510,6 @@ def finding(results: Results) -> str:
 
 
 def panels(results: Results) -> Mapping[str, Sequence[Row]]:
-    """The rows that have the first method, with which the others are compared."""
     first, title = next(iter(results["titles"].items()))
     rows = [
         {

@@ -102,10 +102,10 @@ class PartitionOption(_Table):
     kv: int = Field(default=0, ge=0)
 
 
-_BEHIND = '{"backend": "mooncake", "config": {"master_server_address": "HOST:50051"}}'
+_SHARED = '{"backend": "mooncake", "config": {"master_server_address": "HOST:50051"}}'
 
 
-class BehindOption(_Table):
+class SharedOption(_Table):
     """A tier that several machines share, read after the page store of each."""
 
     backend: Literal["file", "mooncake", "nixl"]
@@ -154,7 +154,7 @@ class HCacheConfig(_Table):
     recompute: Literal["auto", "never"] = "auto"
     recompute_ms: float = Field(default=10.0, gt=0, allow_inf_nan=False)
     # sharing
-    behind: Annotated[BehindOption | None, _table(_BEHIND)] = None
+    shared: Annotated[SharedOption | None, _table(_SHARED)] = None
 
     @field_validator("dirs", mode="before")
     @classmethod
@@ -222,10 +222,11 @@ class HCacheConfig(_Table):
 
 FIXED_AT_START = HCacheConfig.model_fields.keys() - {
     *("dirs", "quota_bytes", "min_free_bytes", "durability", "io_threads", "reader"),
-    *("min_gain", "behind"),
+    *("min_gain", "shared"),
 }  # an attach may set the others
 
 _GONE = {
+    "behind": "its name is 'shared' now",
     "pages": "mode 'plain' is for SGLang's pages, and with other modes pages are our own",
     "projection": f"the environment variable {PROJECTION_VARIABLE}=generic replaces it",
     "high_water": "eviction begins at 'quota_bytes'",
@@ -332,7 +333,7 @@ def _explain(detail: ErrorDetails, source: str) -> str:
         if not table and name in _GONE:
             gone = f"option {key!r} (value {detail['input']!r}) is no option any more"
             return f"{source}: {gone}: {_GONE[name]}"
-        tables: dict[str, type[BaseModel]] = {"behind": BehindOption, "krul": KrulOption}
+        tables: dict[str, type[BaseModel]] = {"shared": SharedOption, "krul": KrulOption}
         known = (tables[table[0]] if table else HCacheConfig).model_fields
         hint = nearest(name, known, "the options are ")
         return f"{source}: unknown option {key!r} (value {detail['input']!r}); {hint}"

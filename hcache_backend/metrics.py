@@ -178,8 +178,8 @@ STREAM_SECONDS = _counter(
     "hcache_restore_stream_seconds", "Time of the streams of restores, copy and compute", "state"
 )
 
-# l3_exists, l3_read and l3_write: a batch of pages in the page store. behind_exists and
-# behind_read: one in the shared L3. restore: a load to the device. capture_transfer: the way to the
+# l3_exists, l3_read and l3_write: a batch of pages in the page store. shared_exists and
+# shared_read: one in the shared L3. restore: a load to the device. capture_transfer: the way to the
 # host of the rows of one step. host_backup and host_load: the scheduler thread launches the copies
 # of K and V of a backup, or a restore.
 STAGE_SECONDS = _histogram(
@@ -221,6 +221,9 @@ PROBLEMS = _counter("hcache_problems", "Problems by kind, each a cache miss", "k
 _MODE = "1 for the mode of the server (hidden, kv) and its pages (own, plain); the log says why"
 MODE = _gauge("hcache_mode_info", _MODE, "mode", "pages")
 
+_CAPABILITY = "1 for a capability that the server has, 0 for one that it goes without"
+CAPABILITY = _gauge("hcache_capability_info", _CAPABILITY, "capability")
+
 # reason: quarantined (a check failed, or weight updates would go unnoticed), not_restorable,
 # flush_needed, stages (not all pipeline stages have told their weights)
 SUSPENDED = _gauge("hcache_l3_suspended", "1 while L3 is neither read nor written", "reason")
@@ -239,11 +242,11 @@ PAIR_DISTANCES = _histogram(
 )
 
 # silent: it failed, or did not answer in time, when it was asked last
-_BEHIND = "1 for the shared L3 and its state (answers, silent)"
-BEHIND = _gauge("hcache_l3_shared", _BEHIND, "backend", "state")
+_SHARED = "1 for the shared L3 and its state (answers, silent)"
+SHARED = _gauge("hcache_l3_shared", _SHARED, "backend", "state")
 
 _WRITTEN = "(written|write_failed|dropped_full)"
-BEHIND_PAGES = Events(
+SHARED_PAGES = Events(
     ("hcache_shared_lookup_pages", "(found|absent)", "Pages looked up in the shared L3", "result"),
     ("hcache_shared_read_pages", "(read|missed)", "Pages asked for in the shared L3", "result"),
     ("hcache_shared_damaged_pages", "damaged", "Pages of the shared L3 with wrong bytes"),
@@ -257,7 +260,7 @@ SLICES = _counter(
     "hcache_slices", "Turns of the scheduler in which first layers could be recomputed", "result"
 )
 
-# operation: l3_read, behind_read (of the shared L3), load (host memory to the KV pool, as far as a
+# operation: l3_read, shared_read (of the shared L3), load (host memory to the KV pool, as far as a
 # batch waits for it) and prefill; of several ranks the slowest counts
 RATES = Metric(
     Gauge,
@@ -276,7 +279,7 @@ COUNTS: Mapping[str, Metric | Events] = {
     "lookups": LOOKUPS,
     "l3_tokens": L3_TOKENS,
     "store": STORE,
-    "behind": BEHIND_PAGES,
+    "shared": SHARED_PAGES,
     "slices": SLICES,
     "problems": PROBLEMS,
 }

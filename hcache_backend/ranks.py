@@ -6,10 +6,21 @@ ranks take.
 
 from __future__ import annotations
 
-from typing import Any
+import logging
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
+
+logger = logging.getLogger("hcache")
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+
+
+class Refused(Exception):
+    """A server cannot have a capability, such as hidden states; the message says why."""
 
 
 class OutOfStep(RuntimeError):
@@ -42,3 +53,34 @@ def sum_of_all_ranks(group: Any, own: torch.Tensor) -> torch.Tensor:
     every = [torch.empty_like(own) for _ in range(dist.get_world_size(group=group))]
     dist.all_gather(every, own.contiguous(), group=group)
     return torch.stack(every).sum(0)
+
+
+def all_or_none(
+    groups: tuple[Any, ...],
+    work: Callable[_Arguments, _Result],
+    *args: _Arguments.args,
+    **kwargs: _Arguments.kwargs,
+) -> _Result:
+    """The result of ``work`` on this rank; raises Refused on every rank if it failed on one.
+
+    - Every rank reaches every collective, in the same order.
+    - All ranks learn the outcome, by one MIN-reduce per group, before any rank goes on. So all of
+      them leave at the same step.
+    - Work with collectives must reach each of them whatever it finds, and refuse after the last.
+
+    ``groups`` are on the CPU: tensor-parallel ranks, and pipeline stages if there is no fallback.
+    """
+    reason: str | None = None
+    try:
+        result = work(*args, **kwargs)
+    except Refused as refused:
+        reason = str(refused)
+    except Exception as error:
+        logger.error("hcache: the self-check raised an error", exc_info=error)
+        reason = f"the self-check raised an error: {type(error).__name__}: {error}"
+    fine = reason is None
+    for group in groups:
+        (fine,) = on_all_ranks(group, fine)
+    if not fine:
+        raise Refused(reason or "another tensor-parallel rank or pipeline stage refused")
+    return result

@@ -31,8 +31,9 @@ class ServerReport(BaseModel):
         codec: Codec of own pages; None for plain ones.
         partition: Storage of the layers in words; None in KV mode, when ``projection`` is empty.
         recomputation: Exactness of recomputed layers, or why none are; None if none need to be.
+        unused: Capabilities that the server goes without, and why, as in its log.
         tokens_per_second: Expected rates of L3 (``l3_read``), of loads and of prefill.
-        behind: Backend of the shared tier, if there is one.
+        shared: Backend of the shared tier, if there is one.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -46,8 +47,9 @@ class ServerReport(BaseModel):
     partition: str | None = None
     projection: tuple[LayerGroup, ...]
     recomputation: str | None = None
+    unused: dict[str, str] = {}
     tokens_per_second: dict[str, float] = {}
-    behind: str | None = None
+    shared: str | None = None
 
 
 def write_report(folder: Path, report: ServerReport) -> None:

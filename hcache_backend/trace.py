@@ -6,7 +6,7 @@ With ``HCACHE_RESTORE_TRACE=/path/file.jsonl`` every rank adds one line per even
 
 ``start_ms`` is on the monotonic clock. ``l3`` begins when HiCache queues the prefetch and counts
 the tokens found; ``backup`` and ``load`` end with their last layer. Servers with any L3, or none,
-write a trace: :mod:`hcache_backend.start.restore_trace` hooks stages of SGLang.
+write a trace: :mod:`hcache_backend.sglang.restore_trace` hooks stages of SGLang.
 """
 
 from __future__ import annotations

@@ -22,8 +22,9 @@ def assert_sound_arena(arena: Arena) -> None:
 
 def assert_sound_reservations(eager: EagerRestores) -> None:
     """No device page is held twice, or by nobody, and there are not more than allowed."""
-    held = [(one, i) for one in eager._reservations for i in one.held]
-    assert len(held) == len(eager._places) <= eager._limit
-    assert all(eager._places[one.host_pages[i]] == (one, i) for one, i in held)
-    slots = [slot for one, i in held for slot in eager._slots(one, range(i, i + 1)).tolist()]
+    held = [page for one in eager._reservations for page in one.pages if page.held]
+    assert len(held) == len(eager._reserved) <= eager._limit
+    assert all(eager._reserved[page.host_page] is page for page in held)
+    numbers = [(page.of, range(page.number, page.number + 1)) for page in held]
+    slots = [slot for one, number in numbers for slot in eager._slots(one, number).tolist()]
     assert len(set(slots)) == len(slots) == eager._size * len(held)

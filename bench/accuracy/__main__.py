@@ -40,7 +40,6 @@ from tests.cpu_engine.hcache_cpu_engine import cpu_engine_env
 
 
 def measure(run: Run) -> Results:
-    """Score all texts with every method."""
     given, machine = run.given, run.machine
     if given.history % PAGE_SIZE:
         run.parser.error(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,12 +28,11 @@ class History:
     """The first tokens of a text after the model has computed them.
 
     Attributes:
-        ids: Their token ids.
-        slots: Where their K and V are in the pool, int64 ``[n]``.
+        slots: Of their K and V in the pool, int64 ``[n]``.
         positions: int64 ``[n]``.
-        hidden: What every layer's projection received, ``[n, hidden]`` each.
-        queries: What every layer's attention received of the last tokens as queries,
-            ``[t, heads, head_dim]`` each; ``t`` is at most :data:`PROBE_TOKENS`.
+        hidden: The input of every layer's projection, ``[n, hidden]`` each.
+        queries: Of the last tokens in every layer, ``[t, heads, head_dim]`` each; ``t`` is at
+            most :data:`PROBE_TOKENS`.
         kv: K and V that the model wrote, ``[n, kv_heads, head_dim]`` each, by layer.
     """
 
@@ -47,17 +47,11 @@ class History:
 class Engine:
     """A loaded model with its KV pool.
 
-    Args:
-        options: Of a server without a cache.
-
     Attributes:
-        tokenizer: The model's, of transformers.
-        pool: K and V.
-        layers: The model's attention layers.
         projector: Projects hidden states of each layer to the pool.
         recomputer: Computes K and V of a history anew; None: it cannot for this model.
-        exactness: How exactly K and V come back, and are repeated by the model itself, in words:
-            by layers as in :class:`LayerGroup`, and recomputed.
+        exactness: How exactly K and V come back, and are repeated by the model itself, in
+            words: by layers as in :class:`LayerGroup`, and recomputed.
 
     Raises:
         MachineError: Hidden states cannot restore this model's K and V.
@@ -71,32 +65,35 @@ class Engine:
         from sglang.srt.distributed import get_tp_group
         from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
+        from hcache_backend.checks.probe import PROBE_TOKENS, observe
+        from hcache_backend.checks.recompute import check_recompute
+        from hcache_backend.checks.specs import LayerSpecs
         from hcache_backend.config import HCacheConfig
         from hcache_backend.projection.generic import ProjectionBatch
         from hcache_backend.projection.paged_pool import PagedPool
         from hcache_backend.projection.projector import Projector
+        from hcache_backend.ranks import Refused
         from hcache_backend.restore.recompute import Recomputer
         from hcache_backend.sglang import hooks
+        from hcache_backend.sglang.passes import attention_modules, run_again, run_prompts
         from hcache_backend.sglang.recompute_batch import make_recomputer
         from hcache_backend.sglang.runtime import Runtime
-        from hcache_backend.start.agreement import Refused
-        from hcache_backend.start.layer_specs import LayerSpecs
-        from hcache_backend.start.recompute_check import check_recompute
-        from hcache_backend.start.self_check import attention_modules, compare, observe
 
         runner, kvcache = self._runner, self._runner.token_to_kv_pool
         self.pool = PagedPool(kvcache)
         projector = Projector(ProjectionBatch(ForwardMode.EXTEND), self.pool, kvcache.layer_num)
         try:
-            missing = hooks.install(hooks.hidden_mode_hooks())
+            missing = hooks.install(hooks.HIDDEN)
             if missing is not None:
                 raise Refused(missing)
-            probe = observe(runner, attention_modules(runner.model, kvcache.layer_num))
-            compare(probe, projector)
+            run = partial(run_prompts, runner, [PROBE_TOKENS])
+            probe = observe(run, attention_modules(runner.model, kvcache.layer_num))
+            probe.compare(projector)
             tokens = len(kvcache.k_buffer[0])
             self.recomputer: Recomputer | None = make_recomputer(runner, kvcache, tokens)
             try:
-                found = check_recompute(runner, probe, self.recomputer, self.pool, kvcache)
+                again, requests = partial(run_again, runner), runner.req_to_token_pool.size
+                found = check_recompute(again, requests, probe, self.recomputer, kvcache)
                 recomputed = found.exactness
                 if found.layers < kvcache.layer_num:
                     raise Refused(str(found.problem))
@@ -117,7 +114,6 @@ class Engine:
 
     @property
     def hidden_size(self) -> int:
-        """Values of a hidden state."""
         return int(self._runner.model_config.hidden_size)
 
     @property
@@ -141,7 +137,6 @@ class Engine:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the model computes in."""
         dtype: torch.dtype = self._runner.dtype
         return dtype
 
@@ -158,26 +153,26 @@ class Engine:
         return History(ids, slots, positions, hidden, queries, kv)
 
     def at_start(self) -> History:
-        """What the model writes of the self-check's tokens, whole pages, at a server's start."""
-        from hcache_backend.start.self_check import PROBE_TOKENS, probe_tokens
+        """The self-check's tokens, whole pages, as the model computes them at a server's start."""
+        from hcache_backend.checks.probe import PROBE_TOKENS, probe_tokens
 
         tokens = -(-PROBE_TOKENS // PAGE_SIZE) * PAGE_SIZE
         return self.history(probe_tokens(self._runner.model_config.vocab_size, tokens))
 
     def forget(self, history: History) -> None:
-        """Take its K and V out of the pool: what is not restored shows."""
+        """Take its K and V out of the pool, so that a slot that is not restored shows."""
         for layer, (k, v) in zip(self.layers, history.kv, strict=True):
             lost = (torch.full_like(part, float("nan")) for part in (k, v))
             self.pool.store(layer.kernel, history.slots, *lost)
 
     def go_on(self, history: History, ids: Sequence[int]) -> torch.Tensor:
-        """Log-probabilities after every further token of a text behind what the pool holds of its
-        history, float32 ``[n, vocab]``."""
+        """Log-probabilities after every further token of a text behind its history in the pool,
+        float32 ``[n, vocab]``."""
         return self._forward([*history.ids, *ids], len(history.ids))[0]
 
     @contextmanager
     def _watch(self) -> Iterator[tuple[list[torch.Tensor], list[torch.Tensor]]]:
-        """What projections receive inside the block, and attention as last queries, by layer."""
+        """Inputs of projections, and last queries of attention, inside the block, by layer."""
         seen: list[torch.Tensor] = []
         queries: list[torch.Tensor] = []
 
@@ -201,10 +196,10 @@ class Engine:
     @torch.inference_mode()
     def _forward(self, ids: Sequence[int], before: int) -> tuple[torch.Tensor, torch.Tensor]:
         """A prefill behind ``before`` tokens, which have the pool's first slots; returns
-        log-probabilities and the slots of what was computed."""
+        log-probabilities and the slots of the new tokens."""
         from sglang.srt.layers.logits_processor import LogitsMetadata, LogitsProcessor
 
-        from hcache_backend.start.prefill import (
+        from hcache_backend.sglang.passes import (
             forward_batch,
             prefill_batch,
             prefill_request,

@@ -29,14 +29,8 @@ _KEYS, _GAP = 16, 4
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured.
-
-    Attributes:
-        texts: How many.
-        history: Tokens of each that are kept: whole pages.
-        turn: Tokens behind them.
-        seed: Of the texts.
-    """
+    """How many texts are scored; tokens of each that are kept (whole pages), and of the turn behind
+    them."""
 
     texts: int
     history: int
@@ -53,7 +47,7 @@ class Sizes:
                 yield text
 
     def asks(self, text: Text) -> Iterator[tuple[slice, int]]:
-        """Values that the turn recalls from the history: places in the turn and how far back."""
+        """Values that the turn recalls from the history: places in the turn, and the distance."""
         for value in text.recalled:
             # The turn's first token is the reference's only: its history has no further place.
             if value.given < self.history < value.start:
@@ -63,7 +57,7 @@ class Sizes:
 
 @dataclass
 class Found:
-    """What a run said of all turns.
+    """A run over all turns.
 
     Attributes:
         nll: Negative log-likelihood of every true token, in nats.
@@ -84,19 +78,14 @@ class Found:
     def add(
         self, said: torch.Tensor, turn: torch.Tensor, asks: Iterator[tuple[slice, int]]
     ) -> None:
-        """Score what was said of a turn.
-
-        Args:
-            said: Log-probabilities in the place of each token, ``[n, vocab]``.
-            turn: The true tokens, int64 ``[n]``.
-            asks: As of :meth:`Sizes.asks`.
-        """
+        """Score log-probabilities ``said`` in the place of each token of a turn, ``[n, vocab]``;
+        ``turn``: the true tokens, int64 ``[n]``."""
         self.nll += (-said.gather(1, turn[:, None])[:, 0]).tolist()
         right = said.argmax(-1) == turn
         self.recalled += [(far, bool(right[places].all())) for places, far in asks]
 
     def compare(self, row: str, said: torch.Tensor, reference: torch.Tensor) -> None:
-        """Compare what was said of a turn with what the reference said.
+        """Compare log-probabilities of a turn with the reference's.
 
         Raises:
             OwnReference: It is the same run.
@@ -106,7 +95,6 @@ class Found:
         self.same += (reference.argmax(-1) == said.argmax(-1)).tolist()
 
     def report(self) -> dict[str, Any]:
-        """What the results say of the run."""
         return {
             "tokens": len(self.nll),
             "nll": sum(self.nll) / len(self.nll),
@@ -124,7 +112,6 @@ class Found:
         }
 
     def errors(self) -> dict[str, float]:
-        """What the results say of K and V."""
         return dict(zip(("k_error", "v_error"), self.error, strict=True))
 
 
@@ -147,7 +134,7 @@ def score(
     advance: Callable[[str], None],
     known: Sequence[Method],
 ) -> dict[str, Any]:
-    """Score every method on every text; what the results say of the model."""
+    """Score every method on every text."""
     reference, runs = Found(), [Found() for _ in known]
     for number, text in enumerate(sizes.draw(texts)):
         advance(f"text {number + 1}")

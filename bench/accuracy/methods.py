@@ -34,8 +34,7 @@ class Method:
     """A way to keep K and V.
 
     Attributes:
-        name: For tables.
-        bytes_per_token: What is kept of a token, over all layers.
+        bytes_per_token: Of all layers.
         restore: Writes K and V of a history to the pool, which has lost them; returns how many
             tokens could not be kept so, and were computed again or kept as they are.
         layer: The one layer that it restores from something else than K and V; None: all.
@@ -157,7 +156,6 @@ def _restore_encoded(engine: Engine, codec: Codec, history: History) -> int:
 
 
 def _restore_hidden(engine: Engine, codec: Codec, layers: Collection[int], history: History) -> int:
-    """Project these ``layers`` and restore the others as they were."""
     lost = torch.zeros_like(history.slots, dtype=torch.bool)
     for index, layer in enumerate(engine.layers):
         if index not in layers:

@@ -68,13 +68,8 @@ def mergeable(engine: Engine) -> dict[str, float]:
 
 @dataclass
 class PairedLayers:
-    """Keeps K and V of histories in pages with pairs of layers.
-
-    Attributes:
-        form: What a slot keeps of a pair.
-        choose: Which layers are paired.
-        chosen: How many histories had each pair.
-    """
+    """Keeps K and V of histories in pages with pairs of layers. ``chosen`` counts the histories
+    that had each pair."""
 
     engine: Engine
     form: Codec
@@ -96,7 +91,7 @@ class PairedLayers:
 
 
 def _round_trip(form: Codec, first: KV, second: KV) -> tuple[KV, KV, torch.Tensor]:
-    """What comes back of two layers, pages that do not fit as they were; and which pages fit."""
+    """Two layers as they come back, pages that do not fit as they were; and which pages fit."""
     units = [_units(form.cut, planes) for planes in (first, second)]
     encoded, fits = form.encode_units(torch.cat(units, dim=1))
     back, both = [], form.decode_units(encoded).split(2, dim=1)

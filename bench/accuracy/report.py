@@ -1,33 +1,32 @@
-"""What ``bench.accuracy`` found, as a table and a picture."""
+"""The results of ``bench.accuracy``, as a table and a picture."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from bench.accuracy.methods import EXACT
-from bench.harness.report import SMALLEST, Column, Table, columns, picture
+from bench.harness.report import SMALLEST, Columns, Table, picture
 
 Row = Mapping[str, Any]
 CHOSEN = (EXACT, "KV, exp4", "KV, int8", "KV, fp8", "KV, pairs by attention, merged")
 
 
-def all_columns(results: Row) -> Sequence[Column]:
-    """Bytes, errors of K and V, what the model says, recall by distance."""
+_DIVERGENCE = "KL, nats = kl :.1e | largest = largest_kl :.1e | same token = same_of"
+
+
+def all_columns(results: Row) -> Columns:
     distances = dict.fromkeys(far for row in whole(results) for far in row["recall"])
     return (
-        *columns(
-            "history from = method | bytes per token = bytes_per_token :, | "
-            "not kept = not_kept | error of K = k_error :.1e | of V = v_error :.1e"
-        ),
-        *_DIVERGENCE,
-        Column("NLL", "nll", ".4f"),
-        *(Column(f"recalled, {far} back", f"shares.{far}") for far in distances),
+        "history from = method | bytes per token = bytes_per_token :, | not kept = not_kept | "
+        f"error of K = k_error :.1e | of V = v_error :.1e | {_DIVERGENCE} | NLL = nll :.4f",
+        *(f"recalled, {far} back = shares.{far}" for far in distances),
     )
 
 
 def start_rows(results: Row) -> list[Row]:
-    """What a server finds out at its start: how exactly K and V come back, what may be merged."""
+    """How exactly K and V come back, and the pairs that may be merged, as a server finds out at its
+    start."""
     exactness, krul = results["exactness"], results["krul"]
     merged = (
         f"{krul['may_be_merged']:.0f} of {krul['pairs']:.0f}; the merge that changes least changes "
@@ -42,7 +41,6 @@ def start_rows(results: Row) -> list[Row]:
 
 
 def chosen(results: Row) -> list[Row]:
-    """What codecs of K and V lose."""
     found = {row["method"]: row for row in whole(results)}
     plain = found[EXACT]["bytes_per_token"]
     return [{**found[name], "of_plain": found[name]["bytes_per_token"] / plain} for name in CHOSEN]
@@ -111,28 +109,17 @@ def draw(results: Row) -> Any:
     return figure
 
 
-_DIVERGENCE = columns("KL, nats = kl :.1e | largest = largest_kl :.1e | same token = same_of")
-TABLES = {
-    "table": (Table(whole, all_columns),),
-    "short": (
-        Table(
-            start_rows,
-            lambda results: [
-                Column(f"{results['name']}, {results['dtype']}", "what"),
-                Column("at the start of a server", "found"),
-            ],
+TABLES: Mapping[str, Table] = {
+    "table": Table(whole, all_columns),
+    "short": Table(
+        start_rows,
+        lambda results: (
+            f"{results['name']}, {results['dtype']} = what | at the start of a server = found"
         ),
     ),
-    "chosen": (
-        Table(
-            chosen,
-            (
-                *columns(
-                    "history from = method | bytes per token = bytes_per_token :, | "
-                    "of plain = of_plain"
-                ),
-                *_DIVERGENCE,
-            ),
-        ),
+    "chosen": Table(
+        chosen,
+        "history from = method | bytes per token = bytes_per_token :, | of plain = of_plain | "
+        f"{_DIVERGENCE}",
     ),
 }

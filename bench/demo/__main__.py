@@ -12,9 +12,7 @@ Exit status: 0; 1 when a reply differs or nothing came from L3; 2 when the demo 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from bench.demo.report import build_report, form_report, headline, panels, said, turns
 from bench.demo.talk import (
@@ -32,10 +30,9 @@ from bench.demo.talk import (
 )
 from bench.fixtures.models import real_model
 from bench.fixtures.smollm2 import TITLE, ModelMissing, source_facts
-from bench.harness.machine import Machine
 from bench.harness.models import TinyLlama
 from bench.harness.program import Program, Run, Setting, at_least, scratch, steps, switch
-from bench.harness.report import Column, Picture, Results, Series, Table, columns
+from bench.harness.report import Picture, Results, Series, Table
 
 RANDOM = "a random Llama of 2 layers"
 _KV_HEADS = {"multi-head": 8, "grouped-query": 2}
@@ -43,12 +40,6 @@ _REAL = {"multi-head": "smollm2-mha", "grouped-query": "smollm2"}
 
 
 def measure(run: Run) -> Results:
-    """Have the conversations.
-
-    Raises:
-        MachineError: SGLang cannot serve here.
-        ServerError: A server did not start, or a request failed.
-    """
     why = "asked for by --random" if run.given.random else _why_random()
     forms = []
     with steps(len(FORMS) * (1 + 3 * len(QUESTIONS))) as advance, scratch() as folder:
@@ -56,28 +47,13 @@ def measure(run: Run) -> Results:
             advance(f"{heads}: building the model (once)")
             model, talk = _model(heads, Path(folder), run.given.tokens, random=why is not None)
             place = Path(folder) / heads
-            forms.append(_form(heads, model, talk, run.machine, place, advance))
-    about = {
-        "model": TITLE if why is None else RANDOM,
-        "why_random": why,
-        "text_tokens": run.given.tokens,
-    }
-    return build_report(forms, about)
-
-
-def _form(
-    heads: Heads,
-    model: Path,
-    talk: Talk,
-    machine: Machine,
-    folder: Path,
-    advance: Callable[[str], None],
-) -> dict[str, Any]:
-    runs = {
-        method: converse(method, heads, model, talk, machine, folder, advance)
-        for method in (COMPUTED, FILE, OURS)
-    }
-    return form_report(heads, runs, talk)
+            runs = {
+                method: converse(method, heads, model, talk, run.machine, place, advance)
+                for method in (COMPUTED, FILE, OURS)
+            }
+            forms.append(form_report(heads, runs, talk))
+    about = {"model": TITLE if why is None else RANDOM, "why_random": why}
+    return build_report(forms, {**about, "text_tokens": run.given.tokens})
 
 
 def _model(heads: Heads, folder: Path, tokens: int, *, random: bool) -> tuple[Path, Talk]:
@@ -106,20 +82,13 @@ PROGRAM = Program(
         switch("--random", "use the random model"),
     ),
     tables={
-        "table": (
-            Table(
-                turns,
-                (
-                    *columns(
-                        "attention: stored = form | bytes per token: `file` / hcache = bytes | "
-                        "history, tokens = history_tokens :,"
-                    ),
-                    *(
-                        Column(f"{SHOWN[name]}, ms", f"ttft_ms.{name}", ",.0f")
-                        for name in (COMPUTED, FILE, OURS)
-                    ),
-                    Column("same reply", "same"),
-                ),
+        "table": Table(
+            turns,
+            (
+                "attention: stored = form | bytes per token: `file` / hcache = bytes | "
+                "history, tokens = history_tokens :,",
+                *(f"{SHOWN[name]}, ms = ttft_ms.{name} :,.0f" for name in (COMPUTED, FILE, OURS)),
+                "same reply = same",
             ),
         )
     },

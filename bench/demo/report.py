@@ -1,4 +1,4 @@
-"""What follows from the demo's measurements: verdict, JSON, rows of the table and the picture."""
+"""The demo's verdict, JSON, rows of the table and of the picture."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ _STORED = {"multi-head": "hidden states", "grouped-query": "K and V"}
 
 
 def form_report(heads: str, runs: Mapping[str, Run], talk: Talk) -> dict[str, Any]:
-    """One form of the model, on all servers."""
     computed = runs[COMPUTED].turns
     turns = [
         {
@@ -35,7 +34,7 @@ def build_report(forms: Sequence[Mapping[str, Any]], about: Mapping[str, object]
 
 
 def problems(forms: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What went wrong, one line each; empty when the demo succeeded."""
+    """One line each; empty when the demo succeeded."""
     found = []
     for form in forms:
         for number, turn in enumerate(form["turns"], 1):
@@ -57,7 +56,6 @@ def times_sooner(report: Mapping[str, Any]) -> float:
 
 
 def finding(report: Mapping[str, Any]) -> str:
-    """What the table and the picture show, in a sentence."""
     hidden, file = (report["forms"][0]["bytes_per_token"][name] for name in (OURS, FILE))
     return (
         f"From disk the next reply begins {times_sooner(report):.0f} times sooner than computed "
@@ -81,7 +79,6 @@ def turns(results: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def panels(results: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """The turns of each form of the model."""
     found: dict[str, list[dict[str, Any]]] = {}
     for row in turns(results):
         found.setdefault(row["form"], []).append(row)
@@ -89,7 +86,6 @@ def panels(results: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
 
 
 def headline(results: Mapping[str, Any]) -> str:
-    """What the picture shows."""
     return (
         f"From disk the next reply begins {times_sooner(results):.0f} times sooner "
         f"({results['model']}, float32, {results['device']})"
@@ -97,7 +93,7 @@ def headline(results: Mapping[str, Any]) -> str:
 
 
 def said(results: Mapping[str, Any]) -> list[str]:
-    """The conversation, what the table shows, and what went wrong."""
+    """The conversation, the finding, and problems."""
     lines = [f"The model is random: {results['why_random']}."] if results["why_random"] else []
     for question, turn in zip(QUESTIONS, results["forms"][0]["turns"], strict=True):
         if turn["reply"] is not None:

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
-import json
 import random
 import textwrap
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-import requests
-
+from bench.harness.client import Reply, StreamingClient
 from bench.harness.machine import Machine
 from bench.harness.methods import METHODS, Method, server_options
 from bench.harness.restorer import l3_bytes
-from bench.harness.server import ADMIN_KEY, CachedTokens, Server, ServerError
+from bench.harness.server import ADMIN_KEY, CachedTokens, Server
 from tests.cpu_engine.hcache_cpu_engine import stub_torchvision
 
 REPLY_TOKENS = 48
@@ -40,10 +38,10 @@ FORMS: Mapping[Heads, Mapping[str, Any]] = {
 
 
 class Talk(Protocol):
-    """What is said, as token ids."""
+    """A conversation, as token ids."""
 
     def question(self, number: int) -> list[int]:
-        """What the next prompt adds to all that was said before."""
+        """The tokens that the next prompt adds to all before it."""
 
     def text(self, reply: Sequence[int]) -> str | None:
         """A reply in words, if the model speaks any."""
@@ -89,13 +87,7 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Turn:
-    """One question.
-
-    Attributes:
-        history: Tokens of the conversation before it.
-        ttft_ms: Until the first token of the reply came.
-        reply: Token ids, without the end of the message.
-    """
+    """One question behind ``history`` tokens. ``reply`` is without the end of the message."""
 
     history: int
     ttft_ms: float
@@ -124,7 +116,8 @@ def converse(
     turns, as if others had used them meanwhile.
 
     Raises:
-        ServerError: The server did not start, or a request failed.
+        ServerError: The server did not start.
+        RequestError: A request failed.
     """
     way: Method = METHODS[METHODS_OF[method]]
     place = folder / method
@@ -148,21 +141,11 @@ def converse(
 
 def _ask(server: Server, prompt: Sequence[int], history: int) -> Turn:
     """One streamed request, greedy, up to the end of the message."""
-    sampling = {"temperature": 0.0, "max_new_tokens": REPLY_TOKENS}
-    body: Any = {"input_ids": list(prompt), "sampling_params": sampling, "stream": True}
-    headers = {"Authorization": f"Bearer {ADMIN_KEY}"}
-    sent, first, said = time.perf_counter(), None, None
-    with requests.post(
-        f"{server.url}/generate", json=body, headers=headers, stream=True, timeout=600
-    ) as answer:
-        for line in answer.iter_lines():
-            if line.startswith(b"data:") and not line.endswith(b"[DONE]"):
-                said = json.loads(line[5:])
-                first = first or time.perf_counter()
-    if first is None or said is None or "meta_info" not in said:
-        raise ServerError(f"no reply: {said}")
-    meta = said["meta_info"]
-    ids = tuple(said["output_ids"])
-    if (meta.get("finish_reason") or {}).get("type") == "stop":
-        ids = ids[:-1]
-    return Turn(history, 1e3 * (first - sent), CachedTokens.of(meta), ids)
+
+    async def ask() -> Reply:
+        async with StreamingClient(server.url, ADMIN_KEY) as client:
+            return await client.generate(prompt, REPLY_TOKENS, ignore_eos=False)
+
+    reply = asyncio.run(ask())
+    ids = reply.output_ids[:-1] if reply.stopped else reply.output_ids
+    return Turn(history, 1e3 * reply.ttft_s, reply.cached, tuple(ids))

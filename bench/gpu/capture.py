@@ -20,7 +20,7 @@ from bench.gpu.program import GpuProgram, GpuRun, Row, models
 from bench.gpu.restore_models import SHAPES, build, chosen
 from bench.gpu.shapes import Shape
 from bench.harness.program import Setting
-from bench.harness.report import Picture, Results, Series, Table, columns
+from bench.harness.report import Picture, Results, Series, Table
 
 BATCHES = (1, 16, 64, 256)
 PREFILL, GRAPH_PREFILL = 8192, 2048
@@ -28,7 +28,6 @@ WAYS = ("none", "staged")
 
 
 def measure(run: GpuRun) -> None:
-    """One row per model, kind of step and way of saving."""
     device = run.device
     eager, recorded = (48, 32) if device.dry_run else (PREFILL, GRAPH_PREFILL)
     batches = [2, 3] if device.dry_run else run.given.batches
@@ -56,7 +55,7 @@ def measure(run: GpuRun) -> None:
 
 
 def overheads(results: Results) -> list[Row]:
-    """Rows with what they add to the same step with nothing beside it, in percent."""
+    """Rows with their addition to the same step with nothing beside it, in percent."""
     alone = {_step(row): row["ms"] for row in results["rows"] if row["way"] in ("none", "alone")}
     return [
         {**row, "adds": None if row["right"] is None else 100 * (row["ms"] / alone[_step(row)] - 1)}
@@ -70,7 +69,6 @@ def _step(row: Row) -> tuple[object, ...]:
 
 
 def panels(results: Results) -> dict[str, list[Row]]:
-    """What is added to each step, a panel for each model."""
     found: dict[str, dict[tuple[object, ...], Row]] = {}
     for row in overheads(results):
         steps = found.setdefault(row["model"], {})
@@ -81,7 +79,6 @@ def panels(results: Results) -> dict[str, list[Row]]:
 
 PROGRAM = GpuProgram(
     name="capture",
-    module="bench.gpu.capture",
     doc=__doc__,
     measure=measure,
     settings=(
@@ -89,11 +86,9 @@ PROGRAM = GpuProgram(
         Setting("--batches", int, BATCHES, "decode batches", {"nargs": "*"}),
     ),
     tables={
-        "table": (
-            Table(
-                overheads,
-                columns("model | step | tokens | saving = way | ms | adds, % = adds | right"),
-            ),
+        "table": Table(
+            overheads,
+            "model | step | tokens | saving = way | ms | adds, % = adds | right",
         )
     },
     draw=Picture(

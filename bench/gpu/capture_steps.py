@@ -15,8 +15,6 @@ from bench.gpu.shapes import PAGE, Shape
 from hcache_backend.arena import Arena
 from hcache_backend.capture.staging import StagedCapture, Staging
 from hcache_backend.format.page import PageLayout, hidden_layer
-from hcache_backend.restore.layers import RestoredLayer
-from hcache_backend.restore.pipeline import RestorePipeline
 from hcache_kernels.codecs import make_codec
 
 CONTEXT = 1024
@@ -27,7 +25,7 @@ RESTORED = 4096
 
 
 class Saving:
-    """Shadow pages, and the ways to bring rows to them."""
+    """Shadow pages, and how rows come to them."""
 
     def __init__(self, device: Device, shape: Shape, tokens: int, places: int) -> None:
         self.device, self.shape, self.tokens = device, shape, tokens
@@ -46,13 +44,12 @@ class Saving:
         self.positions = torch.arange(tokens, device=device.kind)
 
     def watch(self, way: str, layer: int) -> Callable[[torch.Tensor], None]:
-        """What sees the input of the layer's projection."""
         if way == "staged":
             return lambda hidden: self.capture.take(layer, hidden)
         return lambda hidden: None
 
     def saved(self, hidden: torch.Tensor) -> bool:
-        """Whether the pages hold ``hidden``, ``[layers, tokens, hidden]``."""
+        """The pages hold ``hidden``, ``[layers, tokens, hidden]``."""
         self.capture.transfers().synchronize()
         slots = self.slots.cpu().numpy()
         pages = self.arena.memory[self.arena.shadows[slots // PAGE]]
@@ -65,19 +62,15 @@ class Saving:
 
 
 Watch = Callable[[int], Callable[[torch.Tensor], object]]
-"""What sees the input of the projection of a layer."""
+"""Of a layer: called with the input of its projection."""
 
 
 class Forward(ABC):
-    """A forward pass of random layers.
+    """A forward pass of random layers over ``tokens`` tokens.
 
     Args:
-        device: The GPU, or the CPU, which records no graphs.
-        shape: The model's shape.
-        layers: Its layers.
-        tokens: That it computes.
         steps: How many passes one measurement launches.
-        recorded: Launched by the replay of a CUDA graph.
+        recorded: Launched by the replay of a CUDA graph; a CPU records none.
     """
 
     def __init__(
@@ -106,7 +99,6 @@ class Forward(ABC):
         """Rows that staging holds of each layer."""
 
     def launcher(self, watch: Watch) -> Callable[[], object]:
-        """What launches a pass; a recorded one was recorded with ``watch``."""
         if not self.recorded:
             return lambda: self.forward(watch)
         side = torch.cuda.Stream()
@@ -151,7 +143,7 @@ class Forward(ABC):
         return took, right
 
     def _inputs(self) -> torch.Tensor:
-        """What every projection receives in a pass, ``[layers, tokens, hidden]``."""
+        """The input of every projection in a pass, ``[layers, tokens, hidden]``."""
         seen = self.x.new_empty(self.shape.layers, *self.x.shape)
         # Launched as the others are: a library may sum in another order without a graph.
         self.launcher(lambda layer: seen[layer].copy_)()
@@ -179,8 +171,6 @@ class Decode(Forward):
 
 
 class Prefill(Forward):
-    """Prefill of one prompt in one chunk."""
-
     def __init__(
         self, device: Device, shape: Shape, layers: list[Layer], tokens: int, *, graph: bool = False
     ) -> None:
@@ -206,14 +196,7 @@ def decode_during_restores(
     history = History(device, shape, layers, [2 * PAGE if device.dry_run else RESTORED])
     decode = Decode(device, shape, layers, batch)
     launch = decode.launcher(lambda layer: lambda hidden: None)
-    fills = [history.fill_hidden(i, history.codecs[0]) for i in range(len(layers))]
-    pipeline = RestorePipeline(
-        history.memory,
-        history.exact_layout,
-        [RestoredLayer("hidden", fill) for fill in fills],
-        history.tokens,
-        device.kind,
-    )
+    pipeline = history.hidden_pipeline()
 
     def steps() -> None:
         for _ in range(decode.steps):

@@ -16,11 +16,10 @@ forward pass after every restore. Times are medians of five, from the first read
 
 from __future__ import annotations
 
-import queue
 import statistics
-import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -34,7 +33,7 @@ from bench.gpu.restore_methods import History
 from bench.gpu.restore_models import build
 from bench.gpu.shapes import LLAMA_7B, PAGE
 from bench.harness.program import Setting, at_least, scratch
-from bench.harness.report import Column, Picture, Results, Series, Table, columns
+from bench.harness.report import Column, Picture, Results, Series, Table
 from hcache_backend.config import parse_config
 from hcache_backend.format.page import PageLayout, StoredLayer
 from hcache_backend.format.units import Segment
@@ -48,11 +47,9 @@ NAMESPACE, WRITER = b"bench-----------", b"bench---"
 
 
 class Pages:
-    """Pages of one kind in the store, and memory for them.
+    """Pages of one kind in the store, and memory for all ``bytes`` of them.
 
-    Attributes:
-        bytes: Size of all pages.
-        rate: Bytes a second that reading may reach; 0: what the disk does.
+    ``rate``: bytes a second that reading may reach; 0: the disk's.
     """
 
     def __init__(
@@ -79,7 +76,7 @@ class Pages:
         self._pipeline = RestorePipeline(self._memory, layout, layers, history.tokens, device.kind)
 
     def _batches(self) -> Iterator[range]:
-        """Read batch after batch, no faster than the rate; each one when it is there."""
+        """Read batch after batch, no faster than the rate."""
         pages, begin = len(self._pages), time.perf_counter()
         step = batch_pages(pages)
         for start in range(0, pages, step):
@@ -93,46 +90,31 @@ class Pages:
             yield batch
 
     def read(self) -> None:
-        """Read all pages."""
         for _ in self._batches():
             pass
 
     def restore(self) -> None:
-        """Restore what is in memory."""
+        """Restore the pages in memory."""
         self._pipeline.start(self._pages, self.history.slots).wait()
 
     def layerwise(self) -> None:
-        """Read, then restore."""
         self.read()
         self.restore()
 
     def eager(self) -> None:
         """Restore each batch while the next one is read."""
-        arrived: queue.SimpleQueue[range | Exception | None] = queue.SimpleQueue()
-
-        def read() -> None:
-            try:
-                for batch in self._batches():
-                    arrived.put(batch)
-                arrived.put(None)
-            except Exception as error:
-                arrived.put(error)
-
-        reader = threading.Thread(target=read)
-        reader.start()
-        restores = []
-        while isinstance(batch := arrived.get(), range):
-            pages = self._pages[batch.start : batch.stop]
-            slots = self.history.slots[batch.start * PAGE : batch.stop * PAGE]
-            restores.append(self._pipeline.start(pages, slots))
+        batches, restores = self._batches(), []
+        with ThreadPoolExecutor(1) as reader:
+            reading = reader.submit(next, batches, None)
+            while (batch := reading.result()) is not None:
+                reading = reader.submit(next, batches, None)
+                pages = self._pages[batch.start : batch.stop]
+                slots = self.history.slots[batch.start * PAGE : batch.stop * PAGE]
+                restores.append(self._pipeline.start(pages, slots))
         for restore in restores:
             restore.wait()
-        reader.join()
-        if batch is not None:
-            raise batch
 
     def seconds(self, work: Callable[[], None]) -> float:
-        """Seconds of ``work``, everything that it launched included."""
         start = time.perf_counter()
         work()
         self._synchronize()
@@ -141,7 +123,7 @@ class Pages:
         return took
 
     def poison(self) -> None:
-        """What is not read, or not restored, shows."""
+        """A page that is not read, or a slot that is not restored, shows."""
         self._memory[:, : self._header].zero_()  # kernels can look position 0 up, not 0xFF
         self._memory[:, self._header :].fill_(0xFF)
         self.history.poison()
@@ -153,7 +135,6 @@ class Pages:
 
 
 def measure(run: GpuRun) -> None:
-    """One row per rate and method."""
     given, device = run.given, run.device
     tokens, rates = (20 * PAGE, [0.0]) if device.dry_run else (given.tokens, given.rates)
     if tokens % PAGE:
@@ -202,12 +183,10 @@ def timed(pages: Pages, restore: Callable[[], None], repeats: int) -> Row:
 
 
 def rate_of(row: Row) -> str:
-    """In words."""
     return f"{row['gb_s']:.1f}{' =' if row['balanced'] else ''}" if row["gb_s"] else "no limit"
 
 
 def panels(results: Results) -> dict[str, list[Row]]:
-    """Time of each method by the rate of reading."""
     found: dict[str, Row] = {}
     for row in results["rows"]:
         found.setdefault(rate_of(row), {"rate": rate_of(row)})[row["method"]] = row["ms"]
@@ -216,7 +195,6 @@ def panels(results: Results) -> dict[str, list[Row]]:
 
 PROGRAM = GpuProgram(
     name="eager",
-    module="bench.gpu.eager",
     doc=__doc__,
     measure=measure,
     settings=(
@@ -227,13 +205,11 @@ PROGRAM = GpuProgram(
         Setting("--reader", str, "posix", "of the store", {"choices": ("posix", "kvikio")}),
     ),
     tables={
-        "table": (
-            Table(
-                "rows",
-                (
-                    Column("GB/s", rate_of),
-                    *columns("method | ms | read, ms = read_ms | restore, ms = restore_ms | right"),
-                ),
+        "table": Table(
+            "rows",
+            (
+                Column("GB/s", rate_of),
+                "method | ms | read, ms = read_ms | restore, ms = restore_ms | right",
             ),
         )
     },

@@ -2,7 +2,7 @@
 
 - projection: ``project_kv`` both ways, the bare GEMM of the same shape (the faster of both weight
   layouts) and the same operation composed of torch's; medians of CUDA events, cold L2 cache
-- codecs, and gathering and scattering parts of pages in pinned memory: kernels_transfers.py
+- codecs, also to and from pages in pinned memory: kernels_transfers.py
 - correctness of both ways on the same random data, against float64
 """
 
@@ -13,13 +13,12 @@ from collections.abc import Callable, Sequence
 from bench.gpu.program import GpuProgram, GpuRun, Row, models
 from bench.gpu.shapes import LLAMA_7B, LLAMA_13B, OLMO_7B, OPT_30B, QWEN_8B
 from bench.harness.program import Setting
-from bench.harness.report import Column, Picture, Results, Series, Table, columns
+from bench.harness.report import Column, Picture, Results, Series, Table
 
 SHAPES = (LLAMA_7B, LLAMA_13B, OPT_30B, QWEN_8B, OLMO_7B)
 
 
 def measure(run: GpuRun) -> None:
-    """Projections, codecs and transfers."""
     from bench.gpu import kernels_projection, kernels_transfers
 
     shapes = [shape for shape in SHAPES if shape.name in run.given.models]
@@ -32,18 +31,15 @@ def gemm_us(row: Row) -> float:
     return float(min(row["gemm_us"].values()))
 
 
-def of_kinds(*kinds: str) -> Callable[[Results], Sequence[Row]]:
-    """Rows of transfers of these kinds."""
-    return lambda results: [row for row in results["transfers"] if row["kind"] in kinds]
+def of_kind(kind: str) -> Callable[[Results], Sequence[Row]]:
+    return lambda results: [row for row in results["transfers"] if row["kind"] == kind]
 
 
 def missed(row: Row) -> str:
-    """The goals that it missed."""
     return ", ".join(row["missed"]) or "none"
 
 
 def panels(results: Results) -> dict[str, list[Row]]:
-    """Shares of the bare GEMM's speed over the number of tokens, a panel for each model."""
     found: dict[str, list[Row]] = {}
     for row in results["projection"]:
         composed = gemm_us(row) / row["composed_us"]
@@ -59,7 +55,6 @@ def _speeds(*names: str) -> list[Column]:
 _RIGHT = (Column("goals missed", missed), Column("right", "right"))
 PROGRAM = GpuProgram(
     name="kernels",
-    module="bench.gpu.kernels",
     doc=__doc__,
     measure=measure,
     interpreted=True,
@@ -72,33 +67,24 @@ PROGRAM = GpuProgram(
             Table(
                 "projection",
                 (
-                    *columns("project_kv, us = model | tokens = n"),
+                    "project_kv, us = model | tokens = n",
                     Column("GEMM", gemm_us),
-                    *columns(
-                        "TFLOP/s = gemm_tflops | fused = fused_us | of GEMM = fused_share | "
-                        "library = library_us | of it = library_share | composed = composed_us | "
-                        "times = times_composed | right"
-                    ),
+                    "TFLOP/s = gemm_tflops | fused = fused_us | of GEMM = fused_share | "
+                    "library = library_us | of it = library_share | composed = composed_us | "
+                    "times = times_composed | right",
                 ),
             ),
             Table(
-                of_kinds("codec"),
+                of_kind("codec"),
                 (Column("codec, GB/s", "what"), *_speeds("encode", "decode", "copy"), *_RIGHT),
             ),
             Table(
-                of_kinds("segments"),
+                of_kind("segments"),
                 (
                     Column("K and V, GB/s", "what"),
                     *_speeds("encode", "decode", "copy", "saved", "uncoded_save"),
                     *_speeds("loaded", "uncoded_load"),
                     *_RIGHT,
-                ),
-            ),
-            Table(
-                of_kinds("gather", "scatter"),
-                columns(
-                    "segments, GB/s = kind |  = what | speed = gbs | plain copy = copy_gbs | "
-                    "share = share_of_copy | right"
                 ),
             ),
         )

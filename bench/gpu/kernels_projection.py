@@ -24,13 +24,8 @@ INTERPRETED_AS = (9, 0)
 
 
 def measure(run: GpuRun, shapes: Sequence[Shape], rows: Sequence[int] | None) -> None:
-    """Times in microseconds and errors, one row per model and number of tokens.
-
-    Args:
-        run: A dry run has small layers of the same kinds and few tokens.
-        shapes: Of the models.
-        rows: Only these numbers of tokens; None: the usual ones.
-    """
+    """Times in microseconds and errors, one row per model and number of tokens; ``rows``: only
+    these numbers of tokens."""
     device = run.device
     for shape in shapes:
         projection = random_projection(shape.tiny() if device.dry_run else shape, device)

@@ -5,33 +5,23 @@
 - segments: K and V of a layer, GB/s of them: encoding and decoding in device memory, against a copy
   there; saved to pages in pinned memory and loaded from them as in service, encoded (encode and
   scatter, gather and decode) and as they are; all pages in one launch each
-- gather: segments of pages into one buffer, against one plain copy of as many bytes from pinned
-  memory; scatter: a segment to each of them, against one plain copy to pinned memory
 
-Rows of codecs name the goals that they miss. These are for a device like an H100, and for as many
-pages as a restore has: a single one is bound by its launches.
+Rows name the goals that they miss. Goals are for a device like an H100, and for as many pages as a
+restore has: a single page is bound by its launches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from itertools import product
+from itertools import chain, product
 
 import torch
 
 from bench.gpu.program import Device, GpuRun, Row
 from bench.gpu.shapes import HEADER_BYTES, PAGE
-from hcache_kernels.codecs import (
-    SEGMENT_CODECS,
-    Codec,
-    Cut,
-    make_codec,
-    make_segment_codec,
-)
+from hcache_kernels.codecs import SEGMENT_CODECS, Codec, Cut, make_codec, make_segment_codec
 from hcache_kernels.launch import Launch
-from hcache_kernels.pages import gather_pages, scatter_pages
 from hcache_kernels.pages.kernel import gather_launch, gather_planes_launch
 
 HEAD_DIM = 128
@@ -43,39 +33,19 @@ GOALS_FASTER = {"saved": "uncoded_save", "loaded": "uncoded_load"}
 """What an encoded page must not be slower than, being smaller."""
 
 
-@dataclass(frozen=True)
-class Shapes:
-    """What is measured: widths and token counts of codecs, pages of transfers, units of K and V."""
-
-    device: Device
-    widths: tuple[int, ...]
-    tokens: tuple[int, ...]
-    pages: tuple[int, ...]
-    cuts: tuple[Cut, ...]
-
-
 def measure(run: GpuRun, rows: Sequence[int] | None) -> None:
-    """Times in microseconds, speeds in GB/s, and whether the results were right.
-
-    Args:
-        run: A dry run has tiny shapes.
-        rows: Only these numbers of tokens; None: the usual ones.
-    """
+    """Times in microseconds, speeds in GB/s, and whether the results were right; ``rows``: only
+    these numbers of tokens."""
     device = run.device
+    widths, tokens, pages = [4096, 5120, 8192], [256, 1024, 4096, 16384], [1, 4, 16, 64, 256]
+    # Of Llama-3-8B in one group and in eight; of a model with multi-head attention.
+    cuts = [Cut(1024, PAGE), Cut(128, PAGE, groups=8), Cut(512, PAGE, groups=8)]
     if device.dry_run:
-        shapes = Shapes(device, (256,), (3,), (1,), (Cut(64, PAGE, groups=2),))
-    else:
-        tokens, pages = (256, 1024, 4096, 16384), (1, 4, 16, 64, 256)
-        # Of Llama-3-8B in one group and in eight; of a model with multi-head attention.
-        cuts = (Cut(1024, PAGE), Cut(128, PAGE, groups=8), Cut(512, PAGE, groups=8))
-        shapes = Shapes(device, (4096, 5120, 8192), tokens, pages, cuts)
+        widths, tokens, pages, cuts = [256], [3], [1], [Cut(64, PAGE, groups=2)]
     if rows:
-        whole = tuple(max(1, n // PAGE) for n in rows)
-        shapes = replace(shapes, tokens=tuple(rows), pages=whole)
-    for part in (transfer_rows, codec_rows, segment_rows):
-        for row in part(shapes):
-            run.add(row, f"{row['kind']}: {row['what']}", "transfers")
-        device.release()
+        tokens, pages = list(rows), [max(1, n // PAGE) for n in rows]
+    for row in chain(codec_rows(device, widths, tokens), segment_rows(device, cuts, pages)):
+        run.add(row, f"{row['kind']}: {row['what']}", "transfers")
 
 
 def hidden_states(n: int, width: int, dtype: torch.dtype, device: str) -> torch.Tensor:
@@ -86,21 +56,18 @@ def hidden_states(n: int, width: int, dtype: torch.dtype, device: str) -> torch.
     return rows.to(dtype)
 
 
-def codec_rows(shapes: Shapes) -> Iterator[Row]:
-    for name in ("exp4", "int8", "fp8"):
-        dtype = torch.bfloat16 if name == "exp4" else shapes.device.scaled_dtype
-        for width in shapes.widths:
-            for n in shapes.tokens:
-                codec = make_codec(name, width, dtype)
-                hidden = hidden_states(n, width, dtype, shapes.device.kind)
-                yield {
-                    "kind": "codec",
-                    "what": f"{name}, {n} tokens of {width}",
-                    "codec": name,
-                    "width": width,
-                    "tokens": n,
-                    **codec_speeds(codec, hidden, shapes.device),
-                }
+def codec_rows(device: Device, widths: Sequence[int], tokens: Sequence[int]) -> Iterator[Row]:
+    for name, width, n in product(("exp4", "int8", "fp8"), widths, tokens):
+        dtype = torch.bfloat16 if name == "exp4" else device.scaled_dtype
+        hidden = hidden_states(n, width, dtype, device.kind)
+        yield {
+            "kind": "codec",
+            "what": f"{name}, {n} tokens of {width}",
+            "codec": name,
+            "width": width,
+            "tokens": n,
+            **codec_speeds(make_codec(name, width, dtype), hidden, device),
+        }
 
 
 def codec_speeds(codec: Codec, hidden: torch.Tensor, device: Device) -> Row:
@@ -120,11 +87,8 @@ def codec_speeds(codec: Codec, hidden: torch.Tensor, device: Device) -> Row:
         and torch.equal(decoded[some].cpu(), codec.decode(want))
         and (not codec.lossless or torch.equal(decoded, hidden))
     )
-    times = {
-        "encode": device.microseconds(encode.run),
-        "decode": device.microseconds(decode.run),
-        "copy": device.microseconds(partial(decoded.copy_, hidden)),
-    }
+    work = {"encode": encode.run, "decode": decode.run, "copy": partial(decoded.copy_, hidden)}
+    times = {name: device.microseconds(one) for name, one in work.items()}
     return {
         **speeds(times, hidden.nbytes),
         "share_of_bytes": codec.row_bytes / (hidden.shape[1] * hidden.itemsize),
@@ -146,20 +110,20 @@ def speeds(times_us: Mapping[str, float], size: int) -> Row:
     }
 
 
-def segment_rows(shapes: Shapes) -> Iterator[Row]:
-    for name, cut in product(SEGMENT_CODECS, shapes.cuts):
-        dtype = torch.bfloat16 if name == "exp4" else shapes.device.scaled_dtype
+def segment_rows(device: Device, cuts: Sequence[Cut], pages: Sequence[int]) -> Iterator[Row]:
+    for name, cut, count in product(SEGMENT_CODECS, cuts, pages):
+        dtype = torch.bfloat16 if name == "exp4" else device.scaled_dtype
         codec = make_segment_codec(name, cut, min(HEAD_DIM, cut.width), dtype)
-        for count in shapes.pages:
-            yield {
-                "kind": "segments",
-                "what": f"{name}, {count} pages, {cut.groups} groups of {cut.width}",
-                "codec": name,
-                "width": cut.groups * cut.width,
-                "groups": cut.groups,
-                "pages": count,
-                **segment_speeds(codec, count, shapes.device),
-            }
+        yield {
+            "kind": "segments",
+            "what": f"{name}, {count} pages, {cut.groups} groups of {cut.width}",
+            "codec": name,
+            "width": cut.groups * cut.width,
+            "groups": cut.groups,
+            "pages": count,
+            **segment_speeds(codec, count, device),
+        }
+        device.release()
 
 
 def segment_speeds(codec: Codec, count: int, device: Device) -> Row:
@@ -217,15 +181,11 @@ def segment_speeds(codec: Codec, count: int, device: Device) -> Row:
     uncoded_load.run()
     right &= all(torch.equal(pool[part][items], held[part][items]) for part in (0, 1))
     target = torch.empty_like(plain[0])
-    times = {
-        "encode": device.microseconds(encode.run),
-        "decode": device.microseconds(decode.run),
-        "copy": 2 * device.microseconds(partial(target.copy_, plain[0])),
-        "saved": device.microseconds(saved),
-        "loaded": device.microseconds(loaded),
-        "uncoded_save": device.microseconds(uncoded_save),
-        "uncoded_load": device.microseconds(uncoded_load.run),
-    }
+    work = {"encode": encode.run, "decode": decode.run, "copy": partial(target.copy_, plain[0])}
+    work |= {"saved": saved, "loaded": loaded}
+    work |= {"uncoded_save": uncoded_save, "uncoded_load": uncoded_load.run}
+    times = {name: device.microseconds(one) for name, one in work.items()}
+    times["copy"] *= 2  # of K and of V
     return {
         **speeds(times, 2 * count * size),
         "share_of_bytes": length / (2 * size),
@@ -236,57 +196,3 @@ def segment_speeds(codec: Codec, count: int, device: Device) -> Row:
 def run_all(*launches: Launch) -> None:
     for launch in launches:
         launch.run()
-
-
-def transfer_rows(shapes: Shapes) -> Iterator[Row]:
-    device, width = shapes.device, shapes.widths[0]
-    for name in ("none", "exp4"):
-        row_bytes = make_codec(name, width, torch.bfloat16).row_bytes
-        for count in shapes.pages:
-            pool = device.pinned(2 * count, HEADER_BYTES + 2 * PAGE * row_bytes).random_(0, 256)
-            ids = torch.randperm(len(pool), device=device.kind)[:count]
-            for kind, measured in (("gather", gather_speeds), ("scatter", scatter_speeds)):
-                yield {
-                    "kind": kind,
-                    "what": f"{count} pages of {PAGE} rows of {row_bytes} bytes",
-                    "codec": name,
-                    "pages": count,
-                    **measured(pool, ids, row_bytes, device),
-                }
-
-
-def gather_speeds(pool: torch.Tensor, ids: torch.Tensor, row_bytes: int, device: Device) -> Row:
-    offset, length = HEADER_BYTES + PAGE * row_bytes, PAGE * row_bytes
-    out = torch.empty((len(ids), length), dtype=torch.uint8, device=ids.device)
-    launch = gather_launch(pool, ids, offset, out)
-    launch.run()
-    right = torch.equal(out.cpu(), gather_pages(pool, ids.cpu(), offset, length))
-    plain = device.pinned(*out.shape)
-    copy = partial(out.copy_, plain, non_blocking=True)
-    return against_copy(device, launch, copy, out, right)
-
-
-def scatter_speeds(pool: torch.Tensor, ids: torch.Tensor, row_bytes: int, device: Device) -> Row:
-    shape = (len(ids), PAGE * row_bytes)
-    rows = torch.randint(0, 256, shape, dtype=torch.uint8, device=device.kind)
-    want = pool.clone()
-    scatter_pages(rows.cpu(), want, ids.cpu(), HEADER_BYTES)
-    launch = gather_launch(pool, ids, HEADER_BYTES, rows, save=True)
-    launch.run()
-    plain = device.pinned(*rows.shape)
-    copy = partial(plain.copy_, rows, non_blocking=True)
-    return against_copy(device, launch, copy, rows, torch.equal(pool, want))
-
-
-def against_copy(
-    device: Device, launch: Launch, copy: Callable[[], object], moved: torch.Tensor, right: bool
-) -> Row:
-    us, copy_us = device.microseconds(launch.run), device.microseconds(copy)
-    return {
-        "us": us,
-        "copy_us": copy_us,
-        "gbs": 1e-3 * moved.nbytes / us,
-        "copy_gbs": 1e-3 * moved.nbytes / copy_us,
-        "share_of_copy": copy_us / us,
-        "right": right,
-    }

@@ -25,7 +25,7 @@ import torch
 
 from bench.gpu.program import Device, GpuProgram, GpuRun, Row
 from bench.gpu.shapes import PAGE
-from bench.harness.report import Column, Table, columns
+from bench.harness.report import Column, Table
 from hcache_backend import streams
 from hcache_backend.arena import Arena
 from hcache_backend.format.page import RECOMPUTED, PageLayout, hidden_layer
@@ -44,7 +44,7 @@ CASES = ("made late", "freed early")
 
 
 def load_queue() -> Any:
-    """The class in host/loads.py, without what it imports for other work than this."""
+    """The class of host/loads.py, without its imports for other work than this."""
     stand_ins: dict[str, dict[str, Any]] = {
         "hcache_backend.metrics": {"timed": lambda stage: lambda work: work},
         "hcache_backend.plan.restore": {"Restore": object},
@@ -67,17 +67,13 @@ class Recorder:
         self.slots = torch.zeros(RESTORED * PAGE, dtype=torch.int64, device=device)
 
     def run(self, layers: int, positions: Any, slots: Any, spans: Any) -> None:
-        """What recomputation reads when it runs, kept for later."""
+        """Keep the slots that recomputation reads when it runs."""
         self.before.copy_(spans[0].prefix)
         self.slots.copy_(slots)
 
 
 class Scene:
-    """Pages whose first layer is recomputed and whose second is loaded.
-
-    Args:
-        device: The GPU, or the CPU.
-    """
+    """Pages whose first layer is recomputed and whose second is loaded."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -130,9 +126,9 @@ class Scene:
         *,
         loads_wait: bool = True,
     ) -> bool:
-        """Whether recomputation read the right slots.
+        """Recomputation read the right slots.
 
-        ``loads_wait``: as HiCache's stream of loads does for what was launched before a load.
+        ``loads_wait``: as HiCache's stream of loads does for work that was launched before a load.
         """
         for seen in (self.recorder.before, self.recorder.slots):
             seen.zero_()
@@ -178,7 +174,6 @@ class Scene:
 
 
 def measure(run: GpuRun) -> None:
-    """Every case by the product, and without what it does."""
     device, scene = run.device, Scene(run.device)
     for case in CASES:
         row = {"case": case, "by": "the product", "right": scene.is_right(case, scene.by_product)}
@@ -194,24 +189,20 @@ def measure(run: GpuRun) -> None:
 
 
 def read(row: Row) -> str:
-    """Which slots were read."""
     right = row.get("right") and not row.get("wrong")
     return row.get("skipped") or f"{'right' if right else 'wrong'} slots were read"
 
 
 PROGRAM = GpuProgram(
     name="order",
-    module="bench.gpu.order",
     doc=__doc__,
     measure=measure,
     tables={
-        "table": (
-            Table(
-                "rows",
-                (
-                    *columns("slots = case | by"),
-                    Column("", read),
-                ),
+        "table": Table(
+            "rows",
+            (
+                "slots = case | by",
+                Column("", read),
             ),
         )
     },

@@ -34,12 +34,8 @@ def models(shapes: Sequence[Shape], default: Sequence[str] | None = None) -> Set
 
 
 class GpuRun(Run):
-    """One run of a program for a GPU.
-
-    Attributes:
-        rows: What was measured, by kind.
-        folder: Of its files; None: a dry run that is told none writes nothing.
-    """
+    """One run of a program for a GPU: ``rows`` by kind, and the ``folder`` of its files; None: a
+    dry run without ``--out`` writes nothing."""
 
     def __init__(
         self,
@@ -55,12 +51,10 @@ class GpuRun(Run):
 
     @cached_property
     def device(self) -> Device:
-        """The GPU, or the CPU in a dry run."""
         return Device(self.given.dry_run)
 
     @property
     def device_name(self) -> str:
-        """In the file."""
         return self.machine.name if self._served else self.device.name
 
     @property
@@ -71,12 +65,11 @@ class GpuRun(Run):
 
     @property
     def content(self) -> Results:
-        """Of the file."""
         about = {"device": self.device_name, "torch": torch.__version__}
         return {**about, "dry_run": self.given.dry_run, **self.rows}
 
     def add(self, row: Row, said: str, kind: str = "rows") -> None:
-        """Keep a row of a ``kind``; tell what was measured."""
+        """Keep a row of a ``kind``, and write the file; print ``said``."""
         self.rows.setdefault(kind, []).append(row)
         if self.folder is not None:
             write_json(self.folder / f"{self._name}.json", self.content)
@@ -84,7 +77,7 @@ class GpuRun(Run):
 
     @property
     def right(self) -> bool:
-        """Whether no result was wrong. A row whose ``right`` is None has none to check."""
+        """No result was wrong. A row whose ``right`` is None has none to check."""
         every = (row for rows in self.rows.values() for row in rows)
         checked = (row for row in every if not row.get("skipped") and row["right"] is not None)
         return all(row["right"] for row in checked)
@@ -95,12 +88,13 @@ class GpuProgram(Program):
     """A program for a GPU: its ``measure`` adds rows to the run.
 
     Attributes:
-        interpreted: A dry run interprets the kernels, which ``measure`` is to import.
+        interpreted: A dry run interprets the kernels that ``measure`` imports.
         served: Servers are asked: the device is theirs, and ``file`` is given the options.
     """
 
     interpreted: bool = False
     served: bool = False
+    package = "bench.gpu"
 
     def parser(self) -> argparse.ArgumentParser:
         made = super().parser()
@@ -133,29 +127,24 @@ class GpuProgram(Program):
 
 
 def require_device(parsed: argparse.ArgumentParser, *, dry_run: bool) -> None:
-    """End a program that has no GPU, but for a dry run."""
+    """End a program that has no GPU, except for a dry run."""
     if not dry_run and not torch.cuda.is_available():
         parsed.error("no CUDA device; --dry-run does without")
 
 
 def device_name(*, dry_run: bool) -> str:
-    """Of the GPU; ``cpu`` in a dry run."""
     return "cpu" if dry_run else torch.cuda.get_device_name()
 
 
 def folder_of(device: str) -> Path:
-    """Where results of the device of this name are written."""
     return Path(os.environ.get("OUT", OUT)) / re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
 
 
 class Device:
     """A GPU, or the CPU in a dry run, where no time means anything.
 
-    Attributes:
-        name: The GPU's.
-        kind: As in ``torch.device``.
-        dtype: Of layers and hidden states.
-        scaled_dtype: Of what kernels round.
+    ``dtype`` is that of layers and hidden states, ``scaled_dtype`` that of values that kernels
+    round.
     """
 
     def __init__(self, dry_run: bool) -> None:
@@ -172,16 +161,8 @@ class Device:
             took = self.milliseconds(lambda: torch.cuda._sleep(cycles))
             self._cycles_per_second = 1e3 * cycles / took
 
-    def milliseconds(
-        self, work: Callable[[], object], repeats: int = 5, head_start: float = 0.0
-    ) -> float:
-        """Median time of ``work`` on the current stream, everything it waits for included.
-
-        Args:
-            work: What to do.
-            repeats: How often.
-            head_start: Seconds that the stream is busy before, so that its launches are queued.
-        """
+    def milliseconds(self, work: Callable[[], object], repeats: int = 5) -> float:
+        """Median time of ``work`` on the current stream, everything it waits for included."""
         if self.dry_run:
             start = time.perf_counter()
             work()
@@ -191,7 +172,6 @@ class Device:
         for _ in range(repeats):
             torch.cuda.synchronize()
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            self.spin(head_start)
             start.record()
             work()
             end.record()
@@ -200,7 +180,7 @@ class Device:
         return statistics.median(times)
 
     def microseconds(self, work: Callable[[], object]) -> float:
-        """Median time of ``work`` on the current stream, each with a cold L2 cache."""
+        """Median time of ``work`` on the current stream, with a cold L2 cache."""
         if self.dry_run:
             return 1e3 * self.milliseconds(work)
         from hcache_kernels.launch import gpu_microseconds
@@ -220,7 +200,7 @@ class Device:
         return memory
 
     def release(self) -> None:
-        """Give back what :meth:`pinned` gave; nobody may use it any more."""
+        """Give all of :meth:`pinned` back."""
         if self._registered:
             torch.cuda.synchronize()
         for memory in self._registered:

@@ -48,7 +48,6 @@ CGROUPS = (
 
 
 def measure(run: GpuRun) -> None:
-    """All questions."""
     device, shapes = run.device, (LLAMA_7B, LLAMA_8B)
     for row in slices(device, shapes):
         run.add(row, f"slices, {row['model']}, {row['rows']} rows", "slices")
@@ -88,7 +87,6 @@ def slices(device: Device, shapes: Iterable[Shape]) -> Iterator[Row]:
 
 
 def collisions(device: Device) -> Row:
-    """New streams until one is an earlier one."""
     if device.dry_run:
         return {"skipped": "a CPU has no CUDA streams"}
     made = [torch.cuda.Stream() for _ in range(STREAMS)]
@@ -99,7 +97,7 @@ def collisions(device: Device) -> Row:
 
 
 def first_again(handles: Iterable[int]) -> int | None:
-    """How many different ones come before one that an earlier one is too; None: there is none."""
+    """How many different handles come before one that stands twice; None: none does."""
     seen: set[int] = set()
     for handle in handles:
         if handle in seen:
@@ -176,7 +174,6 @@ def host_times(device: Device, launch: Callable[[], object]) -> Row:
 
 
 def synchronize(device: Device) -> None:
-    """Wait for the GPU."""
     if not device.dry_run:
         torch.cuda.synchronize()
 
@@ -185,7 +182,7 @@ def register(device: Device, most_gb: float, seconds: float, free: float) -> Ite
     """Register memory as a server does for its host pool: sizes that grow up to ``most_gb``.
 
     Args:
-        seconds: What a size must not take, by the one before.
+        seconds: Most of a size, predicted by the size before.
         free: Bytes of host memory; half of them are the limit.
     """
     limit, rate = 0.5 * free / 1e9, 0.0
@@ -246,13 +243,11 @@ def free_bytes() -> float:
 
 
 def columns(kind: str, results: Results) -> list[Column]:
-    """All that rows of a kind have."""
     return [Column(key, key) for key in dict.fromkeys(k for row in results[kind] for k in row)]
 
 
 PROGRAM = GpuProgram(
     name="questions",
-    module="bench.gpu.questions",
     doc=__doc__,
     measure=measure,
     settings=(

@@ -27,7 +27,7 @@ from bench.gpu.program import GpuProgram, GpuRun, Row, models
 from bench.gpu.restore_methods import History, Ways
 from bench.gpu.restore_models import SHAPES, build, chosen
 from bench.harness.program import Setting
-from bench.harness.report import Picture, Results, Series, Table, columns
+from bench.harness.report import Picture, Results, Series, Table
 
 DRAWN = ("Llama-2-7B", "4096")
 TOKENS = ("1024", "2048", "4096", "8192", "16384", "4x4096")
@@ -35,7 +35,6 @@ RATES = (0.0, 28.0, 14.0, 7.0)
 
 
 def measure(run: GpuRun) -> None:
-    """One row per model, history, copy rate and method."""
     device, dry = run.device, run.device.dry_run
     tokens, rates = (("128", "2x128"), (0.0, 14.0)) if dry else (run.given.tokens, run.given.rates)
     bus = device.copy_rate()
@@ -100,7 +99,6 @@ def compared(results: Results) -> list[Row]:
 
 
 def panels(results: Results) -> dict[str, list[Row]]:
-    """Every method of one case beside its floor."""
     cases = list(_cases(results["rows"]))
     case = next((c for c in cases if (c[0]["model"], c[0]["history"]) == DRAWN), cases[0])
     named = [{**row, "name": row["method"].replace(" ", ", ", 1)} for row in case]
@@ -116,7 +114,6 @@ def _cases(rows: list[Row]) -> Iterator[list[Row]]:
 
 PROGRAM = GpuProgram(
     name="restore",
-    module="bench.gpu.restore",
     doc=__doc__,
     measure=measure,
     settings=(
@@ -125,15 +122,11 @@ PROGRAM = GpuProgram(
         Setting("--rates", float, RATES, "GB/s; 0: the bus", {"nargs": "*"}),
     ),
     tables={
-        "table": (
-            Table(
-                compared,
-                columns(
-                    "model | history | GB/s = copy_gb_s | method | ms | ktokens/s = ktokens_s | "
-                    "x KV = of_kv | x recompute = of_recompute | of floor = share_of_floor | "
-                    "copy idle, ms = copy_idle_ms | compute idle = compute_idle_ms | right | layers"
-                ),
-            ),
+        "table": Table(
+            compared,
+            "model | history | GB/s = copy_gb_s | method | ms | ktokens/s = ktokens_s | "
+            "x KV = of_kv | x recompute = of_recompute | of floor = share_of_floor | "
+            "copy idle, ms = copy_idle_ms | compute idle = compute_idle_ms | right | layers",
         )
     },
     draw=Picture(

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -27,17 +26,15 @@ from hcache_kernels.project_kv import KVPool, ProjectionCall, project_kv
 SPARE_PAGES = 8
 
 
-@dataclass(frozen=True)
-class Way:
+class Way(NamedTuple):
     """One measured way.
 
     Attributes:
-        method: Its name in the results.
         milliseconds: Median.
-        bytes: What crossed the bus.
-        flops: Operations of the projections.
-        right: Whether K and V were those of the forward pass, up to rounding.
-        report: What the streams did, for ways that go through the pipeline.
+        bytes: That crossed the bus.
+        flops: Of the projections.
+        right: K and V were those of the forward pass, up to rounding.
+        report: Of the pipeline, if the way goes through it.
         layers: How many layers came back by which method.
     """
 
@@ -51,18 +48,18 @@ class Way:
 
 
 class _Pieces:
-    """Layout of pages that hold every layer three times (exact, exp4, KV); one is restored."""
+    """Layout of pages that hold every layer three times (exact, exp4, KV); one form is restored."""
 
     def __init__(self, whole: PageLayout, segments: Sequence[int]) -> None:
         self.page_size = whole.page_size
-        self.share = WHOLE  # what another rank would bring is not there to be gathered
+        self.share = WHOLE  # there is no other rank to gather shares from
         self.positions = whole.positions
         self.segment_bytes = tuple(whole.segment_bytes[s] if s >= 0 else 0 for s in segments)
         self.segment_offsets = tuple(whole.segment_offsets[s] if s >= 0 else 0 for s in segments)
 
 
 class History:
-    """Sequences whose KV was dropped: pages in host memory, and the pool they return to."""
+    """Sequences whose KV was dropped: pages in host memory, and the pool of K and V."""
 
     def __init__(
         self, device: Device, shape: Shape, layers: list[Layer], lengths: Sequence[int]
@@ -83,14 +80,10 @@ class History:
         slots = device_pages[:, None] * PAGE + torch.arange(PAGE)
         self.slots = slots.reshape(-1).to(kind)
         self.positions = torch.cat([torch.arange(length) for length in lengths]).to(kind)
-        shape_of_pool = ((pages + SPARE_PAGES) * PAGE, shape.heads, shape.head_dim)
-        self.pools = [
-            KVPool(*(torch.empty(shape_of_pool, device=kind, dtype=device.dtype) for _ in "kv"))
-            for _ in layers
-        ]
-        pool = SimpleNamespace(
-            k_buffer=[pool.k for pool in self.pools], v_buffer=[pool.v for pool in self.pools]
-        )
+        size = (len(layers), (pages + SPARE_PAGES) * PAGE, shape.heads, shape.head_dim)
+        k, v = (list(torch.empty(size, device=kind, dtype=device.dtype)) for _ in "kv")
+        self.pools = list(map(KVPool, k, v))
+        pool = SimpleNamespace(k_buffer=k, v_buffer=v)
         self.kv = KVSegments(pool, range(len(layers)), PAGE, WHOLE, 1)
         self.ids = torch.randn(self.tokens, shape.hidden, device=kind, dtype=device.dtype)
         self.others: list[torch.Tensor] = []  # hidden states that other ranks read
@@ -98,7 +91,7 @@ class History:
         self._store()
 
     def _store(self) -> None:
-        """Run the model once and keep what each method needs."""
+        """Run the model once, and keep all three forms of its layers."""
         on_pages = torch.from_numpy(self.pages)
         positions = self.layout.positions(self.memory.numpy())
         positions[self.pages] = self.positions.cpu().to(torch.int32).view(-1, PAGE).numpy()
@@ -125,10 +118,10 @@ class History:
         """Where one of the three forms of every layer stands in the pages."""
         return _Pieces(self.layout, [3 * i + which for i in range(len(self.layers))])
 
-    @property
-    def exact_layout(self) -> Any:
-        """Where the exact hidden states of every layer stand in the pages."""
-        return self._pieces(0)
+    def hidden_pipeline(self) -> RestorePipeline:
+        """Restores the exact hidden states of all layers from the pages."""
+        layers = [RestoredLayer("hidden", self.fill_hidden(i)) for i in range(len(self.layers))]
+        return RestorePipeline(self.memory, self._pieces(0), layers, self.tokens, self.device.kind)
 
     def stored(
         self, kind: Literal["hidden", "kv"]
@@ -140,8 +133,7 @@ class History:
         segments = [self._segment(i, which)[on_pages] for i in layers]
         if kind == "kv":
             return segments, [self.kv.restored_layer(i) for i in layers]
-        codec = self.codecs[0]
-        return segments, [RestoredLayer("hidden", self.fill_hidden(i, codec)) for i in layers]
+        return segments, [RestoredLayer("hidden", self.fill_hidden(i)) for i in layers]
 
     def kv_of(self, layer: int) -> torch.Tensor:
         """K and V of a layer in the pages: ``[all pages, 2, page_size, heads, head_dim]``."""
@@ -151,26 +143,15 @@ class History:
     def _segment(self, layer: int, which: int) -> torch.Tensor:
         return self.memory[:, self.layout.segment(3 * layer + which)]
 
-    @cached_property
-    def hidden_bytes(self) -> list[int]:
-        """Bytes of a layer's hidden states, by codec; what this rank reads."""
-        return [codec.row_bytes * self.own * len(self.pages) for codec in self.codecs]
-
     @property
     def kv_bytes(self) -> int:
-        """Bytes of a layer's K and V."""
+        """Of a layer's K and V."""
         return 2 * self.tokens * self.shape.width * self.device.dtype.itemsize
 
-    @property
-    def flops(self) -> float:
-        """Operations of one layer's projection."""
-        return 4.0 * self.tokens * self.shape.hidden * self.shape.width
-
-    # ---- filling ----
-
-    def fill_hidden(self, index: int, codec: Codec) -> Fill:
+    def fill_hidden(self, index: int, which: int = 0) -> Fill:
         """Decode, get the other ranks' rows, project to the pool."""
         layer, pool, own = self.layers[index], self.pools[index], self.own
+        codec: Codec = self.codecs[which]
 
         def fill(segments: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
             rows = codec.decode(segments.view(-1, codec.row_bytes))
@@ -185,8 +166,6 @@ class History:
         return fill
 
     def recompute(self, layers: int) -> Recompute:
-        """The forward pass of the first layers."""
-
         def fill(positions: npt.NDArray[np.int64], slots: torch.Tensor) -> None:
             x, at = self.ids, to_device(positions, slots.device)
             for layer, pool in zip(self.layers[:layers], self.pools, strict=False):
@@ -194,10 +173,8 @@ class History:
 
         return Recompute(layers, fill, current_stream(self.device.kind))
 
-    # ---- checking ----
-
     def poison(self) -> None:
-        """What is not restored shows."""
+        """A slot that is not restored shows."""
         for pool in self.pools:
             pool.k.fill_(float("nan"))
             pool.v.fill_(float("nan"))
@@ -214,12 +191,7 @@ class History:
 
 
 class Ways:
-    """Measures every way, over a bus of any speed.
-
-    Args:
-        history: The data.
-        bus: Bytes per second that the bus reaches.
-    """
+    """Measures every way; ``bus``: bytes per second that the bus reaches."""
 
     def __init__(self, history: History, bus: float) -> None:
         self.history, self.bus = history, bus
@@ -227,13 +199,11 @@ class Ways:
     @cached_property
     def costs(self) -> tuple[float, float]:
         """Milliseconds of one layer's projection and of one layer's forward pass."""
-        history, device = self.history, self.history.device
-        rows, layer = history.ids, history.layers[0]
-        call = ProjectionCall(
-            rows, history.positions, history.slots, layer.projection, history.pools[0]
-        )
-        forward = partial(layer.forward, rows, history.positions, history.lengths)
-        return device.milliseconds(partial(project_kv, call)), device.milliseconds(forward)
+        history, layer = self.history, self.history.layers[0]
+        rows, at, milliseconds = history.ids, history.positions, history.device.milliseconds
+        call = ProjectionCall(rows, at, history.slots, layer.projection, history.pools[0])
+        forward = partial(layer.forward, rows, at, history.lengths)
+        return milliseconds(partial(project_kv, call)), milliseconds(forward)
 
     @cached_property
     def recomputed(self) -> Way:
@@ -249,47 +219,36 @@ class Ways:
         layerwise, bulk = self._layerwise_kv(rate), self._bulk_kv(rate)
         yield min(filter(None, (layerwise, bulk)), key=lambda way: way.milliseconds)
         if layerwise is not None:
-            yield replace(layerwise, method="plain pages")
+            yield layerwise._replace(method="plain pages")
         yield self._through_pipeline("own pages", ["kv"] * n_layers, rate)
         yield self._by_copy_engine(rate)
         yield self._through_pipeline("hidden", ["hidden"] * n_layers, rate)
         yield self._through_pipeline("hidden exp4", ["hidden"] * n_layers, rate, codec=1)
-        io_hidden, io_kv = (
-            1e3 * size / rate for size in (history.hidden_bytes[0], history.kv_bytes)
-        )
+        hidden_bytes = history.codecs[0].row_bytes * history.own * len(history.pages)
+        io_hidden, io_kv = (1e3 * size / rate for size in (hidden_bytes, history.kv_bytes))
         fewest = 1 if history.device.dry_run else 0  # the dry run is to go every way
-
-        def with_kv(kv: int) -> float:
-            hidden = n_layers - kv
-            return max(c_hidden * hidden, io_hidden * hidden + io_kv * kv)
-
-        def with_recompute(recompute: int) -> float:
-            hidden = n_layers - recompute
-            return max(c_recompute * recompute + c_hidden * hidden, io_hidden * hidden)
-
         # The other method takes as many layers as make the restore shortest (paper section 4.1).
-        kv = min(range(fewest, n_layers), key=with_kv)
-        methods = ["hidden"] * (n_layers - kv) + ["kv"] * kv
-        yield self._through_pipeline("hidden + kv", methods, rate)
-        first = min(range(fewest, n_layers), key=with_recompute)
-        methods = ["recompute"] * first + ["hidden"] * (n_layers - first)
-        yield self._through_pipeline("hidden + recompute", methods, rate)
+        for method, compute, io in (("kv", 0.0, io_kv), ("recompute", c_recompute, 0.0)):
+
+            def took(other: int, compute: float = compute, io: float = io) -> float:
+                hidden = n_layers - other
+                return max(compute * other + c_hidden * hidden, io * other + io_hidden * hidden)
+
+            other = min(range(fewest, n_layers), key=took)
+            hidden, others = ["hidden"] * (n_layers - other), [method] * other
+            methods = others + hidden if method == "recompute" else hidden + others
+            yield self._through_pipeline(f"hidden + {method}", methods, rate)
 
     def _slow_down(self, size: int, rate: float) -> None:
-        """Keep the current stream busy for as long as a slower bus would take more."""
+        """Keep the current stream busy for the additional time of a slower bus."""
         self.history.device.spin(size / rate - size / self.bus)
 
     def _slow(self, copy: Copy, rate: float) -> Copy:
         """``copy`` as over a bus of ``rate`` bytes per second."""
 
-        def slow(
-            layers: Sequence[int],
-            memory: torch.Tensor,
-            pages: torch.Tensor,
-            offsets: Sequence[int],
-            slots: torch.Tensor,
-        ) -> None:
-            copy(layers, memory, pages, offsets, slots)
+        def slow(layers: Sequence[int], *parts: Any) -> None:
+            copy(layers, *parts)
+            slots = parts[-1]
             size = self.history.kv_bytes * len(slots) // self.history.tokens
             self._slow_down(len(layers) * size, rate)
 
@@ -299,31 +258,22 @@ class Ways:
         self, name: str, methods: Sequence[str], rate: float, codec: int = 0
     ) -> Way:
         history, device = self.history, self.history.device
-        restored, segments = [], []
         kv = RestoredLayer("kv", copy=self._slow(history.kv.load, rate))
+        restored, segments = [], []
         for i, method in enumerate(methods):
             if method == "hidden":
-                restored.append(
-                    RestoredLayer("hidden", history.fill_hidden(i, history.codecs[codec]))
-                )
-                segments.append(3 * i + codec)
-            elif method == "kv":
-                restored.append(kv)
-                segments.append(3 * i + 2)
+                restored.append(RestoredLayer("hidden", history.fill_hidden(i, codec)))
             else:
-                restored.append(RestoredLayer("recompute"))
-                segments.append(-1)
+                restored.append(kv if method == "kv" else RestoredLayer("recompute"))
+            segments.append({"hidden": 3 * i + codec, "kv": 3 * i + 2, "recompute": -1}[method])
 
-        def gather(
-            memory: torch.Tensor, pages: torch.Tensor, offset: int, out: torch.Tensor
-        ) -> None:
-            gather_segments(memory, pages, offset, out)
+        def gather(memory: torch.Tensor, pages: torch.Tensor, at: int, out: torch.Tensor) -> None:
+            gather_segments(memory, pages, at, out)
             self._slow_down(out.numel(), rate)
 
         layout: Any = _Pieces(history.layout, segments)
-        pipeline = RestorePipeline(
-            history.memory, layout, restored, history.tokens, device.kind, gather
-        )
+        given = (history.memory, layout, restored, history.tokens, device.kind, gather)
+        pipeline = RestorePipeline(*given)
         first = methods.count("recompute")
         recompute = history.recompute(first) if first else None
 
@@ -335,13 +285,14 @@ class Ways:
         history.poison()
         took = device.milliseconds(restore)
         report = pipeline.finished()[-1]
-        flops = history.flops * methods.count("hidden")
+        of_layer = 4.0 * history.tokens * history.shape.hidden * history.shape.width
+        flops = of_layer * methods.count("hidden")
         counted = ", ".join(f"{methods.count(m)} {m}" for m in dict.fromkeys(methods))
         size = sum(report.bytes.values())
         return Way(name, took, size, flops, history.is_right(), report, counted)
 
     def _layerwise_kv(self, rate: float) -> Way | None:
-        """What HiCache does: SGLang's kernel, from host memory to the slots of a layer."""
+        """As HiCache does: SGLang's kernel, from host memory to the slots of a layer."""
         history = self.history
         try:
             from sglang.kernels.ops.kvcache.hicache import transfer_hicache_one_layer as transfer
@@ -349,10 +300,8 @@ class Ways:
             return None
         if history.device.dry_run:
             return None
-        order, width = (
-            torch.arange(history.tokens, device=history.slots.device),
-            history.shape.width,
-        )
+        order = torch.arange(history.tokens, device=history.slots.device)
+        width = history.shape.width
 
         def restore() -> None:
             for pool, (k, v) in zip(history.pools, history.bulk, strict=True):
@@ -364,17 +313,11 @@ class Ways:
     def _by_copy_engine(self, rate: float) -> Way:
         """K of a page is one piece in the page and in the pool, as is V: no kernel is needed."""
         history = self.history
-        starts = history.slots[::PAGE].tolist()
-        layers = []
+        starts, layers = history.slots[::PAGE].tolist(), []
         for index, pool in enumerate(history.pools):
-            planes = (pool.k, pool.v)
+            targets = [plane[at : at + PAGE] for plane in (pool.k, pool.v) for at in starts]
             held = history.kv_of(index)
-            layers.append(
-                (
-                    [plane[at : at + PAGE] for plane in planes for at in starts],
-                    [held[page, plane] for plane in range(2) for page in history.pages],
-                )
-            )
+            layers.append((targets, [held[page, kv] for kv in (0, 1) for page in history.pages]))
 
         def restore() -> None:
             for targets, sources in layers:
@@ -382,7 +325,7 @@ class Ways:
                 self._slow_down(history.kv_bytes, rate)
 
         way = self._kv_offload(restore, "by a copy per page and plane")
-        return replace(way, method="own pages, copy engine")
+        return way._replace(method="own pages, copy engine")
 
     def _bulk_kv(self, rate: float) -> Way:
         """One copy of everything, then one scatter a layer."""

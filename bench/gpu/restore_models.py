@@ -31,13 +31,10 @@ SHAPES = (
 
 
 def chosen(models: Sequence[str], *, dry_run: bool) -> list[Shape]:
-    """The shapes of these names, tiny ones in a dry run."""
     return [shape.tiny() if dry_run else shape for shape in SHAPES if shape.name in models]
 
 
 class Layer:
-    """One decoder layer."""
-
     def __init__(
         self, shape: Shape, rotary: Rotary | None, device: str, dtype: torch.dtype
     ) -> None:
@@ -91,7 +88,7 @@ class Layer:
             x: Input of the layer, ``[n, hidden]``, one sequence after the other.
             positions: int64 ``[n]``.
             lengths: Tokens of every sequence.
-            watch: Sees the projection's input of every chunk.
+            watch: Called with the projection's input of every chunk.
 
         Returns:
             The layer's output, and K and V ``[n, heads, head_dim]``.
@@ -130,14 +127,13 @@ class Layer:
         cache: torch.Tensor,
         watch: Callable[[torch.Tensor], object],
     ) -> torch.Tensor:
-        """One decode step of ``n`` requests.
+        """One decode step of ``n`` requests, whose inputs of the layer are ``[n, hidden]``.
 
         Args:
-            x: Input of the layer, ``[n, hidden]``.
             positions: int64 ``[n]``.
             cache: K and V so far, ``[2, n, heads, context, head_dim]``; the last place is this
                 token's.
-            watch: Sees the projection's input.
+            watch: Called with the projection's input.
         """
         hidden = self.norm(x, 0)
         watch(hidden)
@@ -171,7 +167,6 @@ def rotate(x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> t
 
 
 def rotary_of(head_dim: int, positions: int, device: str) -> Rotary:
-    """RoPE of Llama."""
     exponents = torch.arange(0, head_dim, 2, device=device) / head_dim
     angles = torch.outer(torch.arange(positions, device=device), 1e4**-exponents)
     return Rotary(torch.cat((angles.cos(), angles.sin()), -1), "neox", head_dim)

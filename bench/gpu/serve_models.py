@@ -85,13 +85,7 @@ def config(name: str, *, tiny: bool = False) -> dict[str, Any]:
 
 
 def write_model(folder: Path, content: dict[str, Any], device: str) -> None:
-    """Write config.json and model.safetensors.
-
-    Args:
-        folder: It is made.
-        content: What :func:`config` returns.
-        device: Where the weights are drawn.
-    """
+    """Write config.json and model.safetensors to a new folder; weights are drawn on ``device``."""
     from safetensors.torch import save_file
 
     stub_torchvision()

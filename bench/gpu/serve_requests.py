@@ -8,16 +8,16 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median, quantiles
+from typing import NamedTuple
 
 from bench.gpu.program import GpuProgram, GpuRun, Row
 from bench.harness.client import Reply, StreamingClient
 from bench.harness.methods import METHODS, PAGE_SIZE, SERVED, Method, server_options
 from bench.harness.options import ADMIN_KEY
 from bench.harness.program import Setting, scratch
-from bench.harness.report import Column, Results, Table, columns
+from bench.harness.report import Column, Table
 from bench.harness.restorer import Restorer, forget_files, recomputed, restored_from_l3, restorer
 from hcache_backend.cli.metrics_page import fetch
 from hcache_backend.server_report import ServerReport, read_report
@@ -30,17 +30,14 @@ VOCABULARY = 1000
 """Random tokens are below it: every model has more."""
 
 
-@dataclass(frozen=True)
-class Load:
+class Load(NamedTuple):
     """Requests that are sent at once, and later once more as far as they were answered.
 
     Attributes:
-        name: Of its rows.
-        requests: How many.
         prompt: Tokens of each.
         reply: Tokens that each generates, and that are part of its history later.
         after: Tokens that follow the history: the same ones, generated twice.
-        rounds: How often; the first includes what is done once only.
+        rounds: How often; the first round includes work that is done once only.
     """
 
     name: str
@@ -52,12 +49,12 @@ class Load:
 
     @property
     def history(self) -> int:
-        """Tokens of each that come back from L3: whole pages."""
-        return self.prompt + self.reply - 1  # the last token's K and V are not computed yet
+        """Tokens of each that come back from L3, in whole pages: the last token has no K and V."""
+        return self.prompt + self.reply - 1
 
     @property
     def room(self) -> int:
-        """Tokens that all of them need of the KV pool, in whole pages."""
+        """Tokens of the KV pool for all of them, in whole pages."""
         pages = -(-(self.history + self.after) // PAGE_SIZE) + 1
         return self.requests * pages * PAGE_SIZE
 
@@ -73,10 +70,8 @@ LOADS = (Load("prefill", 2, 4096, 1, 32, 3), Load("decode", 64, 64, 129, 32, 3))
 DRY_LOADS = (Load("prefill", 2, 256, 1, 8, 1), Load("decode", 4, 64, 65, 8, 1))
 
 
-RECOMPUTATION = "recomputation"
-"""The step of the row that says why the server recomputes no layers."""
-REFUSED = "hcache: not used: recomputation ("
-"""What it logs then."""
+RECOMPUTATION, REFUSED = "recomputation", "hcache: not used: recomputation ("
+"""If a server recomputes no layers: the step of the row with the reason, and the log line."""
 DECODING, TOLD, DRY_TOLD = 4, 512, 96
 """Requests beside which a history comes back, and how many tokens each generates."""
 
@@ -89,11 +84,10 @@ def measure(run: GpuRun) -> None:
         RequestError: It refused a request.
     """
     with scratch() as folder:
-        serve(run, Path(folder))
+        _serve(run, Path(folder))
 
 
-def serve(run: GpuRun, folder: Path) -> None:
-    """Start the server, with its files in ``folder``, and ask."""
+def _serve(run: GpuRun, folder: Path) -> None:
     machine, name = run.machine, run.given.method
     loads, told = (DRY_LOADS, DRY_TOLD) if run.given.dry_run else (LOADS, TOLD)
     method, exact = METHODS_SERVED[name], machine.device == "cpu"
@@ -132,12 +126,7 @@ def serve(run: GpuRun, folder: Path) -> None:
 
 
 def refused_recomputation(method: Method, log: str, report: ServerReport | None) -> str | None:
-    """Why a server of ours recomputes no layers, though its method wants it to; None: it does.
-
-    Args:
-        log: What the server logged.
-        report: What it says about itself; None: it has said nothing that can be read.
-    """
+    """Why a server of ours recomputes no layers, though its method wants it to; None: it does."""
     if REFUSED in log:
         return log.split(REFUSED, 1)[1].splitlines()[0].removesuffix(")")
     if report is None:
@@ -152,11 +141,8 @@ def refused_recomputation(method: Method, log: str, report: ServerReport | None)
 def restored_later(
     server: Restorer, method: Method, load: Load, number: int, *, exact: bool
 ) -> Iterator[Row]:
-    """Have a load computed, then its histories brought back.
-
-    Args:
-        exact: Whether all tokens after a restore must be those without one.
-    """
+    """Have a load computed, then its histories brought back; ``exact``: all tokens after a restore
+    must be those without one."""
     prompts, told = load.prompts(number), load.reply + load.after
     computed = ask(server, prompts, told)
     yield {
@@ -174,14 +160,9 @@ def restored_later(
     again = ask(server, histories, load.after)
     events = server.events()
     took = restored_from_l3(events) or recomputed(events)
-    pairs = [
-        (before, after)
-        for computed_one, restored_one in zip(computed, again, strict=True)
-        for before, after in zip(
-            computed_one.output_ids[load.reply :], restored_one.output_ids, strict=True
-        )
-    ]
-    same = sum(before == after for before, after in pairs)
+    before = [token for reply in computed for token in reply.output_ids[load.reply :]]
+    after = [token for reply in again for token in reply.output_ids]
+    same = sum(one == other for one, other in zip(before, after, strict=True))
     expected = load.history if method.storage else 0
     whole = all((reply.cached.storage or reply.cached.total) == expected for reply in again)
     yield {
@@ -192,14 +173,14 @@ def restored_later(
         "load_ms": took and took.load_ms,
         "from_l3": sum(reply.cached.storage for reply in again),
         "same_tokens": same,
-        "of_tokens": len(pairs),
-        "right": whole and (same == len(pairs) or not exact),
+        "of_tokens": len(after),
+        "right": whole and (same == len(after) or not exact),
     }
     server.server.flush_cache(300)
 
 
 def beside_decoding(server: Restorer, method: Method, load: Load, told: int) -> Iterator[Row]:
-    """Others decode, alone and while the history of one prompt comes back: how that delays them.
+    """Others decode, alone and while the history of one prompt comes back, which delays them.
 
     Times between tokens are those of the others, and the time to the first token is the prompt's.
     """
@@ -229,7 +210,7 @@ def beside_decoding(server: Restorer, method: Method, load: Load, told: int) -> 
 async def _decode(
     server: Restorer, prompts: list[list[int]], tokens: int, hit: list[int]
 ) -> tuple[list[Reply], Reply | None]:
-    """Replies to prompts, and to ``hit``, if any, which comes when the others decode."""
+    """Replies to prompts, and to ``hit``, if any, which comes while the others decode."""
     async with StreamingClient(server.server.url, ADMIN_KEY) as client:
         others = [asyncio.create_task(client.generate(prompt, tokens)) for prompt in prompts]
         await client.generate([VOCABULARY], 1)  # behind their prefill
@@ -245,8 +226,6 @@ def recomputed_tokens(server: Restorer) -> float:
 
 
 def ask(server: Restorer, prompts: list[list[int]], tokens: int) -> list[Reply]:
-    """All prompts at once, each for so many tokens."""
-
     async def asked() -> list[Reply]:
         async with StreamingClient(server.server.url, ADMIN_KEY) as client:
             return await asyncio.gather(*(client.generate(prompt, tokens) for prompt in prompts))
@@ -268,40 +247,29 @@ def times(replies: list[Reply]) -> Row:
 
 
 def same(row: Row) -> str | None:
-    """Tokens that are the same after a restore."""
     return f"{row['same_tokens']} of {row['of_tokens']}" if "same_tokens" in row else None
-
-
-def said(results: Results) -> list[str]:
-    """What the server said."""
-    return [results["rows"][0]["said"] or "as SGLang is", ""]
 
 
 PROGRAM = GpuProgram(
     name="serve_requests",
-    module="bench.gpu.serve_requests",
     doc=__doc__,
     measure=measure,
     served=True,
     file=lambda given: f"serve-{Path(given['model']).name}-{given['method']}",
-    said=said,
+    said=lambda results: [results["rows"][0]["said"] or "as SGLang is", ""],
     settings=(
         Setting("method", str, None, "by which it restores", {"choices": METHODS_SERVED}),
         Setting("model", str, None, "folder of the model"),
     ),
     tables={
-        "table": (
-            Table(
-                lambda results: [r for r in results["rows"][1:] if r["step"] != RECOMPUTATION],
-                (
-                    *columns(
-                        "asked = step | requests | tokens | TTFT, ms = ttft_ms | "
-                        "of the last = last_ttft_ms | between tokens = gap_ms | 99% = gap_p99_ms | "
-                        "restore, ms = restore_ms | reading L3 = l3_ms | loading = load_ms | "
-                        "from L3 = from_l3 | recomputed = recomputed_tokens"
-                    ),
-                    *(Column("same tokens", same), Column("right", "right")),
-                ),
+        "table": Table(
+            lambda results: [r for r in results["rows"][1:] if r["step"] != RECOMPUTATION],
+            (
+                "asked = step | requests | tokens | TTFT, ms = ttft_ms | "
+                "of the last = last_ttft_ms | between tokens = gap_ms | 99% = gap_p99_ms | "
+                "restore, ms = restore_ms | reading L3 = l3_ms | loading = load_ms | "
+                "from L3 = from_l3 | recomputed = recomputed_tokens",
+                *(Column("same tokens", same), Column("right", "right")),
             ),
         )
     },

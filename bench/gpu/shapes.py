@@ -16,17 +16,13 @@ class Shape:
     """Shape of a model on one of its tensor-parallel ranks.
 
     Attributes:
-        name: The model's.
-        layers: How many.
-        hidden: Values of a hidden state.
         heads: Attention heads of this rank.
         mlp: Width of the MLP on this rank.
         family: ``opt`` has biases, learned positions, LayerNorm and an MLP without a gate;
             ``qwen3`` norms each head of K, and ``olmo2`` all heads together.
         shared_by: Attention heads per KV head.
-        head_dim: Values of a head.
-        ranks: Tensor-parallel ranks. Each stores and reads its share of the hidden states and gets
-            the rest from the others (paper section 5); one GPU stands for one of them.
+        ranks: Each stores and reads its share of the hidden states and gets the rest from the
+            others (paper section 5); one GPU stands for one rank.
     """
 
     name: str
@@ -41,7 +37,7 @@ class Shape:
 
     @property
     def kv_heads(self) -> int:
-        """KV heads of this rank."""
+        """Of this rank."""
         return self.heads // self.shared_by
 
     @property
@@ -51,12 +47,12 @@ class Shape:
 
     @property
     def gated(self) -> bool:
-        """Whether the MLP has a gate, K is rotated, and there are no biases."""
+        """The MLP has a gate, K is rotated, and there are no biases."""
         return self.family != "opt"
 
     @property
     def key_norm(self) -> Literal["head", "all"] | None:
-        """What one norm of K goes over; None: there is none."""
+        """The values of K that have one norm; None: there is no norm."""
         return "head" if self.family == "qwen3" else "all" if self.family == "olmo2" else None
 
     def tiny(self) -> Shape:

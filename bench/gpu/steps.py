@@ -41,11 +41,8 @@ class Step:
     """One process.
 
     Attributes:
-        name: Also of the file that it writes, if it does.
-        module: Python module.
-        arguments: Of the module.
         share: Weight of the step when the budget is divided.
-        writes: Whether it writes ``NAME.json`` to the folder that its ``--out`` names.
+        writes: It writes ``NAME.json`` to the folder of ``--out``.
     """
 
     name: str
@@ -55,13 +52,11 @@ class Step:
     writes: bool = True
 
     def command(self, folder: Path) -> list[str]:
-        """The process, with its results in ``folder``."""
         out = ["--out", str(folder)] if self.writes else []
         return [sys.executable, "-u", "-m", self.module, *self.arguments, *out]
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
-    """Options of every script."""
     made = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -72,13 +67,8 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
 
 
 def run_all(name: str, steps: Sequence[Step], options: argparse.Namespace, **more: str) -> int:
-    """Run the steps and write ``NAME.json``.
-
-    Args:
-        name: The script's.
-        steps: In order.
-        options: ``budget``, ``dry_run`` and ``out``.
-        more: More variables of the steps' environments.
+    """Run the steps in order and write ``NAME.json``; ``more`` variables are added to their
+    environments.
 
     Returns:
         Exit status: 1 if a step failed, or something was wrong.
@@ -124,8 +114,8 @@ def run(
 
     Returns:
         ``seconds``; ``outcome``: "done", "out of time" or "failed" with the exit status (1 also
-        where a result was wrong); ``rows`` of its file by kind, as far as it came; ``output``: the
-        end of it, where it is not done, and one line of it where it writes no file.
+            if a result was wrong); ``rows`` of its file by kind, as far as it came; ``output``: its
+            last lines if it is not done, and its last line if it writes no file.
     """
     file = folder / f"{step.name}.json"
     file.unlink(missing_ok=True)  # what an earlier run left
@@ -181,7 +171,7 @@ def rows_of(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def versions() -> dict[str, Any]:
-    """What is installed; None: it is not."""
+    """Of installed packages; None: it is not installed."""
     found: dict[str, Any] = {"python": platform.python_version(), "cuda": torch.version.cuda}
     for name in ("torch", "triton", "numpy", "sglang"):
         try:

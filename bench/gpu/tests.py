@@ -56,7 +56,6 @@ def run_file(path: Path, folder: Path) -> Row:
 
 
 def measure(run: GpuRun) -> None:
-    """A row for each file."""
     folder = run.folder or OUT / "tests"
     folder.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(2 if run.given.dry_run else run.given.jobs) as pool:
@@ -67,16 +66,13 @@ def measure(run: GpuRun) -> None:
 
 PROGRAM = GpuProgram(
     name="tests",
-    module="bench.gpu.tests",
     doc=__doc__,
     measure=measure,
     settings=(Setting("--jobs", at_least(1), 8, "processes at once"),),
     tables={
-        "table": (
-            Table(
-                "rows",
-                [Column(n, n) for n in ("file", "passed", "failed", "skipped", "seconds")],
-            ),
+        "table": Table(
+            "rows",
+            [Column(n, n) for n in ("file", "passed", "failed", "skipped", "seconds")],
         )
     },
 )

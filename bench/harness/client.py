@@ -31,6 +31,7 @@ class Reply:
         latency_s: From sending to the last token.
         gaps_s: Between a token and the one before it, for each but the first. Tokens that came
             together share the time since those before them evenly.
+        stopped: The last token is one that ends a reply.
     """
 
     output_ids: list[int]
@@ -39,6 +40,7 @@ class Reply:
     ttft_s: float
     latency_s: float
     gaps_s: list[float]
+    stopped: bool = False
 
 
 class StreamingClient:
@@ -71,16 +73,20 @@ class StreamingClient:
         """Empty device and host caches when the server is idle."""
         await asyncio.to_thread(self._server.flush)
 
-    async def generate(self, prompt: Sequence[int] | str, output_tokens: int) -> Reply:
-        """One greedy request for exactly ``output_tokens`` tokens.
+    async def generate(
+        self, prompt: Sequence[int] | str, output_tokens: int, *, ignore_eos: bool = True
+    ) -> Reply:
+        """One greedy request for ``output_tokens`` tokens.
 
         Args:
             prompt: Token ids, or a text for the server to tokenize.
+            ignore_eos: No token ends the reply.
 
         Raises:
             RequestError: It was refused, or did not end well.
         """
         body = {**greedy_request(prompt, output_tokens), "stream": True}
+        body["sampling_params"]["ignore_eos"] = ignore_eos
         stream = _Stream(time.perf_counter())
         try:
             url = f"{self._server.url.rstrip('/')}/generate"
@@ -97,8 +103,6 @@ class StreamingClient:
 
 
 class _Stream:
-    """Puts the events of one stream together."""
-
     def __init__(self, sent: float) -> None:
         self._sent = self._last = sent
         self._ids: list[int] = []
@@ -139,6 +143,7 @@ class _Stream:
             ttft_s=self._ttft,
             latency_s=self._last - self._sent,
             gaps_s=self._gaps,
+            stopped=self._meta["finish_reason"]["type"] == "stop",
         )
 
 

@@ -29,11 +29,7 @@ def missing() -> str | None:
 
 
 class PrefillServer(Server):
-    """A prefill server.
-
-    Attributes:
-        bootstrap_port: Where decode servers find it, once it was launched.
-    """
+    """A prefill server; decode servers find it at ``bootstrap_port``, once it was launched."""
 
     def __init__(self, options: ServerOptions):
         self.bootstrap_port = 0
@@ -51,10 +47,7 @@ class PrefillServer(Server):
 class DecodeServer(Server):
     """A decode server, which is asked together with one of its prefill servers, in turn.
 
-    Answers are its own; what they say of cached tokens is what the prefill server found.
-
-    Attributes:
-        prefill: The prefill servers.
+    Answers are its own, with the cached tokens that the prefill server found.
     """
 
     def __init__(self, options: ServerOptions, prefill: Sequence[PrefillServer]):
@@ -63,7 +56,7 @@ class DecodeServer(Server):
         super().__init__(_with(options, "--disaggregation-mode", "decode", *_TRANSFER))
 
     def flush_cache(self, timeout: float = 60.0) -> None:
-        """Empty device and host caches of all of them."""
+        """Of all of them."""
         for server in self.prefill:
             server.flush_cache(timeout)
         super().flush_cache(timeout)

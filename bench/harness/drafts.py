@@ -16,12 +16,7 @@ from tests.cpu_engine.hcache_cpu_engine import stub_torchvision
 
 @dataclass(frozen=True)
 class Drafting:
-    """How a server drafts.
-
-    Attributes:
-        model: The model that is served; it decides every token.
-        arguments: What SGLang is started with.
-    """
+    """The model that is served, which decides every token, and SGLang's arguments for drafts."""
 
     model: Path
     arguments: Sequence[str]

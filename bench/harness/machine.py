@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 from bench.harness.options import CPU_ATTENTION, Device
 from hcache_backend.plan.profile import processor_name
-from hcache_backend.sglang.arguments import sglang_version
+from hcache_backend.sglang.compat import sglang_version
 
 
 class MachineError(RuntimeError):
@@ -16,12 +16,7 @@ class MachineError(RuntimeError):
 
 @dataclass(frozen=True)
 class Machine:
-    """Where a program's servers run.
-
-    Attributes:
-        name: The GPU's or the processor's name.
-        sglang: Version of SGLang.
-    """
+    """Where a program's servers run: ``name`` of the GPU or processor, version of SGLang."""
 
     device: Device
     name: str
@@ -34,7 +29,7 @@ class Machine:
 
 
 def find_machine() -> Machine:
-    """The GPU when there is one, else the CPU engine.
+    """The GPU if there is one, otherwise the CPU engine.
 
     Raises:
         MachineError: SGLang is not installed.

@@ -23,12 +23,12 @@ class Method:
     """A way to bring histories back.
 
     Attributes:
-        title: Its name for people.
+        title: For people.
         cache: As in :class:`ServerOptions`.
         storage: SGLang's name of the L3 backend: ``file`` is SGLang's own, ``nixl`` NIXL's for
-            local files, ``mooncake`` Mooncake's store, which another process is, ``dynamic`` ours;
-            None: there is none.
-        hcache: Options of ours, where ``storage`` is ``dynamic``.
+            local files, ``mooncake`` Mooncake's store in another process, ``dynamic`` ours; None:
+            there is none.
+        hcache: Options of ours, if ``storage`` is ``dynamic``.
     """
 
     title: str
@@ -74,12 +74,11 @@ def server_options(
     hcache: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> ServerOptions:
-    """Options of a server of a method, with its log (``server.log``) and files in ``folder``.
+    """Options of a server of a method, with its log (``server.log``) and L3 (``l3``) in ``folder``.
 
     Args:
         model: A folder, or a name that SGLang knows.
-        folder: For the log, and for L3 (``l3``).
-        pool_tokens: Tokens of the device's KV pool.
+        pool_tokens: Of the device's KV pool.
         hcache: More options of ours.
         options: Further fields of :class:`ServerOptions`.
     """

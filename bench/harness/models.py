@@ -53,13 +53,12 @@ _YARN: dict[str, Any] = {
 
 
 def _gated(kv_heads: int, **extra: Any) -> dict[str, Any]:
-    """Configuration of a Llama-like decoder with a gated MLP."""
     return {**_DECODER, "intermediate_size": 512, "num_key_value_heads": kv_heads, **extra}
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """How to build a model, and what the architecture is there to show (comments below)."""
+    """How to build a model; comments below say the purpose of each architecture."""
 
     model_type: str
     config: dict[str, Any]
@@ -305,8 +304,8 @@ def build_model(name: str, cache_dir: Path, *, seed: int = 0, **overrides: Any) 
 
 
 def narrowed(hidden: int, tokens: int) -> int:
-    """The hidden size of a model of ``hidden`` for such a history: a quarter where attention to a
-    long one would take most of a minute."""
+    """The hidden size of a model for such a history: a quarter if attention to a long one would
+    take most of a minute."""
     return hidden if tokens <= 8192 else hidden // 4
 
 
@@ -328,11 +327,10 @@ class TinyLlama:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Bytes of K and V of one token over all layers, in float32."""
+        """Over all layers, in float32."""
         return 2 * 4 * self.layers * self.kv_heads * (self.hidden // self.heads)
 
     def describe(self) -> dict[str, object]:
-        """What a report says about the model."""
         return {"architecture": "llama", "dtype": "float32", "weights": "random", **asdict(self)}
 
     def build(self, folder: Path) -> Path:

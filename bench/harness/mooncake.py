@@ -46,12 +46,8 @@ store.close()
 
 
 class Cluster:
-    """A master, and a node that lends memory.
-
-    Attributes:
-        address: Where clients find the master.
-        metrics_port: Where people do.
-    """
+    """A master, which clients find at ``address`` and people at ``metrics_port``, and a node that
+    lends memory."""
 
     def __init__(self, log: IO[str], node_bytes: int) -> None:
         port, self.metrics_port = _free_ports(2)
@@ -134,14 +130,13 @@ def store_config(cluster: Cluster) -> dict[str, Any]:
 
 
 def keys(cluster: Cluster) -> list[str]:
-    """What is stored of pages: `..._k` and `..._v` of each, which are its two halves."""
+    """Keys of stored pages: `..._k` and `..._v` of each, which are its two halves."""
     answer = requests.get(f"http://127.0.0.1:{cluster.metrics_port}/get_all_keys", timeout=10)
     answer.raise_for_status()
     return [key for key in answer.text.split() if key.endswith(("_k", "_v"))]
 
 
 def damage(cluster: Cluster, keys: Iterable[str]) -> None:
-    """Flip a bit in the middle of each value."""
     program = [sys.executable, "-c", DAMAGE, cluster.address, *keys]
     subprocess.run(program, check=True, capture_output=True)
 

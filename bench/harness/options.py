@@ -26,20 +26,20 @@ _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vo
 
 @dataclass
 class ServerOptions:
-    """What is chosen. Defaults: HiCache with a small pool on the CPU engine, no L3.
+    """The choices for one server. Defaults: HiCache with a small pool on the CPU engine, no L3.
 
     Attributes:
         model: A folder, or a name that SGLang knows.
         log: File for the server's output; its folder is the server's working directory.
-        cache: HiCache (host memory behind the device), prefixes on the device only, or no cache.
+        cache: HiCache (host memory behind the device), prefixes on the device only, or no
+            cache.
         dtype: None: the model's own.
         attention_backend: None: SGLang's choice.
         hicache_ratio: None: SGLang divides the machine's memory.
-        extra_config: What the L3 backend gets; a string (`@file.toml`) is passed on as it is.
-        metrics: The server has /metrics.
+        extra_config: For the L3 backend; a string (`@file.toml`) is passed on as it is.
         fork: On the CPU engine: fork the server off the nursery, and its workers off it, which
-            takes seconds instead of imports. False is how real deployments start: a fresh
-            `python -m`, which spawns its workers.
+            takes seconds instead of imports. False is how real deployments start: a fresh `python
+            -m`, which spawns its workers.
     """
 
     model: Path | str
@@ -121,7 +121,6 @@ class ServerOptions:
         return args
 
     def environment(self) -> dict[str, str]:
-        """All variables of the server's process."""
         env = base_environment(self.device)
         if self.device == "cpu":
             env["HCACHE_CPU_ENGINE_FORK"] = str(int(self.forks))
@@ -133,20 +132,15 @@ class ServerOptions:
 
     @property
     def forks(self) -> bool:
-        """Whether the nursery forks the server and its workers instead of starting them afresh."""
+        """The nursery forks the server and its workers instead of starting them afresh."""
         return self.fork and self.device == "cpu"
 
 
 def hcache_config(
     folder: Path, *, prefetch_threshold: int = 16, **options: object
 ) -> dict[str, Any]:
-    """`extra_config` that loads our backend.
-
-    Args:
-        folder: For its pages.
-        prefetch_threshold: HiCache does not fetch hits of fewer tokens.
-        options: Options of ours, which may name other folders (``dirs``).
-    """
+    """`extra_config` that loads our backend, with its pages in ``folder`` unless ``options`` name
+    other ``dirs``; HiCache does not fetch hits of fewer tokens than the threshold."""
     return {
         "backend_name": "hcache",
         "module_path": "hcache_backend",
@@ -158,13 +152,12 @@ def hcache_config(
 
 
 def base_environment(device: Device) -> dict[str, str]:
-    """What every server on a device has; on the CPU engine also what the nursery's imports see."""
+    """Of every server on a device; on the CPU engine also that of the nursery's imports."""
     health = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}  # else it costs a generation
     return {**ENVIRONMENT, **(cpu_engine_env() if device == "cpu" else {}), **health}
 
 
 def as_text(config: Mapping[str, Any] | str) -> str:
-    """JSON of a mapping; a string (`@file.toml`) as it is."""
     return config if isinstance(config, str) else json.dumps(config)
 
 

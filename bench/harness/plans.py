@@ -18,7 +18,7 @@ _SECONDS = "2"
 
 
 def has_shape(model: str) -> bool:
-    """Whether the model's shape can be read: it is a folder, of a family that plans know."""
+    """The model's shape can be read: it is a folder, of a family that plans know."""
     try:
         read_model(Path(model))
     except ModelConfigError:
@@ -27,12 +27,8 @@ def has_shape(model: str) -> bool:
 
 
 def measure_profile(machine: Machine, model: str, folder: Path) -> Profile:
-    """The profile of this machine, by ``hcache profile`` in a process of its own.
-
-    Args:
-        machine: Where; the servers compute as that process does.
-        model: The model's folder.
-        folder: On the disk that L3 will be on.
+    """The profile of this machine, by ``hcache profile`` in a process of its own, with ``folder``
+    on the disk of L3.
 
     Raises:
         MachineError: It could not be measured.

@@ -24,7 +24,7 @@ ORDER_BUFFER_BYTES = 1 << 20
 
 
 class ServerProcess:
-    """What `subprocess.Popen` is for a child, for a process whose parent is the nursery."""
+    """As `subprocess.Popen` for a child, for a process whose parent is the nursery."""
 
     def __init__(self, status: int):
         self._status = status
@@ -62,7 +62,7 @@ class ServerProcess:
             self._read(None)
 
     def _read(self, timeout: float | None) -> None:
-        """Take in what the nursery says, waiting up to `timeout` seconds for it to say more."""
+        """Take in what the nursery says, waiting up to `timeout` seconds for it."""
         if self._gone or not select.select([self._status], [], [], timeout)[0]:
             return
         received = os.read(self._status, 4096)
@@ -81,8 +81,6 @@ class ServerProcess:
 
 
 class NurseryClient:
-    """Starts a nursery and gives it orders."""
-
     def __init__(self, env: Mapping[str, str]):
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.control.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, ORDER_BUFFER_BYTES)
@@ -138,7 +136,7 @@ _nurseries: list[NurseryClient] = []
 
 
 def nursery(env: Mapping[str, str]) -> NurseryClient:
-    """The nursery of this process; `env` is what its imports see when it has to be started."""
+    """The nursery of this process; its imports see `env` when it has to be started."""
     if not _nurseries or _nurseries[-1].process.poll() is not None:
         _nurseries.append(NurseryClient(env))
         atexit.register(_nurseries[-1].close)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from bench.harness.report import OUT, Results, Table, aligned, write
 
@@ -40,13 +40,10 @@ class _Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpF
 
 @dataclass(frozen=True)
 class Setting:
-    """What a program is told.
+    """One option or argument of a program.
 
     Attributes:
-        name: ``--option``, or an argument.
         kind: Makes the value of its text; None: the option is a switch.
-        default: Its value if it is not given.
-        help: What it is, for ``--help``.
         more: Further arguments of :meth:`argparse.ArgumentParser.add_argument`.
     """
 
@@ -57,7 +54,6 @@ class Setting:
     more: Mapping[str, Any] = field(default_factory=dict)
 
     def add(self, parsed: argparse.ArgumentParser) -> None:
-        """Declare it."""
         if self.kind is None:
             parsed.add_argument(self.name, action="store_true", help=self.help, **self.more)
             return
@@ -66,29 +62,22 @@ class Setting:
 
 
 def switch(name: str, text: str) -> Setting:
-    """An option without a value."""
     return Setting(name, None, False, text)
 
 
 def several(name: str, kind: Callable[[str], Any], default: Any, text: str) -> Setting:
-    """An option with one or more values."""
     return Setting(name, kind, default, text, {"nargs": "+"})
 
 
 class Run:
-    """One run of a program.
-
-    Attributes:
-        given: What it was told.
-        parser: Ends the program with a usage error.
-    """
+    """One run of a program; ``given`` are its options, ``parser`` ends it with a usage error."""
 
     def __init__(self, given: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
         self.given, self.parser = given, parser
 
     @cached_property
     def machine(self) -> Machine:
-        """Where servers run.
+        """Of the servers.
 
         Raises:
             MachineError: SGLang cannot serve here.
@@ -105,19 +94,17 @@ def scratch(place: Path | None = None) -> tempfile.TemporaryDirectory[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """What a program declares.
+    """The declaration of a program.
 
     Attributes:
-        name: Of its results; ``python -m bench.NAME`` unless ``module`` says otherwise.
-        doc: Its description.
-        measure: Returns what is written; the runner adds time and machine.
-        settings: What it is told, beside ``--out``.
+        name: Of its results; ``python -m PACKAGE.NAME`` unless ``module`` names another one.
+        measure: Returns the content of the file; the runner adds time and machine.
+        settings: Beside ``--out``.
         tables: By name; ``table`` has all, and is printed.
-        said: What else is printed, line by line, above the table.
-        draw: Makes the picture.
+        said: Lines that are printed above the table.
         slows: It slows SGLang down, which only the CPU engine lets it do.
-        serves: It serves: results say where. False: they are computed, or the disk's.
-        wrong: What is wrong with results, one line each.
+        serves: It serves: results name the machine. False: they are computed, or the disk's.
+        wrong: Errors in results, one line each.
         file: Name of the files of results; None: the program's.
     """
 
@@ -125,7 +112,7 @@ class Program:
     doc: str | None
     measure: Callable[[Any], Results]
     settings: Sequence[Setting] = ()
-    tables: Mapping[str, Sequence[Table]] = field(default_factory=dict)
+    tables: Mapping[str, Table | Sequence[Table]] = field(default_factory=dict)
     said: Callable[[Results], Sequence[str]] = lambda results: ()
     draw: Callable[[Results], Figure] | None = None
     slows: bool = False
@@ -133,14 +120,16 @@ class Program:
     wrong: Callable[[Results], Sequence[str]] = lambda results: ()
     file: Callable[[Results], str] | None = None
     module: str | None = None
+    package: ClassVar[str] = "bench"
 
     def table(self, results: Results, name: str = "table") -> str:
         """A table of results as Markdown."""
-        return "\n\n".join(filter(None, (table.lines(results) for table in self.tables[name])))
+        given = self.tables[name]
+        tables = [given] if isinstance(given, Table) else given
+        return "\n\n".join(filter(None, (table.lines(results) for table in tables)))
 
     def parser(self) -> argparse.ArgumentParser:
-        """Of its settings."""
-        module = self.module or f"bench.{self.name}"
+        module = self.module or f"{self.package}.{self.name}"
         arguments = "".join(f"{s.name} " for s in self.settings if not s.name.startswith("-"))
         made = argparse.ArgumentParser(
             prog=f"python -m {module}",
@@ -182,7 +171,6 @@ class Program:
         print(f"\nResults: {run.given.out / name}.json")
 
     def run(self) -> None:
-        """Run the program and end this process."""
         sys.exit(self.main())
 
 
@@ -235,17 +223,19 @@ MODEL = (
 def failing() -> Iterator[None]:
     """End the program with status 2 and a line, not with a traceback, if it cannot run.
 
-    On SIGTERM its blocks are left as on an error: servers and temporary folders go, too.
+    SIGTERM leaves its blocks as an error does: servers and temporary folders go, too.
     """
     from bench.harness.machine import MachineError
     from bench.harness.server import ServerError, unwind_when_terminated
     from bench.workload.base import WorkloadError
+    from hcache_backend.cli.common import RequestError
     from hcache_backend.cli.ingest import UnusableServer
 
+    known = UnusableServer, RequestError, MachineError, ServerError, WorkloadError, OSError
     unwind_when_terminated()
     try:
         yield
-    except (UnusableServer, MachineError, ServerError, WorkloadError, OSError) as error:
+    except known as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
 
@@ -261,11 +251,8 @@ def steps(total: int) -> Iterator[Callable[[str], None]]:
 
 
 def stamp(machine: Machine, attention: str | None = None) -> dict[str, Any]:
-    """When and where results were measured, and by which attention backend of SGLang.
-
-    Args:
-        attention: The backend that the program asked for; None: the harness's choice.
-    """
+    """When and where results were measured, and by which attention backend of SGLang; None: the
+    harness's choice."""
     from bench.harness.options import CPU_ATTENTION
 
     default = CPU_ATTENTION if machine.device == "cpu" else "SGLang's choice"

@@ -1,9 +1,9 @@
-"""What a run is compared with: always another run, or no comparison could fail."""
+"""The reference of a run: always another run, or no comparison could fail."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean
 from typing import TypeVar
 
@@ -17,11 +17,6 @@ class OwnReference(ValueError):
 def reference_of(row: str, run: object, reference: _Run) -> _Run:
     """The run that a row is compared with.
 
-    Args:
-        row: The row's name, for the error.
-        run: What the row shows.
-        reference: A run without a cache, or without what the row is about.
-
     Raises:
         OwnReference: It is the same run.
     """
@@ -32,7 +27,7 @@ def reference_of(row: str, run: object, reference: _Run) -> _Run:
     return reference
 
 
-@dataclass(frozen=True)
+@dataclass
 class Scores:
     """What one run makes of the tokens of some texts, each after the true ones before it.
 
@@ -41,8 +36,13 @@ class Scores:
         logprobs: Log-probability of each.
     """
 
-    best: Sequence[int]
-    logprobs: Sequence[float]
+    best: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+    def add(self, best: Sequence[int], logprobs: Sequence[float]) -> None:
+        """Those of one more text."""
+        self.best += best
+        self.logprobs += logprobs
 
 
 @dataclass(frozen=True)
@@ -50,10 +50,8 @@ class Agreement:
     """How near the scores of a run are to those of its reference.
 
     Attributes:
-        tokens: How many were scored.
-        same: For how many both find the same token most likely.
-        mean_difference: Mean distance of the log-probabilities.
-        largest_difference: The largest one.
+        same: For how many tokens both find the same token most likely.
+        mean_difference: Of the log-probabilities.
     """
 
     tokens: int

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import fill
@@ -43,47 +43,42 @@ COLOURS = {
 
 
 class Column(NamedTuple):
-    """A column of a table.
-
-    Attributes:
-        title: Its head, with the unit.
-        value: What stands in it.
-        form: Format of numbers.
-    """
+    """A column of a table: its head with the unit, its value in a row, the format of numbers."""
 
     title: str
     value: Value
     form: str = ".2f"
 
     def cell(self, row: Row) -> str:
-        """What stands in a row."""
         return cell(value_of(row, self.value), self.form)
 
 
-def columns(text: str) -> tuple[Column, ...]:
-    """Columns with `` | `` between them: ``TITLE = KEY :FORM``, or the key alone."""
-    found = []
-    for part in text.split(" | "):
-        rest, _, form = part.partition(" :")
-        title, _, key = rest.partition(" = ")
-        found.append(Column(title, key or title, *filter(None, (form,))))
-    return tuple(found)
+Columns = str | Sequence[Column | str]
+"""Columns, also as text: ``TITLE = KEY :FORM``, or the key alone, with `` | `` between them."""
+
+
+def columns_of(given: Columns) -> Iterator[Column]:
+    for part in [given] if isinstance(given, str) else given:
+        if isinstance(part, Column):
+            yield part
+            continue
+        for one in part.split(" | "):
+            rest, _, form = one.partition(" :")
+            title, _, key = rest.partition(" = ")
+            yield Column(title, key or title, *filter(None, (form,)))
 
 
 class Table(NamedTuple):
-    """A table of results; one without rows is left out.
-
-    Attributes:
-        rows: Its rows in the results.
-        columns: Its columns; a function of the results makes them if results have methods.
-    """
+    """A table of results, made by a function of the results if they differ in columns; one without
+    rows is left out."""
 
     rows: Value
-    columns: Sequence[Column] | Callable[[Results], Sequence[Column]]
+    columns: Columns | Callable[[Results], Columns]
 
     def lines(self, results: Results) -> str:
         """The table as Markdown."""
-        columns = self.columns(results) if callable(self.columns) else self.columns
+        given = self.columns(results) if callable(self.columns) else self.columns
+        columns = list(columns_of(given))
         rows: Any = value_of(results, self.rows)
         body = [[column.cell(row) for column in columns] for row in rows or ()]
         return markdown([column.title for column in columns], body) if body else ""
@@ -174,7 +169,6 @@ def write(
 
 
 def write_picture(path: Path, results: Any, draw: Callable[[Any], Figure]) -> None:
-    """Write what ``draw`` makes of results, if matplotlib is installed."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -201,10 +195,8 @@ class Series(NamedTuple):
     """A line or a group of bars.
 
     Attributes:
-        label: In the legend.
         value: Its height in a row; a row without one is left out.
         colour: A key of :data:`COLOURS`.
-        style: Of a line.
         each: Values whose smallest and largest stand as an error bar.
     """
 
@@ -223,14 +215,11 @@ class Picture:
         title: The finding that it shows.
         panels: The rows of each panel, by title.
         x: Place of a row: a number, or the name of a category.
-        x_label: What ``x`` is, with its unit.
-        y_label: What heights are, with their unit.
         series: What is drawn of the rows; a function of the results makes them if they differ.
         bars: Format of the values above bars; None: lines are drawn.
         ratios: Axes with powers of two, as ``xy``.
         at: Height of a line over the whole panel, and its label and colour.
         top: Largest height; None: as large as needed.
-        height: Inches.
     """
 
     title: Callable[[Results], str]
@@ -246,7 +235,6 @@ class Picture:
     height: float = 4.5
 
     def __call__(self, results: Results) -> Figure:
-        """Draw it."""
         figure, shown = picture(self.title(results), self.height), self.panels(results)
         series = self.series(results) if callable(self.series) else self.series
         panels = figure.subplots(1, len(shown), sharey=True, squeeze=False)[0]

@@ -33,10 +33,10 @@ class Restore:
     """How long a history took to come back.
 
     Attributes:
-        tokens: Tokens that came back.
-        ms: From the start of the prefetch to the last layer done; for recomputation, the prefill.
-        l3_ms: L3 -> host part; 0 for recomputation.
-        load_ms: Host -> K and V on the device part; 0 for recomputation.
+        tokens: That came back.
+        ms: From the start of the prefetch to the last layer; for recomputation, the prefill.
+        l3_ms: From L3 to the host; 0 for recomputation.
+        load_ms: From the host to K and V on the device; 0 for recomputation.
         ttft_ms: Until the first token was answered.
     """
 
@@ -74,12 +74,8 @@ def recomputed(events: Sequence[TraceEvent]) -> Restore | None:
 
 
 class Restorer:
-    """A server that is up and writes a trace.
-
-    Args:
-        folder: Folder of its log, its trace and, on the CPU engine, its rates.
-        l3: The folder of its L3.
-    """
+    """A server that is up and writes a trace, with log, trace and, on the CPU engine, rates in
+    ``folder``."""
 
     def __init__(self, server: Server, folder: Path, l3: Path) -> None:
         self.server, self.l3 = server, l3
@@ -87,10 +83,8 @@ class Restorer:
         self._trace, self._offset = folder / "trace.jsonl", 0
 
     def slow_down(self, bus: float = 0.0, l3: float = 0.0) -> None:
-        """Limit copies to the device and reads of L3 to these bytes per second; 0: no limit.
-
-        Only on the CPU engine.
-        """
+        """Limit copies to the device and reads of L3 to these bytes per second, on the CPU engine
+        only; 0: no limit."""
         (self._folder / "bus").write_text(f"{bus}")
         (self._folder / "link").write_text(f"{l3}")
 
@@ -151,7 +145,7 @@ class Restorer:
         return found
 
     def said(self) -> str:
-        """What our plugin logged about how it stores; empty where it is not ours."""
+        """Our log lines about how it stores; empty if it is not ours."""
         lines = self.server.log_text().splitlines()
         found = [line.split("hcache: ", 1)[1] for line in lines if any(s in line for s in _SIGNS)]
         return "; ".join(dict.fromkeys(found))
@@ -159,12 +153,7 @@ class Restorer:
 
 @contextmanager
 def restorer(options: ServerOptions, l3: Path) -> Iterator[Restorer]:
-    """A server with a trace, and rates on the CPU engine, for the length of the block.
-
-    Args:
-        options: Its log names the folder of the other files.
-        l3: The folder of its L3.
-    """
+    """A server with a trace, and with rates on the CPU engine, for the length of the block."""
     folder = options.log.parent
     folder.mkdir(parents=True, exist_ok=True)
     environment = {TRACE_VARIABLE: str(folder / "trace.jsonl")}

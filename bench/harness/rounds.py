@@ -10,11 +10,8 @@ LEAST_ROUNDS = 6
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float] | None:
-    """Ends of an interval that holds the true median with 95%, however values are distributed.
-
-    Args:
-        values: Independent of each other. None is returned for fewer than :data:`LEAST_ROUNDS`.
-    """
+    """Ends of an interval that holds the true median with 95%, however values are distributed; None
+    for fewer than :data:`LEAST_ROUNDS`. Values are independent of each other."""
     if len(values) < LEAST_ROUNDS:
         return None
     ordered, total, outside = sorted(values), 2 ** len(values), 0.0

@@ -35,8 +35,7 @@ def missing() -> str | None:
 class Router(Server):
     """Sends each request to the worker that is likely to have its prefix, and again if that fails.
 
-    Attributes:
-        workers: The servers behind it: replicas, or prefill and decode servers.
+    ``workers`` are replicas, or prefill and decode servers.
     """
 
     ready_path = "/readiness"
@@ -70,7 +69,7 @@ class Router(Server):
         return found
 
     def flush_cache(self, timeout: float = 60.0) -> None:
-        """Empty device and host caches of all workers."""
+        """Of all workers."""
         for worker in self.workers:
             worker.flush_cache(timeout)
 

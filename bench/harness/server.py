@@ -53,7 +53,6 @@ class CachedTokens(NamedTuple):
 
     @classmethod
     def of(cls, meta_info: Mapping[str, Any]) -> CachedTokens:
-        """What the ``meta_info`` of an answer says."""
         details = meta_info.get("cached_tokens_details")
         if not details:
             return cls(unsplit=int(meta_info.get("cached_tokens") or 0))
@@ -62,8 +61,6 @@ class CachedTokens(NamedTuple):
 
 @dataclass(frozen=True)
 class Reply:
-    """One answer of `/generate`."""
-
     output_ids: list[int]
     meta_info: dict[str, Any]
 
@@ -213,10 +210,10 @@ class Server:
         return Reply(reply["output_ids"], reply["meta_info"])
 
     def score(self, input_ids: Sequence[int], start: int) -> tuple[list[int], list[float], int]:
-        """What the model makes of each token from ``start`` (at least 1) on, in one prefill.
+        """The model's judgement of each token from ``start`` (at least 1) on, in one prefill.
 
         Returns:
-            The most likely token in each of their places, their log-probabilities, and how many
+            The most likely token in each place, log-probabilities of the true tokens, and how many
             tokens before them came from L3.
         """
         body = {
@@ -290,7 +287,6 @@ class Server:
             raise self.error(f"update_weights_from_disk: {answer.text}")
 
     def _done(self, path: str, **options: Any) -> requests.Response:
-        """The answer to a POST that the server has to do."""
         answer = self._request("POST", path, **options)
         if answer.status_code != 200:
             raise self.error(f"{path} answered {answer.status_code}: {answer.text}")
@@ -365,7 +361,6 @@ class Server:
             time.sleep(POLL_S)
 
     def error(self, message: str) -> ServerError:
-        """A ServerError with the end of the log."""
         tail = "\n".join(self.log_text().splitlines()[-60:])
         return ServerError(f"SGLang server: {message}\n--- end of {self.options.log}\n{tail}")
 

@@ -37,7 +37,7 @@ class Answer(NamedTuple):
     Attributes:
         seconds: Until the first token.
         share: Of the history, that came from L3.
-        restore: What the trace shows of it, if ours or SGLang's loads were traced.
+        restore: As the trace shows it, if ours or SGLang's loads were traced.
     """
 
     seconds: float
@@ -46,14 +46,19 @@ class Answer(NamedTuple):
     restore: Restore | None
 
 
+def differing(answers: Mapping[str, Answer]) -> int:
+    """How many different replies there are beside one of them."""
+    return len({answer.output_ids for answer in answers.values()}) - 1
+
+
 @dataclass
 class Turns:
     """Servers of the methods, all but one of them stopped; each has the history in its L3.
 
     Attributes:
         tokens: Of the history; whole pages.
-        computing: Seconds that computing history and question take.
-        bytes: What each method stores of the history.
+        computing: Seconds of computing history and question.
+        bytes: That each method stores of the history.
     """
 
     servers: Mapping[str, Restorer]
@@ -86,8 +91,14 @@ class Turns:
         share = reply.cached.storage / self.tokens
         return Answer(seconds, share, tuple(reply.output_ids), restore)
 
+    def round(self, names: Sequence[str], number: int) -> dict[str, Answer]:
+        """Ask these servers a new question, in an order that ``number`` draws."""
+        prompt = self.new_question()
+        order = random.Random(number).sample(names, len(names))
+        return {name: self.ask(name, prompt) for name in order}
+
     def seconds_of_question(self, name: str) -> float:
-        """Seconds to the first token where the server has the history on the device."""
+        """Seconds to the first token if the server has the history on the device."""
         restored, seconds = self.servers[name], []
         with restored.turn():
             restored.server.generate(history(self.tokens), 1)
@@ -100,12 +111,8 @@ class Turns:
         return median(seconds)
 
     def slow_down(self, speed: float, like: str) -> float:
-        """Let L3 bring what method ``like`` stores of the history ``speed`` times as fast as it is
-        computed; 0: no limit. On the CPU engine only.
-
-        Returns:
-            Bytes per second.
-        """
+        """Let L3 bring the bytes that method ``like`` stores of the history ``speed`` times as fast
+        as it is computed; 0: no limit. On the CPU engine only. Returns bytes per second."""
         rate = self.bytes[like] * speed / self.computing
         for restored in self.servers.values():
             restored.slow_down(l3=rate)
@@ -162,6 +169,6 @@ def history(tokens: int, number: int = 0) -> list[int]:
 
 
 def question(number: int) -> list[int]:
-    """Random tokens that nobody has asked before."""
+    """Random tokens behind a history; the same for a number."""
     source = random.Random(f"question {number}")
     return [source.randrange(1024) for _ in range(QUESTION)]

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from bench.harness.program import Program, Run, Setting, at_least, names, scratch, several, steps
-from bench.harness.report import Column, Picture, Results, Row, Series, Table, columns
+from bench.harness.report import Column, Columns, Picture, Results, Row, Series, Table
 from bench.harness.turns import NO_L3, Turns
 from bench.hits.cases import ALWAYS, COMPARED, MODELS, OURS, WITH_FLAGS, title
 from bench.hits.measure import at_speed, stalled
@@ -32,7 +32,6 @@ SHOWN_SPEEDS = (2, 1, 0.5, 0.1)
 
 
 def measure(run: Run) -> Results:
-    """All models and histories."""
     given, found = run.given, []
     torch.set_num_threads(1)
     total = len(given.models) * len(given.tokens) * (2 + len(given.speeds) * given.rounds)
@@ -51,7 +50,7 @@ def measure(run: Run) -> Results:
 def _case(
     turns: Turns, speeds: Sequence[float], rounds: int, advance: Callable[[str], None]
 ) -> dict[str, Any]:
-    """What is measured with one model and one history."""
+    """Results of one model and one history."""
     advance("L3 stops")
     stalls = {
         "5 s, every hit read": stalled(turns, ALWAYS, 5.0),
@@ -71,7 +70,6 @@ def _case(
 
 
 def points(results: Results) -> list[Row]:
-    """Every model, history and speed of L3."""
     return [
         {**case, **point, "case": title(case)}
         for case in results["cases"]
@@ -79,8 +77,8 @@ def points(results: Results) -> list[Row]:
     ]
 
 
-def compared(results: Results, speeds: Sequence[float]) -> list[Row]:
-    """Points of MHA and GQA with 1,024 tokens, of these speeds; none are given: of all."""
+def compared(results: Results, speeds: Sequence[float] = ()) -> list[Row]:
+    """Points of MHA and GQA with 1,024 tokens, of these speeds; without any: of all."""
     return [
         row
         for row in points(results)
@@ -89,22 +87,20 @@ def compared(results: Results, speeds: Sequence[float]) -> list[Row]:
     ]
 
 
-def all_columns(results: Results) -> list[Column]:
-    """Times of every method that was measured."""
+def all_columns(results: Results) -> Columns:
     measured = results["cases"][0]["points"][0]["ms"]
-    times = (Column(COMPARED[name].title, f"ms.{name}", ",.0f") for name in measured)
-    return [_CASE, _SPEED, *times, Column("default / better", "of_better"), _INTERVAL]
+    times = (f"{COMPARED[name].title} = ms.{name} :,.0f" for name in measured)
+    found = ("model, history = case | speed of L3 = speed :g", *times)
+    return [*found, "default / better = of_better | 95% = interval"]
 
 
-def stop_columns(results: Results) -> list[Column]:
-    """Times when L3 stopped."""
+def stop_columns(results: Results) -> Columns:
     stops = results["cases"][0]["stalled_ms"]
-    first = Column("ms when L3 stops", title), Column("computing", "computing_ms", ",.0f")
-    return [*first, *(Column(name, f"stalled_ms.{name}", ",.0f") for name in stops)]
+    times = (f"{name} = stalled_ms.{name} :,.0f" for name in stops)
+    return [Column("ms when L3 stops", title), "computing = computing_ms :,.0f", *times]
 
 
-def stops(results: Results) -> list[Row]:
-    """The cases in which L3 stopped."""
+def stopped(results: Results) -> list[Row]:
     return [case for case in results["cases"] if case["stalled_ms"]]
 
 
@@ -121,7 +117,6 @@ def panels(results: Results) -> Mapping[str, Sequence[Row]]:
 
 
 def finding(results: Results) -> str:
-    """What the picture shows."""
     ratios = [point["of_better"] for rows in panels(results).values() for point in rows]
     return (
         f"At any speed of the disk the first token takes {min(ratios):.2f} to {max(ratios):.2f} "
@@ -129,17 +124,10 @@ def finding(results: Results) -> str:
     )
 
 
-_CASE, _SPEED = columns("model, history = case | speed of L3 = speed :g")
-_INTERVAL = Column("95%", "interval")
 _COMPARED = (
-    _CASE,
-    _SPEED,
-    Column("MB/s", "mb_per_s", ".1f"),
-    Column("computed", f"ms.{NO_L3}", ",.0f"),
-    Column("`file`", "ms.file", ",.0f"),
-    Column("ours", f"ms.{OURS}", ",.0f"),
-    Column("ours / better", "of_better"),
-    _INTERVAL,
+    "model, history = case | speed of L3 = speed :g | MB/s = mb_per_s :.1f | "
+    f"computed = ms.{NO_L3} :,.0f | `file` = ms.file :,.0f | ours = ms.{OURS} :,.0f | "
+    "ours / better = of_better | 95% = interval"
 )
 PROGRAM = Program(
     name="hits",
@@ -155,9 +143,9 @@ PROGRAM = Program(
         Setting("--rounds", at_least(1), 9, "requests to each server and speed"),
     ),
     tables={
-        "table": (Table(points, all_columns), Table(stops, stop_columns)),
-        "short": (Table(partial(compared, speeds=()), _COMPARED),),
-        "chosen": (Table(partial(compared, speeds=SHOWN_SPEEDS), _COMPARED),),
+        "table": (Table(points, all_columns), Table(stopped, stop_columns)),
+        "short": Table(compared, _COMPARED),
+        "chosen": Table(partial(compared, speeds=SHOWN_SPEEDS), _COMPARED),
     },
     draw=Picture(
         title=finding,

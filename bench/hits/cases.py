@@ -30,12 +30,12 @@ COMPARED: dict[str, Method] = {
 
 
 def title(case: Mapping[str, Any]) -> str:
-    """A model and a length of a row of results, in words."""
+    """Model and length of a case, in words."""
     return f"{case['model']} ({case['pages']}), {case['tokens']:,}"
 
 
 def layers(tokens: int) -> int:
-    """How many a model has, so that computing a history takes about a second."""
+    """Of a model, so that computing a history takes about a second."""
     return max(1, 2048 // tokens)
 
 
@@ -44,12 +44,12 @@ class Model:
     """A kind of model.
 
     Attributes:
-        pages: What ours stores of it.
+        pages: That ours stores.
         build: Its folder, given the one above and the tokens of a history.
-        insists: Options that make ours store that on a CPU, which projects slowly.
+        insists: Options that make ours store these pages on a CPU, which projects slowly.
         dtype: It is served in.
-        codec: What default options encode its pages by; None: they are plain.
-        arguments: Further ones of SGLang's, given the model's folder; None: none.
+        codec: Of pages by default options; None: they are plain.
+        arguments: Further ones of SGLang's, given the model's folder.
         tp: Number of tensor-parallel ranks.
     """
 
@@ -74,14 +74,11 @@ class Model:
     def turns(
         self, machine: Machine, folder: Path, tokens: int, **methods: Method
     ) -> Iterator[Turns]:
-        """Servers of ``methods`` with a history in their L3, in our codec where it has one.
-
-        Args:
-            folder: Of the model and the servers.
-            tokens: Of the history; whole pages.
+        """Servers of ``methods`` with a history of ``tokens`` (whole pages) in their L3.
 
         Raises:
-            ServerError: Ours stores pages by another codec, so that it would not be measured.
+            ServerError: Ours stores pages by another codec, so that the right one would not be
+                measured.
         """
         model = self.build(folder, tokens)
         extra = self.arguments(model) if self.arguments is not None else ()

@@ -11,9 +11,9 @@ in a burst) are medians over bursts.
 from __future__ import annotations
 
 import random
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -35,7 +35,6 @@ SERVERS = (NO_L3, ALWAYS, OURS)
 
 
 def measure(run: Run) -> Results:
-    """All models at both speeds."""
     given, rows = run.given, []
     torch.set_num_threads(1)
     total = len(given.models) * (2 + len(SPEEDS) * given.rounds * len(SERVERS))
@@ -55,7 +54,6 @@ def measure(run: Run) -> Results:
 
 
 def store_histories(turns: Turns, requests: int) -> None:
-    """Have L3 store what requests under load ask for."""
     for name in (ALWAYS, OURS):
         with turns.servers[name].turn():
             for number in range(1, requests + 1):
@@ -66,7 +64,6 @@ def store_histories(turns: Turns, requests: int) -> None:
 def under_load(
     turns: Turns, speed: float, requests: int, rounds: int, advance: Callable[[str], None]
 ) -> dict[str, Any]:
-    """A row: what each server did with the same bursts."""
     learn(turns, OURS, speed)
     rates: dict[str, list[float]] = {name: [] for name in SERVERS}
     waits: dict[str, list[float]] = {name: [] for name in SERVERS}
@@ -88,54 +85,44 @@ def under_load(
 
 def compared(rates: Mapping[str, list[float]], waits: Mapping[str, list[float]]) -> dict[str, Any]:
     """Medians, and the default's goodput and wait as ratios of the better one's, burst by burst."""
-    goodput = [
-        ours / max(none, always)
-        for none, always, ours in zip(*(rates[name] for name in SERVERS), strict=True)
-    ]
-    wait = [
-        ours / min(none, always)
-        for none, always, ours in zip(*(waits[name] for name in SERVERS), strict=True)
-    ]
+
+    def of(better: Callable[[float, float], float], found: Mapping[str, list[float]]) -> float:
+        rounds = zip(*(found[name] for name in SERVERS), strict=True)
+        return median(ours / better(none, always) for none, always, ours in rounds)
+
     return {
         "per_second": {name: median(all_) for name, all_ in rates.items()},
         "first_token_s": {name: median(all_) for name, all_ in waits.items()},
-        "goodput_of_better": median(goodput),
-        "wait_of_better": median(wait),
+        "goodput_of_better": of(max, rates),
+        "wait_of_better": of(min, waits),
     }
 
 
 def _burst(turns: Turns, restored: Restorer, requests: int, round_: int) -> tuple[float, float]:
-    """Requests per second of one burst, and seconds until a first token on average.
-
-    Caches are flushed behind it.
-    """
+    """Requests per second of one burst, and seconds until a first token on average."""
     source, pause = random.Random(round_), turns.computing / OFFERED
     prompts = [
         [*history(turns.tokens, number), *question(1000 * (round_ + 1) + number)]
         for number in range(1, requests + 1)
     ]
     source.shuffle(prompts)
-    start, threads, waits = time.perf_counter(), [], []
+    start, waits = time.perf_counter(), []
 
-    def ask(prompt: list[int]) -> None:
+    def ask(prompt: list[int]) -> float:
         asked = time.perf_counter()
         restored.server.generate(prompt, 1)
-        waits.append(time.perf_counter() - asked)
+        return time.perf_counter() - asked
 
-    for prompt in prompts:
-        thread = threading.Thread(target=ask, args=(prompt,))
-        thread.start()
-        threads.append(thread)
-        time.sleep(source.expovariate(1 / pause))
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(requests) as pool:
+        for prompt in prompts:
+            waits.append(pool.submit(ask, prompt))
+            time.sleep(source.expovariate(1 / pause))
     taken = time.perf_counter() - start
     restored.server.flush_cache(300)
-    return requests / taken, mean(waits)
+    return requests / taken, mean(wait.result() for wait in waits)
 
 
 def panels(results: Results) -> Mapping[str, Sequence[Row]]:
-    """The models, a panel for each speed of L3."""
     rows = [{**row, "name": row["model"].replace("-", ", ")} for row in results["rows"]]
     speeds = dict.fromkeys(row["speed"] for row in rows)
     return {
@@ -145,7 +132,6 @@ def panels(results: Results) -> Mapping[str, Sequence[Row]]:
 
 
 def finding(results: Results) -> str:
-    """What the picture shows."""
     ratios = [row["wait_of_better"] for row in results["rows"]]
     return (
         f"In bursts the first token comes after {min(ratios):.2f} to {max(ratios):.2f} times the "
@@ -171,17 +157,14 @@ PROGRAM = Program(
         Setting("--rounds", at_least(1), 3, "bursts to each server and speed"),
     ),
     tables={
-        "table": (
-            Table(
-                "rows",
-                (
-                    Column("model, history", title),
-                    Column("speed of L3", "speed", "g"),
-                    *(Column(f"{COMPARED[n].title}, 1/s", f"per_second.{n}") for n in SERVERS),
-                    Column("default / better", "goodput_of_better"),
-                    *(Column(f"{COMPARED[n].title}, s", f"first_token_s.{n}") for n in SERVERS),
-                    Column("default / better", "wait_of_better"),
-                ),
+        "table": Table(
+            "rows",
+            (
+                *(Column("model, history", title), "speed of L3 = speed :g"),
+                *(f"{COMPARED[n].title}, 1/s = per_second.{n}" for n in SERVERS),
+                "default / better = goodput_of_better",
+                *(f"{COMPARED[n].title}, s = first_token_s.{n}" for n in SERVERS),
+                "default / better = wait_of_better",
             ),
         )
     },

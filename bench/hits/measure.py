@@ -1,8 +1,7 @@
-"""What is measured: a first token at each speed of L3, and when L3 stops."""
+"""Times to the first token at each speed of L3, and when L3 stops."""
 
 from __future__ import annotations
 
-import random
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -10,15 +9,13 @@ from statistics import median
 from typing import Any
 
 from bench.harness.rounds import median_interval
-from bench.harness.turns import NO_L3, Answer, Turns
+from bench.harness.turns import NO_L3, Answer, Turns, differing
 from bench.hits.cases import ALWAYS, OURS
 
 Row = dict[str, Any]
-_LEARNING = 4
-"""Requests at a new speed that do not count: a server measures it."""
-_COMPUTED = 2
-"""Before these so many that L3 has nothing of: a server that is asked for hits only would not know
-what computing takes now."""
+_LEARNING, _COMPUTED = 4, 2
+"""Requests at a new speed that do not count, because a server measures it: hits, and before them
+requests without hits, which show a server the time of computing."""
 _TRYING_SECONDS = 60.0
 """How long a server may take to see that L3 is fast again."""
 _COMPARED = (OURS, NO_L3)
@@ -28,43 +25,36 @@ _COMPARED = (OURS, NO_L3)
 def at_speed(turns: Turns, speed: float, rounds: int, advance: Callable[[str], None]) -> Row:
     """Seconds to the first token, in rounds of one request to every server in changing order."""
     rate = learn(turns, OURS, speed)
-    found: dict[str, list[Answer]] = {name: [] for name in turns.servers}
-    order, differing = list(found), 0
+    names, wrong = list(turns.servers), 0
+    found: dict[str, list[Answer]] = {name: [] for name in names}
     for number in range(rounds):
         advance(f"L3 at {speed:g} times the speed of computing, round {number + 1}")
-        random.Random(number).shuffle(order)
-        prompt = turns.new_question()
-        for name in order:
-            found[name].append(turns.ask(name, prompt))
-        differing += len({found[name][-1].output_ids for name in order}) - 1
+        answers = turns.round(names, number)
+        wrong += differing(answers)
+        for name, answer in answers.items():
+            found[name].append(answer)
         if not number:
-            fastest = min(map(usual, found.values()))
-            order = [
-                name for name in order if name in _COMPARED or usual(found[name]) < 2 * fastest
-            ]
+            most = 2 * min(answer.seconds for answer in answers.values())
+            names = [n for n in names if n in _COMPARED or answers[n].seconds < most]
     seconds = {name: [answer.seconds for answer in all_] for name, all_ in found.items()}
+    shares = {name: median(answer.share for answer in all_) for name, all_ in found.items()}
     return {
         "speed": speed,
         "mb_per_s": rate / 1e6,
         "ms": {name: 1e3 * median(taken) for name, taken in seconds.items()},
-        "share_from_l3": {
-            name: median(answer.share for answer in all_) for name, all_ in found.items()
-        },
+        "share_from_l3": shares,
         "rounds_ms": {name: [round(1e3 * s, 1) for s in taken] for name, taken in seconds.items()},
-        "differing_replies": differing,
+        "differing_replies": wrong,
         **compared(seconds[OURS], seconds[NO_L3], seconds[ALWAYS]),
     }
 
 
-def learn(turns: Turns, name: str, speed: float, like: str = ALWAYS) -> float:
-    """Slow L3 down (:meth:`Turns.slow_down`), and let a server see that in requests of its own.
+def learn(turns: Turns, name: str, speed: float) -> float:
+    """Slow L3 down, and let a server see that in requests of its own; returns bytes per second.
 
-    After L3 was slow, or hung, the server tries it again only in time.
-
-    Returns:
-        Bytes per second.
+    A server for which L3 was slow, or hung, tries it again only after some time.
     """
-    rate = turns.slow_down(speed, like)
+    rate = turns.slow_down(speed, ALWAYS)
     for _ in range(_COMPUTED):
         turns.ask(name, turns.new_history())
     for _ in range(_LEARNING):
@@ -76,17 +66,9 @@ def learn(turns: Turns, name: str, speed: float, like: str = ALWAYS) -> float:
     return rate
 
 
-def usual(answers: Sequence[Answer]) -> float:
-    """Median of the seconds until the first token."""
-    return median(answer.seconds for answer in answers)
-
-
 def stalled(turns: Turns, name: str, seconds: float | None) -> float:
-    """Seconds to the first token when L3, twice as fast as computing, stops in the middle.
-
-    Args:
-        seconds: It goes on after so many; None: when the reply is there.
-    """
+    """Seconds to the first token when L3, twice as fast as computing, stops in the middle, and goes
+    on after ``seconds``; None: when the reply is there."""
     restored, prompt = turns.servers[name], turns.new_question()
     rate = learn(turns, name, 2.0)
     before = turns.computing / 5  # of the half that reading takes
@@ -108,11 +90,11 @@ def stalled(turns: Turns, name: str, seconds: float | None) -> float:
 
 
 def compared(ours: Sequence[float], *others: Sequence[float]) -> Row:
-    """How ours compares with the better one of the others, round by round.
+    """Compare ours with the better one of the others, round by round.
 
     Returns:
-        ``of_better``, the median difference as a ratio of the better one's median, and the ends of
-        the 95% interval of it (``interval``; None with too few rounds).
+        ``of_better``, the median difference as a ratio of the better one's median, and
+        ``interval``, the ends of its 95% interval; None with too few rounds.
     """
     better = min(others, key=median)
     least = median(better)

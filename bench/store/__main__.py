@@ -42,7 +42,7 @@ from statistics import median
 from typing import Any
 
 from bench.harness.program import Program, Run, Setting, at_least, scratch
-from bench.harness.report import Column, Picture, Results, Row, Series, Table, columns
+from bench.harness.report import Picture, Results, Row, Series, Table
 from bench.store.index import bench_index
 from bench.store.pages import BARE, CEILING, HASHED, KVIKIO, MIB, STORE, bench_pages
 from bench.store.peers import PEERS
@@ -55,7 +55,6 @@ CHOSEN_PAGE = 2 * MIB
 
 
 def measure(run: Run) -> Results:
-    """Pages of all sizes, and indexes."""
     given = run.given
     earlier = given.out / "store.json"
     results = json.loads(earlier.read_text()) if earlier.exists() else {"pages": {}, "indexes": {}}
@@ -70,7 +69,6 @@ def measure(run: Run) -> Results:
 
 
 def rows_of(results: Results, kind: str, names: Iterable[str] = NAMES) -> list[Row]:
-    """Speeds and costs of reads or writes by page size and contestant."""
     return [
         {
             "kind": kind,
@@ -98,7 +96,6 @@ def chosen(results: Results) -> list[Row]:
 
 
 def page_name(size: int | str) -> str:
-    """Bytes of a page, in words."""
     kib = int(size) // 1024
     return f"{kib} KiB" if kib < 1024 else f"{kib // 1024} MiB"
 
@@ -109,7 +106,6 @@ def ratio(speeds: dict[str, list[float]], name: str, other: str) -> float:
 
 
 def panels(results: Results) -> dict[str, list[Row]]:
-    """Speeds of stores on the disk, a panel for reads and one for writes."""
     found: dict[str, list[Row]] = {}
     for kind in ("read", "write"):
         sizes: dict[str, dict[str, Any]] = {}
@@ -120,7 +116,6 @@ def panels(results: Results) -> dict[str, list[Row]]:
 
 
 def finding(results: Results) -> str:
-    """What the picture shows."""
     said = []
     for kind in ("read", "write"):
         shares = [row["of_ceiling"] for row in rows_of(results, kind, (STORE,))]
@@ -129,15 +124,11 @@ def finding(results: Results) -> str:
 
 
 def _table(kind: str) -> Table:
-    return Table(lambda results: rows_of(results, kind), (Column(f"{kind}s", "size"), *_COLUMNS))
+    columns = f"{kind}s = size | store = name | {_SPEEDS} | GIL, us per page = gil :,.0f"
+    return Table(lambda results: rows_of(results, kind), columns)
 
 
-_SPEEDS = columns("GB/s = gb_s | of the ceiling = of_ceiling | CPU s per GB = cpu")
-_COLUMNS = (
-    Column("store", "name"),
-    *_SPEEDS,
-    Column("GIL, us per page", "gil", ",.0f"),
-)
+_SPEEDS = "GB/s = gb_s | of the ceiling = of_ceiling | CPU s per GB = cpu"
 PROGRAM = Program(
     name="store",
     doc=__doc__,
@@ -158,16 +149,12 @@ PROGRAM = Program(
                     {"pages": f"{int(pages):,}", **found}
                     for pages, found in results["indexes"].items()
                 ],
-                columns(
-                    "pages in the index = pages | 128 `exists`, us = exists128_us :,.0f | "
-                    "lmdb = lmdb128_us :,.0f | beside a busy thread = exists128_busy_us :,.0f | "
-                    "lmdb = lmdb128_busy_us :,.0f | open, ms = open_ms :.0f"
-                ),
+                "pages in the index = pages | 128 `exists`, us = exists128_us :,.0f | "
+                "lmdb = lmdb128_us :,.0f | beside a busy thread = exists128_busy_us :,.0f | "
+                "lmdb = lmdb128_busy_us :,.0f | open, ms = open_ms :.0f",
             ),
         ),
-        "chosen": (
-            Table(chosen, (Column(f"pages of {page_name(CHOSEN_PAGE)}", "name"), *_SPEEDS)),
-        ),
+        "chosen": Table(chosen, f"pages of {page_name(CHOSEN_PAGE)} = name | {_SPEEDS}"),
     },
     draw=Picture(
         title=finding,

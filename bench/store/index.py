@@ -56,7 +56,7 @@ def bench_index(folder: Path, pages: int) -> dict[str, float]:
 
 
 def fill_index(store: PageStore, pages: int) -> None:
-    """Enter pages that have no files: only the index is looked at here."""
+    """Enter pages that have no files."""
     chunk = 50_000
     with store.disks[0].use() as folder:
         for start in range(0, pages, chunk):
@@ -71,7 +71,7 @@ def fill_index(store: PageStore, pages: int) -> None:
 
 
 def scattered(number: int) -> bytes:
-    """Keys all over the index, as hashes are, that need no table to be found again."""
+    """Keys all over the index, as hashes are."""
     mixed = (number * 0x9E3779B97F4A7C15 + 0x7F4A7C15) % 2**64
     return mixed.to_bytes(8, "big") * 4
 

@@ -42,12 +42,12 @@ Way = tuple[int, int]
 
 @dataclass
 class Speeds:
-    """What was found, by contestant.
+    """Results by contestant.
 
     Attributes:
-        read: Reading with a cold cache: MiB/s in every round.
-        write: Writing, brought to the disk at the end.
-        cpu: CPU seconds per GB in every round, by ``read`` and ``write``; of the whole process.
+        read: With a cold cache: MiB/s in every round.
+        write: Brought to the disk at the end: MiB/s in every round.
+        cpu: CPU seconds of the whole process per GB in every round, by ``read`` and ``write``.
         gil: Microseconds per page that the interpreter lock was held, in a round of its own.
         ceiling: The way of the ceiling, by ``read`` and ``write``.
     """
@@ -126,13 +126,13 @@ def bench_pages(folder: Path, page: int, rounds: int, io_threads: int) -> Speeds
 
 
 def in_turn(contestants: list[Contestant], number: int) -> list[Contestant]:
-    """Their order in this round: nobody is always the one who comes after the others."""
+    """Their order in this round: no contestant is always the one after the others."""
     first = number % len(contestants)
     return contestants[first:] + contestants[:first]
 
 
 class Reader(Protocol):
-    """What reads the pages of the store."""
+    """Reads the pages of the store."""
 
     def get(
         self, namespace: bytes, keys: Sequence[bytes], pages: Sequence[list[memoryview]]
@@ -141,13 +141,10 @@ class Reader(Protocol):
 
 
 class BareLoop:
-    """What the store's reads would cost without index, checks and errors: its floor.
+    """The floor of the store's reads: without index, checks and errors.
 
     As many threads as the store has open, read and close its page files, by the same system calls.
-
-    Args:
-        opened: Ends the threads.
-        hashed: Also compute the digest of every page.
+    ``hashed``: they also compute the digest of every page.
     """
 
     def __init__(self, store: PageStore, threads: int, opened: ExitStack, *, hashed: bool) -> None:
@@ -181,12 +178,7 @@ class LargeFile:
     """The disk's ceiling: one preallocated file, written and read with O_DIRECT.
 
     It is made anew for every writing: pages are new data, and a disk may take new data at another
-    speed than what replaces old data in place.
-
-    Args:
-        folder: Where it stands.
-        pages: As many pages are written, of ``page`` bytes.
-        memory: The bytes come from here and go here, as those of the pages do.
+    speed than data in the place of old data.
     """
 
     def __init__(self, folder: Path, pages: int, page: int, memory: memoryview) -> None:
@@ -210,7 +202,6 @@ class LargeFile:
         return {kind: max(ways, key=lambda way: median(ways[way])) for kind, ways in found.items()}
 
     def round(self, speeds: Speeds) -> None:
-        """Make, write, read and delete it."""
         self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
         os.posix_fallocate(self._fd, 0, self._size)
         settle()
@@ -239,7 +230,6 @@ class LargeFile:
 
 
 def drop_cache(paths: Iterable[Path]) -> None:
-    """Drop the pages of files from the page cache."""
     for path in paths:
         fd = os.open(path, os.O_RDONLY)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -247,13 +237,13 @@ def drop_cache(paths: Iterable[Path]) -> None:
 
 
 def settle() -> None:
-    """Nobody pays for what others wrote or deleted."""
+    """No contestant pays for writes or deletions of others."""
     os.sync()
     time.sleep(0.2)
 
 
 def require(condition: bool, message: str) -> None:
-    """Stop the benchmark when something did not do what it is timed for."""
+    """Stop the benchmark if something did not do its work."""
     if not condition:
         raise RuntimeError(message)
 

@@ -16,11 +16,8 @@ _NIXL_BATCH = 32
 
 
 class Peer(Protocol):
-    """A store of pages of one size, in the memory that it was made with.
-
-    Attributes:
-        pages: Its page files are here.
-    """
+    """A store of pages of one size, in the memory that it was made with; its files are in
+    ``pages``."""
 
     pages: Path
 
@@ -51,7 +48,7 @@ class _Files:
 
 
 class HiCacheFilePeer(_Files):
-    """SGLang's own file backend; an ImportError where SGLang cannot be imported."""
+    """SGLang's own file backend; an ImportError if SGLang cannot be imported."""
 
     def __init__(self, folder: Path, memory: memoryview, page: int, most: int) -> None:
         import torch
@@ -88,8 +85,8 @@ class HiCacheFilePeer(_Files):
 class NixlPeer(_Files):
     """NIXL's POSIX backend with Linux AIO, as SGLang's HiCache drives it.
 
-    One file for each page, in 256 folders, opened by NIXL with direct I/O; an ImportError where it
-    is not installed.
+    One file for each page, in 256 folders, opened by NIXL with direct I/O; an ImportError if it is
+    not installed.
     """
 
     def __init__(self, folder: Path, memory: memoryview, page: int, most: int) -> None:
@@ -141,7 +138,7 @@ class NixlPeer(_Files):
 class MooncakePeer:
     """Mooncake's store: a node in another process lends its memory, over TCP on this machine.
 
-    A RuntimeError or ImportError where it does not run.
+    A RuntimeError or ImportError if it does not run.
     """
 
     def __init__(self, folder: Path, memory: memoryview, page: int, most: int) -> None:
@@ -190,11 +187,8 @@ PEERS: dict[str, Callable[[Path, memoryview, int, int], Peer]] = {
 def found_peers(
     folder: Path, memory: memoryview, page: int, most: int, opened: ExitStack
 ) -> dict[str, Peer]:
-    """Those that run here, by name, until ``opened`` ends; says why others do not.
-
-    Args:
-        most: Bytes of pages that are stored at a time.
-    """
+    """Those that run here, by name, until ``opened`` ends; says why others do not. At most ``most``
+    bytes of pages are stored at a time."""
     found: dict[str, Peer] = {}
     for name, kind in PEERS.items():
         try:
@@ -207,7 +201,6 @@ def found_peers(
 
 
 def files_in(folder: Path) -> list[Path]:
-    """The files in a folder and in those in it."""
     return [path for path in folder.rglob("*") if path.is_file()]
 
 

@@ -20,12 +20,7 @@ class WorkloadError(ValueError):
 
 @dataclass(frozen=True)
 class Turn:
-    """One question and its reply.
-
-    Attributes:
-        prompt: New tokens of the question.
-        output: Tokens of the reply.
-    """
+    """Tokens of one question, without the history before it, and of its reply."""
 
     prompt: int
     output: int
@@ -35,9 +30,7 @@ class Turn:
 class Session:
     """The turns of one client; each sends the whole history before its question.
 
-    Attributes:
-        document: Place in the workload's documents of the one that comes before the first
-            question; None: there is none.
+    ``document``: place in the workload's documents of the one before the first question, if any.
     """
 
     turns: tuple[Turn, ...]
@@ -46,18 +39,19 @@ class Session:
 
 @dataclass(frozen=True)
 class Workload:
-    """Everything that is asked in one run.
+    """All requests of one run.
 
     Attributes:
         name: As in ``--workload``.
         sessions: Clients, in the order of their arrival.
         documents: Tokens of each document.
         prefilled: Documents are given to the server before the run, as ``hcache ingest`` does.
-        arrivals: What comes at the request rate: every request (a client that is ready is picked,
-            as in SGLang's benchmark), or sessions (a request is sent as soon as it is ready).
+        arrivals: What comes at the request rate: every request (a client that is ready is
+            picked, as in SGLang's benchmark), or sessions (a request is sent as soon as it is
+            ready).
         interval_s: Seconds between a reply and the next question of its session.
         max_parallel: Requests in flight at most; None: as the user says.
-        seed: Makes its tokens.
+        seed: Of its tokens.
     """
 
     name: str
@@ -71,7 +65,6 @@ class Workload:
 
     @property
     def requests(self) -> int:
-        """Questions of all sessions."""
         return sum(len(session.turns) for session in self.sessions)
 
     @property
@@ -90,7 +83,7 @@ class Workload:
         return before + sum(turn.prompt + turn.output for turn in session.turns)
 
     def describe(self) -> dict[str, Any]:
-        """Counts and lengths, in tokens; what results keep about the workload that gave them."""
+        """Counts and lengths, in tokens, for results."""
         turns = [turn for session in self.sessions for turn in session.turns]
         return {
             "name": self.name,
@@ -165,14 +158,8 @@ class Workload:
         return self._draw(self.documents[document], vocabulary, _DOCUMENT, document)
 
     def prompt_ids(self, session: int, turn: int, vocabulary: int, run: int = 0) -> list[int]:
-        """Tokens of a question: others in every run, so that none finds those of another.
-
-        Args:
-            session: Place in ``sessions``.
-            turn: Place in its turns.
-            vocabulary: Random tokens are below it.
-            run: Number of the run of this workload on one server.
-        """
+        """Tokens of a turn's question: others in every ``run`` of this workload on one server, so
+        that none finds those of another."""
         count = self.sessions[session].turns[turn].prompt
         return self._draw(count, vocabulary, _PROMPT, run, session, turn)
 
@@ -183,20 +170,15 @@ class Workload:
 
 
 def lognormal(source: np.random.Generator, mean: float, spread: float, count: int) -> Lengths:
-    """``count`` whole numbers with a mean of ``mean`` and the tail that lengths of texts have.
-
-    Args:
-        spread: Standard deviation of the logarithm.
-    """
+    """``count`` whole numbers with a mean of ``mean`` and the tail of lengths of texts; ``spread``:
+    standard deviation of the logarithm."""
     drawn = source.lognormal(np.log(mean) - spread**2 / 2, spread, count)
     return np.maximum(1, np.rint(drawn)).astype(np.int64)
 
 
 def zipf(source: np.random.Generator, items: int, skew: float, count: int) -> Lengths:
     """``count`` places in ``items``; place ``i`` has a share proportional to ``(i + 1) ** -skew``.
-
-    A skew of 0 is the uniform distribution.
-    """
+    A skew of 0 is the uniform distribution."""
     shares = np.arange(1, items + 1, dtype=np.float64) ** -skew
     return source.choice(items, count, p=shares / shares.sum())
 
@@ -209,12 +191,8 @@ def about_documents(
     outputs: Lengths,
     **options: Any,
 ) -> Workload:
-    """Sessions of one question, each about a document that is prefilled.
-
-    Args:
-        asked: The document of each session.
-        options: Further fields of the workload.
-    """
+    """Sessions of one question, each about the document of its place in ``asked``, which is
+    prefilled."""
     turns = map(Turn, prompts.tolist(), outputs.tolist())
     return Workload(
         name,

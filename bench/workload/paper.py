@@ -104,11 +104,8 @@ def zipf_contexts(
 ) -> Workload:
     """Requests for contexts of L-Eval with Zipf's popularity, as in section 6.4 and figure 15.
 
-    The device's cache is not flushed between requests: what is asked for often stays there.
-
-    Args:
-        clients: Requests.
-        skew: The exponent, from 0 (uniform) to 2.
+    The device's cache is not flushed between requests: popular contexts stay there. ``skew``: the
+    exponent, from 0 (uniform) to 2.
 
     Raises:
         WorkloadError: The skew is out of its range.

@@ -30,13 +30,8 @@ RAG_SKEW = 1.0
 
 
 class Request(NamedTuple):
-    """A prompt, and the reply to it.
-
-    Attributes:
-        time: When it comes, in seconds.
-        pages: The pages of prompt and reply, from the first one on.
-        prompt: How many of them are the prompt's: those are looked up.
-    """
+    """A prompt and its reply, at ``time`` in seconds: the pages of both, and how many of them are
+    the prompt's."""
 
     time: float
     pages: Sequence[int]
@@ -65,7 +60,6 @@ class _Source:
         return int(lognormal(self.chance, mean, spread, 1)[0])
 
     def text(self, mean: float, spread: float) -> _Text:
-        """A text of its own."""
         text = _Text()
         self.extend(text, mean, spread)
         return text

@@ -11,22 +11,25 @@
 
 from __future__ import annotations
 
+import time
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice, zip_longest
-from typing import Any, NamedTuple, TypeVar
+from itertools import islice
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
 
 from hcache_backend import metrics
 from hcache_backend.arena import NOT_SETTLED, Ids
-from hcache_backend.checks.sampling import InTurn, Pace, Sample
+from hcache_backend.checks.comparison import first_problem, projected, projected_difference
 from hcache_backend.format.page import PageLayout
 from hcache_backend.host.segments import KVSegments
 from hcache_backend.projection.attention import AttentionLayer
-from hcache_backend.projection.check import difference_problem, projected_differences
 from hcache_backend.projection.projector import Projector
 from hcache_backend.restore.exchange import CollectiveOrder, Exchange
 from hcache_backend.streams import (
@@ -40,97 +43,164 @@ from hcache_backend.streams import (
 from hcache_backend.turn import Said, Turn
 from hcache_kernels.codecs import Codec
 
+_LAYERS = 4  # of a page in one check
+
 _WAITING = 16  # no further page is chosen while this many wait for their comparison
 
 _AT_ONCE = 4  # projections whose results are handled in one turn
 
+_SHARE = 1 / 10  # most of the scheduler thread's time that checks of one kind take...
+
+_BURST_SECONDS = 0.1  # ...except in bursts of this length
+
 _harmless = partial(metrics.harmless, "page_not_checked", "a page was not checked")
 
+_Layer = TypeVar("_Layer")
 
-class _CopiedPage(NamedTuple):
-    """Layers of a page in the pool, on the CPU once ``event`` has passed. ``left``: parts of slots
-    to compare: their layers, K and V (uint8; None: not copied), number
-    (:attr:`KVSegments.parts`)."""
+
+class _Pace:
+    """Keeps checks to :data:`_SHARE` of the time, except in bursts of :data:`_BURST_SECONDS`."""
+
+    def __init__(self) -> None:
+        self._left = _BURST_SECONDS
+        self._at = time.perf_counter()
+
+    @property
+    def rested(self) -> bool:
+        now = time.perf_counter()
+        self._left = min(_BURST_SECONDS, self._left + (now - self._at) * _SHARE)
+        self._at = now
+        return self._left > 0
+
+    @contextmanager
+    def work(self) -> Iterator[None]:
+        start = time.thread_time()  # others may have the processor meanwhile
+        try:
+            yield
+        finally:
+            self._left -= time.thread_time() - start
+
+
+@dataclass
+class _Check:
+    """A host page to compare. ``left``: the layers, or parts of them, to compare. ``buffer``: what
+    they are compared by, on the CPU once ``event`` has passed; None: this rank abstains."""
 
     host_page: int
-    left: deque[tuple[tuple[int, ...], torch.Tensor | None, int]]
-    event: Event
-    buffer: HostBuffer | None
+    left: deque[Any]
+    buffer: HostBuffer | None = None
+    problem: str | None = None  # found before the results arrived
+    event: Event = field(init=False)
 
 
-_Checked = TypeVar("_Checked", bound="_CopiedPage | _RunningCheck")
+class _Checks(ABC, Generic[_Layer]):
+    """Chooses one of ``check_every_pages`` pages of all transfers, and a few of ``layers`` of it,
+    the same on every rank, and keeps the checks that wait. ``failed``: a page was wrong."""
 
-
-def _copy_to_host(values: torch.Tensor, buffers: HostBuffers) -> HostBuffer:
-    """A flat copy on its way to the CPU, on the current stream."""
-    buffer = buffers.take(values.numel(), values.dtype)
-    buffer.values.copy_(values.view(-1), non_blocking=True)
-    return buffer
-
-
-def _without(freed: Ids, checks: deque[_Checked]) -> deque[_Checked]:
-    """``checks`` without those of ``freed`` host pages. Their buffers are not used again: a copy
-    may still be on its way there."""
-    gone = set(freed.tolist())
-    return deque(check for check in checks if check.host_page not in gone)
-
-
-class KVChecks:
-    """Compares K and V of a sample of transfers with the pool. Values of the pool are copied once
-    more, and encoded pages decoded, in another way. A page of a lossy codec may also be the code of
-    the pool's values."""
-
-    def __init__(self, runtime: Any, pool: Any, kv: KVSegments, group: Any) -> None:
-        assert runtime.config is not None
-        self.failed = False  # a page differed; the same on every rank
+    def __init__(self, runtime: Any, pool: Any, layers: Sequence[_Layer]) -> None:
+        self.failed = False
         self._runtime = runtime
         self._pool = pool
-        self._kv = kv
-        self._group = group
-        self._sample = Sample(runtime.config.check_every_pages)
-        self._layers = InTurn(kv.layers)
-        self._copied: deque[_CopiedPage] = deque()
+        self._layers = deque(layers)
+        self._every: int = runtime.config.check_every_pages
+        self._pages_before = 0  # pages until the next one that is chosen
+        self._waiting: deque[_Check] = deque()
         self._buffers = HostBuffers(pool.device_pool.device)
-        self._pace = Pace()
-        self._tired = False  # on all ranks, or on none, as the next two
-        self._compared = False  # in the last turn
+        self._pace = _Pace()
+        self._tired = False  # on all ranks, or on none
         self._said: Said | None = None
-        self._wrong: str | None = None  # on this rank
 
     def transferred(self, host_pages: Ids, slots: torch.Tensor) -> None:
-        """Pages (int64 ``[n]``) were copied to or from ``slots`` (int64 ``[n * page_size]``, on the
-        device), on the current stream."""
-        size, i = self._pool.page_size, self._sample.choose(len(host_pages))
-        if i is None or self._tired or len(self._copied) >= _WAITING:
+        """Pages (int64 ``[n]``) are copied to or from ``slots`` (int64 ``[n * page_size]``, on the
+        device) when the current stream gets here."""
+        size, i = self._pool.page_size, self._choose(len(host_pages))
+        if i is None or self._tired or len(self._waiting) >= _WAITING:
             return
-        layout = self._layout_of(int(host_pages[i]))
-        together = [*dict.fromkeys(map(layout.sharing, self._layers.next()))]
-        buffer, by_slot = None, []
+        layers = list(self._layers)[:_LAYERS]
+        self._layers.rotate(-_LAYERS)
+        check = _Check(int(host_pages[i]), self._parts(int(host_pages[i]), layers))
         with self._pace.work(), _harmless():
-            layers = [layer for slot in together for layer in slot]
-            held = self._kv.held(layers, slots[i * size : (i + 1) * size])
-            buffer = _copy_to_host(held, self._buffers)
-            sizes = [sum(map(self._kv.bytes_of, slot)) for slot in together]
-            by_slot = [*buffer.values.split(sizes)]
-        event = current_stream(slots.device).record()
-        left = deque(
-            (slot, values, part)
-            for slot, values in zip_longest(together, by_slot)
-            for part in range(self._kv.parts)
-        )
-        self._copied.append(_CopiedPage(int(host_pages[i]), left, event, buffer))
+            self._launch(check, layers, slots[i * size : (i + 1) * size])
+        check.event = current_stream(slots.device).record()
+        self._waiting.append(check)
 
     def freed(self, host_pages: Ids) -> None:
-        self._copied = _without(host_pages, self._copied)
+        """Drop the checks of ``host_pages``. Their buffers are not used again: a copy may still be
+        on its way there."""
+        gone = set(host_pages.tolist())
+        self._waiting = deque(check for check in self._waiting if check.host_page not in gone)
 
     def forget(self) -> None:
-        self._copied.clear()
+        self._waiting.clear()
+
+    @abstractmethod
+    def _parts(self, host_page: int, layers: Sequence[_Layer]) -> deque[Any]:
+        """:attr:`_Check.left` of a page."""
+
+    @abstractmethod
+    def _launch(self, check: _Check, layers: Sequence[_Layer], slots: torch.Tensor) -> None:
+        """Begin to bring the buffer of ``check``; may raise. ``slots``: of the page's tokens."""
+
+    def _choose(self, pages: int) -> int | None:
+        """Number of the chosen one of the next ``pages`` pages, or None."""
+        if self._every == 0:
+            return None
+        if self._pages_before >= pages:
+            self._pages_before -= pages
+            return None
+        chosen = self._pages_before
+        self._pages_before = self._every - 1 - (pages - 1 - chosen) % self._every
+        return chosen
+
+    def _to_host(self, values: torch.Tensor) -> HostBuffer:
+        """A flat copy on its way to the CPU, on the current stream."""
+        buffer = self._buffers.take(values.numel(), values.dtype)
+        buffer.values.copy_(values.view(-1), non_blocking=True)
+        return buffer
+
+    def _compared(self, check: _Check) -> None:
+        metrics.TOKENS.count("checked", self._pool.page_size)
+        if check.buffer is not None:
+            self._buffers.give_back(check.buffer)
+
+    def _fail(self, problem: str) -> None:
+        """A page is wrong: the runtime loses its trust."""
+        self.failed = True
+        if self._runtime.distrust is None:
+            metrics.PROBLEMS.count("self_check")
+            self._runtime.lose_trust(f"the self-check in service failed: {problem}")
+
+
+class KVChecks(_Checks[int]):
+    """Compares K and V of a sample of transfers with the pool. Values of the pool are copied once
+    more, and encoded pages decoded, in another way. A page of a lossy codec may also be the code of
+    the pool's values. ``failed`` is the same on every rank."""
+
+    def __init__(self, runtime: Any, pool: Any, kv: KVSegments) -> None:
+        super().__init__(runtime, pool, kv.layers)
+        self._kv = kv
+        self._compares = False  # in the last turn; the same on every rank
+        self._wrong: str | None = None  # on this rank
+
+    def _parts(self, host_page: int, layers: Sequence[int]) -> deque[Any]:
+        """Layers that share a slot, the place of their K and V in the buffer, and the part of the
+        slot (:attr:`KVSegments.parts`)."""
+        parts, at = deque[Any](), 0
+        for slot in dict.fromkeys(map(self._layout_of(host_page).sharing, layers)):
+            end = at + sum(map(self._kv.bytes_of, slot))
+            parts.extend((slot, slice(at, end), part) for part in range(self._kv.parts))
+            at = end
+        return parts
+
+    def _launch(self, check: _Check, layers: Sequence[int], slots: torch.Tensor) -> None:
+        every = [layer for slot, _, part in check.left if part == 0 for layer in slot]
+        check.buffer = self._to_host(self._kv.held(every, slots))
 
     def ask(self, turn: Turn) -> None:
         """Say if the first page can be compared, and the result of the last comparison."""
         self._said = None
-        if not self.failed and (self._copied or self._tired or self._compared):
-            there = bool(self._copied) and self._arrived(self._copied[0])
+        if not self.failed and (self._waiting or self._tired or self._compares):
+            there = bool(self._waiting) and self._arrived(self._waiting[0])
             self._said = turn.say(there, self._pace.rested, self._wrong is None)
 
     def hear(self) -> None:
@@ -138,39 +208,33 @@ class KVChecks:
         if self._said is None:
             return
         arrived, rested, right = self._said.least
-        self._tired, self._compared = not rested, bool(arrived and rested and right)
+        self._tired, self._compares = not rested, bool(arrived and rested and right)
         if not right:
-            self.failed = True
-            metrics.PROBLEMS.count("self_check")
-            problem = self._wrong or "a page of another rank differs"
-            self._runtime.lose_trust(f"the self-check in service failed: {problem}")
-        if not self._compared:
+            self._fail(self._wrong or "a page of another rank differs")
+        if not self._compares:
             return
-        copied = self._copied[0]
+        check = self._waiting[0]
         with self._pace.work():
-            self._wrong = self._problem(copied)
-        if self._wrong is not None or not copied.left:
-            metrics.TOKENS.count("checked", self._pool.page_size)
-            self._copied.popleft()
-            if copied.buffer is not None:
-                self._buffers.give_back(copied.buffer)
+            self._wrong = self._problem(check)
+        if self._wrong is not None or not check.left:
+            self._compared(self._waiting.popleft())
 
-    def _arrived(self, copied: _CopiedPage) -> bool:
-        depth = self._pool.depth(np.array([copied.host_page]))
-        return copied.event.query() and bool(depth[0] != NOT_SETTLED)
+    def _arrived(self, check: _Check) -> bool:
+        depth = self._pool.depth(np.array([check.host_page]))
+        return check.event.query() and bool(depth[0] != NOT_SETTLED)
 
-    def _problem(self, copied: _CopiedPage) -> str | None:
+    def _problem(self, check: _Check) -> str | None:
         try:
-            copied.event.synchronize()
+            check.event.synchronize()
         except StreamFailed as failed:
             return str(failed)
-        layers, held, part = copied.left.popleft()
-        if held is None or self._pool.arena.depth(np.array([copied.host_page])).any():
+        layers, held, part = check.left.popleft()
+        if check.buffer is None or self._pool.arena.depth(np.array([check.host_page])).any():
             return None  # it was not copied, or it is lost
-        layout = self._layout_of(copied.host_page)
-        [page] = self._pool.arena.pages(np.array([copied.host_page]))
+        layout = self._layout_of(check.host_page)
+        [page] = self._pool.arena.pages(np.array([check.host_page]))
         segments = torch.from_numpy(page[layout.segment(layers[0])])
-        if self._kv.holds(segments, held, part, layout, layers[0]):
+        if self._kv.holds(segments, check.buffer.values[held], part, layout, layers[0]):
             return None
         return f"K and V of layer {' and '.join(map(str, layers))} in a page are not the pool's"
 
@@ -181,19 +245,8 @@ class KVChecks:
         return layout
 
 
-class _RunningCheck(NamedTuple):
-    """A comparison of some layers of a page with the pool, on the device until ``event``."""
-
-    host_page: int
-    layers: Sequence[AttentionLayer]  # whose hidden states were projected
-    differences: HostBuffer | None  # of K and V, float64 [layers * 2]; None: not computed here
-    problem: str | None  # reason why a layer could not be projected
-    event: Event
-
-
-class ServiceChecks:
-    """Projects a sample of backups with hidden states and compares them with the pool. A wrong page
-    costs the runtime its trust.
+class ServiceChecks(_Checks[AttentionLayer]):
+    """Projects a sample of backups with hidden states and compares them with the pool.
 
     With a spec each rank projects its own share of a page's tokens, with its own heads. An
     attention module may exchange every token with other ranks, so all ranks get the whole page.
@@ -210,59 +263,27 @@ class ServiceChecks:
         projector: Projector,
         exchange: Exchange | None,
         order: CollectiveOrder | None,
-        group: Any,
     ) -> None:
-        assert runtime.config is not None
-        self.failed = False
-        self._runtime = runtime
-        self._pool = pool
-        self._layers = InTurn(hidden_layers)
+        super().__init__(runtime, pool, hidden_layers)
         self._codec = codec
         self._projector = projector
         self._exchange = exchange
         self._order = order
-        self._group = group
         self._shares: torch.Tensor | None = None
         if exchange is not None and hidden_layers:
             # Taken now: a rank without memory for it would leave the others in a collective.
             share = pool.page_layout.segment(hidden_layers[0].index)
             shape = (exchange.shares, share.stop - share.start)
             self._shares = torch.empty(shape, dtype=torch.uint8, device=pool.device_pool.device)
-        self._sample = Sample(runtime.config.check_every_pages)
-        self._running: deque[_RunningCheck] = deque()
-        self._buffers = HostBuffers(pool.device_pool.device)
-        self._pace = Pace()
-        self._tired = False  # on all ranks, or on none
-        self._said: Said | None = None
         # A running check may project rows of the old weights with the new ones.
         runtime.on_weights_changed.append(self.forget)
-
-    def backed_up(self, host_pages: Ids, slots: torch.Tensor) -> None:
-        """Rows of ``host_pages`` (int64 ``[n]``) are there when the current stream gets here.
-        ``slots``: of their tokens, int64 ``[n * page_size]``, on the device."""
-        size, i = self._pool.page_size, self._sample.choose(len(host_pages))
-        if i is None or self._tired or len(self._running) >= _WAITING:
-            return
-        slots, chosen = slots[i * size : (i + 1) * size], host_pages[i : i + 1]
-        layers = self._layers.next()
-        differences, problem = None, None
-        with self._pace.work(), _harmless():
-            differences, problem = self._project(layers, chosen, slots)
-        event = current_stream(slots.device).record()
-        self._running.append(_RunningCheck(int(chosen[0]), layers, differences, problem, event))
-
-    def freed(self, host_pages: Ids) -> None:
-        self._running = _without(host_pages, self._running)
-
-    def forget(self) -> None:
-        self._running.clear()
 
     def ask(self, turn: Turn) -> None:
         """Say which results have arrived."""
         self._said = None
-        if self._running or self._tired:
+        if self._waiting or self._tired:
             flags = []
-            for check in islice(self._running, _AT_ONCE):
+            for check in islice(self._waiting, _AT_ONCE):
                 # None: its rows have arrived, but it is not yet known if all did.
                 whole = self._whole(check.host_page) if check.event.query() else None
                 flags += [whole is not None, whole is not False]
@@ -277,28 +298,28 @@ class ServiceChecks:
         for known, right in zip(flags[::2], flags[1::2], strict=True):
             if not known:
                 return
-            check = self._running.popleft()
+            check = self._waiting.popleft()
             problem = self._problem(check) if right else None
-            self.failed |= problem is not None
-            if problem is not None and self._runtime.distrust is None:
-                metrics.PROBLEMS.count("self_check")
-                self._runtime.lose_trust(f"the self-check in service failed: {problem}")
+            if problem is not None:
+                self._fail(problem)
 
     def _whole(self, host_page: int) -> bool | None:
         return self._pool.arena.whole(np.array([host_page]))
 
-    def _project(
-        self, layers: Sequence[AttentionLayer], host_page: Ids, slots: torch.Tensor
-    ) -> tuple[HostBuffer | None, str | None]:
-        """Differences of ``layers`` of a page from the pool, float64 ``[layers * 2]``, on their way
-        to the CPU, or None if not all were compared; and the reason why a layer cannot be
-        projected, or None. All ranks get to the exchange of each layer, even if one raises; the
+    def _parts(self, host_page: int, layers: Sequence[AttentionLayer]) -> deque[Any]:
+        return deque(layers)
+
+    def _launch(self, check: _Check, layers: Sequence[AttentionLayer], slots: torch.Tensor) -> None:
+        """Differences of ``layers`` from the pool, float64 ``[layers * 2]``, go to the buffer, if
+        all can be computed. All ranks get to the exchange of each layer, even if one raises; the
         collectives of an attention module are not covered. Raises ExchangeFailed on all ranks."""
         layout, device = self._pool.page_layout, slots.device
+        host_page = np.array([check.host_page])
         page = self._pool.kv_buffer[int(self._pool.arena.physical(host_page)[0])]
         by_module = [layer for layer in layers if self._projector.specs[layer.index] is None]
         kept, every = slice(layout.kept.start, layout.kept.stop), slice(layout.page_size)
-        differences, problem = [], None
+        differences: list[torch.Tensor] = []
+        problem: str | None = None
         positions: torch.Tensor | None = None
         now = current_stream(device)
         if by_module and self._order is not None:
@@ -313,7 +334,7 @@ class ServiceChecks:
                         positions = to_device(self._positions(host_page), device)
                     rows = rows.to(device, non_blocking=True).view(-1, self._codec.row_bytes)
                     hidden, where = self._codec.decode(rows), (positions[tokens], slots[tokens])
-                    found = projected_differences(layer, hidden, *where, self._projector)
+                    found = projected(layer, hidden, *where, self._projector)
                     if isinstance(found, str):
                         problem = problem or found
                     else:
@@ -321,9 +342,9 @@ class ServiceChecks:
         finally:
             if by_module and self._order is not None:
                 self._order.restore_launched(now)
-        if not differences or len(differences) < len(layers):
-            return None, problem
-        return _copy_to_host(torch.stack(differences), self._buffers), None
+        if 0 < len(differences) == len(layers):
+            check.buffer = self._to_host(torch.stack(differences))
+        check.problem = problem
 
     def _positions(self, host_page: Ids) -> Ids:
         """Positions of a page's tokens, int64 ``[page_size]``. A lost page has none, but other
@@ -349,18 +370,17 @@ class ServiceChecks:
             exchange.gather(shares, fetch)
         return shares
 
-    def _problem(self, check: _RunningCheck) -> str | None:
+    def _problem(self, check: _Check) -> str | None:
         try:
             check.event.synchronize()
         except StreamFailed:  # capture broke, and nothing is backed up any more
             return None
-        if check.differences is None:
+        if check.buffer is None:
             return check.problem
-        metrics.TOKENS.count("checked", self._pool.page_size)
-        differences = check.differences.values.view(-1, 2).tolist()
-        self._buffers.give_back(check.differences)
-        for layer, found in zip(check.layers, differences, strict=True):
-            problem = difference_problem(layer, found, self._projector, self._codec.name)
-            if problem is not None:
-                return problem
-        return None
+        differences = check.buffer.values.view(-1, 2).tolist()
+        self._compared(check)
+        kept, codec = self._projector.pool.dtype, self._codec.name
+        return first_problem(
+            projected_difference(layer, found, kept, codec)
+            for layer, found in zip(check.left, differences, strict=True)
+        )

@@ -4,51 +4,46 @@ from __future__ import annotations
 
 import http.client
 import json
-import sqlite3
-import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
-import typer
 from pydantic import ByteSize
 from rich.console import Console
-from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import MofNCompleteColumn, Progress
 from rich.table import Table
+from typer import Argument, Exit, Option, echo
 
-from hcache_backend.config import ConfigError, HCacheConfig, config_from_environment, parse_config
-from hcache_backend.plan.model_config import ModelConfigError, read_dtype, read_model
+from hcache_backend.config import HCacheConfig, config_from_environment, parse_config
+from hcache_backend.plan.encoded import PlannedCodec
+from hcache_backend.plan.model_config import read_dtype, read_model
 from hcache_backend.plan.model_shape import ModelShape
+from hcache_backend.server_report import ServerReport
 from hcache_backend.store import is_store_folder
 
-Folders = Annotated[
-    list[Path] | None,
-    typer.Argument(
-        help="Folders of the page store (the server's `dirs`). Default: those of HCACHE_CONFIG, "
-        "otherwise a server's default folder.",
-        show_default=False,
-    ),
-]
-Dirs = Annotated[
-    list[Path] | None,
-    typer.Option("--dir", "-d", help="A folder of the page store; may be repeated."),
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 SERVER = "http://127.0.0.1:30000"
+FOLDERS_HELP = "Folders of the store. Default: `dirs` of HCACHE_CONFIG, otherwise a server's."
 MODEL_HELP = "A config.json, or its folder."
-Model = Annotated[Path, typer.Option("--model", "-m", help=MODEL_HELP)]
-Ranks = Annotated[int, typer.Option("--tp", min=1, help="Tensor-parallel ranks.")]
+Folders = Annotated[list[Path] | None, Argument(help=FOLDERS_HELP)]
+Dirs = Annotated[list[Path] | None, Option("--dir", "-d", help="Another folder of the store.")]
+AsJson = Annotated[bool, Option("--json", help="Print JSON instead of tables.")]
+Model = Annotated[Path, Option("--model", "-m", help=MODEL_HELP)]
+Codec = Annotated[PlannedCodec, Option(help="Option `codec` of the server.")]
+Ranks = Annotated[int, Option("--tp", min=1, help="Tensor-parallel ranks.")]
 
+_DIGITS = {"namespace": 8, "key": 12, "writer": 8}  # that tables show
 screen = Console()
 errors = Console(stderr=True)
 
 
-class RequestError(RuntimeError):
+class Failure(Exception):
+    """Why a command cannot do its work, in one line. The command prints it and ends with 2."""
+
+
+class RequestError(Failure):
     """A server refused a request, or did not finish it; ``status`` is its answer's, or 0."""
 
     def __init__(self, message: str, status: int = 0) -> None:
@@ -56,67 +51,39 @@ class RequestError(RuntimeError):
         self.status = status
 
 
-def fail(message: str) -> NoReturn:
-    """Print why the command cannot do its work, and end it with status 2."""
-    errors.print(f"[red]hcache:[/red] {escape(message)}", highlight=False, soft_wrap=True)
-    raise typer.Exit(2)
-
-
 def settings(*dirs: Sequence[Path] | None, **options: object) -> HCacheConfig:
-    """The options of the environment, and over them those of the command; wrong ones end it."""
-    try:
-        if any(dirs):
-            options["dirs"] = [path.absolute() for paths in dirs for path in paths or ()]
-        given = {name: value for name, value in options.items() if value is not None}
-        return parse_config(given, "hcache", config_from_environment())
-    except ConfigError as error:
-        fail(str(error))
+    """The options of the environment, and over them those of a command. Raises ConfigError."""
+    given = {name: value for name, value in options.items() if value is not None}
+    if folders := [path.absolute() for paths in dirs for path in paths or ()]:
+        given["dirs"] = folders
+    return parse_config(given, "hcache", config_from_environment())
 
 
 def existing_store(*dirs: Sequence[Path] | None, **options: object) -> HCacheConfig:
-    """As :func:`settings`, if all folders are stores; otherwise the command ends."""
+    """As :func:`settings`; raises a Failure if a folder is no store."""
     config = settings(*dirs, **options)
-    with explained():
-        for path in config.dirs:
-            if not is_store_folder(path):
-                fail(
-                    f"{path} is not a page store. Name the folders of the server's `dirs`, or set "
-                    "HCACHE_CONFIG"
-                )
+    for path in config.dirs:
+        if not is_store_folder(path):
+            raise Failure(f"{path} is not a page store. Name one, or set HCACHE_CONFIG")
     return config
 
 
-@contextmanager
-def explained(*also: type[Exception]) -> Iterator[None]:
-    """End the command with one line instead of a traceback, for errors of a folder and ``also``."""
-    failures: tuple[type[Exception], ...] = (OSError, sqlite3.Error, *also)
-    try:
-        yield
-    except failures as error:
-        fail(str(error))
-
-
 def served_model(path: Path, tp: int = 1) -> tuple[ModelShape, str]:
-    """A model and its dtype; the command ends if ``tp`` ranks cannot divide its heads."""
-    with explained(ModelConfigError):
-        shape, dtype = read_model(path), read_dtype(path)
+    """A model and its dtype; raises a Failure if ``tp`` ranks cannot divide its heads."""
+    shape, dtype = read_model(path), read_dtype(path)
     if shape.heads % tp:
-        fail(f"--tp {tp}: must divide the model's {shape.heads} attention heads")
+        raise Failure(f"--tp {tp}: must divide the model's {shape.heads} attention heads")
     if not shape.latent and shape.kv_heads % tp and tp % shape.kv_heads:
-        fail(f"--tp {tp}: must divide the model's {shape.kv_heads} KV heads, or be a multiple")
+        heads = shape.kv_heads
+        raise Failure(f"--tp {tp}: must divide the model's {heads} KV heads, or be a multiple")
     return shape, dtype
 
 
 def ask(server: str, path: str, seconds: float, *, body: Any = None, key: str | None = None) -> str:
     """The answer of the server at ``HOST:PORT``, or ``http://HOST:PORT``.
 
-    Args:
-        seconds: The longest pause within the answer.
-        body: Posted as JSON, if it is not None.
-        key: The server's API key.
-
-    Raises:
-        RequestError: The server does not answer, or refuses.
+    Pauses in it are no longer than ``seconds``. ``body`` is posted as JSON if it is not None;
+    ``key`` is the server's API key. Raises a RequestError.
     """
     whole = server if "://" in server else f"http://{server}"
     if not whole.startswith(("http://", "https://")):
@@ -150,32 +117,49 @@ def error_text(text: str) -> str:
     return str(error.get("message", error) if isinstance(error, Mapping) else error).strip()
 
 
-def print_json(value: Any) -> None:
-    """Print ``value`` as JSON on standard output."""
-    sys.stdout.write(json.dumps(value, indent=2) + "\n")
+def output(found: Any, as_json: bool, show: Callable[[Any], object], failed: bool = False) -> None:
+    """Print a command's result as JSON, or let ``show`` print it; status 1 if it ``failed``."""
+    if as_json:
+        echo(json.dumps(found, indent=2))
+    else:
+        show(found)
+    if failed:
+        raise Exit(1)
 
 
-def say(text: object, console: Console = screen, **options: Any) -> None:
-    """Print ``text`` as it is, in lines as long as it has."""
-    console.print(text, highlight=False, soft_wrap=True, **options)
+def say(*texts: object, console: Console = screen, **options: Any) -> None:
+    """Print texts or tables as they are, in lines as long as they have."""
+    console.print(*texts, sep="\n", highlight=False, soft_wrap=True, **options)
 
 
-def table(title: str, *columns: str, rows: Iterable[Sequence[str]] = ()) -> Table:
+def table(title: str, *columns: str) -> Table:
     """A table; columns whose name ends in ``#`` hold numbers."""
-    result = Table(
-        title=title or None, title_justify="left", box=None, pad_edge=False, padding=(0, 1)
-    )
+    result = Table(title=title or None, box=None, pad_edge=False, title_justify="left")
     for column in columns:
         # The longest texts are in the last column, which may take several lines.
-        result.add_column(
-            column.rstrip("#"),
-            justify="right" if column.endswith("#") else "left",
-            no_wrap=column is not columns[-1],
-            overflow="fold",
-        )
-    for row in rows:
-        result.add_row(*row)
+        result.add_column(column.rstrip("#"), no_wrap=column is not columns[-1], overflow="fold")
+        if column.endswith("#"):
+            result.columns[-1].justify = "right"
     return result
+
+
+def listing(title: str, keys: str, rows: Iterable[Mapping[str, Any]]) -> Table:
+    """A table of rows as JSON has them; a key with ``#`` holds numbers."""
+    result = table(title, *(key.replace("_", " ") for key in keys.split()))
+    for row in rows:
+        result.add_row(*(cell(key, row[key]) for key in keys.replace("#", "").split()))
+    return result
+
+
+def cell(key: str, value: Any) -> str:
+    """A value of JSON as people read it."""
+    if isinstance(value, str):
+        return value[: _DIGITS.get(key, len(value))]
+    if value is None or isinstance(value, bool):
+        return {None: "-", True: "yes", False: "no"}[value]
+    if key == "last_used":
+        return when(value)
+    return human_bytes(value) if "bytes" in key else f"{value:,.0f}"
 
 
 def human_bytes(count: float) -> str:
@@ -188,14 +172,24 @@ def when(stamp: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(stamp))
 
 
+def describe_server(report: ServerReport) -> str:
+    """The report of a server in one line."""
+    started = when(report.time).rpartition(":")[0]
+    parts = [f"{report.model}, started {started}: {report.mode} mode, {report.pages} pages"]
+    parts += filter(None, [report.reason, report.codec and f"codec {report.codec}"])
+    for group in report.projection:
+        how = "by spec" if group.method == "spec" else "by their attention modules"
+        numbers = ", ".join(map(str, group.layers))
+        parts.append(f"layers {numbers} {how}: {group.detail} ({group.exactness})")
+    rates = ", ".join(f"{name} {rate:,.0f}" for name, rate in report.tokens_per_second.items())
+    unused = ", ".join(f"{what} ({why})" for what, why in report.unused.items())
+    layers = None if "recomputation" in report.unused else report.recomputation
+    more = {"recomputed layers": layers, "stored": report.partition, "shared L3": report.shared}
+    more |= {"not used": unused, "tokens per second": rates}
+    return "; ".join(parts + [f"{name}: {value}" for name, value in more.items() if value])
+
+
 def progress_bar(*, hidden: bool) -> Progress:
     """A progress bar on standard error, so that output stays clean."""
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=errors,
-        transient=True,
-        disable=hidden,
-    )
+    columns = (*Progress.get_default_columns(), MofNCompleteColumn())
+    return Progress(*columns, console=errors, transient=True, disable=hidden)

@@ -8,24 +8,25 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from importlib import metadata
-from itertools import groupby
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
-import typer
+from typer import Argument
 
 from hcache_backend import config as options
 from hcache_backend.cli import common
-from hcache_backend.cli.common import human_bytes, say, screen
+from hcache_backend.cli.common import human_bytes
 from hcache_backend.config import ConfigError, HCacheConfig
 from hcache_backend.plan.costs import describe
 from hcache_backend.plan.profile import Profile
 from hcache_backend.plan.record import PartitionRecord, kept_profiles, records
-from hcache_backend.server_report import ServerReport, read_report
+from hcache_backend.server_report import read_report
 from hcache_backend.store import FileOps, is_store_folder
-from hcache_backend.store.file_ops import probe_alignment, try_lock
+from hcache_backend.store.file_ops import FOLDER, probe_alignment, try_lock
 from hcache_backend.store.folder import existing_part, file_system_of, why_not
 from hcache_backend.store.kvikio_state import kvikio_state
 
@@ -36,8 +37,7 @@ _SHARED = "a network file system; the store's index needs file locks and a fast 
 _FILE_SYSTEMS = {
     "overlay": "its pages are lost with the container; mount a volume there",
     "tmpfs": "its pages take memory, and are lost at a restart",
-    "9p": "a folder of the host of a virtual machine; use a disk",
-    "virtiofs": "a folder of the host of a virtual machine; use a disk",
+    **dict.fromkeys(("9p", "virtiofs"), "a folder of the host of a virtual machine; use a disk"),
     **dict.fromkeys(("ceph", "lustre", "gpfs", "beegfs", "glusterfs", "fuse"), _SHARED),
 }
 """The flaw of file systems on which a server starts nevertheless."""
@@ -57,138 +57,105 @@ def doctor(
 ) -> None:
     """Check folders, disks, KvikIO and SGLang. Exit status 1: something cannot work."""
     config = common.settings(folders, dirs)
-    with common.explained():
-        checks = [check for path in config.dirs for check in _look_at_folder(path, config)]
-    checks += [_kvikio(config), *_sglang()]
-    if as_json:
-        common.print_json({"checks": [check._asdict() for check in checks]})
-    else:
-        for folder, group in groupby(checks, _folder_of):
-            shown = common.table(folder, "", "what", "found")
-            for subject, verdict, detail in group:
-                what = "folder" if subject == folder else subject.removeprefix(f"{folder}: ")
-                shown.add_row(f"[{_COLOURS[verdict]}]{verdict}[/]", what, detail)
-            screen.print(shown, highlight=False)
-    if any(check.verdict == "bad" for check in checks):
-        raise typer.Exit(1)
+    found = {f"{path}: ": list(_check_folder(path, config)) for path in config.dirs}
+    found[""] = [_kvikio(config), *_sglang()]
+    checks = [
+        check._replace(subject=f"{folder}{check.subject}".removesuffix(": folder"))
+        for folder, checks in found.items()
+        for check in checks
+    ]
+    report = {"checks": [check._asdict() for check in checks]}
+    bad = any(check.verdict == "bad" for check in checks)
+    common.output(report, as_json, lambda _: _show(found), failed=bad)
 
 
-def _folder_of(check: Check) -> str:
-    """The folder that a check is about, or nothing."""
-    return check.subject.partition(": ")[0] if check.subject.startswith("/") else ""
+def _show(found: dict[str, list[Check]]) -> None:
+    for folder, checks in found.items():
+        shown = common.table(folder.removesuffix(": "), "", "what", "found")
+        for subject, verdict, detail in checks:
+            shown.add_row(f"[{_COLOURS[verdict]}]{verdict}[/]", subject, detail)
+        common.screen.print(shown, highlight=False)
 
 
-def _look_at_folder(path: Path, config: HCacheConfig) -> Iterator[Check]:
+def _check_folder(path: Path, config: HCacheConfig) -> Iterator[Check]:
     place = existing_part(path)
     if (problem := why_not(path, FileOps())) is not None:
-        yield Check(str(path), "bad", f"a server would not start with it: {problem}")
+        yield Check("folder", "bad", f"a server would not start with it: {problem}")
         if place != path or not os.access(path, os.X_OK) or not is_store_folder(path):
             return
     elif place != path:
-        yield Check(str(path), "good", f"does not exist yet; will be made in {place}")
+        yield Check("folder", "good", f"does not exist yet; will be made in {place}")
     else:
         found = "a page store" if is_store_folder(path) else "will be a page store"
-        yield Check(str(path), "good", found)
+        yield Check("folder", "good", found)
     kind = file_system_of(place)
     flaw = _FILE_SYSTEMS.get(kind) or _FILE_SYSTEMS.get(kind.partition(".")[0])
     found = f"{kind}: {flaw}" if flaw else kind
-    yield Check(f"{path}: file system", "fair" if flaw else "good", found)
+    yield Check("file system", "fair" if flaw else "good", found)
     free, kept = shutil.disk_usage(place).free, config.min_free_bytes
     detail = f"{human_bytes(free)}, of which {human_bytes(kept)} stay free"
     if free <= kept:
         detail = f"{human_bytes(free)}: no room, option 'min_free_bytes' keeps {human_bytes(kept)}"
-    yield Check(f"{path}: free", "good" if free > 2 * kept else "fair", detail)
+    yield Check("free", "good" if free > 2 * kept else "fair", detail)
     try:
-        with tempfile.TemporaryDirectory(prefix=".hcache-doctor-", dir=place) as folder:
-            yield from _probe(path, Path(folder))
+        yield from _probe(place)
     except OSError as error:
-        yield Check(f"{path}: writing", "bad", str(error))
-    report = read_report(path)
-    if report is not None:
-        yield _last_server(path, report)
+        yield Check("writing", "bad", str(error))
+    if (report := read_report(path)) is not None:
+        best = report.pages == "own" and all(one.method == "spec" for one in report.projection)
+        yield Check("last server", "good" if best else "fair", common.describe_server(report))
     profiles = list(kept_profiles(path))
     for _, record in records(path):
-        yield _partition(path, record, [one for one in profiles if one.model == record.shape])
+        yield _partition(record, [one for one in profiles if one.model == record.shape])
     for profile in profiles:
-        copies = "measured alone, not during matrix products"
-        copies = profile.copies[0].describe() if profile.copies else copies
-        yield Check(f"{path}: copies to {profile.device}", "good", copies)
+        ways = [way.describe() for way in profile.copies]
+        copies = ways[0] if ways else "measured alone, not during matrix products"
+        yield Check(f"copies to {profile.device}", "good", copies)
 
 
-def _last_server(path: Path, report: ServerReport) -> Check:
-    started = time.strftime("%Y-%m-%d %H:%M", time.localtime(report.time))
-    parts = [f"{report.model}, started {started}: {report.mode} mode, {report.pages} pages"]
-    parts += [report.reason] if report.reason is not None else []
-    parts += [f"codec {report.codec}"] if report.codec is not None else []
-    for group in report.projection:
-        how = "by spec" if group.method == "spec" else "by their attention modules"
-        numbers = ", ".join(map(str, group.layers))
-        parts.append(f"layers {numbers} {how}: {group.detail} ({group.exactness})")
-    rates = ", ".join(f"{name} {rate:,.0f}" for name, rate in report.tokens_per_second.items())
-    more = {
-        "recomputed layers": report.recomputation,
-        "stored": report.partition,
-        "shared L3": report.behind,
-        "tokens per second": rates or None,
-    }
-    parts += [f"{name}: {value}" for name, value in more.items() if value is not None]
-    best = report.pages == "own" and all(group.method == "spec" for group in report.projection)
-    return Check(f"{path}: last server", "good" if best else "fair", "; ".join(parts))
+def _probe(place: Path) -> Iterator[Check]:
+    """Write and read a file in a new folder in ``place``."""
+    ops = FileOps()
+    with ExitStack() as stack:
+        name = tempfile.TemporaryDirectory(prefix=".hcache-doctor-", dir=place)
+        folder = os.open(stack.enter_context(name), FOLDER)
+        stack.callback(os.close, folder)
+        form = probe_alignment(ops, folder, "alignment")
+        found = "no; reads and writes go through the page cache"
+        if form.flags:
+            found = f"yes; memory in multiples of {form.memory}, lengths of {form.length} bytes"
+        yield Check("direct I/O", "good" if form.flags else "fair", found)
+        room = memoryview(mmap.mmap(-1, _PIECE))
+        room[:] = os.urandom(4096) * (_PIECE // 4096)
+        file = ops.open("probe", os.O_RDWR | os.O_CREAT | form.flags, folder)
+        stack.callback(ops.close, file)
+        locked, times = try_lock(file), [time.perf_counter()]
+        for offset in range(0, _PROBE_BYTES, _PIECE):
+            ops.write(file, [room], offset)
+        os.fdatasync(file)
+        times.append(time.perf_counter())
+        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+        for offset in range(0, _PROBE_BYTES, _PIECE):
+            ops.read(file, [room], offset)
+        times.append(time.perf_counter())
+        rates = (int(_PROBE_BYTES / (end - start)) for start, end in pairwise(times))
+        writing, reading = (f"{human_bytes(rate)}/s" for rate in rates)
+        yield Check("speed", "good", f"writes {writing}, reads {reading} on one thread")
+        supported = "supported" if locked else "not supported"
+        yield Check("file locks", "good" if locked else "bad", supported)
 
 
-def _partition(path: Path, record: PartitionRecord, profiles: Sequence[Profile]) -> Check:
+def _partition(record: PartitionRecord, profiles: Sequence[Profile]) -> Check:
     """What is stored of each layer of a model, and whether another partition were faster here."""
-    subject, found = f"{path}: partition of {record.model}", describe(record.partition)
-    found += f": {record.reason}"
+    subject = f"partition of {record.model}"
+    found = f"{describe(record.partition)}: {record.reason}"
     for profile in profiles:
         if (better := record.better(profile)) is not None:
             partition, times = better
-            found += (
-                f"; restores would be {times:.2f} times as fast with {describe(partition)} on "
-                f"{profile.device} (hcache plan --apply; pages stored so far become misses)"
-            )
-            return Check(subject, "fair", found)
+            faster = f"{times:.2f} times as fast with {describe(partition)} on {profile.device}"
+            how = "hcache plan --apply; pages stored so far become misses"
+            return Check(subject, "fair", f"{found}; restores would be {faster} ({how})")
     return Check(subject, "good", found)
-
-
-def _probe(path: Path, folder: Path) -> Iterator[Check]:
-    """Write and read a file in ``folder``."""
-    ops, fd = FileOps(), os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        alignment = probe_alignment(ops, fd, "alignment")
-        found = "no; reads and writes go through the page cache"
-        if alignment.flags:
-            memory, length = alignment.memory, alignment.length
-            found = f"yes; memory in multiples of {memory}, lengths of {length} bytes"
-        yield Check(f"{path}: direct I/O", "good" if alignment.flags else "fair", found)
-        room = memoryview(mmap.mmap(-1, _PIECE))
-        room[:] = os.urandom(4096) * (_PIECE // 4096)
-        file = ops.open("probe", os.O_RDWR | os.O_CREAT | alignment.flags, fd)
-        try:
-            locked = try_lock(file)
-            offsets = range(0, _PROBE_BYTES, _PIECE)
-
-            def write_all() -> None:
-                for offset in offsets:
-                    ops.write(file, [room], offset)
-                os.fdatasync(file)
-
-            writing = _speed(write_all)
-            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-            reading = _speed(lambda: [ops.read(file, [room], offset) for offset in offsets])
-        finally:
-            ops.close(file)
-        yield Check(f"{path}: speed", "good", f"writes {writing}, reads {reading} on one thread")
-        supported = "supported" if locked else "not supported"
-        yield Check(f"{path}: file locks", "good" if locked else "bad", supported)
-    finally:
-        os.close(fd)
-
-
-def _speed(work: Callable[[], object]) -> str:
-    start = time.perf_counter()
-    work()
-    return f"{human_bytes(int(_PROBE_BYTES / (time.perf_counter() - start)))}/s"
 
 
 def _kvikio(config: HCacheConfig) -> Check:
@@ -205,13 +172,13 @@ def _sglang() -> Iterator[Check]:
         yield Check("SGLang", "good", metadata.version("sglang"))
     except metadata.PackageNotFoundError:
         yield Check("SGLang", "fair", "not installed in this Python environment")
-    plugins = (entry.value for entry in metadata.entry_points(group="sglang.srt.plugins"))
-    ours = next((name for name in plugins if name.startswith("hcache_backend.")), None)
-    missing = (
-        "not registered with SGLang. Run `pip install hcache-backend` in SGLang's Python "
-        f"environment (this one is {sys.executable})"
-    )
-    yield Check("plugin", "good" if ours else "bad", f"SGLang sees {ours}" if ours else missing)
+    names = [entry.value for entry in metadata.entry_points(group="sglang.srt.plugins")]
+    if ours := [name for name in names if name.startswith("hcache_backend.")]:
+        yield Check("plugin", "good", f"SGLang sees {ours[0]}")
+    else:
+        where = f"in SGLang's Python environment (this one is {sys.executable})"
+        missing = f"not registered with SGLang. Run `pip install hcache-backend` {where}"
+        yield Check("plugin", "bad", missing)
     enabled = "not set: only servers started with this backend as L3 store hidden states"
     if os.environ.get(options.ENABLE_VARIABLE) == "1":
         enabled = "1: servers started from here store hidden states with any L3"
@@ -220,36 +187,29 @@ def _sglang() -> Iterator[Check]:
     yield Check(options.ENABLE_VARIABLE, "good", enabled)
 
 
-def check_config(
+def config(
     file: Annotated[
-        Path,
-        typer.Argument(
-            help="TOML or JSON: the extra config of --hicache-storage-backend-extra-config, or the "
-            f"table of {options.CONFIG_VARIABLE}."
-        ),
+        Path, Argument(help=f"TOML or JSON: SGLang's extra config, or {options.CONFIG_VARIABLE}.")
     ],
     as_json: common.AsJson = False,
 ) -> None:
     """Check a configuration without a server. Exit status 2: a server would not start with it."""
-    with common.explained(ConfigError, ValueError):
-        text = f"@{file}" if file.suffix == ".toml" else file.read_text(encoding="utf-8")
-        table: Any = options.load_table(text, str(file))
-        if extra := isinstance(table, dict) and not {"hcache", "module_path"}.isdisjoint(table):
-            names = {"module_path": options.MODULE_PATH, "class_name": options.CLASS_NAME}
-            for key, wanted in names.items():
-                if (found := table.get(key)) != wanted:
-                    raise ConfigError(
-                        f"extra config: {key!r} is {found!r}; it must be {wanted!r}, otherwise "
-                        "SGLang loads another backend"
-                    )
-            config = options.start_config(table)
-        else:
-            config = options.parse_config(table, options.CONFIG_VARIABLE)
-    found = config.model_dump(mode="json", exclude_unset=True)
-    if as_json:
-        kind = "extra config" if extra else options.CONFIG_VARIABLE
-        common.print_json({"kind": kind, "options": found})
-        return
-    say(f"{file}: no errors")
-    for name, value in found.items():
-        say(f"  {name} = {value!r}", markup=False)
+    text = f"@{file}" if file.suffix == ".toml" else file.read_text(encoding="utf-8")
+    table: Any = options.load_table(text, str(file))
+    kind = options.CONFIG_VARIABLE
+    if isinstance(table, dict) and not {"hcache", "module_path"}.isdisjoint(table):
+        kind = "extra config"
+        for key, wanted in (
+            ("module_path", options.MODULE_PATH),
+            ("class_name", options.CLASS_NAME),
+        ):
+            if (value := table.get(key)) != wanted:
+                hint = "otherwise SGLang loads another backend"
+                raise ConfigError(f"{kind}: {key!r} is {value!r}; it must be {wanted!r}, {hint}")
+        checked = options.start_config(table)
+    else:
+        checked = options.parse_config(table, kind)
+    found = checked.model_dump(mode="json", exclude_unset=True)
+    lines = [f"{file}: no errors", *(f"  {name} = {value!r}" for name, value in found.items())]
+    report = {"kind": kind, "options": found}
+    common.output(report, as_json, lambda _: common.say(*lines, markup=False))

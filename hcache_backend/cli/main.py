@@ -2,57 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sqlite3
 from typing import Annotated, Any
 
 import typer
+from rich.markup import escape
 from typer.core import TyperGroup
 
 from hcache_backend import __version__
-from hcache_backend.cli import common, doctor, ingest, plan, profile, size, store, top
+from hcache_backend.cli import common, doctor, ingest, metrics_page, plan, store
+from hcache_backend.config import ConfigError
+from hcache_backend.plan.model_config import ModelConfigError
+from hcache_backend.plan.profile import ProfileError
 
-_EXTRAS = {
-    "matplotlib": "'hcache-backend[plot]'",
-    "torch": "torch (not needed by `hcache plan --codec none`)",
-}
-"""What installs a package that only some commands need; SGLang brings the others."""
+_INPUT = (ConfigError, ModelConfigError, ProfileError, UnicodeDecodeError)
+_FAILURES = (common.Failure, OSError, sqlite3.Error, *_INPUT)
 
 
 class _Commands(TyperGroup):
-    """Says in one line which package a command lacks: most do without torch, which is large."""
+    """Ends a command that cannot do its work with one line instead of a traceback, and status 2."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
+        except BrokenPipeError:
+            raise  # as in `hcache ls | head`; click ends quietly
         except ModuleNotFoundError as error:
-            name = error.name or ""
-            common.fail(f"this command needs {name}: pip install {_EXTRAS.get(name, name)}")
+            why = f"this command needs {error.name}: pip install {error.name}"
+        except _FAILURES as error:
+            why = str(error)
+        common.say(f"[red]hcache:[/red] {escape(why)}", console=common.errors)
+        raise typer.Exit(2)
 
 
 app = typer.Typer(
     name="hcache",
-    help="HCache for SGLang: check a set-up, look after the page store, plan and watch servers.",
     cls=_Commands,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-_FUNCTIONS: dict[str, Callable[..., None]] = {
-    "doctor": doctor.doctor,
-    "config": doctor.check_config,
-    "size": size.size,
-    "plan": plan.plan,
-    "profile": profile.profile,
-    "top": top.top,
-    "stats": store.stats,
-    "ls": store.list_pages,
-    "verify": store.verify,
-    "gc": store.collect,
-    "clear": store.clear,
-    "ingest": ingest.ingest,
-}
-for _name, _command in _FUNCTIONS.items():
-    app.command(_name)(_command)
+_MACHINE = (doctor.doctor, doctor.config, plan.size, plan.plan, plan.profile)
+_STORE = (store.stats, store.ls, store.verify, store.gc, store.clear)
+for _command in (*_MACHINE, metrics_page.top, *_STORE, ingest.ingest):
+    app.command()(_command)
 
 
 def _version(wanted: bool) -> None:
@@ -67,7 +60,7 @@ def _options(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Options of the command itself; its help is that of ``app``."""
+    """HCache for SGLang: check a set-up, look after the page store, plan and watch servers."""
 
 
 if __name__ == "__main__":

@@ -1,94 +1,73 @@
-"""``hcache plan``: which layers to restore by which method, for a model on a machine."""
+"""``hcache plan``, ``profile`` and ``size``: a model on a machine, predicted, measured, stored."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict
+from functools import partial
+from operator import attrgetter
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Literal, NamedTuple
 
-import typer
-from rich.text import Text
+from pydantic import ByteSize
+from typer import Argument, Option
 
 from hcache_backend.cli import common
-from hcache_backend.cli.common import fail, say, table
-from hcache_backend.config import nearest
+from hcache_backend.cli.common import Failure, human_bytes, say, table
+from hcache_backend.config import HCacheConfig, nearest
+from hcache_backend.format.file import file_layout
+from hcache_backend.format.page import RECOMPUTED, PageLayout, StoredLayer, hidden_layer
+from hcache_backend.format.units import WHOLE, Segment, SegmentTable, units_per_group
 from hcache_backend.plan.costs import Partition, describe
-from hcache_backend.plan.encoded import PlannedCodec, encoded
+from hcache_backend.plan.disk import read_rate
+from hcache_backend.plan.encoded import PAGE_TOKENS, PlannedCodec, encoded
 from hcache_backend.plan.fleet import Conversations, FleetPlan
 from hcache_backend.plan.model_shape import ModelShape
 from hcache_backend.plan.plan import LENGTHS, PartitionPlan, Resource, RestorePath
 from hcache_backend.plan.presets import PRESETS, preset_profile
-from hcache_backend.plan.profile import Profile, ProfileError, load_profile
+from hcache_backend.plan.profile import Profile, Rate, load_profile
 from hcache_backend.plan.record import records, save_record
 
-_TITLES = {
-    "mix": "this partition",
-    "hidden": "hidden states",
-    "kv": "KV offload",
-    "recompute": "recompute",
-}
+_NAMES = ", ".join(PRESETS)
+_TITLES = {"mix": "this partition", "hidden": "hidden states", "kv": "KV offload"}
 _RESOURCES: dict[Resource, str] = {"l3": "L3", "bus": "bus", "compute": "GPU"}
-_WIDTH = 64
-_MIN_LABEL = 0.02  # of the picture's width; narrower bars have no number
-_LOOKS = {  # of the tasks of a method: label, letter and style in the terminal, colour in the PNG
-    "recompute": ("recompute", "R", "magenta", "#b05fa8"),
-    "hidden": ("hidden states", "H", "blue", "#2a7ab9"),
-    "kv": ("KV", "K", "yellow", "#e8a33d"),
-    None: ("L3", "L", "", "#9aa0a6"),  # read before the restore
+_OPERATIONS = {
+    "hidden_copy": "hidden states, host to device",
+    "kv_load": "KV, host to pool",
+    "projection": "projection to K and V",
+    "dense": "forward pass without attention",
+    "attention": "attention",
 }
+_COLOURS = {"recompute": "#b05fa8", "hidden": "#2a7ab9", "kv": "#e8a33d", None: "#9aa0a6"}
+Mode = Literal["auto", "hidden", "kv"]
+# The numbers of a model that do not depend on how its values are stored.
+_WIDTHS = attrgetter("layers", "hidden", "mlp_width", "heads", "kv_heads", "head_dim", "value_dim")
 
 
 def plan(
     model: common.Model,
-    hardware: Annotated[
-        str,
-        typer.Option(
-            "--hardware",
-            "-w",
-            help=f"Preset ({', '.join(PRESETS)}) or a file written by `hcache profile`.",
-        ),
-    ],
-    ssds: Annotated[
-        int | None,
-        typer.Option(
-            min=0,
-            help="SSDs of L3, 6.9 GB/s each as in the paper. 0: pages in host memory (default for "
-            "presets). A profile has its own L3; 0 ignores it.",
-        ),
-    ] = None,
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens to restore.")] = 1024,
+    hardware: Annotated[str, Option("--hardware", "-w", help=f"A profile's file, or {_NAMES}.")],
+    ssds: Annotated[int | None, Option(min=0, help="Of L3, 6.9 GB/s each; 0: host memory.")] = None,
+    tokens: Annotated[int, Option(min=1, help="Tokens to restore.")] = 1024,
     tp: common.Ranks = 1,
-    restore: Annotated[
-        RestorePath,
-        typer.Option(
-            help="Option `restore` of the server. auto (default): L3 is read during the restore, "
-            "if the server can do that; layerwise: before it."
-        ),
-    ] = "auto",
-    codec: Annotated[PlannedCodec, typer.Option(help="Option `codec` of the server.")] = "auto",
-    users: Annotated[
-        int | None, typer.Option(min=1, help="Plan capacity for N conversations of --tokens each.")
-    ] = None,
-    turns_per_hour: Annotated[float, typer.Option(min=0.001, help="Turns of each of them.")] = 6.0,
-    new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a question and reply.")] = 500,
-    replicas: Annotated[int, typer.Option(min=1, help="Servers of --tp GPUs and --ssds.")] = 1,
+    restore: Annotated[RestorePath, Option(help="Option `restore` of the server.")] = "auto",
+    codec: common.Codec = "auto",
+    users: Annotated[int | None, Option(min=1, help="Conversations to plan capacity for.")] = None,
+    turns_per_hour: Annotated[float, Option(min=0.001, help="Turns of each of them.")] = 6.0,
+    new_tokens: Annotated[int, Option(min=1, help="Tokens of a question and reply.")] = 500,
+    replicas: Annotated[int, Option(min=1, help="Servers of --tp GPUs and --ssds.")] = 1,
     as_json: common.AsJson = False,
-    plot: Annotated[Path | None, typer.Option(help="Draw the pipelines, as PNG.")] = None,
+    plot: Annotated[Path | None, Option(help="Draw the pipelines, as PNG.")] = None,
     apply: Annotated[
         Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="Record this plan in the page store DIR: servers follow it from their next start. "
-            "Pages stored by another plan become misses. The model must have been served from DIR "
-            "before.",
-        ),
+        Option(metavar="DIR", help="Change the plan of a page store; stored pages become misses."),
     ] = None,
 ) -> None:
     """Plan which layers to store as hidden states, as KV, or not at all; predict restore times."""
     shape, dtype = common.served_model(model, tp)
-    profile, is_preset = _find_hardware(hardware, ssds)
+    profile = _profile(hardware, ssds)
     extra = []
-    if is_preset and dtype == "float32":
+    if hardware in PRESETS and dtype == "float32":
         shape, dtype = shape.model_copy(update={"element_bytes": 2}), "float16"
         extra.append("float32 is planned as 16 bits: so SGLang serves it on a GPU")
     plain, shape = shape, encoded(shape, codec, dtype, tp=tp)
@@ -100,58 +79,42 @@ def plan(
     elif codec not in ("auto", "none"):
         extra.append(f"codec {codec} does not apply to {dtype}; planned without it")
     result = PartitionPlan(profile, shape, tokens, tp, restore)
-    fleet = None
+    report = result.report()
+    report["notes"] += extra
+    show = partial(_show, result, report["notes"])
     if users is not None:
         fleet = FleetPlan(result, Conversations(users, turns_per_hour, new_tokens), replicas)
-    with common.explained():
-        if plot is not None:
-            _draw(result, plot)
-        if apply is not None:
-            _apply(apply, shape, result.stored)
-    if as_json:
-        report = result.report()
-        report |= {"fleet": fleet.report()} if fleet is not None else {}
-        common.print_json({**report, "notes": report["notes"] + extra})
-    elif fleet is not None:
-        _show_fleet(fleet, model)
-    else:
-        _show(result, model, extra)
+        report["fleet"], show = fleet.report(), partial(_show_fleet, fleet)
+    if plot is not None:
+        _draw(result, plot)
+    if apply is not None:
+        _apply(apply, shape, result.stored)
+    common.output(report, as_json, lambda _: show(model))
 
 
 def _apply(folder: Path, shape: ModelShape, partition: Partition) -> None:
     """Change the record of the model in a store folder, however its values are stored there."""
-
-    def widths(of: ModelShape) -> tuple[int, ...]:
-        heads = (of.heads, of.kv_heads, of.head_dim, of.value_dim)
-        return (of.layers, of.hidden, of.mlp_width, *heads)
-
-    found = [
-        (name, record)
-        for name, record in records(folder)
-        if record.shape is not None and widths(record.shape) == widths(shape)
-    ]
+    known = [(name, record) for name, record in records(folder) if record.shape is not None]
+    found = [(name, record) for name, record in known if _WIDTHS(record.shape) == _WIDTHS(shape)]
     if not found:
-        fail(f"--apply {folder}: no server has used this model with it yet; start one first")
+        raise Failure(f"--apply {folder}: no server has used this model with it yet; start one")
     update = {**asdict(partition), "reason": "hcache plan --apply"}
     for name, record in found:
         save_record(folder, name, record.model_copy(update=update), replace=True)
 
 
-def _find_hardware(name: str, ssds: int | None) -> tuple[Profile, bool]:
-    """The profile of ``--hardware``, and whether it is a preset."""
-    if name in PRESETS:
-        return preset_profile(name, ssds or 0), True
-    if not Path(name).exists():
-        hint = nearest(name, PRESETS, "the presets are ")
-        fail(f"--hardware {name!r} is neither a preset nor a file; {hint}")
-    with common.explained(ProfileError):
-        profile = load_profile(Path(name))
+def _profile(hardware: str, ssds: int | None) -> Profile:
+    """The profile of ``--hardware``; raises a Failure or a ProfileError."""
+    if hardware in PRESETS:
+        return preset_profile(hardware, ssds or 0)
+    if not Path(hardware).exists():
+        hint = nearest(hardware, PRESETS, "the presets are ")
+        raise Failure(f"--hardware {hardware!r} is neither a preset nor a file; {hint}")
+    profile = load_profile(Path(hardware))
     if ssds:
-        fail(
-            f"--ssds {ssds}: the profile {name} has its own measured L3; leave --ssds out, or give "
-            "0 for pages that are in host memory"
-        )
-    return (profile if ssds is None else profile.model_copy(update={"l3": None})), False
+        hint = "leave --ssds out, or give 0 for pages that are in host memory"
+        raise Failure(f"--ssds {ssds}: the profile {hardware} has its own measured L3; {hint}")
+    return profile if ssds is None else profile.model_copy(update={"l3": None})
 
 
 def _machine(result: PartitionPlan) -> str:
@@ -160,145 +123,267 @@ def _machine(result: PartitionPlan) -> str:
     if result.profile.l3 is not None:
         way = "read first" if result.l3 == "first" else "overlapped"
         l3 = f"L3 at {result.profile.l3.per_second / 1e9:.1f} GB/s, {way}"
-    return f"{_devices(result)} ({result.profile.source}), {l3}"
+    devices = result.profile.device + (f" x {result.tp}" if result.tp > 1 else "")
+    return f"{devices} ({result.profile.source}), {l3}"
 
 
-def _devices(result: PartitionPlan) -> str:
-    return result.profile.device + (f" x {result.tp}" if result.tp > 1 else "")
-
-
-def _show(result: PartitionPlan, path: Path, extra: list[str]) -> None:
+def _show(result: PartitionPlan, notes: list[str], path: Path) -> None:
     model = result.model
+    methods = table("", "", "bytes/token#", "of KV#", "restore, ms#", "slower, x#", "binds")
+    for name in result.choices:
+        size, seconds = result.bytes_per_token(name), result.seconds(name)
+        share, slower = size / (model.layers * model.kv_bytes), seconds / result.seconds("mix")
+        cells = f"{size:,}", f"{share:.2f}", f"{seconds * 1e3:,.1f}"
+        factor = "" if name == "mix" else f"{slower:.2f}"
+        methods.add_row(_TITLES.get(name, name), *cells, factor, result.binds(name))
+    heads = ("recompute#", "take, ms#", "at best, ms#", "with R + H + K", "from L3")
+    lengths = table("", "restores of#", *heads)
+    for count in LENGTHS:
+        at = result.at_length(count)
+        cells = f"{at.recompute_layers}", f"{at.ms:,.1f}", f"{at.best_ms:,.1f}"
+        best = " + ".join(map(str, at.best.values()))
+        lengths.add_row(f"{count:,}", *cells, best, "refused" if at.refused else "read")
     say(
         f"{path}: {model.family}, {model.layers} layers, hidden size {model.hidden}, "
         f"{model.attention} ({model.heads} heads, {model.kv_heads} of KV)\n"
-        f"{_machine(result)}, {result.tokens:,} tokens\n"
+        f"{_machine(result)}, {result.tokens:,} tokens\n",
+        f"[bold]{describe(result.partition)}[/bold]\n",
+        methods,
+        f"\nBytes per token and layer: {model.hidden_bytes:,} as hidden states, "
+        f"{model.kv_bytes:,} as KV.\n",
+        lengths,
+        *(f"- {note}" for note in notes),
     )
-    say(f"[bold]{describe(result.partition)}[/bold]\n")
-    shown = table("", "", "bytes/token#", "of KV#", "restore, ms#", "slower, x#", "binds")
-    for name in result.choices:
-        size, seconds = result.bytes_per_token(name), result.seconds(name)
-        shown.add_row(
-            _TITLES[name],
-            f"{size:,}",
-            f"{size / (model.layers * model.kv_bytes):.2f}",
-            f"{seconds * 1e3:,.1f}",
-            "" if name == "mix" else f"{seconds / result.seconds('mix'):.2f}",
-            result.binds(name),
-        )
-    say(shown)
-    say("")
-    for line in _pipelines(result):
-        say(line)
-    say(
-        f"Bytes per token and layer: {model.hidden_bytes:,} as hidden states, "
-        f"{model.kv_bytes:,} as KV.\n"
-    )
-    heads = ["restores of#", "recompute#", "take, ms#", "at best, ms#", "with R + H + K"]
-    shown = table("", *heads, "from L3")
-    for count in LENGTHS:
-        at = result.at_length(count)
-        shown.add_row(
-            f"{count:,}",
-            str(at.recompute_layers),
-            f"{at.ms:,.1f}",
-            f"{at.best_ms:,.1f}",
-            " + ".join(map(str, at.best.values())),
-            "refused" if at.refused else "read",
-        )
-    say(shown)
-    for note in [*result.notes(), *extra]:
-        say(f"- {note}")
-
-
-def _pipelines(result: PartitionPlan) -> list[Text]:
-    """The pipeline of the partition: one line per stream, time from left to right."""
-    tasks = result.timeline("mix")
-    total = max(task.end for task in tasks)
-    streams = [name for name in ("l3", "transfer", "compute") if name in {t.stream for t in tasks}]
-    lines = []
-    for stream in streams:
-        line = Text(f"{stream:>8} |")
-        for column in range(_WIDTH):
-            moment = (column + 0.5) / _WIDTH * total
-            at = (t for t in tasks if t.stream == stream and t.start <= moment < t.end)
-            task = next(at, None)
-            line.append(*_LOOKS[task.method][1:3] if task else " ")
-        lines.append(line.append("|"))
-    legend = "R recompute, H hidden states, K KV" + ", L reading L3" * (len(lines) > 2)
-    if result.recomputes_front:
-        legend += ", with no front recomputed"
-    return [*lines, Text(f"{'':>9} {legend}; {total * 1e3:,.1f} ms in all\n", style="dim")]
 
 
 def _draw(plan: PartitionPlan, path: Path) -> None:
-    """Write the pipelines of the partition and of every pure method as a PNG.
-
-    Raises:
-        OSError: The file cannot be written.
-    """
+    """Write the pipelines of the partition and of every pure method as a PNG. Raises OSError."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    streams = ["compute", "transfer"] + ["l3"] * (plan.l3 == "first")
-    figure = Figure(figsize=(9, 6), layout="constrained")
-    panels = figure.subplots(len(plan.choices), 1, height_ratios=(3, 2, 2, 2))
-    longest = max(plan.seconds(name) for name in plan.choices)
-    for axes, name in zip(panels, plan.choices, strict=True):
-        # The partition alone fills its panel; the pure methods share one axis.
-        end = 1e3 * (plan.seconds(name) if name == "mix" else longest)
-        for task in plan.timeline(name):
-            start, width = task.start * 1e3, (task.end - task.start) * 1e3
-            row, colour = streams.index(task.stream), _LOOKS[task.method][3]
-            axes.barh(row, width, 0.8, start, color=colour, edgecolor="white", linewidth=0.4)
-            label = "all" if task.layer is None else str(task.layer)
-            if width > _MIN_LABEL * end:
-                axes.text(start + width / 2, row, label, ha="center", va="center", fontsize=9)
-        axes.set_yticks(range(len(streams)), streams)
-        axes.set_xlim(0, end)
-        axes.set_ylim(-0.5, len(streams) - 0.5)
-        heading = f"{_TITLES[name]}: {plan.seconds(name) * 1e3:,.1f} ms"
-        axes.set_title(heading, loc="left", fontsize=10)
-        axes.spines[["top", "right"]].set_visible(False)
-    panels[-1].set_xlabel("ms")
-    shown = list(_LOOKS.values())[: 4 if plan.l3 == "first" else 3]
-    handles = [Patch(color=colour, label=label) for label, _, _, colour in shown]
-    figure.legend(handles=handles, loc="outside lower center", ncols=4, fontsize=10)
+    figure, model = Figure(figsize=(9, 5), layout="constrained"), plan.model
+    axes, rows = figure.subplots(), list[str]()
+    for name in plan.choices:
+        tasks, seconds = plan.timeline(name), plan.seconds(name)
+        for stream in dict.fromkeys(task.stream for task in tasks):
+            mine = [task for task in tasks if task.stream == stream]
+            spans = [(1e3 * task.start, 1e3 * (task.end - task.start)) for task in mine]
+            colours = [_COLOURS[task.method] for task in mine]
+            axes.broken_barh(spans, (len(rows), 0.8), facecolors=colours, edgecolor="w", lw=0.3)
+            rows.append(f"{_TITLES.get(name, name)}, {1e3 * seconds:,.1f} ms: {stream}")
+    axes.set_yticks([row + 0.4 for row in range(len(rows))], rows)
+    axes.invert_yaxis()
+    axes.set_xlabel("ms")
     figure.suptitle(
         f"Predicted: {plan.tokens:,} tokens are restored in {1e3 * plan.seconds('mix'):,.1f} ms\n"
-        f"{plan.model.family}, {plan.model.layers} layers of {plan.model.hidden}, {_devices(plan)}",
-        fontsize=12,
+        f"{model.family}, {model.layers} layers of {model.hidden}; {plan.tp} {plan.profile.device}"
     )
+    handles = [Patch(color=colour, label=method or "L3") for method, colour in _COLOURS.items()]
+    figure.legend(handles=handles, loc="outside lower center", ncols=4)
     figure.savefig(path, dpi=130, format="png")
 
 
 def _show_fleet(fleet: FleetPlan, path: Path) -> None:
     asked, replicas = fleet.conversations, fleet.replicas
-    say(
-        f"{path} on {_machine(fleet.plan)}\n{replicas:,} replica(s); {asked.number:,} "
-        f"conversations of {fleet.plan.tokens:,} tokens, each with {asked.turns_per_hour:g} turns "
-        f"of {asked.new_tokens:,} new tokens per hour\nComputed from mean rates, not measured.\n"
-    )
-    shown = table("", "", "each replica#", "all#", "")
     under_way = "for turns that are under way" if fleet.l2_bytes is not None else "turns pile up"
     sizes = {
         "L3": (fleet.l3_bytes / replicas, "every page once"),
         "L2, at least": (fleet.l2_bytes, under_way),
         "L3 is read": (fleet.read_rate, "per second"),
         "L3 is written": (fleet.write_rate, "per second"),
-        "read from behind L3": (fleet.network_rate, "per second, if turns go to any replica"),
+        "read from the shared L3": (fleet.network_rate, "per second, if turns go to any replica"),
     }
+    amounts = table("", "", "each replica#", "all#", "")
     for name, (each, what) in sizes.items():
-        both = ("", "") if each is None else map(common.human_bytes, (each, each * replicas))
-        shown.add_row(name, *both, what)
-    say(shown)
-    say("")
-    shown = table("", "", "share of time#", "if all were computed#")
+        both = ("", "") if each is None else map(human_bytes, (each, each * replicas))
+        amounts.add_row(name, *both, what)
+    loads = table("", "", "share of time#", "if all were computed#")
     for resource, name in _RESOURCES.items():
         computed = f"{fleet.recompute_busy:.2f}" if resource == "compute" else ""
-        shown.add_row(name, f"{fleet.busy[resource]:.2f}", computed)
-    say(shown)
+        loads.add_row(name, f"{fleet.busy[resource]:.2f}", computed)
     say(
+        f"{path} on {_machine(fleet.plan)}\n{replicas:,} replica(s); {asked.number:,} "
+        f"conversations of {fleet.plan.tokens:,} tokens, each with {asked.turns_per_hour:g} turns "
+        f"of {asked.new_tokens:,} new tokens per hour\nComputed from mean rates, not measured.\n",
+        amounts,
+        "",
+        loads,
         f"\nWith {fleet.most_conversations:,} conversations the {_RESOURCES[fleet.binds]} works "
-        "all the time. New tokens count as prefill; to decode them takes longer."
+        "all the time. New tokens count as prefill; to decode them takes longer.",
     )
+
+
+def profile(
+    model: common.Model,
+    out: Annotated[Path | None, Option("--out", "-o", help="Write the profile here.")] = None,
+    folders: common.Folders = None,
+    dirs: common.Dirs = None,
+    seconds: Annotated[float, Option(min=0.01, max=600, help="For each part, about.")] = 2.0,
+    as_json: common.AsJson = False,
+) -> None:
+    """Measure L3, the way to the device, projection and recomputation on this machine."""
+    shape, _ = common.served_model(model)
+    config = common.settings(folders, dirs)
+    if out is not None and not out.absolute().parent.is_dir():
+        raise Failure(f"--out {out}: there is no folder {out.absolute().parent}")
+    measured = _measure(shape, config, seconds, hidden=as_json)
+    if out is not None:
+        measured.save(out)
+    common.output(measured.model_dump(mode="json"), as_json, lambda _: _show_profile(measured))
+    if out is not None and not as_json:
+        say(f"Written to {out}; use it with `hcache plan --model {model} --hardware {out}`.")
+
+
+def _measure(shape: ModelShape, config: HCacheConfig, seconds: float, *, hidden: bool) -> Profile:
+    # torch takes seconds to import, and the other commands do without it
+    import torch
+
+    from hcache_backend.plan.measure import OPERATIONS, Bench, measure
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = torch.float32 if shape.element_bytes == 4 else torch.bfloat16
+    with common.progress_bar(hidden=hidden) as progress:
+        task = progress.add_task("L3 folders", total=2 + len(OPERATIONS))
+        rate = read_rate(config, shape, seconds)
+        if not rate.direct:
+            say("L3 was read through the page cache: the disk may be slower", console=common.errors)
+
+        def begin(operation: str) -> None:
+            title = _OPERATIONS.get(operation, "copies during products")
+            progress.update(task, advance=1, description=title)
+
+        try:
+            bench = Bench(shape, device, dtype, seconds)
+            return measure(bench, Rate(per_second=rate.per_second), config.dirs, begin=begin)
+        except torch.OutOfMemoryError:
+            raise Failure("the device has no room for one layer; stop what else uses it") from None
+
+
+def _show_profile(measured: Profile) -> None:
+    layer = table("", "one layer", "rate#", "fixed, us#", "tokens#", "ms#")
+    if measured.l3 is not None:
+        layer.add_row("L3, all folders", _rate(measured.l3.per_second, "B/s"))
+    for name, title in _OPERATIONS.items():
+        rate: Rate = getattr(measured, name)
+        speed = _rate(rate.per_second, "B/s" if name in ("hidden_copy", "kv_load") else "FLOP/s")
+        tokens, seconds = max(measured.points[name])
+        fixed = f"{rate.seconds * 1e6:,.0f}"
+        layer.add_row(title, speed, fixed, f"{tokens:,}", f"{seconds * 1e3:,.2f}")
+    ways = table("", "copies", "alone#", "during products#", "products keep#")
+    for way in measured.copies:
+        used = " (used)" if way is measured.copies[0] else ""
+        speeds = _rate(way.alone, "B/s"), _rate(way.beside, "B/s"), f"{way.products:.0%}"
+        ways.add_row(way.name + used, *speeds)
+    alone = "Copies were measured alone, not during matrix products as on GPUs."
+    head = f"{measured.device}, {measured.dtype}, {measured.date}\n"
+    say(head, layer, ways if measured.copies else alone)
+
+
+def _rate(value: float, unit: str) -> str:
+    """A rate as people read it, in powers of 1,000."""
+    return ByteSize(value).human_readable(decimal=True, separator=" ")[:-1] + unit
+
+
+class Sizing(NamedTuple):
+    """Room for conversations; page and host memory are a rank's, files those of all ranks.
+    ``shadows`` are host pages that stand for tokens on the device, ``ratio`` is host memory as a
+    multiple of the device's KV pool; None: the size of the pool was not given."""
+
+    page_bytes: int
+    pages: int
+    shadows: int
+    host_bytes: int
+    ratio: float | None
+    file_bytes: int
+    files: int
+    disk_bytes: int
+
+
+def sizing(
+    model: ModelShape,
+    dtype: str,
+    partition: Partition,
+    *,
+    conversations: int,
+    tokens: int,
+    device_tokens: int | None = None,
+    page_size: int = PAGE_TOKENS,
+    codec: PlannedCodec = "auto",
+    tp: int = 1,
+) -> Sizing:
+    """Room for ``conversations`` of ``tokens`` tokens, of which full pages are kept.
+
+    ``model`` is without a codec and served in ``dtype``: ``bfloat16``, ``float16`` or ``float32``.
+    ``device_tokens`` are those of the device's KV pool (SGLang's ``max_total_num_tokens``).
+    """
+    from hcache_backend.restore.exchange import share_of_rank
+
+    heads = -(-model.kv_heads // tp)  # of a rank
+    stored = encoded(model, codec, dtype, tp=tp, page_size=page_size)
+    plain, kv_bytes = (
+        each.kv_bytes if model.latent else each.kv_bytes * heads // model.kv_heads
+        for each in (model, stored)
+    )
+    if model.latent:  # SGLang's plain pages, of which every rank has the same
+        table = SegmentTable((Segment(page_size * model.layers * kv_bytes),))
+        page_bytes, files, share = table.page_bytes, 1, WHOLE
+    else:
+        share = share_of_rank(0, tp, page_size)
+        hidden = hidden_layer(page_size, stored.hidden_bytes, model.hidden)
+        kv_length, both = page_size * kv_bytes * share.of, model.head_dim + model.value_dim
+        segments = []
+        for width in (model.head_dim, model.value_dim):
+            pieces = units_per_group(page_size, heads * width)
+            segments.append(Segment(kv_length * width // both, share.of, pieces))
+        kv = StoredLayer(tuple(segments))
+        kinds = ((RECOMPUTED, partition.recompute), (hidden, partition.hidden), (kv, partition.kv))
+        layers = tuple(layer for layer, count in kinds for _ in range(count))
+        layout = PageLayout(page_size, layers, share)
+        table, page_bytes = layout.table, layout.page_bytes
+        files = tp if partition.kv else share.of  # K and V are those of a rank's own heads
+    pages = conversations * (tokens // page_size)
+    # SGLang's pool has a page more than it gives out.
+    shadows = ((device_tokens or 0) // page_size + 1) * bool(partition.hidden)
+    host_bytes = (pages + shadows) * page_bytes
+    ratio = host_bytes / (device_tokens * model.layers * plain) if device_tokens else None
+    file_bytes, files = file_layout(table, share).file_bytes, pages * files
+    disk_bytes = files * file_bytes
+    return Sizing(page_bytes, pages, shadows, host_bytes, ratio, file_bytes, files, disk_bytes)
+
+
+def size(
+    model: Annotated[Path, Argument(help=common.MODEL_HELP)],
+    conversations: Annotated[int, Option(min=1, help="Conversations to keep.")],
+    tokens: Annotated[int, Option(min=1, help="Tokens of each conversation.")],
+    device_tokens: Annotated[int | None, Option(min=1, help="Tokens in the GPU's KV pool.")] = None,
+    mode: Annotated[Mode, Option(help="Option `mode` of the server.")] = "auto",
+    codec: common.Codec = "auto",
+    tp: common.Ranks = 1,
+    page_size: Annotated[int, Option(min=1, help="Option --page-size of the server.")] = 64,
+    folders: Annotated[int, Option(min=1, help="Folders of the page store.")] = 1,
+    as_json: common.AsJson = False,
+) -> None:
+    """Compute the host memory and the disk that conversations take."""
+    shape, dtype = common.served_model(model, tp)
+    smaller = encoded(shape, codec, dtype, tp=tp, page_size=page_size).hidden_is_smaller
+    hidden = not shape.latent and (mode == "hidden" or (mode == "auto" and smaller))
+    partition = Partition(0, shape.layers, 0) if hidden else Partition(0, 0, shape.layers)
+    asked = {"conversations": conversations, "tokens": tokens, "device_tokens": device_tokens}
+    pages: dict[str, Any] = {**asked, "page_size": page_size, "codec": codec, "tp": tp}
+    found = sizing(shape, dtype, partition, **pages)
+    quota = math.ceil(found.disk_bytes / folders)
+    gigabytes = math.ceil(found.host_bytes / 1e9)
+    memory = f"--hicache-size {gigabytes}"
+    if found.ratio is not None:
+        memory += f" (or --hicache-ratio {math.ceil(10 * found.ratio) / 10})"
+    elif hidden:
+        memory += f", and {found.page_bytes:,} bytes for each {page_size} tokens on the GPU"
+    text = (
+        f"{describe(partition)}; {found.page_bytes:,} bytes per {page_size}-token page and rank\n"
+        f"Host memory for all of them: {found.host_bytes / 1e9:,.1f} GB per rank: {memory}\n"
+        f"Disk: {found.disk_bytes / 1e9:,.1f} GB in {found.files:,} files: "
+        f"quota_bytes {quota} for each of {folders} folder(s)\n"
+        "Host memory may hold fewer conversations than the disk: those in use within minutes."
+    )
+    options = {"hicache_size": gigabytes, "quota_bytes": quota}
+    common.output({**found._asdict(), **options}, as_json, lambda _: common.say(text))

@@ -23,7 +23,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import xxhash
 
@@ -87,6 +87,21 @@ def key_bytes(key: str) -> bytes:
     if _SHA256_HEX.fullmatch(key):
         return bytes.fromhex(key)
     return hashlib.sha256(b"text:" + key.encode()).digest()
+
+
+class PageKeys(Sequence[bytes]):
+    """SGLang's keys of pages as those of ours, each converted when it is read: the scheduler's
+    thread passes on thousands of them with every request, and reads none."""
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        self._texts = texts
+
+    def __len__(self) -> int:
+        return len(self._texts)
+
+    def __getitem__(self, place: Any) -> Any:
+        texts = self._texts[place]
+        return PageKeys(texts) if isinstance(place, slice) else key_bytes(texts)
 
 
 def proof(name: PageName, page: Parts) -> bytes:

@@ -7,7 +7,6 @@ first layers is recomputed in all of them. Lost pages are recomputed behind that
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -96,10 +95,6 @@ class LoadQueue:
         self._queued: list[QueuedLoad] = []
         # recent time to compute tokens, relative to the profile
         self.slowdown: Callable[[int], float] = lambda tokens: 1.0
-        # of L3 for tokens; infinite: unknown
-        self.seconds_to_read: Callable[[int], float] = lambda tokens: math.inf
-        # of a prefill of tokens behind a prefix; infinite: unknown
-        self.seconds_to_compute: Callable[[int, int], float] = lambda tokens, prefix: math.inf
         # called with the reason why pages cannot be restored any more
         self.on_failed: list[Callable[[str], None]] = []
 

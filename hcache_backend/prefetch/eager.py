@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -26,24 +27,119 @@ import torch
 
 from hcache_backend.host.loads import HandOut, runs
 from hcache_backend.plan.restore import READ_BATCHES
-from hcache_backend.prefetch.reservation import (
-    Ids,
-    Launched,
-    LaunchRestore,
-    Place,
-    Recomputation,
-    Reservation,
-    by_reservation,
-    using,
-)
 from hcache_backend.restore.report import RunningRestore
 from hcache_backend.streams import StreamFailed
+
+Ids = npt.NDArray[np.int64]
 
 _LEAST_BATCH = 4  # pages of a read at least, if there are as many: disks need parallel requests
 
 
 _LAUNCH_SHARE = 4  # a GPU gets a quarter of a hit at a time, or the bytes that its bus copies
 _LAUNCH_BYTES = 64 << 20  # in 2 ms: a launch takes the scheduler thread 0.1 ms
+
+
+class Launched(NamedTuple):
+    """A restore of pages that had arrived; ``lacking`` first layers must be recomputed yet."""
+
+    restore: RunningRestore
+    lacking: int
+
+
+# launch(host_pages, slots) restores consecutive pages: [p], [p * page_size]
+LaunchRestore = Callable[[Ids, torch.Tensor], Launched]
+
+
+@dataclass(eq=False)
+class Reserved:
+    """A device page that is reserved for one host page."""
+
+    of: Reservation
+    number: int  # in the reservation
+    host_page: int
+    held: bool = True  # neither given back nor handed out
+    launched: Launched | None = None  # recomputations of whole pages too
+    recomputed: bool = False  # it lacked layers and does not any more
+
+    @property
+    def lacks(self) -> int:
+        """First layers that nobody has launched. A page that has not arrived lacks all, if it may
+        be recomputed whole, otherwise none."""
+        if self.recomputed:
+            return 0
+        return self.of.unread if self.launched is None else self.launched.lacking
+
+    @property
+    def is_whole(self) -> bool:
+        return self.recomputed or (self.launched is not None and not self.launched.lacking)
+
+
+@dataclass(eq=False)
+class Reservation:
+    """Device pages for consecutive pages of one prefetch. ``last_slice``: end and restore of the
+    last recomputation, which ends behind the earlier ones."""
+
+    slots: torch.Tensor  # page by page
+    keys: Sequence[Hashable]  # of each page in storage
+    first: int  # number of page 0 in the prefetch
+    unread: int = 0  # layers to recompute of a page that has not arrived; 0: not allowed
+    pages: list[Reserved] = field(default_factory=list)
+    last_slice: tuple[int, RunningRestore] | None = None
+    released: int | None = None  # the first page that is not held any more
+    _front: int = 0  # all pages before this one were held and whole when it came there
+
+    def waiting(self) -> list[Reserved]:
+        return [page for page in self.pages if page.held and page.launched is None]
+
+    def launched(self) -> list[Reserved]:
+        return [page for page in self.pages if page.held and page.launched is not None]
+
+    @property
+    def reachable(self) -> int:
+        """Number of the prefetch's first pages that can be recomputed, or were; 0 if the first ones
+        are not reserved here, or not held any more."""
+        held = len(self.pages) if self.released is None else self.released
+        return held if not self.first and held >= self._front else 0
+
+    def to_recompute(self, most: int) -> range:
+        """At most ``most`` pages that lack the same layers, behind pages that are held and whole.
+        Pages that have not arrived lack all layers, if they may be recomputed whole."""
+        end = self.reachable
+        while self._front < end and self.pages[self._front].is_whole:
+            self._front += 1
+        start = stop = self._front
+        layers = self.pages[start].lacks if start < end else 0
+        while layers and stop - start < most and stop < end and self.pages[stop].lacks == layers:
+            stop += 1
+        return range(start, stop)
+
+
+class Recomputation(NamedTuple):
+    """Consecutive pages of a prefetch whose first layers can be recomputed now."""
+
+    prefetch: Any
+    reservation: Reservation
+    pages: range  # their numbers in the reservation
+    layers: int  # first layers that each of them lacks
+    unread: bool  # these are all: the pages have not arrived, and are not waited for
+
+    @property
+    def host_pages(self) -> Ids:
+        pages = self.reservation.pages[self.pages.start : self.pages.stop]
+        return np.array([page.host_page for page in pages], np.int64)
+
+    @property
+    def after(self) -> Sequence[RunningRestore] | None:
+        """Restores of pages before these, without recomputations, which run in order. None: these
+        lack only some layers, and their own restore counts too."""
+        if not self.unread:
+            return None
+        before = self.reservation.pages[: self.pages.start]
+        found = (page.launched.restore for page in before if page.launched and not page.recomputed)
+        return list(dict.fromkeys(found))
+
+    def first(self, pages: int) -> Recomputation:
+        return self._replace(pages=self.pages[:pages])
 
 
 def launch_pages(device: torch.device | str, page_bytes: int) -> Callable[[int], int]:
@@ -95,13 +191,13 @@ class EagerRestores:
         self._limit = limit
         self._reservations: list[Reservation] = []  # in the order in which they were made
         self._running: dict[Hashable, Reservation] = {}  # by prefetch
-        self._places: dict[int, Place] = {}  # by host page
+        self._reserved: dict[int, Reserved] = {}  # held pages, by host page
         # Host pages, and the restore that reads or writes them.
         self._reading: list[tuple[list[int], RunningRestore]] = []
 
     @property
     def pages(self) -> int:
-        return len(self._places)
+        return len(self._reserved)
 
     # ---- prefetches ----
 
@@ -133,11 +229,11 @@ class EagerRestores:
         chosen = chosen[: self._free.count()]
         ids = host_pages[chosen.start : chosen.stop].tolist()
         slots = self._free.take(len(chosen)) if ids else torch.empty(0, dtype=torch.int64)
-        wanted = keys[chosen.start : chosen.stop]
-        reservation = Reservation(ids, slots, wanted, chosen.start, set(range(len(ids))), unread)
+        reservation = Reservation(slots, keys[chosen.start : chosen.stop], chosen.start, unread)
+        reservation.pages = [Reserved(reservation, i, page) for i, page in enumerate(ids)]
         self._running[prefetch] = reservation
         self._reservations.append(reservation)
-        self._places.update({page: (reservation, i) for i, page in enumerate(ids)})
+        self._reserved.update(zip(ids, reservation.pages, strict=True))
         return len(ids)
 
     def reachable(self, prefetch: Hashable) -> int:
@@ -150,15 +246,17 @@ class EagerRestores:
         reservation = self._running[prefetch]
         self._reading = [one for one in self._reading if not one[1].copied.query()]
         there = range(start - reservation.first, pages - reservation.first)
-        due = [i for i in reservation.waiting() if i in there]
-        size = len(reservation.host_pages)
+        due = [page.number for page in reservation.waiting() if page.number in there]
+        size = len(reservation.pages)
         last = last or (there.start <= 0 and size <= there.stop)
         if not last and len(due) < self._at_once(size):
             return 0
         for run in runs(due):
-            ids = np.array(reservation.host_pages[run.start : run.stop], dtype=np.int64)
+            some = reservation.pages[run.start : run.stop]
+            ids = np.array([page.host_page for page in some], dtype=np.int64)
             launched = self._launch(ids, self._slots(reservation, run))
-            reservation.launches.update(dict.fromkeys(run, launched))
+            for page in some:
+                page.launched = launched
             self._reading.append((ids.tolist(), launched.restore))
         return len(due)
 
@@ -168,9 +266,9 @@ class EagerRestores:
         for prefetch, reservation in self._running.items():
             pages = reservation.to_recompute(most)
             if pages:
-                unread = pages.start not in reservation.launches
-                layers = reservation.unread if unread else reservation.launches[pages.start].lacking
-                yield Recomputation(prefetch, reservation, pages, layers, unread)
+                first = reservation.pages[pages.start]
+                unread = first.launched is None
+                yield Recomputation(prefetch, reservation, pages, first.lacks, unread)
 
     def slots(self, due: Recomputation) -> tuple[torch.Tensor, torch.Tensor]:
         """Slots of the tokens of ``due``, and of all tokens before them in the prefetch."""
@@ -188,15 +286,15 @@ class EagerRestores:
             self._reading.append((done.host_pages.tolist(), restore))
         if restore.failed is not None:
             return
-        done.reservation.recomputed.update(done.pages)
-        if done.unread:
-            done.reservation.launches.update(dict.fromkeys(done.pages, Launched(restore, 0)))
+        for page in done.reservation.pages[done.pages.start : done.pages.stop]:
+            page.recomputed = True
+            if done.unread:
+                page.launched = Launched(restore, 0)
 
     def end(self, prefetch: Hashable) -> int:
         """No more pages come. Gives back the pages that were not launched, and returns their
         number; launched pages wait for a load until their room is needed."""
-        reservation = self._running.pop(prefetch)
-        waiting = [(reservation, i) for i in reservation.waiting()]
+        waiting = self._running.pop(prefetch).waiting()
         self._give_back(waiting)
         return len(waiting)
 
@@ -204,7 +302,7 @@ class EagerRestores:
         """Host pages get other content. Blocks until nothing accesses them."""
         self.until_saved(host_pages)
         freed = dict.fromkeys(host_pages.tolist())
-        self._give_back([self._places[page] for page in freed if page in self._places])
+        self._give_back([self._reserved[page] for page in freed if page in self._reserved])
 
     def until_saved(self, host_pages: Ids) -> None:
         """Block until nothing reads or writes the host pages, for the CPU."""
@@ -215,9 +313,8 @@ class EagerRestores:
 
     def prepared(self, host_pages: Ids) -> npt.NDArray[np.bool_]:
         """Mask of the pages that :meth:`hand_out` would give whole."""
-        places = (self._places.get(page) for page in host_pages.tolist())
-        whole = [place is not None and place[0].is_whole(place[1]) for place in places]
-        return np.array(whole, dtype=np.bool_)
+        found = (self._reserved.get(page) for page in host_pages.tolist())
+        return np.array([page is not None and page.is_whole for page in found], dtype=np.bool_)
 
     # ---- allocation ----
 
@@ -227,8 +324,8 @@ class EagerRestores:
         short = pages - self._free.count()
         if short > 0:
             newest = reversed(self._reservations)
-            waiting = [(one, i) for one in newest for i in reversed(one.waiting())]
-            launched = [(one, i) for one in self._reservations for i in reversed(one.launched())]
+            waiting = [page for one in newest for page in reversed(one.waiting())]
+            launched = [page for one in self._reservations for page in reversed(one.launched())]
             self._give_back([*waiting, *launched][:short])
 
     def hand_out(self, host_pages: Ids) -> HandOut | None:
@@ -236,18 +333,20 @@ class EagerRestores:
         few."""
         if len(host_pages) > self._free.count() + self.pages:
             return None
-        found = [self._places.get(page) for page in host_pages.tolist()]
-        places = [place for place in found if place is not None]
-        ready = np.array([place is not None and place[1] in place[0].launches for place in found])
+        found = [self._reserved.get(page) for page in host_pages.tolist()]
+        adopted = [page for page in found if page is not None]
+        ready = np.array([page is not None and page.launched is not None for page in found])
         whole = self.prepared(host_pages)
-        restores = tuple(using(places))
-        self._forget(places)
-        missing = len(found) - len(places)
+        restores = tuple(_using(adopted))
+        self._forget(adopted)
+        missing = len(found) - len(adopted)
         self.make_free(missing)
         fresh = iter(self._free.take(missing).split(self._size) if missing else ())
         parts = [
-            next(fresh) if place is None else self._slots(place[0], range(place[1], place[1] + 1))
-            for place in found
+            next(fresh)
+            if page is None
+            else self._slots(page.of, range(page.number, page.number + 1))
+            for page in found
         ]
         return HandOut(torch.cat(parts), ready, whole, restores)
 
@@ -257,41 +356,55 @@ class EagerRestores:
         """Give back everything and block until nothing reads host pages; prefetches go on."""
         for _, restore in self._reading:
             _until_copied(restore)
-        self._give_back(list(self._places.values()))
+        self._give_back([*self._reserved.values()])
 
     def all_freed(self) -> None:
         """Every page of the device was freed elsewhere: forget the reservations."""
-        self._wait(self._places.values())
-        self._forget(list(self._places.values()))
+        self._wait([*self._reserved.values()])
+        self._forget([*self._reserved.values()])
 
     # ---- internals ----
 
-    def _left_behind(self) -> list[Place]:
+    def _left_behind(self) -> list[Reserved]:
         running = {id(reservation) for reservation in self._running.values()}
         ended = (one for one in self._reservations if id(one) not in running)
-        return [(one, i) for one in ended for i in reversed(one.launched())]
+        return [page for one in ended for page in reversed(one.launched())]
 
     def _slots(self, reservation: Reservation, pages: range) -> torch.Tensor:
         return reservation.slots[pages.start * self._size : pages.stop * self._size]
 
-    def _give_back(self, places: Sequence[Place]) -> None:
-        self._wait(places)
-        self._forget(places)
-        for reservation, numbers in by_reservation(places):
-            for run in runs(sorted(numbers)):
+    def _give_back(self, pages: Sequence[Reserved]) -> None:
+        self._wait(pages)
+        self._forget(pages)
+        numbers: dict[Reservation, list[int]] = {}
+        for page in pages:
+            numbers.setdefault(page.of, []).append(page.number)
+        for reservation, some in numbers.items():
+            for run in runs(sorted(some)):
                 self._free.give(self._slots(reservation, run))
 
-    def _wait(self, places: Iterable[Place]) -> None:
-        for restore in using(places):
+    def _wait(self, pages: Sequence[Reserved]) -> None:
+        for restore in _using(pages):
             with contextlib.suppress(StreamFailed):  # then nothing is written any more
                 restore.wait()
 
-    def _forget(self, places: Iterable[Place]) -> None:
-        for reservation, i in places:
-            reservation.release(i)
-            del self._places[reservation.host_pages[i]]
-        running = {id(reservation) for reservation in self._running.values()}
-        self._reservations = [one for one in self._reservations if one.held or id(one) in running]
+    def _forget(self, pages: Iterable[Reserved]) -> None:
+        for page in pages:
+            page.held, before = False, page.of.released
+            page.of.released = page.number if before is None else min(before, page.number)
+            del self._reserved[page.host_page]
+        held = {page.of for page in self._reserved.values()}.union(self._running.values())
+        self._reservations = [one for one in self._reservations if one in held]
+
+
+def _using(pages: Sequence[Reserved]) -> Iterable[RunningRestore]:
+    """Each restore that writes one of these pages, or reads it, once."""
+    using = {id(page.launched.restore): page.launched.restore for page in pages if page.launched}
+    for page in pages:
+        behind = page.of.last_slice
+        if behind is not None and page.number < behind[0]:
+            using[id(behind[1])] = behind[1]
+    return using.values()
 
 
 def _until_copied(restore: RunningRestore) -> None:

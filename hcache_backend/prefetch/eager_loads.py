@@ -21,10 +21,17 @@ from hcache_backend import metrics, streams
 from hcache_backend.capture.recomputed_rows import RecomputedRows
 from hcache_backend.host.loads import LoadQueue, QueuedLoad
 from hcache_backend.plan.costs import side_by_side
-from hcache_backend.prefetch.eager import EagerRestores, batch_pages, launch_pages
+from hcache_backend.prefetch.eager import (
+    EagerRestores,
+    Ids,
+    Launched,
+    Recomputation,
+    batch_pages,
+    launch_pages,
+)
 from hcache_backend.prefetch.governor import Governor
-from hcache_backend.prefetch.meeting import Meeting, meeting_of
-from hcache_backend.prefetch.reservation import Ids, Launched, Recomputation
+from hcache_backend.prefetch.prefetch import Meeting, Prefetches
+from hcache_backend.prefetch.progress import L3Progress
 from hcache_backend.prefetch.slices import SliceBudget
 from hcache_backend.restore.pipeline import RestorePipeline
 from hcache_backend.turn import Said, Turn
@@ -46,7 +53,8 @@ class Offer(NamedTuple):
 class EagerLoads:
     """Pages of running prefetches are restored, and loads get them. ``pages`` are SGLang's
     (:class:`.ReservablePages`), of which at most ``limit`` are reserved. ``budget`` bounds
-    recomputed tokens in a turn. ``new_rows`` takes hidden states if pages hold them."""
+    recomputed tokens in a turn. ``new_rows`` takes hidden states if pages hold them. ``l3`` and
+    ``prefetches``: the process's."""
 
     def __init__(
         self,
@@ -56,9 +64,13 @@ class EagerLoads:
         loads: LoadQueue,
         limit: int,
         budget: SliceBudget,
+        l3: L3Progress,
+        prefetches: Prefetches,
         new_rows: Callable[[], RecomputedRows] | None = None,
     ) -> None:
         self.governor = Governor()
+        self._l3 = l3
+        self._prefetches = prefetches
         self._budget = budget
         self._new_rows = new_rows
         self._pages = pages
@@ -71,7 +83,6 @@ class EagerLoads:
         self._saving = streams.new_stream(pages.device, "saves")
         self._recomputed = False  # since the last take_recomputed
         self._offers: list[Offer] = []
-        self._anchors: dict[Any, Any] = {}  # of running prefetches: the node before them
         at_once = launch_pages(pages.device, pool.page_layout.page_bytes)
         self._restores = EagerRestores(pool.page_size, pages, self._launch, limit, at_once)
         pages.eager = self._restores
@@ -81,20 +92,21 @@ class EagerLoads:
         """Called in a turn of the scheduler after HiCache's look at its storage threads."""
         restores, size = self._restores, self._pool.page_size
         self._pages.cache, self._controller = cache, cache.cache_controller
-        self._anchors = {
+        running = {
             info.operation: info.anchor_node_id
             for info in cache.ongoing_prefetch.values()
             if info.operation.host_indices is not None
         }
-        running = list(self._anchors)
         for operation in restores.running():
             if operation not in running:
                 restores.end(operation)
-        for operation in running:
+        for operation, anchor in running.items():
+            prefetch = self._prefetches.of(operation)
+            prefetch.anchor = anchor
             if operation not in restores.running():
                 self._begin(operation)
             there = range(operation.completed_tokens // size)
-            meeting, met = meeting_of(operation), False
+            meeting, met = prefetch.meeting, False
             if meeting is not None:
                 there = meeting.here
                 met = there.start <= meeting.front
@@ -118,7 +130,7 @@ class EagerLoads:
         keys = operation.hash_value[: len(host_pages)]
         if len(keys) <= batch_pages(len(keys)):
             keys = []  # it comes in one piece
-        meeting, unread = meeting_of(operation), 0
+        meeting, unread = self._prefetches.of(operation).meeting, 0
         if meeting is not None:
             meeting.begin(len(operation.hash_value))
             unread = len(self._loads.methods.methods)
@@ -149,14 +161,14 @@ class EagerLoads:
             return math.inf
         seconds = self._budget.seconds(tokens, self._pool.page_size, prefix, layers)
         if seconds == math.inf:  # no slice has run yet: as a prefill, then
-            seconds = self._loads.seconds_to_compute(tokens, prefix)
+            seconds = self._l3.estimates.computing(tokens, prefix)
         return seconds / share
 
     def until_met(self, meeting: Meeting, prefix: int) -> tuple[float, float]:
         """Estimated time to finish the unread pages behind ``prefix`` tokens: reading and
         recomputing in parallel, and reading only. Infinite if unknown. Any thread."""
         tokens, share = meeting.unread * self._pool.page_size, meeting.recomputable
-        reading = self._loads.seconds_to_read(tokens)
+        reading = self._l3.seconds_to_read(tokens)
         return side_by_side(reading, self.seconds_to_recompute(tokens, prefix), share), reading
 
     def _ask(self, turn: Turn) -> None:
@@ -168,7 +180,8 @@ class EagerLoads:
             prefix = self._tokens_before(due)
             if prefix is None:
                 continue
-            until, meeting = (math.inf, math.inf), meeting_of(due.prefetch) if due.unread else None
+            until = math.inf, math.inf
+            meeting = self._prefetches.of(due.prefetch).meeting if due.unread else None
             if meeting is not None:
                 together, alone = self.until_met(meeting, prefix)
                 until = alone, together  # slower pages are read sooner, some or all
@@ -203,7 +216,8 @@ class EagerLoads:
 
     def _reachable(self, prefetch: Hashable) -> int:
         """Number of pages at the front of a prefetch that slices can recompute."""
-        there = is_on_device(self._pages.cache.tree_core, self._anchors[prefetch])
+        anchor = self._prefetches.of(prefetch).anchor
+        there = is_on_device(self._pages.cache.tree_core, anchor)
         return self._restores.reachable(prefetch) if there and self.recomputes_pages else 0
 
     def _tokens_before(self, due: Recomputation) -> int | None:
@@ -256,7 +270,7 @@ class EagerLoads:
             metrics.TOKENS.count("eager_recomputed", len(slots))
         else:
             metrics.L3_TOKENS.count("recomputed", len(slots))
-            meeting = meeting_of(due.prefetch)
+            meeting = self._prefetches.of(due.prefetch).meeting
             assert meeting is not None
             meeting.launched(due.pages)
             due.prefetch.completed_tokens = meeting.pages * self._pool.page_size
@@ -269,7 +283,7 @@ class EagerLoads:
 
     def _before_prefetch(self, prefetch: Hashable) -> torch.Tensor | None:
         """Slots of all tokens before a prefetch, int64 ``[n]``; None if the device lacks some."""
-        tree, anchor = self._pages.cache.tree_core, self._anchors[prefetch]
+        tree, anchor = self._pages.cache.tree_core, self._prefetches.of(prefetch).anchor
         if not is_on_device(tree, anchor):
             return None
         root = tree.empty_match_result.last_device_node

@@ -1,11 +1,16 @@
-"""Expected time of an operation, from a model of it and from measurements in service."""
+"""Expected time of operations, from the cost model and from measurements in service."""
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import deque
 from collections.abc import Callable
 
+from hcache_backend.plan.restore import Restore
+from hcache_backend.prefetch.prefetch import Hit
+
+SHOWN_TOKENS = 4096  # rates are shown for operations of this size
 # Seconds of an operation on ``tokens`` tokens behind ``prefix`` tokens; in any unit on an unknown
 # machine: then only its growth counts.
 Curve = Callable[[int, float], float]
@@ -62,6 +67,69 @@ class Estimate:
         if self._known:
             weighted.append((1.0, _MODEL_WEIGHT))
         return _median(weighted) if weighted else None
+
+
+class Estimates:
+    """All that a decision about a hit needs. They always exist, and learn. ``machine``: its cost
+    model; None if it was not measured, so that only times in service are known."""
+
+    def __init__(self, machine: Restore | None = None) -> None:
+        self.know(machine)
+
+    def know(self, machine: Restore | None) -> None:
+        """Begin anew with another cost model, or none: an L3 is attached or detached."""
+        known = machine is not None
+        # computing tokens
+        self.prefill = Estimate(machine.prefill if machine else _linear, known=known)
+        # wait of a batch for the load to the device
+        self.load = Estimate(machine.load if machine else _linear, known=known)
+        l3 = machine.profile.l3 if machine and machine.profile else None
+        reads = machine.read if machine and l3 is not None else None
+        self.read = Estimate(reads or _linear, known=reads is not None)  # from L3 to host memory
+        self.shared = Estimate(_linear, known=False)  # from the shared tier
+
+    def slowdown(self, tokens: int) -> float:
+        """Recent prefill time of ``tokens`` relative to the profile; 1.0 without measurements."""
+        return self.prefill.slowdown(tokens)
+
+    def computing(self, tokens: int, prefix: int) -> float:
+        """Seconds of a prefill of ``tokens`` behind ``prefix``; infinite if unknown."""
+        return self.prefill.seconds(tokens, prefix) or math.inf
+
+    def reading(self, tokens: int, shared: int) -> float | None:
+        """Seconds to read ``tokens``, ``shared`` of them from the shared tier; None if unknown."""
+        near, far = self.read.seconds(tokens - shared), self.shared.seconds(shared)
+        return None if near is None or far is None else near + far
+
+    def least_reading(self, hit: Hit) -> float:
+        """As :meth:`reading`, but an unknown part counts as 0."""
+        near, far = self.read.seconds(hit.tokens - hit.shared), self.shared.seconds(hit.shared)
+        return (near or 0.0) + (far or 0.0)
+
+    def saved(self, hit: Hit) -> float | None:
+        """Seconds of computing that a hit saves; None if unknown."""
+        whole = self.prefill.seconds(hit.tokens + hit.rest, hit.prefix)
+        rest = self.prefill.seconds(hit.rest, hit.prefix + hit.tokens)
+        return None if whole is None or rest is None else max(0.0, whole - rest)
+
+    def loaded(self, tokens: int) -> float:
+        """Seconds that a batch waits for the load of a hit; 0 if unknown."""
+        return self.load.seconds(tokens) or 0.0
+
+    def rates(self) -> dict[str, float]:
+        """Known rates, in tokens per second, of operations on :data:`SHOWN_TOKENS` tokens."""
+        estimates = {
+            "l3_read": self.read,
+            "shared_read": self.shared,
+            "load": self.load,
+            "prefill": self.prefill,
+        }
+        taken = {name: known.seconds(SHOWN_TOKENS) for name, known in estimates.items()}
+        return {name: SHOWN_TOKENS / seconds for name, seconds in taken.items() if seconds}
+
+
+def _linear(tokens: int, prefix: float) -> float:
+    return float(tokens)
 
 
 def _median(weighted: list[tuple[float, float]]) -> float:

@@ -6,191 +6,184 @@
 - Computing a hit is behind the GPU's present work, and delays hits that are read: both count.
 - While requests wait for the GPU, only its time counts: a hit is read if its load takes the GPU
   less time than computing it, however long L3 takes.
+- An L3 that was slow is probed: a hit is read whole, and judged after a small part of its time.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
-import time
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
-from functools import partial
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from hcache_backend import metrics
-from hcache_backend.plan.restore import Restore
-from hcache_backend.prefetch.asked import Asked, delays
-from hcache_backend.prefetch.costs import Costs, Hit, Recomputing
 from hcache_backend.prefetch.estimates import Estimate
-from hcache_backend.prefetch.gpu import Gpu
-from hcache_backend.prefetch.progress import L3Progress
-from hcache_backend.prefetch.trials import TRIAL_SHARE, Trials, seconds_like
+from hcache_backend.prefetch.prefetch import Hit, Prefetch, Prefetches, Recomputing, State
+from hcache_backend.prefetch.progress import L3Progress, Reading
 
 logger = logging.getLogger("hcache")
 
 # going on must be slower by this factor to end a prefetch: noise does not end it
 _ENDING_MARGIN = 1.25
 _JUDGED = 4  # prefetches that are judged in a turn: L3 is read for one after the other
-_REMEMBERED = 4096
 _SILENCE_SECONDS = 60.0  # between two log lines about refused hits
 _SHOWN_SECONDS = 1.0  # between two updates of the shown rates
+PROBE_SECONDS = 10.0  # from the last read to the next probe while hits are refused, ...
+LONGEST_PROBE_SECONDS = 320.0  # ...twice as long after each slow probe, up to this
+PROBE_SHARE = 0.05  # a probe is judged after this share of the time to compute its hit
 
 
-class Running(NamedTuple):
-    """A prefetch in the scheduler's turn."""
+class Gpu:
+    """The GPU's launched work, from the scheduler's thread. ``wanted``: requests wait for the
+    GPU."""
 
-    request_id: str
-    arrived: int  # tokens that all ranks have
-    step: int  # arrivals are multiples of this many tokens
-    whole: bool  # a part of it is worth nothing without the rest
-    lost: int = 0  # arrived tokens that are worth nothing without the rest
-    # tokens not yet arrived that slices can reach; None: unknown yet
-    reachable: int | None = None
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.wanted = False
+        self.last_end = 0.0  # of any batch
+        self._clock = clock
+        self._number = 0
+        # Start of the first work, and all launched work in order: number and seconds.
+        self._at: tuple[float, tuple[tuple[int, float], ...]] = 0.0, ()
+
+    def begins(self, seconds: float) -> int:
+        """Work of ``seconds`` is launched behind all earlier work; returns its number."""
+        since, launched = self._at
+        self._number += 1
+        self._at = since if launched else self._clock(), (*launched, (self._number, seconds))
+        return self._number
+
+    def ended(self, number: int) -> None:
+        """Work ``number`` has ended, and all that was launched before it."""
+        _, launched = self._at
+        self._at = self._clock(), tuple(one for one in launched if one[0] > number)
+
+    def seconds_busy(self, now: float) -> float:
+        """Expected time of all launched work; 0 if that is late."""
+        since, launched = self._at
+        return max(0.0, sum(seconds for _, seconds in launched) - (now - since))
+
+
+@dataclass
+class _Probes:
+    """When a slow tier is read again."""
+
+    last_read: float | None = None  # in the clock's seconds
+    pause: float = PROBE_SECONDS
+
+    def due(self, now: float) -> bool:
+        return self.last_read is None or now - self.last_read >= self.pause
+
+    def ended(self, *, pays: bool) -> None:
+        """A probe is over; the next one confirms a good one at once."""
+        longer = min(max(PROBE_SECONDS, 2 * self.pause), LONGEST_PROBE_SECONDS)
+        self.pause = 0.0 if pays else longer
 
 
 class HitGate:
     """Takes or refuses L3 hits, and ends prefetches. It never raises on purpose and never waits.
 
-    ``machine``: None if not measured. ``backend``: the storage backend's name. ``min_gain``: a hit
-    is read if computing takes at least this many times as long; 0: always. ``clock``: seconds.
+    ``backend``: the storage backend's name. ``min_gain``: a hit is read if computing takes at least
+    this many times as long; 0: always.
     """
 
     def __init__(
-        self,
-        machine: Restore | None,
-        backend: str,
-        min_gain: float,
-        clock: Callable[[], float] = time.monotonic,
+        self, l3: L3Progress, prefetches: Prefetches, backend: str, min_gain: float
     ) -> None:
-        self.costs = Costs(machine)
-        # Prefetches that HiCache's threads still process on some rank, also without a waiting
-        # request; the same on every rank.
-        self.unfinished: set[Hashable] = set()
+        self.l3 = l3
+        self.estimates = l3.estimates
+        self.prefetches = prefetches
+        self.gpu = Gpu(l3.clock)
+        self.agreed_stalled = False  # when the ranks last agreed
         self._backend = backend
         self._min_gain = min_gain
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._asked: dict[str, Asked] = {}
-        self._refused: OrderedDict[str, None] = OrderedDict()
-        self.gpu = Gpu(clock)
-        self.l3 = L3Progress(self.costs, clock)
-        self._trials = (Trials(), Trials())  # of the page store, and of the shared tier
-        self.agreed_overdue = False  # when the ranks last agreed
+        self._probes = (_Probes(), _Probes())  # of the page store, and of the shared tier
         self._said: float | None = None
         self._shown: float | None = None
         self._show()
 
     def clear_metrics(self) -> None:
         """The backend is detached."""
-        for operation in self.costs.rates():
+        for operation in self.estimates.rates():
             metrics.RATES.set(operation, self._backend, value=0)
 
     # ---- the scheduler thread ----
 
-    def forget(self, request_id: str) -> None:
-        """A new request comes; a refused one may have had its id."""
-        with self._lock:
-            self._refused.pop(request_id, None)
-
     def may_ask(self, request_id: str, prefix: int, recomputing: Recomputing | None = None) -> bool:
         """Returns True if L3 is to be asked for tokens of a request behind ``prefix``: not while
-        all ranks agree that L3 is overdue, because no request would wait for the answer."""
-        if self.agreed_overdue:
-            return False
-        with self._lock:
-            self._asked[request_id] = Asked(prefix, recomputing)
-        return True
+        all ranks agree that L3 is stalled, because no request would wait for the answer."""
+        if not self.agreed_stalled:
+            self.prefetches.ask(request_id, prefix, recomputing)
+        return not self.agreed_stalled
 
-    def to_end(self, running: Sequence[Running]) -> list[bool]:
+    def to_end(self, running: Sequence[Prefetch]) -> list[bool]:
         """This rank's verdicts: for each prefetch True if it should end; last, True if L3 is
-        overdue. ``running`` are all prefetches, in the order in which they are read."""
-        now = self._clock()
+        stalled. ``running`` are all prefetches, in the order in which they are read."""
+        now = self.l3.clock()
         verdicts, earlier = [], 0.0
-        with self._lock:
-            kept = {one.request_id for one in running}
-            reading = self.l3.reading
-            if reading is not None:  # perhaps for a request that does not wait any more
-                kept.add(reading.request_id)
-            self._asked = {name: asked for name, asked in self._asked.items() if name in kept}
-            for one in running:
-                asked = self._asked.get(one.request_id)
-                if asked is not None:
-                    asked.arrived = one.arrived
-                    if one.reachable is not None:
-                        asked.reachable = one.reachable
-            overdue = self.l3.seems_overdue(now)
+        with self.prefetches.lock:
+            reading = self.l3.reading  # perhaps for a request that does not wait any more
+            self.prefetches.keep({*running, *([reading.prefetch] if reading else [])})
+            stalled = self.l3.seems_stalled(now)
             for place, one in enumerate(running):
-                asked = self._asked.get(one.request_id)
-                ends = False
-                if asked is not None and asked.rest is not None:
-                    ends = place < _JUDGED and self._ends(asked, asked.rest, one, earlier, now)
-                    earlier += self._until_there(asked.rest)
-                verdicts.append(overdue or ends)
-        return [*verdicts, overdue]
+                rest, ends = one.rest, False
+                if rest is not None:
+                    ends = place < _JUDGED and self._ends(one, rest, earlier, now)
+                    earlier += self._until_there(rest)
+                verdicts.append(stalled or ends)
+        return [*verdicts, stalled]
 
-    def agreed(self, ended: Sequence[str], overdue: bool) -> None:
+    def agreed(self, ended: Sequence[Prefetch], stalled: bool) -> None:
         """Apply the verdicts of all ranks together: the ended prefetches, and the state of L3."""
-        before, self.agreed_overdue = self.agreed_overdue, overdue
-        with self._lock:
-            for request_id in ended:
-                asked = self._asked.get(request_id)
-                if asked is not None:
-                    metrics.L3_TOKENS.count("ended", asked.left)
-                    asked.hit = None
-                self._refuse(request_id)
-        if overdue and not before:
-            metrics.PROBLEMS.count("l3_overdue")
+        before, self.agreed_stalled = self.agreed_stalled, stalled
+        for prefetch in ended:
+            metrics.L3_TOKENS.count("ended", prefetch.left)
+            self.prefetches.refuse(prefetch, State.ENDED)
+        if stalled and not before:
+            metrics.PROBLEMS.count("l3_stalled")
             logger.warning(
                 "hcache: L3 is not responding: prompts are computed instead until it does. "
                 "Check the disks of `dirs`"
             )
-        elif before and not overdue:
+        elif before and not stalled:
             logger.info("hcache: L3 responds again")
 
     def launched(self, tokens: int, prefix: float, loaded: int) -> int:
         """A batch with this work (see :meth:`prefilled`) is launched. Returns its number."""
-        computing = self.costs.prefill.seconds(tokens, prefix) or 0.0
-        return self.gpu.begins(computing + self.costs.loaded(loaded))
+        computing = self.estimates.prefill.seconds(tokens, prefix) or 0.0
+        return self.gpu.begins(computing + self.estimates.loaded(loaded))
 
     def prefilled(self, tokens: int, prefix: float, loaded: int, seconds: float) -> None:
         """A batch computed ``tokens``, on average behind ``prefix``, and waited for ``loaded`` of
         L3."""
-        costs = self.costs
+        estimates = self.estimates
         if not loaded:
-            costs.prefill.measured(tokens, prefix, seconds)
+            estimates.prefill.measured(tokens, prefix, seconds)
             self._show()
             return
-        computing = costs.prefill.seconds(tokens, prefix)
+        computing = estimates.prefill.seconds(tokens, prefix)
         if computing is not None:
-            costs.load.measured(loaded, 0, max(seconds - computing, 1e-6))
+            estimates.load.measured(loaded, 0, max(seconds - computing, 1e-6))
             self._show()
 
     # ---- the thread that asks L3 ----
 
-    def was_refused(self, request_id: str) -> bool:
-        """True if a hit of the request was refused, or its prefetch ended: that is final."""
-        with self._lock:
-            return request_id in self._refused
-
     def takes(
-        self, request_id: str, tokens: int, wanted: int, behind: int = 0, page: int = 1
+        self, prefetch: Prefetch, tokens: int, wanted: int, shared: int = 0, *, parts: bool = True
     ) -> int:
         """Number of tokens of a hit that this rank wants to read: all or none; or those in the page
-        store, if the shared tier is slower than computing; or a few, to measure a slow L3 again. L3
-        was asked for ``wanted`` tokens; ``behind`` of the hit, at its end, are in the shared tier.
-        Parts are multiples of ``page``; 0: a part is worth nothing."""
-        now = self._clock()
-        with self._lock:
-            asked = self._asked.setdefault(request_id, Asked(0))
-            hit = Hit(tokens, asked.prefix, wanted - tokens + 1, behind, asked.recomputing)
-            asked.hit = asked.tried = None
+        store, if the shared tier is slower than computing. L3 was asked for ``wanted`` tokens;
+        ``shared`` of the hit, at its end, are in the shared tier. False ``parts``: a part is worth
+        nothing."""
+        now = self.l3.clock()
+        with self.prefetches.lock:
+            self.prefetches.waiting.setdefault(prefetch.request_id, prefetch)
+            hit = Hit(tokens, prefetch.prefix, wanted - tokens + 1, shared, prefetch.recomputing)
+            prefetch.hit, prefetch.probed = None, None
             problem = self._too_slow(hit, now)
-            taken = tokens if problem is None else self._part_of(hit, page, asked, now)
+            taken = tokens if problem is None else self._part_of(hit, parts, prefetch, now)
             if taken:
-                asked.hit = hit.cut(taken)
+                prefetch.hit = hit.cut(taken)
             else:
-                self._refuse(request_id)
+                self.prefetches.refuse(prefetch, State.REFUSED)
         if taken < tokens:
             metrics.L3_TOKENS.count("slower", tokens - taken)
             if self._said is None or now - self._said > _SILENCE_SECONDS:
@@ -200,49 +193,53 @@ class HitGate:
 
     # ---- the thread that reads ----
 
-    def read_begins(self, request_id: str, wanted: int, step: int) -> None:
+    def read_begins(self, prefetch: Prefetch, wanted: int, step: int) -> None:
         """L3 is going to be read: ``wanted`` tokens, ``step`` at a time."""
-        with self._lock:
-            asked, behind = self._asked.get(request_id), 0
-            if asked is not None and asked.hit is not None:  # other ranks may have less of it
-                asked.hit = asked.hit.cut(wanted)
-                behind = asked.hit.behind
-            self.l3.begin(request_id, wanted, step, behind)
+        with self.prefetches.lock:
+            shared = 0
+            if prefetch.hit is not None:  # other ranks may have less of it
+                prefetch.hit = prefetch.hit.cut(wanted)
+                shared = prefetch.hit.shared
+            if not prefetch.refused:
+                prefetch.state = State.READING if prefetch.meeting is None else State.MEETING
+            self.l3.begin(prefetch, wanted, step, shared)
 
     def read_ends(self) -> None:
         """The read that was begun is over, in any way."""
         reading = self.l3.reading
         if reading is None:
             return
-        now = self._clock()
+        now = self.l3.clock()
         seconds = now - reading.start
-        far = min(reading.from_behind, reading.tokens)  # after a missing page nothing counts
+        far = min(reading.from_shared, reading.tokens)  # after a missing page nothing counts
         near = reading.tokens - far
-        wanted_far = max(reading.behind, far)
-        seconds_near = seconds - reading.seconds_behind
-        self._measured(self.costs.read, near, reading.wanted - wanted_far, seconds_near)
+        wanted_far = max(reading.shared, far)
+        seconds_near = seconds - reading.seconds_shared
+        self._measured(self.estimates.read, near, reading.wanted - wanted_far, seconds_near)
         if reading.gave_up and wanted_far:
-            self._gave_up(wanted_far, reading.seconds_behind)
+            self._gave_up(wanted_far, reading.seconds_shared)
         else:
-            self._measured(self.costs.behind, far, wanted_far, reading.seconds_behind)
-        trials = self._trials[reading.behind > 0]
-        trials.last_read = now
-        with self._lock:
+            self._measured(self.estimates.shared, far, wanted_far, reading.seconds_shared)
+        with self.prefetches.lock:
             self.l3.reading = None
-            asked = self._asked.get(reading.request_id)
-            if asked is None:
-                return
-            if asked.tried is None:
-                trials.not_one()
-            elif reading.gave_up or asked.hit is None:  # None: it was ended
-                trials.ended(pays=False)
-            elif 0 < reading.tokens == reading.wanted:
-                whole = seconds_like(asked.tried, reading, seconds, self.costs)
-                trials.ended(pays=self._pays(asked.tried, whole))
-            elif reading.whole == asked.tried.tokens and not reading.wanted:
-                # All of it was recomputed before the pages of a draft had come: these are read.
-                trials.ended(pays=self._pays(asked.tried._replace(recomputing=None), seconds))
-            # Otherwise its client is gone, or pages are: no evidence about the disk.
+            self._probe_ends(reading, seconds)
+            self._probes[reading.shared > 0].last_read = now
+            if not reading.prefetch.refused:
+                reading.prefetch.state = State.DONE
+
+    def _probe_ends(self, reading: Reading, seconds: float) -> None:
+        """What the end of a read says about its tier."""
+        probes, prefetch = self._probes[reading.shared > 0], reading.prefetch
+        probed = prefetch.probed
+        if probed is None:
+            if prefetch.hit is not None:  # it seemed worth it
+                probes.pause = PROBE_SECONDS
+        elif reading.gave_up or prefetch.refused:
+            probes.ended(pays=False)
+        elif reading.tokens == reading.wanted:
+            hit = probed.cut(reading.whole)._replace(recomputing=None)
+            probes.ended(pays=self._pays(hit, seconds))
+        # Otherwise its client is gone, or pages are: no evidence about the disk.
 
     def _measured(self, reads: Estimate, tokens: int, wanted: int, seconds: float) -> None:
         expected = reads.seconds(wanted)
@@ -255,34 +252,40 @@ class HitGate:
 
     def _gave_up(self, wanted: int, seconds: float) -> None:
         """The shared tier did not answer in time, so its real time is unknown."""
-        behind, computing = self.costs.behind, self.costs.prefill.seconds(wanted) or 0.0
-        expected = behind.seconds(wanted) or 0.0
-        behind.measured(wanted, 0, max(expected, 2 * computing, 2 * seconds, 1e-6))
+        shared, computing = self.estimates.shared, self.estimates.prefill.seconds(wanted) or 0.0
+        expected = shared.seconds(wanted) or 0.0
+        shared.measured(wanted, 0, max(expected, 2 * computing, 2 * seconds, 1e-6))
         self._show()
 
     # ---- estimates ----
 
     def _pays(self, hit: Hit, read: float) -> bool:
         """True if reading a hit in ``read`` seconds is worth it with nothing else under way."""
-        saved, taken = self.costs.saved(hit), hit.until_there(read) + self.costs.loaded(hit.tokens)
+        saved = self.estimates.saved(hit)
+        taken = hit.until_there(read) + self.estimates.loaded(hit.tokens)
         return saved is None or taken * self._min_gain <= saved
 
-    def _computing(self, saved: float, others: list[Asked], now: float) -> float:
-        """Seconds until work of ``saved`` seconds is computed, plus the delays of others."""
+    def _computing(self, saved: float, others: Sequence[Prefetch], now: float) -> float:
+        """Seconds until work of ``saved`` seconds is computed, plus the delays of the ``others``,
+        which are read one after the other."""
         computing = self.gpu.seconds_busy(now) + saved
-        until_there = partial(self._until_there, slowdown=self.l3.slowdown(now))
-        return computing + delays(others, computing, until_there)
+        slowdown, there, late = self.l3.slowdown(now), 0.0, 0.0
+        for rest in (other.rest for other in others):
+            if rest is not None:
+                there += self._until_there(rest, slowdown)
+                late += max(0.0, computing - there)
+        return computing + late
 
     def _too_slow(self, hit: Hit, now: float) -> str | None:
         """Reason why a hit is not to be read, or None. Under the lock."""
-        if self.l3.seems_overdue(now):
-            return "L3 is overdue"
-        saved, others = self.costs.saved(hit), list(self._asked.values())
+        if self.l3.seems_stalled(now):
+            return "L3 is stalled"
+        saved = self.estimates.saved(hit)
         if saved is None:
             return None
-        computing = self._computing(saved, others, now)
+        computing = self._computing(saved, [*self.prefetches.waiting.values()], now)
         read = self._until_read(hit, now)
-        taken = max(self.gpu.seconds_busy(now), read) + self.costs.loaded(hit.tokens)
+        taken = max(self.gpu.seconds_busy(now), read) + self.estimates.loaded(hit.tokens)
         if taken * self._min_gain <= computing:
             return None
         return (
@@ -295,74 +298,70 @@ class HitGate:
         if self.gpu.wanted:
             return 0.0
         slowdown = self.l3.slowdown(now)
-        queued = [asked.rest for asked in self._asked.values() if asked.rest is not None]
+        queued = [rest for one in self.prefetches.waiting.values() if (rest := one.rest)]
         earlier = sum(self._until_there(rest, slowdown) for rest in queued)
-        read = slowdown * self.costs.least_reading(hit.tokens, hit.behind)
-        return earlier + hit.until_there(read)
+        return earlier + hit.until_there(slowdown * self.estimates.least_reading(hit))
 
     def _until_there(self, rest: Hit, slowdown: float = 1.0) -> float:
         """Seconds until the rest of a hit is there, with L3 and slices at work."""
-        read = slowdown * self.costs.least_reading(rest.tokens, rest.behind)
-        return rest.until_there(read, begun=True)
+        return rest.until_there(slowdown * self.estimates.least_reading(rest), begun=True)
 
-    def _ends(self, asked: Asked, rest: Hit, one: Running, earlier: float, now: float) -> bool:
+    def _ends(self, prefetch: Prefetch, rest: Hit, earlier: float, now: float) -> bool:
         """True if a prefetch should end; its ``rest`` begins in ``earlier`` seconds."""
-        if asked.hit is None or self.gpu.wanted or (one.whole and asked.tried is None):
-            return False  # without worth in parts it is read to its end, unless it is a trial
-        kept = 0 if one.whole else asked.arrived - one.lost
-        saved = self.costs.saved(asked.hit.without(kept))
+        hit, probed = prefetch.hit, prefetch.probed
+        if hit is None or self.gpu.wanted or (prefetch.whole and probed is None):
+            return False  # without worth in parts it is read to its end, unless it is a probe
+        saved = self.estimates.saved(
+            hit.without(0 if prefetch.whole else prefetch.arrived - prefetch.lost)
+        )
         if saved is None:
             return False
         reading, elapsed, going_on, in_time = self.l3.reading, 0.0, 0.0, None
-        if reading is not None and reading.request_id == one.request_id:
-            elapsed, in_time, earlier = now - reading.start, self.l3.left_in_time(now), 0.0
-            going_on = elapsed * rest.tokens / (asked.arrived + one.step)  # at the pace so far
-        if asked.tried is not None:
-            rest = rest._replace(recomputing=None)  # L3 alone is tried
-            if elapsed < TRIAL_SHARE * (self.costs.saved(asked.tried) or 0.0):
+        if reading is not None and reading.prefetch is prefetch:
+            in_time, earlier = self.l3.left_in_time(now), 0.0
+            since, before = (reading.tier, reading.before) if probed else (reading.start, 0)
+            elapsed, here = now - since, max(0, prefetch.arrived - before) + prefetch.step
+            going_on = elapsed * rest.tokens / here  # at the pace so far
+        if probed is not None:
+            rest = rest._replace(recomputing=None)  # L3 alone is probed
+            if elapsed < PROBE_SHARE * (self.estimates.saved(probed) or 0.0):
                 return False
         elif in_time is not None and rest.recomputing is not None:
-            going_on = self.l3.seconds_to_read(rest.tokens, rest.behind)
+            going_on = self.l3.seconds_to_read(rest.tokens, rest.shared)
         elif in_time is not None:
             going_on = in_time
         else:
-            going_on = max(going_on, self.costs.least_reading(rest.tokens, rest.behind))
+            going_on = max(going_on, self.estimates.least_reading(rest))
         going_on = earlier + rest.until_there(going_on, begun=True)
-        others = [other for other in self._asked.values() if other is not asked]
+        others = [one for one in self.prefetches.waiting.values() if one is not prefetch]
         computing = self._computing(saved, others, now)
-        margin = 1.0 if one.whole else _ENDING_MARGIN
+        margin = 1.0 if prefetch.whole else _ENDING_MARGIN
         return going_on * self._min_gain > margin * computing
 
-    def _part_of(self, hit: Hit, page: int, asked: Asked, now: float) -> int:
+    def _part_of(self, hit: Hit, parts: bool, prefetch: Prefetch, now: float) -> int:
         """Number of tokens to read of a hit that as a whole is too slow. Under the lock."""
-        near, kept = hit.cut(hit.tokens - hit.behind) if page else hit, 0
+        near, kept = hit.cut(hit.tokens - hit.shared) if parts else hit, 0
         if 0 < near.tokens < hit.tokens and self._too_slow(near, now) is None:
             kept = near.tokens
-        tried = hit if kept or not near.tokens else near
-        if not self._is_trial_due(tried, now):
+        probed = hit if kept or not near.tokens else near
+        if not self._is_probe_due(probed, now):
             return kept
-        asked.tried = tried
-        return kept + self._trials[tried.behind > 0].part(tried, kept, page, self.costs)
+        prefetch.probed = probed
+        return probed.tokens
 
-    def _is_trial_due(self, hit: Hit, now: float) -> bool:
+    def _is_probe_due(self, hit: Hit, now: float) -> bool:
         if not self._pays(hit, 0.0):
             return False  # however fast L3 is
-        busy = self.l3.reading is not None or any(asked.left for asked in self._asked.values())
-        if busy or self.l3.seems_overdue(now):
+        waiting = self.prefetches.waiting.values()
+        busy = self.l3.reading is not None or any(one.left for one in waiting)
+        if busy or self.l3.seems_stalled(now):
             return False
-        return self._trials[hit.behind > 0].replaces(now)
-
-    # ---- records ----
-
-    def _refuse(self, request_id: str) -> None:
-        self._refused[request_id] = None
-        if len(self._refused) > _REMEMBERED:
-            self._refused.popitem(last=False)
+        return self._probes[hit.shared > 0].due(now)
 
     def _show(self) -> None:
-        now = self._clock()
+        now = self.l3.clock()
         if self._shown is not None and now - self._shown < _SHOWN_SECONDS:
             return
         self._shown = now
-        for operation, rate in self.costs.rates().items():
+        for operation, rate in self.estimates.rates().items():
             metrics.RATES.set(operation, self._backend, value=rate)

@@ -16,6 +16,31 @@ from typing import NamedTuple
 
 import torch
 
+TOLERANCE = {
+    torch.float32: 1e-4,
+    torch.float16: 1e-2,
+    torch.bfloat16: 2e-2,
+    torch.float8_e4m3fn: 8e-2,
+    torch.float8_e5m2: 1.6e-1,
+}
+"""Largest relative difference (root mean square over one head) that rounding can explain.
+
+Both sides round by about half a unit in the last place; a factor of five or more is left. A wrong
+projection (another RoPE, a missing norm) is off by a tenth or more.
+"""
+
+CODEC_TOLERANCE = {"none": 0.0, "exp4": 0.0, "int8": 2e-2, "fp8": 6e-2}
+"""Added by a codec: twice the largest difference seen in random models of nine architectures (int8
+0.8%, fp8 2.8%; ``bench/codecs.py``). The same for encoded K and V. int8 loses more if rows, or K
+and V, have large outliers, and is refused to such models."""
+
+
+def tolerance(dtype: torch.dtype, codec: str = "none") -> float:
+    """The bound for K and V kept as ``dtype``, from hidden states kept by ``codec``. Raises
+    KeyError if the type or the codec was not measured."""
+    return TOLERANCE[dtype] + CODEC_TOLERANCE[codec]
+
+
 _LARGEST = 32  # largest difference, over the root mean square of all
 
 

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 import torch
 
 from hcache_backend.projection.attention import AttentionLayer
-from hcache_backend.projection.check import tolerance
 from hcache_backend.projection.exactness import (
     Bound,
     KVExactness,
     kv_exactness,
     relative_difference,
     together,
+    tolerance,
     worst,
 )
 from hcache_backend.projection.generic import ProjectionBatch, project_with_module

@@ -1,10 +1,8 @@
-"""SGLang as this process runs it: version, arguments, and inputs of K and V besides the weights."""
+"""SGLang's arguments as this process runs it, and inputs of K and V besides the weights."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -13,31 +11,10 @@ from hcache_backend.config import ConfigError
 from hcache_backend.fingerprint import digest_tensors, fingerprint, namespace
 from hcache_backend.format.units import SHARE_COUNTS
 
-OLDEST = (0, 5, 21)
-NEWEST = (0, 5, 23)
+# inputs of a request (SGLang's ``Req``) besides its token ids
+NOT_IN_TOKEN_IDS = ("input_embeds", "positional_embed_overrides", "multimodal_inputs", "lora_id")
 
-
-def sglang_version() -> str:
-    """The installed version, or ``unknown`` if SGLang has no metadata."""
-    try:
-        return version("sglang")
-    except PackageNotFoundError:
-        return "unknown"
-
-
-def numbers_of(text: str) -> tuple[int, ...]:
-    """The numbers of a version such as ``0.5.21.post1``; empty if it has not three."""
-    match = re.match(r"(\d+)\.(\d+)\.(\d+)", text)
-    return tuple(map(int, match.groups())) if match is not None else ()
-
-
-def unsupported_reason(text: str | None = None) -> str | None:
-    """Reason why the SGLang ``text`` (default: the installed one) is not supported, or None."""
-    text = sglang_version() if text is None else text
-    if OLDEST <= numbers_of(text) <= NEWEST:
-        return None
-    oldest, newest = (".".join(map(str, bound)) for bound in (OLDEST, NEWEST))
-    return f"SGLang {text} is not one of the supported versions {oldest} to {newest}"
+NO_REQUEST = 0  # the row of no request in SGLang's table: graphs pad batches with it
 
 
 def resolved(server_args: Any) -> Any:
@@ -174,3 +151,9 @@ def _adapter_tensors(adapter: Any) -> Iterator[tuple[str, torch.Tensor]]:
     for kind in ("embedding_layers", "added_tokens_embeddings"):
         for name, weight in getattr(adapter, kind, {}).items():
             yield f"{kind}.{name}", weight
+
+
+def is_plain(req: Any) -> bool:
+    """True if the token ids of a request are all of its input."""
+    # An attribute that SGLang has renamed counts as set.
+    return all(getattr(req, name, name) is None for name in NOT_IN_TOKEN_IDS)

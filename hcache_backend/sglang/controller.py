@@ -1,22 +1,14 @@
 """HiCache's controller over own pages: backup, load and storage transfers. Loads become restores.
 
 - A page of L3 is a hit only if its header proves that it is the wanted one, from any backend.
-- If layers are captured, a node is backed up only when all of its rows are valid, by exchanging
-  table entries of the arena.
-- The slots of a node are in device memory, and HiCache wants its answer at once. If no row of any
-  token in the KV pool was lost, a node gets host pages before the CPU knows its slots, and the
-  exchange follows a few passes later. Otherwise the scheduler thread waits for the slots, behind
-  the beginning of the last pass.
-- If a plug-in chooses the layout of each node, its backup waits for that.
+- Backups are in ``host/node_backups.py``, loads in ``host/loads.py``.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -28,41 +20,28 @@ from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCach
 
 from hcache_backend import metrics, streams
 from hcache_backend.arena import NOT_SETTLED, Ids
-from hcache_backend.capture.ledger import Ledger, Read
 from hcache_backend.capture.staging import StagedCapture
 from hcache_backend.config import ConfigError
-from hcache_backend.format.envelope import key_bytes
-from hcache_backend.format.page import Bytes, Ints, PageLayout
 from hcache_backend.host.loads import LoadQueue, Prefix, QueuedLoad, TokenIds
+from hcache_backend.host.node_backups import NodeBackups
 from hcache_backend.host.page_layout import NodeLayouts
-from hcache_backend.prefetch.costs import Recomputing
+from hcache_backend.host.page_proofs import PageProofs
 from hcache_backend.prefetch.eager import batch_pages
 from hcache_backend.prefetch.eager_loads import EagerLoads, token_array
-from hcache_backend.prefetch.meeting import Meeting, meeting_of
+from hcache_backend.prefetch.prefetch import Meeting, Recomputing
 from hcache_backend.ranks import smallest
-from hcache_backend.sglang.hits import note_arrival, note_waiting
-from hcache_backend.sglang.hooks import READS, guarded
+from hcache_backend.sglang.hook_registry import guarded
 from hcache_backend.sglang.host_pool import OwnPagesPool
 from hcache_backend.sglang.read_batches import BackAck, BatchedReads
 from hcache_backend.sglang.runtime import Runtime, current
 from hcache_backend.sglang.stage_pages import StagePages
+from hcache_backend.sglang.storage_threads import READ, note_arrival, note_waiting
 from hcache_backend.turn import Checks, Turn
 
 logger = logging.getLogger("hcache")
 
 
-# the next forward pass copies a node's slots to the CPU; they are known when one more began
-_PASSES = 2
-
 _STAGED_PASSES = 16  # at least as many as are under way between pipeline stages
-
-
-@dataclass(eq=False)
-class _Backup:
-    slots: Read = field(default_factory=Read)  # of its tokens, int64 [n], if layers are captured
-    valid: int = True  # all rows are there, as far as is known
-    due: int = 0  # number of begun forward passes at which that, and the slots, are known
-    host_pages: Ids = field(default_factory=lambda: np.empty(0, np.int64))  # int64 [n / page_size]
 
 
 class OwnPagesController(HybridCacheController):
@@ -95,16 +74,24 @@ class OwnPagesController(HybridCacheController):
         self._capture = capture
         self._checks = checks
         self._pairs = pairs
+        self._proofs = PageProofs(
+            runtime,
+            pool.arena,
+            pool.page_layout,
+            captured=capture is not None,
+            positions=int(runtime.runner.model_config.context_len),
+        )
         self._tree: Any = None
         self._writing = False
-        self._backups: deque[_Backup] = deque()  # as write_queue
-        self._passes = 0  # of the last turn
+        self._backups = NodeBackups(
+            pool, capture, pairs, self._agreed, self._ended, alone=stages.alone
+        )
         if capture is not None and not stages.alone:
             capture.ledger.without_results = _STAGED_PASSES
         pool.frees_duplicates = lambda: self.write_policy == "write_back"
         self._batches: BatchedReads | None = None
         if eager is not None:
-            self._batches = BatchedReads(self.page_size, self._report, partial(note_waiting, self))
+            self._batches = BatchedReads(self.page_size, self._report, note_waiting)
         self._prefix: Prefix = _unknown
         self._token_ids: TokenIds = _unknown
         self._never_loaded = False  # True: host pages that no load can use are to be evicted
@@ -156,12 +143,8 @@ class OwnPagesController(HybridCacheController):
         """Act on the values that the ranks have agreed on."""
         if self.eager is not None:
             self.eager.end_turn()
-        if self._capture is not None:
-            ledger = self._capture.ledger
-            if ledger.passes == self._passes and self._backups:
-                # No pass was launched since the last turn: nothing is late because of a wait.
-                self._finish_when_idle(ledger)
-            self._passes = ledger.passes
+        if self._backups.settle_when_idle():
+            self.start_writing()
         if self._pairs is not None and self._pairs.answered():
             self.start_writing()
         if self._checks is not None:
@@ -190,7 +173,10 @@ class OwnPagesController(HybridCacheController):
         """Back up a node, or return None on every rank if one of its rows is not valid. Pipeline
         stages cannot agree, so they back it up in any case."""
         self._stages.talk()
-        backup = self._begun(device_indices)
+        weights = self._runtime.weights
+        flushed = weights is not None and weights.suspended is None
+        at_once = self.write_policy == "write_back"  # HiCache waits on the spot
+        backup = self._backups.begin(device_indices, may_wait=flushed and not at_once)
         if backup is None:
             return None
         self._writing = True
@@ -200,55 +186,23 @@ class OwnPagesController(HybridCacheController):
             self._writing = False
         if host_indices is None:
             return None
-        backup.host_pages = self._pool.page_ids(host_indices)
-        self._pool.arena.wait_for(backup.host_pages)
-        self._backups.append(backup)
+        tree = None if at_once else self._tree
+        self._backups.add(
+            backup, self._pool.page_ids(host_indices), tree, self.write_queue[-1].node_ids
+        )
         if kwargs.get("flush", True):
             self.start_writing()
         return host_indices
-
-    def _begun(self, device_indices: torch.Tensor) -> _Backup | None:
-        """A backup of tokens in these slots (int64 ``[n]``, on the device), or None."""
-        problem, tokens = self._ended(), len(device_indices)
-        if self._capture is None:
-            if problem is None:
-                return _Backup()
-            self._not_backed_up(problem, tokens)
-            return None
-        ledger = self._capture.ledger
-        backup = _Backup(due=ledger.passes + _PASSES)
-        backup.valid, can_wait = self._agreed(problem is None, self._can_wait())
-        if backup.valid:
-            backup.slots = ledger.read(device_indices)
-            if not can_wait:
-                metrics.TOKENS.count("waited_for_rows", tokens)
-                ledger.settle()
-                problem, backup.due = self._problem(backup.slots), 0
-                (backup.valid,) = self._agreed(problem is None)
-        if not backup.valid:
-            self._not_backed_up(problem or "another rank", tokens)
-            if self._stages.alone:
-                return None
-            backup.due = 0  # nothing is waited for: another stage may have launched its own
-        return backup
 
     def start_writing(self) -> None:
         """Launch the backups that are ready."""
         if self._writing:
             return  # not within ``write``: K and V must go to the pages of an exchange
-        if self._capture is not None:
-            self._capture.ledger.settle(wait=False)
-        if self._pairs is not None:
-            # Only now does the tree know the nodes. HiCache waits for a write-back on the spot.
-            tree = self._tree if self.write_policy != "write_back" else None
-            for operation in self.write_queue[self._pairs.asked :]:
-                self._pairs.ask(tree, operation.node_ids)
-        due = 0
-        while self._backups and (layout := self._ready(self._backups[0])) is not None:
-            self._launch(self._backups.popleft(), layout)
-            due += 1
-        later = self.write_queue[due:]
-        del self.write_queue[due:]
+        launched = self._backups.launch()
+        for host_pages in launched:
+            self._stages.backed_up(host_pages)
+        later = self.write_queue[len(launched) :]
+        del self.write_queue[len(launched) :]
         if self.write_queue:
             # HiCache backs a page up as soon as the step that fills its last slot is launched, and
             # waits only for what SGLang's read barrier lets through: with decode graphs that is
@@ -256,49 +210,6 @@ class OwnPagesController(HybridCacheController):
             self.after_forwards(streams.of(self.l2_transfer_engine.device_to_host_stream))
         super().start_writing()
         self.write_queue.extend(later)
-
-    def _finish_when_idle(self, ledger: Ledger) -> None:
-        ledger.settle()
-        for backup in self._backups:
-            backup.due = 0
-        self.start_writing()
-
-    def _ready(self, backup: _Backup) -> PageLayout | None:
-        """The layout of the pages of the first backup; None if it has to wait."""
-        if self._pairs is not None:
-            return self._pairs.next()
-        passes = 0 if self._capture is None else self._capture.ledger.passes
-        return self._pool.page_layout if backup.due <= passes else None
-
-    def _launch(self, backup: _Backup, layout: PageLayout) -> None:
-        """Let HiCache copy a backup. From now on its host pages belong to its tokens."""
-        arena, tokens = self._pool.arena, len(backup.host_pages) * self.page_size
-        self._stages.backed_up(backup.host_pages)
-        if self._capture is None:
-            self._pool.divide(backup.host_pages, layout)
-            metrics.TOKENS.count("backed_up", tokens)
-            return
-        slots = backup.slots
-        if backup.valid and slots.values is None:
-            self._capture.ledger.settle()  # the pass that should have copied them could not
-        problem = self._problem(slots)
-        if backup.valid and problem is not None:
-            self._not_backed_up(problem, tokens)
-        if not backup.valid or problem is not None or slots.values is None:
-            arena.spoil(backup.host_pages)
-            return
-        metrics.TOKENS.count("backed_up", tokens)
-        self._capture.back_up(slots.values, backup.host_pages)
-
-    def _can_wait(self) -> bool:
-        """True if a node may get host pages before its rows are known to be valid. False if HiCache
-        needs a backup at once, between pipeline stages, whose passes begin at different times, and
-        while tokens of other weights, whose rows are void, may be cached."""
-        assert self._capture is not None
-        weights = self._runtime.weights
-        flushed = weights is not None and weights.suspended is None
-        fine = flushed and self._capture.ledger.none_lost
-        return fine and self._stages.alone and self.write_policy != "write_back"
 
     def _ended(self) -> str | None:
         """Reason why nothing is backed up any more, or None."""
@@ -308,14 +219,6 @@ class OwnPagesController(HybridCacheController):
         if self._runtime.distrust is not None:
             return "self-check failed"
         return "capture broke" if self._capture.ledger.broken is not None else None
-
-    def _problem(self, slots: Read) -> str | None:
-        """Reason why a node in ``slots`` cannot be backed up, or None."""
-        assert self._capture is not None
-        ended = self._ended()
-        if ended is not None or slots.values is None:
-            return ended or "capture broke"
-        return self._pool.arena.problem(slots.values)
 
     def _agreed(self, *fine: int) -> list[int]:
         """Smallest values over all ranks; at most 0 if a rank lost its trust: then this one does,
@@ -337,10 +240,6 @@ class OwnPagesController(HybridCacheController):
         stream.wait(streams.current_stream(self.device).record())
         if self.load_fence_stream is not None:  # the forward passes' own, once SGLang is set up
             stream.wait(streams.of(self.load_fence_stream).record())
-
-    def _not_backed_up(self, problem: str, tokens: int) -> None:
-        metrics.TOKENS.count(f"not_backed_up_{problem.replace(' ', '_')}", tokens)
-        logger.debug("hcache: %d tokens not backed up: %s", tokens, problem)
 
     # ---- host -> device ----
 
@@ -375,7 +274,7 @@ class OwnPagesController(HybridCacheController):
         self._stages.talk()
         if (own == NOT_SETTLED).any():
             problem = "unsettled"
-        elif not self._may_project(host_pages):
+        elif not self._proofs.may_project(self._unprepared(host_pages)):
             problem = "stale_host_page"
         elif not self._stages.have(host_pages):
             problem = "another_stage"
@@ -412,17 +311,9 @@ class OwnPagesController(HybridCacheController):
             depths[self.eager.prepared(host_pages)] = 0
         return depths
 
-    def _may_project(self, host_pages: Ids) -> bool:
-        """True if all captured pages are of the present weights, and have positions of RoPE."""
-        if self._capture is None or self._runtime.distrust is not None:
-            return self._capture is None
-        if self.eager is not None:
-            host_pages = host_pages[~self.eager.prepared(host_pages)]
-        namespaces, layout = self._runtime.page_namespaces(), self._pool.page_layout
-        return all(
-            layout.namespace_of(page) in namespaces and self._has_known_positions(page)
-            for page in self._pool.arena.pages(host_pages, header=True)
-        )
+    def _unprepared(self, host_pages: Ids) -> Ids:
+        prepared = None if self.eager is None else self.eager.prepared(host_pages)
+        return host_pages if prepared is None else host_pages[~prepared]
 
     def _queued(self, load: QueuedLoad, device_indices: torch.Tensor) -> None:
         if self._capture is not None:
@@ -448,56 +339,13 @@ class OwnPagesController(HybridCacheController):
         return super()._page_backup(operation)
 
     def _seal(self, operation: Any) -> int:
-        """Seal the first pages of a node, up to one that must not be stored; returns how many."""
-        arena, layout, size = self._pool.arena, self._pool.page_layout, self.page_size
-        host_pages = self._pool.page_ids(operation.host_indices)
-        arena.host_access(arena.physical(host_pages), write=True, header=True)
-        tokens, before = token_array(operation.token_ids), operation.prefix_keys
-        first = None if before is None else len(before) * size
-        pages = zip(operation.hash_value, arena.pages(host_pages), strict=False)
-        for i, (key, page) in enumerate(pages):
-            own = tokens[i * size : (i + 1) * size]
-            at = None if first is None else first + i * size
-            problem: str | None = "page_with_lost_layers"
-            if arena.depth(host_pages[i : i + 1])[0] <= 0:
-                problem = self._finish_header(page, own, at)
-            if problem is not None:
-                metrics.PROBLEMS.count(problem)
-                if "other" in problem:
-                    logger.warning("hcache: %s: not stored", problem.replace("_", " "))
-                return i
-            layout.seal(page, key_bytes(key))
-        return len(host_pages)
-
-    def _finish_header(self, page: Bytes, token_ids: Ints, position: int | None) -> str | None:
-        """Complete the header of a page (uint8 ``[page_bytes]``) except its seal. Returns the
-        reason why the page must not be stored, or None. ``token_ids``: as in the radix tree, int32
-        ``[page_size]``. ``position``: of the first token in its sequence."""
-        if self._capture is not None:  # it was written when the page's rows were proven
-            return self._header_problem(page, token_ids)
-        layout, weights = self._pool.page_layout.of(page), self._runtime.weights
-        if layout is None:
-            return "page_of_another_form"
-        if weights is None or weights.suspended is not None:
-            return "page_of_other_weights"
-        if position is None:
-            return "page_without_position"
-        layout.begin(page, self._runtime.page_namespace(weights), self._runtime.writer)
-        layout.positions(page)[:] = np.arange(position, position + self.page_size)
-        layout.token_ids(page)[:] = token_ids
-        return None
-
-    def _header_problem(self, page: Bytes, token_ids: Ints) -> str | None:
-        layout = self._pool.page_layout
-        if self._runtime.distrust is not None:
-            return "page_of_distrust"
-        if not layout.is_stamped(page):
-            return "page_with_lost_rows"
-        if layout.namespace_of(page) != self._runtime.page_namespace():
-            return "host_page_of_other_namespace"
-        if not np.array_equal(layout.token_ids(page), token_ids):
-            return "host_page_of_other_tokens"
-        return None
+        before = operation.prefix_keys
+        return self._proofs.seal(
+            self._pool.page_ids(operation.host_indices),
+            operation.hash_value,
+            token_array(operation.token_ids),
+            None if before is None else len(before) * self.page_size,
+        )
 
     # ---- storage -> host ----
 
@@ -512,7 +360,7 @@ class OwnPagesController(HybridCacheController):
         operation = super().prefetch(*args, **kwargs)
         # Before the scheduler hears of the hit: nothing is read earlier.
         if self.recomputing is not None:
-            operation.hcache_meeting = Meeting()
+            self._runtime.prefetches.of(operation).meeting = Meeting()
         return operation
 
     @property
@@ -529,13 +377,13 @@ class OwnPagesController(HybridCacheController):
         transfer = partial(super()._page_transfer, operation)
         if self._batches is None or self.page_get_func != self._page_get_zero_copy:
             return transfer()
-        if meeting_of(operation) is not None:
-            return guarded(READS)(OwnPagesController.transfer_from_back, self, operation)
+        if self._runtime.prefetches.of(operation).meeting is not None:
+            return guarded(READ)(OwnPagesController.transfer_from_back, self, operation)
         return self._batches.transfer(operation, transfer)
 
     def transfer_from_back(self, operation: Any) -> None:
         """Read a prefetch from its last page to the front that is recomputed."""
-        meeting = meeting_of(operation)
+        meeting = self._runtime.prefetches.of(operation).meeting
         assert meeting is not None and self._batches is not None and self.eager is not None
         self._read_drafts(operation)
         self._batches.transfer_from_back(self._read_pages, operation, meeting, self.eager.until_met)
@@ -611,36 +459,11 @@ class OwnPagesController(HybridCacheController):
         self, operation: Any, hash_values: Sequence[str], host_pages: Ids, got: int
     ) -> int:
         """Number of the first ``got`` pages that are those the radix tree asked for."""
-        namespace, layout = self._runtime.page_namespace(), self._pool.page_layout
-        size = self.page_size
-        tokens = token_array(operation.token_ids)
         # With buffer_only, `hash_value` loses pages that the device has got meanwhile.
         first = operation.all_hash_values.index(hash_values[0]) if hash_values else 0
-        segments = not self._storage_verifies()
-        for i, page in enumerate(self._pool.arena.pages(host_pages[:got])):
-            key, start = hash_values[i], (first + i) * size
-            wanted = tokens[start : start + size]
-            problem = layout.problem(page, namespace, key_bytes(key), wanted, segments=segments)
-            if problem is None and not self._has_known_positions(page):
-                problem = "positions"
-            if problem is not None:
-                why = problem.replace(" ", "_")
-                metrics.PROBLEMS.count(f"page_{why}")
-                metrics.L3_TOKENS.count(f"refused_{why}", (got - i) * size)
-                logger.warning(
-                    "hcache: page %s from L3 is not the requested one (%s): counted as a miss",
-                    key[:12],
-                    problem,
-                )
-                return i
-        return got
-
-    def _has_known_positions(self, page: Bytes) -> bool:
-        """True if RoPE tables have the positions of ``page`` (uint8 ``[page_bytes]``). Kernels look
-        them up there, and cannot check them without stalling the GPU."""
-        positions = self._pool.page_layout.positions(page)
-        limit = int(self._runtime.runner.model_config.context_len)
-        return bool(0 <= positions.min() <= positions.max() < limit)
+        tokens = token_array(operation.token_ids)[first * self.page_size :]
+        verified = self._storage_verifies()
+        return self._proofs.proven(host_pages[:got], hash_values, tokens, verified=verified)
 
 
 def _unknown() -> None:

@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import signal
+import socket
 import threading
+import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+
+from hcache_backend.config import ConfigError
+
+logger = logging.getLogger("hcache")
+
+_Result = TypeVar("_Result")
+
+_STOP_SECONDS = 10.0  # SGLang kills its ranks at once; if not, they end by themselves
 
 
 def attention_ranks() -> Any:
@@ -36,6 +50,35 @@ def said_by_all_ranks(own: Any) -> list[Any]:
         if group.world_size > 1:
             said = [item for part in group.all_gather_object(said) for item in part]
     return said
+
+
+def or_stop(work: Callable[[], _Result]) -> _Result:
+    """The result of ``work`` on this rank; stops the server if a rank found a wrong option.
+
+    All ranks of a data-parallel group call it at one point. A ConfigError on one raises SystemExit
+    on all, with one log line: to an exception SGLang adds tracebacks that hide the message.
+    """
+    own = dist.get_rank() if dist.is_initialized() else 0
+    launcher = socket.gethostname(), os.getppid()
+    problem: str | None = None
+    try:
+        result = work()
+    except ConfigError as error:
+        problem = str(error)
+    said = said_by_all_ranks((own, launcher, problem))
+    found = [rank for rank, _, what in said if what is not None]
+    if not found:
+        return result
+    if found[0] == own:
+        logger.error("%s", problem)
+    said_by_all_ranks(None)  # the first signal ends all ranks, so it comes after that line
+    if own == next(rank for rank, other, _ in said if other == launcher):
+        # SGLang's schedulers send this signal when they fail. A second one would add a traceback
+        # while the handler logs the first.
+        os.kill(os.getppid(), signal.SIGQUIT)
+    else:
+        time.sleep(_STOP_SECONDS)  # a launcher that sees a rank end logs that instead
+    raise SystemExit(1)
 
 
 class PipelineStages:

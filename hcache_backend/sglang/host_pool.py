@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import logging
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -21,6 +20,7 @@ from hcache_backend.format.page import PageLayout
 from hcache_backend.host.loads import LoadQueue
 from hcache_backend.host.segments import KVSegments
 from hcache_backend.restore.report import RunningRestore
+from hcache_backend.sglang.compat import known_arguments
 from hcache_backend.streams import (
     Event,
     StreamFailed,
@@ -105,10 +105,8 @@ class OwnPagesPool(HostKVCache):
             "start_layer": device_pool.start_layer,
             "end_layer": device_pool.end_layer,
         }
-        # Up to 0.5.21 the base class asks the device pool; from 0.5.22 on these are arguments.
-        asked = inspect.signature(HostKVCache.__init__).parameters
         super().__init__(
-            **{name: value for name, value in geometry.items() if name in asked},
+            **known_arguments(HostKVCache.__init__, geometry),
             # The base class makes pages of tokens of a ratio, rounds down and adds one page.
             host_to_device_ratio=(pages.host - 0.5) * page_size / device_pool.size,
             host_size=0,

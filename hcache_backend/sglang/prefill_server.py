@@ -6,10 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hcache_backend import metrics
-from hcache_backend.sglang.arguments import numbers_of, sglang_version
-
-# from this version on Mooncake's transfer waits for the running forward pass
-_TRANSFERS_WAIT = (0, 5, 22)
+from hcache_backend.sglang.compat import is_first
 
 
 def before_sending_prefix(
@@ -25,7 +22,7 @@ def before_sending_prefix(
     early = False
     with metrics.harmless("early_send", "a prefix is sent with the rest of its prompt"):
         loading = bool(scheduler.tree_cache.cache_controller.ack_load_queue)
-        computing = scheduler.enable_overlap and numbers_of(sglang_version()) < _TRANSFERS_WAIT
+        computing = scheduler.enable_overlap and is_first()
         early = not (loading or computing)
         if not early and req.early_send_prefix_end is None:
             req.early_send_prefix_end = 0  # the staging buffer wants one answer for all chunks

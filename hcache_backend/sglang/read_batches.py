@@ -19,7 +19,7 @@ from sglang.srt.managers.cache_controller import STORAGE_BATCH_SIZE, PrefetchAck
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageExtraInfo
 
 from hcache_backend.prefetch.eager import batch_pages
-from hcache_backend.prefetch.meeting import Meeting, meeting_of
+from hcache_backend.prefetch.prefetch import Meeting, Prefetches
 
 _LOOKING_SECONDS = 1e-3  # between two looks at the progress of the front
 _LEAST_SECONDS = 0.01  # of a read, about, because each one has a fixed cost of milliseconds
@@ -40,12 +40,17 @@ class BackAck(PrefetchAck):
         self.start, self.end = -int(pages[0]), int(pages[1])
 
 
-def hear(reports: Iterable[PrefetchAck], running: Collection[Any], page_size: int) -> None:
+def hear(
+    reports: Iterable[PrefetchAck],
+    running: Collection[Any],
+    prefetches: Prefetches,
+    page_size: int,
+) -> None:
     """Apply ``reports``, the same on every rank, before the scheduler hears of them. HiCache has
     dealt with prefetches that do not run any more, by the pages that counted then."""
     for report in reports:
         operation = report.operation
-        meeting = meeting_of(operation)
+        meeting = prefetches.of(operation).meeting
         if isinstance(report, BackAck) and meeting is not None and operation in running:
             meeting.arrived(report.start, report.end)
             operation.completed_tokens = meeting.pages * page_size

@@ -12,10 +12,8 @@ from sglang.srt.model_executor.forward_context import ForwardContext, forward_co
 
 from hcache_backend.projection.paged_pool import PagedPool
 from hcache_backend.restore.recompute import Forward, RecomputePass, Recomputer
-from hcache_backend.sglang.arguments import resolved
+from hcache_backend.sglang.arguments import NO_REQUEST, resolved
 from hcache_backend.streams import Stream, current_stream, of, to_device
-
-NO_REQUEST = 0  # SGLang's row of no request: graphs pad batches with it
 
 
 class RecomputeBatch(ForwardBatch):

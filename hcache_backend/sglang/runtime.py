@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import threading
 import time
@@ -29,6 +28,8 @@ from hcache_backend.plan.profile import Profile
 from hcache_backend.plan.record import PartitionRecord
 from hcache_backend.plan.restore import Restore
 from hcache_backend.prefetch.gate import HitGate
+from hcache_backend.prefetch.prefetch import Prefetches
+from hcache_backend.prefetch.progress import L3Progress
 from hcache_backend.server_report import LayerGroup, ServerReport
 from hcache_backend.sglang.arguments import page_size
 from hcache_backend.sglang.groups import PipelineStages
@@ -84,6 +85,8 @@ class Runtime:
     kept_profile: tuple[str, Profile] | None = None
     # the same, if decided before the store was known
     kept_partition: tuple[str, PartitionRecord] | None = None
+    l3: L3Progress = field(default_factory=L3Progress)  # with the estimates of the machine
+    prefetches: Prefetches = field(default_factory=Prefetches)
     hit_gate: HitGate | None = None  # chooses the L3 hits to read; None: all
     codec: str | None = None  # of our own pages; None without them
     # Features that the server goes without, and why; for the log.
@@ -122,14 +125,12 @@ class Runtime:
         if self.hit_gate is not None:
             self.hit_gate.clear_metrics()
             self.hit_gate = None
+            self.l3.estimates.know(None)
 
-    def say_unused(self) -> None:
-        """Log the features that the server goes without; the last line about its host pool."""
-        problem = (self.recomputation or "").partition("none: ")[2]
-        unused = {"recomputation": problem} if problem else {}
-        if unused := {**unused, **self.unused}:
-            said = "; ".join(f"{what} ({reason})" for what, reason in unused.items())
-            logger.info("hcache: not used: %s", said)
+    def judge(self, machine: Restore | None, backend: str, min_gain: float) -> None:
+        """Judge hits of a storage backend from now on, by the cost model of the machine."""
+        self.l3.estimates.know(machine)
+        self.hit_gate = HitGate(self.l3, self.prefetches, backend, min_gain)
 
     def report(self) -> ServerReport:
         hidden = self.mode == "hidden"
@@ -143,21 +144,9 @@ class Runtime:
             partition=self.layer_methods.describe() if hidden and self.layer_methods else None,
             projection=tuple(self.projection),
             recomputation=self.recomputation,
-            tokens_per_second=self.hit_gate.costs.rates() if self.hit_gate is not None else {},
+            unused=self.unused,
+            tokens_per_second=self.l3.estimates.rates(),
         )
-
-    def slowdown(self, tokens: int) -> float:
-        """Recent prefill time of ``tokens`` relative to the profile; 1.0 without measurements."""
-        return 1.0 if self.hit_gate is None else self.hit_gate.costs.prefill.slowdown(tokens)
-
-    def seconds_to_read(self, tokens: int) -> float:
-        """Estimated time of L3 for the next ``tokens`` that it reads; infinite if unknown."""
-        return math.inf if self.hit_gate is None else self.hit_gate.l3.seconds_to_read(tokens)
-
-    def seconds_to_compute(self, tokens: int, prefix: int) -> float:
-        """Estimated time of a prefill of ``tokens`` behind ``prefix``; infinite if unknown."""
-        known = None if self.hit_gate is None else self.hit_gate.costs.prefill
-        return (known.seconds(tokens, prefix) if known else None) or math.inf
 
     def namespace_of(self, weights: Weights, **shape: object) -> bytes:
         """Namespace (16 bytes) of pages that ``weights`` made and that look like ``shape``. With

@@ -1,7 +1,8 @@
-"""Joining a server, at start-up or at a run-time attach: options, store, agreement of ranks.
+"""Joining a server, at its start or at a run-time attach: options, store, hooks, agreement of
+ranks. Nothing else is registered unless the server wants us.
 
-Every rank reports before any of them raises: a rank that failed alone would leave the others
-waiting in HiCache's next collective.
+At an attach every rank reports before any of them raises: a rank that failed alone would leave the
+others waiting in HiCache's next collective.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import errno
 import logging
 import math
+import os
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -16,34 +18,158 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
 from sglang.srt.runtime_context import get_memory
 
 from hcache_backend.config import (
+    CLASS_NAME,
+    CONFIG_VARIABLE,
+    ENABLE_VARIABLE,
     FIXED_AT_START,
+    MODULE_PATH,
     ConfigError,
     HCacheConfig,
     check_extra_config,
+    is_enabled,
     parse_config,
+    start_config,
 )
 from hcache_backend.plan.record import save_record
 from hcache_backend.server_report import write_report
 from hcache_backend.sglang import hooks
 from hcache_backend.sglang.arguments import (
+    check_tp_lcm_size,
+    decodes_for_others,
     kv_fields,
-    numbers_of,
     page_size,
     resolved,
+    sends_to_others,
     serves_adapters,
-    sglang_version,
+    storage_extra_config,
 )
-from hcache_backend.sglang.groups import said_by_all_ranks
-from hcache_backend.sglang.runtime import Runtime, current
-from hcache_backend.start.hit_machine import judge_our_hits
-from hcache_backend.start.quick_profile import keep_profile
+from hcache_backend.sglang.compat import SUPPORTED, is_first, unsupported_reason
+from hcache_backend.sglang.groups import attention_ranks, or_stop, said_by_all_ranks
+from hcache_backend.sglang.restore_trace import install_if_asked
+from hcache_backend.sglang.runtime import Runtime, current, remember
+from hcache_backend.start.machine import judge_hits, keep_profile
 from hcache_backend.store import PageStore
-from hcache_backend.tiers.shared_backend import MadeBackend, make_backend
+from hcache_backend.tiers.shared_backend import SharedBackend, make_backend
 
 logger = logging.getLogger("hcache")
 
 STARTED_WITHOUT_US = "the server was started without HCACHE_ENABLE=1"
 _NO_RIGHT_TO_WRITE = (errno.EACCES, errno.EPERM, errno.EROFS)
+
+
+def bootstrap(runner: Any) -> None:
+    """Called when a process has loaded its model. A wrong configuration stops the server, as does a
+    RuntimeError for a trace that cannot be made."""
+    _start(runner)
+    install_if_asked()  # for any server, so that other L3 backends are timed like ours
+
+
+def note_draft(runner: Any) -> None:
+    """Called when a process has loaded a draft model, after its target model."""
+    if current().config is not None:
+        current().read_draft(runner)
+
+
+def _start(runner: Any) -> None:
+    runtime = remember(runner)
+    args = resolved(runner.server_args)
+    extra = _our_extra_config(args)
+    if extra is None and ENABLE_VARIABLE not in os.environ:
+        if CONFIG_VARIABLE in os.environ:
+            logger.warning("hcache: HCACHE_CONFIG is ignored; set HCACHE_ENABLE=1, too")
+        return
+    if not or_stop(is_enabled) and extra is None:
+        return
+    config = or_stop(lambda: start_config(extra))
+    offloads = args.disaggregation_decode_enable_offload_kvcache
+    if not (args.enable_hierarchical_cache or offloads):
+        logger.warning("hcache: configured, but inactive: add --enable-hierarchical-cache")
+        return
+    runtime.config = config
+    or_stop(lambda: _check_groups(runner, args, config))
+    if extra is not None:
+        or_stop(lambda: check_preemption(args))
+    warn_of_single_tokens(runtime)
+    if config.shared is not None and extra is None and args.hicache_storage_backend is not None:
+        logger.warning(
+            "hcache: option 'shared' is ignored: it needs the page store of this package, and "
+            "--hicache-storage-backend is %s",
+            args.hicache_storage_backend,
+        )
+    if extra is not None:
+        runtime.store = or_stop(lambda: open_store(config, runtime.writer))
+    # With --startup-weight-load-mode overlap the weights are not there yet.
+    late = getattr(runner, "startup_weight_load", None) is not None
+    unseen = hooks.install(hooks.LATE_WEIGHTS) if late else None
+    if not late or unseen is not None:
+        runtime.read_weights()
+    unnoticed = hooks.install(hooks.WEIGHTS)
+    mixed = hooks.install(hooks.ADAPTERS) if serves_adapters(args) else None
+    untold = None
+    if decodes_for_others(runner.server_args):
+        untold = hooks.install(hooks.DECODE_SERVER)
+    for doubt, missing in (
+        ("--startup-weight-load-mode overlap", unseen),
+        ("weight updates would go unnoticed", unnoticed),
+        ("pages of adapters would not be kept apart", mixed),
+        ("K and V of other weights would go unnoticed", untold),
+    ):
+        if missing is not None:
+            runtime.lose_trust(f"{doubt}: {missing}")
+    if not args.enable_hierarchical_cache:
+        runtime.use_plain_pages(
+            "decode offload makes a host pool and a controller of its own, and does not tell where "
+            "in its sequence a page is; it only writes L3"
+        )
+        return
+    hooks.notice_uses()
+    plain = unnoticed or unsupported_reason()
+    if sends_to_others(runner.server_args):
+        plain = hooks.install(hooks.PREFILL_SERVER) or plain
+    if plain is None and config.mode == "plain":
+        plain = "option 'mode' is 'plain'"
+    try:
+        from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import register_stack_strategy
+
+        from hcache_backend.start.strategy import OwnPagesStrategy, graph_hooks
+    except ImportError as error:
+        runtime.use_plain_pages(plain or f"this SGLang lacks a seam: {error}")
+        return
+    if plain is None:
+        plain = hooks.install(hooks.OWN_PAGES)
+    no_hidden = "option 'mode' is 'kv'" if config.mode == "kv" else None
+    if config.codec == "krul":
+        no_hidden = "option 'codec' is 'krul', which stores K and V"
+    if plain is None and no_hidden is None:
+        no_hidden = hooks.install(hooks.HIDDEN)
+    if plain is None and no_hidden is None:
+        no_graphs = hooks.install(graph_hooks())
+        if no_graphs is not None:
+            logger.debug("hcache: %s", no_graphs)  # hidden mode reports it if graphs are recorded
+    register_stack_strategy(OwnPagesStrategy(runtime, plain, no_hidden))  # before SGLang's own
+
+
+def _our_extra_config(args: Any) -> Mapping[str, Any] | None:
+    """The extra config of a server that is started with our L3, otherwise None."""
+    if args.hicache_storage_backend != "dynamic":
+        return None
+    extra = storage_extra_config(args)
+    ours = (extra.get("module_path"), extra.get("class_name")) == (MODULE_PATH, CLASS_NAME)
+    return extra if ours else None
+
+
+def _check_groups(runner: Any, args: Any, config: HCacheConfig) -> None:
+    """Raise ConfigError if K and V do not divide by ``tp_lcm_size``; SGLang only asserts it."""
+    asked = storage_extra_config(args).get("tp_lcm_size")
+    if asked is None:
+        return
+    ranks = attention_ranks().world_size
+    heads = runner.model_config.get_num_kv_heads(ranks)
+    own_pages = config.mode != "plain" and not runner.use_mla_backend
+    check_tp_lcm_size(asked, ranks, heads, own_pages=own_pages)
+
+
+# ---- attach ----
 
 
 class Joined(NamedTuple):
@@ -53,7 +179,7 @@ class Joined(NamedTuple):
     config: HCacheConfig
     kv_fields: dict[str, object]
     store: PageStore
-    behind: MadeBackend | None
+    shared: SharedBackend | None
 
 
 def join(storage_config: HiCacheStorageConfig) -> Joined:
@@ -70,12 +196,12 @@ def join(storage_config: HiCacheStorageConfig) -> Joined:
         assert joined is not None
         if joined.runtime.config is None:
             joined.runtime.use_plain_pages(STARTED_WITHOUT_US)
-        judge_our_hits(joined.runtime, joined.config)
+        judge_hits(joined.runtime, joined.config)
     except BaseException:
         if joined is not None:
             joined.store.close()
-            if joined.behind is not None:
-                joined.behind.close()
+            if joined.shared is not None:
+                joined.shared.close()
         raise
     return joined
 
@@ -90,8 +216,8 @@ def leave_report(joined: Joined, storage_config: HiCacheStorageConfig) -> None:
         save_record(folders[0], name, record, replace=False)
     if storage_config.pp_rank == 0:
         report = runtime.report()
-        if joined.config.behind is not None:
-            report = report.model_copy(update={"behind": joined.config.behind.backend})
+        if joined.config.shared is not None:
+            report = report.model_copy(update={"shared": joined.config.shared.backend})
         for folder in folders:
             write_report(folder, report)
         keep_profile(runtime, folders[0])
@@ -100,11 +226,11 @@ def leave_report(joined: Joined, storage_config: HiCacheStorageConfig) -> None:
 def check_preemption(args: Any) -> None:
     """Raise ConfigError if SGLang loses preempted requests when there is an L3."""
     preempts = args.enable_priority_scheduling and not args.disable_priority_preemption
-    if preempts and numbers_of(version := sglang_version()) < (0, 5, 22):
+    if preempts and is_first():
         raise ConfigError(
-            f"hcache: --enable-priority-scheduling with an L3: SGLang {version} forgets requests "
-            "that were preempted for one whose prefetch still runs, and never answers them; add "
-            "--disable-priority-preemption, or use SGLang 0.5.22 or later"
+            f"hcache: --enable-priority-scheduling with an L3: SGLang {SUPPORTED[0]} forgets "
+            "requests that were preempted for one whose prefetch still runs, and never answers "
+            "them; add --disable-priority-preemption, or use SGLang 0.5.22 or later"
         )
 
 
@@ -163,11 +289,11 @@ def _join_here(storage_config: HiCacheStorageConfig) -> Joined:
         config = _attach_config(runtime, storage_config.extra_config or {})
         store = open_store(config, runtime.writer)
     try:
-        behind = make_backend(config.behind, storage_config) if config.behind else None
+        shared = make_backend(config.shared, storage_config) if config.shared else None
     except ConfigError:
         store.close()
         raise
-    return Joined(runtime, config, fields, store, behind)
+    return Joined(runtime, config, fields, store, shared)
 
 
 def _attach_config(runtime: Runtime, extra: Mapping[str, Any]) -> HCacheConfig:
@@ -183,10 +309,10 @@ def _attach_config(runtime: Runtime, extra: Mapping[str, Any]) -> HCacheConfig:
     for name in sorted(FIXED_AT_START.intersection(options or ())):
         asked, has = getattr(config, name), getattr(started, name)
         told = in_mode if runtime.config is None else f"was started with {has!r}"
-        if name == "mode" and asked != "auto":  # the mode may differ from the option
+        if name == "mode":  # the server's may differ from its option
             has, told = runtime.mode or "kv", in_mode
-            if asked == "plain" and not runtime.own_pages:
-                has = "plain"
+            if asked == "auto" or (asked == "plain" and not runtime.own_pages):
+                has = asked
         if name == "codec" and has == "auto" and asked != "auto":  # the codec that this server uses
             has = runtime.codec or "none"
         if asked != has:
@@ -212,7 +338,7 @@ def _check_late_start(runtime: Runtime) -> None:
         raise ConfigError(
             f"hcache: {STARTED_WITHOUT_US}; with --enable-lora it has to be started with it"
         )
-    missing = hooks.install(hooks.weight_hooks())
+    missing = hooks.install(hooks.WEIGHTS)
     if missing:
         raise ConfigError(f"hcache: {missing}; weight updates could not be noticed")
     hooks.notice_uses()

@@ -1,11 +1,12 @@
-"""The layout and number of this server's pages, and what hidden states pass through.
+"""The layout, codec and number of this server's pages, and what hidden states pass through.
 
 All host and device memory that hidden mode takes is within the user's limits.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import logging
+from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -16,29 +17,38 @@ from sglang.srt.runtime_context import get_memory
 
 from hcache_backend.capture.hooks import HiddenCapture
 from hcache_backend.capture.staging import Staging
+from hcache_backend.checks.comparison import first_problem, projection_problem
+from hcache_backend.checks.probe import Probe
 from hcache_backend.format.page import PageLayout
-from hcache_backend.format.units import Share
+from hcache_backend.format.units import WHOLE, Share
 from hcache_backend.host.page_layout import page_layout
 from hcache_backend.host.segments import KVSegments
 from hcache_backend.plan.restore import Restore
 from hcache_backend.projection.attention import AttentionLayer
+from hcache_backend.projection.projector import Projector
+from hcache_backend.ranks import Refused, all_or_none
 from hcache_backend.restore.exchange import Exchange, share_of_rank
 from hcache_backend.restore.recompute import Recomputer
 from hcache_backend.restore.ring import ring_bytes
 from hcache_backend.sglang.arguments import drafted_tokens, resolved
 from hcache_backend.sglang.groups import attention_ranks
 from hcache_backend.sglang.host_pool import HostPages
-from hcache_backend.start.agreement import Refused
-from hcache_backend.start.page_plugin import PagePlugin
-from hcache_backend.start.self_check import Probe
+from hcache_backend.sglang.runtime import Runtime
+from hcache_backend.start.page_plugin import PagePlugin, page_plugin
 from hcache_backend.streams import free_memory
-from hcache_kernels.codecs import Codec
+from hcache_kernels.codecs import Codec, UnsupportedRows, make_codec
+
+logger = logging.getLogger("hcache")
 
 _STAGING_SHARE = 1 / 4
 """Most of the device's free memory that staging takes: SGLang left it for activations and CUDA
 graphs, and a lack of it ends the server."""
 
 _DECODE_TOKENS = 256  # larger decode steps are captured layer by layer; staging need not hold two
+
+_UNENCODABLE_SHARE = 0.1
+"""Warn if a codec cannot hold a larger share of the probe's tokens: hardly a conversation goes to
+L3 then. It stays in use, because pages must not depend on findings at a server's start."""
 
 
 @dataclass
@@ -62,15 +72,16 @@ class PagePlan:
     methods: Restore
     share: Share
     groups: int
-    kv_codec: str = field(default="none", kw_only=True)
-    plugin: PagePlugin | None = field(default=None, kw_only=True)
+    _: KW_ONLY
+    kv_codec: str = "none"
+    plugin: PagePlugin | None = None
+    runner: Any = None
+    layers: tuple[AttentionLayer, ...] = ()
+    codec: Codec | None = None
+    recomputer: Recomputer | None = None
+    exchange: Exchange | None = None
+    hooks: HiddenCapture | None = None
     observer: Recomputer | None = field(init=False, default=None)
-    runner: Any = field(default=None, kw_only=True)
-    layers: tuple[AttentionLayer, ...] = field(default=(), kw_only=True)
-    codec: Codec | None = field(default=None, kw_only=True)
-    recomputer: Recomputer | None = field(default=None, kw_only=True)
-    exchange: Exchange | None = field(default=None, kw_only=True)
-    hooks: HiddenCapture | None = field(default=None, kw_only=True)
     kv: KVSegments = field(init=False)
     layout: PageLayout = field(init=False)
     pages: HostPages = field(init=False)
@@ -137,16 +148,128 @@ def make_exchange(probe: Probe, page_size: int) -> Exchange | None:
     first = ranks.rank_in_group - number
     exchange = Exchange.between(ranks.ranks[first : first + shares], device)
     problem = exchange.check(device)
-    digest = xxhash.xxh3_64_intdigest(
-        torch.cat([rows.flatten() for rows in probe.hidden]).view(torch.uint8).cpu().numpy().data
-    )
-    every = ranks.all_gather_object((problem, digest))
-    for other, _ in every:
-        if other is not None:
-            raise Refused(other)
-    if len({digest for _, digest in every}) > 1:
-        raise Refused("hidden states differ between tensor-parallel ranks")
+    rows = torch.cat([rows.flatten() for rows in probe.hidden]).view(torch.uint8).cpu().numpy()
+    said = ranks.all_gather_object((problem, xxhash.xxh3_64_intdigest(rows.data)))
+    problem = first_problem(problem for problem, _ in said)
+    if problem is None and len({digest for _, digest in said}) > 1:
+        problem = "hidden states differ between tensor-parallel ranks"
+    if problem is not None:
+        raise Refused(problem)
     return exchange
+
+
+# ---- codecs ----
+
+
+def asked_codec(runtime: Runtime, dtype: torch.dtype) -> str:
+    """The codec that option ``codec`` means for values of ``dtype``, on which ``auto`` depends."""
+    assert runtime.config is not None
+    asked = runtime.config.codec
+    if asked == "auto":
+        return "exp4" if dtype == torch.bfloat16 else "none"
+    return asked
+
+
+def wanted_codec(runtime: Runtime, runner: Any) -> Codec:
+    """The codec of hidden states; the probe finds out later if it serves this model."""
+    width, dtype = runner.model_config.hidden_size, runner.dtype
+    try:
+        return make_codec(asked_codec(runtime, dtype), width, dtype)
+    except UnsupportedRows:
+        return make_codec("none", width, dtype)
+
+
+def kv_codec(runtime: Runtime, kvcache: Any, share: Share, groups: int, stages: int) -> str:
+    """The codec of K and V, by the option and their shape alone; logs a fallback to ``none``.
+    ``groups``: groups of heads in a page of all ranks."""
+    try:
+        return _encoding_segments(runtime, kvcache, share, groups, stages).codec
+    except UnsupportedRows as error:
+        assert runtime.config is not None
+        level = logging.INFO if runtime.config.codec == "auto" else logging.WARNING
+        logger.log(level, "hcache: K and V are stored as they are (codec 'none'): %s", error)
+        return "none"
+
+
+def encoded_share(runtime: Runtime, kvcache: Any, stages: int) -> float:
+    """Encoded bytes of K and V relative to plain ones; 1.0 without a codec."""
+    try:
+        kv = _encoding_segments(runtime, kvcache, WHOLE, 1, stages)
+    except UnsupportedRows:
+        return 1.0
+    layout = kv.layout([kv.stored_layer(layer) for layer in kv.layers], WHOLE)
+    return sum(layout.segment_bytes) / (len(kv.layers) * kv.plain_bytes)
+
+
+def _encoding_segments(
+    runtime: Runtime, kvcache: Any, share: Share, groups: int, stages: int
+) -> KVSegments:
+    """K and V of all layers by option ``codec``; raises UnsupportedRows."""
+    codec = asked_codec(runtime, kvcache.k_buffer[0].dtype)
+    if codec != "none" and stages > 1:  # a stage cannot tell the others what it could not keep
+        raise UnsupportedRows(f"codec {codec!r} takes no K and V of pipeline stages")
+    layers, plugin = range(kvcache.layer_num), page_plugin(runtime.config)
+    if plugin is not None:
+        return plugin.segments(kvcache, layers, kvcache.page_size, groups // share.of)
+    return KVSegments(kvcache, layers, kvcache.page_size, share, groups, codec)
+
+
+def choose_codec(group: Any, runtime: Runtime, probe: Probe, projector: Projector) -> Codec:
+    """The wanted codec of hidden states if all ranks of ``group``, which all call it, can use it;
+    otherwise the exact one, with a warning."""
+    rows = probe.hidden[0]
+    wanted = asked_codec(runtime, rows.dtype)
+    try:
+        return all_or_none((group,), _proven, wanted, probe, projector)
+    except Refused as refused:
+        return hidden_as_they_are(wanted, rows.shape[1], rows.dtype, refused)
+
+
+def hidden_as_they_are(name: str, width: int, dtype: torch.dtype, refused: Refused) -> Codec:
+    """The exact codec, because codec ``name`` was refused."""
+    logger.warning(
+        "hcache: codec %r is not used, hidden states are stored as they are (codec 'none'): %s",
+        name,
+        refused,
+    )
+    return make_codec("none", width, dtype)
+
+
+def _proven(name: str, probe: Probe, projector: Projector) -> Codec:
+    """The codec, if rows of the probe decode to the model's K and V; raises Refused otherwise. Logs
+    the number of tokens that are not encodable, which may not be all."""
+    try:
+        codec = make_codec(name, probe.hidden[0].shape[1], probe.hidden[0].dtype)
+    except UnsupportedRows as error:
+        raise Refused(str(error)) from None
+    fits = torch.ones(len(probe.positions), dtype=torch.bool, device=probe.positions.device)
+
+    def problem_of(layer: AttentionLayer, hidden: torch.Tensor) -> str | None:
+        encoded, ok = codec.encode(hidden)
+        fits.logical_and_(ok)
+        # Rows that are not ok are not stored, so they cannot come back wrong.
+        back = torch.where(ok[:, None], codec.decode(encoded), hidden)
+        return projection_problem(layer, back, probe.positions, probe.slots, projector, codec.name)
+
+    problem = first_problem(map(problem_of, probe.layers, probe.hidden))
+    if problem is not None:
+        raise Refused(problem)
+    lost = int((~fits).sum())
+    if lost == len(fits):
+        raise Refused(f"it cannot hold one of the {lost} tokens of the self-check")
+    if lost:
+        logger.log(
+            logging.WARNING if lost > _UNENCODABLE_SHARE * len(fits) else logging.INFO,
+            "hcache: codec %r cannot encode %d of the %d tokens that were tried; pages with such "
+            "tokens do not go to L3 (option 'codec')",
+            name,
+            lost,
+            len(fits),
+        )
+    return codec
+
+
+# ---- memory ----
 
 
 def kv_bytes_per_token(kvcache: Any) -> int:

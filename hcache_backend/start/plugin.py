@@ -1,6 +1,6 @@
 """Entry point ``sglang.srt.plugins``: runs in every SGLang process, before its arguments exist.
 
-It registers one bootstrap hook and nothing else; see ``startup/bootstrap.py``.
+It registers one bootstrap hook and nothing else; see ``start/attach.py``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def activate() -> None:
 
 
 def _after_load_model(result: Any, runner: Any, *args: Any, **kwargs: Any) -> Any:
-    from hcache_backend.start.bootstrap import bootstrap, note_draft
+    from hcache_backend.start.attach import bootstrap, note_draft
 
     (note_draft if runner.is_draft_worker else bootstrap)(runner)
     return result

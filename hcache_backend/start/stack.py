@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -29,162 +28,18 @@ from hcache_backend.restore.layers import PoolParking, RestoredLayer
 from hcache_backend.restore.pipeline import RestorePipeline
 from hcache_backend.restore.ring import ring_bytes
 from hcache_backend.sglang.allocator import ReservablePages
-from hcache_backend.sglang.arguments import kv_fields, resolved
+from hcache_backend.sglang.arguments import kv_fields
 from hcache_backend.sglang.controller import OwnPagesController
 from hcache_backend.sglang.groups import attention_ranks
 from hcache_backend.sglang.host_pool import OwnPagesPool
 from hcache_backend.sglang.runtime import Runtime
 from hcache_backend.sglang.stage_pages import StagePages
 from hcache_backend.start.attach import warn_of_small_host_pool
-from hcache_backend.start.codec_choice import asked_codec
-from hcache_backend.start.hit_machine import judge_other_hits
-from hcache_backend.start.page_plan import PagePlan, kv_bytes_per_token
-from hcache_backend.start.refusals import allocator_refusal, eager_refusal
+from hcache_backend.start.capabilities import EAGER, Server, refusal
+from hcache_backend.start.machine import judge_hits
+from hcache_backend.start.page_plan import PagePlan, asked_codec, kv_bytes_per_token
 
 logger = logging.getLogger("hcache")
-
-
-@dataclass
-class Stack:
-    """Puts one server's stack together. SGLang gives ``params`` and ``arguments`` to a strategy."""
-
-    runtime: Runtime
-    kvcache: Any
-    params: Any
-    arguments: Mapping[str, Any]
-
-    def build(self, plan: PagePlan, projector: Projector) -> StackBuildResult:
-        """HiCache's components, by the plan that every rank agreed on."""
-        runtime, kvcache, layout, params = self.runtime, self.kvcache, plan.layout, self.params
-        codec, ranks, memory = plan.codec, attention_ranks(), get_memory()
-        pool = OwnPagesPool(
-            kvcache,
-            params.page_size,
-            memory.hicache_mem_layout,
-            page_layout=layout,
-            pages=plan.pages,
-            kv=plan.kv,
-            pin_memory=kvcache.device != "cpu",
-            allocator_type=get_allocator_type(),
-            stamp=lambda page: layout.stamp(page, runtime.page_namespace(), runtime.writer),
-            keeps_unfit=plan.recomputer is not None,
-        )
-        order = None
-        if codec is not None and ranks.world_size > 1:
-            order = CollectiveOrder(kvcache.device)
-        # Before capture wraps the allocator: pages taken from a reservation are allocated, too.
-        reservable = _reservable(
-            runtime, params.token_to_kv_pool_allocator, hidden=codec is not None
-        )
-        capture = _start_capture(runtime, params.token_to_kv_pool_allocator, pool, plan, order)
-        pipeline = RestorePipeline(
-            pool.kv_buffer,
-            layout,
-            restored_layers(kvcache, plan, projector),
-            plan.methods.chunk_tokens,
-            kvcache.device,
-            exchange=plan.exchange,
-            order=order,
-        )
-        loads = LoadQueue(pool.arena, pipeline, plan.methods, plan.recomputer, kvcache.device)
-        loads.on_failed.append(runtime.cannot_restore)
-        loads.slowdown = runtime.slowdown
-        pool.use(loads, capture)
-        group, controller = self._controller(pool)
-        kv_checks = KVChecks(runtime, pool, plan.kv, params.tp_cache_group)
-        new_rows, checks, pairs, eager = None, None, None, None
-        if plan.kv.layers:
-            pool.on_freed.append(kv_checks.freed)
-            pool.on_backed_up.append(kv_checks.transferred)
-            if capture is None:  # otherwise a load may recompute layers whose K and V are stored
-                pool.on_loaded.append(kv_checks.transferred)
-        if codec is not None and capture is not None:
-            new_rows = partial(RecomputedRows, capture, plan.staging, plan.capture_hooks)
-            checks = ServiceChecks(
-                runtime,
-                pool,
-                plan.hidden_layers,
-                codec,
-                projector,
-                exchange=plan.exchange,
-                order=order,
-                group=params.tp_cache_group,
-            )
-            pool.on_freed.append(checks.freed)
-            pool.on_backed_up.append(checks.backed_up)
-        if plan.plugin is not None and plan.observer is not None:
-            every = params.tp_cache_group, ranks.world_size
-            pairs = plan.plugin.backups(plan.observer, layout, *every)
-        if reservable is not None:
-            eager = self._eager(reservable, pool, pipeline, loads, new_rows)
-        stages = StagePages(
-            plan.pages.host,
-            pool.arena.whole,
-            lambda: runtime.distrust is None,
-            runtime.lose_trust,
-        )
-        controller.use_own_pages(
-            runtime,
-            pool,
-            loads,
-            eager,
-            stages,
-            kv_checks,
-            capture=capture,
-            checks=checks,
-            pairs=pairs,
-        )
-        return StackBuildResult(
-            host_pool_group=group,
-            cache_controller=controller,
-            component_host_pools={ComponentType.FULL: pool},
-            pools_desc="own pages",
-        )
-
-    def _controller(self, pool: OwnPagesPool) -> tuple[HostPoolGroup, OwnPagesController]:
-        params, memory = self.params, get_memory()
-        device = int(self.kvcache.size), kv_bytes_per_token(self.kvcache)
-        warn_of_small_host_pool(pool.size, device[0], pool.size_per_token, device[1])
-        # Known before the controller attaches L3:
-        self.runtime.on_other_l3.append(partial(judge_other_hits, self.runtime))
-        entry = PoolEntry(PoolName.KV, pool, self.kvcache, lambda layer: layer, True)
-        group = HostPoolGroup([entry])
-        return group, OwnPagesController(
-            params.token_to_kv_pool_allocator,
-            group,
-            params.page_size,
-            params.tp_cache_group,
-            attn_cp_group=params.attn_cp_cache_group,
-            attn_tp_group=params.attn_tp_cache_group,
-            pp_group=params.pp_cache_group,
-            write_policy=memory.hicache_write_policy,
-            io_backend=memory.hicache_io_backend,
-            **{name: self.arguments[name] for name in _CONTROLLER_ARGUMENTS},
-        )
-
-    def _eager(
-        self,
-        reservable: ReservablePages,
-        pool: OwnPagesPool,
-        pipeline: RestorePipeline,
-        loads: LoadQueue,
-        new_rows: Callable[[], RecomputedRows] | None,
-    ) -> EagerLoads:
-        config, methods = self.runtime.config, loads.methods
-        assert config is not None
-        most = max(1, int(self.kvcache.size // self.params.page_size * _RESERVED))
-        budget = SliceBudget(
-            config.recompute_ms / 1e3,
-            methods.chunk_tokens,
-            methods.layer,
-            known=methods.profile is not None,
-        )
-        loads.seconds_to_read = self.runtime.seconds_to_read
-        loads.seconds_to_compute = self.runtime.seconds_to_compute
-        eager = EagerLoads(reservable, pool, pipeline, loads, most, budget, new_rows)
-        self.runtime.on_weights_changed.append(eager.give_back)
-        return eager
-
 
 _RESERVED = 0.5  # largest share of the device's pages that hits being read may reserve
 
@@ -198,22 +53,135 @@ _CONTROLLER_ARGUMENTS = (
 )
 
 
+def build_stack(
+    runtime: Runtime,
+    params: Any,
+    arguments: Mapping[str, Any],
+    plan: PagePlan,
+    projector: Projector,
+) -> StackBuildResult:
+    """HiCache's components, by the plan that every rank agreed on. SGLang gives ``params`` and
+    ``arguments`` to a strategy."""
+    kvcache, layout, config = plan.kvcache, plan.layout, runtime.config
+    codec, ranks, memory = plan.codec, attention_ranks(), get_memory()
+    device, allocator = kvcache.device, params.token_to_kv_pool_allocator
+    assert config is not None
+    pool = OwnPagesPool(
+        kvcache,
+        params.page_size,
+        memory.hicache_mem_layout,
+        page_layout=layout,
+        pages=plan.pages,
+        kv=plan.kv,
+        pin_memory=device != "cpu",
+        allocator_type=get_allocator_type(),
+        stamp=lambda page: layout.stamp(page, runtime.page_namespace(), runtime.writer),
+        keeps_unfit=plan.recomputer is not None,
+    )
+    hidden = codec is not None
+    order = CollectiveOrder(device) if hidden and ranks.world_size > 1 else None
+    # Before capture wraps the allocator: pages taken from a reservation are allocated, too.
+    reason = refusal(EAGER, Server(runtime, kvcache, allocator, hidden))
+    runtime.eager, reservable = reason is None, None
+    if reason is None:
+        reservable = ReservablePages(allocator)
+    else:
+        runtime.unused[EAGER] = reason
+    capture = _start_capture(runtime, allocator, pool, plan, order) if hidden else None
+    pipeline = RestorePipeline(
+        pool.kv_buffer,
+        layout,
+        restored_layers(kvcache, plan, projector),
+        plan.methods.chunk_tokens,
+        device,
+        exchange=plan.exchange,
+        order=order,
+    )
+    loads = LoadQueue(pool.arena, pipeline, plan.methods, plan.recomputer, device)
+    loads.on_failed.append(runtime.cannot_restore)
+    loads.slowdown = runtime.l3.estimates.slowdown
+    pool.use(loads, capture)
+    group = HostPoolGroup([PoolEntry(PoolName.KV, pool, kvcache, lambda layer: layer, True)])
+    warn_of_small_host_pool(
+        pool.size, int(kvcache.size), pool.size_per_token, kv_bytes_per_token(kvcache)
+    )
+    # Known before the controller attaches L3:
+    runtime.on_other_l3.append(partial(judge_hits, runtime, config))
+    controller = OwnPagesController(
+        allocator,
+        group,
+        params.page_size,
+        params.tp_cache_group,
+        attn_cp_group=params.attn_cp_cache_group,
+        attn_tp_group=params.attn_tp_cache_group,
+        pp_group=params.pp_cache_group,
+        write_policy=memory.hicache_write_policy,
+        io_backend=memory.hicache_io_backend,
+        **{name: arguments[name] for name in _CONTROLLER_ARGUMENTS},
+    )
+    kv_checks = KVChecks(runtime, pool, plan.kv)
+    new_rows, checks, pairs, eager = None, None, None, None
+    if plan.kv.layers:
+        pool.on_freed.append(kv_checks.freed)
+        pool.on_backed_up.append(kv_checks.transferred)
+        if capture is None:  # otherwise a load may recompute layers whose K and V are stored
+            pool.on_loaded.append(kv_checks.transferred)
+    if codec is not None and capture is not None:
+        new_rows = partial(RecomputedRows, capture, plan.staging, plan.capture_hooks)
+        how = codec, projector, plan.exchange, order
+        checks = ServiceChecks(runtime, pool, plan.hidden_layers, *how)
+        pool.on_freed.append(checks.freed)
+        pool.on_backed_up.append(checks.transferred)
+    if plan.plugin is not None and plan.observer is not None:
+        every = params.tp_cache_group, ranks.world_size
+        pairs = plan.plugin.backups(plan.observer, layout, *every)
+    if reservable is not None:
+        most = max(1, int(kvcache.size // params.page_size * _RESERVED))
+        methods, seconds = plan.methods, config.recompute_ms / 1e3
+        known = methods.profile is not None
+        budget = SliceBudget(seconds, methods.chunk_tokens, methods.layer, known=known)
+        known_prefetches = runtime.l3, runtime.prefetches
+        eager = EagerLoads(
+            reservable, pool, pipeline, loads, most, budget, *known_prefetches, new_rows
+        )
+        runtime.on_weights_changed.append(eager.give_back)
+    stages = StagePages(
+        plan.pages.host, pool.arena.whole, lambda: runtime.distrust is None, runtime.lose_trust
+    )
+    controller.use_own_pages(
+        runtime,
+        pool,
+        loads,
+        eager,
+        stages,
+        kv_checks,
+        capture=capture,
+        checks=checks,
+        pairs=pairs,
+    )
+    return StackBuildResult(
+        host_pool_group=group,
+        cache_controller=controller,
+        component_host_pools={ComponentType.FULL: pool},
+        pools_desc="own pages",
+    )
+
+
 def use_own_pages(runtime: Runtime, kvcache: Any, plan: PagePlan, reason: str | None) -> None:
     """Tell namespace, metrics and log about pages; ``reason``: why no hidden states, or None."""
     runtime.layer_methods = plan.methods
-    fields, codec = _page_fields(runtime, kvcache, plan), plan.kv.codec
-    if plan.codec is None:
-        runtime.use_codec(codec, asked_codec(runtime, kvcache.k_buffer[0].dtype))
-    else:
-        codec = plan.codec.name
+    fields, codec, room = page_fields(runtime, kvcache, plan), plan.kv.codec, 0
+    dtype = kvcache.k_buffer[0].dtype
+    if plan.codec is not None:
+        codec, dtype = plan.codec.name, plan.codec.dtype
+        fields["codec"] = codec
         if plan.kv.layers and plan.kv.codec != codec:
             codec += f", {plan.kv.codec} of K and V"
-        runtime.use_codec(codec, asked_codec(runtime, plan.codec.dtype))
-        fields["codec"] = plan.codec.name
         if not plan.codec.is_view and plan.recomputer is None:
             runtime.unused["pages that the codec cannot encode"] = "they cannot be recomputed"
+        room = ring_bytes(plan.layout, plan.methods.chunk_tokens, plan.methods.layers("hidden"))
+    runtime.use_codec(codec, asked_codec(runtime, dtype))
     runtime.use_own_pages(fields, reason)
-    room = ring_bytes(plan.layout, plan.methods.chunk_tokens, plan.methods.layers("hidden"))
     logger.info(
         "hcache: %s: %s, %d bytes per %d-token page, codec %s, %d host pages, %d shadows, "
         "%.0f MB of device memory for restores",
@@ -223,11 +191,11 @@ def use_own_pages(runtime: Runtime, kvcache: Any, plan: PagePlan, reason: str | 
         plan.layout.page_size,
         codec,
         *plan.pages,
-        (room if plan.codec is not None else 0) / 1e6,
+        room / 1e6,
     )
 
 
-def _page_fields(runtime: Runtime, kvcache: Any, plan: PagePlan) -> dict[str, object]:
+def page_fields(runtime: Runtime, kvcache: Any, plan: PagePlan) -> dict[str, object]:
     """Fields of the namespace of own pages besides the weights."""
     fields: dict[str, object] = {
         "kind": "own",
@@ -245,43 +213,25 @@ def _page_fields(runtime: Runtime, kvcache: Any, plan: PagePlan) -> dict[str, ob
     return fields
 
 
-def _reservable(runtime: Runtime, allocator: Any, *, hidden: bool) -> ReservablePages | None:
-    """The device's pages that can be reserved; None: restores are layer-wise."""
-    assert runtime.config is not None
-    args, runtime.eager = resolved(runtime.runner.server_args), False
-    if runtime.config.restore == "layerwise":
-        reason: str | None = "option 'restore'"
-    else:
-        reason = eager_refusal(args, allocator.device, hidden=hidden) or allocator_refusal(
-            allocator
-        )
-    if reason is None:
-        runtime.eager = True
-        return ReservablePages(allocator)
-    runtime.unused["restores while L3 is read"] = reason
-    return None
-
-
 def _start_capture(
     runtime: Runtime,
     allocator: Any,
     pool: OwnPagesPool,
     plan: PagePlan,
     order: CollectiveOrder | None,
-) -> StagedCapture | None:
-    """Capture hidden states in every forward pass; None if no layer stores them."""
-    if plan.codec is None:
-        return None
-    hooks = plan.capture_hooks
+) -> StagedCapture:
+    """Capture hidden states in every forward pass."""
+    assert plan.codec is not None
+    hooks, staging = plan.capture_hooks, plan.staging
     segments = [layer.index for layer in plan.hidden_layers]
-    capture = StagedCapture(pool.arena, pool.kv_buffer, plan.staging, segments, plan.codec)
+    capture = StagedCapture(pool.arena, pool.kv_buffer, staging, segments, plan.codec)
     hooks.use(capture, tokens_only=plan.recomputer is not None, order=order)
     invalidate_on_allocation(allocator, hooks)
     runtime.on_weights_changed.append(capture.ledger.forget)
     logger.debug(
         "hcache: capture: staging of %d tokens, %.0f MB of device memory",
-        plan.staging.places,
-        Staging.bytes_for(plan.staging.layers, plan.staging.row_bytes, plan.staging.places) / 1e6,
+        staging.places,
+        Staging.bytes_for(staging.layers, staging.row_bytes, staging.places) / 1e6,
     )
     return capture
 

@@ -1,11 +1,18 @@
-"""Our stack strategy: HiCache asks it for host pool and controller of a plain KV pool."""
+"""Our stack strategy: HiCache asks it for host pool and controller of a plain KV pool.
+
+SGLang records CUDA graphs before that, so our copies come first (:func:`record_copies`):
+
+- A replay runs recorded kernels and no Python hook: staging and hooks exist before recording.
+- The copies read the places of a step's rows from device memory, and leave the step's number beside
+  each row. This shows a replay that recorded no copy of ours.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import (
@@ -18,7 +25,10 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from hcache_backend import metrics
 from hcache_backend.capture.hooks import HiddenCapture
-from hcache_backend.config import HCacheConfig
+from hcache_backend.checks.probe import PROBE_TOKENS, Probe, observe, probe_tokens
+from hcache_backend.checks.recompute import Recomputed, check_recompute
+from hcache_backend.checks.round_trip import CaptureCheck, check_copies, check_lossy, whole_pages
+from hcache_backend.checks.specs import LayerSpecs
 from hcache_backend.format.units import WHOLE, Share
 from hcache_backend.host.page_layout import head_groups, share_of_heads
 from hcache_backend.plan.costs import Partition
@@ -26,54 +36,54 @@ from hcache_backend.plan.restore import CHUNK_TOKENS, Restore
 from hcache_backend.projection.generic import ProjectionBatch
 from hcache_backend.projection.paged_pool import PagedPool
 from hcache_backend.projection.projector import Projector
-from hcache_backend.ranks import smallest
+from hcache_backend.ranks import Refused, all_or_none, smallest
+from hcache_backend.restore.exchange import CollectiveOrder
 from hcache_backend.restore.recompute import Recomputer
-from hcache_backend.sglang.arguments import resolved, storage_extra_config
+from hcache_backend.sglang import hooks
+from hcache_backend.sglang.arguments import drafted_tokens, storage_extra_config
 from hcache_backend.sglang.groups import attention_ranks
-from hcache_backend.sglang.hooks import hidden_mode_hooks, install
+from hcache_backend.sglang.hook_registry import Hook, install
+from hcache_backend.sglang.passes import (
+    attention_modules,
+    prefill_and_decode,
+    run_again,
+    run_prompts,
+)
 from hcache_backend.sglang.recompute_batch import make_recomputer
-from hcache_backend.sglang.runtime import Runtime
-from hcache_backend.start.agreement import Refused, all_or_none
-from hcache_backend.start.capture_check import CaptureCheck
-from hcache_backend.start.codec_choice import (
-    check_lossy,
+from hcache_backend.sglang.runtime import Runtime, current
+from hcache_backend.start.capabilities import (
+    EAGER,
+    HIDDEN,
+    OWN_PAGES,
+    RECOMPUTATION,
+    Server,
+    graphs_are_off,
+    refusal,
+    refuse,
+    tell,
+)
+from hcache_backend.start.machine import layer_methods
+from hcache_backend.start.page_plan import (
+    PagePlan,
     choose_codec,
     hidden_as_they_are,
     kv_codec,
-    whole_pages,
+    make_exchange,
+    staging_places,
+    step_tokens,
+    take_staging,
 )
-from hcache_backend.start.copy_check import check_copies
-from hcache_backend.start.graphs import check_recording
-from hcache_backend.start.layer_specs import LayerSpecs
-from hcache_backend.start.page_plan import PagePlan, make_exchange
 from hcache_backend.start.page_plugin import page_plugin
-from hcache_backend.start.partition_choice import layer_methods
-from hcache_backend.start.recompute_check import find_recomputer
-from hcache_backend.start.refusals import (
-    eager_refusal,
-    module_refusal,
-    own_pages_refusal,
-    refusal,
-)
-from hcache_backend.start.self_check import (
-    PROBE_TOKENS,
-    attention_modules,
-    compare,
-    observe,
-    probe_tokens,
-    run_again,
-)
-from hcache_backend.start.stack import (
-    Stack,
-    restored_layers,
-    use_own_pages,
-)
+from hcache_backend.start.stack import build_stack, restored_layers, use_own_pages
 
 logger = logging.getLogger("hcache")
 
+_Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
 _SMALLEST_PAGE = 4  # least bytes of an own page of K and V, in headers
+
+_GRAPHS = "sglang.srt.model_executor.model_runner.ModelRunner.init_cuda_graphs"
 
 
 class OwnPagesStrategy(StackStrategy):
@@ -92,78 +102,134 @@ class OwnPagesStrategy(StackStrategy):
         if type(kvcache) is MHATokenToKVPool and components == {ComponentType.FULL}:
             return True
         names = ", ".join(sorted(component.name for component in components))
-        self._capture_nothing()
-        self._runtime.use_plain_pages(
-            self._plain or f"the KV pool is a {type(kvcache).__name__} ({names})"
-        )
+        self._keep_plain(self._plain or f"the KV pool is a {type(kvcache).__name__} ({names})")
         return False
 
     def build(self, *, kvcache: Any, params: Any, server_args: Any, **kwargs: Any) -> Any:
-        runtime = self._runtime
+        start = Start(self._runtime, kvcache, params)
         try:
-            self._step(params, partial(self._refuse, own_pages_refusal, self._plain, kvcache))
-            marker = ProjectionBatch(ForwardMode.EXTEND)
-            projector = Projector(marker, PagedPool(kvcache), kvcache.layer_num)
-            plan, reason = self._plan_or_reason(kvcache, params, projector)
-            if plan is None:
-                plan = self._kv_plan(kvcache, params)
-            use_own_pages(runtime, kvcache, plan, reason)
-            if reason is not None:
-                plan.recomputer = self._page_recomputer(kvcache, params, plan)
-            stack = Stack(runtime, kvcache, params, kwargs).build(plan, projector)
-            runtime.say_unused()
+            start.step(refuse, OWN_PAGES, start.server, self._plain)
+            plan = start.plan(self._no_hidden)
+            stack = build_stack(self._runtime, params, kwargs, plan, start.projector)
+            tell(self._runtime)
             return stack
         except Refused as refused:
-            self._capture_nothing()
-            runtime.use_plain_pages(str(refused))
+            self._keep_plain(str(refused))
             return _PlainKvStrategy().build(
                 kvcache=kvcache, params=params, server_args=server_args, **kwargs
             )
 
-    def _step(self, params: Any, work: Callable[[], _Result]) -> _Result:
-        return all_or_none(work, params.tp_cache_group, params.pp_cache_group)
+    def _keep_plain(self, reason: str) -> None:
+        capture_nothing(self._runtime.runner)
+        self._runtime.use_plain_pages(reason)
+        tell(self._runtime)
 
-    def _refuse(
-        self, refusal: Callable[[Runtime, Any], str | None], known: str | None, kvcache: Any
-    ) -> None:
-        reason = known or refusal(self._runtime, kvcache)
-        if reason is not None:
-            raise Refused(reason)
 
-    def _plan_or_reason(
-        self, kvcache: Any, params: Any, projector: Projector
-    ) -> tuple[PagePlan | None, str | None]:
-        """The plan of hidden mode, or why it is refused on every rank of every stage; then no hook
-        and no memory of it are left."""
+class Start:
+    """Decides what the pages of a server are, and proves it, on every rank of every stage.
+
+    Each :meth:`step` succeeds on all of them, or raises Refused on all at that step. Nothing is
+    allocated or served yet. K and V of the probe stay in the pool to the last check.
+    """
+
+    def __init__(self, runtime: Runtime, kvcache: Any, params: Any) -> None:
+        assert runtime.config is not None
+        self._runtime, self._config, self._runner = runtime, runtime.config, runtime.runner
+        self._kvcache, self._params = kvcache, params
+        self.server = Server(runtime, kvcache)
+        marker = ProjectionBatch(ForwardMode.EXTEND)
+        self.projector = Projector(marker, PagedPool(kvcache), kvcache.layer_num)
+
+    def step(
+        self, work: Callable[_Arguments, _Result], *args: _Arguments.args, **kw: _Arguments.kwargs
+    ) -> _Result:
+        groups = self._params.tp_cache_group, self._params.pp_cache_group
+        return all_or_none(groups, work, *args, **kw)
+
+    def plan(self, no_hidden: str | None) -> PagePlan:
+        """The plan of hidden mode, otherwise of pages of K and V; ``no_hidden``: a known reason for
+        these. Raises Refused on every rank if neither is possible."""
+        reason: str | None = None
         try:
-            return self._hidden_plan(kvcache, params, projector), None
+            plan = self._hidden_plan(no_hidden)
+        except Refused as refused:  # then no hook and no memory of it are left
+            capture_nothing(self._runner)
+            reason = str(refused)
+        if reason is not None:
+            plan = self._kv_plan()
+        [host_pages] = smallest(self._params.pp_cache_group, plan.pages.host)
+        plan.pages = plan.pages._replace(host=host_pages)
+        use_own_pages(self._runtime, self._kvcache, plan, reason)
+        if reason is not None:
+            plan.recomputer = self._page_recomputer(plan)
+        return plan
+
+    def _hidden_plan(self, no_hidden: str | None) -> PagePlan:
+        step, runtime, runner, kvcache = self.step, self._runtime, self._runner, self._kvcache
+        ranks, stages, projector = self._params.tp_cache_group, self._params.pp_size, self.projector
+        step(refuse, HIDDEN, self.server, no_hidden)
+        methods = step(self._choose_methods)
+        if stages > 1:  # the first layers are in another stage
+            methods = methods.recomputing_first(0)
+        probe = self._observe()
+        step(probe.refuse_dependence, [f"{layer.name}." for layer in probe.layers])
+        step(probe.compare, projector)
+        codec = step(choose_codec, ranks, runtime, probe, projector)
+        exchange = step(make_exchange, probe, kvcache.page_size)
+        recomputer = None
+        if methods.recomputable:
+            recomputer = step(self._find_recomputer, probe, methods, whole=False)
+        methods = methods.recomputing_first(recomputer.layers if recomputer else 0)
+        recorded = step(check_recording, runner, probe.hidden[0])
+        share = Share(exchange.number, exchange.shares) if exchange is not None else WHOLE
+        groups, of_kv = self._head_groups(methods, share), "none"
+        if methods.layers("kv"):
+            of_kv = step(kv_codec, runtime, kvcache, share, groups, stages)
+
+        def make(of_kv: str) -> PagePlan:
+            return PagePlan(
+                kvcache,
+                methods,
+                share,
+                groups,
+                kv_codec=of_kv,
+                runner=runner,
+                layers=probe.layers,
+                codec=codec,
+                recomputer=recomputer,
+                exchange=exchange,
+                hooks=recorded,
+            )
+
+        plan = self._tried(make, of_kv, lambda: probe.slots)
+        specs = LayerSpecs(runtime, probe, projector, ranks)
+        step(specs.find)
+        specs.measure()
+        step(specs.check_writing)
+        step(specs.settle)
+        try:
+            self._check_capture(plan)
         except Refused as refused:
-            self._capture_nothing()
-            return None, str(refused)
+            if codec.is_view:
+                raise
+            # The next plan reuses its hooks and its staging.
+            recorded = plan.capture_hooks
+            codec = hidden_as_they_are(codec.name, codec.hidden_size, codec.dtype, refused)
+            plan = self._tried(make, of_kv, lambda: probe.slots)
+            self._check_capture(plan)
+        specs.follow_weights()
+        return plan
 
-    def _capture_nothing(self) -> None:
-        runner = self._runtime.runner
-        hooks: HiddenCapture | None = getattr(runner, "hcache_capture", None)
-        if hooks is None:
-            return
-        runner.hcache_capture = None
-        # Recorded graphs read the places of a step from this memory in every replay.
-        runner.hcache_recorded = hooks.staging
-        with metrics.harmless("staging_not_freed", "staging keeps its memory on the device"):
-            hooks.remove()
-
-    def _kv_plan(self, kvcache: Any, params: Any) -> PagePlan:
+    def _kv_plan(self) -> PagePlan:
         """Pages of K and V of all layers. Raises Refused on every rank if there is no room, the
         header is too large, or K and V do not come back."""
+        runtime, kvcache, ranks = self._runtime, self._kvcache, attention_ranks()
         chunk = min(CHUNK_TOKENS, int(kvcache.size))
         everything = Partition(0, 0, int(kvcache.layer_num))
-        ranks = attention_ranks()
         methods = Restore(None, None, everything, ranks.world_size, chunk, recomputable=0)
         of_heads = share_of_heads(ranks.rank_in_group, ranks.world_size)
         groups = self._head_groups(methods, of_heads)
-        codec = self._step(
-            params, lambda: kv_codec(self._runtime, kvcache, of_heads, groups, params.pp_size)
-        )
+        codec = self.step(kv_codec, runtime, kvcache, of_heads, groups, self._params.pp_size)
 
         def make(of_kv: str) -> PagePlan:
             plugin = page_plugin(self._config) if of_kv != "none" else None
@@ -178,43 +244,11 @@ class OwnPagesStrategy(StackStrategy):
                 )
             return plan
 
-        runner = self._runtime.runner
-        size = int(kvcache.page_size)
-        tokens = -(-PROBE_TOKENS // size) * size
-        plan = self._tried(params, make, codec, lambda: run_again(runner, [tokens])[0])
-        [host_pages] = smallest(params.pp_cache_group, plan.pages.host)
-        plan.pages = plan.pages._replace(host=host_pages)
-        return plan
-
-    def _page_recomputer(self, kvcache: Any, params: Any, plan: PagePlan) -> Recomputer | None:
-        """Recomputer of whole pages of K and V while others are read; None: all are read."""
-        runtime, runner = self._runtime, self._runtime.runner
-        assert runtime.config is not None
-        runtime.recomputation = None
-        args = resolved(runner.server_args)
-        if plan.kv.by_header:
-            runtime.recomputation = f"none: codec {plan.kv.codec!r} divides each page itself"
-            return None
-        if runtime.config.restore == "layerwise" or eager_refusal(
-            args, kvcache.device, hidden=False
-        ):
-            return None  # on every rank of every stage
-        try:
-            self._step(params, partial(self._refuse, module_refusal, None, kvcache))
-            modules = self._step(params, lambda: attention_modules(runner.model, kvcache.layer_num))
-            probe = self._step(params, lambda: observe(runner, modules))
-        except Refused as refused:
-            runtime.recomputation = f"none: {refused}"
-            return None
-        find = partial(find_recomputer, runtime, probe, kvcache, plan.methods, whole=True)
-        return self._step(params, find)
+        tokens = -(-PROBE_TOKENS // kvcache.page_size) * kvcache.page_size
+        return self._tried(make, codec, lambda: run_again(self._runner, [tokens])[0])
 
     def _tried(
-        self,
-        params: Any,
-        make: Callable[[str], PagePlan],
-        codec: str,
-        written: Callable[[], torch.Tensor],
+        self, make: Callable[[str], PagePlan], codec: str, written: Callable[[], torch.Tensor]
     ) -> PagePlan:
         """A plan with room, from which K and V come back: by ``codec``, otherwise as they are.
 
@@ -222,20 +256,17 @@ class OwnPagesStrategy(StackStrategy):
         has not, and returns their slots, int64 ``[n]``. Raises Refused on every rank.
         """
         try:
-            plan = self._step(params, lambda: _copying(make(codec)))
+            plan = self.step(_copying, make, codec)
             if not plan.kv.lossless:
-                slots = self._step(params, written)
+                slots, most, plugin = self.step(written), 0.0, plan.plugin
                 pages = whole_pages(slots, plan.layout.page_size)
-                change, plugin = 0.0, plan.plugin
                 if plugin is not None:
-                    change, group = plugin.allowed_change, params.tp_cache_group
-                    plan.layout = self._step(
-                        params, lambda: _valid(plugin.settle, plan.kv, plan.layout, pages, group)
-                    )
+                    most, ranks = plugin.allowed_change, self._params.tp_cache_group
+                    settle = partial(plugin.settle, plan.kv, plan.layout, pages, ranks)
+                    plan.layout = self.step(_valid, settle)
                     if plugin.wants_model:
-                        self._look_at_model(params, plan, slots)
-                check = partial(check_lossy, plan.kv, plan.layout, pages, change)
-                self._step(params, check)
+                        self._look_at_model(plan, slots)
+                self.step(check_lossy, plan.kv, plan.layout, pages, most)
         except Refused as refused:
             if codec == "none":
                 raise
@@ -244,18 +275,18 @@ class OwnPagesStrategy(StackStrategy):
                 codec,
                 refused,
             )
-            plan = self._step(params, lambda: _copying(make("none")))
-        self._step(params, plan.find_room)
+            plan = self.step(_copying, make, "none")
+        self.step(plan.find_room)
         return plan
 
-    def _look_at_model(self, params: Any, plan: PagePlan, slots: torch.Tensor) -> None:
+    def _look_at_model(self, plan: PagePlan, slots: torch.Tensor) -> None:
         """Let the plan's plug-in look at the model, in which K and V of the self-check's tokens are
         in ``slots`` (int64 ``[n]``)."""
-        runner, plugin = self._runtime.runner, plan.plugin
+        runner, plugin = self._runner, plan.plugin
         assert plugin is not None
 
         def observer() -> Recomputer:
-            missing = install(hidden_mode_hooks())
+            missing = install(hooks.HIDDEN)
             if missing is not None:
                 raise Refused(missing)
             recomputer = make_recomputer(runner, plan.kvcache, plan.methods.chunk_tokens)
@@ -265,99 +296,83 @@ class OwnPagesStrategy(StackStrategy):
 
         try:
             # SGLang's state of a batch (of LoRA adapters, say) would be that of another one.
-            self._step(params, partial(self._refuse, refusal, None, plan.kvcache))
-            plan.observer = self._step(params, observer)
+            self.step(refuse, HIDDEN, self.server)
+            plan.observer = self.step(observer)
         except Refused as refused:
             logger.warning("hcache: all pages have one layout: %s", refused)
 
-    @property
-    def _config(self) -> HCacheConfig:
-        config = self._runtime.config
-        assert config is not None
-        return config
+    def _check_capture(self, plan: PagePlan) -> None:
+        kvcache, projector, ranks = self._kvcache, self.projector, self._params.tp_cache_group
+        order = CollectiveOrder(kvcache.device) if attention_ranks().world_size > 1 else None
 
-    def _hidden_plan(self, kvcache: Any, params: Any, projector: Projector) -> PagePlan:
-        """Everything that hidden mode needs, proven on every rank of every stage. K and V of the
-        probe stay in the pool to the last check. Raises Refused on every rank, at the same step."""
-        runtime, runner = self._runtime, self._runtime.runner
-        ranks, stages = params.tp_cache_group, params.pp_cache_group
+        def make() -> CaptureCheck:
+            return CaptureCheck(plan, restored_layers(kvcache, plan, projector), order)
 
-        step = partial(self._step, params)
-        step(partial(self._refuse, refusal, self._no_hidden, kvcache))
-        methods = step(lambda: self._choose_methods(kvcache))
-        if params.pp_size > 1:  # the first layers are in another stage
-            methods = methods.recomputing_first(0)
-        modules = step(lambda: attention_modules(runner.model, kvcache.layer_num))
-        probe = step(lambda: observe(runner, modules))
-        step(lambda: probe.refuse_dependence([f"{layer.name}." for layer in probe.layers]))
-        step(lambda: compare(probe, projector))
-        codec = step(lambda: choose_codec(ranks, runtime, probe, projector))
-        exchange = step(lambda: make_exchange(probe, kvcache.page_size))
-        recomputer = None
-        if methods.recomputable:
-            find = partial(find_recomputer, runtime, probe, kvcache, methods, whole=False)
-            recomputer = step(find)
-        methods = methods.recomputing_first(recomputer.layers if recomputer else 0)
-        hooks = step(lambda: check_recording(runner, probe.hidden[0]))
-        share = Share(exchange.number, exchange.shares) if exchange is not None else WHOLE
-        groups = self._head_groups(methods, share)
-        of_kv = "none"
-        if methods.layers("kv"):
-            of_kv = step(lambda: kv_codec(runtime, kvcache, share, groups, params.pp_size))
+        check = self.step(make)
+        for graphs, by_layer in ((False, True), (False, False), (True, False)):
+            run = partial(prefill_and_decode, self._runner, check.tokens, ranks, graphs=graphs)
+            self.step(check.save, run, seen=not graphs, by_layer=by_layer)
+            self.step(check.restore, projector)
 
-        def make(of_kv: str) -> PagePlan:
-            return PagePlan(
-                kvcache,
-                methods,
-                share,
-                groups,
-                kv_codec=of_kv,
-                runner=runner,
-                layers=probe.layers,
-                codec=codec,
-                recomputer=recomputer,
-                exchange=exchange,
-                hooks=hooks,
-            )
+    def _observe(self) -> Probe:
+        modules = self.step(attention_modules, self._runner.model, self._kvcache.layer_num)
+        return self.step(observe, partial(run_prompts, self._runner, [PROBE_TOKENS]), modules)
 
-        def check_capture(plan: PagePlan) -> None:
-            check = step(lambda: CaptureCheck(plan, ranks))
-            pipeline = step(lambda: check.make_pipeline(restored_layers(kvcache, plan, projector)))
-            for graphs, by_layer in ((False, True), (False, False), (True, False)):
-                step(partial(check.save, runner, graphs=graphs, by_layer=by_layer))
-                step(lambda: check.restore(pipeline, projector))
-
-        plan = self._tried(params, make, of_kv, lambda: probe.slots)
-        specs = LayerSpecs(runtime, probe, projector, ranks)
-        step(specs.find)
-        specs.measure()
-        step(specs.check_writing)
-        step(specs.settle)
+    def _page_recomputer(self, plan: PagePlan) -> Recomputer | None:
+        """Recomputer of whole pages of K and V while others are read; None: all are read."""
+        runtime = self._runtime
+        runtime.recomputation = None
+        if plan.kv.by_header:
+            runtime.recomputation = f"none: codec {plan.kv.codec!r} divides each page itself"
+            return None
+        if refusal(EAGER, self.server) is not None:
+            return None  # on every rank of every stage
         try:
-            check_capture(plan)
+            self.step(refuse, RECOMPUTATION, self.server)
+            probe = self._observe()
         except Refused as refused:
-            if codec.is_view:
-                raise
-            # The next plan reuses its hooks and its staging.
-            hooks = plan.capture_hooks
-            codec = hidden_as_they_are(codec.name, codec.hidden_size, codec.dtype, refused)
-            plan = self._tried(params, make, of_kv, lambda: probe.slots)
-            check_capture(plan)
-        [host_pages] = smallest(stages, plan.pages.host)
-        plan.pages = plan.pages._replace(host=host_pages)
+            runtime.recomputation = f"none: {refused}"
+            return None
+        return self.step(self._find_recomputer, probe, plan.methods, whole=True)
 
-        specs.follow_weights()
-        return plan
+    def _find_recomputer(self, probe: Probe, methods: Restore, *, whole: bool) -> Recomputer | None:
+        """The recomputer of layers, the same on every tensor-parallel rank; None if there is none.
 
-    def _head_groups(self, methods: Restore, share: Share) -> int:
-        if not methods.layers("kv"):
-            return share.of
-        extra = storage_extra_config(resolved(self._runtime.runner.server_args))
-        return head_groups(extra.get("tp_lcm_size"), share, attention_ranks().world_size)
+        All ranks call it; K and V of the probe must still be in the pool. The runtime gets the
+        exactness, or the reason for None. ``whole``: only all layers are of use.
+        """
+        runtime, runner, kvcache = self._runtime, self._runner, self._kvcache
+        group, layers = attention_ranks().cpu_group, int(kvcache.layer_num)
+        recomputer = make_recomputer(runner, kvcache, methods.chunk_tokens)
 
-    def _choose_methods(self, kvcache: Any) -> Restore:
-        config, methods = self._runtime.config, layer_methods(self._runtime, kvcache)
-        assert config is not None
+        def prove() -> Recomputed:
+            refuse(RECOMPUTATION, self.server)
+            probe.refuse_dependence()
+            missing = install(hooks.RECOMPUTE)
+            if missing is not None:
+                raise Refused(missing)
+            requests = int(runner.req_to_token_pool.size)
+            return check_recompute(partial(run_again, runner), requests, probe, recomputer, kvcache)
+
+        try:
+            found = all_or_none((group,), prove)
+            [recomputer.layers] = smallest(group, found.layers)
+            if whole and recomputer.layers < layers:
+                other = "a layer of another tensor-parallel rank is not exact"
+                raise Refused(found.problem or other)
+        except Refused as refused:
+            runtime.recomputation = f"none: {refused}"
+            return None
+        runtime.recomputation = found.exactness
+        if recomputer.layers < layers:
+            reason = found.problem or "other tensor-parallel ranks"
+            first = f"the first {recomputer.layers} layers only ({reason})"
+            runtime.recomputation = f"{first}; {found.exactness}"
+        logger.debug("hcache: exactness: recomputed layers: %s", runtime.recomputation)
+        return recomputer
+
+    def _choose_methods(self) -> Restore:
+        config, methods = self._config, layer_methods(self._runtime, self._kvcache)
         chosen = config.mode == "auto" and config.partition == "auto"
         if not methods.layers("hidden") and (chosen or not methods.layers("recompute")):
             raise Refused(
@@ -365,6 +380,12 @@ class OwnPagesStrategy(StackStrategy):
                 "hidden or partition)"
             )
         return methods
+
+    def _head_groups(self, methods: Restore, share: Share) -> int:
+        if not methods.layers("kv"):
+            return share.of
+        extra = storage_extra_config(self.server.args)
+        return head_groups(extra.get("tp_lcm_size"), share, attention_ranks().world_size)
 
 
 def _valid(ask: Callable[..., _Result], *arguments: Any) -> _Result:
@@ -375,8 +396,86 @@ def _valid(ask: Callable[..., _Result], *arguments: Any) -> _Result:
         raise Refused(str(error)) from None
 
 
-def _copying(plan: PagePlan) -> PagePlan:
-    """``plan``; raises Refused if K and V do not come back from it."""
+def _copying(make: Callable[[str], PagePlan], codec: str) -> PagePlan:
+    """The plan that ``make`` makes; raises Refused if K and V do not come back from it."""
+    plan = make(codec)
     if plan.kv.layers:
-        check_copies(plan)
+        for layout in plan.layout.variants:
+            check_copies(plan.kvcache, layout, plan.kv)
     return plan
+
+
+def capture_nothing(runner: Any) -> None:
+    """Remove the capture hooks of the model of ``runner``, and free their staging."""
+    hooks: HiddenCapture | None = getattr(runner, "hcache_capture", None)
+    if hooks is None:
+        return
+    runner.hcache_capture = None
+    # Recorded graphs read the places of a step from this memory in every replay.
+    runner.hcache_recorded = hooks.staging
+    with metrics.harmless("staging_not_freed", "staging keeps its memory on the device"):
+        hooks.remove()
+
+
+def graph_hooks() -> list[Hook]:
+    """Hooks for capture in recorded CUDA graphs; some versions lack the place."""
+    return [Hook(_GRAPHS, _before_graphs)]
+
+
+def _before_graphs(original: Callable[..., Any], runner: Any, *a: Any, **kw: Any) -> Any:
+    record_copies(current(), runner)
+    return original(runner, *a, **kw)
+
+
+def record_copies(runtime: Runtime, runner: Any) -> None:
+    """Prepare capture before SGLang records CUDA graphs. Raises only SystemExit (wrong option)."""
+    if runner.device == "cpu" or getattr(runner, "is_draft_worker", False) or graphs_are_off():
+        return
+    try:
+        kvcache = runner.token_to_kv_pool
+        server = Server(runtime, kvcache)
+        if refusal(OWN_PAGES, server) or refusal(HIDDEN, server):
+            return  # the reason is logged when the host pool is built
+        hidden = layer_methods(runtime, kvcache).layers("hidden")
+        every = attention_modules(runner.model, kvcache.layer_num)
+        seen = [every[layer] for layer in hidden]
+        recorded = _largest_recorded_tokens(drafted_tokens(server.args))
+        places = staging_places(len(seen), *step_tokens(runner), recorded)
+        rows = runner.model_config.hidden_size, runner.dtype
+        staging = take_staging(len(seen), *rows, places, kvcache.device, recorded_tokens=recorded)
+        hooks = HiddenCapture([(layer.module, layer.linears) for layer in seen])
+        hooks.staging, runner.hcache_capture = staging, hooks
+    except Refused as refused:
+        runner.hcache_no_capture = str(refused)
+    except Exception:
+        logger.exception("hcache: CUDA graphs are recorded without copies of hidden states")
+
+
+def check_recording(runner: Any, hidden: torch.Tensor) -> HiddenCapture | None:
+    """Capture hooks of the recorded CUDA graphs; None if none are recorded. Raises Refused if they
+    do not capture rows like those of ``hidden``, ``[n, hidden]``."""
+    hooks: HiddenCapture | None = getattr(runner, "hcache_capture", None)
+    if runner.device == "cpu" or graphs_are_off():
+        return hooks
+    if hooks is None or hooks.staging is None:
+        why = getattr(runner, "hcache_no_capture", "the log says why")
+        raise Refused(f"CUDA graphs were recorded without our copies: {why}")
+    width, dtype = hooks.staging.width, hooks.staging.dtype
+    if (width, dtype) != (hidden.shape[1], hidden.dtype):
+        raise Refused(
+            f"CUDA graphs copy {width} values of {dtype}, and this model's rows are "
+            f"{hidden.shape[1]} of {hidden.dtype}"
+        )
+    return hooks
+
+
+def _largest_recorded_tokens(per_request: int) -> int:
+    """``per_request``: tokens of a request in a decode step."""
+    from sglang.srt.runtime_context import get_exec
+
+    config = get_exec().graph.cuda_graph_config
+    sizes = [0]
+    for phase, tokens in ((config.decode, per_request), (config.prefill, 1)):
+        if phase.backend != "disabled":
+            sizes += [tokens * size for size in (phase.max_bs or 0, *(phase.bs or ()))]
+    return max(sizes)

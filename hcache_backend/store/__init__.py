@@ -2,8 +2,8 @@
 
 The parts, from the outside in: ``page_store`` puts pages on disks in turn; ``disk`` is one folder
 while the server runs, which may vanish and come back; ``eviction`` keeps it in its bounds;
-``maintenance`` syncs it and recovers its index; ``folder`` is the folder on the disk, ``index`` the
-index in it; ``page_files`` writes, reads and deletes one page file, with ``file_ops``.
+``maintenance`` syncs it and recovers its index; ``folder`` is the folder on the disk, with its page
+files, and ``index`` the index in it; ``file_ops`` are the system calls.
 """
 
 from hcache_backend.store.file_ops import FileOps, best_file_ops

@@ -1,15 +1,14 @@
 """Which pages go when a folder is full: the ends of sequences that were used least recently.
 
 Time is the store's *access epoch*, in nanoseconds: wall time when a store is opened, or later if
-pages have higher ranks, and from then on as much as the machine runs. It never steps back, even if
-the clock does. So a later use has a later epoch, in every process that has the folders open.
+pages have higher ranks, and then as much as the machine runs. It never steps back, even if the
+clock does, so a later use has a later epoch, in every process that has the folders open.
 
-A page is worth something only while every page before it in its sequence is there, so a use counts
-for a sequence from its first page on. The *eviction rank* of page ``i`` of a sequence is the epoch
-of its last use minus ``i``, in nanoseconds; epochs never rise along a sequence. So the pages of the
-lowest ranks of every folder are ends of sequences, and one sequence is gone before the next one
-loses a page. Tensor-parallel ranks that store their shares of a page at one time give them
-different epochs; a use makes them one.
+A page is of use only with every page before it in its sequence, so a use counts for a sequence
+from its first page on. The *eviction rank* of page ``i`` is the epoch of its last use minus ``i``;
+epochs never rise along a sequence. So the lowest ranks of every folder are those of ends of
+sequences, and one sequence is gone before the next one loses a page. Tensor-parallel ranks that
+store their shares of a page at one time give them different epochs; a use makes them one.
 
 A page whose epoch is young keeps it: its age is less than 1/16 of the age of the oldest page in the
 folders. That bounds how often a page that is used all the time is written to the index.
@@ -23,13 +22,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from hcache_backend.config import HCacheConfig
 from hcache_backend.format.envelope import PageName
 from hcache_backend.store.folder import Folder
 from hcache_backend.store.index import Entry
-from hcache_backend.store.page_files import delete_page
 from hcache_backend.store.stats import ProblemLog, StoreStats
 
 if TYPE_CHECKING:
@@ -37,51 +35,41 @@ if TYPE_CHECKING:
 
 LOW_WATER = 0.98  # of the quota: eviction ends there
 _YOUNG = 16
-_MOST_PAGES = 1_000_000
-"""A rank is less than its epoch by the page's number at most."""
-_PENDING_AT_MOST = 1 << 20
-"""Keys of uses that wait to be saved; further ones are not noted."""
+_MOST_PAGES = 1_000_000  # a rank is less than its epoch by the page's number at most
+_PENDING_AT_MOST = 1 << 20  # keys of uses that wait to be saved; further ones are not noted
 
 
-class _Use(NamedTuple):
-    """A sequence was used up to the last of ``keys``, at ``epoch``."""
-
-    namespace: bytes
-    keys: Sequence[bytes]
-    epoch: int
+_Use = tuple[bytes, Sequence[bytes], int]  # namespace, keys of a sequence, epoch of its use
+_Changes = Sequence[dict[PageName, int]]  # new ranks of page files, for each disk
 
 
 class Recency:
-    """The uses of a store's pages, which its ``disks`` learn now and then. Any thread."""
+    """The uses of a store's pages, which its ``disks`` learn now and then. Any thread.
+
+    :meth:`save` comes first, when the disks are open.
+    """
 
     def __init__(self, disks: Sequence[Disk]) -> None:
         self._disks = disks
-        self._lock = threading.Lock()
+        self._lock, self._saving = threading.Lock(), threading.Lock()
         self._pending: dict[tuple[bytes, bytes], _Use] = {}
         self._pending_keys = 0
-        self._saving = threading.Lock()
         self._ahead = 0  # of the access epoch, compared with the machine's own time
         self._follow(time.time_ns())
-        self._young()
 
     def note(self, namespace: bytes, keys: Sequence[bytes]) -> None:
-        """The pages ``keys`` of a sequence, from its first one on, are being used. Never waits.
-
-        Keys but the last are read when the use is saved, by another thread.
-        """
+        """The pages ``keys`` of a sequence, from its first one on, are being used. Never waits: the
+        thread that saves the use reads all keys but the last."""
         if keys:
-            self._note(_Use(namespace, keys, self._now()))
+            self._note((namespace, keys, self._now()))
 
     def note_new(
         self, namespace: bytes, prefix: Sequence[bytes], keys: Sequence[bytes]
     ) -> list[int]:
-        """Pages ``keys`` after those of ``prefix`` are about to be stored; returns their ranks.
-
-        Those of all these pages that are stored already are being used.
-        """
+        """Pages ``keys`` after those of ``prefix`` are about to be stored, or used if they are
+        there already; returns their ranks."""
         with self._saving:
-            young = self._young()
-            now = self._now()
+            young, now = self._young(), self._now()
             epoch, start, used = now, 0, 0
             if prefix:
                 [last] = self._epochs(namespace, prefix[-1:], len(prefix) - 1)
@@ -97,7 +85,7 @@ class Recency:
                 if place >= len(prefix):
                     ranks.append(epoch - place)
             if used:
-                self._note(_Use(namespace, [*prefix, *keys][:used], now))
+                self._note((namespace, [*prefix, *keys][:used], now))
             return ranks
 
     def save(self) -> None:
@@ -105,34 +93,33 @@ class Recency:
         with self._saving:
             with self._lock:
                 uses, self._pending, self._pending_keys = self._pending, {}, 0
-            young = self._young() if uses else 0
-            changes: list[dict[PageName, int]] = [{} for _ in self._disks]
+            young = self._young()
+            changes: _Changes = [{} for _ in self._disks]
             for use in uses.values():
-                self._apply(use, young, changes)
+                self._apply(*use, young, changes)
             for disk, change in zip(self._disks, changes, strict=True):
                 if change:
                     disk.raise_ranks(change)
 
     def _note(self, use: _Use) -> None:
+        namespace, keys, _ = use
         with self._lock:
             if self._pending_keys < _PENDING_AT_MOST:
-                self._pending[use.namespace, use.keys[-1]] = use
-                self._pending_keys += len(use.keys)
+                self._pending[namespace, keys[-1]] = use
+                self._pending_keys += len(keys)
 
-    def _apply(self, use: _Use, young: int, changes: Sequence[dict[PageName, int]]) -> None:
-        """Note in ``changes``, one for each disk, the higher ranks after a use."""
-        namespace, epoch = use.namespace, use.epoch
-        [last] = self._epochs(namespace, use.keys[-1:], len(use.keys) - 1)
+    def _apply(
+        self, namespace: bytes, used: Sequence[bytes], epoch: int, young: int, changes: _Changes
+    ) -> None:
+        """Note in ``changes`` the higher ranks after a use."""
+        [last] = self._epochs(namespace, used[-1:], len(used) - 1)
         if len(last) == 1 and min(last) >= young:
             return
-        keys = list(use.keys)
+        keys = list(used)
         files = [disk.lookup(namespace, keys) for disk in self._disks]
         for place in range(len(keys)):
-            entries = [
-                (change, entry)
-                for change, found in zip(changes, files, strict=True)
-                for entry in found[place]
-            ]
+            found = zip(changes, (listed[place] for listed in files), strict=True)
+            entries = [(change, entry) for change, some in found for entry in some]
             epochs = {entry.rank + place for _, entry in entries}
             if len(epochs) == 1 and min(epochs) >= young:
                 epoch = min(epoch, *epochs)
@@ -168,97 +155,74 @@ class Recency:
         return now - max(0, now - min((first for first, _ in ranges), default=now)) // _YOUNG
 
 
-def excess_bytes(folder: Folder, config: HCacheConfig, incoming: int, on_disk: int = 0) -> int:
-    """Bytes that must go before ``incoming`` bytes may come; 0 if there is room.
-
-    Args:
-        on_disk: Those of them that are written already.
-    """
-    used = folder.index.totals().bytes
-    quota = config.quota_bytes
-    excess = 0
-    if quota is not None and used + incoming > quota:
-        excess = used + incoming - int(LOW_WATER * quota)
-    missing = config.min_free_bytes + incoming - on_disk - folder.ops.free_bytes(folder.root_fd)
-    if missing > 0:
-        excess = max(excess, missing + margin(used))
-    return excess
-
-
 def margin(used: int) -> int:
     """Bytes that go at least if a disk is full; ``used`` are those of all pages."""
     return int((1 - LOW_WATER) * used)
 
 
-def broken_bound(
+def shortage(
     folder: Folder, config: HCacheConfig, incoming: int, on_disk: int = 0, *, empty: bool = False
-) -> str | None:
-    """The bound that ``incoming`` bytes would break, in words; None if there is room for them.
+) -> tuple[int, str | None]:
+    """Bytes that must go before ``incoming`` bytes may come, and the bound that they would break.
 
-    Args:
-        on_disk: Those of them that are written already.
-        empty: Whether to ask as if the folder held no pages.
+    ``on_disk`` of them are written already. ``empty``: as if the folder held no pages.
     """
-    used = folder.index.totals().bytes
-    kept = 0 if empty else used
-    quota = config.quota_bytes
-    if quota is not None and kept + incoming > quota:
-        return (
-            f"option 'quota_bytes' allows {quota:,} bytes of page files, and with {incoming:,} "
-            f"more there would be {kept + incoming:,}"
+    there = folder.index.totals().bytes
+    used = 0 if empty else there
+    quota, reserve = config.quota_bytes, config.min_free_bytes
+    excess, bound = 0, None
+    if quota is not None and used + incoming > quota:
+        excess = used + incoming - int(LOW_WATER * quota)
+        bound = (
+            f"option 'quota_bytes' allows {quota:,} bytes of page files, and with "
+            f"{incoming:,} more there would be {used + incoming:,}"
         )
-    left = folder.ops.free_bytes(folder.root_fd) + used - kept - (incoming - on_disk)
-    if left < config.min_free_bytes:
-        return (
-            f"option 'min_free_bytes' keeps {config.min_free_bytes:,} bytes of its file system "
-            f"free, and with {incoming:,} more {max(left, 0):,} would be"
+    left = folder.ops.free_bytes(folder.root_fd) + there - used - (incoming - on_disk)
+    if left < reserve:
+        excess = max(excess, reserve - left + margin(used))
+        bound = bound or (
+            f"option 'min_free_bytes' keeps {reserve:,} bytes of its file system free, and with "
+            f"{incoming:,} more {max(left, 0):,} would be"
         )
-    return None
+    return excess, bound
 
 
 def pressure(folder: Folder, config: HCacheConfig) -> tuple[int, int]:
-    """The rank of the page that goes next, 0 if there is room; and the bytes of all pages.
-
-    Folders that get pages in this order lose the pages of the lowest ranks of all of them.
-    """
+    """The rank of the page that goes next, 0 if there is room; and the bytes of all pages. Folders
+    that get pages in this order lose the pages of the lowest ranks of all of them."""
     totals = folder.index.totals()
     page = totals.bytes // max(totals.pages, 1)
     quota = config.quota_bytes
-    has_room = (quota is None or totals.bytes + page <= LOW_WATER * quota) and (
-        folder.ops.free_bytes(folder.root_fd) >= config.min_free_bytes + margin(totals.bytes) + page
-    )
-    ranks = None if has_room else folder.index.rank_range()
+    free = folder.ops.free_bytes(folder.root_fd) - margin(totals.bytes) - page
+    full = quota is not None and totals.bytes + page > LOW_WATER * quota
+    ranks = folder.index.rank_range() if full or free < config.min_free_bytes else None
     return ranks[0] if ranks else 0, totals.bytes
 
 
 def evict(folder: Folder, wanted: int, stats: StoreStats, problems: ProblemLog) -> None:
-    """Delete the pages of the lowest ranks until ``wanted`` bytes are free.
+    """Delete the pages of the lowest ranks until ``wanted`` bytes are free; the lock is held.
 
-    The folder's lock is held. A file that cannot be deleted is passed over: it stays a page, and
-    counts as used last. Files go before their entries: a crash in between leaves entries without
-    file, which the next read removes, never files that nothing counts.
+    A file that cannot be deleted stays a page, and counts as used last. Files go before entries: a
+    crash in between leaves entries without file, which the next read removes.
     """
     freed = 0
     last: Entry | None = None
     stuck: list[PageName] = []
     while freed < wanted and (batch := folder.index.oldest(after=last)):
         gone = []
-        expected = 0
         for last in batch:
-            if freed + expected >= wanted:
+            if freed >= wanted:
                 break
             try:
-                delete_page(folder, last.name)
+                folder.delete_page(last.name)
             except OSError as error:
                 stats.add(evict_errors=1)
                 problems.report("evict", f"{folder.path}: a page could not be evicted: {error}")
                 stuck.append(last.name)
             else:
                 gone.append(last.name)
-                expected += last.file_bytes
-        removed = folder.index.remove(gone)
-        freed += removed
-        stats.add(pages_evicted=len(gone), bytes_evicted=removed)
+                freed += last.file_bytes
+        stats.add(pages_evicted=len(gone), bytes_evicted=folder.index.remove(gone))
     if stuck:
         ranks = folder.index.rank_range()
         folder.index.raise_ranks(dict.fromkeys(stuck, ranks[1] + 1 if ranks else 0))

@@ -16,12 +16,12 @@ import sqlite3
 import struct
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from hcache_backend.config import HCacheConfig
 from hcache_backend.format.envelope import BLOCK, round_up
@@ -31,54 +31,47 @@ from hcache_backend.store.kvikio_state import kvikio_state
 logger = logging.getLogger("hcache.store")
 
 Buffer = memoryview | bytearray | bytes
+_Move = Callable[[int, Sequence[memoryview], int], int]
 
-FOLDER = os.O_RDONLY | os.O_DIRECTORY
-"""The flags that open a folder."""
-MAX_VECTORS = 1024
-"""Pieces of memory that one system call takes at most."""
+FOLDER = os.O_RDONLY | os.O_DIRECTORY  # opens a folder
+MAX_VECTORS = 1024  # pieces of memory that one system call takes at most
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_GET_FLAGS, _SET_FLAGS = (
-    direction << 30 | struct.calcsize("l") << 16 | ord("f") << 8 | number
-    for direction, number in ((2, 1), (1, 2))
-)
+_LONG = struct.calcsize("l")
+_GET_FLAGS, _SET_FLAGS = (2 << 30 | _LONG << 16 | 0x6601, 1 << 30 | _LONG << 16 | 0x6602)
 _TOP_OF_HIERARCHIES = 0x20000
 _SHORTEST_WAIT = 0.0002
 _LONGEST_WAIT = 0.005
 
 
 class FileOps:
-    """The operations, as Linux does them."""
+    """The operations, as Linux does them; reads and writes may move less. What they make is the
+    owner's only."""
 
     def open(self, name: str, flags: int, dir_fd: int) -> int:
-        """Open a file or folder; new files are readable by the owner only."""
         return os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=dir_fd)
 
     def close(self, fd: int) -> None:
         os.close(fd)
 
     def read(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        """``preadv``; may read less."""
         return os.preadv(fd, buffers[:MAX_VECTORS], offset)
 
     def write(self, fd: int, buffers: Sequence[Buffer], offset: int) -> int:
-        """``pwritev``; may write less."""
         return os.pwritev(fd, buffers[:MAX_VECTORS], offset)
 
     def rename(self, source: str, source_fd: int, target: str, target_fd: int) -> None:
-        """Rename, replacing what stands there."""
         os.rename(source, target, src_dir_fd=source_fd, dst_dir_fd=target_fd)
 
     def unlink(self, name: str, dir_fd: int) -> None:
         os.unlink(name, dir_fd=dir_fd)
 
     def make_folder(self, name: str, dir_fd: int) -> None:
-        """Make a folder that only the owner may use."""
         os.mkdir(name, 0o700, dir_fd=dir_fd)
 
     def spread_folders(self, fd: int) -> None:
         """Ask the file system to put the folders in this one apart (``chattr +T``)."""
-        flags = bytearray(struct.calcsize("l"))
+        flags = bytearray(_LONG)
         fcntl.ioctl(fd, _GET_FLAGS, flags)
         [known] = struct.unpack_from("i", flags)
         struct.pack_into("i", flags, 0, known | _TOP_OF_HIERARCHIES)
@@ -137,12 +130,8 @@ def kept_open(fd: int, stack: ExitStack) -> int:
 
 
 class KvikioFileOps(FileOps):
-    """Reads through KvikIO's threads into host memory; the rest as usual.
-
-    GPUDirect Storage (GDS) serves reads to the device only, so files are opened in KvikIO's
-    compatibility mode. KvikIO's threads start when it is imported and do not survive a fork.
-    It gets ``threads`` at least.
-    """
+    """Reads through at least ``threads`` threads of KvikIO into host memory, so not by GPUDirect
+    Storage (GDS). These threads start when KvikIO is imported and do not survive a fork."""
 
     def __init__(self, threads: int = 1) -> None:
         import kvikio
@@ -157,53 +146,41 @@ class KvikioFileOps(FileOps):
 
     def read(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         """Read all of ``buffers``; a file that ends before is an OSError too."""
-        places = list(accumulate((buffer.nbytes for buffer in buffers), initial=offset))
-        problems: list[RuntimeError] = []
+        place = offset
         try:
             # The path leads to the open file itself, whatever its name is now. To open it takes 10
             # us, and a page is one reading or two: not worth keeping it open.
-            with self._open(f"/proc/self/fd/{fd}", "r") as file:
-                reads = []
-                try:
-                    for buffer, place in zip(buffers, places[:-1], strict=True):
-                        # One task each: before 26.10 KvikIO reports the first task that fails
-                        # while others still write.
-                        size = task_size = buffer.nbytes
-                        reads.append(file.pread(buffer, size, place, task_size))
-                finally:
-                    for read in reads:
-                        # Until the last one is done, the memory is not the caller's.
-                        try:
-                            read.get()
-                        except RuntimeError as error:
-                            problems.append(error)
+            with self._open(f"/proc/self/fd/{fd}", "r") as file, ExitStack() as reads:
+                for buffer in buffers:
+                    # One task each: before 26.10 KvikIO reports the first task that fails while
+                    # others still write. Until all are done, the memory is not the caller's.
+                    size = task_size = buffer.nbytes
+                    reads.callback(file.pread(buffer, size, place, task_size).get)
+                    place += size
         except RuntimeError as error:
-            problems.append(error)
-        if problems:
-            raise OSError(errno.EIO, f"kvikio: {problems[0]}")
-        return places[-1] - offset
+            raise OSError(errno.EIO, f"kvikio: {error}") from None
+        return place - offset
 
 
 def best_file_ops(config: HCacheConfig) -> FileOps:
-    """The file operations for the option ``reader``; logs what was chosen when it differs."""
-    if config.reader == "posix":
-        return FileOps()
-    mode, why = kvikio_state()
-    if mode == "nothing":
-        logger.warning(
-            "hcache: pages are read by 'posix', although option 'reader' is 'kvikio': %s", why
-        )
-        return FileOps()
-    logger.debug("hcache: reading through kvikio")
-    return KvikioFileOps(config.io_threads * len(config.dirs))
+    """The file operations for option ``reader``, or those for ``posix``, with a line in the log."""
+    if config.reader == "kvikio":
+        mode, why = kvikio_state()
+        if mode != "nothing":
+            return KvikioFileOps(config.io_threads * len(config.dirs))
+        logger.warning("hcache: posix reads pages, although 'reader' is 'kvikio': %s", why)
+    return FileOps()
+
+
+class LockedError(TimeoutError):
+    """Another user of a folder keeps its lock."""
 
 
 class FolderLock:
-    """The lock of one store folder, across threads and processes; not reentrant.
+    """The lock of one store folder, across threads and processes. Not reentrant.
 
-    Who changes the index or the names of page files holds it. A process that is killed lets go of
-    it. If one hangs, the others give up after their time limit. ``fd`` is the lock file, opened for
-    this object alone; readers have None, which locks nothing.
+    It is held to change the index or names of page files. A killed process lets go of it. ``fd`` is
+    the lock file, opened for this object alone; None locks nothing, in a folder that is only read.
     """
 
     def __init__(self, fd: int | None) -> None:
@@ -212,27 +189,24 @@ class FolderLock:
 
     @contextmanager
     def held(self, seconds: float) -> Iterator[None]:
-        """Hold the lock; a TimeoutError if it was not free within ``seconds``."""
+        """Hold the lock; a LockedError if it was not free within ``seconds``."""
         if self._fd is None:
             yield
             return
-        late = TimeoutError(errno.ETIMEDOUT, "another user of the folder keeps its lock")
+        late = LockedError(errno.ETIMEDOUT, "another user of the folder keeps its lock")
         deadline = time.monotonic() + seconds
-        if not self._thread_lock.acquire(timeout=max(seconds, 0)):
-            raise late
-        try:
+        with ExitStack() as held:
+            if not self._thread_lock.acquire(timeout=max(seconds, 0)):
+                raise late
+            held.callback(self._thread_lock.release)
             wait = _SHORTEST_WAIT
             while not try_lock(self._fd):
                 if time.monotonic() + wait > deadline:
                     raise late
                 time.sleep(wait)
                 wait = min(wait * 1.5, _LONGEST_WAIT)
-            try:
-                yield
-            finally:
-                fcntl.flock(self._fd, fcntl.LOCK_UN)
-        finally:
-            self._thread_lock.release()
+            held.callback(fcntl.flock, self._fd, fcntl.LOCK_UN)
+            yield
 
 
 def try_lock(fd: int) -> bool:
@@ -245,17 +219,11 @@ def try_lock(fd: int) -> bool:
 
 
 class Alignment(NamedTuple):
-    """The demands of a file system on direct I/O.
+    """The demands of a file system on direct I/O."""
 
-    Attributes:
-        flags: ``os.O_DIRECT``, or 0 when it has none.
-        memory: Addresses must be multiples of this.
-        length: Offsets and lengths must be multiples of this.
-    """
-
-    flags: int
-    memory: int
-    length: int
+    flags: int  # os.O_DIRECT, or 0 if it has none
+    memory: int  # addresses must be multiples of this
+    length: int  # offsets and lengths must be multiples of this
 
 
 BUFFERED = Alignment(0, 1, 1)
@@ -279,78 +247,57 @@ class Scratch(threading.local):
 class PageIO:
     """Reads and writes stretches of the files of one file system, directly if it can.
 
-    Direct I/O (O_DIRECT) wants addresses, lengths and offsets that are multiples of a number. Other
-    memory goes through the aligned buffer of the calling thread (``buffer_bytes``), and its bytes
-    are counted as copied.
+    Memory that direct I/O (O_DIRECT) does not take goes through an aligned buffer of the calling
+    thread, of ``buffer_bytes``; its bytes are counted as copied.
     """
 
     def __init__(self, ops: FileOps, alignment: Alignment, buffer_bytes: int) -> None:
-        self._ops = ops
-        self.alignment = alignment
-        self.scratch = Scratch(buffer_bytes)
+        self._ops, self.alignment, self.scratch = ops, alignment, Scratch(buffer_bytes)
 
     def write(self, fd: int, pieces: Sequence[memoryview]) -> int:
-        """Write ``pieces`` as the file ``fd`` from its beginning, padded to 4096 bytes.
-
-        Returns the bytes that were copied. An OSError also if the file system took only a part.
-        """
+        """Write ``pieces`` as the file ``fd``, padded to 4096 bytes; returns the bytes copied."""
         length = sum(piece.nbytes for piece in pieces)
         if padding := round_up(length) - length:
             pieces = [*pieces, _ZEROS[:padding]]
+        whole = round_up(length)
         if _aligned(pieces, 0, self.alignment):
-            self._write_all(fd, pieces, 0)
+            _move_all(self._ops.write, fd, pieces, 0, whole)
             return 0
-        file = PageMemory(pieces)
-        bounce = self.scratch.bounce
-        for start in range(0, file.length, len(bounce)):
-            size = min(len(bounce), file.length - start)
-            end = 0
-            for piece in file.pieces(start, size):
-                begin, end = end, end + piece.nbytes
-                _copy(bounce[begin:end], piece)
-            self._write_all(fd, [bounce[:size]], start)
+        file, bounce = PageMemory(pieces), self.scratch.bounce
+        for start in range(0, whole, len(bounce)):
+            size = min(len(bounce), whole - start)
+            for piece, room in _beside(file.pieces(start, size), bounce):
+                np.copyto(room, piece)
+            _move_all(self._ops.write, fd, [bounce[:size]], start, size)
         return length
 
     def read(self, fd: int, offset: int, pieces: Sequence[memoryview]) -> int:
-        """Fill ``pieces`` from ``offset`` of a file on, which is known to be long enough.
-
-        Returns the bytes that were copied. An OSError also if only a part could be read.
-        """
+        """Fill ``pieces`` from ``offset`` of a long enough file on; returns the bytes copied."""
+        length = sum(piece.nbytes for piece in pieces)
         if _aligned(pieces, offset, self.alignment):
-            self._read_all(fd, pieces, offset, sum(piece.nbytes for piece in pieces))
+            _move_all(self._ops.read, fd, pieces, offset, length)
             return 0
-        target = PageMemory(pieces)
-        bounce = self.scratch.bounce
-        done = 0
-        while done < target.length:
+        target, bounce, done = PageMemory(pieces), self.scratch.bounce, 0
+        while done < length:
             skipped = (offset + done) % BLOCK
-            size = min(target.length - done, len(bounce) - skipped)
-            room = bounce[: round_up(skipped + size)]
-            self._read_all(fd, [room], offset + done - skipped, skipped + size)
-            end = skipped
-            for piece in target.pieces(done, size):
-                begin, end = end, end + piece.nbytes
-                _copy(piece, bounce[begin:end])
+            size = min(length - done, len(bounce) - skipped)
+            blocks = [bounce[: round_up(skipped + size)]]
+            _move_all(self._ops.read, fd, blocks, offset + done - skipped, skipped + size)
+            for piece, room in _beside(target.pieces(done, size), bounce[skipped:]):
+                np.copyto(piece, room)
             done += size
-        return target.length
+        return length
 
-    def _write_all(self, fd: int, pieces: Sequence[memoryview], offset: int) -> None:
-        while pieces:
-            written = self._ops.write(fd, pieces, offset)
-            if written <= 0:
-                raise OSError(errno.EIO, "the file system wrote nothing")
-            offset += written
-            pieces = _behind(pieces, written)
 
-    def _read_all(self, fd: int, pieces: Sequence[memoryview], offset: int, least: int) -> None:
-        """Fill the first ``least`` bytes of ``pieces`` at least: the file may end behind them."""
-        while (got := self._ops.read(fd, pieces, offset)) < least:
-            if got <= 0:
-                # The file had its right length a moment ago, so it is the reading that fell short.
-                raise OSError(errno.EIO, "the file system returned too little, as of a cut file")
-            offset += got
-            least -= got
-            pieces = _behind(pieces, got)
+def _move_all(move: _Move, fd: int, pieces: Sequence[memoryview], offset: int, least: int) -> None:
+    """Read or write (``move``) the first ``least`` bytes of ``pieces`` at least: there, a file may
+    end. It had its right length a moment ago, so that less is an OSError."""
+    while (done := move(fd, pieces, offset)) < least:
+        if done <= 0:
+            raise OSError(errno.EIO, "the file system moved too little, as of a cut file")
+        offset += done
+        least -= done
+        pieces = PageMemory(pieces).pieces(done, sum(piece.nbytes for piece in pieces) - done)
 
 
 def probe_alignment(ops: FileOps, dir_fd: int, name: str) -> Alignment:
@@ -361,12 +308,10 @@ def probe_alignment(ops: FileOps, dir_fd: int, name: str) -> Alignment:
         try:
             # Small demands first: every step asks for more than the one before.
             for start, first in ((64, 512), (512, 512), (64, BLOCK), (512, BLOCK), (BLOCK, BLOCK)):
-                vectors = [room[start : start + first]]
-                if first < BLOCK:
-                    second = 2 * BLOCK + start
-                    vectors.append(room[second : second + BLOCK - first])
+                parts = [room[start:][:first], room[2 * BLOCK + start :][: BLOCK - first]]
+                parts = [part for part in parts if part]
                 with _unless_refused():
-                    if ops.write(fd, vectors, 0) == BLOCK and ops.read(fd, vectors, 0) == BLOCK:
+                    if ops.write(fd, parts, 0) == BLOCK and ops.read(fd, parts, 0) == BLOCK:
                         return Alignment(os.O_DIRECT, start, first)
         finally:
             ops.close(fd)
@@ -401,21 +346,17 @@ def _aligned(pieces: Sequence[memoryview], offset: int, alignment: Alignment) ->
     return not unaligned and offset % length == 0
 
 
-def _behind(pieces: Sequence[memoryview], done: int) -> list[memoryview]:
-    """``pieces`` without their first ``done`` bytes."""
-    for number, piece in enumerate(pieces):
-        if done < piece.nbytes:
-            return [piece[done:], *pieces[number + 1 :]]
-        done -= piece.nbytes
-    return []
-
-
 def _address(piece: memoryview) -> int:
     if piece.readonly:
         return int(np.frombuffer(piece, np.uint8).__array_interface__["data"][0])
     return ctypes.addressof(ctypes.c_char.from_buffer(piece))
 
 
-def _copy(target: memoryview, source: memoryview) -> None:
-    # numpy copies without holding the interpreter lock
-    np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
+def _beside(
+    pieces: Sequence[memoryview], flat: memoryview
+) -> Iterator[tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]]:
+    """Every piece, and its part of ``flat``: numpy copies without holding the interpreter lock."""
+    end = 0
+    for piece in pieces:
+        begin, end = end, end + piece.nbytes
+        yield np.frombuffer(piece, np.uint8), np.frombuffer(flat[begin:end], np.uint8)

@@ -1,4 +1,4 @@
-"""One store folder on disk, opened.
+"""One store folder on disk, opened, and the page files in it.
 
 ::
 
@@ -22,14 +22,29 @@ import secrets
 import sqlite3
 import stat
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from fnmatch import fnmatch
 from itertools import count
 from pathlib import Path
+from typing import NamedTuple
 
+from hcache_backend.format.envelope import BLOCK, PageName, round_up
+from hcache_backend.format.file import (
+    DamagedFileError,
+    FileLayout,
+    Header,
+    file_layout,
+    header_length,
+    pack_header,
+    parse_header,
+    runs_between,
+)
+from hcache_backend.format.units import Eighths, PageMemory, Unit
 from hcache_backend.store.file_ops import (
     FOLDER,
+    Alignment,
     FileOps,
     FolderLock,
     PageIO,
@@ -39,32 +54,26 @@ from hcache_backend.store.file_ops import (
     reading_alignment,
     try_lock,
 )
-from hcache_backend.store.index import INDEX_FILE, INDEX_FORMAT, Index, is_damaged
+from hcache_backend.store.index import INDEX_FILE, INDEX_FORMAT, Entry, Index, is_damaged
 
 MARKER = "hcache-store.json"
 SERVER_REPORT = "server.json"
 FOLDER_FORMAT = 1
 BUCKETS = frozenset(f"{number:02x}" for number in range(256))
 BUFFER_BYTES = 4 << 20  # of each thread, for memory that direct I/O cannot use
-_LOCK = "lock"
-_INDEX = "index"
-_PAGES = "pages"
-_SESSIONS = "sessions"
+_LOCK, _INDEX, _PAGES, _SESSIONS, _LANE = "lock", "index", "pages", "sessions", "lane"
 LANES = 64
-_LANE = "lane"
-_OTHER_FILES = 256
-"""Descriptors that a server has open besides those of its stores."""
+_OTHER_FILES = 256  # descriptors that a server has open besides those of its stores
 _OPEN_SECONDS = 30.0
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _MOUNTS = Path("/proc/self/mounts")
 _NETWORK_FILE_SYSTEMS = ("nfs", "nfs4", "cifs", "smb3", "fuse.sshfs")
-_HARMLESS = (
+_HARMLESS = (  # names of file systems, snapshots, quotas, desktops and volumes of Kubernetes
     "lost+found", ".snapshot", ".snapshots", "#snapshot", ".zfs", ".ckpt", "@eaDir", ".nfs*",
     "aquota.*", "quota.user", "quota.group", ".quota*", ".Trash", ".Trash-*", ".Trashes",
     ".fseventsd", ".Spotlight-*", ".DS_Store", "System Volume Information", "..data", "..20*",
     ".hcache-doctor-*",
 )  # fmt: skip
-"""Names of file systems, snapshots, quotas, desktops and volumes of Kubernetes in folders."""
 
 logger = logging.getLogger("hcache.store")
 
@@ -73,30 +82,52 @@ class NotOurFolderError(OSError):
     """The folder has files that are not a page store's; nothing in it was touched."""
 
 
-class Subfolders:
-    """The folders in an open folder, of which ``most`` stay open until ``stack`` is closed.
+class PageRead(NamedTuple):
+    """A file of page ``number`` of the caller's lists, and the ``part`` that it fills of the memory
+    of the same or another share."""
 
-    To open and close one each time would be a third of a page's system calls.
-    """
+    number: int
+    entry: Entry
+    part: Eighths
+    memory: PageMemory
+
+
+@dataclass(eq=False)
+class PageWrite:
+    """The share of page ``number`` of the caller's lists, on its way to the disk."""
+
+    number: int
+    entry: Entry
+    memory: PageMemory
+    layout: FileLayout
+    place: tuple[int, str] | None = None  # open folder and name of a file that has no name yet
+    copied: int = 0  # bytes that went through aligned memory
+    stored: bool = False  # it is a page now
+
+
+class Subfolders:
+    """The folders in an open folder, of which ``most`` stay open until ``stack`` is closed: to open
+    and close one each time would be a third of a page's system calls."""
 
     def __init__(self, ops: FileOps, parent_fd: int, most: int, stack: ExitStack) -> None:
-        self._ops = ops
-        self._parent_fd = parent_fd
-        self._most = most
+        self._ops, self._parent_fd, self._most = ops, parent_fd, most
         self._known: dict[str, int] = {}
         self._lock = threading.Lock()
-        self._kept = ExitStack()
-        stack.callback(self._kept.close)
+        self._kept = stack.enter_context(ExitStack())
 
     @contextmanager
     def opened(self, name: str, *, make: bool = False) -> Iterator[int]:
-        """The folder ``name``; ``make`` a missing one, or another if it finds it deleted."""
+        """The folder ``name``; ``make`` it if it is missing, or was deleted."""
         fd = self._known.get(name)
         if fd is not None and (not make or os.fstat(fd).st_nlink):
             yield fd
             return
         with ExitStack() as stack:
             yield self._open(name, fd, make, stack)
+
+    def kept(self, name: str) -> int:
+        """The folder ``name``, made if it is missing; it stays open."""
+        return self._known.get(name) or self._open(name, None, True, self._kept)
 
     def _open(self, name: str, known: int | None, make: bool, stack: ExitStack) -> int:
         """Open it anew, instead of a ``known`` one, to be kept or closed with ``stack``."""
@@ -115,55 +146,43 @@ class Subfolders:
             self._known[name] = kept_open(fd, self._kept)
             return fd
 
-    def kept(self, name: str) -> int:
-        """The folder ``name``, made if it is missing; it stays open."""
-        return self._known.get(name) or self._open(name, None, True, self._kept)
-
-    def names(self) -> list[str]:
-        return self._ops.list(self._parent_fd)
-
 
 class Session:
     """The folder in which one open store writes files before they get their names.
 
     Files go to lanes in turn, which are in places apart. In one folder, ext4 without a journal
     passes every file deleted in the last minutes: after an eviction that takes longer than a page.
-    It is made below ``root_fd``, the open store folder, whose lock is held.
+    It is made below the open store folder ``root_fd``, whose lock is held.
     """
 
-    def __init__(self, ops: FileOps, root_fd: int, lanes: int) -> None:
+    def __init__(self, ops: FileOps, root_fd: int, lanes: int, stack: ExitStack) -> None:
         self.token = secrets.token_hex(8)
-        self._ops = ops
-        self._root_fd = root_fd
+        self._ops, self._root_fd, self._number = ops, root_fd, lanes
         self._files = count()
-        self._number = lanes
-        with ExitStack() as stack:
-            with opened(ops, _SESSIONS, FOLDER, root_fd) as sessions_fd:
-                ops.make_folder(self.token, sessions_fd)
-                self.fd = kept_open(ops.open(self.token, FOLDER, sessions_fd), stack)
-            # No other process knows this file yet, so it is free.
-            try_lock(kept_open(ops.open(_LOCK, os.O_RDWR | os.O_CREAT, self.fd), stack))
-            with suppress(OSError):  # most file systems cannot be asked
-                ops.spread_folders(self.fd)
-            self._lanes = Subfolders(ops, self.fd, lanes, stack)
-            self._open_files = stack.pop_all()
+        with opened(ops, _SESSIONS, FOLDER, root_fd) as sessions_fd:
+            ops.make_folder(self.token, sessions_fd)
+            self.fd = kept_open(ops.open(self.token, FOLDER, sessions_fd), stack)
+        # No other process knows this file yet, so it is free.
+        try_lock(kept_open(ops.open(_LOCK, os.O_RDWR | os.O_CREAT, self.fd), stack))
+        with suppress(OSError):  # most file systems cannot be asked
+            ops.spread_folders(self.fd)
+        self._lanes = Subfolders(ops, self.fd, lanes, stack)
+        stack.callback(self._remove)
 
-    def new_file(self) -> int:
-        return next(self._files)
-
-    def place(self, number: int) -> tuple[int, str]:
-        """The open folder of file ``number``, and its name there."""
+    def new_file(self) -> tuple[int, str]:
+        """The open folder of a further file, and its name there."""
+        number = next(self._files)
         return self._lanes.kept(f"{_LANE}{number % self._number}"), str(number)
 
-    def close(self) -> None:
+    def _remove(self) -> None:
         """Remove unfinished files; the next opening removes the rest."""
         with suppress(OSError), opened(self._ops, _SESSIONS, FOLDER, self._root_fd) as sessions_fd:
             _remove_session(self._ops, sessions_fd, self.token)
-        self._open_files.close()
 
 
 class Folder:
-    """An open store folder. An error of its disk is an OSError.
+    """An open store folder. An error of its disk is an OSError, a NotOurFolderError if it has files
+    that are not a store's. Its ``lock`` is held for a change of the index or of names.
 
     Args:
         create: Make the folder, or make an empty one a store's.
@@ -171,14 +190,8 @@ class Folder:
         descriptors: Number that it may keep open from one page to the next; at least 1.
 
     Attributes:
-        users: Number of those that hold it open; :class:`~hcache_backend.store.disk.Disk` counts.
-        lock: Protects a change from those of others.
-        buckets: Folders of page files whose keys begin alike: :data:`BUCKETS`.
+        users: Number of those that hold it open; the :class:`.disk.Disk` counts.
         index_is_partial: Page files may be there that the index does not know.
-
-    Raises:
-        NotOurFolderError: It is not empty and not a store's.
-        OSError: It cannot be used.
     """
 
     session: Session
@@ -192,43 +205,40 @@ class Folder:
         readonly: bool = False,
         descriptors: int = LANES,
     ) -> None:
-        self.path = path
-        self.ops = ops
-        self.users = 0
+        self.path, self.ops, self.users = path, ops, 0
         lanes = max(1, min(LANES, descriptors // 4))
         if create:
             if (problem := why_not(path, ops)) is not None:
                 raise problem
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with ExitStack() as stack:
-            self.root_fd = kept_open(os.open(path, FOLDER), stack)
-            _check_marker(path, ops, self.root_fd, create)
-            if readonly:
-                self._open_to_read()
-            else:
-                self._open_to_write(stack, lanes)
-            stack.callback(self.index.close)
-            self._inodes = [path.stat().st_ino for path in self._index_paths]
-            pages_fd = kept_open(ops.open(_PAGES, FOLDER, self.root_fd), stack)
-            self.buckets = Subfolders(ops, pages_fd, descriptors - lanes, stack)
-            stated = self.index.meta("complete"), self.index.meta("boot")
-            self.index_is_partial = stated != (INDEX_FORMAT, _boot_id())
-            if self.index_is_partial and not readonly and self._holds_no_pages():
-                self.mark_index_complete()
-            self._open_files = stack.pop_all()
-
-    def _open_to_read(self) -> None:
-        self.lock = FolderLock(None)
-        self.io = PageIO(self.ops, reading_alignment(self.ops, self.root_fd, MARKER), BUFFER_BYTES)
         try:
-            self.index = Index(self.path / _INDEX, self.ops, readonly=True)
+            with ExitStack() as stack:
+                self.root_fd = kept_open(os.open(path, FOLDER), stack)
+                _check_marker(path, ops, self.root_fd, create)
+                if readonly:
+                    self.lock = FolderLock(None)
+                    alignment = reading_alignment(ops, self.root_fd, MARKER)
+                    self.index = Index(path / _INDEX, ops, readonly=True)
+                else:
+                    alignment = self._open_to_write(stack, lanes)
+                stack.callback(self.index.close)
+                self.io = PageIO(ops, alignment, BUFFER_BYTES)
+                both = path / _INDEX, path / _INDEX / INDEX_FILE
+                self._index_inodes = [file.stat().st_ino for file in both]
+                pages_fd = kept_open(ops.open(_PAGES, FOLDER, self.root_fd), stack)
+                self.buckets = Subfolders(ops, pages_fd, descriptors - lanes, stack)
+                stated = self.index.meta("complete"), self.index.meta("boot")
+                self.index_is_partial = stated != (INDEX_FORMAT, _boot_id())
+                files = map(self.files_in, self.bucket_names())
+                if self.index_is_partial and not readonly and not any(files):
+                    self.mark_index_complete()
+                self._open_files = stack.pop_all()
         except sqlite3.Error as error:
-            problem = (
-                f"its index cannot be opened: {error}; hcache verify --rebuild makes a new one"
-            )
-            raise OSError(errno.EIO, problem, str(self.path)) from None
+            hint = "; hcache verify --rebuild makes a new one" if readonly else ""
+            what = f"its index cannot be opened: {error}{hint}"
+            raise OSError(errno.EIO, what, str(path)) from None
 
-    def _open_to_write(self, stack: ExitStack, lanes: int) -> None:
+    def _open_to_write(self, stack: ExitStack, lanes: int) -> Alignment:
         ops, root_fd = self.ops, self.root_fd
         _warn_of_others(self.path, root_fd)
         self.lock = FolderLock(kept_open(ops.open(_LOCK, os.O_RDWR | os.O_CREAT, root_fd), stack))
@@ -236,10 +246,17 @@ class Folder:
             for name in (_INDEX, _PAGES, _SESSIONS):
                 _ensure_folder(ops, name, root_fd)
             _remove_dead_sessions(ops, root_fd)
-            self.session = Session(ops, root_fd, lanes)
-            stack.callback(self.session.close)
-            self.io = PageIO(ops, probe_alignment(ops, self.session.fd, "probe"), BUFFER_BYTES)
-            self.index = _open_index(self.path, ops, root_fd)
+            self.session = Session(ops, root_fd, lanes, stack)
+            alignment = probe_alignment(ops, self.session.fd, "probe")
+            try:
+                self.index = Index(self.path / _INDEX, ops)
+            except sqlite3.Error as error:
+                if not is_damaged(error):
+                    raise
+                _set_aside(ops, root_fd)
+                _ensure_folder(ops, _INDEX, root_fd)
+                self.index = Index(self.path / _INDEX, ops)
+        return alignment
 
     def close(self) -> None:
         self._open_files.close()
@@ -247,23 +264,17 @@ class Folder:
     def is_in_place(self) -> bool:
         """Whether path and index still lead to what was opened."""
         try:
-            here, index = self.path.stat(), self._index_paths[0].stat()
-            return os.path.samestat(here, os.fstat(self.root_fd)) and (
-                index.st_ino == self._inodes[0]
-            )
+            same = os.path.samestat(self.path.stat(), os.fstat(self.root_fd))
+            return same and (self.path / _INDEX).stat().st_ino == self._index_inodes[0]
         except OSError:
             return False
 
     def index_file_is_gone(self) -> bool:
         """Whether the open index has lost its file: no other process would find its entries."""
         try:
-            return self._index_paths[1].stat().st_ino != self._inodes[1]
+            return (self.path / _INDEX / INDEX_FILE).stat().st_ino != self._index_inodes[1]
         except OSError as error:
             return isinstance(error, FileNotFoundError)
-
-    @property
-    def _index_paths(self) -> tuple[Path, Path]:
-        return self.path / _INDEX, self.path / _INDEX / INDEX_FILE
 
     def mark_index_complete(self) -> None:
         """State that the index knows every page file."""
@@ -277,21 +288,179 @@ class Folder:
             if self.is_in_place():  # otherwise another process was faster
                 _set_aside(self.ops, self.root_fd)
 
-    def _holds_no_pages(self) -> bool:
-        for name in BUCKETS.intersection(self.buckets.names()):
-            with self.buckets.opened(name) as fd:
-                if self.ops.list(fd):
+    def bucket_names(self) -> list[str]:
+        with opened(self.ops, _PAGES, FOLDER, self.root_fd) as fd:
+            return sorted(BUCKETS.intersection(self.ops.list(fd)))
+
+    def files_in(self, bucket: str) -> list[str]:
+        with self.buckets.opened(bucket) as fd:
+            return self.ops.list(fd)
+
+    # ---- page files ----
+
+    def write_page(self, write: PageWrite) -> None:
+        """Write the share of a page to a file of the session, or leave nothing of it."""
+        memory, layout = write.memory, write.layout
+        header = self.io.scratch.header(layout.header_bytes)
+        digests = memory.digests or memory.digests_of(layout.units)
+        pack_header(header, write.entry.name, write.entry.writer, layout, digests)
+        place = dir_fd, file = self.session.new_file()
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | self.io.alignment.flags
+        try:
+            with opened(self.ops, file, flags, dir_fd) as fd:
+                write.copied = self.io.write(fd, [header, *memory.parts])
+        except OSError:
+            self.remove_nameless(place)
+            raise
+        write.place = place
+
+    def give_name(self, write: PageWrite) -> None:
+        """Make a page file of a file of the session."""
+        assert write.place is not None
+        source_fd, source = write.place
+        name = write.entry.name
+        with self.buckets.opened(name.bucket, make=True) as bucket_fd:
+            self.ops.rename(source, source_fd, name.file, bucket_fd)
+        write.place, write.stored = None, True
+
+    def remove_nameless(self, place: tuple[int, str] | None) -> None:
+        """Remove a file of the session, if there is one; otherwise the next opening removes it."""
+        if place is not None:
+            with suppress(OSError):
+                self.ops.unlink(place[1], place[0])
+
+    def has_file(self, name: PageName) -> bool:
+        """Whether a page file is really there."""
+        with suppress(FileNotFoundError), self.buckets.opened(name.bucket) as bucket_fd:
+            self.ops.stat(name.file, bucket_fd)
+            return True
+        return False
+
+    def delete_page(self, name: PageName, only: os.stat_result | None = None) -> bool:
+        """Delete a page file, if it still is that with status ``only``; the lock is held.
+
+        Its entry in the index is the caller's. Returns whether there is no file now.
+        """
+        with suppress(FileNotFoundError), self.buckets.opened(name.bucket) as bucket_fd:
+            if only is not None:
+                there = self.ops.stat(name.file, bucket_fd)
+                if not os.path.samestat(there, only) or there.st_mtime_ns != only.st_mtime_ns:
                     return False
+            self.ops.unlink(name.file, bucket_fd)
         return True
+
+    def read_page(self, read: PageRead) -> tuple[int, int]:
+        """Read and verify a part of a page. Returns its bytes, and those through aligned memory.
+
+        Raises a DamagedFileError if the file is not as the index or its own checksums say, and a
+        ValueError if the memory has another length.
+        """
+        _, entry, part, memory = read
+        share = entry.name.share
+        with self._opened(entry.name) as fd:
+            _check_size(fd, entry.file_bytes)
+            if share == memory.share and part == share.eighths:
+                return _read_all(self.io, fd, entry, memory)
+            return _read_units(self.io, fd, entry, memory, part)
+
+    def entry_of(self, name: PageName) -> Entry:
+        """The entry that a page file with a sound header should have; its time of writing is its
+        last use. Raises as :meth:`read_page`."""
+        with self._opened(name) as fd:
+            header = _read_header(self.io, fd)
+            if name != header.name:
+                raise DamagedFileError("its name is not the one in its header")
+            layout = header.layout
+            _check_size(fd, layout.file_bytes)
+            sizes = layout.header_bytes, layout.payload_bytes
+            return Entry(name, *sizes, header.writer, os.fstat(fd).st_mtime_ns)
+
+    @contextmanager
+    def _opened(self, name: PageName) -> Iterator[int]:
+        """A page file, open for reading; it tells its status if it turns out to be damaged."""
+        flags = os.O_RDONLY | self.io.alignment.flags
+        with self.buckets.opened(name.bucket) as bucket_fd:
+            fd = self.ops.open(name.file, flags, bucket_fd)
+        try:
+            yield fd
+        except DamagedFileError as error:
+            error.status = os.fstat(fd)
+            raise
+        finally:
+            self.ops.close(fd)
+
+
+def _check_size(fd: int, file_bytes: int) -> None:
+    size = os.fstat(fd).st_size
+    if size != file_bytes:
+        raise DamagedFileError(f"it has {size} bytes, not {file_bytes}")
+
+
+def _read_header(io: PageIO, fd: int) -> Header:
+    """The verified header of an open page file."""
+    first = io.scratch.header(BLOCK)
+    io.read(fd, 0, [first])
+    header = io.scratch.header(header_length(first))
+    if len(header) > BLOCK:
+        io.read(fd, 0, [header])
+    return parse_header(header)
+
+
+def _read_all(io: PageIO, fd: int, entry: Entry, memory: PageMemory) -> tuple[int, int]:
+    """Read a file that has exactly the memory's share, in one go."""
+    _check_memory(entry.payload_bytes, memory)
+    data = io.scratch.header(entry.header_bytes)
+    padding = io.scratch.tail[: round_up(entry.payload_bytes) - entry.payload_bytes]
+    copied = io.read(fd, 0, [data, *memory.parts, *([padding] if padding else ())])
+    header = parse_header(data)
+    _check_names(header, entry)
+    _verify(memory, header.layout.units, header.digests)
+    return memory.length, copied
+
+
+def _read_units(
+    io: PageIO, fd: int, entry: Entry, memory: PageMemory, part: Eighths
+) -> tuple[int, int]:
+    """Read the units of ``part`` to their places in the memory."""
+    header = _read_header(io, fd)
+    _check_names(header, entry)
+    table = header.layout.table
+    _check_memory(file_layout(table, memory.share).payload_bytes, memory)
+    copied = 0
+    read, runs = runs_between(table, header.name.share, memory.share, part)
+    for offset, stretches, numbers, units in runs:
+        pieces = [piece for stretch in stretches for piece in memory.pieces(*stretch)]
+        copied += io.read(fd, offset, pieces)
+        _verify(memory, units, tuple(header.digests[number] for number in numbers))
+    return read, copied
+
+
+def _check_names(header: Header, entry: Entry) -> None:
+    layout = header.layout
+    if (header.name, layout.header_bytes, layout.payload_bytes) != entry[:3]:
+        raise DamagedFileError("it is the file of something else")
+
+
+def _check_memory(payload_bytes: int, memory: PageMemory) -> None:
+    if payload_bytes != memory.length:
+        raise ValueError(f"{memory.share} has {payload_bytes} bytes, the memory {memory.length}")
+
+
+def _verify(memory: PageMemory, units: Sequence[Unit], digests: tuple[int, ...]) -> None:
+    found = memory.digests_of(units)
+    if found != digests:
+        pairs = zip(units, found, digests, strict=True)
+        wrong = next(unit for unit, here, there in pairs if here != there)
+        raise DamagedFileError(f"checksum of segment {wrong.segment}")
 
 
 def descriptors_of_each(folders: int) -> int:
     """Descriptors that a store of ``folders`` folders may keep open in each."""
     allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = LANES + len(BUCKETS)
-    if allowed == resource.RLIM_INFINITY:
-        return most
-    return max(1, min(most, (allowed - _OTHER_FILES) // (2 * folders)))
+    if allowed != resource.RLIM_INFINITY:
+        most = max(1, min(most, (allowed - _OTHER_FILES) // (2 * folders)))
+    return most
 
 
 def is_store_folder(path: Path) -> bool:
@@ -310,16 +479,11 @@ def why_not(path: Path, ops: FileOps) -> OSError | None:
         if (kind := file_system_of(place)) in _NETWORK_FILE_SYSTEMS:
             problem = f"its file system is {kind}; the index needs a local one"
             raise OSError(errno.ENOTSUP, problem, str(path))
-        if place == path:
-            root_fd = os.open(path, FOLDER)
-            try:
-                _has_marker(path, ops, root_fd)
-            finally:
-                os.close(root_fd)
-        used = (
-            path / name for name in (_LOCK, _INDEX, f"{_INDEX}/{INDEX_FILE}", _PAGES, _SESSIONS)
-        )
-        for each in (place, *filter(Path.exists, used)):
+        with ExitStack() as stack:
+            if place == path:
+                _has_marker(path, ops, kept_open(os.open(path, FOLDER), stack))
+        used = (_LOCK, _INDEX, f"{_INDEX}/{INDEX_FILE}", _PAGES, _SESSIONS)
+        for each in (place, *filter(Path.exists, map(path.joinpath, used))):
             if not os.access(each, os.W_OK | os.R_OK | (os.X_OK if each.is_dir() else 0)):
                 frozen = os.statvfs(each).f_flag & os.ST_RDONLY
                 code = errno.EROFS if frozen else errno.EACCES
@@ -338,15 +502,13 @@ def existing_part(path: Path) -> Path:
 
 def file_system_of(place: Path) -> str:
     """The kind of file system that a folder is on, such as ``ext4``; ``unknown`` without /proc."""
-    best, kind = "", "unknown"
-    resolved = str(place.resolve())
     mounts = _MOUNTS.read_text() if _MOUNTS.exists() else ""
+    best, kind = 0, "unknown"
     for line in mounts.splitlines():
         _, where, found, *_ = line.split(" ")
         where = where.replace("\\040", " ")
-        inside = resolved == where or resolved.startswith(where.rstrip("/") + "/")
-        if inside and len(where) >= len(best):
-            best, kind = where, found
+        if len(where) >= best and place.resolve().is_relative_to(where):
+            best, kind = len(where), found
     return kind
 
 
@@ -365,19 +527,12 @@ def _has_marker(path: Path, ops: FileOps, root_fd: int) -> bool:
     # refuse. Anything that neither a store nor an administrator's tools make is one.
     own = {MARKER, _LOCK, _INDEX, _PAGES, _SESSIONS, SERVER_REPORT} if MARKER in names else set()
     harmless = (f".{MARKER}.*", f".{SERVER_REPORT}.*", *_HARMLESS)
-    strangers = sorted(
-        name
-        for name in names
-        if name not in own and not any(fnmatch(name, pattern) for pattern in harmless)
-    )
-    if strangers:
+    others = sorted({*names} - own)
+    if others := [name for name in others if not any(fnmatch(name, kind) for kind in harmless)]:
         what = f"its {MARKER} is damaged" if own else f"it has no {MARKER}"
-        listed = ", ".join(map(repr, strangers[:3])) + ", ..." * (len(strangers) > 3)
-        reason = (
-            f"it is not empty and not a page store's ({what}, and it holds {listed}); name a "
-            "folder inside it"
-        )
-        raise NotOurFolderError(errno.ENOTEMPTY, reason, str(path))
+        listed = ", ".join(map(repr, others[:3])) + ", ..." * (len(others) > 3)
+        reason = f"it is not empty and not a page store's ({what}, and it holds {listed})"
+        raise NotOurFolderError(errno.ENOTEMPTY, f"{reason}; name a folder inside it", str(path))
     return False
 
 
@@ -404,12 +559,10 @@ def _check_marker(path: Path, ops: FileOps, root_fd: int, create: bool) -> None:
 def _warn_of_others(path: Path, root_fd: int) -> None:
     status = os.fstat(root_fd)
     if status.st_mode & 0o022:
+        whose = f"mode {stat.S_IMODE(status.st_mode):o} and belongs to user {status.st_uid}"
         logger.warning(
-            "hcache: %s has mode %o and belongs to user %d: other users may replace its pages, "
-            "and so change the replies of servers. Give it to this user, with mode 700",
-            path,
-            stat.S_IMODE(status.st_mode),
-            status.st_uid,
+            f"hcache: {path} has {whose}: other users may replace its pages, and so change the "
+            "replies of servers. Give it to this user, with mode 700"
         )
 
 
@@ -418,21 +571,6 @@ def _ensure_folder(ops: FileOps, name: str, dir_fd: int) -> None:
         ops.make_folder(name, dir_fd)
     if not stat.S_ISDIR(ops.stat(name, dir_fd).st_mode):
         raise NotADirectoryError(errno.ENOTDIR, "it must be a folder, not a link or file", name)
-
-
-def _open_index(path: Path, ops: FileOps, root_fd: int) -> Index:
-    try:
-        try:
-            return Index(path / _INDEX, ops)
-        except sqlite3.Error as error:
-            if not is_damaged(error):
-                raise
-        _set_aside(ops, root_fd)
-        _ensure_folder(ops, _INDEX, root_fd)
-        return Index(path / _INDEX, ops)
-    except sqlite3.Error as error:
-        problem = f"its index cannot be opened: {error}"
-        raise OSError(errno.EIO, problem, str(path)) from None
 
 
 def _set_aside(ops: FileOps, root_fd: int) -> None:
@@ -453,17 +591,14 @@ def _remove_dead_sessions(ops: FileOps, root_fd: int) -> None:
         for token in ops.list(sessions_fd):
             # One that cannot be removed is tried again at the next opening.
             with suppress(OSError):
-                if _is_dead(ops, sessions_fd, token):
+                with opened(ops, token, FOLDER, sessions_fd) as session_fd:
+                    try:
+                        with opened(ops, _LOCK, os.O_RDWR, session_fd) as fd:
+                            dead = try_lock(fd)
+                    except FileNotFoundError:
+                        dead = True  # sessions start under the folder's lock
+                if dead:
                     _remove_session(ops, sessions_fd, token)
-
-
-def _is_dead(ops: FileOps, sessions_fd: int, token: str) -> bool:
-    with opened(ops, token, FOLDER, sessions_fd) as session_fd:
-        try:
-            with opened(ops, _LOCK, os.O_RDWR, session_fd) as fd:
-                return try_lock(fd)
-        except FileNotFoundError:
-            return True  # sessions start under the folder's lock: none is about to make it
 
 
 def _remove_session(ops: FileOps, sessions_fd: int, token: str) -> None:
@@ -481,19 +616,16 @@ def _remove_session(ops: FileOps, sessions_fd: int, token: str) -> None:
 
 
 def write_sidecar(folder: Path, name: str, text: str, *, replace: bool = True) -> None:
-    """Write a file beside the pages that only the owner may read. Readers see all of it or none.
+    """Write a file beside the pages, for its owner only; an OSError if it cannot be written.
 
-    Without ``replace``, a file of this ``name`` stays. An OSError if it cannot be written.
+    Readers see all of it or none. Without ``replace``, a file of this ``name`` stays.
     """
     temporary = folder / f".{name}.{secrets.token_hex(4)}"
     try:
         temporary.touch(mode=0o600)
         temporary.write_text(text)
-        if replace:
-            temporary.replace(folder / name)
-        else:
-            with suppress(FileExistsError):
-                os.link(temporary, folder / name)
+        with suppress(FileExistsError):
+            (os.replace if replace else os.link)(temporary, folder / name)
     finally:
         with suppress(OSError):
             temporary.unlink()

@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from queue import SimpleQueue
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from hcache_backend.format.envelope import BLOCK, KEY_BYTES, NAMESPACE_BYTES, PageName, round_up
@@ -45,10 +45,8 @@ CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value BLOB NOT NULL) WIT
 _WAL_BYTES = 16 << 20
 _CACHE_KIB = 16 << 10
 _WAIT_SECONDS = 5.0
-_READERS = 4
-"""Threads that look up at once; another one waits."""
-_AT_A_TIME = 512
-"""Entries of one statement."""
+_READERS = 4  # threads that look up at once; another one waits
+_AT_A_TIME = 512  # entries of one statement
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 _READ_ONLY = (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY)
 _FIND = f"""
@@ -64,24 +62,19 @@ _OLDEST = """
 SELECT group_concat(hex(mark)) FROM (
 SELECT mark FROM recency WHERE mark > ? ORDER BY mark LIMIT 64)
 """
-
+# Apart, so that each is one step in the tree.
 _ENDS = "SELECT (SELECT min(mark) FROM recency), (SELECT max(mark) FROM recency)"
-"""Apart, so that each is one step in the tree."""
+_META = "SELECT value FROM meta WHERE name = ?"
 
 
 class Entry(NamedTuple):
-    """One page file.
-
-    Attributes:
-        writer: The server run that made it, 8 bytes.
-        rank: The eviction rank: the lowest goes first; see :mod:`.eviction`.
-    """
+    """One page file."""
 
     name: PageName
     header_bytes: int
     payload_bytes: int
-    writer: bytes
-    rank: int
+    writer: bytes  # the server run that made it, 8 bytes
+    rank: int  # the eviction rank, see :mod:`.eviction`: the lowest goes first
 
     @property
     def file_bytes(self) -> int:
@@ -89,43 +82,29 @@ class Entry(NamedTuple):
 
 
 class Totals(NamedTuple):
-    """Page files of a folder, and their bytes."""
-
     pages: int
-    bytes: int
+    bytes: int  # of their files
 
 
-Files = dict[bytes, list[Entry]]
-"""The files of each page, by namespace + key."""
+Files = dict[bytes, list[Entry]]  # of each page, by namespace + key
 
 
 class Index:
-    """The index in ``folder`` (which exists).
+    """The index in ``folder``, which exists, and need not be writable if ``readonly``.
 
     Reading needs no lock, a change needs that of the folder. A change that raises sqlite3.Error has
-    changed nothing.
-
-    Args:
-        readonly: No change is made, and the folder need not be writable.
-
-    Raises:
-        sqlite3.Error: It cannot be opened; it may be rebuilt if it :func:`is_damaged`.
+    changed nothing. An index that cannot be opened is one, too, and may be :func:`is_damaged`.
     """
 
     def __init__(self, folder: Path, ops: FileOps, *, readonly: bool = False) -> None:
-        self._ops = ops
-        self._path = folder / INDEX_FILE
-        self._readonly = readonly
-        self._readers: list[sqlite3.Connection] = []
+        self._ops, self._path, self._readonly = ops, folder / INDEX_FILE, readonly
+        self._connections: list[sqlite3.Connection] = []
         self._idle: SimpleQueue[sqlite3.Connection] = SimpleQueue()
-        self._writer: sqlite3.Connection | None = None
         try:
-            if not readonly:
-                self._writer = self._open_to_write()
+            self._writer = None if readonly else self._open_to_write()
             # All at once: SQLite keeps the descriptors of those that are closed meanwhile.
             for _ in range(1 if readonly else _READERS):
-                self._readers.append(self._open_to_read())
-                self._idle.put(self._readers[-1])
+                self._idle.put(self._open_to_read())
         except BaseException:
             self.close()
             raise
@@ -143,11 +122,6 @@ class Index:
         found = self._files([namespace + key for key in keys])
         return [found.get(namespace + key, []) for key in keys]
 
-    def find(self, name: PageName) -> Entry | None:
-        """The entry of a file; None if there is none."""
-        [files] = self.lookup(name.namespace, [name.key])
-        return next((entry for entry in files if entry.name == name), None)
-
     def known(self, names: Iterable[PageName]) -> set[PageName]:
         """The files that have entries."""
         wanted = set(names)
@@ -158,8 +132,7 @@ class Index:
         """All entries of a namespace (of all namespaces), perhaps without those that come now."""
         page = namespace
         while True:
-            with self._reading() as connection:
-                [(found,)] = connection.execute(_NEXT, (page, _AT_A_TIME)).fetchall()
+            [(found,)] = self._rows(_NEXT, page, _AT_A_TIME)
             for record in _from_hex(found):
                 page = record[:_NAME_BYTES]
                 if not page.startswith(namespace):
@@ -170,9 +143,7 @@ class Index:
 
     def oldest(self, after: Entry | None = None) -> list[Entry]:
         """Up to 64 entries, lowest rank first; those ``after`` an entry, which may be gone."""
-        with self._reading() as connection:
-            last = _mark(after) if after is not None else b""
-            [(found,)] = connection.execute(_OLDEST, (last,)).fetchall()
+        [(found,)] = self._rows(_OLDEST, _mark(after) if after is not None else b"")
         marks = sorted(_from_hex(found))
         files = self._files([mark[8:-2] for mark in marks])
         entries = {_mark(entry): entry for some in files.values() for entry in some}
@@ -180,42 +151,33 @@ class Index:
 
     def rank_range(self) -> tuple[int, int] | None:
         """The lowest and the highest eviction rank; None if there is no entry."""
-        with self._reading() as connection:
-            [(first, last)] = connection.execute(_ENDS).fetchall()
-        if first is None:
-            return None
-        return _RANK.unpack_from(first)[0], _RANK.unpack_from(last)[0]
+        [(first, last)] = self._rows(_ENDS)
+        return first and (_RANK.unpack_from(first)[0], _RANK.unpack_from(last)[0])
 
     def totals(self) -> Totals:
-        with self._reading() as connection:
-            return _totals(connection)
+        return _totals(self._rows(_META, "totals"))
 
     def meta(self, name: str) -> bytes | None:
-        """A named fact about the index."""
-        with self._reading() as connection:
-            return _meta(connection, name)
+        return next((value for (value,) in self._rows(_META, name)), None)
 
     def insert(self, entries: Iterable[Entry]) -> None:
-        """Add entries; one for a share that is there replaces it. All or nothing."""
+        """Add entries, or replace those of their shares."""
         new: Files = {}
-        for entry in {entry.name: entry for entry in entries}.values():
+        for entry in entries:
             new.setdefault(entry.name.page, []).append(entry)
 
         def change(page: bytes, files: list[Entry]) -> list[Entry]:
-            names = {entry.name for entry in new[page]}
-            files = [*(entry for entry in files if entry.name not in names), *new[page]]
+            by_name = {entry.name: entry for entry in (*files, *new[page])}
             # A whole page comes first: coverage looks at the first record only.
-            return sorted(files, key=lambda entry: entry.name.share.of > 1)
+            return sorted(by_name.values(), key=lambda entry: entry.name.share.of > 1)
 
         self._change(new, change)
 
     def remove(self, names: Iterable[PageName]) -> int:
         """Take entries out; those that are not there are ignored. Returns their bytes."""
         gone = set(names)
-        return -self._change(
-            {name.page for name in gone},
-            lambda _, files: [entry for entry in files if entry.name not in gone],
-        )
+        pages = {name.page for name in gone}
+        return -self._change(pages, lambda _, files: [e for e in files if e.name not in gone])
 
     def raise_ranks(self, ranks: Mapping[PageName, int]) -> None:
         """Give entries higher eviction ranks; those that are not there are ignored."""
@@ -247,7 +209,7 @@ class Index:
                         pages, size = pages + 1, size + entry.file_bytes
                         if _mark(entry) not in marks:
                             problems.append(f"entry {page.hex()} has no recency")
-                totals = _totals(connection)
+                totals = _totals(connection.execute(_META, ("totals",)))
             finally:
                 connection.execute("ROLLBACK")
         if len(marks) != pages:
@@ -258,10 +220,9 @@ class Index:
 
     def close(self) -> None:
         """Close it; no thread may be using it."""
-        for connection in (*self._readers, self._writer):
+        for connection in self._connections:
             with suppress(sqlite3.Error):
-                if connection is not None:
-                    connection.close()
+                connection.close()
 
     @contextmanager
     def _reading(self) -> Iterator[sqlite3.Connection]:
@@ -271,6 +232,10 @@ class Index:
             yield connection
         finally:
             self._idle.put(connection)
+
+    def _rows(self, statement: str, *values: object) -> list[Any]:
+        with self._reading() as connection:
+            return connection.execute(statement, values).fetchall()
 
     def _records(self, pages: Iterable[bytes]) -> dict[bytes, bytes]:
         with self._reading() as connection:
@@ -297,7 +262,7 @@ class Index:
             marks = [(_mark(entry),) for entry in new - old]
             _execute(connection, "REPLACE INTO recency VALUES", "(?)", marks)
             size = sum(e.file_bytes for e in new) - sum(e.file_bytes for e in old)
-            totals = _totals(connection)
+            totals = _totals(connection.execute(_META, ("totals",)).fetchall())
             packed = _TOTALS.pack(totals.pages + len(new) - len(old), totals.bytes + size)
             connection.execute("REPLACE INTO meta VALUES ('totals', ?)", (packed,))
         return size
@@ -323,6 +288,7 @@ class Index:
             isolation_level=None,
             check_same_thread=False,
         )
+        self._connections.append(connection)
         connection.execute(f"PRAGMA cache_size = -{_CACHE_KIB}")
         return connection
 
@@ -330,15 +296,11 @@ class Index:
         with suppress(FileExistsError):  # SQLite would let others read it
             os.close(os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
         connection = self._connect("mode=rw")
-        try:
-            connection.execute("PRAGMA journal_mode = WAL")
-            # A power cut may undo the last commits, never damage the index.
-            connection.execute("PRAGMA synchronous = NORMAL")
-            connection.execute(f"PRAGMA journal_size_limit = {_WAL_BYTES}")
-            connection.executescript(_TABLES)
-        except BaseException:
-            connection.close()
-            raise
+        connection.execute("PRAGMA journal_mode = WAL")
+        # A power cut may undo the last commits, never damage the index.
+        connection.execute("PRAGMA synchronous = NORMAL")
+        connection.execute(f"PRAGMA journal_size_limit = {_WAL_BYTES}")
+        connection.executescript(_TABLES)
         return connection
 
     def _open_to_read(self) -> sqlite3.Connection:
@@ -384,14 +346,8 @@ def _execute(
         connection.execute(text, [value for values in some for value in values])
 
 
-def _meta(connection: sqlite3.Connection, name: str) -> bytes | None:
-    found = connection.execute("SELECT value FROM meta WHERE name = ?", (name,)).fetchall()
-    return found[0][0] if found else None
-
-
-def _totals(connection: sqlite3.Connection) -> Totals:
-    value = _meta(connection, "totals")
-    return Totals(*_TOTALS.unpack(value)) if value else Totals(0, 0)
+def _totals(rows: Iterable[Sequence[bytes]]) -> Totals:
+    return next((Totals(*_TOTALS.unpack(value)) for (value,) in rows), Totals(0, 0))
 
 
 def _pack(entry: Entry) -> bytes:

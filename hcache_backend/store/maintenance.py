@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import mmap
-import os
 import sqlite3
 import threading
 import time
@@ -23,16 +22,8 @@ from hcache_backend.format.file import DamagedFileError
 from hcache_backend.format.units import PageMemory
 from hcache_backend.store.disk import Disk
 from hcache_backend.store.eviction import Recency
-from hcache_backend.store.folder import BUCKETS, Folder
+from hcache_backend.store.folder import Folder, PageRead
 from hcache_backend.store.index import Entry
-from hcache_backend.store.page_files import (
-    PageRead,
-    check_size,
-    delete_page,
-    open_page,
-    read_header,
-    read_page,
-)
 
 logger = logging.getLogger("hcache.store")
 
@@ -67,12 +58,8 @@ def _recover(disk: Disk, stopping: threading.Event) -> None:
         found = find_unknown_files(folder, adopt=True, stop=stopping.is_set)
         if not stopping.is_set():
             folder.mark_index_complete()
-        logger.info(
-            "hcache: %s: the index was completed: %d pages found, %d files not usable",
-            disk.path,
-            len(found.pages),
-            len(found.damaged),
-        )
+        found_files = f"{len(found.pages)} pages found, {len(found.damaged)} files not usable"
+        logger.info(f"hcache: {disk.path}: the index was completed: {found_files}")
 
 
 @dataclass
@@ -85,23 +72,15 @@ class Unknown:
 
 @dataclass
 class Findings:
-    """The result of :func:`verify_folder`: sound page files and their bytes, and the problems.
-
-    Attributes:
-        damaged: Page files: path and reason.
-        missing: Entries without file.
-        unknown: Files that the index does not know: path and reason.
-        index: Inconsistencies of the index.
-        repaired: Number of these problems that were mended.
-    """
+    """The result of :func:`verify_folder`: sound page files and their bytes, and the problems."""
 
     pages: int = 0
     bytes: int = 0
-    damaged: list[tuple[str, str]] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)
-    unknown: list[tuple[str, str]] = field(default_factory=list)
-    index: list[str] = field(default_factory=list)
-    repaired: int = 0
+    damaged: list[tuple[str, str]] = field(default_factory=list)  # page files: path and reason
+    missing: list[str] = field(default_factory=list)  # entries without file
+    unknown: list[tuple[str, str]] = field(default_factory=list)  # files that have no entry
+    index: list[str] = field(default_factory=list)  # inconsistencies of the index
+    repaired: int = 0  # problems that were mended
 
     @property
     def problems(self) -> int:
@@ -115,33 +94,25 @@ def find_unknown_files(
     stop: Callable[[], bool] = lambda: False,
     progress: Callable[[int, int], None] = lambda done, buckets: None,
 ) -> Unknown:
-    """Look for files that the index does not know.
+    """Look for files that the index does not know, up to the first bucket at which ``stop``.
 
-    Headers are verified here, payloads when they are read.
-
-    Args:
-        adopt: Enter the sound ones, with their time of writing as last use; not if read-only.
-        stop: Asked now and then whether to end early.
-        progress: Called with the numbers of buckets that are done, and of all.
+    ``adopt``: enter the sound ones, with their time of writing as last use. Headers are verified
+    here, payloads when they are read. ``progress`` hears the number of buckets done, and of all.
     """
     result = Unknown()
-    buckets = sorted(BUCKETS.intersection(folder.buckets.names()))
+    buckets = folder.bucket_names()
     for done, bucket in enumerate(buckets, start=1):
         if stop():
             break
-        names = []
-        with folder.buckets.opened(bucket) as bucket_fd:
-            files = folder.ops.list(bucket_fd)
-        parsed = {file: parse_name(file) for file in files}
+        parsed = {file: parse_name(file) for file in folder.files_in(bucket)}
         known = folder.index.known(name for name in parsed.values() if name is not None)
+        names = []
         for file, name in parsed.items():
             if name is None:
                 result.damaged.append((f"{bucket}/{file}", "its name is no page file's"))
-            elif name in known:
-                continue
-            elif name.bucket != bucket:
+            elif name not in known and name.bucket != bucket:
                 result.damaged.append((f"{bucket}/{file}", "it stands in the wrong folder"))
-            else:
+            elif name not in known:
                 names.append(name)
         for start in range(0, len(names), _FILES_AT_A_TIME):
             # Under the lock nothing evicts or replaces the file between look and entry.
@@ -176,8 +147,7 @@ def verify_folder(
     entries = list(folder.index.entries())
     for done, entry in enumerate(entries, start=1):
         _verify_entry(folder, entry, findings, repair)
-        if done % 16 == 0 or done == total:
-            progress(done, max(total, done))
+        progress(done, max(total, done))
     unknown = find_unknown_files(folder, adopt=False)
     pages = [(f"{name.bucket}/{name.file}", "a page file") for name in unknown.pages]
     findings.unknown = pages + unknown.damaged
@@ -195,9 +165,9 @@ def _verify_entry(folder: Folder, entry: Entry, findings: Findings, repair: bool
     payload = memoryview(mmap.mmap(-1, max(entry.payload_bytes, 1)))[: entry.payload_bytes]
     memory = PageMemory([payload], name.share)
     try:
-        read_page(folder, PageRead(0, entry, name.share.eighths, memory))
+        folder.read_page(PageRead(0, entry, name.share.eighths, memory))
     except (DamagedFileError, OSError) as error:
-        if folder.index.find(name) is None:
+        if name not in folder.index.known([name]):
             return  # a live server has evicted the page meanwhile
         if isinstance(error, FileNotFoundError):
             findings.missing.append(path)
@@ -205,7 +175,7 @@ def _verify_entry(folder: Folder, entry: Entry, findings: Findings, repair: bool
             findings.damaged.append((path, str(error)))
         if repair:
             with folder.lock.held(_LOCK_SECONDS), suppress(OSError):
-                delete_page(folder, name)
+                folder.delete_page(name)
                 folder.index.remove([name])
                 findings.repaired += 1
     else:
@@ -221,21 +191,8 @@ def _entries(folder: Folder, names: Sequence[PageName], result: Unknown) -> list
         if name in known:
             continue
         try:
-            fd = open_page(folder, name)
-            try:
-                header = read_header(folder.io, fd)
-                if name != header.name:
-                    raise DamagedFileError("its name is not the one in its header")
-                layout = header.layout
-                check_size(fd, layout.file_bytes)
-                written = os.fstat(fd).st_mtime_ns
-            finally:
-                folder.ops.close(fd)
-        except FileNotFoundError:
-            continue
+            with suppress(FileNotFoundError):
+                entries.append(folder.entry_of(name))
         except (DamagedFileError, OSError) as error:
             result.damaged.append((f"{name.bucket}/{name.file}", str(error)))
-            continue
-        sizes = (layout.header_bytes, layout.payload_bytes)
-        entries.append(Entry(name, *sizes, header.writer, written))
     return entries

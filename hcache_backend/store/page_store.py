@@ -10,8 +10,9 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import wait
+from itertools import chain
 
 from hcache_backend.config import HCacheConfig
 from hcache_backend.format.envelope import WRITER_BYTES, PageName, check_bytes, check_names
@@ -20,20 +21,16 @@ from hcache_backend.format.units import WHOLE, Eighths, PageMemory, Parts, Segme
 from hcache_backend.store.disk import Disk, Writing, result_of
 from hcache_backend.store.eviction import Recency
 from hcache_backend.store.file_ops import FileOps, best_file_ops
-from hcache_backend.store.folder import NotOurFolderError
+from hcache_backend.store.folder import NotOurFolderError, PageRead, PageWrite
 from hcache_backend.store.index import Entry
 from hcache_backend.store.maintenance import maintain
-from hcache_backend.store.page_files import PageRead, PageWrite
-from hcache_backend.store.stats import ProblemLog, StoreStats
+from hcache_backend.store.stats import StoreStats
 
 logger = logging.getLogger("hcache.store")
 
+# Pages are named in groups of this size per folder at most, while the next group is written. Naming
+# syncs the index, which holds up the disk. Two groups at most are on a disk beyond its quota.
 _GROUP_BYTES = 512 << 20
-"""Pages are named in groups of about this size per folder, while the next group is written.
-
-Naming a group syncs the index, which holds up the disk, so groups are large. At most two of them
-are on a disk without being counted in its quota.
-"""
 
 WRITE_SECONDS = 30.0  # for a batch of pages; the rest of the batch is dropped
 READ_SECONDS = 30.0  # until a batch has its turn; after that its pages are misses
@@ -41,20 +38,14 @@ _CLOSE_SECONDS = 10.0
 
 
 class PageStore:
-    """A local L3: maps ``(namespace, key)`` to the bytes of a page, in ``config.dirs``.
+    """A local L3: maps namespace (16 bytes) and key (32 bytes) to the bytes of a page.
 
-    It knows bytes: no torch, no SGLang, no models. A page that is read back is verified, or it is a
-    miss; a page that is missing, damaged or unwritable raises nothing. Any thread and process may
-    call all methods.
+    A page that is read back is verified, or it is a miss; a page that is missing, damaged or
+    unwritable raises nothing. Any thread and process may call all methods. They raise a ValueError
+    for names of a wrong length, and for a share that no page has.
 
-    Args:
-        writer: The server run, 8 bytes; every page file has it.
-        ops: The file operations; None for those of ``config``.
-        background: Whether threads look after the folders; tests do it by hand.
-
-    Raises:
-        NotOurFolderError: A folder has other files.
-        OSError: None of the folders can be used.
+    ``writer`` (8 bytes) is the server run. Without ``background`` no thread looks after folders.
+    Raises a NotOurFolderError if a folder has other files, an OSError if none can be used.
     """
 
     def __init__(
@@ -66,59 +57,45 @@ class PageStore:
         background: bool = True,
     ) -> None:
         check_bytes("writer", writer, WRITER_BYTES)
+        self._config, self._writer, self._closed = config, writer, False
         self.stats = StoreStats()
-        self._config = config
-        self._writer = writer
-        self._problems = ProblemLog()
-        self._closed = False
-        ops = ops or best_file_ops(config)
-        shared = config, ops, self.stats, self._problems
-        self.disks = [Disk(path, *shared) for path in config.dirs]
+        self.disks: list[Disk] = []
+        self._recency = Recency(self.disks)
+        shared = config, ops or best_file_ops(config), self.stats, self._recency
+        self.disks += [Disk(path, *shared) for path in config.dirs]
         try:
-            self._attach_all()
+            self._attach()
         except BaseException:
             for disk in self.disks:
                 disk.close()
             raise
-        self._recency = Recency(self.disks)
+        self._recency.save()
         self._stopping = threading.Event()
-        care = self._recency, config, self._stopping
-        self._maintenance = [
-            threading.Thread(target=maintain, args=(disk, *care), daemon=True)
-            for disk in (self.disks if background else ())
-        ]
-        for thread in self._maintenance:
-            thread.start()
+        self._maintenance = []
+        for disk in self.disks if background else ():
+            work = disk, self._recency, config, self._stopping
+            self._maintenance.append(threading.Thread(target=maintain, args=work, daemon=True))
+            self._maintenance[-1].start()
 
     def exists(
         self, namespace: bytes, keys: Sequence[bytes], *, share: Share = WHOLE
     ) -> list[bool]:
-        """Whether the share of each page is there, in files of any shares.
-
-        It may still turn out to be damaged when it is read.
-        """
+        """Whether the share of each page is there, in files of any shares, damaged or not."""
         keys = list(keys)
         check_names(namespace, keys, share)
-        wanted = share.eighths
-        first, *others = self.disks
-        found = first.coverage(namespace, keys)
-        for disk in others:
-            numbers = [number for number, part in enumerate(found) if wanted & ~part]
-            if not numbers:
-                break
+        missing = [share.eighths] * len(keys)
+        for disk in self.disks:
+            numbers = [number for number, part in enumerate(missing) if part]
             parts = disk.coverage(namespace, [keys[number] for number in numbers])
             for number, part in zip(numbers, parts, strict=True):
-                found[number] |= part
-        return [wanted & part == wanted for part in found]
+                missing[number] &= ~part
+        return [not part for part in missing]
 
     def use(self, namespace: bytes, keys: Sequence[bytes]) -> None:
-        """The pages ``keys`` (32 bytes each) of a sequence, from its first one on, are being used.
+        """The pages ``keys`` of a sequence, from its first one on, are being used.
 
         They may be in L1, L2 or here: pages that are served are worth keeping. Never waits; all
         keys but the last are read later.
-
-        Raises:
-            ValueError: Names of a wrong length.
         """
         check_names(namespace, list(keys[-1:]))
         self._recency.note(namespace, keys)
@@ -137,36 +114,31 @@ class PageStore:
         """Store a share of pages; False for a page that was not stored (the counters say why).
 
         When it returns, the memory of ``pages`` may change. A page that is there already, in files
-        of any shares, is not written again.
+        of any shares, is not written again. Also a ValueError for memory or digests of another
+        number than the share has bytes and units.
 
         Args:
-            namespace: 16 bytes.
-            keys: 32 bytes each, in the order of the sequence: neighbours go to different folders.
-            pages: The memory of the payload of the share: the share's units in the order of the
-                page, with nothing between. The payload of the whole page is the page.
+            keys: In the order of the sequence: neighbours go to different folders.
+            pages: The share's units of every page in the order of the page, with nothing between.
             prefix: The keys of the pages before them in their sequence, from its first one on.
                 They are in use, too.
-            share: The share of every page that the caller has.
             table: How the whole page divides; a must for shares. Without it every part is one
                 segment.
-            digests: Those of the share's units, of every page; without them they are computed here.
+            digests: Those of the share's units of every page; without them they are computed here.
                 A page that does not have them is a miss when it is read.
-
-        Raises:
-            ValueError: Names of a wrong length, no such share, a share without a table, or memory
-                or digests of another number than the share has bytes and units.
         """
         keys = list(keys)
         check_names(namespace, [*prefix[-1:], *keys], share)
-        if len(pages) != len(keys):
-            raise ValueError(f"{len(pages)} pages for {len(keys)} keys")
-        if digests is not None and len(digests) != len(keys):
-            raise ValueError(f"digests of {len(digests)} pages for {len(keys)} keys")
+        for what, given in (("pages", pages), ("pages' digests", digests)):
+            if given is not None and len(given) != len(keys):
+                raise ValueError(f"{len(given)} {what} for {len(keys)} keys")
         if table is None and share != WHOLE:
             raise ValueError(f"share {share.number} of {share.of} without a table of the page")
         deadline = time.monotonic() + WRITE_SECONDS
         ranks = self._recency.note_new(namespace, prefix, keys)
-        done = self._already_stored(namespace, keys, share)
+        covers = self._cover(namespace, keys, share.eighths, on_disk=True)
+        done = [bool(files) for files in covers]
+        self.stats.add(pages_already_stored=sum(done))
         work = []
         for number, (key, parts) in enumerate(zip(keys, pages, strict=True)):
             if not done[number]:
@@ -181,18 +153,19 @@ class PageStore:
         if work and not disks:
             self.stats.add(pages_dropped_offline=len(work))
             work = []
-        limits = deadline, self._recency.save
         before: list[tuple[Disk, Writing]] = []
-        for group in (*_groups(work, len(disks)), ()):  # the empty one: to finish the last one
-            started = []
+        largest = max((write.memory.length for write in work), default=1)
+        size = max(1, _GROUP_BYTES * len(disks) // largest)
+        for first in range(0, len(work) + size, size):  # an empty group finishes the last one
+            group, started = work[first : first + size], []
             if group:
                 # The last round may end early: the folders that can do with more pages come first.
                 disks.sort(key=Disk.pressure)
             for start, disk in enumerate(disks):
                 if items := group[start :: len(disks)]:
-                    started.append((disk, disk.start_writing(items, *limits)))
+                    started.append((disk, disk.start_writing(items, deadline)))
             for disk, writing in before:
-                disk.finish_writing(writing, *limits)
+                disk.finish_writing(writing, deadline)
             before = started
         for write in work:
             done[write.number] = write.stored
@@ -212,17 +185,9 @@ class PageStore:
         *,
         share: Share = WHOLE,
     ) -> list[bool]:
-        """Read a share of pages, from files of any shares.
+        """Read a share of pages, from files of any shares, to the memory of its payload.
 
-        False is a miss; the memory of that page then holds anything.
-
-        Args:
-            namespace: 16 bytes.
-            keys: 32 bytes each.
-            pages: The memory of the payload of the share (see :meth:`put`), of that length.
-
-        Raises:
-            ValueError: Names of a wrong length, or no such share.
+        False is a miss; the memory of that page then holds anything. See :meth:`put`.
         """
         keys = list(keys)
         check_names(namespace, keys, share)
@@ -236,12 +201,10 @@ class PageStore:
                 reads.setdefault(disk, []).append(PageRead(number, entry, part, memory))
         seconds = READ_SECONDS
         deadline = time.monotonic() + seconds
-        reading = [
-            future for disk, some in reads.items() for future in disk.start_reading(some, deadline)
-        ]
-        wait(reading, seconds)
+        reading = [disk.start_reading(some, deadline) for disk, some in reads.items()]
+        wait(chain(*reading), seconds)
         came: Counter[int] = Counter()
-        for future in reading:
+        for future in chain(*reading):
             # A reading that has begun is waited for: until then it may write the memory.
             if not future.cancel():
                 came.update(result_of(future) or ())
@@ -251,7 +214,7 @@ class PageStore:
         return found
 
     def check_room(self, page_bytes: int) -> None:
-        """Say in the log which folders could hold no page of ``page_bytes``, were they empty."""
+        """Log which folders could hold no page of ``page_bytes``, were they empty."""
         for disk in self.disks:
             disk.check_room(page_bytes)
 
@@ -285,7 +248,7 @@ class PageStore:
                 disk.flush()
             disk.close()
 
-    def _attach_all(self) -> None:
+    def _attach(self) -> None:
         failures = []
         for disk in self.disks:
             try:
@@ -296,54 +259,24 @@ class PageStore:
                 failures.append((disk.path, error))
         if len(failures) == len(self.disks):
             raise failures[0][1]
-        for path, failure in failures:
-            logger.warning("hcache: %s cannot be used for now: %s", path, failure)
-
-    def _already_stored(self, namespace: bytes, keys: Sequence[bytes], share: Share) -> list[bool]:
-        """Which pages need not be written again; their files are looked for, not only entries."""
-        covers = self._cover(namespace, keys, share.eighths, Disk.holds_file)
-        stored = [bool(files) for files in covers]
-        self.stats.add(pages_already_stored=sum(stored))
-        return stored
+        for failure in failures:
+            logger.warning("hcache: %s cannot be used for now: %s", *failure)
 
     def _cover(
-        self,
-        namespace: bytes,
-        keys: Sequence[bytes],
-        part: Eighths,
-        counts: Callable[[Disk, PageName], bool] = lambda disk, name: True,
+        self, namespace: bytes, keys: Sequence[bytes], part: Eighths, *, on_disk: bool = False
     ) -> list[list[tuple[Disk, Entry, Eighths]]]:
-        """The files that together have ``part`` of each page; none if some of it is missing.
-
-        Every file comes with the part of the page that it is there for. Files of large shares are
-        taken before those of small ones, so that few files are read, and only if one ``counts``.
-        """
+        """The files that together have ``part`` of each page, none if some of it is missing, each
+        with the part that it brings. Files of large shares come first: few files are read.
+        ``on_disk``: entries whose file is missing do not count."""
         missing = [part] * len(keys)
         found: list[list[tuple[Disk, Entry, Eighths]]] = [[] for _ in keys]
         for disk in self.disks:
             numbers = [number for number, left in enumerate(missing) if left]
-            if not numbers:
-                break
             listed = disk.lookup(namespace, [keys[number] for number in numbers])
             for number, entries in zip(numbers, listed, strict=True):
-                if len(entries) > 1:
-                    entries.sort(key=lambda entry: entry.name.share.of)
-                for entry in entries:
+                for entry in sorted(entries, key=lambda entry: entry.name.share.of):
                     useful = entry.name.share.eighths & missing[number]
-                    if useful and counts(disk, entry.name):
+                    if useful and (not on_disk or disk.holds_file(entry.name)):
                         found[number].append((disk, entry, useful))
                         missing[number] &= ~useful
         return [[] if left else files for left, files in zip(missing, found, strict=True)]
-
-
-def _groups(work: Sequence[PageWrite], disks: int) -> Iterator[list[PageWrite]]:
-    group: list[PageWrite] = []
-    size = 0
-    for item in work:
-        group.append(item)
-        size += item.memory.length
-        if size >= _GROUP_BYTES * disks:
-            yield group
-            group, size = [], 0
-    if group:
-        yield group

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 
 logger = logging.getLogger("hcache.store")
@@ -56,14 +57,14 @@ class ProblemLog:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._last: dict[str, float] = {}
-        self._held_back: dict[str, int] = {}
+        self._held_back: Counter[str] = Counter()
 
     def report(self, kind: str, message: str) -> None:
         """Log ``message`` unless one of its ``kind`` was logged in the last minute."""
         now = time.monotonic()
         with self._lock:
             if now - self._last.get(kind, -QUIET_SECONDS) < QUIET_SECONDS:
-                self._held_back[kind] = self._held_back.get(kind, 0) + 1
+                self._held_back[kind] += 1
                 return
             self._last[kind] = now
             held_back = self._held_back.pop(kind, 0)

@@ -1,8 +1,7 @@
 """Pages of one of SGLang's host pools, as the store sees them.
 
-Own pages are one piece that describes itself. Pages of SGLang's own pools (plain KV, MLA, sliding
-window, state space, indexers, drafts) are named by pool, layout and rank. They are read and written
-in place, or by way of a copy if a pool has no addresses to offer.
+Own pages describe themselves. Pages of SGLang's own pools are named by pool, layout and rank. They
+are read and written in place, or by way of a copy if a pool has no addresses to offer.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -18,7 +17,6 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, PoolName
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 
 from hcache_backend.config import ConfigError
-from hcache_backend.format.envelope import key_bytes
 from hcache_backend.format.page import PageLayout
 from hcache_backend.format.units import WHOLE, Parts, SegmentTable, Share
 from hcache_backend.sglang.arguments import check_tp_lcm_size
@@ -26,32 +24,10 @@ from hcache_backend.sglang.arguments import check_tp_lcm_size
 logger = logging.getLogger("hcache")
 
 
-class PageKeys(Sequence[bytes]):
-    """SGLang's keys of pages as those of the store, each converted when it is read: the scheduler's
-    thread passes on thousands of them with every request, and reads none."""
-
-    def __init__(self, texts: Sequence[str]) -> None:
-        self._texts = texts
-
-    def __len__(self) -> int:
-        return len(self._texts)
-
-    @overload
-    def __getitem__(self, place: int) -> bytes: ...
-
-    @overload
-    def __getitem__(self, place: slice) -> PageKeys: ...
-
-    def __getitem__(self, place: int | slice) -> bytes | PageKeys:
-        if isinstance(place, slice):
-            return PageKeys(self._texts[place])
-        return key_bytes(self._texts[place])
-
-
 class PoolMemory(NamedTuple):
-    """Pieces of every page by share of the heads; ``finish`` gets a flag per page after a read."""
+    """Pieces of every page, by part of the page; ``finish`` gets a flag per page after a read."""
 
-    shares: list[list[Parts]]
+    parts: list[list[Parts]]
     finish: Callable[[Sequence[bool]], None] = lambda found: None
 
 
@@ -60,56 +36,53 @@ class PoolPages:
     or does not match our pages, which are older than the storage."""
 
     def __init__(self, name: str, host_pool: Any, config: HiCacheStorageConfig) -> None:
-        self.name = name
-        self.host_pool = host_pool
-        # The pool only counts tokens (the anchor of pools that hold the data).
-        self.empty = host_pool.size_per_token == 0
-        self._layout: PageLayout | None = getattr(host_pool, "page_layout", None)
+        self.name, self.host_pool, self._config = name, host_pool, config
+        layout: PageLayout | None = getattr(host_pool, "page_layout", None)
+        self._layout = layout
+        # This rank's share of a page, as other ranks can complete it, and the division of a whole
+        # page of ours.
+        self.share: Share = layout.share if layout is not None else WHOLE
+        self.table: SegmentTable | None = layout.table if layout is not None else None
+        lcm, ranks, mla = config.tp_lcm_size, config.tp_size, config.is_mla_model
+        of_kv = lcm and name == PoolName.KV
         self._any_ranks = bool(
-            config.tp_lcm_size
-            and name == PoolName.KV
-            and host_pool.layout == "page_head"
-            and self._layout is None  # hidden states do not divide by heads
-            and not config.is_mla_model
+            of_kv and layout is None and host_pool.layout == "page_head" and not mla
         )
         # Pages of the store per page of the pool: more than one if it is divided by heads, so that
-        # servers with more ranks can read it.
-        self.shares = 1
+        # servers with more ranks can read it. 0 if the pool only counts tokens (the anchor of pools
+        # that hold the data).
+        self.parts = 1 if host_pool.size_per_token else 0
         if self._any_ranks:
-            assert config.tp_lcm_size is not None
-            check_tp_lcm_size(
-                config.tp_lcm_size, config.tp_size, host_pool.head_num, own_pages=False
-            )
-            self.shares = config.tp_lcm_size // config.tp_size
+            assert lcm is not None
+            check_tp_lcm_size(lcm, ranks, host_pool.head_num, own_pages=False)
+            self.parts = lcm // ranks
+        self.part_bytes = host_pool.size_per_token * host_pool.page_size // max(1, self.parts)
         divided = name == PoolName.MAMBA or isinstance(host_pool, MHATokenToKVPoolHost)
         # MLA ranks hold copies of their own pages, not of states and drafts beside them.
-        self._same_on_all_ranks = config.is_mla_model and not divided
+        self._same_on_all_ranks = mla and not divided
         # Ranks read those of others if our pages divide among all ranks.
-        layout = self._layout
-        shared = layout is not None and layout.share.of == config.tp_size
+        shared = layout is not None and layout.share.of == ranks
         own_groups = layout.head_groups if layout is not None and shared else None
-        if own_groups and config.tp_lcm_size not in (None, own_groups):
+        if own_groups and lcm not in (None, own_groups):
             raise ConfigError(
-                f"extra config: 'tp_lcm_size' is {config.tp_lcm_size} but the pages of this server "
-                f"have {own_groups} groups of heads; it shapes pages, so it can only change at a "
-                "restart"
+                f"extra config: 'tp_lcm_size' is {lcm} but the pages of this server have "
+                f"{own_groups} groups of heads; it shapes pages, so it can only change at a restart"
             )
-        if config.tp_lcm_size and name == PoolName.KV and not self._any_ranks and not shared:
+        if of_kv and not self._any_ranks and not shared:
             logger.warning(
                 "hcache: 'tp_lcm_size' is ignored: KV pages can be divided by heads with "
                 "--hicache-mem-layout page_head only, and not those of MLA"
             )
-        if config.is_mla_model and config.tp_size > 1 and divided and name != PoolName.MAMBA:
+        if mla and ranks > 1 and divided and name != PoolName.MAMBA:
             logger.warning(
                 "hcache: pool %s is divided over the ranks and SGLang backs up the first rank's "
                 "part only: prompts that need it do not come back from L3",
                 name,
             )
-        self._config = config
         self._access: Literal["in place", "copy", "none"] = "in place"
 
-    def fields(self, share: int) -> dict[str, object]:
-        """Fields of the namespace of plain KV pages (of a share of their heads)."""
+    def fields(self, part: int) -> dict[str, object]:
+        """Fields of the namespace of plain KV pages (of a part of them)."""
         pool, config = self.host_pool, self._config
         rank: dict[str, object] = {"pp": [config.pp_rank, config.pp_size]}
         if config.attn_cp_size > 1:
@@ -118,7 +91,7 @@ class PoolPages:
             rank["dcp"] = [pool.dcp_rank, pool.dcp_size]
         if self._any_ranks:
             rank["any_ranks"] = True
-            rank["tp"] = [config.tp_rank * self.shares + share, config.tp_size * self.shares]
+            rank["tp"] = [config.tp_rank * self.parts + part, config.tp_size * self.parts]
         elif not self._same_on_all_ranks:
             rank["tp"] = [config.tp_rank, config.tp_size]
         return {
@@ -126,97 +99,59 @@ class PoolPages:
             "pool": str(self.name),
             "host_pool": type(pool).__name__,
             "layout": pool.layout,
-            "bytes_per_token": pool.size_per_token // self.shares,
+            "bytes_per_token": pool.size_per_token // self.parts,
             **rank,
         }
 
-    def table(self) -> SegmentTable | None:
-        """Division of a whole page of ours; None if the pages are not ours."""
-        return self._layout.table if self._layout is not None else None
-
-    @property
-    def share(self) -> Share:
-        """This rank's share of a page, as other ranks can complete it."""
-        return self._layout.share if self._layout is not None else WHOLE
-
     def digests(self, pages: Sequence[Parts]) -> list[list[int]] | None:
         """Digests in sealed pages of ours; None: other pages have none."""
-        layout = self._layout
-        if layout is None:
+        if (layout := self._layout) is None:
             return None
         return [layout.unit_digests(np.frombuffer(page, np.uint8)) for [page] in pages]
 
-    def to_write(self, host_indices: torch.Tensor, pages: int) -> PoolMemory | None:
-        """Memory of ``pages`` pages at ``host_indices``; None if SGLang cannot store this pool."""
+    def memory(self, host_indices: torch.Tensor, pages: int, *, read: bool) -> PoolMemory | None:
+        """Memory of ``pages`` pages at ``host_indices``, to ``read`` into it or to write it; None
+        if SGLang cannot store this pool."""
         found = self._in_place(host_indices, pages)
         if found is not None or self._access == "none":
             return found
-        first = self._first(host_indices, pages)
-        return self._copies([self.host_pool.get_data_page(index) for index in first])
-
-    def to_read(self, host_indices: torch.Tensor, pages: int) -> PoolMemory | None:
-        """Memory to read ``pages`` pages at ``host_indices`` into, or None."""
-        found = self._in_place(host_indices, pages)
-        if found is not None or self._access == "none":
-            return found
-        copies = [self.host_pool.get_dummy_flat_data_page() for _ in range(pages)]
-        first = self._first(host_indices, pages)
+        pool = self.host_pool
+        if len(host_indices) != pages * pool.page_size:
+            raise ValueError(f"{len(host_indices)} indices for {pages} pages of pool {self.name}")
+        first = host_indices[:: pool.page_size].tolist()
+        copies = [pool.get_dummy_flat_data_page() if read else pool.get_data_page(i) for i in first]
+        flat = [copy.contiguous().reshape(-1).view(torch.uint8).numpy() for copy in copies]
 
         def finish(arrived: Sequence[bool]) -> None:
             for index, copy, ok in zip(first, copies, arrived, strict=True):
-                if ok:
-                    self.host_pool.set_from_flat_data_page(index, copy)
+                if ok and read:
+                    pool.set_from_flat_data_page(index, copy)
 
-        return self._copies(copies)._replace(finish=finish)
+        return PoolMemory([[[memoryview(data).cast("B")] for data in flat]], finish)
 
     def _in_place(self, host_indices: torch.Tensor, pages: int) -> PoolMemory | None:
         """The pages in place, or None if the pool has no addresses to offer."""
         if self._access != "in place":
             return None
-        if pages == 0:
-            return PoolMemory([[] for _ in range(self.shares)])
+        if pages == 0 or self.parts == 0:
+            return PoolMemory([[] for _ in range(self.parts)])
         try:
-            if self.shares > 1:
-                pointers, sizes = self.host_pool.get_split_heads_page_buffer_meta(
-                    host_indices, self.shares
-                )
+            if self.parts > 1:
+                found = self.host_pool.get_split_heads_page_buffer_meta(host_indices, self.parts)
             else:
-                pointers, sizes = self.host_pool.get_page_buffer_meta(host_indices)
+                found = self.host_pool.get_page_buffer_meta(host_indices)
         except (ValueError, NotImplementedError) as error:
-            self._access = self._other_access(error)
+            try:
+                self.host_pool.get_dummy_flat_data_page()
+                self._access = "copy"
+            except (ValueError, NotImplementedError):
+                self._access = "none"
+                logger.warning("hcache: pages of pool %s cannot be stored: %s", self.name, error)
             return None
-        if len(pointers) % (pages * self.shares):
-            raise ValueError(
-                f"{len(pointers)} pieces of memory for {pages} pages of pool {self.name}"
-            )
-        pieces = [_memory(*piece) for piece in zip(pointers, sizes, strict=True)]
-        each = len(pieces) // (pages * self.shares)
+        places = [(ctypes.c_ubyte * size).from_address(at) for at, size in zip(*found, strict=True)]
+        pieces = [memoryview(place).cast("B") for place in places]
+        each, rest = divmod(len(pieces), pages * self.parts)
+        if rest:
+            raise ValueError(f"{len(pieces)} pieces of memory for {pages} pages of {self.name}")
         groups: list[Parts] = [pieces[i : i + each] for i in range(0, len(pieces), each)]
-        return PoolMemory([groups[share :: self.shares] for share in range(self.shares)])
-
-    def _other_access(self, refused: Exception) -> Literal["copy", "none"]:
-        try:
-            self.host_pool.get_dummy_flat_data_page()
-        except (ValueError, NotImplementedError):
-            logger.warning("hcache: pages of pool %s cannot be stored: %s", self.name, refused)
-            return "none"
-        logger.debug("hcache: pages of pool %s are copied: %s", self.name, refused)
-        return "copy"
-
-    def _copies(self, copies: Sequence[torch.Tensor]) -> PoolMemory:
-        return PoolMemory([[tensor_parts(copy.contiguous()) for copy in copies]])
-
-    def _first(self, host_indices: torch.Tensor, pages: int) -> list[int]:
-        size = self.host_pool.page_size
-        if len(host_indices) != pages * size:
-            raise ValueError(f"{len(host_indices)} indices for {pages} pages of pool {self.name}")
-        return [int(index) for index in host_indices[::size]]
-
-
-def tensor_parts(tensor: torch.Tensor) -> Parts:
-    """The bytes of a contiguous tensor on the CPU, as one piece of memory."""
-    return [memoryview(tensor.reshape(-1).view(torch.uint8).numpy()).cast("B")]
-
-
-def _memory(pointer: int, size: int) -> memoryview:
-    return memoryview((ctypes.c_ubyte * size).from_address(pointer)).cast("B")
+        return PoolMemory([groups[part :: self.parts] for part in range(self.parts)])

@@ -11,93 +11,25 @@ import mmap
 import os
 import threading
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageConfig
 from sglang.srt.mem_cache.storage import StorageBackendFactory
 
-from hcache_backend.config import BehindOption, ConfigError
-from hcache_backend.tiers.threads import GivenUp, bounded
+from hcache_backend.config import ConfigError, SharedOption
+from hcache_backend.tiers.threads import CLOSE_SECONDS, GivenUp, bounded
 
 logger = logging.getLogger("hcache")
 
-# longest time to make a backend, and to give it memory: the server waits for it
-START_SECONDS = 60.0
-CLOSE_SECONDS = 5.0
+START_SECONDS = 60.0  # longest time to make a backend, and to give it memory: the server waits
 # environment variables with the folder of a backend; SGLang's default is in /tmp
 _FOLDERS = {
     "file": "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR",
     "nixl": "SGLANG_HICACHE_NIXL_BACKEND_STORAGE_DIR",
 }
 _BLOCK = 4096
-
-
-def row_bytes(value_bytes: int, pieces: int) -> int:
-    """Bytes of a row for values of ``value_bytes``: direct I/O needs pieces of whole blocks."""
-    return -(-value_bytes // (pieces * _BLOCK)) * pieces * _BLOCK
-
-
-class MadeBackend(NamedTuple):
-    """A backend of SGLang's, and the option that names it."""
-
-    backend: HiCacheStorage
-    option: BehindOption
-
-    def close(self) -> None:
-        """Close it; a call that takes too long is given up."""
-        close = getattr(self.backend, "close", None)
-        try:
-            if close is not None:
-                bounded("hcache-behind-close", close, CLOSE_SECONDS)
-        except Exception:
-            logger.exception("hcache: the shared L3 (%s) could not be closed", self.option.backend)
-
-
-def make_backend(option: BehindOption, config: HiCacheStorageConfig) -> MadeBackend:
-    """The backend that ``option`` names, made by SGLang for the rank of ``config``. Raises
-    ConfigError: a wrong option of its own, a missing package, a service that does not answer in
-    time. Values are named by content, without the model's name: it may be a path of this
-    machine."""
-    named = {"backend": option.backend, "config": sorted(option.config)}  # values may be secrets
-    where = f"hcache: option 'behind' is {named}: "
-    variable = _FOLDERS.get(option.backend)
-    folder = os.environ.get(variable) if variable is not None else None
-    if variable is not None and not folder:
-        raise ConfigError(
-            f"{where}the environment variable {variable} must be the folder that the machines "
-            "share, such as /mnt/shared/hcache"
-        )
-    given = {
-        "model_name": None,
-        "extra_config": dict(option.config),
-        "enable_storage_metrics": False,
-        "is_page_first_layout": True,
-        "tp_lcm_size": None,
-        "should_split_heads": False,
-    }
-    known = {field.name for field in fields(HiCacheStorageConfig)}
-    own = replace(config, **{name: given[name] for name in given if name in known})
-
-    given_up = threading.Event()
-
-    def create() -> MadeBackend:
-        if option.backend == "file" and folder:  # SGLang's fails if two ranks make it at once
-            Path(folder).mkdir(parents=True, exist_ok=True)
-        made = MadeBackend(StorageBackendFactory.create_backend(option.backend, own, None), option)
-        if given_up.is_set():
-            made.close()
-        return made
-
-    try:
-        return bounded("hcache-behind-start", create, START_SECONDS)
-    except GivenUp as error:
-        given_up.set()
-        raise ConfigError(f"{where}it {error}") from None
-    except Exception as error:
-        raise ConfigError(f"{where}{type(error).__name__}: {error}") from error
 
 
 class RowPool:
@@ -115,9 +47,9 @@ class RowPool:
         self.kv_buffer = torch.frombuffer(memory, dtype=torch.uint8).view(rows, length)
 
     def get_page_buffer_meta(self, indices: torch.Tensor) -> tuple[list[int], list[int]]:
-        length = self.kv_buffer.shape[1] // self._pieces
+        length, pieces = self.kv_buffer.shape[1] // self._pieces, range(self._pieces)
         starts = [self.kv_buffer[row].data_ptr() for row in indices.tolist()]
-        addresses = [start + piece * length for start in starts for piece in range(self._pieces)]
+        addresses = [start + piece * length for start in starts for piece in pieces]
         return addresses, [length] * len(addresses)
 
     def get_hybrid_pool_buffer(self) -> list[torch.Tensor]:
@@ -130,15 +62,22 @@ class RowPool:
         return bool(self.kv_buffer.shape[1] % page_size_bytes == 0)
 
 
-class Values:
-    """Values of one length by name, in a storage backend of SGLang's and rows of ``pool``.
-    Everything may raise or hang."""
+class SharedBackend:
+    """Values of one length by name in one of SGLang's storage backends, and in rows of
+    :attr:`memory`. Every call but ``close`` may raise or hang."""
 
-    def __init__(self, backend: HiCacheStorage, pool: RowPool) -> None:
+    def __init__(self, backend: HiCacheStorage, option: SharedOption) -> None:
+        self.option = option
         self._backend = backend
-        self._pool = pool
         self._in_place = type(backend).batch_get_v1 is not HiCacheStorage.batch_get_v1
-        backend.register_mem_pool_host(pool)
+
+    def use_memory(self, most_bytes: int, value_bytes: int, pieces: int) -> None:
+        """Make memory of ``most_bytes``, or two rows if that is more. A value has ``pieces`` pieces
+        of equal length; direct I/O needs whole blocks."""
+        length = -(-value_bytes // (pieces * _BLOCK)) * pieces * _BLOCK
+        pool = RowPool(2 * max(1, most_bytes // 2 // length), length, pieces)
+        self.memory = pool.kv_buffer
+        self._backend.register_mem_pool_host(pool)
 
     def leading(self, names: Sequence[str]) -> int:
         """Number of ``names``, from the first one on, that are there."""
@@ -148,22 +87,73 @@ class Values:
         """Read values into ``rows``; False is a miss, with any bytes in its row."""
         if self._in_place:
             found = list(self._backend.batch_get_v1(list(names), torch.tensor(rows)))
-            if len(found) != len(names):
-                raise RuntimeError(f"it was asked for {len(names)} values and gave {len(found)}")
-            return found
-        return [self._get(name, row) for name, row in zip(names, rows, strict=True)]
+        else:
+            found = []
+            for name, row in zip(names, rows, strict=True):
+                try:
+                    found.append(self._backend.get(name, self.memory[row]) is not None)
+                except OSError:  # a file that was cut short costs no other value
+                    found.append(False)
+        if len(found) != len(names):
+            raise RuntimeError(f"it was asked for {len(names)} values and gave {len(found)}")
+        return found
 
     def set(self, names: Sequence[str], rows: Sequence[int]) -> list[bool]:
         """Store values from ``rows``; a value that is there already is the same."""
-        if self._in_place:
-            stored = list(self._backend.batch_set_v1(list(names), torch.tensor(rows)))
-            pieces = len(stored) // len(names)  # NIXL tells of each one
-            return [all(stored[at : at + pieces]) for at in range(0, len(stored), pieces)]
-        kept = zip(names, rows, strict=True)
-        return [self._backend.set(name, self._pool.kv_buffer[row]) for name, row in kept]
+        if not self._in_place:
+            values = zip(names, rows, strict=True)
+            return [self._backend.set(name, self.memory[row]) for name, row in values]
+        stored = list(self._backend.batch_set_v1(list(names), torch.tensor(rows)))
+        pieces = len(stored) // len(names)  # NIXL tells of each one
+        return [all(stored[at : at + pieces]) for at in range(0, len(stored), pieces)]
 
-    def _get(self, name: str, row: int) -> bool:
+    def close(self) -> None:
+        """A call that takes too long is given up."""
+        close = getattr(self._backend, "close", None)
         try:
-            return self._backend.get(name, self._pool.kv_buffer[row]) is not None
-        except OSError:  # a file that was cut short costs no other value
-            return False
+            if close is not None:
+                bounded("hcache-shared-close", close, CLOSE_SECONDS)
+        except Exception:
+            logger.exception("hcache: the shared L3 (%s) could not be closed", self.option.backend)
+
+
+def make_backend(option: SharedOption, config: HiCacheStorageConfig) -> SharedBackend:
+    """The backend that ``option`` names, made by SGLang for the rank of ``config``. Raises
+    ConfigError: a wrong option of its own, a missing package, a service that does not answer in
+    time. Values are named by content, without the model's name: it may be a path of this
+    machine."""
+    named = {"backend": option.backend, "config": sorted(option.config)}  # values may be secrets
+    where = f"hcache: option 'shared' is {named}: "
+    variable = _FOLDERS.get(option.backend, "")
+    folder = os.environ.get(variable)
+    if variable and not folder:
+        wanted = "must be the folder that the machines share, such as /mnt/shared/hcache"
+        raise ConfigError(f"{where}the environment variable {variable} {wanted}")
+    own = replace(
+        config,
+        model_name=None,
+        extra_config=dict(option.config),
+        enable_storage_metrics=False,
+        is_page_first_layout=True,
+        tp_lcm_size=None,
+        should_split_heads=False,
+    )
+    given_up = threading.Event()
+
+    def create() -> SharedBackend:
+        if option.backend == "file" and folder:  # SGLang's fails if two ranks make it at once
+            Path(folder).mkdir(parents=True, exist_ok=True)
+        made = SharedBackend(
+            StorageBackendFactory.create_backend(option.backend, own, None), option
+        )
+        if given_up.is_set():
+            made.close()
+        return made
+
+    try:
+        return bounded("hcache-shared-start", create, START_SECONDS)
+    except GivenUp as error:
+        given_up.set()
+        raise ConfigError(f"{where}it {error}") from None
+    except Exception as error:
+        raise ConfigError(f"{where}{type(error).__name__}: {error}") from error

@@ -1,12 +1,5 @@
 """HCacheStorage: the L3 backend that SGLang loads by name.
 
-::
-
-    --hicache-storage-backend dynamic --hicache-storage-backend-extra-config '{
-        "backend_name": "hcache", "module_path": "hcache_backend",
-        "class_name": "HCacheStorage", "interface_v1": 1,
-        "hcache": {"dirs": ["/mnt/ssd0/hcache"]}}'
-
 Nothing here raises into HiCache's threads, which are not restarted: a problem is a miss. A page
 that was not stored is counted and reported as done: a False would end the rest of its node.
 """
@@ -16,9 +9,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeAlias
 
 import torch
 from sglang.srt.mem_cache.hicache_storage import (
@@ -33,15 +27,17 @@ from sglang.srt.mem_cache.hicache_storage import (
 from sglang.srt.observability.metrics_collector import StorageMetrics
 
 from hcache_backend import metrics
+from hcache_backend.format.envelope import PageKeys
 from hcache_backend.sglang.arguments import decodes_for_others
 from hcache_backend.sglang.backups import Backups
+from hcache_backend.sglang.runtime import Weights
 from hcache_backend.start import attach
-from hcache_backend.tiers.pool_pages import tensor_parts
-from hcache_backend.tiers.stored_pools import StoredPools
+from hcache_backend.tiers.pool_pages import PoolPages
+from hcache_backend.tiers.tier import LocalTier, Pages, Tiered
 
 logger = logging.getLogger("hcache")
 
-_Result = TypeVar("_Result")
+_Extra: TypeAlias = HiCacheStorageExtraInfo | None
 
 _REPORT_SECONDS = 60.0  # between two reports for ``hcache doctor`` and ``hcache stats``
 
@@ -56,9 +52,11 @@ class HCacheStorage(HiCacheStorage):
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Any = None) -> None:
         joined = attach.join(storage_config)
-        self._runtime, config, kv_fields, store, behind = joined
-        self._pools = StoredPools(self._runtime, store, storage_config, kv_fields, behind)
-        self.reads_any_page_alike = behind is None  # no page of a hit is farther away than others
+        self._runtime, config, self._kv_fields, store, shared = joined
+        self._config = storage_config
+        self._tier = Tiered(LocalTier(store, self._runtime.writer), shared, self._runtime.l3)
+        self._pools: dict[str, PoolPages] = {}
+        self.reads_any_page_alike = shared is None  # no page of a hit is farther away than others
         self.backups = Backups(storage_config.pp_size)
         self._promises_hits = not decodes_for_others(self._runtime.runner.server_args)
         if not self._promises_hits:
@@ -68,69 +66,59 @@ class HCacheStorage(HiCacheStorage):
             )
         self._runtime.on_distrust.append(self._drop_own_pages)
         self._runtime.on_weights_changed.append(self.backups.finish)
-        self._leave_report = partial(attach.leave_report, joined, storage_config)
+        self._report = partial(_report, joined, storage_config)
         self._reported = time.monotonic()
-        self._guard("report", self._leave_report, None)
+        self._report()
         quota = config.quota_bytes
         logger.info(
             "hcache: L3 in %s, %s%s",
             ", ".join(map(str, config.dirs)),
             f"at most {quota / 1e9:.1f} GB in each" if quota else "no quota",
-            f", {config.behind.backend} behind" if config.behind is not None else "",
+            f", shared L3: {config.shared.backend}" if config.shared is not None else "",
         )
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-        """Called once, before any page. Raises ConfigError on all ranks if ``tp_lcm_size`` is
-        wrong."""
+        """Called once, before any page. Raises ConfigError if ``tp_lcm_size`` is wrong."""
         super().register_mem_pool_host(mem_pool_host)
-        self._pools.register(PoolName.KV, mem_pool_host)
+        self.register_mem_host_pool_v2(mem_pool_host, PoolName.KV)
         if not self._runtime.own_pages:  # otherwise the warning came when they were made
             tokens, size = self._runtime.runner.max_total_num_tokens, mem_pool_host.size_per_token
             attach.warn_of_small_host_pool(mem_pool_host.size, int(tokens), size, size)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
-        super().register_mem_host_pool_v2(host_pool, host_pool_name)
-        self._pools.register(host_pool_name, host_pool)
-
-    # ---- zero-copy interface (v1), one pool ----
+        first = not self._pools  # the pool of K and V may come a second time, among all others
+        pages = self._pools[host_pool_name] = PoolPages(host_pool_name, host_pool, self._config)
+        if first and self._config.tp_rank == self._config.pp_rank == 0:
+            self._tier.local.store.check_room(pages.part_bytes)
+        if host_pool_name != PoolName.KV:
+            self._tier.leave_shared("the model has several host pools")
+        elif pages.parts:
+            self._tier.use_shared(pages.part_bytes, pieces=1 if self._config.is_mla_model else 2)
 
     def batch_get_v1(
-        self,
-        keys: list[str],
-        host_indices: torch.Tensor,
-        extra_info: HiCacheStorageExtraInfo | None = None,
+        self, keys: list[str], host_indices: torch.Tensor, extra_info: _Extra = None
     ) -> list[bool]:
-        found = self._get(keys, host_indices, prefix=_prefix(extra_info))
+        found = self._get(keys, host_indices, extra=extra_info)
         pages = _leading(found)
         self._count_tokens(hit=pages, unreadable=len(keys) - pages)
         self._renew_report()
         return found
 
     def batch_set_v1(
-        self,
-        keys: list[str],
-        host_indices: torch.Tensor,
-        extra_info: HiCacheStorageExtraInfo | None = None,
+        self, keys: list[str], host_indices: torch.Tensor, extra_info: _Extra = None
     ) -> list[bool]:
-        self._set(keys, host_indices, extra_info=extra_info)
+        self._set(keys, host_indices, extra=extra_info)
         self._renew_report()
         return [True] * len(keys)
 
-    def batch_exists(
-        self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None
-    ) -> int:
-        pages = _leading(self._exists(keys))
-        self.use([*_prefix(extra_info), *keys[:pages]])
-        self._count_tokens(found=pages, absent=len(keys) - pages)
-        return pages
-
-    # ---- several pools (v2) ----
+    def batch_exists(self, keys: list[str], extra_info: _Extra = None) -> int:
+        return int(self.batch_exists_v2(keys, extra_info=extra_info).kv_hit_pages)
 
     def batch_exists_v2(
         self,
         keys: list[str],
         pool_transfers: list[PoolTransfer] | None = None,
-        extra_info: HiCacheStorageExtraInfo | None = None,
+        extra_info: _Extra = None,
     ) -> PoolTransferResult:
         pages = _leading(self._exists(keys))
         hits: dict[str, int] = {PoolName.KV: pages} if pages else {}
@@ -146,79 +134,52 @@ class HCacheStorage(HiCacheStorage):
         return PoolTransferResult(usable, hits, restorable)
 
     def batch_get_v2(
-        self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+        self, transfers: list[PoolTransfer], extra_info: _Extra = None
     ) -> dict[str, list[bool]]:
         return {t.name: self._get(t.keys or [], t.host_indices, t.name) for t in transfers}
 
     def batch_set_v2(
-        self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+        self, transfers: list[PoolTransfer], extra_info: _Extra = None
     ) -> dict[str, list[bool]]:
         for t in transfers:
             self._set(t.keys or [], t.host_indices, t.name, extra_info)
         return {t.name: [True] * len(t.keys or []) for t in transfers}
 
-    def take_found_behind(self) -> int:
-        """Pages that look-ups found behind the page store only, since the last call."""
-        return self._pools.take_found_behind()
+    def take_found_shared(self) -> int:
+        """See :attr:`Tiered.found_shared`; sets it to 0."""
+        found, self._tier.found_shared = self._tier.found_shared, 0
+        return found
 
     def use(self, keys: Sequence[str]) -> None:
         """A request uses the pages ``keys`` of its prompt, from the first one on, in any tier: L3
-        does not see uses in L1 or L2. Any thread; never waits."""
-        self._guard("use", partial(self._pools.use, keys), None)
+        does not see uses in L1 or L2. Any thread; never waits. The time that this takes does not
+        grow with the prompt."""
+        with _harmless("use"):
+            for namespace in self._namespaces():
+                self._tier.local.store.use(namespace, PageKeys(keys))
 
-    # ---- single values ----
-
+    # SGLang uses no single values with ``interface_v1``.
     def exists(self, key: str) -> bool:
         return self.batch_exists([key]) == 1
 
-    def get(
-        self, key: str, target_location: Any = None, target_sizes: Any = None
-    ) -> torch.Tensor | None:
-        return self.batch_get([key], [target_location])[0]
+    def get(self, *args: Any, **kwargs: Any) -> None:
+        return None
 
-    def batch_get(
-        self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
-    ) -> list[torch.Tensor | None]:
-        targets = list(target_locations or [])
-        if len(targets) != len(keys) or any(target is None for target in targets):
-            return [None] * len(keys)
-        parts = [tensor_parts(target) for target in targets]
-        found = self._guard("get", lambda: self._pools.read(keys, parts), [False] * len(keys))
-        return [target if ok else None for target, ok in zip(targets, found, strict=True)]
-
-    def set(
-        self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None
-    ) -> bool:
-        return self.batch_set([key], [value])
-
-    def batch_set(
-        self,
-        keys: list[str],
-        values: Any = None,
-        target_locations: Any = None,
-        target_sizes: Any = None,
-    ) -> bool:
-        values = list(values or [])
-        if len(values) != len(keys) or any(value is None for value in values):
-            return False
-        parts = [tensor_parts(value.contiguous()) for value in values]
-        self._guard("set", lambda: self._pools.write(keys, parts), None)
-        return True
-
-    # ---- the rest ----
+    batch_get = set = batch_set = get
 
     def clear(self) -> None:
         """Delete the pages of this server's namespaces; other models in the folders stay."""
         self.backups.forget()
-        self._guard("clear", self._pools.drop, 0)
+        with _harmless("clear"):
+            self._tier.drop(self._namespaces())
 
     def get_stats(self) -> StorageMetrics:
-        return self._pools.take_stats()
+        return self._tier.local.take_stats()
 
     def stop(self, cache: Any) -> None:
         """Store queued pages, as far as there is time: the server is about to end."""
         if self.backups.stop(cache):
-            self._pools.close()
+            self._tier.close()
 
     def close(self) -> None:
         """Called at detach; data stays."""
@@ -226,64 +187,108 @@ class HCacheStorage(HiCacheStorage):
             self._runtime.on_distrust.remove(self._drop_own_pages)
             self._runtime.on_weights_changed.remove(self.backups.finish)
         self._runtime.stop_judging()
-        self._pools.close()
-
-    # ---- internals ----
+        self._tier.close()
 
     def _get(
-        self,
-        keys: Sequence[str],
-        host_indices: Any,
-        pool: str = PoolName.KV,
-        prefix: Sequence[str] = (),
+        self, keys: Sequence[str], indices: Any, pool: str = PoolName.KV, extra: _Extra = None
     ) -> list[bool]:
-        get = partial(self._pools.get, keys, host_indices, pool, prefix)
-        return self._guard("get", get, [False] * len(keys))
+        found = [False] * len(keys)
+        with _harmless("get"):
+            pages = self._pages(pool, keys, extra)
+            memory = self._pools[pool].memory(indices, len(keys), read=True)
+            if pages is not None and memory is not None:
+                parts = map(self._tier.get, pages, memory.parts)
+                arrived = list(map(all, zip([True] * len(keys), *parts, strict=True)))
+                memory.finish(arrived)
+                found = arrived
+        return found
 
     def _set(
-        self,
-        keys: Sequence[str],
-        host_indices: Any,
-        pool: str = PoolName.KV,
-        extra_info: HiCacheStorageExtraInfo | None = None,
+        self, keys: Sequence[str], indices: Any, pool: str = PoolName.KV, extra: _Extra = None
     ) -> None:
-        set_all = partial(self._pools.set, keys, host_indices, pool, _prefix(extra_info))
-        self._guard("set", set_all, None)
+        with _harmless("set"):
+            pages = self._pages(pool, keys, extra)
+            memory = self._pools[pool].memory(indices, len(keys), read=False)
+            if pages is None:
+                metrics.PAGES.count("dropped_suspended", len(keys))
+            elif memory is not None:
+                for part, pieces in zip(pages, memory.parts, strict=True):
+                    self._tier.put(part, pieces)
 
     def _exists(self, keys: Sequence[str], pool: str = PoolName.KV) -> list[bool]:
+        found = [False] * len(keys)
         if not self._promises_hits:
             metrics.LOOKUPS.count("not_promised", len(keys))
-            return [False] * len(keys)
-        return self._guard("exists", partial(self._pools.exists, keys, pool), [False] * len(keys))
+            return found
+        with _harmless("exists"):
+            pages = self._pages(pool, keys)
+            if pages is None:
+                metrics.LOOKUPS.count("suspended", len(keys))
+                return found
+            parts = map(self._tier.exists, pages)
+            found = list(map(all, zip([True] * len(keys), *parts, strict=True)))
+            metrics.LOOKUPS.count("found", sum(found))
+            metrics.LOOKUPS.count("absent", len(found) - sum(found))
+        return found
+
+    def _pages(self, pool: str, keys: Sequence[str], extra: _Extra = None) -> list[Pages] | None:
+        """The parts of these pages, or None while L3 is suspended. The weights are read once: an
+        update a moment later must not move these pages under the new weights' namespace."""
+        weights = self._runtime.weights
+        if weights is None or weights.suspended is not None:
+            return None
+        pages, named = self._pools[pool], (list(PageKeys(keys)), PageKeys(_prefix(extra)))
+        return [
+            Pages(pages, part, self._namespace(pool, part, weights), *named)
+            for part in range(pages.parts)
+        ]
+
+    def _namespace(self, pool: str, part: int, weights: Weights) -> bytes:
+        if self._runtime.own_pages and pool == PoolName.KV:
+            return self._runtime.namespace_of(weights, **self._runtime.page_fields)
+        fields = {**self._pools[pool].fields(part), **self._kv_fields}
+        if pool.startswith(PoolName.DRAFT):
+            fields["draft"] = self._runtime.draft_digest
+        return self._runtime.namespace_of(weights, **fields)
+
+    def _namespaces(self) -> list[bytes]:
+        """Of all pools, with the present weights."""
+        weights, pools = self._runtime.weights, list(self._pools.items())
+        return [
+            self._namespace(pool, part, weights)
+            for pool, pages in pools
+            for part in range(pages.parts)
+            if weights is not None
+        ]
 
     def _count_tokens(self, **pages: int) -> None:
-        size, instead = self.mem_pool_host.page_size, None
-        if self._pools.is_suspended():
+        weights, instead = self._runtime.weights, None if self._promises_hits else "not_promised"
+        if weights is None or weights.suspended is not None:
             instead = "suspended"
-        elif not self._promises_hits:
-            instead = "not_promised"
         for result, number in pages.items():
             if number:
-                metrics.L3_TOKENS.count(instead or result, number * size)
+                metrics.L3_TOKENS.count(instead or result, number * self.mem_pool_host.page_size)
 
     def _renew_report(self) -> None:
         if time.monotonic() > self._reported + _REPORT_SECONDS:
             self._reported = time.monotonic()
-            report = partial(self._guard, "report", self._leave_report, None)
             # Not in the thread that reads or writes: the folders may be slow.
-            threading.Thread(target=report, name="hcache-report", daemon=True).start()
+            threading.Thread(target=self._report, name="hcache-report", daemon=True).start()
 
     def _drop_own_pages(self) -> None:
-        dropped = self._guard("drop", self._pools.drop_written, 0)
+        dropped = 0
+        with _harmless("drop"):
+            dropped = self._tier.quarantine(self._namespaces())
         logger.error("hcache: %d pages that this server wrote were deleted", dropped)
 
-    def _guard(self, what: str, work: Callable[[], _Result], otherwise: _Result) -> _Result:
-        try:
-            return work()
-        except Exception:
-            metrics.PROBLEMS.count(f"storage_{what}")
-            logger.exception("hcache: storage %s failed; it counts as a miss", what)
-            return otherwise
+
+def _report(joined: attach.Joined, config: HiCacheStorageConfig) -> None:
+    with _harmless("report"):
+        attach.leave_report(joined, config)
+
+
+def _harmless(what: str) -> AbstractContextManager[None]:
+    return metrics.harmless(f"storage_{what}", f"storage {what} failed; it counts as a miss")
 
 
 def _prefix(extra_info: HiCacheStorageExtraInfo | None) -> list[str]:
@@ -299,8 +304,4 @@ def _usable_lengths(present: Sequence[bool], transfer: PoolTransfer) -> set[int]
     if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
         return set(range(1, _leading(present) + 1))
     window = max(1, len(transfer.keys or ()))
-    return {
-        length
-        for length in range(1, len(present) + 1)
-        if all(present[max(0, length - window) : length])
-    }
+    return {end for end in range(1, len(present) + 1) if all(present[max(0, end - window) : end])}

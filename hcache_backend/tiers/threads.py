@@ -3,12 +3,12 @@ that hangs for ever does not keep its process alive."""
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from queue import Empty, SimpleQueue
+from functools import partial
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 import numpy as np
@@ -18,6 +18,8 @@ from hcache_backend.format.units import Parts
 from hcache_backend.store.stats import ProblemLog
 
 _Result = TypeVar("_Result")
+
+CLOSE_SECONDS = 5.0  # longest wait for queued work, or for a close, when a tier ends
 
 
 class GivenUp(Exception):
@@ -33,33 +35,24 @@ def bounded(name: str, work: Callable[[], _Result], seconds: float) -> _Result:
         calls.end(time.monotonic())
 
 
-class BoundedCalls:
+class _Worker:
     """A thread that makes one call after the other."""
 
     def __init__(self, name: str) -> None:
         self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
-        self._given_up: Future[Any] | None = None
-        self._thread = _started(name, self._run)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
 
-    @property
-    def hangs(self) -> bool:
-        """True if the thread is still in an abandoned call."""
-        return self._given_up is not None and not self._given_up.done()
-
-    def call(self, work: Callable[[], _Result], seconds: float) -> _Result:
-        """The result of ``work()``; raises its exception, or GivenUp after ``seconds``."""
+    def submit(self, work: Callable[[], _Result]) -> Future[_Result]:
         future: Future[_Result] = Future()
         self._calls.put((future, work))
-        if not wait([future], seconds).done:
-            if not future.cancel():
-                self._given_up = future
-            raise GivenUp(f"did not answer within {seconds:g} s")
-        return future.result()
+        return future
 
     def end(self, deadline: float) -> bool:
-        """Returns True if the thread ended before ``deadline`` (monotonic seconds)."""
+        """Returns True if all calls were made before ``deadline`` (monotonic seconds)."""
         self._calls.put(None)
-        return _ended(self._thread, deadline)
+        self._thread.join(max(0.0, deadline - time.monotonic()))
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         while (asked := self._calls.get()) is not None:
@@ -71,19 +64,36 @@ class BoundedCalls:
                     future.set_exception(error)
 
 
-class CopyQueue:
-    """A thread that works on copies of pages: pages are copied at once, the work is done later.
-    ``rows`` (uint8 ``[pages, bytes]``) hold the copies, and limit the waiting pages."""
+class BoundedCalls(_Worker):
+    """Calls whose results are waited for."""
+
+    _given_up: Future[Any] | None = None
+
+    @property
+    def hangs(self) -> bool:
+        """True if the thread is still in an abandoned call."""
+        return self._given_up is not None and not self._given_up.done()
+
+    def call(self, work: Callable[[], _Result], seconds: float) -> _Result:
+        """The result of ``work()``; raises its exception, or GivenUp after ``seconds``."""
+        future = self.submit(work)
+        if not wait([future], seconds).done:
+            if not future.cancel():
+                self._given_up = future
+            raise GivenUp(f"did not answer within {seconds:g} s")
+        return future.result()
+
+
+class CopyQueue(_Worker):
+    """Work on copies of pages: pages are copied at once, the work is done later. ``rows`` (uint8
+    ``[pages, bytes]``) hold the copies, and limit the waiting pages."""
 
     def __init__(self, name: str, rows: Bytes) -> None:
-        self._name = name
-        self._rows = rows
-        self._room = threading.Condition()
-        self._waited_in_vain = False
+        super().__init__(name)
+        self._rows, self._problems = rows, ProblemLog()
+        self._room, self._waited_in_vain = threading.Condition(), False
         self._free = list(range(len(rows)))
-        self._problems = ProblemLog()
-        self._waiting: SimpleQueue[tuple[list[int], list[Parts], Any] | None] = SimpleQueue()
-        self._thread = _started(name, self._run)
+        self._waiting: dict[Future[object], list[int]] = {}
 
     def wait_for_room(self, deadline: float) -> bool:
         """Returns True if there is room for a page before ``deadline`` (monotonic seconds). After a
@@ -100,59 +110,30 @@ class CopyQueue:
         with self._room:
             rows, self._free = self._free[: len(pages)], self._free[len(pages) :]
         try:
-            taken = zip(rows, pages, strict=False)
-            copies = [_copy(self._rows[row], page) for row, page in taken]
+            copies = [_copy(self._rows[row], page) for row, page in zip(rows, pages, strict=False)]
         except BaseException:
             self._release(rows)
             raise
         if rows:
-            self._waiting.put((rows, copies, work))
+            future = self.submit(partial(work, rows, copies))
+            self._waiting[future] = rows
+            future.add_done_callback(self._done)
         return len(rows)
 
     def forget(self) -> int:
         """Drop the waiting work; returns its number of pages."""
-        ends, forgotten = False, 0
-        with contextlib.suppress(Empty):
-            while True:
-                if (waiting := self._waiting.get_nowait()) is None:
-                    ends = True
-                else:
-                    self._release(waiting[0])
-                    forgotten += len(waiting[0])
-        if ends:
-            self._waiting.put(None)
-        return forgotten
+        return sum(len(rows) for future, rows in [*self._waiting.items()] if future.cancel())
 
-    def end(self, deadline: float) -> bool:
-        """Returns True if all work was done, and the thread ended, before ``deadline``."""
-        self._waiting.put(None)
-        return _ended(self._thread, deadline)
-
-    def _run(self) -> None:
-        while (waiting := self._waiting.get()) is not None:
-            rows, copies, work = waiting
-            try:
-                work(rows, copies)
-            except Exception as error:
-                self._problems.report("later", f"{self._name} failed: {error!r}")
-            self._release(rows)
+    def _done(self, future: Future[object]) -> None:
+        if not future.cancelled() and (error := future.exception()) is not None:
+            self._problems.report("later", f"{self._thread.name} failed: {error!r}")
+        self._release(self._waiting.pop(future))
 
     def _release(self, rows: list[int]) -> None:
         with self._room:
             self._free += rows
             self._waited_in_vain = False
             self._room.notify_all()
-
-
-def _started(name: str, run: Callable[[], None]) -> threading.Thread:
-    thread = threading.Thread(target=run, name=name, daemon=True)
-    thread.start()
-    return thread
-
-
-def _ended(thread: threading.Thread, deadline: float) -> bool:
-    thread.join(max(0.0, deadline - time.monotonic()))
-    return not thread.is_alive()
 
 
 def _copy(row: Bytes, page: Parts) -> Parts:

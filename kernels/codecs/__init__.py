@@ -1,17 +1,5 @@
 """Codecs for stored hidden states, and for K and V: one interface (:mod:`.codec`).
 
-name   rows                     bytes of a row of d values     what comes back
-====== ======================== ============================== ====================================
-none   any                      those of the row               every bit
-exp4   bfloat16, d % 16 == 0    49/32 d at most for d >= 256   every bit
-int8   float32, 16-bit floats   d + 4, to a multiple of 16     error at most 1/254 of the row's
-                                                               largest magnitude
-fp8    float32, 16-bit floats   d + 4, to a multiple of 16     error at most 1/16 of each value
-====== ======================== ============================== ====================================
-
-K and V are encoded unit by unit (:mod:`hcache_backend.format.units`): ``exp4`` of bfloat16,
-``int8`` and ``fp8`` of 16-bit floats.
-=======
 ====== ============================== ========================== ==================================
 name   takes                          bytes                      what comes back
 ====== ============================== ========================== ==================================

@@ -2,7 +2,7 @@
 
 An item is a row of hidden states (one plane), or a page of the KV pool (K and V). Its encoded units
 follow each other: plane by plane, there group by group, and in a group run of tokens by run
-(:mod:`hcache_backend.units`). One launch takes all items of a save or a load, of all layers.
+(:mod:`hcache_backend.format.units`). One launch takes all items of a save or a load, of all layers.
 Encoding writes device memory, or pages in pinned memory right over the bus.
 """
 

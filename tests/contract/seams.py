@@ -66,7 +66,7 @@ NOT_OBJECTS = {
     "components", "hash_values", "host_indices", "device_indices", "token_ids", "host_pool",
     "host_pool_name", "mem_pool_host", "adapter", "model", "own", "stages", "ranks",
     "q", "k", "v", "key_value_num_tokens", "kind",
-    "runtime", "pool", "pages",
+    "runtime", "pool", "pages", "place", "layout",
     "allocator", "target_location", "target_locations", "target_sizes",
 }  # fmt: skip
 """Other parameters annotated ``Any``: tensors, lists, classes, and pools of many classes."""
@@ -88,10 +88,9 @@ OURS = {
     ("backend", "backups"),
     ("memory", "finish"),
     ("controller", "plain_prompt"),
-    ("operation", "hcache_meeting"),
     ("scheduler", "hcache_last_batch"),
     ("memory", "numpy"),
-    ("memory", "shares"),
+    ("memory", "parts"),
 }
 """What we put there ourselves."""
 

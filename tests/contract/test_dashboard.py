@@ -13,8 +13,9 @@ import yaml
 
 from hcache_backend import metrics
 from hcache_backend.cli.metrics_page import PROMPT
+from hcache_backend.sglang.compat import SUPPORTED
 from hcache_backend.store import StoreStats
-from tests.contract.versions import ROOT, WANTED, source
+from tests.contract.versions import ROOT, source
 from tests.docs.names import known_metrics
 
 DASHBOARD = json.loads((ROOT / "dashboards" / "hcache.json").read_text())
@@ -42,7 +43,7 @@ def test_our_metrics_exist_and_each_is_on_the_dashboard() -> None:
     assert {name for name in OURS if not name.endswith(("_sum", "_count", "_bucket"))} <= families
 
 
-@pytest.mark.parametrize("version", WANTED)
+@pytest.mark.parametrize("version", SUPPORTED)
 def test_sglangs_metrics_exist(version: str) -> None:
     text = source(version).text("sglang/srt/observability/metrics_collector.py")
     asked = names([*EXPRESSIONS, PROMPT[0]])

@@ -9,11 +9,12 @@ import ast
 
 import pytest
 
-from hcache_backend.sglang import hooks
+from hcache_backend.sglang import arguments, model_runner, radix_cache
+from hcache_backend.sglang.compat import SUPPORTED
 from tests.contract import seams
 from tests.contract.source import Definition, Parameters, Source
 from tests.contract.uses import Subclass, Uses
-from tests.contract.versions import ROOT, WANTED, source
+from tests.contract.versions import ROOT, source
 
 ROOMS = ("checks", "host", "prefetch", "sglang", "start", "tiers")
 ENGINE = [
@@ -30,7 +31,7 @@ HINT = "either a mistake, or tests/contract/seams.py wants a word about it"
 ALTERNATIVES = {name for sets in seams.ONE_OF for names in sets for name in names}
 
 
-@pytest.fixture(scope="module", params=WANTED)
+@pytest.fixture(scope="module", params=SUPPORTED)
 def sglang(request: pytest.FixtureRequest) -> Source:
     return source(request.param)
 
@@ -40,6 +41,13 @@ OURS: dict[str, Subclass] = {}
 for _ in range(2):  # subclasses of SGLang's classes, and then those of these
     known = [ours for file in USES.values() for ours in file.subclasses(OURS)]
     OURS |= {ours.name: ours for ours in known}
+
+
+def test_the_supported_versions_are_those_that_are_unpacked() -> None:
+    pins = (ROOT / "requirements" / "versions.txt").read_text().split()
+    assert [f"sglang=={version}" for version in SUPPORTED] == [
+        pin for pin in pins if "sglang" in pin
+    ]
 
 
 def short(dotted: str) -> str:
@@ -187,7 +195,7 @@ def test_what_we_read_from_sglangs_objects_is_there(sglang: Source) -> None:
 
 def test_what_we_ask_for_in_case_it_is_there_is_there_in_some_version() -> None:
     """A misspelt name in a `getattr` would never be missed."""
-    versions = [attributes_of_objects(source(version)) for version in WANTED]
+    versions = [attributes_of_objects(source(version)) for version in SUPPORTED]
     unknown = [
         use
         for path in ENGINE
@@ -202,18 +210,18 @@ def test_what_we_ask_for_in_case_it_is_there_is_there_in_some_version() -> None:
 def test_requests_say_what_their_token_ids_do_not(sglang: Source) -> None:
     """Without one of these no front of a hit would be recomputed."""
     request = attributes_of(sglang, "sglang.srt.managers.schedule_batch.Req")
-    assert set(hooks.NOT_IN_TOKEN_IDS) <= request
+    assert set(arguments.NOT_IN_TOKEN_IDS) <= request
 
 
 def test_the_hooks_on_weight_updates_have_their_places(sglang: Source) -> None:
     def there(name: str) -> bool:
-        return sglang.find(hooks._WEIGHTS + name) is not None
+        return sglang.find(model_runner._WEIGHTS + name) is not None
 
-    assert all(map(there, hooks._WEIGHT_UPDATES))
+    assert all(map(there, model_runner._WEIGHT_UPDATES))
 
 
 def test_the_hook_on_prefetches_finds_its_arguments(sglang: Source) -> None:
-    found = sglang.find(hooks.PREFETCH)
+    found = sglang.find(radix_cache.PREFETCH.target)
     assert found is not None and isinstance(found.node, ast.FunctionDef)
     names = {argument.arg for argument in found.node.args.args}
     assert {"last_host_node_id", "prefix_keys", "new_input_tokens"} <= names

@@ -14,11 +14,6 @@ from tests.contract.source import Source
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / ".venv" / "versions"
-WANTED = [
-    line.removeprefix("sglang==")
-    for line in (ROOT / "requirements" / "versions.txt").read_text().split()
-    if line.startswith("sglang==")
-]
 
 
 def installed() -> Path | None:

@@ -20,7 +20,7 @@ from tests.dark.python.hcache_dark import VARIABLE
 from tests.dark.report import Dark, Listed
 
 TWO_AT_A_TIME = ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
-LONG = ["tests/engine/codecs/test_krul.py", "tests/engine/machines/test_behind.py"]
+LONG = ["tests/engine/codecs/test_krul.py", "tests/engine/machines/test_shared.py"]
 """What no other test serves: pairs of layers, and tiers behind the page store."""
 RUNS = (["-m", "not long", *TWO_AT_A_TIME], [*TWO_AT_A_TIME, *LONG])
 

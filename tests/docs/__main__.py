@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from tests.docs import capabilities
 from tests.docs.blocks import block_findings, runnable
 from tests.docs.links import link_findings
 from tests.docs.names import name_findings, unmentioned, untabled
@@ -15,6 +16,7 @@ from tests.docs.pages import Finding, read_page
 
 ROOT = Path(__file__).resolve().parents[2]
 OPTIONS = ROOT / "docs" / "options.md"
+LIMITS = ROOT / "docs" / "limits.md"
 
 
 def pages_of(root: Path) -> list[Path]:
@@ -27,13 +29,20 @@ def check(
         list[Path] | None, typer.Argument(help="Pages; default: README, changelog, docs.")
     ] = None,
     run: Annotated[bool, typer.Option(help="Run the blocks that are marked runnable.")] = True,
+    write: Annotated[bool, typer.Option(help="Write the printed parts first.")] = False,
 ) -> None:
-    """Check links, names and runnable blocks."""
+    """Check links, names, printed parts and runnable blocks."""
     findings: list[Finding] = []
+    printed = capabilities.with_table(LIMITS.read_text())
+    if write:
+        LIMITS.write_text(printed)
     every = [read_page(path.resolve()) for path in pages or pages_of(ROOT)]
     if not pages:
         findings += [Finding(every[0].path, 1, problem) for problem in unmentioned(every)]
         findings += [Finding(OPTIONS, 1, problem) for problem in untabled(read_page(OPTIONS))]
+        if LIMITS.read_text() != printed:
+            problem = "its table of capabilities is not the product's: run with --write"
+            findings.append(Finding(LIMITS, 1, problem))
     for page in every:
         found = [*link_findings(page, ROOT), *name_findings(page)]
         name = page.path.relative_to(ROOT) if page.path.is_relative_to(ROOT) else page.path

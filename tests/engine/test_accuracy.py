@@ -1,10 +1,9 @@
-"""Short runs of ``bench.accuracy``: a fixture model, and a random one of another architecture."""
+"""Short runs of ``bench.accuracy``, with models that are trained the first time."""
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from bench.fixtures.text import VALUES, VOCABULARY, corpus, train_tokenizer
-from bench.harness.models import build_model
+from bench.fixtures.text import VALUES
 
 ROOT = Path(__file__).resolve().parents[2]
 LAYERS, HIDDEN, KV_HEADS, HEAD_DIM = 4, 256, 2, 64
@@ -77,43 +75,6 @@ def test_what_each_method_changes_is_measured_beside_a_run_without_a_cache(tmp_p
     assert projected["layers"] == [*range(LAYERS)]
     assert "% equal" in projected["exactness"]
     assert "% equal" in results["exactness"]["recomputed"]
-
-
-@pytest.mark.long
-@pytest.mark.timeout(600)
-def test_a_checkpoint_of_another_architecture_needs_its_tokenizer_only(
-    model_cache: Path, tmp_path: Path
-) -> None:
-    from transformers import PreTrainedTokenizerFast
-
-    model = tmp_path / "some-qwen3"
-    shutil.copytree(build_model("qwen3", model_cache, vocab_size=VOCABULARY), model)
-    arguments = (tmp_path, "--model", str(model), "--texts", "2", "--history", "128")
-    assert "it needs the files of its tokenizer" in accuracy(*arguments).stderr
-    tokenizer = train_tokenizer(corpus().training)
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(model)
-    done = accuracy(*arguments, "--turn", "64")
-    assert done.returncode == 0, done.stderr
-    results = json.loads((tmp_path / "accuracy_some-qwen3.json").read_text())
-    whole = {row["method"]: row for row in results["methods"] if row["layer"] is None}
-    codecs = ("none", "exp4", "int8", "fp8")
-    assert list(whole) == [
-        "exact",
-        *(f"KV, {codec}" for codec in codecs[1:]),
-        *PAIRED,
-        "recomputed",
-        *(f"hidden, {codec}" for codec in codecs),
-    ]
-    # bfloat16: what comes back bit by bit changes nothing beside K and V as they are.
-    for name in ("KV, exp4", "recomputed", "hidden, none", "hidden, exp4"):
-        assert whole[name]["k_error"] == whole[name]["v_error"] == 0
-        assert whole[name]["kl"] == whole["exact"]["kl"]
-    assert whole["hidden, int8"]["kl"] > whole["exact"]["kl"]
-    for name, least, most in (("KV, int8", 1e-3, 1e-2), ("KV, fp8", 1e-2, 4e-2)):
-        assert whole[name]["bytes_per_token"] <= 0.53 * whole["exact"]["bytes_per_token"]
-        assert least < whole[name]["k_error"] < most
-        assert least < whole[name]["v_error"] < most
-        assert whole[name]["kl"] > whole["exact"]["kl"]
 
 
 @pytest.mark.long  # the first time the model is trained

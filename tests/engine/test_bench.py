@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from bench import multiturn, restores, saving
+from bench import multiturn, restores
 from bench.demo.__main__ import PROGRAM as DEMO
 from bench.harness.client import Reply, StreamingClient
 from bench.harness.machine import find_machine
@@ -66,26 +66,6 @@ def test_histories_come_from_l3_when_rounds_are_flushed(server: Server, tmp_path
     flushed = asked(server, tmp_path, *shape, "--flush-between-rounds")
     assert flushed["tiers"]["device"] == flushed["tiers"]["host"] == 0 < flushed["tiers"]["storage"]
     assert asked(server, tmp_path, *shape, "--seed", "2")["tiers"]["device"] > 0.3
-
-
-def test_leval_restores_contexts_from_l3(server: Server, tmp_path: Path) -> None:
-    row = asked(server, tmp_path, "--workload", "leval", "--num-clients", "2", "--scale", "0.05")
-    assert row["tiers"]["storage"] > 0.7
-
-
-def test_zipf_hits_favourites_on_the_device(server: Server, tmp_path: Path) -> None:
-    shape = ("--workload", "zipf", "--zipf-skew", "2", "--num-clients", "10", "--scale", "0.02")
-    row = asked(server, tmp_path, *shape)
-    assert row["tiers"]["device"] > 0.3 and row["tiers"]["storage"] > 0
-
-
-def test_a_history_that_is_too_long_for_the_server_is_refused(
-    server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        asked(server, tmp_path, "--workload", "leval", "--num-clients", "4")
-    said = capsys.readouterr().err
-    assert "takes fewer than 8," in said and "--scale 0." in said
 
 
 def test_ingested_documents_are_found_in_l3_and_not_sent_again(
@@ -157,15 +137,6 @@ def test_restores_are_timed_in_the_server(model: Path, tmp_path: Path) -> None:
     size = 256 * stored["bytes_per_token"] / 1e3
     assert slow_load > 0.9 * size / mb_per_s[0] and slow > 0.9 * size / mb_per_s[1]
     assert not list(tmp_path.glob("hcache-bench-*"))
-
-
-@pytest.mark.long
-def test_saving_is_timed_beside_a_server_that_saves_nothing(model: Path, tmp_path: Path) -> None:
-    found = results_of(
-        saving.PROGRAM, tmp_path, "saving", "--rounds", "1", "--model-path", str(model)
-    )
-    for row in found["rows"]:
-        assert all(0 < ms["median"] <= ms["p99"] for ms in row["ms"].values())
 
 
 def test_the_demo_leaves_the_checkout_as_it_was() -> None:

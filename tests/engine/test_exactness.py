@@ -18,10 +18,8 @@ from bench.harness.models import VOCAB, build_model
 from bench.harness.server import Reply, Server, ServerOptions
 from hcache_backend.server_report import read_report
 from tests.cpu_engine.hcache_cpu_engine import reordering
-from tests.engine.harness.conversations import converse, make_conversations, random_tokens
+from tests.engine.harness.conversations import random_tokens
 from tests.engine.harness.ours import (
-    assert_no_cache_output,
-    assert_restored_from_l3,
     assert_sound_hidden_mode,
     faulty,
     our_server,
@@ -55,22 +53,6 @@ def assert_as_exact(ours: dict[str, float], models: dict[str, float]) -> None:
     for part in "kv":
         assert ours[f"{part}_equal"] >= models[f"{part}_equal"]
         assert ours[f"{part}_ulp"] <= models[f"{part}_ulp"]
-
-
-@pytest.mark.parametrize("requests", [1, 2])
-@pytest.mark.parametrize("mode", [{"mode": "kv"}, {"partition": partition(2, 2, 0)}], ids=str)
-def test_layers_are_recomputed_on_a_server_that_runs_few_requests_at_once(
-    mode: Mapping[str, object], requests: int, model: Path, tmp_path: Path
-) -> None:
-    options = our_server(
-        model, tmp_path, hcache=dict(mode), extra_args=("--max-running-requests", str(requests))
-    )
-    with Server(options) as server:
-        assert "hcache: exactness: recomputed layers: " in server.log_text()
-        assert "not used: recomputation" not in server.log_text()
-        conversations = converse(server, make_conversations(1, turns=2, tokens=400))
-        assert_restored_from_l3(conversations, 64)
-    assert_no_cache_output(model, conversations)
 
 
 @pytest.mark.parametrize(("name", "dtype"), CASES)
@@ -126,38 +108,6 @@ def test_products_of_a_part_of_a_weight_may_sum_in_another_order(
     [projected] = re.findall("hcache: exactness: layers 0, 1, 2, 3: spec (.*)", log)
     assert figures(projected.split(";")[0])["v_equal"] < 100
     assert "hcache: exactness: recomputed layers: K" in log
-
-
-def test_layers_are_recomputed_up_to_the_first_that_is_not_exact(
-    model: Path, tmp_path: Path
-) -> None:
-    """That one and those behind it are stored and loaded."""
-    options = our_server(
-        model,
-        tmp_path,
-        hcache={"partition": partition(3, 1, 0)},
-        extra_env=faulty("recomputed_wrongly"),
-    )
-    with Server(options) as server:
-        assert_sound_hidden_mode(server)
-        assert (
-            "hcache: exactness: recomputed layers: the first 2 layers only "
-            "(model.layers.2.self_attn recomputed: K " in server.log_text()
-        )
-        conversations = converse(server, make_conversations(1, turns=2, tokens=400))
-        assert_restored_from_l3(conversations, 64)
-    assert_no_cache_output(model, conversations)
-
-
-def test_pages_are_recomputed_whole_only_if_all_layers_are_exact(
-    model: Path, tmp_path: Path
-) -> None:
-    options = our_server(
-        model, tmp_path, hcache={"mode": "kv"}, extra_env=faulty("recomputed_wrongly")
-    )
-    with Server(options) as server:
-        told = "recomputation (model.layers.2.self_attn recomputed: K "
-        assert told in server.log_text()
 
 
 def replies(options: ServerOptions, prompts: Sequence[Sequence[int]]) -> list[Reply]:

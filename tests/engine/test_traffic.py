@@ -27,20 +27,12 @@ pytestmark = pytest.mark.engine
 PAGE = 16
 
 
-MORE = pytest.mark.parametrize(
-    "server", ["rust", pytest.param("python", marks=pytest.mark.long)], indirect=True
-)
-"""On the core that is SGLang's default in every run, on the other one in long runs."""
-
-
-@pytest.fixture(scope="module", params=["rust", "python"])
+@pytest.fixture(scope="module", params=["rust", pytest.param("python", marks=pytest.mark.long)])
 def server(
     request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
-    """Pages of 16 tokens and chunks of 128 mixed with decode, on either radix-tree core.
-
-    The Python core comes with overlap scheduling, which is SGLang's default.
-    """
+    """Pages of 16 tokens and chunks of 128 mixed with decode, on either radix-tree core; the one in
+    Python with overlap scheduling."""
     options = our_server(
         model,
         tmp_path_factory.mktemp(request.param),
@@ -83,7 +75,6 @@ def test_conversations_that_part_in_the_middle_of_what_was_stored(
     assert_no_cache_output(model, [whole, *branches])
 
 
-@MORE
 def test_generated_pages_are_restored_as_prompted_ones_are(server: Server, model: Path) -> None:
     (conversation,) = make_conversations(1, turns=3, tokens=40, seed=3)
     converse(server, [conversation], reply_tokens=200)
@@ -92,7 +83,6 @@ def test_generated_pages_are_restored_as_prompted_ones_are(server: Server, model
     assert_no_cache_output(model, [conversation])
 
 
-@MORE
 def test_twenty_flushes(server: Server, model: Path) -> None:
     prompt = random_tokens(100, seed=70)
     (conversation,) = ask(server, [prompt])

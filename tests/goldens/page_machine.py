@@ -145,7 +145,7 @@ class Machine:
         if kind.pairs:
             self.layout = self.layout.with_pairs(kind.pairs)
         stack.attention_ranks = lambda: SimpleNamespace(rank_in_group=rank, world_size=kind.ranks)
-        self.fields = stack._page_fields(self.runtime, kvcache, self.plan)
+        self.fields = stack.page_fields(self.runtime, kvcache, self.plan)
         if kind.partition[1]:
             self.fields["codec"] = self.codec.name
         self.runtime.page_fields = self.fields

@@ -12,7 +12,6 @@ This module knows no names of the product: :mod:`.seams` does.
 
 from __future__ import annotations
 
-import functools
 import os
 import queue
 import sys
@@ -56,16 +55,6 @@ def count_what_waits() -> None:
     for module in list(sys.modules.values()):
         if getattr(module, "SimpleQueue", None) is original:
             setattr(module, "SimpleQueue", queue.Queue)  # noqa: B010
-
-
-def around(owner: Any, name: str, wrap: Callable[..., Any]) -> None:
-    """Replace a function of ``owner`` by ``wrap(original, ...)``."""
-    original = getattr(owner, name)
-
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        return wrap(original, *args, **kwargs)
-
-    setattr(owner, name, functools.wraps(original)(wrapped))  # hooks ask for its signature
 
 
 class Clock:

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from tests.goldens.recorder import Clock, Trace, around
+from tests.goldens.recorder import Clock, Trace
+from tests.kit.scheduler import aborts, around
 
 
 def watch(trace: Trace) -> None:
@@ -65,15 +66,14 @@ def _watch_scheduler(trace: Trace) -> None:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
     def loop(original: Any, scheduler: Any, *args: Any) -> Any:
-        from hcache_backend.prefetch import gate
-
         clock = Clock(trace)
         for name, module in list(sys.modules.items()):
             if _has_virtual_time(name) and hasattr(module, "time"):
                 setattr(module, "time", clock)  # noqa: B010
-        gate.HitGate.__init__.__defaults__ = (clock.monotonic,)
-        if (judge := _runtime().hit_gate) is not None:
-            judge._clock = judge.gpu._clock = judge.l3._clock = clock.monotonic
+        runtime = _runtime()
+        runtime.l3.clock = clock.monotonic
+        if runtime.hit_gate is not None:
+            runtime.hit_gate.gpu._clock = clock.monotonic
         trace.rank = dist.get_rank() if dist.is_initialized() else 0
         return original(scheduler, *args)
 
@@ -82,9 +82,10 @@ def _watch_scheduler(trace: Trace) -> None:
         return original(scheduler)
 
     held: list[Any] = []
+    aborted: dict[str, str] = {}
 
     def process(original: Any, scheduler: Any, received: Sequence[Any]) -> Any:
-        received = _together(held, received) + _aborts(scheduler)
+        received = _together(held, received) + aborts(scheduler, aborted)
         for one in received:
             _say_request(trace, one)
         original(scheduler, received)
@@ -163,32 +164,6 @@ def _together(held: list[Any], received: Sequence[Any]) -> list[Any]:
             ready += sorted(held, key=lambda each: each.rid)
             held.clear()
     return ready
-
-
-_aborted: set[str] = set()
-
-
-def _aborts(scheduler: Any) -> list[Any]:
-    """A request whose id says ``abort in prefetch`` (or ``load``, ``prefill``, ``decode``) is
-    aborted in the first turn that finds it there."""
-    from sglang.srt.managers.io_struct import AbortReq
-
-    cache, last, chunked = scheduler.tree_cache, scheduler.last_batch, scheduler.chunked_req
-    loading = last.reqs if last is not None and getattr(cache, "ongoing_load_back", None) else []
-    middle = {
-        "prefetch": [handle.rid for handle in getattr(cache, "ongoing_prefetch", ())],
-        "load": [req.rid for req in loading],
-        "prefill": [chunked.rid] if chunked is not None else [],
-        "decode": [req.rid for req in scheduler.running_batch.reqs if len(req.output_ids) > 1],
-    }
-    found = [
-        rid
-        for phase, rids in middle.items()
-        for rid in rids
-        if f"abort in {phase}" in rid and rid not in _aborted
-    ]
-    _aborted.update(found)
-    return [AbortReq(rid=rid) for rid in found]
 
 
 def _say_request(trace: Trace, request: Any) -> None:
@@ -386,8 +361,9 @@ def _watch_restores(trace: Trace) -> None:
 def _watch_l3(trace: Trace) -> None:
     from hcache_backend.sglang import read_batches
     from hcache_backend.sglang.controller import OwnPagesController
-    from hcache_backend.tiers.shared import StoreBehind, Values
+    from hcache_backend.tiers.shared_backend import SharedBackend
     from hcache_backend.tiers.storage import HCacheStorage
+    from hcache_backend.tiers.tier import SharedTier
 
     named = Pages()
     # A batch of a prefetch is read in each turn of the scheduler, however fast the disk is.
@@ -425,16 +401,14 @@ def _watch_l3(trace: Trace) -> None:
         trace.costs(len(keys) * trace.settings.read_seconds)
         return original(controller, operation, keys, *others)
 
-    def leading(original: Any, shared: Any, namespace: Any, share: Any, keys: Any) -> Any:
-        found = original(shared, namespace, share, keys)
-        trace.say(f"shared tier: exists {pages(len(keys))} -> {found}")
+    def exists_shared(original: Any, shared: Any, asked: Any) -> Any:
+        found = original(shared, asked)
+        trace.say(f"shared tier: exists {pages(len(asked.keys))} -> {sum(found)}")
         return found
 
-    def get_shared(
-        original: Any, shared: Any, namespace: Any, share: Any, keys: Any, *a: Any
-    ) -> Any:
-        found = original(shared, namespace, share, keys, *a)
-        trace.say(f"shared tier: get {pages(len(keys))} -> {sum(found)}")
+    def get_shared(original: Any, shared: Any, asked: Any, memory: Any) -> Any:
+        found = original(shared, asked, memory)
+        trace.say(f"shared tier: get {pages(len(asked.keys))} -> {sum(found)}")
         return found
 
     def hang(original: Any, values: Any, *args: Any) -> Any:
@@ -443,35 +417,32 @@ def _watch_l3(trace: Trace) -> None:
             trace.next_look()
         return original(values, *args)
 
-    def put_shared(
-        original: Any, shared: Any, namespace: Any, share: Any, keys: Any, *a: Any
-    ) -> Any:
-        taken = original(shared, namespace, share, keys, *a)
-        trace.say(f"shared tier: put {pages(len(keys))} -> {taken} taken")
+    def put_shared(original: Any, shared: Any, given: Any, memory: Any) -> Any:
+        taken = original(shared, given, memory)
+        trace.say(f"shared tier: put {pages(len(given.keys))} -> {sum(taken)} taken")
         return taken
 
     around(HCacheStorage, "__init__", simply("store: open"))
     around(HCacheStorage, "close", simply("store: close"))
     around(HCacheStorage, "clear", simply("store: clear"))
-    for name in ("batch_exists", "batch_exists_v2"):
-        around(HCacheStorage, name, exists)
+    around(HCacheStorage, "batch_exists_v2", exists)
     around(HCacheStorage, "batch_get_v1", get)
     around(HCacheStorage, "batch_set_v1", put)
     around(HCacheStorage, "use", use)
     around(OwnPagesController, "_read_pages", read)
-    around(Values, "get", hang)
-    around(StoreBehind, "leading", leading)
-    around(StoreBehind, "read", get_shared)
-    around(StoreBehind, "write", put_shared)
+    around(SharedBackend, "get", hang)
+    around(SharedTier, "exists", exists_shared)
+    around(SharedTier, "get", get_shared)
+    around(SharedTier, "put", put_shared)
 
 
 def _watch_gate(trace: Trace) -> None:
     from hcache_backend.prefetch.gate import HitGate
 
-    def takes(original: Any, gate: Any, rid: str, tokens: int, *args: Any, **kwargs: Any) -> Any:
-        taken = original(gate, rid, tokens, *args, **kwargs)
+    def takes(original: Any, gate: Any, asked: Any, tokens: int, *args: Any, **kwargs: Any) -> Any:
+        taken = original(gate, asked, tokens, *args, **kwargs)
         verdict = f"takes {taken} of" if taken else "refuses"
-        trace.say(f"gate: {verdict} {tokens} tokens of {rid}")
+        trace.say(f"gate: {verdict} {tokens} tokens of {asked.request_id}")
         return taken
 
     def may_ask(original: Any, gate: Any, rid: str, *args: Any, **kwargs: Any) -> Any:
@@ -480,12 +451,12 @@ def _watch_gate(trace: Trace) -> None:
             trace.say(f"gate: L3 is not asked for {rid}")
         return asks
 
-    def agreed(original: Any, gate: Any, ended: Any, overdue: bool) -> Any:
+    def agreed(original: Any, gate: Any, ended: Any, stalled: bool) -> Any:
         if ended:
-            trace.say(f"gate: ends the prefetch of {', '.join(ended)}")
-        if overdue:
+            trace.say(f"gate: ends the prefetch of {', '.join(one.request_id for one in ended)}")
+        if stalled:
             trace.say("gate: L3 is overdue")
-        return original(gate, ended, overdue)
+        return original(gate, ended, stalled)
 
     around(HitGate, "takes", takes)
     around(HitGate, "may_ask", may_ask)

@@ -229,7 +229,7 @@ def without_l3(model: Path, folder: Path) -> ServerOptions:
 
 
 def with_shared_tier(model: Path, folder: Path) -> ServerOptions:
-    hcache = {"behind": {"backend": "file", "read_seconds": 0.5}, **KV}
+    hcache = {"shared": {"backend": "file", "read_seconds": 0.5}, **KV}
     env = {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(folder / "shared")}
     return our_traced_server(model, folder, hcache, trace={}, extra_env=env)
 

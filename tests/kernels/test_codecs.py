@@ -4,19 +4,11 @@ from __future__ import annotations
 
 import hashlib
 
-import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("hypothesis", reason="hypothesis is not installed")
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
-from hcache_backend.format.page import PageLayout, hidden_layer
 from hcache_kernels.codecs import CODECS, Codec, UnsupportedRows, make_codec
-from hcache_kernels.codecs.exp4.reference import form_of
-from tests.kernels.codec_rows import bfloat16, bits_of, exceptions_of, float_rows, full_rows
-from tests.kernels.exponent_rows import exponent_rows
+from tests.kernels.codec_rows import bfloat16, bits_of, float_rows, full_rows
 
 WIDTH = 256
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -35,16 +27,6 @@ def test_exp4_gives_back_each_of_the_65536_patterns() -> None:
     decoded, ok = round_trip(codec, rows)
     assert ok.all()
     assert torch.equal(bits_of(decoded), bits_of(rows))
-
-
-@settings(max_examples=300, deadline=None)
-@given(exponents=exponent_rows(WIDTH), seed=st.integers(0, 2**32))
-def test_exp4_gives_back_every_bit_or_says_that_it_cannot(exponents: np.ndarray, seed: int) -> None:
-    codec = make_codec("exp4", WIDTH, torch.bfloat16)
-    rows = bfloat16(exponents[None], seed)
-    decoded, ok = round_trip(codec, rows)
-    assert ok.item() == (exceptions_of(exponents) <= form_of(WIDTH).most)
-    assert not ok or torch.equal(bits_of(decoded), bits_of(rows))
 
 
 @pytest.mark.parametrize("width", [64, 256, 784, 4096, 4112, 65536])
@@ -137,36 +119,8 @@ def test_a_row_is_encoded_and_decoded_without_the_others(name: str) -> None:
         assert torch.equal(alone[0], encoded[i])
         assert alone_ok.item() == ok[i].item()
         assert torch.equal(bits_of(codec.decode(alone)[0]), bits_of(decoded[i]))
-
-
-@pytest.mark.parametrize("name", CODECS)
-def test_any_flipped_bit_of_encoded_rows_makes_the_page_a_miss(name: str) -> None:
-    """Codes, bases, exceptions, scales, and what the header says of them."""
-    codec = make_codec(name, 32, torch.bfloat16)
-    layer = hidden_layer(16, codec.row_bytes, 32, codec.code)
-    layout, rows = PageLayout(16, (layer,)), torch.randn(16, 32).bfloat16()
-    rows[3, 5] = 2.0**60  # an exception
-    encoded, ok = codec.encode(rows)
-    assert ok.all()
-    page, namespace, key = np.zeros(layout.page_bytes, np.uint8), bytes(16), bytes(range(32))
-    layout.begin(page, namespace, bytes(8))
-    page[layout.segment(0)] = encoded.flatten().numpy()
-    layout.seal(page, key)
-    assert layout.problem(page, namespace, key) is None
-    for place in range(layout.page_bytes):
-        for bit in range(8):
-            page[place] ^= 1 << bit
-            assert layout.problem(page, namespace, key) is not None, (place, bit)
-            page[place] ^= 1 << bit
-    assert layout.problem(page, namespace, key) is None
-
-
-@pytest.mark.parametrize("name", CODECS)
-def test_no_rows_are_no_bytes(name: str) -> None:
-    codec = make_codec(name, WIDTH, torch.bfloat16)
-    encoded, ok = codec.encode(torch.empty(0, WIDTH, dtype=torch.bfloat16))
-    assert codec.decode(encoded).shape == (0, WIDTH)
-    assert len(ok) == 0
+    none, none_ok = codec.encode(rows[:0])
+    assert codec.decode(none).shape == (0, WIDTH) and len(none_ok) == 0
 
 
 @pytest.mark.parametrize(
@@ -176,18 +130,8 @@ def test_no_rows_are_no_bytes(name: str) -> None:
         ("exp4", 256, torch.float16, "takes bfloat16 hidden states, not torch.float16"),
         ("exp4", 264, torch.bfloat16, "a multiple of 16 and at most 65536, not 264"),
         ("exp4", 65552, torch.bfloat16, "a multiple of 16 and at most 65536, not 65552"),
-        (
-            "int8",
-            256,
-            torch.float64,
-            "takes hidden states in float32, bfloat16 or",
-        ),
-        (
-            "fp8",
-            256,
-            torch.int8,
-            "bfloat16 or float16, not torch.int8",
-        ),
+        ("int8", 256, torch.float64, "takes hidden states in float32, bfloat16 or"),
+        ("fp8", 256, torch.int8, "bfloat16 or float16, not torch.int8"),
     ],
 )
 def test_rows_that_a_codec_cannot_hold_are_refused(

@@ -426,36 +426,29 @@ def launches_of(n: int) -> dict[str, Launch]:
     }
 
 
+def kind_compiled(launch: Launch) -> tuple[Any, ...]:
+    """What Triton compiles the kernel of a launch for."""
+    one = source(launch.kernel, launch.arguments)
+    return one.signature, one.constants, one.attrs
+
+
 @pytest.mark.parametrize("what", launches_of(1))
 def test_no_number_of_pages_or_tokens_compiles_a_kernel_again(what: str) -> None:
-    compiled = [
-        source(launch.kernel, launch.arguments)
-        for launch in (launches_of(n)[what] for n in (1, 2, 3, 15, 16, 64))
-    ]
-    kinds = [(one.signature, one.constants, one.attrs) for one in compiled]
-    assert all(kind == kinds[0] for kind in kinds)
+    first, *others = (kind_compiled(launches_of(n)[what]) for n in (1, 2, 3, 15, 16, 64))
+    assert all(other == first for other in others)
 
 
 def test_records_that_kernels_are_compiled_for_hold_no_others() -> None:
     """Triton 3.6 takes a record inside of another apart, and 3.8 knows of it only the fields."""
     launches = [*launches_of(1).values(), *(launch() for _, launch in transfer_jobs((9, 0)))]
-    records = [
-        value
-        for launch in launches
-        for value in launch.arguments.values()
-        if isinstance(value, tuple)
-    ]
+    values = [value for launch in launches for value in launch.arguments.values()]
+    records = [value for value in values if isinstance(value, tuple)]
     assert records
-    for record in records:
-        assert not any(isinstance(value, tuple) for value in record), record
+    assert not [record for record in records if any(isinstance(part, tuple) for part in record)]
 
 
 @pytest.mark.parametrize("n", [15, 16])
 def test_long_steps_use_the_kernels_that_short_ones_compiled(n: int) -> None:
     launches = launches_of(n)
     for short, long in (("save", "save a layer"), ("judge", "judge layer by layer")):
-        kinds = []
-        for launch in (launches[short], launches[long]):
-            one = source(launch.kernel, launch.arguments)
-            kinds.append((one.signature, one.constants, one.attrs))
-        assert kinds[0] == kinds[1], long
+        assert kind_compiled(launches[short]) == kind_compiled(launches[long]), long

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 
 import numpy as np
@@ -73,25 +72,6 @@ def test_units_of_many_sizes_come_back_to_the_bit_or_do_not_fit(kind: str, n: in
 def test_units_of_one_scale_always_fit(kind: str) -> None:
     for n in (1024, 65536):
         assert exact_or_unfit(hostile_units(kind, 65536 // n, n, seed=1)).all()
-
-
-def test_encoded_units_are_part_of_the_page_format() -> None:
-    """Pages will hold them: what changes here must change ``code`` of the codec."""
-    n = 5 * BLOCK_VALUES // 4
-    units = (torch.arange(n) - 100).float() * torch.tensor([[1.0], [2.0**-9]])
-    units[1, ::100] = 2.0**60
-    units[1, ::70] = 2.0**-60
-    encoded, fits = encode_units(units.bfloat16())
-    assert fits.all()
-    assert encoded.shape == (2, n * 49 // 32)
-    assert hashlib.sha256(encoded.numpy().tobytes()).hexdigest()[:16] == "0d6a321d967cfb8e"
-
-
-def test_the_same_values_give_the_same_bytes() -> None:
-    units = hostile_units("normal", 20, 1024, seed=2)
-    encoded, _ = encode_units(units)
-    again, _ = encode_units(units.flip(0).clone())
-    assert torch.equal(encoded, again.flip(0))
 
 
 @pytest.mark.parametrize("n", [64, BLOCK_VALUES + 16])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -97,68 +99,48 @@ IDS = torch.tensor([1, 2])
 ROWS = torch.zeros(2, 64, dtype=torch.uint8)
 PLANE = torch.zeros(4, 2, 1, 64, dtype=torch.uint8)
 LONG_PLANE = torch.zeros(4, 33, 1, 64, dtype=torch.uint8)
+NARROW = PLANE[..., :12].contiguous()
+META = torch.zeros(2, dtype=torch.int64, device="meta")
+OPERATIONS: dict[str, tuple[Any, dict[str, object]]] = {
+    "gather": (gather_pages, {"length": 64}),
+    "scatter": (scatter_pages, {"rows": ROWS}),
+    "planes": (gather_planes, {"pool": [PLANE, PLANE], "pool_ids": IDS}),
+}
+TWO, ALL = "gather scatter", "gather scatter planes"
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("operations", "changes", "message"),
     [
-        ({"pages": torch.zeros(4, 64)}, "pages: torch.float32 is not uint8"),
-        ({"pages": some_pages()[:, ::2]}, "pages: strides (4160, 2) is not contiguous"),
-        (
-            {"pages": torch.zeros(9, 100, dtype=torch.uint8)},
-            "page_bytes: 100 is not a multiple of 8",
-        ),
-        ({"page_ids": torch.tensor([0, PAGES])}, "page_ids go from 0 to 7: must be from 0 to 6"),
-        ({"page_ids": torch.tensor([-1, 0])}, "page_ids go from -1 to 0: must be from 0 to 6"),
-        ({"page_ids": torch.tensor([1.0, 2.0])}, "page_ids: torch.float32 is not int32 or int64"),
-        ({"offset": 4}, "offset: 4 is not a multiple of 8"),
-        ({"offset": -8}, "bytes: -8 to 56 is not in a page of 4160"),
-        ({"offset": PAGE_BYTES - 56}, "bytes: 4104 to 4168 is not in a page of 4160"),
+        (ALL, {"pages": torch.zeros(4, 64)}, "pages: torch.float32 is not uint8"),
+        (ALL, {"pages": some_pages()[:, ::2]}, "pages: strides (4160, 2) is not contiguous"),
+        (TWO, {"pages": ROWS.new_zeros(9, 100)}, "page_bytes: 100 is not a multiple of 8"),
+        (ALL, {"page_ids": IDS * 0 + PAGES}, "page_ids go from 7 to 7: must be from 0 to 6"),
+        (ALL, {"page_ids": torch.tensor([-1, 0])}, "page_ids go from -1 to 0: must be from 0 to 6"),
+        (ALL, {"page_ids": IDS.float()}, "page_ids: torch.float32 is not int32 or int64"),
+        ("scatter planes", {"page_ids": META}, "meta is not on cpu"),
+        (ALL, {"offset": 4}, "offset: 4 is not a multiple of 8"),
+        (TWO, {"offset": -8}, "bytes: -8 to 56 is not in a page of 4160"),
+        (TWO, {"offset": PAGE_BYTES - 56}, "bytes: 4104 to 4168 is not in a page of 4160"),
+        ("gather", {"out": ROWS[:, :32].contiguous()}, "out: "),
+        ("scatter", {"rows": ROWS.float()}, "rows: torch.float32 is not uint8"),
+        ("scatter", {"rows": ROWS[:, :60].contiguous()}, "length: 60 is not a multiple of 8"),
+        ("scatter", {"rows": ROWS[:1]}, "page_ids: (2,) is not [1]"),
+        ("planes", {"pool": [PLANE, torch.zeros(4, 8)]}, "V of the pool: (4, 8) is not [4, 2, 1,"),
+        ("planes", {"pool": [NARROW, PLANE]}, "row_bytes of K: 12 is not a multiple"),
+        ("planes", {"pool": [PLANE, PLANE[:3]]}, "V of the pool: (3, 2, 1, 64) is not [4, 2, 1,"),
+        ("planes", {"pool": [PLANE, LONG_PLANE[:, :2]]}, "V of the pool: strides"),
+        ("planes", {"pool": [LONG_PLANE, LONG_PLANE]}, "is not in a page of 4160"),
+        ("planes", {"pool_ids": IDS + 2}, "pool_ids go from 3 to 4: must be from 0 to 3"),
+        ("planes", {"pool_ids": IDS[:1]}, "pool_ids: (1,) is not [2]"),
     ],
 )
-def test_what_does_not_fit_is_refused(changes: dict[str, object], message: str) -> None:
-    arguments = {"pages": some_pages(), "page_ids": IDS, "offset": 64} | changes
-    with pytest.raises(ValueError) as error:
-        gather_pages(**arguments, length=64)  # type: ignore[arg-type]
-    assert message in str(error.value)
-    with pytest.raises(ValueError) as error:
-        scatter_pages(rows=ROWS, **arguments)  # type: ignore[arg-type]
-    assert message in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"pool": [PLANE, torch.zeros(4, 8)]}, "V of the pool: (4, 8) is not [4, 2, 1, row_bytes]"),
-        ({"pool": [PLANE[..., :12].contiguous(), PLANE]}, "row_bytes of K: 12 is not a multiple"),
-        ({"pool": [PLANE, PLANE[:3]]}, "V of the pool: (3, 2, 1, 64) is not [4, 2, 1, row_bytes]"),
-        ({"pool": [PLANE, LONG_PLANE[:, :2]]}, "V of the pool: strides"),
-        ({"pool": [LONG_PLANE, LONG_PLANE]}, "is not in a page of 4160"),
-        ({"pool_ids": torch.tensor([0, 4])}, "pool_ids go from 0 to 4: must be from 0 to 3"),
-        ({"pool_ids": torch.tensor([0])}, "pool_ids: (1,) is not [2]"),
-        ({"page_ids": torch.tensor([0, PAGES])}, "page_ids go from 0 to 7: must be from 0 to 6"),
-    ],
-)
-def test_planes_that_do_not_fit_are_refused(changes: dict[str, object], message: str) -> None:
-    arguments = {"page_ids": IDS, "pool": [PLANE, PLANE], "pool_ids": IDS} | changes
-    with pytest.raises(ValueError) as error:
-        gather_planes(some_pages(), offset=64, **arguments)  # type: ignore[arg-type]
-    assert message in str(error.value)
-    assert not PLANE.any()
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"rows": ROWS.float()}, "rows: torch.float32 is not uint8"),
-        ({"rows": torch.zeros(2, 60, dtype=torch.uint8)}, "length: 60 is not a multiple of 8"),
-        ({"rows": ROWS[:1]}, "page_ids: (2,) is not [1]"),
-    ],
-)
-def test_rows_that_do_not_fit_are_refused(changes: dict[str, object], message: str) -> None:
-    arguments = {"rows": ROWS, "page_ids": IDS} | changes
-    pages = some_pages()
-    with pytest.raises(ValueError) as error:
-        scatter_pages(pages=pages, offset=64, **arguments)  # type: ignore[arg-type]
-    assert message in str(error.value)
-    assert torch.equal(pages, some_pages())
+def test_what_does_not_fit_is_refused_and_nothing_written(
+    operations: str, changes: dict[str, object], message: str
+) -> None:
+    for name in operations.split():
+        pages, (operation, arguments) = some_pages(), OPERATIONS[name]
+        with pytest.raises(ValueError) as error:
+            operation(**{"pages": pages, "page_ids": IDS, "offset": 64, **arguments, **changes})
+        assert message in str(error.value)
+        assert torch.equal(pages, some_pages()) and not PLANE.any()

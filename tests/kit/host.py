@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +10,8 @@ import torch
 from hcache_backend.checks.service import KVChecks
 from hcache_backend.format.units import WHOLE
 from hcache_backend.host.loads import LoadQueue, QueuedLoad
+from hcache_backend.host.node_backups import NodeBackups
+from hcache_backend.host.page_proofs import PageProofs
 from hcache_backend.host.segments import KVSegments
 from hcache_backend.krul.segments import PairedSegments
 from hcache_backend.plan.costs import Partition
@@ -157,18 +158,22 @@ def bare_controller(pool: Any, loads: Any = None, **fields: Any) -> Any:
         "_loads": loads,
         "_stages": stages,
         "_kv_checks": checks,
-        "_runtime": SimpleNamespace(distrust=None),
+        "_runtime": SimpleNamespace(distrust=None, weights=None),
         "_prefix": lambda: torch.empty(0, dtype=torch.int64),
         "_token_ids": lambda: None,
-        "_backups": deque(),
         "write_queue": [],
         "write_policy": "write_through",
         "page_size": PAGE,
     }
     nothing = dict.fromkeys(("eager", "tp_group", "_capture", "_checks", "_pairs", "_tree"))
-    no = dict.fromkeys(("_writing", "_never_loaded", "_passes"), False)
+    no = dict.fromkeys(("_writing", "_never_loaded"), False)
     for name, value in (usual | nothing | no | fields).items():
         setattr(made, name, value)
+    parts = made._pool, made._capture, made._pairs, made._agreed, made._ended
+    made._backups = NodeBackups(*parts, alone=True)
+    captured = made._capture is not None
+    arena, layout = getattr(pool, "arena", None), getattr(pool, "page_layout", None)
+    made._proofs = PageProofs(made._runtime, arena, layout, captured=captured, positions=1 << 20)
     return made
 
 
@@ -179,9 +184,9 @@ def checked(server: Host, every: int = 1) -> tuple[KVChecks, list[str]]:
     """Let one page of so many be checked; the checks, and why trust was lost."""
     lost: list[str] = []
     runtime: Any = SimpleNamespace(
-        config=SimpleNamespace(check_every_pages=every), lose_trust=lost.append
+        config=SimpleNamespace(check_every_pages=every), lose_trust=lost.append, distrust=None
     )
-    checks, pool = KVChecks(runtime, server.pool, server.kv, None), server.pool
+    checks, pool = KVChecks(runtime, server.pool, server.kv), server.pool
     pool.on_freed.append(checks.freed)
     pool.on_backed_up.append(checks.transferred)
     pool.on_loaded.append(checks.transferred)
@@ -190,6 +195,6 @@ def checked(server: Host, every: int = 1) -> tuple[KVChecks, list[str]]:
 
 def compare_all(checks: KVChecks) -> None:
     """Let there be as many turns as the checks take that can end."""
-    for _ in range(1 + sum(len(page.left) for page in checks._copied)):
+    for _ in range(1 + sum(len(page.left) for page in checks._waiting)):
         turn_of_checks(checks)
-    assert checks.failed or not checks._copied
+    assert checks.failed or not checks._waiting

@@ -7,21 +7,23 @@ from typing import Any
 
 import torch
 
-from hcache_backend.prefetch.meeting import Meeting
+from hcache_backend.prefetch.estimates import Estimates
+from hcache_backend.prefetch.prefetch import Meeting, Prefetches
+from hcache_backend.prefetch.progress import L3Progress
 
 
-class Prefetch:
+class Operation:
     """HiCache's operation, and what its cache keeps of it. Its pages are the host pages from
     ``first`` on, which are named by their numbers.
 
     Attributes:
-        hcache_meeting: Where its front and its back meet, if it is read from the back.
         terminated: Whether it has ended.
     """
 
     prefix_keys: list[str] | None = None
     request_id = "r"
     completed_tokens = 0
+    prefetches = Prefetches()
 
     def __init__(self, pages: int, size: int, *, first: int = 0, node: Any = 0) -> None:
         self.operation, self.anchor_node_id = self, node
@@ -29,15 +31,29 @@ class Prefetch:
         self.host_indices = torch.arange(first * size, (first + pages) * size, device="cpu")
         self.token_ids = list(range(100, 100 + pages * size))
         self.storage_start = size
-        self.hcache_meeting: Meeting | None = None
         self.terminated = False
+
+    @property
+    def meeting(self) -> Any:
+        """Where its front and its back meet, if it is read from the back."""
+        return self.prefetches.of(self).meeting
+
+    @meeting.setter
+    def meeting(self, meeting: Meeting | None) -> None:
+        self.prefetches.of(self).meeting = meeting
 
     def is_terminated(self) -> bool:
         return self.terminated
 
 
 def eager_over(
-    pages: Any, most: int, size: int, budget: Any, pipeline: dict[str, Any], **others: Any
+    pages: Any,
+    most: int,
+    size: int,
+    budget: Any,
+    pipeline: dict[str, Any],
+    l3: L3Progress | None = None,
+    **others: Any,
 ) -> Any:
     """Eager loads over ``pages``, of at most so many.
 
@@ -59,4 +75,5 @@ def eager_over(
     loads = {"stored_from": 0, "count_finished": lambda: None} | others.get("loads", {})
     parts: list[Any] = [pool | others.get("pool", {}), pipeline, loads]
     into, starts, queue = (SimpleNamespace(**part) for part in parts)
-    return EagerLoads(pages, into, starts, queue, most, budget)
+    l3 = l3 or L3Progress(Estimates())
+    return EagerLoads(pages, into, starts, queue, most, budget, l3, Operation.prefetches)

@@ -17,7 +17,7 @@ reported: the two places, their streams, and the edge that is missing.
   it is left out;
 - ``graphs``: decode graphs of SGLang, replayed without the product's Python;
 - ``plugin``: puts all of it into the scheduler of a real SGLang server;
-- ``waits``: prints where the host waited in there.
+- ``waits``: where the host waited in there.
 
 What a checker of this kind must not leave out, because bugs hide behind it: queries that say no for
 a while (``Query.LAZY``), SGLang's read barrier published as early as its decode graphs do it, an

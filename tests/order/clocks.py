@@ -51,8 +51,6 @@ def site(depth: int = 12) -> Site:
 class Query(Enum):
     """What an event's ``query`` says of a point that the device may or may not have passed."""
 
-    EAGER = "eager"
-    """Always yes. Hides bugs; for comparison."""
     LAZY = "lazy"
     """No, ``POLLS`` times."""
     LATE = "late"

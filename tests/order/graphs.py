@@ -56,25 +56,27 @@ class DecodeGraphs:
         from sglang.srt.model_executor.model_runner import ModelRunner
 
         from hcache_backend.capture.hooks import HiddenCapture
-        from hcache_backend.start import graphs, strategy
+        from hcache_backend.start import strategy
 
         def init(original: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
             with _as_on_a_gpu(runner):
-                graphs.record_copies(graphs.current(), runner)
+                strategy.record_copies(strategy.current(), runner)
             original(runner, *args, **kwargs)
             self._record(runner)
             runner.decode_cuda_graph_runner = self
 
+        checked = strategy.check_recording
+
         def check_recording(runner: Any, hidden: Any) -> Any:
             with _as_on_a_gpu(runner):
-                return graphs.check_recording(runner, hidden)
+                return checked(runner, hidden)
 
         def wait_until(original: Any, counter: Any, layer: int) -> None:
             if not self._replaying:
                 original(counter, layer)
 
-        graphs.graphs_are_off = lambda: False
-        graphs._largest_recorded_tokens = lambda _tokens: SIZES[-1]
+        strategy.graphs_are_off = lambda: False
+        strategy._largest_recorded_tokens = lambda _tokens: SIZES[-1]
         strategy.check_recording = check_recording
         around(ModelRunner, "init_cuda_graphs", init)
         around(HiddenCapture, "_take", self._take)

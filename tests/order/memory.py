@@ -95,7 +95,6 @@ class Memory:
         self.findings: dict[tuple[str, object, object], Finding] = {}
         self.counts: Counter[tuple[str, object, object]] = Counter()
         self.watching = False
-        self.accesses = 0
         self._blocks: dict[int, Block] = {}
 
     # ---- storages ----
@@ -146,7 +145,6 @@ class Memory:
             held: Torch itself keeps the memory for this access: copies to and from pinned memory.
         """
         clocks = self.clocks
-        self.accesses += 1
         if rules.is_silent(block.name, how, clocks.site_of(actor, step)):
             return
         if not held:

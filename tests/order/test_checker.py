@@ -9,7 +9,6 @@ import torch
 
 from tests.cpu_engine.hcache_cpu_engine.plugin import _unpinned
 from tests.order.checker import Checker
-from tests.order.clocks import Query
 from tests.order.edges import PARTS
 
 GPU = torch.device("cpu")
@@ -158,16 +157,6 @@ def test_lazy_queries_say_no_for_a_while(checker: Checker, polls: int) -> None:
         here.numpy()
     assert answers == [False, False, False, True][:polls]
     assert bool(findings(checker)) is (polls == 1)
-
-
-def test_eager_queries_hide_what_lazy_ones_show() -> None:
-    checker = Checker(Query.EAGER)
-    stream = checker.stream("copy")
-    with checker.watching():
-        checker.begin()
-        with checker.on(stream):
-            torch.ones(8, device=GPU)
-        assert stream.record_event().query()
 
 
 @pytest.mark.parametrize(

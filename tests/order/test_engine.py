@@ -28,7 +28,7 @@ from tests.engine.hits.eager_servers import read_batches, until_more
 from tests.order.edges import all_edges
 from tests.order.plugin.hcache_order import Settings
 from tests.order.reports import SERVED
-from tests.order.waits import in_service, table
+from tests.order.waits import in_service
 
 HERE = Path(__file__).parent
 LONG = pytest.mark.long
@@ -360,8 +360,8 @@ def test_no_wrong_order(model: Path, tmp_path: Path, name: str, partition: str) 
     loads and checks in between."""
     found = check(model, tmp_path, name, partition)
     assert not findings(found)
-    waits = [place for report in found for _, place, *_ in table(in_service(report))]
-    assert not set(waits) - set(SCENARIOS[name].waits)
+    waits = {innermost for report in found for innermost, *_ in in_service(report)}
+    assert not waits - set(SCENARIOS[name].waits)
 
 
 RANDOM = {"query": "random", "seed": 1}
@@ -407,8 +407,8 @@ def test_a_replay_whose_step_could_not_begin(model: Path, tmp_path: Path, gives_
     )
     assert bool(findings(found)) is not gives_up
     # Rows were lost: backups wait for what is known of their own, and nothing else waits.
-    held_up = [wait["where"] for report in found for wait in in_service(report)["host_waits"]]
-    assert held_up and all("controller.py" in where for where in held_up), held_up
+    held_up = [" < ".join(places) for report in found for places in in_service(report)]
+    assert held_up and all("controller.py" in places for places in held_up), held_up
 
 
 @LONG

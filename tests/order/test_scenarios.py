@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hcache_backend.prefetch import eager
-from hcache_backend.prefetch.reservation import Recomputation
+from hcache_backend.prefetch.eager import Recomputation
 from hcache_backend.restore.pipeline import RestorePipeline
 from tests.order import edges
 from tests.order.checker import Checker

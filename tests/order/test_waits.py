@@ -1,43 +1,31 @@
-"""The table of the host's waits."""
+"""Which waits of the host hold something up."""
 
 from __future__ import annotations
 
-from tests.order.waits import AROUND, in_service, table
+from tests.order.waits import AROUND, in_service
 
 OURS = "hcache_backend/capture/ledger.py"
+BACKUPS = "hcache_backend/host/node_backups.py"
+CONTROLLER = "hcache_backend/sglang/controller.py"
 
 
-def wait(where: str, times: int, *, idle: bool = True) -> dict[str, object]:
-    how = {"thread": "MainThread", "how": "Event.synchronize", "idle": idle}
-    return {**how, "where": where, "times": times}
-
-
-def test_waits_are_told_by_the_innermost_function_of_ours() -> None:
-    found = {
-        "steps": 10,
-        "written_nodes": 2,
-        "host_waits": [
-            wait(f"{OURS}:125 (settle) < hcache_backend/sglang/controller.py:237 (write)", 3),
-            wait(f"sglang/srt/a.py:1 (copy) < {OURS}:120 (settle)", 2),
-            wait(f"sglang/srt/a.py:1 (copy) < {AROUND}:2 (run)", 1),
-        ],
-    }
-    assert table(found) == [
-        ("MainThread", f"{OURS}:settle", 5, 0.5, 2.5),
-        ("MainThread", "sglang/srt/a.py:copy", 1, 0.1, 0.5),
-    ]
+def wait(where: str, *, idle: bool = True, thread: str = "MainThread") -> dict[str, object]:
+    how = {"thread": thread, "how": "Event.synchronize", "idle": idle}
+    return {**how, "where": where, "times": 1}
 
 
 def test_waits_that_hold_nothing_up_are_told_apart() -> None:
-    idle = f"{OURS}:9 (settle) < hcache_backend/sglang/controller.py:7 (_finish_when_idle)"
-    other = wait(f"{OURS}:9 (settle)", 1) | {"thread": "Thread-7"}
+    idle = f"{OURS}:9 (settle) < {BACKUPS}:7 (settle_when_idle)"
     waits = [
-        wait(idle, 4),
-        wait(idle, 8, idle=False),  # forward passes are under way after all
-        wait(f"{OURS}:9 (settle) < hcache_backend/sglang/controller.py:3 (write)", 2),
-        wait(f"{OURS}:9 (settle) < hcache_backend/host/loads.py:3 (_finish_when_idle)", 1),
-        wait(f"sglang/srt/a.py:1 (copy) < {AROUND}:2 (run)", 1),
-        other,
+        wait(idle),
+        wait(idle, idle=False),  # forward passes are under way after all
+        wait(f"{OURS}:9 (settle) < hcache_backend/host/loads.py:3 (settle_when_idle)"),
+        wait(f"sglang/srt/a.py:1 (copy) < {CONTROLLER}:3 (write)"),
+        wait(f"sglang/srt/a.py:1 (copy) < {AROUND}:2 (run)"),
+        wait(f"{OURS}:9 (settle)", thread="Thread-7"),
     ]
-    found = in_service({"steps": 1, "written_nodes": 1, "host_waits": waits})
-    assert [row[1:3] for row in table(found)] == [(f"{OURS}:settle", 11)]
+    assert in_service({"host_waits": waits}) == [
+        [f"{OURS}:settle", f"{BACKUPS}:settle_when_idle"],
+        [f"{OURS}:settle", "hcache_backend/host/loads.py:settle_when_idle"],
+        [f"{CONTROLLER}:write"],
+    ]

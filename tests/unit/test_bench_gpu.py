@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from bench.gpu import capture, kernels, kernels_transfers, overlap, questions, restore
+from bench.gpu import capture, eager, kernels, kernels_transfers, overlap, questions, restore
 from bench.gpu.capture import WAYS
 from bench.gpu.first import STEPS
 from bench.gpu.program import Device, GpuProgram, GpuRun
@@ -109,8 +109,6 @@ def test_every_step_is_done_and_in_the_report(dry_run: DryRun) -> None:
 @needs_none
 def test_copies_are_timed_beside_products(dry_run: DryRun, tmp_path: Path) -> None:
     content = dry_run.content("overlap")
-    ways = {row["way"] for row in content["rows"]}
-    assert {"gather kernel, 3 programs", "copy engine, all pages in one call"} <= ways
     assert {row["programs"] for row in content["speeds"]} == {2, 4, 8, 16, 32, None}
     overlap.PROGRAM.draw(content).savefig(tmp_path / "it.png")
 
@@ -151,7 +149,7 @@ def test_kernels_are_measured_both_ways_and_checked(dry_run: DryRun, tmp_path: P
     assert len({row["model"] for row in rows}) == 5
     assert {way["way"] for row in rows for way in row["ways"]} == {"fused", "library"}
     kinds = {row["kind"] for row in content["transfers"]}
-    assert kinds == {"codec", "gather", "scatter", "segments"}
+    assert kinds == {"codec", "segments"}
     ways = ("encode", "decode", "copy", "saved", "loaded", "uncoded_save", "uncoded_load")
     segments = [row for row in content["transfers"] if row["kind"] == "segments"]
     assert {row["codec"] for row in segments} == {"exp4", "int8", "fp8"}
@@ -250,3 +248,17 @@ def test_a_dry_run_only_writes_where_it_is_told(
     monkeypatch.setenv("OUT", str(tmp_path))
     assert make_run(None, dry_run=True).folder is None
     assert make_run(None, dry_run=False).folder == tmp_path / "a-gpu"
+
+
+def test_pages_are_read_and_restored_every_way(tmp_path: Path) -> None:
+    assert eager.PROGRAM.main(["--dry-run", "--out", str(tmp_path)]) == 0
+    assert (tmp_path / "eager.png").stat().st_size > 0
+    rows = json.loads((tmp_path / "eager.json").read_text())["rows"]
+    assert all(row["right"] for row in rows)
+    rates = {row["gb_s"] for row in rows}
+    assert len(rates) == 2 and None in rates  # no limit, and the balanced one
+    cases = {(row["gb_s"], row["method"]) for row in rows}
+    assert len(rows) == len(cases) == len(rates) * 3
+    size = {row["method"]: row["bytes"] for row in rows}
+    header = 20 * 4096
+    assert size["kv"] - header == 2 * (size["eager"] - header)

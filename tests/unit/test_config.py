@@ -51,23 +51,23 @@ def test_defaults_work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         ({"codec": "krul", "mode": "plain"}, "K and V of all layers be stored in own pages"),
         ({"codec": "krul", "partition": {"hidden": 2}}, "option 'codec' is 'krul': options 'mode'"),
         ({"krul": {"distance": "output"}}, "unknown option 'krul.distance' (value 'output'); the "),
-        ({"behind": "mooncake"}, 'must be a table, such as {"backend": "mooncake", "config"'),
-        ({"behind": {}}, "option 'behind.backend' is {}: Field required"),
+        ({"shared": "mooncake"}, 'must be a table, such as {"backend": "mooncake", "config"'),
+        ({"shared": {}}, "option 'shared.backend' is {}: Field required"),
         (
-            {"behind": {"backend": "s3"}},
-            "option 'behind.backend' is 's3': must be 'file', 'mooncake' or 'nixl'",
+            {"shared": {"backend": "s3"}},
+            "option 'shared.backend' is 's3': must be 'file', 'mooncake' or 'nixl'",
         ),
         (
-            {"behind": {"backend": "file", "read_second": 1}},
-            "unknown option 'behind.read_second' (value 1); did you mean 'read_seconds'?",
+            {"shared": {"backend": "file", "read_second": 1}},
+            "unknown option 'shared.read_second' (value 1); did you mean 'read_seconds'?",
         ),
         (
-            {"behind": {"backend": "file", "read_seconds": 0}},
-            "option 'behind.read_seconds' is 0: must be greater than 0",
+            {"shared": {"backend": "file", "read_seconds": 0}},
+            "option 'shared.read_seconds' is 0: must be greater than 0",
         ),
         (
-            {"behind": {"backend": "file", "read_seconds": float("inf")}},
-            "option 'behind.read_seconds' is inf: must be a finite number",
+            {"shared": {"backend": "file", "read_seconds": float("inf")}},
+            "option 'shared.read_seconds' is inf: must be a finite number",
         ),
         *(({name: 1}, f"option '{name}' (value 1) is no option any more: ") for name in _GONE),
         ({"pages": "plain"}, "mode 'plain' is for SGLang's pages"),
@@ -103,7 +103,7 @@ def test_the_options_are_few_and_an_attach_may_set_those_of_the_store_and_of_sha
     assert len(HCacheConfig.model_fields) <= 17
     assert HCacheConfig.model_fields.keys() > FIXED_AT_START
     free = HCacheConfig.model_fields.keys() - FIXED_AT_START
-    assert free - {"behind"} == {
+    assert free - {"shared"} == {
         *("dirs", "quota_bytes", "min_free_bytes", "durability", "io_threads", "reader"),
         "min_gain",
     }

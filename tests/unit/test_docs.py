@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from hcache_backend.config import HCacheConfig
-from tests.docs import blocks
-from tests.docs.__main__ import OPTIONS, ROOT, pages_of
+from tests.docs import blocks, capabilities
+from tests.docs.__main__ import LIMITS, OPTIONS, ROOT, pages_of
 from tests.docs.blocks import block_findings, runnable
 from tests.docs.links import link_findings
 from tests.docs.names import VARIABLES, name_findings, unmentioned, untabled
@@ -47,6 +47,12 @@ def test_commands_and_metrics_stand_in_our_pages(page: MakePage) -> None:
     for name in ("hcache verify", "hcache_store_pages"):
         assert f"no page speaks of {name}" in missing
     assert not any(found.endswith(("hcache plan", "hcache_problems")) for found in missing)
+
+
+def test_capabilities_are_those_of_the_product() -> None:
+    text = LIMITS.read_text()
+    assert capabilities.with_table(text) == text
+    assert capabilities.with_table(text.replace("two-batch", "another")) == text
 
 
 def test_options_and_variables_stand_in_tables(page: MakePage) -> None:
@@ -145,7 +151,7 @@ def test_names_that_exist(text: str, page: MakePage) -> None:
             "page.py defines no PageLayout.unseal",
         ),
         ("`bench/nothing.py:main`", "there is no bench/nothing.py"),
-        ("`sglang/hooks.py:Hook.unhook`", "sglang/hooks.py defines no Hook.unhook"),
+        ("`sglang/hook_registry.py:Hook.unhook`", "sglang/hook_registry.py defines no Hook.unhook"),
         ("```sh\npython -m bench.nothing --out x\n```", "there is no program bench.nothing"),
         (
             "```sh\npython -m bench.demo \\\n --turned 2\n```",

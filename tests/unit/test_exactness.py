@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from hcache_backend.projection.check import TOLERANCE
 from hcache_backend.projection.exactness import (
+    TOLERANCE,
     Bound,
     Exactness,
     kv_exactness,

@@ -18,10 +18,9 @@ from typing import Any, cast
 import pytest
 from typer.testing import CliRunner, Result
 
-from hcache_backend.cli.common import RequestError
+from hcache_backend.cli.common import Failure, RequestError
 from hcache_backend.cli.ingest import (
     Document,
-    DocumentError,
     Journal,
     Server,
     UnusableServer,
@@ -73,39 +72,37 @@ def test_the_same_content_twice_is_one_document(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("entry", "message"),
+    "line",
     [
-        ({"txt": "x"}, r"d.jsonl:1: expected"),
-        (["text"], r"d.jsonl:1: expected"),
-        ({"text": ""}, r"d.jsonl:1: expected"),
-        ({"input_ids": []}, r"d.jsonl:1: expected"),
-        ({"input_ids": [1, "2"]}, r"d.jsonl:1: expected"),
-        ({"text": "x", "input_ids": [1]}, r"d.jsonl:1: expected"),
+        '{"txt": "x"}',
+        '["text"]',
+        '{"text": ""}',
+        '{"input_ids": []}',
+        '{"input_ids": [1, "2"]}',
+        '{"text": "x", "input_ids": [1]}',
+        "{",
     ],
 )
-def test_a_line_of_another_form_is_named(tmp_path: Path, entry: Any, message: str) -> None:
-    with pytest.raises(DocumentError, match=message):
-        list(find_documents([lines(tmp_path / "d.jsonl", entry)], SERVER))
+def test_a_line_of_another_form_is_named(tmp_path: Path, line: str) -> None:
+    (tmp_path / "d.jsonl").write_text(line)
+    with pytest.raises(Failure, match=r"d.jsonl:1: expected"):
+        contents([tmp_path])
 
 
 def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DocumentError, match=r"none.txt: No such file"):
-        list(find_documents([tmp_path / "none.txt"], SERVER))
-    with pytest.raises(DocumentError, match="no document is there"):
-        list(find_documents([tmp_path], SERVER))
+    with pytest.raises(OSError, match=r"No such file.*none.txt"):
+        contents([tmp_path / "none.txt"])
+    with pytest.raises(Failure, match="no document is there"):
+        contents([tmp_path])
     (tmp_path / "a.bin").write_bytes(b"ab\xff")
-    with pytest.raises(DocumentError, match=r"a.bin: not UTF-8 text at byte 2"):
-        list(find_documents([tmp_path], SERVER))
-    (tmp_path / "a.bin").unlink()
-    (tmp_path / "b.jsonl").write_text("{")
-    with pytest.raises(DocumentError, match=r"b.jsonl:1: not JSON"):
-        list(find_documents([tmp_path], SERVER))
+    with pytest.raises(Failure, match=r"a.bin: not UTF-8 text at byte 2"):
+        contents([tmp_path])
 
 
 def test_token_ids_have_no_place_for_a_prefix(tmp_path: Path) -> None:
     path = lines(tmp_path / "d.jsonl", {"input_ids": [1]})
-    with pytest.raises(DocumentError, match="--prefix-file is a text"):
-        list(find_documents([path], SERVER, "> "))
+    with pytest.raises(Failure, match="--prefix-file is a text"):
+        contents([path], "> ")
 
 
 @dataclass
@@ -207,12 +204,15 @@ def test_a_last_line_that_a_kill_cut_is_dropped(tmp_path: Path) -> None:
     assert noted(path, *documents) == [True, True]
 
 
-def test_a_file_that_is_no_journal_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("text", ["first\nsecond\n", "one line without its end", '{"key": 1}\nx'])
+def test_a_file_that_is_no_journal_is_refused_and_stays(tmp_path: Path, text: str) -> None:
     path = tmp_path / "journal"
-    path.write_text("first\nsecond\n")
-    with pytest.raises(UnusableServer, match="line 1 is not a journal entry"):
+    path.write_text(text)
+    with pytest.raises(Failure, match="it has other lines than a journal"):
         Journal(path)
-    assert path.read_text() == "first\nsecond\n"
+    assert path.read_text() == text
+    with pytest.raises(OSError, match=str(tmp_path)):
+        Journal(tmp_path)
 
 
 def test_a_document_that_is_refused_is_left_out(tmp_path: Path) -> None:
@@ -227,7 +227,7 @@ def test_a_document_that_is_refused_is_left_out(tmp_path: Path) -> None:
 def test_a_server_that_goes_away_ends_it_with_what_to_do(tmp_path: Path) -> None:
     notes = Notes(tmp_path / "journal", gone_after=3)
     documents = texts(tmp_path, *"abcde")
-    with pytest.raises(UnusableServer, match="run the command again"):
+    with pytest.raises(UnusableServer, match="nobody"):
         store(notes, documents, group=2, max_parallel=1)
     assert noted(notes.journal, *documents) == [True, True, False, False, False]
 
@@ -311,7 +311,7 @@ def test_the_command_says_what_became_of_the_documents(url: str, tmp_path: Path)
     again = ingest("--prefix-file", tmp_path / "prefix")
     assert again.exit_code == 1
     said = " ".join(again.stdout.split())
-    assert "already stored 2" in said and f"{documents}:2: 400: too long" in said
+    assert "2 already stored" in said and f"{documents}:2: 400: too long" in said
     (tmp_path / "d.jsonl").write_text("{")
     assert ingest().exit_code == 2
 

@@ -125,7 +125,7 @@ def test_gauges_of_living_ranks_stay_also_in_another_container(tmp_path: Path) -
 
 
 def test_every_gauge_is_of_a_living_process() -> None:
-    gauges = [metrics.MODE, metrics.SUSPENDED, metrics.CODEC, metrics.BEHIND]
+    gauges = [metrics.MODE, metrics.CAPABILITY, metrics.SUSPENDED, metrics.CODEC, metrics.SHARED]
     every = [metric for metric in metrics.ALL if isinstance(metric.family, Gauge)]
     assert every == [*gauges, metrics.RATES]
     assert {gauge.family._multiprocess_mode for gauge in every} == {"livemax", "livemin"}

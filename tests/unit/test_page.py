@@ -10,13 +10,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hcache_backend.format.page import (
-    RECOMPUTED,
-    PageLayout,
-    StoredLayer,
-    hidden_layer,
-    kv_layer,
-)
+from hcache_backend.format.page import RECOMPUTED, PageLayout, StoredLayer, hidden_layer, kv_layer
 from hcache_backend.format.units import SHARE_COUNTS, UNIT_VALUES, WHOLE, Share, Unit, units_of
 
 HIDDEN, KV = hidden_layer(16, 16, 8), kv_layer(16, 16, 16, 2, 1)
@@ -114,28 +108,6 @@ def test_models_that_people_serve_have_one_unit_for_k_and_one_for_v_of_a_layer()
     assert layout.page_bytes == 64 * 32 * 2 * 1024 * 2 + 4096
 
 
-def test_a_sealed_page_is_believed() -> None:
-    page = sealed_page()
-    assert LAYOUT.problem(page, NAMESPACE, KEY) is None
-    assert LAYOUT.problem(page, NAMESPACE, KEY, TOKENS) is None
-    assert LAYOUT.positions(page).tolist() == list(range(32, 48))
-
-
-def test_a_page_that_was_not_sealed_is_not_believed() -> None:
-    page = np.zeros(LAYOUT.page_bytes, np.uint8)
-    assert LAYOUT.problem(page, NAMESPACE, KEY) == "format"
-    LAYOUT.begin(page, NAMESPACE, WRITER)
-    assert LAYOUT.problem(page, NAMESPACE, KEY) == "key"
-    assert LAYOUT.problem(page, NAMESPACE, bytes(32)) == "checksum"
-
-
-def test_a_page_of_something_else_is_refused_with_the_reason() -> None:
-    page = sealed_page()
-    assert LAYOUT.problem(page, bytes(16), KEY) == "namespace"
-    assert LAYOUT.problem(page, NAMESPACE, bytes(32)) == "key"
-    assert LAYOUT.problem(page, NAMESPACE, KEY, TOKENS + 1) == "token ids"
-
-
 @pytest.mark.parametrize(
     "layers",
     [
@@ -157,20 +129,27 @@ def test_a_page_of_as_many_bytes_that_divides_otherwise_is_refused(
     assert other.problem(sealed_page(), NAMESPACE, KEY) == "format"
 
 
-@settings(max_examples=500)
-@given(st.integers(0, LAYOUT.page_bytes * 8 - 1))
-def test_no_flipped_bit_goes_unnoticed(bit: int) -> None:
+def test_a_page_is_believed_once_it_is_sealed_as_what_it_is() -> None:
+    page = np.zeros(LAYOUT.page_bytes, np.uint8)
+    assert LAYOUT.problem(page, NAMESPACE, KEY) == "format"
+    LAYOUT.begin(page, NAMESPACE, WRITER)
+    assert LAYOUT.problem(page, NAMESPACE, KEY) == "key"
+    assert LAYOUT.problem(page, NAMESPACE, bytes(32)) == "checksum"
     page = sealed_page()
-    page[bit // 8] ^= 1 << bit % 8
-    assert LAYOUT.problem(page, NAMESPACE, KEY, TOKENS) is not None
+    assert LAYOUT.problem(page, NAMESPACE, KEY) is None
+    assert LAYOUT.problem(page, NAMESPACE, KEY, TOKENS) is None
+    assert LAYOUT.positions(page).tolist() == list(range(32, 48))
+    assert LAYOUT.problem(page, bytes(16), KEY) == "namespace"
+    assert LAYOUT.problem(page, NAMESPACE, bytes(32)) == "key"
+    assert LAYOUT.problem(page, NAMESPACE, KEY, TOKENS + 1) == "token ids"
 
 
 def test_every_byte_of_a_page_counts() -> None:
     page = sealed_page()
     for offset in range(LAYOUT.page_bytes):
-        page[offset] ^= 0xFF
+        page[offset] ^= 1 << offset % 8
         assert LAYOUT.problem(page, NAMESPACE, KEY, TOKENS) is not None, offset
-        page[offset] ^= 0xFF
+        page[offset] ^= 1 << offset % 8
     assert LAYOUT.problem(page, NAMESPACE, KEY, TOKENS) is None
 
 

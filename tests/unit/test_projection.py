@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from hcache_backend.projection.attention import AttentionLayer, UnknownCall, learn_call
-from hcache_backend.projection.check import tolerance
-from hcache_backend.projection.exactness import relative_difference
+from hcache_backend.projection.exactness import relative_difference, tolerance
 from hcache_backend.projection.generic import (
     ProjectionBatch,
     ProjectionFailed,

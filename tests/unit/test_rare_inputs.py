@@ -7,23 +7,19 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from hcache_backend import fingerprint
-from hcache_backend.arena import Arena
-from hcache_backend.format.page import PageLayout, hidden_layer
+from hcache_backend.checks import comparison
 from hcache_backend.plan import profile
 from hcache_backend.plan.model_config import _Fields, _kv_heads, _latent, _mlp_width
 from hcache_backend.plan.record import PartitionRecord
 from hcache_backend.prefetch import estimates
-from hcache_backend.projection import check, search
+from hcache_backend.projection import search
 from hcache_backend.projection.attention import UnknownCall, learn_call
 from hcache_backend.projection.generic import ProjectionFailed
-from hcache_kernels.pages import gather_pages, gather_planes, scatter_pages
-from hcache_kernels.project_kv import KVPool, KVProjection, ProjectionCall, project_kv
 
 
 def fields(**table: Any) -> _Fields:
@@ -67,12 +63,6 @@ def test_weights_that_stand_at_an_odd_byte_have_the_same_digest() -> None:
     assert torch.equal(fingerprint._row_sums(shifted), fingerprint._row_sums(rows))
 
 
-def test_an_arena_has_pages() -> None:
-    layout = PageLayout(4, (hidden_layer(4, 64, 16),))
-    with pytest.raises(ValueError, match="0 host pages"):
-        Arena(np.zeros((1, layout.page_bytes), np.uint8), layout, 0, 1, lambda page: None)
-
-
 # ---- projections ----
 
 
@@ -110,7 +100,7 @@ def test_a_module_that_cannot_be_called_alone_is_told(error: Exception, said: st
     projector: Any = SimpleNamespace(project=project)
     layer: Any = SimpleNamespace(name="layer 0")
     rows = torch.zeros(2, 4)
-    assert check.projection_problem(layer, rows, rows, rows, projector) == said
+    assert comparison.projection_problem(layer, rows, rows, rows, projector) == said
 
 
 def test_a_layer_without_linear_modules_has_no_spec(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,44 +109,3 @@ def test_a_layer_without_linear_modules_has_no_spec(monkeypatch: pytest.MonkeyPa
     evidence: Any = SimpleNamespace(samples=[sample])
     with pytest.raises(search.NoSpec, match="no linear module gives heads of 8"):
         search.find_spec(SimpleNamespace(), evidence, None)
-
-
-# ---- kernels: arguments that do not fit ----
-
-
-def call(**changes: Any) -> ProjectionCall:
-    pool = KVPool(*(torch.zeros(4, 2, 16) for _ in "kv"))
-    given = {
-        "hidden": torch.zeros(3, 32),
-        "positions": torch.arange(3),
-        "slots": torch.arange(3),
-        "projection": KVProjection(torch.zeros(64, 32), None, 2, 16),
-        "pool": pool,
-    }
-    return ProjectionCall(**{**given, **changes})
-
-
-@pytest.mark.parametrize(
-    ("changes", "problem"),
-    [
-        ({"hidden": torch.zeros(32, 3).T}, "hidden"),
-        ({"hidden": torch.zeros(3, 32, device="meta")}, "hidden"),
-        ({"pool": KVPool(torch.zeros(4, 16, 2).mT, torch.zeros(4, 2, 16))}, "pool.k"),
-    ],
-)
-def test_projections_of_other_forms_are_refused(changes: dict[str, Any], problem: str) -> None:
-    with pytest.raises(ValueError, match=problem):
-        project_kv(call(**changes))
-
-
-def test_pages_of_other_forms_are_refused() -> None:
-    pages, ids = torch.zeros(3, 4096, dtype=torch.uint8), torch.tensor([1])
-    meta = torch.zeros(1, dtype=torch.int64, device="meta")
-    with pytest.raises(ValueError, match="out: "):
-        gather_pages(pages, ids, 0, 64, torch.zeros(1, 32, dtype=torch.uint8))
-    plane = torch.zeros(2, 4, 1, 16, dtype=torch.uint8)
-    with pytest.raises(ValueError, match="meta is not on cpu"):
-        gather_planes(pages, ids, 0, [plane, plane], meta)
-    rows = torch.zeros(1, 64, dtype=torch.uint8)
-    with pytest.raises(ValueError, match="meta is not on cpu"):
-        scatter_pages(rows, pages, meta, 0)

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from hcache_backend.cli.main import app
-from hcache_backend.cli.size import Sizing, sizing
+from hcache_backend.cli.plan import Sizing, sizing
 from hcache_backend.plan.costs import Partition
 from hcache_backend.plan.model_shape import ModelShape
 from tests.unit.partition.pipelines import CONFIGS

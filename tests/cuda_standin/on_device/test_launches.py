@@ -13,8 +13,7 @@ import torch
 
 from hcache_backend.format.units import WHOLE
 from hcache_backend.host.segments import KVSegments
-from hcache_backend.prefetch.eager import EagerRestores, launch_pages
-from hcache_backend.prefetch.reservation import Launched
+from hcache_backend.prefetch.eager import EagerRestores, Launched, launch_pages
 from hcache_backend.restore.pipeline import RestorePipeline
 from hcache_backend.streams import host_tensor
 from tests.cuda_standin import device

@@ -11,7 +11,6 @@ import pytest
 from bench.harness.models import build_model
 from bench.harness.server import Server, ServerOptions
 from hcache_backend.cli.metrics_page import fetch
-from hcache_backend.format.envelope import BLOCK
 from tests.engine.harness.conversations import (
     Conversation,
     ask,
@@ -34,62 +33,6 @@ from tests.engine.harness.ours import (
 pytestmark = pytest.mark.engine
 
 PAGE = 128
-
-
-def both_ways(
-    model: Path, folder: Path, hcache: dict[str, Any], **options: Any
-) -> dict[str, tuple[Sequence[Conversation], int, int]]:
-    """The same conversations with both codecs: replies, host pages, bytes of all page files. Of
-    both there are as many as codec ``exp4`` promises."""
-    found = {}
-    for codec, asked in (("none", {"codec": "none"}), ("exp4", {})):  # the default
-        ours = our_server(
-            model,
-            folder / codec,
-            hcache=hcache | asked,
-            dtype="bfloat16",
-            page_size=PAGE,
-            hicache_ratio=8.0,
-            **options,
-        )
-        with Server(ours) as server:
-            conversations = converse(server, make_conversations(2, turns=3, tokens=300))
-            assert_restored_from_l3(conversations, PAGE)
-            assert_nothing_went_wrong(server)
-            pages = server.wait_for_log(rf"codec {codec}, (\d+) host pages")
-        stored = stored_pages(folder / codec)
-        found[codec] = conversations, int(pages[1]), sum(page.stat().st_size for page in stored)
-    assert [c.outputs for c in found["exp4"][0]] == [c.outputs for c in found["none"][0]]
-    assert found["exp4"][1] >= 1.28 * found["none"][1]
-    blocks = len(stored_pages(folder / "none")) * BLOCK  # files are whole blocks, with a header
-    assert found["exp4"][2] <= found["none"][2] / 1.28 + blocks
-    return found
-
-
-def test_encoded_k_and_v_give_the_same_output_in_less_memory_and_less_disk(
-    model_cache: Path, tmp_path: Path
-) -> None:
-    model = build_model("qwen3", model_cache)
-    found = both_ways(model, tmp_path, {"mode": "kv"})
-    assert_no_cache_output_up_to_ties(model, tmp_path, found["exp4"][0])
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("name", "hcache", "tp"),
-    [
-        ("qwen3", {"mode": "kv"}, 2),
-        ("llama", {"mode": "kv"}, 1),
-        ("llama", {"partition": partition(0, 2, 2)}, 1),
-        ("llama", {"partition": partition(0, 2, 2)}, 2),
-        ("qwen3", {"mode": "kv", "restore": "layerwise"}, 1),
-    ],
-    ids=["two ranks", "all heads", "mixed", "mixed, two ranks", "layer-wise"],
-)
-def test_encoded_k_and_v_give_the_same_output(
-    name: str, hcache: dict[str, Any], tp: int, model_cache: Path, tmp_path: Path
-) -> None:
-    both_ways(build_model(name, model_cache), tmp_path, hcache, tp=tp)
 
 
 KV, MIXED = {"mode": "kv"}, {"partition": partition(0, 2, 2)}

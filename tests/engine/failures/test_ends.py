@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from bench.harness.server import Server
-from hcache_backend.sglang.arguments import numbers_of, sglang_version
+from hcache_backend.sglang.compat import is_first
 from tests.engine.harness.conversations import (
     Conversation,
     converse,
@@ -28,10 +28,15 @@ from tests.engine.harness.ours import (
 pytestmark = [pytest.mark.engine, pytest.mark.versions]
 
 PAGE = 64
-MODES: list[Any] = [{"mode": "kv"}, {"mode": "hidden"}, {"mode": "plain"}]
 
 
-@pytest.fixture(params=MODES, ids=["kv", "hidden", "plain"])
+@pytest.fixture(
+    params=[
+        pytest.param({"mode": "kv"}, id="kv", marks=pytest.mark.long),
+        pytest.param({"mode": "hidden"}, id="hidden"),
+        pytest.param({"mode": "plain"}, id="plain"),
+    ]
+)
 def mode(request: pytest.FixtureRequest) -> dict[str, Any]:
     chosen: dict[str, Any] = request.param
     return chosen
@@ -112,7 +117,7 @@ def test_priorities_that_would_lose_requests(model: Path, tmp_path: Path) -> Non
     """SGLang 0.5.21 forgets requests that were preempted for one whose prefetch still runs."""
     args = ["--enable-priority-scheduling"]
     server = Server(our_server(model, tmp_path, extra_args=args))
-    if numbers_of(sglang_version()) < (0, 5, 22):
+    if is_first():
         try:
             server.launch()
             assert server.wait_exit() != 0

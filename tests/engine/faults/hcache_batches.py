@@ -19,9 +19,10 @@ def keep_in_step(active: Callable[[], bool]) -> None:
     pages of its front are recomputed.
     """
     from hcache_backend.prefetch.eager_loads import EagerLoads
-    from hcache_backend.prefetch.meeting import Meeting, meeting_of
+    from hcache_backend.prefetch.prefetch import Meeting
     from hcache_backend.sglang import read_batches
     from hcache_backend.sglang.read_batches import BatchedReads
+    from hcache_backend.sglang.runtime import current
 
     read_batches._MOST_STEPS = 1  # a quick disk's batches would be read together
     turn, begin, read = EagerLoads.end_turn, BatchedReads.__init__, BatchedReads.read
@@ -41,7 +42,7 @@ def keep_in_step(active: Callable[[], bool]) -> None:
         begin(self, page_size, remembered, waited)
 
     def unseen(operation: Any, report: Any) -> bool:
-        meeting = meeting_of(operation)
+        meeting = current().prefetches.of(operation).meeting
         if meeting is not None:
             return meeting.here.start > report.start or not meeting.here.stop
         # Other ranks may know of fewer pages: the report has then become that number.

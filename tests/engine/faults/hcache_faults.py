@@ -22,6 +22,8 @@ import hcache_rows
 import hcache_sums
 import hcache_units
 
+from tests.kit.scheduler import around
+
 LOAD_MODEL = "sglang.srt.model_executor.model_runner.ModelRunner.load_model"
 
 
@@ -53,34 +55,37 @@ def _says(what: str) -> bool:
     return False
 
 
+def _is_rank_1() -> bool:
+    from sglang.srt.distributed import get_tp_group
+
+    return bool(get_tp_group().rank_in_group == 1)
+
+
+def _wait_while(condition: Callable[[], bool]) -> None:
+    while condition():
+        time.sleep(0.01)
+
+
 def _wrong_rope() -> None:
     """Projection believes that every token stands one place further on."""
     from hcache_backend.projection.projector import Projector
 
-    def wrap(name: str) -> None:
-        project = getattr(Projector, name)
+    def wrong(project: Any, self: Any, layer: Any, hidden: Any, positions: Any, *slots: Any) -> Any:
+        return project(self, layer, hidden, positions + 1 if _active() else positions, *slots)
 
-        def wrong(self: Any, layer: Any, hidden: Any, positions: Any, *slots: Any) -> Any:
-            return project(self, layer, hidden, positions + 1 if _active() else positions, *slots)
-
-        setattr(Projector, name, wrong)
-
-    wrap("project")
-    wrap("project_to_pool")
+    around(Projector, "project", wrong)
+    around(Projector, "project_to_pool", wrong)
 
 
 def _hold_decisions() -> None:
     """A server that has decided on its partition waits before it looks what others decided."""
-    from hcache_backend.start.partition_choice import _Store
+    from hcache_backend.start import machine
 
-    settle = _Store.settle
+    def held(settle: Any, *args: Any) -> Any:
+        _wait_while(_active)
+        return settle(*args)
 
-    def held(self: Any, record: Any) -> Any:
-        while _active():
-            time.sleep(0.01)
-        return settle(self, record)
-
-    _Store.settle = held  # type: ignore[method-assign]
+    around(machine, "settle", held)
 
 
 def _wrong_spec(**wrong: Any) -> Callable[[], None]:
@@ -89,18 +94,14 @@ def _wrong_spec(**wrong: Any) -> Callable[[], None]:
     def inject() -> None:
         from dataclasses import replace
 
-        from hcache_backend.start import layer_specs
+        from hcache_backend.checks import specs
 
-        find = layer_specs.find_spec
-
-        def faulty(layer: Any, *args: Any) -> Any:
+        def faulty(find: Any, layer: Any, *args: Any) -> Any:
             spec = find(layer, *args)
-            if layer.index % 2:
-                return spec
             changes = {name: change(spec) for name, change in wrong.items()}
-            return replace(spec, **changes)
+            return spec if layer.index % 2 else replace(spec, **changes)
 
-        layer_specs.find_spec = faulty
+        around(specs, "find_spec", faulty)
 
     return inject
 
@@ -144,9 +145,7 @@ def _wrap_write(before: bool) -> Callable[[], None]:
     def inject() -> None:
         from hcache_backend.sglang.controller import OwnPagesController
 
-        write = OwnPagesController.write
-
-        def faulty(self: Any, device_indices: Any, *args: Any, **kwargs: Any) -> Any:
+        def faulty(write: Any, self: Any, device_indices: Any, *args: Any, **kwargs: Any) -> Any:
             if before and _active():
                 _reallocate(self, device_indices)
             result = write(self, device_indices, *args, **kwargs)
@@ -154,7 +153,7 @@ def _wrap_write(before: bool) -> Callable[[], None]:
                 _reallocate(self, device_indices)
             return result
 
-        OwnPagesController.write = faulty  # type: ignore[method-assign]
+        around(OwnPagesController, "write", faulty)
 
     return inject
 
@@ -163,13 +162,11 @@ def _skip_a_layer() -> None:
     """Capture misses the last layer: its hook does not fire."""
     from hcache_backend.capture.hooks import HiddenCapture
 
-    take = HiddenCapture._take
-
-    def faulty(self: Any, index: int, hidden: object) -> None:
+    def faulty(take: Any, self: Any, index: int, hidden: object) -> None:
         if not (_active() and index == len(self._hooks) - 1):
             take(self, index, hidden)
 
-    HiddenCapture._take = faulty  # type: ignore[method-assign]
+    around(HiddenCapture, "_take", faulty)
 
 
 def _disk() -> None:
@@ -177,49 +174,33 @@ def _disk() -> None:
     held look-ups."""
     from hcache_backend.store import FileOps, PageStore, page_store
 
-    read, write, exists = FileOps.read, FileOps.write, PageStore.exists
+    def wrap(owner: Any, name: str, what: str) -> None:
+        def faulty(original: Any, *args: Any, **kwargs: Any) -> Any:
+            if _says(f"slow {what}"):
+                time.sleep(2)
+            _wait_while(lambda: _says(f"held {what}"))
+            if _says(f"failing {what}"):
+                raise OSError(5, "Input/output error")
+            return original(*args, **kwargs)
 
-    def faulty_exists(self: Any, *args: Any, **kwargs: Any) -> list[bool]:
-        while _says("held look-ups"):
-            time.sleep(0.01)
-        return exists(self, *args, **kwargs)
-
-    def faulty_read(self: Any, *args: Any) -> int:
-        if _says("slow reads"):
-            time.sleep(2)
-        while _says("held reads"):
-            time.sleep(0.01)
-        if _says("failing reads"):
-            raise OSError(5, "Input/output error")
-        return read(self, *args)
-
-    def faulty_write(self: Any, *args: Any) -> int:
-        if _says("slow writes"):
-            time.sleep(2)
-        while _says("held writes"):
-            time.sleep(0.01)
-        if _says("failing writes"):
-            raise OSError(5, "Input/output error")
-        return write(self, *args)
+        around(owner, name, faulty)
 
     page_store.WRITE_SECONDS = 240.0  # the machine may be busy, too
-    FileOps.read = faulty_read  # type: ignore[method-assign]
-    FileOps.write = faulty_write  # type: ignore[method-assign]
-    PageStore.exists = faulty_exists  # type: ignore[method-assign]
+    wrap(FileOps, "read", "reads")
+    wrap(FileOps, "write", "writes")
+    wrap(PageStore, "exists", "look-ups")
 
 
 def _slow_prefill() -> None:
     """Every token takes another 2 ms to compute."""
     from sglang.srt.managers.scheduler import Scheduler
 
-    run_batch = Scheduler.run_batch
-
-    def slow(self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    def slow(run_batch: Any, self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
         if _active() and batch.forward_mode.is_extend():
             time.sleep(0.002 * sum(batch.extend_lens))
         return run_batch(self, batch, *args, **kwargs)
 
-    Scheduler.run_batch = slow
+    around(Scheduler, "run_batch", slow)
 
 
 def _report(tell: Callable[[], object]) -> Callable[[], None]:
@@ -266,8 +247,6 @@ def _weights_late() -> None:
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.model_executor import model_runner
 
-    load, record = model_runner.load_model_with_memory_saver, Scheduler.init_all_cuda_graphs
-
     class Late:
         def __init__(self, model: Any) -> None:
             self._real = [(tensor, tensor.data.clone()) for tensor in model.parameters()]
@@ -278,46 +257,44 @@ def _weights_late() -> None:
             for tensor, real in self._real:
                 tensor.data.copy_(real)
 
-    def late(**options: Any) -> Any:
+    def late(load: Any, **options: Any) -> Any:
         loaded = load(**options)
         return msgspec.structs.replace(loaded, startup_weight_load=Late(loaded.model))
 
-    def then_weights(self: Any) -> None:
+    def then_weights(record: Any, self: Any) -> None:
         record(self)
         self.tp_worker.finalize_startup_weight_load()
 
-    model_runner.load_model_with_memory_saver = late
-    Scheduler.init_all_cuda_graphs = then_weights
+    around(model_runner, "load_model_with_memory_saver", late)
+    around(Scheduler, "init_all_cuda_graphs", then_weights)
 
 
 def _hooks_raise() -> None:
     """Whatever our hooks do of their own raises."""
-    from hcache_backend.sglang import hits, hooks
+    from hcache_backend.sglang import radix_cache, scheduler, storage_threads
     from hcache_backend.sglang.controller import OwnPagesController
 
-    for owner, name in ((hooks, "_our_l3"), (hits, "gate_of"), (OwnPagesController, "turn")):
-        function = getattr(owner, name)
+    def faulty(original: Any, *args: Any) -> Any:
+        if _active():
+            raise LookupError("a test's fault")
+        return original(*args)
 
-        def faulty(*args: Any, function: Callable[..., Any] = function) -> Any:
-            if _active():
-                raise LookupError("a test's fault")
-            return function(*args)
-
-        setattr(owner, name, faulty)
+    seams = [(module, "gate_of") for module in (radix_cache, scheduler, storage_threads)]
+    seams += [(radix_cache, "our_l3"), (scheduler, "our_l3")]
+    for owner, name in (*seams, (OwnPagesController, "begin_turn")):
+        around(owner, name, faulty)
 
 
 def _rows_lost() -> None:
     """Rows turn out not to have been written."""
     from hcache_backend.arena import Arena, Verdict
 
-    prove = Arena.prove
-
-    def faulty(self: Any, slots: Any, ticket: int, verdicts: Any) -> Any:
+    def faulty(prove: Any, self: Any, slots: Any, ticket: int, verdicts: Any) -> Any:
         if _active():
             verdicts[:] = Verdict.MISSING
         return prove(self, slots, ticket, verdicts)
 
-    Arena.prove = faulty
+    around(Arena, "prove", faulty)
 
 
 _trees: list[Any] = []
@@ -326,13 +303,11 @@ _trees: list[Any] = []
 def _report_holdings() -> None:
     from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
-    build = UnifiedRadixCache.__init__
-
-    def remembered(self: Any, *args: Any, **kwargs: Any) -> None:
+    def remembered(build: Any, self: Any, *args: Any, **kwargs: Any) -> None:
         build(self, *args, **kwargs)
         _trees.append(self)
 
-    UnifiedRadixCache.__init__ = remembered
+    around(UnifiedRadixCache, "__init__", remembered)
     _report(_holdings)()
 
 
@@ -374,16 +349,12 @@ def _no_store_on_rank_1() -> None:
     """The folders of the store cannot be used on the second tensor-parallel rank."""
     from hcache_backend.start import attach
 
-    whole = attach.PageStore
-
-    def faulty(config: Any, writer: bytes) -> Any:
-        from sglang.srt.distributed import get_tp_group
-
-        if _active() and get_tp_group().rank_in_group == 1:
+    def faulty(whole: Any, config: Any, writer: bytes) -> Any:
+        if _active() and _is_rank_1():
             raise PermissionError(13, "Permission denied", str(config.dirs[0]))
         return whole(config, writer)
 
-    attach.PageStore = faulty
+    around(attach, "PageStore", faulty)
 
 
 def _misses_on_rank_1() -> None:
@@ -395,19 +366,13 @@ def _misses_on_rank_1() -> None:
 
     dice = random.Random(7)
 
-    def unlucky() -> bool:
-        from sglang.srt.distributed import get_tp_group
-
-        return _active() and get_tp_group().rank_in_group == 1 and dice.random() < 0.2
-
     def wrap(owner: Any, name: str, spoil: Callable[[Any], Any]) -> None:
-        original = getattr(owner, name)
+        def faulty(original: Any, *args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            unlucky = _active() and _is_rank_1() and dice.random() < 0.2
+            return spoil(result) if unlucky else result
 
-        def faulty(self: Any, *args: Any, **kwargs: Any) -> Any:
-            result = original(self, *args, **kwargs)
-            return spoil(result) if unlucky() else result
-
-        setattr(owner, name, faulty)
+        around(owner, name, faulty)
 
     def lose_some(found: list[bool]) -> list[bool]:
         return [ok and dice.random() < 0.7 for ok in found]

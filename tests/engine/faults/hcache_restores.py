@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tests.kit.scheduler import around
+
 
 def other_format() -> None:
     """Pages are of a later format version: nobody else's are found."""
@@ -27,12 +29,10 @@ def hold_prefetches(active: Callable[[], bool]) -> None:
     """No prefetch is seen to be finished: requests queue up, and then go on together."""
     from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
-    check = UnifiedRadixCache.check_prefetch_progress
+    def held(check: Any, *args: Any) -> bool:
+        return not active() and check(*args)
 
-    def held(self: Any, *args: Any) -> bool:
-        return not active() and check(self, *args)
-
-    UnifiedRadixCache.check_prefetch_progress = held
+    around(UnifiedRadixCache, "check_prefetch_progress", held)
 
 
 def hold_a_layer(active: Callable[[], bool]) -> None:
@@ -42,15 +42,13 @@ def hold_a_layer(active: Callable[[], bool]) -> None:
     """
     from hcache_backend.projection.projector import Projector
 
-    project = Projector.project_to_pool
-
-    def held(self: Any, *args: Any) -> None:
+    def held(project: Any, *args: Any) -> None:
         while active():
             _tell(".held")
             time.sleep(0.01)
-        project(self, *args)
+        project(*args)
 
-    Projector.project_to_pool = held  # type: ignore[method-assign]
+    around(Projector, "project_to_pool", held)
 
 
 def load_late(active: Callable[[], bool]) -> None:
@@ -66,17 +64,16 @@ def load_late(active: Callable[[], bool]) -> None:
 
     from hcache_backend.streams import WorkerStream
 
-    loads, submit = WorkerStream("loads"), L2TransferEngine.submit_host_to_device
-    send = MooncakeKVManager.send_kvcache
+    loads = WorkerStream("loads")
 
     def hold() -> None:
         while active():
             time.sleep(0.01)
 
-    def beside(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def beside(submit: Any, *args: Any, **kwargs: Any) -> Any:
         with loads.as_current():
             loads.run(hold)
-            completion = submit(self, *args, **kwargs)
+            completion = submit(*args, **kwargs)
         return completion._replace(finish_event=loads.record())
 
     def complete(self: Any, layer: int) -> None:
@@ -87,14 +84,14 @@ def load_late(active: Callable[[], bool]) -> None:
             _tell(".waits")
         self.load_events[layer].synchronize()
 
-    def sent(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = send(self, *args, **kwargs)
+    def sent(send: Any, *args: Any, **kwargs: Any) -> Any:
+        result = send(*args, **kwargs)
         if active():
             _tell(".sent")
         return result
 
-    MooncakeKVManager.send_kvcache = sent
-    L2TransferEngine.submit_host_to_device = beside
+    around(MooncakeKVManager, "send_kvcache", sent)
+    around(L2TransferEngine, "submit_host_to_device", beside)
     LayerLoadingEvent.complete, LayerLoadingEvent.wait = complete, wait
 
 
@@ -102,11 +99,10 @@ def pair_prefetches(active: Callable[[], bool]) -> None:
     """No prefetch is seen to be finished before two are: their requests go on in one batch."""
     from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
-    check = UnifiedRadixCache.check_prefetch_progress
     asked: list[Any] = []
     paired = False
 
-    def in_pairs(self: Any, request: Any) -> bool:
+    def in_pairs(check: Any, self: Any, request: Any) -> Any:
         nonlocal paired
         if not active():
             return check(self, request)
@@ -117,15 +113,14 @@ def pair_prefetches(active: Callable[[], bool]) -> None:
         paired = paired or (finished and request == asked[0])
         return paired and check(self, request)
 
-    UnifiedRadixCache.check_prefetch_progress = in_pairs
+    around(UnifiedRadixCache, "check_prefetch_progress", in_pairs)
 
 
 def send_at_once(active: Callable[[], bool]) -> None:
     """A prefill server sends what it finds on the device, whether it has come there or not."""
     from hcache_backend.sglang import hooks
 
-    wanted = hooks.prefill_server_hooks
-    hooks.prefill_server_hooks = lambda: [h for h in wanted() if h.target != hooks.SEND_PREFIX]
+    hooks.PREFILL_SERVER.remove(hooks.SEND_PREFIX)
 
 
 def lose_what_was_looked_up(active: Callable[[], bool]) -> None:
@@ -135,15 +130,13 @@ def lose_what_was_looked_up(active: Callable[[], bool]) -> None:
     """
     from hcache_backend.tiers.storage import HCacheStorage
 
-    look_up = HCacheStorage._exists
-
-    def then_lose(self: Any, *args: Any) -> list[bool]:
+    def then_lose(look_up: Any, self: Any, *args: Any) -> Any:
         found = look_up(self, *args)
-        if active() and self._pools.drop():
+        if active() and self._tier.drop(self._namespaces()):
             _tell(".lost")
         return found
 
-    HCacheStorage._exists = then_lose  # type: ignore[method-assign]
+    around(HCacheStorage, "_exists", then_lose)
 
 
 def _tell(suffix: str) -> None:

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from tests.kit.scheduler import around
+
 
 def save_fails(active: Callable[[], bool]) -> None:
     """It cannot be compiled."""
@@ -25,25 +27,21 @@ def wrong_save(active: Callable[[], bool]) -> None:
 def _spoil(active: Callable[[], bool], spoil: Callable[[Any], Any]) -> None:
     from hcache_backend.capture import staging
 
-    save = staging.save_rows
-
-    def faulty(staged: Any, *args: Any) -> None:
+    def faulty(save: Any, staged: Any, *args: Any) -> None:
         save(spoil(staged) if active() else staged, *args)
 
-    staging.save_rows = faulty
+    around(staging, "save_rows", faulty)
 
 
 def encoded_wrongly() -> None:
     """What pages hold of every encoded row is something else than its code."""
     from hcache_backend.capture import staging
 
-    stored_rows = staging.stored_rows
-
-    def wrong(codec: Any, rows: Any, marks: Any) -> Any:
+    def wrong(stored_rows: Any, codec: Any, rows: Any, marks: Any) -> Any:
         for part, stored in stored_rows(codec, rows, marks):
             yield part, stored if codec.is_view else stored ^ 1
 
-    staging.stored_rows = wrong
+    around(staging, "stored_rows", wrong)
 
 
 def do_not_fit(one_in: int) -> None:

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from tests.kit.scheduler import around
+
 
 def do_not_fit(one_in: int = 3) -> None:
     """In every other layer one page in so many does not fit; its bytes are no codes, either."""
@@ -28,10 +30,10 @@ def do_not_fit(one_in: int = 3) -> None:
 
     check = strategy.check_copies
 
-    def as_always(plan: Any) -> None:
+    def as_always(*tried: Any) -> None:
         KVSegments._save_layer = save  # type: ignore[method-assign]
         try:
-            check(plan)
+            check(*tried)
         finally:
             KVSegments._save_layer = unfit  # type: ignore[method-assign]
 
@@ -43,13 +45,11 @@ def copy_wrongly(active: Callable[[], bool]) -> None:
     """Backups leave a wrong byte in K of the last layer."""
     from hcache_backend.host.segments import KVSegments
 
-    save = KVSegments.save
-
-    def faulty(self: Any, layout: Any, memory: Any, pages: Any, slots: Any) -> Any:
+    def faulty(save: Any, self: Any, layout: Any, memory: Any, pages: Any, slots: Any) -> Any:
         fits = save(self, layout, memory, pages, slots)
         if active():
             last = layout.segment(len(layout.segment_bytes) - 1)
             memory[pages, last.start] += 1
         return fits
 
-    KVSegments.save = faulty  # type: ignore[method-assign]
+    around(KVSegments, "save", faulty)

@@ -64,15 +64,15 @@ def our_server(
     )
 
 
-def slow_profile(folder: Path, **seconds: float) -> Path:
+def slow_profile(folder: Path, device: str = "none", **seconds: float) -> Path:
     """A machine where a layer takes so long, whatever the number of tokens."""
     rates = {
         name: Rate(seconds=seconds.get(name, 1e-6), per_second=1e18)
         for name in ("hidden_copy", "kv_load", "projection", "dense", "attention")
     }
-    profile = Profile(device="none", source="a test", dtype="float32", l3=None, **rates)
-    profile.save(folder / "profile.json")
-    return folder / "profile.json"
+    path = folder / f"profile-of-{device}.json"
+    Profile(device=device, source="a test", dtype="float32", l3=None, **rates).save(path)
+    return path
 
 
 def file_backend(
@@ -216,7 +216,8 @@ def assert_restored_from_l3(conversations: Sequence[Conversation], page_size: in
 def faulty(name: str, trigger: Path | None = None, stage: int | None = None) -> dict[str, str]:
     """Environment of a server with the faults `name` of tests/engine/faults, active while `trigger`
     exists (always, without one), in the pipeline stage `stage` (all, without one)."""
-    paths = [str(Path(__file__).parents[1] / "faults"), cpu_engine_env()["PYTHONPATH"]]
+    here, root = Path(__file__).parents[1], Path(__file__).parents[3]
+    paths = [str(here / "faults"), str(root), cpu_engine_env()["PYTHONPATH"]]
     env = {"HCACHE_TEST_FAULT": name, "PYTHONPATH": os.pathsep.join(paths)}
     if stage is not None:
         env["HCACHE_TEST_STAGE"] = str(stage)

@@ -1,20 +1,28 @@
-"""Pages that become K and V while the rest of their prefetch is still being read."""
+"""Pages that become K and V while the rest of their prefetch is still being read.
+
+Pages that have arrived are restored. If L3 is read from the back, front pages are recomputed whole.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import threading
 import uuid
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 
 from bench.harness.models import build_model
-from bench.harness.server import Server
+from bench.harness.server import Server, ServerError
+from tests.cpu_engine.hcache_cpu_engine import reordering
 from tests.engine.harness.conversations import (
     Conversation,
+    ask,
     converse,
     converse_at_random,
     make_conversations,
@@ -23,6 +31,7 @@ from tests.engine.harness.conversations import (
 )
 from tests.engine.harness.ours import (
     assert_no_cache_output,
+    assert_no_cache_output_up_to_ties,
     assert_no_cache_replies_up_to_ties,
     assert_restored_from_l3,
     attach,
@@ -45,33 +54,113 @@ from tests.engine.hits.eager_servers import (
 pytestmark = pytest.mark.engine
 
 REQUESTS = int(os.environ.get("HCACHE_TEST_EAGER_REQUESTS", "32"))
+HIT = (800 - 1) // PAGE * PAGE
+FRONT = HIT - BATCH
+"""Tokens before the first batch that is read from the back."""
+SIZES = {"max_total_tokens": 2560, "hicache_ratio": 8.0}
+LONG = pytest.mark.long
 
 
-@pytest.fixture(
-    scope="module", params=["hidden", "kv", pytest.param("mixed", marks=pytest.mark.long)]
-)
-def stored_as(request: pytest.FixtureRequest) -> str:
-    name: str = request.param
-    return name
+class Case(NamedTuple):
+    """Model and pages, see `eager_servers.STORED`."""
+
+    family: str
+    pages: str
+
+    @property
+    def has_front(self) -> bool:
+        return self.pages.endswith("from the back")
+
+
+KV, HIDDEN, MIXED = (f"{pages}, from the back" for pages in ("kv", "hidden", "mixed"))
+IN_ORDER = [
+    Case("llama", "hidden"),
+    *(pytest.param(Case("llama", pages), marks=LONG) for pages in ("kv", "mixed")),
+]
+FROM_THE_BACK = [
+    Case("qwen3", KV),
+    Case("llama", MIXED),
+    *(pytest.param(Case("llama", pages), marks=LONG) for pages in (KV, HIDDEN)),
+]
+
+
+@pytest.fixture(scope="module", params=[*IN_ORDER, *FROM_THE_BACK], ids=", ".join)
+def case(request: pytest.FixtureRequest) -> Case:
+    chosen: Case = request.param
+    return chosen
+
+
+in_order = pytest.mark.parametrize("case", IN_ORDER, ids=", ".join, indirect=True)
+fronts = pytest.mark.parametrize("case", FROM_THE_BACK, ids=", ".join, indirect=True)
 
 
 @pytest.fixture(scope="module")
-def shared(
-    stored_as: str, model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Server]:
-    with Server(eager_server(model, tmp_path_factory.mktemp("eager"), stored_as)) as server:
+def model(case: Case, model_cache: Path) -> Path:
+    return build_model(case.family, model_cache)
+
+
+@pytest.fixture(scope="module")
+def shared(case: Case, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    options = eager_server(model, tmp_path_factory.mktemp("eager"), case.pages, **SIZES)
+    with Server(options) as server:
         yield server
 
 
 @pytest.fixture
-def server(shared: Server, stored_as: str) -> Iterator[Server]:
+def server(shared: Server, case: Case) -> Iterator[Server]:
     read_batches(shared, None)
     shared.flush_cache()
     yield shared
     read_batches(shared, None)
-    assert_fine(shared, stored_as)
+    assert_fine(shared, case.pages)
 
 
+def recomputed_tokens(server: Server) -> float:
+    return counted(server, "l3_tokens", "recomputed") / server.options.tp  # each rank counts
+
+
+def progress(case: Case) -> tuple[str, str]:
+    """The metric of what becomes K and V before the load."""
+    return ("l3_tokens", "recomputed") if case.has_front else ("tokens", "eager")
+
+
+@contextmanager
+def underway(
+    server: Server, case: Case, *prompts: list[int], front: int | None = None, batches: int = 2
+) -> Iterator[list[Conversation]]:
+    """A part of the first of ``prompts`` is K and V when the block begins: so many pages of its
+    front (None: all but its last batch), or so many batches.
+
+    All others are read when it ends; then all replies are there.
+    """
+    replies: list[Conversation] = []
+    if case.has_front:
+        read_batches(server, 0, front)
+        wanted = FRONT if front is None else front * PAGE
+    else:
+        read_batches(server, batches)
+        wanted = batches * BATCH
+    asking = threading.Thread(target=lambda: replies.extend(asked(server, *prompts)))
+    with until_more(server, *progress(case), wanted * server.options.tp):
+        asking.start()
+    yield replies
+    read_batches(server, None, front)
+    asking.join()
+
+
+def storage(*conversations: Conversation) -> list[int]:
+    return [turn.cached.storage for turn in turns_of(conversations)]
+
+
+def path_of(server: Server, prompt: list[int], page: int) -> Path:
+    """The file of a page of a prompt."""
+    token_ids = np.array(prompt[page * PAGE : (page + 1) * PAGE], np.int32).tobytes()
+    pages = stored_pages(server.options.log.parent)
+    [path] = (path for path in pages if token_ids in path.read_bytes())
+    return path
+
+
+@in_order
 def test_a_request_gets_what_was_restored_while_it_waited(model: Path, server: Server) -> None:
     """All but the last batch, without any option."""
     conversations = converse(server, make_conversations(2, turns=3, tokens=300))
@@ -89,24 +178,27 @@ def test_it_is_right_whatever_has_arrived_at_the_load(model: Path, server: Serve
     assert_no_cache_output(model, conversations)
 
 
-def test_an_aborted_request_leaves_nothing_wrong_behind(model: Path, server: Server) -> None:
+def test_an_abort_gives_back_what_was_reserved(case: Case, model: Path, server: Server) -> None:
     prompt = stored(server, seed=3)
-    for batches in (0, 1, 3):
-        read_batches(server, batches)
-        rid = uuid.uuid4().hex
+    for part in (0, 1, 3):  # there is room for less than three reservations
+        before, rid = counted(server, *progress(case)), uuid.uuid4().hex
+        read_batches(server, 0 if case.has_front else part, part)
         gone = threading.Thread(target=_may_fail, args=(server, prompt, rid))
+        taken = part * (PAGE if case.has_front else BATCH)
         with (
-            until_more(server, "tokens", "eager", batches * BATCH),
+            until_more(server, *progress(case), taken),
             until_more(server, "lookups", "found", 1),
         ):
             gone.start()
         server.abort_request(rid)
         gone.join()
-    read_batches(server, None)
-    server.flush_cache()
-    (again,) = asked(server, prompt)
-    assert again.turns[0].cached.storage >= 800 - 2 * PAGE
-    assert_no_cache_output(model, [again])
+        read_batches(server, 0)  # nobody else holds what was reserved
+        server.flush_cache()  # the reader has waited until the abort
+        assert counted(server, *progress(case)) - before == taken
+    with underway(server, case, prompt) as replies:
+        pass
+    assert storage(*replies) == [HIT]
+    assert_no_cache_output(model, replies)
 
 
 def _may_fail(server: Server, prompt: list[int], rid: str) -> None:
@@ -114,52 +206,79 @@ def _may_fail(server: Server, prompt: list[int], rid: str) -> None:
     server._request("POST", "/generate", json=body, timeout=600)
 
 
-def test_two_requests_with_one_prefix(model: Path, server: Server) -> None:
-    """It is restored once, although both prefetches bring it."""
-    prefix = stored(server, seed=4, count=640)
-    read_batches(server, 0)
+def test_two_requests_with_one_prefix(case: Case, model: Path, server: Server) -> None:
+    """It becomes K and V once, although both prefetches bring it."""
+    prefix = stored(server, seed=4)
     prompts = [[*prefix, *random_tokens(50, seed)] for seed in (5, 6)]
-    before = tokens(server, "eager")
-    both: list[Conversation] = []
-    asking = threading.Thread(target=lambda: both.extend(asked(server, *prompts)))
-    with until_more(server, "lookups", "found", 2 * 640 // PAGE):
-        asking.start()
-    read_batches(server, None)
-    asking.join()
-    assert 0 < tokens(server, "eager") - before <= 640  # and not twice as many
-    assert all(turn.cached.storage + turn.cached.device >= 640 for turn in turns_of(both))
+    before, found = counted(server, *progress(case)), counted(server, "lookups", "found")
+    with underway(server, case, *prompts, batches=0) as both:  # the first waits for what is read
+        wanted = found + 2 * len(prefix) // PAGE
+        server.until(lambda: counted(server, "lookups", "found") >= wanted, "both to be looked up")
+    assert 0 < counted(server, *progress(case)) - before <= HIT + PAGE
+    turns = turns_of(both)
+    assert all(turn.cached.storage + turn.cached.device + turn.cached.host >= HIT for turn in turns)
     assert_no_cache_output(model, both)
 
 
-def test_a_bad_page_in_the_middle_ends_what_is_used(model: Path, server: Server) -> None:
-    prompt, middle = stored(server, seed=7, count=400), 12 * PAGE
-    token_ids = np.array(prompt[middle : middle + PAGE], np.int32).tobytes()
-    pages = stored_pages(server.options.log.parent)
-    [path] = (page for page in pages if token_ids in page.read_bytes())
-    flip_bit(path, -1000)
-    (again,) = asked(server, prompt)
-    assert again.turns[0].cached.storage == middle
-    assert_no_cache_output(model, [again])
+def test_a_bad_page_ends_what_is_used(case: Case, model: Path, server: Server) -> None:
+    for seed, page in ((7, HIT // PAGE - 3), (8, FRONT // PAGE)):
+        prompt = stored(server, seed)
+        flip_bit(path_of(server, prompt, page), -1000)
+        with underway(server, case, prompt, batches=0) as replies:
+            pass
+        assert storage(*replies) == [page * PAGE]
+        assert_no_cache_output(model, replies)
 
 
-def test_a_flush_while_pages_are_restored(model: Path, server: Server) -> None:
-    prompt = stored(server, seed=8)
-    read_batches(server, 2)
-    replies: list[Conversation] = []
-    waiting = threading.Thread(target=lambda: replies.extend(asked(server, prompt)))
-    with until_more(server, "tokens", "eager", 2 * BATCH):
-        waiting.start()
-    read_batches(server, None)
-    server.flush_cache()  # waits for the request
-    waiting.join()
+def test_a_flush_waits_for_the_request(case: Case, model: Path, server: Server) -> None:
+    prompt = stored(server, seed=9)
+    with (
+        underway(server, case, prompt) as replies,
+        pytest.raises(ServerError, match="/flush_cache answered"),
+    ):
+        server.flush_cache(timeout=0.2)
+    server.flush_cache()
     replies.extend(asked(server, prompt))
-    assert replies[1].turns[0].cached.storage >= 800 - 2 * PAGE
+    assert storage(*replies) == [HIT, HIT]
     assert_no_cache_output(model, replies)
 
 
-@pytest.mark.parametrize(
-    "stored_as", ["hidden", pytest.param("mixed", marks=pytest.mark.long)], indirect=True
-)
+def test_pressure_takes_what_was_reserved(case: Case, model: Path, server: Server) -> None:
+    prompt, not_ready = stored(server, seed=10), tokens(server, "not_ready_at_load")
+    with underway(server, case, prompt, batches=1) as replies:
+        (running,) = asked(server, random_tokens(2200, 90))
+    assert storage(*replies) == [HIT]
+    assert tokens(server, "not_ready_at_load") - not_ready > BATCH
+    assert_no_cache_output(model, [*replies, running])
+
+
+def test_what_has_come_counts_at_a_timeout(case: Case, model: Path, server: Server) -> None:
+    """Detached meanwhile, and attached with another policy."""
+    prompt = stored(server, seed=11)
+    config = server.options.extra_config
+    assert isinstance(config, dict)
+    limits = {"prefetch_timeout_base": 3, "prefetch_timeout_per_ki_token": 0.1}
+    server.detach_storage()
+    attach(server, config | limits, hicache_storage_prefetch_policy="timeout")
+    read_batches(server, 0 if case.has_front else 3)
+    before = recomputed_tokens(server)
+    replies = [*asked(server, prompt)]
+    assert 0 < storage(*replies)[0] <= (FRONT if case.has_front else 3 * BATCH)
+    assert storage(*replies) == [recomputed_tokens(server) - before] or not case.has_front
+    read_batches(server, None)
+    replies.extend(asked(server, prompt))
+    server.detach_storage()
+    attach(server, config, hicache_storage_prefetch_policy="best_effort")
+    server.flush_cache()
+    before = recomputed_tokens(server)
+    replies.extend(asked(server, prompt))  # read in order: it may end at any time
+    assert recomputed_tokens(server) == before
+    server.detach_storage()
+    attach(server, config, hicache_storage_prefetch_policy="wait_complete")
+    assert_no_cache_output(model, replies)
+
+
+@pytest.mark.parametrize("case", IN_ORDER[::2], ids=", ".join, indirect=True)
 def test_other_weights_while_pages_are_restored(
     model: Path, model_cache: Path, server: Server
 ) -> None:
@@ -190,78 +309,113 @@ def test_other_weights_while_pages_are_restored(
     assert_no_cache_output(model, [back])
 
 
-@pytest.mark.parametrize(
-    "stored_as",
-    ["hidden", *(pytest.param(name, marks=pytest.mark.long) for name in ("kv", "mixed"))],
-    indirect=True,
-)
-@pytest.mark.parametrize("policy", ["best_effort", "timeout"])
-def test_prefetches_that_end_early(policy: str, model: Path, server: Server) -> None:
-    """Detached meanwhile, and attached with another policy."""
-    prompts = [stored(server, seed=seed) for seed in (9, 10)]
-    server.detach_storage()
-    config = server.options.extra_config
-    assert isinstance(config, dict)
-    if policy == "timeout":
-        config = config | {"prefetch_timeout_base": 2, "prefetch_timeout_per_ki_token": 0.1}
-    attach(server, config, hicache_storage_prefetch_policy=policy)
-    read_batches(server, 3)
-    conversations = asked(server, *prompts)
-    if policy == "timeout":
-        found = [turn.cached.storage for turn in turns_of(conversations)]
-        assert 0 < max(found) <= 3 * BATCH
-    read_batches(server, None)
-    again = [*asked(server, prompts[0]), *asked(server, prompts[1])]
-    assert_no_cache_output(model, [*conversations, *again])
-    server.detach_storage()
-    config = server.options.extra_config
-    attach(server, config, hicache_storage_prefetch_policy="wait_complete")
+# ---- fronts ----
+
+
+@fronts
+def test_the_front_is_recomputed_while_the_back_is_read(
+    case: Case, model: Path, server: Server
+) -> None:
+    prompt = stored(server, seed=1)
+    names = ("eager", "not_ready_at_load")
+    before = [recomputed_tokens(server), *(tokens(server, name) for name in names)]
+    with underway(server, case, prompt) as replies:
+        pass
+    after = [recomputed_tokens(server), *(tokens(server, name) for name in names)]
+    front, eager, loaded = (b - a for a, b in zip(before, after, strict=True))
+    # The batch that was read last may come together with the end, and is loaded then.
+    assert (front, eager + loaded) == (FRONT, BATCH)
+    assert storage(*replies) == [HIT]
+    assert_no_cache_output(model, replies)
+
+
+@fronts
+def test_it_is_right_wherever_they_meet(case: Case, model: Path, server: Server) -> None:
+    replies: list[Conversation] = []
+    for front in (1, FRONT // PAGE - 10):
+        prompt = stored(server, seed=20 + front)
+        before = recomputed_tokens(server), tokens(server, "restored")
+        with underway(server, case, prompt, front=front) as met:
+            pass
+        assert storage(*met) == [HIT]
+        assert recomputed_tokens(server) - before[0] == front * PAGE
+        assert tokens(server, "restored") - before[1] == HIT - front * PAGE
+        replies += met
+    assert_no_cache_output(model, replies)
+
+
+@fronts
+def test_what_was_recomputed_is_in_host_memory_too(case: Case, model: Path, server: Server) -> None:
+    prompt = stored(server, seed=3)
+    with underway(server, case, prompt) as replies:
+        pass
+    for seed in (30, 31, 32):
+        server.generate(random_tokens(900, seed), 1)  # the device has no room for all
+    before = recomputed_tokens(server), tokens(server, "restored")
+    (again,) = asked(server, prompt)
+    cached = again.turns[0].cached
+    assert cached.host >= FRONT and cached.storage == 0
+    assert recomputed_tokens(server) == before[0]
+    assert tokens(server, "restored") - before[1] >= FRONT
+    assert_no_cache_output(model, [*replies, again])
+
+
+@fronts
+def test_the_front_begins_behind_what_is_on_the_device(model: Path, server: Server) -> None:
+    same, rest = random_tokens(320, 4), [random_tokens(480, seed) for seed in (40, 41)]
+    for each in rest:
+        server.generate(same + each, 1)
+    server.flush_cache()
+    conversations = [*ask(server, [same + rest[0]], flush=False)]
+    before = recomputed_tokens(server)
+    conversations += ask(server, [same + rest[1]], flush=False)
+    cached = conversations[1].turns[0].cached
+    assert (cached.device, cached.storage) == (320, HIT - 320)
+    assert recomputed_tokens(server) > before
+    assert_no_cache_output(model, conversations)
+
+
+@fronts
+def test_behind_a_prefix_in_host_memory_only_all_is_read(model: Path, server: Server) -> None:
+    same, rest = random_tokens(320, 14), [random_tokens(480, seed) for seed in (43, 44)]
+    for each in rest:
+        server.generate(same + each, 1)
+    server.flush_cache()
+    conversations = [*ask(server, [same + rest[0]], flush=False)]
+    for seed in (45, 46, 47):
+        server.generate(random_tokens(900, seed), 1)  # the device has no room for all
+    before = recomputed_tokens(server)
+    conversations += ask(server, [same + rest[1]], flush=False)
+    cached = conversations[1].turns[0].cached
+    assert (cached.device, cached.host, cached.storage) == (0, 320, HIT - 320)
+    assert recomputed_tokens(server) == before
+    assert_no_cache_output(model, conversations)
+
+
+@fronts
+def test_where_all_pages_are_others_only_the_front_counts(
+    case: Case, model: Path, server: Server
+) -> None:
+    folder = server.options.log.parent
+    before = set(stored_pages(folder))
+    prompt = stored(server, seed=13)
+    paths = [path for path in stored_pages(folder) if path not in before]
+    contents = [path.read_bytes() for path in paths]
+    for path, content in zip(paths, [*contents[1:], contents[0]], strict=True):
+        path.write_bytes(content)
+    with underway(server, case, prompt) as replies:
+        pass
+    assert storage(*replies) == [FRONT]
+    assert_no_cache_output(model, replies)
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        *(pytest.param(name, marks=pytest.mark.long) for name in ("recompute, mixed", "hidden")),
-        "kv",
-    ],
-)
-def test_pressure_on_a_small_device_pool(name: str, model: Path, tmp_path: Path) -> None:
-    """Prompts that wait, and requests that run, want the same pages: who runs gets them."""
-    options = eager_server(model, tmp_path, name, max_total_tokens=1280, hicache_ratio=8.0)
-    with Server(options) as server:
-        waiting = stored(server, seed=1)
-        read_batches(server, 1)
-        replies: list[Conversation] = []
-        asking = threading.Thread(target=lambda: replies.extend(asked(server, waiting)))
-        with until_more(server, "tokens", "eager", 1):
-            asking.start()
-        (running,) = asked(server, random_tokens(1200, 2))  # not while half of them are reserved
-        assert asking.is_alive()
-        read_batches(server, None)
-        asking.join()
-        conversations = make_conversations(5, turns=2, tokens=200)
-        converse(server, conversations, concurrent=True)
-        server.flush_cache()
-        again = [Conversation([c.history]) for c in conversations]
-        converse(server, again, concurrent=True)
-        assert tokens(server, "ready_at_load") > 0
-        assert_fine(server, name)
-    assert_no_cache_output(model, [*replies, running, *conversations, *again])
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "hidden",
-        *(
-            pytest.param(name, marks=pytest.mark.long)
-            for name in ("kv", "kv, from the back", "recompute")
-        ),
-    ],
+    "name", ["hidden", *(pytest.param(n, marks=LONG) for n in ("kv", KV, "recompute"))]
 )
 def test_two_ranks_of_which_one_has_misses_decide_the_same(
-    name: str, model: Path, tmp_path: Path
+    name: str, model_cache: Path, tmp_path: Path
 ) -> None:
+    model = build_model("llama", model_cache)
     options = eager_server(
         model,
         tmp_path,
@@ -278,3 +432,36 @@ def test_two_ranks_of_which_one_has_misses_decide_the_same(
         assert (counted(server, "l3_tokens", "recomputed") > 0) == name.endswith("from the back")
         assert_fine(server, name)
     assert_no_cache_replies_up_to_ties(model, turns_of(conversations))
+
+
+# ---- sums in another order ----
+
+
+@pytest.mark.parametrize(
+    ("fault", "dtype"),
+    [("attention_in_blocks", "bfloat16"), ("attention_in_blocks", "float32"), ("", "bfloat16")],
+    ids=["blocks", "blocks, float32", "rows"],
+)
+def test_a_front_is_recomputed_in_the_order_in_which_the_models_attention_sums(
+    fault: str, dtype: str, model_cache: Path, tmp_path: Path
+) -> None:
+    """It is as exact as what was stored, whatever sums first: blocks of keys, or parts of sums by
+    the number of rows, as on every GPU."""
+    llama, case = build_model("llama", model_cache), Case("llama", KV)
+    how = {"extra_env": {reordering.VARIABLE: "1"}}
+    if fault:  # in this attention
+        how = {"faults": f"batches_in_step,{fault}", "attention_backend": "torch_native"}
+    with Server(eager_server(llama, tmp_path, KV, dtype=dtype, **how, **SIZES)) as server:
+        assert "not used: recomputation" not in server.log_text()
+        [told] = re.findall("hcache: exactness: recomputed layers: (.*)", server.log_text())
+        assert not fault or told.startswith("K 100% equal, 0 ulp, V 100% equal, 0 ulp; ")
+        prompt, before = stored(server, seed=1), recomputed_tokens(server)
+        with underway(server, case, prompt) as replies:
+            pass
+        assert recomputed_tokens(server) - before == FRONT
+        assert storage(*replies) == [HIT]
+        assert_fine(server, KV)
+    if dtype == "float32":
+        assert_no_cache_replies_up_to_ties(llama, turns_of(replies))
+    else:
+        assert_no_cache_output_up_to_ties(llama, tmp_path, replies)

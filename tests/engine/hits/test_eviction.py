@@ -28,9 +28,7 @@ PAGE = 64
     scope="module",
     params=[
         ("hidden", 1),
-        ("kv", 1),
-        pytest.param(("hidden", 2), marks=pytest.mark.long),
-        pytest.param(("kv", 2), marks=pytest.mark.long),
+        *(pytest.param(o, marks=pytest.mark.long) for o in (("kv", 1), ("hidden", 2), ("kv", 2))),
     ],
     ids=lambda param: f"{param[0]}, ranks: {param[1]}",
 )

@@ -14,7 +14,7 @@ import pytest
 
 from bench.harness.server import Server, ServerOptions
 from hcache_backend.cli.metrics_page import fetch
-from hcache_backend.prefetch.progress import LONGEST_PART_SECONDS, OVERDUE_SECONDS
+from hcache_backend.prefetch.progress import LONGEST_PART_SECONDS, STALLED_SECONDS
 from tests.engine.harness.conversations import Conversation, ask, random_tokens, turns_of
 from tests.engine.harness.ours import (
     assert_no_cache_output,
@@ -90,7 +90,7 @@ def look_ups_held(server: Server) -> Iterator[None]:
     faults.write_text("")
 
 
-STALL_SECONDS = 2 * LONGEST_PART_SECONDS + OVERDUE_SECONDS
+STALL_SECONDS = 2 * LONGEST_PART_SECONDS + STALLED_SECONDS
 """A request waits so long for L3, at most."""
 
 
@@ -225,8 +225,8 @@ def test_a_disk_that_stops_answering_holds_nobody_up(
     # What was recomputed at the front meanwhile counts as L3's.
     recomputed = count(server, "recomputed") - recomputed
     assert sum(turn.cached.storage for turn in turns_of(conversations)) <= recomputed
-    # A hit that was recomputed whole waited for nothing that could be overdue.
-    assert recomputed or fetch(server.url).counters["problems"].get("l3_overdue", 0) >= 1
+    # A hit that was recomputed whole waited for nothing that could be stalled.
+    assert recomputed or fetch(server.url).counters["problems"].get("l3_stalled", 0) >= 1
     l3_rate(server, FAST)
     assert_right(conversations)
 
@@ -239,7 +239,7 @@ def test_an_index_that_stops_answering_holds_nobody_up(
     with look_ups_held(server):
         with held_up_by_a_stall_at_most(computing):
             conversations = [*asked(server, *prompts)]
-        assert fetch(server.url).counters["problems"].get("l3_overdue", 0) >= 1
+        assert fetch(server.url).counters["problems"].get("l3_stalled", 0) >= 1
         with held_up_by_a_stall_at_most(computing):
             conversations += asked(server, prompts[0] + random_tokens(50, 19))
     assert [turn.cached.storage for turn in turns_of(conversations)] == [0, 0, 0]

@@ -27,16 +27,16 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.fixture(autouse=True)
 def checks_never_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     """However busy the machine is."""
-    from hcache_backend.checks import sampling as check_sampling
+    from hcache_backend.checks import service as service_check
 
-    monkeypatch.setattr(check_sampling, "_BURST_SECONDS", math.inf)
+    monkeypatch.setattr(service_check, "_BURST_SECONDS", math.inf)
 
 
 @pytest.fixture
 def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder that all machines see; a busy machine has the time that it needs to look up."""
-    from hcache_backend.tiers import shared as store
-    from tests.engine.in_process.behind.machines import SECONDS
+    from hcache_backend.tiers import tier as store
+    from tests.engine.in_process.shared.machines import SECONDS
 
     monkeypatch.setattr(store, "LOOK_UP_SECONDS", SECONDS)
     monkeypatch.setenv("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", str(tmp_path / "shared"))
@@ -46,7 +46,7 @@ def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def machine(tmp_path: Path, shared: Path, runtime: Any) -> Iterator[Any]:
     """Makes the machine of a name, with a pool of its own unless one is given."""
-    from tests.engine.in_process.behind.machines import Machine
+    from tests.engine.in_process.shared.machines import Machine
     from tests.engine.in_process.test_storage import HostPool
 
     with ExitStack() as open_machines:

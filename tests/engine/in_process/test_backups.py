@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from hcache_backend import metrics
-from hcache_backend.checks import sampling as check_sampling
 from hcache_backend.checks import service as service_check
 from hcache_backend.checks.service import ServiceChecks
 from hcache_backend.sglang.controller import OwnPagesController
@@ -163,7 +162,6 @@ class Checks:
             self.projector,  # type: ignore[arg-type]
             exchange=exchange,  # type: ignore[arg-type]
             order=None,
-            group=None,
         )
 
     def gather_now(self, wanted: Any) -> None:
@@ -176,12 +174,12 @@ class Checks:
         assert self.machine.forward(slots(page), rows=rows)
         self.machine.settle()
         self.machine.capture.back_up(np.array(slots(page)), np.array([page]))
-        self.checks.backed_up(np.array([page]), torch.tensor(slots(page)))
+        self.checks.transferred(np.array([page]), torch.tensor(slots(page)))
 
     def read(self) -> None:
         """All checks that are under way have arrived, and are read."""
         self.machine.capture.transfers().synchronize()
-        while self.checks._running:
+        while self.checks._waiting:
             turn_of_checks(self.checks)
 
 
@@ -209,7 +207,7 @@ def test_a_check_without_memory_raises_nothing_and_says_nothing_of_the_page(
     before = counted.get()
     checks.projector.error = torch.OutOfMemoryError("a test")
     checks.backed_up(1)
-    assert checks.exchanged == LAYERS and len(checks.checks._running) == 1
+    assert checks.exchanged == LAYERS and len(checks.checks._waiting) == 1
     checks.read()
     assert runtime.distrust is None
     assert counted.get() == before + LAYERS
@@ -224,8 +222,8 @@ def test_checks_rest_when_they_took_more_than_their_share_of_time(
 ) -> None:
     now = [0.0]
     clock = SimpleNamespace(perf_counter=lambda: now[0], thread_time=lambda: now[0])
-    monkeypatch.setattr(check_sampling, "time", clock)
-    monkeypatch.setattr(check_sampling, "_BURST_SECONDS", 0.1)
+    monkeypatch.setattr(service_check, "time", clock)
+    monkeypatch.setattr(service_check, "_BURST_SECONDS", 0.1)
     checks = Checks(machine, runtime)
 
     def slow(*_: object) -> None:
@@ -234,18 +232,18 @@ def test_checks_rest_when_they_took_more_than_their_share_of_time(
 
     monkeypatch.setattr(checks.projector, "project", slow)
     checks.backed_up(1)
-    assert len(checks.checks._running) == 1
+    assert len(checks.checks._waiting) == 1
     checks.read()
     checks.backed_up(2)
-    assert not checks.checks._running
+    assert not checks.checks._waiting
     now[0] += 3.4  # 0.35 seconds are to be made up for: 3.5 seconds at a tenth
     turn_of_checks(checks.checks)
     checks.backed_up(3)
-    assert not checks.checks._running
+    assert not checks.checks._waiting
     now[0] += 0.2
     turn_of_checks(checks.checks)
     checks.backed_up(4)
-    assert [check.host_page for check in checks.checks._running] == [4]
+    assert [check.host_page for check in checks.checks._waiting] == [4]
 
 
 def test_all_ranks_rest_while_one_of_them_has_to(
@@ -260,11 +258,11 @@ def test_all_ranks_rest_while_one_of_them_has_to(
     machine.capture.transfers().synchronize()
     turn_of_checks(checks.checks, with_another)
     checks.backed_up(2)
-    assert not checks.checks._running
+    assert not checks.checks._waiting
     tired[0] = False
     turn_of_checks(checks.checks, with_another)
     checks.backed_up(3)
-    assert [check.host_page for check in checks.checks._running] == [3]
+    assert [check.host_page for check in checks.checks._waiting] == [3]
 
 
 def test_memory_that_results_of_checks_are_copied_to_is_used_again(
@@ -274,9 +272,9 @@ def test_memory_that_results_of_checks_are_copied_to_is_used_again(
     seen = set()
     for page in (1, 2, 3):
         checks.backed_up(page)
-        [check] = checks.checks._running
-        assert check.differences is not None
-        seen.add(check.differences.memory.data_ptr())
+        [check] = checks.checks._waiting
+        assert check.buffer is not None
+        seen.add(check.buffer.memory.data_ptr())
         checks.read()
     assert len(seen) == 1
 
@@ -288,4 +286,4 @@ def test_no_further_page_is_checked_while_many_are_under_way(
     checks = Checks(machine, runtime)
     for page in (1, 2, 3):
         checks.backed_up(page)
-    assert [check.host_page for check in checks.checks._running] == [1, 2]
+    assert [check.host_page for check in checks.checks._waiting] == [1, 2]

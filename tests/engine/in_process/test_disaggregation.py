@@ -10,7 +10,7 @@ import pytest
 from sglang.srt.disaggregation.decode_kvcache_offload_manager import DecodeKVCacheOffloadManager
 from sglang.srt.managers.cache_controller import HiCacheController
 
-from hcache_backend.sglang import hooks
+from hcache_backend.sglang import compat, hook_registry, hooks
 from hcache_backend.sglang import prefill_server as prefill
 
 
@@ -29,8 +29,8 @@ def test_a_prefix_is_sent_at_once_unless_it_may_be_on_its_way(
 ) -> None:
     """By a load, or by a forward pass that the transfer does not wait for; all arguments of the
     installed version go on."""
-    monkeypatch.setattr(prefill, "sglang_version", lambda: version)
-    function = hooks._resolve(hooks.SEND_PREFIX)
+    monkeypatch.setattr(compat, "sglang_version", lambda: version)
+    function = hook_registry._resolve(hooks.SEND_PREFIX.target)
     tree = SimpleNamespace(cache_controller=SimpleNamespace(ack_load_queue=loads))
     req, calls = SimpleNamespace(early_send_prefix_end=None), list[Any]()
     given: dict[str, Any] = dict.fromkeys(inspect.signature(function).parameters, True)

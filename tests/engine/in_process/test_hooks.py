@@ -23,23 +23,30 @@ from bench.harness.options import hcache_config
 from hcache_backend import metrics
 from hcache_backend.config import ConfigError
 from hcache_backend.projection.generic import ProjectionBatch, ProjectionReached
-from hcache_backend.sglang import hits as hit_hooks
-from hcache_backend.sglang import hooks
-from hcache_backend.sglang.arguments import unsupported_reason
-from hcache_backend.sglang.hooks import Hook, OnError, install
+from hcache_backend.sglang import (
+    compat,
+    groups,
+    hook_registry,
+    hooks,
+    radix_cache,
+    scheduler,
+    storage_threads,
+)
+from hcache_backend.sglang.compat import unsupported_reason
+from hcache_backend.sglang.hook_registry import Hook, OnError, install
+from hcache_backend.sglang.model_runner import ATTENTION, RESET
 from hcache_backend.sglang.runtime import Runtime, Weights, current
-from hcache_backend.start import agreement, attach
-from hcache_backend.start import bootstrap as bootstrap_module
-from hcache_backend.start.bootstrap import bootstrap
-from hcache_backend.start.graphs import graph_hooks
+from hcache_backend.start import attach
+from hcache_backend.start.attach import bootstrap
+from hcache_backend.start.strategy import graph_hooks
 
 
 def every_hook() -> list[Hook]:
     """All hooks that a server may have."""
-    always = [*hooks.own_pages_hooks(), *hooks.weight_hooks(), *hooks.use_hooks()]
-    always += [*hooks.prefill_server_hooks(), *hooks.decode_server_hooks()]
-    always += [*hooks.hit_hooks(), *hooks.adapter_hooks(), *hooks.late_weight_hooks()]
-    return [*always, *hooks.hidden_mode_hooks(), hooks.recompute_hooks()[1], *graph_hooks()]
+    always = [*hooks.OWN_PAGES, *hooks.WEIGHTS, *hooks.USES]
+    always += [*hooks.PREFILL_SERVER, *hooks.DECODE_SERVER]
+    always += [*hooks.HITS, *hooks.ADAPTERS, *hooks.LATE_WEIGHTS]
+    return [*always, *hooks.HIDDEN, *hooks.RECOMPUTE[1:], *graph_hooks()]
 
 
 @pytest.fixture(autouse=True)
@@ -47,11 +54,11 @@ def unhooked() -> Iterator[None]:
     """Undo every hook afterwards."""
     ours = every_hook()
     targets = [hook.target for hook in ours]
-    before = {target: hooks._resolve(target) for target in targets}
+    before = {target: hook_registry._resolve(target) for target in targets}
     yield
     HookRegistry.reset()
     for target, function in before.items():
-        owner = hooks._owner(target)
+        owner = hook_registry._owner(target)
         setattr(owner, target.rpartition(".")[2], function)
 
 
@@ -59,14 +66,14 @@ def test_every_seam_is_there_and_each_hook_is_applied_once() -> None:
     wanted = every_hook()
     assert install(wanted) is None
     assert install(wanted) is None
-    assert len([h for h in HookRegistry._hooks[hooks.RESET] if h[0] is HookType.AROUND]) == 1
+    assert len([h for h in HookRegistry._hooks[RESET.target] if h[0] is HookType.AROUND]) == 1
 
 
 def test_a_missing_seam_is_named() -> None:
     def function(original: Callable[..., Any], *args: Any) -> Any:
         return original(*args)
 
-    for target in ("sglang.srt.no.Such.thing", hooks.RESET + "_of_another_version"):
+    for target in ("sglang.srt.no.Such.thing", RESET.target + "_of_another_version"):
         assert install([Hook(target, function)]) == f"SGLang has no place for the hooks on {target}"
 
 
@@ -81,9 +88,9 @@ def test_a_target_that_another_plugin_patched_first_is_hooked_all_the_same() -> 
         calls.append("ours")
         return original(*args)
 
-    HookRegistry.register(hooks.RESET, theirs, HookType.AROUND)
+    HookRegistry.register(RESET.target, theirs, HookType.AROUND)
     HookRegistry.apply_hooks()
-    assert install([Hook(hooks.RESET, ours)]) is None
+    assert install([Hook(RESET.target, ours)]) is None
     # The real function, on something that is no controller.
     with pytest.raises((AttributeError, TypeError)):
         HybridCacheController.reset(SimpleNamespace())
@@ -92,7 +99,7 @@ def test_a_target_that_another_plugin_patched_first_is_hooked_all_the_same() -> 
 
 @pytest.mark.parametrize("by_name", [False, True])
 def test_the_marker_stops_attention_however_it_is_passed(by_name: bool) -> None:
-    assert install(hooks.hidden_mode_hooks()) is None
+    assert install(hooks.HIDDEN) is None
     attention = RadixAttention(4, 8, 1.0, num_kv_heads=2, layer_id=0)
     q, k, v = torch.randn(3, 32), torch.randn(3, 16), torch.randn(3, 16)
     batch = ProjectionBatch(None)
@@ -114,7 +121,7 @@ class Broken:
 
 
 RAISES = [hook for hook in every_hook() if hook.on_error is not OnError.RAISE]
-WITHOUT_L3 = {hooks.SEND_PREFIX: (None, 0)}
+WITHOUT_L3 = {hooks.SEND_PREFIX.target: (None, 0)}
 """Of the hooks that do not go on as without them: what they give, how often they ask SGLang."""
 
 
@@ -122,11 +129,13 @@ WITHOUT_L3 = {hooks.SEND_PREFIX: (None, 0)}
 def active(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A process with a server, every part of which raises."""
     runtime = Runtime(None)
-    hooks.guarded.cache_clear()  # each error is said once
+    hook_registry.guarded.cache_clear()  # each error is said once
     monkeypatch.setattr(runtime, "hit_gate", Broken())
     monkeypatch.setattr("hcache_backend.sglang.runtime._runtime", runtime)
-    monkeypatch.setattr(hit_hooks, "gate_of", lambda cache: Broken())
-    monkeypatch.setattr(hooks, "_our_l3", lambda cache: Broken())
+    for module in (radix_cache, scheduler, storage_threads):
+        monkeypatch.setattr(module, "gate_of", lambda cache: Broken())
+    for module in (radix_cache, scheduler):
+        monkeypatch.setattr(module, "our_l3", lambda cache: Broken())
     for name in ("begin_weight_update", "end_weight_update", "caches_were_flushed"):
         monkeypatch.setattr(runtime, name, lambda: Broken().call)
     return runtime
@@ -144,7 +153,7 @@ def test_sglang_goes_on_when_a_hook_raises(
         return "SGLang's"
 
     arguments = [Broken() for _ in list(signature(hook.function).parameters.values())[1:4]]
-    result = hooks.guarded(hook)(original, *arguments)
+    result = hook_registry.guarded(hook)(original, *arguments)
     wanted, times = WITHOUT_L3.get(hook.target, ("SGLang's", 1))
     assert (result, len(calls)) == (wanted, times)
     assert all(given == (tuple(arguments), {}) for given in calls)
@@ -168,15 +177,15 @@ def test_what_sglang_raises_is_raised_once(hook: Hook, active: Any) -> None:
         raise KeyError("SGLang's own")
 
     arguments = [Broken() for _ in list(signature(hook.function).parameters.values())[1:4]]
-    if hook.target == hooks.SEND_PREFIX:  # does not ask SGLang here
-        assert hooks.guarded(hook)(original, *arguments) is None
-    elif hook.function is hooks._after_received:
+    if hook.target == hooks.SEND_PREFIX.target:  # does not ask SGLang here
+        assert hook_registry.guarded(hook)(original, *arguments) is None
+    elif hook is scheduler.RECEIVED:
         vars(arguments[1])["rid"] = "r"
-        assert hooks.guarded(hook)(original, *arguments) is None
+        assert hook_registry.guarded(hook)(original, *arguments) is None
         assert len(calls) == 1
     else:
         with pytest.raises(KeyError, match="SGLang's own"):
-            hooks.guarded(hook)(original, *arguments)
+            hook_registry.guarded(hook)(original, *arguments)
         assert len(calls) == 1
 
 
@@ -207,45 +216,32 @@ def runner(**arguments: Any) -> Any:
     )
 
 
+@pytest.fixture(autouse=True)
+def bootstrapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that is started for us, as far as the bootstrap hook goes without a model."""
+    monkeypatch.setenv("HCACHE_ENABLE", "1")
+    monkeypatch.setattr(attach, "resolved", lambda args: args)
+    monkeypatch.setattr("hcache_backend.sglang.runtime._stage_weights", lambda _: Weights(b"w"))
+    monkeypatch.setattr(hybrid_pool_assembler, "register_stack_strategy", lambda strategy: None)
+
+
 def test_an_unsupported_version_means_kv_mode_with_that_reason(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     reasons: list[str | None] = []
-    monkeypatch.setenv("HCACHE_ENABLE", "1")
-    monkeypatch.setattr(bootstrap_module, "resolved", lambda args: args)
-    monkeypatch.setattr(bootstrap_module, "unsupported_reason", lambda: "SGLang 9 is not one")
-    monkeypatch.setattr("hcache_backend.sglang.runtime._stage_weights", lambda _: Weights(b"w"))
+    monkeypatch.setattr(attach, "unsupported_reason", lambda: "SGLang 9 is not one")
     monkeypatch.setattr(
         "hcache_backend.start.strategy.OwnPagesStrategy",
         lambda runtime, plain, no_hidden: reasons.append(plain),
     )
-    monkeypatch.setattr(hybrid_pool_assembler, "register_stack_strategy", lambda strategy: None)
     bootstrap(runner())
     assert reasons == ["SGLang 9 is not one"]
-    assert hooks.ATTENTION not in HookRegistry._hooks
-
-
-def test_weights_that_could_change_unnoticed_mean_no_l3_at_all(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("HCACHE_ENABLE", "1")
-    monkeypatch.setattr(bootstrap_module, "resolved", lambda args: args)
-    monkeypatch.setattr(hooks, "RESET", hooks.RESET + "_gone")
-    monkeypatch.setattr("hcache_backend.sglang.runtime._stage_weights", lambda _: Weights(b"w"))
-    monkeypatch.setattr(hybrid_pool_assembler, "register_stack_strategy", lambda strategy: None)
-    bootstrap(runner())
-    weights = current().weights
-    assert weights is not None
-    assert "weight updates would go unnoticed" in str(weights.suspended)
-    current().caches_were_flushed()
-    assert current().weights == weights
+    assert ATTENTION.target not in HookRegistry._hooks
 
 
 def test_without_hierarchical_cache_there_is_nothing_to_do(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv("HCACHE_ENABLE", "1")
-    monkeypatch.setattr(bootstrap_module, "resolved", lambda args: args)
     bootstrap(runner(enable_hierarchical_cache=False))
     assert "configured, but inactive: add --enable-hierarchical-cache" in caplog.text
     assert current().config is None
@@ -254,9 +250,10 @@ def test_without_hierarchical_cache_there_is_nothing_to_do(
 @pytest.mark.parametrize(
     ("hooks_of", "arguments", "said"),
     [
-        ("adapter_hooks", {"enable_lora": True}, "pages of adapters would not be kept apart"),
+        ("WEIGHTS", {}, "weight updates would go unnoticed"),
+        ("ADAPTERS", {"enable_lora": True}, "pages of adapters would not be kept apart"),
         (
-            "decode_server_hooks",
+            "DECODE_SERVER",
             {"disaggregation_mode": "decode"},
             "K and V of other weights would go unnoticed",
         ),
@@ -265,22 +262,18 @@ def test_without_hierarchical_cache_there_is_nothing_to_do(
 def test_what_could_not_be_told_apart_means_no_l3_at_all(
     hooks_of: str, arguments: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("HCACHE_ENABLE", "1")
-    monkeypatch.setattr(bootstrap_module, "resolved", lambda args: args)
-    gone = hooks.Hook(hooks.RESET + "_gone", lambda original, *given: original(*given))
-    monkeypatch.setattr(hooks, hooks_of, lambda: [gone])
-    monkeypatch.setattr("hcache_backend.sglang.runtime._stage_weights", lambda _: Weights(b"w"))
-    monkeypatch.setattr(hybrid_pool_assembler, "register_stack_strategy", lambda strategy: None)
+    gone = Hook(RESET.target + "_gone", lambda original, *given: original(*given))
+    monkeypatch.setattr(hooks, hooks_of, [gone])
     bootstrap(runner(**arguments))
-    assert said in str(current().weights.suspended)
+    weights = current().weights
+    assert weights is not None and said in str(weights.suspended)
+    current().caches_were_flushed()
+    assert current().weights == weights
 
 
 def test_an_sglang_without_a_place_for_pools_keeps_plain_pages(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("HCACHE_ENABLE", "1")
-    monkeypatch.setattr(bootstrap_module, "resolved", lambda args: args)
-    monkeypatch.setattr("hcache_backend.sglang.runtime._stage_weights", lambda _: Weights(b"w"))
     monkeypatch.delattr(hybrid_pool_assembler, "register_stack_strategy")
     bootstrap(runner())
     assert "this SGLang lacks a seam" in str(current().reason)
@@ -290,9 +283,6 @@ def test_options_of_the_l3_stand_over_those_of_the_environment(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("HCACHE_CONFIG", '{"mode": "kv", "quota_bytes": 5}')
-    monkeypatch.setattr(bootstrap_module, "resolved", lambda args: args)
-    monkeypatch.setattr("hcache_backend.sglang.runtime._stage_weights", lambda _: Weights(b"w"))
-    monkeypatch.setattr(hybrid_pool_assembler, "register_stack_strategy", lambda strategy: None)
     extra = hcache_config(tmp_path, quota_bytes=6)
     arguments = {"hicache_storage_backend_extra_config": json.dumps(extra)}
     bootstrap(runner(hicache_storage_backend="dynamic", **arguments))
@@ -327,10 +317,10 @@ def test_a_wrong_option_stops_every_rank_and_is_told_once(
         here = (socket.gethostname(), os.getppid())
         return [said, *((rank, here, what) for rank, what in enumerate(others, start=1))]
 
-    monkeypatch.setattr(agreement, "said_by_all_ranks", said_by_all_ranks)
-    monkeypatch.setattr(agreement.os, "kill", lambda *sent: signals.append(sent))
+    monkeypatch.setattr(groups, "said_by_all_ranks", said_by_all_ranks)
+    monkeypatch.setattr(groups.os, "kill", lambda *sent: signals.append(sent))
     with pytest.raises(SystemExit):
-        agreement.or_stop(work)
+        groups.or_stop(work)
     assert [record.getMessage() for record in caplog.records] == logged
     assert lines_by_meeting == [0, len(logged)], "no rank ends all before the line is in the log"
     assert signals == [(os.getppid(), signal.SIGQUIT)]
@@ -340,17 +330,20 @@ def test_a_wrong_option_stops_every_rank_and_is_told_once(
 def test_each_launcher_gets_one_signal(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A second one while SGLang's handler logs the first adds a traceback."""
     first, happened = (0, (host, os.getppid()), "disk"), list[str]()
-    monkeypatch.setattr(agreement.dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(agreement.dist, "get_rank", lambda: 1)
-    monkeypatch.setattr(agreement, "said_by_all_ranks", lambda said: [first, said])
-    monkeypatch.setattr(agreement.os, "kill", lambda *sent: happened.append("signal"))
-    monkeypatch.setattr(agreement.time, "sleep", lambda seconds: happened.append("waits"))
+    monkeypatch.setattr(groups.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(groups.dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(groups, "said_by_all_ranks", lambda said: [first, said])
+    monkeypatch.setattr(groups.os, "kill", lambda *sent: happened.append("signal"))
+    monkeypatch.setattr(groups.time, "sleep", lambda seconds: happened.append("waits"))
     with pytest.raises(SystemExit):
-        agreement.or_stop(lambda: None)
+        groups.or_stop(lambda: None)
     assert happened == ["waits" if host == socket.gethostname() else "signal"]
 
 
-def test_a_server_that_is_not_ours_gets_nothing_but_the_memory_of_its_runner() -> None:
+def test_a_server_that_is_not_ours_gets_nothing_but_the_memory_of_its_runner(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("HCACHE_ENABLE")
     plain = runner()
     bootstrap(plain)
     assert current().runner is plain
@@ -361,11 +354,7 @@ def test_a_server_that_is_not_ours_gets_nothing_but_the_memory_of_its_runner() -
 def test_an_l3_behind_another_one_than_ours_is_warned_of(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv("HCACHE_ENABLE", "1")
-    monkeypatch.setenv("HCACHE_CONFIG", '{"behind": {"backend": "file"}}')
-    monkeypatch.setattr(bootstrap_module, "resolved", lambda args: args)
-    monkeypatch.setattr("hcache_backend.sglang.runtime._stage_weights", lambda _: Weights(b"w"))
-    monkeypatch.setattr(hybrid_pool_assembler, "register_stack_strategy", lambda strategy: None)
+    monkeypatch.setenv("HCACHE_CONFIG", '{"shared": {"backend": "file"}}')
     bootstrap(runner(hicache_storage_backend="mooncake"))
     warning = "--hicache-storage-backend is mooncake"
     assert warning in caplog.text
@@ -376,6 +365,7 @@ def test_options_without_the_variable_that_enables_them_are_warned_of(
     enabled: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("HCACHE_CONFIG", '{"mode": "hidden"}')
+    monkeypatch.delenv("HCACHE_ENABLE")
     if enabled is not None:  # somebody knows
         monkeypatch.setenv("HCACHE_ENABLE", enabled)
     bootstrap(runner())
@@ -393,7 +383,7 @@ def test_what_sglang_cannot_look_up_goes_without_l3(caplog: pytest.LogCaptureFix
     before = metrics.PROBLEMS.family.labels("look_up")._value.get()
     for number in range(3):
         request = SimpleNamespace(rid=f"session-{number}", last_host_node=object())
-        assert hooks._after_received(look_up, SimpleNamespace(), request) is None
+        assert scheduler.around_received(look_up, SimpleNamespace(), request) is None
     assert metrics.PROBLEMS.family.labels("look_up")._value.get() == before + 3
     assert [line for line in caplog.messages if "cannot look up" in line] != []
     assert sum("cannot look up" in line for line in caplog.messages) == 1
@@ -416,7 +406,7 @@ def test_preemption_is_refused_where_sglang_forgets_requests(
     refused: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(attach, "sglang_version", lambda: version)
+    monkeypatch.setattr(compat, "sglang_version", lambda: version)
     args = SimpleNamespace(
         enable_priority_scheduling=enabled, disable_priority_preemption=preemption_off
     )

@@ -13,18 +13,17 @@ import torch
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
+from hcache_backend.checks import specs as specs_module
+from hcache_backend.checks.probe import Probe
+from hcache_backend.checks.specs import LayerSpecs, written_exactness
 from hcache_backend.config import HCacheConfig
 from hcache_backend.projection.attention import AttentionLayer
-from hcache_backend.projection.check import tolerance
-from hcache_backend.projection.exactness import Bound, relative_difference
+from hcache_backend.projection.exactness import Bound, relative_difference, tolerance
 from hcache_backend.projection.paged_pool import PagedPool
 from hcache_backend.projection.projector import Projector
 from hcache_backend.projection.proof import LESS_EXACT, gather_evidence
 from hcache_backend.projection.search import find_spec
 from hcache_backend.sglang.runtime import Runtime
-from hcache_backend.start import layer_specs
-from hcache_backend.start.layer_specs import LayerSpecs, written_exactness
-from hcache_backend.start.self_check import Probe
 from hcache_kernels.project_kv import ProjectionCall
 from hcache_kernels.project_kv.reference import project_kv_reference
 from tests.unit.attention_modules import (
@@ -151,7 +150,7 @@ def test_a_layer_without_a_spec_on_one_rank_has_none_on_any(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     runtime, projector, projections = projections_of([Attention(rope=Rope()) for _ in range(2)])
-    monkeypatch.setattr(layer_specs, "on_all_ranks", lambda group, *flags: (flags[0], False))
+    monkeypatch.setattr(specs_module, "on_all_ranks", lambda group, *flags: (flags[0], False))
     projections.settle()
     assert by_spec(projector) == [True, False]
     assert [(group.method, group.detail) for group in runtime.projection] == [
@@ -182,7 +181,7 @@ def test_ways_to_project_are_held_to_the_same_test(monkeypatch: pytest.MonkeyPat
         ([None, good], "fused weight 128x96, RoPE neox 16"),
         ([good, bad], "128 columns of one module, RoPE neox 16"),
     ):
-        monkeypatch.setattr(layer_specs, "ways_in_use", lambda *_, ways=ways: ways)
+        monkeypatch.setattr(specs_module, "ways_in_use", lambda *_, ways=ways: ways)
         runtime, projector, projections = projections_of([Attention(rope=Rope()) for _ in range(2)])
         projections.settle()
         assert by_spec(projector) == [True, True]
@@ -192,7 +191,7 @@ def test_ways_to_project_are_held_to_the_same_test(monkeypatch: pytest.MonkeyPat
 def test_modules_project_where_their_own_product_is_not_exact_in_the_pool_either(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(layer_specs, "ways_in_use", lambda *_: [way_that(rounded_once_more)])
+    monkeypatch.setattr(specs_module, "ways_in_use", lambda *_: [way_that(rounded_once_more)])
     write, written = PagedPool.store, itertools.count()
 
     def store(pool: PagedPool, kernel: Any, slots: Any, k: Any, v: Any) -> None:

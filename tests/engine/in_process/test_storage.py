@@ -1,4 +1,4 @@
-"""HCacheStorage as HiCache calls it: v1, v2, single values, and trouble."""
+"""HCacheStorage as HiCache calls it: v1, v2, and trouble."""
 
 from __future__ import annotations
 
@@ -63,19 +63,6 @@ def storage(tmp_path: Path, runtime: Runtime, pool: HostPool) -> Iterator[HCache
     storage.close()
 
 
-def test_what_v1_wrote_v1_reads(storage: HCacheStorage, pool: HostPool) -> None:
-    written = pool.fill(range(0, 3))
-    assert storage.batch_set_v1(KEYS[:3], written) == [True] * 3
-    given = pool.data[:, 0:3].clone()
-    pool.data.zero_()
-    assert storage.batch_exists(KEYS[:5]) == 3
-    assert storage.exists(KEYS[2])
-    assert not storage.exists(KEYS[3])
-    into = torch.arange(10 * PAGE, 14 * PAGE)
-    assert storage.batch_get_v1(KEYS[:4], into) == [True, True, True, False]
-    assert torch.equal(pool.data[:, 10:13], given)
-
-
 def test_pools_do_not_share_pages_and_policies_decide_the_usable_prefix(
     storage: HCacheStorage, pool: HostPool
 ) -> None:
@@ -119,25 +106,6 @@ def test_prefixes_that_every_pool_can_end_are_listed(
     assert result.extra_pool_hit_pages == {PoolName.KV: 6, PoolName.SWA: 6, PoolName.MAMBA: 4}
     assert result.restorable_prefix_pages == [2]
     assert result.kv_hit_pages == 2
-
-
-def test_single_values(storage: HCacheStorage) -> None:
-    value = torch.randn(100, dtype=torch.bfloat16)
-    assert storage.set("../any/text", value)
-    target = torch.zeros_like(value)
-    found = storage.get("../any/text", target)
-    assert found is target
-    assert torch.equal(target, value)
-    assert storage.get("another", target) is None
-    assert storage.get("../any/text") is None  # nowhere to put it
-    assert storage.batch_set(["a", "b"], [value, value + 1])
-    targets = [torch.zeros_like(value) for _ in range(3)]
-    assert [x is not None for x in storage.batch_get(["a", "c", "b"], targets)] == [
-        True,
-        False,
-        True,
-    ]
-    assert not storage.batch_set(["a"], [])
 
 
 def test_clear_deletes_the_pages_of_this_model_only(
@@ -186,7 +154,7 @@ def test_nothing_raises_into_hicaches_threads(
 
     indices = pool.fill(range(0, 2))
     for name in ("put", "get", "exists", "use", "drop"):
-        monkeypatch.setattr(storage._pools._store, name, fail)
+        monkeypatch.setattr(storage._tier.local.store, name, fail)
     assert storage.batch_set_v1(KEYS[:2], indices) == [True, True]
     assert storage.batch_get_v1(KEYS[:2], indices) == [False, False]
     assert storage.batch_exists(KEYS[:2]) == 0
@@ -210,7 +178,7 @@ def test_a_prefix_of_thousands_of_pages_costs_the_scheduler_no_time(
         converted.append(key)
         return key_bytes(key)
 
-    monkeypatch.setattr("hcache_backend.tiers.stored_pools.key_bytes", count)
+    monkeypatch.setattr("hcache_backend.format.envelope.key_bytes", count)
     storage.use(long)
     assert converted == long[-1:] * len(converted)
     assert len(converted) <= 4
@@ -249,7 +217,7 @@ def test_lost_trust_deletes_what_is_being_written_meanwhile(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It was asked whether L3 serves before trust was lost, and is named after."""
-    store, begun, go_on = storage._pools._store, threading.Event(), threading.Event()
+    store, begun, go_on = storage._tier.local.store, threading.Event(), threading.Event()
     put = store.put
 
     def held(*args: Any, **options: Any) -> list[bool]:

@@ -21,15 +21,12 @@ import pytest
 
 from bench.harness.models import build_model
 from tests.cpu_engine.hcache_cpu_engine import stub_torchvision
-from tests.engine.harness.reference import load_reference
 
 VOCABULARY = 32_000
 """Kits draw token ids up to 31,999."""
 UNKNOWN = "<unknown>"
-REPLY_TOKENS = 16
-"""Of the questions about capitals."""
 SPOKEN = (
-    *("kits.basic_scheduler_stress_kit", "kits.pause_generation_kit", "kits.abort_timeout_kit"),
+    *("kits.pause_generation_kit", "kits.abort_timeout_kit"),
     *("kits.streaming_session_kit", "server_fixtures.streaming_session_fixture"),
 )
 """Modules with texts."""
@@ -70,12 +67,7 @@ def case(mixin: type, **attributes: Any) -> Any:
 
 
 def speaking_model(model_cache: Path, folder: Path) -> Path:
-    """Folder of a random Llama with a tokenizer that knows the words in the texts of the kits.
-
-    The stress kit asks for capitals. A random model does not know them, so the tokenizer gives
-    their names to tokens of the replies that transformers computes: a reply has the name of the
-    capital if and only if it is right up to that token.
-    """
+    """Folder of a random Llama with a tokenizer that knows the words in the texts of the kits."""
     model = build_model("llama", model_cache, vocab_size=VOCABULARY)
     folder.mkdir()
     for file in model.iterdir():
@@ -83,8 +75,6 @@ def speaking_model(model_cache: Path, folder: Path) -> Path:
     spoken = [kit(name) for name in SPOKEN if _is_there(name)]
     names = sorted({word for module in spoken for word in _words(module)})
     names = [UNKNOWN, *names, *(f"w{n}" for n in range(VOCABULARY - len(names) - 1))]
-    _save_tokenizer(names, folder)
-    _name_capitals(names, folder)
     _save_tokenizer(names, folder)
     return folder
 
@@ -125,24 +115,6 @@ def tokenizer_of(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-
-
-def _name_capitals(names: list[str], folder: Path) -> None:
-    """Give the names that the stress kit looks for to tokens of the right replies."""
-    stress = kit("kits.basic_scheduler_stress_kit")
-    tokenizer, model = tokenizer_of(folder), load_reference(folder)
-    wanted = [(stress._CONCURRENT_PREFIX + text, name) for text, name in stress._CONCURRENT_QA]
-    wanted.append((stress._CONCURRENT_QA[0][0], "paris"))  # streamed, without the prefix
-    replies = []
-    for text, _ in wanted:
-        ids = tokenizer(text, return_tensors="pt").input_ids
-        reply = model.generate(ids, max_new_tokens=REPLY_TOKENS, do_sample=False)
-        replies.append(reply[0, ids.shape[1] :].tolist())
-    for number, (_, name) in enumerate(wanted):
-        others = {token for reply in replies[:number] + replies[number + 1 :] for token in reply}
-        own = [token for token in replies[number] if token not in others and names[token][0] == "w"]
-        last = max(own, key=replies[number].index)
-        names[last] = f"{name}-{number}"  # the bare name is a word of the kit
 
 
 def texts_to_draw(file: Path, tokenizer: Any, count: int, tokens: int) -> Path:

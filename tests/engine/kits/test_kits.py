@@ -17,7 +17,7 @@ from tests.engine.harness.conversations import Turn
 from tests.engine.harness.ours import assert_no_cache_replies_up_to_ties
 
 from .servers import MODES, PAGE, assert_sound, options
-from .standins import REPLY_TOKENS, case, kit, random_prompts, tokenizer_of
+from .standins import case, kit, random_prompts, tokenizer_of
 
 pytestmark = pytest.mark.engine
 
@@ -237,15 +237,6 @@ class Sent:
         for prompt, reply in zip(json["input_ids"], answer.json(), strict=True):
             self.turns.append(Turn(prompt, Reply(reply["output_ids"], reply["meta_info"]), 0))
         return answer
-
-
-@runs("test_streaming_response", "test_concurrent_requests", long=["test_long_prompt"])
-def test_stress(name: str, served: Served) -> None:
-    mixin = kit("kits.basic_scheduler_stress_kit").BasicSchedulerStressMixin
-    asked = served.case(mixin, sanity_max_new_tokens_short=REPLY_TOKENS)
-    for _ in range(2):  # the second time with pages from L3
-        getattr(asked, name)()
-        served.server.flush_cache()
 
 
 @runs("test_pause_resume_in_place")

@@ -1,4 +1,4 @@
-"""Servers with page stores of their own, and one L3 behind them that all machines see."""
+"""Servers with page stores of their own, and one L3 that they share."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def machine(
 ) -> ServerOptions:
     """A server whose page store is in a folder of its own, with options of ours."""
     shared = {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(folder / "shared")}
-    behind = {"backend": "file", **hcache.pop("behind", {})}
+    shared = {"backend": "file", **hcache.pop("shared", {})}
     return our_server(
         model,
         folder / name,
-        hcache={"behind": behind, **hcache},
+        hcache={"shared": shared, **hcache},
         extra_env=shared | options.pop("extra_env", {}),
         page_size=PAGE,
         **options,
@@ -30,14 +30,14 @@ def machine(
 
 
 def values(folder: Path) -> set[Path]:
-    """What SGLang's `file` backend has behind all of them."""
+    """What SGLang's `file` backend has for all of them."""
     return set((folder / "shared").glob("*.bin"))
 
 
-def until_all_is_behind(server: Server, folder: Path) -> None:
+def until_all_is_shared(server: Server, folder: Path) -> None:
     """A value for each page of the page store, or for each rank's share of one."""
     stored = server.options.log.parent
-    server.until(lambda: len(values(folder)) == len(stored_pages(stored)), "all to be behind")
+    server.until(lambda: len(values(folder)) == len(stored_pages(stored)), "all to be shared")
 
 
 def from_l3(server: Server, prompts: Sequence[list[int]]) -> Sequence[Conversation]:

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from bench.harness.disaggregation import DecodeServer, PrefillServer
-from bench.harness.router import Router
 from bench.harness.server import ServerError, ServerOptions
 from hcache_backend.cli.metrics_page import fetch
 from tests.engine.harness.conversations import (
@@ -33,7 +32,7 @@ from tests.engine.harness.ours import (
     partition,
 )
 
-from .servers import ROUTER, TRANSFER, started
+from .servers import TRANSFER, started
 
 pytestmark = [pytest.mark.engine, TRANSFER]
 
@@ -229,18 +228,3 @@ def test_first_layers_are_recomputed_while_the_others_are_read(model: Path, tmp_
 def recomputed(server: PrefillServer) -> float:
     """Tokens whose first layers were recomputed during a read."""
     return fetch(server.url).counters["tokens"].get("eager_recomputed", 0)
-
-
-@LONG
-@ROUTER
-def test_sglangs_router_stands_in_front_of_a_pair(model: Path, tmp_path: Path) -> None:
-    """Clients know neither of the two."""
-    prefill, decode = (
-        prefill_server(model, tmp_path, "prefill", "own"),
-        decode_server(model, tmp_path),
-    )
-    with started(prefill, decode), Router([prefill, decode], tmp_path / "router.log") as front:
-        conversations = converse(front, make_conversations(2, turns=2, tokens=200))
-        assert_sound(prefill, "own")
-    assert_restored_from_l3(conversations, PAGE)
-    assert_no_cache_output(model, conversations)

@@ -1,4 +1,4 @@
-"""Replicas behind SGLang's router, each with disks of its own, and an L3 behind them."""
+"""Replicas behind SGLang's router, each with disks of its own, and an L3 that they share."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def replicas(model: Path, folder: Path, **options: Any) -> Iterator[tuple[Router
 
 
 def until_each_can_read_what_the_other_has(servers: Sequence[Server], folder: Path) -> None:
-    """What each machine has stored is behind all of them."""
+    """What each machine has stored is in the shared L3."""
 
-    def is_behind() -> bool:
+    def is_shared() -> bool:
         stored = {
             page.name for server in servers for page in stored_pages(server.options.log.parent)
         }
@@ -52,7 +52,7 @@ def until_each_can_read_what_the_other_has(servers: Sequence[Server], folder: Pa
 
     for server in servers:
         server.wait_backed_up()
-    servers[0].until(is_behind, "all to be behind")
+    servers[0].until(is_shared, "all to be shared")
 
 
 def assert_history_was_found(conversation: Conversation) -> None:

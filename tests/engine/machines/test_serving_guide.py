@@ -173,13 +173,13 @@ def test_replicas_that_share_a_folder(model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(mooncake.missing() is not None, reason=f"no Mooncake: {mooncake.missing()}")
-@pytest.mark.parametrize("behind", [True, False], ids=["behind", "alone"])
-def test_mooncake(behind: bool, model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("shared", [True, False], ids=["shared", "alone"])
+def test_mooncake(shared: bool, model: Path, tmp_path: Path) -> None:
     with mooncake.cluster(tmp_path) as cluster:
         here = {"HOST:50051": cluster.address, "THIS_HOST": "127.0.0.1"}
         log = tmp_path / "server.log"
-        if behind:
-            text = block("json", '"behind"', here | {"/mnt/ssd0": tmp_path})
+        if shared:
+            text = block("json", '"shared"', here | {"/mnt/ssd0": tmp_path})
             options = ServerOptions(
                 model, log, storage_backend="dynamic", extra_config=text, extra_env=EVERY_HIT,
                 fork=False,

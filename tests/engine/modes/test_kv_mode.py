@@ -13,29 +13,18 @@ from bench.harness.models import build_model
 from bench.harness.server import Server
 from tests.engine.harness.conversations import (
     ask,
-    converse,
-    make_conversations,
     random_tokens,
 )
 from tests.engine.harness.lora import build_lora
 from tests.engine.harness.ours import (
-    assert_hidden_mode,
     assert_no_cache_output,
     assert_nothing_went_wrong,
-    assert_restored_from_l3,
     our_server,
 )
 
 pytestmark = pytest.mark.engine
 
 OWN_PAGES = "hcache: KV mode, own pages: "
-
-
-KINDS: dict[str, dict[str, str]] = {
-    "plain": {"mode": "plain"},
-    "own": {"mode": "kv"},
-    "hidden": {"mode": "hidden"},
-}
 
 
 def test_a_model_that_hidden_mode_does_not_know(model_cache: Path, tmp_path: Path) -> None:
@@ -55,27 +44,6 @@ def test_a_model_that_hidden_mode_does_not_know(model_cache: Path, tmp_path: Pat
         assert from_l3.cached.storage == 256
         assert from_l3.output_ids == from_device.output_ids
         assert_nothing_went_wrong(server)
-
-
-def test_hidden_mode_that_is_insisted_on_for_multi_query_attention_needs_host_memory(
-    model_cache: Path, tmp_path: Path
-) -> None:
-    model = build_model("gemma", model_cache)
-    insist = {"mode": "hidden"}
-    with Server(our_server(model, tmp_path / "small", hcache=insist)) as server:
-        # Twice the KV pool's memory is what the tokens on the device alone take here.
-        told = server.wait_for_log(
-            r"KV mode, own pages: --hicache-ratio 2.0 gives (.*) GB of host memory, and .* alone "
-            r"take (.*) GB; --hicache-ratio (.*) is the least that will do"
-        )
-        assert told[1] != told[2]
-    ratio = float(told[3]) + 2
-    options = our_server(model, tmp_path / "hidden", hcache=insist, hicache_ratio=ratio)
-    with Server(options) as server:
-        conversations = converse(server, make_conversations(1, turns=2, tokens=300))
-        assert_hidden_mode(server)
-        assert_restored_from_l3(conversations, 64)
-    assert_no_cache_output(model, conversations)
 
 
 def test_adapters_mean_k_and_v_and_no_pages_shared_with_other_adapters_or_salts(

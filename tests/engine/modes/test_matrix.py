@@ -28,6 +28,7 @@ from tests.engine.harness.ours import (
     assert_own_pages_of_kv,
     assert_restored_from_l3,
     assert_sound_hidden_mode,
+    faulty,
     file_backend,
     hidden_mode_env,
     our_server,
@@ -130,6 +131,7 @@ MIXED = [
     # By default codec exp4 in bfloat16, which leaves 0.77 of the bytes.
     mixed("llama", ALL_THREE, "codec exp4", dtype="bfloat16", overlap=True),
     mixed("llama", (0, 4, 0), "codec exp4", dtype="bfloat16", share=0.22, marks=LONG),
+    mixed("llama", (0, 2, 2), "codec exp4", dtype="bfloat16", marks=LONG),
 ]
 
 # ---- classes of models, most of them without hidden states or own pages ----
@@ -190,11 +192,15 @@ OF_KV = [
         "llama", "own", "HiCache auto-sizing: ratio", hcache=KV, hicache_ratio=None, marks=VERSIONS
     ),
     row("qwen3", "own", QUERY_GROUPS, hcache=AUTO, tp=2),
+    row("qwen3", "own", "codec exp4", hcache=KV, dtype="bfloat16", page_size=128),
+    row("qwen3", "own", "codec exp4", hcache=KV, dtype="bfloat16", tp=2, marks=LONG),
+    row("llama", "own", changes=GROUPED, hcache=AUTO, dtype="bfloat16", marks=LONG),
     row("qwen3", "own", hcache=AUTO, pp=2),
     row("qwen3", "own", hcache=AUTO, l3="file"),
     row(
         *("qwen3", "own"),
         **SMALL_CHUNKS | {"hcache": AUTO, "overlap": True, "extra_args": ["--enable-mixed-chunk"]},
+        extra_env={"SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "python"},
         talk=(8, 2, 200),
         how=AT_ONCE | {"reply_tokens": 24},
     ),
@@ -215,6 +221,8 @@ RANKS = [
         )
     ),
     row("llama", "hidden", tp=2, pp=2),
+    # One KV head for all queries: hidden states need more than twice the KV pool's host memory.
+    row("gemma", "hidden", hcache=HIDDEN, hicache_ratio=16.0, talk=(1, 2, 300)),
     row("llama", "hidden", tp=2, l3="file"),
 ]
 
@@ -240,7 +248,80 @@ FP8 = [
     # another batch they are others.
     row("qwen3", "own", DEPENDS, NOT_RECOMPUTED, weights="batch", **OF_FP8 | {"reference": "none"}),
 ]
-ROWS = [*HIDDEN_STATES, *MIXED, *CLASSES, *OF_KV, *RANKS, *FP8]
+
+# ---- a fault that a server finds when it starts: it stores less, and nothing wrong ----
+
+NOT_IN_HOST_MEMORY = "KV mode, own pages: hidden states do not get to host memory: "
+OTHER_ROWS = "other rows of model.layers.0.self_attn than its projection received"
+MODULES_OF_TWO = (
+    "projection: layers 0, 2 by their attention modules: in the KV pool K or V are less exact than "
+    "the attention module's own at other batch sizes"
+)
+
+
+def fault(what: str, pages: str, *said: str, **more: Any) -> Any:
+    given = {"extra_env": faulty(what), "talk": (1, 2, 200), "name": what} | more
+    return row("llama", pages, *said, **given)
+
+
+FAULTS = [
+    fault("wrong_rope", "own", "KV mode, own pages: projected K of model.layers.0.self_attn"),
+    fault("rows_lost", "own", NOT_IN_HOST_MEMORY + "rows not valid", marks=LONG),
+    fault("wrong_save", "own", NOT_IN_HOST_MEMORY + OTHER_ROWS, marks=LONG),
+    fault(
+        *("wrong_copies", "plain"),
+        "KV mode, plain pages: K or V of layer 3 come back from host memory as",
+        hcache=KV,
+    ),
+    fault(
+        *("encoded_wrongly", "hidden", OTHER_ROWS),
+        "codec 'exp4' is not used, hidden states are stored as they are",
+        dtype="bfloat16",
+        marks=LONG,
+    ),
+    *(
+        fault(
+            *(name, "hidden", "projection: 2 layers by spec (", MODULES_OF_TWO),
+            **{"dtype": dtype, "marks": marks},
+        )
+        for name, dtype, marks in (
+            *(("wrong_spec_rope", "float32", ()), ("wrong_spec_rows", "float32", LONG)),
+            ("wrong_spec_rounding", "bfloat16", ()),
+        )
+    ),
+    # Layers behind the first that is not exact are stored and loaded; pages of K and V are
+    # recomputed whole or not at all.
+    fault(
+        *("recomputed_wrongly", "hidden"),
+        "exactness: recomputed layers: the first 2 layers only (model.layers.2.self_attn "
+        "recomputed: K ",
+        hcache={"partition": partition(3, 1, 0)},
+    ),
+    fault(
+        *("recomputed_wrongly", "own"),
+        "recomputation (model.layers.2.self_attn recomputed: K ",
+        hcache=KV,
+        name="recomputed_wrongly, K and V",
+    ),
+]
+
+# ---- checks of the start on a server that runs few requests at once ----
+
+FEW = [
+    row(
+        *("llama", pages, "exactness: recomputed layers: "),
+        unsaid=(NOT_RECOMPUTED,),
+        hcache=hcache,
+        extra_args=("--max-running-requests", str(requests)),
+        talk=(1, 2, 400),
+        name=f"{pages}, {requests} at once",
+    )
+    for pages, hcache, requests in (
+        ("own", KV, 2),
+        ("hidden", {"partition": partition(2, 2, 0)}, 1),
+    )
+]
+ROWS = [*HIDDEN_STATES, *MIXED, *CLASSES, *OF_KV, *RANKS, *FP8, *FAULTS, *FEW]
 
 
 def assert_as_wanted(server: Server, row: Row) -> None:

@@ -16,7 +16,6 @@ from tests.engine.harness.ours import (
     assert_no_cache_output,
     assert_nothing_went_wrong,
     assert_restored_from_l3,
-    attach,
     attach_config,
     extra_config,
     faulty,
@@ -40,7 +39,7 @@ def attach_error(server: Server, config: dict[str, object]) -> str:
     return answer.text
 
 
-@pytest.mark.parametrize("mode", ["hidden", "kv"])
+@pytest.mark.parametrize("mode", ["hidden", pytest.param("kv", marks=pytest.mark.long)])
 def test_a_start_is_summed_up_in_at_most_six_lines(mode: str, model: Path, tmp_path: Path) -> None:
     options = our_server(
         model,
@@ -78,68 +77,34 @@ class TestServerThatWasStartedWithoutUs:
         hooks = told(server, server.options.log.parent / "hooks")
         assert hooks == ["sglang.srt.model_executor.model_runner.ModelRunner.load_model"]
 
-    def test_an_attach_stores_plain_kv_and_says_so(
-        self, server: Server, model: Path, tmp_path: Path
-    ) -> None:
-        attach(server, attach_config(tmp_path))
-        server.wait_for_log(
-            r"hcache: KV mode, plain pages: the server was started without HCACHE_ENABLE=1"
-        )
-        conversations = converse(server, make_conversations(2, turns=2))
-        assert_restored_from_l3(conversations, 64)
-        assert_no_cache_output(model, conversations)
-        server.detach_storage()
-        assert stored_pages(tmp_path)  # detach leaves the data
-
     @pytest.mark.parametrize(
-        ("name", "value"),
-        [("mode", "hidden"), ("codec", "int8")],
-    )
-    def test_options_of_hidden_states_are_refused(
-        self, name: str, value: object, server: Server, tmp_path: Path
-    ) -> None:
-        assert (
-            f"option '{name}' is {value!r} but this server runs in kv mode (the server was started "
-            "without HCACHE_ENABLE=1); it can only change at a restart"
-        ) in attach_error(server, attach_config(tmp_path, **{name: value}))
-        assert not stored_pages(tmp_path)
-
-
-class TestServerThatWaitsForABackend:
-    @pytest.fixture(scope="class")
-    @classmethod
-    def server(cls, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-        folder = tmp_path_factory.mktemp("waiting")
-        options = ServerOptions(model, folder / "server.log", extra_env=hidden_mode_env())
-        with Server(options) as server:
-            yield server
-
-    @pytest.mark.parametrize(
-        ("options", "message"),
+        ("outside", "hcache", "message"),
         [
             (
-                {"dirz": ["/tmp"]},
-                r"hcache: unknown option 'dirz' \(value \['/tmp'\]\); did you mean 'dirs'?",
+                *({}, {"mode": "hidden"}),
+                "option 'mode' is 'hidden' but this server runs in kv mode (the server was started "
+                "without HCACHE_ENABLE=1); it can only change at a restart",
             ),
-            ({"dirs": ["/proc/no"]}, "hcache: option 'dirs' is ['/proc/no']:"),
-            ({"mode": "kv"}, "option 'mode' is 'kv' but this server runs in hidden mode; it can"),
+            (
+                *({}, {"dirz": ["/tmp"]}),
+                "hcache: unknown option 'dirz' (value ['/tmp']); did you mean 'dirs'?",
+            ),
+            ({"dirs": ["/tmp"]}, {}, "it belongs under the key 'hcache'"),
+            ({"interface_v1": 0}, {}, "'interface_v1' is 0; it must be 1"),
         ],
-        ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+        ids=["mode", "unknown", "place", "interface"],
     )
     def test_a_wrong_option_is_refused_with_its_reason(
-        self, options: dict[str, object], message: str, server: Server, tmp_path: Path
+        self,
+        outside: dict[str, object],
+        hcache: dict[str, object],
+        message: str,
+        server: Server,
+        tmp_path: Path,
     ) -> None:
-        text = attach_error(server, attach_config(tmp_path, **options))
-        assert message.replace("\\", "") in text.replace("\\", "")
-
-    def test_options_in_the_wrong_place_are_refused(self, server: Server, tmp_path: Path) -> None:
-        config = attach_config(tmp_path)
-        assert "it belongs under the key 'hcache'" in attach_error(
-            server, {**config, "dirs": ["/tmp"]}
-        )
-        assert "'interface_v1' is 0; it must be 1" in attach_error(
-            server, {**config, "interface_v1": 0}
-        )
+        text = attach_error(server, attach_config(tmp_path, **hcache) | outside)
+        assert message in text.replace("\\", "")
+        assert not stored_pages(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -154,12 +119,8 @@ class TestServerThatWaitsForABackend:
             "hcache: option 'partition' is {'recompute': 0, 'hidden': 5, 'kv': 0}: that is 5 "
             "layers, and the model has 4",
         ),
-        (
-            {"hcache": {"profile": "/proc/version"}},
-            "hcache: option 'profile': /proc/version: no profile: ",
-        ),
     ],
-    ids=["unknown", "partition", "profile"],
+    ids=["unknown", "partition"],
 )
 def test_a_wrong_option_at_start_up_stops_the_server_with_one_line(
     extra: dict[str, Any], message: str, model: Path, tmp_path: Path

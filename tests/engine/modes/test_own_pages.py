@@ -9,86 +9,32 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from bench.harness.models import build_model
 from bench.harness.server import Server, ServerOptions
 from hcache_backend.cli.main import app
-from hcache_backend.cli.metrics_page import fetch
-from hcache_backend.plan.profile import Profile, Rate
 from tests.engine.harness.conversations import (
     Conversation,
     ask,
     converse,
     make_conversations,
     random_tokens,
-    turns_of,
 )
 from tests.engine.harness.ours import (
     assert_no_cache_output,
-    assert_no_cache_output_up_to_ties,
     assert_nothing_went_wrong,
     assert_restored_from_l3,
-    assert_sound_own_pages,
     faulty,
     our_server,
-    stored_pages,
+    slow_profile,
 )
 
 pytestmark = pytest.mark.engine
 
 
-@pytest.mark.versions
-def test_pages_come_back_from_host_memory_from_l3_and_after_a_restart(
-    model_cache: Path, tmp_path: Path
-) -> None:
-    model = build_model("qwen3", model_cache)
-    options = our_server(
-        model, tmp_path, hcache={"mode": "auto"}, page_size=16, max_total_tokens=1024
-    )
-    with Server(options) as server:
-        # The device pool holds two conversations of four.
-        conversations = make_conversations(4, turns=3, tokens=120, seed=5)
-        for turns in (1, 2, 3):
-            converse(server, conversations, turns=turns, flush=False)
-        assert sum(turn.cached.host for turn in turns_of(conversations)) > 300
-        from_l3 = converse(server, make_conversations(2, turns=3, tokens=300, seed=6))
-        assert_restored_from_l3(from_l3, 16)
-        assert_sound_own_pages(server, "kv")
-    options.log = tmp_path / "restarted.log"
-    with Server(options) as server:
-        again = converse(server, make_conversations(2, turns=3, tokens=300, seed=6), flush=False)
-        assert all(c.turns[0].cached.storage >= 300 - 16 for c in again)
-        assert_sound_own_pages(server, "kv")
-    assert stored_pages(tmp_path)
-    assert_no_cache_output(model, [*conversations, *from_l3, *again])
-
-
-GROUPED = {"num_key_value_heads": 2}
-
-
-@pytest.mark.long
-def test_k_and_v_in_bfloat16_are_bit_for_bit_the_pools(model_cache: Path, tmp_path: Path) -> None:
-    """A page of every backup and of every load is compared."""
-    model = build_model("llama", model_cache, **GROUPED)
-    options = our_server(model, tmp_path, hcache={"mode": "auto"}, dtype="bfloat16", metrics=True)
-    with Server(options) as server:
-        conversations = converse(server, make_conversations(2, turns=3, tokens=300))
-        assert_restored_from_l3(conversations, 64)
-        # But for what 16 waiting checks left out, where checks had more than their share of time.
-        server.until(lambda: fetch(server.url).counters["tokens"]["checked"] > 0, "a check")
-        assert_sound_own_pages(server, "kv")
-    assert_no_cache_output_up_to_ties(model, tmp_path, conversations)
-
-
-RATES = ("hidden_copy", "kv_load", "projection", "dense", "attention")
-
-
-def profiled(model: Path, folder: Path, name: str, seconds: dict[str, float]) -> ServerOptions:
-    """A server by the profile of a machine where a layer's work takes so long, at any size."""
-    rates = {rate: Rate(seconds=seconds.get(rate, 1e-6), per_second=1e18) for rate in RATES}
-    profile = Profile(device=name, source="a test", dtype="float32", l3=None, **rates)
-    profile.save(folder / f"{name}.json")
-    hcache = {"mode": "auto", "profile": str(folder / f"{name}.json")}
-    return our_server(model, folder, hcache=hcache, log=folder / f"{name}.log")
+def profiled(model: Path, folder: Path, slow: str) -> ServerOptions:
+    """A server by the profile of a machine where this work of a layer is slow."""
+    profile = slow_profile(folder, slow, **{slow: 1.0, "dense": 1.0})
+    hcache = {"mode": "auto", "profile": str(profile)}
+    return our_server(model, folder, hcache=hcache, log=folder / f"{slow}.log")
 
 
 def test_two_servers_that_start_at_once_find_each_others_pages(model: Path, tmp_path: Path) -> None:
@@ -97,7 +43,7 @@ def test_two_servers_that_start_at_once_find_each_others_pages(model: Path, tmp_
     hold = tmp_path / "hold"
     hold.touch()
     wanted = ("kv_load", "projection")
-    options = [profiled(model, tmp_path, slow, {slow: 1.0, "dense": 1.0}) for slow in wanted]
+    options = [profiled(model, tmp_path, slow) for slow in wanted]
     with ExitStack() as stack:
         servers = [Server(replace(o, extra_env=faulty("decisions_held", hold))) for o in options]
         for server in servers:
@@ -117,7 +63,7 @@ def test_two_servers_that_start_at_once_find_each_others_pages(model: Path, tmp_
         for server in servers:
             assert_nothing_went_wrong(server)
         [slower] = [s for s in servers if ", as the store has it: the best for " in s.log_text()]
-    its_profile = str(slower.options.log.with_suffix(".json"))
+    its_profile = str(tmp_path / f"profile-of-{slower.options.log.stem}.json")
     command = ["plan", "-m", str(model), "-w", its_profile, "--apply", str(tmp_path / "l3")]
     assert CliRunner().invoke(app, command).exit_code == 0
     with Server(options[0]) as server:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,9 +21,8 @@ from tests.engine.harness.ours import (
     assert_no_cache_output,
     assert_no_cache_replies_up_to_ties,
     assert_nothing_went_wrong,
-    assert_own_pages_of_kv,
     assert_restored_from_l3,
-    assert_sound_hidden_mode,
+    assert_sound_own_pages,
     extra_config,
     faulty,
     our_server,
@@ -49,31 +49,40 @@ def size(paths: Sequence[Path]) -> int:
     return sum(path.stat().st_size for path in paths)
 
 
-@pytest.mark.versions
+@pytest.mark.parametrize(
+    "layers",
+    [
+        pytest.param((0, 4, 0), id="hidden", marks=pytest.mark.versions),
+        pytest.param((0, 0, 4), id="K and V", marks=pytest.mark.long),
+        pytest.param((0, 2, 2), id="mixed"),
+    ],
+)
 def test_each_rank_stores_half_and_any_number_of_ranks_reads_it(
-    model: Path, tmp_path: Path
+    layers: tuple[int, int, int], model: Path, tmp_path: Path
 ) -> None:
-    """What one rank wrote two read, and what these two wrote one reads."""
+    """What one rank wrote two read, and what these two wrote one reads. The heads of K and V are as
+    many groups as ``tp_lcm_size`` says."""
     conversations = make_conversations(2, turns=3, tokens=200)
+    config = extra_config(tmp_path, partition=partition(*layers)) | {"tp_lcm_size": 2}
     for turn, tp in enumerate((1, 2, 1), 1):
         options = our_server(model, tmp_path, tp=tp, log=tmp_path / f"{turn}.log")
-        with Server(options) as server:
+        with Server(replace(options, extra_config=config)) as server:
             converse(server, conversations, turns=turn)
-            assert_sound_hidden_mode(server)
-            rows = 512 // tp  # of K and V of a rank
-            by_spec = f"4 layers by spec (fused weight {rows}x256, RoPE neox 64)"
-            assert projections(server) == [by_spec] * tp
+            assert_sound_own_pages(server, "hidden" if layers[1] else "kv")
+            if layers == (0, 4, 0):
+                rows = 512 // tp  # of K and V of a rank
+                by_spec = f"4 layers by spec (fused weight {rows}x256, RoPE neox 64)"
+                assert projections(server) == [by_spec] * tp
     assert_restored_from_l3(conversations, 64)
     found = shares(tmp_path)
     assert sorted(found) == ["0of1", "0of2", "1of2"]
     assert len(found["0of2"]) == len(found["1of2"]) > 0
     names = [{path.name.split(".")[1] for path in paths} for paths in found.values()]
     assert not names[0] & names[1]  # nothing was stored a second time
-    whole = size(found["0of1"]) / len(found["0of1"])
     headers = 2 * 4096  # of the file, and of the page
-    for share in ("0of2", "1of2"):
-        half = size(found[share]) / len(found[share])
-        assert half - headers == (whole - headers) / 2
+    sizes = (size(paths) / len(paths) - headers for _, paths in sorted(found.items()))
+    whole, *halves = sizes
+    assert halves == [whole / 2] * 2
     assert_no_cache_output(model, conversations)
 
 
@@ -105,31 +114,6 @@ def test_first_layers_are_recomputed_by_all_ranks_together(
         assert_nothing_went_wrong(server)
     assert_restored_from_l3(conversations, 64)
     assert set(shares(tmp_path)) == {"0of2", "1of2"}
-    assert_no_cache_output(model, conversations)
-
-
-@pytest.mark.parametrize(
-    "hidden",
-    [pytest.param(0, id="K and V"), pytest.param(2, id="mixed", marks=pytest.mark.long)],
-)
-def test_k_and_v_of_one_rank_are_read_by_two_and_the_reverse(
-    hidden: int, model: Path, tmp_path: Path
-) -> None:
-    """The heads of K and V are as many groups as ``tp_lcm_size`` says."""
-    hcache = {"partition": partition(0, hidden, 4 - hidden)}
-    conversations = make_conversations(2, turns=3, tokens=200)
-    for turn, tp in enumerate((1, 2, 1), 1):
-        options = our_server(model, tmp_path, tp=tp, log=tmp_path / f"{turn}.log")
-        options.extra_config = {**extra_config(tmp_path, **hcache), "tp_lcm_size": 2}
-        with Server(options) as server:
-            converse(server, conversations, turns=turn)
-            (assert_hidden_mode if hidden else assert_own_pages_of_kv)(server)
-            assert_nothing_went_wrong(server)
-    assert_restored_from_l3(conversations, 64)
-    found = shares(tmp_path)
-    assert sorted(found) == ["0of1", "0of2", "1of2"]
-    names = [{path.name.split(".")[1] for path in paths} for paths in found.values()]
-    assert not names[0] & names[1]  # nothing was stored a second time
     assert_no_cache_output(model, conversations)
 
 

@@ -34,6 +34,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(skip)
 
 
+def host(*shape: int, value: int | None = None) -> torch.Tensor:
+    """Bytes that the device can read and write; random ones without a ``value``."""
+    memory = torch.randint(256, shape, dtype=torch.uint8)
+    memory = memory if value is None else memory.fill_(value)
+    return memory if INTERPRETED else memory.pin_memory()
+
+
+def finish() -> None:
+    """Wait until everything that was launched is done."""
+    if not INTERPRETED:
+        torch.cuda.synchronize()
+
+
 @pytest.fixture
 def device() -> str:
     """Where this process runs kernels."""

@@ -86,20 +86,15 @@ def test_all_programs_at_once_do_what_each_does(width: int) -> None:
     assert torch.equal(bits_of(one_by_one[2]), bits_of(at_once[2]))
 
 
-def test_exp4_gives_back_each_of_the_65536_patterns() -> None:
-    codec = make_codec("exp4", 1024, torch.bfloat16)
-    patterns = torch.arange(-(1 << 15), 1 << 15).to(torch.int16)
-    rows = patterns.view(64, 1024).view(torch.bfloat16)  # eight exponents a row
-    _, ok, decoded = run(codec, rows)
-    assert ok.all()
-    assert torch.equal(bits_of(decoded), bits_of(rows))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("width", [1, 100, 256, 4112])
 @pytest.mark.parametrize("name", ["int8", "fp8"])
 def test_scaled_codecs(name: str, width: int, dtype: torch.dtype) -> None:
-    same_as_reference(make_codec(name, width, dtype), float_rows(dtype, width, seed=width))
+    codec = make_codec(name, width, dtype)
+    same_as_reference(codec, float_rows(dtype, width, seed=width))
+    source = torch.Generator().manual_seed(width)
+    anything = torch.randint(256, (20, width * dtype.itemsize), generator=source).byte()
+    same_as_reference(codec, anything.view(dtype))
 
 
 def test_every_code_of_fp8_is_the_nearest() -> None:

@@ -9,8 +9,8 @@ from hcache_kernels.codecs import Cut, make_segment_codec
 from hcache_kernels.pages import gather_pages, gather_planes
 from hcache_kernels.pages.kernel import LayerTable, gather_launch, gather_planes_launch
 from tests.kernels.codec_rows import bits_of
-from tests.kernels.operations.conftest import INTERPRETED
-from tests.kernels.operations.test_segments import CUTS, DIM, POISON, host, planes_of
+from tests.kernels.operations.conftest import finish, host
+from tests.kernels.operations.test_segments import CUTS, DIM, POISON, planes_of
 
 PAGES = torch.tensor([0, 4, 2])
 ITEMS = torch.tensor([3, 1, 0])
@@ -19,11 +19,6 @@ ITEMS = torch.tensor([3, 1, 0])
 def slots_of(items: torch.Tensor, size: int) -> torch.Tensor:
     """Slots of the tokens of pages of the pool."""
     return (items[:, None] * size + torch.arange(size)).flatten()
-
-
-def finish() -> None:
-    if not INTERPRETED:
-        torch.cuda.synchronize()
 
 
 @pytest.mark.parametrize("name", ["exp4", "int8"])
@@ -35,7 +30,7 @@ def test_layers_are_encoded_and_decoded(cut: Cut, name: str, device: str) -> Non
     offsets = [8 + 2 * (length + 8), 8, 8 + length + 8]  # in no order
     here = [tuple(plane.to(device) for plane in planes) for planes in layers]
     table, slots = LayerTable.of(here, offsets), slots_of(ITEMS, size).to(device)
-    memory = host(5, 3 * (length + 8) + 8)
+    memory = host(5, 3 * (length + 8) + 8, value=POISON)
     flags = torch.full((3, 3, codec.flags), POISON, dtype=torch.uint8, device=device)
     fits = flags.view(torch.bool)
     pages = PAGES.to(device)
@@ -76,7 +71,7 @@ def test_layers_are_copied(
     length = tokens * groups * sum(rows)
     offsets = [16 + 2 * length, 16, 16 + length]
     table, slots = LayerTable.of(here, offsets), slots_of(ITEMS, tokens).to(device)
-    memory, pages = host(5, 3 * length + 24), PAGES.to(device)
+    memory, pages = host(5, 3 * length + 24, value=POISON), PAGES.to(device)
     arguments = memory, pages, 0
     gather_planes_launch(*arguments, here[0], slots, programs, table, tokens, save=True).run()
     finish()

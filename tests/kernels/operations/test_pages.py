@@ -7,7 +7,7 @@ import torch
 
 from hcache_kernels.pages import gather_pages, gather_planes, scatter_pages
 from hcache_kernels.pages.kernel import gather_launch, gather_planes_launch
-from tests.kernels.operations.conftest import INTERPRETED
+from tests.kernels.operations.conftest import finish, host
 
 PAGES = 9
 POISON = 0x5A
@@ -20,12 +20,6 @@ WAYS = pytest.mark.parametrize(
 page, with which pages are aligned to 16 bytes or to 8."""
 
 
-def host_pages(page_bytes: int) -> torch.Tensor:
-    """Random pages as the host pool holds them."""
-    pages = torch.randint(0, 256, (PAGES, page_bytes), dtype=torch.uint8)
-    return pages if INTERPRETED else pages.pin_memory()
-
-
 @WAYS
 @pytest.mark.parametrize(
     ("offset", "length"), [(4096, 4096), (4096, 8), (8, 392), (0, 24), (4104, 4 * 392), (0, 40000)]
@@ -33,7 +27,7 @@ def host_pages(page_bytes: int) -> torch.Tensor:
 def test_gather(
     device: str, offset: int, length: int, index_type: torch.dtype, programs: int, spare: int
 ) -> None:
-    pages = host_pages(offset + length + spare)
+    pages = host(PAGES, offset + length + spare)
     ids = torch.tensor([8, 0, 3, 3, 5], dtype=index_type)
     out = torch.full((len(ids) + 2, length), POISON, dtype=torch.uint8, device=device)
     gather_launch(pages, ids.to(device), offset, out[1:-1], programs).run()
@@ -50,7 +44,7 @@ def test_gather(
 def test_gather_planes(
     device: str, offset: int, tokens: int, k_bytes: int, v_bytes: int, groups: int, programs: int
 ) -> None:
-    pages = host_pages(offset + tokens * groups * (k_bytes + v_bytes) + 32)
+    pages = host(PAGES, offset + tokens * groups * (k_bytes + v_bytes) + 32)
     ids, places = torch.tensor([8, 0, 3, 3, 5]), torch.tensor([1, 6, 4, 0, 2])
     before = [
         torch.full((8, tokens, groups, row), POISON, dtype=torch.uint8)
@@ -70,19 +64,18 @@ def test_gather_planes(
 def test_scatter(
     device: str, offset: int, length: int, index_type: torch.dtype, programs: int, spare: int
 ) -> None:
-    pages = host_pages(offset + length + spare)
+    pages = host(PAGES, offset + length + spare)
     want = pages.clone()
     ids = torch.randperm(PAGES)[:5].to(index_type)
     rows = torch.randint(0, 256, (5, length), dtype=torch.uint8)
     scatter_pages(rows, want, ids, offset)
     gather_launch(pages, ids.to(device), offset, rows.to(device), programs, save=True).run()
-    if not INTERPRETED:
-        torch.cuda.synchronize()
+    finish()
     assert torch.equal(pages, want)
 
 
 def test_nothing_is_moved_for_no_ids(device: str) -> None:
-    pages = host_pages(4096)
+    pages = host(PAGES, 4096)
     none = torch.empty(0, dtype=torch.int64, device=device)
     assert gather_pages(pages, none, 0, 64).shape == (0, 64)
     before = pages.clone()

@@ -11,7 +11,7 @@ from hcache_kernels.codecs import Cut, make_codec, make_segment_codec
 from hcache_kernels.codecs.exp4.reference import BLOCK_VALUES, decode_units, form_of
 from tests.kernels.codec_rows import bits_of
 from tests.kernels.hostile_units import HOSTILE, hostile_units
-from tests.kernels.operations.conftest import INTERPRETED
+from tests.kernels.operations.conftest import finish, host
 from tests.kernels.operations.test_codecs import same_as_reference
 
 POISON = 0xA5
@@ -45,12 +45,6 @@ def planes_of(cut: Cut, pages: int, seed: int, dtype: torch.dtype) -> list[torch
     return planes
 
 
-def host(*shape: int, value: int = POISON) -> torch.Tensor:
-    """Memory that the device can write."""
-    memory = torch.full(shape, value, dtype=torch.uint8)
-    return memory if INTERPRETED else memory.pin_memory()
-
-
 @pytest.mark.parametrize(
     ("name", "dtype", "seed"),
     [
@@ -64,11 +58,11 @@ def test_encoded_segments(cut: Cut, name: str, dtype: torch.dtype, seed: int, de
     planes = planes_of(cut, 4, seed, dtype)
     items, pages = torch.tensor([3, 1, 0]), torch.tensor([0, 4, 2])
     length = codec.segment_bytes
-    memory, fits = host(5, OFFSET + length + 8), host(5, codec.flags)
+    memory = host(5, OFFSET + length + 8, value=POISON)
+    fits = host(5, codec.flags, value=POISON)
     arguments = ([p.to(device) for p in planes], items.to(device), memory, pages.to(device))
     codec.encode_launch(*arguments, OFFSET, fits[1:4].view(torch.bool)).run()
-    if not INTERPRETED:
-        torch.cuda.synchronize()
+    finish()
     want, want_fits = codec.encode_reference(planes, items)
     assert want_fits[0]
     assert torch.equal(fits[1:4].view(torch.bool).all(1), want_fits)

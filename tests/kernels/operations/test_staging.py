@@ -13,6 +13,7 @@ from hcache_kernels.staging import (
     stage_launch,
     stage_rows,
 )
+from tests.kernels.operations.conftest import finish, host
 
 PLACES = 9
 
@@ -103,11 +104,10 @@ def test_save_rows(device: str, page_size: int, row_bytes: int, n: int, kept: ra
     want = arena.clone()
     save_rows(staged, slots, shadows, want, segments, page_size, kept)
     assert torch.equal(want, expected)
-    got = arena.pin_memory() if device == "cuda" else arena
+    got = host(*arena.shape, value=0xEE)
     places = (slots.to(device), shadows.to(device))
     staged, segments = staged.to(device), segments.to(device)
     programs = page_size  # one for all rows, or more than there are
     save_launch(staged, *places, got, segments, page_size, share, programs).run()
-    if device == "cuda":
-        torch.cuda.synchronize()
+    finish()
     assert torch.equal(got, want)

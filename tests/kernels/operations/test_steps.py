@@ -7,6 +7,7 @@ import torch
 
 from hcache_kernels.staging import NOWHERE, WRONG_STEP
 from hcache_kernels.steps import StepPlaces, begin_launch, begin_rows, judge_launch, judge_rows
+from tests.kernels.operations.conftest import finish, host
 
 PLACES = 300
 
@@ -30,8 +31,7 @@ def test_begin_rows(device: str, n: int, placed: range, dtype: torch.dtype) -> N
         now = StepPlaces(torch.full((PLACES,), 5, device=on), torch.zeros(1, device=on).long())
         there = tuple(values.to(on) for values in tokens)
         launch(there, where, copied[: 3 * n], now, 41, placed)
-        if on == "cuda":
-            torch.cuda.synchronize()
+        finish()
         results.append([where.cpu(), copied, now.places.cpu(), now.number.cpu()])
     want = torch.stack(tokens).long()
     none = [NOWHERE] * (PLACES - len(placed))
@@ -54,8 +54,7 @@ def test_judge_rows(device: str, layers: int, n: int) -> None:
     got = torch.full((n + 1,), 0xEE, dtype=torch.uint8)
     judge_rows(marks, 17, got[:n])
     assert got.tolist() == [*want, 0xEE]
-    got = got.fill_(0xEE).pin_memory() if device == "cuda" else got.fill_(0xEE)
+    got = host(n + 1, value=0xEE)
     judge_launch(marks.to(device), 17, got[:n]).run()
-    if device == "cuda":
-        torch.cuda.synchronize()
+    finish()
     assert got.tolist() == [*want, 0xEE]

@@ -11,10 +11,13 @@ import json
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+from tests.kit.scheduler import aborts, around
 
 VARIABLE = "HCACHE_ORDER"
 LOAD_MODEL = "sglang.srt.model_executor.model_runner.ModelRunner.load_model"
@@ -58,12 +61,10 @@ class Done:
 
     Attributes:
         steps: Forward passes.
-        written_nodes: Nodes of the radix tree that were backed up to host memory.
         aborts: Requests that were aborted, by what they were in the middle of.
     """
 
     steps: int = 0
-    written_nodes: int = 0
     aborts: dict[str, int] = field(default_factory=dict)
 
 
@@ -112,21 +113,18 @@ def _begin(checker: Any, settings: Settings) -> None:
             "findings": [str(finding) for finding in checker.findings],
             **asdict(done),
             "replays": decode_graphs.replays,
-            "accesses": checker.memory.accesses,
             "host_waits": [
                 {**wait._asdict(), "times": times}
                 for wait, times in checker.clocks.host_waits.most_common()
             ],
-            "streams": checker.clocks.names,
         }
 
     _watch_the_event_loop(checker, settings, done, found)
-    _count_written_nodes(done)
     _abort_in_the_middle(done)
     if settings.newest_first:
         _hand_out_newest_first()
     if settings.decode_graphs:
-        decode_graphs.install(_around)
+        decode_graphs.install(around)
     checker.stack.enter_context(watch.streams_are_kept(checker.memory))
     checker.stack.enter_context(watch.Watch(checker.memory))
     _pin_memory()
@@ -140,16 +138,6 @@ def _pin_memory() -> None:
     current_platform.is_pin_memory_available = lambda device=None: (
         threading.get_ident() == scheduler
     )
-
-
-def _around(owner: Any, name: str, wrap: Callable[..., Any]) -> None:
-    """Replace a method by ``wrap(original, self, ...)``."""
-    original = getattr(owner, name)
-
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        return wrap(original, *args, **kwargs)
-
-    setattr(owner, name, wrapped)
 
 
 def _say_what_is_pinned(checker: Any) -> None:
@@ -166,8 +154,8 @@ def _say_what_is_pinned(checker: Any) -> None:
         length = layout.header_bytes if header else layout.page_bytes
         checker.touch_pages(pages, layout.page_bytes, length, "write" if write else "read")
 
-    _around(OwnPagesPool, "init_kv_buffer", arena)
-    _around(Arena, "host_access", touched)
+    around(OwnPagesPool, "init_kv_buffer", arena)
+    around(Arena, "host_access", touched)
 
 
 def _say_what_is_kept(checker: Any) -> None:
@@ -196,7 +184,8 @@ def _watch_the_event_loop(
     """What was set up before it is done; what comes is checked."""
     from sglang.srt.managers.scheduler import Scheduler
 
-    from hcache_backend.sglang.hooks import FORWARD, Hook, install
+    from hcache_backend.sglang.hook_registry import Hook, install
+    from hcache_backend.sglang.model_runner import FORWARD
 
     def run(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
         _name_streams(checker, scheduler)
@@ -220,7 +209,7 @@ def _watch_the_event_loop(
         checker.clocks.last_pass = checker.clocks.record(checker.clocks.current)
         return output
 
-    _around(Scheduler, "run_event_loop", run)
+    around(Scheduler, "run_event_loop", run)
     missing = install([Hook(FORWARD, forward)])
     assert missing is None, missing
 
@@ -239,42 +228,16 @@ def _name_streams(checker: Any, scheduler: Any) -> None:
             checker.clocks.names[stream.actor] = name
 
 
-def _count_written_nodes(done: Done) -> None:
-    from hcache_backend.sglang.controller import OwnPagesController
-
-    def write(original: Any, *args: Any, **kwargs: Any) -> Any:
-        host_indices = original(*args, **kwargs)
-        done.written_nodes += host_indices is not None
-        return host_indices
-
-    _around(OwnPagesController, "write", write)
-
-
 def _abort_in_the_middle(done: Done) -> None:
-    """A request whose id begins with ``abort in prefetch`` (or ``load``, or ``prefill``) is aborted
-    in the first turn of the scheduler that finds it there."""
-    from sglang.srt.managers.io_struct import AbortReq
     from sglang.srt.managers.scheduler import Scheduler
 
-    aborted = set[str]()
+    aborted: dict[str, str] = {}
 
     def turn(original: Any, scheduler: Any, received: list[Any]) -> None:
-        cache, last, chunked = scheduler.tree_cache, scheduler.last_batch, scheduler.chunked_req
-        loading = last.reqs if last is not None and cache.ongoing_load_back else []
-        middle = {
-            "prefetch": [handle.rid for handle in cache.ongoing_prefetch],
-            "load": [req.rid for req in loading],
-            "prefill": [chunked.rid] if chunked is not None else [],
-        }
-        for phase, rids in middle.items():
-            for rid in rids:
-                if rid.startswith(f"abort in {phase}") and rid not in aborted:
-                    aborted.add(rid)
-                    done.aborts[phase] = done.aborts.get(phase, 0) + 1
-                    received = [*received, AbortReq(rid=rid)]
-        original(scheduler, received)
+        original(scheduler, [*received, *aborts(scheduler, aborted)])
+        done.aborts = dict(Counter(aborted.values()))
 
-    _around(Scheduler, "process_input_requests", turn)
+    around(Scheduler, "process_input_requests", turn)
 
 
 def _answer(settings: Settings, found: Callable[[], dict[str, Any]]) -> None:
@@ -302,8 +265,8 @@ def _fail_to_begin() -> None:
         if not edges.is_left_out():
             original(capture)
 
-    _around(StagedCapture, "begin", begin)
-    _around(StagedCapture, "give_up_step", give_up)
+    around(StagedCapture, "begin", begin)
+    around(StagedCapture, "give_up_step", give_up)
 
 
 def _hand_out_newest_first() -> None:
@@ -313,4 +276,4 @@ def _hand_out_newest_first() -> None:
         original(allocator, *args, **kwargs)
         allocator.need_sort = False
 
-    _around(PagedTokenToKVPoolAllocator, "__init__", unsorted)
+    around(PagedTokenToKVPoolAllocator, "__init__", unsorted)

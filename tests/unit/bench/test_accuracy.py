@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,10 +10,8 @@ import pytest
 import torch
 
 from bench.accuracy import pairs
-from bench.accuracy.__main__ import PROGRAM
 from bench.accuracy.measure import Found, Sizes, by_distance
 from bench.accuracy.methods import paired
-from bench.accuracy.report import by_layer, draw
 from bench.fixtures.text import Recalled, Text
 from bench.harness.methods import PAGE_SIZE
 from bench.harness.reference import OwnReference
@@ -68,48 +65,6 @@ def test_a_method_beside_itself_is_refused() -> None:
     said = log_probabilities([0.5, 0.5])
     with pytest.raises(OwnReference, match="'exact'"):
         Found().compare("exact", said, said)
-
-
-def test_the_reference_has_no_divergence_and_single_layers_are_in_the_picture_only(
-    tmp_path: Path,
-) -> None:
-    run = {"tokens": 4, "nll": 2.5, "recall": {"64": [3, 4]}}
-    coded = {
-        **run,
-        "kl": 1e-3,
-        "largest_kl": 0.1,
-        "same": 3,
-        "not_kept": 2,
-        "bytes_per_token": 1088,
-    }
-    coded |= {"k_error": 0.01, "v_error": 0.02, "method": "hidden, int8"}
-    layers = [{**coded, "layer": layer, "kl": 10.0**-layer} for layer in (1, 2)]
-    methods = [{**coded, "layer": None}, *layers]
-    results = {"name": "gqa", "dtype": "bfloat16", "device": "a machine"}
-    results |= {"reference": run, "methods": methods}
-    assert PROGRAM.table(results).splitlines()[2:] == [
-        "| no cache | - | - | - | - | - | - | - | 2.5000 | 3 of 4 |",
-        "| hidden, int8 | 1,088 | 2 | 1.0e-02 | 2.0e-02 | 1.0e-03 | 1.0e-01 | 3 of 4 | 2.5000 "
-        "| 3 of 4 |",
-    ]
-    assert by_layer(results) == {"hidden, int8": [0.1, 0.01]}
-    pytest.importorskip("matplotlib")
-    draw(results).savefig(tmp_path / "it.png")
-
-
-def test_what_a_server_finds_at_its_start_has_a_table() -> None:
-    results = {
-        "name": "it",
-        "dtype": "bfloat16",
-        "exactness": {"projected": [{"exactness": "K 0 ulp"}], "recomputed": "K 2 ulp"},
-        "krul": {"may_be_merged": 0, "pairs": 435, "least_change": 0.412},
-    }
-    assert PROGRAM.table(results, "short").splitlines()[2:] == [
-        "| projected from hidden states | K 0 ulp |",
-        "| recomputed | K 2 ulp |",
-        "| pairs of layers that codec `krul` may merge | 0 of 435; the merge that changes least "
-        "changes K or V by 0.41 |",
-    ]
 
 
 @pytest.mark.parametrize("layers", [4, 6, 8, 22])

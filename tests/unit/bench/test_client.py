@@ -16,6 +16,7 @@ from hcache_backend.cli.common import RequestError
 from hcache_backend.cli.ingest import Server, UnusableServer
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+SERVER, FLUSH = StreamingClient.server, StreamingClient.flush
 
 
 def chunk(ids: Sequence[int], count: int, finished: bool = False, **meta: Any) -> dict[str, Any]:
@@ -52,6 +53,10 @@ def answers(status: int, body: str) -> Handler:
         return web.Response(status=status, text=body)
 
     return handler
+
+
+def as_json(body: object) -> Handler:
+    return answers(200, json.dumps(body))
 
 
 async def ask(
@@ -106,12 +111,9 @@ def test_tokens_that_come_together_share_the_time_since_those_before() -> None:
     reply = generate(streams(chunk([1], 1), chunk([1, 2, 3], 3, True)))
     assert len(reply.gaps_s) == 2
     assert reply.gaps_s[0] == reply.gaps_s[1] > 0
-
-
-def test_an_event_without_a_new_token_is_no_token() -> None:
+    # An event without a new token is no token.
     reply = generate(streams(chunk([], 0), chunk([4], 1), chunk([4], 1, True)))
-    assert reply.output_ids == [4]
-    assert reply.gaps_s == []
+    assert (reply.output_ids, reply.gaps_s) == ([4], [])
 
 
 def test_a_request_asks_for_exactly_so_many_tokens() -> None:
@@ -121,14 +123,15 @@ def test_a_request_asks_for_exactly_so_many_tokens() -> None:
     (body, header), (text_body, no_header) = seen
     assert body["input_ids"] == [3, 4]
     assert body["stream"] is True
-    assert body["sampling_params"] == {
-        "temperature": 0.0,
-        "max_new_tokens": 3,
-        "ignore_eos": True,
-    }
+    asked = {"temperature": 0.0, "max_new_tokens": 3, "ignore_eos": True}
+    assert body["sampling_params"] == asked
     assert (header, no_header) == ("Bearer secret", None)
     assert text_body["text"] == "a text"
     assert "input_ids" not in text_body
+
+
+def split(**tokens: int) -> dict[str, Any]:
+    return {"cached_tokens": sum(tokens.values()), "cached_tokens_details": tokens}
 
 
 @pytest.mark.parametrize(
@@ -136,14 +139,8 @@ def test_a_request_asks_for_exactly_so_many_tokens() -> None:
     [
         ({}, CachedTokens()),
         ({"cached_tokens": 4}, CachedTokens(unsplit=4)),
-        (
-            {"cached_tokens": 6, "cached_tokens_details": {"device": 1, "host": 2, "storage": 3}},
-            CachedTokens(1, 2, 3),
-        ),
-        (
-            {"cached_tokens": 3, "cached_tokens_details": {"device": 1, "host": 2}},
-            CachedTokens(1, 2),
-        ),
+        (split(device=1, host=2, storage=3), CachedTokens(1, 2, 3)),
+        (split(device=1, host=2), CachedTokens(1, 2)),
     ],
 )
 def test_hits_are_split_where_the_server_says_so(
@@ -160,10 +157,7 @@ def test_hits_are_split_where_the_server_says_so(
         (answers(400, '{"error": {"message": "too long"}}'), "400: too long"),
         (answers(500, "boom"), "500: boom"),
         (streams({"error": {"message": "no room", "code": 400}}), "no room"),
-        (
-            streams(chunk([1], 1, finish_reason={"type": "abort", "message": "cut"})),
-            "cut",
-        ),
+        (streams(chunk([1], 1, finish_reason={"type": "abort", "message": "cut"})), "cut"),
         (streams(chunk([1], 1)), "the stream ended after 1 tokens"),
         (streams(), "the stream ended after 0 tokens"),
     ],
@@ -181,13 +175,13 @@ def prefill(handler: Handler) -> Any:
 
 
 def test_a_prefilled_prompt_says_what_l3_had() -> None:
-    found = prefill(answers_json(chunk([1], 1, True, cached_tokens_details={"storage": 3})))
+    found = prefill(as_json(chunk([1], 1, True, cached_tokens_details={"storage": 3})))
     assert found == (5, 3)
-    assert prefill(answers_json(chunk([1], 1, True))) == (5, 0)
+    assert prefill(as_json(chunk([1], 1, True))) == (5, 0)
     with pytest.raises(RequestError, match="400: too long"):
         prefill(answers(400, '{"error": {"message": "too long"}}'))
     with pytest.raises(RequestError, match="cut"):
-        prefill(answers_json(chunk([1], 1, finish_reason={"type": "abort", "message": "cut"})))
+        prefill(as_json(chunk([1], 1, finish_reason={"type": "abort", "message": "cut"})))
     with pytest.raises(RequestError, match="Expecting value"):
         prefill(answers(200, "?"))
 
@@ -203,30 +197,25 @@ def test_a_server_that_is_gone_fails_the_request() -> None:
 
 
 def test_what_a_server_says_of_itself() -> None:
-    found = asyncio.run(
-        ask("/server_info", answers_json({"page_size": 64}), StreamingClient.server)
-    )
+    found = asyncio.run(ask("/server_info", as_json({"page_size": 64}), StreamingClient.server))
     assert found == {"page_size": 64}
 
 
-def answers_json(body: object) -> Handler:
-    async def handler(request: web.Request) -> web.StreamResponse:
-        return web.json_response(body)
-
-    return handler
-
-
 @pytest.mark.parametrize(
-    ("path", "handler", "message"),
+    ("path", "handler", "what", "message"),
     [
-        ("/server_info", answers(401, ""), "/server_info: 401: give its --api-key"),
-        ("/other", answers(200, ""), "/server_info: 404: "),
-        ("/server_info", answers(200, "<html>"), "no usable SGLang server at "),
+        ("/server_info", answers(401, ""), SERVER, "/server_info: 401: give its --api-key"),
+        ("/other", answers(200, ""), SERVER, "/server_info: 404: "),
+        ("/server_info", answers(200, "<html>"), SERVER, "no usable SGLang server at "),
+        ("/flush_cache", answers(400, "not idle"), FLUSH, "flush_cache: 400: not idle"),
+        ("/flush_cache", answers(401, ""), FLUSH, "give its --api-key"),
     ],
 )
-def test_what_is_no_server_is_named(path: str, handler: Handler, message: str) -> None:
+def test_what_is_no_usable_server_is_named(
+    path: str, handler: Handler, what: Callable[..., Any], message: str
+) -> None:
     with pytest.raises(UnusableServer, match=message):
-        asyncio.run(ask(path, handler, StreamingClient.server))
+        asyncio.run(ask(path, handler, what))
 
 
 def test_an_unreachable_server_is_named() -> None:
@@ -238,14 +227,6 @@ def test_an_unreachable_server_is_named() -> None:
         server.info()
     with pytest.raises(UnusableServer, match="flush_cache: the server does not answer"):
         server.flush()
-
-
-@pytest.mark.parametrize(
-    ("status", "message"), [(400, "flush_cache: 400: not idle"), (401, "give its --api-key")]
-)
-def test_a_flush_that_is_refused_says_why(status: int, message: str) -> None:
-    with pytest.raises(UnusableServer, match=message):
-        asyncio.run(ask("/flush_cache", answers(status, "not idle"), StreamingClient.flush))
 
 
 def test_a_flush_waits_for_an_idle_server() -> None:

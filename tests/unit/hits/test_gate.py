@@ -9,19 +9,35 @@ import pytest
 from hcache_backend.plan.costs import Partition
 from hcache_backend.plan.presets import preset_profile
 from hcache_backend.plan.restore import Restore
-from hcache_backend.prefetch.costs import Hit, Recomputing
-from hcache_backend.prefetch.gate import HitGate
-from hcache_backend.prefetch.gpu import Gpu
-from hcache_backend.prefetch.progress import LONGEST_PART_SECONDS, OVERDUE_SECONDS
-from hcache_backend.prefetch.trials import TRIAL_SECONDS
-from tests.unit.hits.gates import STEP, Clock, at, read, reading, takes, turn
+from hcache_backend.prefetch.gate import Gpu, HitGate
+from hcache_backend.prefetch.prefetch import (
+    Hit,
+    Meeting,
+    Prefetch,
+    Prefetches,
+    Recomputing,
+    State,
+)
+from hcache_backend.prefetch.progress import LONGEST_PART_SECONDS, STALLED_SECONDS
+from tests.unit.hits.gates import (
+    STEP,
+    Clock,
+    at,
+    named,
+    new_gate,
+    read,
+    reading,
+    refused,
+    takes,
+    turn,
+)
 from tests.unit.partition.pipelines import public_model
 
 # ---- taking and refusing ----
 
 
 def test_a_hit_is_taken_where_nothing_is_known(clock: Clock) -> None:
-    assert takes(HitGate(None, "test", 1.0, clock), "a")
+    assert takes(new_gate(clock), "a")
 
 
 @pytest.mark.parametrize(("seconds", "taken"), [(0.5, True), (2.0, False)])
@@ -57,9 +73,9 @@ def test_while_the_front_is_waited_for_l3_is_not_slow(gate: HitGate, clock: Cloc
         clock.now += 0.25
         gate.l3.waited(4.0)
         clock.now += 4.0
-        assert gate.l3.slowdown(clock.now) == 1.0 and not gate.l3.seems_overdue(clock.now)
+        assert gate.l3.slowdown(clock.now) == 1.0 and not gate.l3.seems_stalled(clock.now)
         gate.l3.spared(500)
-    assert gate.costs.read.seconds(1000) == pytest.approx(0.5)
+    assert gate.estimates.read.seconds(1000) == pytest.approx(0.5)
 
 
 def test_a_hit_is_refused_of_which_l3_would_bring_next_to_nothing(
@@ -84,7 +100,7 @@ def test_a_prefetch_does_not_end_for_a_slightly_smaller_part_of_l3(
     pace *= 0.9
     with reading(gate, "a", 1000):
         clock.now += 0.1
-        assert turn(gate, at("a")) == []
+        assert turn(gate, at(gate, "a")) == []
     turn(gate)
     assert not takes(gate, "b", recomputing=lambda tokens, prefix: pace * tokens)
 
@@ -99,7 +115,7 @@ def test_a_prefetch_goes_on_while_its_front_is_recomputed(gate: HitGate, clock: 
         with reading(gate, "a", 1000):
             clock.now += 0.9
             gate.l3.arrived(STEP)
-            assert turn(gate, at("a", STEP)) == ended
+            assert turn(gate, at(gate, "a", STEP)) == ended
         turn(gate)
 
 
@@ -115,7 +131,7 @@ def test_a_prefetch_whose_front_slices_do_not_reach_ends_as_without_them(
     assert takes(gate, "a", recomputing=lambda tokens, prefix: 1e-3 * tokens)
     with reading(gate, "a", 1000):
         clock.now += 0.1
-        assert turn(gate, at("a", reachable=reachable)) == ended
+        assert turn(gate, at(gate, "a", reachable=reachable)) == ended
 
 
 def test_the_front_of_an_earlier_hit_is_recomputed_first(gate: HitGate, clock: Clock) -> None:
@@ -129,16 +145,16 @@ def test_the_front_of_an_earlier_hit_is_recomputed_first(gate: HitGate, clock: C
     # After 1.29 s. Computed after 1.0 s, and "a" would be 0.57 s late, "b" 0.14 s.
     assert takes(gate, "c", recomputing=recomputing)
     assert gate._until_read(Hit(1000, 0, 0, 0, recomputing), clock.now) == pytest.approx(12 / 7)
-    assert turn(gate, at("a"), at("b"), at("c")) == []
+    assert turn(gate, at(gate, "a"), at(gate, "b"), at(gate, "c")) == []
     # Nothing is recomputed of the first one any more: it takes as long as L3 needs.
-    gate.to_end([at("a", reachable=0), at("b"), at("c")])
+    gate.to_end([at(gate, "a", reachable=0), at(gate, "b"), at(gate, "c")])
     left = gate._until_read(Hit(1000, 0, 0, 0, recomputing), clock.now)
     assert left == pytest.approx(0.75 + 9 / 7)
 
 
 def test_option_min_gain_asks_for_more(clock: Clock) -> None:
     for gain, taken in ((1.5, True), (3.0, False)):
-        gate = HitGate(None, "test", gain, clock)
+        gate = new_gate(clock, min_gain=gain)
         gate.prefilled(1000, 0, 0, 1.0)
         read(gate, clock, 0.5)
         assert takes(gate, "a") is taken
@@ -169,8 +185,8 @@ def test_a_hit_is_taken_whose_computing_would_delay_others_that_are_read(
     assert takes(gate, "c")  # after 1.2 s
     assert takes(gate, "d")  # after 1.6 s
     assert not takes(gate, "e")  # after 2.0 s
-    assert turn(gate, *map(at, "abcd")) == []
-    assert turn(gate, at("d")) == []  # they were aborted
+    assert turn(gate, *(at(gate, name) for name in "abcd")) == []
+    assert turn(gate, at(gate, "d")) == []  # they were aborted
 
 
 def test_what_the_gpu_computes_already_comes_first(gate: HitGate, clock: Clock) -> None:
@@ -210,9 +226,9 @@ def test_while_requests_wait_a_hit_is_taken_that_saves_the_gpu_time(
     read(gate, clock, 5.0)
     gate.gpu.wanted = True
     assert takes(gate, "a")
-    assert turn(gate, at("a")) == []
+    assert turn(gate, at(gate, "a")) == []
     gate.gpu.wanted = False
-    assert turn(gate, at("a")) == ["a"]
+    assert turn(gate, at(gate, "a")) == ["a"]
 
 
 def test_while_requests_wait_a_hit_that_costs_the_gpu_more_is_refused(
@@ -227,18 +243,18 @@ def test_while_requests_wait_a_hit_that_costs_the_gpu_more_is_refused(
 def test_what_was_refused_stays_refused(gate: HitGate, clock: Clock) -> None:
     read(gate, clock, 2.0)
     assert not takes(gate, "a")
-    assert gate.was_refused("a") and not gate.was_refused("b")
+    assert refused(gate, "a") and not refused(gate, "b")
     for _ in range(2):
         read(gate, clock, 0.1)
     assert takes(gate, "b")
-    assert gate.was_refused("a")
+    assert refused(gate, "a")
 
 
 def test_a_new_request_may_have_the_name_of_a_refused_one(gate: HitGate, clock: Clock) -> None:
     read(gate, clock, 2.0)
     assert not takes(gate, "a")
-    gate.forget("a")
-    assert not gate.was_refused("a")
+    gate.prefetches.forget("a")
+    assert not refused(gate, "a")
 
 
 # ---- running prefetches ----
@@ -251,12 +267,12 @@ def test_a_prefetch_ends_when_going_on_is_slower_than_computing_what_is_left(
     assert takes(gate, "a", 1024)
     with reading(gate, "a", 1024):
         clock.now += 0.2
-        assert turn(gate, at("a", 512)) == []
+        assert turn(gate, at(gate, "a", 512)) == []
         clock.now += 0.3  # now it brings no more
-        assert turn(gate, at("a", 512)) == []
+        assert turn(gate, at(gate, "a", 512)) == []
         clock.now += 0.5
-        assert turn(gate, at("a", 512)) == ["a"]
-    assert gate.was_refused("a")
+        assert turn(gate, at(gate, "a", 512)) == ["a"]
+    assert refused(gate, "a")
 
 
 def test_a_read_that_is_in_time_does_not_end_shortly_before_it_is_there(
@@ -269,9 +285,9 @@ def test_a_read_that_is_in_time_does_not_end_shortly_before_it_is_there(
         gate.prefilled(1000, 0, 0, 0.6)
     with reading(gate, "a", 1000, step=1000):
         clock.now += 0.8
-        assert turn(gate, at("a", step=1000)) == []
+        assert turn(gate, at(gate, "a", step=1000)) == []
         clock.now += 0.4  # a quarter late: perhaps it hangs
-        assert turn(gate, at("a", step=1000)) == ["a"]
+        assert turn(gate, at(gate, "a", step=1000)) == ["a"]
 
 
 def test_a_prefetch_goes_on_when_little_is_left(gate: HitGate, clock: Clock) -> None:
@@ -280,8 +296,8 @@ def test_a_prefetch_goes_on_when_little_is_left(gate: HitGate, clock: Clock) -> 
     with reading(gate, "a", 1024):
         clock.now += 1.1  # slower than it should have been, and as fast as computing
         gate.l3.arrived(896)
-        assert turn(gate, at("a", 896)) == []
-        assert turn(gate, at("a", 1024)) == []
+        assert turn(gate, at(gate, "a", 896)) == []
+        assert turn(gate, at(gate, "a", 1024)) == []
 
 
 def test_what_would_be_lost_at_its_end_is_a_reason_to_go_on(gate: HitGate, clock: Clock) -> None:
@@ -292,8 +308,8 @@ def test_what_would_be_lost_at_its_end_is_a_reason_to_go_on(gate: HitGate, clock
         for _ in range(2):
             clock.now += 0.5
             gate.l3.arrived(256)
-        assert turn(gate, at("a", 512, lost=512)) == []
-        assert turn(gate, at("a", 512)) == ["a"]
+        assert turn(gate, at(gate, "a", 512, lost=512)) == []
+        assert turn(gate, at(gate, "a", 512)) == ["a"]
 
 
 def test_what_is_worth_nothing_in_parts_does_not_end_for_being_slow(
@@ -303,29 +319,9 @@ def test_what_is_worth_nothing_in_parts_does_not_end_for_being_slow(
     assert takes(gate, "a", 1024)
     with reading(gate, "a", 1024):
         clock.now += 0.6
-        assert turn(gate, at("a", whole=True)) == []
+        assert turn(gate, at(gate, "a", whole=True)) == []
         clock.now += 5.0
-        assert turn(gate, at("a", whole=True)) == ["a"]  # it hangs
-
-
-@pytest.mark.parametrize("step", [STEP, 1024])
-def test_a_trial_of_what_is_worth_nothing_in_parts_ends_before_it_took_as_long_as_computing(
-    step: int, gate: HitGate, clock: Clock
-) -> None:
-    """L3 is ten times as slow as computing; without an end it would never be tried again."""
-    for _ in range(2):
-        read(gate, clock, 10.0, tokens=1024)
-    clock.now += TRIAL_SECONDS + 1
-    assert gate.may_ask("a", 0)
-    assert gate.takes("a", 1024, 1024, page=0) == 1024
-    with reading(gate, "a", 1024, step):
-        assert turn(gate, at("a", whole=True, step=step)) == []
-        began = clock.now
-        while not (ended := turn(gate, at("a", whole=True, step=step))):
-            clock.now += 0.01
-        assert ended == ["a"] and clock.now - began <= 1.05
-    assert gate.may_ask("b", 0)
-    assert gate.takes("b", 1024, 1024, page=0) == 0
+        assert turn(gate, at(gate, "a", whole=True)) == ["a"]  # it hangs
 
 
 def test_the_read_of_a_prefetch_that_ended_is_no_reason_to_end_others(
@@ -338,9 +334,9 @@ def test_the_read_of_a_prefetch_that_ended_is_no_reason_to_end_others(
     with reading(gate, "a", 1000):
         clock.now += 4.0
         gate.l3.arrived(768)
-        assert turn(gate, at("a", 768), at("b")) == []
+        assert turn(gate, at(gate, "a", 768), at(gate, "b")) == []
         clock.now += 0.5
-        assert turn(gate, at("b")) == []  # the other one's request was aborted
+        assert turn(gate, at(gate, "b")) == []  # the other one's request was aborted
         assert gate.may_ask("c", 0)
 
 
@@ -352,22 +348,22 @@ def test_what_was_recomputed_need_not_be_read_any_more(gate: HitGate, clock: Clo
     with reading(gate, "a", 1024):
         clock.now += 0.6
         gate.l3.arrived(256)
-        assert turn(gate, at("a", 896, lost=256)) == []
+        assert turn(gate, at(gate, "a", 896, lost=256)) == []
 
 
 # ---- L3 that does not answer ----
 
 
-def test_while_a_read_is_overdue_everything_ends_and_nothing_is_asked(
+def test_while_a_read_is_stalled_everything_ends_and_nothing_is_asked(
     gate: HitGate, clock: Clock
 ) -> None:
     read(gate, clock, 0.001)
     assert takes(gate, "a") and takes(gate, "b")
     with reading(gate, "a", 1000):
-        clock.now += OVERDUE_SECONDS + 0.01
-        assert turn(gate, at("a"), at("b")) == ["a", "b"]
+        clock.now += STALLED_SECONDS + 0.01
+        assert turn(gate, at(gate, "a"), at(gate, "b")) == ["a", "b"]
         assert not gate.may_ask("c", 0)
-        assert not gate.takes("c", 1000, 1000)
+        assert not gate.takes(Prefetch("c"), 1000, 1000)
         clock.now += 3600
         assert turn(gate) == []
         assert not gate.may_ask("c", 0)
@@ -381,25 +377,25 @@ def test_reads_that_hung_teach_no_patience(gate: HitGate, clock: Clock) -> None:
     gate.gpu.wanted = True
     assert takes(gate, "a")
     with reading(gate, "a", 1000):
-        clock.now += 2 * LONGEST_PART_SECONDS + OVERDUE_SECONDS + 0.01
-        assert turn(gate, at("a")) == ["a"]
+        clock.now += 2 * LONGEST_PART_SECONDS + STALLED_SECONDS + 0.01
+        assert turn(gate, at(gate, "a")) == ["a"]
 
 
 def test_a_part_may_take_as_long_as_computing_it(clock: Clock) -> None:
     """Plain pages come 128 at a time, which here are a prefill of 40 s."""
-    gate = HitGate(None, "test", 1.0, clock)
+    gate = new_gate(clock)
     gate.prefilled(1000, 0, 0, 40.0)
     for _ in range(2):
         read(gate, clock, 20.0)
     assert takes(gate, "a")
     with reading(gate, "a", 1000, step=1000):
         clock.now += 20.0
-        assert turn(gate, at("a", step=1000)) == []
-        clock.now += 20.0 + OVERDUE_SECONDS + 0.01
-        assert turn(gate, at("a", step=1000)) == ["a"]
+        assert turn(gate, at(gate, "a", step=1000)) == []
+        clock.now += 20.0 + STALLED_SECONDS + 0.01
+        assert turn(gate, at(gate, "a", step=1000)) == ["a"]
 
 
-def test_a_read_whose_parts_come_is_not_overdue_though_nobody_looked(
+def test_a_read_whose_parts_come_is_not_stalled_though_nobody_looked(
     gate: HitGate, clock: Clock
 ) -> None:
     """The scheduler is in one long step, and its turns come late."""
@@ -416,20 +412,20 @@ def test_a_read_whose_parts_come_is_not_overdue_though_nobody_looked(
 def test_a_part_of_a_read_takes_its_share_of_it_whatever_small_reads_take(clock: Clock) -> None:
     """By the profile L3 is a fast disk; whole hits show that it is a slow one by now."""
     machine = Restore(preset_profile("h100", 1), public_model("llama-2-7b"), Partition(0, 0, 32))
-    gate = HitGate(machine, "test", 1.0, clock)
+    gate = new_gate(clock, machine)
     for _ in range(3):
         read(gate, clock, 16.0, tokens=1024)
     with reading(gate, "a", 1024):
         assert gate.l3.seconds_to_read(STEP) == pytest.approx(2.0, rel=0.01)
         for _ in range(4):
             clock.now += 2.0
-            assert not gate.l3.seems_overdue(clock.now)
+            assert not gate.l3.seems_stalled(clock.now)
             assert gate.l3.slowdown(clock.now) == pytest.approx(1.0, rel=0.01)
             gate.l3.arrived(STEP)
         assert gate.l3.seconds_to_read(STEP) == pytest.approx(2.0, rel=0.01)
         assert gate.l3.left_in_time(clock.now) == pytest.approx(8.0, rel=0.01)
-        clock.now += 4.0 + OVERDUE_SECONDS + 0.1
-        assert gate.l3.seems_overdue(clock.now)
+        clock.now += 4.0 + STALLED_SECONDS + 0.1
+        assert gate.l3.seems_stalled(clock.now)
 
 
 def test_also_under_load(gate: HitGate, clock: Clock) -> None:
@@ -437,17 +433,17 @@ def test_also_under_load(gate: HitGate, clock: Clock) -> None:
     gate.gpu.wanted = True
     assert takes(gate, "a")
     with reading(gate, "a", 1000):
-        clock.now += OVERDUE_SECONDS + 0.01
-        assert turn(gate, at("a")) == ["a"]
+        clock.now += STALLED_SECONDS + 0.01
+        assert turn(gate, at(gate, "a")) == ["a"]
 
 
-def test_an_index_that_hangs_is_overdue_as_well(gate: HitGate, clock: Clock) -> None:
+def test_an_index_that_hangs_is_stalled_as_well(gate: HitGate, clock: Clock) -> None:
     assert gate.may_ask("a", 0)
     with gate.l3.looking():
-        clock.now += OVERDUE_SECONDS / 2
-        assert turn(gate, at("a")) == []
-        clock.now += OVERDUE_SECONDS
-        assert turn(gate, at("a")) == ["a"]
+        clock.now += STALLED_SECONDS / 2
+        assert turn(gate, at(gate, "a")) == []
+        clock.now += STALLED_SECONDS
+        assert turn(gate, at(gate, "a")) == ["a"]
     assert turn(gate) == []
     assert gate.may_ask("b", 0)
 
@@ -455,21 +451,61 @@ def test_an_index_that_hangs_is_overdue_as_well(gate: HitGate, clock: Clock) -> 
 def test_what_another_rank_sees_counts(gate: HitGate, clock: Clock) -> None:
     read(gate, clock, 0.001)
     assert takes(gate, "a") and takes(gate, "b")
-    running = [at("a"), at("b")]
+    running = [at(gate, "a"), at(gate, "b")]
     assert gate.to_end(running) == [False, False, False]
-    gate.agreed(["b"], overdue=False)
-    assert gate.was_refused("b") and not gate.was_refused("a")
-    gate.agreed(["a"], overdue=True)
-    assert gate.was_refused("a")
+    gate.agreed(running[1:], stalled=False)
+    assert [one.state for one in running] == [State.ASKED, State.ENDED]
+    gate.agreed(running[:1], stalled=True)
+    assert running[0].refused
     assert not gate.may_ask("c", 0)
 
 
-def test_refusals_are_remembered_of_the_last_requests(
-    gate: HitGate, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("hcache_backend.prefetch.gate._REMEMBERED", 2)
+def test_refusals_are_remembered_of_the_last_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hcache_backend.prefetch.prefetch._REMEMBERED", 2)
+    prefetches = Prefetches()
     for name in "abc":
-        gate._refuse(name)
-    assert list(gate._refused) == ["b", "c"]
-    gate.read_ends()  # nothing was begun
+        prefetches.refuse(Prefetch(name), State.REFUSED)
+    assert [prefetches.ask(name, 0, None).refused for name in "abc"] == [False, True, True]
+
+
+def test_the_end_of_a_read_that_did_not_begin_is_nothing(gate: HitGate) -> None:
+    gate.read_ends()
     assert gate.l3.reading is None
+
+
+class Operation:
+    request_id = "a"
+
+
+def test_the_prefetch_of_an_operation_is_one_record_while_the_operation_lives() -> None:
+    prefetches = Prefetches()
+    first, later, others = Operation(), Operation(), Operation()
+    asked = prefetches.ask("a", 5, None)
+    assert prefetches.of(first) is prefetches.of(first) is asked
+    again = prefetches.ask("a", 7, None)  # SGLang asks once more
+    assert (prefetches.of(first), prefetches.of(later)) == (asked, again)
+    prefetches.keep({asked})
+    assert prefetches.of(others) is not again
+    del first
+    assert len(prefetches._of) == 2
+
+
+def test_states_of_a_prefetch_from_the_question_to_its_end(gate: HitGate, clock: Clock) -> None:
+    states = []
+    for seconds, meeting in ((0.5, None), (0.5, Meeting()), (5.0, None)):
+        for _ in range(2):
+            read(gate, clock, seconds)
+        gate.may_ask("a", 0)
+        prefetch = named(gate, "a")
+        prefetch.meeting = meeting
+        states.append(prefetch.state)
+        gate.takes(prefetch, 1000, 1000)
+        states.append(prefetch.state)
+        with reading(gate, "a", 1000):
+            states.append(prefetch.state)
+        states.append(prefetch.state)
+        turn(gate)
+    asked, refused = State.ASKED, State.REFUSED
+    assert states[:4] == [asked, asked, State.READING, State.DONE]
+    assert states[4:8] == [asked, asked, State.MEETING, State.DONE]
+    assert states[8:] == [asked, refused, refused, refused]

@@ -16,8 +16,10 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from hcache_backend.prefetch.gate import HitGate, Running
-from hcache_backend.prefetch.progress import LONGEST_PART_SECONDS, OVERDUE_SECONDS
+from hcache_backend.prefetch.gate import HitGate
+from hcache_backend.prefetch.prefetch import Prefetch as Record
+from hcache_backend.prefetch.progress import LONGEST_PART_SECONDS, STALLED_SECONDS
+from tests.unit.hits.gates import at, named, new_gate
 
 STEP, TOKENS = 100, 1000
 
@@ -44,10 +46,10 @@ class Prefetch:
     def arrived(self) -> int:
         return self.front + self.back
 
-    def running(self, name: str) -> Running:
+    def running(self, gate: HitGate, name: str) -> Record:
         lost = self.back if self.slices is not None and self.arrived < self.taken else 0
         reachable = None if self.slices is None else self.taken - self.front
-        return Running(name, self.arrived, STEP, self.whole, lost, reachable)
+        return at(gate, name, self.arrived, self.whole, STEP, lost, reachable)
 
 
 class Hits(RuleBasedStateMachine):
@@ -58,7 +60,7 @@ class Hits(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
-        self.gate = HitGate(None, "test", 1.0, lambda: self.now)
+        self.gate = new_gate(lambda: self.now)
         self.requests = 0
         self.waiting: dict[str, Prefetch] = {}  # to be looked up
         self.read: dict[str, Prefetch] = {}  # in the order in which they are read
@@ -87,18 +89,19 @@ class Hits(RuleBasedStateMachine):
         if self.gate.may_ask(name, 0, recomputing):
             self.waiting[name] = Prefetch(slices, whole)
         else:
-            assert self.gate.agreed_overdue
+            assert self.gate.agreed_stalled
 
     @precondition(lambda self: self.waiting)
     @rule()
     def l3_is_asked(self) -> None:
         name = next(iter(self.waiting))
         asked = self.waiting.pop(name)
-        assert not self.gate.was_refused(name)
-        asked.taken = self.gate.takes(name, TOKENS, TOKENS, page=0 if asked.whole else STEP)
+        record = named(self.gate, name)
+        assert not record.refused
+        asked.taken = self.gate.takes(record, TOKENS, TOKENS, parts=not asked.whole)
         assert asked.taken % STEP == 0 and asked.taken <= TOKENS
         assert not asked.whole or asked.taken in (0, TOKENS)
-        if self.gate._asked[name].tried is not None:
+        if record.probed is not None:
             self.tried.add(name)
         if asked.taken:
             self.read[name] = asked
@@ -109,7 +112,7 @@ class Hits(RuleBasedStateMachine):
     @rule()
     def a_read_begins(self) -> None:
         self.reads = next(iter(self.read))
-        self.gate.read_begins(self.reads, self.read[self.reads].taken, STEP)
+        self.gate.read_begins(named(self.gate, self.reads), self.read[self.reads].taken, STEP)
 
     @precondition(lambda self: self.reads is not None)
     @rule()
@@ -136,20 +139,20 @@ class Hits(RuleBasedStateMachine):
 
     @rule(other_rank=st.sampled_from(["agrees", "ends the first"]))
     def a_turn(self, other_rank: str = "agrees") -> None:
-        running = [read.running(name) for name, read in self.read.items()]
-        running += [asked.running(name) for name, asked in self.waiting.items()]
-        *mine, overdue = self.gate.to_end(running)
-        assert not overdue or all(mine), "nobody waits for L3"
+        running = [read.running(self.gate, name) for name, read in self.read.items()]
+        running += [asked.running(self.gate, name) for name, asked in self.waiting.items()]
+        *mine, stalled = self.gate.to_end(running)
+        assert not stalled or all(mine), "nobody waits for L3"
         for one, end in zip(running, mine, strict=True):
-            if end and not overdue:
+            if end and not stalled:
                 assert not self.gate.gpu.wanted, "then the GPU's time counts"
                 assert one.request_id in self.tried or not one.whole, "all of it would be lost"
         verdicts = [True, *mine[1:]] if other_rank == "ends the first" and running else mine
-        ended = [one.request_id for one, end in zip(running, verdicts, strict=True) if end]
-        self.gate.agreed(ended, overdue)
-        self.seen.update({"overdue"} if overdue else set())
-        self.seen.update({"ended"} if any(mine) and not overdue else set())
-        for name in ended:
+        ended = [one for one, end in zip(running, verdicts, strict=True) if end]
+        self.gate.agreed(ended, stalled)
+        self.seen.update({"stalled"} if stalled else set())
+        self.seen.update({"ended"} if any(mine) and not stalled else set())
+        for name in (one.request_id for one in ended):
             self.refused.add(name)
             self.read.pop(name, None)
             self.waiting.pop(name, None)
@@ -160,7 +163,7 @@ class Hits(RuleBasedStateMachine):
         """Then the first one ends, if nothing else brings it and what has arrived is of use."""
         for _ in range(3):
             self.gate.prefilled(TOKENS, 0, 0, 1.0)
-            self.gate.costs.read.measured(TOKENS, 0, 1000.0)
+            self.gate.estimates.read.measured(TOKENS, 0, 1000.0)
         self.gate.gpu.wanted = False
         name, first = next(iter(self.read.items()))
         self.a_turn()
@@ -171,22 +174,23 @@ class Hits(RuleBasedStateMachine):
     @rule()
     def l3_hangs(self) -> None:
         """Longer than any part may take: also than computing it."""
-        computing = self.gate.costs.prefill.seconds(STEP) or 0.0
-        self.now += 2 * max(LONGEST_PART_SECONDS, computing) + OVERDUE_SECONDS + 0.1
+        computing = self.gate.estimates.prefill.seconds(STEP) or 0.0
+        self.now += 2 * max(LONGEST_PART_SECONDS, computing) + STALLED_SECONDS + 0.1
         self.a_turn()
-        assert self.gate.agreed_overdue and not self.read and not self.waiting
+        assert self.gate.agreed_stalled and not self.read and not self.waiting
         assert not self.gate.may_ask("another", 0)
 
     @invariant()
     def what_was_refused_stays_refused(self) -> None:
-        assert all(self.gate.was_refused(name) for name in self.refused)
-        assert not any(self.gate.was_refused(name) for name in (*self.read, *self.waiting))
+        final = self.gate.prefetches._final
+        assert final.keys() == self.refused
+        assert not any(named(self.gate, name).refused for name in (*self.read, *self.waiting))
 
     @invariant()
     def nothing_is_known_that_cannot_be(self) -> None:
-        for hit in (asked.rest for asked in self.gate._asked.values()):
+        for hit in (asked.rest for asked in self.gate.prefetches.waiting.values()):
             if hit is not None:
-                read = self.gate.costs.least_reading(hit.tokens, hit.behind)
+                read = self.gate.estimates.least_reading(hit)
                 for begun in (False, True):
                     assert 0 <= hit.until_there(read, begun=begun) <= read
 
@@ -196,6 +200,6 @@ def test_requests_reads_and_turns_in_any_order() -> None:
     often = settings(max_examples=80, stateful_step_count=40, deadline=None)
     for _ in range(20):  # a run in four does not get to all
         run_state_machine_as_test(Hits, settings=often)
-        if Hits.seen == {"overdue", "ended"}:
+        if Hits.seen == {"stalled", "ended"}:
             return
     raise AssertionError(f"only seen: {Hits.seen}")

@@ -6,14 +6,12 @@ import json
 import os
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench.paper import A30, MODELS, ONE_SSD, Setting
-from hcache_backend.plan.pipeline import search, simulate
+from bench.paper import MODELS
 from hcache_backend.plan.presets import COMPUTE_SHARE
 from tests.unit.partition.pipelines import public_model
 
@@ -120,22 +118,3 @@ def test_ablations_of_the_scheduler(content: dict[str, Any]) -> None:
             assert ours[1] < 1.1 * high
     for row in content["ablations"]:
         assert all(ratio >= 1 for name, ratio in row.items() if name.startswith("over_"))
-
-
-@pytest.mark.parametrize("setting", [ONE_SSD, ONE_SSD._replace(ssds=4), A30], ids=str)
-def test_a_ring_of_few_segments_is_slower_even_if_planned_for(setting: Setting) -> None:
-    plan = setting.plan()
-    fastest = simulate(plan.costs, plan.partition)
-
-    def slower(ring: int) -> tuple[float, float]:
-        """Than with room for all, as the paper has it: planned for that, or for ``ring``."""
-        planned = search(plan.costs, plan.model.layers, partial(simulate, ring=ring))
-        both = (simulate(plan.costs, partition, ring) for partition in (plan.partition, planned))
-        unaware, aware = (seconds / fastest - 1 for seconds in both)
-        return unaware, aware
-
-    for ring in (2, 3, 4, 8, 12, 16, 24):
-        unaware, aware = slower(ring)
-        assert unaware >= aware >= 0
-    assert slower(3)[1] > 0.1
-    assert slower(24)[0] < 0.001

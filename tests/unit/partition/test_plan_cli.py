@@ -102,7 +102,6 @@ def test_reading_l3_first_is_slower_and_pictured(tmp_path: Path) -> None:
     done = hcache(*("plan", "-m", model, "-w", "a100-40g"), *layerwise, *options, "--plot", picture)
     assert done.exit_code == 0, done.output
     assert picture.read_bytes().startswith(b"\x89PNG")
-    assert " l3 |LLL" in done.stdout
 
 
 # Model, ranks -> where L3 is in a restore by a server with default options. Where it is read during
@@ -223,14 +222,10 @@ def test_either_path_tells_what_the_other_takes() -> None:
     assert eager["predicted_ms"]["mix"] < layerwise["predicted_ms"]["mix"]
 
 
-def test_the_text_shows_the_pipeline() -> None:
-    model = CONFIGS / "llama-2-13b.json"
-    text = hcache("plan", "-m", model, "-w", "h100", "--tokens", 16384).stdout
-    lines = {line.split("|")[0].strip(): line for line in text.splitlines() if "|" in line}
-    assert set(lines["transfer"].split("|")[1].rstrip()) == {"H"}
-    compute = lines["compute"].split("|")[1]
-    assert compute.startswith("R" * 8)
-    assert "H" in compute.lstrip("R")
+def test_the_text_shows_the_partition() -> None:
+    text = hcache(
+        "plan", "-m", CONFIGS / "llama-2-13b.json", "-w", "h100", "--tokens", 16384
+    ).stdout
     assert "1 layer recomputed, 39 layers from hidden states" in text
 
 
@@ -296,7 +291,7 @@ def test_without_matplotlib_a_picture_is_refused(
     monkeypatch.setattr(builtins, "__import__", without)
     model = ("plan", "-m", CONFIGS / "gpt2.json", "-w", "h100")
     refused = said(*model, "--plot", tmp_path / "plan.png")
-    assert "needs matplotlib: pip install 'hcache-backend[plot]'" in refused
+    assert "needs matplotlib: pip install matplotlib" in refused
 
 
 # ---- profile ----

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from hcache_backend.host.loads import HandOut
-from hcache_backend.prefetch.eager import EagerRestores
-from hcache_backend.prefetch.reservation import Launched
+from hcache_backend.prefetch.eager import EagerRestores, Launched
 from hcache_backend.streams import StreamFailed
 from tests.unit.restore.eager_device import (
     DEVICE_PAGES,

@@ -19,8 +19,7 @@ from hypothesis.stateful import (
 )
 
 from hcache_backend.host.loads import HandOut
-from hcache_backend.prefetch.eager import EagerRestores
-from hcache_backend.prefetch.reservation import Launched
+from hcache_backend.prefetch.eager import EagerRestores, Launched
 from tests.integrity import assert_sound_reservations
 from tests.unit.restore.eager_device import (
     DEVICE_PAGES,
@@ -356,7 +355,7 @@ class ScriptedScheduler(RuleBasedStateMachine):
             DEVICE_PAGES
         )
         assert sorted(self.eager.running()) == sorted(self.running)
-        held = set(self.eager._places)
+        held = set(self.eager._reserved)
         coming = {page for prefetch in self.running.values() for page in prefetch.host}
         assert held <= self.readable | coming, "reserved for pages that nobody will load"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 
-from hcache_backend.prefetch.meeting import Meeting
+from hcache_backend.prefetch.prefetch import Meeting
 
 
 def test_a_reader_takes_nothing_while_ranks_agree_on_what_the_front_takes() -> None:

@@ -182,40 +182,39 @@ def test_spans_with_and_without_prefix_in_one_pass(layers: int, chunk: int, kv_h
     assert max(model.tokens_seen) <= chunk
 
 
-def test_the_model_stops_at_k_and_v_of_the_last_wanted_layer() -> None:
-    model = Model(Pool(HEADS))
-    ids, slots = sequence(5, 0)
-    recomputer = recomputer_of(model.forward, model.pool, 64)
-    recomputer.run(2, torch.arange(5), slots, [TokenSpan(ids.numpy(), slots[:0])])
-    assert model.layers_run == 2
-
-
-def test_the_engine_attends_and_stores_up_to_the_last_wanted_layer() -> None:
+@pytest.mark.parametrize("layers", [2, 3])
+def test_the_engine_attends_up_to_the_last_wanted_layer_and_stores_its_k_and_v(layers: int) -> None:
     """There its own store is enough: nobody needs what attention would give."""
     pool = Pool(2)
     model = Model(pool)
     ids, slots = sequence(9, 0)
     recomputer = recomputer_of(model.forward, pool, 64)
-    recomputer.run(3, torch.arange(9), slots, [TokenSpan(ids.numpy(), slots[:0])])
-    assert model.attended == [(0, True), (1, True)]
-    assert_restored(pool, model, ids, slots, 3)
+    recomputer.run(layers, torch.arange(9), slots, [TokenSpan(ids.numpy(), slots[:0])])
+    assert model.layers_run == layers
+    assert model.attended == [(layer, True) for layer in range(layers - 1)]
+    assert_restored(pool, model, ids, slots, layers)
 
 
-def test_a_last_layer_without_k_and_v_of_its_own_is_refused() -> None:
-    def shares(token_ids: torch.Tensor, positions: torch.Tensor, asked: RecomputePass) -> None:
-        asked.attend(kernel(0, HEADS), torch.zeros(5, WIDTH), None, None, True, lambda store: None)
+def shares(token_ids: torch.Tensor, positions: torch.Tensor, asked: RecomputePass) -> None:
+    """A forward pass whose first layer has the K and V of another one."""
+    asked.attend(kernel(0, HEADS), torch.zeros(5, WIDTH), None, None, True, lambda store: None)
 
+
+@pytest.mark.parametrize(
+    ("forward", "said"),
+    [
+        (shares, "layer 5 has no K and V of its own"),
+        (lambda *_: None, "ended before attention of the last wanted layer"),
+    ],
+)
+def test_a_model_without_k_and_v_of_the_last_wanted_layer_is_refused(
+    forward: Forward, said: str
+) -> None:
     ids, slots = sequence(5, 0)
-    recomputer = recomputer_of(shares, Pool(HEADS), 64)
-    with pytest.raises(RecomputeRefused, match="layer 5 has no K and V of its own"):
-        recomputer.run(1, torch.arange(5), slots, [TokenSpan(ids.numpy(), slots[:0])])
-
-
-def test_a_model_that_ends_early_is_refused() -> None:
-    ids, slots = sequence(5, 0)
-    recomputer = recomputer_of(lambda *_: None, Pool(HEADS), 64)
-    with pytest.raises(RecomputeRefused, match="ended before attention of the last wanted layer"):
-        recomputer.run(1, torch.arange(5), slots, [TokenSpan(ids.numpy(), slots[:0])])
+    with pytest.raises(RecomputeRefused, match=said):
+        recomputer_of(forward, Pool(HEADS), 64).run(
+            1, torch.arange(5), slots, [TokenSpan(ids.numpy(), slots[:0])]
+        )
 
 
 @pytest.mark.parametrize("kv_heads", [HEADS, 2])

@@ -102,6 +102,20 @@ def test_verify_rebuilds_the_index_under_a_live_server(folder: Path, store: Page
     assert hcache_json("stats", "-d", folder)["folders"][0]["pages"] == 7
 
 
+def test_verify_only_looks_at_an_index_that_a_reboot_left_open(
+    folder: Path, store: PageStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.close()
+    monkeypatch.setattr("hcache_backend.store.folder._boot_id", lambda: b"another boot")
+    [found] = hcache_json("verify", "-d", folder)["folders"].values()
+    assert (found["pages"], found["problems"], found["adopted"]) == (6, 0, 0)
+    [found] = hcache_json("stats", "-d", folder)["folders"]
+    assert not found["index_complete"]
+    hcache("verify", "--repair", "-d", folder)
+    [found] = hcache_json("stats", "-d", folder)["folders"]
+    assert found["index_complete"]
+
+
 def test_gc_evicts_down_to_the_bounds(folder: Path, store: PageStore) -> None:
     assert hcache_json("gc", "-d", folder)["pages"] == 0
     found = hcache_json("gc", "-d", folder, "--quota-bytes", 4 * FILE)
@@ -262,15 +276,15 @@ def test_what_is_shown_is_short_and_says_so(folder: Path, store: PageStore) -> N
     said = hcache("gc", "-d", folder, "--quota-bytes", 5 * FILE)
     assert "2 pages evicted, 40.0 KiB" in said
     put(store, 0, 1, 4, 5, namespace=OTHER_NAMESPACE)
-    assert "2 namespaces begin with '6'; give more digits" in hcache(
+    assert "2 namespaces begin with '6': see hcache stats" in hcache(
         "clear", "-d", folder, "-y", "-n", "6", status=2
     )
     assert " pages deleted" in hcache("clear", "-d", folder, "-y")
 
 
 def test_a_namespace_that_is_not_there_is_said(folder: Path, store: PageStore) -> None:
-    said = hcache("clear", folder, "-y", "-n", "99", status=1)
-    assert "no namespace begins with '99'" in said
+    said = hcache("clear", folder, "-y", "-n", "99", status=2)
+    assert "0 namespaces begin with '99'" in said
     assert hcache_json("stats", folder)["folders"][0]["pages"] == 6
 
 

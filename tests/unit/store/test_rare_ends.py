@@ -31,6 +31,7 @@ from store_testing import (
 
 from hcache_backend.store import PageStore, folder, maintenance, page_store
 from hcache_backend.store.file_ops import (
+    BUFFERED,
     FileOps,
     FolderLock,
     PageIO,
@@ -39,7 +40,6 @@ from hcache_backend.store.file_ops import (
 )
 from hcache_backend.store.folder import descriptors_of_each
 from hcache_backend.store.maintenance import find_unknown_files, verify_folder
-from hcache_backend.store.page_files import delete_page
 
 
 def first_folder(store: PageStore) -> Any:
@@ -155,10 +155,8 @@ def test_a_file_system_that_writes_nothing_is_an_error(tmp_path: Path) -> None:
         def write(self, fd: int, pieces: Any, offset: int) -> int:
             return 0
 
-    io = object.__new__(PageIO)
-    io._ops = Nothing()
-    with pytest.raises(OSError, match="wrote nothing"):
-        io._write_all(0, [memory(b"x")], 0)
+    with pytest.raises(OSError, match="moved too little"):
+        PageIO(Nothing(), BUFFERED, PAGE).write(0, [memory(b"x")])
 
 
 @pytest.mark.parametrize("error", [errno.EINVAL, errno.EIO])
@@ -277,7 +275,8 @@ def test_a_batch_for_a_folder_that_is_away_is_dropped_and_counted(store: PageSto
 def test_work_behind_the_end_of_a_store_is_done_by_the_caller(store: PageStore) -> None:
     [disk] = store.disks
     store.close()
-    assert disk._start(disk.readers, threading.get_ident).result() == (threading.get_ident())
+    [done] = disk._start(disk.readers, lambda items: (*items, threading.get_ident()), [1])
+    assert done.result() == (1, threading.get_ident())
 
 
 def test_a_page_that_was_replaced_meanwhile_is_not_deleted(store: PageStore) -> None:
@@ -287,7 +286,7 @@ def test_a_page_that_was_replaced_meanwhile_is_not_deleted(store: PageStore) -> 
         [entry] = held.index.entries()
         before = file.stat()
         os.utime(file, ns=(1, 1))
-        assert not delete_page(held, entry.name, before)
+        assert not held.delete_page(entry.name, before)
         assert file.exists()
 
 

@@ -167,7 +167,7 @@ def test_a_history_of_thousands_of_pages_takes_a_few_statements(tmp_path: Path) 
         other = PageName(NAMESPACE, key(5000), WHOLE)
         folder.index.insert([Entry(other, 4096, PAGE, WRITER, hour_ago - 10**12)])
         statements: list[str] = []
-        for connection in (*folder.index._readers, folder.index._writer):
+        for connection in folder.index._connections:
             assert connection is not None
             connection.set_trace_callback(statements.append)
 

@@ -113,8 +113,8 @@ def test_a_bug_below_is_a_miss_not_a_hanging_thread(
     def raise_error(*ignored: object) -> None:
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr("hcache_backend.store.disk.read_page", raise_error)
-    monkeypatch.setattr("hcache_backend.store.disk.write_page", raise_error)
+    monkeypatch.setattr("hcache_backend.store.folder.Folder.read_page", raise_error)
+    monkeypatch.setattr("hcache_backend.store.folder.Folder.write_page", raise_error)
     assert get(store, 1) is None
     assert put(store, 2) == [False]
 
@@ -405,9 +405,9 @@ def test_threads_wake_and_the_index_changes_once_for_many_pages(
     disk, woken = store.disks[0], []
     for pool in (disk.readers, disk.writers):
 
-        def submit(work: Any, start: Any = pool.submit) -> Any:
+        def submit(work: Any, *items: Any, start: Any = pool.submit) -> Any:
             woken.append(work)
-            return start(work)
+            return start(work, *items)
 
         monkeypatch.setattr(pool, "submit", submit)
     ops.commits = 0
@@ -463,7 +463,7 @@ def test_what_dead_sessions_left_is_removed_also_that_of_earlier_versions(tmp_pa
     (folder / "sessions" / "earlier" / "lock").touch()
     (folder / "sessions" / "earlier" / "17").write_bytes(b"half a page")
     with alive.disks[0].use() as opened:
-        unfinished, name = opened.session.place(opened.session.new_file())
+        unfinished, name = opened.session.new_file()
         os.close(os.open(name, os.O_WRONLY | os.O_CREAT, 0o600, dir_fd=unfinished))
         token = opened.session.token
     store = open_quiet(folder)

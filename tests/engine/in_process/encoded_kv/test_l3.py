@@ -32,12 +32,12 @@ class Server(Host):
             "_page_backup",
             lambda _, operation: self.written.append(operation.hash_value),
         )
-        self.controller = made = bare_controller(self.pool)
-        made._runtime = SimpleNamespace(
+        runtime = SimpleNamespace(
             weights=SimpleNamespace(suspended=None),
             page_namespace=lambda weights: bytes(16),
             writer=bytes(8),
         )
+        self.controller = bare_controller(self.pool, _runtime=runtime)
 
     def to_l3(self, first: int, *pages: int) -> torch.Tensor:
         """Back up device pages as the node whose first page is the ``first`` of a conversation, and

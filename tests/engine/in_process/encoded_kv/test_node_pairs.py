@@ -317,8 +317,8 @@ class Backups:
             divide=lambda pages, layout: divided.update({pages[0]: layout.pairs}),
             arena=SimpleNamespace(wait_for=lambda pages: None),
         )
-        self.controller = bare_controller(pool, SimpleNamespace(forget=lambda: None))
-        self.controller._pairs = node_pairs(model)
+        loads, pairs = SimpleNamespace(forget=lambda: None), node_pairs(model)
+        self.controller = bare_controller(pool, loads, _pairs=pairs)
         self.controller._tree = Tree(40, 40, 40)
         # HiCache's part: names of nodes stand for their indices.
         base = HybridCacheController

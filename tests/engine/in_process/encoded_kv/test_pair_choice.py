@@ -7,14 +7,15 @@ from typing import Any
 
 import pytest
 
+from hcache_backend.checks.round_trip import check_lossy
 from hcache_backend.config import HCacheConfig, KrulOption
 from hcache_backend.krul.pairs import CodedPair
-from hcache_backend.start import strategy
-from hcache_backend.start.agreement import Refused
-from hcache_backend.start.codec_choice import check_lossy
+from hcache_backend.ranks import Refused
+from hcache_backend.start import capabilities, strategy
 from hcache_backend.start.page_plan import PagePlan
 from hcache_backend.start.page_plugin import page_plugin
 from tests.engine.in_process.encoded_kv.test_pairs import plan_of
+from tests.engine.in_process.encoded_kv.test_start import bare_start
 from tests.kit.host import slots_of
 
 PAIR, TWO = ((1, 4),), ((1, 4), (0, 3))
@@ -74,10 +75,8 @@ def test_a_model_that_keeps_something_of_each_batch_is_not_asked(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What SGLang prepares for LoRA adapters, say, would be of a batch with other tokens."""
-    served, alone = object.__new__(strategy.OwnPagesStrategy), SimpleNamespace()
-    alone.tp_cache_group = alone.pp_cache_group = None
-    runner = SimpleNamespace(model_config=SimpleNamespace(vocab_size=100))
-    served._runtime = SimpleNamespace(runner=runner)  # type: ignore[assignment]
+    served = bare_start()
+    served._runner = SimpleNamespace(model_config=SimpleNamespace(vocab_size=100))
     recomputer = SimpleNamespace()
     monkeypatch.setattr(strategy, "install", lambda hooks: None)
     monkeypatch.setattr(strategy, "make_recomputer", lambda *_: recomputer)
@@ -91,8 +90,8 @@ def test_a_model_that_keeps_something_of_each_batch_is_not_asked(
         plan = plan_of()
         problem[:] = [broken] if broken else []
         monkeypatch.setattr(plan.plugin, "try_model", try_model)
-        monkeypatch.setattr(strategy, "refusal", lambda *_, refused=refused: refused)
-        served._look_at_model(alone, plan, slots_of(1))
+        monkeypatch.setattr(capabilities, "refusal", lambda *_, refused=refused: refused)
+        served._look_at_model(plan, slots_of(1))
         assert plan.observer is (None if refused or broken else recomputer)
     for why in ("LoRA adapters", "no memory"):
         assert f"all pages have one layout: {why}" in caplog.text

@@ -14,10 +14,10 @@ from hcache_backend.krul.pairs import CodedPair
 from hcache_backend.krul.plugin import Krul
 from hcache_backend.plan.costs import Partition
 from hcache_backend.plan.restore import Restore
-from hcache_backend.start.agreement import Refused
-from hcache_backend.start.copy_check import check_copies
+from hcache_backend.ranks import Refused
 from hcache_backend.start.page_plan import PagePlan
 from tests.engine.in_process.encoded_kv.test_lossy import by_reference
+from tests.engine.in_process.encoded_kv.test_start import try_copies
 from tests.kit.host import (
     DEVICE_PAGES,
     PAGE,
@@ -118,7 +118,7 @@ def plan_of(option: KrulOption | None = None) -> PagePlan:
 def test_copies_are_tried_in_every_form() -> None:
     plan = plan_of()
     before = bits(plan.kvcache, *range(DEVICE_PAGES))
-    check_copies(plan)
+    try_copies(plan)
     assert torch.equal(bits(plan.kvcache, *range(DEVICE_PAGES)), before)
 
 
@@ -137,4 +137,4 @@ def test_a_form_that_brings_something_else_is_refused(
 
     monkeypatch.setattr(plan.kv, "_save_pair", wrong)
     with pytest.raises(Refused, match=r"K or V of layer \d come back"):
-        check_copies(plan)
+        try_copies(plan)

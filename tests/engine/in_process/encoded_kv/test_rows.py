@@ -69,7 +69,7 @@ def test_an_unfit_page_is_backed_up_as_one_that_loads_recompute(
     machine.settle()
     for host_page, device_page in enumerate((1, 2)):
         where = np.array(slots(device_page))
-        assert made._problem(SimpleNamespace(values=where)) is None
+        assert made._backups._problem(SimpleNamespace(values=where)) is None
         machine.capture.back_up(where, np.array([host_page]))
     assert made._depths(np.array([0, 1])).tolist() == [small.LAYERS, 0]
 

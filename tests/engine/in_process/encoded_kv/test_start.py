@@ -9,24 +9,25 @@ import pytest
 import torch
 
 from hcache_backend import metrics
+from hcache_backend.checks.round_trip import check_copies
 from hcache_backend.config import HCacheConfig
 from hcache_backend.format.page import PageLayout, hidden_layer
 from hcache_backend.format.units import WHOLE
 from hcache_backend.host.segments import KVSegments
 from hcache_backend.plan.costs import Partition
 from hcache_backend.plan.restore import Restore
+from hcache_backend.ranks import Refused
 from hcache_backend.sglang.host_pool import HostPages
-from hcache_backend.start import codec_choice
-from hcache_backend.start.agreement import Refused
-from hcache_backend.start.codec_choice import (
+from hcache_backend.start import page_plan
+from hcache_backend.start.page_plan import (
+    PagePlan,
     asked_codec,
     choose_codec,
     encoded_share,
     kv_codec,
+    plan_host_pages,
 )
-from hcache_backend.start.copy_check import check_copies
-from hcache_backend.start.page_plan import PagePlan, plan_host_pages
-from hcache_backend.start.strategy import OwnPagesStrategy
+from hcache_backend.start.strategy import Start
 from hcache_kernels.codecs import SEGMENT_CODECS, UnsupportedRows, exp4, make_codec
 from tests.engine.in_process.pools.host_pools import kv_cache_of_llama_3_8b
 from tests.kit.host import (
@@ -43,6 +44,20 @@ def plan_of(device: Any, codec: str) -> PagePlan:
     return PagePlan(device, methods, WHOLE, 1, kv_codec=codec)
 
 
+def try_copies(plan: Any) -> None:
+    for layout in plan.layout.variants:
+        check_copies(plan.kvcache, layout, plan.kv)
+
+
+def bare_start() -> Any:
+    """The start of a server of one rank, without a model."""
+    start: Any = object.__new__(Start)
+    start._config = HCacheConfig()
+    start._params = SimpleNamespace(tp_cache_group=None, pp_cache_group=None)
+    start._runner = start.server = None
+    return start
+
+
 @pytest.mark.parametrize(
     ("unfit", "used", "level"),
     [(0, "exp4", ""), (1, "exp4", "INFO"), (9, "exp4", "WARNING"), (10, "none", "WARNING")],
@@ -57,7 +72,7 @@ def test_hidden_states_are_encoded_unless_no_token_of_the_self_check_fits(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """What pages hold goes by the type, not by which tokens a server tried."""
-    monkeypatch.setattr(codec_choice, "projection_problem", lambda *_: None)
+    monkeypatch.setattr(page_plan, "projection_problem", lambda *_: None)
     rows = torch.randn(10, 64, dtype=torch.bfloat16)
     rows[:unfit] = 2.0 ** -torch.arange(64).to(torch.bfloat16)  # as many exponents as values
     probe: Any = SimpleNamespace(
@@ -114,21 +129,6 @@ def test_shadows_take_one_host_page_for_each_page_of_the_device() -> None:
     assert 1.63 <= host["exp4"] / host["none"] <= 1.67
 
 
-def test_the_smallest_memory_that_is_named_will_do() -> None:
-    device = kv_pool()
-    plan = plan_of(device, "exp4")
-
-    def pages(ratio: float) -> HostPages:
-        return plan_host_pages(device, plan.layout, 0, ratio, 1e12, with_shadows=False)
-
-    with pytest.raises(Refused, match="is the least that will do") as refused:
-        pages(0.01)
-    enough = float(str(refused.value).split("--hicache-ratio ")[-1].split()[0])
-    assert pages(enough).host >= 1
-    with pytest.raises(Refused):
-        pages(enough - 0.02)
-
-
 @pytest.mark.parametrize(("size_gb", "ratio"), [(0, 2.0), (8, 0.0)])
 def test_the_largest_memory_that_is_named_fits(size_gb: int, ratio: float) -> None:
     """SGLang would end the server: nothing asks for less by itself if a size is given."""
@@ -149,14 +149,6 @@ def test_the_largest_memory_that_is_named_fits(size_gb: int, ratio: float) -> No
         pages(most + 1 if size_gb else 0, 0.0 if size_gb else most + 0.02)
 
 
-def test_copies_are_tried_with_and_without_the_codec() -> None:
-    for codec in ("none", *SEGMENT_CODECS):
-        device = kv_pool()
-        before = bits(device, *range(DEVICE_PAGES))
-        check_copies(plan_of(device, codec))
-        assert torch.equal(bits(device, *range(DEVICE_PAGES)), before)
-
-
 def broken_encoder(monkeypatch: pytest.MonkeyPatch) -> None:
     encode = exp4.encode_units
 
@@ -175,34 +167,35 @@ def test_an_encoder_that_never_fits_is_refused_and_none_counts(
     broken_encoder(monkeypatch)
     device = kv_pool()
     with pytest.raises(Refused, match="codec 'exp4' does not hold normally distributed K and V"):
-        check_copies(plan_of(device, "exp4"))
+        try_copies(plan_of(device, "exp4"))
     assert counted == []
+
+
+def tried(device: Any, codec: str, roomy: list[str] | None = None) -> str:
+    """The codec of K and V that a start ends with; the model has written three pages and a part of
+    one. Codecs of plans that looked for room are added to ``roomy``."""
+
+    def make(of_kv: str) -> PagePlan:
+        plan = plan_of(device, of_kv)
+        plan.find_room = lambda: (roomy if roomy is not None else []).append(of_kv)  # type: ignore[method-assign]
+        return plan
+
+    written = slots_of(1, 2, 3, 4)[:-3]
+    return str(bare_start()._tried(make, codec, lambda: written).kv.codec)
 
 
 def test_pages_of_k_and_v_stay_own_without_a_codec_that_does_not_hold_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     broken_encoder(monkeypatch)
-    strategy = object.__new__(OwnPagesStrategy)
-    strategy._runtime = SimpleNamespace(config=HCacheConfig())  # type: ignore[assignment]
-    params = SimpleNamespace(tp_cache_group=None, pp_cache_group=None)
     roomy: list[str] = []
-
-    def make(codec: str) -> PagePlan:
-        plan = plan_of(kv_pool(), codec)
-        plan.find_room = lambda: roomy.append(codec)  # type: ignore[method-assign]
-        return plan
-
-    def tried(codec: str) -> str:
-        return strategy._tried(params, make, codec, lambda: slots_of(1, 2, 3)).kv.codec
-
-    assert tried("exp4") == "none"
+    assert tried(kv_pool(), "exp4", roomy) == "none"
     monkeypatch.undo()
-    assert [tried(codec) for codec in SEGMENT_CODECS] == [*SEGMENT_CODECS]
+    assert [tried(kv_pool(), codec, roomy) for codec in SEGMENT_CODECS] == [*SEGMENT_CODECS]
     assert roomy == ["none", *SEGMENT_CODECS]
     monkeypatch.setattr(KVSegments, "save", lambda *_: None)
     with pytest.raises(Refused, match="K or V of layer 0 come back"):
-        tried("exp4")
+        tried(kv_pool(), "exp4")
 
 
 @pytest.mark.parametrize("codec", ["none", *SEGMENT_CODECS])
@@ -214,11 +207,11 @@ def test_copies_are_tried_in_the_layers_of_k_and_v_of_mixed_pages(
     layout = PageLayout(PAGE, (hidden_layer(PAGE, 64, 32), kv.stored_layer(1)))
     plan: Any = SimpleNamespace(kvcache=device, layout=layout, kv=kv)
     before = bits(device, *range(DEVICE_PAGES))
-    check_copies(plan)
+    try_copies(plan)
     assert torch.equal(bits(device, *range(DEVICE_PAGES)), before)
     monkeypatch.setattr(kv, "save", lambda *_: None)
     with pytest.raises(Refused, match="K or V of layer 1 come back"):
-        check_copies(plan)
+        try_copies(plan)
 
 
 @pytest.mark.parametrize("codec", SEGMENT_CODECS)
@@ -240,7 +233,7 @@ def test_a_codec_that_brings_something_else_is_refused(
 
     monkeypatch.setattr(plan.kv, "_save_layer", wrong)
     with pytest.raises(Refused, match="K or V of layer 0 come back"):
-        check_copies(plan)
+        try_copies(plan)
 
 
 @pytest.mark.parametrize(

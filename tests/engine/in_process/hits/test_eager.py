@@ -15,18 +15,16 @@ from hcache_cpu_engine import plugin
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 
 from hcache_backend.host.loads import QueuedLoad
-from hcache_backend.prefetch.eager import EagerRestores
+from hcache_backend.prefetch.eager import EagerRestores, Launched
 from hcache_backend.prefetch.eager_loads import EagerLoads, Offer
 from hcache_backend.prefetch.governor import Pace
-from hcache_backend.prefetch.meeting import Meeting
-from hcache_backend.prefetch.reservation import Launched
+from hcache_backend.prefetch.prefetch import Meeting
 from hcache_backend.prefetch.slices import SliceBudget
 from hcache_backend.restore.report import RunningRestore
 from hcache_backend.sglang.allocator import ReservablePages
-from hcache_backend.start.refusals import allocator_refusal, eager_refusal
 from hcache_backend.streams import WorkerStream
 from hcache_backend.turn import Turn
-from tests.kit.prefetch import Prefetch, eager_over
+from tests.kit.prefetch import Operation, eager_over
 from tests.kit.turns import Reduce, alone, recompute, turn_of
 from tests.unit.restore.pipeline_server import Server
 
@@ -152,48 +150,10 @@ def test_clearing_the_allocator_forgets_reservations(scene: Scene) -> None:
     assert len(pages_in(scene.allocator.alloc(PAGES * SIZE))) == PAGES
 
 
-def test_an_allocator_of_another_kind_speaks_against_it() -> None:
-    class Other(PagedTokenToKVPoolAllocator):
-        pass
-
-    assert allocator_refusal(object.__new__(Other)) == "the device's pages are managed by a Other"
-    assert allocator_refusal(Scene(need_sort=False).allocator) is None
-
-
-@pytest.mark.parametrize(
-    ("tp", "device", "hidden", "reason"),
-    [
-        (1, "cuda", True, None),
-        (2, "cpu", True, None),
-        (2, "cuda", True, "ranks would exchange shares"),
-        (2, "cuda", False, None),
-        (8, "cuda", False, None),
-    ],
-)
-def test_only_ranks_that_exchange_hidden_states_on_gpus_restore_layer_wise(
-    tp: int, device: str, hidden: bool, reason: str | None
-) -> None:
-    args = SimpleNamespace(pp_size=1, tp_size=tp, hicache_host_memory_mode="cache")
-    found = eager_refusal(args, device, hidden=hidden)
-    assert found is None if reason is None else found is not None and reason in found
-
-
-@pytest.mark.parametrize("hidden", [False, True])
-@pytest.mark.parametrize(
-    ("stages", "host_memory", "reason"),
-    [(2, "cache", "not supported"), (1, "buffer_only", "may go while it runs")],
-)
-def test_servers_that_restore_layer_wise(
-    stages: int, host_memory: str, reason: str, hidden: bool
-) -> None:
-    args = SimpleNamespace(pp_size=stages, tp_size=1, hicache_host_memory_mode=host_memory)
-    assert reason in str(eager_refusal(args, "cpu", hidden=hidden))
-
-
 def test_an_abort_frees_what_it_held_in_the_next_turn(scene: Scene) -> None:
     """HiCache forgets the prefetch, and gives back the host pages that it had brought."""
     eager = scene.loads(SliceBudget(1.0, SIZE, lambda tokens, prefix: 1.0, known=True), {})
-    prefetch = Prefetch(8, SIZE)
+    prefetch = Operation(8, SIZE)
     prefetch.completed_tokens = 4 * SIZE  # half of it has arrived
     transfers = SimpleNamespace(host_to_device_stream=None)
     cache = SimpleNamespace(
@@ -408,7 +368,6 @@ class Fronts:
                 "recompute_pages": self._recompute_pages,
                 "recomputation_failed": self.failures.append,
                 "recomputes_pages": True,
-                "seconds_to_read": lambda tokens: tokens * self.seconds_to_read,
             },
             pool={
                 "save_recomputed": self._save,
@@ -420,6 +379,8 @@ class Fronts:
                 ),
             },
         )
+        self.l3 = self.eager._l3
+        self.l3.seconds_to_read = lambda tokens: tokens * self.seconds_to_read
         self.loads, self.pool = self.eager._loads, self.eager._pool
         self.cache = SimpleNamespace(
             prefetch_stop_policy="wait_complete",
@@ -434,8 +395,8 @@ class Fronts:
 
     def begin(self, pages: int = 8) -> Any:
         """A prefetch begins; what HiCache knows of it."""
-        prefetch = Prefetch(pages, SIZE)
-        prefetch.hcache_meeting = Meeting()
+        prefetch = Operation(pages, SIZE)
+        prefetch.meeting = Meeting()
         self.cache.ongoing_prefetch[0] = prefetch
         return prefetch
 
@@ -472,7 +433,7 @@ def test_front_pages_are_recomputed_and_saved_until_they_meet_the_back(scene: Sc
     fronts = Fronts(scene)
     operation = fronts.begin()
     fronts.turn()
-    meeting = operation.hcache_meeting
+    meeting = operation.meeting
     assert fronts.launched == [(list(range(100, 108)), SIZE)]  # two pages in a turn
     assert (fronts.saved, operation.completed_tokens) == ([0, 1], 2 * SIZE)
     assert fronts.expected == [([0, 1], list(range(SIZE, 3 * SIZE)), list(range(100, 108)))]
@@ -524,7 +485,7 @@ def test_for_what_comes_in_one_piece_nothing_is_reserved(scene: Scene) -> None:
 
 def test_a_prefetch_that_is_read_in_order_is_not_recomputed_whole(scene: Scene) -> None:
     fronts = Fronts(scene)
-    fronts.begin().hcache_meeting = None
+    fronts.begin().meeting = None
     fronts.turn()
     assert (scene.pages.count(), fronts.launched) == (PAGES - 8, [])
 
@@ -535,7 +496,7 @@ def test_no_front_is_recomputed_where_another_one_was_taken(scene: Scene) -> Non
     fronts.turn()
     [due] = fronts.eager._restores.to_recompute(2)
     assert due.pages == range(2, 4)
-    meeting = operation.hcache_meeting
+    meeting = operation.meeting
     offer = Offer(due._replace(pages=range(3, 5)), meeting, Turn().say())
     assert meeting.offer() == 6 and fronts.eager._taken(offer, 2) == 0
     assert meeting.next_batch(8) == range(4, 8)
@@ -566,7 +527,7 @@ def test_a_front_is_not_recomputed_where_prefetches_may_end_at_any_time(scene: S
 
 def test_host_pages_are_left_alone_when_the_processor_wants_them(scene: Scene) -> None:
     fronts = Fronts(scene)
-    fronts.begin().hcache_meeting = None
+    fronts.begin().meeting = None
     fronts.cache.ongoing_prefetch[0].operation.completed_tokens = 2 * SIZE
     fronts.turn()
     [restore] = scene.restores
@@ -599,11 +560,10 @@ def test_tokens_before_a_prefetch_are_found_unless_they_were_evicted(
         collect_full_device_indices=lambda node, root: torch.tensor(slots[node]),
     )
     eager: Any = object.__new__(EagerLoads)
-    eager._pages, eager._anchors = (
-        SimpleNamespace(cache=SimpleNamespace(tree_core=tree)),
-        {1: anchor},
-    )
-    before = eager._before_prefetch(1)
+    eager._pages = SimpleNamespace(cache=SimpleNamespace(tree_core=tree))
+    eager._prefetches, operation = Operation.prefetches, Operation(8, SIZE)
+    Operation.prefetches.of(operation).anchor = anchor
+    before = eager._before_prefetch(operation)
     assert found is None if before is None else before.tolist() == found
 
 
@@ -650,7 +610,7 @@ def test_pages_that_were_recomputed_and_not_saved_are_lost_on_this_rank_alone(
     fronts.save_problem = None
     fronts.turn()
     assert (fronts.failures, fronts.lost) == ([], [0, 1])
-    assert operation.hcache_meeting.pages == 4
+    assert operation.meeting.pages == 4
     handed = fronts.eager._restores.hand_out(np.arange(4))
     assert handed is not None and handed.whole.all()
 
@@ -663,7 +623,7 @@ def test_pages_whose_recomputation_failed_do_not_count(scene: Scene) -> None:
     assert fronts.failures == [problem]
     fronts.turn()
     assert len(fronts.launched) == 1  # there is no way past them
-    meeting = operation.hcache_meeting
+    meeting = operation.meeting
     while batch := meeting.next_batch(3):
         meeting.arrived(batch.start, 8)
     assert meeting.pages == 0
@@ -700,8 +660,8 @@ def test_a_front_does_not_wait_for_what_is_being_read_of_a_prefetch_before_it(
     fronts.cache.ongoing_prefetch = dict(enumerate((first, second)))
     first.hash_value, second.token_ids = list("abcde"), list(range(500, 500 + 5 * SIZE))
     second.host_indices = second.host_indices + 5 * SIZE
-    first.hcache_meeting.begin(5)
-    assert first.hcache_meeting.next_batch(5) == range(5)
+    first.meeting.begin(5)
+    assert first.meeting.next_batch(5) == range(5)
     other_is_free = 0
     fronts.turn(reduce)
     assert len(asked) == 1 and not fronts.launched
@@ -729,7 +689,7 @@ def test_slices_take_as_long_as_a_prefill_until_one_has_run(scene: Scene) -> Non
     """Servers of K and V have no profile for slices; their first hits are judged all the same."""
     fronts = Fronts(scene)
     fronts.eager._budget = SliceBudget(1.0, 2 * SIZE, lambda tokens, _: tokens, known=False)
-    fronts.loads.seconds_to_compute = lambda tokens, prefix: tokens * 5 + prefix
+    fronts.l3.estimates.computing = lambda tokens, prefix: tokens * 5 + prefix
     fronts.eager.governor.pace = lambda: Pace(0.5, "shorter")
     assert fronts.eager.seconds_to_recompute(8 * SIZE, 3) == 2 * (8 * SIZE * 5 + 3)
     fronts.eager._budget._layer.measured(2 * SIZE, 0, 2.0 * SIZE)
@@ -754,7 +714,7 @@ def test_slices_reach_what_is_reserved_behind_tokens_that_are_on_the_device(scen
     fronts = Fronts(scene)
     operation = fronts.begin()
     fronts.turn()
-    meeting = operation.hcache_meeting
+    meeting = operation.meeting
     assert meeting.reachable == 8
     scene.pages.take(PAGES - 8)
     fronts.eager._restores.make_free(3)
@@ -778,7 +738,7 @@ def test_slices_reach_nothing_of_what_comes_in_one_piece(scene: Scene) -> None:
     fronts = Fronts(scene)
     operation = fronts.begin(pages=4)
     fronts.turn()
-    assert operation.hcache_meeting.reachable == 0
+    assert operation.meeting.reachable == 0
 
 
 def test_without_all_that_is_before_them_pages_are_read(scene: Scene) -> None:
@@ -787,7 +747,7 @@ def test_without_all_that_is_before_them_pages_are_read(scene: Scene) -> None:
     operation = fronts.begin()
     fronts.turn()
     assert not fronts.launched and operation.completed_tokens == 0
-    assert operation.hcache_meeting.next_batch(8) == range(8)
+    assert operation.meeting.next_batch(8) == range(8)
 
 
 def test_pages_that_do_not_follow_what_is_before_the_prefetch_are_read(scene: Scene) -> None:

@@ -18,8 +18,8 @@ from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import (
 )
 
 from hcache_backend.prefetch.gate import HitGate
-from hcache_backend.prefetch.meeting import Meeting
-from hcache_backend.sglang import hits as hooks
+from hcache_backend.prefetch.prefetch import Meeting
+from hcache_backend.sglang import radix_cache, scheduler, storage_threads
 from hcache_backend.sglang.runtime import Runtime
 from hcache_backend.turn import Turn
 from tests.kit.turns import alone
@@ -33,7 +33,8 @@ class Operation:
 
 @pytest.fixture
 def gate(runtime: Runtime) -> HitGate:
-    runtime.hit_gate = HitGate(None, "test", 1.0)
+    runtime.judge(None, "test", 1.0)
+    assert runtime.hit_gate is not None
     return runtime.hit_gate
 
 
@@ -63,7 +64,7 @@ def test_a_pipeline_stage_hears_of_answers_that_it_may_not_have_yet(
 ) -> None:
     told: list[Any] = []
     cache = cache_of(controller, stages=2)
-    hooks.around_drain(lambda *given: told.append(given), cache, 1, 2)
+    radix_cache.around_drain(lambda *given: told.append(given), cache, 1, 2)
     assert told == [(cache, 1, 2)]
 
 
@@ -71,7 +72,7 @@ def test_prefetches_are_unfinished_until_they_are_refused_or_read(
     gate: HitGate, controller: Any
 ) -> None:
     refused, found, read = Operation(), Operation(), Operation()
-    gate.unfinished = {refused, found, read}
+    gate.prefetches.unfinished = {refused, found, read}
     controller.prefetch_hit_queue.put(refused)
     controller.prefetch_hit_queue.put(found)
     controller.ack_prefetch_queue.put(report(read))
@@ -79,15 +80,15 @@ def test_prefetches_are_unfinished_until_they_are_refused_or_read(
     def drain(*_: Any) -> None:
         found.host_indices = [1]
 
-    hooks.around_drain(drain, cache_of(controller), 2, 1)
-    assert gate.unfinished == {found}
+    radix_cache.around_drain(drain, cache_of(controller), 2, 1)
+    assert gate.prefetches.unfinished == {found}
 
 
 def test_threads_end_what_they_were_asked_before_they_are_stopped(
     gate: HitGate, controller: Any
 ) -> None:
     answered, read = Operation(), Operation()
-    gate.unfinished = {answered, read}
+    gate.prefetches.unfinished = {answered, read}
 
     def work() -> None:
         time.sleep(0.1)
@@ -96,10 +97,10 @@ def test_threads_end_what_they_were_asked_before_they_are_stopped(
 
     worker = threading.Thread(target=work)
     worker.start()
-    stopped = hooks.around_stop(lambda c: len(c.ack_prefetch_queue.queue), controller)
+    stopped = storage_threads.around_stop(lambda c: len(c.ack_prefetch_queue.queue), controller)
     worker.join()
     assert stopped == 1
-    assert gate.unfinished == set()
+    assert gate.prefetches.unfinished == set()
 
 
 def test_nobody_waits_for_threads_that_died(gate: HitGate, controller: Any) -> None:
@@ -107,11 +108,11 @@ def test_nobody_waits_for_threads_that_died(gate: HitGate, controller: Any) -> N
     dead.start()
     dead.join()
     controller.prefetch_io_aux_thread = dead
-    gate.unfinished = {Operation()}
+    gate.prefetches.unfinished = {Operation()}
     begin = time.monotonic()
-    assert hooks.around_stop(lambda c: "stopped", controller) == "stopped"
-    assert time.monotonic() - begin < hooks._STOP_SECONDS / 2
-    assert gate.unfinished == set()
+    assert storage_threads.around_stop(lambda c: "stopped", controller) == "stopped"
+    assert time.monotonic() - begin < storage_threads._STOP_SECONDS / 2
+    assert gate.prefetches.unfinished == set()
 
 
 # ---- look-ups ----
@@ -125,9 +126,9 @@ def slow_l3(gate: HitGate) -> HitGate:
     """Computing a hit takes a second and reading it ten, as was measured just now."""
     for _ in range(3):
         gate.prefilled(TOKENS, 0, 0, 1.0)
-        gate.costs.read.measured(TOKENS, 0, 10.0)
-    for trials in gate._trials:
-        trials.last_read = math.inf  # however busy the machine is, none is due
+        gate.estimates.read.measured(TOKENS, 0, 10.0)
+    for probes in gate._probes:
+        probes.last_read = math.inf  # however busy the machine is, none is due
     return gate
 
 
@@ -136,7 +137,7 @@ def asking(behind: int = 0) -> Any:
     storage = SimpleNamespace(
         batch_exists=lambda keys, info: len(keys),
         batch_exists_v2=lambda keys, pools, info: SimpleNamespace(kv_hit_pages=len(keys)),
-        take_found_behind=lambda: behind,
+        take_found_shared=lambda: behind,
     )
     return SimpleNamespace(enable_storage=True, page_size=SIZE, storage_backend=storage)
 
@@ -145,7 +146,7 @@ def look_up(controller: Any, name: str = "a", **kinds: Any) -> tuple[list[str], 
     """SGLang's own look-up, judged."""
     operation = PrefetchOperation(CacheRequestHandle(name, 0), list(range(TOKENS)), **kinds)
     query = HybridCacheController._storage_hit_query
-    found: tuple[list[str], int] = hooks.around_look_up(query, controller, operation)
+    found: tuple[list[str], int] = storage_threads.around_look_up(query, controller, operation)
     return found
 
 
@@ -174,8 +175,8 @@ def test_of_a_hit_whose_end_is_slow_the_front_is_taken_if_parts_are_worth_someth
     kind: dict[str, Any], taken: int, slow_l3: HitGate
 ) -> None:
     for _ in range(3):
-        slow_l3.costs.read.measured(TOKENS, 0, 0.1)
-        slow_l3.costs.behind.measured(TOKENS, 0, 10.0)
+        slow_l3.estimates.read.measured(TOKENS, 0, 0.1)
+        slow_l3.estimates.shared.measured(TOKENS, 0, 10.0)
     keys, tokens = look_up(asking(behind=3), **kind)
     assert (len(keys), tokens) == (taken // SIZE, taken)
 
@@ -183,7 +184,7 @@ def test_of_a_hit_whose_end_is_slow_the_front_is_taken_if_parts_are_worth_someth
 def test_look_ups_on_behalf_of_nobody_are_not_judged(slow_l3: HitGate) -> None:
     for _ in range(2):
         assert look_up(asking(), "__storage_hit_query__")[1] == TOKENS
-    assert not slow_l3.was_refused("__storage_hit_query__")
+    assert not slow_l3.prefetches.ask("__storage_hit_query__", 0, None).refused
 
 
 @pytest.mark.parametrize("kind", [{}, HYBRID])
@@ -195,14 +196,14 @@ def test_a_slow_prefetch_ends_unless_that_would_discard_what_has_arrived(
     operation.hash_value = ["key"] * PAGES
     for _ in range(3):
         gate.prefilled(TOKENS, 0, 0, 1.0)
-        gate.costs.read.measured(TOKENS, 0, 10.0)
+        gate.estimates.read.measured(TOKENS, 0, 10.0)
     cache = cache_of(SimpleNamespace())
     cache.page_size = SIZE
     cache.ongoing_prefetch = {"a": SimpleNamespace(operation=operation)}
     turn = Turn()
-    asked = hooks.ask_to_end(cache, turn)
+    asked = radix_cache.ask_to_end(cache, turn)
     turn.agree(alone)
-    hooks.end_prefetches(asked)
+    radix_cache.end_prefetches(asked)
     assert operation.is_terminated() is not bool(kind)
 
 
@@ -230,26 +231,29 @@ def test_a_hit_has_a_front_only_behind_tokens_that_are_on_the_device(
         return "asked"
 
     tokens = list(range(pages * SIZE + SIZE - 1))
-    assert hooks.around_prefetch(ask, cache, CacheRequestHandle("a", 0), node, tokens) == "asked"
-    assert (gate._asked["a"].recomputing is not None) is recomputed
+    assert (
+        radix_cache.around_prefetch(ask, cache, CacheRequestHandle("a", 0), node, tokens) == "asked"
+    )
+    assert (gate.prefetches.waiting["a"].recomputing is not None) is recomputed
 
 
 @pytest.mark.parametrize(
-    ("reachable", "front", "said"), [(None, 0, None), (5, 2, 3 * SIZE), (0, 2, 0), (8, 0, 8 * SIZE)]
+    ("reachable", "front", "said"),
+    [(None, 0, math.inf), (5, 2, 3 * SIZE), (0, 2, 0), (8, 0, 8 * SIZE)],
 )
-def test_the_gate_is_told_how_far_slices_still_reach(
-    reachable: int | None, front: int, said: int | None
+def test_the_gate_hears_how_far_slices_still_reach(
+    reachable: int | None, front: int, said: float, runtime: Runtime
 ) -> None:
     operation = PrefetchOperation(CacheRequestHandle("a", 0), list(range(TOKENS)))
     operation.hash_value, operation.completed_tokens = ["key"] * PAGES, front * SIZE
-    meeting = operation.hcache_meeting = Meeting()
+    meeting = runtime.prefetches.of(operation).meeting = Meeting()
     meeting.begin(PAGES)
     meeting.launched(range(front))
     meeting.arrived(6, PAGES)
     meeting.reachable = reachable
     cache = cache_of(SimpleNamespace())
     cache.page_size = SIZE
-    running = hooks._running(cache, operation)
+    running = radix_cache._as_it_is(cache, operation)
     assert (running.reachable, running.lost) == (said, 2 * SIZE)
 
 
@@ -260,11 +264,11 @@ def test_a_prefill_behind_a_recomputation_says_nothing_of_prefills(
     eager = SimpleNamespace(take_recomputed=lambda: recomputed)
     cache = cache_of(SimpleNamespace(eager=eager))
     cache.ongoing_prefetch = {}
-    scheduler = SimpleNamespace(tree_cache=cache, waiting_queue=[])
+    sglang = SimpleNamespace(tree_cache=cache, waiting_queue=[])
     mode = SimpleNamespace(is_extend=lambda: True, is_mixed=lambda: False)
     batch = SimpleNamespace(
         forward_mode=mode, extend_lens=[100], prefix_lens=[0], hicache_consumer_index=-1
     )
-    result = hooks.around_batch(lambda *_: SimpleNamespace(), scheduler, batch)
-    hooks.after_batch(lambda *_: None, scheduler, batch, result)
-    assert (gate.costs.prefill.seconds(100) is None) == recomputed
+    result = scheduler.around_batch(lambda *_: Operation(), sglang, batch)
+    scheduler.after_batch(lambda *_: None, sglang, batch, result)
+    assert (gate.estimates.prefill.seconds(100) is None) == recomputed

@@ -14,7 +14,7 @@ from hcache_backend.plan.presets import preset_profile
 from hcache_backend.plan.profile import Profile, Rate
 from hcache_backend.plan.restore import READ_BATCHES
 from hcache_backend.sglang import arguments
-from hcache_backend.start import hit_machine
+from hcache_backend.start import machine as start
 from tests.kit.host import kv_pool
 
 MODEL = {
@@ -50,9 +50,9 @@ def unmeasured(runtime: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     for name in GROUPS:
         alone = SimpleNamespace(is_first_rank=True, world_size=1)
         monkeypatch.setattr(parallel_state, name, lambda group=alone: group)
-    for module in (hit_machine, arguments):
+    for module in (start, arguments):
         monkeypatch.setattr(module, "resolved", lambda arguments: arguments)
-    monkeypatch.setattr(hit_machine, "copy_as_measured", lambda *_, **__: None)
+    monkeypatch.setattr(start, "copy_as_measured", lambda *_, **__: None)
     return runtime
 
 
@@ -64,8 +64,8 @@ def test_hits_are_judged_by_the_bytes_that_k_and_v_are_stored_in(
 ) -> None:
     unmeasured.codec = used
     profile = Profile.model_construct(l3=Rate(per_second=1e6))
-    monkeypatch.setattr(hit_machine, "find_profile", lambda *_: profile)
-    machine = hit_machine._machine(unmeasured, unmeasured.config)
+    monkeypatch.setattr(start, "find_profile", lambda *_: profile)
+    machine = start._machine(unmeasured, unmeasured.config)
     assert machine is not None and machine.ranks == 2
     layers = unmeasured.runner.token_to_kv_pool.layer_num
     plain = 2 * layers * 2 * 16 * 2  # K and V of a token
@@ -76,11 +76,11 @@ def test_restores_that_are_not_eager_are_waited_for_whole(
     unmeasured: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Plain pages, for one: whatever option 'restore' says."""
-    monkeypatch.setattr(hit_machine, "find_profile", lambda *_: preset_profile("h100", 1))
+    monkeypatch.setattr(start, "find_profile", lambda *_: preset_profile("h100", 1))
     loads = []
     for eager in (False, True):
         unmeasured.eager = eager
-        machine = hit_machine._machine(unmeasured, unmeasured.config)
+        machine = start._machine(unmeasured, unmeasured.config)
         assert machine is not None
         loads.append(machine.load(4096, 0))
     assert not unmeasured.own_pages
@@ -111,7 +111,7 @@ def test_every_group_of_data_parallel_attention_finds_its_profile(
 
     looked, profile = [], preset_profile("h100", 1)
     monkeypatch.setattr(ranks.dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(hit_machine, "find_profile", lambda *_: looked.append(1) or profile)
+    monkeypatch.setattr(start, "find_profile", lambda *_: looked.append(1) or profile)
     whole = SimpleNamespace(is_first_rank=False, world_size=4)
     monkeypatch.setattr(parallel_state, "get_tp_group", lambda: whole)
     said: list[Any] = [(None, None)]
@@ -119,7 +119,7 @@ def test_every_group_of_data_parallel_attention_finds_its_profile(
     for first in (True, False):
         group = Group(said, first=first)
         monkeypatch.setattr(parallel_state, "get_attn_tp_group", lambda group=group: group)
-        machines.append(hit_machine._machine(unmeasured, unmeasured.config))
+        machines.append(start._machine(unmeasured, unmeasured.config))
         said = group.own
     assert looked == [1]
     assert [machine is not None and machine.profile for machine in machines] == [profile, profile]
@@ -128,21 +128,21 @@ def test_every_group_of_data_parallel_attention_finds_its_profile(
 def test_a_profile_that_cannot_be_read_is_said_whatever_the_l3(
     unmeasured: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hit_machine, "may_judge", lambda *_: True)
+    monkeypatch.setattr(start, "may_judge", lambda *_: True)
     unmeasured.config = HCacheConfig(profile=Path("/nowhere/profile.json"))
     with pytest.raises(ConfigError, match="option 'profile': cannot read"):
-        hit_machine.judge_our_hits(unmeasured, unmeasured.config)
+        start.judge_hits(unmeasured, unmeasured.config)
     with pytest.raises(ConfigError, match="option 'profile': cannot read"):
-        hit_machine.judge_other_hits(unmeasured, "file")
+        start.judge_hits(unmeasured, unmeasured.config, "file")
     assert unmeasured.hit_gate is None
 
 
 def test_of_another_l3_only_the_machine_is_known(
     unmeasured: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hit_machine, "may_judge", lambda *_: True)
-    monkeypatch.setattr(hit_machine, "find_profile", lambda *_: preset_profile("h100", 1))
-    hit_machine.judge_other_hits(unmeasured, "file")
-    costs = unmeasured.hit_gate.costs
+    monkeypatch.setattr(start, "may_judge", lambda *_: True)
+    monkeypatch.setattr(start, "find_profile", lambda *_: preset_profile("h100", 1))
+    start.judge_hits(unmeasured, unmeasured.config, "file")
+    costs = unmeasured.l3.estimates
     assert costs.read.seconds(1000) is None
     assert costs.prefill.seconds(1000) and costs.load.seconds(1000)

@@ -18,9 +18,9 @@ from hypothesis.stateful import (
 )
 
 from hcache_backend.prefetch.eager import batch_pages
-from hcache_backend.prefetch.meeting import Meeting
+from hcache_backend.prefetch.prefetch import Meeting
 from hcache_backend.sglang.read_batches import BackAck, BatchedReads, hear
-from tests.kit.prefetch import Prefetch
+from tests.kit.prefetch import Operation
 
 SIZE, MOST_PAGES = 2, 14
 STEP = batch_pages(MOST_PAGES)
@@ -33,8 +33,8 @@ class Rank:
     """
 
     def __init__(self, pages: int, lost: set[int]) -> None:
-        self.operation, self.meeting = Prefetch(pages, SIZE), Meeting()
-        self.operation.hcache_meeting = self.meeting
+        self.operation, self.meeting = Operation(pages, SIZE), Meeting()
+        self.operation.meeting = self.meeting
         self.lost = lost
         self.meeting.begin(pages)
         self.reading = range(0)
@@ -135,7 +135,7 @@ class Meetings(RuleBasedStateMachine):
             reports = [rank.reports[number] for rank in self.ranks]
             agree(reports)
             for rank, report in zip(self.ranks, reports, strict=True):
-                hear([report], {rank.operation}, SIZE)
+                hear([report], {rank.operation}, Operation.prefetches, SIZE)
                 assert rank.operation.completed_tokens == rank.meeting.pages * SIZE
             self.drained += 1
 

@@ -11,10 +11,11 @@ import torch
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 
 from hcache_backend.prefetch.eager_loads import EagerLoads
+from hcache_backend.prefetch.progress import L3Progress
 from hcache_backend.prefetch.slices import SliceBudget
 from hcache_backend.sglang.allocator import ReservablePages
 from hcache_backend.sglang.controller import OwnPagesController
-from tests.kit.prefetch import Prefetch
+from tests.kit.prefetch import Operation
 from tests.kit.turns import turn_of
 from tests.order import edges
 from tests.order.checker import Checker
@@ -45,7 +46,8 @@ def eager(checker: Checker) -> None:
         settle=lambda: None,
     )
     budget = SliceBudget(1.0, 4 * SIZE, lambda tokens, prefix: 0.01 * tokens, known=True)
-    eager = EagerLoads(pages, pool, loading.pipeline, loading.queue, PAGES, budget)  # type: ignore[arg-type]
+    process = L3Progress(), Operation.prefetches
+    eager = EagerLoads(pages, pool, loading.pipeline, loading.queue, PAGES, budget, *process)  # type: ignore[arg-type]
     controller = SimpleNamespace(
         device=GPU,
         tp_group=None,
@@ -58,8 +60,8 @@ def eager(checker: Checker) -> None:
         before, others = pages.take(6), pages.take(12)
         engine.forward(others)
         pages.give(others)
-        at_root = Prefetch(6, SIZE, node="root")
-        behind = Prefetch(6, SIZE, first=6, node="node")
+        at_root = Operation(6, SIZE, node="root")
+        behind = Operation(6, SIZE, first=6, node="node")
         pages.cache = SimpleNamespace(
             cache_controller=controller,
             ongoing_prefetch={0: at_root, 1: behind},

@@ -16,12 +16,13 @@ from hcache_backend.plan.plan import PartitionPlan, RestorePath
 from hcache_backend.plan.presets import preset_profile
 from hcache_backend.plan.profile import Rate
 from hcache_backend.plan.restore import CHUNK_TOKENS, Restore
-from hcache_backend.prefetch.costs import Recomputing
-from hcache_backend.prefetch.gate import HitGate
+from hcache_backend.prefetch.prefetch import Recomputing
 from hcache_backend.prefetch.slices import SliceBudget
-from hcache_backend.start.codec_choice import encoded_share, wanted_codec
-from hcache_backend.start.partition_choice import model_shape
-from hcache_backend.start.refusals import eager_refusal
+from hcache_backend.start.capabilities import EAGER, Server, refusal
+from hcache_backend.start.machine import model_shape
+from hcache_backend.start.page_plan import encoded_share, wanted_codec
+from tests.engine.in_process.start.servers import server
+from tests.unit.hits.gates import new_gate, takes
 from tests.unit.partition.pipelines import CONFIGS, public_model
 
 CONFIG = HCacheConfig()
@@ -50,13 +51,14 @@ def slices(plan: PartitionPlan) -> Recomputing:
 
 
 def gate_takes(plan: PartitionPlan) -> bool:
-    args = SimpleNamespace(pp_size=1, tp_size=plan.tp, hicache_host_memory_mode="cache")
-    refused = eager_refusal(args, "cuda", hidden=bool(plan.stored.hidden))
-    eager = plan.restore == "auto" and refused is None and plan.model.latent is None
+    runtime, pool = server(tp_size=plan.tp)
+    runtime.config = HCacheConfig(restore=plan.restore)
+    refused = refusal(EAGER, Server(runtime, pool, hidden=bool(plan.stored.hidden)))
+    eager = refused is None and plan.model.latent is None
     machine = Restore(plan.profile, plan.model, plan.stored, plan.tp, eager=eager)
-    gate = HitGate(machine, "hcache", CONFIG.min_gain)
-    assert gate.may_ask("a", 0, slices(plan) if eager else None)
-    return gate.takes("a", plan.tokens, plan.tokens) == plan.tokens
+    gate = new_gate(lambda: 100.0, machine, CONFIG.min_gain)
+    gate._probes[0].last_read = 100.0  # none is due
+    return takes(gate, "a", plan.tokens, recomputing=slices(plan) if eager else None)
 
 
 @pytest.mark.parametrize("restore", ["auto", "layerwise"])

@@ -15,10 +15,10 @@ from sglang.srt.managers.cache_controller import STORAGE_BATCH_SIZE, PrefetchAck
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageExtraInfo
 
 from hcache_backend.prefetch.eager import batch_pages
-from hcache_backend.prefetch.meeting import Meeting
+from hcache_backend.prefetch.prefetch import Meeting
 from hcache_backend.sglang import read_batches
 from hcache_backend.sglang.read_batches import BackAck, BatchedReads, hear
-from tests.kit.prefetch import Prefetch
+from tests.kit.prefetch import Operation
 
 SIZE = 4
 READS = 2
@@ -31,7 +31,7 @@ def most_steps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(read_batches, "_MOST_STEPS", getattr(request, "param", 1))
 
 
-class Stopped(Prefetch):
+class Stopped(Operation):
     """A prefetch that is ended as soon as ``stop`` says so."""
 
     def __init__(self, pages: int, stop: Callable[[], bool]) -> None:
@@ -136,7 +136,7 @@ def test_a_quick_disk_does_not_seem_slow_by_small_last_reads(
         clock.now += 5e-3 + 3e-4 * len(keys)  # each read costs something besides
         return len(keys)
 
-    operation: Any = Prefetch(16, SIZE)
+    operation: Any = Operation(16, SIZE)
     reads = BatchedReads(SIZE, lambda report: None, lambda seconds: None)
     indices = torch.arange(16 * SIZE)
     for _ in range(8):
@@ -165,7 +165,7 @@ class BackRank:
         self.batches = 0
         self.missing, self.front, self.meeting = missing, front, Meeting()
         self.operation: Any = Stopped(pages, lambda: self.batches == stop_at)
-        self.operation.prefix_keys, self.operation.hcache_meeting = ["before"], self.meeting
+        self.operation.prefix_keys, self.operation.meeting = ["before"], self.meeting
         self.waited = 0.0
         reads = BatchedReads(SIZE, self._report, self._wait)
         alone = 2**-10 if share < math.inf else math.inf
@@ -203,7 +203,7 @@ def hears(ranks: list[BackRank], running: bool = True) -> list[int]:
         least = torch.stack(pairs).min(0).values
         for rank, report in zip(ranks, reports, strict=True):
             report.reduce(lambda pages, op, least=least: pages.copy_(least))
-            hear([report], [rank.operation] if running else [], SIZE)
+            hear([report], [rank.operation] if running else [], Operation.prefetches, SIZE)
         [counted] = {rank.operation.completed_tokens // SIZE for rank in ranks}
         counts.append(counted)
     return counts

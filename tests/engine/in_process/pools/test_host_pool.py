@@ -18,8 +18,8 @@ from hcache_backend.capture.staging import StagedCapture, Staging
 from hcache_backend.format.page import PageLayout, hidden_layer
 from hcache_backend.format.units import WHOLE
 from hcache_backend.host.segments import KVSegments
+from hcache_backend.ranks import Refused
 from hcache_backend.sglang.host_pool import HostPages, OwnPagesPool
-from hcache_backend.start.agreement import Refused
 from hcache_backend.start.page_plan import (
     kv_bytes_per_token,
     plan_host_pages,

@@ -114,6 +114,7 @@ def test_pages_come_back_byte_for_byte_through_both_interfaces(
         assert all(map(torch.equal, content(pool, 4, 3), given))
         if name == PoolName.KV:
             fill(pool)
+            assert [storage.exists(key) for key in KEYS] == [True, True, True, False]
             assert storage.batch_get_v1(KEYS, pages(pool, 3, 4)) == [True, True, True, False]
             assert all(map(torch.equal, content(pool, 3, 3), given))
 

@@ -68,7 +68,7 @@ def test_scales_tell_own_and_plain_pages_apart(
     plain, own = mha("page_first"), set()
     for scale, found in ((None, 0), (1.5, 0), (2.0, 0), (1.5, 1), (None, 1)):
         attention.k_scale = attention.v_scale = scale
-        own.add(runtime.namespace_of(runtime.weights, **stack._page_fields(runtime, kvcache, plan)))
+        own.add(runtime.namespace_of(runtime.weights, **stack.page_fields(runtime, kvcache, plan)))
         with opened(tmp_path, plain, PoolName.KV) as storage:
             assert storage.batch_exists(KEYS[:1]) == found
             storage.batch_set_v1(KEYS[:1], pages(plain, 0, 1))

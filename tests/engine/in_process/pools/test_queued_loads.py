@@ -15,7 +15,8 @@ from hcache_backend.host.loads import HandOut, LoadQueue, QueuedLoad
 from hcache_backend.plan.costs import Partition
 from hcache_backend.plan.restore import Restore
 from hcache_backend.restore.layers import Recompute
-from hcache_backend.sglang.hooks import EVENTS, guarded, own_pages_hooks
+from hcache_backend.sglang.hook_registry import guarded
+from hcache_backend.sglang.radix_cache import TURN
 from hcache_backend.streams import Stream, current_stream
 from tests.kit.host import PAGE
 from tests.kit.turns import alone
@@ -259,11 +260,10 @@ class TestQueuedLoads:
         def end_turn(cache: object) -> None:  # slices are recomputed there
             loads.recomputation_failed(RuntimeError("out of memory"))
 
-        events = next(hook for hook in own_pages_hooks() if hook.target == EVENTS)
         controller = SimpleNamespace(begin_turn=lambda cache, turn: None, end_turn=end_turn)
         cache = SimpleNamespace(cache_controller=controller, _all_reduce_attn_groups=alone)
         with pytest.raises(RuntimeError, match="out of memory"):
-            guarded(events)(lambda cache: None, cache)
+            guarded(TURN)(lambda cache: None, cache)
 
     @pytest.mark.parametrize("stored_from", [0, 2])
     def test_pages_of_which_nothing_is_there_are_recomputed_whole_behind_all_others(

@@ -13,28 +13,19 @@ import pytest
 import torch
 
 from hcache_backend.capture.hooks import HiddenCapture, _FedHook
+from hcache_backend.checks import probe as probe_module
+from hcache_backend.checks import round_trip
+from hcache_backend.checks import specs as specs_module
+from hcache_backend.checks.specs import Found, LayerSpecs
 from hcache_backend.config import ConfigError, HCacheConfig
 from hcache_backend.plan.costs import Partition
 from hcache_backend.plan.presets import preset_profile
 from hcache_backend.plan.profile import ProfileError
 from hcache_backend.plan.restore import Restore
-from hcache_backend.sglang import arguments, hooks
-from hcache_backend.start import (
-    attach,
-    copy_check,
-    graphs,
-    hit_machine,
-    layer_specs,
-    page_plan,
-    quick_profile,
-    refusals,
-    restore_trace,
-    self_check,
-)
-from hcache_backend.start import hits as start
-from hcache_backend.start.agreement import Refused, all_or_none
-from hcache_backend.start.layer_specs import Found, LayerSpecs
-from tests.engine.in_process.start.test_refusals import server
+from hcache_backend.ranks import Refused, all_or_none
+from hcache_backend.sglang import compat, hooks, passes, restore_trace
+from hcache_backend.start import attach, capabilities, machine, page_plan, strategy
+from tests.engine.in_process.start.servers import server
 from tests.unit.partition.pipelines import public_model
 
 
@@ -63,10 +54,10 @@ def graph_config(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_the_largest_graph_of_decode_and_prefill_counts(graph_config: Any) -> None:
-    assert graphs._largest_recorded_tokens(2) == 4096
-    assert refusals._graphs() is graph_config
+    assert strategy._largest_recorded_tokens(2) == 4096
+    assert capabilities._graphs() is graph_config
     graph_config.prefill.backend = "disabled"
-    assert graphs._largest_recorded_tokens(2) == 512
+    assert strategy._largest_recorded_tokens(2) == 512
 
 
 def test_whether_graphs_are_recorded_is_sglangs_answer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,13 +65,7 @@ def test_whether_graphs_are_recorded_is_sglangs_answer(monkeypatch: pytest.Monke
 
     for answer in (True, False):
         monkeypatch.setattr(cuda_graph_config, "cuda_graph_fully_disabled", lambda a=answer: a)
-        assert refusals.graphs_are_off() is answer
-
-
-def test_a_compiled_model_is_refused_in_hidden_mode(monkeypatch: pytest.MonkeyPatch) -> None:
-    runtime, pool = server(monkeypatch, "breakable")
-    runtime.runner.server_args.enable_torch_compile = True
-    assert "compiled" in str(refusals.refusal(runtime, pool))
+        assert capabilities.graphs_are_off() is answer
 
 
 def gpu_runner() -> Any:
@@ -90,32 +75,32 @@ def gpu_runner() -> Any:
 def test_why_graphs_were_recorded_without_copies_is_told(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(graphs, "graphs_are_off", lambda: False)
-    monkeypatch.setattr(graphs, "own_pages_refusal", lambda *_: "plain pages")
+    monkeypatch.setattr(strategy, "graphs_are_off", lambda: False)
+    monkeypatch.setattr(strategy, "refusal", lambda *_: "plain pages")
     runner = gpu_runner()
-    graphs.record_copies(None, runner)
+    strategy.record_copies(None, runner)
     assert not hasattr(runner, "hcache_no_capture")
     with pytest.raises(Refused, match="without our copies: the log says why"):
-        graphs.check_recording(runner, torch.zeros(1, 8))
+        strategy.check_recording(runner, torch.zeros(1, 8))
 
-    monkeypatch.setattr(graphs, "own_pages_refusal", failing(Refused("no room")))
-    graphs.record_copies(None, runner)
+    monkeypatch.setattr(strategy, "refusal", failing(Refused("no room")))
+    strategy.record_copies(None, runner)
     with pytest.raises(Refused, match="without our copies: no room"):
-        graphs.check_recording(runner, torch.zeros(1, 8))
+        strategy.check_recording(runner, torch.zeros(1, 8))
 
-    monkeypatch.setattr(graphs, "own_pages_refusal", failing(ValueError("a test's")))
-    graphs.record_copies(None, gpu_runner())
+    monkeypatch.setattr(strategy, "refusal", failing(ValueError("a test's")))
+    strategy.record_copies(None, gpu_runner())
     assert "recorded without copies of hidden states" in caplog.text
 
 
 def test_graphs_that_copy_other_rows_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphs, "graphs_are_off", lambda: False)
+    monkeypatch.setattr(strategy, "graphs_are_off", lambda: False)
     runner = gpu_runner()
     staging = SimpleNamespace(width=8, dtype=torch.float32)
     runner.hcache_capture = SimpleNamespace(staging=staging)
-    assert graphs.check_recording(runner, torch.zeros(1, 8)) is runner.hcache_capture
+    assert strategy.check_recording(runner, torch.zeros(1, 8)) is runner.hcache_capture
     with pytest.raises(Refused, match=r"copy 8 values of torch\.float32"):
-        graphs.check_recording(runner, torch.zeros(1, 8, dtype=torch.bfloat16))
+        strategy.check_recording(runner, torch.zeros(1, 8, dtype=torch.bfloat16))
 
 
 # ---- capture ----
@@ -226,15 +211,15 @@ def test_on_a_gpu_modules_of_several_ranks_are_not_called_beside_forward_passes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     called: list[Any] = []
-    monkeypatch.setattr(layer_specs, "on_all_ranks", lambda group, *fine: fine)
+    monkeypatch.setattr(specs_module, "on_all_ranks", lambda group, *fine: fine)
     monkeypatch.setattr(
-        layer_specs, "refuse_shared_workspaces", lambda modules, what: called.extend(modules)
+        specs_module, "refuse_shared_workspaces", lambda modules, what: called.extend(modules)
     )
-    monkeypatch.setattr(layer_specs.dist, "get_world_size", lambda group: 1)
+    monkeypatch.setattr(specs_module.dist, "get_world_size", lambda group: 1)
     specs = Unproven()
     specs.settle()
     assert called == ["two"]
-    monkeypatch.setattr(layer_specs.dist, "get_world_size", lambda group: 2)
+    monkeypatch.setattr(specs_module.dist, "get_world_size", lambda group: 2)
     with pytest.raises(Refused, match="layers 1 have no spec, and on a GPU"):
         specs.settle()
     specs._stale, specs.find = True, lambda: None
@@ -246,13 +231,15 @@ def test_on_a_gpu_each_kind_of_layer_is_measured_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     measured: list[Any] = []
-    monkeypatch.setattr(layer_specs, "kind_of", lambda projection: projection)
-    monkeypatch.setattr(layer_specs, "measure_choice", lambda *given: measured.append(given))
+    monkeypatch.setattr(specs_module, "kind_of", lambda projection: projection)
+    monkeypatch.setattr(specs_module, "measure_choice", lambda *given: measured.append(given))
     specs = Unproven()
     specs._found *= 2
     specs.measure()
     assert measured == [("a kind", torch.bfloat16)]
-    monkeypatch.setattr(layer_specs, "measure_choice", failing(torch.OutOfMemoryError("none left")))
+    monkeypatch.setattr(
+        specs_module, "measure_choice", failing(torch.OutOfMemoryError("none left"))
+    )
     specs.measure()
     assert "the ways to project could not be timed: none left" in caplog.text
 
@@ -260,14 +247,14 @@ def test_on_a_gpu_each_kind_of_layer_is_measured_once(
 def test_a_search_or_a_kernel_that_breaks_leaves_the_module(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(layer_specs, "find_spec", failing(KeyError("a test's")))
+    monkeypatch.setattr(specs_module, "find_spec", failing(KeyError("a test's")))
     specs = Unproven()
     specs._runtime.config = SimpleNamespace(projection="auto")
     specs._projector.batch = None
     found = specs._find(None, SimpleNamespace(own="own", samples=[]))
     assert (found.spec, found.own) == (None, "own") and "the search broke: KeyError" in found.detail
-    monkeypatch.setattr(layer_specs, "written_exactness", failing(RuntimeError("no compiler")))
-    monkeypatch.setattr(layer_specs, "ways_in_use", lambda *_: [None])
+    monkeypatch.setattr(specs_module, "written_exactness", failing(RuntimeError("no compiler")))
+    monkeypatch.setattr(specs_module, "ways_in_use", lambda *_: [None])
     specs._probe = SimpleNamespace(hidden=[None], positions=None, slots=None)
     written = specs._written(SimpleNamespace(index=0), specs._found[0])
     assert written.spec is None and "its kernel failed: RuntimeError: no compiler" in written.detail
@@ -334,24 +321,26 @@ def test_a_pool_that_is_too_small_or_cannot_be_copied_is_refused() -> None:
     kv: Any = SimpleNamespace(layers=(0,), codec="none", by_header=False)
     small: Any = SimpleNamespace(k_buffer=[torch.zeros(16, 1, 8)], v_buffer=[torch.zeros(16, 1, 8)])
     with pytest.raises(Refused, match="too small to try copies"):
-        copy_check._check_copies(small, layout, kv)
+        round_trip.check_copies(small, layout, kv)
     kv.save = failing(RuntimeError("no compiler"))
     large: Any = SimpleNamespace(
         k_buffer=[torch.zeros(512, 1, 8)], v_buffer=[torch.zeros(512, 1, 8)]
     )
     with pytest.raises(Refused, match="cannot be copied: RuntimeError: no compiler"):
-        copy_check._check_copies(large, layout, kv)
+        round_trip.check_copies(large, layout, kv)
 
 
 def test_models_of_unusual_layers_are_refused() -> None:
     with pytest.raises(Refused, match=r"are numbered \[\]"):
-        self_check.attention_modules(torch.nn.Linear(2, 2), 1)
+        passes.attention_modules(torch.nn.Linear(2, 2), 1)
+    two = torch.arange(2)
+    passed = probe_module.Passed(None, two, two, two)
     seen: Any = SimpleNamespace(name="layer", calls=[], projection=None)
     with pytest.raises(Refused, match="called 0 times in one forward pass, and no projection"):
-        self_check._describe(0, seen, torch.arange(2), None)
+        probe_module._describe(0, seen, passed)
     seen = SimpleNamespace(name="layer", calls=[((), {})], projection="p", hidden=None)
     with pytest.raises(Refused, match="received no tensor for 2 tokens"):
-        self_check._describe(0, seen, torch.arange(2), None)
+        probe_module._describe(0, seen, passed)
 
 
 @pytest.mark.parametrize("in_place", [False, True])
@@ -363,19 +352,19 @@ def test_the_batch_shows_in_modules_that_write_to_one_buffer(in_place: bool) -> 
         return torch.div(x, x.abs().amax(), out=x if in_place else buffer)
 
     asked, before = dict[str, bool](), rows.clone()
-    self_check._ask_beside(asked, "experts", SimpleNamespace(forward=forward), (rows,), {})
+    probe_module._ask_beside(asked, "experts", SimpleNamespace(forward=forward), (rows,), {})
     assert asked == {"experts": True}
     assert torch.equal(rows, before)
 
 
 def test_a_stage_behind_one_that_failed_is_refused() -> None:
     with pytest.raises(Refused, match="the pipeline stage before this one failed"):
-        self_check._Stages._input(SimpleNamespace(_received={}))
+        passes._Stages._input(SimpleNamespace(_received={}))
 
 
 def test_a_check_that_breaks_is_a_refusal_of_all(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(Refused, match="the self-check raised an error: KeyError: 'x'"):
-        all_or_none(failing(KeyError("x")))
+        all_or_none((), failing(KeyError("x")))
     assert "the self-check raised an error" in caplog.text
 
 
@@ -389,14 +378,14 @@ def test_a_profile_that_is_unusable_is_measured_anew(
     kvcache: Any = SimpleNamespace(device="cpu")
     config = HCacheConfig(dirs=(tmp_path,))
     runtime.runner = SimpleNamespace(dtype=torch.float32)
-    monkeypatch.setattr(quick_profile, "_measure", lambda *_: "a profile")
-    find = partial(quick_profile.find_profile, runtime, config, kvcache, shape)
+    monkeypatch.setattr(machine, "_measure", lambda *_: "a profile")
+    find = partial(machine.find_profile, runtime, config, kvcache, shape)
     assert find() == "a profile"
-    monkeypatch.setattr(quick_profile, "_measure", failing(RuntimeError("no room")))
+    monkeypatch.setattr(machine, "_measure", failing(RuntimeError("no room")))
     assert find() == "a profile"  # kept
     file, runtime.kept_profile = runtime.kept_profile[0], None
     (tmp_path / file).write_text("{")
-    monkeypatch.setattr(quick_profile, "load_profile", failing(ProfileError("is no profile")))
+    monkeypatch.setattr(machine, "load_profile", failing(ProfileError("is no profile")))
     assert find() is None
     assert "is no profile" in caplog.text and "was not measured: no room" in caplog.text
 
@@ -404,38 +393,26 @@ def test_a_profile_that_is_unusable_is_measured_anew(
 def test_an_l3_that_cannot_be_measured_is_left_out(
     monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
-    monkeypatch.setattr(quick_profile, "read_rate", failing(OSError("an error")))
-    monkeypatch.setattr(quick_profile, "measure", lambda bench, l3, *_, **__: l3)
-    found = quick_profile._measure(HCacheConfig(), None, torch.device("cpu"), torch.float32)
+    monkeypatch.setattr(machine, "read_rate", failing(OSError("an error")))
+    monkeypatch.setattr(machine, "measure", lambda bench, l3, *_, **__: l3)
+    found = machine._measure(HCacheConfig(), None, torch.device("cpu"), torch.float32)
     assert found is None and "L3 was not measured: an error" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("arguments", "decodes", "judged"),
-    [
-        ({}, True, False),
-        ({"hicache_host_memory_mode": "buffer_only"}, False, False),
-        ({}, False, True),
-    ],
-)
+@pytest.mark.parametrize("missing", [None, "a hook is missing"])
+@pytest.mark.parametrize("gain", [0.0, 1.0])
 def test_which_servers_judge_hits(
-    runtime: Any, monkeypatch: pytest.MonkeyPatch, arguments: Any, decodes: bool, judged: bool
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    gain: float,
+    missing: str | None,
 ) -> None:
-    given = SimpleNamespace(**{"hicache_host_memory_mode": "default", **arguments})
-    runtime.runner = SimpleNamespace(server_args=given)
-    monkeypatch.setattr(start, "resolved", lambda args: args)
-    monkeypatch.setattr(start, "decodes_for_others", lambda args: decodes)
-    monkeypatch.setattr(start.hooks, "install", lambda hooks: None)
-    assert start.may_judge(runtime, HCacheConfig()) is judged
-
-
-def test_without_its_hooks_every_hit_is_read(
-    runtime: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    test_which_servers_judge_hits(runtime, monkeypatch, {}, False, True)
-    monkeypatch.setattr(start.hooks, "install", lambda hooks: "a hook is missing")
-    assert not start.may_judge(runtime, HCacheConfig())
-    assert "every L3 hit is read, even if L3 is slower than computing: a hook" in caplog.text
+    """An attach has options of its own."""
+    monkeypatch.setattr(machine.hooks, "install", lambda hooks: missing)
+    runtime, _ = server()
+    assert machine.may_judge(runtime, HCacheConfig(min_gain=gain)) is (gain > 0 and not missing)
+    said = "every L3 hit is read, even if L3 is slower than computing: a hook is missing"
+    assert (said in caplog.text) is bool(gain and missing)
 
 
 def test_the_choice_of_the_partition_knows_the_machine(
@@ -444,8 +421,8 @@ def test_the_choice_of_the_partition_knows_the_machine(
     profile, shape = preset_profile("h100", 1), public_model("gpt2")
     runtime.layer_methods = Restore(profile, shape, Partition(0, 12, 0), parks=True)
     runtime.runner = SimpleNamespace(server_args=None)
-    monkeypatch.setattr(start, "ranks_of_a_request", lambda args: 2)
-    known = hit_machine._machine(runtime, HCacheConfig())
+    monkeypatch.setattr(machine, "ranks_of_a_request", lambda args: 2)
+    known = machine._machine(runtime, HCacheConfig())
     assert known == replace(runtime.layer_methods, ranks=2, eager=runtime.eager)
 
 
@@ -495,5 +472,5 @@ def test_uses_that_go_unnoticed_are_said(
 
 
 def test_a_version_that_nobody_knows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arguments, "version", failing(arguments.PackageNotFoundError("sglang")))
-    assert arguments.sglang_version() == "unknown"
+    monkeypatch.setattr(compat, "version", failing(compat.PackageNotFoundError("sglang")))
+    assert compat.sglang_version() == "unknown"

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hcache_backend.cli.size import sizing
+from hcache_backend.cli.plan import sizing
 from hcache_backend.format.page import RECOMPUTED, PageLayout, hidden_layer
 from hcache_backend.format.units import WHOLE
 from hcache_backend.host.segments import KVSegments

@@ -10,32 +10,32 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hcache_backend.start import self_check
-from hcache_backend.start.agreement import Refused
+from hcache_backend.ranks import Refused
+from hcache_backend.sglang import passes
 
 
 def test_no_rank_takes_the_decode_step_when_another_failed_in_the_prefill(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its collectives would wait for that rank for ever."""
-    passes = []
+    seen = []
 
     class Stages:
         def run(self, runner: object, batch: object) -> torch.Tensor:
-            passes.append(batch)
+            seen.append(batch)
             return torch.arange(3)
 
         def pass_on(self) -> None:
             pass
 
-    monkeypatch.setattr(self_check, "_Stages", Stages)
+    monkeypatch.setattr(passes, "_Stages", Stages)
     for name in ("prefill_batch", "forward_batch", "prepare_decode", "_empty_pools"):
-        monkeypatch.setattr(self_check, name, lambda *_: "batch")
-    monkeypatch.setattr(self_check, "on_all_ranks", lambda group, fine: (False,))
+        monkeypatch.setattr(passes, name, lambda *_: "batch")
+    monkeypatch.setattr(passes, "on_all_ranks", lambda group, fine: (False,))
     runner = SimpleNamespace(model_config=SimpleNamespace(vocab_size=64))
     with pytest.raises(Refused, match="another tensor-parallel rank"):
-        self_check.prefill_and_decode(runner, 4, "ranks", graphs=False)
-    assert passes == ["batch"]
+        passes.prefill_and_decode(runner, 4, "ranks", graphs=False)
+    assert seen == ["batch"]
 
 
 def test_a_forward_pass_that_failed_leaves_none_of_its_tensors(
@@ -53,14 +53,14 @@ def test_a_forward_pass_that_failed_leaves_none_of_its_tensors(
         def pass_on(self) -> None:
             pass
 
-    monkeypatch.setattr(self_check, "_Stages", Stages)
+    monkeypatch.setattr(passes, "_Stages", Stages)
     for name in ("prefill_batch", "forward_batch", "_empty_pools"):
-        monkeypatch.setattr(self_check, name, lambda *_: "batch")
+        monkeypatch.setattr(passes, name, lambda *_: "batch")
     runner = SimpleNamespace(model_config=SimpleNamespace(vocab_size=64))
     gc.disable()
     try:
         with suppress(torch.OutOfMemoryError):
-            self_check.prefill_and_decode(runner, 4, None, graphs=False)
+            passes.prefill_and_decode(runner, 4, None, graphs=False)
         assert [tensor() for tensor in left] == [None]
     finally:
         gc.enable()

@@ -1,0 +1,94 @@
+"""The comparison of all checks, at the start and in service: are K and V the right ones?
+
+They are, in one of three ways (the numbers are in :mod:`hcache_backend.projection.exactness`):
+
+- to the bit: copies, rows of hidden states, codecs without loss (:func:`equal`);
+- within rounding, and the loss of a codec: projected K and V, lossy codecs (:func:`difference`);
+- as exact as the model's own at other batch sizes: recomputed layers, specs
+  (:meth:`.KVExactness.as_good_as`).
+
+A problem is a message, or None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from hcache_backend.projection.attention import AttentionLayer
+from hcache_backend.projection.exactness import difference_on_device, tolerance
+from hcache_backend.projection.generic import ProjectionFailed
+from hcache_backend.projection.projector import Projector
+
+KV = tuple[torch.Tensor, torch.Tensor]  # [n, kv_heads, head_dim] each
+
+
+def equal(got: torch.Tensor, want: torch.Tensor, fits: torch.Tensor | None = None) -> bool:
+    """True if rows are equal, of those that ``fits`` (bool ``[n]``) names: a codec cannot hold the
+    others, and they are never read."""
+    return torch.equal(got, want) if fits is None else torch.equal(got[fits], want[fits])
+
+
+def difference(what: str, differences: Sequence[float], allowed: float) -> str | None:
+    """The problem if K or V differ by more than ``allowed``, relative to their root mean square.
+    ``what`` says of ``{}``, which becomes K or V, that it differs."""
+    for name, found in zip("KV", differences, strict=True):
+        if not found <= allowed:  # not a number, too
+            return f"{what.format(name)} by {found:.2e} (allowed {allowed:.1g})"
+    return None
+
+
+def of_kv(got: KV, want: KV) -> torch.Tensor:
+    """Relative differences of K and V: float64 ``[2]`` on the device, without waiting."""
+    return torch.stack([difference_on_device(*pair) for pair in zip(got, want, strict=True)])
+
+
+def projected(
+    layer: AttentionLayer,
+    hidden: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    projector: Projector,
+) -> torch.Tensor | str:
+    """:func:`of_kv` of projected K and V against those that the model wrote to ``slots``, or the
+    reason why there are none. ``hidden`` (``[n, hidden]``) may have been through a codec."""
+    try:
+        found = projector.project(layer, hidden, positions)
+    except ProjectionFailed as error:
+        return str(error)
+    except (torch.OutOfMemoryError, MemoryError):  # that says nothing of the layer
+        raise
+    except Exception as error:  # a model's own code, called in a way it was not made for
+        return f"{layer.name} cannot be called alone: {type(error).__name__}: {error}"
+    return of_kv(found, projector.pool.fetch(layer.kernel, slots, hidden.dtype))
+
+
+def projected_difference(
+    layer: AttentionLayer, differences: Sequence[float], kept: torch.dtype, codec: str = "none"
+) -> str | None:
+    """The problem if rounding (``kept``: type of the KV pool) and the codec of hidden states do not
+    explain the differences of :func:`projected`."""
+    what = f"projected {{}} of {layer.name} differs from the model's"
+    return difference(what, differences, tolerance(kept, codec))
+
+
+def projection_problem(
+    layer: AttentionLayer,
+    hidden: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    projector: Projector,
+    codec: str = "none",
+) -> str | None:
+    """:func:`projected`, and the problem if it differs too much."""
+    found = projected(layer, hidden, positions, slots, projector)
+    if isinstance(found, str):
+        return found
+    return projected_difference(layer, found.tolist(), projector.pool.dtype, codec)
+
+
+def first_problem(problems: Iterable[str | None]) -> str | None:
+    """The first problem, if any, after all were looked for: some attention modules talk to the
+    other ranks, which may find another layer at fault."""
+    return next(filter(None, list(problems)), None)

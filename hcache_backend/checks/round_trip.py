@@ -1,0 +1,278 @@
+"""Checks at the start: K and V, and hidden states, reach pages of host memory and come back as they
+were. They compile the kernels: what was not tried at the start is not trusted later.
+
+Nothing may be allocated or served yet: pages of the KV pool are overwritten, and the host may wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from hcache_backend.arena import Arena, Ids
+from hcache_backend.capture.staging import StagedCapture
+from hcache_backend.checks.comparison import difference, equal, of_kv, projected_difference
+from hcache_backend.checks.probe import PROBE_TOKENS, given
+from hcache_backend.format.envelope import NAMESPACE_BYTES, WRITER_BYTES
+from hcache_backend.format.page import PageLayout
+from hcache_backend.host.segments import KVSegments
+from hcache_backend.projection.exactness import CODEC_TOLERANCE, relative_difference
+from hcache_backend.projection.projector import Projector
+from hcache_backend.ranks import Refused
+from hcache_backend.restore.exchange import CollectiveOrder
+from hcache_backend.restore.layers import RestoredLayer
+from hcache_backend.restore.pipeline import RestorePipeline
+from hcache_backend.streams import StreamFailed, host_tensor
+
+_FROM, _TO, _HOST = (1, 2), (4, 3), (1, 0)  # pages of the pool, and of host memory between them
+
+
+def check_copies(kvcache: Any, layout: PageLayout, kv: KVSegments) -> None:
+    """Round-trip two pool pages through host memory, in the layers stored as K and V.
+
+    With a codec, the first must decode to the codec's reference. The second has random bits, and
+    must come back if the codec says that it fits. The pool gets its content back. Raises Refused
+    for wrong or missing pages, or if the codec does not hold normally distributed values.
+    """
+    size, device, stored = layout.page_size, kvcache.k_buffer[0].device, len(kv.layers)
+    if len(kvcache.k_buffer[0]) <= size * max(*_FROM, *_TO):
+        raise Refused("the KV pool is too small to try copies of its pages")
+    slots, others = (
+        torch.cat([torch.arange(page * size, (page + 1) * size) for page in pages]).to(device)
+        for pages in (_FROM, _TO)
+    )
+    memory = host_tensor((len(_HOST), layout.page_bytes), torch.uint8, device).zero_()
+    layout.divide(memory.numpy())
+    planes = [plane[layer] for plane in (kvcache.k_buffer, kvcache.v_buffer) for layer in kv.layers]
+    buffers = [plane.view(torch.uint8) for plane in planes]
+    touched, first = torch.cat((slots, others)), slots[:size]
+    before = [buffer[touched] for buffer in buffers]
+    for buffer in buffers:
+        buffer[slots] = torch.randint_like(buffer[slots], 1, 256)
+        buffer[others] = 0
+    try:
+        if kv.codec != "none":
+            for plane in planes:
+                plane[first] = torch.randn_like(plane[first])
+        wanted = [buffer[slots] for buffer in buffers]
+        if kv.codec != "none":
+            by_layer = [[planes[n][first], planes[n + stored][first]] for n in range(stored)]
+            for number, back in enumerate(kv.through_codec(layout, by_layer)[0]):
+                for part, plane in enumerate(back):
+                    wanted[number + part * stored][:size] = plane.view(torch.uint8).to(device)
+        fits = kv.save(
+            layout, memory, torch.tensor(_HOST, device="cpu" if kv.by_header else device), slots
+        )
+        others_stay = RestoredLayer("kv", copy=lambda *_: None)
+        restored = [others_stay] * len(layout.segment_bytes)
+        for layer in kv.layers:
+            restored[layer] = kv.restored_layer(layer)
+        pipeline = RestorePipeline(memory, layout, restored, len(slots), device)
+        pipeline.start(np.array(_HOST), others).synchronize()
+        rows: list[torch.Tensor | None] = [None] * len(buffers)
+        if fits is not None:
+            rows = [*fits.repeat_interleave(size, 1).repeat(2, 1)]
+        compared = zip(buffers, wanted, rows, strict=True)
+        right = [equal(buffer[others], held, fit) for buffer, held, fit in compared]
+    except Exception as error:  # a kernel that cannot be compiled, or memory that is not there
+        raise Refused(f"K and V cannot be copied: {type(error).__name__}: {error}") from None
+    finally:
+        for buffer, held in zip(buffers, before, strict=True):
+            buffer[touched] = held
+    if not all(right):
+        layer = kv.layers[right.index(False) % stored]
+        raise Refused(f"K or V of layer {layer} come back from host memory as something else")
+    if fits is not None and not bool(fits[:, 0].all()):
+        layer = kv.layers[fits[:, 0].tolist().index(False)]
+        raise Refused(
+            f"codec {kv.codec!r} does not hold normally distributed K and V of layer {layer}"
+        )
+
+
+def whole_pages(slots: torch.Tensor, page_size: int) -> torch.Tensor:
+    """``slots`` (int64 ``[n]``) truncated to whole pages, repeated to fill at least one."""
+    tokens = max(1, len(slots) // page_size) * page_size
+    return slots[torch.arange(tokens, device=slots.device) % len(slots)]
+
+
+def check_lossy(kv: KVSegments, layout: PageLayout, slots: torch.Tensor, most: float) -> None:
+    """Encode and decode the model's K and V in ``slots`` (int64 ``[p * page_size]``). Raises
+    Refused if a layer does not fit, or changes too much; by ``most`` with a code of a plug-in."""
+    planes = [[plane[slots].cpu() for plane in kv.planes(layer)] for layer in kv.layers]
+    encoded, fits = kv.through_codec(layout, planes)
+    for layer, exact, back, fit in zip(kv.layers, planes, encoded, fits, strict=True):
+        if not bool(fit.all()):
+            raise Refused(f"it cannot hold K and V of layer {layer}")
+        found = []
+        for got, wanted in zip(back, map(torch.Tensor.float, exact), strict=True):
+            # All tokens count alike: an outlier would hide the losses of the others.
+            scale = wanted.square().mean(2, keepdim=True).sqrt().clamp_min(1e-12)
+            found.append(relative_difference(got.float() / scale, wanted / scale))
+        allowed = CODEC_TOLERANCE.get(kv.code_of(layout, layer), most)
+        problem = difference(f"it changes {{}} of layer {layer}", found, allowed)
+        if problem is not None:
+            raise Refused(problem)
+
+
+class CaptureCheck:
+    """A few pages that go from the model to host memory and from there to other slots, as in
+    service: capture, transfer, verdicts, backup and restore, also by the CUDA graphs that serve.
+
+    All tensor-parallel ranks must take its steps, in their order. ``plan`` is a
+    :class:`hcache_backend.start.page_plan.PagePlan`, and ``layers`` restore its pages.
+    """
+
+    def __init__(
+        self, plan: Any, layers: Sequence[RestoredLayer], order: CollectiveOrder | None
+    ) -> None:
+        layout, device, self._plan = plan.layout, plan.kvcache.device, plan
+        self._pages = np.arange(-(-PROBE_TOKENS // layout.page_size))
+        self.tokens = len(self._pages) * layout.page_size
+        shadows = len(self._pages) + 1  # an empty pool hands out its first pages, except page 0
+        shape = (len(self._pages) + shadows, layout.page_bytes)
+        self._memory = host_tensor(shape, torch.uint8, device).zero_()
+        self._arena = Arena(
+            self._memory.numpy(),
+            layout,
+            len(self._pages),
+            shadows,
+            lambda page: layout.stamp(page, b"\1" * NAMESPACE_BYTES, bytes(WRITER_BYTES)),
+            keeps_unfit=True,  # whether the codec holds enough was decided before
+        )
+        segments = [layer.index for layer in plan.hidden_layers]
+        self._capture = StagedCapture(self._arena, self._memory, plan.staging, segments, plan.codec)
+        # Made before the restores, which have collectives: one rank may lack memory for it.
+        self._pipeline = RestorePipeline(
+            self._memory,
+            layout,
+            layers,
+            plan.methods.chunk_tokens,
+            device,
+            exchange=plan.exchange,
+            order=order,
+        )
+        self._not_encoded: set[int] = set()
+
+    def save(self, run: Callable[[], torch.Tensor], *, seen: bool, by_layer: bool) -> None:
+        """Have ``run`` run the model, with capture, on :attr:`tokens` tokens, whose slots it
+        returns, and back up the rows. Raises Refused for lost or wrong ones.
+
+        Args:
+            seen: Python sees the inputs of projections, which rows are compared with. It does not
+                in recorded prefill graphs: only K and V are compared then.
+            by_layer: The prefill passes staging layer by layer, as prompts too long for it do.
+        """
+        plan = self._plan
+        received: dict[int, torch.Tensor] = {}
+        watched = [
+            layer.projection.register_forward_pre_hook(
+                partial(_receive, received, layer.index), with_kwargs=True
+            )
+            for layer in plan.hidden_layers
+            if seen
+        ]
+        self._capture.most_at_once = 1 if by_layer and plan.staging.layers else plan.staging.places
+        try:
+            with plan.capture_hooks.trying(self._capture):
+                self._slots = run()
+            self._capture.transfers().synchronize()
+            self._capture.ledger.settle()
+            problem = self._back_up(self._slots.cpu().numpy()) or self._difference(received)
+        except Exception as error:
+            problem = _told(error)
+            with suppress(StreamFailed):  # staging may be given back
+                self._capture.transfers().synchronize()
+        finally:
+            plan.staging.forget_marks()
+            for hook in watched:
+                hook.remove()
+        if problem is not None:
+            raise Refused(f"hidden states do not get to host memory: {problem}")
+
+    def restore(self, projector: Projector) -> None:
+        """Restore to other pages of the pool; raises Refused if K or V differ from the model's."""
+        plan, size = self._plan, self._plan.layout.page_size
+        first = len(plan.methods.layers("recompute"))
+        there = self._slots + (int(self._slots.max()) // size) * size
+        if int(there.max()) >= len(plan.kvcache.k_buffer[0]):
+            raise Refused("the KV pool is too small to try a restore")
+        try:
+            pages = self._arena.physical(self._pages)
+            restore = self._pipeline.start(pages, there, first_layer=first)
+            for event in restore.layers[first:]:
+                event.synchronize()
+        except Exception as error:
+            problem: str | None = _told(error)
+        else:
+            problem = self._changed(first, there, projector)
+        if problem is not None:
+            raise Refused(f"hidden states do not come back from host memory: {problem}")
+
+    def _back_up(self, slots: Ids) -> str | None:
+        plan, problem = self._plan, self._capture.ledger.broken or self._arena.problem(slots)
+        if problem is not None:
+            return problem
+        self._capture.back_up(slots, self._pages)
+        if plan.kv.layers:
+            pages = torch.from_numpy(self._arena.physical(self._pages)).to(plan.kvcache.device)
+            fits = plan.kv.save(plan.layout, self._memory, pages, self._slots)
+            if fits is not None:  # K and V that do not fit are kept apart, and pages lack them
+                of_layers = zip(plan.kv.layers, fits.all(1).tolist(), strict=True)
+                self._not_encoded = {layer for layer, fit in of_layers if not fit}
+        self._capture.transfers().synchronize()
+        self._fits = torch.from_numpy(~self._arena.unfit_rows(slots))
+        if not self._fits.any():
+            return "no row is encodable"
+        proven = map(plan.layout.is_stamped, self._arena.pages(self._pages))
+        return None if all(proven) else "rows are not proven"
+
+    def _difference(self, received: dict[int, torch.Tensor]) -> str | None:
+        """The layer whose rows in host memory differ from its projection's input."""
+        layout, codec = self._plan.layout, self._plan.codec
+        layers = {layer.index: layer for layer in self._plan.hidden_layers}
+        for index, inputs in received.items():
+            rows = codec.encode(inputs[: self.tokens - 1])[0].cpu()
+            for number, page in enumerate(self._arena.pages(self._pages)):
+                first = number * layout.page_size
+                kept = slice(first + layout.kept.start, first + layout.kept.stop)
+                wanted = rows[kept]
+                stored = torch.from_numpy(page[layout.segment(index)]).view(-1, codec.row_bytes)
+                if not equal(stored[: len(wanted)], wanted, self._fits[kept][: len(wanted)]):
+                    return f"other rows of {layers[index].name} than its projection received"
+        return None
+
+    def _changed(self, first: int, there: torch.Tensor, projector: Projector) -> str | None:
+        """The layer from ``first`` on whose K or V differ between the two places, in rows of hidden
+        states that the codec holds."""
+        pool, plan, fits = projector.pool, self._plan, self._fits.to(there.device)
+        for layer in plan.layers[first:]:
+            if layer.index in self._not_encoded:
+                continue
+            ours, models = (
+                pool.fetch(layer.kernel, slots[fits], plan.runner.dtype)
+                for slots in (there, self._slots)
+            )
+            found = of_kv(ours, models).tolist()
+            problem = projected_difference(layer, found, pool.dtype, plan.codec.name)
+            if problem is not None:
+                return problem
+        return None
+
+
+def _receive(
+    received: dict[int, torch.Tensor],
+    layer: int,
+    _: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
+    received.setdefault(layer, given(args, kwargs).detach().clone())
+
+
+def _told(error: Exception) -> str:
+    return str(error) if isinstance(error, StreamFailed) else f"{type(error).__name__}: {error}"

@@ -1,0 +1,182 @@
+"""Backups of nodes, from HiCache's question to the copy: each waits here until it is ready.
+
+- If layers are captured, a node is backed up only when all of its rows are valid, by exchanging
+  table entries of the arena.
+- The slots of a node are in device memory, and HiCache wants its answer at once. If no row of any
+  token in the KV pool was lost, a node gets host pages before the CPU knows its slots, and the
+  exchange follows a few passes later. Otherwise the scheduler thread waits for the slots, behind
+  the beginning of the last pass.
+- If layouts are chosen for each node, a backup waits for its layout.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from hcache_backend import metrics
+from hcache_backend.arena import Arena, Ids
+from hcache_backend.capture.ledger import Read
+from hcache_backend.capture.staging import StagedCapture
+from hcache_backend.format.page import PageLayout
+from hcache_backend.host.page_layout import NodeLayouts
+
+logger = logging.getLogger("hcache")
+
+# the next forward pass copies a node's slots to the CPU; they are known when one more began
+_PASSES = 2
+
+
+class HostPool(Protocol):
+    page_layout: PageLayout
+    arena: Arena
+
+    def divide(self, host_pages: Ids, layout: PageLayout) -> None: ...
+
+
+@dataclass(eq=False)
+class Backup:
+    slots: Read = field(default_factory=Read)  # of its tokens, int64 [n], if layers are captured
+    valid: int = True  # all rows are there, as far as is known
+    due: int = 0  # number of begun forward passes at which that, and the slots, are known
+    host_pages: Ids = field(default_factory=lambda: np.empty(0, np.int64))  # int64 [n / page_size]
+
+
+class NodeBackups:
+    """Scheduler thread only. ``agreed`` gives the smallest of each number on all ranks. ``ended``
+    gives the reason why nothing is backed up any more, or None. ``alone``: there are no pipeline
+    stages, which cannot agree. ``capture``: None if pages hold K and V only. ``layouts`` chooses
+    those of nodes; None: all have the pool's."""
+
+    def __init__(
+        self,
+        pool: HostPool,
+        capture: StagedCapture | None,
+        layouts: NodeLayouts | None,
+        agreed: Callable[..., list[int]],
+        ended: Callable[[], str | None],
+        *,
+        alone: bool,
+    ) -> None:
+        self._pool = pool
+        self._capture = capture
+        self._layouts = layouts
+        self._agreed = agreed
+        self._ended = ended
+        self._alone = alone
+        self._waiting: deque[Backup] = deque()  # as HiCache's write queue
+        self._unasked: list[tuple[Any, Sequence[int]]] = []  # nodes without a layout
+        self._passes = 0  # of the last turn
+
+    def clear(self) -> None:
+        self._waiting.clear()
+        self._unasked.clear()
+
+    def begin(self, slots: torch.Tensor, *, may_wait: bool) -> Backup | None:
+        """A backup of tokens in ``slots`` (int64 ``[n]``, on the device); None, on every rank, if
+        a row is not valid. Pipeline stages back a node up in any case. False ``may_wait``: HiCache
+        needs the backup at once, or tokens of other weights, whose rows are void, may be cached."""
+        problem, tokens = self._ended(), len(slots)
+        if self._capture is None:
+            if problem is None:
+                return Backup()
+            _not_backed_up(problem, tokens)
+            return None
+        ledger = self._capture.ledger
+        backup = Backup(due=ledger.passes + _PASSES)
+        # Passes of pipeline stages begin at different times.
+        may_wait = may_wait and self._alone and ledger.none_lost
+        backup.valid, waits = self._agreed(problem is None, may_wait)
+        if backup.valid:
+            backup.slots = ledger.read(slots)
+            if not waits:
+                metrics.TOKENS.count("waited_for_rows", tokens)
+                ledger.settle()
+                problem, backup.due = self._problem(backup.slots), 0
+                (backup.valid,) = self._agreed(problem is None)
+        if not backup.valid:
+            _not_backed_up(problem or "another rank", tokens)
+            if self._alone:
+                return None
+            backup.due = 0  # nothing is waited for: another stage may have launched its own
+        return backup
+
+    def add(self, backup: Backup, host_pages: Ids, tree: Any, node_ids: Sequence[int]) -> None:
+        """HiCache queued ``backup``, to ``host_pages``. ``tree`` None: it must not wait."""
+        backup.host_pages = host_pages
+        self._pool.arena.wait_for(host_pages)
+        self._waiting.append(backup)
+        self._unasked.append((tree, node_ids))
+
+    def launch(self) -> list[Ids]:
+        """Let HiCache copy the backups that are ready; returns the host pages of each. From now on
+        these belong to their tokens."""
+        if self._capture is not None:
+            self._capture.ledger.settle(wait=False)
+        unasked, self._unasked = self._unasked, []
+        if self._layouts is not None:
+            for node in unasked:  # the tree got their host pages after ``add``
+                self._layouts.ask(*node)
+        launched = []
+        while self._waiting and (layout := self._ready(self._waiting[0])) is not None:
+            backup = self._waiting.popleft()
+            self._launch(backup, layout)
+            launched.append(backup.host_pages)
+        return launched
+
+    def settle_when_idle(self) -> bool:
+        """Called in every turn. Returns True if backups are ready now: no pass was launched since
+        the last turn, so nothing is late because of a wait for their slots."""
+        if self._capture is None:
+            return False
+        ledger = self._capture.ledger
+        idle, self._passes = ledger.passes == self._passes, ledger.passes
+        if not idle or not self._waiting:
+            return False
+        ledger.settle()
+        for backup in self._waiting:
+            backup.due = 0
+        return True
+
+    def _ready(self, backup: Backup) -> PageLayout | None:
+        """The layout of the pages of the first backup; None if it has to wait."""
+        if self._layouts is not None:
+            return self._layouts.next()
+        passes = 0 if self._capture is None else self._capture.ledger.passes
+        return self._pool.page_layout if backup.due <= passes else None
+
+    def _launch(self, backup: Backup, layout: PageLayout) -> None:
+        tokens = len(backup.host_pages) * layout.page_size
+        if self._capture is None:
+            self._pool.divide(backup.host_pages, layout)
+            metrics.TOKENS.count("backed_up", tokens)
+            return
+        slots = backup.slots
+        if backup.valid and slots.values is None:
+            self._capture.ledger.settle()  # the pass that should have copied them could not
+        problem = self._problem(slots)
+        if backup.valid and problem is not None:
+            _not_backed_up(problem, tokens)
+        if not backup.valid or problem is not None or slots.values is None:
+            self._pool.arena.spoil(backup.host_pages)
+            return
+        metrics.TOKENS.count("backed_up", tokens)
+        self._capture.back_up(slots.values, backup.host_pages)
+
+    def _problem(self, slots: Read) -> str | None:
+        """Reason why a node in ``slots`` cannot be backed up, or None."""
+        ended = self._ended()
+        if ended is not None or slots.values is None:
+            return ended or "capture broke"
+        return self._pool.arena.problem(slots.values)
+
+
+def _not_backed_up(problem: str, tokens: int) -> None:
+    metrics.TOKENS.count(f"not_backed_up_{problem.replace(' ', '_')}", tokens)
+    logger.debug("hcache: %d tokens not backed up: %s", tokens, problem)

@@ -1,0 +1,139 @@
+"""Is a host page the wanted one: before it goes to L3, when it comes, and before it is projected.
+
+Each check reads the page's header, which says its weights, key, tokens and positions.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from hcache_backend import metrics
+from hcache_backend.arena import Arena, Ids
+from hcache_backend.format.envelope import key_bytes
+from hcache_backend.format.page import Bytes, Ints, PageLayout
+
+logger = logging.getLogger("hcache")
+
+
+class PresentWeights(Protocol):
+    """The weights whose pages the process makes, and who makes them."""
+
+    weights: Any  # their digests, with ``suspended``; None until they are known
+    writer: bytes
+    distrust: str | None
+
+    def page_namespace(self, weights: Any = None) -> bytes: ...
+    def page_namespaces(self) -> tuple[bytes, ...]: ...
+
+
+class PageProofs:
+    """``captured``: pages hold hidden states, and have their header when their rows are proven;
+    otherwise they get it when they are sealed. ``positions``: so many have a row in RoPE tables."""
+
+    def __init__(
+        self,
+        present: PresentWeights,
+        arena: Arena,
+        layout: PageLayout,
+        *,
+        captured: bool,
+        positions: int,
+    ) -> None:
+        self._present = present
+        self._arena = arena
+        self._layout = layout
+        self._captured = captured
+        self._positions = positions
+
+    def seal(self, host_pages: Ids, keys: Sequence[str], token_ids: Ints, first: int | None) -> int:
+        """Seal pages (int64 ``[p]``) of ``keys``, up to one that must not be stored; returns how
+        many. ``token_ids`` (int32 ``[p * page_size]``) begin at position ``first``; None: unknown.
+        HiCache's backup thread."""
+        arena, size = self._arena, self._layout.page_size
+        arena.host_access(arena.physical(host_pages), write=True, header=True)
+        pages = zip(keys, arena.pages(host_pages), strict=False)
+        for i, (key, page) in enumerate(pages):
+            own = token_ids[i * size : (i + 1) * size]
+            at = None if first is None else first + i * size
+            problem: str | None = "page_with_lost_layers"
+            if arena.depth(host_pages[i : i + 1])[0] <= 0:
+                problem = self._header_problem(page, own, at)
+            if problem is not None:
+                metrics.PROBLEMS.count(problem)
+                if "other" in problem:
+                    logger.warning("hcache: %s: not stored", problem.replace("_", " "))
+                return i
+            self._layout.seal(page, key_bytes(key))
+        return len(host_pages)
+
+    def _header_problem(self, page: Bytes, token_ids: Ints, position: int | None) -> str | None:
+        """Reason why a page (uint8 ``[page_bytes]``) must not be stored, or None; then its header
+        is complete except its seal. ``token_ids``: as in the radix tree, int32 ``[page_size]``.
+        ``position``: of the first token in its sequence."""
+        present = self._present
+        if self._captured:
+            if present.distrust is not None:
+                return "page_of_distrust"
+            if not self._layout.is_stamped(page):
+                return "page_with_lost_rows"
+            if self._layout.namespace_of(page) != present.page_namespace():
+                return "host_page_of_other_namespace"
+            same = np.array_equal(self._layout.token_ids(page), token_ids)
+            return None if same else "host_page_of_other_tokens"
+        layout, weights = self._layout.of(page), present.weights
+        if layout is None:
+            return "page_of_another_form"
+        if weights is None or weights.suspended is not None:
+            return "page_of_other_weights"
+        if position is None:
+            return "page_without_position"
+        layout.begin(page, present.page_namespace(weights), present.writer)
+        layout.positions(page)[:] = np.arange(position, position + self._layout.page_size)
+        layout.token_ids(page)[:] = token_ids
+        return None
+
+    def proven(
+        self, host_pages: Ids, keys: Sequence[str], token_ids: Ints, *, verified: bool
+    ) -> int:
+        """Number of the first of these pages (int64 ``[p]``), which came from L3, that are those of
+        ``keys`` and ``token_ids`` (int32 ``[p * page_size]``). ``verified``: L3 has checked their
+        units. HiCache's storage thread."""
+        namespace, size = self._present.page_namespace(), self._layout.page_size
+        for i, page in enumerate(self._arena.pages(host_pages)):
+            wanted = token_ids[i * size : (i + 1) * size]
+            problem = self._layout.problem(
+                page, namespace, key_bytes(keys[i]), wanted, segments=not verified
+            )
+            if problem is None and not self._has_known_positions(page):
+                problem = "positions"
+            if problem is not None:
+                why = problem.replace(" ", "_")
+                metrics.PROBLEMS.count(f"page_{why}")
+                metrics.L3_TOKENS.count(f"refused_{why}", (len(host_pages) - i) * size)
+                logger.warning(
+                    "hcache: page %s from L3 is not the requested one (%s): counted as a miss",
+                    keys[i][:12],
+                    problem,
+                )
+                return i
+        return len(host_pages)
+
+    def may_project(self, host_pages: Ids) -> bool:
+        """True if all captured pages are of the present weights, and have positions of RoPE."""
+        if not self._captured or self._present.distrust is not None:
+            return not self._captured
+        namespaces = self._present.page_namespaces()
+        return all(
+            self._layout.namespace_of(page) in namespaces and self._has_known_positions(page)
+            for page in self._arena.pages(host_pages, header=True)
+        )
+
+    def _has_known_positions(self, page: Bytes) -> bool:
+        """Kernels look positions up in RoPE tables, and cannot check them without stalling the
+        GPU."""
+        positions = self._layout.positions(page)
+        return bool(0 <= positions.min() <= positions.max() < self._positions)

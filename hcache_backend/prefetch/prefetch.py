@@ -1,0 +1,245 @@
+"""One prefetch: a request's hit in L3, from the question to its end.
+
+A prefetch begins as ``asked`` when SGLang asks L3. The gate judges its hit: ``refused``, or it is
+read: ``reading`` in order, or ``meeting`` from the back while its front is recomputed. Then it is
+``done``, or the ranks have ``ended`` it before. A request keeps ``refused`` and ``ended``, also if
+SGLang asks again.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, NamedTuple
+
+from hcache_backend.plan.costs import side_by_side, until_there
+
+_REMEMBERED = 4096  # refused requests
+
+# Seconds to recompute tokens behind a prefix (arguments: numbers of tokens); infinite if unknown,
+# or put off. Any thread.
+Recomputing = Callable[[int, int], float]
+
+
+class Hit(NamedTuple):
+    """Consecutive tokens of a prompt that L3 has."""
+
+    tokens: int  # number of them
+    prefix: int  # tokens before them, which are neither computed nor read
+    rest: int  # tokens after them, which are computed in any case
+    shared: int = 0  # tokens at their end that come from the shared tier
+    # time in slices, while they are read from the last one on; None: read only
+    recomputing: Recomputing | None = None
+    reachable: float = math.inf  # tokens at their front that slices can reach
+
+    def without(self, tokens: int) -> Hit:
+        """The hit without its first ``tokens``, which have arrived."""
+        left = self.tokens - tokens
+        shared = min(self.shared, left)
+        return self._replace(tokens=left, prefix=self.prefix + tokens, shared=shared)
+
+    def cut(self, tokens: int) -> Hit:
+        """Its first ``tokens``; the others are computed."""
+        cut_off = self.tokens - tokens
+        shared = max(0, self.shared - cut_off)
+        return self._replace(tokens=tokens, rest=self.rest + cut_off, shared=shared)
+
+    def until_there(self, read: float, *, begun: bool = False) -> float:
+        """Completion time of the hit if L3 alone takes ``read`` seconds. A hit is recomputed in
+        slices only if L3 has a worthwhile part in it; otherwise by a prefill. Once it has
+        ``begun``, any part is worthwhile: a small change of the estimates must not throw away what
+        was read and recomputed."""
+        if self.recomputing is None or not self.tokens:
+            return read
+        recomputing = self.recomputing(self.tokens, self.prefix)
+        share = min(self.reachable, self.tokens) / self.tokens
+        return (side_by_side if begun else until_there)(read, recomputing, share)
+
+
+class Meeting:
+    """The two ends of one prefetch. A thread reads pages from the last one on; the scheduler has
+    pages recomputed whole from the first one on, until they meet. No page is taken by both, so no
+    thread writes to a page of the front. Tensor-parallel ranks read on their own and recompute in
+    step: the front takes only pages that no rank reads, and pages of the back count once all ranks
+    have them. Page numbers are those in the prefetch. ``reachable``: first page that recomputation
+    cannot reach, as of the last scheduler turn. None, before the first turn, counts as "all
+    reachable": otherwise the reader would claim the front's pages."""
+
+    def __init__(self) -> None:
+        self.front = 0  # pages whose recomputation was launched; the scheduler's
+        self.here = range(0)  # pages that were read and proven on all ranks; the scheduler's
+        self.reachable: int | None = None
+        self._lock = threading.Lock()
+        self._taken = 0  # by the front
+        self._unread: int | None = None  # the reader takes pages before this one
+
+    def begin(self, pages: int) -> None:
+        """The prefetch has ``pages`` pages. Both sides call it, in any order."""
+        with self._lock:
+            if self._unread is None:
+                self._unread = pages
+
+    # ---- the thread that reads ----
+
+    def next_batch(self, most: int) -> range:
+        """The next pages to read, at most ``most`` (at least 1); empty if the ends have met."""
+        with self._lock:
+            assert self._unread is not None
+            stop, self._unread = self._unread, max(self._taken, self._unread - most)
+            return range(self._unread, stop)
+
+    @property
+    def spared(self) -> int:
+        """Pages that need not be read. Any thread."""
+        return self._taken
+
+    # ---- the scheduler ----
+
+    @property
+    def unread(self) -> int:
+        """Pages that are neither taken nor being read."""
+        assert self._unread is not None
+        return self._unread - self._taken
+
+    @property
+    def recomputable(self) -> float:
+        """Share of the unread pages that recomputation can reach. Any thread."""
+        unread, reachable = self.unread, self.reachable
+        if reachable is None or not unread:
+            return 1.0
+        return min(1.0, max(0, reachable - self._taken) / unread)
+
+    def offer(self) -> int:
+        """Number of pages that the front may take next: those that are not read. Holds the lock
+        until :meth:`take`: the reader takes none while the ranks agree on them."""
+        self._lock.acquire()
+        assert self._unread is not None
+        # Pages taken but not launched have failed: there is no way past them.
+        return self._unread - self._taken if self._taken == self.front else 0
+
+    def take(self, pages: int) -> range:
+        """The front takes ``pages`` of the pages that were offered."""
+        first, self._taken = self._taken, self._taken + pages
+        self._lock.release()
+        return range(first, self._taken)
+
+    def launched(self, pages: range) -> None:
+        """The recomputation of the front's next ``pages`` was launched."""
+        assert pages.start == self.front
+        self.front = pages.stop
+
+    def arrived(self, start: int, end: int) -> None:
+        """All ranks have read pages ``start`` to ``end``."""
+        self.here = range(start, max(start, end))
+
+    @property
+    def pages(self) -> int:
+        """Number of pages that count, from the first one on: recomputed or read."""
+        met = bool(self.here) and self.front >= self.here.start
+        return max(self.front, self.here.stop) if met else self.front
+
+
+class State(Enum):
+    """Where a prefetch is in its life, see the module's text."""
+
+    ASKED = "asked"
+    READING = "reading"
+    MEETING = "meeting"
+    DONE = "done"
+    REFUSED = "refused"
+    ENDED = "ended"
+
+
+_FINAL = (State.REFUSED, State.ENDED)
+
+
+@dataclass(eq=False)
+class Prefetch:
+    """Numbers are of tokens. The scheduler writes how far it is, in every turn."""
+
+    request_id: str
+    prefix: int = 0  # before the hit
+    recomputing: Recomputing | None = None  # as in Hit
+    state: State = State.ASKED
+    hit: Hit | None = None  # is being read, or will be
+    # The whole hit, if it is read to measure the present speed of L3.
+    probed: Hit | None = None
+    meeting: Meeting | None = None  # None: it is read in order
+    anchor: Any = None  # SGLang's node before it
+    arrived: int = 0  # of the hit, on all ranks
+    step: int = 1  # arrivals are multiples of this
+    whole: bool = False  # a part of it is worth nothing without the rest
+    lost: int = 0  # arrived, but worth nothing without the rest
+    reachable: float = math.inf  # not yet arrived, and slices can still reach them
+
+    @property
+    def left(self) -> int:
+        """Tokens that have not arrived."""
+        hit = None if self.state in _FINAL else self.hit
+        return 0 if hit is None else hit.tokens - self.arrived
+
+    @property
+    def rest(self) -> Hit | None:
+        """The part of the hit that has not arrived; None if there is none."""
+        if not self.left or self.hit is None:
+            return None
+        return self.hit.without(self.arrived)._replace(reachable=self.reachable)
+
+    @property
+    def refused(self) -> bool:
+        """True if its hit was refused, or its read ended: that is final."""
+        return self.state in _FINAL
+
+
+class Prefetches:
+    """The prefetches of a process. ``lock`` guards what several threads change."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.waiting: dict[str, Prefetch] = {}  # of requests that the gate knows, in order
+        # Operations that HiCache's threads still process on some rank, also without a waiting
+        # request; the same on every rank.
+        self.unfinished: set[Hashable] = set()
+        self._of: weakref.WeakKeyDictionary[Any, Prefetch] = weakref.WeakKeyDictionary()
+        self._final: OrderedDict[str, State] = OrderedDict()  # of requests
+
+    def of(self, operation: Any) -> Prefetch:
+        """The prefetch of SGLang's ``operation``. Any thread."""
+        with self.lock:
+            found = self._of.get(operation)
+            if found is None:
+                name = operation.request_id
+                found = self.waiting.get(name) or Prefetch(name)
+                self._of[operation] = found
+            return found
+
+    def ask(self, request_id: str, prefix: int, recomputing: Recomputing | None) -> Prefetch:
+        """L3 is asked for tokens of a request behind ``prefix``."""
+        with self.lock:
+            state = self._final.get(request_id, State.ASKED)
+            asked = Prefetch(request_id, prefix, recomputing, state)
+            self.waiting[request_id] = asked
+            return asked
+
+    def forget(self, request_id: str) -> None:
+        """A new request comes; a refused one may have had its id."""
+        with self.lock:
+            self._final.pop(request_id, None)
+
+    def refuse(self, prefetch: Prefetch, state: State) -> None:
+        """``state``: refused or ended."""
+        with self.lock:
+            prefetch.state = self._final[prefetch.request_id] = state
+            if len(self._final) > _REMEMBERED:
+                self._final.popitem(last=False)
+
+    def keep(self, waiting: set[Prefetch]) -> None:
+        """Other prefetches are over."""
+        with self.lock:
+            kept = {name: one for name, one in self.waiting.items() if one in waiting}
+            self.waiting = kept

@@ -1,0 +1,55 @@
+"""All that differs between the supported versions of SGLang."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+SUPPORTED = ("0.5.21", "0.5.22", "0.5.23")
+
+
+def sglang_version() -> str:
+    """The installed version, or ``unknown`` if SGLang has no metadata."""
+    try:
+        return version("sglang")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def unsupported_reason(text: str | None = None) -> str | None:
+    """Reason why the SGLang ``text`` (default: the installed one) is not supported, or None."""
+    text = sglang_version() if text is None else text
+    if _number(text) in SUPPORTED:
+        return None
+    return f"SGLang {text} is not one of the supported versions {SUPPORTED[0]} to {SUPPORTED[-1]}"
+
+
+def is_first() -> bool:
+    """True for 0.5.21. There Mooncake's transfer does not wait for the running forward pass, and a
+    preempted request leaves the host tier's locks."""
+    return _number(sglang_version()) == SUPPORTED[0]
+
+
+def _number(text: str) -> str:
+    """``0.5.21`` of a version such as ``0.5.21.post1``; empty if it has not three numbers."""
+    match = re.match(r"\d+\.\d+\.\d+", text)
+    return match.group() if match is not None else ""
+
+
+def known_arguments(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
+    """Those of ``arguments`` that this version's function has. HostKVCache has its geometry among
+    its arguments from 0.5.22 on; before, it asks the device pool."""
+    known = inspect.signature(function).parameters
+    return {name: value for name, value in arguments.items() if name in known}
+
+
+def set_extend_range(request: Any, before: int, end: int) -> None:
+    """Let a prefill of SGLang's ``request`` compute tokens ``before`` to ``end``. From 0.5.22 on it
+    asks the tree for the slots before them."""
+    if hasattr(request, "set_extend_range"):
+        request.set_extend_range(before, end)
+    else:
+        request.prefix_len, request.extend_end = before, end

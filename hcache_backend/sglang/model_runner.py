@@ -1,0 +1,107 @@
+"""SGLang's model runner: attention of a projection, captured passes, and other weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from hcache_backend.projection.generic import ProjectionBatch, ProjectionReached
+from hcache_backend.restore.recompute import RecomputePass
+from hcache_backend.sglang.hook_registry import Hook, OnError
+from hcache_backend.sglang.runtime import current
+
+_RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner."
+_WEIGHTS = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater."
+_WEIGHT_UPDATES = (
+    "update_weights_from_disk",
+    "update_weights_from_tensor",
+    "update_weights_from_ipc",
+    "load_weights_from_distributed",
+    "end_weight_update",
+)
+
+
+def _stop_projection(
+    original: Callable[..., Any],
+    kernel: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    forward_batch: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    asked = getattr(forward_batch, "asked", None)
+    if isinstance(asked, RecomputePass):
+        return _attend_again(original, asked, kernel, q, k, v, forward_batch, *args, **kwargs)
+    if not isinstance(forward_batch, ProjectionBatch):
+        return original(kernel, q, k, v, forward_batch, *args, **kwargs)
+    if k is not None and v is not None:
+        k = k.reshape(-1, kernel.tp_k_head_num, kernel.qk_head_dim)
+        v = v.reshape(-1, kernel.tp_v_head_num, kernel.v_head_dim)
+    raise ProjectionReached(k, v)
+
+
+def _attend_again(
+    original: Callable[..., Any],
+    asked: RecomputePass,
+    kernel: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    forward_batch: Any,
+    save_kv_cache: bool = True,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    def engine(store: bool) -> Any:
+        return original(kernel, q, k, v, forward_batch, store, *args, **kwargs)
+
+    return asked.attend(kernel, q, k, v, save_kv_cache, engine)
+
+
+def _capture_forward(
+    original: Callable[..., Any], runner: Any, forward_batch: Any, *a: Any, **kw: Any
+) -> Any:
+    capture = getattr(runner, "hcache_capture", None)
+    if capture is None:
+        return original(runner, forward_batch, *a, **kw)
+    return capture.forward(forward_batch, lambda: original(runner, forward_batch, *a, **kw))
+
+
+def _around_weight_update(original: Callable[..., Any], updater: Any, *a: Any, **kw: Any) -> Any:
+    runtime = current()
+    runtime.begin_weight_update()
+    try:
+        return original(updater, *a, **kw)
+    finally:
+        runtime.end_weight_update()
+
+
+def _after_late_weights(original: Callable[..., Any], runner: Any, *a: Any, **kw: Any) -> Any:
+    result = original(runner, *a, **kw)
+    runtime = current()
+    if runtime.runner is runner:
+        runtime.read_weights()
+    elif runtime.draft is runner:
+        runtime.read_draft(runner)
+    return result
+
+
+def _after_reset(original: Callable[..., Any], controller: Any, *a: Any, **kw: Any) -> Any:
+    result = original(controller, *a, **kw)
+    current().caches_were_flushed()
+    return result
+
+
+ATTENTION = Hook(
+    "sglang.srt.layers.radix_attention.RadixAttention.forward", _stop_projection, OnError.RAISE
+)
+FORWARD = Hook(_RUNNER + "forward", _capture_forward)
+LATE_WEIGHTS = Hook(_RUNNER + "finalize_startup_weight_load", _after_late_weights, OnError.RAISE)
+WEIGHTS = [Hook(_WEIGHTS + name, _around_weight_update, OnError.END_L3) for name in _WEIGHT_UPDATES]
+RESET = Hook(
+    "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController.reset",
+    _after_reset,
+    OnError.END_L3,
+)

@@ -1,0 +1,240 @@
+"""Forward passes through SGLang's own batch objects, without scheduler or prefix cache, before
+anything is served: they overwrite the KV pool. All ranks take part in each."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from hcache_backend.checks.probe import Observation, Passed, is_quantised, probe_tokens
+from hcache_backend.ranks import Refused, on_all_ranks
+from hcache_backend.sglang.arguments import page_size
+from hcache_backend.sglang.compat import set_extend_range
+
+
+@torch.no_grad()
+def run_prompts(runner: Any, lengths: Sequence[int], before: int = 0) -> Passed:
+    """Run prompts of these lengths that begin as the probe does. ``before``: first tokens of a
+    single prompt with a pass of their own; positions and ids are of the last pass. Then both pools
+    are emptied, also after an error: a lost slot would stop the server later."""
+    vocabulary = runner.model_config.vocab_size
+    prefix: torch.Tensor | None = None
+    try:
+        for length in ([before], lengths) if before else (lengths,):
+            prompts = [prefill_request(probe_tokens(vocabulary, n), prefix) for n in length]
+            stages = _Stages()
+            try:
+                forward = forward_batch(runner, prefill_batch(runner, prompts))
+                positions, token_ids = forward.positions.clone(), forward.input_ids.clone()
+                with _without_prefill_graphs(runner):
+                    written = stages.run(runner, forward)
+            finally:
+                stages.pass_on()
+            prefix = slots = written if prefix is None else torch.cat((prefix, written))
+            runner.req_to_token_pool.clear()  # there may be one row only
+        return Passed(forward, slots, positions, token_ids)
+    finally:
+        _empty_pools(runner)
+
+
+def run_again(runner: Any, lengths: Sequence[int], before: int = 0) -> Sequence[torch.Tensor]:
+    """:func:`run_prompts`; the slots of each, int64 ``[n]``."""
+    return run_prompts(runner, lengths, before).slots.split(list(lengths))
+
+
+@torch.no_grad()
+def prefill_and_decode(runner: Any, tokens: int, ranks: Any, *, graphs: bool) -> torch.Tensor:
+    """Run all but the last token of a prompt that begins as the probe, then the last one by itself.
+
+    Returns the slots, int64 ``[tokens]``; ``tokens`` is at least 2. The decode step uses a recorded
+    CUDA graph, and with ``graphs`` the prefill too. If the prefill fails on one of ``ranks``
+    (tensor-parallel), none decodes, and the others raise Refused.
+    """
+    prompt = probe_tokens(runner.model_config.vocab_size, tokens)
+    batch: Any = None
+    slots: list[torch.Tensor] = []
+    problem: Exception | None = None
+    try:
+        with nullcontext() if graphs else _without_prefill_graphs(runner):
+            for _ in range(2):
+                stages = _Stages()  # also after a problem: the others go on
+                try:
+                    if problem is None and batch is None:
+                        batch = prefill_batch(runner, [prefill_request(prompt[:-1])])
+                    elif problem is None:
+                        prepare_decode(batch, prompt[-1:])
+                    if problem is None:
+                        slots.append(stages.run(runner, forward_batch(runner, batch)))
+                except Exception as error:
+                    problem = error
+                finally:
+                    stages.pass_on()
+                (fine,) = on_all_ranks(ranks, problem is None)
+                if not fine and problem is None:
+                    problem = Refused("another tensor-parallel rank failed in a forward pass")
+    finally:
+        _empty_pools(runner)
+    if problem is not None:
+        try:
+            raise problem
+        finally:
+            problem = None  # it holds this frame and those of the model, with all their tensors
+    return torch.cat(slots)
+
+
+def attention_modules(model: torch.nn.Module, layers: int) -> list[Observation]:
+    """The attention modules of ``model``, in order. Raises Refused if they are not ``layers``, as
+    the KV pool has, numbered one after the other."""
+    from sglang.srt.layers.linear import LinearBase
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    modules = dict(model.named_modules())
+    found: list[Observation] = []
+    for path, kernel in modules.items():
+        if not isinstance(kernel, RadixAttention):
+            continue
+        name = path
+        linears: list[torch.nn.Module] = []
+        while name and not linears:
+            name = name.rpartition(".")[0]
+            inside = modules[name].modules()
+            linears = [part for part in inside if isinstance(part, LinearBase | torch.nn.Linear)]
+        layer = name.rpartition(".")[0]
+        quantised = {
+            f"{layer}.{part}": module
+            for part, module in modules[layer].named_modules()
+            if is_quantised(module)
+        }
+        found.append(Observation(name, modules[name], kernel, linears, quantised))
+    found.sort(key=lambda seen: seen.kernel.layer_id)
+    ids = [seen.kernel.layer_id for seen in found]
+    if not found or ids != list(range(ids[0], ids[0] + len(ids))):
+        raise Refused(f"the attention layers of the model are numbered {ids}")
+    if len(ids) != layers:
+        raise Refused(f"the KV pool has {layers} layers and the model {len(ids)} attention layers")
+    return found
+
+
+def prefill_request(token_ids: Sequence[int], prefix: torch.Tensor | None = None) -> Any:
+    """SGLang's request for a prefill; ``token_ids`` is the whole prompt. ``prefix``: slots of its
+    first tokens whose K and V the pool has (int64 ``[n]``)."""
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+    request = Req(
+        rid="hcache-prefill",
+        origin_input_text="",
+        origin_input_ids=array("q", token_ids),
+        sampling_params=SamplingParams(temperature=0, max_new_tokens=1),
+    )
+    request.full_untruncated_fill_ids = request.origin_input_ids
+    request.logprob_start_len = -1
+    before = 0
+    if prefix is not None:
+        request.prefix_indices, before = prefix, len(prefix)
+    set_extend_range(request, before, len(token_ids))
+    return request
+
+
+def prefill_batch(runner: Any, requests: list[Any]) -> Any:
+    """SGLang's ScheduleBatch of a prefill; takes slots of ``runner``'s pools."""
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+    batch = ScheduleBatch.init_new(
+        reqs=requests,
+        req_to_token_pool=runner.req_to_token_pool,
+        token_to_kv_pool_allocator=runner.token_to_kv_pool_allocator,
+        tree_cache=_no_tree(runner),
+        model_config=runner.model_config,
+        enable_overlap=False,
+        spec_algorithm=SpeculativeAlgorithm.NONE,
+    )
+    batch.prepare_for_extend()
+    if batch.input_ids is None:
+        batch.input_ids = batch.prefill_input_ids_cpu.to(batch.device)
+    return batch
+
+
+def prepare_decode(batch: Any, token_ids: Sequence[int]) -> None:
+    """Continue SGLang's ``batch`` with one token for each request."""
+    batch.input_ids = torch.tensor(token_ids, dtype=torch.int64, device=batch.device)
+    batch.prepare_for_decode()
+
+
+def forward_batch(runner: Any, batch: Any) -> Any:
+    """SGLang's ForwardBatch of the next step of ``batch``."""
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+    return ForwardBatch.init_new(batch, runner, return_hidden_states_before_norm=False)
+
+
+def _no_tree(runner: Any) -> SimpleNamespace:
+    """A prefix cache with nothing in it, for batches of any supported version."""
+    return SimpleNamespace(
+        page_size=page_size(runner.server_args),
+        device=runner.device,
+        token_to_kv_pool_allocator=runner.token_to_kv_pool_allocator,
+        supports_swa=lambda: False,
+        supports_mamba=lambda: False,
+        supports_prefix_sharing=lambda: True,
+        is_chunk_cache=lambda: False,
+        is_tree_cache=lambda: True,
+        evict=lambda params: None,
+        prefix_device_indices=lambda request: request.prefix_indices,
+        maybe_hand_to_session=lambda request: None,
+    )
+
+
+def _empty_pools(runner: Any) -> None:
+    runner.token_to_kv_pool_allocator.clear()
+    runner.req_to_token_pool.clear()
+
+
+class _Stages:
+    """Data between pipeline stages in a pass; the first and the only one receive none."""
+
+    def __init__(self) -> None:
+        from sglang.srt.distributed import parallel_state
+
+        self._group = parallel_state.get_pp_group()
+        self._outcome: Any = None
+        # Before anything can fail: the stage before this one waits until it is received.
+        self._received = None if self._group.is_first_rank else self._group.recv_tensor_dict()
+
+    def run(self, runner: Any, batch: Any) -> torch.Tensor:
+        """Run this stage's model; returns the slots that it filled, int64 ``[n]``. Raises Refused
+        if the stage before failed."""
+        slots: torch.Tensor = batch.out_cache_loc.clone()
+        self._outcome = runner.forward(batch, pp_proxy_tensors=self._input()).logits_output
+        return slots
+
+    def _input(self) -> Any:
+        from sglang.srt.model_executor.forward_batch_info import PPProxyTensors
+
+        if self._received is None:
+            return None
+        if not self._received:
+            raise Refused("the pipeline stage before this one failed its self-check")
+        return PPProxyTensors(self._received)
+
+    def pass_on(self) -> None:
+        """Hand the output to the next stage; nothing if this one failed."""
+        if not self._group.is_last_rank:
+            self._group.send_tensor_dict(getattr(self._outcome, "tensors", {}))
+
+
+@contextmanager
+def _without_prefill_graphs(runner: Any) -> Iterator[None]:
+    """Prefill by SGLang's eager runner, because a replay would run without our hooks."""
+    graphs = getattr(runner, "prefill_cuda_graph_runner", None)
+    runner.prefill_cuda_graph_runner = None
+    try:
+        yield
+    finally:
+        runner.prefill_cuda_graph_runner = graphs

@@ -1,0 +1,238 @@
+"""SGLang's radix cache: a turn of the scheduler, prefetches, and the use of pages."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from hcache_backend import metrics
+from hcache_backend.prefetch.eager_loads import is_on_device
+from hcache_backend.prefetch.gate import HitGate
+from hcache_backend.prefetch.prefetch import Prefetch
+from hcache_backend.sglang.arguments import is_plain
+from hcache_backend.sglang.hook_registry import Hook, OnError
+from hcache_backend.sglang.runtime import current
+from hcache_backend.sglang.storage_threads import gate_of, harmless, pages_per_report
+from hcache_backend.turn import Said, Turn
+
+_CACHE = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache."
+
+
+# ---- a turn of the scheduler ----
+
+
+def around_turn(original: Callable[..., Any], cache: Any, *a: Any, **kw: Any) -> Any:
+    """Around ``check_hicache_events``, in each turn of the scheduler: HiCache's part, then ours."""
+    controller, l3, turn = getattr(cache, "cache_controller", None), our_l3(cache), Turn()
+    ours = controller if hasattr(controller, "begin_turn") else None
+    if ours is not None:
+        cache.hicache_storage_pass_prefix_keys = True  # they give a node's place in its sequence
+    result = original(cache, *a, **kw)
+    asked = ask_to_end(cache, turn)
+    if ours is not None:
+        ours.begin_turn(cache, turn)
+    turn.agree(cache._all_reduce_attn_groups)
+    end_prefetches(asked)
+    if ours is not None:
+        ours.end_turn(cache)
+    if l3 is not None:
+        l3.backups.put_heads(cache)
+    return result
+
+
+class Ending(NamedTuple):
+    """``said``: for each prefetch, True if it goes on on this rank; last, True if L3 is in time."""
+
+    gate: HitGate
+    operations: list[Any]
+    said: Said
+
+
+def ask_to_end(cache: Any, turn: Turn) -> Ending | None:
+    """Ask which prefetches end. Every rank calls it in the same turns, with the same prefetches."""
+    gate = gate_of(cache)
+    if gate is None:
+        return None
+    operations = [info.operation for info in cache.ongoing_prefetch.values()]
+    verdicts = [False] * (len(operations) + 1)
+    with harmless():
+        verdicts = gate.to_end([_as_it_is(cache, operation) for operation in operations])
+    if cache.pp_size > 1:
+        return None  # pipeline stages are not at one point
+    gate.prefetches.unfinished.update(operations)
+    if not operations and not gate.agreed_stalled:
+        return None  # the same on all ranks: no rank acts on its own verdict alone
+    return Ending(gate, operations, turn.say(*(not ends for ends in verdicts)))
+
+
+def _as_it_is(cache: Any, operation: Any) -> Prefetch:
+    """The prefetch of ``operation``, as far as it has come."""
+    prefetch, size = current().prefetches.of(operation), cache.page_size
+    meeting = prefetch.meeting
+    prefetch.lost = 0
+    if meeting is not None:
+        if meeting.pages == meeting.front:
+            prefetch.lost = len(meeting.here) * size
+        if meeting.reachable is not None:
+            prefetch.reachable = max(0, meeting.reachable - meeting.front) * size
+    prefetch.arrived = operation.completed_tokens + prefetch.lost
+    pages = pages_per_report(cache.cache_controller, len(operation.hash_value))
+    prefetch.step = pages * size
+    prefetch.whole = bool(operation.pool_transfers)
+    return prefetch
+
+
+def end_prefetches(asked: Ending | None) -> None:
+    """End the prefetches on which the ranks have agreed."""
+    if asked is None:
+        return
+    *going_on, in_time = asked.said.least
+    ended = [one for one, goes_on in zip(asked.operations, going_on, strict=True) if not goes_on]
+    for operation in ended:
+        operation.mark_terminate()
+    with harmless():
+        asked.gate.agreed([asked.gate.prefetches.of(one) for one in ended], not in_time)
+
+
+def around_drain(
+    original: Callable[..., Any],
+    cache: Any,
+    n_storage_hit: int | None,
+    n_ack_prefetch: int | None,
+    *a: Any,
+    **kw: Any,
+) -> Any:
+    """HiCache takes the answers and reports that every rank has: first prefetches that are read
+    from the back hear of them, last those that are over are finished on all ranks. Of pipeline
+    stages only the first one knows that they are there."""
+    gate, controller = gate_of(cache), cache.cache_controller
+    asked, reports = controller.prefetch_hit_queue.queue, controller.ack_prefetch_queue.queue
+    taken = list(itertools.islice(reports, n_ack_prefetch or 0))
+    if getattr(controller, "eager", None) is not None:
+        # Plugins are imported before SGLang can be.
+        from hcache_backend.sglang.read_batches import hear
+
+        running = [info.operation for info in cache.ongoing_prefetch.values() if taken]
+        hear(taken, running, current().prefetches, controller.page_size)
+    answered = list(itertools.islice(asked, n_storage_hit or 0))
+    result = original(cache, n_storage_hit, n_ack_prefetch, *a, **kw)
+    if gate is not None and cache.pp_size == 1:
+        unread = [operation for operation in answered if operation.host_indices is None]
+        read = [report.operation for report in taken if report.completed_req]
+        gate.prefetches.unfinished.difference_update(unread, read)
+    return result
+
+
+# ---- prefetches and loads ----
+
+
+def around_prefetch(
+    original: Callable[..., Any], cache: Any, request: Any, *a: Any, **kw: Any
+) -> Any:
+    """First the gate says whether L3 is asked. Then our L3 hears of the prefix, and its keys."""
+    given, asks = inspect.signature(original).bind(cache, request, *a, **kw), True
+    asked = given.arguments
+    with harmless():
+        gate = gate_of(cache)
+        if gate is not None and request not in cache.ongoing_prefetch:
+            before = len(asked.get("matched_prefix_tokens") or ())
+            recomputing = getattr(cache.cache_controller, "recomputing", None)
+            if recomputing is not None and not _has_front(cache, asked):
+                recomputing = None
+            asks = gate.may_ask(request.rid, before, recomputing)
+    if not asks:
+        cache.storage_prefetch_retries.cancel(request.rid)
+        return None
+    l3 = our_l3(cache)
+    if l3 is not None:
+        cache.hicache_storage_pass_prefix_keys = True  # for nodes that are written, too
+        # All that L1 and L2 have of the prompt; SGLang leaves out the keys of the last node.
+        asked["prefix_keys"] = prefix = keys_to(cache, asked["last_host_node_id"])
+        l3.use(prefix)
+    return original(*given.args, **given.kwargs)
+
+
+def _has_front(cache: Any, asked: Mapping[str, Any]) -> bool:
+    """True if the front of a prefetch (arguments of its call) may be recomputed: it comes in
+    several pieces, and the device has K and V of the tokens before it."""
+    pages = len(asked["new_input_tokens"]) // cache.page_size
+    if pages <= pages_per_report(cache.cache_controller, pages):
+        return False
+    return is_on_device(cache.tree_core, asked["last_host_node_id"])
+
+
+def around_load_back(original: Callable[..., Any], cache: Any, params: Any, *a: Any) -> Any:
+    controller = getattr(cache, "cache_controller", None)
+    behind = getattr(controller, "loading_behind", None)
+    if behind is None:
+        return original(cache, params, *a)
+    tree = cache.tree_core
+
+    def prefix() -> Any:
+        root = tree.empty_match_result.last_device_node
+        return tree.collect_full_device_indices(params.req.last_node, root)
+
+    def token_ids() -> Any:
+        req = params.req
+        ids = getattr(req, "full_untruncated_fill_ids", None) if is_plain(req) else None
+        before = prefix()
+        if ids is None or before is None:
+            return None
+        return ids[: len(before) + params.host_hit_length]
+
+    with behind(prefix, token_ids):
+        return original(cache, params, *a)
+
+
+# ---- uses of pages ----
+
+
+def after_written(
+    original: Callable[..., Any], cache: Any, node_id: int, *a: Any, **kw: Any
+) -> Any:
+    result = original(cache, node_id, *a, **kw)
+    l3 = our_l3(cache)
+    if l3 is not None:
+        l3.backups.wrote(cache, node_id)
+    return result
+
+
+def after_backup(
+    original: Callable[..., Any], cache: Any, node_id: int, device_indices: Any, *a: Any, **kw: Any
+) -> Any:
+    """Count tokens for which the host pool is full: SGLang does not ask the controller then."""
+    result, tokens = original(cache, node_id, device_indices, *a, **kw), len(device_indices)
+    if result is None and cache.cache_controller.mem_pool_host.available_size() < tokens:
+        metrics.TOKENS.count("not_backed_up_host_pool_full", tokens)
+    return result
+
+
+def before_stop(original: Callable[..., Any], cache: Any, *a: Any, **kw: Any) -> Any:
+    """On SIGTERM, after the last answer. SGLang kills its processes after 15 s."""
+    l3 = our_l3(cache)
+    if l3 is not None:
+        l3.stop(cache)
+    return original(cache, *a, **kw)
+
+
+def our_l3(cache: Any) -> Any:
+    """The :class:`HCacheStorage` of ``cache``; None if its L3 is another one, or none."""
+    controller = getattr(cache, "cache_controller", None)
+    backend = getattr(controller, "storage_backend", None)
+    return backend if hasattr(backend, "backups") else None
+
+
+def keys_to(cache: Any, node: int) -> list[str]:
+    tree = cache.tree_core
+    return [*tree.get_prefix_hash_values(node), *tree.get_hash_values(node)]
+
+
+TURN = Hook(_CACHE + "check_hicache_events", around_turn, OnError.END_L3)
+DRAIN = Hook(_CACHE + "_drain_storage_control_queues_impl", around_drain, OnError.END_L3)
+PREFETCH = Hook(_CACHE + "prefetch_from_storage", around_prefetch)
+LOAD_BACK = Hook(_CACHE + "init_load_back", around_load_back)
+WRITTEN = Hook(_CACHE + "write_backup_storage", after_written)
+BACKED_UP = Hook(_CACHE + "_execute_kv_backup", after_backup)
+STOPPING = Hook(_CACHE + "release_host_resources", before_stop)

@@ -1,0 +1,136 @@
+"""SGLang's scheduler and its requests: requests come, batches run, and how long they take."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+from hcache_backend import metrics
+from hcache_backend.prefetch.governor import waits_for_gpu
+from hcache_backend.sglang.arguments import is_plain
+from hcache_backend.sglang.hook_registry import Hook, OnError, Results
+from hcache_backend.sglang.radix_cache import keys_to, our_l3
+from hcache_backend.sglang.storage_threads import gate_of, harmless
+
+logger = logging.getLogger("hcache")
+
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler."
+ADAPTER_KEY = "hcache:adapter:"  # prefix of the keys of requests with an adapter, and of no others
+
+_look_up_failures: set[type[Exception]] = set()  # errors of SGLang's look-ups that were logged
+_prefills = Results()  # of results: start, number, work, whether nothing was recomputed in front
+
+
+def around_received(
+    original: Callable[..., Any], scheduler: Any, req: Any, *a: Any, **kw: Any
+) -> Any:
+    """A request comes, or SGLang tries again to prefetch for it. First the governor gets its
+    scheduler, because no slice comes before a prefetch. Then the gate hears of the request. Last,
+    L3 hears of a node that SGLang uses but that is not backed up, behind which it does not
+    prefetch. A prefix that SGLang cannot look up, such as that of a streaming session, would end
+    the scheduler. Here its request goes on without L3."""
+    with harmless():
+        controller: Any = getattr(scheduler.tree_cache, "cache_controller", None)
+        governor = getattr(controller, "governor", None)
+        if governor is not None:
+            governor.scheduler = scheduler
+            controller.plain_prompt = is_plain(req)
+        gate = gate_of(scheduler.tree_cache)
+        if gate is not None and not req.storage_prefetch_retry_attempts:
+            gate.prefetches.forget(req.rid)  # an earlier request may have had the same one
+        _note_waiting(scheduler)
+    try:
+        result = original(scheduler, req, *a, **kw)
+    except Exception as error:
+        metrics.PROBLEMS.count("look_up")
+        if type(error) not in _look_up_failures:
+            _look_up_failures.add(type(error))
+            logger.warning(
+                "hcache: SGLang cannot look up request %s in L3 (logged once): %r", req.rid, error
+            )
+        return None
+    cache, node = scheduler.tree_cache, req.last_host_node
+    l3 = our_l3(cache)
+    if l3 is not None and node is not None and not cache.is_backuped(node):
+        l3.use(keys_to(cache, node))
+    return result
+
+
+def around_batch(
+    original: Callable[..., Any], scheduler: Any, batch: Any, *a: Any, **kw: Any
+) -> Any:
+    """Around ``Scheduler.run_batch``: note the launch time of a prefill, and its work."""
+    _note_waiting(scheduler)
+    gate, prefill = gate_of(scheduler.tree_cache), None
+    if gate is not None:
+        work = _prefill_work(batch)
+        if work is not None:
+            prefill = time.monotonic(), gate.launched(*work), work
+    result = original(scheduler, batch, *a, **kw)
+    if gate is not None:
+        alone = not _stands_behind_recomputation(scheduler)
+        if prefill is not None:
+            _prefills.keep(result, (*prefill, alone))
+    return result
+
+
+def after_batch(
+    original: Callable[..., Any], scheduler: Any, batch: Any, result: Any, *a: Any, **kw: Any
+) -> Any:
+    done = original(scheduler, batch, result, *a, **kw)
+    prefill, gate = _prefills.of(result), gate_of(scheduler.tree_cache)
+    if gate is not None:
+        now = time.monotonic()
+        before, gate.gpu.last_end = gate.gpu.last_end, now
+        if prefill is not None:
+            launched, number, (tokens, prefix, loaded), alone = prefill
+            gate.gpu.ended(number)
+            if alone:
+                gate.prefilled(tokens, prefix, loaded, now - max(launched, before))
+    return done
+
+
+def _prefill_work(batch: Any) -> tuple[int, float, int] | None:
+    """Tokens that a batch computes, the average number before them, and those from L3. None if it
+    is no prefill, or waits for something else besides."""
+    if not batch.forward_mode.is_extend() or batch.forward_mode.is_mixed():
+        return None
+    tokens = sum(batch.extend_lens)
+    loaded = 0
+    if batch.hicache_consumer_index >= 0:
+        loaded = sum(req.cached_tokens_storage for req in batch.reqs)
+        if not loaded or any(req.cached_tokens_host for req in batch.reqs):
+            return None
+    pairs = sum(
+        extend * prefix + extend * extend / 2
+        for extend, prefix in zip(batch.extend_lens, batch.prefix_lens, strict=True)
+    )
+    return (tokens, max(0.0, pairs / tokens - tokens / 2), loaded) if tokens else None
+
+
+def _stands_behind_recomputation(scheduler: Any) -> bool:
+    eager = getattr(scheduler.tree_cache.cache_controller, "eager", None)
+    return eager is not None and eager.take_recomputed()
+
+
+def _note_waiting(scheduler: Any) -> None:
+    gate = gate_of(scheduler.tree_cache)
+    if gate is not None:
+        gate.gpu.wanted = waits_for_gpu(scheduler)
+
+
+def _after_request(original: Callable[..., Any], req: Any, *a: Any, **kw: Any) -> None:
+    """SGLang appends an adapter's id to ``extra_key``: a request that writes the id there finds the
+    adapter's K and V. Put the id first, with its length, where no other request can have it."""
+    original(req, *a, **kw)
+    own, adapter = req.extra_key or "", req.lora_id or ""
+    if adapter or own.startswith(ADAPTER_KEY):
+        req.extra_key = f"{ADAPTER_KEY}{len(adapter)}:{adapter}{own[: len(own) - len(adapter)]}"
+
+
+RECEIVED = Hook(_SCHEDULER + "_prefetch_kvcache", around_received)
+BATCH = Hook(_SCHEDULER + "run_batch", around_batch)
+COMPUTED = Hook(_SCHEDULER + "process_batch_result", after_batch)
+REQUEST = Hook("sglang.srt.managers.schedule_batch.Req.__init__", _after_request, OnError.END_L3)

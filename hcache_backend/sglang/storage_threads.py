@@ -1,0 +1,132 @@
+"""HiCache's storage threads: one looks pages up, one reads a prefetch, one tells other ranks.
+
+The verdict of a look-up needs no agreement: SGLang takes the shortest hit of all ranks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from hcache_backend import metrics
+from hcache_backend.prefetch.gate import HitGate
+from hcache_backend.sglang.hook_registry import Hook
+from hcache_backend.sglang.runtime import current
+
+# SGLang's name of look-ups without a request, on the scheduler's thread; they read nothing
+_NO_REQUEST = "__storage_hit_query__"
+_STOP_SECONDS = 60.0  # longest wait for the threads of an idle server to end a read
+
+_CONTROLLER = "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController."
+_BASE = "sglang.srt.managers.cache_controller.HiCacheController."
+
+
+def gate_of(cache: Any) -> HitGate | None:
+    """The gate for hits of a cache or its controller; None if all hits are read."""
+    return current().hit_gate if getattr(cache, "enable_storage", False) else None
+
+
+# if the block fails, SGLang goes on as without a decision
+harmless = partial(metrics.harmless, "hit_gate", "a decision about an L3 hit failed; it is read")
+
+
+def around_look_up(
+    original: Callable[..., Any], controller: Any, operation: Any, *a: Any, **kw: Any
+) -> Any:
+    """Around ``HybridCacheController._storage_hit_query``, before its MIN over ranks."""
+    gate = gate_of(controller)
+    if gate is None or operation.request_id == _NO_REQUEST:
+        return original(controller, operation, *a, **kw)
+    prefetch = gate.prefetches.of(operation)
+    if prefetch.refused:
+        return [], 0
+    found_shared = getattr(controller.storage_backend, "take_found_shared", lambda: 0)
+    found_shared()  # of a look-up that was judged nowhere
+    with gate.l3.looking():
+        keys, tokens = original(controller, operation, *a, **kw)
+    taken, shared = tokens, min(tokens, found_shared() * controller.page_size)
+    if tokens:
+        parts = not operation.pool_transfers
+        taken = gate.takes(prefetch, tokens, len(operation.token_ids), shared, parts=parts)
+    return keys[: taken // controller.page_size], taken
+
+
+def around_read(original: Callable[..., Any], controller: Any, operation: Any) -> Any:
+    """Around ``HybridCacheController._page_transfer``: a whole prefetch."""
+    gate = gate_of(controller)
+    if gate is None:
+        return original(controller, operation)
+    size, prefetch = controller.page_size, gate.prefetches.of(operation)
+    pages = len(operation.hash_value)
+    with harmless():
+        step = pages_per_report(controller, pages) * size
+        gate.read_begins(prefetch, pages * size, step)
+    try:
+        return original(controller, operation)
+    finally:
+        with harmless():
+            if prefetch.meeting is not None and not operation.is_terminated():
+                gate.l3.spared(prefetch.meeting.spared * size)
+            gate.read_ends()
+
+
+def around_read_batch(original: Callable[..., Any], controller: Any, *a: Any, **kw: Any) -> Any:
+    pages = original(controller, *a, **kw)
+    if not hasattr(controller, "pages_per_report"):  # ours tells each part itself
+        note_arrival(controller, pages)
+    return pages
+
+
+def around_stop(original: Callable[..., Any], controller: Any, *a: Any, **kw: Any) -> Any:
+    """Around ``HiCacheController._stop_storage_threads``, for a flush or a detach; no request is
+    served. If a thread of this rank stopped before a prefetch whose request is gone, the other
+    ranks would stay in a reduction, and SGLang would give the server up."""
+    gate = current().hit_gate
+    if gate is not None:
+        _let_threads_finish(gate, controller)
+        gate.prefetches.unfinished.clear()
+    return original(controller, *a, **kw)
+
+
+def _let_threads_finish(gate: HitGate, controller: Any) -> None:
+    threads = (
+        controller.prefetch_thread,
+        controller.prefetch_io_aux_thread,
+        controller.prefetch_sync_thread,
+    )
+    deadline = time.monotonic() + _STOP_SECONDS
+    while all(thread.is_alive() for thread in threads) and time.monotonic() < deadline:
+        answered = set(controller.prefetch_hit_queue.queue)
+        reports = list(controller.ack_prefetch_queue.queue)
+        read = {report.operation for report in reports if report.completed_req}
+        if not gate.prefetches.unfinished - answered - read:
+            return
+        time.sleep(0.001)
+
+
+def pages_per_report(controller: Any, pages: int) -> int:
+    """Number of pages whose arrival is reported together in a prefetch of ``pages``."""
+    from sglang.srt.managers.cache_controller import STORAGE_BATCH_SIZE
+
+    ours = getattr(controller, "pages_per_report", None)
+    return ours(pages) if ours else min(pages, STORAGE_BATCH_SIZE)
+
+
+def note_waiting(seconds: float) -> None:
+    """The present prefetch was not read for ``seconds``."""
+    with harmless():
+        current().l3.waited(seconds)
+
+
+def note_arrival(controller: Any, pages: int) -> None:
+    """``pages`` more of the present prefetch have arrived."""
+    with harmless():
+        current().l3.arrived(pages * controller.page_size)
+
+
+LOOK_UP = Hook(_CONTROLLER + "_storage_hit_query", around_look_up)
+READ = Hook(_CONTROLLER + "_page_transfer", around_read)
+READ_BATCH = Hook(_BASE + "_page_transfer_kv_batch", around_read_batch)
+STOP = Hook(_BASE + "_stop_storage_threads", around_stop)

@@ -1,0 +1,244 @@
+"""The capabilities of a server: what rules each one out, and the reason in the log.
+
+The log, the metric ``hcache_capability_info``, the report for ``hcache doctor`` and a part of
+``docs/limits.md`` are printed from :data:`CAPABILITIES`. Checks at the start refuse more
+(:mod:`hcache_backend.checks`), with reasons of their own. Answers are the same on every rank.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from hcache_backend import metrics
+from hcache_backend.config import HCacheConfig
+from hcache_backend.projection.exactness import TOLERANCE
+from hcache_backend.ranks import Refused
+from hcache_backend.sglang.arguments import (
+    NO_REQUEST,
+    decodes_for_others,
+    drafts_trees,
+    resolved,
+    serves_adapters,
+)
+from hcache_backend.sglang.runtime import Runtime
+
+logger = logging.getLogger("hcache")
+
+_DRAFTING = ("EAGLE", "EAGLE3", "NGRAM", "STANDALONE")  # drafts have a pool of their own, if any
+_WAITING = ("flashinfer", "torch_native", "flex_attention")  # they copy from the GPU and wait
+
+
+@dataclass(frozen=True)
+class Server:
+    """A server whose capabilities are asked for. ``pool`` is SGLang's KV pool and ``allocator``
+    that of its pages, if known. ``hidden``: pages hold hidden states, or are to be recomputed."""
+
+    runtime: Runtime
+    pool: Any = None
+    allocator: Any = None
+    hidden: bool = False
+    config: HCacheConfig | None = None
+
+    @property
+    def args(self) -> Any:
+        return resolved(self.runtime.runner.server_args)
+
+    @property
+    def on_gpu(self) -> bool:
+        return torch.device(self.pool.device).type != "cpu"
+
+    @property
+    def algorithm(self) -> Any:
+        return self.args.speculative_algorithm
+
+    def asks(self, option: str, value: object) -> bool:
+        return bool(getattr(self.config or self.runtime.config, option) == value)
+
+
+class Need(NamedTuple):
+    """``has`` finds that a server has a ``feature`` which rules a capability out; its answer stands
+    for ``{}`` in the ``reason``."""
+
+    feature: str
+    has: Callable[[Server], object]
+    reason: str
+
+
+OWN_PAGES, HIDDEN, RECOMPUTATION = "own pages", "hidden states", "recomputation"
+EAGER, JUDGING = "restores while L3 is read", "judging L3 hits"
+
+# fmt: off
+_DECODES = Need(
+    "decode servers, `--enable-pd-role-switch`",
+    lambda s: decodes_for_others(s.runtime.runner.server_args),
+    "a server that decodes for prefill servers, or may after a role switch, fails a request whose "
+    "load is refused")
+_BUFFER_ONLY = Need(
+    "`--hicache-host-memory-mode buffer_only`",
+    lambda s: s.args.hicache_host_memory_mode == "buffer_only",
+    "the node before a prefetch may go while it runs (buffer_only)")
+_MODULES = (  # rules out all that calls or hooks the model's modules
+    Need("`--enable-dp-attention`", lambda s: s.args.enable_dp_attention,
+         "data-parallel attention: ranks without requests would have to take part"),
+    Need("LoRA", lambda s: serves_adapters(s.args),
+         "LoRA adapters change the projection per request"),
+    Need("`--enable-two-batch-overlap`", lambda s: s.args.enable_two_batch_overlap,
+         "two-batch overlap runs each layer twice a step"),
+    Need("M-RoPE", lambda s: s.runtime.runner.model_config.model_is_mrope,
+         "positions of several dimensions (mrope)"),
+    Need("on CUDA `--enable-torch-compile`, `tc_piecewise` graphs",
+         lambda s: s.on_gpu and _compiled(s.args),
+         "compiled forward passes (torch.compile, tc_piecewise graphs) run without our hooks"),
+    Need("on CUDA `--cuda-graph-backend-prefill full`",
+         lambda s: s.on_gpu and _graphs().prefill.backend == "full",
+         "full prefill graphs read K and V without waiting for the layers of a restore "
+         "(--cuda-graph-backend-prefill breakable waits)"),
+)
+CAPABILITIES: dict[str, tuple[Need, ...]] = {
+    OWN_PAGES: (
+        Need("other ways to draft than " + ", ".join(f"`{name}`" for name in _DRAFTING),
+             lambda s: s.algorithm if s.algorithm not in (None, *_DRAFTING) else None,
+             f"speculative decoding by {{}}, not by {', '.join(_DRAFTING)}"),
+        Need("draft layers that SGLang packs behind the model's (MTP)",
+             lambda s: getattr(s.runtime.runner, "mtp_draft_device_pools", ()),
+             "speculative decoding with MTP: nobody would save the draft's layers, which SGLang "
+             "packs behind the model's in host memory"),
+        Need("context-parallel attention", lambda s: getattr(s.args, "attn_cp_size", 1) > 1,
+             "attention in context-parallel ranks"),
+        _DECODES,
+        Need("`SGLANG_ENABLE_POST_CAPTURE_KV_SIZING`", lambda s: _pool_grows(),
+             "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING: the KV pool grows after host memory is "
+             "divided"),
+        Need("quantised KV other than fp8",
+             lambda s: s.pool.dtype not in TOLERANCE and s.pool.dtype,
+             "KV quantised as {}"),
+        Need("quantised KV with scales in buffers of their own",
+             lambda s: getattr(s.pool, "k_scale_buffer", None) is not None
+             or hasattr(getattr(s.pool, "quant_method", None), "k_scales_gpu"),
+             "quantised KV with scales in buffers of their own"),
+        Need("KV pools that are not `[slots, heads, head_dim]`",
+             lambda s: s.pool.k_buffer[0].dim() != 3,
+             "the KV pool is not [slots, heads, head_dim]"),
+    ),
+    HIDDEN: (
+        Need("drafts in trees (`--speculative-eagle-topk`, "
+             "`--speculative-ngram-max-bfs-breadth` above 1)",
+             lambda s: drafts_trees(s.args),
+             "speculative decoding by trees (--speculative-eagle-topk, "
+             "--speculative-ngram-max-bfs-breadth) moves K and V of accepted tokens to other "
+             "slots"),
+        *_MODULES,
+    ),
+    RECOMPUTATION: (
+        Need("`recompute: never`", lambda s: s.asks("recompute", "never"), "option 'recompute'"),
+        *_MODULES,
+        Need("multimodal models", lambda s: s.runtime.runner.model_config.is_multimodal,
+             "the model's embeddings are not those of token ids alone"),
+        Need("on CUDA attention by " + ", ".join(f"`{name}`" for name in _WAITING),
+             lambda s: s.on_gpu and _attention(s) in _WAITING and repr(_attention(s)),
+             "attention backend {} waits for the GPU before every prefill"),
+        Need("`--enable-pdmux`", lambda s: s.args.enable_pdmux,
+             "--enable-pdmux interrupts prefills, whose plan would be lost"),
+        Need(f"row {NO_REQUEST} of SGLang's table given to requests",
+             lambda s: NO_REQUEST in s.runtime.runner.req_to_token_pool.free_slots,
+             f"SGLang gives row {NO_REQUEST} of its table to requests"),
+    ),
+    EAGER: (
+        Need("`restore: layerwise`", lambda s: s.asks("restore", "layerwise"), "option 'restore'"),
+        Need("pipeline stages", lambda s: s.args.pp_size > 1, "pipeline stages are not supported"),
+        _BUFFER_ONLY,
+        Need("hidden states on several tensor-parallel GPUs",
+             lambda s: s.hidden and s.args.tp_size > 1 and s.on_gpu,
+             "ranks would exchange shares while a batch runs, and forward passes wait for that"),
+        Need("other allocators of device pages than SGLang's paged one",
+             lambda s: s.allocator is not None and _other_allocator(s.allocator),
+             "the device's pages are managed by a {}"),
+        Need("an allocator that takes no pages back",
+             lambda s: s.allocator is not None and not hasattr(s.allocator, "_release_page_ids"),
+             "this version's allocator has no place to give pages back"),
+    ),
+    JUDGING: (
+        Need("`min_gain: 0`", lambda s: s.asks("min_gain", 0), "option 'min_gain'"),
+        _DECODES,
+        _BUFFER_ONLY,
+    ),
+}
+# fmt: on
+
+
+def refusal(capability: str, server: Server) -> str | None:
+    """The reason why ``server`` cannot have a capability; None as far as its arguments tell."""
+    for need in CAPABILITIES[capability]:
+        if found := need.has(server):
+            return need.reason.format(found)
+    return None
+
+
+def refuse(capability: str, server: Server, known: str | None = None) -> None:
+    """Raise Refused with the :func:`refusal`, or a reason ``known`` before, if there is one."""
+    reason = known or refusal(capability, server)
+    if reason is not None:
+        raise Refused(reason)
+
+
+def tell(runtime: Runtime) -> None:
+    """Log the capabilities that the server goes without, after the line about its host pool."""
+    problem = (runtime.recomputation or "").partition("none: ")[2]
+    runtime.unused = ({RECOMPUTATION: problem} if problem else {}) | runtime.unused
+    if runtime.unused:
+        said = "; ".join(f"{what} ({reason})" for what, reason in runtime.unused.items())
+        logger.info("hcache: not used: %s", said)
+    count(runtime)
+
+
+def count(runtime: Runtime) -> None:
+    """Set the metric of each capability."""
+    has = {
+        OWN_PAGES: runtime.own_pages,
+        HIDDEN: runtime.mode == "hidden",
+        RECOMPUTATION: runtime.recomputation is not None and RECOMPUTATION not in runtime.unused,
+        EAGER: runtime.eager,
+        JUDGING: runtime.hit_gate is not None,
+    }
+    for capability in CAPABILITIES:
+        metrics.CAPABILITY.set(capability, value=int(has[capability]))
+
+
+def graphs_are_off() -> bool:
+    """True if no phase of the forward pass is recorded."""
+    from sglang.srt.model_executor.cuda_graph_config import cuda_graph_fully_disabled
+
+    return bool(cuda_graph_fully_disabled())
+
+
+def _compiled(args: Any) -> bool:
+    if getattr(args, "enable_torch_compile", False):
+        return True
+    return "tc_piecewise" in (_graphs().decode.backend, _graphs().prefill.backend)
+
+
+def _graphs() -> Any:
+    from sglang.srt.runtime_context import get_exec
+
+    return get_exec().graph.cuda_graph_config
+
+
+def _attention(server: Server) -> str:
+    return str(server.runtime.runner.attn_backend.prefill_attention_backend_str)
+
+
+def _pool_grows() -> bool:
+    from sglang.srt.environ import envs
+
+    return bool(envs.SGLANG_ENABLE_POST_CAPTURE_KV_SIZING.get())
+
+
+def _other_allocator(allocator: Any) -> str | None:
+    from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
+
+    return None if type(allocator) is PagedTokenToKVPoolAllocator else type(allocator).__name__

@@ -1,0 +1,417 @@
+"""Places where L3 keeps pages, with one interface: the page store, a tier that machines share, and
+both as one.
+
+A value in the shared tier is a page's bytes and a digest of them, the namespace, the key and the
+share. So any value that a backend returns for a name is the page, or a miss.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import compress
+from typing import NamedTuple, Protocol, TypeVar
+
+import numpy as np
+from sglang.srt.observability.metrics_collector import StorageMetrics
+
+from hcache_backend import metrics
+from hcache_backend.format.envelope import PROOF_BYTES, PageName, proof
+from hcache_backend.format.page import Bytes
+from hcache_backend.format.units import Parts
+from hcache_backend.prefetch.progress import L3Progress
+from hcache_backend.store import PageStore
+from hcache_backend.store.stats import ProblemLog
+from hcache_backend.tiers.pool_pages import PoolPages
+from hcache_backend.tiers.shared_backend import START_SECONDS, SharedBackend
+from hcache_backend.tiers.threads import CLOSE_SECONDS, BoundedCalls, CopyQueue, GivenUp, bounded
+
+logger = logging.getLogger("hcache")
+
+LOOK_UP_SECONDS = 0.4  # longest look-up in the shared tier
+WRITE_SECONDS = 5.0  # longest wait of a batch of pages for room
+REST_SECONDS = 10.0  # pause of a backend that failed, or did not answer in time
+_LOOK_UP_PAGES = 64
+_PART_BYTES = 16 << 20  # largest part of a read or of a write, unless one page is larger
+_NOT_USED = "hcache: option 'shared' is not used: "
+
+_Result = TypeVar("_Result")
+
+
+class Pages(NamedTuple):
+    """Names of consecutive pages of a sequence: of each page, part number ``part`` of those into
+    which ``pool`` divides it."""
+
+    pool: PoolPages
+    part: int
+    namespace: bytes
+    keys: Sequence[bytes]
+    prefix: Sequence[bytes] = ()  # keys of the pages before them
+
+    def some(self, numbers: Sequence[int]) -> Pages:
+        return self._replace(keys=[self.keys[number] for number in numbers])
+
+    def names(self) -> list[PageName]:
+        return [PageName(self.namespace, key, self.pool.share) for key in self.keys]
+
+
+class Tier(Protocol):
+    """A place for pages. Any thread. ``memory``: the pieces of each page, in order.
+
+    - ``exists`` returns flags of the pages that are there. It may give up at a page that is not.
+    - ``get`` reads pages; False is a miss, and the memory of that page has any bytes.
+    - ``put`` stores pages, now or later; their memory may change when it returns. False: the page
+      will not be stored.
+    - ``quarantine``: pages of this server may be wrong. Take no more, and delete those that only
+      this machine has; returns their number. ``namespaces``: those of the present weights.
+    - ``close`` stores queued pages, in limited time, and releases all resources.
+    """
+
+    def exists(self, pages: Pages) -> list[bool]: ...
+    def get(self, pages: Pages, memory: Sequence[Parts]) -> list[bool]: ...
+    def put(self, pages: Pages, memory: Sequence[Parts]) -> list[bool]: ...
+    def quarantine(self, namespaces: Sequence[bytes]) -> int: ...
+    def close(self) -> None: ...
+
+
+class LocalTier(Tier):
+    """The page store of this machine; calls may raise. ``writer``: number of this server run."""
+
+    def __init__(self, store: PageStore, writer: bytes) -> None:
+        self.store, self._writer = store, writer
+        self._counters = metrics.StoreCounters(store.stats)
+        self._writing, self._noting = threading.Lock(), threading.Lock()
+        self._quarantined, self._stats = False, StorageMetrics()
+
+    def exists(self, pages: Pages) -> list[bool]:
+        with metrics.timed("l3_exists"):
+            return self.store.exists(pages.namespace, pages.keys, share=pages.pool.share)
+
+    def get(self, pages: Pages, memory: Sequence[Parts]) -> list[bool]:
+        start = time.perf_counter()
+        with metrics.timed("l3_read"):
+            found = self.store.get(pages.namespace, pages.keys, memory, share=pages.pool.share)
+        self._note("prefetch", memory, found, start)
+        metrics.PAGES.count("read", sum(found))
+        metrics.PAGES.count("missed", len(found) - sum(found))
+        return found
+
+    def put(self, pages: Pages, memory: Sequence[Parts]) -> list[bool]:
+        start, (pool, _, namespace, keys, prefix) = time.perf_counter(), pages
+        with self._writing:
+            if self._quarantined:
+                metrics.PAGES.count("dropped_suspended", len(keys))
+                return [False] * len(keys)
+            with metrics.timed("l3_write"):
+                stored = self.store.put(
+                    namespace,
+                    keys,
+                    memory,
+                    prefix=prefix,
+                    share=pool.share,
+                    table=pool.table,
+                    digests=pool.digests(memory),
+                )
+        self._note("backup", memory, stored, start)
+        metrics.PAGES.count("written", sum(stored))
+        metrics.PAGES.count("dropped_error", len(stored) - sum(stored))
+        return stored
+
+    def quarantine(self, namespaces: Sequence[bytes]) -> int:
+        """Pages of earlier weights go, too. A write that began before is waited for: otherwise its
+        pages would be named afterwards."""
+        with self._writing:
+            self._quarantined = True
+            return self.store.drop_writer(self._writer)
+
+    def close(self) -> None:
+        self.store.close()
+        self._counters.publish()
+
+    def take_stats(self) -> StorageMetrics:
+        """Pages and bandwidths since the last call."""
+        with self._noting:
+            taken, self._stats = self._stats, StorageMetrics()
+        return taken
+
+    def _note(self, kind: str, memory: Sequence[Parts], done: list[bool], start: float) -> None:
+        self._counters.publish()
+        size = sum(part.nbytes for page in compress(memory, done) for part in page)
+        rate = size / 1e9 / max(time.perf_counter() - start, 1e-9)  # SGLang wants GB/s
+        with self._noting:
+            getattr(self._stats, f"{kind}_pgs").append(sum(done))
+            getattr(self._stats, f"{kind}_bandwidth").append(rate)
+
+
+class SharedTier(Tier):
+    """Pages of one host pool in a backend that other machines use, too. Calls never raise.
+
+    Look-ups and parts of reads wait for a bounded time. Writes are copied, and made later. This
+    object closes ``backend``. ``page_bytes``: of the largest page; ``pieces``: of memory in a page.
+    The constructor raises if the backend does not take its memory.
+    """
+
+    def __init__(self, backend: SharedBackend, page_bytes: int, pieces: int) -> None:
+        self._backend, self._name = backend, backend.option.backend
+        room = backend.option.buffer_bytes * 2 // 3  # the rest is for pages to be kept
+        use_memory = partial(backend.use_memory, room, page_bytes + PROOF_BYTES, pieces)
+        bounded("hcache-shared-register", use_memory, START_SECONDS)
+        self._memory: Bytes = backend.memory.numpy()
+        self._rows = rows = len(self._memory) // 2
+        self._part = max(1, min(rows, _PART_BYTES // self._memory.shape[1]))
+        names = ("hcache-shared-look-up", "hcache-shared-read")
+        self._looking, self._reading = map(BoundedCalls, names)
+        self._one_read, self._putting, self._noting = (threading.Lock() for _ in range(3))
+        self._writes = CopyQueue("hcache-shared-write", self._memory[rows:, :page_bytes])
+        # Copies of proven pages are in memory that the backend does not know.
+        self._keeps = CopyQueue("hcache-shared-keep", np.empty((rows, page_bytes), np.uint8))
+        self._quarantined, self._problems, self._rests_until = False, ProblemLog(), 0.0
+        self.failing: set[str] = set()  # "reads" or "writes", if the last one did
+        metrics.SHARED.set(self._name, "answers")
+
+    def exists(self, pages: Pages) -> list[bool]:
+        """Pages up to the first one that the backend lacks, or does not report in time. None if it
+        fails: a page that will not be read is not promised."""
+        names = [name.value for name in pages.names()]
+        began, took, found = time.monotonic(), 0.0, 0
+        end = began + LOOK_UP_SECONDS
+        with metrics.timed("shared_exists"):
+            # Otherwise the next part would perhaps not come in time.
+            while found < len(names) and (left := end - began) >= 2 * took:
+                part = names[found : found + _LOOK_UP_PAGES]
+                asked = self._ask(self._looking, partial(self._backend.leading, part), left)
+                if asked is None:
+                    metrics.SHARED_PAGES.count("not_asked", len(names) - found)
+                    return [False] * len(names)
+                metrics.SHARED_PAGES.count("found", asked)
+                metrics.SHARED_PAGES.count("absent", len(part) - asked)
+                found += asked
+                if asked < len(part):
+                    break
+                took, began = time.monotonic() - began, time.monotonic()
+            else:
+                metrics.SHARED_PAGES.count("not_asked", len(names) - found)
+        return [True] * found + [False] * (len(names) - found)
+
+    def get(self, pages: Pages, memory: Sequence[Parts]) -> list[bool]:
+        names = pages.names()
+        found: list[bool] = []
+        with self._one_read, metrics.timed("shared_read"):
+            while len(found) < len(names):
+                part = names[len(found) : len(found) + self._part]
+                values = [name.value for name in part]
+                get = partial(self._backend.get, values, range(len(part)))
+                came = self._ask(self._reading, get, self._backend.option.read_seconds)
+                if came is None:
+                    break
+                for row, ok in enumerate(came):
+                    found.append(ok and self._take(row, part[row], memory[len(found)]))
+        metrics.SHARED_PAGES.count("read", sum(found))
+        metrics.SHARED_PAGES.count("missed", len(found) - sum(found))
+        metrics.SHARED_PAGES.count("not_asked", len(names) - len(found))
+        return found + [False] * (len(names) - len(found))
+
+    def put(self, pages: Pages, memory: Sequence[Parts]) -> list[bool]:
+        """Copy pages to be written later, as room comes, up to the first one without room."""
+        deadline, given, names = time.monotonic() + WRITE_SECONDS, 0, pages.names()
+        while given < len(names) and self._writes.wait_for_room(deadline):
+            with self._putting:
+                if self._quarantined:
+                    break
+                part = slice(given, given + self._part)
+                given += self._writes.take(memory[part], partial(self._write, names[part]))
+        else:
+            metrics.SHARED_PAGES.count("dropped_full", len(names) - given)
+        return [True] * given + [False] * (len(names) - given)
+
+    def keep(self, pages: Pages, memory: Sequence[Parts], tier: Tier) -> None:
+        """Copy the first pages and put them into ``tier`` later; pages without room are dropped."""
+
+        def put(rows: list[int], copies: list[Parts]) -> None:
+            stored = sum(tier.put(pages.some(range(len(rows))), copies))
+            metrics.SHARED_PAGES.count("kept", stored)
+            metrics.SHARED_PAGES.count("not_kept", len(rows) - stored)
+
+        taken = self._keeps.take(memory, put)
+        metrics.SHARED_PAGES.count("not_kept", len(memory) - taken)
+
+    def forget_kept(self) -> None:
+        metrics.SHARED_PAGES.count("not_kept", self._keeps.forget())
+
+    def quarantine(self, namespaces: Sequence[bytes]) -> int:
+        """Drop the waiting pages, and log the names to delete."""
+        with self._putting:
+            self._quarantined = True
+            self._writes.forget()
+        self.forget_kept()
+        logger.error(
+            "hcache: pages that this server wrote are still in the shared L3 (%s), and other "
+            "machines read and keep them. Delete the values there whose names begin with %s, "
+            "then run `hcache clear` on every machine",
+            self._name,
+            " or ".join(sorted({f"hcache-{namespace.hex()}-" for namespace in namespaces})),
+        )
+        return 0
+
+    def close(self) -> None:
+        """Close the backend once waiting pages are written; a slow call is given up."""
+        deadline = time.monotonic() + CLOSE_SECONDS
+        threads = (self._looking, self._reading, self._writes, self._keeps)
+        ended = [thread.end(deadline) for thread in threads]
+        if all(ended):
+            self._backend.close()
+        self._writes.forget()
+        self.forget_kept()
+        for state in ("answers", "silent"):
+            metrics.SHARED.set(self._name, state, value=0)
+
+    def _write(self, names: list[PageName], rows: list[int], copies: list[Parts]) -> None:
+        """Write copies that are in ``rows`` of the second half of the memory."""
+        rows = [self._rows + row for row in rows]
+        for row, name, copy in zip(rows, names, copies, strict=False):
+            self._memory[row, -PROOF_BYTES:] = np.frombuffer(proof(name, copy), np.uint8)
+        stored, problem = [False] * len(rows), "takes no pages"
+        try:
+            stored = self._backend.set([name.value for name in names[: len(rows)]], rows)
+        except Exception as error:
+            problem += f": {type(error).__name__}: {error}"
+        metrics.SHARED_PAGES.count("written", sum(stored))
+        metrics.SHARED_PAGES.count("write_failed", len(stored) - sum(stored))
+        self._note("writes", None if any(stored) else problem)
+
+    def _take(self, row: int, name: PageName, page: Parts) -> bool:
+        """Copy a value to the memory of its page. Returns True if its proof is right there."""
+        start, value = 0, self._memory[row]
+        for part in page:
+            end = start + part.nbytes
+            np.frombuffer(part, np.uint8)[:] = value[start:end]
+            start = end
+        if value[-PROOF_BYTES:].tobytes() == proof(name, page):
+            return True
+        metrics.SHARED_PAGES.count("damaged")
+        metrics.PROBLEMS.count("shared_damaged")
+        problem = f"page {name.key.hex()[:12]} from {self._name} is damaged: a miss"
+        self._problems.report("damaged", problem)
+        return False
+
+    def _ask(
+        self, calls: BoundedCalls, work: Callable[[], _Result], seconds: float
+    ) -> _Result | None:
+        """The result of ``work()``; None if the backend failed or was too slow, now or recently."""
+        if time.monotonic() < self._rests_until or self._looking.hangs or self._reading.hangs:
+            return None
+        try:
+            found = calls.call(work, seconds)
+        except Exception as error:
+            failed = "" if isinstance(error, GivenUp) else f"failed: {type(error).__name__}: "
+            self._rests_until = time.monotonic() + REST_SECONDS
+            metrics.PROBLEMS.count("shared_silent")
+            self._note("reads", f"{failed}{error}; not used for {REST_SECONDS:.0f} s")
+            return None
+        self._note("reads", None)
+        return found
+
+    def _note(self, work: str, problem: str | None) -> None:
+        """Note the state of ``reads`` or ``writes``: a problem, or None."""
+        with self._noting:
+            if (work in self.failing) == (problem is not None):
+                return
+            self.failing ^= {work}
+            metrics.SHARED.set(self._name, "answers", value=int(not self.failing))
+            metrics.SHARED.set(self._name, "silent", value=int(bool(self.failing)))
+        if problem is not None:
+            logger.warning("hcache: the shared L3 (%s) %s", self._name, problem)
+        elif not self.failing:
+            logger.info("hcache: the shared L3 (%s) responds again", self._name)
+
+
+class Tiered(Tier):
+    """The page store, and a shared tier that is asked for pages that the page store lacks, and that
+    are put there later. ``backend``: of the shared tier, or None. ``l3`` is told about it."""
+
+    def __init__(self, local: LocalTier, backend: SharedBackend | None, l3: L3Progress) -> None:
+        self.local, self._l3 = local, l3
+        self._unused = backend  # until the size of a page is known
+        self._shared: SharedTier | None = None
+        # Pages that look-ups (one thread) found, from the first one on that only ``shared`` has.
+        self.found_shared = 0
+
+    def use_shared(self, page_bytes: int, pieces: int) -> None:
+        """Begin to use the shared tier, once; it is not used if :class:`SharedTier` raises."""
+        backend, self._unused = self._unused, None
+        if backend is None:
+            return
+        try:
+            self._shared = SharedTier(backend, page_bytes, pieces)
+        except Exception as error:  # raised on one rank, it would leave the others waiting
+            problem = f"{backend.option.backend} did not register the buffers"
+            logger.warning("%s%s: %s: %s", _NOT_USED, problem, type(error).__name__, error)
+            if not isinstance(error, GivenUp):  # the call may still run
+                backend.close()
+
+    def leave_shared(self, problem: str | None = None) -> None:
+        """Close the shared tier; the page store goes on."""
+        shared, self._shared, self._unused = self._shared or self._unused, None, None
+        if shared is not None:
+            if problem is not None:
+                logger.warning("%s%s", _NOT_USED, problem)
+            shared.close()
+
+    def exists(self, pages: Pages) -> list[bool]:
+        """Pages of the shared tier count only up to the first page that no tier has."""
+        here = self.local.exists(pages)
+        if self._shared is None:
+            return here
+        self._l3.may_take_longer(LOOK_UP_SECONDS)
+        absent = [number for number, found in enumerate(here) if not found]
+        count = sum(self._shared.exists(pages.some(absent))) if absent else 0
+        for number in absent[:count]:
+            here[number] = True
+        if pages.part == 0:  # each page counts once
+            end = absent[count] if count < len(absent) else len(here)
+            start = 0 if self.found_shared else absent[0] if count else end
+            self.found_shared += end - start
+        return here
+
+    def get(self, pages: Pages, memory: Sequence[Parts]) -> list[bool]:
+        found, start = self.local.get(pages, memory), time.monotonic()
+        missing = [number for number, here in enumerate(found) if not here]
+        if self._shared is None or not missing:
+            return found
+        came = self._shared.get(pages.some(missing), [memory[number] for number in missing])
+        proven = list(compress(missing, came))
+        for number in proven:
+            found[number] = True
+        end = found.index(False) if False in found else len(found)
+        count = sum(number < end for number in proven) if pages.part == 0 else 0
+        tokens = count * pages.pool.host_pool.page_size
+        seconds, gave_up = time.monotonic() - start, "reads" in self._shared.failing
+        self._l3.came_from_shared(tokens, seconds, gave_up=gave_up)
+        if proven:
+            kept = pages.some(proven)._replace(prefix=[*pages.prefix, *pages.keys[: proven[0]]])
+            self._shared.keep(kept, [memory[number] for number in proven], self.local)
+        return found
+
+    def put(self, pages: Pages, memory: Sequence[Parts]) -> list[bool]:
+        stored = self.local.put(pages, memory)
+        if self._shared is not None:
+            self._shared.put(pages, memory)
+        return stored
+
+    def drop(self, namespaces: Sequence[bytes]) -> int:
+        """Delete pages from the page store; returns the number of files."""
+        if self._shared is not None:
+            self._shared.forget_kept()
+        return sum(self.local.store.drop(namespace) for namespace in namespaces)
+
+    def quarantine(self, namespaces: Sequence[bytes]) -> int:
+        if self._shared is not None:
+            self._shared.quarantine(namespaces)
+        return self.local.quarantine(namespaces)
+
+    def close(self) -> None:
+        self.leave_shared()
+        self.local.close()

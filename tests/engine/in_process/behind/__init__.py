@@ -1,1 +1,0 @@
-"""The store behind the page store, without a server."""

@@ -1,0 +1,1 @@
+"""The tier that machines share, without a server."""

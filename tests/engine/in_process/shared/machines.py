@@ -1,0 +1,93 @@
+"""Machines with page stores of their own and one folder as their shared tier."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.mem_cache.hicache_storage import PoolName
+
+from hcache_backend import HCacheStorage, metrics
+from tests.engine.in_process.storage_config import PAGE, storage_config
+from tests.engine.in_process.test_storage import KEYS
+
+SECONDS = 30.0
+"""For what takes a moment, on a machine that is busy with something else."""
+
+
+class Machine:
+    """A server's L3: its own page store, and the shared folder."""
+
+    def __init__(self, folder: Path, pool: Any, **options: Any) -> None:
+        shared = {"backend": "file", "read_seconds": SECONDS, **options.pop("shared", {})}
+        rank = {name: options.pop(name) for name in ("tp_rank", "tp_size") if name in options}
+        hcache = {"shared": shared, "min_free_bytes": 0, **options}
+        self.folder, self.pool = folder, pool
+        self.storage = HCacheStorage(storage_config(folder, hcache, **rank))
+        self.storage.register_mem_pool_host(pool)
+        self.storage.register_mem_host_pool_v2(pool, PoolName.KV)
+
+    def write(self, *pages: int) -> torch.Tensor:
+        """Random bytes as pages of these numbers; returns them, ``[2, pages, bytes]``."""
+        for page in pages:
+            self.storage.batch_set_v1([KEYS[page]], self.pool.fill(range(page, page + 1)))
+        return self.pool.data[:, list(pages)].clone()
+
+    def read(self, *pages: int) -> list[bool]:
+        return self.storage.batch_get_v1([KEYS[page] for page in pages], slots(pages))
+
+    def stored(self) -> int:
+        return len(list(self.folder.glob("pages/??/*.page")))
+
+
+def slots(pages: tuple[int, ...]) -> torch.Tensor:
+    return (torch.tensor(pages)[:, None] * PAGE + torch.arange(PAGE)).flatten()
+
+
+def held(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str
+) -> tuple[threading.Event, threading.Event]:
+    """Whoever calls ``owner.name`` waits: what says that somebody does, and what ends it."""
+    begun, go_on, work = threading.Event(), threading.Event(), getattr(owner, name)
+
+    def wait(*args: Any, **options: Any) -> Any:
+        begun.set()
+        assert go_on.wait(SECONDS)
+        return work(*args, **options)
+
+    monkeypatch.setattr(owner, name, wait)
+    return begun, go_on
+
+
+def until(happened: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not happened():
+        assert time.monotonic() < deadline, f"waited in vain for {what}"
+        time.sleep(0.01)
+
+
+def values(shared: Path) -> list[Path]:
+    return sorted(shared.glob("*.bin"))
+
+
+def value_of(shared: Path, page: int) -> Path:
+    [path] = [path for path in values(shared) if KEYS[page] in path.name]
+    return path
+
+
+def wait_for_values(shared: Path, count: int) -> None:
+    until(lambda: len(values(shared)) == count, f"{count} shared values")
+
+
+def counted(event: str) -> float:
+    for metric in metrics.SHARED_PAGES.counters:
+        if (found := re.fullmatch(metric.events, event)) is not None:
+            labels = found.groups()
+            return (metric.family.labels(*labels) if labels else metric.family)._value.get()
+    raise LookupError(event)

@@ -1,0 +1,226 @@
+"""A shared tier that does not start, takes no memory or no pages, or hangs."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.mem_cache.hicache_storage import HiCacheFile
+
+from hcache_backend import HCacheStorage, metrics
+from hcache_backend.config import ConfigError
+from hcache_backend.sglang.runtime import Runtime
+from hcache_backend.start import attach
+from hcache_backend.tiers import shared_backend
+from hcache_backend.tiers.threads import BoundedCalls, CopyQueue, GivenUp
+from tests.engine.in_process.shared.machines import (
+    SECONDS,
+    Machine,
+    held,
+    until,
+    values,
+    wait_for_values,
+)
+from tests.engine.in_process.storage_config import storage_config
+from tests.engine.in_process.test_storage import KEYS
+
+
+@pytest.fixture
+def go_on() -> Iterator[threading.Event]:
+    """What hangs in a test goes on at its end."""
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+@pytest.mark.parametrize("hanging", [(Path, "mkdir"), (HiCacheFile, "__init__")])
+def test_a_backend_that_hangs_at_the_start_is_an_error_of_the_option(
+    hanging: tuple[Any, str],
+    tmp_path: Path,
+    shared: Path,
+    runtime: Runtime,
+    go_on: threading.Event,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """SGLang's own threads, and the other ranks, wait for the start. What comes too late, is closed
+    at once."""
+    closed = threading.Event()
+    monkeypatch.setattr(shared_backend, "START_SECONDS", 0.2)
+    monkeypatch.setattr(HiCacheFile, "close", lambda backend: closed.set(), raising=False)
+    owner, name = hanging
+    work = getattr(owner, name)
+
+    def late(*args: Any, **options: Any) -> Any:
+        if threading.current_thread().name == "hcache-shared-start":
+            go_on.wait(SECONDS)
+        return work(*args, **options)
+
+    monkeypatch.setattr(owner, name, late)
+    with pytest.raises(ConfigError, match=r"'backend': 'file'.* did not answer within 0\.2 s"):
+        HCacheStorage(storage_config(tmp_path / "l3", {"shared": {"backend": "file"}}))
+    go_on.set()
+    assert closed.wait(SECONDS)
+
+
+def test_a_rank_whose_backend_takes_no_memory_goes_without(
+    machine: Callable[..., Machine],
+    shared: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The others serve; what one rank does not find is a miss on all."""
+
+    def refuse(*args: Any) -> None:
+        raise RuntimeError("Failed to register buffer")
+
+    monkeypatch.setattr(HiCacheFile, "register_mem_pool_host", refuse)
+    first = machine("first")
+    assert (
+        "option 'shared' is not used: file did not register the buffers: RuntimeError"
+        in caplog.text
+    )
+    first.write(0)
+    assert first.read(0) == [True]
+    assert values(shared) == []
+
+
+def test_a_backend_is_closed_when_another_rank_could_not_join(
+    tmp_path: Path, shared: Path, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[HiCacheFile] = []
+
+    def close(backend: HiCacheFile) -> None:
+        closed.append(backend)
+
+    monkeypatch.setattr(HiCacheFile, "close", close, raising=False)
+
+    def disagree(*args: Any) -> None:
+        raise ConfigError("on tensor-parallel rank 1")
+
+    monkeypatch.setattr(attach, "_agree", disagree)
+    with pytest.raises(ConfigError, match="rank 1"):
+        HCacheStorage(storage_config(tmp_path / "l3", {"shared": {"backend": "file"}}))
+    assert len(closed) == 1
+
+
+def test_a_backend_whose_close_hangs_is_closed_all_the_same(
+    machine: Callable[..., Machine],
+    shared: Path,
+    go_on: threading.Event,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(shared_backend, "CLOSE_SECONDS", 0.2)
+    begun = threading.Event()
+
+    def close(backend: Any) -> None:
+        begun.set()
+        go_on.wait(SECONDS)
+
+    monkeypatch.setattr(HiCacheFile, "close", close, raising=False)
+    machine("first").storage.close()
+    assert begun.is_set() and not go_on.is_set()
+
+
+def test_what_waits_is_written_before_the_backend_is_closed(
+    machine: Callable[..., Machine], shared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, go_on = held(monkeypatch, HiCacheFile, "set")
+    first = machine("first")
+    first.write(0, 1)
+    threading.Timer(0.2, go_on.set).start()
+    first.storage.close()
+    assert len(values(shared)) == 2
+
+
+def test_while_a_write_hangs_reads_go_on(
+    machine: Callable[..., Machine],
+    shared: Path,
+    go_on: threading.Event,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first = machine("first")
+    given = first.write(0)
+    wait_for_values(shared, 1)
+    begun = threading.Event()
+
+    def hang(*args: Any) -> bool:
+        begun.set()
+        return not go_on.wait(SECONDS)
+
+    monkeypatch.setattr(HiCacheFile, "set", hang)
+    second = machine("second")
+    second.write(1)
+    assert begun.wait(SECONDS)
+    assert second.storage.batch_exists(KEYS[:1]) == 1
+    assert second.read(0) == [True]
+    assert torch.equal(second.pool.data[:, :1], given)
+    go_on.set()
+
+
+def is_silent() -> bool:
+    return bool(metrics.SHARED.family.labels("file", "silent")._value.get())
+
+
+def test_a_backend_that_takes_no_page_counts_as_silent_until_it_takes_one(
+    machine: Callable[..., Machine], shared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mooncake's calls say no more than that when its master is gone."""
+    first = machine("first")
+    with monkeypatch.context() as gone:
+        gone.setattr(HiCacheFile, "set", lambda *args: False)
+        first.write(0)
+        until(is_silent, "the backend to be called silent")
+        assert first.storage.batch_exists(KEYS[1:2]) == 0  # an answer, which says nothing of writes
+        assert is_silent()
+    first.write(1)
+    until(lambda: not is_silent(), "it to answer again")
+
+
+def test_pages_that_wait_to_be_kept_do_not_come_back_after_a_clear(
+    machine: Callable[..., Machine], shared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = machine("first"), machine("second")
+    first.write(0, 1)
+    wait_for_values(shared, 2)
+    begun, go_on = held(monkeypatch, second.storage._tier.local, "put")
+    assert second.read(0) == [True]
+    assert begun.wait(SECONDS)
+    assert second.read(1) == [True]
+    second.storage.clear()
+    go_on.set()
+    second.storage.close()
+    assert second.stored() == 1, "the one whose writing had begun"
+
+
+# ---- threads ----
+
+
+def test_a_call_that_itself_times_out_has_failed_and_was_not_given_up() -> None:
+    """As a file system does that is mounted softly."""
+    calls = BoundedCalls("test")
+
+    def fail() -> None:
+        raise TimeoutError("Connection timed out")
+
+    with pytest.raises(TimeoutError, match="Connection timed out"):
+        calls.call(fail, SECONDS)
+    assert not calls.hangs
+    done = threading.Event()
+    with pytest.raises(GivenUp, match=r"did not answer within 0\.01 s"):
+        calls.call(lambda: done.wait(SECONDS), 0.01)
+    assert calls.hangs
+    done.set()
+    until(lambda: not calls.hangs, "the call to end")
+
+
+def test_a_page_that_cannot_be_copied_takes_no_room() -> None:
+    rows = torch.zeros((2, 8), dtype=torch.uint8).numpy()
+    queue = CopyQueue("test", rows)
+    for _ in range(3):
+        with pytest.raises(ValueError):
+            queue.take([[memoryview(bytes(9))]], lambda *args: None)
+    assert queue.take([[memoryview(bytes(8))]] * 2, lambda *args: None) == 2
