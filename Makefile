@@ -179,7 +179,7 @@ bench-restores: setup $(VENV)/.peers
 # What saving hidden states costs the tokens of running requests, 16 at a time. Minutes.
 bench-saving: setup
 	$(BIN)/python -m bench.multiturn --methods ideal,hcache-hidden --pool-tokens 32768 --rates inf \
-		--workload leval --leval-task paper --scale 0.05 --num-clients 64 --max-parallel 16 $(ARGS)
+		--max-rounds 1 --num-clients 16 $(ARGS)
 
 # The paper's workloads on servers of several methods. METHODS: which. Half an hour, alone.
 bench-multiturn: setup

@@ -4,17 +4,17 @@ SGLang serves a random Llama with grouped-query attention on the CPU. A history 
 else, and a question behind it is asked, over an L3 that brings the whole history 0.25 to 4 times as
 fast as it is computed. Three servers take turns in changing order, the others stopped meanwhile:
 one computes everything, one restores from L3 while L3 is being read ("L3 alone": option
-``recompute: never``), and one does as servers do by default.
+``recompute: never``), and one has default options.
 
 A time is that to the first token. It is compared with the other servers' of the same round: the
-table has medians of the ratios, and intervals that hold the true ones with 95%. The floor is what
-restores would take whose processor and L3 are busy from start to end; then comes the question.
+table has medians of the ratios, and intervals that hold the true ones with 95%. The floor is the
+time of a restore whose processor and L3 are busy from start to end, with the question behind it.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import log2
 from pathlib import Path
 from statistics import median
@@ -25,8 +25,8 @@ import torch
 from bench.harness.machine import Machine, MachineError
 from bench.harness.methods import METHODS, PAGE_SIZE, Method
 from bench.harness.models import TinyLlama, narrowed
-from bench.harness.program import Program, Run, Setting, at_least, scratch, several, steps
-from bench.harness.report import Picture, Results, Row, Series, Table, times
+from bench.harness.program import Advance, Program, Run, Setting, at_least, scratch, several, steps
+from bench.harness.report import Picture, Results, Row, Series, Table, by, times
 from bench.harness.rounds import median_interval
 from bench.harness.turns import NO_L3, Answer, Turns, differing, taking_turns
 from hcache_backend.plan.costs import side_by_side
@@ -51,11 +51,7 @@ def shape(tokens: int) -> TinyLlama:
 
 
 def at_length(
-    machine: Machine,
-    tokens: int,
-    speeds: Sequence[float],
-    rounds: int,
-    advance: Callable[[str], None],
+    machine: Machine, tokens: int, speeds: Sequence[float], rounds: int, advance: Advance
 ) -> list[dict[str, Any]]:
     """A row of results for each speed of L3; the servers are the same.
 
@@ -73,7 +69,7 @@ def at_length(
 
 
 def at_speed(
-    turns: Turns, speed: float, question: float, rounds: int, advance: Callable[[str], None]
+    turns: Turns, speed: float, question: float, rounds: int, advance: Advance
 ) -> dict[str, Any]:
     """A row: times to the first token of every server, and how they compare.
 
@@ -129,15 +125,12 @@ def kept_rows(path: Path, tokens: Sequence[int], device: str) -> list[dict[str, 
     return [{"date": earlier["date"], **row} for row in rows]
 
 
-def panels(results: Results) -> Mapping[str, Sequence[Row]]:
-    found: dict[str, list[Row]] = {}
+def of_computing(results: Results) -> Iterator[Row]:
+    """Rows with times as shares of that of computing."""
     for row in results["rows"]:
         one = row["ms"][NO_L3]
-        of_computing = {name: ms / one for name, ms in row["ms"].items()}
-        of_computing["floor"] = row["ms"][BOTH] / row["of_floor"] / one
-        panel = f"{row['tokens']:,} tokens, {_layers(row)} layers"
-        found.setdefault(panel, []).append({**row, "of_computing": of_computing})
-    return found
+        shares = {name: ms / one for name, ms in row["ms"].items()}
+        yield {**row, "of_computing": {**shares, "floor": shares[BOTH] / row["of_floor"]}}
 
 
 def finding(results: Results) -> str:
@@ -196,7 +189,7 @@ PROGRAM = Program(
     },
     draw=Picture(
         title=finding,
-        panels=panels,
+        panels=by(lambda r: f"{r['tokens']:,} tokens, {_layers(r)} layers", of_computing),
         x="speed",
         x_label="speed of L3, of computing",
         y_label="time to the first token, of computing",

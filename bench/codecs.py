@@ -1,14 +1,14 @@
-"""What each codec of hidden states costs: bytes, and what it changes in the model's output.
+"""The cost of each codec of hidden states: bytes, and changes in the model's output.
 
 A server without a cache holds conversations about Python source that a fixture model
 (bench/fixtures) has not seen. Replies are drawn by their likelihood, because the likeliest
 replies soon repeat themselves, and no codec changes that. Every codec's server then gets the same
 texts, turn by turn: the history of each comes back from L3, and question and reply behind it are
-computed. What the model makes of the reply's tokens is compared with
+computed. The model's scores of the reply's tokens are compared with those of
 
 - a server without a cache, which computes the whole text in the same type. The row `decoded` is its
-  own replies against that: what rounding alone changes between one token at a time and all at once
-- codec `none`: what the codec alone changes
+  own replies against that: the effect of rounding alone, one token at a time and all at once
+- codec `none`, which shows the effect of the codec alone
 
 Bytes per token are those of the page files.
 
@@ -19,7 +19,7 @@ differ most on them; so the error of K is computed for synthetic hidden states t
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,7 +31,7 @@ from bench.fixtures.smollm2 import FORMS
 from bench.fixtures.text import Texts, corpus, encoder
 from bench.fixtures.train import RECIPES
 from bench.harness.methods import METHODS, PAGE_SIZE, server_options
-from bench.harness.program import Program, Run, Setting, at_least, names, scratch, steps, switch
+from bench.harness.program import Advance, Program, Run, Setting, at_least, names, scratch, steps
 from bench.harness.reference import Scores, agreement
 from bench.harness.report import Picture, Results, Series, Table
 from bench.harness.restorer import page_files
@@ -147,16 +147,13 @@ def compared(row: str, scores: Scores, reference: Scores) -> Row:
 
 
 class _Servers:
-    def __init__(self, run: Run, model: Path, folder: Path, advance: Callable[[str], None]) -> None:
+    def __init__(self, run: Run, model: Path, folder: Path, advance: Advance) -> None:
         self._machine, self._given = run.machine, run.given
         self._model, self._folder, self._advance = model, folder, advance
 
     def _server(self, method: str, folder: Path, dtype: str, **hcache: str) -> Server:
         options = server_options(
-            METHODS[method],
-            self._machine,
-            self._model,
-            folder,
+            *(METHODS[method], self._machine, self._model, folder),
             pool_tokens=_POOL_TOKENS,
             hcache=hcache,
             dtype=dtype,
@@ -276,29 +273,27 @@ PROGRAM = Program(
     measure=measure,
     settings=(
         Setting("--model", str, "gqa", "fixture model", {"choices": [*RECIPES, *FORMS]}),
-        switch("--quick", "the fixture that is trained in a minute"),
+        Setting("--quick", None, False, "the fixture that is trained in a minute"),
         Setting("--dtypes", names(list(CODECS)), ",".join(CODECS), "types of the model"),
         Setting("--conversations", at_least(1), 8, "conversations held"),
         Setting("--turns", at_least(2), 4, "turns of each conversation"),
         Setting("--question-tokens", at_least(1), 60, "tokens of each question"),
         Setting("--reply-tokens", at_least(1), 64, "tokens of each reply"),
     ),
-    tables={
-        "table": (
-            Table(
-                shown,
-                "codec = name | in = dtype | bytes per token = stored_bytes_per_token :,.0f | "
-                "of uncoded = share_of_uncoded | same token as without a cache = computed | "
-                "log-probability off by = computed_off | same token as uncoded = uncoded | "
-                "off by = uncoded_off",
-            ),
-            Table(
-                "standing_out",
-                "4 of 4,096 channels so many times as large = times | "
-                "error of K: `int8` = int8 :.1% | `fp8` = fp8 :.1%",
-            ),
-        )
-    },
+    tables=(
+        Table(
+            shown,
+            "codec = name | in = dtype | bytes per token = stored_bytes_per_token :,.0f | "
+            "of uncoded = share_of_uncoded | same token as without a cache = computed | "
+            "log-probability off by = computed_off | same token as uncoded = uncoded | "
+            "off by = uncoded_off",
+        ),
+        Table(
+            "standing_out",
+            "4 of 4,096 channels so many times as large = times | "
+            "error of K: `int8` = int8 :.1% | `fp8` = fp8 :.1%",
+        ),
+    ),
     draw=Picture(
         title=finding,
         panels=panels,

@@ -1,11 +1,11 @@
-"""What a full page store still has of each prompt, by its quota: beside LRU and the best possible.
+"""The pages of each prompt that a full page store still has, beside LRU and the best possible.
 
 Frozen traces (:mod:`bench.workload.traces`) go through the store itself: its index, its ranks, its
 eviction. Pages hold four bytes, and the clock is the trace's. Device and host memory (L1, L2) come
-first and have room for 2% of the trace's pages. As in a server, the store is only told what they
-serve, and a page is written once, when it is computed. Uses are saved every 5 seconds. The program
-counts the pages of each prompt that the store has, from the first one on, whether L1 and L2 have
-them or not: a restart would find these. Quotas are shares of all pages of the trace.
+first and have room for 2% of the trace's pages. As in a server, the store is only told which pages
+they serve, and a page is written once, when it is computed. Uses are saved every 5 seconds. The
+program counts the pages of each prompt that the store has, from the first one on, whether L1 and L2
+have them or not: a restart would find these. Quotas are shares of all pages of the trace.
 
 - LRU by chains: every use counts at once for the whole sequence, and of pages that were last used
   by the same request the last one goes first
@@ -41,10 +41,8 @@ from hcache_backend.store import PageStore
 
 SEED = 1
 QUOTAS = (0.05, 0.1, 0.2, 0.4)
-FRONT = 0.02
-"""Pages of L1 and L2 together, of all pages of the trace."""
-SAVE_S = 5.0
-"""Seconds between two savings of uses, as in service."""
+FRONT = 0.02  # pages of L1 and L2 together, of all pages of the trace
+SAVE_S = 5.0  # seconds between two savings of uses, as in service
 NAMESPACE, WRITER = b"bench-----------", b"bench---"
 FILE_BYTES = 8192  # of a page of four bytes: a block of header, a block of payload
 WORST_LOSS, LEAST_MEAN, LEAST_AT_5 = 0.01, 0.90, 0.84
@@ -123,7 +121,7 @@ class StoreUnderTrace:
         prompt = keys[: request.prompt]
         found = [*self._store.exists(NAMESPACE, prompt), False].index(False)
 
-        # SGLang asks for what follows the pages that L1 and L2 have.
+        # SGLang asks for the pages behind those that L1 and L2 have.
         known = self._memory.found(request.pages[: request.prompt])
         self._store.use(NAMESPACE, keys[:known])
         known += [*self._store.exists(NAMESPACE, prompt[known:]), False].index(False)
@@ -254,7 +252,7 @@ PROGRAM = Program(
     measure=measure,
     serves=False,
     settings=(Setting("--dir", Path, _FOLDER, "for the store, which is removed; best in memory"),),
-    tables={"table": Table(table_rows, columns)},
+    tables=Table(table_rows, columns),
     draw=Picture(
         title=finding,
         panels=panels,

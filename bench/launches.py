@@ -1,8 +1,8 @@
-"""What this package costs the scheduler thread, with kernels left out: launches and Python time.
+"""The cost of this package on the scheduler thread, without kernels: launches and Python time.
 
 - copies: a backup and a load of pages of several layers, as on a GPU. Launches are those of kernels
   and of torch's operations on the device
-- capture: what it adds to a decode step without CUDA graphs, of modules with a projection each.
+- capture: its addition to a decode step without CUDA graphs, of modules with a projection each.
   Time per layer is the slope between 8 and 40 layers, time per step the rest at 0 layers
 
 Times are medians of the thread's processor time: this package's Python and torch's dispatch, on
@@ -207,12 +207,10 @@ PROGRAM = Program(
         Setting("--tokens", at_least(1), 8, "of a decode step"),
         Setting("--times", at_least(1), 400, "how often each is timed"),
     ),
-    tables={
-        "table": (
-            Table("rows", "codec | copy | launches | microseconds = us :,.1f"),
-            Table("capture", "capture, per = per | microseconds = us :.1f"),
-        )
-    },
+    tables=(
+        Table("rows", "codec | copy | launches | microseconds = us :,.1f"),
+        Table("capture", "capture, per = per | microseconds = us :.1f"),
+    ),
 )
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""How fast servers bring histories back that SGLang's own benchmark does not ask for.
+"""How fast servers bring histories back, by workloads that SGLang's own benchmark does not have.
 
 ``python -m sglang.benchmark.serving`` has multi-turn conversations, files of ShareGPT and traces of
 agents. This program has the workloads of the HCache paper (figures 9, 10 and 15): conversations
 with the statistics of ShareGPT4, long contexts of L-Eval, and contexts by Zipf's law. With
 --flush-between-rounds every history comes from L3. Against a running server (--url), or a server of
-each method: time to first token, time between tokens, and the tier that hits came from.
+each method: time to first token, time between tokens, and the tiers of hits.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ import asyncio
 import math
 import random
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
@@ -24,17 +23,7 @@ from bench.harness.client import Reply, StreamingClient
 from bench.harness.methods import METHODS, PAGE_SIZE, SERVED, server_options
 from bench.harness.models import TinyLlama
 from bench.harness.options import ADMIN_KEY
-from bench.harness.program import (
-    MODEL,
-    Program,
-    Run,
-    Setting,
-    at_least,
-    names,
-    scratch,
-    several,
-    switch,
-)
+from bench.harness.program import MODEL, Program, Run, Setting, at_least, names, scratch, several
 from bench.harness.report import Column, Picture, Results, Row, Series, Table
 from bench.harness.server import Server
 from bench.workload.base import Workload, WorkloadError
@@ -43,10 +32,9 @@ from hcache_backend.cli.common import RequestError
 from hcache_backend.cli.ingest import UnusableServer
 
 SHAPE = TinyLlama(layers=4, hidden=512, heads=4, kv_heads=4, intermediate=1408)
-VOCABULARY = 1000
-"""Random tokens are below it."""
-PARALLEL = 128
-"""Requests in flight at most, if neither option nor workload says."""
+VOCABULARY = 1000  # random tokens are below it
+PARALLEL = 128  # requests in flight at most, if neither option nor workload says
+WORKLOADS = ("sharegpt4", "leval", "zipf")
 TIERS = ("device", "host", "storage")
 
 
@@ -112,8 +100,13 @@ class Conversations:
             UnusableServer: The caches could not be flushed between rounds.
         """
         start = self._last_end = time.perf_counter()
-        with first_error():
+        try:
             await self._send()
+        except BaseExceptionGroup as group:  # the first error, behind which the others ended
+            error: BaseException = group
+            while isinstance(error, BaseExceptionGroup):
+                error = error.exceptions[0]
+            raise error from None
         return self._ended, self._last_end - start
 
     async def _send(self) -> None:
@@ -198,22 +191,7 @@ async def prefill(client: StreamingClient, workload: Workload, max_parallel: int
         async with gate:
             await client.generate(workload.document_ids(document, VOCABULARY), 1)
 
-    with first_error():
-        async with asyncio.TaskGroup() as tasks:
-            for document in workload.asked:
-                tasks.create_task(one(document))
-
-
-@contextmanager
-def first_error() -> Iterator[None]:
-    """Raise the first error of a group of tasks itself; the group has ended the others."""
-    try:
-        yield
-    except BaseExceptionGroup as group:
-        error: BaseException = group
-        while isinstance(error, BaseExceptionGroup):
-            error = error.exceptions[0]
-        raise error from None
+    await asyncio.gather(*map(one, workload.asked))
 
 
 def check_length(workload: Workload, server: Mapping[str, Any]) -> None:
@@ -289,12 +267,13 @@ def workload_of(given: Any) -> Workload:
     Raises:
         WorkloadError: A value is out of its range.
     """
-    clients, seed = given.num_clients, given.seed
-    made = {
-        "sharegpt4": lambda: sharegpt4(clients, seed),
-        "leval": lambda: leval(clients, seed, given.leval_task),
-        "zipf": lambda: zipf_contexts(clients, seed, given.zipf_skew),
-    }[given.workload]()
+    shape = (given.num_clients, given.seed)
+    if given.workload == "sharegpt4":
+        made = sharegpt4(*shape)
+    elif given.workload == "leval":
+        made = leval(*shape, given.leval_task)
+    else:
+        made = zipf_contexts(*shape, given.zipf_skew)
     if not 0 < given.scale < math.inf:
         raise WorkloadError(f"--scale {given.scale:g}: must be a number above 0")
     return made.scaled(given.scale).limited(given.max_context, given.max_rounds)
@@ -326,12 +305,11 @@ def measure(run: Run) -> Results:
         for name in given.methods:
             method = METHODS[name]
             print(f"{method.title}: starting", flush=True)
+            model = given.model_path or SHAPE.build(Path(folder))
+            pool = pool_of(workload, given.pool_tokens, name)
             options = server_options(
-                method,
-                run.machine,
-                given.model_path or SHAPE.build(Path(folder)),
-                Path(folder) / name,
-                pool_tokens=pool_of(workload, given.pool_tokens, name),
+                *(method, run.machine, model, Path(folder) / name),
+                pool_tokens=pool,
                 hicache_ratio=1.25,
                 extra_args=given.server_args,
             )
@@ -372,13 +350,7 @@ PROGRAM = Program(
         Setting("--methods", names(SERVED), "hcache-eager", "whose servers are started otherwise"),
         Setting("--pool-tokens", at_least(256), None, "of the device; default: an eighth of all"),
         *MODEL,
-        Setting(
-            "--workload",
-            str,
-            "sharegpt4",
-            "conversations, or long contexts",
-            {"choices": ("sharegpt4", "leval", "zipf")},
-        ),
+        Setting("--workload", str, "sharegpt4", "of the paper", {"choices": WORKLOADS}),
         Setting("--num-clients", at_least(1), 8, "sessions"),
         Setting("--leval-task", str, "mixed", f"{', '.join(LEVAL)} (leval)"),
         Setting("--zipf-skew", float, 1.0, "0: all documents alike, 2: few favourites (zipf)"),
@@ -387,21 +359,24 @@ PROGRAM = Program(
         Setting("--max-context", at_least(1), None, "tokens of a history, its last reply included"),
         several("--rates", float, [1.0], "requests, or sessions of sharegpt4, per second; or inf"),
         Setting("--max-parallel", at_least(1), None, "requests in flight; leval and zipf: 1"),
-        switch("--flush-between-rounds", "empty device and host caches: histories come from L3"),
+        Setting(
+            "--flush-between-rounds",
+            None,
+            False,
+            "empty device and host caches: histories come from L3",
+        ),
         Setting("--seed", at_least(0), 1, "of lengths, tokens and times"),
     ),
-    tables={
-        "table": Table(
-            "rows",
-            (
-                "method | offered per second = rate :g | done = per_second | failed | "
-                "first token, ms = first_ms :,.0f | 90% = first_p90_ms :,.0f | "
-                "between tokens, ms = between_ms :,.1f | "
-                "prompt tokens from a cache = cached :.0%",
-                Column("% device / host / storage", tiers),
-            ),
-        )
-    },
+    tables=Table(
+        "rows",
+        (
+            "method | offered per second = rate :g | done = per_second | failed | "
+            "first token, ms = first_ms :,.0f | 90% = first_p90_ms :,.0f | "
+            "between tokens, ms = between_ms :,.1f | "
+            "prompt tokens from a cache = cached :.0%",
+            Column("% device / host / storage", tiers),
+        ),
+    ),
     draw=Picture(
         title=lambda results: f"Time to the first token, workload {results['workload']['name']}",
         panels=panels,

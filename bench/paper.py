@@ -26,8 +26,7 @@ from hcache_kernels.launch import COPY_PROGRAMS
 
 Row = dict[str, Any]
 Results = dict[str, list[Row]]
-TOKENS = 1024
-"""History of the paper's experiments, if it says how long it is (6.2.2, 6.3.2)."""
+TOKENS = 1024  # history of the paper's experiments, if it says how long it is (6.2.2, 6.3.2)
 
 
 def mha(family: str, layers: int, heads: int, mlp_width: int, *, gated: bool) -> ModelShape:
@@ -110,7 +109,7 @@ TABLE_3 = (
 """The paper's schedules, and bytes of KV over bytes that they store (6.1.3, 6.3.2)."""
 LENGTHS = (1024, 2048, 4096, 8192, 16384)
 FIGURE_11 = {
-    "platforms": (  # those that hold the weights; the text does not say which model ran where
+    "platforms": (  # those that hold the weights; the text does not say which model ran on which
         *(Setting("Llama-2-7B", name) for name in ("a100-40g", "a30", "rtx4090", "l20", "h800")),
         *(Setting("Llama-2-13B", name) for name in ("a100-40g", "l20", "h800")),
         *(Setting("OPT-30B", "a100-40g", tp=4), Setting("OPT-30B", "h800")),
@@ -301,10 +300,7 @@ _TABLES = {
         " = setting | the paper = paper | `hcache plan` = ours | "
         "the paper's closed form, here = closed_form",
     ),
-    "ranges": Table(
-        ranges,
-        "how many times as fast = name | the paper = paper | simulated = ours",
-    ),
+    "ranges": Table(ranges, "how many times as fast = name | the paper = paper | simulated = ours"),
     "contention": Table(
         "contention",
         "times as fast as KV offload = setting | ideal = ideal_over_kv | "
@@ -324,10 +320,7 @@ PROGRAM = Program(
         x="name",
         x_label="model, GPU",
         y_label="times as fast as K and V",
-        series=(
-            Series("simulated", "over_kv", "ours"),
-            Series("the paper", "paper", "limit"),
-        ),
+        series=(Series("simulated", "over_kv", "ours"), Series("the paper", "paper", "limit")),
         bars="%.2f",
     ),
 )

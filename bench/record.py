@@ -1,6 +1,6 @@
 """Records results: into ``bench/results`` and into the tables of the documentation.
 
-    python -m bench.record NAME... [--out out]    what a program wrote becomes the recorded result
+    python -m bench.record NAME... [--out out]    results of a program become the recorded ones
     python -m bench.record --tables               tables anew from the recorded results
     python -m bench.record --pictures             pictures anew from the recorded results
 
@@ -36,12 +36,12 @@ PROGRAMS = {
     "accuracy": "bench.accuracy.__main__",
     "store": "bench.store.__main__",
     "eviction": "bench.eviction",
+    "repairs": "bench.repairs",
     "hits": "bench.hits.__main__",
     "hits_load": "bench.hits.load",
 }
 """How names of results begin -> the module of the program that makes them."""
-OTHERS = {"long"}
-"""Results that no program makes a table of."""
+OTHERS = {"long"}  # results that no program makes a table of
 _BLOCK = re.compile(r"(<!-- results: ([\w-]+(?: \w+)?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
 

@@ -3,7 +3,7 @@
 SGLang serves a model; every method has a server of its own with the same history in its L3 and
 nowhere else. On the CPU engine the servers take turns in changing order, the others stopped
 meanwhile, and the bus or L3 is slowed down. A restore counts from the start of the prefetch (the
-files out of the page cache) to the last layer in the pool. Studies:
+files are not in the page cache) to the last layer in the pool. Studies:
 
 - methods: SGLang's file L3, NIXL, Mooncake, recomputation and ours; L3 as it is, over a bus on
   which the load takes as long as it took to restore (balanced), and from an L3 of a third of that
@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -48,7 +48,7 @@ from bench.harness.methods import (
 from bench.harness.models import TinyLlama
 from bench.harness.plans import has_shape, measure_profile, naive_hybrid, with_bus, with_l3
 from bench.harness.program import MODEL, Program, Run, Setting, at_least, scratch, several
-from bench.harness.report import Column, Picture, Results, Row, Series, Table
+from bench.harness.report import Column, Columns, Picture, Results, Row, Series, Table
 from bench.harness.restorer import Restorer, l3_bytes, restorer
 from bench.harness.rounds import median_interval
 from bench.harness.turns import history
@@ -59,7 +59,7 @@ MHA = TinyLlama(layers=8, hidden=1024, heads=8, kv_heads=8, intermediate=2816)
 
 
 class Limit(NamedTuple):
-    """What is slowed down in a row of results.
+    """The limit of a row of results.
 
     Attributes:
         mb_per_s: To this rate; 0: it is as it is.
@@ -76,7 +76,7 @@ class Limit(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """What is compared.
+    """One comparison.
 
     Attributes:
         methods: The servers. The first one decides which rate is the balanced one.
@@ -113,7 +113,7 @@ def _at(slowed: Literal["bus", "L3"], *rates: float, part: str = "restore") -> l
 
 _PAGES = (("plain", "plain"), ("own", "kv"))
 _EAGER = {"restore": "auto", "recompute": "never"}
-"""Every page is read; what recomputing the front meanwhile brings is for bench.beside."""
+"""Every page is read; bench.beside measures the recomputation of the front meanwhile."""
 _GQA = TinyLlama(layers=8, hidden=1024, heads=8, kv_heads=4, intermediate=1024)
 """In float32 K and V of a page have as many bytes as those of Llama-3-8B in bfloat16."""
 _LONG = replace(MHA, layers=4)
@@ -206,19 +206,12 @@ class Servers:
         balanced: The balanced rate in MB/s; 0: it is not measured.
     """
 
-    def __init__(
-        self,
-        machine: Machine,
-        study: Study,
-        model: str,
-        folder: Path,
-        said: Callable[[str], object],
-    ) -> None:
+    def __init__(self, machine: Machine, study: Study, model: str, folder: Path) -> None:
         self.balanced = 0.0
         self.ms: dict[tuple[Limit, str], dict[str, list[float]]] = {}
         self.stored: list[Row] = []
         self._machine, self._study, self._model = machine, study, model
-        self._folder, self._said = folder, said
+        self._folder, self._said = folder, partial(print, flush=True)
         self._histories = [history(study.tokens, n) for n in range(3 + 2 * study.rounds)]
         self._profile: Profile | None = None
         if set(study.methods) & set(study.planned) and has_shape(model):
@@ -252,12 +245,9 @@ class Servers:
                 if (limit.mb_per_s and not slows) or (limit.of_balanced and not self.balanced):
                     continue
                 with ExitStack() as once:
-                    every = servers | {
-                        name: once.enter_context(self._started(name, limit))
-                        for name in chosen
-                        if name in study.planned
-                    }
-                    self._rounds(limit, every)
+                    planned = [name for name in chosen if name in study.planned]
+                    started = {n: once.enter_context(self._started(n, limit)) for n in planned}
+                    self._rounds(limit, servers | started)
 
     def _rounds(self, limit: Limit, servers: Mapping[str, Restorer]) -> None:
         rates = {"bus": self._study.bus, limit.slowed.lower(): self.limit(limit)}
@@ -307,10 +297,7 @@ class Servers:
         folder.mkdir(parents=True)
         with ExitStack() as stack:
             options = server_options(
-                method,
-                self._machine,
-                self._model,
-                folder,
+                *(method, self._machine, self._model, folder),
                 pool_tokens=int(study.pool * study.tokens),
                 hcache=self._planned(name, folder, limit) if limit is not None else {},
                 # The others' weights count as used.
@@ -325,14 +312,9 @@ class Servers:
                 server.store(self._histories[0])
                 size = l3_bytes(server.l3)
                 self._times(server, name, study.rounds)  # the first does more
-            self.stored.append(
-                {
-                    "method": method.title,
-                    "limit": label(limit, self.limit(limit)) if limit is not None else None,
-                    "bytes_per_token": size / study.tokens,
-                    "said": server.said(),
-                }
-            )
+            row: dict[str, Any] = {"method": method.title, "bytes_per_token": size / study.tokens}
+            row |= {"limit": limit and label(limit, self.limit(limit)), "said": server.said()}
+            self.stored.append(row)
             yield server
 
     def _planned(self, name: str, folder: Path, limit: Limit) -> Mapping[str, Any]:
@@ -393,26 +375,22 @@ def chosen(given: Any) -> Study:
         MachineError: It has no such method.
     """
     study = STUDIES[given.study]
-    if given.methods is not None:
-        if unknown := set(given.methods) - set(study.methods):
-            raise MachineError(
-                f"--methods: {given.study} has {', '.join(study.methods)}, not {unknown}"
-            )
-        study = replace(
-            study, methods={n: study.methods[n] for n in study.methods if n in given.methods}
-        )
-    ratios = [pair for pair in study.ratios if {*pair} <= {*study.methods, FASTEST}]
-    changed = {
-        "rounds": given.rounds,
-        "tokens": given.tokens and given.tokens // PAGE_SIZE * PAGE_SIZE,
+    methods = given.methods or list(study.methods)
+    if unknown := set(methods) - set(study.methods):
+        known = ", ".join(study.methods)
+        raise MachineError(f"--methods: {given.study} has {known}, not {unknown}")
+    changed: dict[str, Any] = {
+        "methods": {name: how for name, how in study.methods.items() if name in methods},
+        "ratios": [pair for pair in study.ratios if {*pair} <= {*methods, FASTEST}],
+        "rounds": given.rounds or study.rounds,
+        "tokens": (given.tokens or study.tokens) // PAGE_SIZE * PAGE_SIZE,
     }
     if given.rates is not None:
         first = study.limits[0]
         changed["limits"] = _at(first.slowed, *given.rates, part=first.parts[0])
-    options = {**study.options, **({"extra_args": given.server_args} if given.server_args else {})}
-    return replace(
-        study, ratios=ratios, options=options, **{k: v for k, v in changed.items() if v is not None}
-    )
+    if given.server_args:
+        changed["options"] = {**study.options, "extra_args": given.server_args}
+    return replace(study, **changed)
 
 
 def measure(run: Run) -> Results:
@@ -420,11 +398,10 @@ def measure(run: Run) -> Results:
     torch.set_num_threads(1)  # as the servers compute
     with scratch(given.scratch_dir) as place:
         model = given.model_path or str(study.shape.build(Path(place)))
-        left_out = {name: missing(method, model) for name, method in study.methods.items()}
-        study = replace(
-            study, methods={n: m for n, m in study.methods.items() if left_out[n] is None}
-        )
-        servers = Servers(run.machine, study, model, Path(place), partial(print, flush=True))
+        left_out = {n: why for n, how in study.methods.items() if (why := missing(how, model))}
+        methods = {name: how for name, how in study.methods.items() if name not in left_out}
+        study = replace(study, methods=methods)
+        servers = Servers(run.machine, study, model, Path(place))
         servers.measure()
     return {
         "study": given.study,
@@ -432,7 +409,7 @@ def measure(run: Run) -> Results:
         "tokens": study.tokens,
         "bus_mb_per_s": study.bus or None,
         "titles": {name: method.title for name, method in study.methods.items()},
-        "left_out": {name: why for name, why in left_out.items() if why},
+        "left_out": left_out,
         "rows": rows_of(study, servers),
         "stored": servers.stored,
     }
@@ -460,21 +437,16 @@ def compared(rounds: Mapping[str, Sequence[float]], pairs: Sequence[tuple[str, s
         than = min((n for n in ms if n != one), key=ms.__getitem__) if other == FASTEST else other
         if one in ms and than in ms:
             found = [a / b for a, b in zip(rounds[one], rounds[than], strict=True)]
-            ratios[f"{one} / {other}"] = {
-                "ratio": median(found),
-                "interval": median_interval(found),
-            }
+            both = {"ratio": median(found), "interval": median_interval(found)}
+            ratios[f"{one} / {other}"] = both
     return {"ms": ms, "ratios": ratios}
 
 
-def columns(results: Results) -> list[Column]:
-    found = [Column("", partial(name_of, results))]
-    for name, title in results["titles"].items():
-        found.append(Column(f"{title}, ms", f"ms.{name}", ",.1f"))
-    for pair in results["rows"][0]["ratios"]:
-        found.append(Column(pair, f"ratios.{pair}.ratio"))
-        found.append(Column("95%", f"ratios.{pair}.interval"))
-    return found
+def columns(results: Results) -> Columns:
+    times = (f"{title}, ms = ms.{name} :,.1f" for name, title in results["titles"].items())
+    pairs = results["rows"][0]["ratios"]
+    ratios = (f"{pair} = ratios.{pair}.ratio | 95% = ratios.{pair}.interval" for pair in pairs)
+    return [Column("", partial(name_of, results)), *times, *ratios]
 
 
 def name_of(results: Results, row: Row) -> str:
@@ -535,18 +507,10 @@ PROGRAM = Program(
         Setting("--scratch-dir", Path, None, "disk for the L3 folders; default: that of TMPDIR"),
         *MODEL,
     ),
-    tables={
-        "table": (
-            Table("rows", columns),
-            Table(
-                "stored",
-                (
-                    Column("stored", stored_by),
-                    Column("bytes per token", "bytes_per_token", ",.0f"),
-                ),
-            ),
-        )
-    },
+    tables=(
+        Table("rows", columns),
+        Table("stored", (Column("stored", stored_by), "bytes per token = bytes_per_token :,.0f")),
+    ),
     draw=Picture(
         title=finding,
         panels=panels,

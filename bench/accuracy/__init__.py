@@ -1,1 +1,1 @@
-"""What the ways to keep a history's K and V change in what a model says next."""
+"""The effect of ways to keep a history's K and V on the model's next words."""

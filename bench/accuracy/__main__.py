@@ -1,4 +1,4 @@
-"""What the ways to keep a history's K and V change in what a model says next.
+"""The effect of ways to keep a history's K and V on the model's next words.
 
 A text is Python source with planted lines, which give values to keys (bench/fixtures/text.py). Its
 first part is the history, whose K and V are kept by each method and restored. The turn behind it is
@@ -25,16 +25,7 @@ from bench.fixtures.models import chosen
 from bench.fixtures.text import Texts, corpus
 from bench.harness.machine import MachineError
 from bench.harness.methods import METHODS, PAGE_SIZE, server_options
-from bench.harness.program import (
-    Program,
-    Run,
-    Setting,
-    at_least,
-    model_name,
-    scratch,
-    steps,
-    switch,
-)
+from bench.harness.program import Program, Run, Setting, at_least, model_name, scratch, steps
 from bench.harness.report import Results
 from tests.cpu_engine.hcache_cpu_engine import cpu_engine_env
 
@@ -46,7 +37,7 @@ def measure(run: Run) -> Results:
             f"--history {given.history} must be a whole number of {PAGE_SIZE}-token pages"
         )
     if machine.device == "cpu" and "SGLANG_USE_CPU_ENGINE" not in os.environ:
-        # What lets SGLang run on a CPU must be there before the interpreter starts.
+        # The variables of the CPU engine must be set before the interpreter starts.
         command = [sys.executable, "-m", "bench.accuracy", *sys.argv[1:]]
         os.execve(sys.executable, command, {**os.environ, **cpu_engine_env()})
     from bench.accuracy.engine import Engine
@@ -58,10 +49,7 @@ def measure(run: Run) -> Results:
     logging.disable(logging.WARNING)
     with scratch() as folder:
         options = server_options(
-            METHODS["recompute"],
-            machine,
-            model.path,
-            Path(folder),
+            *(METHODS["recompute"], machine, model.path, Path(folder)),
             pool_tokens=2 * (given.history + given.turn),
             dtype=given.dtype,
             extra_args=("--disable-cuda-graph",),  # graphs of decode steps: there are none
@@ -73,7 +61,9 @@ def measure(run: Run) -> Results:
             found: list[int] = tokenizer.encode(text, add_special_tokens=False)
             return found
 
-        if not encode("import os\n"):  # what transformers makes up if there is none knows no token
+        if not encode(
+            "import os\n"
+        ):  # without files, transformers makes one up that knows no token
             raise MachineError(f"--model {given.model}: it needs the files of its tokenizer")
         texts = Texts(encode, corpus().held_out)
         with steps(sizes.texts) as advance:
@@ -88,12 +78,12 @@ PROGRAM = Program(
     measure=measure,
     settings=(
         Setting("--model", model_name, None, "a folder, a name or a fixture", {"required": True}),
-        switch("--quick", "the fixture that is trained in a minute"),
+        Setting("--quick", None, False, "the fixture that is trained in a minute"),
         Setting("--dtype", str, "bfloat16", "type that the model is served in"),
         Setting("--texts", at_least(1), 16, "how many are scored"),
         Setting("--history", at_least(PAGE_SIZE), 384, "tokens that are kept"),
         Setting("--turn", at_least(8), 128, "tokens that are scored"),
-        switch("--whole", "no method that restores a single layer"),
+        Setting("--whole", None, False, "no method that restores a single layer"),
     ),
     tables=report.TABLES,
     draw=report.draw,

@@ -10,17 +10,39 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from bench.accuracy.probes import KV
 from bench.harness.machine import MachineError
 from bench.harness.methods import PAGE_SIZE
 from bench.harness.options import ServerOptions
 from hcache_backend.format.units import units_per_group
 from hcache_backend.krul.pairs import PROBE_TOKENS
 from hcache_kernels.codecs import Cut
+
+KV = tuple[torch.Tensor, torch.Tensor]
+"""K ``[n, kv_heads, dim]`` and V ``[n, kv_heads, value_dim]`` of one layer."""
+
+
+class LayerProbe(NamedTuple):
+    """A :class:`~hcache_backend.restore.recompute.ProbedLayer` whose K and V, of all tokens, are at
+    hand."""
+
+    q: torch.Tensor
+    kv: KV
+    scale: float
+
+    @property
+    def length(self) -> int:
+        return len(self.kv[0])
+
+    @property
+    def kv_heads(self) -> int:
+        return self.kv[0].shape[1]
+
+    def keys(self, heads: slice) -> torch.Tensor:
+        return self.kv[0][:, heads]
 
 
 @dataclass(frozen=True)
@@ -199,11 +221,7 @@ class Engine:
         log-probabilities and the slots of the new tokens."""
         from sglang.srt.layers.logits_processor import LogitsMetadata, LogitsProcessor
 
-        from hcache_backend.sglang.passes import (
-            forward_batch,
-            prefill_batch,
-            prefill_request,
-        )
+        from hcache_backend.sglang.passes import forward_batch, prefill_batch, prefill_request
 
         runner = self._runner
         allocator = runner.token_to_kv_pool_allocator

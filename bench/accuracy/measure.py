@@ -1,14 +1,13 @@
-"""What a model says in the next turn, with its history's K and V kept by each method.
+"""Scores of the next turn, with its history's K and V kept by each method.
 
 The reference is a run without a cache: the model computes history and turn at once. A method has
-the history's K and V restored; the turn behind it is computed then, and what the model says there
-is compared with the reference.
+the history's K and V restored; then the turn behind it is computed and compared.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -19,12 +18,11 @@ from bench.accuracy.engine import Engine, History
 from bench.accuracy.methods import EXACT, Method
 from bench.accuracy.pairs import mergeable
 from bench.fixtures.text import Text, Texts
+from bench.harness.program import Advance
 from bench.harness.reference import reference_of
 from hcache_backend.projection.exactness import relative_difference
 
-REFERENCE = "no cache"
-_KEYS, _GAP = 16, 4
-"""Keys of a text's planted lines, and tokens of source between these on average."""
+_KEYS, _GAP = 16, 4  # keys of a text's planted lines, and tokens of source between these on average
 
 
 @dataclass(frozen=True)
@@ -95,21 +93,15 @@ class Found:
         self.same += (reference.argmax(-1) == said.argmax(-1)).tolist()
 
     def report(self) -> dict[str, Any]:
-        return {
+        found = {
             "tokens": len(self.nll),
             "nll": sum(self.nll) / len(self.nll),
             "recall": by_distance(self.recalled),
-            **(
-                {
-                    "kl": sum(self.kl) / len(self.kl),
-                    "largest_kl": max(self.kl),
-                    "same": sum(self.same),
-                    "not_kept": self.lost,
-                }
-                if self.kl
-                else {}
-            ),
         }
+        if self.kl:
+            found |= {"kl": sum(self.kl) / len(self.kl), "largest_kl": max(self.kl)}
+            found |= {"same": sum(self.same), "not_kept": self.lost}
+        return found
 
     def errors(self) -> dict[str, float]:
         return dict(zip(("k_error", "v_error"), self.error, strict=True))
@@ -128,11 +120,7 @@ def by_distance(recalled: Sequence[tuple[int, bool]]) -> dict[str, list[int]]:
 
 @torch.inference_mode()
 def score(
-    engine: Engine,
-    texts: Texts,
-    sizes: Sizes,
-    advance: Callable[[str], None],
-    known: Sequence[Method],
+    engine: Engine, texts: Texts, sizes: Sizes, advance: Advance, known: Sequence[Method]
 ) -> dict[str, Any]:
     """Score every method on every text."""
     reference, runs = Found(), [Found() for _ in known]
@@ -161,7 +149,7 @@ def score(
                 "bytes_per_token": method.bytes_per_token,
                 **found.report(),
                 **({} if method.pairs is None else {"pairs": dict(method.pairs)}),
-                # Exact K and V are what the others are compared with.
+                # The others are compared with exact K and V.
                 **({} if method.name == EXACT else found.errors()),
             }
             for method, found in zip(known, runs, strict=True)

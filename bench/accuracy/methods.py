@@ -1,4 +1,4 @@
-"""Ways to keep the K and V of a history: what each keeps, and how it puts K and V back.
+"""Ways to keep the K and V of a history: the bytes that each keeps, and how it puts K and V back.
 
 To add one: a function that makes it from an :class:`Engine`, in :data:`MAKERS`.
 """
@@ -37,7 +37,7 @@ class Method:
         bytes_per_token: Of all layers.
         restore: Writes K and V of a history to the pool, which has lost them; returns how many
             tokens could not be kept so, and were computed again or kept as they are.
-        layer: The one layer that it restores from something else than K and V; None: all.
+        layer: The one layer that it restores from hidden states; None: all.
         pairs: How many histories had which layers in pairs; None: it makes none.
     """
 
@@ -61,7 +61,8 @@ def exact(engine: Engine) -> Iterator[Method]:
 
 def encoded(engine: Engine) -> Iterator[Method]:
     """K and V in pages, through every codec that holds them."""
-    for codec in _segment_codecs(engine):
+    shape = engine.page_cut, engine.kv_shape[1], engine.dtype
+    for codec in _possible(SEGMENT_CODECS, lambda name: make_segment_codec(name, *shape)):
         size = codec.segment_bytes * len(engine.layers) // PAGE_SIZE
         yield Method(f"KV, {codec.name}", size, partial(_restore_encoded, engine, codec))
 
@@ -123,20 +124,16 @@ def methods(engine: Engine, *, whole: bool = False) -> list[Method]:
     return [method for make in makers for method in make(engine)]
 
 
+def _possible(names: Collection[str], make: Callable[[str], Codec]) -> Iterator[Codec]:
+    for name in names:
+        try:
+            yield make(name)
+        except UnsupportedRows:
+            continue  # a server would store with codec none instead
+
+
 def _codecs(engine: Engine) -> Iterator[Codec]:
-    for name in CODECS:
-        try:
-            yield make_codec(name, engine.hidden_size, engine.dtype)
-        except UnsupportedRows:
-            continue  # a server would store with codec none instead
-
-
-def _segment_codecs(engine: Engine) -> Iterator[Codec]:
-    for name in SEGMENT_CODECS:
-        try:
-            yield make_segment_codec(name, engine.page_cut, engine.kv_shape[1], engine.dtype)
-        except UnsupportedRows:
-            continue  # a server would store with codec none instead
+    return _possible(CODECS, lambda name: make_codec(name, engine.hidden_size, engine.dtype))
 
 
 def _restore_encoded(engine: Engine, codec: Codec, history: History) -> int:
@@ -149,7 +146,7 @@ def _restore_encoded(engine: Engine, codec: Codec, history: History) -> int:
         fits = codec.encode_pages(planes, pages, memory, pages, 0)
         lost |= ~fits
         back = [plane.clone() for plane in planes]
-        # A server keeps what does not fit as it is.
+        # A server keeps pages that do not fit as they are.
         codec.decode_pages(memory[fits], back, pages[fits])
         engine.pool.store(layer.kernel, history.slots, *back)
     return int(lost.sum()) * PAGE_SIZE

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from bench.accuracy.engine import Engine, History
-from bench.accuracy.probes import KV, LayerProbe
+from bench.accuracy.engine import KV, Engine, History, LayerProbe
 from bench.harness.methods import PAGE_SIZE
 from hcache_backend.config import KrulOption
 from hcache_backend.krul.pair_forms import MergedPair, changes_of_merges
@@ -22,8 +21,7 @@ from hcache_backend.krul.pairs import Pair, attention_sums, closest_pairs
 from hcache_kernels.codecs import Codec, Cut
 
 Choice = Callable[[Engine, History], Sequence[Pair]]
-PAIRED = 0.5
-"""Share of the layers that are in pairs, as MiniCache has it."""
+PAIRED = 0.5  # share of the layers that are in pairs, as MiniCache has it
 
 
 def fixed(layers: int) -> list[Pair]:

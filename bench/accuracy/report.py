@@ -61,7 +61,7 @@ def whole(results: Row) -> list[Row]:
 
 
 def by_layer(results: Row) -> dict[str, list[float]]:
-    """KL of every layer restored alone, by what it is restored from."""
+    """KL of every layer restored alone, by method."""
     found: dict[str, list[float]] = {}
     for row in results["methods"]:
         if row["layer"] is not None:

@@ -1,1 +1,1 @@
-"""Shows on a real SGLang server what restoring from hidden states saves."""
+"""Shows on a real SGLang server the time that restoring from hidden states saves."""

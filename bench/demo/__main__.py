@@ -3,9 +3,9 @@
 A model answers three questions about a module of Python's standard library. Between them its cache
 is evicted, as if others had used the server. One server computes the conversation anew, one reads
 it by SGLang's `file` backend, and one by this backend. The model is SmolLM2-135M-Instruct in two
-forms with the same function: multi-head attention, whose hidden states are stored, and
-grouped-query attention, as it is published, with default options, but that every hit is read. If
-it cannot be had, a random model is used.
+forms with the same function: with multi-head attention, hidden states are stored; with
+grouped-query attention, as published, options are the defaults, except that every hit is read. If
+the model cannot be had, a random one is used.
 
 Exit status: 0; 1 when a reply differs or nothing came from L3; 2 when the demo could not run.
 """
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from bench.demo.report import build_report, form_report, headline, panels, said, turns
+from bench.demo.report import build_report, form_report, headline, said, turns
 from bench.demo.talk import (
     COMPUTED,
     FILE,
@@ -31,8 +31,8 @@ from bench.demo.talk import (
 from bench.fixtures.models import real_model
 from bench.fixtures.smollm2 import TITLE, ModelMissing, source_facts
 from bench.harness.models import TinyLlama
-from bench.harness.program import Program, Run, Setting, at_least, scratch, steps, switch
-from bench.harness.report import Picture, Results, Series, Table
+from bench.harness.program import Program, Run, Setting, at_least, scratch, steps
+from bench.harness.report import Picture, Results, Series, Table, by
 
 RANDOM = "a random Llama of 2 layers"
 _KV_HEADS = {"multi-head": 8, "grouped-query": 2}
@@ -79,23 +79,21 @@ PROGRAM = Program(
     measure=measure,
     settings=(
         Setting("--tokens", at_least(128), 1500, "tokens of the text"),
-        switch("--random", "use the random model"),
+        Setting("--random", None, False, "use the random model"),
     ),
-    tables={
-        "table": Table(
-            turns,
-            (
-                "attention: stored = form | bytes per token: `file` / hcache = bytes | "
-                "history, tokens = history_tokens :,",
-                *(f"{SHOWN[name]}, ms = ttft_ms.{name} :,.0f" for name in (COMPUTED, FILE, OURS)),
-                "same reply = same",
-            ),
-        )
-    },
+    tables=Table(
+        turns,
+        (
+            "attention: stored = form | bytes per token: `file` / hcache = bytes | "
+            "history, tokens = history_tokens :,",
+            *(f"{SHOWN[name]}, ms = ttft_ms.{name} :,.0f" for name in (COMPUTED, FILE, OURS)),
+            "same reply = same",
+        ),
+    ),
     said=said,
     draw=Picture(
         title=headline,
-        panels=panels,
+        panels=by("form", turns),
         x="name",
         x_label="the next reply, evicted before",
         y_label="ms to the first token",

@@ -78,13 +78,6 @@ def turns(results: Mapping[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def panels(results: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    found: dict[str, list[dict[str, Any]]] = {}
-    for row in turns(results):
-        found.setdefault(row["form"], []).append(row)
-    return found
-
-
 def headline(results: Mapping[str, Any]) -> str:
     return (
         f"From disk the next reply begins {times_sooner(results):.0f} times sooner "

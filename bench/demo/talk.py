@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import random
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -14,6 +14,7 @@ from typing import Any, Literal, Protocol
 from bench.harness.client import Reply, StreamingClient
 from bench.harness.machine import Machine
 from bench.harness.methods import METHODS, Method, server_options
+from bench.harness.program import Advance
 from bench.harness.restorer import l3_bytes
 from bench.harness.server import ADMIN_KEY, CachedTokens, Server
 from tests.cpu_engine.hcache_cpu_engine import stub_torchvision
@@ -97,7 +98,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Run:
-    """A conversation on one server; ``bytes_per_token`` of what it stored, if it stores."""
+    """A conversation on one server; ``bytes_per_token`` of its L3, if it has one."""
 
     turns: Sequence[Turn]
     bytes_per_token: float | None
@@ -110,7 +111,7 @@ def converse(
     talk: Talk,
     machine: Machine,
     folder: Path,
-    said: Callable[[str], None],
+    said: Advance,
 ) -> Run:
     """Have the conversation on a server of ``method``; device and host memory are emptied between
     turns, as if others had used them meanwhile.

@@ -2,7 +2,7 @@
 
     python -m bench.gpu.kernels --help
 
-Where the package is not installed, the kernels are taken from the checkout.
+If the package is not installed, the kernels are taken from the checkout.
 """
 
 from __future__ import annotations

@@ -1,21 +1,23 @@
-"""What capture adds to decode steps and to prefill. Needs only torch and triton.
+"""The time that capture adds to decode steps and to prefill. Needs only torch and triton.
 
-Layers of Llama-2-7B's shape with random weights (attention over 1024 tokens per request; without
-embedding and LM head, so shares are of a little less than the real step):
+Layers of Llama-2-7B's shape with random weights attend to 1024 tokens per request. They have no
+embedding and LM head, so shares are of a little less than the real step.
 
 - none: the step alone
 - staged: two-stage capture as the server does it: one copy kernel per layer, recorded in the graph,
   and one transfer to the shadow pages per step, on its own stream
 
 Decode steps replay a CUDA graph; prefill of 8192 tokens runs eagerly, and prefill of 2048 also
-replays a graph (staged, all its rows wait in staging at once). Also decode steps of other
-requests while restores of 4096 tokens run. After each run the shadow pages are compared with what
-the last step's projections received.
+replays a graph, so all its rows wait in staging at once. Decode steps of other requests run beside
+restores of 4096 tokens. After each run the shadow pages are compared with the inputs of the last
+step's projections.
 """
 
 from __future__ import annotations
 
-from bench.gpu.capture_steps import Decode, Prefill, decode_during_restores
+from itertools import product
+
+from bench.gpu.capture_steps import decode, decode_during_restores, prefill
 from bench.gpu.program import GpuProgram, GpuRun, Row, models
 from bench.gpu.restore_models import SHAPES, build, chosen
 from bench.gpu.shapes import Shape
@@ -32,6 +34,7 @@ def measure(run: GpuRun) -> None:
     eager, recorded = (48, 32) if device.dry_run else (PREFILL, GRAPH_PREFILL)
     batches = [2, 3] if device.dry_run else run.given.batches
     for shape in chosen(run.given.models, dry_run=device.dry_run):
+        made = (device, shape, build(shape, device.kind, device.dtype))
 
         def add(
             step: str, tokens: int, way: str, ms: float, right: bool | None, shape: Shape = shape
@@ -39,17 +42,14 @@ def measure(run: GpuRun) -> None:
             row = {"model": shape.name, "step": step, "tokens": tokens, "way": way, "ms": ms}
             run.add({**row, "right": right}, f"{shape.name}, {step} of {tokens}, {way}")
 
-        layers = build(shape, device.kind, device.dtype)
-        for batch in batches:
-            for way in WAYS:
-                add("decode", batch, way, *Decode(device, shape, layers, batch).run(way))
+        for batch, way in product(batches, WAYS):
+            add("decode", batch, way, *decode(*made, batch).run(way))
         for way in WAYS:
-            step = Prefill(device, shape, layers, recorded, graph=True)
-            add("prefill graph", recorded, way, *step.run(way))
+            add("prefill graph", recorded, way, *prefill(*made, recorded, graph=True).run(way))
         for way in WAYS:
-            add("prefill", eager, way, *Prefill(device, shape, layers, eager).run(way))
+            add("prefill", eager, way, *prefill(*made, eager).run(way))
         for batch in batches:
-            alone, during, right = decode_during_restores(device, shape, layers, batch)
+            alone, during, right = decode_during_restores(*made, batch)
             add("decode", batch, "alone", alone, None)
             add("decode", batch, "during restores", during, right)
 
@@ -85,12 +85,7 @@ PROGRAM = GpuProgram(
         models(SHAPES, ["Llama-2-7B"]),
         Setting("--batches", int, BATCHES, "decode batches", {"nargs": "*"}),
     ),
-    tables={
-        "table": Table(
-            overheads,
-            "model | step | tokens | saving = way | ms | adds, % = adds | right",
-        )
-    },
+    tables=Table(overheads, "model | step | tokens | saving = way | ms | adds, % = adds | right"),
     draw=Picture(
         title=lambda results: f"What saving and restoring add to steps on {results['device']}",
         panels=panels,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 import numpy as np
@@ -65,10 +64,12 @@ Watch = Callable[[int], Callable[[torch.Tensor], object]]
 """Of a layer: called with the input of its projection."""
 
 
-class Forward(ABC):
+class Forward:
     """A forward pass of random layers over ``tokens`` tokens.
 
     Args:
+        layer: Computes the output of a layer of this number, of its input and its watcher.
+        places: Rows that staging holds of each layer.
         steps: How many passes one measurement launches.
         recorded: Launched by the replay of a CUDA graph; a CPU records none.
     """
@@ -77,26 +78,23 @@ class Forward(ABC):
         self,
         device: Device,
         shape: Shape,
-        layers: list[Layer],
         tokens: int,
+        layer: Callable[[int, torch.Tensor, Callable[[torch.Tensor], object]], torch.Tensor],
         *,
+        places: int,
         steps: int,
         recorded: bool,
     ) -> None:
-        self.device, self.shape, self.layers, self.tokens = device, shape, layers, tokens
+        self.device, self.shape, self.tokens = device, shape, tokens
+        self._layer, self._places = layer, places
         self.steps = 2 if device.dry_run else steps
         self.recorded = recorded and not device.dry_run
-        kinds = {"device": device.kind, "dtype": device.dtype}
-        self.x = torch.randn(tokens, shape.hidden, **kinds)
+        self.x = torch.randn(tokens, shape.hidden, device=device.kind, dtype=device.dtype)
 
-    @abstractmethod
     def forward(self, watch: Watch) -> None:
-        """All layers."""
-
-    @property
-    @abstractmethod
-    def places(self) -> int:
-        """Rows that staging holds of each layer."""
+        x = self.x
+        for number in range(self.shape.layers):
+            x = self._layer(number, x, watch(number))
 
     def launcher(self, watch: Watch) -> Callable[[], object]:
         if not self.recorded:
@@ -114,7 +112,7 @@ class Forward(ABC):
 
     def run(self, way: str) -> tuple[float, bool | None]:
         """Milliseconds of a pass, and whether the last one's rows were saved; None: none are."""
-        saving = Saving(self.device, self.shape, self.tokens, self.places)
+        saving = Saving(self.device, self.shape, self.tokens, self._places)
 
         def captured(launch: Callable[[], object], *, replayed: bool) -> None:
             saving.capture.ledger.pass_begins()
@@ -150,43 +148,32 @@ class Forward(ABC):
         return seen
 
 
-class Decode(Forward):
+def decode(device: Device, shape: Shape, layers: list[Layer], batch: int) -> Forward:
     """Decode steps of a batch of requests; on a GPU replays of one graph."""
-
-    def __init__(self, device: Device, shape: Shape, layers: list[Layer], batch: int) -> None:
-        super().__init__(device, shape, layers, batch, steps=STEPS, recorded=True)
-        context = min(CONTEXT, CACHE_TOKENS // batch)
-        size = (2, batch, shape.heads, 8 if device.dry_run else context, shape.head_dim)
-        self.cache = torch.randn(size, device=device.kind, dtype=device.dtype)
-        self.positions = torch.full((batch,), context, device=device.kind)
-
-    @property
-    def places(self) -> int:
-        return 2 * self.tokens  # two steps, as in the server
-
-    def forward(self, watch: Watch) -> None:
-        x = self.x
-        for i, layer in enumerate(self.layers):
-            x = layer.decode(x, self.positions, self.cache, watch(i))
+    context = min(CONTEXT, CACHE_TOKENS // batch)
+    size = (2, batch, shape.heads, 8 if device.dry_run else context, shape.head_dim)
+    cache = torch.randn(size, device=device.kind, dtype=device.dtype)
+    at = torch.full((batch,), context, device=device.kind)
+    return Forward(
+        *(device, shape, batch, lambda n, x, watch: layers[n].decode(x, at, cache, watch)),
+        places=2 * batch,  # two steps, as in the server
+        steps=STEPS,
+        recorded=True,
+    )
 
 
-class Prefill(Forward):
-    def __init__(
-        self, device: Device, shape: Shape, layers: list[Layer], tokens: int, *, graph: bool = False
-    ) -> None:
-        super().__init__(device, shape, layers, tokens, steps=1, recorded=graph)
-        self.positions = torch.arange(tokens, device=device.kind)
-        self._whole = graph
-
-    @property
-    def places(self) -> int:
+def prefill(
+    device: Device, shape: Shape, layers: list[Layer], tokens: int, *, graph: bool = False
+) -> Forward:
+    """Prefill of one prompt in one chunk."""
+    at = torch.arange(tokens, device=device.kind)
+    return Forward(
+        *(device, shape, tokens, lambda n, x, watch: layers[n].forward(x, at, [tokens], watch)[0]),
         # A graph's rows are all staged; an eager pass goes through staging layer by layer.
-        return self.tokens if self._whole else max(512, -(-2 * self.tokens // self.shape.layers))
-
-    def forward(self, watch: Watch) -> None:
-        x = self.x
-        for i, layer in enumerate(self.layers):
-            x, _, _ = layer.forward(x, self.positions, [self.tokens], watch(i))
+        places=tokens if graph else max(512, -(-2 * tokens // shape.layers)),
+        steps=1,
+        recorded=graph,
+    )
 
 
 def decode_during_restores(
@@ -194,27 +181,26 @@ def decode_during_restores(
 ) -> tuple[float, float, bool]:
     """Milliseconds of a decode step alone and beside restores, and whether those were right."""
     history = History(device, shape, layers, [2 * PAGE if device.dry_run else RESTORED])
-    decode = Decode(device, shape, layers, batch)
-    launch = decode.launcher(lambda layer: lambda hidden: None)
+    step = decode(device, shape, layers, batch)
+    launch = step.launcher(lambda layer: lambda hidden: None)
     pipeline = history.hidden_pipeline()
 
     def steps() -> None:
-        for _ in range(decode.steps):
+        for _ in range(step.steps):
             launch()
 
     def steps_beside_restores() -> None:
         restore = pipeline.start(history.pages, history.slots)
-        for _ in range(decode.steps):
+        for _ in range(step.steps):
             launch()
             if restore.done():
                 restore = pipeline.start(history.pages, history.slots)
 
     history.poison()
-    alone = device.milliseconds(steps) / decode.steps
-    during = device.milliseconds(steps_beside_restores) / decode.steps
-    if not device.dry_run:
-        torch.cuda.synchronize()
-    else:
+    alone = device.milliseconds(steps) / step.steps
+    during = device.milliseconds(steps_beside_restores) / step.steps
+    device.synchronize()
+    if device.dry_run:
         pipeline.start(history.pages, history.slots).layers[-1].synchronize()
     right = history.is_right()
     device.release()

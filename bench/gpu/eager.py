@@ -1,17 +1,16 @@
-"""Restores from the page store while it is being read. Needs torch, triton and the package's own
+"""Restores from the page store while it is being read. Needs torch, triton and this package's own
 dependencies.
 
-Pages of Llama-2-7B's shape, 64 tokens each, are put into the store; it reads them to pinned memory,
-and they go through the restore pipeline that the server uses:
+The store reads pages of Llama-2-7B's shape, 64 tokens each, to pinned memory, and they go through
+the restore pipeline that the server uses:
 
 - layer-wise: hidden states; all pages are read, then all are restored
 - eager: hidden states; in the server's read batches, each restored while the next one is read
 - kv: K and V; all pages are read, then copied
 
-``--rates`` in GB/s slow the reading down; 0 is the disk as it is. One more rate is measured: where
+``--rates`` in GB/s slow the reading down; 0 is the disk as it is. One more rate is measured: there
 reading and restoring hidden states take equally long. K and V are compared with those of the
 forward pass after every restore. Times are medians of five, from the first read to the last layer.
-``--reader kvikio`` reads through KvikIO.
 """
 
 from __future__ import annotations
@@ -21,12 +20,10 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
-import torch
 
 from bench.gpu.program import Device, GpuProgram, GpuRun, Row
 from bench.gpu.restore_methods import History
@@ -61,7 +58,7 @@ class Pages:
         layout = PageLayout(PAGE, (StoredLayer((Segment(stored[0].shape[1]),)),) * len(stored))
         pages = len(history.pages)
         raw = device.pinned(pages * layout.page_bytes + BLOCK)
-        start = -raw.data_ptr() % BLOCK  # where direct I/O may write
+        start = -raw.data_ptr() % BLOCK  # direct I/O may write there
         self._memory = raw[start:][: pages * layout.page_bytes].view(pages, layout.page_bytes)
         self.bytes = self._memory.nbytes
         positions = history.positions.cpu().view(pages, PAGE).numpy()
@@ -117,7 +114,7 @@ class Pages:
     def seconds(self, work: Callable[[], None]) -> float:
         start = time.perf_counter()
         work()
-        self._synchronize()
+        self._device.synchronize()
         took = time.perf_counter() - start
         self._pipeline.finished()
         return took
@@ -127,11 +124,7 @@ class Pages:
         self._memory[:, : self._header].zero_()  # kernels can look position 0 up, not 0xFF
         self._memory[:, self._header :].fill_(0xFF)
         self.history.poison()
-        self._synchronize()
-
-    def _synchronize(self) -> None:
-        if not self._device.dry_run:
-            torch.cuda.synchronize()
+        self._device.synchronize()
 
 
 def measure(run: GpuRun) -> None:
@@ -140,7 +133,6 @@ def measure(run: GpuRun) -> None:
     if tokens % PAGE:
         run.parser.error(f"--tokens {tokens}: must be a multiple of {PAGE}")
     shape = LLAMA_7B.tiny() if device.dry_run else LLAMA_7B
-    shape = replace(shape, layers=given.layers or shape.layers)
     history = History(device, shape, build(shape, device.kind, device.dtype), [tokens])
     with scratch(given.dir) as folder:
         options = {"dirs": [folder], "min_free_bytes": 0, "reader": given.reader}
@@ -200,19 +192,16 @@ PROGRAM = GpuProgram(
     settings=(
         Setting("--dir", Path, None, "folder for the store; default: a temporary one"),
         Setting("--tokens", at_least(PAGE), 4096, "of the history"),
-        Setting("--layers", at_least(1), None, "fewer than the model has"),
         Setting("--rates", float, (0.0, 8.0, 4.0, 2.0), "GB/s; 0: the disk", {"nargs": "*"}),
         Setting("--reader", str, "posix", "of the store", {"choices": ("posix", "kvikio")}),
     ),
-    tables={
-        "table": Table(
-            "rows",
-            (
-                Column("GB/s", rate_of),
-                "method | ms | read, ms = read_ms | restore, ms = restore_ms | right",
-            ),
-        )
-    },
+    tables=Table(
+        "rows",
+        (
+            Column("GB/s", rate_of),
+            "method | ms | read, ms = read_ms | restore, ms = restore_ms | right",
+        ),
+    ),
     draw=Picture(
         title=lambda results: f"Restores from the page store, {results['device']}",
         panels=panels,

@@ -1,4 +1,4 @@
-"""The kernels against what the device can do. Needs only torch and triton (matplotlib: a picture).
+"""The kernels against the limits of the device. Needs only torch and triton.
 
 - projection: ``project_kv`` both ways, the bare GEMM of the same shape (the faster of both weight
   layouts) and the same operation composed of torch's; medians of CUDA events, cold L2 cache
@@ -8,12 +8,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from bench.gpu.program import GpuProgram, GpuRun, Row, models
 from bench.gpu.shapes import LLAMA_7B, LLAMA_13B, OLMO_7B, OPT_30B, QWEN_8B
 from bench.harness.program import Setting
-from bench.harness.report import Column, Picture, Results, Series, Table
+from bench.harness.report import Column, Picture, Results, Series, Table, by
 
 SHAPES = (LLAMA_7B, LLAMA_13B, OPT_30B, QWEN_8B, OLMO_7B)
 
@@ -39,13 +39,11 @@ def missed(row: Row) -> str:
     return ", ".join(row["missed"]) or "none"
 
 
-def panels(results: Results) -> dict[str, list[Row]]:
-    found: dict[str, list[Row]] = {}
+def shares(results: Results) -> Iterator[Row]:
+    """Shares of the bare GEMM's speed."""
     for row in results["projection"]:
         composed = gemm_us(row) / row["composed_us"]
-        one = {**row, "tokens": str(row["n"]), "composed_share": composed}
-        found.setdefault(row["model"], []).append(one)
-    return found
+        yield {**row, "tokens": str(row["n"]), "composed_share": composed}
 
 
 def _speeds(*names: str) -> list[Column]:
@@ -62,36 +60,34 @@ PROGRAM = GpuProgram(
         models(SHAPES),
         Setting("--rows", int, None, "only these numbers of tokens", {"nargs": "*"}),
     ),
-    tables={
-        "table": (
-            Table(
-                "projection",
-                (
-                    "project_kv, us = model | tokens = n",
-                    Column("GEMM", gemm_us),
-                    "TFLOP/s = gemm_tflops | fused = fused_us | of GEMM = fused_share | "
-                    "library = library_us | of it = library_share | composed = composed_us | "
-                    "times = times_composed | right",
-                ),
+    tables=(
+        Table(
+            "projection",
+            (
+                "project_kv, us = model | tokens = n",
+                Column("GEMM", gemm_us),
+                "TFLOP/s = gemm_tflops | fused = fused_us | of GEMM = fused_share | "
+                "library = library_us | of it = library_share | composed = composed_us | "
+                "times = times_composed | right",
             ),
-            Table(
-                of_kind("codec"),
-                (Column("codec, GB/s", "what"), *_speeds("encode", "decode", "copy"), *_RIGHT),
+        ),
+        Table(
+            of_kind("codec"),
+            (Column("codec, GB/s", "what"), *_speeds("encode", "decode", "copy"), *_RIGHT),
+        ),
+        Table(
+            of_kind("segments"),
+            (
+                Column("K and V, GB/s", "what"),
+                *_speeds("encode", "decode", "copy", "saved", "uncoded_save"),
+                *_speeds("loaded", "uncoded_load"),
+                *_RIGHT,
             ),
-            Table(
-                of_kind("segments"),
-                (
-                    Column("K and V, GB/s", "what"),
-                    *_speeds("encode", "decode", "copy", "saved", "uncoded_save"),
-                    *_speeds("loaded", "uncoded_load"),
-                    *_RIGHT,
-                ),
-            ),
-        )
-    },
+        ),
+    ),
     draw=Picture(
         title=lambda results: f"K and V from hidden states, {results['device']}",
-        panels=panels,
+        panels=by("model", shares),
         x="tokens",
         x_label="tokens",
         y_label="share of the bare GEMM's speed",

@@ -27,10 +27,9 @@ from hcache_kernels.pages.kernel import gather_launch, gather_planes_launch
 HEAD_DIM = 128
 CHECKED_ROWS = 256
 CHECKED_PAGES = 4
-GOALS_GBS = {"encode": 300, "decode": 1000}
-"""Of what is encoded and decoded in device memory."""
+GOALS_GBS = {"encode": 300, "decode": 1000}  # in device memory
 GOALS_FASTER = {"saved": "uncoded_save", "loaded": "uncoded_load"}
-"""What an encoded page must not be slower than, being smaller."""
+"""An encoded page is smaller, so it must not be slower than the other."""
 
 
 def measure(run: GpuRun, rows: Sequence[int] | None) -> None:

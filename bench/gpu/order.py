@@ -1,14 +1,14 @@
-"""What the recomputation of a restore reads, when streams are late and memory is used again.
+"""The slots that a restore's recomputation reads, if streams are late and memory is used again.
 
 Slots of the tokens before a restore are made on one stream (SGLang's schedule stream), read by the
 recomputation on another (that of forward passes), and dropped as soon as the restore is launched:
 
-- made late: the first stream is held up, so whoever does not wait reads what stood there before
-- freed early: the second stream is held up, so whoever does not keep them reads what came after
+- made late: the first stream is held up, so a reader that does not wait reads the values before
+- freed early: the second stream is held up, so a reader that does not keep them reads later values
 
 Each is done by the product's code (host/loads.py and restore/pipeline.py) and without waiting or
-keeping, where the wrong values must show: else the check proves nothing. On a CPU only the product
-runs: there the caller is the only current stream, and memory is not used again while it is needed.
+keeping. Then the wrong values must show, otherwise the check proves nothing. On a CPU only the
+product runs: the caller is the only current stream, and memory is not used again too early.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from hcache_backend.streams import Stream
 
 BEFORE, RESTORED, WIDTH = 64, 4, 64
 """Pages before the restore, pages restored, bytes per token and layer."""
-LATE = 0.05
-"""Seconds that a stream is held up."""
+LATE = 0.05  # seconds that a stream is held up
 JUNK, JUNK_TENSORS = -7, 64
 
 CASES = ("made late", "freed early")
+Ask = Callable[[torch.Tensor], Recompute]
 
 
 def load_queue() -> Any:
@@ -119,25 +119,17 @@ class Scene:
 
         return Recompute(1, fill, self._forwards)
 
-    def is_right(
-        self,
-        case: str,
-        recompute_of: Callable[[torch.Tensor], Recompute],
-        *,
-        loads_wait: bool = True,
-    ) -> bool:
-        """Recomputation read the right slots.
-
-        ``loads_wait``: as HiCache's stream of loads does for work that was launched before a load.
-        """
+    def is_right(self, case: str, recompute_of: Ask, *, loads_wait: bool = True) -> bool:
+        """Recomputation read the right slots. ``loads_wait``: as HiCache's stream of loads does for
+        work that was launched before a load."""
         for seen in (self.recorder.before, self.recorder.slots):
             seen.zero_()
-        self._rounds += 1  # what the round before left is not right in this one
+        self._rounds += 1  # values of the round before are wrong in this one
         want = torch.arange(BEFORE * PAGE, device=self.device.kind) + self._rounds
         slots, parts = self.want_slots.clone(), want.split(BEFORE * PAGE // 2)
         junk = self._junk(JUNK_TENSORS)
-        self._synchronize()
-        del junk  # what is allocated next stands where it stood
+        self.device.synchronize()
+        del junk  # the next tensors take its memory
         if case == "made late":
             self.device.spin(LATE)
         prefix = torch.cat(parts)
@@ -147,9 +139,9 @@ class Scene:
                 self.device.spin(LATE)
             restore = self.pipeline.start(self.physical, slots, recompute)
         del prefix, slots, recompute
-        self._junk(2 * JUNK_TENSORS)  # stands where they stood, if nobody kept them
+        self._junk(2 * JUNK_TENSORS)  # takes their memory, unless they are kept
         restore.wait()
-        self._synchronize()
+        self.device.synchronize()
         right = torch.equal(self.recorder.before, want)
         return right and torch.equal(self.recorder.slots, self.want_slots)
 
@@ -167,10 +159,6 @@ class Scene:
                 self._loading.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._loading):
                 yield
-
-    def _synchronize(self) -> None:
-        if not self.device.dry_run:
-            torch.cuda.synchronize()
 
 
 def measure(run: GpuRun) -> None:
@@ -197,15 +185,7 @@ PROGRAM = GpuProgram(
     name="order",
     doc=__doc__,
     measure=measure,
-    tables={
-        "table": Table(
-            "rows",
-            (
-                "slots = case | by",
-                Column("", read),
-            ),
-        )
-    },
+    tables=Table("rows", ("slots = case | by", Column("", read))),
 )
 
 if __name__ == "__main__":

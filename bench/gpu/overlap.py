@@ -25,7 +25,7 @@ WIDTH = 4096
 
 def measure(run: GpuRun) -> None:
     """A row for each way to copy."""
-    # What is imported here may be interpreted.
+    # A dry run interprets these.
     from hcache_backend.plan.contention import PRODUCT_TOKENS, PROGRAMS, TOKENS, Contention
     from hcache_kernels.launch import most_copy_programs
 
@@ -51,15 +51,13 @@ PROGRAM = GpuProgram(
     measure=measure,
     interpreted=True,
     settings=(Setting("--seconds", at_least(0.1), 5.0, "for all ways together"),),
-    tables={
-        "table": Table(
-            "speeds",
-            (
-                "copied by = way | GB/s alone = alone_gb_s | of one copy = of_bus",
-                "GB/s beside = beside_gb_s | products keep = products | right",
-            ),
-        )
-    },
+    tables=Table(
+        "speeds",
+        (
+            "copied by = way | GB/s alone = alone_gb_s | of one copy = of_bus",
+            "GB/s beside = beside_gb_s | products keep = products | right",
+        ),
+    ),
     draw=Picture(
         title=lambda results: f"Copies beside matrix products, {results['device']}",
         panels=lambda results: {f"{results['speeds'][0]['tokens']} tokens": results["speeds"]},

@@ -6,12 +6,13 @@ is installed.
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -38,12 +39,7 @@ class GpuRun(Run):
     dry run without ``--out`` writes nothing."""
 
     def __init__(
-        self,
-        name: str,
-        given: argparse.Namespace,
-        parser: argparse.ArgumentParser,
-        *,
-        served: bool = False,
+        self, name: str, given: Namespace, parser: ArgumentParser, *, served: bool = False
     ) -> None:
         super().__init__(given, parser)
         self._name, self._served = name, served
@@ -96,7 +92,7 @@ class GpuProgram(Program):
     served: bool = False
     package = "bench.gpu"
 
-    def parser(self) -> argparse.ArgumentParser:
+    def parser(self) -> ArgumentParser:
         made = super().parser()
         made.add_argument(
             "--dry-run",
@@ -105,7 +101,7 @@ class GpuProgram(Program):
         )
         return made
 
-    def _add_out(self, parsed: argparse.ArgumentParser) -> None:
+    def _add_out(self, parsed: ArgumentParser) -> None:
         parsed.add_argument("--out", type=Path, help="folder of results; default: out/DEVICE")
 
     def main(self, arguments: Sequence[str] | None = None) -> int:
@@ -126,7 +122,7 @@ class GpuProgram(Program):
         return int(not run.right)
 
 
-def require_device(parsed: argparse.ArgumentParser, *, dry_run: bool) -> None:
+def require_device(parsed: ArgumentParser, *, dry_run: bool) -> None:
     """End a program that has no GPU, except for a dry run."""
     if not dry_run and not torch.cuda.is_available():
         parsed.error("no CUDA device; --dry-run does without")
@@ -141,7 +137,7 @@ def folder_of(device: str) -> Path:
 
 
 class Device:
-    """A GPU, or the CPU in a dry run, where no time means anything.
+    """A GPU, or the CPU in a dry run, whose times mean nothing.
 
     ``dtype`` is that of layers and hidden states, ``scaled_dtype`` that of values that kernels
     round.
@@ -155,7 +151,7 @@ class Device:
         self.dtype = torch.bfloat16
         self.scaled_dtype = torch.float16 if dry_run else torch.bfloat16
         self._cycles_per_second = 0.0
-        self._registered: list[torch.Tensor] = []
+        self._pinned = ExitStack()
         if not dry_run:
             cycles = 20_000_000
             took = self.milliseconds(lambda: torch.cuda._sleep(cycles))
@@ -179,6 +175,10 @@ class Device:
             times.append(start.elapsed_time(end))
         return statistics.median(times)
 
+    def synchronize(self) -> None:
+        if not self.dry_run:
+            torch.cuda.synchronize()
+
     def microseconds(self, work: Callable[[], object]) -> float:
         """Median time of ``work`` on the current stream, with a cold L2 cache."""
         if self.dry_run:
@@ -193,19 +193,12 @@ class Device:
         Registered by hand: torch's own pinned memory is rounded up to powers of two and kept.
         """
         memory = torch.empty(shape, dtype=dtype)
-        if not self.dry_run:
-            runtime = torch.cuda.cudart()
-            torch.cuda.check_error(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
-            self._registered.append(memory)
+        self._pinned.enter_context(registered(memory, self.kind))
         return memory
 
     def release(self) -> None:
         """Give all of :meth:`pinned` back."""
-        if self._registered:
-            torch.cuda.synchronize()
-        for memory in self._registered:
-            torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr()))
-        self._registered.clear()
+        self._pinned.close()
 
     def copy_rate(self) -> float:
         """Bytes a second of one large copy from pinned memory: the bus."""
@@ -250,3 +243,23 @@ def mend_scalars() -> None:
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     interpreter._patch_lang_tensor = patch
+
+
+@contextmanager
+def registered(memory: torch.Tensor, device: torch.device | str) -> Iterator[None]:
+    """Within the block ``device`` reaches ``memory``. Torch does not keep it afterwards, unlike
+    unused memory of :func:`streams.host_tensor`."""
+    if torch.device(device).type != "cuda":
+        yield
+        return
+    runtime, address = torch.cuda.cudart(), memory.data_ptr()
+    failed = int(runtime.cudaHostRegister(address, memory.nbytes, 0))
+    if failed:
+        with suppress(RuntimeError):  # otherwise torch raises it at its next launch
+            torch.zeros(1, device=device)
+        raise RuntimeError(f"cudaHostRegister of {memory.nbytes} bytes: CUDA error {failed}")
+    try:
+        yield
+    finally:
+        torch.cuda.synchronize(device)  # copies may still be under way
+        runtime.cudaHostUnregister(address)

@@ -1,4 +1,4 @@
-"""What was predicted of a GPU by reading, and only a GPU can say. Needs only torch and triton.
+"""Predictions about a GPU that only a GPU can confirm. Needs only torch and triton.
 
 - slices: K and V by a product of their own (N = 2W) against K and V out of that of the whole QKV
   (N = 3W): whether they have the same bits, and how long both take. A difference is no fault: a
@@ -15,7 +15,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,22 +22,19 @@ from types import SimpleNamespace
 import torch
 from torch.nn import functional
 
-from bench.gpu.program import Device, GpuProgram, GpuRun, Row
+from bench.gpu.program import Device, GpuProgram, GpuRun, Row, registered
 from bench.gpu.shapes import LLAMA_7B, LLAMA_8B, PAGE, Shape
 from bench.harness.program import Setting
-from bench.harness.report import Column, Results, Table
+from bench.harness.report import Results, Table
 from hcache_backend.format.page import PageLayout
 from hcache_backend.format.units import WHOLE
 from hcache_backend.host.segments import KVSegments
 
-ROWS = (1, 16, 48, 96, 816)
-"""Tokens of a product: decode steps, and the prefill of a start's probe."""
-HOST_PAGES = (1, 16, 64)
-"""Pages of a backup or a load, 64 tokens each."""
+ROWS = (1, 16, 48, 96, 816)  # tokens of a product: decode steps, and the prefill of a start's probe
+HOST_PAGES = (1, 16, 64)  # pages of a backup or a load, 64 tokens each
 CODECS = ("exp4", "none")
 REPEATS = 10
-STREAMS = 100
-"""More than torch has of one priority."""
+STREAMS = 100  # more than torch has of one priority
 REGISTERED_GB = (1, 8, 50)
 CGROUPS = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
@@ -91,9 +87,8 @@ def collisions(device: Device) -> Row:
         return {"skipped": "a CPU has no CUDA streams"}
     made = [torch.cuda.Stream() for _ in range(STREAMS)]
     handles = [stream.cuda_stream for stream in made]
-    return {"made": STREAMS, "first_again": first_again(handles), "right": None} | {
-        "different": len(set(handles))
-    }
+    found = {"made": STREAMS, "first_again": first_again(handles), "right": None}
+    return found | {"different": len(set(handles))}
 
 
 def first_again(handles: Iterable[int]) -> int | None:
@@ -129,8 +124,7 @@ def save_and_load(
     device: Device, kv: KVSegments, layout: PageLayout, memory: torch.Tensor, count: int
 ) -> Row:
     """Times of one size, and whether K and V come back to the bit in other slots."""
-    pages = torch.arange(count, device=device.kind)
-    slots = torch.arange(count * PAGE, device=device.kind)
+    pages, slots = (torch.arange(n, device=device.kind) for n in (count, count * PAGE))
     others = slots + count * PAGE
     groups = [kv.layers] if kv.codec == "none" else [kv.layers[::2], kv.layers[1::2]]
     fits: list[torch.Tensor | None] = []
@@ -143,15 +137,11 @@ def save_and_load(
             offsets = [layout.segment_offsets[layer] for layer in layers]
             kv.load(layers, memory, pages, offsets, others)
 
-    saving, loading = host_times(device, save), host_times(device, load)
-    back = all(
-        torch.equal(plane[slots], plane[others])
-        for layer in kv.layers
-        for plane in kv.planes(layer)
-    )
+    timed = {"save": host_times(device, save), "load": host_times(device, load)}
+    planes = [plane for layer in kv.layers for plane in kv.planes(layer)]
+    back = all(torch.equal(plane[slots], plane[others]) for plane in planes)
     return {
-        **{f"save_{name}": value for name, value in saving.items()},
-        **{f"load_{name}": value for name, value in loading.items()},
+        **{f"{name}_{key}": us for name, times in timed.items() for key, us in times.items()},
         "right": back and all(fit is None or bool(fit.all()) for fit in fits),
     }
 
@@ -163,19 +153,14 @@ def host_times(device: Device, launch: Callable[[], object]) -> Row:
         start = time.perf_counter()
         launch()
         launched = time.perf_counter()
-        synchronize(device)
+        device.synchronize()
         return 1e6 * (launched - start), 1e6 * (time.perf_counter() - start)
 
-    synchronize(device)
+    device.synchronize()
     first = timed()[0]
     rounds = [timed() for _ in range(1 if device.dry_run else REPEATS)]
     on_host, done = (statistics.median(times) for times in zip(*rounds, strict=True))
     return {"host_us": on_host, "done_us": done, "first_host_us": first}
-
-
-def synchronize(device: Device) -> None:
-    if not device.dry_run:
-        torch.cuda.synchronize()
 
 
 def register(device: Device, most_gb: float, seconds: float, free: float) -> Iterator[Row]:
@@ -208,26 +193,6 @@ def register(device: Device, most_gb: float, seconds: float, free: float) -> Ite
         del memory
 
 
-@contextmanager
-def registered(memory: torch.Tensor, device: torch.device | str) -> Iterator[None]:
-    """Within the block ``device`` reaches ``memory``. Torch does not keep it afterwards, unlike
-    unused memory of :func:`streams.host_tensor`."""
-    if torch.device(device).type != "cuda":
-        yield
-        return
-    runtime, address = torch.cuda.cudart(), memory.data_ptr()
-    failed = int(runtime.cudaHostRegister(address, memory.nbytes, 0))
-    if failed:
-        with suppress(RuntimeError):  # otherwise torch raises it at its next launch
-            torch.zeros(1, device=device)
-        raise RuntimeError(f"cudaHostRegister of {memory.nbytes} bytes: CUDA error {failed}")
-    try:
-        yield
-    finally:
-        torch.cuda.synchronize(device)  # copies may still be under way
-        runtime.cudaHostUnregister(address)
-
-
 def free_bytes() -> float:
     """Host memory that this process may still take, in its container too."""
     lines = Path("/proc/meminfo").read_text().splitlines()
@@ -242,8 +207,8 @@ def free_bytes() -> float:
     return free
 
 
-def columns(kind: str, results: Results) -> list[Column]:
-    return [Column(key, key) for key in dict.fromkeys(k for row in results[kind] for k in row)]
+def columns(kind: str, results: Results) -> list[str]:
+    return list(dict.fromkeys(key for row in results[kind] for key in row))
 
 
 PROGRAM = GpuProgram(
@@ -254,12 +219,9 @@ PROGRAM = GpuProgram(
         Setting("--register-gb", float, 50.0, "largest size"),
         Setting("--register-s", float, 25.0, "for one size"),
     ),
-    tables={
-        "table": tuple(
-            Table(kind, partial(columns, kind))
-            for kind in ("slices", "streams", "host", "register")
-        )
-    },
+    tables=tuple(
+        Table(kind, partial(columns, kind)) for kind in ("slices", "streams", "host", "register")
+    ),
 )
 
 if __name__ == "__main__":

@@ -1,21 +1,22 @@
 """Restoring a history by every method, against the floor. Needs only torch and triton.
 
-Layers of the models' shapes with random weights; their histories stand in pinned host memory:
+Layers have the models' shapes and random weights; their histories stand in pinned host memory:
 
 - recompute: the layers' own forward pass with flash attention, prefill chunks of 8192 tokens
-- kv offload: one bulk copy and a scatter a layer; where SGLang is installed, the better of that and
-  of layer-wise copies by its transfer kernel
-- plain pages: K and V of every layer by that kernel, where SGLang is installed
+- kv offload: one bulk copy and a scatter a layer; with SGLang installed, the better of that and of
+  layer-wise copies by its transfer kernel
+- plain pages: K and V of every layer by that kernel, with SGLang installed
 - own pages: K and V of whole pages; own pages, copy engine: by copies straight to the pool's slots
 - hidden, hidden exp4: hidden states, exact and encoded without loss
 - hidden + kv, hidden + recompute: as many layers by the other method as the measured times ask for
 
-Each through the restore pipeline that the server uses. The floor is ``max(bytes / measured copy
+Each goes through the restore pipeline that the server uses. The floor is ``max(bytes / measured
+copy
 rate, FLOPs / measured GEMM rate)``. OPT-30B/TP4 is one of four ranks: it reads a quarter of the
 hidden states, and a device copy stands for the all-gather of the rest; recomputation is without its
-all-reduces, and measured once, since it copies nothing. ``--rates`` in GB/s slow the copy down as a
-slower bus or L3 would; 0 is the bus as it is. K and V are compared with those of the forward pass
-after every method.
+all-reduces, and measured once. ``--rates`` in GB/s slow the copy down as a slower bus or L3 would;
+0
+is the bus as it is. K and V are compared with those of the forward pass after every method.
 """
 
 from __future__ import annotations
@@ -121,14 +122,12 @@ PROGRAM = GpuProgram(
         Setting("--tokens", str, TOKENS, "histories, 4x4096: a batch", {"nargs": "*"}),
         Setting("--rates", float, RATES, "GB/s; 0: the bus", {"nargs": "*"}),
     ),
-    tables={
-        "table": Table(
-            compared,
-            "model | history | GB/s = copy_gb_s | method | ms | ktokens/s = ktokens_s | "
-            "x KV = of_kv | x recompute = of_recompute | of floor = share_of_floor | "
-            "copy idle, ms = copy_idle_ms | compute idle = compute_idle_ms | right | layers",
-        )
-    },
+    tables=Table(
+        compared,
+        "model | history | GB/s = copy_gb_s | method | ms | ktokens/s = ktokens_s | "
+        "x KV = of_kv | x recompute = of_recompute | of floor = share_of_floor | "
+        "copy idle, ms = copy_idle_ms | compute idle = compute_idle_ms | right | layers",
+    ),
     draw=Picture(
         title=lambda results: f"Restores by method on {results['device']}",
         panels=panels,

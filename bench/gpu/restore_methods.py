@@ -111,11 +111,10 @@ class History:
             self.bulk[index] = torch.stack((k, v)).view(2, self.tokens, -1).cpu()
         on_device = on_pages.to(self.device.kind)
         self.kv.save(self._pieces(2), self.memory, on_device, self.slots)
-        if not self.device.dry_run:
-            torch.cuda.synchronize()
+        self.device.synchronize()
 
     def _pieces(self, which: int) -> Any:
-        """Where one of the three forms of every layer stands in the pages."""
+        """The places of one of the three forms of every layer in the pages."""
         return _Pieces(self.layout, [3 * i + which for i in range(len(self.layers))])
 
     def hidden_pipeline(self) -> RestorePipeline:

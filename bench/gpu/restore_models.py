@@ -1,4 +1,4 @@
-"""Layers with random weights that do what the models' layers do, on one rank."""
+"""Layers with random weights that compute as the models' layers do, on one rank."""
 
 from __future__ import annotations
 
@@ -23,11 +23,7 @@ PREFILL_CHUNK = 8192
 MAX_POSITIONS = 1 << 17
 
 
-SHAPES = (
-    LLAMA_7B,
-    LLAMA_13B,
-    replace(OPT_30B, name="OPT-30B/TP4", heads=14, mlp=7168, ranks=4),
-)
+SHAPES = (LLAMA_7B, LLAMA_13B, replace(OPT_30B, name="OPT-30B/TP4", heads=14, mlp=7168, ranks=4))
 
 
 def chosen(models: Sequence[str], *, dry_run: bool) -> list[Shape]:

@@ -1,33 +1,30 @@
-"""What a GPU should be asked next: real SGLang servers, method by method, in a budget of time.
+"""The second script for a GPU: real SGLang servers, method by method, in a budget of time.
 
     bench/gpu/serve.sh [--budget 500] [--model Llama-3-8B] [--methods hcache-eager file ...]
 
 Needs SGLang and this package with aiohttp; nothing from the network. Models have the shape of
-published ones and random weights; they have no tokenizer. Both together take 30 GB of ``--dir``.
+published ones and random weights, without a tokenizer. Both together take 30 GB of ``--dir``.
 
 Each method is one server, with SGLang's own defaults: scheduling overlaps with the GPU, decode
-steps replay graphs, and attention is by the backend that SGLang chooses. First comes Llama-3-8B
-(grouped-query attention, bfloat16) with this package's own defaults, but that every hit is read
-(``min_gain`` 0). Then comes Llama-2-7B (multi-head attention) by several methods. These force
-hidden mode, so a server that refuses it fails. ``--model`` serves one model only, and ``--methods``
-serves other methods. Asked are:
+steps replay graphs, and SGLang chooses the attention backend. First comes Llama-3-8B (grouped-query
+attention, bfloat16) with this package's own defaults, except that every hit is read (``min_gain``
+0). Then comes Llama-2-7B (multi-head attention) by several methods. These force hidden mode, so a
+server that refuses it fails. ``--model`` serves one model only. Requests are:
 
 - two prompts of 4,096 tokens at once, three times
 - 64 requests at once that generate 128 tokens, three times
 - both again, with L3 alone having them: the prompts, and the pages that decode steps filled
-- four requests that decode, alone and while one of the prompts comes back from L3: what copies and
-  slices of recomputation cost them
+- four requests that decode, alone and while one of the prompts comes back from L3, which shows the
+  cost of copies and of slices of recomputation
 
 A step fails if a history does not come back whole, or if the server refuses to recompute layers:
 the reason is printed, and the step still asks the rest. Later steps run all the same.
 ``out/DEVICE/serve.json`` is written after every server, beside each one's own file, and has their
 rows; ``serve.tar`` has all of them. Exit status 1: a step failed.
 
-``--dry-run`` asks less of a tiny model on the CPU engine, in float32, where tokens must also be the
-same after a restore. A CPU has neither graphs nor another attention backend, and its streams are
-threads, so only a GPU shows whether capture works in decode graphs, whether copies overlap with the
-forward pass, and how long anything takes. In 16 bits tokens may differ by rounding: the tables say
-how many are the same, for KV pages too.
+``--dry-run`` asks less of a tiny model on the CPU engine, in float32, and tokens must also be the
+same after a restore. In 16 bits tokens may differ by rounding: the tables count them, for KV pages
+too. Only a GPU shows whether capture works in decode graphs, and whether copies overlap.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Shapes, vocabularies and constants are those of the published models. Positions go further than
 theirs (8192 at most), for histories of the workloads do. Weights are so large that attention is
-peaked: the output depends on what is in the KV cache, and a wrong row changes tokens.
+peaked: the output depends on the KV cache, and a wrong row changes tokens.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from bench.gpu.shapes import LLAMA_7B, LLAMA_8B, LLAMA_13B, OLMO_7B, Shape
 from tests.cpu_engine.hcache_cpu_engine import stub_torchvision
 
 POSITIONS = 32_768
-GAIN = 2.0
-"""Standard deviation of what a product makes of values with a standard deviation of 1."""
+GAIN = 2.0  # standard deviation of a product of values whose standard deviation is 1
 _ALL = {
     "hidden_act": "silu",
     "attention_bias": False,

@@ -1,6 +1,6 @@
 """A server by one method: prompts, a decode batch, and both once more when only L3 has them.
 
-One step of bench/gpu/serve.sh, whose ``--help`` says what is asked.
+One step of bench/gpu/serve.sh, whose ``--help`` lists the requests.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ METHODS_SERVED = {
     name: METHODS[name] for name in SERVED if METHODS[name].storage or METHODS[name].cache == "none"
 } | {"hcache-kv-eager": Method("HCache, KV pages, eager", storage="dynamic", hcache={"mode": "kv"})}
 """Methods whose histories come from L3, or are computed again."""
-VOCABULARY = 1000
-"""Random tokens are below it: every model has more."""
+VOCABULARY = 1000  # random tokens are below it: every model has more
 
 
 class Load(NamedTuple):
@@ -83,32 +82,25 @@ def measure(run: GpuRun) -> None:
         ServerError: The server did not start, or died.
         RequestError: It refused a request.
     """
-    with scratch() as folder:
-        _serve(run, Path(folder))
+    with scratch() as place:
+        _serve(run, Path(place))
 
 
 def _serve(run: GpuRun, folder: Path) -> None:
     machine, name = run.machine, run.given.method
     loads, told = (DRY_LOADS, DRY_TOLD) if run.given.dry_run else (LOADS, TOLD)
     method, exact = METHODS_SERVED[name], machine.device == "cpu"
-    options = server_options(
-        method,
-        machine,
-        run.given.model,
-        folder,
-        pool_tokens=sum(load.room for load in loads),
-        overlap=True,  # as on a GPU
-        metrics=True,
-    )
+    pool, given = sum(load.room for load in loads), (method, machine, run.given.model, folder)
+    # A CPU overlaps as a GPU does.
+    options = server_options(*given, pool_tokens=pool, overlap=True, metrics=True)
     with restorer(options, folder / "l3") as server:
         forced = method.hcache.get("mode") == "hidden"
         said = server.said()
         right = not forced or said.startswith("hidden mode")
         start = {"step": "start", "said": said, "right": right}
         if (report := read_report(server.l3)) is not None:
-            start["exactness"] = report.model_dump(
-                mode="json", include={"mode", "projection", "recomputation"}
-            )
+            parts = {"mode", "projection", "recomputation"}
+            start["exactness"] = report.model_dump(mode="json", include=parts)
         run.add(start, f"{name}, start")
         if method.storage == "dynamic":
             refused = refused_recomputation(method, server.server.log_text(), report)
@@ -261,18 +253,16 @@ PROGRAM = GpuProgram(
         Setting("method", str, None, "by which it restores", {"choices": METHODS_SERVED}),
         Setting("model", str, None, "folder of the model"),
     ),
-    tables={
-        "table": Table(
-            lambda results: [r for r in results["rows"][1:] if r["step"] != RECOMPUTATION],
-            (
-                "asked = step | requests | tokens | TTFT, ms = ttft_ms | "
-                "of the last = last_ttft_ms | between tokens = gap_ms | 99% = gap_p99_ms | "
-                "restore, ms = restore_ms | reading L3 = l3_ms | loading = load_ms | "
-                "from L3 = from_l3 | recomputed = recomputed_tokens",
-                *(Column("same tokens", same), Column("right", "right")),
-            ),
-        )
-    },
+    tables=Table(
+        lambda results: [r for r in results["rows"][1:] if r["step"] != RECOMPUTATION],
+        (
+            "asked = step | requests | tokens | TTFT, ms = ttft_ms | "
+            "of the last = last_ttft_ms | between tokens = gap_ms | 99% = gap_p99_ms | "
+            "restore, ms = restore_ms | reading L3 = l3_ms | loading = load_ms | "
+            "from L3 = from_l3 | recomputed = recomputed_tokens",
+            *(Column("same tokens", same), Column("right", "right")),
+        ),
+    ),
 )
 
 if __name__ == "__main__":

@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-PAGE = 64
-"""Tokens of a page."""
-HEADER_BYTES = 4096
-"""What stands before a page's first segment."""
+PAGE = 64  # tokens of a page
+HEADER_BYTES = 4096  # before a page's first segment
 
 
 @dataclass(frozen=True)

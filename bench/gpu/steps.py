@@ -30,10 +30,8 @@ from bench.gpu import program
 from bench.harness.report import write_json
 
 ROOT = Path(__file__).resolve().parents[2]
-SHOWN_LINES = 40
-"""Last lines kept of the output of a step that failed."""
-NOT_NUMBERS = ("spans", "ways")
-"""Long parts of rows, which stay in the files of the steps."""
+SHOWN_LINES = 40  # last lines kept of the output of a step that failed
+NOT_NUMBERS = ("spans", "ways")  # long parts of rows, which stay in the files of the steps
 
 
 @dataclass(frozen=True)
@@ -57,9 +55,8 @@ class Step:
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
-        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    raw = argparse.RawDescriptionHelpFormatter
+    made = argparse.ArgumentParser(description=doc, formatter_class=raw)
     made.add_argument("--dry-run", action="store_true", help="tiny, on the CPU")
     made.add_argument("--out", type=Path, help="folder of results; default: out/DEVICE")
     made.add_argument("--budget", type=float, default=500, help="seconds for all steps")
@@ -118,7 +115,7 @@ def run(
             last lines if it is not done, and its last line if it writes no file.
     """
     file = folder / f"{step.name}.json"
-    file.unlink(missing_ok=True)  # what an earlier run left
+    file.unlink(missing_ok=True)  # of an earlier run
     folder.mkdir(parents=True, exist_ok=True)
     begin, output = time.monotonic(), deque[str](maxlen=SHOWN_LINES)
     process = subprocess.Popen(

@@ -1,6 +1,6 @@
 """Tests that need a GPU, a process for each file: cold kernels of several files compile at once.
 
-One step of bench/gpu/first.sh. Needs pytest alone. What each file's process prints stands in
+One step of bench/gpu/first.sh. Needs pytest alone. The output of each file's process stands in
 ``FILE.log`` beside the results, also of a process that is killed.
 """
 
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from bench.gpu.program import GpuProgram, GpuRun, Row
 from bench.harness.program import Setting, at_least
-from bench.harness.report import OUT, Column, Table
+from bench.harness.report import OUT, Table
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("tests/gpu", "tests/kernels")
@@ -69,12 +69,7 @@ PROGRAM = GpuProgram(
     doc=__doc__,
     measure=measure,
     settings=(Setting("--jobs", at_least(1), 8, "processes at once"),),
-    tables={
-        "table": Table(
-            "rows",
-            [Column(n, n) for n in ("file", "passed", "failed", "skipped", "seconds")],
-        )
-    },
+    tables=Table("rows", "file | passed | failed | skipped | seconds"),
 )
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""What programs that measure and engine tests share: servers, models, methods."""
+"""Servers, models and methods of the programs that measure and of the engine tests."""

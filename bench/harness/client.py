@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -18,8 +18,7 @@ from hcache_backend.cli.ingest import Server, check_finished, greedy_request
 _DATA, _DONE = b"data:", b"[DONE]"
 _LINE_BYTES = 1 << 22
 """A line of a stream holds the whole reply so far; its ids are no longer than this."""
-_SILENCE_S = 600.0
-"""The longest pause within an answer."""
+_SILENCE_S = 600.0  # the longest pause within an answer
 
 
 @dataclass(frozen=True)
@@ -93,8 +92,10 @@ class StreamingClient:
             async with self._session.post(url, json=body) as answer:
                 if answer.status != 200:
                     raise RequestError(f"{answer.status}: {error_text(await answer.text())}")
-                async for event in _events(answer.content):
-                    stream.add(event, time.perf_counter())
+                async for line in answer.content:
+                    event = line.strip().removeprefix(_DATA).strip()
+                    if line.startswith(_DATA) and event != _DONE:
+                        stream.add(event, time.perf_counter())
         except TimeoutError:
             raise RequestError("no answer in time") from None
         except (aiohttp.ClientError, OSError, ValueError) as error:
@@ -125,12 +126,10 @@ class _Stream:
         new = len(self._ids) - before
         if not new:
             return
-        if self._ttft is None:
+        first = self._ttft is None
+        if first:
             self._ttft = now - self._sent
-            new -= 1
-            self._gaps += [0.0] * new
-        else:
-            self._gaps += [(now - self._last) / new] * new
+        self._gaps += [0.0] * (new - 1) if first else [(now - self._last) / new] * new
         self._last = now
 
     def reply(self) -> Reply:
@@ -145,12 +144,3 @@ class _Stream:
             gaps_s=self._gaps,
             stopped=self._meta["finish_reason"]["type"] == "stop",
         )
-
-
-async def _events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    async for line in content:
-        data = line.strip()
-        if data.startswith(_DATA):
-            event = data[len(_DATA) :].strip()
-            if event != _DONE:
-                yield event

@@ -1,4 +1,4 @@
-"""Models and their drafts, for speculative decoding: some of what the drafts say is accepted."""
+"""Models and their drafts, for speculative decoding: some of the drafts are accepted."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any
 
 from bench.harness.models import build_model
 from bench.harness.server import Reply
-from tests.cpu_engine.hcache_cpu_engine import stub_torchvision
 
 
 @dataclass(frozen=True)
@@ -47,36 +46,6 @@ def drafting_arguments(algorithm: str, draft: Path | None) -> list[str]:
         arguments += ["--speculative-num-steps", 3, "--speculative-eagle-topk", 1]
         arguments += ["--speculative-draft-model-path", draft]
     return [str(argument) for argument in arguments]
-
-
-def drafting_by_packed_layers(folder: Path) -> Drafting:
-    """A GLM with a layer of its own that drafts (MTP), of weights that SGLang draws."""
-    stub_torchvision()
-    from transformers import AutoConfig
-
-    config = AutoConfig.for_model(
-        "glm4_moe",
-        vocab_size=1024,
-        hidden_size=256,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        intermediate_size=512,
-        moe_intermediate_size=128,
-        n_routed_experts=8,
-        max_position_embeddings=8192,
-        num_nextn_predict_layers=1,
-        dtype="float32",
-        architectures=["Glm4MoeForCausalLM"],
-    )
-    config.save_pretrained(folder / "glm")
-    arguments = [
-        *("--load-format", "dummy", "--skip-tokenizer-init", "--speculative-algorithm", "EAGLE"),
-        *("--speculative-num-steps", "2", "--speculative-eagle-topk", "1"),
-        *("--speculative-num-draft-tokens", "3", "--mem-fraction-static", "0.3"),
-    ]
-    return Drafting(folder / "glm", arguments)
 
 
 def accepted(reply: Reply) -> list[int]:
@@ -116,7 +85,7 @@ def eagle(model: Path, folder: Path, seed: int = 0) -> tuple[Path, Path]:
 
 
 def _eagle3(model: Path, folder: Path, seed: int) -> Path:
-    """A random draft: next to nothing of what it says is accepted."""
+    """A random draft: next to none of its tokens are accepted."""
     import torch
     from safetensors.torch import load_file
 

@@ -1,4 +1,4 @@
-"""Where servers run on this machine: on a GPU, or on the CPU engine of the tests."""
+"""The device of the servers on this machine: a GPU, or the CPU engine of the tests."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from hcache_backend.sglang.compat import sglang_version
 
 
 class MachineError(RuntimeError):
-    """SGLang cannot serve here; one line that says what is missing."""
+    """SGLang cannot serve here; one line that names the missing part."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Where a program's servers run: ``name`` of the GPU or processor, version of SGLang."""
+    """The device of a program's servers: ``name`` of GPU or processor, version of SGLang."""
 
     device: Device
     name: str

@@ -14,8 +14,7 @@ PAGE_SIZE = 64
 HYBRID = "hybrid"
 NIXL = "nixl"
 MOONCAKE = "mooncake"
-LAYERWISE = {"restore": "layerwise"}
-"""Of the methods that show L3 and restore one after the other."""
+LAYERWISE = {"restore": "layerwise"}  # of the methods that show L3 and restore one after the other
 
 
 @dataclass(frozen=True)
@@ -48,15 +47,13 @@ METHODS = {
         "HCache, hidden states", storage="dynamic", hcache={"mode": "hidden", **LAYERWISE}
     ),
     "hcache-hidden-eager": Method(
-        "HCache, hidden states, eager",
-        storage="dynamic",
-        hcache={"mode": "hidden"},
+        "HCache, hidden states, eager", storage="dynamic", hcache={"mode": "hidden"}
     ),
     "hcache-kv": Method("HCache, KV pages", storage="dynamic", hcache={"mode": "kv", **LAYERWISE}),
     "hcache": Method("HCache, automatic", storage="dynamic", hcache={"mode": "auto", **LAYERWISE}),
     "hcache-eager": Method("HCache, automatic, eager", storage="dynamic", hcache={"mode": "auto"}),
-    # The paper's ablation without hidden states (section 6.3.1). What it recomputes is planned from
-    # a profile, so its option `partition` comes from the program.
+    # The paper's ablation without hidden states (section 6.3.1). Its partition is planned from
+    # a profile, so the program gives it.
     HYBRID: Method("KV + recomputation (naive hybrid)", storage="dynamic", hcache=LAYERWISE),
 }
 
@@ -93,7 +90,7 @@ def server_options(
         config = {"prefetch_threshold": PAGE_SIZE, "plugin": {"posix": posix}}
         environment["SGLANG_HICACHE_NIXL_BACKEND_STORAGE_DIR"] = str(pages)
     elif method.storage == "dynamic":
-        # Methods are compared by what their hits take: every hit is read.
+        # Methods are compared by the time of their hits: every hit is read.
         ours = {"min_gain": 0, **method.hcache, **(hcache or {})}
         config = hcache_config(pages, prefetch_threshold=PAGE_SIZE, **ours)
     if machine.device != "cpu":

@@ -1,7 +1,7 @@
 """Tiny random models, built on the spot with transformers: no downloads, a second each.
 
 Weights are drawn with a large `initializer_range`, so that attention is peaked and the output
-really depends on what is in the KV cache: a wrong row changes the tokens.
+really depends on the KV cache: a wrong row changes the tokens.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ _DECODER = {
     "num_attention_heads": HEADS,
 }
 
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+_SLIDING = ["sliding_attention", "full_attention"] * (LAYERS // 2)
 _YARN: dict[str, Any] = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
@@ -63,9 +65,9 @@ class Architecture:
     model_type: str
     config: dict[str, Any]
     added_to_json: dict[str, Any] = field(default_factory=dict)
-    """What SGLang reads from config.json and transformers 5 does not write there."""
+    """Keys of config.json that SGLang reads and transformers 5 does not write."""
     norm_means: dict[str, float] = field(default_factory=dict)
-    """Part of a norm's name -> mean of its weights, where it is not 1."""
+    """Part of a norm's name -> mean of its weights, if it is not 1."""
 
 
 def _mla(
@@ -153,40 +155,19 @@ MORE_ARCHITECTURES: dict[str, Architecture] = {
     "gemma3": Architecture(
         "gemma3_text",
         _gated(
-            2,
-            head_dim=64,
-            query_pre_attn_scalar=64,
-            tie_word_embeddings=True,
-            layer_types=["sliding_attention", "full_attention"] * (LAYERS // 2),
+            2, head_dim=64, query_pre_attn_scalar=64, tie_word_embeddings=True, layer_types=_SLIDING
         ),
-        norm_means={"post_": 6.0},  # else the last token's embedding outweighs all layers
+        norm_means={"post_": 6.0},  # otherwise the last token's embedding outweighs all layers
     ),
     # Mixture of experts behind GQA, and behind MHA with k-norm.
     "mixtral": Architecture("mixtral", _gated(2, num_local_experts=4)),
     "olmoe": Architecture("olmoe", _gated(HEADS, num_experts=4, num_experts_per_tok=2)),
     # Mixture of experts with a shared one that is always on.
     "qwen2_moe": Architecture(
-        "qwen2_moe",
-        _gated(
-            2,
-            num_experts=4,
-            num_experts_per_tok=2,
-            moe_intermediate_size=128,
-            shared_expert_intermediate_size=256,
-        ),
+        "qwen2_moe", _gated(2, **_EXPERTS, shared_expert_intermediate_size=256)
     ),
     # The same without a shared one, and with norms of queries and keys.
-    "qwen3_moe": Architecture(
-        "qwen3_moe",
-        _gated(
-            2,
-            head_dim=64,
-            num_experts=4,
-            num_experts_per_tok=2,
-            moe_intermediate_size=128,
-            norm_topk_prob=True,
-        ),
-    ),
+    "qwen3_moe": Architecture("qwen3_moe", _gated(2, head_dim=64, **_EXPERTS, norm_topk_prob=True)),
     # The first layer is dense, an expert is shared, the router has a bias; RoPE on half a head.
     "glm4_moe": Architecture(
         "glm4_moe",
@@ -222,20 +203,11 @@ MORE_ARCHITECTURES: dict[str, Architecture] = {
         },
         norm_means={"q_norm": 4.0},
     ),
-    # What the projection makes is cut at a bound: more than a product, norm and RoPE.
+    # The output of the projection is cut at a bound: more than a product, norm and RoPE.
     "olmo": Architecture("olmo", _gated(HEADS, clip_qkv=4.0)),
     # A pool of its own for layers with a sliding window.
     "mellum": Architecture(
-        "mellum",
-        _gated(
-            2,
-            head_dim=64,
-            num_experts=4,
-            num_experts_per_tok=2,
-            moe_intermediate_size=128,
-            sliding_window=128,
-            layer_types=["sliding_attention", "full_attention"] * (LAYERS // 2),
-        ),
+        "mellum", _gated(2, head_dim=64, **_EXPERTS, sliding_window=128, layer_types=_SLIDING)
     ),
     # The same with sinks, and experts with biases.
     "gpt_oss": Architecture(
@@ -244,7 +216,7 @@ MORE_ARCHITECTURES: dict[str, Architecture] = {
             **_gated(2, head_dim=64, num_local_experts=4, num_experts_per_tok=2),
             "intermediate_size": 128,
             "sliding_window": 128,
-            "layer_types": ["sliding_attention", "full_attention"] * (LAYERS // 2),
+            "layer_types": _SLIDING,
         },
         added_to_json={"swiglu_limit": 7.0},
     ),
@@ -254,9 +226,7 @@ MORE_ARCHITECTURES: dict[str, Architecture] = {
         _gated(
             2,
             head_dim=64,
-            num_experts=4,
-            num_experts_per_tok=2,
-            moe_intermediate_size=128,
+            **_EXPERTS,
             shared_expert_intermediate_size=128,
             decoder_sparse_step=1,
             linear_num_value_heads=4,
@@ -313,7 +283,7 @@ def narrowed(hidden: int, tokens: int) -> int:
 class TinyLlama:
     """Shape of a Llama with random float32 weights.
 
-    As many KV heads as heads means multi-head attention (MHA), where hidden states are half the
+    As many KV heads as heads means multi-head attention (MHA): hidden states are half the
     size of KV.
     """
 

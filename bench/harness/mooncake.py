@@ -14,11 +14,12 @@ from typing import IO, Any
 
 import requests
 
+from bench.harness.server import free_port
+
 NODE_BYTES = 256 << 20
 BUFFER_BYTES = 16 << 20
 READY_S = 20.0
-CLIENT_TTL_S = 120
-"""What a node lends is given up when it was silent for so long; Mooncake's default is 10 s."""
+CLIENT_TTL_S = 120  # the master gives up a node that is silent for longer; the default is 10
 NODE = """
 import sys, time
 from mooncake.store import MooncakeDistributedStore
@@ -50,7 +51,7 @@ class Cluster:
     lends memory."""
 
     def __init__(self, log: IO[str], node_bytes: int) -> None:
-        port, self.metrics_port = _free_ports(2)
+        port, self.metrics_port = free_port(), free_port()
         self.address = f"127.0.0.1:{port}"
         self._log = log
         self._node_bytes = node_bytes
@@ -72,7 +73,7 @@ class Cluster:
         assert node.stdout.readline() == "ready\n"
 
     def kill(self) -> None:
-        """The master and the node end at once; what was stored is gone."""
+        """The master and the node end at once; stored pages are gone."""
         for process in self._processes:
             process.kill()
             process.wait()
@@ -80,7 +81,7 @@ class Cluster:
 
     @contextmanager
     def stalled(self) -> Iterator[None]:
-        """Inside the block nobody answers, and no connection is closed."""
+        """Inside the block the cluster does not answer, and no connection is closed."""
         for process in self._processes:
             process.send_signal(signal.SIGSTOP)
         try:
@@ -106,7 +107,7 @@ def missing() -> str | None:
 
 @contextmanager
 def cluster(folder: Path, node_bytes: int = NODE_BYTES) -> Iterator[Cluster]:
-    """Servers come and go, the node keeps what they stored, up to ``node_bytes``."""
+    """Servers come and go, the node keeps their pages, up to ``node_bytes``."""
     with (folder / "mooncake.log").open("w") as log:
         started = Cluster(log, node_bytes)
         try:
@@ -152,13 +153,3 @@ def _wait_for(port: int) -> None:
             time.sleep(0.05)
         else:
             return
-
-
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for each in sockets:
-        each.bind(("127.0.0.1", 0))
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports

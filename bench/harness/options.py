@@ -1,4 +1,4 @@
-"""What a test or a program chooses about a server, and the command line that follows."""
+"""The options of a server in tests and programs, and its command line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.cpu_engine.hcache_cpu_engine import cpu_engine_env
 
 Device = Literal["cpu", "cuda"]
 ADMIN_KEY = secrets.token_hex(16)
-"""What administrative requests to the servers of this process need as bearer token."""
+"""Bearer token of administrative requests to the servers of this process."""
 MODULE = "sglang.launch_server"
 ENVIRONMENT = dict(os.environ)
 """As this interpreter found it: pytest, torch and tests write to `os.environ`, and a server whose
@@ -71,8 +71,9 @@ class ServerOptions:
 
     def arguments(self, port: int) -> list[str]:
         """Arguments of `python -m sglang.launch_server`."""
+        model = Path(self.model).resolve() if Path(self.model).exists() else self.model
         args: list[Any] = [
-            *("--model-path", _absolute(self.model), "--admin-api-key", ADMIN_KEY),
+            *("--model-path", model, "--admin-api-key", ADMIN_KEY),
             *("--host", "127.0.0.1", "--port", port),
             *("--max-total-tokens", self.max_total_tokens, "--page-size", self.page_size),
             *("--tp", self.tp, "--enable-cache-report"),
@@ -82,19 +83,16 @@ class ServerOptions:
             args += ["--grammar-backend", "none", "--skip-server-warmup"]
             if not self.overlap:
                 args += ["--disable-overlap-schedule"]
-        if self.dtype is not None:
-            args += ["--dtype", self.dtype]
-        if self.attention_backend is not None:
-            args += ["--attention-backend", self.attention_backend]
+        args += _given(
+            ("--dtype", self.dtype),
+            ("--attention-backend", self.attention_backend),
+            ("--pp-size", self.pp if self.pp > 1 else None),
+            ("--dp-size", self.dp if self.dp > 1 else None),
+            ("--chunked-prefill-size", self.chunked_prefill_size),
+        )
         folder = Path(self.model)
         if folder.is_dir() and not any((folder / name).exists() for name in _TOKENIZERS):
             args += ["--skip-tokenizer-init"]
-        if self.pp > 1:
-            args += ["--pp-size", self.pp]
-        if self.dp > 1:
-            args += ["--dp-size", self.dp]
-        if self.chunked_prefill_size is not None:
-            args += ["--chunked-prefill-size", self.chunked_prefill_size]
         if self.metrics:
             args += ["--enable-metrics"]
         if self.cache == "none":
@@ -104,21 +102,19 @@ class ServerOptions:
         return [str(a) for a in [*args, *self.extra_args]]
 
     def _hicache_args(self) -> list[Any]:
-        args: list[Any] = [
+        config = None if self.extra_config is None else as_text(self.extra_config)
+        return [
             "--enable-hierarchical-cache",
             *("--hicache-write-policy", self.write_policy),
             *("--hicache-mem-layout", self.mem_layout, "--hicache-io-backend", self.io_backend),
             *("--hicache-storage-prefetch-policy", self.prefetch_policy),
+            *_given(
+                ("--hicache-ratio", self.hicache_ratio),
+                ("--hicache-size", self.hicache_size_gb),
+                ("--hicache-storage-backend", self.storage_backend),
+                ("--hicache-storage-backend-extra-config", config),
+            ),
         ]
-        if self.hicache_ratio is not None:
-            args += ["--hicache-ratio", self.hicache_ratio]
-        if self.hicache_size_gb is not None:
-            args += ["--hicache-size", self.hicache_size_gb]
-        if self.storage_backend is not None:
-            args += ["--hicache-storage-backend", self.storage_backend]
-        if self.extra_config is not None:
-            args += ["--hicache-storage-backend-extra-config", as_text(self.extra_config)]
-        return args
 
     def environment(self) -> dict[str, str]:
         env = base_environment(self.device)
@@ -134,6 +130,11 @@ class ServerOptions:
     def forks(self) -> bool:
         """The nursery forks the server and its workers instead of starting them afresh."""
         return self.fork and self.device == "cpu"
+
+
+def _given(*options: tuple[str, Any]) -> list[Any]:
+    """Those that have a value."""
+    return [part for option in options if option[1] is not None for part in option]
 
 
 def hcache_config(
@@ -153,13 +154,9 @@ def hcache_config(
 
 def base_environment(device: Device) -> dict[str, str]:
     """Of every server on a device; on the CPU engine also that of the nursery's imports."""
-    health = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}  # else it costs a generation
+    health = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}  # otherwise it costs a generation
     return {**ENVIRONMENT, **(cpu_engine_env() if device == "cpu" else {}), **health}
 
 
 def as_text(config: Mapping[str, Any] | str) -> str:
     return config if isinstance(config, str) else json.dumps(config)
-
-
-def _absolute(model: Path | str) -> Path | str:
-    return Path(model).resolve() if Path(model).exists() else model

@@ -13,8 +13,7 @@ from hcache_backend.plan.model_config import ModelConfigError, read_model
 from hcache_backend.plan.profile import Profile, Rate, load_profile
 from hcache_backend.plan.restore import Restore
 
-_SECONDS = "2"
-"""About so long is each operation measured."""
+_SECONDS = "2"  # about so long is each operation measured
 
 
 def has_shape(model: str) -> bool:
@@ -72,7 +71,7 @@ def with_l3(profile: Profile, rate: float) -> Profile:
 def naive_hybrid(profile: Profile, machine: Machine, model: str, tokens: int) -> Partition:
     """KV and recomputation without hidden states, so that a layer-wise restore ends soonest."""
     shape = read_model(Path(model))
-    if machine.device == "cpu":  # where servers compute in float32
+    if machine.device == "cpu":  # on which servers compute in float32
         shape = shape.model_copy(update={"element_bytes": 4})
     restore = Restore(profile, shape, Partition(0, 0, shape.layers))
     return restore.fastest(tokens, "first", methods=("recompute", "kv"))

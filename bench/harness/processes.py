@@ -29,8 +29,7 @@ class ServerProcess:
     def __init__(self, status: int):
         self._status = status
         self._pending = b""
-        self._gone = False
-        """Whether no process of the server's group is left."""
+        self._gone = False  # whether no process of the server's group is left
         self.pid = 0
         self.returncode: int | None = None
         """Exit status as in `subprocess`: negative is a signal's number."""
@@ -62,7 +61,7 @@ class ServerProcess:
             self._read(None)
 
     def _read(self, timeout: float | None) -> None:
-        """Take in what the nursery says, waiting up to `timeout` seconds for it."""
+        """Take the lines of the nursery in, waiting up to `timeout` seconds for one."""
         if self._gone or not select.select([self._status], [], [], timeout)[0]:
             return
         received = os.read(self._status, 4096)

@@ -1,8 +1,8 @@
 """One runner of all programs that measure.
 
-A program declares what it is told (settings), what it measures and returns, its tables and its
-picture. The runner parses options, finds the machine, measures, prints, writes and ends with 1 if
-something was wrong. It imports nothing that a machine with a GPU may lack.
+A program declares its settings, the function that measures, its tables and its picture. The runner
+parses options, finds the machine, measures, prints, writes and ends with 1 if something was wrong.
+It imports nothing that a machine with a GPU may lack.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
     from bench.harness.machine import Machine
 
+Tables = Table | Sequence[Table]
+Advance = Callable[[str], None]  # is told the next step of a program
 Number = TypeVar("Number", int, float)
 
 
@@ -59,10 +61,6 @@ class Setting:
             return
         more = {"default": self.default} if self.name.startswith("-") else {}
         parsed.add_argument(self.name, type=self.kind, help=self.help, **more, **self.more)
-
-
-def switch(name: str, text: str) -> Setting:
-    return Setting(name, None, False, text)
 
 
 def several(name: str, kind: Callable[[str], Any], default: Any, text: str) -> Setting:
@@ -100,7 +98,7 @@ class Program:
         name: Of its results; ``python -m PACKAGE.NAME`` unless ``module`` names another one.
         measure: Returns the content of the file; the runner adds time and machine.
         settings: Beside ``--out``.
-        tables: By name; ``table`` has all, and is printed.
+        tables: By name if there are several; ``table`` has all, and is printed.
         said: Lines that are printed above the table.
         slows: It slows SGLang down, which only the CPU engine lets it do.
         serves: It serves: results name the machine. False: they are computed, or the disk's.
@@ -112,7 +110,7 @@ class Program:
     doc: str | None
     measure: Callable[[Any], Results]
     settings: Sequence[Setting] = ()
-    tables: Mapping[str, Table | Sequence[Table]] = field(default_factory=dict)
+    tables: Mapping[str, Tables] | Tables = ()
     said: Callable[[Results], Sequence[str]] = lambda results: ()
     draw: Callable[[Results], Figure] | None = None
     slows: bool = False
@@ -124,7 +122,7 @@ class Program:
 
     def table(self, results: Results, name: str = "table") -> str:
         """A table of results as Markdown."""
-        given = self.tables[name]
+        given = self.tables[name] if isinstance(self.tables, Mapping) else self.tables
         tables = [given] if isinstance(given, Table) else given
         return "\n\n".join(filter(None, (table.lines(results) for table in tables)))
 
@@ -241,8 +239,8 @@ def failing() -> Iterator[None]:
 
 
 @contextmanager
-def steps(total: int) -> Iterator[Callable[[str], None]]:
-    """A progress bar on standard error; what is yielded is called with each next step's name."""
+def steps(total: int) -> Iterator[Advance]:
+    """A progress bar on standard error; the block calls the function with each next step's name."""
     from hcache_backend.cli.common import progress_bar
 
     with progress_bar(hidden=False) as bar:
@@ -250,17 +248,15 @@ def steps(total: int) -> Iterator[Callable[[str], None]]:
         yield lambda step: bar.update(task, advance=1, description=step)
 
 
-def stamp(machine: Machine, attention: str | None = None) -> dict[str, Any]:
-    """When and where results were measured, and by which attention backend of SGLang; None: the
-    harness's choice."""
+def stamp(machine: Machine) -> dict[str, Any]:
+    """When and where results were measured, and by which attention backend of SGLang."""
     from bench.harness.options import CPU_ATTENTION
 
-    default = CPU_ATTENTION if machine.device == "cpu" else "SGLang's choice"
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": machine.name,
         "device_type": machine.device,
         "sglang_version": machine.sglang,
-        "attention_backend": attention or default,
+        "attention_backend": CPU_ATTENTION if machine.device == "cpu" else "SGLang's choice",
         "cores": os.cpu_count(),
     }

@@ -29,7 +29,7 @@ def reference_of(row: str, run: object, reference: _Run) -> _Run:
 
 @dataclass
 class Scores:
-    """What one run makes of the tokens of some texts, each after the true ones before it.
+    """One run's scores of the tokens of some texts, each after the true ones before it.
 
     Attributes:
         best: The token that the run finds most likely in the place of each.

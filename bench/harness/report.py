@@ -1,4 +1,4 @@
-"""What programs declare about their results: tables and pictures; and how both are written."""
+"""Tables and pictures that programs declare of their results, and how both are written."""
 
 from __future__ import annotations
 
@@ -15,17 +15,13 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-Results = Any
-"""Content of a file of results."""
+Results = Any  # content of a file of results
 Row = Mapping[str, Any]
 Value = str | Callable[[Any], object]
 """A part of a row: its key, keys with dots between them, or a function of the row."""
-OUT = Path("out")
-"""Folder that programs write to unless told otherwise; git ignores it."""
-WIDTH = 9
-"""Inches of a picture: documentation shows it about 850 pixels wide, so its smallest text is..."""
-SMALLEST = 9
-"""...of so many points."""
+OUT = Path("out")  # folder that programs write to unless told otherwise; git ignores it
+WIDTH = 9  # inches of a picture, which documentation shows about 850 pixels wide
+SMALLEST = 9  # points of its smallest text
 COLOURS = {
     "computed": "#7f7f7f",
     "file": "#ff7f0e",
@@ -48,9 +44,6 @@ class Column(NamedTuple):
     title: str
     value: Value
     form: str = ".2f"
-
-    def cell(self, row: Row) -> str:
-        return cell(value_of(row, self.value), self.form)
 
 
 Columns = str | Sequence[Column | str]
@@ -80,8 +73,11 @@ class Table(NamedTuple):
         given = self.columns(results) if callable(self.columns) else self.columns
         columns = list(columns_of(given))
         rows: Any = value_of(results, self.rows)
-        body = [[column.cell(row) for column in columns] for row in rows or ()]
-        return markdown([column.title for column in columns], body) if body else ""
+        body = [[cell(value_of(row, c.value), c.form) for c in columns] for row in rows or ()]
+        if not body:
+            return ""
+        head, *lines = (f"| {' | '.join(row)} |" for row in ([c.title for c in columns], *body))
+        return "\n".join((head, f"|---{'|--:' * (len(columns) - 1)}|", *lines))
 
 
 def value_of(row: Any, value: Value) -> object:
@@ -91,12 +87,6 @@ def value_of(row: Any, value: Value) -> object:
     for key in value.split("."):
         row = row.get(key) if isinstance(row, Mapping) else None
     return row
-
-
-def markdown(heads: Sequence[str], rows: Iterable[Iterable[object]]) -> str:
-    """A table with names in its first column; :func:`cell` writes what is no string."""
-    lines = ["| " + " | ".join(map(cell, row)) + " |" for row in (heads, *rows)]
-    return "\n".join((lines[0], "|---" + "|--:" * (len(heads) - 1) + "|", *lines[1:]))
 
 
 def aligned(tables: str) -> str:
@@ -134,7 +124,7 @@ def measured(results: Mapping[str, Any]) -> str:
 
 
 def picture(finding: str, height: float = 4.5) -> Figure:
-    """An empty picture whose title states what it shows."""
+    """An empty picture whose title states its finding."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(WIDTH, height), layout="constrained")
@@ -157,6 +147,20 @@ def ratio_axis(axes: Axes, letter: str, values: Iterable[float]) -> None:
     axis = getattr(axes, f"{letter}axis")
     axis.set_ticks(ticks, labels=[times(tick) for tick in ticks])
     axis.set_ticks([], minor=True)
+
+
+def by(
+    title: Value, rows: Callable[[Results], Iterable[Row]]
+) -> Callable[[Results], dict[str, list[Row]]]:
+    """Panels of a picture: these rows, grouped by a part of them."""
+
+    def panels(results: Results) -> dict[str, list[Row]]:
+        found: dict[str, list[Row]] = {}
+        for row in rows(results):
+            found.setdefault(str(value_of(row, title)), []).append(row)
+        return found
+
+    return panels
 
 
 def write(
@@ -215,7 +219,7 @@ class Picture:
         title: The finding that it shows.
         panels: The rows of each panel, by title.
         x: Place of a row: a number, or the name of a category.
-        series: What is drawn of the rows; a function of the results makes them if they differ.
+        series: Drawn parts of the rows; a function of the results makes them if they differ.
         bars: Format of the values above bars; None: lines are drawn.
         ratios: Axes with powers of two, as ``xy``.
         at: Height of a line over the whole panel, and its label and colour.

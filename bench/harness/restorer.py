@@ -15,17 +15,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bench.harness.options import ServerOptions
-from bench.harness.server import Server
+from bench.harness.server import Reply, Server
 from bench.harness.trace import TraceEvent, read_trace
 from hcache_backend.trace import TRACE_VARIABLE
 
 _BUS_VARIABLE, _L3_VARIABLE = "HCACHE_CPU_BUS_FILE", "HCACHE_CPU_L3_FILE"
 """Variables of the CPU engine: files with the bytes per second that copies to the device and reads
 of L3 may reach; 0: no limit."""
-_SIGNS = (
-    *("hcache: hidden mode", "hcache: KV mode", "hcache: partition:"),
-    "hcache: not used:",
-)
+_SIGNS = tuple(f"hcache: {s}" for s in ("hidden mode", "KV mode", "partition:", "not used:"))
 
 
 @dataclass(frozen=True)
@@ -108,12 +105,8 @@ class Restorer:
         Raises:
             ServerError: Not all of it came back.
         """
-        forget_files(self.l3)
-        self.skip_trace()
-        start = time.perf_counter()
-        self.server.generate([*history, 0], 1)
-        ttft_ms = 1e3 * (time.perf_counter() - start)
-        found = restored_from_l3(self.events())
+        ttft_ms, _, events = self.ask([*history, 0])
+        found = restored_from_l3(events)
         if found is None or found.tokens < len(history):
             came = found.tokens if found else 0
             raise self.server.error(f"only {came} of {len(history)} tokens came from L3")
@@ -126,14 +119,19 @@ class Restorer:
         Raises:
             ServerError: The trace shows no prefill.
         """
-        self.skip_trace()
-        start = time.perf_counter()
-        self.server.generate(history, 1)
-        ttft_ms = 1e3 * (time.perf_counter() - start)
-        found = recomputed(self.events())
+        ttft_ms, _, events = self.ask(history)
+        found = recomputed(events)
         if found is None:
             raise self.server.error("the trace shows no prefill")
         return replace(found, ttft_ms=ttft_ms)
+
+    def ask(self, prompt: Sequence[int]) -> tuple[float, Reply, list[TraceEvent]]:
+        """Milliseconds to the first token, reply and trace, with L3 out of the page cache."""
+        forget_files(self.l3)
+        self.skip_trace()
+        start = time.perf_counter()
+        reply = self.server.generate(prompt, 1)
+        return 1e3 * (time.perf_counter() - start), reply, self.events()
 
     def skip_trace(self) -> None:
         """The next :meth:`events` are those from now on."""
@@ -167,7 +165,6 @@ def restorer(options: ServerOptions, l3: Path) -> Iterator[Restorer]:
 
 
 def l3_bytes(folder: Path) -> int:
-    """Bytes of the files of pages in an L3 folder, ours, SGLang's or NIXL's."""
     return sum(path.stat().st_size for path in page_files(folder))
 
 
@@ -182,7 +179,7 @@ def forget_files(folder: Path) -> None:
         if path.is_file():
             descriptor = os.open(path, os.O_RDONLY)
             try:
-                os.fsync(descriptor)  # what is not on disk yet cannot be forgotten
+                os.fsync(descriptor)  # a part that is not on disk yet cannot be forgotten
                 os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
             finally:
                 os.close(descriptor)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import comb
 
-LEAST_ROUNDS = 6
-"""Fewer have no interval."""
+LEAST_ROUNDS = 6  # fewer have no interval
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float] | None:

@@ -15,13 +15,10 @@ from bench.harness.processes import nursery
 from bench.harness.server import Server, ServerOptions, free_port
 
 _HEALTH = ("--health-check-interval-secs", "1", "--health-success-threshold", "1")
-# By default one request's five retries may all go to a worker that is gone, and what has opened a
-# circuit leaves it open for a minute, also when the worker is back.
+# By default one request's five retries may all go to a worker that is gone, and an open circuit
+# stays open for a minute, also when the worker is back.
 _CIRCUIT_SECONDS = 2
-_RETRIES = (
-    *("--cb-failure-threshold", "2"),
-    *("--cb-timeout-duration-secs", str(_CIRCUIT_SECONDS)),
-)
+_RETRIES = ("--cb-failure-threshold", "2", "--cb-timeout-duration-secs", str(_CIRCUIT_SECONDS))
 _BALANCE = ("--policy", "cache_aware", "--cache-threshold", "0.3", "--balance-abs-threshold", "3")
 
 

@@ -16,8 +16,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple, NoReturn
 
 import requests
@@ -27,19 +27,18 @@ from bench.harness.processes import ServerProcess, nursery
 from tests.cpu_engine.hcache_cpu_engine import warm_extensions
 
 POLL_S = 0.05
-WAIT_S = 240.0
-"""For what takes a second, on a machine that is busy with something else."""
+WAIT_S = 240.0  # for a wait of a second, on a machine that is busy with other work
 PORTS = (12000, 32000)
 
 
 class ServerError(RuntimeError):
-    """The server died, or did not do in time what was waited for; carries the end of its log."""
+    """The server died, or a wait for it took too long; carries the end of its log."""
 
 
 class CachedTokens(NamedTuple):
-    """Prompt tokens that were not computed, by where they were found.
+    """Prompt tokens that were not computed, by tier.
 
-    ``unsplit`` are those of a server that does not say where (``--enable-cache-report``).
+    ``unsplit`` are those of a server that does not name tiers (``--enable-cache-report``).
     """
 
     device: int = 0
@@ -82,8 +81,7 @@ class Server:
     survive one by design.
     """
 
-    ready_path = "/health"
-    """What answers with 200 once requests are answered."""
+    ready_path = "/health"  # answers with 200 once requests are answered
 
     def __init__(self, options: ServerOptions):
         self.options = options
@@ -94,12 +92,7 @@ class Server:
         self.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.kill()
 
     # -- life
@@ -196,16 +189,9 @@ class Server:
         }
         if logprobs:
             body |= {"return_logprob": True, "top_logprobs_num": 2}
-        if lora is not None:
-            body["lora_path"] = lora
-        if cache_salt is not None:
-            body["cache_salt"] = cache_salt
-        if extra_key is not None:
-            body["extra_key"] = extra_key
-        if priority is not None:
-            body["priority"] = priority
-        if replica is not None:
-            body["routed_dp_rank"] = replica
+        more: dict[str, Any] = {"lora_path": lora, "cache_salt": cache_salt, "extra_key": extra_key}
+        more |= {"priority": priority, "routed_dp_rank": replica}
+        body |= {name: value for name, value in more.items() if value is not None}
         reply = self._done("/generate", json=body, timeout=timeout).json()
         return Reply(reply["output_ids"], reply["meta_info"])
 
@@ -232,10 +218,9 @@ class Server:
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int, **options: Any
     ) -> list[Reply]:
         """All prompts at once, one thread each; replies in the order of `prompts`."""
+        one = partial(self.generate, max_new_tokens=max_new_tokens, **options)
         with ThreadPoolExecutor(max_workers=len(prompts)) as pool:
-            return list(
-                pool.map(lambda prompt: self.generate(prompt, max_new_tokens, **options), prompts)
-            )
+            return list(pool.map(one, prompts))
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -267,12 +252,8 @@ class Server:
         """
 
         def idle() -> bool:
-            answer = self._put_storage(
-                {
-                    "hicache_storage_backend": "file",
-                    "hicache_storage_prefetch_policy": "idle-probe",
-                }
-            )
+            probe = {"hicache_storage_prefetch_policy": "idle-probe"}
+            answer = self._put_storage({"hicache_storage_backend": "file", **probe})
             if "idle-probe" not in answer.text and "not idle" not in answer.text:
                 raise self.error(f"idle probe answered {answer.status_code}: {answer.text}")
             return "not idle" not in answer.text
@@ -325,11 +306,9 @@ class Server:
     def _request(
         self, method: str, path: str, timeout: float = 120.0, **options: Any
     ) -> requests.Response:
-        headers = {"Authorization": f"Bearer {ADMIN_KEY}"}
+        options |= {"headers": {"Authorization": f"Bearer {ADMIN_KEY}"}, "timeout": timeout}
         try:
-            return requests.request(
-                method, self.url + path, headers=headers, timeout=timeout, **options
-            )
+            return requests.request(method, self.url + path, **options)
         except requests.RequestException as error:
             raise self.error(f"{method} {path}: {error}") from error
 
@@ -351,7 +330,7 @@ class Server:
         return found[0]
 
     def until(self, done: Callable[[], bool], what: str) -> None:
-        """Wait until `done`; raises ServerError, which names `what`, when it takes too long."""
+        """Wait until `done`; raises ServerError with the name `what` if it takes too long."""
         deadline = time.monotonic() + WAIT_S
         while not done():
             if self.process is None or self.process.poll() is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import signal
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -14,21 +13,11 @@ from typing import Any, NamedTuple
 
 from bench.harness.machine import Machine
 from bench.harness.methods import PAGE_SIZE, Method, server_options
-from bench.harness.restorer import (
-    Restore,
-    Restorer,
-    forget_files,
-    l3_bytes,
-    restored_from_l3,
-    restorer,
-)
+from bench.harness.restorer import Restore, Restorer, l3_bytes, restored_from_l3, restorer
 
-QUESTION = PAGE_SIZE
-"""Tokens after the history, which are computed in any case."""
-_NEW = 1_000_000
-"""Numbers of histories from here on are asked for once."""
-NO_L3 = "none"
-"""Name of the method that computes every history."""
+QUESTION = PAGE_SIZE  # tokens after the history, which are computed in any case
+_NEW = 1_000_000  # numbers of histories from here on are asked for once
+NO_L3 = "none"  # name of the method that computes every history
 
 
 class Answer(NamedTuple):
@@ -68,7 +57,7 @@ class Turns:
     _questions: int = field(default=0, repr=False)
 
     def new_question(self) -> list[int]:
-        """History and a question that nobody has asked before."""
+        """History and a new question."""
         self._questions += 1
         return [*history(self.tokens), *question(self._questions)]
 
@@ -78,18 +67,13 @@ class Turns:
         return [*history(self.tokens, self._questions + _NEW), *question(self._questions)]
 
     def ask(self, name: str, prompt: Sequence[int]) -> Answer:
-        """Ask one server, with its L3 out of the page cache; it forgets what it then has."""
+        """Ask one server, with its L3 out of the page cache; it forgets the history again."""
         restored = self.servers[name]
         with restored.turn():
-            forget_files(restored.l3)
-            restored.skip_trace()
-            start = time.perf_counter()
-            reply = restored.server.generate(prompt, 1)
-            seconds = time.perf_counter() - start
-            restore = restored_from_l3(restored.events())
+            ms, reply, events = restored.ask(prompt)
             restored.server.flush_cache(300)
         share = reply.cached.storage / self.tokens
-        return Answer(seconds, share, tuple(reply.output_ids), restore)
+        return Answer(ms / 1e3, share, tuple(reply.output_ids), restored_from_l3(events))
 
     def round(self, names: Sequence[str], number: int) -> dict[str, Answer]:
         """Ask these servers a new question, in an order that ``number`` draws."""
@@ -103,10 +87,7 @@ class Turns:
         with restored.turn():
             restored.server.generate(history(self.tokens), 1)
             for _ in range(5):
-                prompt = self.new_question()
-                start = time.perf_counter()
-                restored.server.generate(prompt, 1)
-                seconds.append(time.perf_counter() - start)
+                seconds.append(restored.ask(self.new_question())[0] / 1e3)
             restored.server.flush_cache(300)
         return median(seconds)
 
@@ -142,10 +123,7 @@ def taking_turns(
         for name, method in methods.items():
             folder = model.parent / f"{model.name}-{tokens}-{name}"
             served = server_options(
-                method,
-                machine,
-                model,
-                folder,
+                *(method, machine, model, folder),
                 pool_tokens=3 * (tokens + PAGE_SIZE + QUESTION),
                 # The others' weights count as used.
                 extra_args=("--mem-fraction-static", "0.5", *extra_args),

@@ -4,11 +4,10 @@ SGLang serves random models on the CPU. A history is in L3 and nowhere else, and
 it is asked, over an L3 that brings the history 0.1 to 4 times as fast as it is computed: without
 L3 (HiCache in host memory, which has nothing of it), with ours reading every hit, with ours and its
 default options, and with SGLang's `file` and `nixl` backends. The servers take turns, the others
-stopped meanwhile, and are compared round by round: the table has medians, and the median of the
+stopped meanwhile, and are compared round by round. The table has medians, and the median of the
 differences between default options and the better one of the first two, with an interval that
-holds the true one with 95%.
-
-L3 also stops while a history is being read, for five seconds and for good.
+holds the true one with 95%. L3 also stops while a history is being read, for five seconds and for
+good.
 """
 
 from __future__ import annotations

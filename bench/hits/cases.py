@@ -103,29 +103,22 @@ def _llama(kv_heads: int, hidden: int = 1024) -> Callable[[Path, int], Path]:
     return build
 
 
-def _latent(folder: Path, tokens: int) -> Path:
+def _shape(tokens: int) -> dict[str, int]:
     width = narrowed(1024, tokens)
-    return build_model(
-        "deepseek",
-        folder,
-        num_hidden_layers=layers(tokens),
-        hidden_size=width,
-        intermediate_size=width * 11 // 4,
-        max_position_embeddings=POSITIONS,
-        first_k_dense_replace=layers(tokens),
-    )
+    found = {"num_hidden_layers": layers(tokens), "hidden_size": width}
+    return {**found, "max_position_embeddings": POSITIONS}
+
+
+def _latent(folder: Path, tokens: int) -> Path:
+    shape = _shape(tokens)
+    dense = {"first_k_dense_replace": layers(tokens)}
+    mlp = {"intermediate_size": shape["hidden_size"] * 11 // 4}
+    return build_model("deepseek", folder, **shape, **mlp, **dense)
 
 
 def _mixture(folder: Path, tokens: int) -> Path:
-    width = narrowed(1024, tokens)
-    return build_model(
-        "qwen3_moe",
-        folder,
-        num_hidden_layers=layers(tokens),
-        hidden_size=width,
-        moe_intermediate_size=width,
-        max_position_embeddings=POSITIONS,
-    )
+    shape = _shape(tokens)
+    return build_model("qwen3_moe", folder, **shape, moe_intermediate_size=shape["hidden_size"])
 
 
 def _drafted(folder: Path, tokens: int) -> Path:
@@ -137,10 +130,7 @@ def _eagle_arguments(model: Path) -> Sequence[str]:
     return drafting_arguments("EAGLE", model.with_name("eagle-0"))
 
 
-def _two_groups(_model: Path) -> Sequence[str]:
-    return ("--enable-dp-attention", "--dp-size", "2")
-
-
+_TWO_GROUPS = ("--enable-dp-attention", "--dp-size", "2")
 MODELS = {
     "MHA": Model("hidden states", _llama(8), {"mode": "hidden"}),
     "GQA": Model("K and V", _llama(2)),
@@ -153,6 +143,6 @@ MODELS = {
 }
 WITH_FLAGS = {
     "GQA-eagle": Model("K and V, a draft", _drafted, arguments=_eagle_arguments),
-    "GQA-dp": Model("K and V, two groups", _mixture, arguments=_two_groups, tp=2),
+    "GQA-dp": Model("K and V, two groups", _mixture, arguments=lambda _: _TWO_GROUPS, tp=2),
 }
 """Models under flags of production, which are measured if they are named."""

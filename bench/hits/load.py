@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import mean, median
@@ -20,17 +20,15 @@ from typing import Any
 
 import torch
 
-from bench.harness.program import Program, Run, Setting, at_least, names, scratch, steps
-from bench.harness.report import Column, Picture, Results, Row, Series, Table, times
+from bench.harness.program import Advance, Program, Run, Setting, at_least, names, scratch, steps
+from bench.harness.report import Column, Picture, Results, Row, Series, Table, by, times
 from bench.harness.restorer import Restorer
 from bench.harness.turns import NO_L3, Turns, history, question
 from bench.hits.cases import ALWAYS, COMPARED, MODELS, OURS, title
 from bench.hits.measure import learn
 
-OFFERED = 1.2
-"""Requests come so many times as fast as they can be computed."""
-SPEEDS = (2.0, 0.5)
-"""Of L3; 1: as fast as computing."""
+OFFERED = 1.2  # of the rate at which requests can be computed
+SPEEDS = (2.0, 0.5)  # of L3; 1: as fast as computing
 SERVERS = (NO_L3, ALWAYS, OURS)
 
 
@@ -62,7 +60,7 @@ def store_histories(turns: Turns, requests: int) -> None:
 
 
 def under_load(
-    turns: Turns, speed: float, requests: int, rounds: int, advance: Callable[[str], None]
+    turns: Turns, speed: float, requests: int, rounds: int, advance: Advance
 ) -> dict[str, Any]:
     learn(turns, OURS, speed)
     rates: dict[str, list[float]] = {name: [] for name in SERVERS}
@@ -122,13 +120,8 @@ def _burst(turns: Turns, restored: Restorer, requests: int, round_: int) -> tupl
     return requests / taken, mean(wait.result() for wait in waits)
 
 
-def panels(results: Results) -> Mapping[str, Sequence[Row]]:
-    rows = [{**row, "name": row["model"].replace("-", ", ")} for row in results["rows"]]
-    speeds = dict.fromkeys(row["speed"] for row in rows)
-    return {
-        f"L3 {times(speed)} as fast as computing": [row for row in rows if row["speed"] == speed]
-        for speed in speeds
-    }
+def named(results: Results) -> list[Row]:
+    return [{**row, "name": row["model"].replace("-", ", ")} for row in results["rows"]]
 
 
 def finding(results: Results) -> str:
@@ -156,21 +149,19 @@ PROGRAM = Program(
         Setting("--requests", at_least(1), 24, "of a burst"),
         Setting("--rounds", at_least(1), 3, "bursts to each server and speed"),
     ),
-    tables={
-        "table": Table(
-            "rows",
-            (
-                *(Column("model, history", title), "speed of L3 = speed :g"),
-                *(f"{COMPARED[n].title}, 1/s = per_second.{n}" for n in SERVERS),
-                "default / better = goodput_of_better",
-                *(f"{COMPARED[n].title}, s = first_token_s.{n}" for n in SERVERS),
-                "default / better = wait_of_better",
-            ),
-        )
-    },
+    tables=Table(
+        "rows",
+        (
+            *(Column("model, history", title), "speed of L3 = speed :g"),
+            *(f"{COMPARED[n].title}, 1/s = per_second.{n}" for n in SERVERS),
+            "default / better = goodput_of_better",
+            *(f"{COMPARED[n].title}, s = first_token_s.{n}" for n in SERVERS),
+            "default / better = wait_of_better",
+        ),
+    ),
     draw=Picture(
         title=finding,
-        panels=panels,
+        panels=by(lambda row: f"L3 {times(row['speed'])} as fast as computing", named),
         x="name",
         x_label="attention, and bfloat16 instead of float32",
         y_label="seconds to the first token, mean of a burst",

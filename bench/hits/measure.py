@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
+from bench.harness.program import Advance
 from bench.harness.rounds import median_interval
 from bench.harness.turns import NO_L3, Answer, Turns, differing
 from bench.hits.cases import ALWAYS, OURS
@@ -16,13 +17,12 @@ Row = dict[str, Any]
 _LEARNING, _COMPUTED = 4, 2
 """Requests at a new speed that do not count, because a server measures it: hits, and before them
 requests without hits, which show a server the time of computing."""
-_TRYING_SECONDS = 60.0
-"""How long a server may take to see that L3 is fast again."""
+_TRYING_SECONDS = 60.0  # how long a server may take to see that L3 is fast again
 _COMPARED = (OURS, NO_L3)
 """These have every round; others only if they take less than twice the fastest's time at first."""
 
 
-def at_speed(turns: Turns, speed: float, rounds: int, advance: Callable[[str], None]) -> Row:
+def at_speed(turns: Turns, speed: float, rounds: int, advance: Advance) -> Row:
     """Seconds to the first token, in rounds of one request to every server in changing order."""
     rate = learn(turns, OURS, speed)
     names, wrong = list(turns.servers), 0

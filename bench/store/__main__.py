@@ -2,33 +2,26 @@
 
     python -m bench.store --dir /mnt/ssd0 [--pages-in-index 1000000 10000000]
 
-All in one run and interleaved, so that what else the machine does hits all alike. Disks of virtual
-machines change their speed from second to second: every ratio is the median of the ratios of
-rounds, and within a round the contestants come right after each other.
+Disks of virtual machines change their speed from second to second, so contestants come right after
+each other within a round, and every ratio is the median of the ratios of rounds.
 
 - ceiling: O_DIRECT on one large, freshly preallocated file of the same bytes, from and to the same
-  memory, with the block size and thread count that were best in tries before; writes end with one
-  fdatasync
+  memory, with the best block size and thread count of earlier tries; writes end with one fdatasync
 - store: ``put`` (durability ``batch``) and a final ``flush``; ``get`` with a cold cache
 - its files, bare loop: the store's files, opened, read and closed by as many threads, without index
-  and checks; also with the digest of every page: what remains when the store costs nothing
+  and checks; also with the digest of every page
 - store, KvikIO: reads of the same files with option ``reader`` ``kvikio``; without a GPU over the
   stand-in for the driver that the tests have
-- HiCacheFile: SGLang's own file backend, read with a cold cache (its files' pages are dropped)
-- NIXL POSIX: NIXL's backend for local files with Linux AIO and direct I/O, 32 pages at a time; it
-  is not told to sync, so its writes end with a sync of everything, as those of HiCacheFile do
-
-- Mooncake, memory: its store on this machine, over TCP; another process lends the memory, and no
-  disk is involved
-
-CPU seconds are those of the whole process. How long the interpreter lock is held is sampled by
-py-spy in a round that is not timed.
-
+- HiCacheFile: SGLang's own file backend, read with a cold cache
+- NIXL POSIX: NIXL's backend for local files with Linux AIO and direct I/O, 32 pages at a time. Its
+  writes end with a sync of everything, as those of HiCacheFile do
+- Mooncake, memory: its store in another process on this machine, over TCP, without a disk
 - exists: 128 random keys of an index with a million pages, against gets of the same keys in lmdb,
   alone and beside a thread that computes
 
-Results of other sizes that stand in the folder of results are kept: ten million pages take long, so
-they have a run of their own.
+CPU seconds are those of the whole process. py-spy samples in a round that is not timed how long the
+interpreter lock is held. Results of other sizes that stand in the folder of results are kept: ten
+million pages have a run of their own.
 """
 
 from __future__ import annotations
@@ -47,8 +40,7 @@ from bench.store.index import bench_index
 from bench.store.pages import BARE, CEILING, HASHED, KVIKIO, MIB, STORE, bench_pages
 from bench.store.peers import PEERS
 
-NAMES = (CEILING, STORE, BARE, HASHED, KVIKIO, *PEERS)
-"""The contestants, in the order of tables."""
+NAMES = (CEILING, STORE, BARE, HASHED, KVIKIO, *PEERS)  # the contestants, in the order of tables
 DRAWN = {CEILING: "limit", STORE: "ours", "HiCacheFile": "file", "NIXL POSIX": "nixl"}
 """Those of the picture, with their colours."""
 CHOSEN_PAGE = 2 * MIB

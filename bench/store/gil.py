@@ -10,8 +10,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-_RATE = 500
-"""Samples per second."""
+_RATE = 500  # samples per second
 _PY_SPY = Path(sys.executable).with_name("py-spy")
 
 

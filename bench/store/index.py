@@ -80,7 +80,7 @@ def time_exists(
     store: PageStore, pages: int, folder: Path, rounds: int = 2000, busy_rounds: int = 40
 ) -> dict[str, float]:
     """Microseconds for 128 keys: medians of ours, and of lmdb with the same keys in ``folder``."""
-    import lmdb  # a peer: only where benchmarks are run
+    import lmdb  # a peer: only benchmarks need it
 
     folder.mkdir()
     env = lmdb.open(str(folder), map_size=64 << 30, metasync=False, readahead=False)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -36,8 +36,10 @@ _THREADS = (4, 8)
 _TRIES = 2
 
 Contestant = TypeVar("Contestant")
-Way = tuple[int, int]
-"""How a large file is moved: block size and number of threads."""
+Work = Callable[[], None]
+Get = Callable[[bytes, Sequence[bytes], Sequence[list[memoryview]]], list[bool]]
+"""Reads pages of a namespace; returns which of them came."""
+Way = tuple[int, int]  # how a large file is moved: block size and number of threads
 
 
 @dataclass
@@ -60,12 +62,7 @@ class Speeds:
     watches_gil: bool = False
 
     def note(
-        self,
-        kind: str,
-        name: str,
-        names: Sequence[list[bytes]],
-        page: int,
-        work: Callable[[], None],
+        self, kind: str, name: str, names: Sequence[list[bytes]], page: int, work: Work
     ) -> None:
         """Measure ``work``, which reads or writes the pages ``names``, each of ``page`` bytes."""
         pages = sum(map(len, names))
@@ -98,16 +95,16 @@ def bench_pages(folder: Path, page: int, rounds: int, io_threads: int) -> Speeds
             return opened.enter_context(closing(PageStore(config, WRITER)))
 
         store = store_of("posix")
-        stores: dict[str, Reader] = {
-            STORE: store,
-            BARE: BareLoop(store, io_threads, opened, hashed=False),
-            HASHED: BareLoop(store, io_threads, opened, hashed=True),
+        stores: dict[str, Get] = {
+            STORE: store.get,
+            BARE: BareLoop(store, io_threads, opened, hashed=False).get,
+            HASHED: BareLoop(store, io_threads, opened, hashed=True).get,
         }
         mode, why = kvikio_state()
         if mode == "nothing":
             print(f"without KvikIO: {why}")
         else:
-            stores[KVIKIO] = store_of("kvikio")
+            stores[KVIKIO] = store_of("kvikio").get
         peers = found_peers(folder, memory, page, batches * BATCH * page, opened)
         for number in range(rounds + 1):
             speeds.watches_gil = number == rounds
@@ -129,15 +126,6 @@ def in_turn(contestants: list[Contestant], number: int) -> list[Contestant]:
     """Their order in this round: no contestant is always the one after the others."""
     first = number % len(contestants)
     return contestants[first:] + contestants[:first]
-
-
-class Reader(Protocol):
-    """Reads the pages of the store."""
-
-    def get(
-        self, namespace: bytes, keys: Sequence[bytes], pages: Sequence[list[memoryview]]
-    ) -> list[bool]:
-        """Read pages; which of them came."""
 
 
 class BareLoop:
@@ -250,7 +238,7 @@ def require(condition: bool, message: str) -> None:
 
 def _store_round(
     store: PageStore,
-    readers: Sequence[tuple[str, Reader]],
+    readers: Sequence[tuple[str, Get]],
     names: Sequence[list[bytes]],
     pages: Sequence[list[memoryview]],
     page: int,
@@ -263,23 +251,19 @@ def _store_round(
             require(all(store.put(NAMESPACE, keys, pages)), "not everything was stored")
         require(store.flush(), "not everything was synced")
 
-    def read(reader: Reader) -> None:
+    def read(get: Get) -> None:
         for keys in names:
-            require(all(reader.get(NAMESPACE, keys, pages)), "not everything was read")
+            require(all(get(NAMESPACE, keys, pages)), "not everything was read")
 
     speeds.note("write", STORE, names, page, write)
-    for name, reader in readers:
+    for name, get in readers:
         drop_cache(path for disk in store.disks for path in disk.path.glob("pages/??/*.page"))
-        speeds.note("read", name, names, page, partial(read, reader))
+        speeds.note("read", name, names, page, partial(read, get))
     store.drop(NAMESPACE)
 
 
 def _peer_round(
-    name: str,
-    peer: Peer,
-    names: Sequence[list[bytes]],
-    page: int,
-    speeds: Speeds,
+    name: str, peer: Peer, names: Sequence[list[bytes]], page: int, speeds: Speeds
 ) -> None:
     """The same pages through another store."""
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -15,39 +16,30 @@ from bench.harness import mooncake
 _NIXL_BATCH = 32
 
 
-class Peer(Protocol):
-    """A store of pages of one size, in the memory that it was made with; its files are in
-    ``pages``."""
+class Peer(ABC):
+    """A store of pages of one size, in the memory that it was made with; its files, if it has any,
+    are in ``pages``."""
 
     pages: Path
 
+    @abstractmethod
     def put(self, keys: Sequence[bytes]) -> None:
         """Store as many pages, from the beginning of the memory on."""
 
+    @abstractmethod
     def get(self, keys: Sequence[bytes]) -> None:
         """Read pages to the beginning of the memory."""
 
     def clear(self, keys: Sequence[bytes]) -> None:
         """Delete pages."""
-
-    def close(self) -> None:
-        """End it."""
-
-
-class _Files:
-    """A peer with a file for each page."""
-
-    pages: Path
-
-    def clear(self, keys: Sequence[bytes]) -> None:
         for path in files_in(self.pages):
             path.unlink()
 
-    def close(self) -> None:
-        """There is nothing to end."""
+    def close(self) -> None:  # noqa: B027
+        """End it, if there is anything to end."""
 
 
-class HiCacheFilePeer(_Files):
+class HiCacheFilePeer(Peer):
     """SGLang's own file backend; an ImportError if SGLang cannot be imported."""
 
     def __init__(self, folder: Path, memory: memoryview, page: int, most: int) -> None:
@@ -55,18 +47,11 @@ class HiCacheFilePeer(_Files):
         from sglang.srt.mem_cache.hicache_storage import HiCacheFile, HiCacheStorageConfig
 
         self.pages = folder
-        config = HiCacheStorageConfig(
-            tp_rank=0,
-            tp_size=1,
-            pp_rank=0,
-            pp_size=1,
-            attn_cp_rank=0,
-            attn_cp_size=1,
-            is_mla_model=False,
-            enable_storage_metrics=False,
-            is_page_first_layout=True,
-            model_name="bench",
-        )
+        ranks = {f"{kind}_rank": 0 for kind in ("tp", "pp", "attn_cp")}
+        ranks |= {f"{kind}_size": 1 for kind in ("tp", "pp", "attn_cp")}
+        flags = {"is_mla_model": False, "enable_storage_metrics": False}
+        flags |= {"is_page_first_layout": True}
+        config = HiCacheStorageConfig(**ranks, **flags, model_name="bench")
         self._backend = HiCacheFile(config, file_path=str(folder))
         self._tensors = list(torch.frombuffer(memory, dtype=torch.uint8).split(page))
 
@@ -82,7 +67,7 @@ class HiCacheFilePeer(_Files):
             raise RuntimeError("HiCacheFile did not read")
 
 
-class NixlPeer(_Files):
+class NixlPeer(Peer):
     """NIXL's POSIX backend with Linux AIO, as SGLang's HiCache drives it.
 
     One file for each page, in 256 folders, opened by NIXL with direct I/O; an ImportError if it is
@@ -111,8 +96,8 @@ class NixlPeer(_Files):
 
     def _move(self, direction: str, flags: str, keys: Sequence[bytes]) -> None:
         for first in range(0, len(keys), _NIXL_BATCH):
-            batch = keys[first : first + _NIXL_BATCH]
-            self._move_batch(direction, flags, batch, self._start + first * self._page)
+            start = self._start + first * self._page
+            self._move_batch(direction, flags, keys[first : first + _NIXL_BATCH], start)
 
     def _move_batch(self, direction: str, flags: str, keys: Sequence[bytes], start: int) -> None:
         agent, page = self._agent, self._page
@@ -135,7 +120,7 @@ class NixlPeer(_Files):
             raise RuntimeError("NIXL did not move the pages")
 
 
-class MooncakePeer:
+class MooncakePeer(Peer):
     """Mooncake's store: a node in another process lends its memory, over TCP on this machine.
 
     A RuntimeError or ImportError if it does not run.

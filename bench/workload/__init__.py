@@ -1,7 +1,5 @@
-"""What is asked of a server: conversations and documents with known statistics.
+"""Conversations and documents with known statistics, which servers are asked.
 
-A workload is first of all lengths (:mod:`.base`): how many tokens each document, question and reply
-has, and when it comes. They are drawn from seeded distributions (:mod:`.paper`: those of the HCache
-paper). Tokens are drawn from the same seed when they are sent. :mod:`.traces` has requests as
-pages, for a store. Neither SGLang nor torch is needed.
+Lengths and times (:mod:`.base`) are drawn from seeded distributions (:mod:`.paper`: those of the
+HCache paper), and tokens from the same seed. :mod:`.traces` has requests as pages, for a store.
 """

@@ -15,7 +15,7 @@ _DOCUMENT, _PROMPT = 0, 1
 
 
 class WorkloadError(ValueError):
-    """A workload that cannot be made; the message names the option, its value, what is right."""
+    """A workload that cannot be made; the message names the option, its value, a right one."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Workload:
         sessions: Clients, in the order of their arrival.
         documents: Tokens of each document.
         prefilled: Documents are given to the server before the run, as ``hcache ingest`` does.
-        arrivals: What comes at the request rate: every request (a client that is ready is
+        arrivals: At the request rate come every request (a client that is ready is
             picked, as in SGLang's benchmark), or sessions (a request is sent as soon as it is
             ready).
         interval_s: Seconds between a reply and the next question of its session.

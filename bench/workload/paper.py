@@ -74,11 +74,7 @@ def sharegpt4(clients: int, seed: int) -> Workload:
             turns = [Turn(min(turns[0].prompt, HISTORY_CAP // 2), HISTORY_CAP // 2)]
         sessions.append(Session(tuple(turns[: max(1, fit)])))
     return Workload(
-        "sharegpt4",
-        tuple(sessions),
-        arrivals="sessions",
-        interval_s=ROUND_INTERVAL_S,
-        seed=seed,
+        "sharegpt4", tuple(sessions), arrivals="sessions", interval_s=ROUND_INTERVAL_S, seed=seed
     )
 
 

@@ -1,4 +1,4 @@
-"""Four hours of requests by many users, as pages: what passes through a page store.
+"""Four hours of requests by many users, as pages, which pass through a page store.
 
 A page is a number; sequences that begin alike begin with the same pages. Lengths, times and who
 asks are drawn from a seed, so the seed freezes a trace. Two assumptions hold for all traces: time
@@ -20,8 +20,7 @@ from bench.workload.base import lognormal, zipf
 from bench.workload.paper import HISTORY_CAP, ShareGPT4
 
 PAGE_TOKENS = 128
-SPAN_S = 4 * 3600.0
-"""Sessions begin within it."""
+SPAN_S = 4 * 3600.0  # sessions begin within it
 THINK_S, THINK_SPREAD = 120.0, 1.5
 USER_SKEW = 0.9
 AGENT_RESULT_MEAN, AGENT_CALL_MEAN = 200.0, 60.0
@@ -123,8 +122,8 @@ def system_prompts(seed: int) -> list[Request]:
 def agents(seed: int) -> list[Request]:
     """Tasks on 60 users' projects with one of 6 sets of tools: short branches from a growing trunk.
 
-    Up to four branches of a few turns run beside each other; then the trunk goes on with what they
-    found, and the user looks at it.
+    Up to four branches of a few turns run beside each other; then the trunk goes on with their
+    results, and the user looks at it.
     """
     source = _Source(seed, 2)
     found: list[Request] = []

@@ -56,10 +56,8 @@ class Server:
             raise UnusableServer(why) from None
 
     def flush(self, seconds: float = 120.0) -> None:
-        """Empty device and host caches when the server is idle; L3 has every page by then.
-
-        Raises UnusableServer if that is refused, or takes longer than ``seconds``.
-        """
+        """Empty device and host caches when the server is idle; L3 has every page by then. Raises
+        UnusableServer if that is refused, or takes longer than ``seconds``."""
         try:
             ask(self.url, f"flush_cache?timeout={seconds:g}", seconds + 30, body={}, key=self.key)
         except RequestError as error:
@@ -249,7 +247,10 @@ def ingest(
     journal: Annotated[Path, Option(help="Progress; a later run goes on there.")] = _JOURNAL,
     max_parallel: Annotated[int, Option(min=1, help="Documents at a time.")] = 4,
     group: Annotated[int, Option(min=1, help="Write progress after every N documents.")] = 32,
-    settle: Annotated[float | None, Option(min=0, help="Seconds to wait, without a flush.")] = None,
+    settle: Annotated[
+        float | None,
+        Option(min=0, help="On a busy server: seconds to wait for L3, instead of a flush."),
+    ] = None,
     as_json: common.AsJson = False,
 ) -> None:
     """Fill the store with documents ahead of time: a server computes them and stores their pages.

@@ -208,11 +208,9 @@ def parse(text: str) -> MetricsPage:
 
 
 def summary(page: Look, before: Look | None) -> dict[str, Any]:
-    """The output of ``hcache top --json`` for a server: totals, rates and stage durations.
-
-    Without ``before``, an earlier page of the same run, there are no rates. Durations are those
-    since ``before`` for stages that ran since then, otherwise all of the server.
-    """
+    """The output of ``hcache top --json`` for a server: totals, rates and stage durations. There
+    are no rates without ``before``, an earlier page of the same run. Durations are those since
+    ``before`` for stages that ran since then, otherwise all of the server."""
     if isinstance(page, NoMetrics):
         return {"error": str(page)}
     grown = page.since(before) if isinstance(before, MetricsPage) else None

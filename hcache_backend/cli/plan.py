@@ -311,11 +311,9 @@ def sizing(
     codec: PlannedCodec = "auto",
     tp: int = 1,
 ) -> Sizing:
-    """Room for ``conversations`` of ``tokens`` tokens, of which full pages are kept.
-
-    ``model`` is without a codec and served in ``dtype``: ``bfloat16``, ``float16`` or ``float32``.
-    ``device_tokens`` are those of the device's KV pool (SGLang's ``max_total_num_tokens``).
-    """
+    """Room for ``conversations`` of ``tokens`` tokens, of which full pages are kept. ``model`` is
+    without a codec and served in ``dtype``: ``bfloat16``, ``float16`` or ``float32``. The device's
+    KV pool has ``device_tokens`` (SGLang's ``max_total_num_tokens``)."""
     from hcache_backend.restore.exchange import share_of_rank
 
     heads = -(-model.kv_heads // tp)  # of a rank

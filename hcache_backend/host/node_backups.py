@@ -71,12 +71,10 @@ class NodeBackups:
         self._ended = ended
         self._alone = alone
         self._waiting: deque[Backup] = deque()  # as HiCache's write queue
-        self._unasked: list[tuple[Any, Sequence[int]]] = []  # nodes without a layout
         self._passes = 0  # of the last turn
 
     def clear(self) -> None:
         self._waiting.clear()
-        self._unasked.clear()
 
     def begin(self, slots: torch.Tensor, *, may_wait: bool) -> Backup | None:
         """A backup of tokens in ``slots`` (int64 ``[n]``, on the device); None, on every rank, if
@@ -107,22 +105,21 @@ class NodeBackups:
             backup.due = 0  # nothing is waited for: another stage may have launched its own
         return backup
 
-    def add(self, backup: Backup, host_pages: Ids, tree: Any, node_ids: Sequence[int]) -> None:
-        """HiCache queued ``backup``, to ``host_pages``. ``tree`` None: it must not wait."""
+    def add(self, backup: Backup, host_pages: Ids) -> None:
+        """HiCache queued ``backup``, to ``host_pages``."""
         backup.host_pages = host_pages
         self._pool.arena.wait_for(host_pages)
         self._waiting.append(backup)
-        self._unasked.append((tree, node_ids))
 
-    def launch(self) -> list[Ids]:
+    def launch(self, tree: Any, queue: Sequence[Any]) -> list[Ids]:
         """Let HiCache copy the backups that are ready; returns the host pages of each. From now on
-        these belong to their tokens."""
+        these belong to their tokens. ``queue`` is HiCache's, of nodes that ``tree`` knows by now;
+        None: no backup may wait."""
         if self._capture is not None:
             self._capture.ledger.settle(wait=False)
-        unasked, self._unasked = self._unasked, []
         if self._layouts is not None:
-            for node in unasked:  # the tree got their host pages after ``add``
-                self._layouts.ask(*node)
+            for operation in queue[self._layouts.asked :]:
+                self._layouts.ask(tree, operation.node_ids)
         launched = []
         while self._waiting and (layout := self._ready(self._waiting[0])) is not None:
             backup = self._waiting.popleft()

@@ -331,10 +331,12 @@ class Folder:
 
     def has_file(self, name: PageName) -> bool:
         """Whether a page file is really there."""
-        with suppress(FileNotFoundError), self.buckets.opened(name.bucket) as bucket_fd:
-            self.ops.stat(name.file, bucket_fd)
-            return True
-        return False
+        try:
+            with self.buckets.opened(name.bucket) as bucket_fd:
+                self.ops.stat(name.file, bucket_fd)
+        except FileNotFoundError:
+            return False
+        return True
 
     def delete_page(self, name: PageName, only: os.stat_result | None = None) -> bool:
         """Delete a page file, if it still is that with status ``only``; the lock is held.

@@ -34,7 +34,6 @@ _GROUP_BYTES = 512 << 20
 
 WRITE_SECONDS = 30.0  # for a batch of pages; the rest of the batch is dropped
 READ_SECONDS = 30.0  # until a batch has its turn; after that its pages are misses
-_CLOSE_SECONDS = 10.0
 
 
 class PageStore:
@@ -83,8 +82,9 @@ class PageStore:
         """Whether the share of each page is there, in files of any shares, damaged or not."""
         keys = list(keys)
         check_names(namespace, keys, share)
-        missing = [share.eighths] * len(keys)
-        for disk in self.disks:
+        wanted, (first, *others) = share.eighths, self.disks
+        missing = [wanted & ~part for part in first.coverage(namespace, keys)]
+        for disk in others:
             numbers = [number for number, part in enumerate(missing) if part]
             parts = disk.coverage(namespace, [keys[number] for number in numbers])
             for number, part in zip(numbers, parts, strict=True):
@@ -241,7 +241,7 @@ class PageStore:
         self._closed = True
         self._stopping.set()
         for thread in self._maintenance:
-            thread.join(_CLOSE_SECONDS)
+            thread.join(10.0)
         self._recency.save()
         for disk in self.disks:
             if self._config.durability != "none" and disk.dirty:
@@ -265,16 +265,18 @@ class PageStore:
     def _cover(
         self, namespace: bytes, keys: Sequence[bytes], part: Eighths, *, on_disk: bool = False
     ) -> list[list[tuple[Disk, Entry, Eighths]]]:
-        """The files that together have ``part`` of each page, none if some of it is missing, each
-        with the part that it brings. Files of large shares come first: few files are read.
-        ``on_disk``: entries whose file is missing do not count."""
+        """The files that together have ``part`` of each page, and the part that each brings. None
+        if some of it, or its file (``on_disk``), is missing. Large shares come first: few files are
+        read."""
         missing = [part] * len(keys)
         found: list[list[tuple[Disk, Entry, Eighths]]] = [[] for _ in keys]
         for disk in self.disks:
             numbers = [number for number, left in enumerate(missing) if left]
             listed = disk.lookup(namespace, [keys[number] for number in numbers])
             for number, entries in zip(numbers, listed, strict=True):
-                for entry in sorted(entries, key=lambda entry: entry.name.share.of):
+                if len(entries) > 1:
+                    entries.sort(key=lambda entry: entry.name.share.of)
+                for entry in entries:
                     useful = entry.name.share.eighths & missing[number]
                     if useful and (not on_disk or disk.holds_file(entry.name)):
                         found[number].append((disk, entry, useful))

@@ -117,7 +117,6 @@ class Source:
         return Parameters(tuple(dict.fromkeys(fields)), frozenset(), False, False)
 
     def abstract(self, cls: Definition) -> set[str]:
-        """Methods whose nearest definition is abstract."""
         names = {
             node.name
             for definition in self.classes(cls)
@@ -128,7 +127,6 @@ class Source:
         return {name for name, method in methods if method and _is(method, "abstractmethod")}
 
     def text(self, path: str) -> str:
-        """A file below the root."""
         return (self._root / path).read_text()
 
     def calls(self, method: str, folder: str) -> bool:
@@ -275,7 +273,6 @@ def _members(definition: Definition) -> Iterator[ast.stmt]:
 
 
 def _assigned(node: ast.AST) -> list[str]:
-    """Names that a statement binds."""
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         return [node.name]
     if isinstance(node, ast.Import | ast.ImportFrom):

@@ -69,7 +69,6 @@ class Uses:
                     self._names[alias.asname or alias.name] = f"{node.module}.{alias.name}"
 
     def imports(self) -> set[str]:
-        """Dotted names that are imported anywhere in the file."""
         plain = {
             alias.name
             for node in ast.walk(self._tree)
@@ -134,7 +133,6 @@ class Uses:
         )
 
     def members(self) -> Iterator[Attribute]:
-        """Attributes of imported names, the names in full."""
         for node in ast.walk(self._tree):
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
                 owner = self._names.get(node.value.id)

@@ -212,7 +212,6 @@ def _not_seen() -> Iterator[None]:
 
 
 def on_device(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's memory is the device's."""
     return hasattr(tensor.untyped_storage(), "of_device")
 
 

@@ -43,7 +43,6 @@ class Ended(NamedTuple):
 
 
 def runnable(page: Page) -> list[Block]:
-    """The marked blocks of ``page``."""
     return [block for block in page.blocks if MARK in block.info[1:]]
 
 

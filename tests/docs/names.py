@@ -47,7 +47,6 @@ _PROGRAM = re.compile(r"python -m ((?:bench|tests)(?:\.[a-z_]+)+)([^|;&<>\n`]*)"
 
 
 def name_findings(page: Page) -> Iterator[Finding]:
-    """The names in ``page`` that do not exist."""
     for piece in _all_code(page):
         for look in (_commands, _variables, _metrics, _programs):
             for problem in look(piece.text):
@@ -243,7 +242,6 @@ def _variables(text: str) -> Iterator[str]:
 
 
 def _families() -> list[str]:
-    """Names of our metrics, without endings."""
     return [family.name for metric in metrics.ALL for family in metric.family.describe()]
 
 

@@ -1,7 +1,4 @@
-"""Lengths of the sentences of a page, in words.
-
-``python -m tests.docs.sentences`` prints them for README, changelog and docs.
-"""
+"""Lengths of the sentences of a page, in words."""
 
 from __future__ import annotations
 
@@ -35,25 +32,3 @@ def sentences(path: Path) -> Iterator[Sentence]:
             words = sum(any(c.isalnum() for c in word) for word in part.split())
             if words:
                 yield Sentence(line, part, words)
-
-
-def main() -> None:
-    from tests.docs.__main__ import ROOT, pages_of
-
-    every: list[int] = []
-    print("sentences  average  over 30  over 40  longest")
-    for path in pages_of(ROOT):
-        counts = [sentence.words for sentence in sentences(path)]
-        every += counts
-        print(_row(counts), path.relative_to(ROOT))
-    print(_row(every), "all")
-
-
-def _row(counts: list[int]) -> str:
-    over = [sum(count > bound for count in counts) for bound in (30, 40)]
-    average = sum(counts) / len(counts)
-    return f"{len(counts):9d} {average:8.1f} {over[0]:8d} {over[1]:8d} {max(counts):8d} "
-
-
-if __name__ == "__main__":
-    main()

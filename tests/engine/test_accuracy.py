@@ -1,4 +1,4 @@
-"""Short runs of ``bench.accuracy``, with models that are trained the first time."""
+"""A short run of ``bench.accuracy``, with a model that is trained the first time."""
 
 from __future__ import annotations
 
@@ -15,11 +15,6 @@ from bench.fixtures.text import VALUES
 
 ROOT = Path(__file__).resolve().parents[2]
 LAYERS, HIDDEN, KV_HEADS, HEAD_DIM = 4, 256, 2, 64
-PAIRED = (
-    "KV, MiniCache's pairs, merged",
-    "KV, pairs by attention, merged",
-    "KV, pairs by attention, fp8",
-)
 pytestmark = pytest.mark.engine
 
 
@@ -75,26 +70,6 @@ def test_what_each_method_changes_is_measured_beside_a_run_without_a_cache(tmp_p
     assert projected["layers"] == [*range(LAYERS)]
     assert "% equal" in projected["exactness"]
     assert "% equal" in results["exactness"]["recomputed"]
-
-
-@pytest.mark.long  # the first time the model is trained
-@pytest.mark.timeout(1200)
-def test_layers_with_the_same_weights_are_paired_and_lose_least(tmp_path: Path) -> None:
-    done = accuracy(tmp_path, "--model", "paired", "--quick", "--texts", "4")
-    assert done.returncode == 0, done.stderr
-    results: dict[str, Any] = json.loads((tmp_path / "accuracy_paired.json").read_text())
-    whole = {row["method"]: row for row in results["methods"] if row["layer"] is None}
-    rows = [whole[name] for name in PAIRED]
-    fixed, attention, in_fp8 = rows
-    for row in (attention, in_fp8):
-        assert sum(row["pairs"].values()) == 4  # one pair for each text: half of the layers
-        assert row["pairs"].keys() <= {"0, 1", "2, 3"}
-    assert fixed["pairs"] == {"2, 3": 4}
-    for row in rows:
-        assert row["bytes_per_token"] <= 0.78 * whole["exact"]["bytes_per_token"]
-        assert row["not_kept"] == 0
-        assert row["kl"] > whole["exact"]["kl"]
-    assert "pairs" not in whole["KV, fp8"]
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -12,8 +11,6 @@ from typing import Any
 
 import pytest
 
-from bench.fixtures.models import fixture
-from bench.fixtures.text import Texts, corpus, encoder
 from bench.harness.models import VOCAB, build_model
 from bench.harness.server import Reply, Server, ServerOptions
 from hcache_backend.server_report import read_report
@@ -185,6 +182,7 @@ def test_bfloat16_replies_behind_restored_histories_differ_no_more_than_ties_do(
         assert found[name]["mean"] <= 2 * own["mean"]
 
 
+@pytest.mark.long
 def test_recomputed_layers_are_as_exact_as_loaded_ones_where_sums_depend_on_the_number_of_rows(
     model: Path, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
@@ -203,20 +201,3 @@ def test_recomputed_layers_are_as_exact_as_loaded_ones_where_sums_depend_on_the_
         assert "not used: recomputation" not in log
         assert found[name]["differ"] <= max(found["kv"]["differ"], found["own"]["differ"]) + 2
         assert found[name]["mean"] <= 2 * max(found["kv"]["mean"], found["own"]["mean"])
-
-
-@pytest.mark.long
-@pytest.mark.timeout(1800)
-def test_a_trained_model_finds_tokens_as_likely_behind_hidden_states_as_behind_kv_pages(
-    tmp_path: Path, record_property: Callable[[str, object], None]
-) -> None:
-    model = fixture("gqa", lambda step: None, quick=True)
-    texts = Texts(encoder(model), corpus().held_out)
-    prompts = [texts.draw(random.Random(seed), 320, keys=8, gap=16).ids for seed in range(16)]
-    choices = EXACT | {"lossy": {"codec": "fp8"}}
-    found = compared_with_no_cache(model, prompts, choices, tmp_path, record_property)
-    kv = found["kv"]["mean"]
-    for name in EXACT:
-        assert found[name]["differ"] <= 2
-        assert found[name]["mean"] <= 1.1 * kv
-    assert found["lossy"]["mean"] > 10 * kv  # so what is lost of K and V shows here

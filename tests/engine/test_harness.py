@@ -15,17 +15,11 @@ import pytest
 from bench.harness.models import build_model
 from bench.harness.server import CachedTokens, Server, ServerError, ServerOptions
 from tests.engine.harness.conversations import (
-    ask,
     converse,
     make_conversations,
     random_tokens,
-    turns_of,
 )
-from tests.engine.harness.ours import (
-    assert_no_cache_output,
-    assert_restored_from_l3,
-    file_backend,
-)
+from tests.engine.harness.ours import assert_no_cache_output, assert_restored_from_l3, file_backend
 
 pytestmark = pytest.mark.engine
 
@@ -42,18 +36,6 @@ def test_flushed_turns_come_back_from_storage_with_the_reference_tokens(
     assert conversations[0].turns[0].cached.storage == 0
     # A model that repeats itself would hide wrong KV.
     assert all(len(set(output)) > 5 for output in conversations[0].outputs)
-
-
-def test_the_radix_cache_without_hicache_loses_what_is_flushed(model: Path, tmp_path: Path) -> None:
-    prompt = random_tokens(300, seed=2)
-    with Server(ServerOptions(model, tmp_path / "server.log", cache="radix")) as server:
-        conversations = [
-            *ask(server, [prompt], flush=False),
-            *ask(server, [prompt]),
-            *ask(server, [prompt]),
-        ]
-    assert [turn.cached.device for turn in turns_of(conversations)] == [0, 256, 0]
-    assert_no_cache_output(model, conversations)
 
 
 def test_every_full_page_is_in_l3_after_wait_backed_up_and_none_after_clear(

@@ -14,7 +14,6 @@ Make = Callable[[np.random.Generator, int, int], np.ndarray]
 
 
 def _near(rng: np.random.Generator, count: int, n: int, width: int = WINDOW) -> np.ndarray:
-    """Exponents of one window per unit."""
     low = rng.integers(0, 256 - width + 1, (count, 1), dtype=np.uint8)
     return low + rng.integers(0, width, (count, n), dtype=np.uint8)
 
@@ -48,7 +47,6 @@ def _zeros_and_denormals(rng: np.random.Generator, count: int, n: int) -> np.nda
 
 
 def _zeros(rng: np.random.Generator, count: int, n: int) -> np.ndarray:
-    """Nothing but zeros, of both signs."""
     return rng.integers(0, 2, (count, n), dtype=np.uint16) << 15
 
 

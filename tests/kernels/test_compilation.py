@@ -324,7 +324,6 @@ def in_every_run(job: str) -> bool:
 
 
 def cases(jobs: Mapping[str, Job]) -> list[Any]:
-    """The names of jobs, as parameters of a test."""
     return [
         pytest.param(name, marks=() if in_every_run(name) else pytest.mark.long) for name in jobs
     ]

@@ -39,7 +39,6 @@ def empty(*shape: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
 
 
 def launches(**programs: int) -> list[Launch]:
-    """Every kernel that copies over the bus."""
     ids, memory = empty(N, dtype=torch.int64), empty(N, 4096 + 2 * PAGE * ROW)
     plane = empty(N, PAGE, 1, ROW)
     staged, layers = empty(2, N, ROW), empty(2, dtype=torch.int64)

@@ -39,7 +39,6 @@ def pool(
 
 
 def encoded_pages(codec: Codec, planes: list[torch.Tensor], items: torch.Tensor) -> torch.Tensor:
-    """Encoded pages of a pool, all of which fit: uint8 ``[p, segment_bytes]``."""
     memory = torch.zeros((len(items), codec.segment_bytes), dtype=torch.uint8)
     assert codec.encode_pages(planes, items, memory, torch.arange(len(items)), 0).all()
     return memory

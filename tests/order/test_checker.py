@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -56,54 +57,62 @@ def test_a_finding_names_both_places_and_the_missing_edge(checker: Checker) -> N
     assert str(first).startswith("tests/order/test_checker.py:")
 
 
-@pytest.mark.parametrize("into", [None, torch.zeros(2, 16)], ids=["new", "out"])
-@pytest.mark.parametrize(("rows", "wrong"), [([4, 5], False), ([3, 4], True)])
-def test_rows_that_indices_name_are_told_apart(
-    checker: Checker, rows: list[int], wrong: bool, into: torch.Tensor | None
+Access = Callable[[torch.Tensor], object]
+
+
+def encoded(arena: torch.Tensor) -> None:
+    """The last rows of encoded segments are written."""
+    pages, last = (torch.tensor(x, device=GPU) for x in ([0, 1], [15, 15]))
+    arena[:, :6272].unflatten(1, (16, 392))[pages, last] = 1
+
+
+def filled(*rows: int) -> Access:
+    return lambda pool: pool.index_fill_(0, torch.tensor(rows, device=GPU), 1.0)
+
+
+def selected(*rows: int, into: torch.Tensor | None = None) -> Access:
+    return lambda pool: torch.index_select(pool, 0, torch.tensor(rows, device=GPU), out=into)
+
+
+@pytest.mark.parametrize(
+    ("memory", "first", "then", "wrong"),
+    [
+        *(
+            (torch.zeros(8, 16), filled(0, 1, 2, 3), selected(*rows, into=into), wrong)
+            for rows, wrong in (((4, 5), False), ((3, 4), True))
+            for into in (None, torch.zeros(2, 16))
+        ),
+        # Rows that end where a cell ends, beside what stands behind them.
+        *(
+            (
+                torch.zeros(64, 6272 + 64, dtype=torch.uint8),
+                encoded,
+                lambda arena, begins=begins: arena[:, begins:].fill_(2),
+                wrong,
+            )
+            for begins, wrong in ((6272, False), (6271, True))
+        ),
+        # Views of one storage.
+        *(
+            (torch.zeros(4, 6), lambda pool: pool[:, :3].fill_(1), then, wrong)
+            for then, wrong in (
+                (lambda pool: pool[:, 3:].fill_(2), False),
+                (lambda pool: pool[2, 2].fill_(3), True),
+            )
+        ),
+    ],
+)
+def test_bytes_of_one_storage_are_told_apart(
+    checker: Checker, memory: torch.Tensor, first: Access, then: Access, wrong: bool
 ) -> None:
-    one, other = checker.stream("one"), checker.stream("other")
-    pool = checker.on_device(torch.zeros(8, 16))
+    pool = checker.on_device(memory.clone())
     with checker.watching():
         checker.begin()
-        mine, others = (torch.tensor(x, device=GPU) for x in ([0, 1, 2, 3], rows))
-        with checker.on(one):
-            pool[mine] = 1.0
-        with checker.on(other):
-            torch.index_select(pool, 0, others, out=into)
+        with checker.on(checker.stream("one")):
+            first(pool)
+        with checker.on(checker.stream("other")):
+            then(pool)
     assert bool(findings(checker)) is wrong
-
-
-@pytest.mark.parametrize(("begins", "wrong"), [(6272, False), (6271, True)])
-def test_rows_that_end_where_a_cell_ends_do_not_touch_the_next_one(
-    checker: Checker, begins: int, wrong: bool
-) -> None:
-    """The last ones of encoded segments, beside what stands behind these."""
-    one, other = checker.stream("one"), checker.stream("other")
-    arena = checker.on_device(torch.zeros(64, 6272 + 64, dtype=torch.uint8))
-    rows = arena[:, :6272].unflatten(1, (16, 392))
-    with checker.watching():
-        checker.begin()
-        pages, last = (torch.tensor(x, device=GPU) for x in ([0, 1], [15, 15]))
-        with checker.on(one):
-            rows[pages, last] = 1
-        with checker.on(other):
-            arena[:, begins:].fill_(2)
-    assert bool(findings(checker)) is wrong
-
-
-def test_views_of_one_storage_are_told_apart_by_their_bytes(checker: Checker) -> None:
-    one, other = checker.stream("one"), checker.stream("other")
-    pool = checker.on_device(torch.zeros(4, 6))
-    with checker.watching():
-        checker.begin()
-        with checker.on(one):
-            pool[:, :3].fill_(1)
-        with checker.on(other):
-            pool[:, 3:].fill_(2)
-        assert not findings(checker)
-        with checker.on(other):
-            pool[2, 2].fill_(3)
-    assert findings(checker) == ["other writes what one writes"]
 
 
 @pytest.mark.parametrize("by", ["keeping it", "waiting for the user", None])
@@ -128,21 +137,13 @@ def test_memory_lives_until_the_streams_that_use_it_are_done(
     )
 
 
-def test_a_copy_that_does_not_wait_is_read_too_early(checker: Checker) -> None:
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_copy_orders_the_host_if_it_waits(checker: Checker, waits: bool) -> None:
     with checker.watching():
         checker.begin()
-        there = torch.ones(8, device=GPU)
-        here = there.to("cpu", non_blocking=True)
-        here.numpy()
-    assert findings(checker) == ["host reads what default writes"]
-
-
-def test_a_copy_that_waits_orders_the_host(checker: Checker) -> None:
-    with checker.watching():
-        checker.begin()
-        torch.ones(8, device=GPU).cpu().numpy()
-    assert not findings(checker)
-    assert [wait.how for wait in checker.clocks.host_waits] == ["to(host)"]
+        torch.ones(8, device=GPU).to("cpu", non_blocking=not waits).numpy()
+    assert findings(checker) == ([] if waits else ["host reads what default writes"])
+    assert [wait.how for wait in checker.clocks.host_waits] == ["to(host)"] * waits
 
 
 @pytest.mark.parametrize("polls", [1, 4])

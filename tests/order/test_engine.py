@@ -18,12 +18,7 @@ from bench.harness.models import build_model
 from bench.harness.server import Server, ServerOptions
 from tests.cpu_engine.hcache_cpu_engine import cpu_engine_env
 from tests.engine.harness.conversations import converse, make_conversations, random_tokens
-from tests.engine.harness.ours import (
-    assert_hidden_mode,
-    assert_own_pages_of_kv,
-    faulty,
-    our_server,
-)
+from tests.engine.harness.ours import assert_hidden_mode, assert_own_pages_of_kv, faulty, our_server
 from tests.engine.hits.eager_servers import read_batches, until_more
 from tests.order.edges import all_edges
 from tests.order.plugin.hcache_order import Settings

@@ -21,7 +21,7 @@ def test_waits_that_hold_nothing_up_are_told_apart() -> None:
         wait(idle, idle=False),  # forward passes are under way after all
         wait(f"{OURS}:9 (settle) < hcache_backend/host/loads.py:3 (settle_when_idle)"),
         wait(f"sglang/srt/a.py:1 (copy) < {CONTROLLER}:3 (write)"),
-        wait(f"sglang/srt/a.py:1 (copy) < {AROUND}:2 (run)"),
+        wait(f"sglang/srt/a.py:1 (copy) < {AROUND[0]}:2 (run)"),
         wait(f"{OURS}:9 (settle)", thread="Thread-7"),
     ]
     assert in_service({"host_waits": waits}) == [

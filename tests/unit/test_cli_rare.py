@@ -6,7 +6,6 @@ import errno
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -72,16 +71,6 @@ def test_files_that_are_no_pages_have_no_codecs(tmp_path: Path) -> None:
     (tmp_path / "other").write_bytes(b"x" * 8192)
     assert store.codecs_of(tmp_path / "other") is None
     assert store.codecs_of(tmp_path / "none") is None
-
-
-def test_a_short_page_has_no_codecs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "page").write_bytes(b"x" * 8192)
-    for length in (4, 64):  # less than a prefix, then none of ours
-        table = SimpleNamespace(segments=[SimpleNamespace(length=length)])
-        header = SimpleNamespace(layout=SimpleNamespace(table=table))
-        monkeypatch.setattr(store, "header_length", len)
-        monkeypatch.setattr(store, "parse_header", lambda data, header=header: header)
-        assert store.codecs_of(tmp_path / "page") is None
 
 
 def test_more_findings_than_are_shown_are_counted(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""README, changelog and docs are right, and the checks find what is wrong in a page."""
+"""README, changelog and docs are right, in short sentences, and the checks find what is wrong."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from tests.docs.blocks import block_findings, runnable
 from tests.docs.links import link_findings
 from tests.docs.names import VARIABLES, name_findings, unmentioned, untabled
 from tests.docs.pages import Page, read_page
+from tests.docs.sentences import sentences
 
 MakePage = Callable[[str], Page]
 
@@ -225,3 +226,47 @@ def test_the_command_ends_with_1_and_names_file_and_line(tmp_path: Path) -> None
     )
     assert done.returncode == 1
     assert f"{tmp_path / 'page.md'}:3: link to 'c.md'" in done.stderr
+
+
+AVERAGE, LONGEST = 18, 40  # words
+
+
+def wrong(path: Path) -> list[str]:
+    found = list(sentences(path))
+    average = sum(sentence.words for sentence in found) / len(found)
+    long = [f"line {s.line}: {s.words} words: {s.text}" for s in found if s.words > LONGEST]
+    return [*long, *([f"{average:.1f} words on average"] if average >= AVERAGE else [])]
+
+
+@pytest.mark.parametrize("path", pages_of(ROOT), ids=lambda path: str(path.relative_to(ROOT)))
+def test_sentences_are_short(path: Path) -> None:
+    found = wrong(path)
+    assert not found, "\n".join(found)
+
+
+def test_code_headings_and_tables_are_no_sentences(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# A heading\n\nOne `piece of code` counts once. Version 0.5 is\nno end, e.g. here! So\n\n"
+        "| a | table |\n|---|---|\n| with | cells |\n\n- An item [with a link](to/there.md)\n\n"
+        "```sh\nmake demo\n```\n"
+    )
+    assert [sentence.words for sentence in sentences(page)] == [4, 7, 1, 5]
+    assert [sentence.line for sentence in sentences(page)] == [3, 3, 3, 10]
+
+
+def test_a_long_sentence_is_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(f"{'word ' * LONGEST}end. {'Short. ' * 9}")
+    assert [text[:17] for text in wrong(page)] == ["line 1: 41 words:"]
+
+
+def test_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+@pytest.mark.parametrize("name", ["options", "operations", "serving", "limits"])
+def test_cells_of_tables_are_short(name: str) -> None:
+    lines = (ROOT / "docs" / f"{name}.md").read_text().splitlines()
+    cells = [cell for line in lines if line.startswith("|") for cell in line.split("|")]
+    assert [cell for cell in cells if len(cell.split()) > 35] == []

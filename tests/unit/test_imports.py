@@ -144,7 +144,6 @@ for name in {names!r}:
 
 
 def import_all(names: list[str], absent: set[str]) -> None:
-    """Import modules in a fresh interpreter that cannot import ``absent``."""
     code = WITHOUT.format(absent=absent, names=names)
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT

@@ -43,11 +43,13 @@ BEST = MIXED.model_copy(update={"projection": (BY_SPEC,)})
 ENCODED = KV.model_copy(update={"codec": "exp4"})
 RATES = KV.model_copy(update={"tokens_per_second": {"l3_read": 20480.4, "prefill": 915.0}})
 RECOMPUTING = BEST.model_copy(update={"recomputation": "K 100% equal"})
+WITHOUT = BEST.model_copy(
+    update={"recomputation": "none: LoRA", "unused": {"recomputation": "LoRA", "b": "why"}}
+)
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """The folder of a store."""
     folder = tmp_path / "store"
     config = parse_config({"dirs": [str(folder)], "min_free_bytes": 0}, "test")
     PageStore(config, b"writer-1", background=False).close()
@@ -83,15 +85,17 @@ def test_stats_says_what_mode_the_last_server_was_in(folder: Path) -> None:
     [
         ((hidden_layer(16, 98, 64, "exp4"), kv_layer(16, 32, 32, 2, 2)), "exp4, none"),
         ((StoredLayer(()), hidden_layer(16, 98, 64, "exp4")), "exp4"),
-        (None, None),
+        (16384, None),
+        (8, None),
     ],
 )
 def test_stats_say_by_what_each_namespace_is_encoded(
-    layers: tuple[StoredLayer, ...] | None, codec: str | None, folder: Path
+    layers: tuple[StoredLayer, ...] | int, codec: str | None, folder: Path
 ) -> None:
-    """Plain pages have no header of ours."""
-    page, table = np.zeros(16384, np.uint8), SegmentTable((Segment(16384),))
-    if layers is not None:
+    """Plain pages, here of so many bytes, have no header of ours."""
+    if isinstance(layers, int):
+        page, table = np.zeros(layers, np.uint8), SegmentTable((Segment(layers),))
+    else:
         layout = PageLayout(16, layers)
         page, table = np.zeros(layout.page_bytes, np.uint8), layout.table
         layout.begin(page, b"n" * 16, b"writer-1")
@@ -131,6 +135,7 @@ def test_ls_prints_what_the_last_server_said_as_json(folder: Path) -> None:
             "(100% equal); layers 1 by their attention modules: V is nowhere (99% equal)",
         ),
         (RECOMPUTING, "good", "(100% equal); recomputed layers: K 100% equal"),
+        (WITHOUT, "good", "(100% equal); not used: recomputation (LoRA), b (why)"),
     ],
 )
 def test_doctor_says_how_the_last_server_projected_and_why(

@@ -22,7 +22,6 @@ DTYPES = {2: "bfloat16", 4: "float32"}
 
 
 def sized(element_bytes: int, partition: Partition, hidden: int = 256, **options: Any) -> Sizing:
-    """What ``sizing`` says of models with as many values of K as of hidden states."""
     model = ModelShape(
         family="llama",
         layers=partition.layers,

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bench.gpu.questions import registered
+from bench.gpu.program import registered
 from hcache_backend import streams
 
 

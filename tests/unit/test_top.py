@@ -12,9 +12,9 @@ import socket
 import subprocess
 import sys
 import termios
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from prometheus_client import REGISTRY, generate_latest
@@ -22,52 +22,44 @@ from typer.testing import CliRunner
 
 from hcache_backend import metrics
 from hcache_backend.cli.main import app
-from hcache_backend.cli.metrics_page import Histogram, NoMetrics, fetch, parse, summary
+from hcache_backend.cli.metrics_page import (
+    Histogram,
+    MetricsPage,
+    NoMetrics,
+    fetch,
+    moved,
+    parse,
+    summary,
+)
 from hcache_backend.store import StoreStats
+from tests.kit.http import serving
 
 
-class Pages(ThreadingHTTPServer):
-    """Answers every request for /metrics with the next of `pages`, the last one again and again."""
+@dataclass
+class Pages:
+    """A server that answers each request with the next of ``pages``, the last one always again."""
 
-    pages: list[str | int]
+    url: str = ""
+    pages: list[str | int] = field(default_factory=list)
 
-
-class Handler(BaseHTTPRequestHandler):
-    server: Pages
-
-    def do_GET(self) -> None:
-        pages = self.server.pages
-        page = pages.pop(0) if len(pages) > 1 else pages[0]
-        self.send_response(page if isinstance(page, int) else 200)
-        self.end_headers()
-        if isinstance(page, str):
-            self.wfile.write(page.encode())
-
-    def log_message(self, format: str, *args: object) -> None:
-        """No line for each request."""
+    def answer(self, path: str, body: Any) -> tuple[int, str]:
+        page = self.pages.pop(0) if len(self.pages) > 1 else self.pages[0]
+        return (page, "") if isinstance(page, int) else (200, page)
 
 
 @pytest.fixture
 def server() -> Iterator[Pages]:
-    with Pages(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
+    server = Pages()
+    with serving(server.answer) as server.url:
         yield server
-        server.shutdown()
-        thread.join()
-
-
-def address(server: Pages) -> str:
-    return f"http://127.0.0.1:{server.server_port}"
 
 
 def written() -> str:
-    """What our metrics are at present."""
     return generate_latest(REGISTRY).decode()
 
 
 def run(*arguments: str) -> tuple[int, str]:
-    result = CliRunner().invoke(app, ["top", *arguments], env={"COLUMNS": "150"})
+    result = CliRunner().invoke(app, ["top", "-i", "0.2", *arguments], env={"COLUMNS": "150"})
     return result.exit_code, result.output
 
 
@@ -134,7 +126,7 @@ def test_what_is_behind_l3_shows_and_whether_it_answers(server: Pages, pages: li
     metrics.SHARED_PAGES.count("read", 7)
     metrics.RATES.set("shared_read", "hcache", value=1234)
     server.pages = [answers, written()]
-    _, output = run(address(server), "--once", "--interval", "0.2")
+    _, output = run(server.url, "--once")
     said = " ".join(output.replace("│", " ").split())  # lines are wrapped
     assert "shared L3: mooncake, not responding" in said
     assert "the shared L3 at 1,234" in output
@@ -150,9 +142,8 @@ def test_suspended_l3_shows_with_its_reason_and_kv_mode(server: Pages, pages: li
     metrics.SUSPENDED.only("flush_needed")
     metrics.PROBLEMS.clear()
     server.pages = [written()]
-    page = parse(written())
-    assert page.suspended == "flush_needed"
-    _, output = run(address(server), "--once", "--interval", "0.2")
+    assert parse(written()).suspended == "flush_needed"
+    _, output = run(server.url, "--once")
     assert "L3 is off (flush needed)" in output and "problems" not in output
     metrics.SUSPENDED.only()
     assert parse(written()).suspended is None
@@ -170,35 +161,35 @@ def test_one_picture_of_a_server_and_of_one_that_is_not_there(
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         nobody = f"http://127.0.0.1:{closed.getsockname()[1]}"
-        status, output = run("--once", "-i", "0.2", address(server), nobody)
+        status, output = run("--once", server.url, nobody)
     assert status == 1
-    assert "hidden mode, own pages, codec none, 0 requests running" in output
-    assert re.search(r"tokens captured +\d+ +192 ", output)
-    assert "page_checksum 1" in output
-    assert "tokens per second: L3 is read at 2,500" in output
-    assert re.search(r"and refused +0 +48 ", output)
-    assert "the server does not answer" in output and "refused" in output
-    server.pages = [503]
-    _, output = run("--json", address(server))
-    error = {"url": address(server), "error": "/metrics answered 503: "}
-    assert json.loads(output)["servers"] == [error]
+    for said in (
+        "hidden mode, own pages, codec none, 0 requests running",
+        r"tokens captured +\d+ +192 ",
+        r"and refused +0 +48 ",
+        "tokens per second: L3 is read at 2,500",
+        "page_checksum 1",
+        "the server does not answer.*refused",
+    ):
+        assert re.search(said, output), said
 
 
 def test_json_has_totals_and_rates(server: Pages, pages: list[str]) -> None:
     server.pages = list(pages)
-    status, output = run("--json", "-i", "0.2", address(server) + "/metrics")
+    status, output = run("--json", f"{server.url}/metrics")
     assert status == 0
     (seen,) = json.loads(output)["servers"]
     assert seen["totals"]["tokens"]["captured"] == 192
     assert 0 < seen["per_second"]["tokens"]["captured"] <= 128 / 0.2
-
-
-def test_a_server_that_was_started_anew_has_no_rates_at_first(
-    server: Pages, pages: list[str]
-) -> None:
-    server.pages = list(reversed(pages))
-    _, output = run("--json", "-i", "0.2", address(server))
+    server.pages = list(reversed(pages))  # it was started anew
+    _, output = run("--json", server.url)
     assert json.loads(output)["servers"][0]["per_second"] is None
+    server.pages = [503]
+    status, output = run("--json", server.url)
+    assert status == 1
+    assert json.loads(output)["servers"] == [
+        {"url": server.url, "error": "/metrics answered 503: "}
+    ]
 
 
 @pytest.mark.parametrize(
@@ -213,14 +204,14 @@ def test_a_server_that_was_started_anew_has_no_rates_at_first(
 def test_what_is_wrong_with_a_server_is_said(page: str | int, message: str, server: Pages) -> None:
     server.pages = [page]
     with pytest.raises(NoMetrics, match=message):
-        fetch(address(server))
+        fetch(server.url)
 
 
 def test_the_live_view_goes_on_until_it_is_interrupted(server: Pages, pages: list[str]) -> None:
     server.pages = [pages[0], 503, pages[1]]
     ours, theirs = os.openpty()
     termios.tcsetwinsize(ours, (50, 150))
-    command = [sys.executable, "-m", "hcache_backend.cli.main", "top", "-i", "0.2", address(server)]
+    command = [sys.executable, "-m", "hcache_backend.cli.main", "top", "-i", "0.2", server.url]
     with subprocess.Popen(command, stdout=theirs, stderr=theirs, start_new_session=True) as top:
         os.close(theirs)
         seen = ""
@@ -238,9 +229,31 @@ def test_the_live_view_goes_on_until_it_is_interrupted(server: Pages, pages: lis
 
 def test_addresses(server: Pages, pages: list[str]) -> None:
     server.pages = [pages[0]]
-    assert fetch(address(server).removeprefix("http://")).mode == "hidden"
+    assert fetch(server.url.removeprefix("http://")).mode == "hidden"
     for wrong in ("file:///proc/version", "ftp://127.0.0.1"):
         with pytest.raises(NoMetrics, match="must be http://HOST:PORT"):
             fetch(wrong)
     with pytest.raises(NoMetrics, match="does not answer"):
         fetch("http://127.0.0.1:port")
+
+
+# ---- what moved between two looks ----
+
+
+def page(read: int, restored: int, dropped: int = 0) -> MetricsPage:
+    return parse(
+        'hcache_mode_info{mode="hidden",pages="own"} 1.0\n'
+        f"hcache_store_read_bytes_total {read}\n"
+        f'hcache_store_pages_total{{event="dropped_full"}} {dropped}\n'
+        f'hcache_device_bytes_total{{transfer="restored_hidden"}} {restored}\n'
+        'hcache_device_bytes_total{transfer="restored_kv"} 5\n'
+        'hcache_device_bytes_total{transfer="captured"} 1000\n'
+    )
+
+
+def test_bytes_are_those_of_the_run_or_missing_with_a_reason() -> None:
+    found = moved(page(10, 100), page(30, 400, dropped=2))
+    assert (found["bytes_read"], found["bytes_restored"]) == (20, 300)
+    assert (found["bytes_written"], found["pages_dropped"]) == (0, 2)
+    assert moved(NoMetrics("start it"), page(0, 0)) == {"missing": "start it"}
+    assert "anew" in moved(page(10, 0), page(0, 0))["missing"]

@@ -10,8 +10,11 @@ import pytest
 import torch
 from torch import nn
 
+from hcache_backend import streams
 from hcache_backend.capture.hooks import HiddenCapture
+from tests.cuda_standin import device
 from tests.cuda_standin.device import CUDA
+from tests.cuda_standin.on_device.test_launches import launches
 from tests.gpu.test_save_and_restore import DTYPE, LAYERS, WIDTH, Engine, random_slots
 
 
@@ -140,3 +143,60 @@ def test_a_step_whose_places_cannot_be_unnamed_ends_capture(
     monkeypatch.setattr(engine.staging, "name_none", broken)
     engine.capture.give_up_step()
     assert engine.capture.ledger.broken == "capture broke: RuntimeError: a test's fault"
+
+
+class Pinned(streams.Door):
+    """Counts memory of the host that is made for the device."""
+
+    made = 0
+
+    def host_tensor(self, *asked: Any) -> torch.Tensor:
+        self.made += 1
+        return super().host_tensor(*asked)
+
+
+@pytest.mark.parametrize("replayed", [True, False])
+def test_a_decode_step_is_three_launches_and_makes_nothing_that_it_could_use_again(
+    replayed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And one for each layer without a graph; the allocation is where slots, positions and token
+    ids go. It is the same after 30 steps as after 10."""
+    events: list[device.Event] = []
+
+    def event(**given: Any) -> device.Event:
+        events.append(device.Event(**given))
+        return events[-1]
+
+    monkeypatch.setattr(torch.cuda, "Event", event)
+    monkeypatch.setattr(streams._CudaEvent, "_free", {False: [], True: []})
+    door = Pinned()
+    with streams.through(door):
+        engine = Engine("cuda")
+        model = Model(engine, breakable=False)
+        model.hooks.use(engine.capture, tokens_only=False, order=None)
+        layers = () if replayed else model.layers
+        hidden = torch.zeros((2, WIDTH), device=CUDA, dtype=DTYPE)
+
+        def decode(number: int) -> tuple[object, ...]:
+            where = torch.tensor([16 + number % 3, 32 + number % 3]).to(CUDA)
+            batch = SimpleNamespace(out_cache_loc=where, input_ids=where, positions=where)
+            made = len(events), door.made
+
+            def run() -> Any:
+                for layer in layers:
+                    layer(hidden)
+                return SimpleNamespace(can_run_graph=replayed)
+
+            device.launches.clear()
+            with launches() as seen:
+                model.hooks.allocated(where)
+                model.hooks.forward(batch, run)
+            torch.cuda.synchronize()
+            kernels = tuple(launch.kernel.__name__ for launch in device.launches)
+            return kernels, len(seen), len(events) - made[0], door.made - made[1]
+
+        costs = [decode(number) for number in range(30)][10:]
+    stages = ("stage_kernel",) * len(layers)
+    kernels = ("begin_kernel", *stages, "save_kernel", "judge_kernel")
+    # A layer of the model launches its product.
+    assert set(costs) == {(kernels, len(kernels) + len(layers), 0, 0)}

@@ -28,7 +28,6 @@ def on_both(*tensors: torch.Tensor) -> Any:
 
 
 def launched() -> int:
-    """Launches since the last call."""
     count = len(device.launches)
     device.launches.clear()
     return count

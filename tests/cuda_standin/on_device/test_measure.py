@@ -15,7 +15,7 @@ from hcache_backend.plan.measure import Bench, device_name
 from hcache_kernels.launch import COPY_PROGRAMS, Launch, most_copy_programs, use_copies
 from tests.cuda_standin import device
 from tests.cuda_standin.device import CUDA
-from tests.unit.partition.test_measured_copies import TINY
+from tests.unit.partition.test_profile import TINY
 
 SECONDS = {2: 9e-3, 4: 5e-3, 8: 2.2e-3, 16: 2e-3, 32: 2e-3}
 """Of a copy, by its programs."""
@@ -66,20 +66,6 @@ def test_each_way_has_the_speed_of_the_clock(clock: list[float]) -> None:
     assert set(found) == {*PROGRAMS, None}
     for programs, seconds in {**SECONDS, None: ENGINE}.items():
         assert found[programs].alone == pytest.approx(ROW * TOKENS / seconds)
-
-
-def test_a_way_that_brings_other_bytes_is_left_out(
-    clock: list[float], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = Launch.run
-
-    def launch(self: Launch) -> None:
-        run(self)
-        if self.grid[0] == 8:
-            self.arguments["out"].view(torch.uint8)[0, 0].add_(1)
-
-    monkeypatch.setattr(Launch, "run", launch)
-    assert {way.programs for way in small(clock).measure()} == {2, 4, 16, 32, None}
 
 
 def test_the_copy_engine_is_tried_with_two_pages(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from bench.gpu.questions import registered
+from bench.gpu.program import registered
 from hcache_backend import streams
 from hcache_backend.streams import _CudaStream
 from tests.cuda_standin import device

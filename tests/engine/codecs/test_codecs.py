@@ -5,32 +5,21 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from bench.harness.models import HIDDEN, LAYERS
-from bench.harness.server import Server, ServerOptions
-from tests.engine.harness.conversations import (
-    ask,
-    converse,
-    make_conversations,
-    turns_of,
-)
+from bench.harness.server import Server
+from tests.engine.harness.conversations import converse, make_conversations
 from tests.engine.harness.ours import (
     assert_hidden_mode,
     assert_no_cache_output,
     assert_no_cache_output_up_to_ties,
     assert_nothing_went_wrong,
     assert_restored_from_l3,
-    best_tokens,
-    faulty,
     our_server,
-    stored_pages,
 )
-from tests.engine.harness.reference import assert_equal_tokens
 
 pytestmark = pytest.mark.engine
 
@@ -47,49 +36,6 @@ def change_weights(model: Path, folder: Path, name: str, change: Callable[..., N
     change(weights[name])
     save_file(weights, file, {"format": "pt"})
     return copy
-
-
-@pytest.mark.long
-def test_lossy_codecs_serve_and_stay_close_and_do_not_share_pages(
-    model: Path, tmp_path: Path
-) -> None:
-    """int8 and fp8 have rows of one length: only the namespace keeps them apart."""
-
-    def options(codec: str, log: str, **more: Any) -> ServerOptions:
-        return our_server(model, tmp_path, hcache={"codec": codec}, log=tmp_path / log, **more)
-
-    for codec, share in (("fp8", 0.8), ("int8", 0.88)):
-        with Server(options(codec, f"{codec}.log")) as server:
-            conversations = converse(server, make_conversations(3, turns=3, tokens=300))
-            assert_hidden_mode(server)
-            assert_nothing_went_wrong(server)  # every page was checked, by the codec's tolerance
-            assert_restored_from_l3(conversations, 64)
-        for first in (conversation.turns[0] for conversation in conversations):
-            assert first.cached.storage == 0
-            assert_equal_tokens(first.reply.output_ids, best_tokens(model, first))
-        pairs = [
-            pair
-            for turn in turns_of(conversations)
-            for pair in zip(turn.reply.output_ids, best_tokens(model, turn), strict=True)
-        ]
-        assert sum(got == want for got, want in pairs) >= share * len(pairs)
-    exact_bytes = LAYERS * 64 * HIDDEN * 4
-    assert all(path.stat().st_size <= 0.33 * exact_bytes for path in stored_pages(tmp_path))
-
-    trigger = tmp_path / "trigger"
-    fault = faulty("wrong_rope", trigger)
-    with Server(options("fp8", "restarted.log", extra_env=fault)) as server:
-        again = ask(server, [conversation.turns[0].prompt for conversation in conversations])
-        assert all(c.turns[0].cached.storage == 256 for c in again)
-        # A wrong projection in service shows through the tolerance, too.
-        before = set(stored_pages(tmp_path))
-        converse(server, make_conversations(1, turns=1, seed=1))
-        assert before < set(stored_pages(tmp_path))
-        trigger.touch()
-        converse(server, make_conversations(1, turns=1, seed=2))
-        server.wait_for_log("the self-check in service failed: projected K of model.layers.0")
-        server.wait_for_log(r"\d+ pages that this server wrote were deleted")
-        assert set(stored_pages(tmp_path)) == before
 
 
 def test_a_row_that_overflows_keeps_its_page_from_l3_and_exp4_in_use(

@@ -218,34 +218,6 @@ def wait_for_l3(server: Server, seed: int) -> Conversation:
         seed += 1000
 
 
-def test_a_neighbour_that_is_killed_in_the_middle_of_its_work(
-    server: Server, model: Path, disk: Path, tmp_path: Path
-) -> None:
-    prompts = [random_tokens(300, seed=400 + i) for i in range(24)]
-    options = our_server(model, disk, log=tmp_path / "neighbour.log", hcache=STORE)
-    before = len(stored_pages(disk))
-    with Server(options) as neighbour:
-
-        def work() -> None:
-            with contextlib.suppress(Exception):  # it dies in one of them
-                for prompt in prompts:
-                    neighbour.generate(prompt, 2)
-
-        thread = threading.Thread(target=work)
-        thread.start()
-        conversations = converse(server, make_conversations(2, turns=2, tokens=200, seed=401))
-        while len(stored_pages(disk)) < before + 4 * 12:
-            time.sleep(0.01)
-        neighbour.kill()
-        thread.join()
-    assert_restored_from_l3(conversations, 64)
-    # What it had finished serves here.
-    replies = ask(server, prompts[:6])
-    assert any(reply.turns[0].cached.storage == 256 for reply in replies)
-    after = wait_for_l3(server, seed=402)
-    assert_no_cache_output(model, [*conversations, *replies, after])
-
-
 @pytest.mark.parametrize("mode", ["kv"], indirect=True)
 def test_a_prefetch_waits_as_long_as_its_options_say(
     server: Server, model: Path, disk: Path, trigger: Path

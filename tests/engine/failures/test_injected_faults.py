@@ -22,7 +22,7 @@ from tests.engine.harness.ours import (
 pytestmark = pytest.mark.engine
 
 
-@pytest.mark.parametrize("mode", ["hidden", "kv"])
+@pytest.mark.parametrize("mode", ["hidden", pytest.param("kv", marks=pytest.mark.long)])
 def test_a_server_lives_when_hooks_raise(mode: str, model: Path, tmp_path: Path) -> None:
     """In the middle of conversations; L3 is off from then on, since it may not know its pages."""
     trigger = tmp_path / "trigger"
@@ -57,11 +57,14 @@ def test_rows_that_do_not_get_to_host_memory_at_start_up_mean_kv_mode(
     assert_no_cache_output(model, conversations)
 
 
+@pytest.mark.parametrize("codec", ["auto", pytest.param("fp8", marks=pytest.mark.long)])
 def test_a_wrong_rope_in_service_ends_backups_and_drops_what_was_written(
-    model: Path, tmp_path: Path
+    codec: str, model: Path, tmp_path: Path
 ) -> None:
+    """It shows through the tolerance of a lossy codec, too."""
     trigger = tmp_path / "trigger"
-    options = our_server(model, tmp_path, extra_env=faulty("wrong_rope", trigger))
+    env = faulty("wrong_rope", trigger)
+    options = our_server(model, tmp_path, hcache={"codec": codec}, extra_env=env)
     with Server(options) as server:
         old, new = make_conversations(2, turns=2)
         converse(server, [old], turns=1)

@@ -99,55 +99,29 @@ def test_damaged_pages_are_misses(
     assert_no_cache_output(model, [conversation, again])
 
 
+@pytest.mark.parametrize(
+    "late", [False, pytest.param(True, marks=pytest.mark.versions)], ids=["loaded", "late"]
+)
 def test_pages_of_other_weights_or_another_dtype_are_misses_after_a_restart(
-    model: Path, model_cache: Path, tmp_path: Path
+    late: bool, model: Path, model_cache: Path, tmp_path: Path
 ) -> None:
-    served = tmp_path / "model"
+    """Also if weights arrive after ``load_model``: two checkpoints of one architecture never find
+    each other's pages."""
+    served, other = tmp_path / "model", build_model("llama", model_cache, seed=1)
     shutil.copytree(model, served)
-
-    def prompts_from_l3(log: str, dtype: str = "float32") -> list[Conversation]:
-        options = our_server(served, tmp_path, dtype=dtype, log=tmp_path / log)
-        with Server(options) as server:
+    starts = [(model, "float32", 0), (model, "float32", 384), (other, "float32", 0)]
+    starts += [] if late else [(model, "bfloat16", 0)]
+    for number, (weights, dtype, found) in enumerate(starts):
+        replace_weights(served, weights)
+        env = faulty("weights_late") if late else {}
+        log = tmp_path / f"{number}.log"
+        with Server(our_server(served, tmp_path, dtype=dtype, log=log, extra_env=env)) as server:
             conversations = converse(server, make_conversations(2, turns=1, tokens=400))
             assert_hidden_mode(server)
             server.kill()  # SIGKILL: what was acknowledged must be whole all the same
-        return conversations
-
-    first = prompts_from_l3("first.log")
-    assert all(c.turns[0].cached.storage == 0 for c in first)
-    restarted = prompts_from_l3("restarted.log")
-    assert all(c.turns[0].cached.storage == 384 for c in restarted)
-    bfloat16 = prompts_from_l3("bfloat16.log", "bfloat16")
-    assert all(c.turns[0].cached.storage == 0 for c in bfloat16)
-    assert_no_cache_output(served, [*first, *restarted])
-
-    other = build_model("llama", model_cache, seed=1)
-    replace_weights(served, other)
-    replaced = prompts_from_l3("replaced.log")
-    assert all(c.turns[0].cached.storage == 0 for c in replaced)
-    assert_no_cache_output(other, replaced)
-
-
-@pytest.mark.versions
-def test_weights_that_arrive_after_load_model_are_the_namespace(
-    model: Path, model_cache: Path, tmp_path: Path
-) -> None:
-    """Two checkpoints of one architecture never find each other's pages."""
-    models = [model, build_model("llama", model_cache, seed=1)]
-
-    def from_l3(number: int, log: str) -> list[int]:
-        options = our_server(
-            models[number], tmp_path, log=tmp_path / log, extra_env=faulty("weights_late")
-        )
-        with Server(options) as server:
-            conversations = converse(server, make_conversations(2, turns=1, tokens=400))
-            assert_hidden_mode(server)
-        assert_no_cache_output(models[number], conversations)
-        return [conversation.turns[0].cached.storage for conversation in conversations]
-
-    assert from_l3(0, "first.log") == [0, 0]
-    assert from_l3(1, "second.log") == [0, 0]
-    assert from_l3(0, "again.log") == [384, 384]
+        assert [c.turns[0].cached.storage for c in conversations] == [found] * 2
+        if dtype == "float32":
+            assert_no_cache_output(served, conversations)
 
 
 @pytest.mark.versions

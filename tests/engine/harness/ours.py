@@ -206,6 +206,17 @@ def _logits(model: Path, turn: Turn) -> Any:
         ).logits[0]
 
 
+def likeliest(model: Path, conversations: Sequence[Conversation]) -> float:
+    """Share of the tokens behind restored histories that are the model's most likely ones."""
+    turns = [turn for conversation in conversations for turn in conversation.turns[1:]]
+    pairs = [
+        pair
+        for turn in turns
+        for pair in zip(turn.reply.output_ids, best_tokens(model, turn), strict=True)
+    ]
+    return sum(got == want for got, want in pairs) / len(pairs)
+
+
 def assert_restored_from_l3(conversations: Sequence[Conversation], page_size: int) -> None:
     """Every turn after the first got all whole pages of its history from storage."""
     for conversation in conversations:

@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 
 from bench.harness.server import Server, ServerOptions
-from hcache_backend.cli.metrics_page import fetch
 from hcache_backend.prefetch.progress import LONGEST_PART_SECONDS, STALLED_SECONDS
-from tests.engine.harness.conversations import Conversation, ask, random_tokens, turns_of
+from tests.engine.harness.conversations import Conversation, random_tokens, turns_of
 from tests.engine.harness.ours import (
     assert_no_cache_output,
     assert_no_cache_output_up_to_ties,
@@ -23,6 +22,7 @@ from tests.engine.harness.ours import (
     faulty,
     our_server,
 )
+from tests.engine.hits.eager_servers import asked, counted, stored, tokens
 
 pytestmark = pytest.mark.engine
 
@@ -121,19 +121,7 @@ def slower_than_computing(kind: str, times: float) -> int:
 
 def count(server: Server, result: str) -> float:
     """Tokens that were looked for in L3 and ended as ``result``."""
-    return fetch(server.url).counters["l3_tokens"].get(result, 0)
-
-
-def stored(server: Server, seed: int) -> list[int]:
-    """A prompt that is in L3, and nowhere else."""
-    prompt = random_tokens(TOKENS, seed)
-    server.generate(prompt, 1)
-    server.flush_cache()
-    return prompt
-
-
-def asked(server: Server, *prompts: list[int]) -> Conversation | Any:
-    return ask(server, prompts, flush=False, concurrent=len(prompts) > 1)
+    return counted(server, "l3_tokens", result)
 
 
 def from_l3(server: Server, prompt: list[int]) -> tuple[int, list[Conversation]]:
@@ -183,7 +171,7 @@ def learn_that_l3_is_fast(server: Server) -> None:
 
     def read() -> bool:
         nonlocal in_a_row
-        found, _ = from_l3(server, stored(server, seed=1))
+        found, _ = from_l3(server, stored(server, 1, TOKENS))
         server.flush_cache()
         in_a_row = in_a_row + 1 if found >= TOKENS - 2 * PAGE else 0
         return in_a_row == 2
@@ -193,7 +181,7 @@ def learn_that_l3_is_fast(server: Server) -> None:
 
 def refused(server: Server, conversations: list[Conversation]) -> bool:
     before = count(server, "slower")
-    _, again = from_l3(server, stored(server, seed=len(conversations) + 100))
+    _, again = from_l3(server, stored(server, len(conversations) + 100, TOKENS))
     conversations += again
     return again[0].turns[0].cached.storage == 0 and count(server, "slower") > before
 
@@ -215,7 +203,7 @@ def test_a_disk_that_stops_answering_holds_nobody_up(
 ) -> None:
     """It never answers again: without a bound this would wait for ever."""
     with Timed() as computing:
-        prompts = [stored(server, seed) for seed in (7, 8, 9)]
+        prompts = [stored(server, seed, TOKENS) for seed in (7, 8, 9)]
     recomputed = count(server, "recomputed")
     l3_rate(server, HELD)
     with held_up_by_a_stall_at_most(computing):
@@ -226,7 +214,7 @@ def test_a_disk_that_stops_answering_holds_nobody_up(
     recomputed = count(server, "recomputed") - recomputed
     assert sum(turn.cached.storage for turn in turns_of(conversations)) <= recomputed
     # A hit that was recomputed whole waited for nothing that could be stalled.
-    assert recomputed or fetch(server.url).counters["problems"].get("l3_stalled", 0) >= 1
+    assert recomputed or counted(server, "problems", "l3_stalled") >= 1
     l3_rate(server, FAST)
     assert_right(conversations)
 
@@ -235,11 +223,11 @@ def test_an_index_that_stops_answering_holds_nobody_up(
     assert_right: AssertRight, server: Server
 ) -> None:
     with Timed() as computing:
-        prompts = [stored(server, seed) for seed in (17, 18)]
+        prompts = [stored(server, seed, TOKENS) for seed in (17, 18)]
     with look_ups_held(server):
         with held_up_by_a_stall_at_most(computing):
             conversations = [*asked(server, *prompts)]
-        assert fetch(server.url).counters["problems"].get("l3_stalled", 0) >= 1
+        assert counted(server, "problems", "l3_stalled") >= 1
         with held_up_by_a_stall_at_most(computing):
             conversations += asked(server, prompts[0] + random_tokens(50, 19))
     assert [turn.cached.storage for turn in turns_of(conversations)] == [0, 0, 0]
@@ -258,17 +246,14 @@ def test_a_disk_that_stalls_in_the_middle_leaves_what_has_arrived(
         l3_rate(server, FAST)
         learn_that_l3_is_fast(server)
         with Timed() as computing:
-            prompt = stored(server, seed=300 + len(replies))
+            prompt = stored(server, 300 + len(replies), TOKENS)
         l3_rate(server, slower_than_computing(kind, 0.5))
         waiting = threading.Thread(target=lambda: replies.extend(asked(server, prompt)))
-        before = fetch(server.url).counters["tokens"].get("eager", 0)
+        before = tokens(server, "eager")
         ended, recomputed = count(server, "ended"), count(server, "recomputed")
         waiting.start()
         server.until(
-            lambda: (
-                fetch(server.url).counters["tokens"].get("eager", 0) > before
-                or not waiting.is_alive()
-            ),
+            lambda: tokens(server, "eager") > before or not waiting.is_alive(),
             "pages to arrive",
         )
         l3_rate(server, HELD)
@@ -280,39 +265,6 @@ def test_a_disk_that_stalls_in_the_middle_leaves_what_has_arrived(
 
     server.until(stalled, "a read that stalls")
     assert_right(replies)
-
-
-@pytest.mark.long
-def test_nothing_is_expected_of_slices_behind_a_prefix_that_is_on_the_host_only(
-    model: Path, tmp_path: Path
-) -> None:
-    """They would be four times as fast as L3, but have nothing to recompute behind."""
-    kind = "from the back"
-    options = server_options(model, tmp_path, kind, max_total_tokens=1024, hicache_ratio=4.0)
-    conversations: list[Conversation] = []
-    with Server(options) as server:
-
-        def refused_behind_host() -> bool:
-            number = len(conversations)
-            prompt = stored(server, seed=1000 + number)
-            prefix = prompt[: 10 * PAGE]
-            server.generate(prefix, 1)  # computed or restored, it is on the device and the host
-            for other in range(3):
-                server.generate(random_tokens(300, 10 * number + other), 1)
-            l3_rate(server, slower_than_computing(kind, 4))
-            before = count(server, "slower") + count(server, "ended")
-            recomputed = count(server, "recomputed")
-            found, again = from_l3(server, prompt)
-            conversations.extend(again)
-            if not again[0].turns[0].cached.host:
-                return False  # it was still on the device
-            assert count(server, "recomputed") == recomputed
-            return found == 0 and count(server, "slower") + count(server, "ended") > before
-
-        learn_that_l3_is_fast(server)
-        server.until(refused_behind_host, "a hit behind the host's prefix to be refused")
-        assert_nothing_went_wrong(server)
-    assert_no_cache_output(model, conversations)
 
 
 @pytest.mark.long
@@ -347,7 +299,7 @@ def test_pipeline_stages_read_or_refuse_hits_and_go_on(model: Path, tmp_path: Pa
         conversations: list[Conversation] = []
         for seed in range(3):
             before = count(server, "slower")
-            found, asked = from_l3(server, stored(server, seed))
+            found, again = from_l3(server, stored(server, seed, TOKENS))
             assert found >= TOKENS - 2 * PAGE or count(server, "slower") > before
-            conversations += asked
+            conversations += again
     assert_no_cache_output(model, conversations)

@@ -172,61 +172,6 @@ def test_nothing_is_recomputed_beside_a_full_batch(model: Path, server: Server) 
     assert_no_cache_output(model, replies)
 
 
-@pytest.mark.long
-def test_no_front_is_recomputed_beside_a_full_batch(model: Path, tmp_path: Path) -> None:
-    """Pages of K and V are all read, from the back, while the batch and then the queue are full."""
-    limit = ("--max-running-requests", str(RUNNING_LIMIT))
-    options = eager_server(
-        model, tmp_path, "kv, from the back", max_total_tokens=65536, extra_args=limit
-    )
-    replies = list[Conversation]()
-    with Server(options) as server:
-        prompt = stored(server, seed=1300)
-        before = decisions(server)
-        recomputed = counted(server, "l3_tokens", "recomputed")
-        read_batches(server, 0)
-        with ExitStack() as others:
-            for seed in range(RUNNING_LIMIT):
-                others.enter_context(running(server, 3000 + seed))
-            with asking(server, prompt, replies):
-                server.until(lambda: bool(more(server, before)), "a decision")
-                assert more(server, before) == {"put_off_running"}
-                waiting = threading.Thread(
-                    target=server.generate, args=(random_tokens(3 * PAGE, 3100), 1)
-                )
-                with until_more(server, "slices", "put_off_waiting", 1):
-                    waiting.start()
-                with until_more(server, "tokens", "eager", 2 * BATCH):
-                    read_batches(server, None)
-                assert more(server, before) == {"put_off_running", "put_off_waiting"}
-                assert counted(server, "l3_tokens", "recomputed") == recomputed
-                others.close()
-            waiting.join()
-        assert replies[0].turns[0].cached.storage >= len(prompt) - 2 * PAGE
-        assert_no_cache_output(model, replies)
-        assert_fine(server, "kv")
-
-
-def test_what_was_put_off_comes_back_by_the_load_or_before(model: Path, server: Server) -> None:
-    prompt, replies = stored(server, seed=2200), list[Conversation]()
-    read_batches(server, 0)
-    recomputed = tokens(server, "eager_recomputed")
-    with ExitStack() as others:
-        for seed in range(RUNNING_LIMIT):
-            others.enter_context(running(server, 2000 + seed))
-        waiting = threading.Thread(target=server.generate, args=(random_tokens(3 * PAGE, 2100), 1))
-        with until_more(server, "lookups", "absent", 1):
-            waiting.start()
-        with asking(server, prompt, replies):
-            with until_more(server, "tokens", "eager", 6 * BATCH):
-                read_batches(server, None)
-            assert tokens(server, "eager_recomputed") == recomputed
-            others.close()
-        waiting.join()
-    assert replies[0].turns[0].cached.storage >= 800 - 2 * PAGE
-    assert_no_cache_output(model, replies)
-
-
 def test_random_conversations_while_l3_fails(model: Path, server: Server) -> None:
     """The long form is in test_conversations.py."""
     trouble = Trouble(server.options.log.parent, partial(tell_faults, server), stall_s=0.5, seed=2)
@@ -237,22 +182,3 @@ def test_random_conversations_while_l3_fails(model: Path, server: Server) -> Non
         server.flush_cache()
         bouts += 1
     assert_no_cache_replies_up_to_ties(model, clients.turns)
-
-
-def test_first_layers_are_recomputed_at_the_load_behind_what_is_on_the_host(
-    model: Path, tmp_path: Path
-) -> None:
-    options = eager_server(model, tmp_path, "recompute", max_total_tokens=1280, hicache_ratio=8.0)
-    with Server(options) as server:
-        prompt = stored(server, seed=1)
-        server.generate(prompt[:400], 1)
-        for seed in (2, 3):
-            server.generate(random_tokens(1000, seed), 1)  # the device has no room for both
-        before = tokens(server, "eager"), tokens(server, "eager_recomputed")
-        (conversation,) = asked(server, prompt)
-        cached = conversation.turns[0].cached
-        assert cached.device == 0 and cached.host > 300 and cached.storage > 300
-        assert tokens(server, "eager") > before[0]
-        assert tokens(server, "eager_recomputed") == before[1]
-        assert_fine(server, "recompute")
-    assert_no_cache_output(model, [conversation])

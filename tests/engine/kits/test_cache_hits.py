@@ -13,7 +13,7 @@ import pytest
 from bench.harness.server import Server
 
 from .servers import assert_sound, options
-from .standins import kit, texts_to_draw, tokenizer_of
+from .standins import kit, texts_to_draw
 
 pytestmark = pytest.mark.engine
 
@@ -37,9 +37,7 @@ def test_each_turn_finds_all_earlier_ones(
     tmp_path: Path,
     record_property: Callable[[str, object], None],
 ) -> None:
-    texts = texts_to_draw(
-        tmp_path / "texts.json", tokenizer_of(speaker), CLIENTS * rounds, REQUEST_TOKENS
-    )
+    texts = texts_to_draw(tmp_path / "texts.json", CLIENTS * rounds, REQUEST_TOKENS)
     small = options(l3, speaker, tmp_path, max_total_tokens=2048, hicache_ratio=ratio)
     with Server(small) as server:
         found = kit("kits.cache_hit_kit").run_multiturn_cache_hit_test(

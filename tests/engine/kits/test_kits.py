@@ -1,28 +1,24 @@
-"""SGLang's kits for radix caches, KL, schedulers and sessions, on one server of each L3."""
+"""SGLang's kits for pauses, aborts and sessions, on one server of each L3.
+
+Tokens behind hits are those without a cache in other tests, so the kits for KL and radix caches are
+left out.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import random
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import requests
 
-from bench.harness.server import CachedTokens, Reply, Server
-from tests.engine.harness.conversations import Turn
-from tests.engine.harness.ours import assert_no_cache_replies_up_to_ties
+from bench.harness.server import Server
 
-from .servers import MODES, PAGE, assert_sound, options
-from .standins import case, kit, random_prompts, tokenizer_of
+from .servers import MODES, assert_sound, options
+from .standins import case, kit, tokenizer_of
 
 pytestmark = pytest.mark.engine
-
-KL = 1e-6
-"""In float32; kits have 0.003 for half types."""
 
 
 class Served(NamedTuple):
@@ -108,135 +104,6 @@ def served(
     request: pytest.FixtureRequest, servers: Callable[[str], Server], speaker: Path
 ) -> Served:
     return Served(request.param, servers(request.param), speaker, tokenizer_of(speaker))
-
-
-@pytest.fixture
-def flushed_kl(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """L1 and L2 are flushed before each request of the KL kits; answers are kept here."""
-    kept = []
-    for name in ("kl_test_utils", "kl_multiturn_utils"):
-        module = kit(name)
-
-        def generate(base_url: str, *args: Any, ask: Any = module._generate, **options: Any) -> Any:
-            kit("kl_test_utils")._flush_cache(base_url)
-            answers = ask(base_url, *args, **options)
-            kept.extend(answers)
-            return answers
-
-        monkeypatch.setattr(module, "_generate", generate)
-    return kept
-
-
-def from_storage(answers: list[dict[str, Any]]) -> int:
-    """Tokens that L3 had."""
-    return sum(CachedTokens.of(answer["meta_info"]).storage for answer in answers)
-
-
-@runs("test_l3_prefetch_full_prefix_hit_after_flush")
-def test_full_prefix(name: str, served: Served) -> None:
-    mixin = kit("kits.unified_radix_cache_kit").AccuracyTwoPassMixin
-    getattr(served.case(mixin, l3_prefetch_page_size=PAGE), name)()
-
-
-@runs(
-    "test_multiturn_prefill_cache_hit_branching",
-    long=["test_multiturn_decode_cache_hit_branching", "test_multiturn_logprobs_match"],
-)
-def test_kl_of_turns_with_a_flush_before_each(
-    name: str,
-    served: Served,
-    long: bool,
-    flushed_kl: list[dict[str, Any]],
-    capsys: pytest.CaptureFixture[str],
-    record_property: Callable[[str, object], None],
-) -> None:
-    kits, turns = kit("kits.unified_radix_cache_kit"), kit("kl_multiturn_utils")
-    asked = served.case(
-        kits.UnifiedRadixTreeTestMixin,
-        input_ids=random_prompts(4, 512, seed=int(long)),  # not in L3 of the other run
-        kl_threshold=KL,
-        max_new_tokens=64 if long else 8,
-        num_groups=2,
-        branches_per_group=3 if long else 2,
-        # Whole pages are found; the kit's own default is for pages of one token.
-        prefill_cache_assert=staticmethod(turns.make_mamba_prefill_assert(PAGE)),
-        decode_cache_assert=staticmethod(turns.make_mamba_decode_assert(PAGE)),
-    )
-    getattr(asked, name)()
-    record_property("kl", measured_kl(capsys))
-    record_property("tokens_from_storage", from_storage(flushed_kl))
-    assert from_storage(flushed_kl) >= 1024
-
-
-@runs(long=[f"test_input_output_logprobs_match_{hit}_cache_hit" for hit in ("prefill", "decode")])
-def test_kl_of_cache_hits_with_a_flush_before_each(
-    name: str,
-    served: Served,
-    flushed_kl: list[dict[str, Any]],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    record_property: Callable[[str, object], None],
-) -> None:
-    utils = kit("kl_test_utils")
-    # Where the kit keeps prompts that it has downloaded.
-    key = f"{served.model}_{utils.DEFAULT_PROMPT_TOKENS}_{utils.DEFAULT_NUM_SAMPLES}"
-    monkeypatch.setitem(utils._cached_input_ids, key, random_prompts(8, 600, seed=2))
-    asked = served.case(
-        kit("kits.kl_divergence_kit").KLDivergenceMixin,
-        kl_div_thres=KL,
-        kl_div_max_samples=8,
-        kl_div_prefill_max_new_tokens=64,
-        kl_div_decode_max_new_tokens=64,
-    )
-    getattr(asked, name)()
-    record_property("kl", measured_kl(capsys))
-    record_property("tokens_from_storage", from_storage(flushed_kl))
-    assert from_storage(flushed_kl) >= 8 * 512
-
-
-def measured_kl(capsys: pytest.CaptureFixture[str]) -> float:
-    """What a KL kit printed last."""
-    return float(capsys.readouterr().out.rsplit("avg_kl_div=", 1)[1].split()[0])
-
-
-@runs("run_radix_attention_test")
-def test_replies_to_a_tree_of_71_prompts_are_those_without_a_cache(
-    name: str,
-    served: Served,
-    long: bool,
-    monkeypatch: pytest.MonkeyPatch,
-    record_property: Callable[[str, object], None],
-) -> None:
-    kits, sent = kit("kits.radix_cache_server_kit"), Sent()
-    tree = functools.partial(kits.gen_radix_tree, num_nodes=70, chunk_len=64 if long else 16)
-    monkeypatch.setattr(kits, "gen_radix_tree", tree)
-    monkeypatch.setattr(kits, "requests", sent)
-    for _ in range(2):
-        random.seed(3)
-        getattr(kits, name)(served.server.url)
-        served.server.flush_cache()
-    first, second = sent.turns[:71], sent.turns[71:]
-    assert len(second) == 71
-    pairs = zip(first, second, strict=True)
-    differ = sum(one.reply.output_ids != two.reply.output_ids for one, two in pairs)
-    record_property("replies_that_differ", differ)
-    record_property("tokens_from_storage", sum(turn.cached.storage for turn in second))
-    assert any(turn.cached.storage for turn in second)
-    if differ or long:
-        assert_no_cache_replies_up_to_ties(served.model, sent.turns)
-
-
-class Sent:
-    """In the place of the module `requests`: keeps what was asked in a batch, and the replies."""
-
-    def __init__(self) -> None:
-        self.turns: list[Turn] = []
-
-    def post(self, url: str, json: dict[str, Any]) -> requests.Response:
-        answer = requests.post(url, json=json)
-        for prompt, reply in zip(json["input_ids"], answer.json(), strict=True):
-            self.turns.append(Turn(prompt, Reply(reply["output_ids"], reply["meta_info"]), 0))
-        return answer
 
 
 @runs("test_pause_resume_in_place")

@@ -17,13 +17,13 @@ def machine(
     model: Path, folder: Path, name: str, hcache: dict[str, Any], **options: Any
 ) -> ServerOptions:
     """A server whose page store is in a folder of its own, with options of ours."""
-    shared = {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(folder / "shared")}
+    env = {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(folder / "shared")}
     shared = {"backend": "file", **hcache.pop("shared", {})}
     return our_server(
         model,
         folder / name,
         hcache={"shared": shared, **hcache},
-        extra_env=shared | options.pop("extra_env", {}),
+        extra_env=env | options.pop("extra_env", {}),
         page_size=PAGE,
         **options,
     )

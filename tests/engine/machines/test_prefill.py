@@ -12,7 +12,6 @@ import pytest
 
 from bench.harness.disaggregation import DecodeServer, PrefillServer
 from bench.harness.server import ServerError, ServerOptions
-from hcache_backend.cli.metrics_page import fetch
 from tests.engine.harness.conversations import (
     Conversation,
     ask,
@@ -204,27 +203,3 @@ def test_layers_that_come_late_are_sent_late(
     else:
         with pytest.raises(AssertionError):
             assert_no_cache_output(model, asked)
-
-
-@LONG
-def test_first_layers_are_recomputed_while_the_others_are_read(model: Path, tmp_path: Path) -> None:
-    """In slices, each of which has all that has arrived."""
-    in_step = tmp_path / "in-step"
-    in_step.touch()
-    prefill = prefill_server(
-        model, tmp_path, "prefill", "mixed", page_size=16, metrics=True,
-        hcache={"partition": partition(2, 1, 1), "recompute_ms": 1e4},
-        extra_env=faulty("batches_in_step", in_step),
-    )  # fmt: skip
-    decode = decode_server(model, tmp_path, prefill, page_size=16)
-    with started(prefill, decode):
-        conversations = converse(decode, make_conversations(2, turns=3, tokens=400))
-        prefill.until(lambda: recomputed(prefill) > 0, "slices to be counted")
-        assert_sound(prefill, "mixed")
-    assert_restored_from_l3(conversations, 16)
-    assert_no_cache_output(model, conversations)
-
-
-def recomputed(server: PrefillServer) -> float:
-    """Tokens whose first layers were recomputed during a read."""
-    return fetch(server.url).counters["tokens"].get("eager_recomputed", 0)

@@ -12,11 +12,7 @@ import pytest
 
 from bench.harness.router import Router
 from bench.harness.server import Server
-from tests.engine.harness.conversations import (
-    Conversation,
-    converse,
-    make_conversations,
-)
+from tests.engine.harness.conversations import Conversation, converse, make_conversations
 from tests.engine.harness.ours import (
     assert_no_cache_output,
     assert_nothing_went_wrong,
@@ -98,10 +94,14 @@ def assert_all_went_on(conversations: Sequence[Conversation]) -> None:
         assert_history_was_found(conversation)
 
 
-def test_conversations_go_on_while_replicas_restart_with_another_format(
-    model: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    "fault", ["other_format", pytest.param("", marks=pytest.mark.long)], ids=["format", "same"]
+)
+def test_conversations_go_on_while_replicas_restart(
+    fault: str, model: Path, tmp_path: Path
 ) -> None:
-    """First where the old format is, from L3; then where the new one is, which has nothing yet."""
+    """A rolling restart: first they go on with what L3 has. A replica with another format has
+    nothing yet."""
     conversations = make_conversations(6, turns=3)
     with replicas(model, tmp_path) as (front, servers):
         first, second = servers
@@ -109,23 +109,11 @@ def test_conversations_go_on_while_replicas_restart_with_another_format(
         one_is_killed(front, servers, first, conversations)
         assert_all_went_on(conversations)
         assert_nothing_went_wrong(second)
-        restart(front, first, **faulty("other_format"))
+        restart(front, first, **(faulty(fault) if fault else {}))
         one_is_killed(front, servers, second, conversations)
-        assert [c.turns[-1].cached.total for c in conversations] == [0] * len(conversations)
-        assert_nothing_went_wrong(first)
-    assert_no_cache_output(model, conversations)
-
-
-@pytest.mark.long
-def test_conversations_go_on_elsewhere_while_replicas_restart(model: Path, tmp_path: Path) -> None:
-    """A rolling restart: the first replica, and then the second one."""
-    conversations = make_conversations(6, turns=3)
-    with replicas(model, tmp_path) as (front, servers):
-        begin_on_each(servers, conversations)
-        for server in servers:
-            one_is_killed(front, servers, server, conversations)
+        if fault:
+            assert [c.turns[-1].cached.total for c in conversations] == [0] * len(conversations)
+        else:
             assert_all_went_on(conversations)
-            restart(front, server)
-        for server in servers:
-            assert_nothing_went_wrong(server)
+        assert_nothing_went_wrong(first)
     assert_no_cache_output(model, conversations)

@@ -26,14 +26,7 @@ from tests.engine.harness.ours import (
     stored_pages,
 )
 
-from .shared_l3 import (
-    assert_absent,
-    assert_found,
-    from_l3,
-    machine,
-    until_all_is_shared,
-    values,
-)
+from .shared_l3 import assert_absent, assert_found, from_l3, machine, until_all_is_shared, values
 
 pytestmark = pytest.mark.engine
 

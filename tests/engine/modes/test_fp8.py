@@ -1,77 +1,18 @@
-"""FP8 weights and FP8 KV: what K depends on decides, not the word.
-
-Scales of tokens, of groups of values and of the checkpoint do not depend on the batch, so hidden
-states are stored and layers are recomputed. With one scale for all tokens of a batch K depends on
-the others, so K and V are stored and nothing is recomputed. The reference is a server without any
-cache: transformers has no such layers.
-"""
+"""K and V in FP8. Models with FP8 weights are rows of `test_matrix.py`."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from bench.harness.models import LAYERS, build_model
-from bench.harness.server import CachedTokens, Server, ServerOptions
-from hcache_backend.cli.metrics_page import fetch
-from tests.engine.harness.conversations import (
-    Conversation,
-    converse,
-    make_conversations,
-    turns_of,
-)
-from tests.engine.harness.ours import (
-    assert_nothing_went_wrong,
-    assert_own_pages_of_kv,
-    assert_restored_from_l3,
-    our_server,
-)
-from tests.engine.harness.quantised import KINDS, quantised
-from tests.engine.harness.reference import assert_equal_tokens
+from bench.harness.models import LAYERS
+from bench.harness.server import Server, ServerOptions
+from tests.engine.harness.conversations import converse, make_conversations
+from tests.engine.harness.ours import assert_nothing_went_wrong, assert_own_pages_of_kv, our_server
 
 pytestmark = pytest.mark.engine
-
-EXACT = {"HCACHE_CPU_EXACT_SUMS": "1"}
-INDEPENDENT = [kind for kind in KINDS if kind != "batch"]
-SHORT = "blocks"
-
-
-def long_but(*short: str) -> list[object]:
-    """Kinds whose scales do not depend on the batch, all but some of them marked as long."""
-    return [
-        pytest.param(kind, marks=() if kind in short else pytest.mark.long) for kind in INDEPENDENT
-    ]
-
-
-def assert_replies_without_cache(
-    model: Path, folder: Path, conversations: Sequence[Conversation]
-) -> None:
-    plain = ServerOptions(model, folder / "plain.log", cache="none", extra_env=EXACT)
-    with Server(plain) as server:
-        for turn in turns_of(conversations):
-            want = server.generate(turn.prompt, len(turn.reply.output_ids))
-            assert want.cached == CachedTokens(0, 0, 0)
-            assert_equal_tokens(turn.reply.output_ids, want.output_ids)
-
-
-@pytest.mark.parametrize("kind", long_but(SHORT))
-def test_fronts_are_recomputed_beside_k_and_v(kind: str, tmp_path: Path) -> None:
-    model = quantised(build_model("qwen3", tmp_path), tmp_path, kind)
-    options = our_server(
-        model, tmp_path, hcache={"mode": "kv", "recompute_ms": 1e4}, metrics=True, extra_env=EXACT
-    )
-    conversations = make_conversations(2, turns=3, tokens=400)
-    with Server(options) as server:
-        converse(server, conversations)
-        assert "not used: recomputation" not in server.log_text()
-        assert fetch(server.url).counters["l3_tokens"].get("recomputed", 0) > 0
-        assert_own_pages_of_kv(server)
-        assert_nothing_went_wrong(server)
-    assert_restored_from_l3(conversations, 64)
-    assert_replies_without_cache(model, tmp_path, conversations)
 
 
 def fp8_kv(model: Path, folder: Path, scale: float) -> ServerOptions:

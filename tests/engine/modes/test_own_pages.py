@@ -11,13 +11,7 @@ from typer.testing import CliRunner
 
 from bench.harness.server import Server, ServerOptions
 from hcache_backend.cli.main import app
-from tests.engine.harness.conversations import (
-    Conversation,
-    ask,
-    converse,
-    make_conversations,
-    random_tokens,
-)
+from tests.engine.harness.conversations import ask, converse, make_conversations
 from tests.engine.harness.ours import (
     assert_no_cache_output,
     assert_nothing_went_wrong,
@@ -71,17 +65,3 @@ def test_two_servers_that_start_at_once_find_each_others_pages(model: Path, tmp_
         assert ", as the store has it: hcache plan --apply" in server.log_text()
     assert changed.turns[0].cached.storage == 0
     assert_no_cache_output(model, [*conversations, changed])
-
-
-@pytest.mark.long
-def test_pages_of_both_kinds_live_in_one_store_and_never_meet(model: Path, tmp_path: Path) -> None:
-    asked: list[Conversation] = []
-    for number, pages in enumerate(("own", "plain", "own", "plain")):
-        hcache = {"mode": {"own": "kv"}.get(pages, pages)}
-        options = our_server(model, tmp_path, hcache=hcache, log=tmp_path / f"{number}.log")
-        with Server(options) as server:
-            asked += ask(server, [random_tokens(300, seed=8)])
-            assert f"hcache: KV mode, {pages} pages: " in server.log_text()
-            assert_nothing_went_wrong(server)
-    assert [c.turns[0].cached.storage for c in asked] == [0, 0, 256, 256]
-    assert_no_cache_output(model, asked)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from bench.harness.drafts import accepted, drafting, drafting_by_packed_layers
+from bench.harness.drafts import accepted, drafting
 from bench.harness.server import Server, ServerOptions
 from tests.engine.harness.conversations import Conversation, converse, make_conversations, turns_of
 from tests.engine.harness.ours import (
@@ -180,19 +180,3 @@ def test_pages_of_another_draft_are_not_taken_for_those_of_this_one(
             assert_nothing_went_wrong(server)
         storage = conversation.turns[0].cached.storage
         assert storage == (192 if before > 20 and seed == 0 else 0)
-
-
-@pytest.mark.long
-def test_packed_draft_layers_keep_plain_pages(model_cache: Path, tmp_path: Path) -> None:
-    drafts = drafting_by_packed_layers(tmp_path)
-    options = our_server(
-        drafts.model, tmp_path, hcache={"mode": "auto"}, page_size=16, extra_args=drafts.arguments
-    )
-    with Server(options) as server:
-        conversations = converse(server, make_conversations(2, turns=3, tokens=200))
-        assert_restored_from_l3(conversations, 16)
-        assert_nothing_went_wrong(server)
-        assert "KV mode, plain pages: speculative decoding with MTP" in server.log_text()
-    assert drafts_without_a_cache(options, tmp_path, conversations) == [
-        accepted(turn.reply) for turn in turns_of(conversations)
-    ]

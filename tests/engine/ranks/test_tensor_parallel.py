@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from bench.harness.server import Server
-from hcache_backend.cli.metrics_page import fetch
 from tests.engine.harness.conversations import (
     converse,
     converse_at_random,
@@ -20,7 +19,6 @@ from tests.engine.harness.ours import (
     assert_hidden_mode,
     assert_no_cache_output,
     assert_no_cache_replies_up_to_ties,
-    assert_nothing_went_wrong,
     assert_restored_from_l3,
     assert_sound_own_pages,
     extra_config,
@@ -83,37 +81,6 @@ def test_each_rank_stores_half_and_any_number_of_ranks_reads_it(
     sizes = (size(paths) / len(paths) - headers for _, paths in sorted(found.items()))
     whole, *halves = sizes
     assert halves == [whole / 2] * 2
-    assert_no_cache_output(model, conversations)
-
-
-@pytest.mark.parametrize("name", [pytest.param("recompute", marks=pytest.mark.long), "mixed"])
-def test_first_layers_are_recomputed_by_all_ranks_together(
-    name: str, model: Path, tmp_path: Path
-) -> None:
-    """At the load, and slice by slice while the rest of a hit is still being read."""
-    layers = {"recompute": partition(1, 3, 0), "mixed": partition(1, 2, 1)}[name]
-    in_step = tmp_path / "in-step"
-    in_step.touch()
-    options = our_server(
-        model,
-        tmp_path,
-        tp=2,
-        hcache={"partition": layers},
-        max_total_tokens=2048,
-        metrics=True,
-        extra_args=WATCHDOG,
-        extra_env=faulty("batches_in_step", in_step),
-    )
-    with Server(options) as server:
-        conversations = make_conversations(3, turns=3, tokens=200)
-        converse(server, conversations, concurrent=True)
-        counted = fetch(server.url).counters["tokens"]
-        assert 0 < counted["eager_recomputed"] <= counted["eager"]
-        assert_hidden_mode(server)
-        assert "not used: recomputation" not in server.log_text()
-        assert_nothing_went_wrong(server)
-    assert_restored_from_l3(conversations, 64)
-    assert set(shares(tmp_path)) == {"0of2", "1of2"}
     assert_no_cache_output(model, conversations)
 
 

@@ -17,7 +17,6 @@ ITEMS = torch.tensor([3, 1, 0])
 
 
 def slots_of(items: torch.Tensor, size: int) -> torch.Tensor:
-    """Slots of the tokens of pages of the pool."""
     return (items[:, None] * size + torch.arange(size)).flatten()
 
 

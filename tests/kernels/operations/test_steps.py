@@ -1,11 +1,19 @@
-"""The kernels that a step begins and ends with against their torch references, to the byte."""
+"""The kernels of a step and of both stages against their torch references, to the byte."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from hcache_kernels.staging import NOWHERE, WRONG_STEP
+from hcache_kernels.staging import (
+    NOWHERE,
+    WRONG_STEP,
+    StagedRows,
+    save_launch,
+    save_rows,
+    stage_launch,
+    stage_rows,
+)
 from hcache_kernels.steps import StepPlaces, begin_launch, begin_rows, judge_launch, judge_rows
 from tests.kernels.operations.conftest import finish, host
 
@@ -58,3 +66,101 @@ def test_judge_rows(device: str, layers: int, n: int) -> None:
     judge_launch(marks.to(device), 17, got[:n]).run()
     finish()
     assert got.tolist() == [*want, 0xEE]
+
+
+STAGED = 9
+
+
+def buffer(layers: int, row_bytes: int, device: str) -> StagedRows:
+    return StagedRows(
+        torch.full((layers, STAGED, row_bytes), 0xEE, dtype=torch.uint8, device=device),
+        torch.zeros((layers, STAGED), dtype=torch.int64, device=device),
+    )
+
+
+@pytest.mark.parametrize("row_bytes", [1, 6, 12, 160, 3000, 8192])
+def test_stage_rows(device: str, row_bytes: int) -> None:
+    torch.manual_seed(row_bytes)
+    n = 5
+    rows = torch.randint(0, 256, (n, row_bytes), dtype=torch.uint8, device=device)
+    places = torch.randperm(STAGED, device=device)[:n]
+    step = torch.tensor([41], device=device)
+    got, want = buffer(2, row_bytes, device), buffer(2, row_bytes, "cpu")
+    stage_launch(rows, places, step, got, 1).run()
+    stage_rows(rows.cpu(), places.cpu(), step.cpu(), want, 1)
+    assert torch.equal(got.rows.cpu(), want.rows)
+    assert torch.equal(got.marks.cpu(), want.marks)
+    assert (want.marks == 41).sum() == n
+    assert (want.rows[0] == 0xEE).all()
+
+
+def test_rows_without_a_place_leave_the_buffer_alone(device: str) -> None:
+    """Also one that is gone, as where hidden mode was refused behind the recording of graphs."""
+    rows = torch.randint(0, 256, (4, 160), dtype=torch.uint8, device=device)
+    places = torch.tensor([NOWHERE, 2, NOWHERE, NOWHERE], device=device)
+    step = torch.tensor([41], device=device)
+    got, want = buffer(1, 160, device), buffer(1, 160, "cpu")
+    want.rows[0, 2], want.marks[0, 2] = rows[1].cpu(), 41
+    stage_launch(rows, places, step, got, 0).run()
+    assert torch.equal(got.rows.cpu(), want.rows)
+    assert torch.equal(got.marks.cpu(), want.marks)
+    none = torch.full_like(places, NOWHERE)
+    gone = StagedRows(got.rows[:, :0], got.marks[:, :0])
+    stage_launch(rows, none, step, gone, 0).run()
+    stage_rows(rows.cpu(), none.cpu(), step.cpu(), want, 0)
+    assert torch.equal(got.rows.cpu(), want.rows)
+    assert torch.equal(got.marks.cpu(), want.marks)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("columns", [16, 48])
+def test_stage_rows_that_are_part_of_something_wider(
+    device: str, columns: int, dtype: torch.dtype
+) -> None:
+    wide = torch.randn(5, 64, device=device).to(dtype)
+    rows = wide[:, 3 : 3 + columns]
+    row_bytes = columns * dtype.itemsize
+    got, want = buffer(1, row_bytes, device), buffer(1, row_bytes, "cpu")
+    places, step = torch.arange(5, device=device), torch.tensor([7], device=device)
+    stage_launch(rows, places, step, got, 0).run()
+    stage_rows(rows.cpu(), places.cpu(), step.cpu(), want, 0)
+    assert torch.equal(want.rows[0, :5].view(dtype), rows.cpu())
+    assert torch.equal(got.rows.cpu(), want.rows)
+
+
+@pytest.mark.parametrize(
+    ("page_size", "row_bytes", "n", "kept"),
+    [
+        *((size, width, 7, None) for size in (1, 4, 16) for width in (1, 6, 160, 3000)),
+        *((8, 24, 20, kept) for kept in (range(0, 4), range(4, 8), range(6, 8), range(3, 4))),
+    ],
+)
+def test_save_rows(device: str, page_size: int, row_bytes: int, n: int, kept: range | None) -> None:
+    """Rows of tokens outside ``kept`` go nowhere; the segments are as short as that share."""
+    torch.manual_seed(page_size)
+    layers, pages, device_pages = 3, 12, 8
+    share = kept or range(page_size)
+    segment = len(share) * row_bytes
+    segments = torch.tensor([16, 16 + segment, 16 + 3 * segment])
+    page_bytes = 16 + 5 * segment
+    page_bytes += -page_bytes % (16 if row_bytes % 16 == 0 else 8)
+    arena = torch.full((pages, page_bytes), 0xEE, dtype=torch.uint8)
+    staged = torch.randint(0, 256, (layers, n + 2, row_bytes), dtype=torch.uint8)[:, 1 : n + 1]
+    slots = torch.randperm(device_pages * page_size)[:n]
+    shadows = torch.randperm(pages)[:device_pages]
+    expected = arena.clone()
+    for layer in range(layers):
+        for i, slot in enumerate(slots.tolist()):
+            if slot % page_size in share:
+                start = int(segments[layer]) + (slot % page_size - share.start) * row_bytes
+                expected[shadows[slot // page_size], start : start + row_bytes] = staged[layer, i]
+    want = arena.clone()
+    save_rows(staged, slots, shadows, want, segments, page_size, kept)
+    assert torch.equal(want, expected)
+    got = host(*arena.shape, value=0xEE)
+    places = (slots.to(device), shadows.to(device))
+    staged, segments = staged.to(device), segments.to(device)
+    programs = page_size  # one for all rows, or more than there are
+    save_launch(staged, *places, got, segments, page_size, share, programs).run()
+    finish()
+    assert torch.equal(got, want)

@@ -130,6 +130,20 @@ def test_a_request_asks_for_exactly_so_many_tokens() -> None:
     assert "input_ids" not in text_body
 
 
+def test_a_reply_may_end_at_the_token_that_ends_a_message() -> None:
+    seen: list[Any] = []
+    end = chunk([7, 2], 2, True, finish_reason={"type": "stop"})
+    handler = streams(chunk([7], 1), end, seen=seen)
+
+    async def one(client: StreamingClient) -> Reply:
+        return await client.generate([1], 3, ignore_eos=False)
+
+    reply = asyncio.run(ask("/generate", handler, one))
+    assert reply.stopped and reply.output_ids == [7, 2]
+    assert seen[0][0]["sampling_params"]["ignore_eos"] is False
+    assert not generate(streams(chunk([7], 1, True))).stopped
+
+
 def split(**tokens: int) -> dict[str, Any]:
     return {"cached_tokens": sum(tokens.values()), "cached_tokens_details": tokens}
 

@@ -82,7 +82,6 @@ class Machine:
         return step is not None and self.capture.end(step, replayed=replay > 0)
 
     def hold_transfers(self) -> threading.Event:
-        """From now on, transfers wait for the event."""
         gate = threading.Event()
         self.capture._transfer.run(gate.wait)
         return gate
@@ -102,6 +101,17 @@ class Machine:
             assert torch.equal(self.stored(slot), self.rows[slot]), slot
             assert self.arena._positions[slot] == self.tokens[slot][0]
             assert self.arena._token_ids[slot] == self.tokens[slot][1]
+
+    def assert_captured(self, slots: list[int]) -> None:
+        """All that is on its way arrives, and the rows of ``slots`` are stored and proven."""
+        self.settle()
+        self.assert_stored(slots)
+        assert self.proven(slots)
+
+    def overwrite(self) -> None:
+        """Replay a recorded graph of four rows, of a step that is not captured."""
+        for layer in range(LAYERS):
+            self.staging.stage(layer, torch.full((4, WIDTH), 9.0), 4)
 
     def proven(self, slots: list[int]) -> bool:
         return bool((self.arena._rows[slots] == 2).all())

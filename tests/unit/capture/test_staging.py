@@ -57,17 +57,14 @@ def test_a_stalled_writer_holds_up_neither_the_cpu_nor_the_forward_pass(
     assert not blocked.query()  # ... and the device's stream is what waits
     gate.set()
     blocked.synchronize()
-    machine.settle()
-    machine.assert_stored(slots(0, 1, 2, 4))
+    machine.assert_captured(slots(0, 1, 2, 4))
 
 
 def test_a_short_step_moves_layer_by_layer_where_it_is_told_to(machine: Machine) -> None:
     machine.capture.most_at_once = SIZE - 1
     assert machine.forward(slots(1))
     assert machine.capture._ring is not None
-    machine.settle()
-    machine.assert_stored(slots(1))
-    assert machine.proven(slots(1))
+    machine.assert_captured(slots(1))
 
 
 def test_long_steps_in_a_row_wait_only_for_the_parts_that_they_use(machine: Machine) -> None:
@@ -83,8 +80,7 @@ def test_long_steps_in_a_row_wait_only_for_the_parts_that_they_use(machine: Mach
     assert machine.forward(others, before=lambda _: waits.append(capture.waits_for_staging))
     assert waits[1] == 0 < capture.waits_for_staging
     gates[0].set()
-    machine.settle()
-    machine.assert_stored([*long, *others])
+    machine.assert_captured([*long, *others])
 
 
 def test_a_step_longer_than_staging_is_not_captured(machine: Machine) -> None:
@@ -93,8 +89,7 @@ def test_a_step_longer_than_staging_is_not_captured(machine: Machine) -> None:
     machine.settle()
     assert not machine.arena._rows.any()
     assert machine.forward(slots(5))
-    machine.settle()
-    machine.assert_stored(slots(5))
+    machine.assert_captured(slots(5))
 
 
 @pytest.mark.parametrize("tokens", [4, 16])
@@ -131,12 +126,9 @@ def test_a_step_that_cannot_begin_is_lost_alone(
         with pytest.raises(torch.OutOfMemoryError):
             machine.capture.begin(*[torch.tensor(slots(2))] * 3)
         machine.capture.give_up_step()
-    for layer in range(LAYERS):
-        machine.staging.stage(layer, torch.full((4, WIDTH), 9.0), 4)
+    machine.overwrite()
     gate.set()
-    machine.settle()
-    machine.assert_stored(slots(1))
-    assert machine.proven(slots(1))
+    machine.assert_captured(slots(1))
     assert machine.forward(slots(3))
 
 
@@ -147,12 +139,10 @@ def test_a_replay_that_is_not_captured_leaves_the_memory_of_a_long_step_alone(
     long = slots(1, 2, 3, 4)[: PLACES + 1]
     assert machine.forward(long)
     machine.capture.skip()
-    for layer in range(LAYERS):
-        machine.staging.stage(layer, torch.full((4, WIDTH), 9.0), 4)
+    machine.overwrite()
     time.sleep(0.05)  # the device does what it may do by now
     gate.set()
-    machine.settle()
-    machine.assert_stored(long)
+    machine.assert_captured(long)
 
 
 def test_a_replay_leaves_memory_alone_that_was_given_back(machine: Machine) -> None:
@@ -235,7 +225,5 @@ def test_two_hundred_steps_with_random_delays_on_every_stream(
         replay = min(PLACES, n + rng.randrange(3)) if n <= PLACES and rng.random() < 0.5 else 0
         assert machine.forward(chosen, replay=replay)
         captured.update(chosen)
-    machine.settle()
-    machine.assert_stored(sorted(captured))
-    assert machine.proven(sorted(captured))
+    machine.assert_captured(sorted(captured))
     assert machine.capture.ledger.tokens_missing == 0

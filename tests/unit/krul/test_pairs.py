@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
 from torch.utils.flop_counter import FlopCounterMode
 
-from bench.accuracy.probes import LayerProbe
+from bench.accuracy.engine import LayerProbe
 from hcache_backend.krul.pairs import (
     PROBE_TOKENS,
     PairChoice,

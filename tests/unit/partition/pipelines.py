@@ -53,7 +53,6 @@ def all_partitions(layers: int) -> list[Partition]:
 
 
 def public_model(name: str) -> ModelShape:
-    """The model of a file in ``configs``."""
     return read_model(CONFIGS / f"{name}.json")
 
 

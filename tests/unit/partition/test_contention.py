@@ -111,14 +111,12 @@ class Launched:
 
 
 def gpu_streams(ways: dict[int | None, Way], monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the streams that the measurement makes."""
     gpu = Gpu(ways, 1.5e-3)
     measured(gpu, monkeypatch)
     return gpu.streams
 
 
 def measured(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> tuple[CopySpeed, ...]:
-    """What the measurement finds on ``gpu``."""
     fakes: dict[str, Any] = {
         "new_stream": gpu.new_stream,
         "current_stream": lambda device: FakeStream(gpu, "current"),

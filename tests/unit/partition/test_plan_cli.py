@@ -1,9 +1,10 @@
-"""``hcache plan`` and ``hcache profile``, as a user calls them."""
+"""``hcache plan`` and ``hcache profile`` as a user calls them; records; fleets of servers."""
 
 from __future__ import annotations
 
 import builtins
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,20 @@ import torch
 from typer.testing import CliRunner, Result
 
 from hcache_backend.cli.main import app
+from hcache_backend.config import parse_config
 from hcache_backend.plan import measure
+from hcache_backend.plan.fleet import Conversations, FleetPlan
+from hcache_backend.plan.plan import PartitionPlan
 from hcache_backend.plan.presets import preset_profile
 from hcache_backend.plan.profile import CopyWay, Rate
+from hcache_backend.plan.record import (
+    PartitionRecord,
+    find_record,
+    record_name,
+    records,
+    save_record,
+)
+from hcache_backend.store import PageStore
 from tests.unit.partition.pipelines import CONFIGS, public_model
 
 RUNNER = CliRunner()
@@ -73,23 +85,23 @@ def test_every_architecture_is_planned(path: Path, hardware: str) -> None:
         assert not pays
 
 
-@pytest.mark.parametrize("name", ["llama-3-8b", "qwen3-8b"])
-def test_gqa_says_that_hidden_states_do_not_pay(name: str) -> None:
-    found = plan(name, "h200")
+@pytest.mark.parametrize(
+    ("name", "tp", "said"),
+    [
+        ("llama-3-8b", 1, "6,272 bytes per token and layer, KV takes 3,136 (GQA)"),
+        ("qwen3-8b", 1, "6,272 bytes per token and layer, KV takes 3,136 (GQA)"),
+        ("deepseek-v3", 8, "14,336 bytes per token and layer, KV takes 1,152 (MLA)"),
+    ],
+)
+def test_where_hidden_states_do_not_pay_the_plan_says_so(name: str, tp: int, said: str) -> None:
+    found = plan(name, "h200", "--tp", tp)
     assert found["l3"] == "none"
-    assert found["layers"]["hidden"] == 0
-    assert found["layers"]["kv"] == found["model"]["layers"]
+    assert found["layers"] == {"recompute": 0, "hidden": 0, "kv": found["model"]["layers"]}
     (note,) = (note for note in found["notes"] if "do not pay" in note)
-    assert "6,272 bytes per token and layer, KV takes 3,136 (GQA)" in note
-    assert f"{found['layers']['kv']} layers loaded as KV" in note
-    text = hcache("plan", "-m", CONFIGS / f"{name}.json", "-w", "h200").stdout
+    assert said in note and f"{found['layers']['kv']} layers loaded as KV" in note
+    assert any("served in KV mode" in note for note in found["notes"]) is ("MLA" in said)
+    text = hcache("plan", "-m", CONFIGS / f"{name}.json", "-w", "h200", "--tp", tp).stdout
     assert note in text.replace("\n", " ")
-
-
-def test_mla_says_what_the_server_does_instead() -> None:
-    notes = " ".join(plan("deepseek-v3", "h200", "--tp", 8)["notes"])
-    assert "14,336 bytes per token and layer, KV takes 1,152 (MLA)" in notes
-    assert "served in KV mode" in notes
 
 
 def test_reading_l3_first_is_slower_and_pictured(tmp_path: Path) -> None:
@@ -102,6 +114,10 @@ def test_reading_l3_first_is_slower_and_pictured(tmp_path: Path) -> None:
     done = hcache(*("plan", "-m", model, "-w", "a100-40g"), *layerwise, *options, "--plot", picture)
     assert done.exit_code == 0, done.output
     assert picture.read_bytes().startswith(b"\x89PNG")
+    text = hcache(
+        "plan", "-m", CONFIGS / "llama-2-13b.json", "-w", "h100", "--tokens", 16384
+    ).stdout
+    assert "1 layer recomputed, 39 layers from hidden states" in text
 
 
 # Model, ranks -> where L3 is in a restore by a server with default options. Where it is read during
@@ -222,13 +238,6 @@ def test_either_path_tells_what_the_other_takes() -> None:
     assert eager["predicted_ms"]["mix"] < layerwise["predicted_ms"]["mix"]
 
 
-def test_the_text_shows_the_partition() -> None:
-    text = hcache(
-        "plan", "-m", CONFIGS / "llama-2-13b.json", "-w", "h100", "--tokens", 16384
-    ).stdout
-    assert "1 layer recomputed, 39 layers from hidden states" in text
-
-
 def test_float32_models_are_served_in_16_bits_on_a_gpu(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(TINY))
@@ -337,11 +346,9 @@ def test_ways_to_copy_are_shown_with_the_one_that_is_used(
     lines = [" ".join(line.split()) for line in done.stdout.splitlines()]
     assert "kernel, 16 programs (used) 55.0 GB/s 52.5 GB/s 93%" in lines
     assert "copy engine 56.0 GB/s 40.0 GB/s 100%" in lines
-
-
-def test_a_profile_is_printed_as_json(tiny: Path, tmp_path: Path) -> None:
     done = hcache("profile", "-m", tiny, "-d", tmp_path, "--seconds", "0.02", "--json")
-    assert json.loads(done.stdout)["model"]["hidden"] == 64
+    found = json.loads(done.stdout)
+    assert found["model"]["hidden"] == 64 and found["copies"][0]["programs"] == 16
 
 
 def test_a_device_without_room_is_said(
@@ -362,3 +369,186 @@ def test_profile_names_bad_input(tiny: Path, tmp_path: Path) -> None:
     text = tmp_path / "a file"
     text.write_text("")
     assert "a file" in said("profile", "-m", tiny, "-d", text / "pages", "--seconds", "0.02")
+
+
+SHAPE = public_model("llama-2-7b")
+NAME = record_name(b"k" * 16)
+RECORD = PartitionRecord(
+    model="m",
+    reason="by an option",
+    recompute=0,
+    hidden=0,
+    kv=32,
+    shape=SHAPE,
+    tokens=4096,
+    tp=1,
+    l3="none",
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "store"
+    config = parse_config({"dirs": [str(folder)], "min_free_bytes": 0}, "test")
+    PageStore(config, b"writer-1", background=False).close()
+    save_record(folder, NAME, RECORD, replace=False)
+    return folder
+
+
+def check_of(folder: Path, subject: str) -> tuple[str, str]:
+    """What ``hcache doctor`` says of it."""
+    checks = json.loads(hcache("doctor", "-d", folder, "--json").stdout)["checks"]
+    [check] = [check for check in checks if check["subject"] == f"{folder}: {subject}"]
+    return check["verdict"], check["detail"]
+
+
+def partition_check(folder: Path) -> tuple[str, str]:
+    return check_of(folder, "partition of m")
+
+
+def test_the_first_record_stays_whoever_comes_later(folder: Path) -> None:
+    later = RECORD.model_copy(update={"hidden": 32, "kv": 0, "reason": "by another profile"})
+    save_record(folder, NAME, later, replace=False)
+    assert find_record([folder.parent / "none", folder], NAME) == RECORD
+    save_record(folder, NAME, later, replace=True)
+    assert find_record([folder], NAME) == later
+    assert [name for name, _ in records(folder)] == [NAME]
+    assert {path.name for path in folder.iterdir() if path.name.startswith(".part")} == set()
+
+
+def test_a_record_that_cannot_be_read_is_none(folder: Path) -> None:
+    (folder / NAME).write_text("{")
+    assert find_record([folder], NAME) is None
+    assert list(records(folder)) == []
+
+
+def test_a_store_with_a_record_opens_again(folder: Path) -> None:
+    config = parse_config({"dirs": [str(folder)], "min_free_bytes": 0}, "test")
+    PageStore(config, b"writer-2", background=False).close()
+
+
+def test_doctor_says_when_another_partition_is_faster_and_plan_changes_it(folder: Path) -> None:
+    assert partition_check(folder) == ("good", "32 layers loaded as KV: by an option")
+    preset = preset_profile("a100-40g", 0)
+    preset.model_copy(update={"model": SHAPE}).save(folder / "profile-1.json")
+    verdict, detail = partition_check(folder)
+    assert verdict == "fair"
+    assert "times as fast with " in detail and "hcache plan --apply" in detail
+    plan("llama-2-7b", folder / "profile-1.json", "--tokens", 4096, "--apply", folder)
+    verdict, detail = partition_check(folder)
+    assert verdict == "good"
+    assert "layers from hidden states" in detail and detail.endswith(": hcache plan --apply")
+
+
+@pytest.mark.parametrize(
+    ("ways", "detail"),
+    [
+        (
+            (CopyWay(programs=16, alone=5.5e10, beside=5.25e10, products=0.934),),
+            "kernel, 16 programs: 52.5 GB/s beside matrix products (55.0 alone), which keep 93% of "
+            "their speed",
+        ),
+        ((), "measured alone, not during matrix products"),
+    ],
+)
+def test_doctor_says_how_servers_copy(folder: Path, ways: tuple[CopyWay, ...], detail: str) -> None:
+    preset_profile("h100").model_copy(update={"copies": ways}).save(folder / "profile-1.json")
+    assert check_of(folder, "copies to H100 SXM") == ("good", detail)
+
+
+def test_a_partition_is_applied_to_stores_that_know_the_model_only(folder: Path) -> None:
+    other = ("plan", "-m", CONFIGS / "llama-2-13b.json", "-w", "a100-40g")
+    assert "no server has used this model with it yet" in said(*other, "--apply", folder)
+    assert find_record([folder], NAME) == RECORD
+
+
+TOKENS = 8000
+
+
+def fleet(
+    model: str = "llama-3-8b",
+    *,
+    number: int = 1000,
+    turns: float = 6.0,
+    new: int = 500,
+    replicas: int = 1,
+    ssds: int = 4,
+) -> FleetPlan:
+    profile = preset_profile("h100", ssds)
+    plan = PartitionPlan(profile, public_model(model), TOKENS, 1, "auto")
+    return FleetPlan(plan, Conversations(number, turns, new), replicas)
+
+
+def test_l3_holds_every_conversation_with_its_last_turn() -> None:
+    assert fleet().l3_bytes == 1000 * (TOKENS + 500) * 32 * 4096
+
+
+def test_rates_are_turns_times_bytes() -> None:
+    found = fleet(number=3600, turns=2.0)
+    assert found.turns_per_second == pytest.approx(2.0)
+    assert found.read_rate == pytest.approx(2.0 * TOKENS * 32 * 4096)
+    assert found.write_rate == pytest.approx(2.0 * 500 * 32 * 4096)
+    assert found.network_rate == 0, "one replica"
+
+
+def test_a_resource_is_busy_for_its_part_of_a_turn() -> None:
+    found = fleet(number=3600, turns=1.0)
+    assert found.busy["l3"] == pytest.approx(TOKENS * 32 * 4096 / (4 * 6.9e9))
+    assert found.busy["l3"] > found.busy["bus"] > 0
+    assert found.busy["compute"] < found.recompute_busy
+
+
+def test_replicas_share_the_turns() -> None:
+    one, four = fleet(), fleet(replicas=4)
+    for resource, share in one.busy.items():
+        assert four.busy[resource] == pytest.approx(share / 4)
+    assert four.network_rate == pytest.approx(one.read_rate / 4 * 3 / 4)
+    assert four.most_conversations == pytest.approx(4 * one.most_conversations, rel=1e-3)
+
+
+def test_with_the_most_conversations_one_resource_works_all_the_time() -> None:
+    found = fleet()
+    most = fleet(number=found.most_conversations)
+    assert most.busy[most.binds] == pytest.approx(1, rel=1e-3)
+    assert max(most.busy.values()) <= 1
+    assert fleet(number=2 * found.most_conversations).l2_bytes is None, "turns pile up"
+
+
+def test_l2_grows_with_the_turns_under_way() -> None:
+    few, many = fleet(number=10), fleet(number=fleet().most_conversations * 9 // 10)
+    assert few.l2_bytes == (TOKENS + 500) * 32 * 4096, "one turn at least"
+    assert many.l2_bytes is not None and many.l2_bytes > 5 * few.l2_bytes
+
+
+def test_hits_that_are_refused_are_computed_and_not_read() -> None:
+    slow = preset_profile("h100").model_copy(update={"l3": Rate(per_second=5e8)})
+    read = fleet("llama-2-7b", ssds=1)
+    assert not read.plan.refused and read.busy["l3"] == pytest.approx(
+        read.turns_per_second * TOKENS * 32 * 8192 / 6.9e9
+    ), "all of it, however much of it an idle server would recompute"
+    found = replace(read, plan=replace(read.plan, profile=slow))
+    assert found.plan.refused
+    assert found.read_rate == found.busy["l3"] == found.busy["bus"] == 0
+    assert found.busy["compute"] == pytest.approx(found.recompute_busy)
+
+
+SERVERS_OF_USERS = ("--ssds", 4, "--tokens", TOKENS, "--replicas", 8, "--users", 100_000)
+
+
+def test_the_command_says_it_and_that_it_is_computed() -> None:
+    found = plan("llama-3-8b", "h100", *SERVERS_OF_USERS)
+    report = found["fleet"]
+    assert found["bytes_per_token"] == 32 * 3136, "encoded"
+    plain = plan("llama-3-8b", "h100", *SERVERS_OF_USERS, "--codec", "none")
+    assert plain["fleet"] == json.loads(json.dumps(fleet(number=100_000, replicas=8).report()))
+    assert report["l3_bytes"] == plain["fleet"]["l3_bytes"] * 3136 // 4096
+    model = ("plan", "-m", CONFIGS / "llama-3-8b.json", "-w", "h100")
+    text = hcache(*model, *SERVERS_OF_USERS).stdout
+    assert "100,000 conversations" in text and "not measured" in text
+    assert f"With {report['most_conversations']:,} conversations" in text
+
+
+@pytest.mark.parametrize("option", ["--users", "--replicas", "--new-tokens", "--turns-per-hour"])
+def test_numbers_that_make_no_sense_are_refused(option: str) -> None:
+    model = ("plan", "-m", CONFIGS / "llama-3-8b.json", "-w", "h100")
+    assert option in said(*model, "--users", 10, option, 0)

@@ -10,6 +10,7 @@ import torch
 from hcache_backend.format.page import RECOMPUTED, PageLayout, hidden_layer, kv_layer
 from hcache_backend.restore.layers import Recompute, RestoredLayer
 from hcache_backend.restore.pipeline import RestorePipeline
+from hcache_backend.restore.report import RunningRestore
 from hcache_backend.streams import current_stream
 
 SIZE, WIDTH, PAGES, SLOTS = 4, 6, 20, 160
@@ -84,6 +85,18 @@ class Server:
             assert torch.equal(self.k[layer, at], want_k), (layer, page)
             assert torch.equal(self.v[layer, at], want_v), (layer, page)
 
+    def assert_whole(
+        self, restore: RunningRestore, pages: np.ndarray, slots: torch.Tensor, first: int = 0
+    ) -> None:
+        """Wait for the layers from ``first`` on, one after the other; all of them are right."""
+        for layer in range(first, len(self.methods)):
+            restore.wait_for_layer(layer)
+            self.assert_restored(layer, pages.tolist(), slots)
+
+
+def positions_of(pages: np.ndarray) -> list[int]:
+    return [1000 * int(page) + i for page in pages for i in range(SIZE)]
+
 
 def recompute(layers: int, fill: Callable[[np.ndarray, torch.Tensor], None]) -> Recompute:
     """First layers by ``fill``, on the calling thread: the engine runs its forward passes there."""
@@ -91,17 +104,13 @@ def recompute(layers: int, fill: Callable[[np.ndarray, torch.Tensor], None]) -> 
 
 
 def some(pages: int, seed: int = 0) -> tuple[np.ndarray, torch.Tensor]:
-    """Pages in any order, and as many slots, in any order too."""
     rng = np.random.default_rng(seed)
     chosen = rng.permutation(PAGES)[:pages].astype(np.int64)
     return chosen, torch.from_numpy(rng.permutation(SLOTS)[: pages * SIZE])
 
 
 def wait(server: Server, pages: np.ndarray, slots: torch.Tensor) -> None:
-    restore = server.pipeline.start(pages, slots)
-    for layer in range(len(server.methods)):
-        restore.wait_for_layer(layer)
-        server.assert_restored(layer, pages.tolist(), slots)
+    server.assert_whole(server.pipeline.start(pages, slots), pages, slots)
 
 
 def without_first_layer(server: Server) -> RestorePipeline:

@@ -11,18 +11,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hcache_backend.restore import parts, pipeline
 from hcache_backend.restore.layers import Recompute
 from hcache_backend.restore.report import RunningRestore
-from hcache_backend.restore.ring import RUN_AHEAD, ring_bytes
-from hcache_backend.streams import Event, StreamFailed, WorkerStream, new_stream
+from hcache_backend.restore.ring import RUN_AHEAD, Ring, ring_bytes
+from hcache_backend.streams import Event, Stream, StreamFailed, Work, WorkerStream, new_stream
 from tests.unit.restore.pipeline_server import (
     PAGES,
     SIZE,
     SLOTS,
     WIDTH,
     Server,
+    positions_of,
     recompute,
     some,
     wait,
@@ -108,8 +111,7 @@ def test_copies_run_ahead_of_a_stalled_projection_until_the_ring_is_full() -> No
         assert copied.acquire(timeout=240)
     assert not copied.acquire(timeout=0.05)
     gate.set()
-    restore.wait_for_layer(7)
-    server.assert_restored(7, pages.tolist(), slots)
+    server.assert_whole(restore, pages, slots)
 
 
 def test_segments_of_kv_do_not_wait_for_projections() -> None:
@@ -131,9 +133,7 @@ def test_layers_that_are_somebody_elses_are_left_alone() -> None:
     pipeline = without_first_layer(server)
     pages, slots = some(3)
     restore = pipeline.start(pages, slots, first_layer=2)
-    restore.wait()
-    for layer in (2, 3):
-        server.assert_restored(layer, pages.tolist(), slots)
+    server.assert_whole(restore, pages, slots, first=2)
     assert server.k[:2].isnan().all()
     assert len(restore.layers) == 4
 
@@ -148,10 +148,9 @@ def test_a_restore_right_behind_another_does_not_disturb_it() -> None:
     for restore, *_ in started:
         restore.wait()  # K and V of the last layer do not wait for projections before
     seen = torch.zeros(SLOTS, dtype=torch.bool)
-    for _, pages, slots in reversed(started):  # the last one to write a slot has it
+    for restore, pages, slots in reversed(started):  # the last one to write a slot has it
         if not seen[slots].any():
-            for layer in range(5):
-                server.assert_restored(layer, pages.tolist(), slots)
+            server.assert_whole(restore, pages, slots)
         seen[slots] = True
 
 
@@ -224,12 +223,8 @@ def test_recomputed_layers_take_no_copy_and_come_before_projections(first: int) 
 
     restore = pipeline.start(pages, slots, recompute(first, fill))
     assert restore.failed is None
-    for layer in range(4):
-        restore.wait_for_layer(layer)
-        if layer >= first:
-            server.assert_restored(layer, pages.tolist(), slots)
-    want = [1000 * int(page) + i for page in pages for i in range(SIZE)]
-    assert calls == [(want, slots.tolist())]  # once, with all tokens
+    server.assert_whole(restore, pages, slots, first)
+    assert calls == [(positions_of(pages), slots.tolist())]  # once, with all tokens
     (report,) = pipeline.finished()
     copied = {span.layer for span in report.spans if span.stream == "copy"}
     assert copied == set(range(first, 4))
@@ -276,9 +271,7 @@ def test_nothing_waits_for_room_while_layers_are_recomputed(pages: int) -> None:
 
     restore = server.pipeline.start(chosen, slots, recompute(1, fill))
     assert restore.failed is None
-    for layer in range(1, len(methods)):
-        restore.wait_for_layer(layer)
-        server.assert_restored(layer, chosen.tolist(), slots)
+    server.assert_whole(restore, chosen, slots, first=1)
     assert arrived.is_set()
     assert [parked.puts for parked in parking] == [parked.takes for parked in parking]
     assert sum(parked.puts for parked in parking) > 0
@@ -288,9 +281,7 @@ def test_segments_wait_for_room_where_they_cannot_be_parked() -> None:
     server = Server(["hidden"] * 6, chunk_tokens=2 * SIZE)
     chosen, slots = some(2)
     restore = server.pipeline.start(chosen, slots, recompute(1, lambda *_: time.sleep(0.05)))
-    for layer in range(1, 6):
-        restore.wait_for_layer(layer)
-        server.assert_restored(layer, chosen.tolist(), slots)
+    server.assert_whole(restore, chosen, slots, first=1)
 
 
 def test_layers_of_which_nothing_is_stored_must_be_recomputed() -> None:
@@ -332,8 +323,7 @@ def test_recomputation_is_in_turn_with_forward_passes_and_copies_are_beside_it()
     restore.layers[0].synchronize()
     forward.record().synchronize()
     assert restore.failed is None
-    positions = [1000 * int(page) + i for page in pages for i in range(SIZE)]
-    recomputed = ("hcache-forward", positions, slots.tolist())
+    recomputed = ("hcache-forward", positions_of(pages), slots.tolist())
     assert order == ["forward pass", recomputed, "next forward pass"]
 
 
@@ -358,11 +348,7 @@ def test_copies_of_others_do_not_wait_for_a_recomputation(methods: list[str]) ->
     waiting.wait_until_copied()  # as who writes to host pages next
     gate.set()
     for restore, part in ((waiting, slice(2)), (beside, slice(2, 4))):
-        restore.wait()
-        for layer in range(1, 3):
-            server.assert_restored(
-                layer, pages[part].tolist(), slots.view(-1, SIZE)[part].flatten()
-            )
+        server.assert_whole(restore, pages[part], slots.view(-1, SIZE)[part].flatten(), first=1)
 
 
 def test_a_recomputation_does_not_wait_for_copies_of_layers_above_it() -> None:
@@ -420,9 +406,7 @@ def test_a_recomputation_that_fails_is_told_and_the_other_layers_come() -> None:
 
     restore = server.pipeline.start(pages, slots, recompute(1, fail))
     assert str(restore.failed) == "out of memory"
-    restore.wait()
-    for layer in (1, 2):
-        server.assert_restored(layer, pages.tolist(), slots)
+    server.assert_whole(restore, pages, slots, first=1)
     wait(server, pages, slots)  # the next restore is as good as any
 
 
@@ -438,3 +422,78 @@ def test_a_recomputation_sees_what_the_restore_before_it_wrote() -> None:
 
     behind = server.pipeline.start(np.array([2]), torch.arange(40, 40 + SIZE), recompute(3, fill))
     assert behind.failed is None
+
+
+RING = 24
+
+
+class Use(Event):
+    """The end of a projection that uses some bytes."""
+
+    def __init__(self, part: torch.Tensor) -> None:
+        self.bytes = set(range(part.storage_offset(), part.storage_offset() + len(part)))
+
+
+class Copies(Stream):
+    """Notes what it waits for."""
+
+    def __init__(self) -> None:
+        self.waited: list[Event] = []
+
+    def run(self, work: Work) -> None:
+        raise AssertionError("nothing is to be run")
+
+    def record(self, *, timed: bool = False) -> Event:
+        raise AssertionError("nothing is to be recorded")
+
+    def wait(self, event: Event) -> None:
+        self.waited.append(event)
+
+
+RESTORES = st.lists(
+    st.tuples(st.integers(1, RING), st.lists(st.booleans(), max_size=12), st.booleans()),
+    max_size=8,
+)
+"""Bytes of a part; for each step whether a part is taken or one is given to a projection; whether
+the last part taken stays without one."""
+
+
+@given(RESTORES)
+def test_who_takes_a_part_waits_for_those_that_use_its_memory_and_nobody_else(
+    restores: list[tuple[int, list[bool], bool]],
+) -> None:
+    ring, copies = Ring(torch.zeros(RING, dtype=torch.uint8)), Copies()
+    users: dict[int, Use] = {}  # of each byte, the last one
+    for part_bytes, steps, passes in restores:
+        parts = ring.begin(part_bytes)
+        assert parts == RING // part_bytes
+        held: list[torch.Tensor] = []
+        for takes in steps:
+            if takes and len(held) < parts:
+                copies.waited.clear()
+                part = ring.next(copies)
+                assert len(part) == part_bytes
+                use = Use(part)
+                assert not any(use.bytes & Use(other).bytes for other in held), "still held"
+                due = {id(users[byte]) for byte in use.bytes if byte in users}
+                assert {id(event) for event in copies.waited} == due
+                for byte in use.bytes:  # whoever comes next is behind this copy
+                    users.pop(byte, None)
+                held.append(part)
+            elif held and not takes:
+                use = Use(held.pop(0))
+                ring.used(use)
+                users.update(dict.fromkeys(use.bytes, use))
+        while held and not passes:
+            use = Use(held.pop(0))
+            ring.used(use)
+            users.update(dict.fromkeys(use.bytes, use))
+
+
+def test_parts_go_round_from_where_the_restore_before_ended() -> None:
+    ring, copies = Ring(torch.zeros(RING, dtype=torch.uint8)), Copies()
+    starts = []
+    for part_bytes, taken in ((6, 1), (6, 2), (12, 1), (5, 5)):
+        ring.begin(part_bytes)
+        starts.append([ring.next(copies).storage_offset() for _ in range(taken)])
+    assert starts == [[0], [6, 12], [0], [15, 0, 5, 10, 15]]

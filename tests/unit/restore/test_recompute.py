@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from bench.accuracy.probes import LayerProbe
+from bench.accuracy.engine import LayerProbe
 from hcache_backend.krul.pairs import attention_sums
 from hcache_backend.restore.recompute import (
     Forward,
@@ -135,7 +135,6 @@ class Model:
 
 
 def recomputer_of(forward: Forward, pool: Any, chunk_tokens: int) -> Recomputer:
-    """What recomputes a model whose first layer is number 5."""
     stream = partial(current_stream, "cpu")
     return Recomputer(forward, pool, FIRST, chunk_tokens, stream, LAYERS)
 

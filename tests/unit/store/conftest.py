@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,26 @@ def stores_are_closed() -> Iterator[None]:
 def store(tmp_path: Path) -> PageStore:
     """An empty store in ``tmp_path / "store"``."""
     return open_quiet(tmp_path / "store")
+
+
+@pytest.fixture
+def mount(tmp_path: Path) -> Iterator[Callable[..., Path]]:
+    """Mounts something on a new folder; the test is skipped if that is not allowed."""
+    mounted: list[Path] = []
+
+    def mount(*arguments: str) -> Path:
+        folder = tmp_path / f"mount{len(mounted)}"
+        folder.mkdir()
+        command = ["mount", *arguments, str(folder)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            pytest.skip(f"nothing can be mounted here: {done.stderr.strip()}")
+        mounted.append(folder)
+        return folder
+
+    yield mount
+    for folder in mounted:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
 @pytest.fixture

@@ -5,11 +5,14 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-from collections.abc import Sequence
+import subprocess
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
 
 from hcache_backend.config import HCacheConfig, parse_config
 from hcache_backend.format.envelope import parse_name
@@ -21,6 +24,7 @@ NAMESPACE = b"namespace-------"
 OTHER_NAMESPACE = b"other-namespace-"
 WRITER = b"writer-1"
 PAGE = 16384
+FILE = PAGE + 4096
 
 READER = os.environ.get("HCACHE_TEST_READER", "posix")
 """What reads the pages: ``test_kvikio.py`` runs these tests over the other one."""
@@ -32,19 +36,53 @@ OPENED: list[PageStore] = []
 """Stores that a test may have left open."""
 
 
-class BufferedOps(Ops):
-    """A file system that has no direct I/O."""
+def ops_that(**instead: Callable[..., Any]) -> Any:
+    """File operations, of which some ask a function with their arguments first.
 
-    def open(self, name: str, flags: int, dir_fd: int) -> int:
-        if flags & os.O_DIRECT:
-            raise OSError(errno.EINVAL, "Invalid argument")
-        return super().open(name, flags, dir_fd)
+    It may raise, or return the result. None: the operation is done.
+    """
+
+    def asking(name: str, ask: Callable[..., Any]) -> Callable[..., Any]:
+        def operation(ops: Any, *arguments: Any) -> Any:
+            result = ask(*arguments)
+            return getattr(Ops, name)(ops, *arguments) if result is None else result
+
+        return operation
+
+    return type("OpsOfATest", (Ops,), {name: asking(name, ask) for name, ask in instead.items()})()
+
+
+def failing(
+    error: Exception, fails: Callable[..., bool] = lambda *arguments, **options: True
+) -> Any:
+    """A function that raises ``error`` if its arguments are such."""
+
+    def fail(*arguments: Any, **options: Any) -> None:
+        if fails(*arguments, **options):
+            raise error
+
+    return fail
+
+
+def broken(code: int, fails: Callable[..., bool] = lambda *arguments, **options: True) -> Any:
+    """A function that raises the OSError of ``code`` if its arguments are such."""
+    return failing(OSError(code, os.strerror(code)), fails)
+
+
+def without_direct_io() -> Any:
+    """The operations of a file system that has no direct I/O."""
+    return ops_that(open=broken(errno.EINVAL, lambda name, flags, fd: flags & os.O_DIRECT))
 
 
 @lru_cache(maxsize=512)  # making them takes longer than storing them
 def key(number: int) -> bytes:
     """The key of page ``number``; keys spread over all buckets."""
     return np.random.default_rng(number).bytes(32)
+
+
+def keys(numbers: Iterable[int]) -> list[bytes]:
+    """The keys of pages."""
+    return [key(number) for number in numbers]
 
 
 @lru_cache(maxsize=512)
@@ -100,8 +138,13 @@ def put(
     prefix: Sequence[bytes] = (),
 ) -> list[bool]:
     """Store the pages with these numbers, behind those with the keys ``prefix``."""
-    keys = [key(number) for number in numbers]
-    return store.put(namespace, keys, [[memory(content(name))] for name in keys], prefix=prefix)
+    names = keys(numbers)
+    return store.put(namespace, names, [[memory(content(name))] for name in names], prefix=prefix)
+
+
+def there(store: PageStore, *numbers: int) -> list[bool]:
+    """Which pages the store says that it has."""
+    return store.exists(NAMESPACE, keys(numbers))
 
 
 def get(store: PageStore, number: int, namespace: bytes = NAMESPACE) -> bytes | None:
@@ -145,6 +188,17 @@ def assert_sound(store: PageStore) -> None:
             assert folder.session.token in sessions
             session = folder.path / "sessions" / folder.session.token
             assert [path.name for path in session.rglob("*") if path.is_file()] == ["lock"]
+
+
+def ext4_image(path: Path, megabytes: int, *options: str) -> Path:
+    """A file that holds a new ext4; the test is skipped if none can be made."""
+    with path.open("wb") as file:
+        file.truncate(megabytes << 20)
+    command = ["mkfs.ext4", "-q", *options, str(path)]
+    made = subprocess.run(command, capture_output=True, check=False)
+    if made.returncode:
+        pytest.skip(f"no ext4 can be made here: {made.stderr.decode().strip()}")
+    return path
 
 
 def names(folder: Path) -> list[str]:

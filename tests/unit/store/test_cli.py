@@ -58,20 +58,25 @@ def hcache_json(*arguments: object, status: int = 0) -> dict[str, Any]:
     return found
 
 
-def test_stats_counts_pages(folder: Path, store: PageStore) -> None:
+def doctor_checks(folder: Path, status: int = 0) -> dict[str, dict[str, str]]:
+    """The checks of a folder by what they are about, without the folder's name."""
+    checks = hcache_json("doctor", "-d", folder, status=status)["checks"]
+    return {check["subject"].removeprefix(str(folder)).lstrip(": "): check for check in checks}
+
+
+def test_stats_and_ls_show_pages(folder: Path, store: PageStore) -> None:
     [found] = hcache_json("stats", "-d", folder)["folders"]
     assert (found["pages"], found["bytes"]) == (6, 6 * FILE)
     assert found["namespaces"][NAMESPACE.hex()]["pages"] == 4
-    assert "6" in hcache("stats", "-d", folder)
-
-
-def test_ls_lists_page_files(folder: Path, store: PageStore) -> None:
+    assert "120.0 KiB" in hcache("stats", "-d", folder)
     pages = hcache_json("ls", "-d", folder)["pages"]
     assert {page["key"] for page in pages} == {key(number).hex() for number in range(6)}
     other = hcache_json("ls", "-d", folder, "-n", OTHER_NAMESPACE.hex()[:6])["pages"]
     assert len(other) == 2
     assert len(hcache_json("ls", "-d", folder, "--limit", 3)["pages"]) == 3
-    assert key(0).hex()[:12] in hcache("ls", "-d", folder)
+    said = hcache("ls", "-d", folder, "--limit", 3)
+    assert key(0).hex()[:12] in hcache("ls", folder)
+    assert "(the first 3; more with --limit)" in said
 
 
 def test_verify_finds_and_repairs(folder: Path, store: PageStore) -> None:
@@ -117,32 +122,37 @@ def test_verify_only_looks_at_an_index_that_a_reboot_left_open(
 
 
 def test_gc_evicts_down_to_the_bounds(folder: Path, store: PageStore) -> None:
-    assert hcache_json("gc", "-d", folder)["pages"] == 0
-    found = hcache_json("gc", "-d", folder, "--quota-bytes", 4 * FILE)
-    assert found["pages"] == 3, "down to the low water mark"
-    assert len(page_files(folder)) == 3
+    assert hcache_json("gc", folder, "--quota-bytes", "1TB", "--min-free-bytes", "0")["pages"] == 0
+    said = hcache("gc", folder, "--quota-bytes", "much", status=2)
+    assert 'such as 500000000000 or "500GB"' in said
+    assert "2 pages evicted, 40.0 KiB" in hcache("gc", folder, "--quota-bytes", 5 * FILE)
+    found = hcache_json("gc", "-d", folder, "--quota-bytes", 3 * FILE)
+    assert found["pages"] == 2, "down to the low water mark"
+    assert len(page_files(folder)) == 2
     assert_sound(store)
 
 
 def test_clear_deletes_what_it_was_asked_to(folder: Path, store: PageStore) -> None:
     hcache("clear", "-d", folder, status=1)  # not confirmed
+    for digits, number in (("99", 0), ("6", 2)):
+        said = hcache("clear", folder, "-y", "-n", digits, status=2)
+        assert f"{number} namespaces begin with '{digits}': see hcache stats" in said
     assert len(page_files(folder)) == 6
     found = hcache_json("clear", "-d", folder, "-y", "-n", OTHER_NAMESPACE.hex()[:8])
     assert found["pages"] == 2
     assert get(store, 0) == content(key(0))
-    assert hcache_json("clear", "-d", folder, "-y")["pages"] == 4
+    assert "4 pages deleted" in hcache("clear", "-d", folder, "-y")
     assert page_files(folder) == []
 
 
 def test_doctor_looks_at_folders_and_leaves_nothing(folder: Path, store: PageStore) -> None:
     before = sorted(names(folder))
-    checks = {check["subject"]: check for check in hcache_json("doctor", "-d", folder)["checks"]}
-    assert checks[str(folder)]["verdict"] == "good"
-    assert "writes" in checks[f"{folder}: speed"]["detail"]
+    checks = doctor_checks(folder)
+    assert checks[""]["verdict"] == "good"
+    assert "writes" in checks["speed"]["detail"]
     assert sorted(names(folder)) == before
     new = folder.parent / "not" / "yet"
-    checks = {check["subject"]: check for check in hcache_json("doctor", "-d", new)["checks"]}
-    assert "does not exist yet" in checks[str(new)]["detail"]
+    assert "does not exist yet" in doctor_checks(new)[""]["detail"]
     assert not new.exists()
 
 
@@ -242,18 +252,16 @@ def test_doctor_says_when_the_disk_has_no_room(
     folder: Path, store: PageStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HCACHE_CONFIG", json.dumps({"min_free_bytes": 1 << 60}))
-    checks = {check["subject"]: check for check in hcache_json("doctor", "-d", folder)["checks"]}
-    found = checks[f"{folder}: free"]
+    found = doctor_checks(folder)["free"]
     assert found["verdict"] == "fair"
     assert "no room, option 'min_free_bytes' keeps 1.0 EiB" in found["detail"]
 
 
 def test_doctor_says_when_a_folder_cannot_work(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("years of work")
-    found = hcache_json("doctor", "-d", tmp_path, status=1)
-    checks = {check["subject"]: check for check in found["checks"]}
-    assert checks[str(tmp_path)]["verdict"] == "bad"
-    assert "not a page store's" in checks[str(tmp_path)]["detail"]
+    found = doctor_checks(tmp_path, status=1)[""]
+    assert found["verdict"] == "bad"
+    assert "not a page store's" in found["detail"]
 
 
 @pytest.mark.parametrize("command", ["stats", "ls", "verify", "gc", "clear"])
@@ -269,23 +277,6 @@ def test_wrong_options_are_explained(
     assert "did you mean 'quota_bytes'" in hcache("stats", status=2)
     monkeypatch.setenv("HCACHE_CONFIG", json.dumps({"dirs": [str(folder)], "quota_bytes": FILE}))
     assert hcache_json("gc")["pages"] == 6, "bounds come from the environment"
-
-
-def test_what_is_shown_is_short_and_says_so(folder: Path, store: PageStore) -> None:
-    assert "(the first 3; more with --limit)" in hcache("ls", "-d", folder, "--limit", 3)
-    said = hcache("gc", "-d", folder, "--quota-bytes", 5 * FILE)
-    assert "2 pages evicted, 40.0 KiB" in said
-    put(store, 0, 1, 4, 5, namespace=OTHER_NAMESPACE)
-    assert "2 namespaces begin with '6': see hcache stats" in hcache(
-        "clear", "-d", folder, "-y", "-n", "6", status=2
-    )
-    assert " pages deleted" in hcache("clear", "-d", folder, "-y")
-
-
-def test_a_namespace_that_is_not_there_is_said(folder: Path, store: PageStore) -> None:
-    said = hcache("clear", folder, "-y", "-n", "99", status=2)
-    assert "0 namespaces begin with '99'" in said
-    assert hcache_json("stats", folder)["folders"][0]["pages"] == 6
 
 
 @pytest.mark.parametrize(
@@ -304,8 +295,7 @@ def test_doctor_knows_file_systems(
     kind: str, verdict: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(doctor, "file_system_of", lambda place: kind)
-    checks = {check["subject"]: check for check in hcache_json("doctor", folder)["checks"]}
-    found = checks[f"{folder}: file system"]
+    found = doctor_checks(folder)["file system"]
     assert found["verdict"] == verdict and found["detail"].startswith(kind)
 
 
@@ -314,9 +304,3 @@ def test_tables_fit_into_80_columns(command: str, folder: Path, store: PageStore
     shown = hcache(command, folder)
     tables = shown.split("Last server")[0].splitlines()
     assert max(len(line.replace(str(folder), "")) for line in tables) <= 80
-
-
-def test_sizes_have_units(folder: Path, store: PageStore) -> None:
-    assert hcache_json("gc", folder, "--quota-bytes", "1TB", "--min-free-bytes", "0")["pages"] == 0
-    said = hcache("gc", folder, "--quota-bytes", "much", status=2)
-    assert 'such as 500000000000 or "500GB"' in said

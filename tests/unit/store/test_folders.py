@@ -6,25 +6,25 @@ import errno
 import json
 import logging
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from store_testing import (
     NAMESPACE,
-    BufferedOps,
-    Ops,
     assert_sound,
+    broken,
     content,
     get,
     key,
     look_after,
     names,
     open_quiet,
+    ops_that,
     page_files,
     put,
+    there,
+    without_direct_io,
 )
 
 from hcache_backend.store import SERVER_REPORT, NotOurFolderError
@@ -40,16 +40,16 @@ def test_a_folder_that_vanishes_costs_its_own_pages_only(tmp_path: Path) -> None
     folders[0].rename(tmp_path / "gone")
     folders[0].mkdir()  # where a disk is not mounted there is an empty folder
     look_after(store)
-    present = store.exists(NAMESPACE, [key(number) for number in range(10)])
+    present = there(store, *range(10))
     assert present.count(True) == 5
-    for number, there in enumerate(present):
-        assert get(store, number) == (content(key(number)) if there else None)
+    for number, is_there in enumerate(present):
+        assert get(store, number) == (content(key(number)) if is_there else None)
     assert put(store, *range(20, 24)) == [True] * 4, "the other folder takes everything"
     assert names(folders[0]) == [], "nothing is written where the disk is not mounted"
     folders[0].rmdir()
     (tmp_path / "gone").rename(folders[0])
     look_after(store)
-    assert all(store.exists(NAMESPACE, [key(number) for number in (*range(10), *range(20, 24))]))
+    assert all(there(store, *range(10), *range(20, 24)))
     assert all(get(store, number) == content(key(number)) for number in range(10))
     assert store.stats.folders_lost == 1
 
@@ -61,7 +61,7 @@ def test_a_deleted_folder_is_made_anew(tmp_path: Path) -> None:
     folder.rename(tmp_path / "deleted")
     assert put(store, 2) == [True], "until it is noticed, the open folder works on"
     look_after(store)
-    assert store.exists(NAMESPACE, [key(1)]) == [False]
+    assert there(store, 1) == [False]
     assert put(store, 3) == [True]
     assert get(store, 3) == content(key(3))
 
@@ -69,36 +69,29 @@ def test_a_deleted_folder_is_made_anew(tmp_path: Path) -> None:
 def test_a_failing_folder_rests_and_comes_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class BrokenOps(Ops):
-        broken = False
-
-        def write(self, fd: int, buffers: Sequence[Any], offset: int) -> int:
-            if self.broken:
-                raise OSError(errno.EIO, "Input/output error")
-            return super().write(fd, buffers, offset)
-
+    fails: list[int] = []
     clock = SimpleNamespace(now=1000.0, monotonic=lambda: clock.now)
     monkeypatch.setattr("hcache_backend.store.disk.time", clock)
-    ops = BrokenOps()
+    ops = ops_that(write=broken(errno.EIO, lambda *arguments: bool(fails)))
     store = open_quiet(tmp_path / "store", ops=ops)
     put(store, 0)
-    ops.broken = True
+    fails.append(1)
     with caplog.at_level(logging.WARNING):
         for number in range(1, 20):
             assert put(store, number) == [False]
     assert len(caplog.records) <= 4, "one line per kind of problem"
     assert store.stats.write_errors < 19, "it rests instead of failing again and again"
-    ops.broken = False
+    fails.clear()
     clock.now += 5.0
     assert get(store, 0) == content(key(0))
     assert put(store, 1) == [True]
 
 
 def test_a_file_system_without_direct_io_is_used_without(tmp_path: Path) -> None:
-    store = open_quiet(tmp_path / "store", ops=BufferedOps())
+    store = open_quiet(tmp_path / "store", ops=without_direct_io())
     with store.disks[0].use() as folder:
         assert folder.io.alignment == BUFFERED
-        assert probe_alignment(BufferedOps(), folder.session.fd, "probe") == BUFFERED
+        assert probe_alignment(without_direct_io(), folder.session.fd, "probe") == BUFFERED
     put(store, 1)
     assert get(store, 1) == content(key(1))
 
@@ -172,7 +165,7 @@ def test_a_lost_index_is_rebuilt_from_the_files(tmp_path: Path) -> None:
     for path in (tmp_path / "store" / "index").iterdir():
         path.write_bytes(b"garbage" * 2000)
     store = open_quiet(tmp_path / "store")
-    assert store.exists(NAMESPACE, [key(1)]) == [False]
+    assert there(store, 1) == [False]
     disk = store.disks[0]
     with disk.use() as folder:
         assert folder.index_is_partial
@@ -201,18 +194,6 @@ def test_an_index_whose_file_is_deleted_under_two_stores_is_made_anew_once(tmp_p
         assert all(get(store, number) == content(key(number)) for number in range(6))
         assert_sound(store)
     assert len(list((tmp_path / "store").glob("index-broken-*"))) == 1
-
-
-def test_an_entry_without_file_is_removed_and_the_page_stored_again(tmp_path: Path) -> None:
-    store = open_quiet(tmp_path / "store")
-    put(store, 1)
-    page_files(tmp_path / "store")[0].unlink()
-    assert put(store, 1) == [True]
-    assert get(store, 1) == content(key(1))
-    page_files(tmp_path / "store")[0].unlink()
-    assert get(store, 1) is None
-    assert store.exists(NAMESPACE, [key(1)]) == [False]
-    assert_sound(store)
 
 
 def test_a_shard_folder_that_is_deleted_while_open_is_made_anew(tmp_path: Path) -> None:

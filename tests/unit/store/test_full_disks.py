@@ -7,19 +7,22 @@ import os
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from store_testing import (
     NAMESPACE,
-    Ops,
     assert_sound,
+    broken,
     content,
+    ext4_image,
+    failing,
     get,
     key,
     open_quiet,
+    ops_that,
     page_files,
     put,
 )
@@ -29,47 +32,23 @@ ROOM = 12
 """Page files that a small disk has room for."""
 
 
-class SmallDisk(Ops):
+def small_disk(folder: Path, operation: str, code: int) -> Any:
     """A disk that refuses one operation while it has ``ROOM`` page files or more.
 
     As inodes and users' quotas do: no file system tells that its room is gone before it is.
     """
-
-    def __init__(self, folder: Path, operation: str, code: int) -> None:
-        super().__init__()
-        self._folder = folder
-        self._refused = operation, code
-
-    def _check(self, operation: str) -> None:
-        if self._refused[0] == operation and len(page_files(self._folder)) >= ROOM:
-            if operation == "commit":
-                error = sqlite3.OperationalError("database or disk is full")
-                error.sqlite_errorcode = sqlite3.SQLITE_FULL
-                raise error
-            raise OSError(self._refused[1], os.strerror(self._refused[1]))
-
-    def open(self, name: str, flags: int, dir_fd: int) -> int:
-        if flags & os.O_CREAT and name != "lock":
-            self._check("open")
-        return super().open(name, flags, dir_fd)
-
-    def write(self, fd: int, buffers: Sequence[Any], offset: int) -> int:
-        self._check("write")
-        return super().write(fd, buffers, offset)
-
-    def rename(self, source: str, source_fd: int, target: str, target_fd: int) -> None:
-        if target.endswith(".page"):
-            self._check("rename")
-        super().rename(source, source_fd, target, target_fd)
-
-    def make_folder(self, name: str, dir_fd: int) -> None:
-        if len(name) == 2:  # a bucket
-            self._check("make_folder")
-        super().make_folder(name, dir_fd)
-
-    def commit(self, connection: sqlite3.Connection) -> None:
-        self._check("commit")
-        super().commit(connection)
+    error: Exception = OSError(code, os.strerror(code))
+    if operation == "commit":
+        error = sqlite3.OperationalError("database or disk is full")
+        error.sqlite_errorcode = sqlite3.SQLITE_FULL
+    meant: dict[str, Callable[..., bool]] = {
+        "open": lambda name, flags, fd: bool(flags & os.O_CREAT) and name != "lock",
+        "rename": lambda source, source_fd, target, target_fd: target.endswith(".page"),
+        "make_folder": lambda name, fd: len(name) == 2,  # a bucket
+    }
+    refuses = meant.get(operation, lambda *arguments: True)
+    full = lambda *a: refuses(*a) and len(page_files(folder)) >= ROOM  # noqa: E731
+    return ops_that(**{operation: failing(error, full)})
 
 
 @pytest.mark.parametrize("code", NO_SPACE.values(), ids=NO_SPACE)
@@ -78,7 +57,7 @@ def test_a_disk_that_refuses_for_want_of_room_gets_room(
     memory_path: Path, operation: str, code: int
 ) -> None:
     folder = memory_path / "store"
-    store = open_quiet(folder, ops=SmallDisk(folder, operation, code))
+    store = open_quiet(folder, ops=small_disk(folder, operation, code))
     stored = [put(store, number) for number in range(ROOM)]
     assert stored == [[True]] * ROOM
     # One by one, and several at once. What is new is there, what is old has gone for it.
@@ -92,26 +71,16 @@ def test_a_disk_that_refuses_for_want_of_room_gets_room(
     assert_sound(store)
 
 
-class Refusing(Ops):
-    """Writes of pages fail with ``code``, if there is one."""
-
-    code = 0
-
-    def write(self, fd: int, buffers: Sequence[Any], offset: int) -> int:
-        if self.code:
-            raise OSError(self.code, os.strerror(self.code))
-        return super().write(fd, buffers, offset)
-
-
 @pytest.mark.parametrize("threads", [1, 8])
 @pytest.mark.parametrize("code", ["ENOSPC", "EDQUOT", "EROFS", "EIO"])
 def test_failed_writes_rest_writing_and_reads_go_on(
     tmp_path: Path, code: str, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ops = Refusing()
+    refuses: list[int] = []
+    ops = ops_that(write=broken(getattr(errno, code), lambda *arguments: bool(refuses)))
     store = open_quiet(tmp_path / "store", ops=ops, io_threads=threads)
     put(store, *range(16))
-    ops.code = getattr(errno, code)
+    refuses.append(1)
     for start in range(100, 150, 10):
         assert not any(put(store, *range(start, start + 10)))
     # Room that is no help is made three times, for a page each here, and then no more.
@@ -119,7 +88,7 @@ def test_failed_writes_rest_writing_and_reads_go_on(
     assert store.stats.pages_evicted == gone
     assert [get(store, n) is not None for n in range(16)].count(True) == 16 - gone
     monkeypatch.setattr("hcache_backend.store.disk._REST_SECONDS", 0.0)
-    ops.code = 0
+    refuses.clear()
     [disk] = store.disks
     disk._rest_until[True] = 0.0  # it has rested
     assert put(store, 200) == [True]
@@ -128,18 +97,11 @@ def test_failed_writes_rest_writing_and_reads_go_on(
 
 
 def test_a_folder_that_cannot_be_read_is_not_written_either(tmp_path: Path) -> None:
-    class Unreadable(Ops):
-        broken = False
-
-        def read(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-            if self.broken:
-                raise OSError(errno.EIO, "Input/output error")
-            return super().read(fd, buffers, offset)
-
-    ops = Unreadable()
+    unreadable: list[int] = []
+    ops = ops_that(read=broken(errno.EIO, lambda *arguments: bool(unreadable)))
     store = open_quiet(tmp_path / "store", ops=ops)
     put(store, *range(10))
-    ops.broken = True
+    unreadable.append(1)
     assert not any(get(store, number) for number in range(10))
     assert put(store, 20) == [False]
     assert store.stats.pages_dropped_offline == 1
@@ -149,26 +111,6 @@ def test_a_folder_that_cannot_be_read_is_not_written_either(tmp_path: Path) -> N
 
 
 Mount = Callable[..., Path]
-
-
-@pytest.fixture
-def mount(tmp_path: Path) -> Iterator[Mount]:
-    """Mounts something on a new folder; the test is skipped if that is not allowed."""
-    mounted: list[Path] = []
-
-    def mount(*arguments: str) -> Path:
-        folder = tmp_path / f"mount{len(mounted)}"
-        folder.mkdir()
-        command = ["mount", *arguments, str(folder)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            pytest.skip(f"nothing can be mounted here: {done.stderr.strip()}")
-        mounted.append(folder)
-        return folder
-
-    yield mount
-    for folder in mounted:
-        subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
 def test_a_file_system_without_inodes_goes_on_with_new_pages(mount: Mount) -> None:
@@ -185,15 +127,7 @@ def test_a_file_system_without_inodes_goes_on_with_new_pages(mount: Mount) -> No
 
 
 def test_an_ext4_without_inodes_goes_on_with_new_pages(mount: Mount, tmp_path: Path) -> None:
-    image = tmp_path / "image"
-    with image.open("wb") as file:
-        file.truncate(64 << 20)
-    made = subprocess.run(
-        ["mkfs.ext4", "-q", "-N", "480", str(image)], capture_output=True, check=False
-    )
-    if made.returncode:
-        pytest.skip(f"no ext4 can be made here: {made.stderr.decode().strip()}")
-    disk = mount("-o", "loop", str(image))
+    disk = mount("-o", "loop", str(ext4_image(tmp_path / "image", 64, "-N", "480")))
     store = open_quiet(disk / "store")
     for start in range(0, 600, 8):
         put(store, *range(start, start + 8))

@@ -6,7 +6,6 @@ import json
 import multiprocessing
 import os
 import shutil
-import subprocess
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from store_testing import content, get, key, names, open_quiet, put
+from store_testing import content, ext4_image, get, key, names, open_quiet, put
 from typer.testing import CliRunner
 
 from hcache_backend.cli.main import app
@@ -146,6 +145,8 @@ def doctors_verdict(path: Path) -> tuple[int, str]:
 @pytest.fixture
 def reachable() -> Iterator[Path]:
     """A folder that every user can get to."""
+    if os.geteuid() != ROOT:
+        pytest.skip("only root can make folders of other users")
     folder = Path(tempfile.mkdtemp(prefix="hcache-test-"))
     folder.chmod(0o755)
     yield folder
@@ -157,8 +158,6 @@ def reachable() -> Iterator[Path]:
 def test_a_folder_opens_if_and_only_if_the_doctor_says_so(
     kind: str, user: int, reachable: Path
 ) -> None:
-    if os.geteuid() != ROOT:
-        pytest.skip("only root can make folders of other users")
     path = reachable / "given"
     make, of_root, of_user = FOLDERS[kind]
     make(path)
@@ -176,8 +175,6 @@ def test_a_folder_opens_if_and_only_if_the_doctor_says_so(
 def test_a_folder_of_somebody_else_is_warned_of_and_ours_is_narrowed(
     reachable: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    if os.geteuid() != ROOT:
-        pytest.skip("only root can make folders of other users")
     path = reachable / "given"
     owned_by(0, USER, 0o2775)(path)
 
@@ -195,8 +192,6 @@ def test_a_folder_of_somebody_else_is_warned_of_and_ours_is_narrowed(
 
 
 def test_users_of_one_folder_are_told_that_they_are_two(reachable: Path) -> None:
-    if os.geteuid() != ROOT:
-        pytest.skip("only root can make folders of other users")
     path = reachable / "given"
     owned_by(0, 0, 0o777)(path)
     assert as_user(USER, partial(opening, path)) is None
@@ -220,41 +215,21 @@ def test_a_network_file_system_is_refused_by_its_name(
     assert opening(tmp_path / "here") is None
 
 
-def mounted(tmp_path: Path, *arguments: str) -> Path:
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    command = ["mount", *arguments, str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        pytest.skip(f"nothing can be mounted here: {done.stderr.strip()}")
-    return folder
+def test_the_root_of_a_real_ext4_becomes_a_store(
+    tmp_path: Path, mount: Callable[..., Path]
+) -> None:
+    disk = mount("-o", "loop", str(ext4_image(tmp_path / "image", 512)))
+    assert names(disk) == ["lost+found"]
+    assert doctors_verdict(disk) == (0, "will be a page store")
+    assert opening(disk) is None
+    assert opening(disk) is None
+    assert doctors_verdict(disk) == (0, "a page store")
+    assert "lost+found" in names(disk)
 
 
-def test_the_root_of_a_real_ext4_becomes_a_store(tmp_path: Path) -> None:
-    image = tmp_path / "image"
-    with image.open("wb") as file:
-        file.truncate(512 << 20)
-    made = subprocess.run(["mkfs.ext4", "-q", str(image)], capture_output=True, check=False)
-    if made.returncode:
-        pytest.skip(f"no ext4 can be made here: {made.stderr.decode().strip()}")
-    disk = mounted(tmp_path, "-o", "loop", str(image))
-    try:
-        assert names(disk) == ["lost+found"]
-        assert doctors_verdict(disk) == (0, "will be a page store")
-        assert opening(disk) is None
-        assert opening(disk) is None
-        assert doctors_verdict(disk) == (0, "a page store")
-        assert "lost+found" in names(disk)
-    finally:
-        subprocess.run(["umount", "-l", str(disk)], check=True)
-
-
-def test_a_read_only_file_system_is_said_to_be_that(tmp_path: Path) -> None:
-    disk = mounted(tmp_path, "-t", "tmpfs", "-o", "ro", "tmpfs")
-    try:
-        for path in (disk, disk / "store"):
-            status, said = doctors_verdict(path)
-            assert status == 1 and "Read-only file system" in said
-            assert "Read-only file system" in str(opening(path))
-    finally:
-        subprocess.run(["umount", "-l", str(disk)], check=True)
+def test_a_read_only_file_system_is_said_to_be_that(mount: Callable[..., Path]) -> None:
+    disk = mount("-t", "tmpfs", "-o", "ro", "tmpfs")
+    for path in (disk, disk / "store"):
+        status, said = doctors_verdict(path)
+        assert status == 1 and "Read-only file system" in said
+        assert "Read-only file system" in str(opening(path))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import sqlite3
 import tempfile
 import threading
 import time
@@ -18,25 +17,25 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 from store_testing import (
+    FILE,
     NAMESPACE,
     PAGE,
     WRITER,
-    FileOps,
     Ops,
     content,
     key,
     memory,
     open_quiet,
+    ops_that,
     payload,
     put,
+    there,
 )
 
 from hcache_backend.format.envelope import PageName
 from hcache_backend.format.units import WHOLE, Segment, SegmentTable, Share
 from hcache_backend.store import PageStore
 from hcache_backend.store.index import Entry
-
-FILE = PAGE + 4096
 
 
 def store_sequence(store: PageStore, numbers: Sequence[int], known: int = 0) -> None:
@@ -48,7 +47,7 @@ def store_sequence(store: PageStore, numbers: Sequence[int], known: int = 0) -> 
 
 def found(store: PageStore, numbers: Sequence[int]) -> int:
     """How many pages of a sequence can be used, from its first one on."""
-    present = store.exists(NAMESPACE, [key(number) for number in numbers])
+    present = there(store, *numbers)
     return [*present, False].index(False)
 
 
@@ -144,19 +143,9 @@ def test_two_ranks_that_store_their_shares_lose_the_same_pages(
     assert found(stores[0], sequences[0]) >= 15 - 2 * 3
 
 
-class CountingOps(FileOps):
-    """Counts changes of the index."""
-
-    commits = 0
-
-    def commit(self, connection: sqlite3.Connection) -> None:
-        self.commits += 1
-        super().commit(connection)
-
-
 def test_a_history_of_thousands_of_pages_takes_a_few_statements(tmp_path: Path) -> None:
-    ops = CountingOps()
-    store = open_quiet(tmp_path / "store", ops=ops)
+    commits: list[object] = []
+    store = open_quiet(tmp_path / "store", ops=ops_that(commit=commits.append))
     keys = [key(number) for number in range(2000)]
     hour_ago = time.time_ns() - 3600 * 10**9
     with store.disks[0].use() as folder:
@@ -173,10 +162,10 @@ def test_a_history_of_thousands_of_pages_takes_a_few_statements(tmp_path: Path) 
 
     def cost(work: Callable[[], object]) -> tuple[int, int]:
         """How many look-ups, and how many changes of the index."""
-        ops.commits = 0
+        commits.clear()
         statements.clear()
         work()
-        return sum("SELECT" in statement for statement in statements), ops.commits
+        return sum("SELECT" in statement for statement in statements), len(commits)
 
     assert cost(lambda: store.exists(NAMESPACE, keys)) == (1, 0)
     assert cost(lambda: store.use(NAMESPACE, keys)) == (0, 0)
@@ -189,8 +178,8 @@ def test_a_history_of_thousands_of_pages_takes_a_few_statements(tmp_path: Path) 
 
 
 def test_hot_pages_are_not_written_to_the_index_again_and_again(tmp_path: Path) -> None:
-    ops = CountingOps()
-    store = open_quiet(tmp_path / "store", ops=ops)
+    commits: list[object] = []
+    store = open_quiet(tmp_path / "store", ops=ops_that(commit=commits.append))
     numbers = range(64)
     store_sequence(store, numbers)
     with store.disks[0].use() as folder:  # an old page: what is younger than 1/16 of it is young
@@ -198,11 +187,11 @@ def test_hot_pages_are_not_written_to_the_index_again_and_again(tmp_path: Path) 
         folder.index.remove([entries[0].name])
         folder.index.insert([entries[0]._replace(rank=entries[0].rank - 3600 * 10**9)])
     keys = [key(number) for number in numbers[1:]]
-    before = ops.commits
+    commits.clear()
     for _ in range(20):
         store.use(NAMESPACE, keys)
         store.flush()
-    assert ops.commits == before
+    assert commits == []
 
 
 class Uses(RuleBasedStateMachine):
@@ -275,7 +264,7 @@ def ten_users(store: PageStore, rounds: int = 3) -> list[int]:
         found = []
         for user in range(10):
             numbers = range(1000 + 8 * user, 1008 + 8 * user)
-            found.append(sum(store.exists(NAMESPACE, [key(number) for number in numbers])))
+            found.append(sum(there(store, *numbers)))
             put(store, *numbers)
     return found
 
@@ -288,7 +277,7 @@ def test_a_clock_that_steps_changes_no_order_of_use(
     """A store is filled by a clock that is wrong by some hours, which is then set right."""
     real = time.time_ns
     paths = [tmp_path / str(number) for number in range(folders)]
-    quota = 100 * (PAGE + 4096) // folders
+    quota = 100 * FILE // folders
 
     monkeypatch.setattr(time, "time_ns", lambda: real() + hours * HOUR)
     store = open_quiet(*paths, quota_bytes=quota)
@@ -301,7 +290,7 @@ def test_a_clock_that_steps_changes_no_order_of_use(
     store = open_quiet(*paths, quota_bytes=quota)  # ...and at the next opening
     for start in range(200, 320, 8):
         put(store, *range(start, start + 8))
-    left = sum(store.exists(NAMESPACE, [key(number) for number in range(120)]))
+    left = sum(there(store, *range(120)))
     assert left == 0, "pages of the wrong time age like all others"
     assert ten_users(store) == [8] * 10
     store.close()
@@ -312,7 +301,7 @@ def test_processes_with_different_clocks_agree_on_the_order_of_use(
 ) -> None:
     """Two stores share a folder; the clock was a day ahead when the second one was opened."""
     real = time.time_ns
-    quota = 40 * (PAGE + 4096)
+    quota = 40 * FILE
     first = open_quiet(tmp_path / "store", quota_bytes=quota)
     monkeypatch.setattr(time, "time_ns", lambda: real() + 24 * HOUR)
     second = open_quiet(tmp_path / "store", quota_bytes=quota, writer=b"writer-2")
@@ -320,8 +309,8 @@ def test_processes_with_different_clocks_agree_on_the_order_of_use(
     put(second, *range(32))
     for start in range(100, 196, 8):  # pages of the first go on top of those of the second
         put(first, *range(start, start + 8))
-        assert all(first.exists(NAMESPACE, [key(n) for n in range(start, start + 8)]))
-    assert sum(first.exists(NAMESPACE, [key(number) for number in range(32)])) == 0
+        assert all(there(first, *range(start, start + 8)))
+    assert sum(there(first, *range(32))) == 0
     # Used by the first, stored by the second meanwhile: what was used last stays.
     kept = [key(number) for number in range(188, 196)]
     put(second, *range(300, 308))

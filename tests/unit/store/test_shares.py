@@ -12,14 +12,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from store_testing import (
     NAMESPACE,
-    BufferedOps,
-    Ops,
     content,
     key,
     memory,
     open_quiet,
+    ops_that,
     page_files,
     payload,
+    without_direct_io,
 )
 
 from hcache_backend.format.file import file_layout, parse_header
@@ -250,34 +250,25 @@ def test_what_is_covered_is_not_written_again(store: PageStore) -> None:
     assert len(page_files(folder)) == 2
 
 
-class CountingOps(Ops):
-    """Counts the readings of more than a header."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.readings: list[int] = []
-
-    def read(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        if sum(map(len, buffers)) > 4096:
-            self.readings.append(len(buffers))
-        return super().read(fd, buffers, offset)
-
-
 def test_aligned_shares_go_straight_between_memory_and_disk(tmp_path: Path) -> None:
-    ops = CountingOps()
-    store = open_quiet(tmp_path / "store", ops=ops)
+    readings: list[int] = []  # of more than a header: pieces of memory
+
+    def note(fd: int, buffers: Sequence[memoryview], offset: int) -> None:
+        readings.extend([len(buffers)] if sum(map(len, buffers)) > 4096 else [])
+
+    store = open_quiet(tmp_path / "store", ops=ops_that(read=note))
     with store.disks[0].use() as folder:
         if not folder.io.alignment.flags:
             pytest.skip("the file system has no direct I/O")
     for number in range(2):
         put_share(store, Share(number, 2))
     page = content(key(1), LAYERS.page_bytes)
-    ops.readings.clear()
+    readings.clear()
     assert get_share(store, Share(1, 2)) == payload(page, LAYERS, Share(1, 2))
-    assert ops.readings == [2], "header and payload in one reading, each one piece of memory"
-    ops.readings.clear()
+    assert readings == [2], "header and payload in one reading, each one piece of memory"
+    readings.clear()
     assert get_share(store, WHOLE) == page
-    assert ops.readings == [4, 3, 1], "a file in one reading, but for what the other has brought"
+    assert readings == [4, 3, 1], "a file in one reading, but for what the other has brought"
     assert get_share(store, Share(1, 4)) == payload(page, LAYERS, Share(1, 4))
     assert store.stats.bytes_copied == 0
     assert get_share(store, Share(1, 2), shift=8) == payload(page, LAYERS, Share(1, 2))
@@ -285,7 +276,7 @@ def test_aligned_shares_go_straight_between_memory_and_disk(tmp_path: Path) -> N
 
 
 def test_a_page_in_more_pieces_than_a_system_call_takes_is_read(tmp_path: Path) -> None:
-    store = open_quiet(tmp_path / "store", ops=BufferedOps())
+    store = open_quiet(tmp_path / "store", ops=without_direct_io())
     lengths = [100] * (MAX_VECTORS + 500)
     data = content(key(1), sum(lengths))
 

@@ -1,4 +1,4 @@
-"""What the store promises to the engine."""
+"""What the store promises to the engine. ``test_model.py`` compares any calls with a dictionary."""
 
 from __future__ import annotations
 
@@ -6,51 +6,45 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from store_testing import (
+    FILE,
     NAMESPACE,
-    OTHER_NAMESPACE,
     PAGE,
     WRITER,
-    Ops,
     assert_sound,
+    broken,
     config,
     content,
+    failing,
     get,
     key,
+    keys,
     memory,
     names,
     open_quiet,
+    ops_that,
     page_files,
     put,
+    there,
 )
 
 from hcache_backend.store import PageStore
 from hcache_backend.store.folder import LANES
 
-FILE = PAGE + 4096
-
-
-def test_pages_come_back_also_after_reopening(tmp_path: Path) -> None:
-    store = open_quiet(tmp_path / "store")
-    assert put(store, *range(20)) == [True] * 20
-    assert get(store, 7) == content(key(7))
-    store.close()
-    store = open_quiet(tmp_path / "store")
-    assert store.exists(NAMESPACE, [key(7), key(99)]) == [True, False]
-    assert get(store, 7) == content(key(7))
-    assert get(store, 7, OTHER_NAMESPACE) is None
+WRITE_SECONDS = "hcache_backend.store.page_store.WRITE_SECONDS"
+LOW_WATER = "hcache_backend.store.eviction.LOW_WATER"
 
 
 def test_the_background_looks_after_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hcache_backend.store.maintenance._PAUSE_SECONDS", 0.05)
     store = PageStore(config(tmp_path / "store"), WRITER)
-    store.put(NAMESPACE, [key(1)], [[memory(content(key(1)))]])
+    put(store, 1)
     deadline = time.monotonic() + 240
     while not store.stats.syncs:
         assert time.monotonic() < deadline, "the batch was never synced"
@@ -59,87 +53,55 @@ def test_the_background_looks_after_itself(tmp_path: Path, monkeypatch: pytest.M
     store.close()
     store.close()
     assert threading.active_count() < before
-    assert store.exists(NAMESPACE, [key(1)]) == [False], "a closed store has only misses"
-    assert store.put(NAMESPACE, [key(1)], [[memory(PAGE)]]) == [False]
-
-
-def test_memory_may_change_as_soon_as_put_returns(memory_path: Path) -> None:
-    store = open_quiet(memory_path / "store", io_threads=4)
-    views = [memory(PAGE, shift) for shift in (0, 0, 64, 0)]
-    for round_number in range(1000):
-        numbers = range(round_number * 4, round_number * 4 + 4)
-        for number, view in zip(numbers, views, strict=True):
-            view[:] = content(key(number))
-        keys = [key(number) for number in numbers]
-        assert all(store.put(NAMESPACE, keys, [[view] for view in views]))
-        for view in views:
-            view[:] = b"\xee" * PAGE
-    for number in range(0, 4000, 7):
-        assert get(store, number) == content(key(number))
-    store.close()
+    assert there(store, 1) == [False], "a closed store has only misses"
+    assert put(store, 1) == [False]
 
 
 def test_memory_may_change_after_a_put_that_ran_out_of_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class SlowOps(Ops):
-        gate = threading.Event()
-
-        def write(self, fd: int, buffers: Sequence[Any], offset: int) -> int:
-            if not self.gate.wait(240):
-                raise OSError(errno.EIO, "the test forgot the gate")
-            return super().write(fd, buffers, offset)
-
-    SlowOps.gate.set()
-    monkeypatch.setattr("hcache_backend.store.page_store.WRITE_SECONDS", 0.2)
-    store = open_quiet(tmp_path / "store", ops=SlowOps())
-    SlowOps.gate.clear()
+    gate = threading.Event()
+    gate.set()
+    ops = ops_that(write=broken(errno.EIO, lambda *arguments: not gate.wait(240)))
+    monkeypatch.setattr(WRITE_SECONDS, 0.2)
+    store = open_quiet(tmp_path / "store", ops=ops)
+    gate.clear()
     view = memory(content(key(1)))
-    assert store.put(NAMESPACE, [key(1), key(2)], [[view], [view]]) == [False, False]
+    assert store.put(NAMESPACE, keys([1, 2]), [[view], [view]]) == [False, False]
     assert store.stats.pages_dropped_late == 2, "the time limit holds: the gate is closed"
     view[:] = bytes(PAGE)
-    SlowOps.gate.set()
+    gate.set()
     store.disks[0].writers.shutdown(wait=True)
     assert get(store, 1) is None, "what was written too late is no page"
     assert_sound(store)
 
 
 def test_a_bug_below_is_a_miss_not_a_hanging_thread(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: PageStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = open_quiet(tmp_path / "store")
     put(store, 1)
-
-    def raise_error(*ignored: object) -> None:
-        raise RuntimeError("a bug")
-
-    monkeypatch.setattr("hcache_backend.store.folder.Folder.read_page", raise_error)
-    monkeypatch.setattr("hcache_backend.store.folder.Folder.write_page", raise_error)
+    for method in ("read_page", "write_page"):
+        bug = failing(RuntimeError("a bug"))
+        monkeypatch.setattr(f"hcache_backend.store.folder.Folder.{method}", bug)
     assert get(store, 1) is None
     assert put(store, 2) == [False]
 
 
 def test_neighbours_go_to_different_folders(tmp_path: Path) -> None:
-    folders = [tmp_path / name for name in "abcd"]
-    store = open_quiet(*folders)
+    store = open_quiet(*(tmp_path / name for name in "abcd"))
     put(store, *range(128))
-    assert [len(page_files(folder)) for folder in folders] == [32] * 4
+    found = [disk.lookup(NAMESPACE, keys(range(128))) for disk in store.disks]
     for start in range(0, 128, 4):
-        places = []
-        for number in range(start, start + 4):
-            [place] = [
-                place
-                for place, disk in enumerate(store.disks)
-                if disk.lookup(NAMESPACE, [key(number)])[0]
-            ]
-            places.append(place)
-        assert sorted(places) == [0, 1, 2, 3]
+        assert all(sum(map(bool, pages[start : start + 4])) == 1 for pages in found)
+
+
+# ---- bounds ----
 
 
 def test_the_quota_holds_and_the_least_recently_used_go(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hcache_backend.store.eviction.LOW_WATER", 0.7)
+    monkeypatch.setattr(LOW_WATER, 0.7)
     store = open_quiet(tmp_path / "store", quota_bytes=10 * FILE)
     for number in range(10):
         put(store, number)
@@ -148,8 +110,7 @@ def test_the_quota_holds_and_the_least_recently_used_go(
         store.use(NAMESPACE, [key(number)])
     put(store, 10)
     assert store.stats.pages_evicted == 4, "down to the low water mark, the new page included"
-    present = store.exists(NAMESPACE, [key(number) for number in range(11)])
-    assert present == [True] * 3 + [False] * 4 + [True] * 4
+    assert there(store, *range(11)) == [True] * 3 + [False] * 4 + [True] * 4
     assert len(page_files(tmp_path / "store")) == 7
     assert_sound(store)
 
@@ -159,25 +120,28 @@ def test_recency_survives_reopening(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     put(store, *range(10))
     store.use(NAMESPACE, [key(0)])
     store.close()
-    monkeypatch.setattr("hcache_backend.store.eviction.LOW_WATER", 0.2)
+    monkeypatch.setattr(LOW_WATER, 0.2)
     store = open_quiet(tmp_path / "store", quota_bytes=10 * FILE)
     put(store, 10)
-    assert store.exists(NAMESPACE, [key(0), key(10)]) == [True, True]
+    assert there(store, 0, 10) == [True, True]
     assert len(page_files(tmp_path / "store")) == 2
 
 
-def test_free_space_is_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    class SmallDisk(Ops):
-        def free_bytes(self, fd: int) -> int:
-            return 10 * FILE - sum(path.stat().st_size for path in page_files(tmp_path / "store"))
+def small_disk(folder: Path, room: int) -> Any:
+    """A disk of so many bytes."""
+    used = lambda fd: sum(path.stat().st_size for path in page_files(folder))  # noqa: E731
+    return ops_that(free_bytes=lambda fd: room - used(fd))
 
-    store = open_quiet(tmp_path / "store", ops=SmallDisk(), min_free_bytes=4 * FILE)
+
+def test_free_space_is_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    disk = small_disk(tmp_path / "store", 10 * FILE)
+    store = open_quiet(tmp_path / "store", ops=disk, min_free_bytes=4 * FILE)
     for number in range(20):
         assert put(store, number) == [True]
         assert len(page_files(tmp_path / "store")) <= 6
     assert get(store, 19) == content(key(19))
     store.close()
-    store = open_quiet(tmp_path / "store", ops=SmallDisk(), min_free_bytes=100 * FILE)
+    store = open_quiet(tmp_path / "store", ops=disk, min_free_bytes=100 * FILE)
     assert put(store, 30) == [False]
     assert store.stats.pages_dropped_full == 1
     assert caplog.messages == [
@@ -188,13 +152,8 @@ def test_free_space_is_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
 
 
 def test_a_quota_that_is_used_up_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    class StuckOps(Ops):
-        def unlink(self, name: str, dir_fd: int) -> None:
-            if name.endswith(".page"):
-                raise PermissionError(errno.EPERM, "Operation not permitted")
-            super().unlink(name, dir_fd)
-
-    store = open_quiet(tmp_path / "store", ops=StuckOps(), quota_bytes=2 * FILE + 1)
+    ops = ops_that(unlink=broken(errno.EPERM, lambda name, fd: name.endswith(".page")))
+    store = open_quiet(tmp_path / "store", ops=ops, quota_bytes=2 * FILE + 1)
     assert put(store, 0, 1) == [True, True]
     assert put(store, 2) == [False]
     assert (
@@ -204,30 +163,31 @@ def test_a_quota_that_is_used_up_is_named(tmp_path: Path, caplog: pytest.LogCapt
     ) in caplog.messages
 
 
+QUOTA_TOLD = (
+    f"can hold no page: option 'quota_bytes' allows {FILE - 1:,} bytes of page files, and with "
+    f"{FILE:,} more there would be {FILE:,}"
+)
+RESERVE_TOLD = (
+    f"can hold no page: option 'min_free_bytes' keeps {2 * FILE + 1:,} bytes of its file system "
+    f"free, and with {FILE:,} more {2 * FILE:,} would be"
+)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "told"),
+    [
+        ({"quota_bytes": FILE, "min_free_bytes": 2 * FILE}, []),
+        ({"quota_bytes": FILE - 1}, [QUOTA_TOLD]),
+        ({"min_free_bytes": 2 * FILE + 1}, [RESERVE_TOLD]),
+    ],
+)
 def test_a_folder_that_can_hold_no_page_is_named_with_its_bound(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, bounds: dict[str, int], told: list[str]
 ) -> None:
-    class SmallDisk(Ops):
-        def free_bytes(self, fd: int) -> int:
-            return 3 * FILE - sum(path.stat().st_size for path in page_files(tmp_path / "store"))
-
-    def told(**bounds: int) -> list[str]:
-        caplog.clear()
-        store = open_quiet(tmp_path / "store", ops=SmallDisk(), **bounds)
-        store.check_room(PAGE)
-        store.close()
-        return [line.removeprefix(f"hcache: {tmp_path / 'store'} ") for line in caplog.messages]
-
-    put(open_quiet(tmp_path / "store"), 0, 1, 2)
-    assert told(quota_bytes=FILE, min_free_bytes=2 * FILE) == []
-    assert told(quota_bytes=FILE - 1) == [
-        f"can hold no page: option 'quota_bytes' allows {FILE - 1:,} bytes of page files, and with "
-        f"{FILE:,} more there would be {FILE:,}"
-    ]
-    assert told(min_free_bytes=2 * FILE + 1) == [
-        f"can hold no page: option 'min_free_bytes' keeps {2 * FILE + 1:,} bytes of its file "
-        f"system free, and with {FILE:,} more {2 * FILE:,} would be"
-    ]
+    folder = tmp_path / "store"
+    put(open_quiet(folder), 0, 1, 2)
+    open_quiet(folder, ops=small_disk(folder, 3 * FILE), **bounds).check_room(PAGE)
+    assert [line.removeprefix(f"hcache: {folder} ") for line in caplog.messages] == told
 
 
 def test_a_folder_is_out_of_use_for_now_only_where_others_are_in_use(
@@ -245,15 +205,8 @@ def test_a_folder_is_out_of_use_for_now_only_where_others_are_in_use(
 
 
 def test_a_file_that_cannot_be_removed_does_not_stop_eviction(tmp_path: Path) -> None:
-    stuck = key(0).hex()
-
-    class StuckOps(Ops):
-        def unlink(self, name: str, dir_fd: int) -> None:
-            if stuck in name:
-                raise PermissionError(errno.EPERM, "Operation not permitted")
-            super().unlink(name, dir_fd)
-
-    store = open_quiet(tmp_path / "store", ops=StuckOps(), quota_bytes=5 * FILE)
+    ops = ops_that(unlink=broken(errno.EPERM, lambda name, fd: key(0).hex() in name))
+    store = open_quiet(tmp_path / "store", ops=ops, quota_bytes=5 * FILE)
     for number in range(30):
         assert put(store, number) == [True]
     assert get(store, 0) == content(key(0)), "it stays a page"
@@ -261,103 +214,45 @@ def test_a_file_that_cannot_be_removed_does_not_stop_eviction(tmp_path: Path) ->
     assert_sound(store)
 
 
+# ---- meanwhile ----
+
+
 def test_a_page_that_is_evicted_while_it_is_read_is_still_right(tmp_path: Path) -> None:
-    class EvictingOps(Ops):
-        store: PageStore | None = None
+    during: list[Callable[[], object]] = []
 
-        def read(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-            if self.store is not None:
-                self.store.drop(NAMESPACE)
-                put(self.store, *range(50, 55))
-            return super().read(fd, buffers, offset)
+    def read(*arguments: object) -> None:
+        if during:
+            during.pop()()
 
-    ops = EvictingOps()
-    store = open_quiet(tmp_path / "store", ops=ops)
+    store = open_quiet(tmp_path / "store", ops=ops_that(read=read))
     put(store, 1)
-    ops.store = store
+    during.append(lambda: (store.drop(NAMESPACE), put(store, *range(50, 55))))
     assert get(store, 1) == content(key(1))
-    ops.store = None
-    assert get(store, 1) is None
+    assert not during and get(store, 1) is None
 
 
 @pytest.mark.parametrize("left", [0, 4096, 4096 + PAGE // 2])
 def test_a_page_that_is_cut_while_it_is_read_is_a_miss(tmp_path: Path, left: int) -> None:
-    class CuttingOps(Ops):
-        cutting = False
+    cuts: list[int] = []
 
-        def read(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-            if self.cutting:
-                os.truncate(f"/proc/self/fd/{fd}", left)
-            return super().read(fd, buffers, offset)
+    def cut(fd: int, *arguments: object) -> None:
+        for length in cuts:
+            os.truncate(f"/proc/self/fd/{fd}", length)
 
-    ops = CuttingOps()
-    store = open_quiet(tmp_path / "store", ops=ops)
+    store = open_quiet(tmp_path / "store", ops=ops_that(read=cut))
     put(store, 1, 2)
-    ops.cutting = True
+    cuts.append(left)
     assert get(store, 1) is None
     assert store.stats.read_errors == 1
-    ops.cutting = False
+    cuts.clear()
     assert get(store, 2) == content(key(2))
-
-
-def test_drop_writer_deletes_what_one_server_run_wrote(tmp_path: Path) -> None:
-    first = open_quiet(tmp_path / "store", writer=b"first---")
-    second = open_quiet(tmp_path / "store", writer=b"second--")
-    put(first, 1, 2)
-    put(second, 3)
-    put(second, 4, namespace=OTHER_NAMESPACE)
-    assert second.drop_writer(b"first---") == 2
-    assert second.exists(NAMESPACE, [key(1), key(2), key(3)]) == [False, False, True]
-    assert first.drop_writer(b"second--") == 2
-    assert first.exists(OTHER_NAMESPACE, [key(4)]) == [False]
-
-
-@pytest.mark.parametrize("shift", [0, 1, 64, 512])
-def test_unaligned_memory_is_copied_and_counted(
-    tmp_path: Path, shift: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("hcache_backend.store.folder.BUFFER_BYTES", 8192)
-    store = open_quiet(tmp_path / "store")
-    with store.disks[0].use() as folder:
-        alignment = folder.io.alignment
-    data = content(key(1), 40_000)
-    view = memory(data, shift)
-    assert store.put(NAMESPACE, [key(1)], [[view[:777], view[777:]]]) == [True]
-    target = memory(40_000, shift)
-    assert store.get(NAMESPACE, [key(1)], [[target]]) == [True]
-    assert bytes(target) == data
-    if alignment.flags:
-        assert store.stats.bytes_copied > 80_000
-    before = store.stats.bytes_copied
-    aligned = memory(40_960)
-    store.put(NAMESPACE, [key(2)], [[aligned[:4096], aligned[4096:]]])
-    assert store.get(NAMESPACE, [key(2)], [[aligned]]) == [True]
-    assert store.stats.bytes_copied == before, "aligned memory is not copied"
-
-
-def test_memory_of_another_length_is_a_miss(tmp_path: Path) -> None:
-    store = open_quiet(tmp_path / "store")
-    put(store, 1)
-    target = memory(PAGE + 8)
-    assert store.get(NAMESPACE, [key(1)], [[target]]) == [False]
-    assert store.get(NAMESPACE, [key(1)], [[target[:-9]]]) == [False]
-    assert get(store, 1) == content(key(1)), "the page itself is fine"
-
-
-def test_a_page_that_is_there_is_not_written_again(tmp_path: Path) -> None:
-    store = open_quiet(tmp_path / "a", tmp_path / "b")
-    put(store, *range(4))
-    assert put(store, *range(6)) == [True] * 6
-    assert store.stats.pages_written == 6
-    assert store.stats.pages_already_stored == 4
 
 
 def test_a_lock_that_is_never_free_costs_pages_not_the_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hcache_backend.store.page_store.WRITE_SECONDS", 0.3)
-    store = open_quiet(tmp_path / "store")
-    other = open_quiet(tmp_path / "store")
+    monkeypatch.setattr(WRITE_SECONDS, 0.3)
+    store, other = open_quiet(tmp_path / "store"), open_quiet(tmp_path / "store")
     with other.disks[0].use() as folder, folder.lock.held(1):
         assert put(store, 1) == [False]
     assert store.stats.pages_dropped_late == 1
@@ -371,21 +266,15 @@ def test_a_lock_that_is_never_free_costs_pages_not_the_server(
 def test_pages_whose_turn_to_be_read_comes_too_late_are_misses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    passed = 0.0
-
-    class SlowOps(Ops):
-        def read(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-            nonlocal passed
-            passed = 1e6
-            return super().read(fd, buffers, offset)
-
-    store = open_quiet(tmp_path / "store", ops=SlowOps())
+    passed: list[float] = []
+    ops = ops_that(read=lambda *arguments: passed.append(1e6))
+    store = open_quiet(tmp_path / "store", ops=ops)
     put(store, 1, 2)
-    passed = 0.0
-    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + passed)
+    passed.clear()
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + sum(passed))
     monkeypatch.setattr("hcache_backend.store.disk.time", clock)
     targets = [[memory(PAGE)], [memory(PAGE)]]
-    found = store.get(NAMESPACE, [key(1), key(2)], targets)
+    found = store.get(NAMESPACE, keys([1, 2]), targets)
     assert found == [True, False], "what has begun is waited for"
     assert [bytes(target) for [target] in targets] == [content(key(1)), bytes(PAGE)]
 
@@ -393,16 +282,10 @@ def test_pages_whose_turn_to_be_read_comes_too_late_are_misses(
 def test_threads_wake_and_the_index_changes_once_for_many_pages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class CountingOps(Ops):
-        commits = 0
-
-        def commit(self, transaction: Any) -> None:
-            self.commits += 1
-            super().commit(transaction)
-
-    ops = CountingOps()
-    store = open_quiet(tmp_path / "store", ops=ops, io_threads=2)
-    disk, woken = store.disks[0], []
+    commits: list[Any] = []
+    woken: list[Any] = []
+    store = open_quiet(tmp_path / "store", ops=ops_that(commit=commits.append), io_threads=2)
+    disk = store.disks[0]
     for pool in (disk.readers, disk.writers):
 
         def submit(work: Any, *items: Any, start: Any = pool.submit) -> Any:
@@ -410,13 +293,12 @@ def test_threads_wake_and_the_index_changes_once_for_many_pages(
             return start(work, *items)
 
         monkeypatch.setattr(pool, "submit", submit)
-    ops.commits = 0
+    commits.clear()
     assert put(store, *range(64)) == [True] * 64
-    assert ops.commits == 1
-    keys = [key(number) for number in range(64)]
-    targets = [[memory(PAGE)] for _ in keys]
-    assert store.get(NAMESPACE, keys, targets) == [True] * 64
-    assert [bytes(target) for [target] in targets] == [content(name) for name in keys]
+    assert len(commits) == 1
+    targets = [[memory(PAGE)] for _ in range(64)]
+    assert store.get(NAMESPACE, keys(range(64)), targets) == [True] * 64
+    assert [bytes(target) for [target] in targets] == [content(name) for name in keys(range(64))]
     assert len(woken) == 4, "two threads write, two read"
 
 
@@ -426,13 +308,12 @@ def test_threads_wake_and_the_index_changes_once_for_many_pages(
 def test_files_are_made_in_folders_in_turn(tmp_path: Path) -> None:
     places = []
 
-    class WatchingOps(Ops):
-        def open(self, name: str, flags: int, dir_fd: int) -> int:
-            if flags & os.O_EXCL and name.isdigit():
-                places.append(Path(f"/proc/self/fd/{dir_fd}").readlink())
-            return super().open(name, flags, dir_fd)
+    def watch(name: str, flags: int, dir_fd: int) -> None:
+        if flags & os.O_EXCL and name.isdigit():
+            places.append(Path(f"/proc/self/fd/{dir_fd}").readlink())
 
-    store = open_quiet(tmp_path / "store", ops=WatchingOps())
+    refuse = broken(errno.ENOTTY)  # a file system that does not place folders apart
+    store = open_quiet(tmp_path / "store", ops=ops_that(open=watch, spread_folders=refuse))
     assert put(store, *range(2 * LANES)) == [True] * 2 * LANES
     assert len(set(places)) == LANES
     assert {place.parent.parent for place in places} == {tmp_path / "store" / "sessions"}
@@ -441,35 +322,25 @@ def test_files_are_made_in_folders_in_turn(tmp_path: Path) -> None:
     assert names(tmp_path / "store" / "sessions") == []
 
 
-def test_a_file_system_that_does_not_place_folders_apart_is_used_as_it_is(tmp_path: Path) -> None:
-    class PlainOps(Ops):
-        def spread_folders(self, fd: int) -> None:
-            raise OSError(errno.ENOTTY, "Inappropriate ioctl for device")
-
-    store = open_quiet(tmp_path / "store", ops=PlainOps())
-    assert put(store, 1) == [True]
-    assert get(store, 1) == content(key(1))
-
-
 def test_what_dead_sessions_left_is_removed_also_that_of_earlier_versions(tmp_path: Path) -> None:
     """Earlier versions wrote beside the lock file; what a living store writes stays."""
-    folder = tmp_path / "store"
-    alive = open_quiet(folder)
+    sessions = tmp_path / "store" / "sessions"
+    alive = open_quiet(tmp_path / "store")
     put(alive, 1)
     for token in ("dead", "earlier", "torn"):
-        (folder / "sessions" / token / "lane3").mkdir(parents=True)
-        (folder / "sessions" / token / "lane3" / "67").write_bytes(b"half a page")
-    (folder / "sessions" / "dead" / "lock").touch()
-    (folder / "sessions" / "earlier" / "lock").touch()
-    (folder / "sessions" / "earlier" / "17").write_bytes(b"half a page")
+        (sessions / token / "lane3").mkdir(parents=True)
+        (sessions / token / "lane3" / "67").write_bytes(b"half a page")
+    (sessions / "dead" / "lock").touch()
+    (sessions / "earlier" / "lock").touch()
+    (sessions / "earlier" / "17").write_bytes(b"half a page")
     with alive.disks[0].use() as opened:
         unfinished, name = opened.session.new_file()
         os.close(os.open(name, os.O_WRONLY | os.O_CREAT, 0o600, dir_fd=unfinished))
         token = opened.session.token
-    store = open_quiet(folder)
+    store = open_quiet(tmp_path / "store")
     with store.disks[0].use() as opened:
-        assert set(names(folder / "sessions")) == {token, opened.session.token}
-    assert len(list((folder / "sessions" / token).rglob("*"))) > 2, "it is still being written"
+        assert set(names(sessions)) == {token, opened.session.token}
+    assert len(list((sessions / token).rglob("*"))) > 2, "it is still being written"
     store.close()
     alive.close()
-    assert names(folder / "sessions") == []
+    assert names(sessions) == []

@@ -10,6 +10,8 @@ import torch
 from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
 
 from hcache_backend import metrics
+from hcache_backend.prefetch.eager_loads import EagerLoads
+from tests.engine.in_process.encoded_kv.test_service import saved
 from tests.kit.host import PAGE, Host, bare_controller, make_unfit
 
 KEYS = [f"{i:064x}" for i in range(8)]
@@ -72,3 +74,14 @@ def test_what_is_lost_is_known_before_a_node_goes_to_l3(monkeypatch: pytest.Monk
     host = server.back_up(2)
     monkeypatch.setattr(HybridCacheController, "write_storage", lambda _, host: server.lost(host))
     assert server.controller.write_storage(host) == [True]
+
+
+def test_what_is_lost_of_recomputed_pages_is_known_before_a_page_goes_to_l3() -> None:
+    """L3 would have it for ever: HiCache may write a node before the scheduler's next turn."""
+    server = Host()
+    make_unfit(server.device, 2, 0)
+    host = saved(server, 2)
+    eager: Any = object.__new__(EagerLoads)
+    eager._pool, eager._restores = server.pool, SimpleNamespace(until_saved=lambda pages: None)
+    eager.until_saved(server.pool.page_ids(host))
+    assert server.lost(host) == [True]

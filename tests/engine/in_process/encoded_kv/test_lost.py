@@ -17,15 +17,7 @@ from hcache_backend.sglang import controller as controllers
 from hcache_backend.sglang.controller import OwnPagesController
 from hcache_backend.streams import Stream, WorkerStream, current_stream
 from tests.engine.in_process.encoded_kv.test_rows import Rows
-from tests.kit.host import (
-    LAYERS,
-    PAGE,
-    Host,
-    bare_controller,
-    bits,
-    make_unfit,
-    slots_of,
-)
+from tests.kit.host import LAYERS, PAGE, Host, bare_controller, bits, make_unfit, slots_of
 from tests.kit.ranks import Ranks, together
 
 

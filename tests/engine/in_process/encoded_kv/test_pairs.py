@@ -18,16 +18,7 @@ from hcache_backend.ranks import Refused
 from hcache_backend.start.page_plan import PagePlan
 from tests.engine.in_process.encoded_kv.test_lossy import by_reference
 from tests.engine.in_process.encoded_kv.test_start import try_copies
-from tests.kit.host import (
-    DEVICE_PAGES,
-    PAGE,
-    Host,
-    bits,
-    checked,
-    compare_all,
-    kv_pool,
-    slots_of,
-)
+from tests.kit.host import DEVICE_PAGES, PAGE, Host, bits, checked, compare_all, kv_pool, slots_of
 
 LAYERS = 6
 FIRST: list[CodedPair] = [(0, 5, "merged"), (2, 3, "fp8")]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -76,12 +75,27 @@ def test_segments_come_back_to_other_slots_bit_for_bit(
     assert torch.equal(device.k_buffer[1][: 4 * page], others[1])
 
 
-def test_a_page_of_which_a_layer_does_not_fit_is_lost_and_others_come_back() -> None:
+def saved(server: Host, *pages: int) -> torch.Tensor:
+    """Save device pages that were recomputed, as eager restores do; where to."""
+    host = server.pool.alloc(PAGE * len(pages))
+    assert host is not None
+    server.pool.save_recomputed(server.pool.page_ids(host), slots_of(*pages), None)
+    return host
+
+
+either_way = pytest.mark.parametrize("put", [Host.back_up, saved], ids=["backup", "recomputed"])
+
+
+@either_way
+def test_a_page_of_which_a_layer_does_not_fit_is_lost_and_others_come_back(put: Any) -> None:
     server = Host()
     make_unfit(server.device, 2, 0)
     make_unfit(server.device, 3, 1)
     want = bits(server.device, 1, 4)
-    host = server.backed_up(1, 2, 3, 4)
+    host = put(server, 1, 2, 3, 4)
+    assert not server.settled(host)  # nobody knows yet
+    server.device.k_buffer[0][slots_of(2)] = 0  # by now another's
+    server.pool.settle()
     assert server.lost(host) == [False, True, True, False]
     others = torch.cat((host[:PAGE], host[3 * PAGE :]))
     assert torch.equal(server.load(others, 7, 5), want)
@@ -115,11 +129,12 @@ def test_a_flush_forgets_backups_that_have_not_arrived() -> None:
     assert server.lost(host) == [False]
 
 
-def test_a_page_that_was_freed_before_its_backup_arrived_belongs_to_the_next() -> None:
+@either_way
+def test_a_page_that_was_freed_before_its_backup_arrived_belongs_to_the_next(put: Any) -> None:
     server = Host()
     make_unfit(server.device, 2, 0)
     assert server.pool.alloc(PAGE * (HOST_PAGES - 1)) is not None
-    host = server.back_up(2)
+    host = put(server, 2)
     server.pool.free(host)
     again = server.back_up(3)
     assert torch.equal(again, host)
@@ -186,7 +201,6 @@ def test_the_first_page_that_is_lost_is_told(caplog: pytest.LogCaptureFixture) -
 
 @pytest.mark.parametrize(
     ("codec", "at"),
-    # the last bytes of exp4 are exceptions that nobody uses
     [("exp4", 0), *((codec, at) for codec in ("none", "int8", "fp8") for at in (0, -1))],
 )
 def test_pages_that_fit_pass_the_check_in_service_and_spoiled_ones_do_not(
@@ -322,21 +336,3 @@ def test_a_page_that_is_lost_is_not_checked_nor_one_that_is_not_known_yet() -> N
     server.pool.settle = settle  # type: ignore[method-assign]
     compare_all(checks)
     assert server.lost(host) == [True] and lost == []
-
-
-def test_every_bit_of_an_encoded_page_counts_for_its_digests() -> None:
-    """Codes, window, starts and exceptions of a unit: all stand in it."""
-    server = Host()
-    host = server.backed_up(3)
-    layout = server.pool.page_layout
-    page = server.pool.kv_buffer[int(server.pool.page_ids(host)[0])].numpy()
-    namespace, key = bytes(range(16)), bytes(32)
-    layout.begin(page, namespace, bytes(8))
-    layout.seal(page, key)
-    assert layout.problem(page, namespace, key) is None
-    first = layout.segment(1)
-    for at, bit in itertools.product(range(first.start, first.stop), range(8)):
-        page[at] ^= np.uint8(1 << bit)
-        assert layout.problem(page, namespace, key) == "checksum"
-        page[at] ^= np.uint8(1 << bit)
-    assert layout.problem(page, namespace, key) is None

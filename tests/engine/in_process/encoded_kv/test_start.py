@@ -28,15 +28,9 @@ from hcache_backend.start.page_plan import (
     plan_host_pages,
 )
 from hcache_backend.start.strategy import Start
-from hcache_kernels.codecs import SEGMENT_CODECS, UnsupportedRows, exp4, make_codec
+from hcache_kernels.codecs import SEGMENT_CODECS, exp4, make_codec
 from tests.engine.in_process.pools.host_pools import kv_cache_of_llama_3_8b
-from tests.kit.host import (
-    DEVICE_PAGES,
-    PAGE,
-    bits,
-    kv_pool,
-    slots_of,
-)
+from tests.kit.host import DEVICE_PAGES, PAGE, bits, kv_pool, slots_of
 
 
 def plan_of(device: Any, codec: str) -> PagePlan:
@@ -310,11 +304,3 @@ def test_the_option_alone_and_the_type_say_what_is_asked_for(
 ) -> None:
     runtime: Any = SimpleNamespace(config=HCacheConfig(codec=codec))
     assert asked_codec(runtime, dtype) == asked
-
-
-def test_a_codec_is_told_apart_from_others_by_the_form_of_pages() -> None:
-    device = kv_pool()
-    forms = {plan_of(device, codec).layout.form for codec in ("none", *SEGMENT_CODECS)}
-    assert len(forms) == 4
-    with pytest.raises(UnsupportedRows):
-        plan_of(kv_pool(v_dim=8), "exp4")

@@ -9,13 +9,7 @@ from typing import Any
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-)
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from hcache_backend.prefetch.eager import batch_pages
 from hcache_backend.prefetch.prefetch import Meeting

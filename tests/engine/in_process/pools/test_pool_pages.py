@@ -13,21 +13,12 @@ from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTr
 from sglang.srt.mem_cache.memory_pool_host import LogicalHostPool
 from sglang.srt.mem_cache.pool_host.dsa import DSAIndexerPoolHost
 from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
-from sglang.srt.mem_cache.pool_host.mha import (
-    AsymmetricMHATokenToKVPoolHost,
-)
+from sglang.srt.mem_cache.pool_host.mha import AsymmetricMHATokenToKVPoolHost
 
 from hcache_backend import HCacheStorage
 from hcache_backend.config import ConfigError
 from hcache_backend.sglang.runtime import Runtime
-from tests.engine.in_process.pools.host_pools import (
-    TOKENS,
-    asymmetric,
-    indexer,
-    mamba,
-    mha,
-    mla,
-)
+from tests.engine.in_process.pools.host_pools import TOKENS, asymmetric, indexer, mamba, mha, mla
 from tests.engine.in_process.storage_config import PAGE, storage_config
 
 KEYS = [f"{i:064x}" for i in range(4)]

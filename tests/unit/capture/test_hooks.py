@@ -1,8 +1,10 @@
-"""Rows of pages that are recomputed whole, from a model to pages, without a step or a shadow."""
+"""Rows that hooks take: of pages that are recomputed whole, and at few calls of Python."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from types import FrameType
 
 import numpy as np
 import pytest
@@ -18,7 +20,7 @@ TOKENS = 2 * SIZE
 PAGES = np.array([5, 2])
 
 
-class Model:
+class RecomputedModel:
     """Shows each layer's projection its rows, so many at a time.
 
     Attributes:
@@ -44,7 +46,7 @@ class Model:
                     rows.zero_()  # an activation is another one soon
 
 
-def recomputed(model: Model, machine: Machine) -> RecomputedRows:
+def recomputed(model: RecomputedModel, machine: Machine) -> RecomputedRows:
     rows = RecomputedRows(machine.capture, machine.staging, model.hooks)
     fill: Callable[..., None] = model.run
     taken = rows.taken_from(Recompute(LAYERS, fill, current_stream("cpu")))
@@ -63,7 +65,7 @@ def in_pages(machine: Machine) -> torch.Tensor:
 @pytest.mark.parametrize("is_view", [True, False])
 def test_pages_get_what_projections_received(is_view: bool, at_once: int) -> None:
     machine = Machine(is_view=is_view)
-    model = Model(machine, at_once)
+    model = RecomputedModel(machine, at_once)
     fits = recomputed(model, machine).save(PAGES)
     assert fits.tolist() == [True, True]
     assert torch.equal(in_pages(machine), model.rows)
@@ -71,14 +73,14 @@ def test_pages_get_what_projections_received(is_view: bool, at_once: int) -> Non
 
 def test_a_page_with_a_row_that_the_codec_does_not_hold_is_named() -> None:
     machine = Machine(is_view=False)
-    model = Model(machine)
+    model = RecomputedModel(machine)
     model.rows[1, SIZE + 1, 0] = torch.nan
     assert recomputed(model, machine).save(PAGES).tolist() == [True, False]
 
 
 def test_a_layer_that_shows_too_few_rows_has_failed() -> None:
     machine = Machine()
-    model = Model(machine, at_once=SIZE)
+    model = RecomputedModel(machine, at_once=SIZE)
     model.skips = 1
     with pytest.raises(RuntimeError, match=r"\[8, 4, 8\] rows of 8"):
         recomputed(model, machine)
@@ -87,9 +89,45 @@ def test_a_layer_that_shows_too_few_rows_has_failed() -> None:
 
 def test_rows_of_others_are_not_taken() -> None:
     machine = Machine()
-    model = Model(machine)
+    model = RecomputedModel(machine)
     rows, taken = recomputed(model, machine), model.rows.clone()
     model.rows += 1.0
     model.run()  # a forward pass that is not captured
     rows.save(PAGES)
     assert torch.equal(in_pages(machine), taken)
+
+
+class Attention(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = torch.nn.Identity(), torch.nn.Identity()
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.out(self.qkv(hidden))  # type: ignore[no-any-return]
+
+
+def test_a_layer_takes_few_calls_in_python() -> None:
+    """Of functions of ours, and of torch's on the way to them."""
+    machine, layers = Machine(), [Attention() for _ in range(LAYERS)]
+    hooks = HiddenCapture([(layer, (layer.qkv, layer.out)) for layer in layers])
+    hooks.watch_only(layer.qkv for layer in layers)
+    hooks.use(machine.capture, tokens_only=False, order=None)
+    where, hidden = torch.tensor([SIZE, 2 * SIZE]), torch.zeros(2, WIDTH)
+    assert machine.capture.begin(where, where, where) is not None
+    assert 0 < calls_of(layers[0], hidden) - calls_of(Attention(), hidden) <= 10
+
+
+def calls_of(layer: Attention, hidden: torch.Tensor) -> int:
+    """How many functions written in Python a forward pass calls."""
+    calls = 0
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(note)
+    try:
+        layer(hidden)
+    finally:
+        sys.setprofile(None)
+    return calls

@@ -1,0 +1,75 @@
+"""Reservations in SGLang's own allocator: the allocator, and restores into it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from hcache_cpu_engine import plugin
+from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
+
+from hcache_backend.prefetch.eager import EagerRestores, Launched
+from hcache_backend.prefetch.slices import SliceBudget
+from hcache_backend.sglang.allocator import ReservablePages
+from tests.kit.prefetch import eager_over
+
+SIZE, PAGES = 4, 10
+plugin._replace_allocator_kernels()
+
+
+class Restore:
+    def __init__(self) -> None:
+        self.waited = False
+
+    def wait_for_layer(self, layer: int) -> None:
+        self.waited = True
+
+    @property
+    def copied(self) -> Restore:
+        return self
+
+    def query(self) -> bool:
+        return self.waited
+
+    def wait(self) -> None:
+        self.waited = True
+
+    def wait_until_copied(self) -> None:
+        self.waited = True
+
+
+class Scene:
+    """An allocator with reservations."""
+
+    def __init__(self, *, need_sort: bool) -> None:
+        self.allocator = PagedTokenToKVPoolAllocator(
+            PAGES * SIZE, SIZE, torch.float32, "cpu", SimpleNamespace(), need_sort
+        )
+        self.pages = ReservablePages(self.allocator)
+        self.restores: list[Restore] = []
+        self.eager = EagerRestores(SIZE, self.pages, self._launch, PAGES)
+        self.pages.eager = self.eager
+
+    def _launch(self, *_: Any) -> Launched:
+        self.restores.append(Restore())
+        return Launched(self.restores[-1], lacking=0)  # type: ignore[arg-type]
+
+    def _launch_alone(self, *_: Any, ahead: bool) -> Restore:
+        assert ahead
+        self.restores.append(Restore())
+        return self.restores[-1]
+
+    def loads(self, budget: SliceBudget, starts: dict[str, Any], **others: Any) -> Any:
+        """Eager loads into its pages, whose pipeline starts what it is to with ``starts``."""
+        pipeline = {"start": self._launch_alone} | starts
+        return eager_over(self.pages, PAGES, SIZE, budget, pipeline, **others)
+
+    def reserve(self, *host_pages: int, arrived: int = 0) -> None:
+        self.eager.reserve("prefetch", host_pages, np.array(host_pages))
+        self.eager.arrived("prefetch", arrived)
+
+
+def pages_in(slots: torch.Tensor) -> set[int]:
+    return set((slots // SIZE).tolist())

@@ -1,0 +1,457 @@
+"""Fronts of prefetches: pages that are recomputed whole while the back is read."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hcache_backend.prefetch.eager_loads import EagerLoads, Offer
+from hcache_backend.prefetch.governor import Pace
+from hcache_backend.prefetch.prefetch import Meeting
+from hcache_backend.prefetch.slices import SliceBudget
+from hcache_backend.restore.report import RunningRestore
+from hcache_backend.streams import WorkerStream
+from hcache_backend.turn import Turn
+from tests.engine.in_process.hits.eager_scene import PAGES, SIZE, Scene
+from tests.kit.prefetch import Operation
+from tests.kit.turns import Reduce, alone, turn_of
+
+
+class Fronts:
+    """Eager loads of prefetches of eight pages of K and V, read from the back.
+
+    Attributes:
+        launched: The tokens of each slice, and how many are before it.
+        saved: The host pages that were saved...
+        lost: ...or could not be.
+        expected: Those, and the positions and ids of their tokens, as the pool heard of them.
+        settled: What was saved when the pool was asked to settle that.
+        failures: What recomputation was given up for.
+    """
+
+    def __init__(self, scene: Scene, problem: Exception | None = None) -> None:
+        self.launched: list[tuple[list[int], int]] = []
+        self.saved: list[int] = []
+        self.lost: list[int] = []
+        self.expected: list[tuple[list[int], list[int], list[int]]] = []
+        self.settled: list[list[int]] = []
+        self.failures: list[Exception | None] = []
+        self.problem, self.save_problem = problem, None
+        self.whole = True
+        self.known = True
+        self.stream = WorkerStream("forward")
+        self.seconds_to_read = math.inf  # a token
+        self.eager = scene.loads(
+            SliceBudget(1e9, 2 * SIZE, lambda tokens, prefix: tokens, known=True),
+            {"start_recomputation": self._launch},
+            loads={
+                "methods": SimpleNamespace(methods=("kv",) * 3),
+                "recompute_pages": self._recompute_pages,
+                "recomputation_failed": self.failures.append,
+                "recomputes_pages": True,
+            },
+            pool={
+                "save_recomputed": self._save,
+                "settle": lambda: self.settled.append([*self.saved]),
+                "arena": SimpleNamespace(
+                    physical=lambda pages: pages,
+                    recomputed=self._expect,
+                    arrived=lambda host_pages, fits: self.lost.extend(host_pages.tolist()),
+                ),
+            },
+        )
+        self.l3 = self.eager._l3
+        self.l3.seconds_to_read = lambda tokens: tokens * self.seconds_to_read
+        self.loads, self.pool = self.eager._loads, self.eager._pool
+        self.cache = SimpleNamespace(
+            prefetch_stop_policy="wait_complete",
+            cache_controller=SimpleNamespace(tp_group=None, after_forwards=lambda stream: None),
+            ongoing_prefetch={},
+            tree_core=SimpleNamespace(
+                empty_match_result=SimpleNamespace(last_device_node=-1),
+                is_full_device_evicted=lambda node: not self.known,
+                collect_full_device_indices=lambda *_: torch.zeros(SIZE, dtype=torch.int64),
+            ),
+        )
+
+    def begin(self, pages: int = 8) -> Any:
+        """A prefetch begins; what HiCache knows of it."""
+        prefetch = Operation(pages, SIZE)
+        prefetch.meeting = Meeting()
+        self.cache.ongoing_prefetch[0] = prefetch
+        return prefetch
+
+    def turn(self, reduce: Reduce = alone) -> None:
+        turn_of(self.eager, self.cache, reduce)
+
+    def _recompute_pages(self, token_ids: np.ndarray, prefix: torch.Tensor) -> object:
+        self.launched.append((token_ids.tolist(), len(prefix)))
+        return object()
+
+    def _expect(self, host_pages: np.ndarray, positions: np.ndarray, ids: np.ndarray) -> None:
+        self.expected.append((host_pages.tolist(), positions.tolist(), ids.tolist()))
+
+    def _save(self, host_pages: np.ndarray, slots: torch.Tensor, rows: object) -> None:
+        assert len(slots) == len(host_pages) * SIZE
+        assert rows is None  # pages of K and V have none
+        self.saved += host_pages.tolist()
+        if self.save_problem is not None:
+            raise self.save_problem
+
+    def _launch(
+        self, recompute: object, positions: np.ndarray, slots: torch.Tensor, after: Any
+    ) -> Any:
+        assert after == []
+        _, before = self.launched[-1]
+        assert positions.tolist() == list(range(before, before + len(slots)))
+        event = self.stream.record(timed=True)
+        restore = RunningRestore(len(slots), {}, event, torch.device("cpu"), event, [event] * 3)
+        restore.failed = self.problem
+        return restore
+
+
+def test_front_pages_are_recomputed_and_saved_until_they_meet_the_back(scene: Scene) -> None:
+    fronts = Fronts(scene)
+    operation = fronts.begin()
+    fronts.turn()
+    meeting = operation.meeting
+    assert fronts.launched == [(list(range(100, 108)), SIZE)]  # two pages in a turn
+    assert (fronts.saved, operation.completed_tokens) == ([0, 1], 2 * SIZE)
+    assert fronts.expected == [([0, 1], list(range(SIZE, 3 * SIZE)), list(range(100, 108)))]
+    assert meeting.next_batch(3) == range(5, 8)
+    fronts.turn()
+    meeting.arrived(5, 8)
+    assert meeting.next_batch(3) == range(4, 5)
+    fronts.turn()
+    assert fronts.launched[1:] == [(list(range(108, 116)), 3 * SIZE)]  # page 4 is being read
+    meeting.arrived(4, 8)
+    fronts.turn()
+    assert meeting.pages == 8 and not meeting.next_batch(3)
+    handed = fronts.eager._restores.hand_out(np.arange(8))
+    assert handed is not None and handed.whole.all()
+
+
+def test_pages_are_taken_behind_the_forward_passes_that_may_still_use_them(scene: Scene) -> None:
+    fronts, waited = Fronts(scene), []
+    fronts.cache.cache_controller.after_forwards = waited.append
+    fronts.begin()
+    fronts.turn()
+    fronts.turn()
+    assert waited == [fronts.eager._stream]
+
+
+def test_a_front_goes_on_as_far_as_every_rank_allows_and_has_unread_pages(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fronts, asked = Fronts(scene), []
+    others = iter([[1, 1], [1, 0], [1, 2]])
+
+    def reduce(numbers: torch.Tensor, _: Any) -> None:
+        asked.append(numbers.tolist())
+        numbers.copy_(torch.tensor(next(others)))
+
+    fronts.begin()
+    for _ in range(3):
+        fronts.turn(reduce)
+    assert asked == [[1, 2]] * 3
+    assert [len(tokens) for tokens, _ in fronts.launched] == [SIZE, 2 * SIZE]
+
+
+def test_for_what_comes_in_one_piece_nothing_is_reserved(scene: Scene) -> None:
+    fronts = Fronts(scene)
+    fronts.begin(pages=4)
+    fronts.turn()
+    assert (scene.pages.count(), fronts.launched) == (PAGES, [])
+
+
+def test_a_prefetch_that_is_read_in_order_is_not_recomputed_whole(scene: Scene) -> None:
+    fronts = Fronts(scene)
+    fronts.begin().meeting = None
+    fronts.turn()
+    assert (scene.pages.count(), fronts.launched) == (PAGES - 8, [])
+
+
+def test_no_front_is_recomputed_where_another_one_was_taken(scene: Scene) -> None:
+    fronts = Fronts(scene)
+    operation = fronts.begin()
+    fronts.turn()
+    [due] = fronts.eager._restores.to_recompute(2)
+    assert due.pages == range(2, 4)
+    meeting = operation.meeting
+    offer = Offer(due._replace(pages=range(3, 5)), meeting, Turn().say())
+    assert meeting.offer() == 6 and fronts.eager._taken(offer, 2) == 0
+    assert meeting.next_batch(8) == range(4, 8)
+
+
+def test_slices_get_shorter_behind_all_that_is_before_them(scene: Scene) -> None:
+    fronts, prefixes = Fronts(scene), []
+    allowed = fronts.eager._budget.pages
+
+    def pages(most: int, page_size: int, prefix: int, *rest: Any) -> int:
+        prefixes.append(prefix)
+        return allowed(most, page_size, prefix, *rest)
+
+    fronts.eager._budget.pages = pages  # type: ignore[method-assign]
+    fronts.begin()
+    fronts.turn()
+    fronts.turn()
+    assert prefixes == [SIZE, 3 * SIZE]
+
+
+def test_a_front_is_not_recomputed_where_prefetches_may_end_at_any_time(scene: Scene) -> None:
+    fronts = Fronts(scene)
+    fronts.begin()
+    fronts.cache.prefetch_stop_policy = "best_effort"
+    fronts.turn()
+    assert not fronts.launched
+
+
+def test_host_pages_are_left_alone_when_the_processor_wants_them(scene: Scene) -> None:
+    fronts = Fronts(scene)
+    fronts.begin().meeting = None
+    fronts.cache.ongoing_prefetch[0].operation.completed_tokens = 2 * SIZE
+    fronts.turn()
+    [restore] = scene.restores
+    fronts.eager.until_saved(np.array([5]))
+    assert not restore.waited
+    fronts.eager.until_saved(np.array([1, 5]))
+    assert restore.waited
+
+
+def test_what_was_restored_is_given_back_when_it_means_nothing_any_more(scene: Scene) -> None:
+    fronts = Fronts(scene)
+    fronts.begin()
+    fronts.turn()
+    assert scene.pages.count() == PAGES - 8
+    fronts.eager.give_back()
+    assert (scene.pages.count(), fronts.eager._restores.pages) == (PAGES, 0)
+    assert fronts.eager._restores.hand_out(np.arange(2)).ready.tolist() == [False] * 2  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("anchor", "evicted", "found"), [(0, True, []), (7, False, [4, 5]), (7, True, None)]
+)
+def test_tokens_before_a_prefetch_are_found_unless_they_were_evicted(
+    anchor: int, evicted: bool, found: list[int] | None, scene: Scene
+) -> None:
+    slots = {0: [], 7: [4, 5]}
+    tree = SimpleNamespace(
+        empty_match_result=SimpleNamespace(last_device_node=0),
+        is_full_device_evicted=lambda node: evicted,
+        collect_full_device_indices=lambda node, root: torch.tensor(slots[node]),
+    )
+    eager: Any = object.__new__(EagerLoads)
+    eager._pages = SimpleNamespace(cache=SimpleNamespace(tree_core=tree))
+    eager._prefetches, operation = Operation.prefetches, Operation(8, SIZE)
+    Operation.prefetches.of(operation).anchor = anchor
+    before = eager._before_prefetch(operation)
+    assert found is None if before is None else before.tolist() == found
+
+
+def test_a_host_page_is_freed_behind_what_is_to_be_done_once_it_is_saved(scene: Scene) -> None:
+    fronts = Fronts(scene)
+    fronts.begin()
+    fronts.turn()
+    fronts.pool.on_freed[0](np.array([1]))
+    assert fronts.settled == [[], [0, 1]]
+    assert fronts.eager._restores.prepared(np.arange(2)).tolist() == [True, False]
+
+
+def test_what_did_not_fit_when_it_was_saved_is_lost_in_a_later_turn(scene: Scene) -> None:
+    fronts = Fronts(scene)
+    fronts.begin()
+    fronts.turn()
+    fronts.turn()
+    assert fronts.settled == [[], [0, 1]]
+
+
+def test_nothing_is_recomputed_whole_for_a_prefetch_that_has_ended(scene: Scene) -> None:
+    fronts = Fronts(scene)
+    operation = fronts.begin()
+    fronts.turn()
+    operation.terminated = True
+    fronts.turn()
+    assert len(fronts.launched) == 1
+    fronts.cache.ongoing_prefetch.clear()
+    operation.terminated = False
+    fronts.turn()
+    assert (len(fronts.launched), fronts.eager._restores.pages) == (1, 2)
+    fronts.pool.on_freed[0](np.arange(2))
+    assert (fronts.eager._restores.pages, scene.pages.count()) == (0, PAGES)
+
+
+def test_pages_that_were_recomputed_and_not_saved_are_lost_on_this_rank_alone(
+    scene: Scene,
+) -> None:
+    """The others know nothing of it: the front goes on, and the pages of the device count."""
+    fronts = Fronts(scene)
+    fronts.save_problem = RuntimeError("no pinned memory")  # type: ignore[assignment]
+    operation = fronts.begin()
+    fronts.turn()
+    fronts.save_problem = None
+    fronts.turn()
+    assert (fronts.failures, fronts.lost) == ([], [0, 1])
+    assert operation.meeting.pages == 4
+    handed = fronts.eager._restores.hand_out(np.arange(4))
+    assert handed is not None and handed.whole.all()
+
+
+def test_pages_whose_recomputation_failed_do_not_count(scene: Scene) -> None:
+    problem = RuntimeError("out of memory")
+    fronts = Fronts(scene, problem)
+    operation = fronts.begin()
+    fronts.turn()
+    assert fronts.failures == [problem]
+    fronts.turn()
+    assert len(fronts.launched) == 1  # there is no way past them
+    meeting = operation.meeting
+    while batch := meeting.next_batch(3):
+        meeting.arrived(batch.start, 8)
+    assert meeting.pages == 0
+    handed = fronts.eager._restores.hand_out(np.arange(2))
+    assert handed is not None and not handed.ready.any()
+
+
+@pytest.mark.parametrize(("seconds", "recomputed"), [(0.1, 0), (1.0, 6), (9.0, 8)])
+def test_what_l3_brings_sooner_is_not_recomputed(
+    seconds: float, recomputed: int, scene: Scene
+) -> None:
+    """A token takes a second in each of three layers; the reader does not begin."""
+    fronts = Fronts(scene)
+    fronts.eager._budget.launched = lambda *_: None  # type: ignore[method-assign]
+    fronts.seconds_to_read = seconds
+    fronts.begin()
+    for _ in range(8):
+        fronts.turn()
+    assert sum(len(tokens) for tokens, _ in fronts.launched) == recomputed * SIZE
+
+
+def test_a_front_does_not_wait_for_what_is_being_read_of_a_prefetch_before_it(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last pages of the first prefetch are being read, perhaps for long."""
+    fronts, asked, other_is_free = Fronts(scene), [], 1
+    fronts.seconds_to_read = 1e9
+
+    def reduce(numbers: torch.Tensor, _: Any) -> None:
+        asked.append(numbers.tolist())
+        numbers[::2] *= other_is_free
+
+    first, second = fronts.begin(5), fronts.begin(5)
+    fronts.cache.ongoing_prefetch = dict(enumerate((first, second)))
+    first.hash_value, second.token_ids = list("abcde"), list(range(500, 500 + 5 * SIZE))
+    second.host_indices = second.host_indices + 5 * SIZE
+    first.meeting.begin(5)
+    assert first.meeting.next_batch(5) == range(5)
+    other_is_free = 0
+    fronts.turn(reduce)
+    assert len(asked) == 1 and not fronts.launched
+    other_is_free = 1
+    fronts.turn(reduce)
+    assert asked == [[1, 0, 1, 2]] * 2
+    assert [tokens[0] for tokens, _ in fronts.launched] == [500]
+
+
+def test_a_front_is_not_waited_for_where_slices_are_put_off(scene: Scene) -> None:
+    fronts = Fronts(scene)
+    fronts.seconds_to_read, meeting = 1.0, Meeting()
+    meeting.begin(8)
+    meeting.reachable = 8
+    assert fronts.eager.seconds_to_recompute(8 * SIZE, 0) == 3 * 8 * SIZE
+    together, alone = fronts.eager.until_met(meeting, 0)
+    assert (together, alone) == (pytest.approx(8 * SIZE * 3 / 4), 8 * SIZE)
+    fronts.eager.governor.pace = lambda: Pace(0.5, "shorter")
+    assert fronts.eager.seconds_to_recompute(8 * SIZE, 0) == 2 * 3 * 8 * SIZE
+    fronts.eager.governor.pace = lambda: Pace(0.0, "put_off_running")
+    assert fronts.eager.until_met(meeting, 0) == (alone, alone)
+
+
+def test_slices_take_as_long_as_a_prefill_until_one_has_run(scene: Scene) -> None:
+    """Servers of K and V have no profile for slices; their first hits are judged all the same."""
+    fronts = Fronts(scene)
+    fronts.eager._budget = SliceBudget(1.0, 2 * SIZE, lambda tokens, _: tokens, known=False)
+    fronts.l3.estimates.computing = lambda tokens, prefix: tokens * 5 + prefix
+    fronts.eager.governor.pace = lambda: Pace(0.5, "shorter")
+    assert fronts.eager.seconds_to_recompute(8 * SIZE, 3) == 2 * (8 * SIZE * 5 + 3)
+    fronts.eager._budget._layer.measured(2 * SIZE, 0, 2.0 * SIZE)
+    assert fronts.eager.seconds_to_recompute(8 * SIZE, 3) == 2 * 3 * 8 * SIZE
+
+
+def test_a_front_is_not_waited_for_where_slices_do_not_reach_it(scene: Scene) -> None:
+    fronts = Fronts(scene)
+    fronts.seconds_to_read, meeting = 1.0, Meeting()
+    meeting.begin(8)
+    alone = 8 * SIZE
+    # The scheduler has not looked yet: the reader leaves to the front what that may reach.
+    assert fronts.eager.until_met(meeting, 0)[0] == pytest.approx(alone * 6 / 8)
+    for reachable in range(9):
+        meeting.reachable = reachable
+        together, _ = fronts.eager.until_met(meeting, 0)
+        # Slices are three times as slow as L3: they recompute a quarter, if they reach so far.
+        assert together == pytest.approx(alone * max(6, 8 - reachable) / 8)
+
+
+def test_slices_reach_what_is_reserved_behind_tokens_that_are_on_the_device(scene: Scene) -> None:
+    fronts = Fronts(scene)
+    operation = fronts.begin()
+    fronts.turn()
+    meeting = operation.meeting
+    assert meeting.reachable == 8
+    scene.pages.take(PAGES - 8)
+    fronts.eager._restores.make_free(3)
+    fronts.turn()
+    assert meeting.reachable == 5
+    fronts.known = False
+    fronts.turn()
+    assert meeting.reachable == 0
+    fronts.known, fronts.loads.recomputes_pages = True, False
+    fronts.turn()
+    assert meeting.reachable == 0
+    fronts.loads.recomputes_pages = True
+    fronts.turn()
+    assert meeting.reachable == 5
+    fronts.eager._restores.make_free(8)
+    fronts.turn()
+    assert meeting.reachable == 0
+
+
+def test_slices_reach_nothing_of_what_comes_in_one_piece(scene: Scene) -> None:
+    fronts = Fronts(scene)
+    operation = fronts.begin(pages=4)
+    fronts.turn()
+    assert operation.meeting.reachable == 0
+
+
+def test_without_all_that_is_before_them_pages_are_read(scene: Scene) -> None:
+    fronts = Fronts(scene)
+    fronts.known = False
+    operation = fronts.begin()
+    fronts.turn()
+    assert not fronts.launched and operation.completed_tokens == 0
+    assert operation.meeting.next_batch(8) == range(8)
+
+
+def test_pages_that_do_not_follow_what_is_before_the_prefetch_are_read(scene: Scene) -> None:
+    """SGLang may cut off what has come meanwhile; then token ids are not those of the pages."""
+    fronts = Fronts(scene)
+    operation = fronts.begin()
+    operation.storage_start += SIZE
+    fronts.turn()
+    assert not fronts.launched
+    operation.storage_start = SIZE
+    fronts.turn()
+    assert fronts.launched == [(list(range(100, 108)), SIZE)]
+
+
+def test_prefetches_that_may_end_at_any_time_are_read_in_order(scene: Scene) -> None:
+    fronts = Fronts(scene)
+    assert not fronts.eager.recomputes_pages  # nobody has said
+    fronts.turn()
+    assert fronts.eager.recomputes_pages
+    fronts.cache.prefetch_stop_policy = "best_effort"
+    assert not fronts.eager.recomputes_pages
