@@ -12,14 +12,13 @@ from typing import Any
 import torch
 
 from hcache_backend import metrics
-from hcache_backend.capture.staging import StagedCapture, Staging
-from hcache_backend.capture.step import Step
+from hcache_backend.capture.staging import StagedCapture, Staging, Step
 from hcache_backend.restore.exchange import CollectiveOrder
 
 logger = logging.getLogger("hcache")
 
+# fields of a batch whose requests bring embeddings of their own
 _EMBEDDINGS = ("input_embeds", "replace_embeds")
-"""What a batch has where a request brings embeddings of its own."""
 
 
 class HiddenCapture:

@@ -7,9 +7,8 @@ import numpy.typing as npt
 import torch
 
 from hcache_backend.arena import Ids
-from hcache_backend.capture.encoding import stored_rows
 from hcache_backend.capture.hooks import HiddenCapture
-from hcache_backend.capture.staging import StagedCapture, Staging
+from hcache_backend.capture.staging import StagedCapture, Staging, stored_rows
 from hcache_backend.restore.layers import Recompute
 from hcache_backend.streams import current_stream, host_tensor, to_device
 from hcache_kernels.staging import save_rows

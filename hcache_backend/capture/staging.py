@@ -13,7 +13,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeGuard
 
@@ -21,9 +22,7 @@ import numpy as np
 import torch
 
 from hcache_backend.arena import Arena, Ids, ShadowChanges
-from hcache_backend.capture.encoding import stored_rows
 from hcache_backend.capture.ledger import Ledger, Proof, StepEntry
-from hcache_backend.capture.step import LayerRing, Step
 from hcache_backend.streams import (
     Event,
     Work,
@@ -34,8 +33,65 @@ from hcache_backend.streams import (
     run_here,
 )
 from hcache_kernels.codecs import Codec
-from hcache_kernels.staging import NOWHERE, StagedRows, save_rows, stage_rows
+from hcache_kernels.staging import NOWHERE, WRONG_STEP, StagedRows, save_rows, stage_rows
 from hcache_kernels.steps import StepPlaces, TokenRows, begin_rows, judge_rows
+
+_AT_ONCE_BYTES = 64 << 20  # of rows encoded in one call: this device memory is in no plan
+
+
+class LayerRing:
+    """Staging memory for a step that is too long for its places: layers use its parts in turn."""
+
+    def __init__(self, memory: torch.Tensor, part_bytes: int) -> None:
+        self.part_bytes = part_bytes
+        parts = len(memory) // part_bytes
+        self._parts = memory[: parts * part_bytes].split(part_bytes)
+        self._moved: list[Event | None] = [None] * parts
+        self._last = -1
+
+    def next(self) -> tuple[torch.Tensor, Event | None]:
+        """The next part, uint8 ``[part_bytes]``, and the event after which it may be written."""
+        self._last = (self._last + 1) % len(self._parts)
+        return self._parts[self._last], self._moved[self._last]
+
+    def used(self, moved: Event) -> None:
+        """The last part may be written again once ``moved`` has passed."""
+        self._moved[self._last] = moved
+
+
+@dataclass
+class Step:
+    """One forward pass that is being captured."""
+
+    tokens: int
+    number: int  # in the marks
+    where: torch.Tensor  # slots, positions and token ids, int64 [3, tokens] on the device
+    entry: StepEntry
+    first: int | None  # in the ring of places; None: its layers go round in the ring
+    marks: torch.Tensor  # the step that wrote each row, int64 [layers, tokens] on the device
+    layers_seen: list[int]  # how often Python saw each layer being staged
+    ring: LayerRing | None = None
+
+
+def stored_rows(
+    codec: Codec, rows: torch.Tensor, marks: torch.Tensor
+) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Yields some layers, and their staged rows as pages hold them, on the current stream.
+
+    ``rows`` are the model's, uint8 ``[layers, n, row_bytes]``, contiguous by layer; yielded ones
+    are uint8 ``[some layers, n, codec.row_bytes]``. ``marks`` (int64 ``[layers, n]``) become
+    :data:`WRONG_STEP` for rows that the codec cannot hold.
+    """
+    if codec.is_view:
+        yield slice(None), rows
+        return
+    at_once = max(1, _AT_ONCE_BYTES // rows[0].numel())
+    for first in range(0, len(rows), at_once):
+        part = slice(first, first + at_once)
+        values = rows[part].reshape(-1, rows.shape[2]).view(codec.dtype)
+        encoded, ok = codec.encode(values)
+        marks[part].masked_fill_(ok.logical_not_().view_as(marks[part]), WRONG_STEP)
+        yield part, encoded.view(*marks[part].shape, -1)
 
 
 class Staging:
@@ -48,16 +104,9 @@ class Staging:
     """
 
     def __init__(
-        self,
-        layers: int,
-        width: int,
-        dtype: torch.dtype,
-        places: int,
-        device: torch.device | str,
+        self, layers: int, width: int, dtype: torch.dtype, places: int, device: torch.device | str
     ) -> None:
-        self.layers = layers
-        self.width = width
-        self.dtype = dtype
+        self.layers, self.width, self.dtype = layers, width, dtype
         self.row_bytes = width * dtype.itemsize
         self.places = places
         self.device = torch.device(device)

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from hcache_backend.capture.encoding import stored_rows
+from hcache_backend.capture.staging import stored_rows
 from hcache_backend.config import KrulOption, parse_config
 from hcache_backend.host.page_layout import head_groups, share_of_heads
 from hcache_backend.krul.plugin import Krul
