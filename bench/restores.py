@@ -112,8 +112,7 @@ def _at(slowed: Literal["bus", "L3"], *rates: float, part: str = "restore") -> l
 
 
 _PAGES = (("plain", "plain"), ("own", "kv"))
-_EAGER = {"restore": "auto", "recompute": "never"}
-"""Every page is read; bench.beside measures the recomputation of the front meanwhile."""
+_EAGER = {"restore": "auto", "recompute": "never"}  # every page is read
 _GQA = TinyLlama(layers=8, hidden=1024, heads=8, kv_heads=4, intermediate=1024)
 """In float32 K and V of a page have as many bytes as those of Llama-3-8B in bfloat16."""
 _LONG = replace(MHA, layers=4)

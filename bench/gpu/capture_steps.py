@@ -17,8 +17,7 @@ from hcache_backend.format.page import PageLayout, hidden_layer
 from hcache_kernels.codecs import make_codec
 
 CONTEXT = 1024
-CACHE_TOKENS = 1 << 16
-"""K and V that decode steps attend to are shared by all layers; large batches see less context."""
+CACHE_TOKENS = 1 << 16  # shared by all layers of decode steps; large batches see less context
 STEPS = 50
 RESTORED = 4096
 
@@ -60,8 +59,7 @@ class Saving:
         return True
 
 
-Watch = Callable[[int], Callable[[torch.Tensor], object]]
-"""Of a layer: called with the input of its projection."""
+Watch = Callable[[int], Callable[[torch.Tensor], object]]  # called with inputs of projections
 
 
 class Forward:

@@ -100,14 +100,12 @@ class Pages:
 
     def eager(self) -> None:
         """Restore each batch while the next one is read."""
-        batches, restores = self._batches(), []
+        pages, batches, restores = len(self._pages), self._batches(), []
         with ThreadPoolExecutor(1) as reader:
-            reading = reader.submit(next, batches, None)
-            while (batch := reading.result()) is not None:
-                reading = reader.submit(next, batches, None)
-                pages = self._pages[batch.start : batch.stop]
+            for read in [reader.submit(next, batches) for _ in range(0, pages, batch_pages(pages))]:
+                batch = read.result()
                 slots = self.history.slots[batch.start * PAGE : batch.stop * PAGE]
-                restores.append(self._pipeline.start(pages, slots))
+                restores.append(self._pipeline.start(self._pages[batch.start : batch.stop], slots))
         for restore in restores:
             restore.wait()
 

@@ -34,8 +34,7 @@ from hcache_backend.restore.pipeline import RestorePipeline
 from hcache_backend.restore.recompute import TokenSpan
 from hcache_backend.streams import Stream
 
-BEFORE, RESTORED, WIDTH = 64, 4, 64
-"""Pages before the restore, pages restored, bytes per token and layer."""
+BEFORE, RESTORED, WIDTH = 64, 4, 64  # pages before the restore, and of it; bytes per token
 LATE = 0.05  # seconds that a stream is held up
 JUNK, JUNK_TENSORS = -7, 64
 

@@ -71,8 +71,7 @@ DRY_LOADS = (Load("prefill", 2, 256, 1, 8, 1), Load("decode", 4, 64, 65, 8, 1))
 
 RECOMPUTATION, REFUSED = "recomputation", "hcache: not used: recomputation ("
 """If a server recomputes no layers: the step of the row with the reason, and the log line."""
-DECODING, TOLD, DRY_TOLD = 4, 512, 96
-"""Requests beside which a history comes back, and how many tokens each generates."""
+DECODING, TOLD, DRY_TOLD = 4, 512, 96  # requests beside a hit, and tokens of each
 
 
 def measure(run: GpuRun) -> None:

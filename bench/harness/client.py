@@ -16,8 +16,7 @@ from hcache_backend.cli.common import RequestError, error_text
 from hcache_backend.cli.ingest import Server, check_finished, greedy_request
 
 _DATA, _DONE = b"data:", b"[DONE]"
-_LINE_BYTES = 1 << 22
-"""A line of a stream holds the whole reply so far; its ids are no longer than this."""
+_LINE_BYTES = 1 << 22  # a line of a stream holds the whole reply so far
 _SILENCE_S = 600.0  # the longest pause within an answer
 
 

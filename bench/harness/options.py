@@ -13,14 +13,12 @@ from typing import Any, Literal
 from tests.cpu_engine.hcache_cpu_engine import cpu_engine_env
 
 Device = Literal["cpu", "cuda"]
-ADMIN_KEY = secrets.token_hex(16)
-"""Bearer token of administrative requests to the servers of this process."""
+ADMIN_KEY = secrets.token_hex(16)  # bearer token of administrative requests
 MODULE = "sglang.launch_server"
 ENVIRONMENT = dict(os.environ)
 """As this interpreter found it: pytest, torch and tests write to `os.environ`, and a server whose
 environment differs from that of the nursery's imports cannot be forked. Use `extra_env`."""
-CPU_ATTENTION = "intel_amx"
-"""SGLang's route for CPUs; the CPU engine has its operators in PyTorch. Exact in float32."""
+CPU_ATTENTION = "intel_amx"  # SGLang's route for CPUs; exact in float32
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
 

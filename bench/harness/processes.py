@@ -31,8 +31,7 @@ class ServerProcess:
         self._pending = b""
         self._gone = False  # whether no process of the server's group is left
         self.pid = 0
-        self.returncode: int | None = None
-        """Exit status as in `subprocess`: negative is a signal's number."""
+        self.returncode: int | None = None  # as in `subprocess`: negative is a signal
         while not self.pid and self.returncode is None:
             self._read(None)
 

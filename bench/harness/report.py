@@ -17,8 +17,7 @@ if TYPE_CHECKING:
 
 Results = Any  # content of a file of results
 Row = Mapping[str, Any]
-Value = str | Callable[[Any], object]
-"""A part of a row: its key, keys with dots between them, or a function of the row."""
+Value = str | Callable[[Any], object]  # keys of a row with dots between them, or a function
 OUT = Path("out")  # folder that programs write to unless told otherwise; git ignores it
 WIDTH = 9  # inches of a picture, which documentation shows about 850 pixels wide
 SMALLEST = 9  # points of its smallest text

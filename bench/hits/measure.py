@@ -18,8 +18,7 @@ _LEARNING, _COMPUTED = 4, 2
 """Requests at a new speed that do not count, because a server measures it: hits, and before them
 requests without hits, which show a server the time of computing."""
 _TRYING_SECONDS = 60.0  # how long a server may take to see that L3 is fast again
-_COMPARED = (OURS, NO_L3)
-"""These have every round; others only if they take less than twice the fastest's time at first."""
+_COMPARED = (OURS, NO_L3)  # these have every round; others if they are at first half as fast
 
 
 def at_speed(turns: Turns, speed: float, rounds: int, advance: Advance) -> Row:

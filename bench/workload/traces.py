@@ -23,8 +23,7 @@ PAGE_TOKENS = 128
 SPAN_S = 4 * 3600.0  # sessions begin within it
 THINK_S, THINK_SPREAD = 120.0, 1.5
 USER_SKEW = 0.9
-AGENT_RESULT_MEAN, AGENT_CALL_MEAN = 200.0, 60.0
-"""Tokens of a tool's result, which is a prompt, and of a call, which is a reply."""
+AGENT_RESULT_MEAN, AGENT_CALL_MEAN = 200.0, 60.0  # tokens of a tool's result, and of a call
 RAG_SKEW = 1.0
 
 
