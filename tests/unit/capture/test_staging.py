@@ -25,6 +25,18 @@ from tests.unit.capture.machine import (
 )
 
 
+def test_a_backup_copies_nothing_and_later_rows_go_to_the_new_shadow(machine: Machine) -> None:
+    where = slots(1, 2)
+    assert machine.forward(where)
+    machine.settle()
+    filled = machine.arena.shadows[[1, 2]]
+    machine.capture.back_up(np.array(where), np.array([3, 0]))
+    kept = machine.arena.memory[filled, LAYOUT.header_bytes :].copy()
+    assert machine.forward(where)
+    machine.assert_captured(where)
+    assert np.array_equal(machine.arena.memory[filled, LAYOUT.header_bytes :], kept)
+
+
 def test_a_backup_before_the_transfer_gets_the_rows_all_the_same(machine: Machine) -> None:
     gate = machine.hold_transfers()
     where = slots(1)
