@@ -14,7 +14,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -100,14 +100,6 @@ def host_tensor(
 ) -> torch.Tensor:
     """Host memory that ``device`` copies to and from without waiting."""
     return _door.host_tensor(shape, dtype, torch.device(device))
-
-
-@contextmanager
-def registered(memory: torch.Tensor, device: torch.device | str) -> Iterator[None]:
-    """Within the block ``device`` reaches ``memory``. Torch does not keep it afterwards, unlike
-    unused memory of :func:`host_tensor`."""
-    with _door.registered(memory, torch.device(device)):
-        yield
 
 
 @contextmanager
@@ -363,23 +355,6 @@ class Door:
         self, shape: Sequence[int], dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, pin_memory=device.type == "cuda")
-
-    @contextmanager
-    def registered(self, memory: torch.Tensor, device: torch.device) -> Iterator[None]:
-        if device.type != "cuda":
-            yield
-            return
-        runtime, address = torch.cuda.cudart(), memory.data_ptr()
-        failed = int(runtime.cudaHostRegister(address, memory.nbytes, 0))
-        if failed:
-            with suppress(RuntimeError):  # otherwise torch raises it at its next launch
-                torch.zeros(1, device=device)
-            raise RuntimeError(f"cudaHostRegister of {memory.nbytes} bytes: CUDA error {failed}")
-        try:
-            yield
-        finally:
-            torch.cuda.synchronize(device)  # copies may still be under way
-            runtime.cudaHostUnregister(address)
 
     def free_memory(self, device: torch.device) -> float:
         return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else float("inf")

@@ -14,16 +14,8 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
-from typing import NamedTuple
 
 TRACE_VARIABLE = "HCACHE_RESTORE_TRACE"
-
-
-class TraceEvent(NamedTuple):
-    stage: str
-    tokens: int
-    start_ms: float
-    ms: float
 
 
 class TraceWriter:
@@ -34,15 +26,5 @@ class TraceWriter:
 
     def add(self, stage: str, tokens: int, start_s: float) -> None:
         """Write an event that began at ``start_s`` (``time.monotonic``) and ends now."""
-        event = TraceEvent(stage, tokens, 1e3 * start_s, 1e3 * (time.monotonic() - start_s))
-        self._file.write(json.dumps(event._asdict()) + "\n")
-
-
-def read_trace(path: Path, offset: int = 0) -> tuple[list[TraceEvent], int]:
-    """Events from byte ``offset`` on, and the offset to continue from."""
-    if not path.exists():
-        return [], offset
-    with path.open("rb") as file:
-        file.seek(offset)
-        text = file.read()
-    return [TraceEvent(**json.loads(line)) for line in text.splitlines()], offset + len(text)
+        times = {"start_ms": 1e3 * start_s, "ms": 1e3 * (time.monotonic() - start_s)}
+        self._file.write(json.dumps({"stage": stage, "tokens": tokens, **times}) + "\n")

@@ -11,8 +11,8 @@ import re
 import statistics
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -192,8 +192,6 @@ class Device:
 
         Registered by hand: torch's own pinned memory is rounded up to powers of two and kept.
         """
-        from hcache_backend.streams import registered  # may import kernels
-
         memory = torch.empty(shape, dtype=dtype)
         self._pinned.enter_context(registered(memory, self.kind))
         return memory
@@ -245,3 +243,23 @@ def mend_scalars() -> None:
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     interpreter._patch_lang_tensor = patch
+
+
+@contextmanager
+def registered(memory: torch.Tensor, device: torch.device | str) -> Iterator[None]:
+    """Within the block ``device`` reaches ``memory``. Torch does not keep it afterwards, unlike
+    unused memory of :func:`streams.host_tensor`."""
+    if torch.device(device).type != "cuda":
+        yield
+        return
+    runtime, address = torch.cuda.cudart(), memory.data_ptr()
+    failed = int(runtime.cudaHostRegister(address, memory.nbytes, 0))
+    if failed:
+        with suppress(RuntimeError):  # otherwise torch raises it at its next launch
+            torch.zeros(1, device=device)
+        raise RuntimeError(f"cudaHostRegister of {memory.nbytes} bytes: CUDA error {failed}")
+    try:
+        yield
+    finally:
+        torch.cuda.synchronize(device)  # copies may still be under way
+        runtime.cudaHostUnregister(address)

@@ -22,11 +22,10 @@ from types import SimpleNamespace
 import torch
 from torch.nn import functional
 
-from bench.gpu.program import Device, GpuProgram, GpuRun, Row
+from bench.gpu.program import Device, GpuProgram, GpuRun, Row, registered
 from bench.gpu.shapes import LLAMA_7B, LLAMA_8B, PAGE, Shape
 from bench.harness.program import Setting
 from bench.harness.report import Results, Table
-from hcache_backend import streams
 from hcache_backend.format.page import PageLayout
 from hcache_backend.format.units import WHOLE
 from hcache_backend.host.segments import KVSegments
@@ -182,7 +181,7 @@ def register(device: Device, most_gb: float, seconds: float, free: float) -> Ite
             return
         memory = torch.empty(int(gb * 1e9), dtype=torch.uint8)  # no page of it is there yet
         start = time.perf_counter()
-        with streams.registered(memory, device.kind):
+        with registered(memory, device.kind):
             took, start = time.perf_counter() - start, time.perf_counter()
         rate = gb / took
         yield row | {

@@ -16,7 +16,8 @@ from pathlib import Path
 
 from bench.harness.options import ServerOptions
 from bench.harness.server import Reply, Server
-from hcache_backend.trace import TRACE_VARIABLE, TraceEvent, read_trace
+from bench.harness.trace import TraceEvent, read_trace
+from hcache_backend.trace import TRACE_VARIABLE
 
 _BUS_VARIABLE, _L3_VARIABLE = "HCACHE_CPU_BUS_FILE", "HCACHE_CPU_L3_FILE"
 """Variables of the CPU engine: files with the bytes per second that copies to the device and reads

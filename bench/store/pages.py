@@ -21,8 +21,8 @@ from bench.store.peers import Peer, files_in, found_peers
 from hcache_backend.config import parse_config
 from hcache_backend.format.envelope import BLOCK, PageName
 from hcache_backend.format.units import WHOLE, digest
-from hcache_backend.kvikio_state import kvikio_state
 from hcache_backend.store import PageStore
+from hcache_backend.store.kvikio_state import kvikio_state
 
 MIB = 1 << 20
 BATCH = 128

@@ -285,7 +285,8 @@ class ServiceChecks(_Checks[AttentionLayer]):
             flags = []
             for check in islice(self._waiting, _AT_ONCE):
                 # None: its rows have arrived, but it is not yet known if all did.
-                whole = self._whole(check.host_page) if check.event.query() else None
+                page = np.array([check.host_page])
+                whole = self._pool.arena.whole(page) if check.event.query() else None
                 flags += [whole is not None, whole is not False]
             self._said = turn.say(self._pace.rested, *flags)
 
@@ -302,9 +303,6 @@ class ServiceChecks(_Checks[AttentionLayer]):
             problem = self._problem(check) if right else None
             if problem is not None:
                 self._fail(problem)
-
-    def _whole(self, host_page: int) -> bool | None:
-        return self._pool.arena.whole(np.array([host_page]))
 
     def _parts(self, host_page: int, layers: Sequence[AttentionLayer]) -> deque[Any]:
         return deque(layers)

@@ -105,19 +105,21 @@ class NodeBackups:
             backup.due = 0  # nothing is waited for: another stage may have launched its own
         return backup
 
-    def add(self, backup: Backup, host_pages: Ids, tree: Any, node_ids: Sequence[int]) -> None:
-        """HiCache queued ``backup``, to ``host_pages``. ``tree`` None: it must not wait."""
+    def add(self, backup: Backup, host_pages: Ids) -> None:
+        """HiCache queued ``backup``, to ``host_pages``."""
         backup.host_pages = host_pages
         self._pool.arena.wait_for(host_pages)
         self._waiting.append(backup)
-        if self._layouts is not None:
-            self._layouts.ask(tree, node_ids)
 
-    def launch(self) -> list[Ids]:
+    def launch(self, tree: Any, queue: Sequence[Any]) -> list[Ids]:
         """Let HiCache copy the backups that are ready; returns the host pages of each. From now on
-        these belong to their tokens."""
+        these belong to their tokens. ``queue`` is HiCache's, of nodes that ``tree`` knows by now;
+        None: no backup may wait."""
         if self._capture is not None:
             self._capture.ledger.settle(wait=False)
+        if self._layouts is not None:
+            for operation in queue[self._layouts.asked :]:
+                self._layouts.ask(tree, operation.node_ids)
         launched = []
         while self._waiting and (layout := self._ready(self._waiting[0])) is not None:
             backup = self._waiting.popleft()

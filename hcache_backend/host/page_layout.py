@@ -15,7 +15,14 @@ from hcache_kernels.codecs import Codec
 
 class NodeLayouts(Protocol):
     """Chooses the layout of the pages of each node; its backup waits until then. Scheduler thread
-    only."""
+    only.
+
+    Attributes:
+        asked: Number of nodes that wait.
+    """
+
+    @property
+    def asked(self) -> int: ...
 
     def ask(self, tree: Any, node_ids: Sequence[int]) -> None:
         """Append the node of SGLang's ``tree`` with these ids; without a tree it need not wait."""

@@ -87,6 +87,10 @@ class NodePairs:
             node.pairs, node.tokens = None, tokens
             self._ask_next()
 
+    @property
+    def asked(self) -> int:
+        return len(self._nodes)
+
     def next(self) -> PairedLayout | None:
         """Remove the first node and return the layout of its pages; None if it has to wait."""
         pairs = self._nodes[0].pairs if self._nodes else None

@@ -175,8 +175,8 @@ class OwnPagesController(HybridCacheController):
         self._stages.talk()
         weights = self._runtime.weights
         flushed = weights is not None and weights.suspended is None
-        at_once = self.write_policy == "write_back"  # HiCache waits on the spot
-        backup = self._backups.begin(device_indices, may_wait=flushed and not at_once)
+        may_wait = flushed and self.write_policy != "write_back"
+        backup = self._backups.begin(device_indices, may_wait=may_wait)
         if backup is None:
             return None
         self._writing = True
@@ -186,10 +186,7 @@ class OwnPagesController(HybridCacheController):
             self._writing = False
         if host_indices is None:
             return None
-        tree = None if at_once else self._tree
-        self._backups.add(
-            backup, self._pool.page_ids(host_indices), tree, self.write_queue[-1].node_ids
-        )
+        self._backups.add(backup, self._pool.page_ids(host_indices))
         if kwargs.get("flush", True):
             self.start_writing()
         return host_indices
@@ -198,7 +195,9 @@ class OwnPagesController(HybridCacheController):
         """Launch the backups that are ready."""
         if self._writing:
             return  # not within ``write``: K and V must go to the pages of an exchange
-        launched = self._backups.launch()
+        # HiCache waits for a write-back on the spot.
+        tree = self._tree if self.write_policy != "write_back" else None
+        launched = self._backups.launch(tree, self.write_queue)
         for host_pages in launched:
             self._stages.backed_up(host_pages)
         later = self.write_queue[len(launched) :]

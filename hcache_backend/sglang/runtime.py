@@ -37,6 +37,8 @@ from hcache_backend.store import PageStore
 
 logger = logging.getLogger("hcache")
 
+JUDGING = "judging L3 hits"  # a capability (start/capabilities.py)
+
 
 @dataclass(frozen=True)
 class Weights:
@@ -122,6 +124,7 @@ class Runtime:
 
     def stop_judging(self) -> None:
         """The storage backend is detached."""
+        metrics.CAPABILITY.set(JUDGING, value=0)
         if self.hit_gate is not None:
             self.hit_gate.clear_metrics()
             self.hit_gate = None
@@ -129,6 +132,7 @@ class Runtime:
 
     def judge(self, machine: Restore | None, backend: str, min_gain: float) -> None:
         """Judge hits of a storage backend from now on, by the cost model of the machine."""
+        metrics.CAPABILITY.set(JUDGING)
         self.l3.estimates.know(machine)
         self.hit_gate = HitGate(self.l3, self.prefetches, backend, min_gain)
 

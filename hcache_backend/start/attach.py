@@ -17,19 +17,9 @@ from typing import Any, NamedTuple
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
 from sglang.srt.runtime_context import get_memory
 
-from hcache_backend.config import (
-    CLASS_NAME,
-    CONFIG_VARIABLE,
-    ENABLE_VARIABLE,
-    FIXED_AT_START,
-    MODULE_PATH,
-    ConfigError,
-    HCacheConfig,
-    check_extra_config,
-    is_enabled,
-    parse_config,
-    start_config,
-)
+from hcache_backend import config as options
+from hcache_backend.config import ConfigError, HCacheConfig
+from hcache_backend.plan.kept import keep_profile
 from hcache_backend.plan.record import save_record
 from hcache_backend.server_report import write_report
 from hcache_backend.sglang import hooks
@@ -47,7 +37,7 @@ from hcache_backend.sglang.compat import SUPPORTED, is_first, unsupported_reason
 from hcache_backend.sglang.groups import attention_ranks, or_stop, said_by_all_ranks
 from hcache_backend.sglang.restore_trace import install_if_asked
 from hcache_backend.sglang.runtime import Runtime, current, remember
-from hcache_backend.start.machine import judge_hits, keep_profile
+from hcache_backend.start.machine import judge_hits
 from hcache_backend.store import PageStore
 from hcache_backend.tiers.shared_backend import SharedBackend, make_backend
 
@@ -74,13 +64,13 @@ def _start(runner: Any) -> None:
     runtime = remember(runner)
     args = resolved(runner.server_args)
     extra = _our_extra_config(args)
-    if extra is None and ENABLE_VARIABLE not in os.environ:
-        if CONFIG_VARIABLE in os.environ:
+    if extra is None and options.ENABLE_VARIABLE not in os.environ:
+        if options.CONFIG_VARIABLE in os.environ:
             logger.warning("hcache: HCACHE_CONFIG is ignored; set HCACHE_ENABLE=1, too")
         return
-    if not or_stop(is_enabled) and extra is None:
+    if not or_stop(options.is_enabled) and extra is None:
         return
-    config = or_stop(lambda: start_config(extra))
+    config = or_stop(lambda: options.start_config(extra))
     offloads = args.disaggregation_decode_enable_offload_kvcache
     if not (args.enable_hierarchical_cache or offloads):
         logger.warning("hcache: configured, but inactive: add --enable-hierarchical-cache")
@@ -154,8 +144,8 @@ def _our_extra_config(args: Any) -> Mapping[str, Any] | None:
     if args.hicache_storage_backend != "dynamic":
         return None
     extra = storage_extra_config(args)
-    ours = (extra.get("module_path"), extra.get("class_name")) == (MODULE_PATH, CLASS_NAME)
-    return extra if ours else None
+    ours = {"module_path": options.MODULE_PATH, "class_name": options.CLASS_NAME}
+    return extra if ours.items() <= extra.items() else None
 
 
 def _check_groups(runner: Any, args: Any, config: HCacheConfig) -> None:
@@ -173,7 +163,7 @@ def _check_groups(runner: Any, args: Any, config: HCacheConfig) -> None:
 
 
 class Joined(NamedTuple):
-    """Parts of a backend instance; ``kv_fields``: what K and V depend on besides the weights."""
+    """Parts of a backend instance; ``kv_fields``: inputs of K and V besides the weights."""
 
     runtime: Runtime
     config: HCacheConfig
@@ -298,15 +288,15 @@ def _join_here(storage_config: HiCacheStorageConfig) -> Joined:
 
 def _attach_config(runtime: Runtime, extra: Mapping[str, Any]) -> HCacheConfig:
     """Options of an attach over the server's. Raises ConfigError if one is wrong or fixed."""
-    check_extra_config(extra)
+    options.check_extra_config(extra)
     check_preemption(resolved(runtime.runner.server_args))
-    options = extra.get("hcache")
-    config = parse_config(options, "hcache", runtime.config)
+    asked_for = extra.get("hcache")
+    config = options.parse_config(asked_for, "hcache", runtime.config)
     started = runtime.config or HCacheConfig()
     in_mode = f"runs in {runtime.mode or 'kv'} mode"
     if runtime.mode != "hidden":
         in_mode += f" ({runtime.reason or STARTED_WITHOUT_US})"
-    for name in sorted(FIXED_AT_START.intersection(options or ())):
+    for name in sorted(options.FIXED_AT_START.intersection(asked_for or ())):
         asked, has = getattr(config, name), getattr(started, name)
         told = in_mode if runtime.config is None else f"was started with {has!r}"
         if name == "mode":  # the server's may differ from its option

@@ -25,7 +25,7 @@ from hcache_backend.sglang.arguments import (
     resolved,
     serves_adapters,
 )
-from hcache_backend.sglang.runtime import Runtime
+from hcache_backend.sglang.runtime import JUDGING, Runtime
 
 logger = logging.getLogger("hcache")
 
@@ -70,7 +70,7 @@ class Need(NamedTuple):
 
 
 OWN_PAGES, HIDDEN, RECOMPUTATION = "own pages", "hidden states", "recomputation"
-EAGER, JUDGING = "restores while L3 is read", "judging L3 hits"
+EAGER = "restores while L3 is read"
 
 # fmt: off
 _DECODES = Need(

@@ -127,8 +127,8 @@ class PagePlan:
         device, hidden = self.kvcache.device, self.methods.layers("hidden")
         recorded = self.hooks.staging if self.hooks is not None else None
         places = staging_places(len(hidden), *step_tokens(self.runner), 0)
-        rows = codec.hidden_size, codec.dtype
-        self.staging = recorded or take_staging(len(hidden), *rows, places, device)
+        rows = len(hidden), codec.hidden_size, codec.dtype
+        self.staging = recorded or take_staging(*rows, places, device)
         # Try the room for restores: freed memory stays in torch's cache until it is needed.
         room = ring_bytes(self.layout, self.methods.chunk_tokens, hidden)
         try:
@@ -304,31 +304,28 @@ def plan_host_pages(
     shadows = int(kvcache.k_buffer[0].shape[0]) // layout.page_size if with_shadows else 0
     given = host_bytes(kvcache, size_gb, ratio)
     option = f"--hicache-size {size_gb} (GB)" if size_gb > 0 else f"--hicache-ratio {ratio}"
+
+    def named(size: float, more: int) -> str:
+        """The option for ``size`` bytes, or the next larger value (``more``: 1)."""
+        if size_gb > 0:
+            return f"--hicache-size {int(size // 1e9) + more}"
+        hundredths = int(100 * size / kvcache.size / kv_bytes_per_token(kvcache)) + more
+        return f"--hicache-ratio {hundredths / 100:.2f}"
+
     host = int(given // layout.page_bytes) - shadows
     if host < 1:
-        least = (shadows + 1) * layout.page_bytes
-        if size_gb > 0:
-            enough = f"--hicache-size {int(least // 1e9) + 1}"
-        else:
-            hundredths = int(100 * least / kvcache.size / kv_bytes_per_token(kvcache)) + 1
-            enough = f"--hicache-ratio {hundredths / 100:.2f}"
         there, taken = _gigabytes(given, max(1, shadows) * layout.page_bytes)
-        whose = "one page takes"
-        if shadows:
-            whose = "the hidden states of the tokens on the device alone take"
+        whose = "the hidden states of the tokens on the device alone take"
         raise Refused(
-            f"{option} gives {there} GB of host memory, and {whose} {taken} GB; {enough} is the "
-            "least that will do"
+            f"{option} gives {there} GB of host memory, and "
+            f"{whose if shadows else 'one page takes'} {taken} GB; "
+            f"{named((shadows + 1) * layout.page_bytes, 1)} is the least that will do"
         )
     if given > budget_bytes:
         wanted, there = _gigabytes(given, budget_bytes)
-        if size_gb > 0:
-            most = f"--hicache-size {int(budget_bytes // 1e9)}"
-        else:
-            most = f"--hicache-ratio {int(100 * ratio * budget_bytes / given) / 100:.2f}"
         raise Refused(
-            f"{option} asks for {wanted} GB of host memory and {there} GB are there; {most} is the "
-            "most that fits"
+            f"{option} asks for {wanted} GB of host memory and {there} GB are there; "
+            f"{named(budget_bytes, 0)} is the most that fits"
         )
     return HostPages(host, shadows)
 
@@ -356,13 +353,7 @@ def staging_places(layers: int, step_tokens: int, decode_tokens: int, recorded_t
 
 
 def take_staging(
-    layers: int,
-    width: int,
-    dtype: torch.dtype,
-    places: int,
-    device: torch.device | str,
-    *,
-    recorded_tokens: int = 0,
+    layers: int, width: int, dtype: torch.dtype, places: int, device: Any, recorded_tokens: int = 0
 ) -> Staging:
     """Staging of at least ``places`` rows in the memory that SGLang left beside its KV pool.
 

@@ -149,15 +149,7 @@ def build_stack(
         plan.pages.host, pool.arena.whole, lambda: runtime.distrust is None, runtime.lose_trust
     )
     controller.use_own_pages(
-        runtime,
-        pool,
-        loads,
-        eager,
-        stages,
-        kv_checks,
-        capture=capture,
-        checks=checks,
-        pairs=pairs,
+        runtime, pool, loads, eager, stages, kv_checks, capture=capture, checks=checks, pairs=pairs
     )
     return StackBuildResult(
         host_pool_group=group,

@@ -15,10 +15,7 @@ from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import (
-    StackStrategy,
-    _PlainKvStrategy,
-)
+from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import StackStrategy, _PlainKvStrategy
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
@@ -57,6 +54,7 @@ from hcache_backend.start.capabilities import (
     OWN_PAGES,
     RECOMPUTATION,
     Server,
+    count,
     graphs_are_off,
     refusal,
     refuse,
@@ -122,7 +120,7 @@ class OwnPagesStrategy(StackStrategy):
     def _keep_plain(self, reason: str) -> None:
         capture_nothing(self._runtime.runner)
         self._runtime.use_plain_pages(reason)
-        tell(self._runtime)
+        count(self._runtime)
 
 
 class Start:
@@ -358,16 +356,15 @@ class Start:
             found = all_or_none((group,), prove)
             [recomputer.layers] = smallest(group, found.layers)
             if whole and recomputer.layers < layers:
-                other = "a layer of another tensor-parallel rank is not exact"
-                raise Refused(found.problem or other)
+                why = found.problem or "a layer of another tensor-parallel rank is not exact"
+                raise Refused(why)
         except Refused as refused:
             runtime.recomputation = f"none: {refused}"
             return None
-        runtime.recomputation = found.exactness
+        first, reason = "", found.problem or "other tensor-parallel ranks"
         if recomputer.layers < layers:
-            reason = found.problem or "other tensor-parallel ranks"
-            first = f"the first {recomputer.layers} layers only ({reason})"
-            runtime.recomputation = f"{first}; {found.exactness}"
+            first = f"the first {recomputer.layers} layers only ({reason}); "
+        runtime.recomputation = first + found.exactness
         logger.debug("hcache: exactness: recomputed layers: %s", runtime.recomputation)
         return recomputer
 

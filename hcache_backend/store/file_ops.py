@@ -26,7 +26,7 @@ import numpy.typing as npt
 from hcache_backend.config import HCacheConfig
 from hcache_backend.format.envelope import BLOCK, round_up
 from hcache_backend.format.units import PageMemory
-from hcache_backend.kvikio_state import kvikio_state
+from hcache_backend.store.kvikio_state import kvikio_state
 
 logger = logging.getLogger("hcache.store")
 

@@ -265,8 +265,9 @@ class PageStore:
     def _cover(
         self, namespace: bytes, keys: Sequence[bytes], part: Eighths, *, on_disk: bool = False
     ) -> list[list[tuple[Disk, Entry, Eighths]]]:
-        """The files that together have ``part`` of each page, and the part that each brings. None if
-        some of it, or its file (``on_disk``), is missing. Large shares first: few files are read."""
+        """The files that together have ``part`` of each page, and the part that each brings. None
+        if some of it, or its file (``on_disk``), is missing. Large shares come first: few files are
+        read."""
         missing = [part] * len(keys)
         found: list[list[tuple[Disk, Entry, Eighths]]] = [[] for _ in keys]
         for disk in self.disks:

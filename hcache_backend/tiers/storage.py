@@ -162,10 +162,10 @@ class HCacheStorage(HiCacheStorage):
     def exists(self, key: str) -> bool:
         return self.batch_exists([key]) == 1
 
-    def get(self, *args: Any, **kwargs: Any) -> None:
-        return None
-
-    batch_get = set = batch_set = get
+    def get(self, *args: Any, **kwargs: Any) -> None: ...
+    def batch_get(self, *args: Any, **kwargs: Any) -> None: ...
+    def set(self, *args: Any, **kwargs: Any) -> None: ...
+    def batch_set(self, *args: Any, **kwargs: Any) -> None: ...
 
     def clear(self) -> None:
         """Delete the pages of this server's namespaces; other models in the folders stay."""
@@ -190,29 +190,29 @@ class HCacheStorage(HiCacheStorage):
         self._tier.close()
 
     def _get(
-        self, keys: Sequence[str], indices: Any, pool: str = PoolName.KV, extra: _Extra = None
+        self, keys: Sequence[str], host_indices: Any, pool: str = PoolName.KV, extra: _Extra = None
     ) -> list[bool]:
         found = [False] * len(keys)
         with _harmless("get"):
             pages = self._pages(pool, keys, extra)
-            memory = self._pools[pool].memory(indices, len(keys), read=True)
-            if pages is not None and memory is not None:
-                parts = map(self._tier.get, pages, memory.parts)
+            buffers = self._pools[pool].memory(host_indices, len(keys), read=True)
+            if pages is not None and buffers is not None:
+                parts = map(self._tier.get, pages, buffers.parts)
                 arrived = list(map(all, zip([True] * len(keys), *parts, strict=True)))
-                memory.finish(arrived)
+                buffers.finish(arrived)
                 found = arrived
         return found
 
     def _set(
-        self, keys: Sequence[str], indices: Any, pool: str = PoolName.KV, extra: _Extra = None
+        self, keys: Sequence[str], host_indices: Any, pool: str = PoolName.KV, extra: _Extra = None
     ) -> None:
         with _harmless("set"):
             pages = self._pages(pool, keys, extra)
-            memory = self._pools[pool].memory(indices, len(keys), read=False)
+            buffers = self._pools[pool].memory(host_indices, len(keys), read=False)
             if pages is None:
                 metrics.PAGES.count("dropped_suspended", len(keys))
-            elif memory is not None:
-                for part, pieces in zip(pages, memory.parts, strict=True):
+            elif buffers is not None:
+                for part, pieces in zip(pages, buffers.parts, strict=True):
                     self._tier.put(part, pieces)
 
     def _exists(self, keys: Sequence[str], pool: str = PoolName.KV) -> list[bool]:

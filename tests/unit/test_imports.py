@@ -16,7 +16,6 @@ BENCH = ROOT / "bench"
 # A part imports only parts of a lower rank (docs/structure.md).
 RANKS = {
     "config": 0,
-    "kvikio_state": 0,
     "trace": 0,
     "format": 0,
     "ranks": 1,

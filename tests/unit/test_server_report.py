@@ -43,6 +43,9 @@ BEST = MIXED.model_copy(update={"projection": (BY_SPEC,)})
 ENCODED = KV.model_copy(update={"codec": "exp4"})
 RATES = KV.model_copy(update={"tokens_per_second": {"l3_read": 20480.4, "prefill": 915.0}})
 RECOMPUTING = BEST.model_copy(update={"recomputation": "K 100% equal"})
+WITHOUT = BEST.model_copy(
+    update={"recomputation": "none: LoRA", "unused": {"recomputation": "LoRA", "b": "why"}}
+)
 
 
 @pytest.fixture
@@ -132,6 +135,7 @@ def test_ls_prints_what_the_last_server_said_as_json(folder: Path) -> None:
             "(100% equal); layers 1 by their attention modules: V is nowhere (99% equal)",
         ),
         (RECOMPUTING, "good", "(100% equal); recomputed layers: K 100% equal"),
+        (WITHOUT, "good", "(100% equal); not used: recomputation (LoRA), b (why)"),
     ],
 )
 def test_doctor_says_how_the_last_server_projected_and_why(

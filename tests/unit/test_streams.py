@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from bench.gpu.program import registered
 from hcache_backend import streams
 
 
@@ -22,11 +23,11 @@ def test_memory_is_registered_within_the_block_only_whatever_happens_in_it(
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: did.append("synchronize"))
     memory = torch.zeros(4, 8, dtype=torch.uint8)
-    with pytest.raises(ValueError, match="a test"), streams.registered(memory, "cuda"):
+    with pytest.raises(ValueError, match="a test"), registered(memory, "cuda"):
         raise ValueError("a test")
     address = memory.data_ptr()
     assert did == [(address, 32, 0), "synchronize", address]
-    with streams.registered(memory, "cpu"):
+    with registered(memory, "cpu"):
         pass
     assert len(did) == 3
 

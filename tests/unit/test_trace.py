@@ -6,7 +6,8 @@ import time
 from pathlib import Path
 
 from bench.harness.restorer import Restore, recomputed, restored_from_l3
-from hcache_backend.trace import TraceEvent, TraceWriter, read_trace
+from bench.harness.trace import TraceEvent, read_trace
+from hcache_backend.trace import TraceWriter
 
 
 def test_restore_lasts_from_the_start_of_the_prefetch_to_the_last_layer() -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from bench.gpu.program import registered
 from hcache_backend import streams
 from hcache_backend.streams import _CudaStream
 from tests.cuda_standin import device
@@ -68,7 +69,7 @@ def test_registered_memory_is_reached_and_a_failure_is_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     memory, there = torch.zeros(4), torch.ones(4, device=CUDA)
-    with streams.registered(memory, CUDA):
+    with registered(memory, CUDA):
         memory.copy_(there, non_blocking=True)
         assert memory.tolist() == [0] * 4
     assert memory.tolist() == [1] * 4  # the end of the block waits
@@ -76,7 +77,7 @@ def test_registered_memory_is_reached_and_a_failure_is_told(
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     with (
         pytest.raises(RuntimeError, match="16 bytes: CUDA error 2"),
-        streams.registered(memory, CUDA),
+        registered(memory, CUDA),
     ):
         pass
 

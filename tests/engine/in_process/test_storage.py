@@ -181,7 +181,7 @@ def test_a_prefix_of_thousands_of_pages_costs_the_scheduler_no_time(
     monkeypatch.setattr("hcache_backend.format.envelope.key_bytes", count)
     storage.use(long)
     assert converted == long[-1:] * len(converted)
-    assert len(converted) <= 4
+    assert 0 < len(converted) <= 4
 
 
 def test_lost_trust_deletes_what_this_server_wrote(

@@ -37,9 +37,12 @@ class Tree:
         ends = np.cumsum((0, *lengths)).tolist()
         self.nodes = [range(a, b) for a, b in itertools.pairwise(ends)]
         self.empty_match_result = SimpleNamespace(last_device_node=-1)
+        self.writing: int | None = None  # its host pages are not in the tree yet
 
     def build_storage_backup_spec(self, node: int, prefix: bool) -> Any:
         assert prefix
+        if node == self.writing:
+            return None
         return SimpleNamespace(
             token_ids=array("q", self.nodes[node]),
             hash_value=[f"page {node}"],
@@ -316,7 +319,8 @@ class Backups:
         # HiCache's part: names of nodes stand for their indices.
         base = HybridCacheController
 
-        def write(made: Any, name: Any, node: int) -> Any:
+        def write(made: Any, name: Any, node: int, flush: bool) -> Any:
+            assert not flush  # so does HiCache: the tree gets a node's pages behind this call
             made.write_queue.append(SimpleNamespace(host_indices=name, node_ids=[node]))
             return name
 
@@ -332,7 +336,11 @@ class Backups:
         self.controller.l2_transfer_engine = SimpleNamespace(device_to_host_stream=None)
 
     def write(self, name: str, node: int) -> None:
-        self.controller.write((name,), node)
+        tree = self.controller._tree or Tree()
+        tree.writing = node
+        self.controller.write((name,), node, flush=False)
+        tree.writing = None
+        self.controller.start_writing()
 
     def turn(self) -> None:
         turn_of(self.controller, SimpleNamespace(tree_core=self.controller._tree))

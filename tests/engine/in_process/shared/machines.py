@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 import time
@@ -38,6 +39,16 @@ class Machine:
         for page in pages:
             self.storage.batch_set_v1([KEYS[page]], self.pool.fill(range(page, page + 1)))
         return self.pool.data[:, list(pages)].clone()
+
+    def share(self, *pages: int) -> torch.Tensor:
+        """As :meth:`write`; returns when the shared folder has the pages, too."""
+        given = self.write(*pages)
+        shared = Path(os.environ["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"])
+        until(
+            lambda: all(any(KEYS[page] in one.name for one in values(shared)) for page in pages),
+            f"{pages} to be shared",
+        )
+        return given
 
     def read(self, *pages: int) -> list[bool]:
         return self.storage.batch_get_v1([KEYS[page] for page in pages], slots(pages))

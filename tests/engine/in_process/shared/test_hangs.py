@@ -52,8 +52,7 @@ def test_a_read_that_hangs_is_a_miss_and_the_backend_is_left_alone(
     monkeypatch.setattr(shared_tier, "REST_SECONDS", 0.0)
     first = machine("first")
     second = machine("second", shared={"read_seconds": 0.2})
-    given = first.write(0, 1)
-    wait_for_values(shared, 2)
+    given = first.share(0, 1)
     with hanging(value_of(shared, 0)):
         assert second.read(0) == [False]
         before = counted("not_asked")
@@ -65,13 +64,12 @@ def test_a_read_that_hangs_is_a_miss_and_the_backend_is_left_alone(
 
 
 def test_what_arrives_late_goes_nowhere(
-    machine: Callable[..., Machine], shared: Path, monkeypatch: pytest.MonkeyPatch
+    machine: Callable[..., Machine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The memory of the page has been given to another one by then."""
     monkeypatch.setattr(shared_tier, "REST_SECONDS", 0.0)
     first, second = machine("first"), machine("second", shared={"read_seconds": 0.2})
-    first.write(0)
-    wait_for_values(shared, 1)
+    first.share(0)
     late, read = threading.Event(), HiCacheFile.get
 
     def get(*args: Any) -> Any:
@@ -87,12 +85,11 @@ def test_what_arrives_late_goes_nowhere(
 
 
 def test_after_a_failure_the_backend_is_left_alone_for_a_while(
-    machine: Callable[..., Machine], shared: Path, monkeypatch: pytest.MonkeyPatch
+    machine: Callable[..., Machine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shared_tier, "REST_SECONDS", 1e6)
     first, second = machine("first"), machine("second")
-    first.write(0)
-    wait_for_values(shared, 1)
+    first.share(0)
 
     def fail(*args: Any) -> Any:
         raise OSError("stale file handle")
@@ -127,8 +124,7 @@ def test_a_backend_that_hangs_is_closed_all_the_same(
 ) -> None:
     monkeypatch.setattr(shared_tier, "CLOSE_SECONDS", 0.2)
     first, second = machine("first"), machine("second", shared={"read_seconds": 0.2})
-    first.write(0)
-    wait_for_values(shared, 1)
+    first.share(0)
     with hanging(value_of(shared, 0)):
         assert second.read(0) == [False]
         tier = second.storage._tier._shared
@@ -137,13 +133,12 @@ def test_a_backend_that_hangs_is_closed_all_the_same(
 
 
 def test_a_long_look_up_stops_in_time_and_what_it_found_is_read(
-    machine: Callable[..., Machine], shared: Path, monkeypatch: pytest.MonkeyPatch
+    machine: Callable[..., Machine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second part would not come in time."""
     monkeypatch.setattr(shared_tier, "_LOOK_UP_PAGES", 1)
     first, second = machine("first"), machine("second")
-    first.write(0, 1)
-    wait_for_values(shared, 2)
+    first.share(0, 1)
     asked, exists = [], HiCacheFile.batch_exists
     now, clock = [0.0], time.monotonic
 
@@ -160,11 +155,10 @@ def test_a_long_look_up_stops_in_time_and_what_it_found_is_read(
 
 
 def test_nothing_is_promised_after_a_look_up_that_failed(
-    machine: Callable[..., Machine], shared: Path, monkeypatch: pytest.MonkeyPatch
+    machine: Callable[..., Machine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = machine("first"), machine("second")
-    first.write(0, 1)
-    wait_for_values(shared, 2)
+    first.share(0, 1)
     monkeypatch.setattr(shared_tier, "_LOOK_UP_PAGES", 1)
     exists = HiCacheFile.batch_exists
 
@@ -183,8 +177,7 @@ def test_a_read_is_divided_into_parts_that_have_their_own_time(
     """A row takes 8192 bytes here. What came before the part that hangs counts."""
     monkeypatch.setattr(shared_tier, "_PART_BYTES", 2 * 8192)
     first, second = machine("first"), machine("second", shared={"read_seconds": 3.0})
-    given = first.write(*range(6))
-    wait_for_values(shared, 6)
+    given = first.share(*range(6))
     with hanging(value_of(shared, 4)):
         assert second.read(*range(6)) == [True] * 4 + [False] * 2
     assert torch.equal(second.pool.data[:, :4], given[:, :4])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 
 from hcache_backend.sglang import runtime as runtime_module
 from hcache_backend.sglang.runtime import Runtime, Weights
-from tests.engine.in_process.shared.machines import Machine, wait_for_values
+from tests.engine.in_process.shared.machines import Machine
 from tests.engine.in_process.storage_config import unconfigured_runtime
 from tests.engine.in_process.test_storage import KEYS
 
@@ -63,12 +62,10 @@ def test_equal_pages_are_shared_and_no_other_one_is_read(
     differs: Callable[[Runtime], None],
     shared_pages: int,
     machine: Callable[..., Machine],
-    shared: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(runtime_module, "FORMAT_VERSION", runtime_module.FORMAT_VERSION)
-    given = machine("first").write(0, 1, 2)
-    wait_for_values(shared, 3)
+    given = machine("first").share(0, 1, 2)
     other: Any = unconfigured_runtime()
     differs(other)
     monkeypatch.setattr(runtime_module, "_runtime", other)

@@ -23,7 +23,6 @@ from tests.engine.in_process.shared.machines import (
     held,
     until,
     values,
-    wait_for_values,
 )
 from tests.engine.in_process.storage_config import storage_config
 from tests.engine.in_process.test_storage import KEYS
@@ -109,7 +108,6 @@ def test_a_backend_is_closed_when_another_rank_could_not_join(
 
 def test_a_backend_whose_close_hangs_is_closed_all_the_same(
     machine: Callable[..., Machine],
-    shared: Path,
     go_on: threading.Event,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -138,13 +136,11 @@ def test_what_waits_is_written_before_the_backend_is_closed(
 
 def test_while_a_write_hangs_reads_go_on(
     machine: Callable[..., Machine],
-    shared: Path,
     go_on: threading.Event,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     first = machine("first")
-    given = first.write(0)
-    wait_for_values(shared, 1)
+    given = first.share(0)
     begun = threading.Event()
 
     def hang(*args: Any) -> bool:
@@ -166,7 +162,7 @@ def is_silent() -> bool:
 
 
 def test_a_backend_that_takes_no_page_counts_as_silent_until_it_takes_one(
-    machine: Callable[..., Machine], shared: Path, monkeypatch: pytest.MonkeyPatch
+    machine: Callable[..., Machine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Mooncake's calls say no more than that when its master is gone."""
     first = machine("first")
@@ -181,11 +177,10 @@ def test_a_backend_that_takes_no_page_counts_as_silent_until_it_takes_one(
 
 
 def test_pages_that_wait_to_be_kept_do_not_come_back_after_a_clear(
-    machine: Callable[..., Machine], shared: Path, monkeypatch: pytest.MonkeyPatch
+    machine: Callable[..., Machine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = machine("first"), machine("second")
-    first.write(0, 1)
-    wait_for_values(shared, 2)
+    first.share(0, 1)
     begun, go_on = held(monkeypatch, second.storage._tier.local, "put")
     assert second.read(0) == [True]
     assert begun.wait(SECONDS)

@@ -36,8 +36,7 @@ def test_another_machine_finds_reads_and_keeps_what_one_wrote(
     machine: Callable[..., Machine], shared: Path
 ) -> None:
     first, second = machine("first"), machine("second")
-    given = first.write(0, 1, 2)
-    wait_for_values(shared, 3)
+    given = first.share(0, 1, 2)
     assert second.storage.batch_exists(KEYS[:5]) == 3
     assert second.read(0, 1, 2, 3) == [True, True, True, False]
     assert torch.equal(second.pool.data[:, :3], given)
@@ -49,13 +48,10 @@ def test_another_machine_finds_reads_and_keeps_what_one_wrote(
     assert torch.equal(second.pool.data[:, :3], given)
 
 
-def test_pages_that_both_stores_have_are_one_sequence(
-    machine: Callable[..., Machine], shared: Path
-) -> None:
+def test_pages_that_both_stores_have_are_one_sequence(machine: Callable[..., Machine]) -> None:
     """The front of a conversation is here, then what another machine added, then both."""
     first, second = machine("first"), machine("second")
-    given = first.write(0, 1, 2, 3)
-    wait_for_values(shared, 4)
+    given = first.share(0, 1, 2, 3)
     second.read(0, 1, 3)
     until(lambda: second.stored() == 3, "pages to be kept")
     assert second.storage.batch_exists(KEYS[:6]) == 4
@@ -64,12 +60,9 @@ def test_pages_that_both_stores_have_are_one_sequence(
     assert torch.equal(second.pool.data[:, :4], given)
 
 
-def test_what_is_kept_is_bounded_by_the_quota(
-    machine: Callable[..., Machine], shared: Path
-) -> None:
+def test_what_is_kept_is_bounded_by_the_quota(machine: Callable[..., Machine]) -> None:
     first = machine("first")
-    first.write(*range(8))
-    wait_for_values(shared, 8)
+    first.share(*range(8))
     bound = 4 * max(path.stat().st_size for path in first.folder.glob("pages/??/*.page"))
     second = machine("second", quota_bytes=bound)
     for page in range(8):
@@ -101,8 +94,7 @@ def test_a_damaged_value_is_a_miss_and_is_not_kept(
     how: str, machine: Callable[..., Machine], shared: Path
 ) -> None:
     first, second = machine("first"), machine("second")
-    given = first.write(0, 1, 2)
-    wait_for_values(shared, 3)
+    given = first.share(0, 1, 2)
     damaged(value_of(shared, 1), how)
     assert second.read(0, 1, 2) == [True, False, True]
     assert torch.equal(second.pool.data[:, [0, 2]], given[:, [0, 2]])
@@ -111,11 +103,10 @@ def test_a_damaged_value_is_a_miss_and_is_not_kept(
 
 
 def test_a_page_that_this_machines_disk_damaged_comes_from_the_shared_tier(
-    machine: Callable[..., Machine], shared: Path
+    machine: Callable[..., Machine],
 ) -> None:
     first = machine("first")
-    given = first.write(0)
-    wait_for_values(shared, 1)
+    given = first.share(0)
     [page] = first.folder.glob("pages/??/*.page")
     data = bytearray(page.read_bytes())
     data[4096 + 3] ^= 1
@@ -125,11 +116,10 @@ def test_a_page_that_this_machines_disk_damaged_comes_from_the_shared_tier(
 
 
 def test_other_weights_find_nothing_shared(
-    machine: Callable[..., Machine], shared: Path, runtime: Runtime
+    machine: Callable[..., Machine], runtime: Runtime
 ) -> None:
     first = machine("first")
-    first.write(0)
-    wait_for_values(shared, 1)
+    first.share(0)
     runtime.weights = Weights(b"v" * 16)
     assert first.storage.batch_exists(KEYS[:1]) == 0
     assert first.read(0) == [False]
@@ -142,8 +132,7 @@ def test_what_is_kept_after_a_weight_update_is_not_taken_for_pages_of_the_new_we
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     first, second = machine("first"), machine("second")
-    first.write(0)
-    wait_for_values(shared, 1)
+    first.share(0)
     begun, go_on = held(monkeypatch, second.storage._tier.local, "put")
     assert second.read(0) == [True]
     assert begun.wait(SECONDS)
@@ -163,8 +152,7 @@ def test_while_l3_is_suspended_nothing_is_shared(
     runtime.begin_weight_update()
     first.write(0)
     runtime.caches_were_flushed()
-    first.write(1)
-    wait_for_values(shared, 1)
+    first.share(1)
     assert KEYS[1] in values(shared)[0].name
 
 
@@ -173,8 +161,7 @@ def test_what_this_machines_disk_lost_is_not_counted_as_brought_by_the_shared_ti
 ) -> None:
     """A page that no store has ends the hit: what comes after it is worth nothing."""
     first, second = machine("first"), machine("second")
-    first.write(0, 1, 2)
-    wait_for_values(shared, 3)
+    first.share(0, 1, 2)
     value_of(shared, 0).unlink()
     runtime.judge(None, "test", 1.0)
     gate, prefetch = runtime.hit_gate, Prefetch("a")
@@ -190,7 +177,6 @@ def test_what_this_machines_disk_lost_is_not_counted_as_brought_by_the_shared_ti
 def test_a_decode_server_promises_no_hit_and_writes(
     switch: str,
     machine: Callable[..., Machine],
-    shared: Path,
     runtime: Runtime,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -198,20 +184,17 @@ def test_a_decode_server_promises_no_hit_and_writes(
     first = machine("first")
     setattr(runtime.runner.server_args, switch, "decode")
     second = machine("second")
-    first.write(0)
-    wait_for_values(shared, 1)
-    second.write(1)
-    wait_for_values(shared, 2)
+    first.share(0)
+    second.share(1)
     assert second.storage.batch_exists(KEYS[:2]) == second.storage.batch_exists(KEYS[1:2]) == 0
     assert caplog.text.count("a decode server only writes L3") == 1
 
 
 def test_reads_tell_how_fast_each_store_is(
-    machine: Callable[..., Machine], shared: Path, runtime: Runtime
+    machine: Callable[..., Machine], runtime: Runtime
 ) -> None:
     first, second = machine("first"), machine("second")
-    first.write(0, 1)
-    wait_for_values(shared, 2)
+    first.share(0, 1)
     runtime.judge(None, "test", 1.0)
     gate, prefetch = runtime.hit_gate, Prefetch("a")
     assert gate is not None

@@ -14,6 +14,7 @@ import torch
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 
+from hcache_backend import metrics
 from hcache_backend.capture.hooks import HiddenCapture
 from hcache_backend.capture.staging import Staging
 from hcache_backend.checks import probe as probe_module
@@ -153,6 +154,25 @@ def test_every_need_is_in_the_matrix() -> None:
             said += refusals(changes, patch).values()
     for need in (need for needs in CAPABILITIES.values() for need in needs):
         assert any(reason.startswith(need.reason.split("{")[0]) for reason in said), need.feature
+
+
+def test_the_log_the_metric_and_the_report_say_what_a_server_goes_without(
+    runtime: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    runtime.use_own_pages({}, "no room")
+    runtime.recomputation, runtime.unused = "none: it is multimodal", {EAGER: "option 'restore'"}
+    with caplog.at_level("INFO", "hcache"):
+        capabilities.tell(runtime)
+    without = {RECOMPUTATION: "it is multimodal", EAGER: "option 'restore'"}
+    said = "; ".join(f"{name} ({reason})" for name, reason in without.items())
+    assert f"hcache: not used: {said}" in caplog.text
+    assert runtime.report().unused == without
+    runtime.judge(None, "hcache", 1.0)
+    gauge = metrics.CAPABILITY.family
+    has = {name for name in CAPABILITIES if gauge.labels(name)._value.get() == 1}
+    assert has == {OWN_PAGES, JUDGING}
+    runtime.stop_judging()
+    assert gauge.labels(JUDGING)._value.get() == 0
 
 
 def _by_token(rows: torch.Tensor) -> torch.Tensor:
