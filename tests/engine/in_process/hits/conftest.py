@@ -1,12 +1,14 @@
-"""Scenes that tests of hits share."""
+"""Scenes that tests of hits share. The modules need SGLang: see the conftest.py above."""
 
 from __future__ import annotations
 
-import pytest
+from typing import Any
 
-from tests.engine.in_process.hits.eager_scene import Scene
+import pytest
 
 
 @pytest.fixture(params=[False, True], ids=["unsorted", "sorted"])
-def scene(request: pytest.FixtureRequest) -> Scene:
+def scene(request: pytest.FixtureRequest) -> Any:
+    from tests.engine.in_process.hits.eager_scene import Scene
+
     return Scene(need_sort=request.param)
