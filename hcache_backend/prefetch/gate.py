@@ -121,7 +121,7 @@ class HitGate:
         verdicts, earlier = [], 0.0
         with self.prefetches.lock:
             reading = self.l3.reading  # perhaps for a request that does not wait any more
-            self.prefetches.keep({*running, *([reading.prefetch] if reading else [])})
+            self.prefetches.retain({*running, *([reading.prefetch] if reading else [])})
             stalled = self.l3.seems_stalled(now)
             for place, one in enumerate(running):
                 rest, ends = one.rest, False

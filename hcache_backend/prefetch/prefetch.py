@@ -238,7 +238,7 @@ class Prefetches:
             if len(self._final) > _REMEMBERED:
                 self._final.popitem(last=False)
 
-    def keep(self, waiting: set[Prefetch]) -> None:
+    def retain(self, waiting: set[Prefetch]) -> None:
         """Other prefetches are over."""
         with self.lock:
             kept = {name: one for name, one in self.waiting.items() if one in waiting}

@@ -131,7 +131,7 @@ class Results:
     def __init__(self) -> None:
         self._values: dict[int, Any] = {}
 
-    def keep(self, result: Any, value: Any) -> None:
+    def add(self, result: Any, value: Any) -> None:
         self._values[id(result)] = value
         weakref.finalize(result, self._values.pop, id(result), None).atexit = False
 

@@ -72,7 +72,7 @@ def around_batch(
     if gate is not None:
         alone = not _stands_behind_recomputation(scheduler)
         if prefill is not None:
-            _prefills.keep(result, (*prefill, alone))
+            _prefills.add(result, (*prefill, alone))
     return result
 
 

@@ -227,7 +227,7 @@ class SharedTier(Tier):
             metrics.SHARED_PAGES.count("dropped_full", len(names) - given)
         return [True] * given + [False] * (len(names) - given)
 
-    def keep(self, pages: Pages, memory: Sequence[Parts], tier: Tier) -> None:
+    def keep_in(self, pages: Pages, memory: Sequence[Parts], tier: Tier) -> None:
         """Copy the first pages and put them into ``tier`` later; pages without room are dropped."""
 
         def put(rows: list[int], copies: list[Parts]) -> None:
@@ -392,7 +392,7 @@ class Tiered(Tier):
         self._l3.came_from_shared(tokens, seconds, gave_up=gave_up)
         if proven:
             kept = pages.some(proven)._replace(prefix=[*pages.prefix, *pages.keys[: proven[0]]])
-            self._shared.keep(kept, [memory[number] for number in proven], self.local)
+            self._shared.keep_in(kept, [memory[number] for number in proven], self.local)
         return found
 
     def put(self, pages: Pages, memory: Sequence[Parts]) -> list[bool]:

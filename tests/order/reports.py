@@ -137,7 +137,7 @@ ENCODED = {
         "loads, encoded", "hcache copy writes what forward writes"
     ),
     "restore/pipeline.py:start stream.keep(tensor)": Report(
-        "eager, encoded", "device memory of schedule dies while hcache copy may use it"
+        "eager, encoded", "device memory of host to device dies while hcache copy may use it"
     ),
     "restore/report.py:wait_for_layer current_stream(self.device).wait(self.layers[layer])": Report(
         "restore, encoded", "forward reads what hcache copy writes"

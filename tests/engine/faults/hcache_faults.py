@@ -361,16 +361,20 @@ def _misses_on_rank_1() -> None:
     """Now and then the second tensor-parallel rank lacks something, wherever it can lack it."""
     import random
 
-    from hcache_backend.sglang.controller import OwnPagesController
+    from hcache_backend.capture.ledger import Ledger
+    from hcache_backend.host.node_backups import NodeBackups
+    from hcache_backend.host.page_proofs import PageProofs
     from hcache_backend.tiers.storage import HCacheStorage
 
     dice = random.Random(7)
 
+    def unlucky() -> bool:
+        return _active() and _is_rank_1() and dice.random() < 0.2
+
     def wrap(owner: Any, name: str, spoil: Callable[[Any], Any]) -> None:
         def faulty(original: Any, *args: Any, **kwargs: Any) -> Any:
             result = original(*args, **kwargs)
-            unlucky = _active() and _is_rank_1() and dice.random() < 0.2
-            return spoil(result) if unlucky else result
+            return spoil(result) if unlucky() else result
 
         around(owner, name, faulty)
 
@@ -379,10 +383,12 @@ def _misses_on_rank_1() -> None:
 
     wrap(HCacheStorage, "_exists", lose_some)  # a share is not on this rank's disk
     wrap(HCacheStorage, "_get", lose_some)  # or it cannot be read
-    wrap(OwnPagesController, "_proven_pages", lambda proven: max(0, proven - 1))
-    wrap(OwnPagesController, "_may_project", lambda may: False)
-    wrap(OwnPagesController, "_can_wait", lambda can: False)
-    wrap(OwnPagesController, "_problem", lambda problem: "rows not valid")
+    wrap(PageProofs, "proven", lambda proven: max(0, proven - 1))
+    wrap(PageProofs, "may_project", lambda may: False)
+    wrap(NodeBackups, "_problem", lambda problem: "rows not valid")
+    name = "none_lost"  # if not, backups must not wait
+    whole: Any = vars(Ledger)[name]
+    setattr(Ledger, name, property(lambda ledger: whole.fget(ledger) and not unlucky()))
 
 
 def _rows_do_not_fit() -> None:

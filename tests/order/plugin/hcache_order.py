@@ -210,7 +210,7 @@ def _watch_the_event_loop(
         return output
 
     around(Scheduler, "run_event_loop", run)
-    missing = install([Hook(FORWARD, forward)])
+    missing = install([Hook(FORWARD.target, forward)])
     assert missing is None, missing
 
 
