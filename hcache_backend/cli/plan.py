@@ -20,9 +20,8 @@ from hcache_backend.format.page import RECOMPUTED, PageLayout, StoredLayer, hidd
 from hcache_backend.format.units import WHOLE, Segment, SegmentTable, units_per_group
 from hcache_backend.plan.costs import Partition, describe
 from hcache_backend.plan.disk import read_rate
-from hcache_backend.plan.encoded import PAGE_TOKENS, PlannedCodec, encoded
 from hcache_backend.plan.fleet import Conversations, FleetPlan
-from hcache_backend.plan.model_shape import ModelShape
+from hcache_backend.plan.model_shape import PAGE_TOKENS, ModelShape, PlannedCodec, encoded
 from hcache_backend.plan.plan import LENGTHS, PartitionPlan, Resource, RestorePath
 from hcache_backend.plan.presets import PRESETS, preset_profile
 from hcache_backend.plan.profile import Profile, Rate, load_profile

@@ -32,7 +32,7 @@ class AtLength(NamedTuple):
 class PartitionPlan:
     """Storage of each layer on a server, and the time of its restores.
 
-    ``model`` has encoded bytes (:mod:`.encoded`); ``tokens`` is the restore that is solved for.
+    ``model`` has encoded bytes; ``tokens`` is the restore that is solved for.
     ``restore`` is the server's option; its other options are the defaults.
     """
 
