@@ -13,8 +13,7 @@ import torch
 from hcache_backend.config import ConfigError, HCacheConfig
 from hcache_backend.plan.contention import PAGE
 from hcache_backend.plan.costs import L3Path, Partition, describe
-from hcache_backend.plan.disk import read_rate
-from hcache_backend.plan.measure import Bench, device_name, measure, use_measured_copies
+from hcache_backend.plan.measure import Bench, device_name, measure, read_rate, use_measured_copies
 from hcache_backend.plan.model_shape import ModelShape
 from hcache_backend.plan.profile import Profile, ProfileError, Rate, load_profile
 from hcache_backend.plan.record import PartitionRecord, find_record, save_record

@@ -11,9 +11,8 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from hcache_backend.plan.costs import L3Path, Partition
+from hcache_backend.plan.costs import L3Path, Partition, recompute_layers, simulate
 from hcache_backend.plan.model_shape import ModelShape
-from hcache_backend.plan.pipeline import recompute_layers, simulate
 from hcache_backend.plan.profile import Profile, ProfileError, load_profile
 from hcache_backend.plan.restore import Restore
 from hcache_backend.store import write_sidecar

@@ -13,16 +13,14 @@ from hcache_backend.plan.costs import (
     L3Path,
     LayerCosts,
     LayerMethod,
+    Objective,
     Partition,
     describe,
-)
-from hcache_backend.plan.model_shape import ModelShape
-from hcache_backend.plan.pipeline import (
-    Objective,
     recompute_layers,
     search,
     simulate,
 )
+from hcache_backend.plan.model_shape import ModelShape
 from hcache_backend.plan.profile import Profile
 
 READ_BATCHES = 16

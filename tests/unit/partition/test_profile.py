@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hcache_backend.config import HCacheConfig
 from hcache_backend.plan import measure as partition_measure
-from hcache_backend.plan.disk import read_rate
+from hcache_backend.plan.costs import search
 from hcache_backend.plan.measure import (
     OPERATIONS,
     Bench,
@@ -27,17 +27,18 @@ from hcache_backend.plan.measure import (
     Work,
     fit,
     measure,
+    read_rate,
     use_measured_copies,
 )
 from hcache_backend.plan.model_shape import Latent, ModelShape
-from hcache_backend.plan.pipeline import search
-from hcache_backend.plan.presets import PRESETS, preset_profile
 from hcache_backend.plan.profile import (
+    PRESETS,
     CopyWay,
     Profile,
     ProfileError,
     Rate,
     load_profile,
+    preset_profile,
     processor_name,
 )
 from hcache_backend.store import FileOps

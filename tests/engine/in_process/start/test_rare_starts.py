@@ -20,8 +20,7 @@ from hcache_backend.checks.specs import Found, LayerSpecs
 from hcache_backend.config import ConfigError, HCacheConfig
 from hcache_backend.plan import kept
 from hcache_backend.plan.costs import Partition
-from hcache_backend.plan.presets import preset_profile
-from hcache_backend.plan.profile import ProfileError
+from hcache_backend.plan.profile import ProfileError, preset_profile
 from hcache_backend.plan.restore import Restore
 from hcache_backend.ranks import Refused, all_or_none
 from hcache_backend.sglang import compat, hooks, passes, restore_trace
