@@ -19,7 +19,6 @@ from sglang.srt.runtime_context import get_memory
 
 from hcache_backend import config as options
 from hcache_backend.config import ConfigError, HCacheConfig
-from hcache_backend.plan.kept import keep_profile
 from hcache_backend.plan.record import save_record
 from hcache_backend.server_report import write_report
 from hcache_backend.sglang import hooks
@@ -37,7 +36,7 @@ from hcache_backend.sglang.compat import SUPPORTED, is_first, unsupported_reason
 from hcache_backend.sglang.groups import attention_ranks, or_stop, said_by_all_ranks
 from hcache_backend.sglang.restore_trace import install_if_asked
 from hcache_backend.sglang.runtime import Runtime, current, remember
-from hcache_backend.start.machine import judge_hits
+from hcache_backend.start.machine import judge_hits, keep_profile
 from hcache_backend.store import PageStore
 from hcache_backend.tiers.shared_backend import SharedBackend, make_backend
 

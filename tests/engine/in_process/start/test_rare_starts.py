@@ -18,7 +18,6 @@ from hcache_backend.checks import round_trip
 from hcache_backend.checks import specs as specs_module
 from hcache_backend.checks.specs import Found, LayerSpecs
 from hcache_backend.config import ConfigError, HCacheConfig
-from hcache_backend.plan import kept
 from hcache_backend.plan.costs import Partition
 from hcache_backend.plan.profile import ProfileError, preset_profile
 from hcache_backend.plan.restore import Restore
@@ -378,14 +377,14 @@ def test_a_profile_that_is_unusable_is_measured_anew(
     kvcache: Any = SimpleNamespace(device="cpu")
     config = HCacheConfig(dirs=(tmp_path,))
     runtime.runner = SimpleNamespace(dtype=torch.float32)
-    monkeypatch.setattr(kept, "_measure", lambda *_: "a profile")
-    find = partial(kept.find_profile, runtime, config, kvcache, shape)
+    monkeypatch.setattr(machine, "_measure", lambda *_: "a profile")
+    find = partial(machine.find_profile, runtime, config, kvcache, shape)
     assert find() == "a profile"
-    monkeypatch.setattr(kept, "_measure", failing(RuntimeError("no room")))
+    monkeypatch.setattr(machine, "_measure", failing(RuntimeError("no room")))
     assert find() == "a profile"  # kept
     file, runtime.kept_profile = runtime.kept_profile[0], None
     (tmp_path / file).write_text("{")
-    monkeypatch.setattr(kept, "load_profile", failing(ProfileError("is no profile")))
+    monkeypatch.setattr(machine, "load_profile", failing(ProfileError("is no profile")))
     assert find() is None
     assert "is no profile" in caplog.text and "was not measured: no room" in caplog.text
 
@@ -393,9 +392,9 @@ def test_a_profile_that_is_unusable_is_measured_anew(
 def test_an_l3_that_cannot_be_measured_is_left_out(
     monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
-    monkeypatch.setattr(kept, "read_rate", failing(OSError("an error")))
-    monkeypatch.setattr(kept, "measure", lambda bench, l3, *_, **__: l3)
-    found = kept._measure(HCacheConfig(), None, torch.device("cpu"), torch.float32)
+    monkeypatch.setattr(machine, "read_rate", failing(OSError("an error")))
+    monkeypatch.setattr(machine, "measure", lambda bench, l3, *_, **__: l3)
+    found = machine._measure(HCacheConfig(), None, torch.device("cpu"), torch.float32)
     assert found is None and "L3 was not measured: an error" in caplog.text
 
 
