@@ -120,7 +120,7 @@ def _start(runner: Any) -> None:
     try:
         from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import register_stack_strategy
 
-        from hcache_backend.start.strategy import OwnPagesStrategy, graph_hooks
+        from hcache_backend.start.build import GRAPH_HOOKS, OwnPagesStrategy
     except ImportError as error:
         runtime.use_plain_pages(plain or f"this SGLang lacks a seam: {error}")
         return
@@ -132,7 +132,7 @@ def _start(runner: Any) -> None:
     if plain is None and no_hidden is None:
         no_hidden = hooks.install(hooks.HIDDEN)
     if plain is None and no_hidden is None:
-        no_graphs = hooks.install(graph_hooks())
+        no_graphs = hooks.install(GRAPH_HOOKS)
         if no_graphs is not None:
             logger.debug("hcache: %s", no_graphs)  # hidden mode reports it if graphs are recorded
     register_stack_strategy(OwnPagesStrategy(runtime, plain, no_hidden))  # before SGLang's own

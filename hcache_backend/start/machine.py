@@ -129,7 +129,7 @@ def _choose(runtime: Runtime, kvcache: Any) -> Restore:
     if recorded is None and ours:
         partition, reason = decision
         model = str(runtime.runner.model_config.model_path)
-        chosen_for = {"shape": shape, "tokens": tokens, "tp": ranks, "l3": l3}
+        chosen_for: dict[str, Any] = {"shape": shape, "tokens": tokens, "tp": ranks, "l3": l3}
         record = PartitionRecord(model=model, reason=reason, **asdict(partition), **chosen_for)
         if runtime.store is None:  # the attach will name the folders
             runtime.kept_partition = name, record

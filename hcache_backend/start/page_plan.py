@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import xxhash
@@ -19,6 +19,7 @@ from hcache_backend.capture.hooks import HiddenCapture
 from hcache_backend.capture.staging import Staging
 from hcache_backend.checks.comparison import first_problem, projection_problem
 from hcache_backend.checks.probe import Probe
+from hcache_backend.config import HCacheConfig
 from hcache_backend.format.page import PageLayout
 from hcache_backend.format.units import WHOLE, Share
 from hcache_backend.host.page_layout import page_layout
@@ -34,9 +35,11 @@ from hcache_backend.sglang.arguments import drafted_tokens, resolved
 from hcache_backend.sglang.groups import attention_ranks
 from hcache_backend.sglang.host_pool import HostPages
 from hcache_backend.sglang.runtime import Runtime
-from hcache_backend.start.page_plugin import PagePlugin, page_plugin
 from hcache_backend.streams import free_memory
 from hcache_kernels.codecs import Codec, UnsupportedRows, make_codec
+
+if TYPE_CHECKING:
+    from hcache_backend.krul.plugin import Krul
 
 logger = logging.getLogger("hcache")
 
@@ -74,7 +77,7 @@ class PagePlan:
     groups: int
     _: KW_ONLY
     kv_codec: str = "none"
-    plugin: PagePlugin | None = None
+    plugin: Krul | None = None
     runner: Any = None
     layers: tuple[AttentionLayer, ...] = ()
     codec: Codec | None = None
@@ -159,6 +162,16 @@ def make_exchange(probe: Probe, page_size: int) -> Exchange | None:
 
 
 # ---- codecs ----
+
+
+def page_plugin(config: HCacheConfig | None) -> Krul | None:
+    """The plug-in that option ``codec`` names, if it names one: it decides on its own how layers
+    share a page. Nothing else loads one."""
+    if config is None or config.codec != "krul":
+        return None
+    from hcache_backend.krul.plugin import Krul
+
+    return Krul(config.krul)
 
 
 def asked_codec(runtime: Runtime, dtype: torch.dtype) -> str:

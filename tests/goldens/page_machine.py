@@ -28,7 +28,7 @@ from hcache_backend.krul.plugin import Krul
 from hcache_backend.plan.costs import Partition
 from hcache_backend.plan.restore import Restore
 from hcache_backend.sglang.runtime import Runtime, Weights
-from hcache_backend.start import stack
+from hcache_backend.start import build
 from hcache_backend.start.page_plan import PagePlan
 from hcache_backend.store import PageStore
 from hcache_kernels.codecs import make_codec
@@ -144,8 +144,8 @@ class Machine:
         self.layout = self.plan.layout
         if kind.pairs:
             self.layout = self.layout.with_pairs(kind.pairs)
-        stack.attention_ranks = lambda: SimpleNamespace(rank_in_group=rank, world_size=kind.ranks)
-        self.fields = stack.page_fields(self.runtime, kvcache, self.plan)
+        build.attention_ranks = lambda: SimpleNamespace(rank_in_group=rank, world_size=kind.ranks)
+        self.fields = build.page_fields(self.runtime, kvcache, self.plan)
         if kind.partition[1]:
             self.fields["codec"] = self.codec.name
         self.runtime.page_fields = self.fields

@@ -19,6 +19,7 @@ from hcache_backend.plan.restore import Restore
 from hcache_backend.ranks import Refused
 from hcache_backend.sglang.host_pool import HostPages
 from hcache_backend.start import page_plan
+from hcache_backend.start.build import Start
 from hcache_backend.start.page_plan import (
     PagePlan,
     asked_codec,
@@ -27,7 +28,6 @@ from hcache_backend.start.page_plan import (
     kv_codec,
     plan_host_pages,
 )
-from hcache_backend.start.strategy import Start
 from hcache_kernels.codecs import SEGMENT_CODECS, exp4, make_codec
 from tests.engine.in_process.pools.host_pools import kv_cache_of_llama_3_8b
 from tests.kit.host import DEVICE_PAGES, PAGE, bits, kv_pool, slots_of

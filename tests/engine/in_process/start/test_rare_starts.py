@@ -23,7 +23,7 @@ from hcache_backend.plan.profile import ProfileError, preset_profile
 from hcache_backend.plan.restore import Restore
 from hcache_backend.ranks import Refused, all_or_none
 from hcache_backend.sglang import compat, hooks, passes, restore_trace
-from hcache_backend.start import attach, capabilities, machine, page_plan, strategy
+from hcache_backend.start import attach, build, capabilities, machine, page_plan
 from tests.engine.in_process.start.servers import server
 from tests.unit.partition.pipelines import public_model
 
@@ -53,10 +53,10 @@ def graph_config(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_the_largest_graph_of_decode_and_prefill_counts(graph_config: Any) -> None:
-    assert strategy._largest_recorded_tokens(2) == 4096
+    assert build._largest_recorded_tokens(2) == 4096
     assert capabilities._graphs() is graph_config
     graph_config.prefill.backend = "disabled"
-    assert strategy._largest_recorded_tokens(2) == 512
+    assert build._largest_recorded_tokens(2) == 512
 
 
 def test_whether_graphs_are_recorded_is_sglangs_answer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,32 +74,32 @@ def gpu_runner() -> Any:
 def test_why_graphs_were_recorded_without_copies_is_told(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(strategy, "graphs_are_off", lambda: False)
-    monkeypatch.setattr(strategy, "refusal", lambda *_: "plain pages")
+    monkeypatch.setattr(build, "graphs_are_off", lambda: False)
+    monkeypatch.setattr(build, "refusal", lambda *_: "plain pages")
     runner = gpu_runner()
-    strategy.record_copies(None, runner)
+    build.record_copies(None, runner)
     assert not hasattr(runner, "hcache_no_capture")
     with pytest.raises(Refused, match="without our copies: the log says why"):
-        strategy.check_recording(runner, torch.zeros(1, 8))
+        build.check_recording(runner, torch.zeros(1, 8))
 
-    monkeypatch.setattr(strategy, "refusal", failing(Refused("no room")))
-    strategy.record_copies(None, runner)
+    monkeypatch.setattr(build, "refusal", failing(Refused("no room")))
+    build.record_copies(None, runner)
     with pytest.raises(Refused, match="without our copies: no room"):
-        strategy.check_recording(runner, torch.zeros(1, 8))
+        build.check_recording(runner, torch.zeros(1, 8))
 
-    monkeypatch.setattr(strategy, "refusal", failing(ValueError("a test's")))
-    strategy.record_copies(None, gpu_runner())
+    monkeypatch.setattr(build, "refusal", failing(ValueError("a test's")))
+    build.record_copies(None, gpu_runner())
     assert "recorded without copies of hidden states" in caplog.text
 
 
 def test_graphs_that_copy_other_rows_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(strategy, "graphs_are_off", lambda: False)
+    monkeypatch.setattr(build, "graphs_are_off", lambda: False)
     runner = gpu_runner()
     staging = SimpleNamespace(width=8, dtype=torch.float32)
     runner.hcache_capture = SimpleNamespace(staging=staging)
-    assert strategy.check_recording(runner, torch.zeros(1, 8)) is runner.hcache_capture
+    assert build.check_recording(runner, torch.zeros(1, 8)) is runner.hcache_capture
     with pytest.raises(Refused, match=r"copy 8 values of torch\.float32"):
-        strategy.check_recording(runner, torch.zeros(1, 8, dtype=torch.bfloat16))
+        build.check_recording(runner, torch.zeros(1, 8, dtype=torch.bfloat16))
 
 
 # ---- capture ----
