@@ -333,18 +333,24 @@ def may_judge(runtime: Runtime, config: HCacheConfig) -> bool:
 
 
 def _machine(runtime: Runtime, config: HCacheConfig) -> Restore | None:
-    """The machine as the choice of the partition found it, otherwise as one rank of all that attach
-    together finds it."""
+    """The machine as the choice of the partition found it, otherwise as the one rank finds it that
+    looks for all that attach together."""
+    from sglang.srt.distributed import parallel_state as state
+
     ranks = ranks_of_a_request(runtime.runner.server_args)
     methods = runtime.layer_methods
     if methods is not None and methods.profile is not None and methods.shape is not None:
         return replace(methods, ranks=ranks, eager=runtime.eager)
     measured: tuple[Profile, ModelShape] | None = None
     wrong: str | None = None
+    groups = state.get_pp_group(), state.get_attn_tp_group(), state.get_attn_cp_group()
     try:
-        measured = _measured(runtime, config)
+        if all(group.is_first_rank for group in groups):
+            measured = _measured(runtime, config)
     except ConfigError as error:
         wrong = str(error)
+    except Exception as error:  # pools of several kinds, for which there is no cost model
+        logger.info("hcache: L3 hits are judged by measurements in service alone: %s", error)
     said = said_by_all_ranks((measured, wrong))
     for _, problem in said:
         if problem is not None:
@@ -360,23 +366,11 @@ def _machine(runtime: Runtime, config: HCacheConfig) -> Restore | None:
 
 
 def _measured(runtime: Runtime, config: HCacheConfig) -> tuple[Profile, ModelShape] | None:
-    """Profile and shape on the one rank that looks for all that attach together, otherwise None.
-    Raises ConfigError if option ``profile`` names no usable file."""
-    from sglang.srt.distributed import parallel_state as state
-
-    groups = state.get_pp_group(), state.get_attn_tp_group(), state.get_attn_cp_group()
-    if not all(group.is_first_rank for group in groups):
-        return None
-    try:
-        kvcache: Any = runtime.runner.token_to_kv_pool
-        encoded = runtime.codec not in (None, "none")
+    """Profile and shape. Raises ConfigError if option ``profile`` names no usable file."""
+    kvcache, kv_share = runtime.runner.token_to_kv_pool, 1.0
+    if runtime.codec not in (None, "none"):
         stages = int(resolved(runtime.runner.server_args).pp_size)
-        kv_share = encoded_share(runtime, kvcache, stages) if encoded else 1.0
-        shape = model_shape(runtime.runner, kvcache, kv_share=kv_share)
-        profile = find_profile(runtime, config, kvcache, shape) if shape is not None else None
-    except ConfigError:
-        raise
-    except Exception as error:  # pools of several kinds, for which there is no cost model
-        logger.info("hcache: L3 hits are judged by measurements in service alone: %s", error)
-        return None
+        kv_share = encoded_share(runtime, kvcache, stages)
+    shape = model_shape(runtime.runner, kvcache, kv_share=kv_share)
+    profile = find_profile(runtime, config, kvcache, shape) if shape is not None else None
     return (profile, shape) if profile is not None and shape is not None else None
