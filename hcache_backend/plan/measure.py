@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from itertools import cycle
@@ -40,6 +40,7 @@ from hcache_backend.plan.model_shape import ModelShape
 from hcache_backend.plan.profile import CopyWay, Profile, Rate, processor_name
 from hcache_backend.store import FileOps, best_file_ops
 from hcache_backend.store.file_ops import FOLDER, PageIO, probe_alignment
+from hcache_backend.store.folder import existing_part
 from hcache_backend.streams import current_stream, new_stream
 from hcache_kernels.launch import COPY_PROGRAMS, copies_by_engine, use_copies
 from hcache_kernels.pages import gather_pages, gather_planes
@@ -333,59 +334,39 @@ def read_rate(
     ops = ops or best_file_ops(config)
     piece = round_up(min(PAGE * model.layers * model.hidden_bytes, _MOST_PIECE_BYTES))
     with ExitStack() as stack:
-        probes = [
-            stack.enter_context(_written(ops, path, piece, seconds, config.min_free_bytes))
-            for path in config.dirs
-        ]
-        return ReadRate(
-            _read(probes, piece, config.io_threads, seconds),
-            all(probe.io.alignment.flags for probe in probes),
-        )
+        probes = [_written(stack, ops, path, piece, seconds, config) for path in config.dirs]
+        direct = all(probe.io.alignment.flags for probe in probes)
+        return ReadRate(_read(probes, piece, config.io_threads, seconds), direct)
 
 
-@contextmanager
 def _written(
-    ops: FileOps, path: Path, piece: int, seconds: float, min_free_bytes: int
-) -> Iterator[_Probe]:
-    place = path
-    while not place.exists():
-        place = place.parent
-    with tempfile.TemporaryDirectory(prefix=".hcache-profile-", dir=place) as folder:
-        dir_fd = os.open(folder, FOLDER)
-        try:
-            free = ops.free_bytes(dir_fd) - min_free_bytes
-            pieces = min(_FILE_BYTES, free) // piece
-            if pieces < _LEAST_PIECES:
-                raise OSError(
-                    f"{path}: {max(free, 0)} bytes may still be written above 'min_free_bytes' "
-                    f"({min_free_bytes}); measuring needs {_LEAST_PIECES * piece}"
-                )
-            alignment = probe_alignment(ops, dir_fd, "alignment")
-            fd = ops.open("pages", os.O_RDWR | os.O_CREAT | alignment.flags, dir_fd)
-            try:
-                written = _write(ops, fd, piece, pieces, seconds)
-                yield _Probe(fd, written, PageIO(ops, alignment, round_up(min(piece, 4 << 20))))
-            finally:
-                ops.close(fd)
-        finally:
-            ops.close(dir_fd)
-
-
-def _write(ops: FileOps, fd: int, piece: int, pieces: int, seconds: float) -> int:
-    """Write up to ``pieces`` pages within ``seconds``; returns how many there are."""
+    stack: ExitStack, ops: FileOps, path: Path, piece: int, seconds: float, config: HCacheConfig
+) -> _Probe:
+    """A file of up to 512 MiB that was written within ``seconds``; ``stack`` removes it."""
+    name = tempfile.TemporaryDirectory(prefix=".hcache-profile-", dir=existing_part(path))
+    folder = os.open(stack.enter_context(name), FOLDER)
+    stack.callback(ops.close, folder)
+    free = ops.free_bytes(folder) - config.min_free_bytes
+    pieces = min(_FILE_BYTES, free) // piece
+    if pieces < _LEAST_PIECES:
+        raise OSError(
+            f"{path}: {max(free, 0)} bytes may still be written above 'min_free_bytes' "
+            f"({config.min_free_bytes}); measuring needs {_LEAST_PIECES * piece}"
+        )
+    alignment = probe_alignment(ops, folder, "alignment")
+    fd = ops.open("pages", os.O_RDWR | os.O_CREAT | alignment.flags, folder)
+    stack.callback(ops.close, fd)
     room = memoryview(mmap.mmap(-1, piece))
     room[:] = os.urandom(piece)
-    until = time.perf_counter() + seconds
-    for number in range(pieces):
+    until, written = time.perf_counter() + seconds, 0
+    while written < pieces and (written < _LEAST_PIECES or time.perf_counter() < until):
         done = 0
         while done < piece:
-            done += ops.write(fd, [room[done:]], number * piece + done)
-        if number + 1 >= _LEAST_PIECES and time.perf_counter() > until:
-            pieces = number + 1
-            break
+            done += ops.write(fd, [room[done:]], written * piece + done)
+        written += 1
     os.fdatasync(fd)
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    return pieces
+    return _Probe(fd, written, PageIO(ops, alignment, round_up(min(piece, 4 << 20))))
 
 
 def _read(probes: Sequence[_Probe], piece: int, threads: int, seconds: float) -> float:
