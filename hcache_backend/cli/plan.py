@@ -18,7 +18,6 @@ from hcache_backend.config import HCacheConfig, nearest
 from hcache_backend.format.file import file_layout
 from hcache_backend.format.page import RECOMPUTED, PageLayout, StoredLayer, hidden_layer
 from hcache_backend.format.units import WHOLE, Segment, SegmentTable, units_per_group
-from hcache_backend.plan.costs import Partition, describe
 from hcache_backend.plan.model_shape import PAGE_TOKENS, ModelShape, PlannedCodec, encoded
 from hcache_backend.plan.plan import (
     LENGTHS,
@@ -30,6 +29,7 @@ from hcache_backend.plan.plan import (
 )
 from hcache_backend.plan.profile import PRESETS, Profile, Rate, load_profile, preset_profile
 from hcache_backend.plan.record import records, save_record
+from hcache_backend.plan.restore import Partition, describe
 
 _NAMES = ", ".join(PRESETS)
 _TITLES = {"mix": "this partition", "hidden": "hidden states", "kv": "KV offload"}

@@ -8,18 +8,18 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
-from hcache_backend.plan.costs import (
+from hcache_backend.plan.model_shape import ModelShape
+from hcache_backend.plan.profile import Profile
+from hcache_backend.plan.restore import (
     LAYER_METHODS,
     L3Path,
     Partition,
+    Restore,
     Task,
     describe,
     simulate,
     until_there,
 )
-from hcache_backend.plan.model_shape import ModelShape
-from hcache_backend.plan.profile import Profile
-from hcache_backend.plan.restore import Restore
 
 Resource = Literal["compute", "bus", "l3"]
 RestorePath = Literal["auto", "layerwise"]  # option restore

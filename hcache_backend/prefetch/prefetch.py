@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple
 
-from hcache_backend.plan.costs import side_by_side, until_there
+from hcache_backend.plan.restore import side_by_side, until_there
 
 _REMEMBERED = 4096  # refused requests
 

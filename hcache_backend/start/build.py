@@ -41,8 +41,7 @@ from hcache_backend.checks.specs import LayerSpecs
 from hcache_backend.format.units import WHOLE, Share
 from hcache_backend.host.loads import LoadQueue
 from hcache_backend.host.page_layout import head_groups, share_of_heads
-from hcache_backend.plan.costs import Partition
-from hcache_backend.plan.restore import CHUNK_TOKENS, Restore
+from hcache_backend.plan.restore import CHUNK_TOKENS, Partition, Restore
 from hcache_backend.prefetch.eager_loads import EagerLoads
 from hcache_backend.prefetch.slices import SliceBudget
 from hcache_backend.projection.generic import ProjectionBatch

@@ -19,7 +19,6 @@ import torch
 
 from hcache_backend.config import ConfigError, HCacheConfig
 from hcache_backend.plan.contention import PAGE
-from hcache_backend.plan.costs import L3Path, Partition, describe
 from hcache_backend.plan.measure import (
     Bench,
     device_name,
@@ -31,7 +30,7 @@ from hcache_backend.plan.model_config import ModelConfigError, shape_from_config
 from hcache_backend.plan.model_shape import CLEARLY_LESS, ModelShape
 from hcache_backend.plan.profile import Profile, ProfileError, Rate, load_profile
 from hcache_backend.plan.record import PartitionRecord, find_record, record_name, save_record
-from hcache_backend.plan.restore import CHUNK_TOKENS, Restore
+from hcache_backend.plan.restore import CHUNK_TOKENS, L3Path, Partition, Restore, describe
 from hcache_backend.restore.exchange import share_of_rank
 from hcache_backend.restore.layers import PoolParking
 from hcache_backend.sglang import hooks

@@ -14,8 +14,7 @@ from hcache_backend.host.node_backups import NodeBackups
 from hcache_backend.host.page_proofs import PageProofs
 from hcache_backend.host.segments import KVSegments
 from hcache_backend.krul.segments import PairedSegments
-from hcache_backend.plan.costs import Partition
-from hcache_backend.plan.restore import Restore
+from hcache_backend.plan.restore import Partition, Restore
 from hcache_backend.restore.pipeline import RestorePipeline
 from hcache_backend.sglang.controller import OwnPagesController
 from hcache_backend.sglang.host_pool import HostPages, OwnPagesPool

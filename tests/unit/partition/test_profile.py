@@ -18,7 +18,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hcache_backend.config import HCacheConfig
 from hcache_backend.plan import measure as partition_measure
-from hcache_backend.plan.costs import search
 from hcache_backend.plan.measure import (
     OPERATIONS,
     Bench,
@@ -41,6 +40,7 @@ from hcache_backend.plan.profile import (
     preset_profile,
     processor_name,
 )
+from hcache_backend.plan.restore import search
 from hcache_backend.store import FileOps
 from hcache_kernels.launch import COPY_PROGRAMS, copies_by_engine, copy_programs, use_copies
 from tests.unit.partition.pipelines import layer_costs

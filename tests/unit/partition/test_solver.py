@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.paper import closed_form
-from hcache_backend.plan.costs import (
+from hcache_backend.plan.profile import preset_profile
+from hcache_backend.plan.restore import (
     LayerCosts,
     LayerMethod,
     Partition,
@@ -21,7 +22,6 @@ from hcache_backend.plan.costs import (
     search,
     simulate,
 )
-from hcache_backend.plan.profile import preset_profile
 from tests.unit.partition.pipelines import any_costs, layer_costs, partitions, public_model, seconds
 
 

@@ -14,8 +14,7 @@ from hcache_backend.config import HCacheConfig
 from hcache_backend.format.page import PageLayout, hidden_layer
 from hcache_backend.format.units import WHOLE
 from hcache_backend.host.segments import KVSegments
-from hcache_backend.plan.costs import Partition
-from hcache_backend.plan.restore import Restore
+from hcache_backend.plan.restore import Partition, Restore
 from hcache_backend.ranks import Refused
 from hcache_backend.sglang.host_pool import HostPages
 from hcache_backend.start import page_plan

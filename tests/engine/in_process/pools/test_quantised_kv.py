@@ -14,8 +14,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from hcache_backend.format.page import PageLayout
 from hcache_backend.format.units import WHOLE
 from hcache_backend.host.segments import KVSegments
-from hcache_backend.plan.costs import Partition
-from hcache_backend.plan.restore import Restore
+from hcache_backend.plan.restore import Partition, Restore
 from hcache_backend.sglang.runtime import Runtime
 from hcache_backend.start import build
 from hcache_backend.start.page_plan import PagePlan

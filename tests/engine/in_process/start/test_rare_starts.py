@@ -18,9 +18,8 @@ from hcache_backend.checks import round_trip
 from hcache_backend.checks import specs as specs_module
 from hcache_backend.checks.specs import Found, LayerSpecs
 from hcache_backend.config import ConfigError, HCacheConfig
-from hcache_backend.plan.costs import Partition
 from hcache_backend.plan.profile import ProfileError, preset_profile
-from hcache_backend.plan.restore import Restore
+from hcache_backend.plan.restore import Partition, Restore
 from hcache_backend.ranks import Refused, all_or_none
 from hcache_backend.sglang import compat, hooks, passes, restore_trace
 from hcache_backend.start import attach, build, capabilities, machine, page_plan
