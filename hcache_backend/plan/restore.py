@@ -9,10 +9,11 @@ import sys
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
-from hcache_backend.plan.model_shape import ModelShape
-from hcache_backend.plan.profile import Profile
+if TYPE_CHECKING:  # the programs of bench/gpu have no pydantic
+    from hcache_backend.plan.model_shape import ModelShape
+    from hcache_backend.plan.profile import Profile
 
 READ_BATCHES = 16
 """The pages of a prefetch are read in about so many batches. What the last one brings is not
