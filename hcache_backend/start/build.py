@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
@@ -102,8 +103,6 @@ logger = logging.getLogger("hcache")
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
-_SMALLEST_PAGE = 4  # least bytes of an own page of K and V, in headers
-
 _RESERVED = 0.5  # largest share of the device's pages that hits being read may reserve
 
 _CONTROLLER_ARGUMENTS = (
@@ -162,6 +161,8 @@ class Start:
     allocated or served yet. K and V of the probe stay in the pool to the last check.
     """
 
+    smallest_page = 4  # of K and V, in headers
+
     def __init__(self, runtime: Runtime, kvcache: Any, params: Any) -> None:
         assert runtime.config is not None
         self._runtime, self._config, self._runner = runtime, runtime.config, runtime.runner
@@ -215,23 +216,21 @@ class Start:
         groups, of_kv = self._head_groups(methods, share), "none"
         if methods.layers("kv"):
             of_kv = step(kv_codec, runtime, kvcache, share, groups, stages)
-
-        def make(of_kv: str) -> PagePlan:
-            return PagePlan(
-                kvcache,
-                methods,
-                share,
-                groups,
-                kv_codec=of_kv,
-                runner=runner,
-                layers=probe.layers,
-                codec=codec,
-                recomputer=recomputer,
-                exchange=exchange,
-                hooks=recorded,
-            )
-
-        plan = self._tried(make, of_kv, lambda: probe.slots)
+        plan = step(
+            PagePlan,
+            kvcache,
+            methods,
+            share,
+            groups,
+            kv_codec=of_kv,
+            runner=runner,
+            layers=probe.layers,
+            codec=codec,
+            recomputer=recomputer,
+            exchange=exchange,
+            hooks=recorded,
+        )
+        plan = self._tried(plan, lambda: probe.slots)
         specs = LayerSpecs(runtime, probe, projector, ranks)
         step(specs.find)
         specs.measure()
@@ -242,10 +241,10 @@ class Start:
         except Refused as refused:
             if codec.is_view:
                 raise
-            # The next plan reuses its hooks and its staging.
-            recorded = plan.capture_hooks
             codec = hidden_as_they_are(codec.name, codec.hidden_size, codec.dtype, refused)
-            plan = self._tried(make, of_kv, lambda: probe.slots)
+            # The next plan reuses its hooks and its staging.
+            plan = step(replace, plan, codec=codec, hooks=plan.capture_hooks)
+            plan = self._tried(plan, lambda: probe.slots)
             self._check_capture(plan)
         specs.follow_weights()
         return plan
@@ -260,33 +259,22 @@ class Start:
         of_heads = share_of_heads(ranks.rank_in_group, ranks.world_size)
         groups = self._head_groups(methods, of_heads)
         codec = self.step(kv_codec, runtime, kvcache, of_heads, groups, self._params.pp_size)
-
-        def make(of_kv: str) -> PagePlan:
-            plugin = page_plugin(self._config) if of_kv != "none" else None
-            share = of_heads if plugin is None else WHOLE
-            groups = self._head_groups(methods, share)
-            plan = PagePlan(kvcache, methods, share, groups, kv_codec=of_kv, plugin=plugin)
-            header, page = plan.layout.header_bytes, plan.layout.page_bytes
-            if header * _SMALLEST_PAGE > page:
-                raise Refused(
-                    f"of the {page} bytes of a page of {kvcache.page_size} tokens (--page-size) "
-                    f"its header would take {header}"
-                )
-            return plan
-
+        plugin = page_plugin(self._config) if codec != "none" else None
+        parts = (of_heads, groups) if plugin is None else (WHOLE, self._head_groups(methods, WHOLE))
+        plan = self.step(PagePlan, kvcache, methods, *parts, kv_codec=codec, plugin=plugin)
         tokens = -(-PROBE_TOKENS // kvcache.page_size) * kvcache.page_size
-        return self._tried(make, codec, lambda: run_again(self._runner, [tokens])[0])
+        written = partial(run_again, self._runner, [tokens])
+        return self._tried(plan, lambda: written()[0], share=of_heads, groups=groups)
 
-    def _tried(
-        self, make: Callable[[str], PagePlan], codec: str, written: Callable[[], torch.Tensor]
-    ) -> PagePlan:
-        """A plan with room, from which K and V come back: by ``codec``, otherwise as they are.
+    def _tried(self, plan: PagePlan, written: Callable[[], torch.Tensor], **plain: Any) -> PagePlan:
+        """The plan with room if K and V come back by its codec, otherwise one with K and V as they
+        are, and the fields ``plain``.
 
-        ``make`` makes the plan with a codec of K and V. ``written`` has the model write them, if it
-        has not, and returns their slots, int64 ``[n]``. Raises Refused on every rank.
+        ``written`` has the model write K and V, if it has not, and returns their slots, int64
+        ``[n]``. Raises Refused on every rank.
         """
         try:
-            plan = self.step(_copying, make, codec)
+            self.step(self._check_copies, plan)
             if not plan.kv.lossless:
                 slots, most, plugin = self.step(written), 0.0, plan.plugin
                 pages = whole_pages(slots, plan.layout.page_size)
@@ -297,16 +285,31 @@ class Start:
                         self._look_at_model(plan, slots)
                 self.step(check_lossy, plan.kv, plan.layout, pages, most)
         except Refused as refused:
-            if codec == "none":
+            if plan.kv_codec == "none":
                 raise
             logger.warning(
                 "hcache: codec %r is not used, K and V are stored as they are (codec 'none'): %s",
-                codec,
+                plan.kv_codec,
                 refused,
             )
-            plan = self.step(_copying, make, "none")
+            plan = self.step(replace, plan, kv_codec="none", plugin=None, **plain)
+            self.step(self._check_copies, plan)
         self.step(plan.find_room)
         return plan
+
+    def _check_copies(self, plan: PagePlan) -> None:
+        """Raise Refused if K and V do not come back, or a page of them is hardly more than its
+        header."""
+        layout = plan.layout
+        header, page = layout.header_bytes, layout.page_bytes
+        if plan.codec is None and header * self.smallest_page > page:
+            raise Refused(
+                f"of the {page} bytes of a page of {layout.page_size} tokens (--page-size) its "
+                f"header would take {header}"
+            )
+        if plan.kv.layers:
+            for variant in layout.variants:
+                check_copies(plan.kvcache, variant, plan.kv)
 
     def _look_at_model(self, plan: PagePlan, slots: torch.Tensor) -> None:
         """Let the plan's plug-in look at the model, in which K and V of the self-check's tokens are
@@ -410,15 +413,6 @@ class Start:
             return share.of
         extra = storage_extra_config(self.server.args)
         return head_groups(extra.get("tp_lcm_size"), share, attention_ranks().world_size)
-
-
-def _copying(make: Callable[[str], PagePlan], codec: str) -> PagePlan:
-    """The plan that ``make`` makes; raises Refused if K and V do not come back from it."""
-    plan = make(codec)
-    if plan.kv.layers:
-        for layout in plan.layout.variants:
-            check_copies(plan.kvcache, layout, plan.kv)
-    return plan
 
 
 # ---- the stack of a plan ----
