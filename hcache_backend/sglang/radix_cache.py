@@ -109,7 +109,7 @@ def around_drain(
     *a: Any,
     **kw: Any,
 ) -> Any:
-    """HiCache takes the reports that every rank has, and the answers as far as host memory has room:
+    """HiCache takes the reports that every rank has, and the answers as far as there is room in L2:
     first prefetches that are read from the back hear of them, last those that are over are finished
     on all ranks. Of pipeline stages only the first one knows that they are there."""
     gate, controller = gate_of(cache), cache.cache_controller
