@@ -23,7 +23,7 @@ from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import (
     StackStrategy,
     _PlainKvStrategy,
 )
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.mem_cache.pool_host import HostPoolGroup, PoolEntry
 from sglang.srt.mem_cache.pool_host.common import get_allocator_type
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
@@ -46,10 +46,10 @@ from hcache_backend.plan.restore import CHUNK_TOKENS, Partition, Restore
 from hcache_backend.prefetch.eager_loads import EagerLoads
 from hcache_backend.prefetch.slices import SliceBudget
 from hcache_backend.projection.generic import ProjectionBatch
-from hcache_backend.projection.paged_pool import PagedPool
+from hcache_backend.projection.paged_pool import PagedPool, holds_latents, planes_of
 from hcache_backend.projection.projector import Projector
 from hcache_backend.ranks import Refused, all_or_none, smallest
-from hcache_backend.restore.exchange import CollectiveOrder
+from hcache_backend.restore.exchange import CollectiveOrder, Exchange
 from hcache_backend.restore.layers import PoolParking, RestoredLayer
 from hcache_backend.restore.pipeline import RestorePipeline
 from hcache_backend.restore.recompute import Recomputer
@@ -117,7 +117,7 @@ _CONTROLLER_ARGUMENTS = (
 
 class OwnPagesStrategy(StackStrategy):
     """Own pages for a plain MHA/GQA pool: with hidden states if possible and useful, otherwise of K
-    and V. Without own pages SGLang's plain ones.
+    and V; for a plain MLA pool of latents. Without own pages SGLang's plain ones.
 
     ``plain``, ``no_hidden``: known reasons against own pages, against hidden states, or None.
     """
@@ -128,7 +128,8 @@ class OwnPagesStrategy(StackStrategy):
         self._no_hidden = no_hidden
 
     def matches(self, kvcache: Any, components: Any) -> bool:
-        if type(kvcache) is MHATokenToKVPool and components == {ComponentType.FULL}:
+        known = type(kvcache) in (MHATokenToKVPool, MLATokenToKVPool)
+        if known and components == {ComponentType.FULL}:
             return True
         names = ", ".join(sorted(component.name for component in components))
         self._keep_plain(self._plain or f"the KV pool is a {type(kvcache).__name__} ({names})")
@@ -206,7 +207,7 @@ class Start:
         step(probe.refuse_dependence, [f"{layer.name}." for layer in probe.layers])
         step(probe.compare, projector)
         codec = step(choose_codec, ranks, runtime, probe, projector)
-        exchange = step(make_exchange, probe, kvcache.page_size)
+        exchange = step(make_exchange, "hidden states", probe.hidden, kvcache.page_size)
         recomputer = None
         if methods.recomputable:
             recomputer = step(self._find_recomputer, probe, methods, whole=False)
@@ -256,15 +257,30 @@ class Start:
         chunk = min(CHUNK_TOKENS, int(kvcache.size))
         everything = Partition(0, 0, int(kvcache.layer_num))
         methods = Restore(None, None, everything, ranks.world_size, chunk, recomputable=0)
-        of_heads = share_of_heads(ranks.rank_in_group, ranks.world_size)
-        groups = self._head_groups(methods, of_heads)
-        codec = self.step(kv_codec, runtime, kvcache, of_heads, groups, self._params.pp_size)
+        exchange = self.step(self._latent_exchange) if holds_latents(kvcache) else None
+        own = share_of_heads(ranks.rank_in_group, ranks.world_size)
+        if holds_latents(kvcache):
+            own = WHOLE if exchange is None else Share(exchange.number, exchange.shares)
+        groups = self._head_groups(methods, own)
+        codec = self.step(kv_codec, runtime, kvcache, own, groups, self._params.pp_size)
         plugin = page_plugin(self._config) if codec != "none" else None
-        parts = (of_heads, groups) if plugin is None else (WHOLE, self._head_groups(methods, WHOLE))
-        plan = self.step(PagePlan, kvcache, methods, *parts, kv_codec=codec, plugin=plugin)
-        tokens = -(-PROBE_TOKENS // kvcache.page_size) * kvcache.page_size
-        written = partial(run_again, self._runner, [tokens])
-        return self._tried(plan, lambda: written()[0], share=of_heads, groups=groups)
+        parts = (own, groups) if plugin is None else (WHOLE, self._head_groups(methods, WHOLE))
+        how: dict[str, Any] = {"kv_codec": codec, "plugin": plugin, "exchange": exchange}
+        plan = self.step(PagePlan, kvcache, methods, *parts, **how)
+        return self._tried(plan, self._written, share=own, groups=groups)
+
+    def _written(self) -> torch.Tensor:
+        """Have the model write K and V of the self-check's tokens to whole pages; returns their
+        slots, int64 ``[n]``."""
+        size = self._kvcache.page_size
+        return run_again(self._runner, [-(-PROBE_TOKENS // size) * size])[0]
+
+    def _latent_exchange(self) -> Exchange | None:
+        """The exchange of latents, of which each rank keeps a part; None: all keep whole pages."""
+        refuse(OWN_PAGES, self.server, install(hooks.EXCHANGE))
+        kvcache, slots = self._kvcache, self._written()
+        rows = [planes_of(kvcache, layer)[0][slots] for layer in range(kvcache.layer_num)]
+        return make_exchange("latents", rows, int(kvcache.page_size))
 
     def _tried(self, plan: PagePlan, written: Callable[[], torch.Tensor], **plain: Any) -> PagePlan:
         """The plan with room if K and V come back by its codec, otherwise one with K and V as they
@@ -309,7 +325,7 @@ class Start:
             )
         if plan.kv.layers:
             for variant in layout.variants:
-                check_copies(plan.kvcache, variant, plan.kv)
+                check_copies(variant, plan.kv)
 
     def _look_at_model(self, plan: PagePlan, slots: torch.Tensor) -> None:
         """Let the plan's plug-in look at the model, in which K and V of the self-check's tokens are
@@ -443,8 +459,10 @@ def build_stack(
         stamp=lambda page: layout.stamp(page, runtime.page_namespace(), runtime.writer),
         keeps_unfit=plan.recomputer is not None,
     )
-    hidden = codec is not None
-    order = CollectiveOrder(device) if hidden and ranks.world_size > 1 else None
+    hidden, order = codec is not None, None
+    if ranks.world_size > 1 and (hidden or plan.exchange is not None):
+        order = CollectiveOrder(device)
+    runtime.runner.hcache_order = None if hidden else order  # otherwise capture has it
     # Before capture wraps the allocator: pages taken from a reservation are allocated, too.
     reason, reservable = refusal(EAGER, Server(runtime, kvcache, allocator, hidden)), None
     if reason is None:
@@ -517,8 +535,8 @@ def build_stack(
 def use_own_pages(runtime: Runtime, kvcache: Any, plan: PagePlan, reason: str | None) -> None:
     """Tell namespace, metrics and log about pages; ``reason``: why no hidden states, or None."""
     runtime.layer_methods = plan.methods
-    fields, codec, room = page_fields(runtime, kvcache, plan), plan.kv.codec, 0
-    dtype = kvcache.k_buffer[0].dtype
+    fields, codec = page_fields(runtime, kvcache, plan), plan.kv.codec
+    dtype = planes_of(kvcache, 0)[0].dtype
     if plan.codec is not None:
         codec, dtype = plan.codec.name, plan.codec.dtype
         fields["codec"] = codec
@@ -526,7 +544,7 @@ def use_own_pages(runtime: Runtime, kvcache: Any, plan: PagePlan, reason: str | 
             codec += f", {plan.kv.codec} of K and V"
         if not plan.codec.is_view and plan.recomputer is None:
             runtime.unused["pages that the codec cannot encode"] = "they cannot be recomputed"
-        room = ring_bytes(plan.layout, plan.methods.chunk_tokens, plan.methods.layers("hidden"))
+    room = ring_bytes(plan.layout, plan.methods.chunk_tokens, plan.arriving) * bool(plan.arriving)
     runtime.use_codec(codec, asked_codec(runtime, dtype))
     runtime.use_own_pages(fields, reason)
     logger.info(
@@ -553,7 +571,7 @@ def page_fields(runtime: Runtime, kvcache: Any, plan: PagePlan) -> dict[str, obj
     if plan.kv.layers:
         fields |= kv_fields(runtime.runner)
     ranks = attention_ranks()
-    if not plan.kv.layers or plan.layout.share.of == ranks.world_size:
+    if not plan.kv.layers or plan.kv.latent or plan.layout.share.of == ranks.world_size:
         fields["any_ranks"] = True
     else:  # K and V are of a rank's own heads, which are no share
         fields["tp"] = [ranks.rank_in_group, ranks.world_size]
