@@ -50,13 +50,12 @@ from hcache_backend.projection.paged_pool import PagedPool, holds_latents, plane
 from hcache_backend.projection.projector import Projector
 from hcache_backend.ranks import Refused, all_or_none, smallest
 from hcache_backend.restore.exchange import CollectiveOrder, Exchange
-from hcache_backend.restore.layers import PoolParking, RestoredLayer
 from hcache_backend.restore.pipeline import RestorePipeline
 from hcache_backend.restore.recompute import Recomputer
 from hcache_backend.restore.ring import ring_bytes
 from hcache_backend.sglang import hooks
 from hcache_backend.sglang.allocator import ReservablePages
-from hcache_backend.sglang.arguments import drafted_tokens, kv_fields, storage_extra_config
+from hcache_backend.sglang.arguments import drafted_tokens, storage_extra_config
 from hcache_backend.sglang.controller import OwnPagesController
 from hcache_backend.sglang.groups import attention_ranks
 from hcache_backend.sglang.hook_registry import Hook, install
@@ -352,7 +351,7 @@ class Start:
         order = CollectiveOrder(kvcache.device) if attention_ranks().world_size > 1 else None
 
         def make() -> CaptureCheck:
-            return CaptureCheck(plan, restored_layers(kvcache, plan, projector), order)
+            return CaptureCheck(plan, plan.restored_layers(projector), order)
 
         check = self.step(make)
         for graphs, by_layer in ((False, True), (False, False), (True, False)):
@@ -471,7 +470,7 @@ def build_stack(
         runtime.unused[EAGER] = reason
     runtime.eager = reservable is not None
     capture = _start_capture(runtime, allocator, pool, plan, order) if hidden else None
-    layers, most = restored_layers(kvcache, plan, projector), plan.methods.chunk_tokens
+    layers, most = plan.restored_layers(projector), plan.methods.chunk_tokens
     how: dict[str, Any] = {"exchange": plan.exchange, "order": order}
     pipeline = RestorePipeline(pool.kv_buffer, layout, layers, most, device, **how)
     loads = LoadQueue(pool.arena, pipeline, plan.methods, plan.recomputer, device)
@@ -535,18 +534,16 @@ def build_stack(
 def use_own_pages(runtime: Runtime, kvcache: Any, plan: PagePlan, reason: str | None) -> None:
     """Tell namespace, metrics and log about pages; ``reason``: why no hidden states, or None."""
     runtime.layer_methods = plan.methods
-    fields, codec = page_fields(runtime, kvcache, plan), plan.kv.codec
-    dtype = planes_of(kvcache, 0)[0].dtype
+    codec, dtype = plan.kv.codec, planes_of(kvcache, 0)[0].dtype
     if plan.codec is not None:
         codec, dtype = plan.codec.name, plan.codec.dtype
-        fields["codec"] = codec
         if plan.kv.layers and plan.kv.codec != codec:
             codec += f", {plan.kv.codec} of K and V"
         if not plan.codec.is_view and plan.recomputer is None:
             runtime.unused["pages that the codec cannot encode"] = "they cannot be recomputed"
     room = ring_bytes(plan.layout, plan.methods.chunk_tokens, plan.arriving) * bool(plan.arriving)
     runtime.use_codec(codec, asked_codec(runtime, dtype))
-    runtime.use_own_pages(fields, reason)
+    runtime.use_own_pages(plan.fields(runtime.runner), reason)
     logger.info(
         "hcache: %s: %s, %d bytes per %d-token page, codec %s, %d host pages, %d shadows, "
         "%.0f MB of device memory for restores",
@@ -558,24 +555,6 @@ def use_own_pages(runtime: Runtime, kvcache: Any, plan: PagePlan, reason: str | 
         *plan.pages,
         room / 1e6,
     )
-
-
-def page_fields(runtime: Runtime, kvcache: Any, plan: PagePlan) -> dict[str, object]:
-    """Fields of the namespace of own pages besides the weights."""
-    fields: dict[str, object] = {
-        "kind": "own",
-        "partition": list(plan.methods.methods),
-        "first_layer": kvcache.start_layer,
-        "layout": plan.layout.form,
-    }
-    if plan.kv.layers:
-        fields |= kv_fields(runtime.runner)
-    ranks = attention_ranks()
-    if not plan.kv.layers or plan.kv.latent or plan.layout.share.of == ranks.world_size:
-        fields["any_ranks"] = True
-    else:  # K and V are of a rank's own heads, which are no share
-        fields["tp"] = [ranks.rank_in_group, ranks.world_size]
-    return fields
 
 
 def _start_capture(
@@ -599,31 +578,6 @@ def _start_capture(
         Staging.bytes_for(staging.layers, staging.row_bytes, staging.places) / 1e6,
     )
     return capture
-
-
-def restored_layers(kvcache: Any, plan: PagePlan, projector: Projector) -> list[RestoredLayer]:
-    codec = plan.codec
-    row_bytes = 0 if codec is None else codec.row_bytes
-    parks = codec is not None and PoolParking.fits(kvcache, row_bytes)
-
-    def projected(index: int) -> RestoredLayer:
-        layer = plan.layers[index]
-        assert codec is not None
-
-        def fill(segments: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
-            rows = codec.decode(segments.view(-1, row_bytes))
-            projector.project_to_pool(layer, rows, positions, slots)
-
-        return RestoredLayer(
-            "hidden", fill, PoolParking(kvcache, index, row_bytes) if parks else None
-        )
-
-    restored: dict[str, Callable[[int], RestoredLayer]] = {
-        "hidden": projected,
-        "kv": plan.kv.restored_layer,
-        "recompute": lambda _: RestoredLayer("recompute", None),
-    }
-    return [restored[method](layer) for layer, method in enumerate(plan.methods.methods)]
 
 
 # ---- CUDA graphs ----
