@@ -7,25 +7,11 @@ from __future__ import annotations
 
 import logging
 
-from hcache_backend.sglang import model_runner, radix_cache, storage_threads
-from hcache_backend.sglang.hook_registry import Hook, OnError, install
-from hcache_backend.sglang.prefill_server import before_sending_prefix
+from hcache_backend.sglang import disaggregation, model_runner, radix_cache, storage_threads
+from hcache_backend.sglang.hook_registry import install
 from hcache_backend.sglang.scheduler import BATCH, COMPUTED, RECEIVED, REQUEST
-from hcache_backend.sglang.sent_weights import after_metadata, before_commit
 
 logger = logging.getLogger("hcache")
-
-_DISAGGREGATION = "sglang.srt.disaggregation."
-SEND_PREFIX = Hook(
-    _DISAGGREGATION + "prefill.SchedulerDisaggregationPrefillMixin.maybe_send_cached_prefix_chunk",
-    before_sending_prefix,
-)
-METADATA = Hook(_DISAGGREGATION + "utils.MetadataBuffers.set_buf", after_metadata)
-RECEIVED_PROMPT = Hook(
-    _DISAGGREGATION + "decode.DecodeTransferQueue._commit_transfer_to_req",
-    before_commit,
-    OnError.END_L3,
-)
 
 HIDDEN = [model_runner.ATTENTION, model_runner.FORWARD]
 # attention, the slots of a prefix, other uses of the GPU
@@ -53,8 +39,11 @@ HITS = [
     storage_threads.READ,
     storage_threads.READ_BATCH,
 ]
-PREFILL_SERVER = [SEND_PREFIX, METADATA]  # hold back early sends, and send the weights' digest
-DECODE_SERVER = [RECEIVED_PROMPT]  # keeps K and V of other servers' weights out of L3
+# hold back early sends, and send the weights' digest
+PREFILL_SERVER = [disaggregation.SEND_PREFIX, disaggregation.METADATA]
+DECODE_SERVER = [
+    disaggregation.RECEIVED_PROMPT
+]  # keeps K and V of other servers' weights out of L3
 WEIGHTS = [
     *model_runner.WEIGHTS,
     model_runner.RESET,
