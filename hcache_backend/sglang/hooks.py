@@ -41,13 +41,10 @@ HITS = [
 ]
 # hold back early sends, and send the weights' digest
 PREFILL_SERVER = [disaggregation.SEND_PREFIX, disaggregation.METADATA]
-DECODE_SERVER = [
-    disaggregation.RECEIVED_PROMPT
-]  # keeps K and V of other servers' weights out of L3
-WEIGHTS = [
-    *model_runner.WEIGHTS,
-    model_runner.RESET,
-]  # keep pages of other weights away; in both modes
+# keeps K and V of other servers' weights out of L3
+DECODE_SERVER = [disaggregation.RECEIVED_PROMPT]
+# keep pages of other weights away; in both modes
+WEIGHTS = [*model_runner.WEIGHTS, model_runner.RESET]
 ADAPTERS = [REQUEST]  # keeps pages of adapters from requests that only name them
 LATE_WEIGHTS = [model_runner.LATE_WEIGHTS]  # the weights arrive after ``load_model`` has returned
 
