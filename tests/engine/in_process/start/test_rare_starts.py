@@ -308,9 +308,8 @@ def test_ranks_whose_hidden_states_differ_share_none(
     monkeypatch.setattr(
         page_plan, "Exchange", SimpleNamespace(between=lambda ranks, device: exchange)
     )
-    probe: Any = SimpleNamespace(slots=torch.arange(2), hidden=[torch.zeros(2, 8)])
     monkeypatch.setattr(page_plan, "attention_ranks", lambda: ranks)
-    make = partial(page_plan.make_exchange, probe, 16)
+    make = partial(page_plan.make_exchange, "hidden states", [torch.zeros(2, 8)], 16)
     if reason is None:
         assert make() is exchange
         return
@@ -320,16 +319,13 @@ def test_ranks_whose_hidden_states_differ_share_none(
 
 def test_a_pool_that_is_too_small_or_cannot_be_copied_is_refused() -> None:
     layout: Any = SimpleNamespace(page_size=16, page_bytes=64, divide=lambda memory: None)
-    kv: Any = SimpleNamespace(layers=(0,), codec="none", by_header=False)
-    small: Any = SimpleNamespace(k_buffer=[torch.zeros(16, 1, 8)], v_buffer=[torch.zeros(16, 1, 8)])
+    kv: Any = SimpleNamespace(layers=(0,), codec="none", by_header=False, kept=lambda slots: slots)
+    kv.planes = lambda layer: (torch.zeros(16, 1, 8),) * 2
     with pytest.raises(Refused, match="too small to try copies"):
-        round_trip.check_copies(small, layout, kv)
-    kv.save = failing(RuntimeError("no compiler"))
-    large: Any = SimpleNamespace(
-        k_buffer=[torch.zeros(512, 1, 8)], v_buffer=[torch.zeros(512, 1, 8)]
-    )
-    with pytest.raises(Refused, match="cannot be copied: RuntimeError: no compiler"):
-        round_trip.check_copies(large, layout, kv)
+        round_trip.check_copies(layout, kv)
+    kv.planes, kv.save = lambda layer: (torch.zeros(512, 1, 8),) * 2, failing(RuntimeError("no"))
+    with pytest.raises(Refused, match="cannot be copied: RuntimeError: no"):
+        round_trip.check_copies(layout, kv)
 
 
 def test_models_of_unusual_layers_are_refused() -> None:
