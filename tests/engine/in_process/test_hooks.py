@@ -232,6 +232,7 @@ def test_an_unsupported_version_means_kv_mode_with_that_reason(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     reasons: list[str | None] = []
+    before = hooks_on(resolve_name(ATTENTION.target))
     monkeypatch.setattr(attach, "unsupported_reason", lambda: "SGLang 9 is not one")
     monkeypatch.setattr(
         "hcache_backend.start.strategy.OwnPagesStrategy",
@@ -239,7 +240,7 @@ def test_an_unsupported_version_means_kv_mode_with_that_reason(
     )
     bootstrap(runner())
     assert reasons == ["SGLang 9 is not one"]
-    assert hooks_on(resolve_name(ATTENTION.target)) == ()
+    assert hooks_on(resolve_name(ATTENTION.target)) == before
 
 
 def test_without_hierarchical_cache_there_is_nothing_to_do(
@@ -347,11 +348,11 @@ def test_a_server_that_is_not_ours_gets_nothing_but_the_memory_of_its_runner(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("HCACHE_ENABLE")
-    plain = runner()
+    plain, before = runner(), [hooks_on(resolve_name(hook.target)) for hook in every_hook()]
     bootstrap(plain)
     assert current().runner is plain
     assert current().weights is None
-    assert not [hook for hook in every_hook() if hooks_on(resolve_name(hook.target))]
+    assert [hooks_on(resolve_name(hook.target)) for hook in every_hook()] == before
 
 
 def test_an_l3_behind_another_one_than_ours_is_warned_of(

@@ -63,7 +63,7 @@ def machine(device: WorkerStream) -> Machine:
 def test_an_unfit_page_is_backed_up_as_one_that_loads_recompute(
     machine: Machine, runtime: Runtime
 ) -> None:
-    made = bare_controller(Pages(machine), _runtime=runtime, _capture=machine.capture)
+    made = bare_controller(Pages(machine), runtime=runtime, capture=machine.capture)
     assert machine.forward(slots(1), rows=_unfit_rows())
     assert machine.forward(slots(2))
     machine.settle()
