@@ -34,10 +34,10 @@ from hcache_backend.prefetch.prefetch import Meeting, Recomputing
 from hcache_backend.ranks import smallest
 from hcache_backend.sglang.hook_registry import guarded
 from hcache_backend.sglang.host_pool import OwnPagesPool
+from hcache_backend.sglang.pipeline_stages import StagePages
 from hcache_backend.sglang.read_batches import BackAck, BatchedReads
 from hcache_backend.sglang.runtime import Runtime, current
-from hcache_backend.sglang.stage_pages import StagePages
-from hcache_backend.sglang.storage_threads import READ, note_arrival, note_waiting
+from hcache_backend.sglang.storage_threads import READ
 from hcache_backend.turn import Part, Turn
 
 logger = logging.getLogger("hcache")
@@ -91,7 +91,7 @@ class OwnPagesController(HybridCacheController):
         self._parts: list[Part] = [part for part in parts if part is not None]
         self._batches: BatchedReads | None = None
         if eager is not None:
-            self._batches = BatchedReads(pool.page_size, self._report, note_waiting)
+            self._batches = BatchedReads(pool.page_size, self._report, runtime.l3.waited)
         self._prefix: Prefix = _unknown
         self._token_ids: TokenIds = _unknown
         self._never_loaded = False  # True: host pages that no load can use are to be evicted
@@ -101,7 +101,7 @@ class OwnPagesController(HybridCacheController):
         # SGLang's own zero-copy backends name two values a page, for K and V: they get halves.
         self._pool.pieces_per_page = 1 if storage_backend == "dynamic" else 2
         super().attach_storage_backend(storage_backend, *args, **kwargs)
-        if self._storage_verifies():
+        if self._storage_verifies:
             return
         try:
             self._judge(storage_backend)
@@ -243,18 +243,25 @@ class OwnPagesController(HybridCacheController):
             return None
         device_indices = ask() if self.eager is None else self.eager.load(load, ask)
         if device_indices is not None:
-            self._queued(load, device_indices)
+            if self._capture is not None:
+                self._capture.ledger.loaded(device_indices, host_pages)
+            self._loads.add(load, device_indices)
         return device_indices
 
     def _planned(self, host_pages: Ids) -> QueuedLoad | None:
         """A load of ``host_pages`` (int64 ``[pages]``), or None: a miss on every rank. A page may
         be of other weights, or lack layers that cannot be recomputed."""
         layers, problem, load = self._pool.layer_num, None, None
-        own = self._depths(host_pages)
+        if self._capture is not None:
+            self._capture.ledger.settle(wait=False)
+        own, needed = self._pool.depth(host_pages), host_pages
+        if self.eager is not None:
+            prepared = self.eager.prepared(host_pages)
+            own[prepared], needed = 0, host_pages[~prepared]
         self._stages.talk()
         if (own == NOT_SETTLED).any():
             problem = "unsettled"
-        elif not self._proofs.may_project(self._unprepared(host_pages)):
+        elif not self._proofs.may_project(needed):
             problem = "stale_host_page"
         elif not self._stages.have(host_pages):
             problem = "another_stage"
@@ -282,24 +289,6 @@ class OwnPagesController(HybridCacheController):
             self._runtime.lose_trust("a page is not what the first pipeline stage took it for")
         return load or QueuedLoad(host_pages)
 
-    def _depths(self, host_pages: Ids) -> Ids:
-        """Depths of ``host_pages`` on this rank, int64 ``[p]`` each; 0 if prepared for a load."""
-        if self._capture is not None:
-            self._capture.ledger.settle(wait=False)
-        depths = self._pool.depth(host_pages)
-        if self.eager is not None:
-            depths[self.eager.prepared(host_pages)] = 0
-        return depths
-
-    def _unprepared(self, host_pages: Ids) -> Ids:
-        prepared = None if self.eager is None else self.eager.prepared(host_pages)
-        return host_pages if prepared is None else host_pages[~prepared]
-
-    def _queued(self, load: QueuedLoad, device_indices: torch.Tensor) -> None:
-        if self._capture is not None:
-            self._capture.ledger.loaded(device_indices, load.host_pages)
-        self._loads.add(load, device_indices)
-
     # ---- host -> storage ----
 
     def write_storage(self, host_indices: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -312,20 +301,16 @@ class OwnPagesController(HybridCacheController):
         return super().write_storage(host_indices, *args, **kwargs)
 
     def _page_backup(self, operation: Any) -> Any:
-        sealed = 0
+        sealed, before = 0, operation.prefix_keys
         with metrics.harmless("backup", "pages of a node are not stored"):  # a thread of SGLang's
-            sealed = self._seal(operation)
+            sealed = self._proofs.seal(
+                self._pool.page_ids(operation.host_indices),
+                operation.hash_value,
+                token_array(operation.token_ids),
+                None if before is None else len(before) * self.page_size,
+            )
         operation.hash_value = operation.hash_value[:sealed]
         return super()._page_backup(operation)
-
-    def _seal(self, operation: Any) -> int:
-        before = operation.prefix_keys
-        return self._proofs.seal(
-            self._pool.page_ids(operation.host_indices),
-            operation.hash_value,
-            token_array(operation.token_ids),
-            None if before is None else len(before) * self.page_size,
-        )
 
     # ---- storage -> host ----
 
@@ -406,33 +391,24 @@ class OwnPagesController(HybridCacheController):
         host_indices: torch.Tensor,
         *others: Any,
     ) -> int:
+        """Number of pages that ``read`` brings and that the radix tree asked for."""
         with metrics.harmless("read", "pages of L3 are a miss"):  # a thread of SGLang's
-            host_pages = self._expect(host_indices)
+            host_pages = self._pool.page_ids(host_indices)
+            self._pool.arena.expect(host_pages)
+            self._stages.brought(host_pages)
             got = read(operation, hash_values, host_indices, *others)
-            proven = self._proven_pages(operation, hash_values, host_pages, got)
-            note_arrival(self, proven)
+            # With buffer_only, `hash_value` loses pages that the device has got meanwhile.
+            first = operation.all_hash_values.index(hash_values[0]) if hash_values else 0
+            tokens = token_array(operation.token_ids)[first * self.page_size :]
+            ids, verified = host_pages[:got], self._storage_verifies
+            proven = self._proofs.proven(ids, hash_values, tokens, verified=verified)
+            self._runtime.l3.arrived(proven * self.page_size)
             return proven
         return 0
 
-    def _expect(self, host_indices: torch.Tensor) -> Ids:
-        """Host pages that L3 is about to fill, int64 ``[pages]``."""
-        host_pages = self._pool.page_ids(host_indices)
-        self._pool.arena.expect(host_pages)
-        self._stages.brought(host_pages)
-        return host_pages
-
+    @property
     def _storage_verifies(self) -> bool:
         return getattr(self.storage_backend, "verifies_segments", False)
-
-    def _proven_pages(
-        self, operation: Any, hash_values: Sequence[str], host_pages: Ids, got: int
-    ) -> int:
-        """Number of the first ``got`` pages that are those the radix tree asked for."""
-        # With buffer_only, `hash_value` loses pages that the device has got meanwhile.
-        first = operation.all_hash_values.index(hash_values[0]) if hash_values else 0
-        tokens = token_array(operation.token_ids)[first * self.page_size :]
-        verified = self._storage_verifies()
-        return self._proofs.proven(host_pages[:got], hash_values, tokens, verified=verified)
 
 
 def _unknown() -> None:

@@ -32,7 +32,7 @@ from hcache_backend.prefetch.prefetch import Prefetches
 from hcache_backend.prefetch.progress import L3Progress
 from hcache_backend.server_report import LayerGroup, ServerReport
 from hcache_backend.sglang.arguments import page_size
-from hcache_backend.sglang.groups import PipelineStages
+from hcache_backend.sglang.pipeline_stages import PipelineStages
 from hcache_backend.store import PageStore
 
 logger = logging.getLogger("hcache")

@@ -33,8 +33,8 @@ from hcache_backend.sglang.arguments import kv_fields
 from hcache_backend.sglang.controller import OwnPagesController
 from hcache_backend.sglang.groups import attention_ranks
 from hcache_backend.sglang.host_pool import OwnPagesPool
+from hcache_backend.sglang.pipeline_stages import StagePages
 from hcache_backend.sglang.runtime import Runtime
-from hcache_backend.sglang.stage_pages import StagePages
 from hcache_backend.start.attach import warn_of_small_host_pool
 from hcache_backend.start.capabilities import EAGER, Server, refusal
 from hcache_backend.start.machine import judge_hits

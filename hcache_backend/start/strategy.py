@@ -42,11 +42,11 @@ from hcache_backend.sglang.groups import attention_ranks
 from hcache_backend.sglang.hook_registry import Hook, install
 from hcache_backend.sglang.passes import (
     attention_modules,
+    make_recomputer,
     prefill_and_decode,
     run_again,
     run_prompts,
 )
-from hcache_backend.sglang.recompute_batch import make_recomputer
 from hcache_backend.sglang.runtime import Runtime, current
 from hcache_backend.start.capabilities import (
     EAGER,

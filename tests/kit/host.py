@@ -16,6 +16,8 @@ from hcache_backend.host.segments import KVSegments
 from hcache_backend.krul.segments import PairedSegments
 from hcache_backend.plan.costs import Partition
 from hcache_backend.plan.restore import Restore
+from hcache_backend.prefetch.prefetch import Prefetches
+from hcache_backend.prefetch.progress import L3Progress
 from hcache_backend.restore.pipeline import RestorePipeline
 from hcache_backend.sglang.controller import OwnPagesController
 from hcache_backend.sglang.host_pool import HostPages, OwnPagesPool
@@ -165,7 +167,9 @@ def bare_controller(
         brought=lambda pages: None,
     )
     served = SimpleNamespace(model_config=SimpleNamespace(context_len=1 << 20))
-    runtime = runtime or SimpleNamespace(distrust=None, weights=None, runner=served)
+    runtime = runtime or SimpleNamespace(
+        distrust=None, weights=None, runner=served, l3=L3Progress(), prefetches=Prefetches()
+    )
     lacking = [name for name in ("arena", "page_layout", "page_size") if not hasattr(pool, name)]
     for name in lacking:
         setattr(pool, name, None)

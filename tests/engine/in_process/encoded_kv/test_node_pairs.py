@@ -252,7 +252,7 @@ def test_with_other_ranks_an_answer_may_lack(lacks: str, monkeypatch: pytest.Mon
 def two_ranks(monkeypatch: pytest.MonkeyPatch) -> Ranks:
     """They agree on pairs of layers."""
     ranks = Ranks(2)
-    for name in ("on_all_ranks", "sum_of_all_ranks"):
+    for name in ("smallest", "sum_of_all_ranks"):
         monkeypatch.setattr(module, name, getattr(ranks, name))
     return ranks
 

@@ -71,7 +71,7 @@ def test_an_unfit_page_is_backed_up_as_one_that_loads_recompute(
         where = np.array(slots(device_page))
         assert made._backups._problem(SimpleNamespace(values=where)) is None
         machine.capture.back_up(where, np.array([host_page]))
-    assert made._depths(np.array([0, 1])).tolist() == [small.LAYERS, 0]
+    assert made._pool.depth(np.array([0, 1])).tolist() == [small.LAYERS, 0]
 
 
 def test_the_check_in_service_says_nothing_of_an_unfit_page(
