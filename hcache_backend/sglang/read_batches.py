@@ -137,7 +137,9 @@ class BatchedReads:
                 there = order.there * self._size
                 self._report(PrefetchAck(rid, operation, completed_tokens=there))
             else:
-                self._report(BackAck(rid, operation, start=back.start, end=back.stop))
+                ack = BackAck(rid, operation)
+                ack.start, ack.end = back.start, back.stop
+                self._report(ack)
         return order.there
 
     def _steps(self, step: int) -> int:
