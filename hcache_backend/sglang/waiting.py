@@ -95,7 +95,6 @@ def _tokens_to_read(cache: Any, operation: Any, reading: Sequence[Any]) -> int |
 def came(scheduler: Any, request: Any) -> None:
     """SGLang has looked a new request up, or a waiting one again: hold its prompt."""
     cache, prefetches = scheduler.tree_cache, current().prefetches
-    prefetches.scheduler = scheduler
     _gone(request.rid)
     if not getattr(cache, "enable_storage", False):
         return

@@ -210,7 +210,7 @@ def test_on_a_gpu_modules_of_several_ranks_are_not_called_beside_forward_passes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     called: list[Any] = []
-    monkeypatch.setattr(specs_module, "on_all_ranks", lambda group, *fine: fine)
+    monkeypatch.setattr(specs_module, "smallest", lambda group, *fine: fine)
     monkeypatch.setattr(
         specs_module, "refuse_shared_workspaces", lambda modules, what: called.extend(modules)
     )
