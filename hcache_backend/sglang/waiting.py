@@ -76,17 +76,23 @@ def _tokens_to_read(cache: Any, operation: Any, reading: Sequence[Any]) -> int |
     wanted = info is not None and info.operation is operation and not operation.is_terminated()
     if not wanted or tokens < cache.prefetch_threshold:
         return 0
-    prefetch = current().prefetches.of(operation)
-    for other in reading:
-        page = (operation.storage_start - other.storage_start) // cache.page_size
-        if page >= 0 and other.hash_value[page : page + 1] == operation.hash_value[:1]:
-            prefetch.behind = True
-            return None
-    if prefetch.behind:
+    if any(_note_behind(operation, other, cache.page_size) for other in reading):
+        return None
+    if current().prefetches.of(operation).behind:
         cache.revoke_pending_prefetch(operation.handle)
         cache.storage_prefetch_retries.refetch(operation.handle.rid)
         return 0
     return tokens
+
+
+def _note_behind(operation: Any, other: Any, page: int) -> bool:
+    """True if ``other`` brings the first page of a prefetch."""
+    start = operation.storage_start - other.storage_start
+    first = operation.token_ids.token_ids[:page]
+    behind = start >= 0 and other.token_ids.token_ids[start : start + page] == first
+    if behind:
+        current().prefetches.of(operation).behind = True
+    return behind
 
 
 # ---- prompts of waiting requests ----
@@ -145,6 +151,9 @@ def fetched(cache: Any) -> None:
         held.computed = 0 if meeting is None else meeting.front * cache.page_size
         held.read = max(0, operation.completed_tokens - held.computed)
         if operation.completed_tokens:
+            for info in cache.ongoing_prefetch.values():
+                if info.operation.host_indices is None:
+                    _note_behind(info.operation, operation, cache.page_size)
             request.init_next_round_input(cache, cow_mamba=False)  # as SGLang looks a prefix up
             _hold(cache, held)
 
