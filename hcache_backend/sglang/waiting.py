@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Sequence
 from functools import partial
+from itertools import islice
 from typing import Any
 
 from hcache_backend import metrics
@@ -40,13 +41,13 @@ def with_room(cache: Any, answered: int | None) -> int | None:
     running = [info.operation for info in cache.ongoing_prefetch.values()] if answered else []
     reading = [operation for operation in running if operation.host_indices is not None]
     filled = _held_tokens(prefetches) + sum(len(one.host_indices) for one in reading)
-    queue, taken, waiting = controller.prefetch_hit_queue, list[Any](), list[Any]()
-    with queue.mutex:
-        answers = [queue.queue.popleft() for _ in range(answered)]
-    for operation in answers:
+    answers, taken, waiting = controller.prefetch_hit_queue, list[Any](), list[Any]()
+    short = False
+    for operation in list(islice(answers.queue, answered)):
         needed = _tokens_to_read(cache, operation, reading)
-        late = needed is None or (needed and (waiting or filled + needed > _room(cache)) and filled)
-        if late:
+        if needed and filled and (short or filled + needed > _room(cache)):
+            needed, short = None, True  # those behind it do not overtake it
+        if needed is None:
             operation.start_time = time.monotonic()  # of its timeout: it is not read yet
             waiting.append(operation)
             continue
@@ -54,9 +55,12 @@ def with_room(cache: Any, answered: int | None) -> int | None:
         if needed:
             filled += needed
             reading.append(operation)
-    with queue.mutex:
-        queue.queue.extendleft(reversed([*taken, *waiting]))
-    prefetches.short_of_room = bool(waiting)
+    if waiting:
+        with answers.mutex:
+            for _ in range(answered):
+                answers.queue.popleft()
+            answers.queue.extendleft(reversed([*taken, *waiting]))
+    prefetches.short_of_room = short
     return len(taken)
 
 
