@@ -12,6 +12,19 @@ from hcache_kernels.project_kv import KVPool
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
+def holds_latents(kvcache: Any) -> bool:
+    """True for SGLang's pool of MLA: one latent per token and layer in the place of K and V, the
+    same on every tensor-parallel rank."""
+    return hasattr(kvcache, "kv_lora_rank")
+
+
+def planes_of(kvcache: Any, layer: int) -> tuple[torch.Tensor, ...]:
+    """What SGLang's pool keeps of a layer, ``[slots, heads, dim]`` each: K and V, or a latent."""
+    if holds_latents(kvcache):
+        return (kvcache.kv_buffer[layer],)
+    return kvcache.k_buffer[layer], kvcache.v_buffer[layer]
+
+
 class PagedPool:
     """Reads and writes K and V of slots in an ``MHATokenToKVPool``, with the scales of a layer.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -110,6 +111,10 @@ class OwnPagesController(HybridCacheController):
         except ConfigError:  # on every rank
             self.detach_storage_backend()
             raise
+
+    def _generate_storage_config(self, *args: Any, **kwargs: Any) -> Any:
+        # Each rank has latents of tokens of its own: SGLang would store those of the first alone.
+        return replace(super()._generate_storage_config(*args, **kwargs), is_mla_model=False)
 
     def detach_storage_backend(self) -> None:
         super().detach_storage_backend()

@@ -28,6 +28,7 @@ RECEIVED_PROMPT = Hook(
 )
 
 HIDDEN = [model_runner.ATTENTION, model_runner.FORWARD]
+EXCHANGE = [model_runner.FORWARD]  # of latents between ranks
 # attention, the slots of a prefix, other uses of the GPU
 RECOMPUTE = [model_runner.ATTENTION, radix_cache.LOAD_BACK, RECEIVED]
 # HiCache's turn in every turn of the scheduler, and its reports

@@ -63,7 +63,9 @@ def _attend_again(
 def _capture_forward(
     original: Callable[..., Any], runner: Any, forward_batch: Any, *a: Any, **kw: Any
 ) -> Any:
-    capture = getattr(runner, "hcache_capture", None)
+    capture, order = (getattr(runner, f"hcache_{name}", None) for name in ("capture", "order"))
+    if order is not None:
+        order.forward_begins()
     if capture is None:
         return original(runner, forward_batch, *a, **kw)
     return capture.forward(forward_batch, lambda: original(runner, forward_batch, *a, **kw))

@@ -17,6 +17,7 @@ import torch
 from hcache_backend import metrics
 from hcache_backend.config import HCacheConfig
 from hcache_backend.projection.exactness import TOLERANCE
+from hcache_backend.projection.paged_pool import holds_latents, planes_of
 from hcache_backend.ranks import Refused
 from hcache_backend.sglang.arguments import (
     NO_REQUEST,
@@ -108,7 +109,8 @@ CAPABILITIES: dict[str, tuple[Need, ...]] = {
              lambda s: getattr(s.runtime.runner, "mtp_draft_device_pools", ()),
              "speculative decoding with MTP: nobody would save the draft's layers, which SGLang "
              "packs behind the model's in host memory"),
-        Need("context-parallel attention", lambda s: getattr(s.args, "attn_cp_size", 1) > 1,
+        Need("context-parallel attention",
+             lambda s: max(getattr(s.args, n, 1) for n in ("attn_cp_size", "dcp_size")) > 1,
              "attention in context-parallel ranks"),
         _DECODES,
         Need("`SGLANG_ENABLE_POST_CAPTURE_KV_SIZING`", lambda s: _pool_grows(),
@@ -122,10 +124,12 @@ CAPABILITIES: dict[str, tuple[Need, ...]] = {
              or hasattr(getattr(s.pool, "quant_method", None), "k_scales_gpu"),
              "quantised KV with scales in buffers of their own"),
         Need("KV pools that are not `[slots, heads, head_dim]`",
-             lambda s: s.pool.k_buffer[0].dim() != 3,
+             lambda s: planes_of(s.pool, 0)[0].dim() != 3,
              "the KV pool is not [slots, heads, head_dim]"),
     ),
     HIDDEN: (
+        Need("MLA", lambda s: holds_latents(s.pool),
+             "latents of MLA are smaller than hidden states"),
         Need("drafts in trees (`--speculative-eagle-topk`, "
              "`--speculative-ngram-max-bfs-breadth` above 1)",
              lambda s: drafts_trees(s.args),
@@ -152,8 +156,8 @@ CAPABILITIES: dict[str, tuple[Need, ...]] = {
         Need("`restore: layerwise`", lambda s: s.asks("restore", "layerwise"), "option 'restore'"),
         Need("pipeline stages", lambda s: s.args.pp_size > 1, "pipeline stages are not supported"),
         _BUFFER_ONLY,
-        Need("hidden states on several tensor-parallel GPUs",
-             lambda s: s.hidden and s.args.tp_size > 1 and s.on_gpu,
+        Need("hidden states and latents on several tensor-parallel GPUs",
+             lambda s: (s.hidden or holds_latents(s.pool)) and s.args.tp_size > 1 and s.on_gpu,
              "ranks would exchange shares while a batch runs, and forward passes wait for that"),
         Need("other allocators of device pages than SGLang's paged one",
              lambda s: s.allocator is not None and _other_allocator(s.allocator),

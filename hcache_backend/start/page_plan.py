@@ -6,6 +6,7 @@ All host and device memory that hidden mode takes is within the user's limits.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property
 from typing import Any
@@ -25,6 +26,7 @@ from hcache_backend.host.page_layout import page_layout
 from hcache_backend.host.segments import KVSegments
 from hcache_backend.plan.restore import Restore
 from hcache_backend.projection.attention import AttentionLayer
+from hcache_backend.projection.paged_pool import planes_of
 from hcache_backend.projection.projector import Projector
 from hcache_backend.ranks import Refused, all_or_none
 from hcache_backend.restore.exchange import Exchange, share_of_rank
@@ -107,13 +109,18 @@ class PagePlan:
         return hooks
 
     @property
+    def arriving(self) -> Sequence[int]:
+        """Layers that pass through the ring of restores."""
+        return self.kv.layers if self.kv.shares_tokens else self.methods.layers("hidden")
+
+    @property
     def hidden_layers(self) -> list[AttentionLayer]:
         return [self.layers[index] for index in self.methods.layers("hidden")]
 
     def find_room(self) -> None:
         """Divide host memory, and take staging for capture; Refused without room. No
         collectives."""
-        memory, codec = get_memory(), self.codec
+        memory, codec, device = get_memory(), self.codec, self.kvcache.device
         self.pages = plan_host_pages(
             self.kvcache,
             self.layout,
@@ -122,37 +129,37 @@ class PagePlan:
             host_memory_budget_bytes(),
             with_shadows=codec is not None,
         )
-        if codec is None:
-            return
-        device, hidden = self.kvcache.device, self.methods.layers("hidden")
-        recorded = self.hooks.staging if self.hooks is not None else None
-        places = staging_places(len(hidden), *step_tokens(self.runner), 0)
-        rows = len(hidden), codec.hidden_size, codec.dtype
-        self.staging = recorded or take_staging(*rows, places, device)
+        if codec is not None:
+            hidden = len(self.methods.layers("hidden"))
+            recorded = self.hooks.staging if self.hooks is not None else None
+            places = staging_places(hidden, *step_tokens(self.runner), 0)
+            rows = hidden, codec.hidden_size, codec.dtype
+            self.staging = recorded or take_staging(*rows, places, device)
         # Try the room for restores: freed memory stays in torch's cache until it is needed.
-        room = ring_bytes(self.layout, self.methods.chunk_tokens, hidden)
+        room = ring_bytes(self.layout, self.methods.chunk_tokens, self.arriving)
         try:
             torch.empty(room, dtype=torch.uint8, device=device)
         except torch.OutOfMemoryError as error:
             raise Refused(f"no device memory for restores: {error}") from None
 
 
-def make_exchange(probe: Probe, page_size: int) -> Exchange | None:
+def make_exchange(what: str, rows: Sequence[torch.Tensor], page_size: int) -> Exchange | None:
     """The exchange of token shares between ranks, which all call it; None if pages are whole.
-    Raises Refused on every rank if hidden states differ between ranks or do not get across."""
+    ``rows``: ``what`` (hidden states or latents) of the same tokens. Raises Refused on every rank
+    if they differ between ranks, or shares do not get across."""
     ranks = attention_ranks()
     number, shares = share_of_rank(ranks.rank_in_group, ranks.world_size, page_size)
     if shares == 1:
         return None
-    device = probe.slots.device
+    device = rows[0].device
     first = ranks.rank_in_group - number
     exchange = Exchange.between(ranks.ranks[first : first + shares], device)
     problem = exchange.check(device)
-    rows = torch.cat([rows.flatten() for rows in probe.hidden]).view(torch.uint8).cpu().numpy()
-    said = ranks.all_gather_object((problem, xxhash.xxh3_64_intdigest(rows.data)))
+    flat = torch.cat([each.flatten() for each in rows]).view(torch.uint8).cpu().numpy()
+    said = ranks.all_gather_object((problem, xxhash.xxh3_64_intdigest(flat.data)))
     problem = first_problem(problem for problem, _ in said)
     if problem is None and len({digest for _, digest in said}) > 1:
-        problem = "hidden states differ between tensor-parallel ranks"
+        problem = f"{what} differ between tensor-parallel ranks"
     if problem is not None:
         raise Refused(problem)
     return exchange
@@ -205,7 +212,7 @@ def _encoding_segments(
     runtime: Runtime, kvcache: Any, share: Share, groups: int, stages: int
 ) -> KVSegments:
     """K and V of all layers by option ``codec``; raises UnsupportedRows."""
-    codec = asked_codec(runtime, kvcache.k_buffer[0].dtype)
+    codec = asked_codec(runtime, planes_of(kvcache, 0)[0].dtype)
     if codec != "none" and stages > 1:  # a stage cannot tell the others what it could not keep
         raise UnsupportedRows(f"codec {codec!r} takes no K and V of pipeline stages")
     layers, plugin = range(kvcache.layer_num), page_plugin(runtime.config)
@@ -273,11 +280,9 @@ def _proven(name: str, probe: Probe, projector: Projector) -> Codec:
 
 
 def kv_bytes_per_token(kvcache: Any) -> int:
-    """Bytes of K and V of one token, all layers of this rank."""
-    return sum(
-        kvcache.k_buffer[i][0].nbytes + kvcache.v_buffer[i][0].nbytes
-        for i in range(kvcache.layer_num)
-    )
+    """Bytes of K and V, or latents, of one token, all layers of this rank."""
+    layers = range(kvcache.layer_num)
+    return sum(plane[0].nbytes for layer in layers for plane in planes_of(kvcache, layer))
 
 
 def host_bytes(kvcache: Any, size_gb: float, ratio: float) -> float:

@@ -22,6 +22,7 @@ from hcache_backend.checks.service import KVChecks, ServiceChecks
 from hcache_backend.host.loads import LoadQueue
 from hcache_backend.prefetch.eager_loads import EagerLoads
 from hcache_backend.prefetch.slices import SliceBudget
+from hcache_backend.projection.paged_pool import planes_of
 from hcache_backend.projection.projector import Projector
 from hcache_backend.restore.exchange import CollectiveOrder
 from hcache_backend.restore.layers import PoolParking, RestoredLayer
@@ -78,8 +79,10 @@ def build_stack(
         stamp=lambda page: layout.stamp(page, runtime.page_namespace(), runtime.writer),
         keeps_unfit=plan.recomputer is not None,
     )
-    hidden = codec is not None
-    order = CollectiveOrder(device) if hidden and ranks.world_size > 1 else None
+    hidden, order = codec is not None, None
+    if ranks.world_size > 1 and (hidden or plan.exchange is not None):
+        order = CollectiveOrder(device)
+    runtime.runner.hcache_order = None if hidden else order  # otherwise capture has it
     # Before capture wraps the allocator: pages taken from a reservation are allocated, too.
     reason = refusal(EAGER, Server(runtime, kvcache, allocator, hidden))
     runtime.eager, reservable = reason is None, None
@@ -162,8 +165,8 @@ def build_stack(
 def use_own_pages(runtime: Runtime, kvcache: Any, plan: PagePlan, reason: str | None) -> None:
     """Tell namespace, metrics and log about pages; ``reason``: why no hidden states, or None."""
     runtime.layer_methods = plan.methods
-    fields, codec, room = page_fields(runtime, kvcache, plan), plan.kv.codec, 0
-    dtype = kvcache.k_buffer[0].dtype
+    fields, codec = page_fields(runtime, kvcache, plan), plan.kv.codec
+    dtype = planes_of(kvcache, 0)[0].dtype
     if plan.codec is not None:
         codec, dtype = plan.codec.name, plan.codec.dtype
         fields["codec"] = codec
@@ -171,7 +174,7 @@ def use_own_pages(runtime: Runtime, kvcache: Any, plan: PagePlan, reason: str | 
             codec += f", {plan.kv.codec} of K and V"
         if not plan.codec.is_view and plan.recomputer is None:
             runtime.unused["pages that the codec cannot encode"] = "they cannot be recomputed"
-        room = ring_bytes(plan.layout, plan.methods.chunk_tokens, plan.methods.layers("hidden"))
+    room = ring_bytes(plan.layout, plan.methods.chunk_tokens, plan.arriving) * bool(plan.arriving)
     runtime.use_codec(codec, asked_codec(runtime, dtype))
     runtime.use_own_pages(fields, reason)
     logger.info(
@@ -198,7 +201,7 @@ def page_fields(runtime: Runtime, kvcache: Any, plan: PagePlan) -> dict[str, obj
     if plan.kv.layers:
         fields |= kv_fields(runtime.runner)
     ranks = attention_ranks()
-    if not plan.kv.layers or plan.layout.share.of == ranks.world_size:
+    if not plan.kv.layers or plan.kv.latent or plan.layout.share.of == ranks.world_size:
         fields["any_ranks"] = True
     else:  # K and V are of a rank's own heads, which are no share
         fields["tp"] = [ranks.rank_in_group, ranks.world_size]

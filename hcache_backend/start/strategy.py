@@ -16,7 +16,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import StackStrategy, _PlainKvStrategy
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
@@ -31,10 +31,10 @@ from hcache_backend.host.page_layout import head_groups, share_of_heads
 from hcache_backend.plan.costs import Partition
 from hcache_backend.plan.restore import CHUNK_TOKENS, Restore
 from hcache_backend.projection.generic import ProjectionBatch
-from hcache_backend.projection.paged_pool import PagedPool
+from hcache_backend.projection.paged_pool import PagedPool, holds_latents, planes_of
 from hcache_backend.projection.projector import Projector
 from hcache_backend.ranks import Refused, all_or_none, smallest
-from hcache_backend.restore.exchange import CollectiveOrder
+from hcache_backend.restore.exchange import CollectiveOrder, Exchange
 from hcache_backend.restore.recompute import Recomputer
 from hcache_backend.sglang import hooks
 from hcache_backend.sglang.arguments import drafted_tokens, storage_extra_config
@@ -86,7 +86,7 @@ _GRAPHS = "sglang.srt.model_executor.model_runner.ModelRunner.init_cuda_graphs"
 
 class OwnPagesStrategy(StackStrategy):
     """Own pages for a plain MHA/GQA pool: with hidden states if possible and useful, otherwise of K
-    and V. Without own pages SGLang's plain ones.
+    and V; for a plain MLA pool of latents. Without own pages SGLang's plain ones.
 
     ``plain``, ``no_hidden``: known reasons against own pages, against hidden states, or None.
     """
@@ -97,7 +97,8 @@ class OwnPagesStrategy(StackStrategy):
         self._no_hidden = no_hidden
 
     def matches(self, kvcache: Any, components: Any) -> bool:
-        if type(kvcache) is MHATokenToKVPool and components == {ComponentType.FULL}:
+        known = type(kvcache) in (MHATokenToKVPool, MLATokenToKVPool)
+        if known and components == {ComponentType.FULL}:
             return True
         names = ", ".join(sorted(component.name for component in components))
         self._keep_plain(self._plain or f"the KV pool is a {type(kvcache).__name__} ({names})")
@@ -173,7 +174,7 @@ class Start:
         step(probe.refuse_dependence, [f"{layer.name}." for layer in probe.layers])
         step(probe.compare, projector)
         codec = step(choose_codec, ranks, runtime, probe, projector)
-        exchange = step(make_exchange, probe, kvcache.page_size)
+        exchange = step(make_exchange, "hidden states", probe.hidden, kvcache.page_size)
         recomputer = None
         if methods.recomputable:
             recomputer = step(self._find_recomputer, probe, methods, whole=False)
@@ -225,15 +226,23 @@ class Start:
         chunk = min(CHUNK_TOKENS, int(kvcache.size))
         everything = Partition(0, 0, int(kvcache.layer_num))
         methods = Restore(None, None, everything, ranks.world_size, chunk, recomputable=0)
-        of_heads = share_of_heads(ranks.rank_in_group, ranks.world_size)
-        groups = self._head_groups(methods, of_heads)
-        codec = self.step(kv_codec, runtime, kvcache, of_heads, groups, self._params.pp_size)
+        exchange = self.step(self._latent_exchange) if holds_latents(kvcache) else None
+        own = share_of_heads(ranks.rank_in_group, ranks.world_size)
+        if holds_latents(kvcache):
+            own = WHOLE if exchange is None else Share(exchange.number, exchange.shares)
+        groups = self._head_groups(methods, own)
+        codec = self.step(kv_codec, runtime, kvcache, own, groups, self._params.pp_size)
 
         def make(of_kv: str) -> PagePlan:
             plugin = page_plugin(self._config) if of_kv != "none" else None
-            share = of_heads if plugin is None else WHOLE
+            share = own if plugin is None else WHOLE
             groups = self._head_groups(methods, share)
-            plan = PagePlan(kvcache, methods, share, groups, kv_codec=of_kv, plugin=plugin)
+            plan = PagePlan(
+                *(kvcache, methods, share, groups),
+                kv_codec=of_kv,
+                plugin=plugin,
+                exchange=exchange,
+            )
             header, page = plan.layout.header_bytes, plan.layout.page_bytes
             if header * _SMALLEST_PAGE > page:
                 raise Refused(
@@ -242,8 +251,22 @@ class Start:
                 )
             return plan
 
-        tokens = -(-PROBE_TOKENS // kvcache.page_size) * kvcache.page_size
-        return self._tried(make, codec, lambda: run_again(self._runner, [tokens])[0])
+        return self._tried(make, codec, self._written)
+
+    def _written(self) -> torch.Tensor:
+        """Have the model write K and V of the self-check's tokens to whole pages; returns their
+        slots, int64 ``[n]``."""
+        size = self._kvcache.page_size
+        return run_again(self._runner, [-(-PROBE_TOKENS // size) * size])[0]
+
+    def _latent_exchange(self) -> Exchange | None:
+        """The exchange of latents, of which each rank keeps a part; None: all keep whole pages."""
+        missing = install(hooks.EXCHANGE)
+        if missing is not None:
+            raise Refused(missing)
+        kvcache, slots = self._kvcache, self._written()
+        rows = [planes_of(kvcache, layer)[0][slots] for layer in range(kvcache.layer_num)]
+        return make_exchange("latents", rows, int(kvcache.page_size))
 
     def _tried(
         self, make: Callable[[str], PagePlan], codec: str, written: Callable[[], torch.Tensor]
@@ -398,7 +421,7 @@ def _copying(make: Callable[[str], PagePlan], codec: str) -> PagePlan:
     plan = make(codec)
     if plan.kv.layers:
         for layout in plan.layout.variants:
-            check_copies(plan.kvcache, layout, plan.kv)
+            check_copies(layout, plan.kv)
     return plan
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import torch
 
-from .codec import KV, Codec, ExactCodec, UnsupportedRows
+from .codec import KV, LATENT, Codec, ExactCodec, UnsupportedRows
 from .exp4 import Exp4
 from .scaled import Fp8, Int8
 from .units import Cut
@@ -24,6 +24,7 @@ from .units import Cut
 __all__ = [
     "CODECS",
     "KV",
+    "LATENT",
     "SEGMENT_CODECS",
     "Codec",
     "Cut",
@@ -45,7 +46,9 @@ def make_codec(name: str, hidden_size: int, dtype: torch.dtype) -> Codec:
     return CODECS[name].of_rows(hidden_size, dtype)
 
 
-def make_segment_codec(name: str, cut: Cut, dim: int, dtype: torch.dtype) -> Codec:
-    """The codec ``name`` for K and V cut into such units, in heads of ``dim`` values, or
-    UnsupportedRows; a KeyError if there is none of that name."""
-    return SEGMENT_CODECS[name](cut, dim, dtype)
+def make_segment_codec(
+    name: str, cut: Cut, dim: int, dtype: torch.dtype, planes: str = KV
+) -> Codec:
+    """The codec ``name`` for K and V, or latents, cut into such units, in heads of ``dim`` values,
+    or UnsupportedRows; a KeyError if there is none of that name."""
+    return SEGMENT_CODECS[name](cut, dim, dtype, planes)

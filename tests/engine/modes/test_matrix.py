@@ -141,7 +141,7 @@ MIXED = [
 
 QUERY_GROUPS = "KV mode, own pages: the partition has no hidden states: 4 layers loaded as KV"
 TWO_POSITIONS = "own pages: model.layers.0.self_attn takes a tensor 'positions' of shape (1, 48)"
-MLA = "KV mode, plain pages: the KV pool is a MLATokenToKVPool (FULL)"
+LATENTS = "KV mode, own pages: latents of MLA are smaller than hidden states"
 WINDOWS = "KV mode, plain pages: the KV pool is a SWAKVPool (FULL, SWA)"
 STATES = "KV mode, plain pages: the KV pool is a HybridLinearKVPool"
 FLOAT32_STATES = {"SGLANG_MAMBA_CONV_DTYPE": "float32"}
@@ -162,11 +162,16 @@ CLASSES = [
         hcache=AUTO,
         reference="server",
     ),
-    # All ranks have the same latent, and one of them writes it.
-    row("deepseek_v2", "plain", MLA, reference="server", **LONG_CLASS),
-    row("deepseek", "plain", MLA, **LONG_CLASS),
-    row("deepseek", "plain", MLA, tp=2, **CLASS),
-    row("glm4_moe_lite", "plain", MLA, reference="server", **LONG_CLASS),
+    # All ranks have the same latent, and each keeps a part of the tokens.
+    row("deepseek_v2", "own", LATENTS, reference="server", **LONG_CLASS),
+    row("deepseek", "own", LATENTS, **LONG_CLASS),
+    row("deepseek", "own", LATENTS, tp=2, **CLASS | {"files": 160}),
+    row("deepseek", "own", LATENTS, "codec exp4", dtype="bfloat16", **CLASS),
+    row(
+        *("deepseek_v2", "own", LATENTS, "codec exp4"),
+        **{"tp": 2, "dtype": "bfloat16", **LONG_CLASS, "files": 160},
+    ),
+    row("glm4_moe_lite", "own", LATENTS, reference="server", **LONG_CLASS),
     # Pages of windows are files of their own: the last window of each node.
     row("gpt_oss", "plain", WINDOWS, **CLASS | {"files": 132}),
     row("mellum", "plain", WINDOWS, **LONG_CLASS | {"files": 132}),

@@ -40,7 +40,7 @@ def plan_of(device: Any, codec: str) -> PagePlan:
 
 def try_copies(plan: Any) -> None:
     for layout in plan.layout.variants:
-        check_copies(plan.kvcache, layout, plan.kv)
+        check_copies(layout, plan.kv)
 
 
 def bare_start() -> Any:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from bench.harness.tracing import hcache_trace
 from hcache_backend.capture.hooks import HiddenCapture, _FedHook
 from hcache_backend.checks import probe as probe_module
 from hcache_backend.checks import round_trip
@@ -24,7 +25,7 @@ from hcache_backend.plan.presets import preset_profile
 from hcache_backend.plan.profile import ProfileError
 from hcache_backend.plan.restore import Restore
 from hcache_backend.ranks import Refused, all_or_none
-from hcache_backend.sglang import compat, hooks, passes, restore_trace
+from hcache_backend.sglang import compat, hook_registry, hooks, passes
 from hcache_backend.start import attach, capabilities, machine, page_plan, strategy
 from tests.engine.in_process.start.servers import server
 from tests.unit.partition.pipelines import public_model
@@ -307,9 +308,8 @@ def test_ranks_whose_hidden_states_differ_share_none(
     monkeypatch.setattr(
         page_plan, "Exchange", SimpleNamespace(between=lambda ranks, device: exchange)
     )
-    probe: Any = SimpleNamespace(slots=torch.arange(2), hidden=[torch.zeros(2, 8)])
     monkeypatch.setattr(page_plan, "attention_ranks", lambda: ranks)
-    make = partial(page_plan.make_exchange, probe, 16)
+    make = partial(page_plan.make_exchange, "hidden states", [torch.zeros(2, 8)], 16)
     if reason is None:
         assert make() is exchange
         return
@@ -319,16 +319,13 @@ def test_ranks_whose_hidden_states_differ_share_none(
 
 def test_a_pool_that_is_too_small_or_cannot_be_copied_is_refused() -> None:
     layout: Any = SimpleNamespace(page_size=16, page_bytes=64, divide=lambda memory: None)
-    kv: Any = SimpleNamespace(layers=(0,), codec="none", by_header=False)
-    small: Any = SimpleNamespace(k_buffer=[torch.zeros(16, 1, 8)], v_buffer=[torch.zeros(16, 1, 8)])
+    kv: Any = SimpleNamespace(layers=(0,), codec="none", by_header=False, kept=lambda slots: slots)
+    kv.planes = lambda layer: (torch.zeros(16, 1, 8),) * 2
     with pytest.raises(Refused, match="too small to try copies"):
-        round_trip.check_copies(small, layout, kv)
-    kv.save = failing(RuntimeError("no compiler"))
-    large: Any = SimpleNamespace(
-        k_buffer=[torch.zeros(512, 1, 8)], v_buffer=[torch.zeros(512, 1, 8)]
-    )
-    with pytest.raises(Refused, match="cannot be copied: RuntimeError: no compiler"):
-        round_trip.check_copies(large, layout, kv)
+        round_trip.check_copies(layout, kv)
+    kv.planes, kv.save = lambda layer: (torch.zeros(512, 1, 8),) * 2, failing(RuntimeError("no"))
+    with pytest.raises(Refused, match="cannot be copied: RuntimeError: no"):
+        round_trip.check_copies(layout, kv)
 
 
 def test_models_of_unusual_layers_are_refused() -> None:
@@ -433,13 +430,15 @@ def test_the_choice_of_the_partition_knows_the_machine(
 def test_a_trace_that_cannot_be_made_stops_the_server(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv(restore_trace.TRACE_VARIABLE, str(tmp_path / "none" / "trace"))
-    with pytest.raises(RuntimeError, match="cannot append to it: No such file"):
-        restore_trace.install_if_asked()
-    monkeypatch.setenv(restore_trace.TRACE_VARIABLE, str(tmp_path / "trace"))
-    monkeypatch.setattr(restore_trace, "install", lambda hooks: "a hook is missing")
+    runner = SimpleNamespace(is_draft_worker=False)
+    assert hcache_trace.after_load_model("loaded", runner) == "loaded"  # without the variable
+    monkeypatch.setenv(hcache_trace.VARIABLE, str(tmp_path / "none" / "trace"))
+    with pytest.raises(OSError, match="No such file"):
+        hcache_trace.after_load_model(None, runner)
+    monkeypatch.setenv(hcache_trace.VARIABLE, str(tmp_path / "trace"))
+    monkeypatch.setattr(hook_registry, "install", lambda hooks: "a hook is missing")
     with pytest.raises(RuntimeError, match="is set, but a hook is missing"):
-        restore_trace.install_if_asked()
+        hcache_trace.after_load_model(None, runner)
 
 
 def test_a_server_whose_weight_updates_go_unnoticed_cannot_be_joined(
