@@ -42,18 +42,21 @@ def with_room(cache: Any, answered: int | None) -> int | None:
     reading = [operation for operation in running if operation.host_indices is not None]
     filled = _held_tokens(prefetches) + sum(len(one.host_indices) for one in reading)
     answers, taken, waiting = controller.prefetch_hit_queue, list[Any](), list[Any]()
-    short = False
+    short, allotted = False, 0
     for operation in list(islice(answers.queue, answered)):
         needed = _tokens_to_read(cache, operation, reading)
-        if needed and filled and (short or filled + needed > _room(cache)):
-            needed, short = None, True  # those behind it do not overtake it
+        if needed and not short:
+            short = bool(filled) and filled + needed > _room(cache)
+            short = short or not (_make_room(cache, allotted + needed) or _is_idle(filled))
+        if needed and short:  # those behind it do not overtake it
+            needed = None
         if needed is None:
             operation.start_time = time.monotonic()  # of its timeout: it is not read yet
             waiting.append(operation)
             continue
         taken.append(operation)
         if needed:
-            filled += needed
+            filled, allotted = filled + needed, allotted + needed
             reading.append(operation)
     if waiting:
         with answers.mutex:
@@ -67,6 +70,27 @@ def with_room(cache: Any, answered: int | None) -> int | None:
 def _room(cache: Any) -> int:
     """Most tokens in host memory that are held, or being read."""
     return int(cache.cache_controller.mem_pool_host.size) // _SHARE
+
+
+def _make_room(cache: Any, tokens: int) -> bool:
+    """True if host memory has room for tokens that are going to be loaded. HiCache evicts nothing
+    from it that is on the device, too: that is evicted from the device as the load would."""
+    from sglang.srt.mem_cache.base_prefix_cache import EvictParams  # plugins are imported before it
+
+    host, device = cache.cache_controller.mem_pool_host, cache.token_to_kv_pool_allocator
+    cache.evict_host(max(0, tokens - host.available_size()))
+    short = tokens - device.available_size()
+    if host.available_size() < tokens and short > 0 and not cache.is_write_back:
+        cache.evict_for_alloc(EvictParams(num_tokens=short))
+        cache.evict_host(tokens - host.available_size())
+    return bool(host.available_size() >= tokens)
+
+
+def _is_idle(filled: int) -> bool:
+    """True if nothing will give room: then HiCache reads as many tokens as there is room for."""
+    scheduler = current().prefetches.scheduler
+    batches = scheduler.running_batch, scheduler.last_batch
+    return not filled and all(batch is None or batch.is_empty() for batch in batches)
 
 
 def _held_tokens(prefetches: Prefetches) -> int:
