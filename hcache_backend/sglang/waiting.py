@@ -192,14 +192,19 @@ def count_used(requests: Sequence[Any]) -> None:
         held = current().prefetches.held.get(request.rid)
         if held is not None and held.read:
             hit = min(held.read, max(0, request.cached_tokens_storage - held.computed))
-            metrics.L3_TOKENS.count("hit", hit)
-            metrics.L3_TOKENS.count("unused", held.read - hit)
+            _count(hit=hit, unused=held.read - hit)
             held.read = 0
 
 
 def _gone(rid: str) -> None:
     held = current().prefetches.held.pop(rid, None)
     if held is not None:
-        metrics.L3_TOKENS.count("unused", held.read)
+        _count(unused=held.read)
         if held.let_go is not None:
             held.let_go()
+
+
+def _count(**tokens: int) -> None:
+    for result, number in tokens.items():
+        if number:
+            metrics.L3_TOKENS.count(result, number)
