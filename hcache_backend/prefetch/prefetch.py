@@ -177,7 +177,7 @@ class Prefetch:
     whole: bool = False  # a part of it is worth nothing without the rest
     lost: int = 0  # arrived, but worth nothing without the rest
     reachable: float = math.inf  # not yet arrived, and slices can still reach them
-    behind: bool = False  # another prefetch was reading the first page of its hit
+    behind: bool = False  # another prefetch brings the first page of its hit
 
     @property
     def left(self) -> int:
