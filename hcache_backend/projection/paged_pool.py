@@ -26,7 +26,9 @@ def planes_of(kvcache: Any, layer: int) -> tuple[torch.Tensor, ...]:
 
 
 class PagedPool:
-    """Reads and writes K and V of slots in an ``MHATokenToKVPool``, with the scales of a layer.
+    """Reads and writes K and V of slots in an ``MHATokenToKVPool``, with the scales of a layer. Of an
+    ``MLATokenToKVPool`` (``latent``) it reads the latent's two parts as K and V: without RoPE, and
+    with it.
 
     ``kernel`` is SGLang's attention object of the layer; ``dtype`` is the stored type.
     """
@@ -34,6 +36,7 @@ class PagedPool:
     def __init__(self, kvcache: Any) -> None:
         self._kvcache = kvcache
         self.dtype: torch.dtype = kvcache.dtype
+        self.latent = holds_latents(kvcache)
 
     def of_layer(self, layer: AttentionLayer) -> KVPool | None:
         """The pool of one layer for the kernels, or None if they cannot apply its scales."""
@@ -54,6 +57,9 @@ class PagedPool:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V in ``slots``, ``[n, kv_heads, head_dim]`` each, in the model's type ``dtype``."""
         index = kernel.layer_id - self._kvcache.start_layer
+        if self.latent:
+            rows = self._kvcache.kv_buffer[index][slots].view(self.dtype).to(dtype)
+            return rows.tensor_split([self._kvcache.kv_lora_rank], 2)
         k, v = self._kvcache.k_buffer[index], self._kvcache.v_buffer[index]
         return self._rows(kernel, "k", k[slots], dtype), self._rows(kernel, "v", v[slots], dtype)
 
