@@ -26,9 +26,9 @@ def planes_of(kvcache: Any, layer: int) -> tuple[torch.Tensor, ...]:
 
 
 class PagedPool:
-    """Reads and writes K and V of slots in an ``MHATokenToKVPool``, with the scales of a layer. Of an
-    ``MLATokenToKVPool`` (``latent``) it reads the latent's two parts as K and V: without RoPE, and
-    with it.
+    """Reads and writes K and V of slots in an ``MHATokenToKVPool``, with the scales of a layer.
+    Reads the parts of latents without and with RoPE in the places of K and V in an
+    ``MLATokenToKVPool`` (``latent``).
 
     ``kernel`` is SGLang's attention object of the layer; ``dtype`` is the stored type.
     """
