@@ -11,6 +11,7 @@ from hcache_backend import metrics
 from hcache_backend.prefetch.eager_loads import is_on_device
 from hcache_backend.prefetch.gate import HitGate
 from hcache_backend.prefetch.prefetch import Prefetch
+from hcache_backend.sglang import waiting
 from hcache_backend.sglang.arguments import is_plain
 from hcache_backend.sglang.hook_registry import Hook, OnError
 from hcache_backend.sglang.runtime import current
@@ -29,7 +30,11 @@ def around_turn(original: Callable[..., Any], cache: Any, *a: Any, **kw: Any) ->
     ours = controller if hasattr(controller, "begin_turn") else None
     if ours is not None:
         cache.hicache_storage_pass_prefix_keys = True  # they give a node's place in its sequence
+    with harmless():
+        waiting.left()
     result = original(cache, *a, **kw)
+    with harmless():
+        waiting.fetched(cache)
     asked = ask_to_end(cache, turn)
     if ours is not None:
         ours.begin_turn(cache, turn)
@@ -104,10 +109,11 @@ def around_drain(
     *a: Any,
     **kw: Any,
 ) -> Any:
-    """HiCache takes the answers and reports that every rank has: first prefetches that are read
-    from the back hear of them, last those that are over are finished on all ranks. Of pipeline
-    stages only the first one knows that they are there."""
+    """HiCache takes the reports that every rank has, and the answers as far as there is room in L2:
+    first prefetches that are read from the back hear of them, last those that are over are finished
+    on all ranks. Of pipeline stages only the first one knows that they are there."""
     gate, controller = gate_of(cache), cache.cache_controller
+    n_storage_hit = waiting.with_room(cache, n_storage_hit)
     asked, reports = controller.prefetch_hit_queue.queue, controller.ack_prefetch_queue.queue
     taken = list(itertools.islice(reports, n_ack_prefetch or 0))
     if getattr(controller, "eager", None) is not None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from hcache_backend import metrics
 from hcache_backend.prefetch.governor import waits_for_gpu
+from hcache_backend.sglang import waiting
 from hcache_backend.sglang.arguments import is_plain
 from hcache_backend.sglang.hook_registry import Hook, OnError, Results
 from hcache_backend.sglang.radix_cache import keys_to, our_l3
@@ -51,6 +52,8 @@ def around_received(
                 "hcache: SGLang cannot look up request %s in L3 (logged once): %r", req.rid, error
             )
         return None
+    with harmless():
+        waiting.came(scheduler, req)
     cache, node = scheduler.tree_cache, req.last_host_node
     l3 = our_l3(cache)
     if l3 is not None and node is not None and not cache.is_backuped(node):
@@ -63,6 +66,9 @@ def around_batch(
 ) -> Any:
     """Around ``Scheduler.run_batch``: note the launch time of a prefill, and its work."""
     _note_waiting(scheduler)
+    if batch.forward_mode.is_extend():
+        with harmless():
+            waiting.count_used(batch.reqs)
     gate, prefill = gate_of(scheduler.tree_cache), None
     if gate is not None:
         work = _prefill_work(batch)

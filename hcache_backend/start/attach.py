@@ -35,7 +35,6 @@ from hcache_backend.sglang.arguments import (
 )
 from hcache_backend.sglang.compat import SUPPORTED, is_first, unsupported_reason
 from hcache_backend.sglang.groups import attention_ranks, or_stop, said_by_all_ranks
-from hcache_backend.sglang.restore_trace import install_if_asked
 from hcache_backend.sglang.runtime import Runtime, current, remember
 from hcache_backend.start.machine import judge_hits
 from hcache_backend.store import PageStore
@@ -48,19 +47,7 @@ _NO_RIGHT_TO_WRITE = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 def bootstrap(runner: Any) -> None:
-    """Called when a process has loaded its model. A wrong configuration stops the server, as does a
-    RuntimeError for a trace that cannot be made."""
-    _start(runner)
-    install_if_asked()  # for any server, so that other L3 backends are timed like ours
-
-
-def note_draft(runner: Any) -> None:
-    """Called when a process has loaded a draft model, after its target model."""
-    if current().config is not None:
-        current().read_draft(runner)
-
-
-def _start(runner: Any) -> None:
+    """Called when a process has loaded its model. A wrong configuration stops the server."""
     runtime = remember(runner)
     args = resolved(runner.server_args)
     extra = _our_extra_config(args)
@@ -137,6 +124,12 @@ def _start(runner: Any) -> None:
         if no_graphs is not None:
             logger.debug("hcache: %s", no_graphs)  # hidden mode reports it if graphs are recorded
     register_stack_strategy(OwnPagesStrategy(runtime, plain, no_hidden))  # before SGLang's own
+
+
+def note_draft(runner: Any) -> None:
+    """Called when a process has loaded a draft model, after its target model."""
+    if current().config is not None:
+        current().read_draft(runner)
 
 
 def _our_extra_config(args: Any) -> Mapping[str, Any] | None:

@@ -100,7 +100,7 @@ class HCacheStorage(HiCacheStorage):
     ) -> list[bool]:
         found = self._get(keys, host_indices, extra=extra_info)
         pages = _leading(found)
-        self._count_tokens(hit=pages, unreadable=len(keys) - pages)
+        self._count_tokens(unreadable=len(keys) - pages)
         self._renew_report()
         return found
 

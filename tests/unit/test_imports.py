@@ -16,7 +16,6 @@ BENCH = ROOT / "bench"
 # A part imports only parts of a lower rank (docs/structure.md).
 RANKS = {
     "config": 0,
-    "trace": 0,
     "format": 0,
     "ranks": 1,
     "streams": 1,
@@ -119,7 +118,7 @@ def test_of_the_tests_benchmarks_import_the_cpu_engine_only() -> None:
 
 
 def test_the_store_and_the_page_format_import_no_torch() -> None:
-    light = [path for path in modules() if part_of(path) in ("store", "format", "config", "trace")]
+    light = [path for path in modules() if part_of(path) in ("store", "format", "config")]
     assert importers(light, "torch") == []
 
 
@@ -127,7 +126,7 @@ def test_kernels_import_nothing_of_the_backend() -> None:
     assert importers(KERNELS.rglob("*.py"), "hcache_backend", "sglang") == []
 
 
-LIGHT = ("", "config", "format", "store", "trace")
+LIGHT = ("", "config", "format", "store")
 
 WITHOUT = """
 import importlib, sys

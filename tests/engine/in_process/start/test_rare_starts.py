@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from bench.harness.tracing import hcache_trace
 from hcache_backend.capture.hooks import HiddenCapture, _FedHook
 from hcache_backend.checks import probe as probe_module
 from hcache_backend.checks import round_trip
@@ -24,7 +25,7 @@ from hcache_backend.plan.presets import preset_profile
 from hcache_backend.plan.profile import ProfileError
 from hcache_backend.plan.restore import Restore
 from hcache_backend.ranks import Refused, all_or_none
-from hcache_backend.sglang import compat, hooks, passes, restore_trace
+from hcache_backend.sglang import compat, hook_registry, hooks, passes
 from hcache_backend.start import attach, capabilities, machine, page_plan, strategy
 from tests.engine.in_process.start.servers import server
 from tests.unit.partition.pipelines import public_model
@@ -429,13 +430,15 @@ def test_the_choice_of_the_partition_knows_the_machine(
 def test_a_trace_that_cannot_be_made_stops_the_server(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv(restore_trace.TRACE_VARIABLE, str(tmp_path / "none" / "trace"))
-    with pytest.raises(RuntimeError, match="cannot append to it: No such file"):
-        restore_trace.install_if_asked()
-    monkeypatch.setenv(restore_trace.TRACE_VARIABLE, str(tmp_path / "trace"))
-    monkeypatch.setattr(restore_trace, "install", lambda hooks: "a hook is missing")
+    runner = SimpleNamespace(is_draft_worker=False)
+    assert hcache_trace.after_load_model("loaded", runner) == "loaded"  # without the variable
+    monkeypatch.setenv(hcache_trace.VARIABLE, str(tmp_path / "none" / "trace"))
+    with pytest.raises(OSError, match="No such file"):
+        hcache_trace.after_load_model(None, runner)
+    monkeypatch.setenv(hcache_trace.VARIABLE, str(tmp_path / "trace"))
+    monkeypatch.setattr(hook_registry, "install", lambda hooks: "a hook is missing")
     with pytest.raises(RuntimeError, match="is set, but a hook is missing"):
-        restore_trace.install_if_asked()
+        hcache_trace.after_load_model(None, runner)
 
 
 def test_a_server_whose_weight_updates_go_unnoticed_cannot_be_joined(
