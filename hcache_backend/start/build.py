@@ -361,7 +361,9 @@ class Start:
 
     def _observe(self) -> Probe:
         modules = self.step(attention_modules, self._runner.model, self._kvcache.layer_num)
-        return self.step(observe, partial(run_prompts, self._runner, [PROBE_TOKENS]), modules)
+        calls = not holds_latents(self._kvcache)  # nothing is projected to latents
+        run = partial(run_prompts, self._runner, [PROBE_TOKENS])
+        return self.step(observe, run, modules, calls=calls)
 
     def _page_recomputer(self, plan: PagePlan) -> Recomputer | None:
         """Recomputer of whole pages of K and V while others are read; None: all are read."""
