@@ -97,8 +97,12 @@ class Engine:
         from hcache_backend.ranks import Refused
         from hcache_backend.restore.recompute import Recomputer
         from hcache_backend.sglang import hooks
-        from hcache_backend.sglang.passes import attention_modules, run_again, run_prompts
-        from hcache_backend.sglang.recompute_batch import make_recomputer
+        from hcache_backend.sglang.passes import (
+            attention_modules,
+            make_recomputer,
+            run_again,
+            run_prompts,
+        )
         from hcache_backend.sglang.runtime import Runtime
 
         runner, kvcache = self._runner, self._runner.token_to_kv_pool

@@ -15,7 +15,7 @@ from hcache_backend.krul.node_pairs import NodePairs
 from hcache_backend.krul.paired_layout import PairedLayout
 from hcache_backend.krul.pairs import PROBE_TOKENS, PairChoice, attention_sums, check_pairs
 from hcache_backend.krul.segments import PairedSegments
-from hcache_backend.ranks import Refused, on_all_ranks
+from hcache_backend.ranks import Refused, smallest
 from hcache_backend.restore.recompute import Recomputer
 from hcache_backend.streams import current_stream
 
@@ -64,10 +64,10 @@ class Krul:
             small, fine = [bool(found[pair]) for pair in every], True
         except Exception as error:  # for want of memory, say
             problem, fine = f"layers cannot be merged: {type(error).__name__}: {error}", False
-        *small, fine = on_all_ranks(group, *small, fine)
-        if not fine:
+        *agreed, all_fine = smallest(group, *small, fine)
+        if not all_fine:
             raise Refused(problem)
-        mergeable = frozenset(pair for pair, fits in zip(every, small, strict=True) if fits)
+        mergeable = frozenset(pair for pair, fits in zip(every, agreed, strict=True) if fits)
         self.choice = PairChoice(layers, number, mergeable, option.ratio, option.gamma)
         settled: PairedLayout = layout.with_pairs(self.choice.coded(wanted))
         logger.debug(

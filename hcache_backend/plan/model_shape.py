@@ -11,6 +11,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from hcache_backend.format.page import latent_layer
 from hcache_backend.format.units import units_per_group
 
 PAGE_TOKENS = 64  # of a page, by default
@@ -144,15 +145,23 @@ def encoded(
     """
     if codec == "auto":
         codec = "exp4" if dtype == "bfloat16" else "none"
-    if codec == "none" or shape.latent:  # MLA has plain pages
+    if codec == "none":
         return shape
     # Not above: most plans need no torch, which takes seconds to import.
     import torch
 
-    from hcache_kernels.codecs import Cut, UnsupportedRows, make_codec, make_segment_codec
+    from hcache_kernels.codecs import LATENT, Cut, UnsupportedRows, make_codec, make_segment_codec
 
     values = getattr(torch, dtype)
     found: dict[str, int] = {}
+    if shape.latent:  # there are no hidden states
+        [whole] = latent_layer(page_size, shape.kv_width, values.itemsize).segments
+        pieces = whole.groups * whole.pieces
+        cut = Cut(shape.kv_width, page_size // pieces, 1, pieces)
+        with suppress(UnsupportedRows):
+            latents = make_segment_codec(codec, cut, shape.kv_width, values, LATENT)
+            found["kv_row_bytes"] = round(latents.segment_bytes / page_size)
+        return shape.model_copy(update=found)
     with suppress(UnsupportedRows):
         found["hidden_row_bytes"] = make_codec(codec, shape.hidden, values).row_bytes
     width = max(1, shape.kv_heads // tp) * shape.head_dim

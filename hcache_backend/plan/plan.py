@@ -53,13 +53,13 @@ class PartitionPlan:
 
     @cached_property
     def l3(self) -> L3Path:
-        """Own pages overlap, unless ranks exchange hidden states."""
+        """Own pages overlap, unless ranks exchange hidden states or latents."""
         if self.profile.l3 is None:
             return "none"
-        if self.restore != "auto" or self.model.latent:
+        if self.restore != "auto":
             return "first"
-        exchanged = self.tp > 1 and self._restores("first").partition.hidden
-        return "first" if exchanged else "overlapped"
+        exchanged = self.model.latent or self._restores("first").partition.hidden
+        return "first" if self.tp > 1 and exchanged else "overlapped"
 
     @cached_property
     def machine(self) -> Restore:
@@ -163,7 +163,7 @@ class PartitionPlan:
             )
             found.append(f"hidden states do not pay: {reason}; instead: {describe(partition)}")
         if model.latent:
-            found.append("MLA pools are served in KV mode: plain KV pages, nothing recomputed")
+            found.append("MLA pools are served in KV mode: of a page each rank keeps a part")
         if model.windowed:
             found.append(
                 "sliding-window layers are planned as full attention; where they have a KV pool of "
@@ -181,10 +181,10 @@ class PartitionPlan:
             )
         if self.profile.l3 is not None:
             found += self._other_path()
-        if self.restore == "auto" and self.tp > 1 and partition.hidden:
+        if self.restore == "auto" and self.tp > 1 and (partition.hidden or model.latent):
+            what = "latents" if model.latent else "hidden states"
             found.append(
-                "on GPUs of several tensor-parallel ranks the server restores hidden states "
-                "layer-wise"
+                f"on GPUs of several tensor-parallel ranks the server restores {what} layer-wise"
             )
         if self.recomputes_front and self.seconds("mix") < self.seconds_read_only:
             found.append(

@@ -302,9 +302,10 @@ class Restore:
         Each rank has a device and a bus of the profile's; the ranks share L3, if there is one."""
         assert self.profile is not None and self.shape is not None
         profile, model, ranks = self.profile, self.shape, self.ranks
-        # A rank holds its share of the KV heads, at least one; a latent is on every rank.
+        # A rank holds its share of the KV heads, at least one; it projects whole latents.
         kv_share = 1.0 if model.latent else -(-model.kv_heads // ranks) / model.kv_heads
         hidden_share = 1 / ranks if profile.gathers else 1.0
+        loaded = hidden_share if model.latent else kv_share
         projection = model.projection_flops * kv_share
         pairs = tokens * int(prefix) + tokens * tokens / 2
         c_tok = profile.dense.time(tokens * model.dense_flops / ranks)
@@ -313,7 +314,7 @@ class Restore:
         last = profile.projection.time(tokens * (model.query_flops / ranks + projection))
         costs = LayerCosts(
             io_h=profile.hidden_copy.time(tokens * model.hidden_bytes * hidden_share),
-            io_kv=profile.kv_load.time(tokens * model.kv_bytes * kv_share),
+            io_kv=profile.kv_load.time(tokens * model.kv_bytes * loaded),
             c_h=profile.projection.time(tokens * projection),
             c_tok=c_tok,
             c_tok_last=None if self.paper else min(c_tok, last),

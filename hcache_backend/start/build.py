@@ -62,13 +62,13 @@ from hcache_backend.sglang.hook_registry import Hook, install
 from hcache_backend.sglang.host_pool import OwnPagesPool
 from hcache_backend.sglang.passes import (
     attention_modules,
+    make_recomputer,
     prefill_and_decode,
     run_again,
     run_prompts,
 )
-from hcache_backend.sglang.recompute_batch import make_recomputer
+from hcache_backend.sglang.pipeline_stages import StagePages
 from hcache_backend.sglang.runtime import Runtime, current
-from hcache_backend.sglang.stage_pages import StagePages
 from hcache_backend.start.attach import warn_of_small_host_pool
 from hcache_backend.start.capabilities import (
     EAGER,
@@ -361,7 +361,9 @@ class Start:
 
     def _observe(self) -> Probe:
         modules = self.step(attention_modules, self._runner.model, self._kvcache.layer_num)
-        return self.step(observe, partial(run_prompts, self._runner, [PROBE_TOKENS]), modules)
+        calls = not holds_latents(self._kvcache)  # nothing is projected to latents
+        run = partial(run_prompts, self._runner, [PROBE_TOKENS])
+        return self.step(observe, run, modules, calls=calls)
 
     def _page_recomputer(self, plan: PagePlan) -> Recomputer | None:
         """Recomputer of whole pages of K and V while others are read; None: all are read."""
@@ -476,27 +478,13 @@ def build_stack(
     loads = LoadQueue(pool.arena, pipeline, plan.methods, plan.recomputer, device)
     loads.on_failed.append(runtime.cannot_restore)
     loads.slowdown = runtime.l3.estimates.slowdown
-    pool.use(loads, capture)
+    pool.use(loads, capture, frees_duplicates=memory.hicache_write_policy == "write_back")
     group = HostPoolGroup([PoolEntry(PoolName.KV, pool, kvcache, lambda layer: layer, True)])
     warn_of_small_host_pool(
         pool.size, int(kvcache.size), pool.size_per_token, kv_bytes_per_token(kvcache)
     )
-    # Known before the controller attaches L3:
-    runtime.on_other_l3.append(partial(judge_hits, runtime, config))
-    controller = OwnPagesController(
-        allocator,
-        group,
-        params.page_size,
-        params.tp_cache_group,
-        attn_cp_group=params.attn_cp_cache_group,
-        attn_tp_group=params.attn_tp_cache_group,
-        pp_group=params.pp_cache_group,
-        write_policy=memory.hicache_write_policy,
-        io_backend=memory.hicache_io_backend,
-        **{name: arguments[name] for name in _CONTROLLER_ARGUMENTS},
-    )
     kv_checks = KVChecks(runtime, pool, plan.kv)
-    new_rows, checks, pairs, eager = None, None, None, None
+    new_rows, checks, layouts, eager = None, None, None, None
     if plan.kv.layers:
         pool.on_freed.append(kv_checks.freed)
         pool.on_backed_up.append(kv_checks.transferred)
@@ -509,19 +497,38 @@ def build_stack(
         pool.on_backed_up.append(checks.transferred)
     if plan.plugin is not None and plan.observer is not None:
         group_of, number = params.tp_cache_group, ranks.world_size
-        pairs = plan.plugin.backups(plan.observer, layout, group_of, number)
+        layouts = plan.plugin.backups(plan.observer, layout, group_of, number)
     if reservable is not None:
         reserved = max(1, int(kvcache.size // params.page_size * _RESERVED))
         seconds, known = config.recompute_ms / 1e3, plan.methods.profile is not None
         budget = SliceBudget(seconds, most, plan.methods.layer, known=known)
         both = runtime.l3, runtime.prefetches
         eager = EagerLoads(reservable, pool, pipeline, loads, reserved, budget, *both, new_rows)
-        runtime.on_weights_changed.append(eager.give_back)
+        runtime.on_weights_changed.append(eager.forget)
     stages = StagePages(
         plan.pages.host, pool.arena.whole, lambda: runtime.distrust is None, runtime.lose_trust
     )
-    controller.use_own_pages(
-        runtime, pool, loads, eager, stages, kv_checks, capture=capture, checks=checks, pairs=pairs
+    controller = OwnPagesController(
+        runtime,
+        pool,
+        loads,
+        eager,
+        stages,
+        kv_checks,
+        partial(judge_hits, runtime, config),
+        allocator,
+        group,
+        params.page_size,
+        params.tp_cache_group,
+        capture=capture,
+        checks=checks,
+        layouts=layouts,
+        attn_cp_group=params.attn_cp_cache_group,
+        attn_tp_group=params.attn_tp_cache_group,
+        pp_group=params.pp_cache_group,
+        write_policy=memory.hicache_write_policy,
+        io_backend=memory.hicache_io_backend,
+        **{name: arguments[name] for name in _CONTROLLER_ARGUMENTS},
     )
     return StackBuildResult(
         host_pool_group=group,

@@ -115,7 +115,8 @@ def layer_costs(case: Case, prefix: int, l3: L3Path, *, early: bool) -> Costs:
     share = 1.0 if shape.latent else math.ceil(shape.kv_heads / ranks) / shape.kv_heads
     row = shape.hidden_bytes / (ranks if profile.gathers else 1)
     io_h = profile.hidden_copy.time(tokens * row)
-    io_kv = profile.kv_load.time(tokens * shape.kv_bytes * share)
+    loaded = row / shape.hidden_bytes if shape.latent else share
+    io_kv = profile.kv_load.time(tokens * shape.kv_bytes * loaded)
     projection = shape.projection_flops * share
     dense = profile.dense.time(tokens * shape.dense_flops / ranks)
     pairs = tokens * (prefix + tokens / 2)

@@ -256,10 +256,10 @@ class TestQueuedLoads:
         """The others wait for it in the model's collectives."""
         loads = queue(HostPages(), Partition(2, 2, 0), Recomputer(), ranks=2)
 
-        def end_turn(cache: object) -> None:  # slices are recomputed there
+        def end_turn(turn: object) -> None:  # slices are recomputed there
             loads.recomputation_failed(RuntimeError("out of memory"))
 
-        controller = SimpleNamespace(begin_turn=lambda cache, turn: None, end_turn=end_turn)
+        controller = SimpleNamespace(begin_turn=lambda turn: None, end_turn=end_turn)
         cache = SimpleNamespace(cache_controller=controller, _all_reduce_attn_groups=alone)
         with pytest.raises(RuntimeError, match="out of memory"):
             guarded(TURN)(lambda cache: None, cache)

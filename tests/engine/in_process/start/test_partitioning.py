@@ -22,7 +22,7 @@ from hcache_backend.plan.model_shape import ModelShape
 from hcache_backend.plan.profile import CopyWay, Profile, Rate
 from hcache_backend.plan.restore import Partition, Restore
 from hcache_backend.restore.layers import PoolParking
-from hcache_backend.sglang.recompute_batch import forward_stream
+from hcache_backend.sglang.passes import forward_stream
 from hcache_backend.start.machine import copy_as_measured, fixed_partition
 from hcache_backend.streams import WorkerStream
 from hcache_kernels.codecs import make_codec

@@ -210,7 +210,7 @@ def test_on_a_gpu_modules_of_several_ranks_are_not_called_beside_forward_passes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     called: list[Any] = []
-    monkeypatch.setattr(specs_module, "on_all_ranks", lambda group, *fine: fine)
+    monkeypatch.setattr(specs_module, "smallest", lambda group, *fine: fine)
     monkeypatch.setattr(
         specs_module, "refuse_shared_workspaces", lambda modules, what: called.extend(modules)
     )
@@ -332,10 +332,10 @@ def test_models_of_unusual_layers_are_refused() -> None:
     passed = probe_module.Passed(None, two, two, two)
     seen: Any = SimpleNamespace(name="layer", calls=[], projection=None)
     with pytest.raises(Refused, match="called 0 times in one forward pass, and no projection"):
-        probe_module._describe(0, seen, passed)
+        probe_module._describe(0, seen, passed, calls=True)
     seen = SimpleNamespace(name="layer", calls=[((), {})], projection="p", hidden=None)
     with pytest.raises(Refused, match="received no tensor for 2 tokens"):
-        probe_module._describe(0, seen, passed)
+        probe_module._describe(0, seen, passed, calls=True)
 
 
 @pytest.mark.parametrize("in_place", [False, True])
