@@ -18,15 +18,18 @@ from hcache_backend.config import HCacheConfig, nearest
 from hcache_backend.format.file import file_layout
 from hcache_backend.format.page import RECOMPUTED, PageLayout, StoredLayer, hidden_layer
 from hcache_backend.format.units import Segment, units_per_group
-from hcache_backend.plan.costs import Partition, describe
-from hcache_backend.plan.disk import read_rate
-from hcache_backend.plan.encoded import PAGE_TOKENS, PlannedCodec, encoded
-from hcache_backend.plan.fleet import Conversations, FleetPlan
-from hcache_backend.plan.model_shape import ModelShape
-from hcache_backend.plan.plan import LENGTHS, PartitionPlan, Resource, RestorePath
-from hcache_backend.plan.presets import PRESETS, preset_profile
-from hcache_backend.plan.profile import Profile, Rate, load_profile
+from hcache_backend.plan.model_shape import PAGE_TOKENS, ModelShape, PlannedCodec, encoded
+from hcache_backend.plan.plan import (
+    LENGTHS,
+    Conversations,
+    FleetPlan,
+    PartitionPlan,
+    Resource,
+    RestorePath,
+)
+from hcache_backend.plan.profile import PRESETS, Profile, Rate, load_profile, preset_profile
 from hcache_backend.plan.record import records, save_record
+from hcache_backend.plan.restore import Partition, describe
 
 _NAMES = ", ".join(PRESETS)
 _TITLES = {"mix": "this partition", "hidden": "hidden states", "kv": "KV offload"}
@@ -238,7 +241,7 @@ def _measure(shape: ModelShape, config: HCacheConfig, seconds: float, *, hidden:
     # torch takes seconds to import, and the other commands do without it
     import torch
 
-    from hcache_backend.plan.measure import OPERATIONS, Bench, measure
+    from hcache_backend.plan.measure import OPERATIONS, Bench, measure, read_rate
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.float32 if shape.element_bytes == 4 else torch.bfloat16

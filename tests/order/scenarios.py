@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 from hcache_backend import streams
-from hcache_backend.plan.costs import Partition
+from hcache_backend.plan.restore import Partition
 from tests.order.checker import Checker
 from tests.order.product import CheckedDoor
 from tests.order.scenario_capture import EncodingCodec, captures, step_that_cannot_begin

@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 
 from hcache_backend.cli.main import app
 from hcache_backend.cli.plan import Sizing, sizing
-from hcache_backend.plan.costs import Partition
 from hcache_backend.plan.model_shape import ModelShape
+from hcache_backend.plan.restore import Partition
 from tests.unit.partition.pipelines import CONFIGS
 
 ROOT = Path(__file__).resolve().parents[2]

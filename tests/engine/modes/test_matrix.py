@@ -19,7 +19,7 @@ from bench.harness.models import HEADS, build_model
 from bench.harness.server import CachedTokens, Server, ServerOptions
 from hcache_backend.cli.main import app
 from hcache_backend.cli.metrics_page import fetch
-from hcache_backend.plan.costs import Partition, describe
+from hcache_backend.plan.restore import Partition, describe
 from tests.engine.harness.conversations import Conversation, converse, make_conversations, turns_of
 from tests.engine.harness.ours import (
     assert_hidden_mode,

@@ -10,12 +10,16 @@ import random
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from hcache_backend.plan.costs import LAYER_METHODS, L3Path, LayerMethod, Partition
-from hcache_backend.plan.encoded import PlannedCodec, encoded
-from hcache_backend.plan.model_shape import ModelShape
-from hcache_backend.plan.presets import preset_profile
-from hcache_backend.plan.profile import CopyWay, Profile, Rate
-from hcache_backend.plan.restore import READ_BATCHES, Restore
+from hcache_backend.plan.model_shape import ModelShape, PlannedCodec, encoded
+from hcache_backend.plan.profile import CopyWay, Profile, Rate, preset_profile
+from hcache_backend.plan.restore import (
+    LAYER_METHODS,
+    READ_BATCHES,
+    L3Path,
+    LayerMethod,
+    Partition,
+    Restore,
+)
 from tests.unit.partition.pipelines import all_partitions, machine_of, public_model
 
 INPUTS = 10_000

@@ -15,10 +15,8 @@ from typer.testing import CliRunner, Result
 from hcache_backend.cli.main import app
 from hcache_backend.config import parse_config
 from hcache_backend.plan import measure
-from hcache_backend.plan.fleet import Conversations, FleetPlan
-from hcache_backend.plan.plan import PartitionPlan
-from hcache_backend.plan.presets import preset_profile
-from hcache_backend.plan.profile import CopyWay, Rate
+from hcache_backend.plan.plan import Conversations, FleetPlan, PartitionPlan
+from hcache_backend.plan.profile import CopyWay, Rate, preset_profile
 from hcache_backend.plan.record import (
     PartitionRecord,
     find_record,

@@ -9,12 +9,10 @@ import pytest
 import torch
 
 from hcache_backend.config import HCacheConfig
-from hcache_backend.plan.encoded import PlannedCodec, encoded
 from hcache_backend.plan.model_config import read_dtype
-from hcache_backend.plan.model_shape import ModelShape
+from hcache_backend.plan.model_shape import ModelShape, PlannedCodec, encoded
 from hcache_backend.plan.plan import PartitionPlan, RestorePath
-from hcache_backend.plan.presets import preset_profile
-from hcache_backend.plan.profile import Rate
+from hcache_backend.plan.profile import Rate, preset_profile
 from hcache_backend.plan.restore import CHUNK_TOKENS, Restore
 from hcache_backend.prefetch.prefetch import Recomputing
 from hcache_backend.prefetch.slices import SliceBudget

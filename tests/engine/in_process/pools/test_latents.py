@@ -18,8 +18,8 @@ from hcache_backend.format.units import WHOLE, Share, units_of
 from hcache_backend.host.segments import KVSegments
 from hcache_backend.ranks import Refused
 from hcache_backend.restore.pipeline import RestorePipeline
+from hcache_backend.start.build import OwnPagesStrategy
 from hcache_backend.start.page_plan import encoded_share, kv_bytes_per_token, kv_codec
-from hcache_backend.start.strategy import OwnPagesStrategy
 
 LAYERS, PAGE, RANK, ROPE = 3, 16, 40, 24
 SHARES = [Share(number, of) for of in (1, 2, 4, 8) for number in range(of)]
