@@ -302,16 +302,17 @@ def _attach_config(runtime: Runtime, extra: Mapping[str, Any]) -> HCacheConfig:
 
 def _check_late_start(runtime: Runtime) -> None:
     """Raise ConfigError if pages of a server started without us would mix with others."""
-    if runtime.weights is None and resolved(runtime.runner.server_args).enable_dp_attention:
+    args = resolved(runtime.runner.server_args)
+    mixing = {
         # Ranks of one data-parallel group attach alone; the weights are those of all groups.
-        raise ConfigError(
-            f"hcache: {STARTED_WITHOUT_US}; with --enable-dp-attention it has to be started with it"
-        )
-    if serves_adapters(resolved(runtime.runner.server_args)):
+        "--enable-dp-attention": runtime.weights is None and args.enable_dp_attention,
         # Pages in L1 and L2 have keys that other requests may have, too.
-        raise ConfigError(
-            f"hcache: {STARTED_WITHOUT_US}; with --enable-lora it has to be started with it"
-        )
+        "--enable-lora": serves_adapters(args),
+    }
+    for flag, given in mixing.items():
+        if given:
+            needs = f"with {flag} it has to be started with it"
+            raise ConfigError(f"hcache: {STARTED_WITHOUT_US}; {needs}")
     missing = hooks.install(hooks.WEIGHTS)
     if missing:
         raise ConfigError(f"hcache: {missing}; weight updates could not be noticed")
