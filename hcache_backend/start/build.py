@@ -256,9 +256,9 @@ class Start:
         chunk = min(CHUNK_TOKENS, int(kvcache.size))
         everything = Partition(0, 0, int(kvcache.layer_num))
         methods = Restore(None, None, everything, ranks.world_size, chunk, recomputable=0)
-        exchange = self.step(self._latent_exchange) if holds_latents(kvcache) else None
-        own = share_of_heads(ranks.rank_in_group, ranks.world_size)
+        own, exchange = share_of_heads(ranks.rank_in_group, ranks.world_size), None
         if holds_latents(kvcache):
+            exchange = self._latent_exchange(ranks.world_size)
             own = WHOLE if exchange is None else Share(exchange.number, exchange.shares)
         groups = self._head_groups(methods, own)
         codec = self.step(kv_codec, runtime, kvcache, own, groups, self._params.pp_size)
@@ -274,12 +274,16 @@ class Start:
         size = self._kvcache.page_size
         return run_again(self._runner, [-(-PROBE_TOKENS // size) * size])[0]
 
-    def _latent_exchange(self) -> Exchange | None:
-        """The exchange of latents, of which each rank keeps a part; None: all keep whole pages."""
-        refuse(OWN_PAGES, self.server, install(hooks.EXCHANGE))
-        kvcache, slots = self._kvcache, self._written()
+    def _latent_exchange(self, ranks: int) -> Exchange | None:
+        """The exchange of latents, of which each of ``ranks`` keeps a part; None: all keep whole
+        pages, also with data-parallel attention, whose groups run the model at their own times."""
+        kvcache = self._kvcache
+        if ranks == 1 or self.server.args.enable_dp_attention:
+            return None
+        self.step(refuse, OWN_PAGES, self.server, install(hooks.EXCHANGE))
+        slots = self.step(self._written)
         rows = [planes_of(kvcache, layer)[0][slots] for layer in range(kvcache.layer_num)]
-        return make_exchange("latents", rows, int(kvcache.page_size))
+        return self.step(make_exchange, "latents", rows, int(kvcache.page_size))
 
     def _tried(self, plan: PagePlan, written: Callable[[], torch.Tensor], **plain: Any) -> PagePlan:
         """The plan with room if K and V come back by its codec, otherwise one with K and V as they

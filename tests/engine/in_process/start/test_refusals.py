@@ -40,6 +40,7 @@ class OtherAllocator(PagedTokenToKVPoolAllocator):
 
 
 MODULES = HIDDEN, RECOMPUTATION
+LATENTS = {"pool.kv_lora_rank": 1, "pool.kv_buffer": [torch.empty(1, 1, 1)]}
 MATRIX: list[tuple[dict[str, Any], tuple[str, ...], str]] = [
     # what is other than in a server with every capability, what it cannot have, and the reason
     ({}, (), ""),
@@ -70,6 +71,7 @@ MATRIX: list[tuple[dict[str, Any], tuple[str, ...], str]] = [
     ),
     # [pages, heads, page_size, head_dim]: slots are no rows
     ({"pool.k_buffer": [torch.empty(1, 1, 1, 1)]}, (OWN_PAGES,), "[slots, heads, head_dim]"),
+    (LATENTS, (HIDDEN,), "latents of MLA are smaller than hidden states"),
     ({"enable_dp_attention": True}, MODULES, "data-parallel attention"),
     ({"enable_lora": True}, MODULES, "LoRA adapters"),
     ({"enable_two_batch_overlap": True}, MODULES, "two-batch overlap"),
