@@ -93,7 +93,6 @@ from hcache_backend.start.page_plan import (
     make_exchange,
     page_plugin,
     staging_places,
-    step_tokens,
     take_staging,
 )
 
@@ -628,7 +627,7 @@ def record_copies(runtime: Runtime, runner: Any) -> None:
         every = attention_modules(runner.model, kvcache.layer_num)
         seen = [every[layer] for layer in hidden]
         recorded = _largest_recorded_tokens(drafted_tokens(server.args))
-        places = staging_places(len(seen), *step_tokens(runner), recorded)
+        places = staging_places(runner, len(seen), recorded)
         rows = runner.model_config.hidden_size, runner.dtype
         staging = take_staging(len(seen), *rows, places, kvcache.device, recorded_tokens=recorded)
         hooks = HiddenCapture([(layer.module, layer.linears) for layer in seen])

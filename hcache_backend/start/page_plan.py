@@ -179,9 +179,8 @@ class PagePlan:
         if codec is not None:
             hidden = len(self.methods.layers("hidden"))
             recorded = self.hooks.staging if self.hooks is not None else None
-            places = staging_places(hidden, *step_tokens(self.runner), 0)
-            rows = hidden, codec.hidden_size, codec.dtype
-            self.staging = recorded or take_staging(*rows, places, device)
+            rows, places = (codec.hidden_size, codec.dtype), staging_places(self.runner, hidden)
+            self.staging = recorded or take_staging(hidden, *rows, places, device)
         # Try the room for restores: freed memory stays in torch's cache until it is needed.
         room = ring_bytes(self.layout, self.methods.chunk_tokens, self.arriving)
         try:
@@ -401,17 +400,17 @@ def _gigabytes(*sizes: float) -> list[str]:
     return shown
 
 
-def staging_places(layers: int, step_tokens: int, decode_tokens: int, recorded_tokens: int) -> int:
-    """Rows that staging needs.
-
-    Args:
-        layers: Captured layers; without any, places take no memory.
-        step_tokens: Of the longest eager forward pass; two of its layers fit.
-        decode_tokens: Of the largest decode step; two fit, one captured and one in transfer.
-        recorded_tokens: Of the largest CUDA graph; all its layers must fit.
-    """
-    by_layer = -(-2 * step_tokens // layers) if layers else step_tokens
-    return max(by_layer, 2 * decode_tokens, recorded_tokens, 1)
+def staging_places(runner: Any, layers: int, recorded_tokens: int = 0) -> int:
+    """Rows that staging needs for ``layers`` captured ones: two layers of the longest eager forward
+    pass; two of the largest decode steps, one captured and one in transfer; all layers of
+    ``recorded_tokens``, the largest CUDA graph. Without layers places take no memory."""
+    args = resolved(runner.server_args)
+    decode = int(runner.max_running_requests) * drafted_tokens(args)
+    chunk = args.chunked_prefill_size
+    prefill = int(chunk if chunk is not None and chunk > 0 else args.max_prefill_tokens)
+    step = min(prefill + decode, int(runner.max_total_num_tokens))
+    by_layer = -(-2 * step // layers) if layers else step
+    return max(by_layer, 2 * min(decode, _DECODE_TOKENS), recorded_tokens, 1)
 
 
 def take_staging(
@@ -438,12 +437,3 @@ def take_staging(
         return Staging(layers, width, dtype, places, device)
     except torch.OutOfMemoryError as error:
         raise Refused(f"no device memory for staging: {error}") from None
-
-
-def step_tokens(runner: Any) -> tuple[int, int]:
-    """Tokens of the longest captured forward pass, and of a decode step."""
-    args = resolved(runner.server_args)
-    decode = int(runner.max_running_requests) * drafted_tokens(args)
-    chunk = args.chunked_prefill_size
-    prefill = chunk if chunk is not None and chunk > 0 else args.max_prefill_tokens
-    return min(int(prefill) + decode, int(runner.max_total_num_tokens)), min(decode, _DECODE_TOKENS)
