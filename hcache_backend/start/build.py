@@ -50,7 +50,6 @@ from hcache_backend.projection.paged_pool import PagedPool, holds_latents, plane
 from hcache_backend.projection.projector import Projector
 from hcache_backend.ranks import Refused, all_or_none, smallest
 from hcache_backend.restore.exchange import CollectiveOrder, Exchange
-from hcache_backend.restore.pipeline import RestorePipeline
 from hcache_backend.restore.recompute import Recomputer
 from hcache_backend.restore.ring import ring_bytes
 from hcache_backend.sglang import hooks
@@ -352,11 +351,7 @@ class Start:
     def _check_capture(self, plan: PagePlan) -> None:
         kvcache, projector, ranks = self._kvcache, self.projector, self._params.tp_cache_group
         order = CollectiveOrder(kvcache.device) if attention_ranks().world_size > 1 else None
-
-        def make() -> CaptureCheck:
-            return CaptureCheck(plan, plan.restored_layers(projector), order)
-
-        check = self.step(make)
+        check = self.step(CaptureCheck, plan, projector, order)
         for graphs, by_layer in ((False, True), (False, False), (True, False)):
             run = partial(prefill_and_decode, self._runner, check.tokens, ranks, graphs=graphs)
             self.step(check.save, run, seen=not graphs, by_layer=by_layer)
@@ -475,9 +470,7 @@ def build_stack(
         runtime.unused[EAGER] = reason
     runtime.eager = reservable is not None
     capture = _start_capture(runtime, allocator, pool, plan, order) if hidden else None
-    layers, most = plan.restored_layers(projector), plan.methods.chunk_tokens
-    how: dict[str, Any] = {"exchange": plan.exchange, "order": order}
-    pipeline = RestorePipeline(pool.kv_buffer, layout, layers, most, device, **how)
+    pipeline = plan.pipeline(pool.kv_buffer, projector, order)
     loads = LoadQueue(pool.arena, pipeline, plan.methods, plan.recomputer, device)
     loads.on_failed.append(runtime.cannot_restore)
     loads.slowdown = runtime.l3.estimates.slowdown
@@ -495,7 +488,8 @@ def build_stack(
             pool.on_loaded.append(kv_checks.transferred)
     if codec is not None and capture is not None:
         new_rows = partial(RecomputedRows, capture, plan.staging, plan.capture_hooks)
-        checks = ServiceChecks(runtime, pool, plan.hidden_layers, codec, projector, **how)
+        how = codec, projector, plan.exchange, order
+        checks = ServiceChecks(runtime, pool, plan.hidden_layers, *how)
         pool.on_freed.append(checks.freed)
         pool.on_backed_up.append(checks.transferred)
     if plan.plugin is not None and plan.observer is not None:
@@ -504,6 +498,7 @@ def build_stack(
     if reservable is not None:
         reserved = max(1, int(kvcache.size // params.page_size * _RESERVED))
         seconds, known = config.recompute_ms / 1e3, plan.methods.profile is not None
+        most = plan.methods.chunk_tokens
         budget = SliceBudget(seconds, most, plan.methods.layer, known=known)
         both = runtime.l3, runtime.prefetches
         eager = EagerLoads(reservable, pool, pipeline, loads, reserved, budget, *both, new_rows)
@@ -575,10 +570,11 @@ def _start_capture(
     order: CollectiveOrder | None,
 ) -> StagedCapture:
     """Capture hidden states in every forward pass."""
-    assert plan.codec is not None
-    hooks, staging = plan.capture_hooks, plan.staging
-    segments = [layer.index for layer in plan.hidden_layers]
-    capture = StagedCapture(pool.arena, pool.kv_buffer, staging, segments, plan.codec)
+    capture, hooks, staging = (
+        plan.capture(pool.arena, pool.kv_buffer),
+        plan.capture_hooks,
+        plan.staging,
+    )
     hooks.use(capture, tokens_only=plan.recomputer is not None, order=order)
     invalidate_on_allocation(allocator, hooks)
     runtime.on_weights_changed.append(capture.ledger.forget)

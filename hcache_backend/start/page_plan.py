@@ -16,8 +16,9 @@ import xxhash
 from sglang.srt.mem_cache.pool_host.base import host_memory_budget_bytes
 from sglang.srt.runtime_context import get_memory
 
+from hcache_backend.arena import Arena
 from hcache_backend.capture.hooks import HiddenCapture
-from hcache_backend.capture.staging import Staging
+from hcache_backend.capture.staging import StagedCapture, Staging
 from hcache_backend.checks.comparison import first_problem, projection_problem
 from hcache_backend.checks.probe import Probe
 from hcache_backend.config import HCacheConfig
@@ -30,8 +31,9 @@ from hcache_backend.projection.attention import AttentionLayer
 from hcache_backend.projection.paged_pool import planes_of
 from hcache_backend.projection.projector import Projector
 from hcache_backend.ranks import Refused, all_or_none
-from hcache_backend.restore.exchange import Exchange, share_of_rank
+from hcache_backend.restore.exchange import CollectiveOrder, Exchange, share_of_rank
 from hcache_backend.restore.layers import PoolParking, RestoredLayer
+from hcache_backend.restore.pipeline import RestorePipeline
 from hcache_backend.restore.recompute import Recomputer
 from hcache_backend.restore.ring import ring_bytes
 from hcache_backend.sglang.arguments import drafted_tokens, kv_fields, resolved
@@ -163,6 +165,20 @@ class PagePlan:
             "recompute": lambda _: RestoredLayer("recompute", None),
         }
         return [restored[method](layer) for layer, method in enumerate(self.methods.methods)]
+
+    def capture(self, arena: Arena, memory: torch.Tensor) -> StagedCapture:
+        """Capture of hidden states into the pages of ``arena``, whose bytes are ``memory``."""
+        assert self.codec is not None
+        segments = [layer.index for layer in self.hidden_layers]
+        return StagedCapture(arena, memory, self.staging, segments, self.codec)
+
+    def pipeline(
+        self, memory: torch.Tensor, projector: Projector, order: CollectiveOrder | None
+    ) -> RestorePipeline:
+        """Restores of these pages, whose bytes are ``memory``."""
+        layers, most = self.restored_layers(projector), self.methods.chunk_tokens
+        how: dict[str, Any] = {"exchange": self.exchange, "order": order}
+        return RestorePipeline(memory, self.layout, layers, most, self.kvcache.device, **how)
 
     def find_room(self) -> None:
         """Divide host memory, and take staging for capture; Refused without room. No
