@@ -365,18 +365,18 @@ class Start:
 
     def _page_recomputer(self, plan: PagePlan) -> Recomputer | None:
         """Recomputer of whole pages of K and V while others are read; None: all are read."""
-        runtime = self._runtime
+        runtime, known = self._runtime, None
         runtime.recomputation = None
+        runtime.unused.pop(RECOMPUTATION, None)
         if plan.kv.by_header:
-            runtime.recomputation = f"none: codec {plan.kv.codec!r} divides each page itself"
-            return None
-        if refusal(EAGER, self.server) is not None:
+            known = f"codec {plan.kv.codec!r} divides each page itself"
+        elif refusal(EAGER, self.server) is not None:
             return None  # on every rank of every stage
         try:
-            self.step(refuse, RECOMPUTATION, self.server)
+            self.step(refuse, RECOMPUTATION, self.server, known)
             probe = self._observe()
         except Refused as refused:
-            runtime.recomputation = f"none: {refused}"
+            runtime.unused[RECOMPUTATION] = str(refused)
             return None
         return self.step(self._find_recomputer, probe, plan.methods, whole=True)
 
@@ -404,7 +404,7 @@ class Start:
                 why = found.problem or "a layer of another tensor-parallel rank is not exact"
                 raise Refused(why)
         except Refused as refused:
-            runtime.recomputation = f"none: {refused}"
+            runtime.unused[RECOMPUTATION] = str(refused)
             return None
         first, reason = "", found.problem or "other tensor-parallel ranks"
         if recomputer.layers < layers:

@@ -192,8 +192,6 @@ def refuse(capability: str, server: Server, known: str | None = None) -> None:
 
 def tell(runtime: Runtime) -> None:
     """Log the capabilities that the server goes without, after the line about its host pool."""
-    problem = (runtime.recomputation or "").partition("none: ")[2]
-    runtime.unused = ({RECOMPUTATION: problem} if problem else {}) | runtime.unused
     if runtime.unused:
         said = "; ".join(f"{what} ({reason})" for what, reason in runtime.unused.items())
         logger.info("hcache: not used: %s", said)
@@ -205,7 +203,7 @@ def count(runtime: Runtime) -> None:
     has = {
         OWN_PAGES: runtime.own_pages,
         HIDDEN: runtime.mode == "hidden",
-        RECOMPUTATION: runtime.recomputation is not None and RECOMPUTATION not in runtime.unused,
+        RECOMPUTATION: runtime.recomputation is not None,
         EAGER: runtime.eager,
         JUDGING: runtime.hit_gate is not None,
     }

@@ -162,10 +162,10 @@ def test_the_log_the_metric_and_the_report_say_what_a_server_goes_without(
     runtime: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     runtime.use_own_pages({}, "no room")
-    runtime.recomputation, runtime.unused = "none: it is multimodal", {EAGER: "option 'restore'"}
+    runtime.unused = {RECOMPUTATION: "it is multimodal", EAGER: "option 'restore'"}
     with caplog.at_level("INFO", "hcache"):
         capabilities.tell(runtime)
-    without = {RECOMPUTATION: "it is multimodal", EAGER: "option 'restore'"}
+    without = dict(runtime.unused)
     said = "; ".join(f"{name} ({reason})" for name, reason in without.items())
     assert f"hcache: not used: {said}" in caplog.text
     assert runtime.report().unused == without
