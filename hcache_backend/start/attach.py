@@ -25,11 +25,10 @@ from hcache_backend.server_report import write_report
 from hcache_backend.sglang import hooks
 from hcache_backend.sglang.arguments import (
     check_tp_lcm_size,
-    decodes_for_others,
     kv_fields,
+    may_be,
     page_size,
     resolved,
-    sends_to_others,
     serves_adapters,
     storage_extra_config,
 )
@@ -83,7 +82,7 @@ def bootstrap(runner: Any) -> None:
     unnoticed = hooks.install(hooks.WEIGHTS)
     mixed = hooks.install(hooks.ADAPTERS) if serves_adapters(args) else None
     untold = None
-    if decodes_for_others(runner.server_args):
+    if may_be("decode", runner.server_args):
         untold = hooks.install(hooks.DECODE_SERVER)
     for doubt, missing in (
         ("--startup-weight-load-mode overlap", unseen),
@@ -101,7 +100,7 @@ def bootstrap(runner: Any) -> None:
         return
     hooks.notice_uses()
     plain = unnoticed or unsupported_reason()
-    if sends_to_others(runner.server_args):
+    if may_be("prefill", runner.server_args):
         plain = hooks.install(hooks.PREFILL_SERVER) or plain
     if plain is None and config.mode == "plain":
         plain = "option 'mode' is 'plain'"

@@ -100,9 +100,8 @@ def build_stack(
         exchange=plan.exchange,
         order=order,
     )
-    loads = LoadQueue(pool.arena, pipeline, plan.methods, plan.recomputer, device)
-    loads.on_failed.append(runtime.cannot_restore)
-    loads.slowdown = runtime.l3.estimates.slowdown
+    heard = runtime.l3.estimates.slowdown, runtime.cannot_restore
+    loads = LoadQueue(pool.arena, pipeline, plan.methods, plan.recomputer, device, *heard)
     pool.use(loads, capture, frees_duplicates=memory.hicache_write_policy == "write_back")
     group = HostPoolGroup([PoolEntry(PoolName.KV, pool, kvcache, lambda layer: layer, True)])
     warn_of_small_host_pool(

@@ -28,7 +28,7 @@ from sglang.srt.observability.metrics_collector import StorageMetrics
 
 from hcache_backend import metrics
 from hcache_backend.format.envelope import PageKeys
-from hcache_backend.sglang.arguments import decodes_for_others
+from hcache_backend.sglang.arguments import may_be
 from hcache_backend.sglang.backups import Backups
 from hcache_backend.sglang.runtime import Weights
 from hcache_backend.start import attach
@@ -58,7 +58,7 @@ class HCacheStorage(HiCacheStorage):
         self._pools: dict[str, PoolPages] = {}
         self.reads_any_page_alike = shared is None  # no page of a hit is farther away than others
         self.backups = Backups(storage_config.pp_size)
-        self._promises_hits = not decodes_for_others(self._runtime.runner.server_args)
+        self._promises_hits = not may_be("decode", self._runtime.runner.server_args)
         if not self._promises_hits:
             logger.warning(
                 "hcache: a decode server only writes L3: SGLang fails a request whose hit cannot "
