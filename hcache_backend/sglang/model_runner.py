@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from hcache_backend.projection.generic import ProjectionBatch, ProjectionReached
@@ -63,12 +64,13 @@ def _attend_again(
 def _capture_forward(
     original: Callable[..., Any], runner: Any, forward_batch: Any, *a: Any, **kw: Any
 ) -> Any:
-    capture, order = (getattr(runner, f"hcache_{name}", None) for name in ("capture", "order"))
-    if order is not None:
-        order.forward_begins()
-    if capture is None:
-        return original(runner, forward_batch, *a, **kw)
-    return capture.forward(forward_batch, lambda: original(runner, forward_batch, *a, **kw))
+    runtime = current()
+    forwards, run = runtime.forwards, partial(original, runner, forward_batch, *a, **kw)
+    if runner is not runtime.runner:  # of a draft model
+        return run()
+    if forwards.order is not None:
+        forwards.order.forward_begins()
+    return run() if forwards.capture is None else forwards.capture.forward(forward_batch, run)
 
 
 def _around_weight_update(original: Callable[..., Any], updater: Any, *a: Any, **kw: Any) -> Any:

@@ -35,7 +35,7 @@ from hcache_backend.restore.ring import ring_bytes
 from hcache_backend.sglang.arguments import drafted_tokens, resolved
 from hcache_backend.sglang.groups import attention_ranks
 from hcache_backend.sglang.host_pool import HostPages
-from hcache_backend.sglang.runtime import Runtime
+from hcache_backend.sglang.runtime import Forwards, Runtime
 from hcache_backend.start.page_plugin import PagePlugin, page_plugin
 from hcache_backend.streams import free_memory
 from hcache_kernels.codecs import Codec, UnsupportedRows, make_codec
@@ -83,6 +83,7 @@ class PagePlan:
     recomputer: Recomputer | None = None
     exchange: Exchange | None = None
     hooks: HiddenCapture | None = None
+    forwards: Forwards = field(default_factory=Forwards)
     observer: Recomputer | None = field(init=False, default=None)
     kv: KVSegments = field(init=False)
     layout: PageLayout = field(init=False)
@@ -105,7 +106,7 @@ class PagePlan:
         layers = self.hidden_layers
         hooks = self.hooks or HiddenCapture([(layer.module, ()) for layer in layers])
         hooks.watch_only(layer.projection for layer in layers)
-        hooks.staging, self.runner.hcache_capture = self.staging, hooks
+        hooks.staging, self.forwards.capture = self.staging, hooks
         return hooks
 
     @property

@@ -82,7 +82,7 @@ def build_stack(
     hidden, order = codec is not None, None
     if ranks.world_size > 1 and (hidden or plan.exchange is not None):
         order = CollectiveOrder(device)
-    runtime.runner.hcache_order = None if hidden else order  # otherwise capture has it
+    runtime.forwards.order = None if hidden else order  # otherwise capture has it
     # Before capture wraps the allocator: pages taken from a reservation are allocated, too.
     reason = refusal(EAGER, Server(runtime, kvcache, allocator, hidden))
     runtime.eager, reservable = reason is None, None

@@ -47,7 +47,7 @@ from hcache_backend.sglang.passes import (
     run_again,
     run_prompts,
 )
-from hcache_backend.sglang.runtime import Runtime, current
+from hcache_backend.sglang.runtime import Forwards, Runtime, current
 from hcache_backend.start.capabilities import (
     EAGER,
     HIDDEN,
@@ -119,7 +119,7 @@ class OwnPagesStrategy(StackStrategy):
             )
 
     def _keep_plain(self, reason: str) -> None:
-        capture_nothing(self._runtime.runner)
+        capture_nothing(self._runtime)
         self._runtime.use_plain_pages(reason)
         count(self._runtime)
 
@@ -152,7 +152,7 @@ class Start:
         try:
             plan = self._hidden_plan(no_hidden)
         except Refused as refused:  # then no hook and no memory of it are left
-            capture_nothing(self._runner)
+            capture_nothing(self._runtime)
             reason = str(refused)
         if reason is not None:
             plan = self._kv_plan()
@@ -179,7 +179,7 @@ class Start:
         if methods.recomputable:
             recomputer = step(self._find_recomputer, probe, methods, whole=False)
         methods = methods.recomputing_first(recomputer.layers if recomputer else 0)
-        recorded = step(check_recording, runner, probe.hidden[0])
+        recorded = step(check_recording, runtime, probe.hidden[0])
         share = Share(exchange.number, exchange.shares) if exchange is not None else WHOLE
         groups, of_kv = self._head_groups(methods, share), "none"
         if methods.layers("kv"):
@@ -198,6 +198,7 @@ class Start:
                 recomputer=recomputer,
                 exchange=exchange,
                 hooks=recorded,
+                forwards=runtime.forwards,
             )
 
         plan = self._tried(make, of_kv, lambda: probe.slots)
@@ -425,14 +426,13 @@ def _copying(make: Callable[[str], PagePlan], codec: str) -> PagePlan:
     return plan
 
 
-def capture_nothing(runner: Any) -> None:
-    """Remove the capture hooks of the model of ``runner``, and free their staging."""
-    hooks: HiddenCapture | None = getattr(runner, "hcache_capture", None)
+def capture_nothing(runtime: Runtime) -> None:
+    """Remove the capture hooks of the model, and free their staging."""
+    hooks = runtime.forwards.capture
     if hooks is None:
         return
-    runner.hcache_capture = None
     # Recorded graphs read the places of a step from this memory in every replay.
-    runner.hcache_recorded = hooks.staging
+    runtime.forwards = Forwards(recorded=hooks.staging)
     with metrics.harmless("staging_not_freed", "staging keeps its memory on the device"):
         hooks.remove()
 
@@ -464,21 +464,20 @@ def record_copies(runtime: Runtime, runner: Any) -> None:
         rows = runner.model_config.hidden_size, runner.dtype
         staging = take_staging(len(seen), *rows, places, kvcache.device, recorded_tokens=recorded)
         hooks = HiddenCapture([(layer.module, layer.linears) for layer in seen])
-        hooks.staging, runner.hcache_capture = staging, hooks
+        hooks.staging, runtime.forwards.capture = staging, hooks
     except Refused as refused:
-        runner.hcache_no_capture = str(refused)
+        runtime.forwards.no_capture = str(refused)
     except Exception:
         logger.exception("hcache: CUDA graphs are recorded without copies of hidden states")
 
 
-def check_recording(runner: Any, hidden: torch.Tensor) -> HiddenCapture | None:
+def check_recording(runtime: Runtime, hidden: torch.Tensor) -> HiddenCapture | None:
     """Capture hooks of the recorded CUDA graphs; None if none are recorded. Raises Refused if they
     do not capture rows like those of ``hidden``, ``[n, hidden]``."""
-    hooks: HiddenCapture | None = getattr(runner, "hcache_capture", None)
-    if runner.device == "cpu" or graphs_are_off():
+    hooks, why = runtime.forwards.capture, runtime.forwards.no_capture
+    if runtime.runner.device == "cpu" or graphs_are_off():
         return hooks
     if hooks is None or hooks.staging is None:
-        why = getattr(runner, "hcache_no_capture", "the log says why")
         raise Refused(f"CUDA graphs were recorded without our copies: {why}")
     width, dtype = hooks.staging.width, hooks.staging.dtype
     if (width, dtype) != (hidden.shape[1], hidden.dtype):

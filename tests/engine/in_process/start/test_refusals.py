@@ -229,10 +229,10 @@ def test_recorded_graphs_keep_what_they_read_after_a_refusal_and_no_more(runtime
     now = hooks.staging._now
     read = [weakref.ref(tensor) for tensor in (now.places, now.number)]
     written = [weakref.ref(hooks.staging.staged.rows), weakref.ref(hooks.staging.staged.marks)]
-    runtime.runner = SimpleNamespace(hcache_capture=hooks)
-    strategy.capture_nothing(runtime.runner)
+    runtime.forwards.capture = hooks
+    strategy.capture_nothing(runtime)
     del hooks, now
     gc.collect()
-    assert runtime.runner.hcache_capture is None
+    assert runtime.forwards.capture is None
     assert all(tensor() is not None for tensor in read)
     assert all(tensor() is None for tensor in written)
