@@ -251,9 +251,8 @@ def test_the_gate_hears_how_far_slices_still_reach(
     meeting.launched(range(front))
     meeting.arrived(6, PAGES)
     meeting.reachable = reachable
-    cache = cache_of(SimpleNamespace())
-    cache.page_size = SIZE
-    running = radix_cache._as_it_is(cache, operation)
+    running = runtime.prefetches.of(operation)
+    running.came(operation.completed_tokens, SIZE)
     assert (running.reachable, running.lost) == (said, 2 * SIZE)
 
 
