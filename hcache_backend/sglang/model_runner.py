@@ -64,13 +64,13 @@ def _attend_again(
 def _capture_forward(
     original: Callable[..., Any], runner: Any, forward_batch: Any, *a: Any, **kw: Any
 ) -> Any:
-    runtime = current()
-    forwards, run = runtime.forwards, partial(original, runner, forward_batch, *a, **kw)
+    runtime, run = current(), partial(original, runner, forward_batch, *a, **kw)
+    capture, order = runtime.forwards.capture, runtime.forwards.order
     if runner is not runtime.runner:  # of a draft model
         return run()
-    if forwards.order is not None:
-        forwards.order.forward_begins()
-    return run() if forwards.capture is None else forwards.capture.forward(forward_batch, run)
+    if order is not None:
+        order.forward_begins()
+    return run() if capture is None else capture.forward(forward_batch, run)
 
 
 def _around_weight_update(original: Callable[..., Any], updater: Any, *a: Any, **kw: Any) -> Any:

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 from hcache_backend import metrics
 from hcache_backend.prefetch.eager_loads import is_on_device
 from hcache_backend.prefetch.gate import HitGate
+from hcache_backend.ranks import Said, Turn
 from hcache_backend.sglang import waiting
 from hcache_backend.sglang.arguments import is_plain
 from hcache_backend.sglang.hook_registry import Hook, OnError
 from hcache_backend.sglang.runtime import current
 from hcache_backend.sglang.storage_threads import gate_of, harmless, pages_per_report
-from hcache_backend.turn import Said, Turn
 
 _CACHE = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache."
 

@@ -9,7 +9,7 @@ import torch
 
 from hcache_backend.config import HCacheConfig
 from hcache_backend.format.page import PageLayout
-from hcache_backend.host.page_layout import NodeLayouts
+from hcache_backend.host.node_backups import NodeLayouts
 from hcache_backend.host.segments import KVSegments
 from hcache_backend.restore.recompute import Recomputer
 

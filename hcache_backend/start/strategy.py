@@ -27,7 +27,6 @@ from hcache_backend.checks.recompute import Recomputed, check_recompute
 from hcache_backend.checks.round_trip import CaptureCheck, check_copies, check_lossy, whole_pages
 from hcache_backend.checks.specs import LayerSpecs
 from hcache_backend.format.units import WHOLE, Share
-from hcache_backend.host.page_layout import head_groups, share_of_heads
 from hcache_backend.plan.costs import Partition
 from hcache_backend.plan.restore import CHUNK_TOKENS, Restore
 from hcache_backend.projection.generic import ProjectionBatch
@@ -64,9 +63,11 @@ from hcache_backend.start.machine import layer_methods
 from hcache_backend.start.page_plan import (
     PagePlan,
     choose_codec,
+    head_groups,
     hidden_as_they_are,
     kv_codec,
     make_exchange,
+    share_of_heads,
     staging_places,
     step_tokens,
     take_staging,
