@@ -1,6 +1,6 @@
 """A model in this process, in SGLang's own runner, with the package's projection and recomputation.
 
-The steps are those of a server's start (``start/strategy.py``): layers are found by a
+The steps are those of a server's start (``start/build.py``): layers are found by a
 probe, each projection is proven against the K and V that the model wrote.
 """
 

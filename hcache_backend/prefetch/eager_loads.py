@@ -20,7 +20,7 @@ import torch
 from hcache_backend import metrics, streams
 from hcache_backend.capture.recomputed_rows import RecomputedRows
 from hcache_backend.host.loads import LoadQueue, QueuedLoad
-from hcache_backend.plan.costs import side_by_side
+from hcache_backend.plan.restore import side_by_side
 from hcache_backend.prefetch.eager import (
     EagerRestores,
     Ids,

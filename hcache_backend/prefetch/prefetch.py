@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple
 
-from hcache_backend.plan.costs import side_by_side, until_there
+from hcache_backend.plan.restore import side_by_side, until_there
 
 _REMEMBERED = 4096  # refused requests
 
@@ -177,7 +177,7 @@ class Prefetch:
     whole: bool = False  # a part of it is worth nothing without the rest
     lost: int = 0  # arrived, but worth nothing without the rest
     reachable: float = math.inf  # not yet arrived, and slices can still reach them
-    behind: bool = False  # another prefetch was reading the first page of its hit
+    behind: bool = False  # another prefetch brings the first page of its hit
 
     def came(self, completed: int, page_size: int) -> None:
         """``completed`` tokens count on all ranks. Called in every turn of the scheduler."""

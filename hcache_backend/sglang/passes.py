@@ -100,12 +100,13 @@ def prefill_and_decode(runner: Any, tokens: int, ranks: Any, *, graphs: bool) ->
 
 def attention_modules(model: torch.nn.Module, layers: int) -> list[Observation]:
     """The attention modules of ``model``, in order. Raises Refused if they are not ``layers``, as
-    the KV pool has, numbered one after the other."""
+    the KV pool has, numbered one after the other. Modules of MLA have several attention objects:
+    the first one stands for all."""
     from sglang.srt.layers.linear import LinearBase
     from sglang.srt.layers.radix_attention import RadixAttention
 
     modules = dict(model.named_modules())
-    found: list[Observation] = []
+    known: dict[tuple[int, str], Observation] = {}
     for path, kernel in modules.items():
         if not isinstance(kernel, RadixAttention):
             continue
@@ -121,8 +122,9 @@ def attention_modules(model: torch.nn.Module, layers: int) -> list[Observation]:
             for part, module in modules[layer].named_modules()
             if is_quantised(module)
         }
-        found.append(Observation(name, modules[name], kernel, linears, quantised))
-    found.sort(key=lambda seen: seen.kernel.layer_id)
+        seen = Observation(name, modules[name], kernel, linears, quantised)
+        known.setdefault((kernel.layer_id, name), seen)
+    found = [known[key] for key in sorted(known)]
     ids = [seen.kernel.layer_id for seen in found]
     if not found or ids != list(range(ids[0], ids[0] + len(ids))):
         raise Refused(f"the attention layers of the model are numbered {ids}")

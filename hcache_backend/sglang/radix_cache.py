@@ -98,7 +98,8 @@ def around_drain(
     first prefetches that are read from the back hear of them, last those that are over are finished
     on all ranks. Of pipeline stages only the first one knows that they are there."""
     gate, controller = gate_of(cache), cache.cache_controller
-    n_storage_hit = waiting.with_room(cache, n_storage_hit)
+    with harmless():
+        n_storage_hit = waiting.with_room(cache, n_storage_hit)
     asked, reports = controller.prefetch_hit_queue.queue, controller.ack_prefetch_queue.queue
     taken = list(itertools.islice(reports, n_ack_prefetch or 0))
     if getattr(controller, "eager", None) is not None:

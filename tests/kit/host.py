@@ -14,8 +14,7 @@ from hcache_backend.format.units import WHOLE
 from hcache_backend.host.loads import LoadQueue, QueuedLoad
 from hcache_backend.host.segments import KVSegments
 from hcache_backend.krul.segments import PairedSegments
-from hcache_backend.plan.costs import Partition
-from hcache_backend.plan.restore import Restore
+from hcache_backend.plan.restore import Partition, Restore
 from hcache_backend.prefetch.prefetch import Prefetches
 from hcache_backend.prefetch.progress import L3Progress
 from hcache_backend.restore.pipeline import RestorePipeline

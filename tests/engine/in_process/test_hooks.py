@@ -40,7 +40,7 @@ from hcache_backend.sglang.model_runner import ATTENTION, RESET
 from hcache_backend.sglang.runtime import Runtime, Weights, current
 from hcache_backend.start import attach
 from hcache_backend.start.attach import bootstrap
-from hcache_backend.start.strategy import graph_hooks
+from hcache_backend.start.build import GRAPH_HOOKS
 
 
 def every_hook() -> list[Hook]:
@@ -48,7 +48,7 @@ def every_hook() -> list[Hook]:
     always = [*hooks.OWN_PAGES, *hooks.WEIGHTS, *hooks.USES]
     always += [*hooks.PREFILL_SERVER, *hooks.DECODE_SERVER]
     always += [*hooks.HITS, *hooks.ADAPTERS, *hooks.LATE_WEIGHTS]
-    return [*always, *hooks.HIDDEN, *hooks.RECOMPUTE[1:], *graph_hooks()]
+    return [*always, *hooks.HIDDEN, *hooks.RECOMPUTE[1:], *GRAPH_HOOKS]
 
 
 @pytest.fixture(autouse=True)
@@ -236,7 +236,7 @@ def test_an_unsupported_version_means_kv_mode_with_that_reason(
     before = hooks_on(resolve_name(ATTENTION.target))
     monkeypatch.setattr(attach, "unsupported_reason", lambda: "SGLang 9 is not one")
     monkeypatch.setattr(
-        "hcache_backend.start.strategy.OwnPagesStrategy",
+        "hcache_backend.start.build.OwnPagesStrategy",
         lambda runtime, plain, no_hidden: reasons.append(plain),
     )
     bootstrap(runner())

@@ -12,8 +12,7 @@ import torch
 
 from hcache_backend.format.page import PageLayout, hidden_layer
 from hcache_backend.host.loads import HandOut, LoadQueue, QueuedLoad
-from hcache_backend.plan.costs import Partition
-from hcache_backend.plan.restore import Restore
+from hcache_backend.plan.restore import Partition, Restore
 from hcache_backend.restore.layers import Recompute
 from hcache_backend.sglang.hook_registry import guarded
 from hcache_backend.sglang.radix_cache import TURN
