@@ -57,6 +57,7 @@ HITS = [
     storage_threads.READ,
     storage_threads.READ_BATCH,
 ]
+EVENTS = [radix_cache.EVENTS, storage_threads.BACKUP]  # what L3 stores and evicts
 PREFILL_SERVER = [SEND_PREFIX, METADATA]  # hold back early sends, and send the weights' digest
 DECODE_SERVER = [RECEIVED_PROMPT]  # keeps K and V of other servers' weights out of L3
 WEIGHTS = [
