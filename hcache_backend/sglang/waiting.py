@@ -129,7 +129,6 @@ def _note_behind(operation: Any, other: Any, page: int) -> bool:
 def came(scheduler: Any, request: Any) -> None:
     """SGLang has looked a new request up, or a waiting one again: hold its prompt."""
     cache, prefetches = scheduler.tree_cache, current().prefetches
-    prefetches.scheduler = scheduler
     _gone(request.rid)
     if not getattr(cache, "enable_storage", False):
         return

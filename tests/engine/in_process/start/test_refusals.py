@@ -21,7 +21,7 @@ from hcache_backend.checks import probe as probe_module
 from hcache_backend.checks import specs
 from hcache_backend.config import HCacheConfig
 from hcache_backend.ranks import Refused
-from hcache_backend.start import capabilities, strategy
+from hcache_backend.start import build, capabilities
 from hcache_backend.start.capabilities import (
     CAPABILITIES,
     EAGER,
@@ -40,6 +40,7 @@ class OtherAllocator(PagedTokenToKVPoolAllocator):
 
 
 MODULES = HIDDEN, RECOMPUTATION
+LATENTS = {"pool.kv_lora_rank": 1, "pool.kv_buffer": [torch.empty(1, 1, 1)]}
 MATRIX: list[tuple[dict[str, Any], tuple[str, ...], str]] = [
     # what is other than in a server with every capability, what it cannot have, and the reason
     ({}, (), ""),
@@ -70,6 +71,7 @@ MATRIX: list[tuple[dict[str, Any], tuple[str, ...], str]] = [
     ),
     # [pages, heads, page_size, head_dim]: slots are no rows
     ({"pool.k_buffer": [torch.empty(1, 1, 1, 1)]}, (OWN_PAGES,), "[slots, heads, head_dim]"),
+    (LATENTS, (HIDDEN,), "latents of MLA are smaller than hidden states"),
     ({"enable_dp_attention": True}, MODULES, "data-parallel attention"),
     ({"enable_lora": True}, MODULES, "LoRA adapters"),
     ({"enable_two_batch_overlap": True}, MODULES, "two-batch overlap"),
@@ -230,7 +232,7 @@ def test_recorded_graphs_keep_what_they_read_after_a_refusal_and_no_more(runtime
     read = [weakref.ref(tensor) for tensor in (now.places, now.number)]
     written = [weakref.ref(hooks.staging.staged.rows), weakref.ref(hooks.staging.staged.marks)]
     runtime.runner = SimpleNamespace(hcache_capture=hooks)
-    strategy.capture_nothing(runtime.runner)
+    build.capture_nothing(runtime.runner)
     del hooks, now
     gc.collect()
     assert runtime.runner.hcache_capture is None
