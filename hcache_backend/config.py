@@ -152,6 +152,7 @@ class HCacheConfig(_Table):
     durability: Literal["none", "batch", "always"] = "batch"
     io_threads: int = Field(default=8, ge=1, le=64)
     reader: Literal["posix", "kvikio"] = "posix"
+    events: bool = False
     # what is stored
     mode: Literal["auto", "hidden", "kv", "plain"] = "auto"
     partition: Annotated[
