@@ -56,7 +56,7 @@ def page_layout(
     page_size: int, methods: Restore, kv: KVSegments, codec: Codec | None, share: Share
 ) -> PageLayout:
     """Layout of pages whose layers are restored by ``methods``; ``codec`` is of hidden states."""
-    layers = [RECOMPUTED] * len(methods.methods)
+    layers = [RECOMPUTED] * (len(methods.methods) + len(kv.drafts))
     for layer in methods.layers("hidden"):
         assert codec is not None
         layers[layer] = hidden_layer(page_size, codec.row_bytes, codec.hidden_size, codec.code)
