@@ -211,6 +211,8 @@ class Runtime:
                 if "embed_tokens" not in name and "lm_head" not in name
             ]
             self.draft_digest = fingerprint([digest_tensors(tensors)]).hex()
+        if "draft" in self.page_fields:  # its K and V are in our own pages
+            self.page_fields["draft"] = self.draft_digest
 
     def begin_weight_update(self) -> None:
         """Weights are about to change: rows captured or queued under the old ones are void."""

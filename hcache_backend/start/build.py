@@ -54,7 +54,7 @@ from hcache_backend.restore.recompute import Recomputer
 from hcache_backend.restore.ring import ring_bytes
 from hcache_backend.sglang import hooks
 from hcache_backend.sglang.allocator import ReservablePages
-from hcache_backend.sglang.arguments import drafted_tokens, storage_extra_config
+from hcache_backend.sglang.arguments import drafted_tokens, packed_drafts, storage_extra_config
 from hcache_backend.sglang.controller import OwnPagesController
 from hcache_backend.sglang.groups import attention_ranks
 from hcache_backend.sglang.hook_registry import Hook, install
@@ -267,6 +267,7 @@ class Start:
         plugin = page_plugin(self._config) if codec != "none" else None
         parts = (own, groups) if plugin is None else (WHOLE, self._head_groups(methods, WHOLE))
         how: dict[str, Any] = {"kv_codec": codec, "plugin": plugin, "exchange": exchange}
+        how["drafts"] = packed_drafts(self._runner)
         plan = self.step(PagePlan, kvcache, methods, *parts, **how)
         return self._tried(plan, self._written, share=own, groups=groups)
 
@@ -484,7 +485,9 @@ def build_stack(
     heard = runtime.l3.estimates.slowdown, runtime.cannot_restore
     loads = LoadQueue(pool.arena, pipeline, plan.methods, plan.recomputer, device, *heard)
     pool.use(loads, capture, frees_duplicates=memory.hicache_write_policy == "write_back")
-    group = HostPoolGroup([PoolEntry(PoolName.KV, pool, kvcache, lambda layer: layer, True)])
+    drafts = {"packed_draft_device_pools": plan.drafts} if plan.drafts else {}
+    entry = PoolEntry(PoolName.KV, pool, kvcache, lambda layer: layer, True, **drafts)
+    group = HostPoolGroup([entry])
     warn_of_small_host_pool(
         pool.size, int(kvcache.size), pool.size_per_token, kv_bytes_per_token(kvcache)
     )
@@ -555,7 +558,10 @@ def use_own_pages(runtime: Runtime, kvcache: Any, plan: PagePlan, reason: str | 
             runtime.unused["pages that the codec cannot encode"] = "they cannot be recomputed"
     room = ring_bytes(plan.layout, plan.methods.chunk_tokens, plan.arriving) * bool(plan.arriving)
     runtime.use_codec(codec, asked_codec(runtime, dtype))
-    runtime.use_own_pages(plan.fields(runtime.runner), reason)
+    fields = plan.fields(runtime.runner)
+    if plan.drafts:
+        fields["draft"] = runtime.draft_digest
+    runtime.use_own_pages(fields, reason)
     logger.info(
         "hcache: %s: %s, %d bytes per %d-token page, codec %s, %d host pages, %d shadows, "
         "%.0f MB of device memory for restores",

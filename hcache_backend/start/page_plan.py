@@ -33,7 +33,7 @@ from hcache_backend.restore.exchange import Exchange, share_of_rank
 from hcache_backend.restore.layers import PoolParking, RestoredLayer
 from hcache_backend.restore.recompute import Recomputer
 from hcache_backend.restore.ring import ring_bytes
-from hcache_backend.sglang.arguments import drafted_tokens, kv_fields, resolved
+from hcache_backend.sglang.arguments import drafted_tokens, kv_fields, packed_drafts, resolved
 from hcache_backend.sglang.groups import attention_ranks
 from hcache_backend.sglang.host_pool import HostPages
 from hcache_backend.sglang.runtime import Forwards, Runtime
@@ -69,6 +69,7 @@ class PagePlan:
         codec: Encodes hidden states; None: pages hold K and V only, and no layer is captured.
         recomputer: Recomputes layers; None if it cannot or need not.
         exchange: Between ranks that share the tokens of a page; None: pages are whole.
+        drafts: SGLang's pools of draft layers whose K and V are layers of the pages, too.
         hooks: The capture hooks that CUDA graphs were recorded with, if any.
         pages, staging: Number of pages, and first place of captured rows; from :meth:`find_room`.
     """
@@ -85,6 +86,7 @@ class PagePlan:
     codec: Codec | None = None
     recomputer: Recomputer | None = None
     exchange: Exchange | None = None
+    drafts: Sequence[Any] = ()
     hooks: HiddenCapture | None = None
     forwards: Forwards = field(default_factory=Forwards)
     observer: Recomputer | None = field(init=False, default=None)
@@ -98,7 +100,7 @@ class PagePlan:
         if self.plugin is not None:
             self.kv = self.plugin.segments(self.kvcache, stored, tokens, self.groups)
         else:
-            how = self.share, self.groups, self.kv_codec
+            how = self.share, self.groups, self.kv_codec, self.drafts
             self.kv = KVSegments(self.kvcache, stored, tokens, *how)
         self.layout = page_layout(tokens, self.methods, self.kv, self.codec, self.share)
 
@@ -162,7 +164,8 @@ class PagePlan:
             "kv": self.kv.restored_layer,
             "recompute": lambda _: RestoredLayer("recompute", None),
         }
-        return [restored[method](layer) for layer, method in enumerate(self.methods.methods)]
+        methods = (*self.methods.methods, *["kv"] * len(self.drafts))
+        return [restored[method](layer) for layer, method in enumerate(methods)]
 
     def find_room(self) -> None:
         """Divide host memory, and take staging for capture; Refused without room. No
@@ -273,9 +276,12 @@ def _encoding_segments(
     if codec != "none" and stages > 1:  # a stage cannot tell the others what it could not keep
         raise UnsupportedRows(f"codec {codec!r} takes no K and V of pipeline stages")
     layers, plugin = range(kvcache.layer_num), page_plugin(runtime.config)
+    drafts = packed_drafts(runtime.runner)
+    if plugin is not None and drafts:
+        raise UnsupportedRows(f"codec {codec!r} takes no draft layers")
     if plugin is not None:
         return plugin.segments(kvcache, layers, kvcache.page_size, groups // share.of)
-    return KVSegments(kvcache, layers, kvcache.page_size, share, groups, codec)
+    return KVSegments(kvcache, layers, kvcache.page_size, share, groups, codec, drafts)
 
 
 def choose_codec(group: Any, runtime: Runtime, probe: Probe, projector: Projector) -> Codec:
@@ -465,7 +471,7 @@ def page_layout(
     page_size: int, methods: Restore, kv: KVSegments, codec: Codec | None, share: Share
 ) -> PageLayout:
     """Layout of pages whose layers are restored by ``methods``; ``codec`` is of hidden states."""
-    layers = [RECOMPUTED] * len(methods.methods)
+    layers = [RECOMPUTED] * (len(methods.methods) + len(kv.drafts))
     for layer in methods.layers("hidden"):
         assert codec is not None
         layers[layer] = hidden_layer(page_size, codec.row_bytes, codec.hidden_size, codec.code)
