@@ -41,6 +41,7 @@ from hcache_backend.checks.service import KVChecks, ServiceChecks
 from hcache_backend.checks.specs import LayerSpecs
 from hcache_backend.format.units import WHOLE, Share
 from hcache_backend.host.loads import LoadQueue
+from hcache_backend.host.segments import head_groups, share_of_heads
 from hcache_backend.plan.restore import CHUNK_TOKENS, Partition, Restore
 from hcache_backend.prefetch.eager_loads import EagerLoads
 from hcache_backend.prefetch.slices import SliceBudget
@@ -86,13 +87,11 @@ from hcache_backend.start.page_plan import (
     PagePlan,
     asked_codec,
     choose_codec,
-    head_groups,
     hidden_as_they_are,
     kv_bytes_per_token,
     kv_codec,
     make_exchange,
     page_plugin,
-    share_of_heads,
     staging_places,
     step_tokens,
     take_staging,
