@@ -31,7 +31,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.runtime_context import get_memory
 
 from hcache_backend import metrics
-from hcache_backend.capture.hooks import HiddenCapture, invalidate_on_allocation
+from hcache_backend.capture.hooks import HiddenCapture
 from hcache_backend.capture.recomputed_rows import RecomputedRows
 from hcache_backend.capture.staging import StagedCapture, Staging
 from hcache_backend.checks.probe import PROBE_TOKENS, Probe, observe, probe_tokens
@@ -41,6 +41,7 @@ from hcache_backend.checks.service import KVChecks, ServiceChecks
 from hcache_backend.checks.specs import LayerSpecs
 from hcache_backend.format.units import WHOLE, Share
 from hcache_backend.host.loads import LoadQueue
+from hcache_backend.host.segments import head_groups, share_of_heads
 from hcache_backend.plan.restore import CHUNK_TOKENS, Partition, Restore
 from hcache_backend.prefetch.eager_loads import EagerLoads
 from hcache_backend.prefetch.slices import SliceBudget
@@ -86,13 +87,11 @@ from hcache_backend.start.page_plan import (
     PagePlan,
     asked_codec,
     choose_codec,
-    head_groups,
     hidden_as_they_are,
     kv_bytes_per_token,
     kv_codec,
     make_exchange,
     page_plugin,
-    share_of_heads,
     staging_places,
     step_tokens,
     take_staging,
@@ -471,14 +470,13 @@ def build_stack(
     if ranks.world_size > 1 and (hidden or plan.exchange is not None):
         order = CollectiveOrder(device)
     runtime.forwards.order = None if hidden else order  # otherwise capture has it
-    # Before capture wraps the allocator: pages taken from a reservation are allocated, too.
-    reason, reservable = refusal(EAGER, Server(runtime, kvcache, allocator, hidden)), None
-    if reason is None:
-        reservable = ReservablePages(allocator)
-    else:
+    reason, free_pages = refusal(EAGER, Server(runtime, kvcache, allocator, hidden)), None
+    if reason is not None:
         runtime.unused[EAGER] = reason
-    runtime.eager = reservable is not None
-    capture = _start_capture(runtime, allocator, pool, plan, order) if hidden else None
+    runtime.eager = reason is None
+    capture = _start_capture(runtime, pool, plan, order) if hidden else None
+    if hidden or runtime.eager:
+        free_pages = ReservablePages(allocator, plan.capture_hooks if hidden else None)
     layers, most = plan.restored_layers(projector), plan.methods.chunk_tokens
     how: dict[str, Any] = {"exchange": plan.exchange, "order": order}
     pipeline = RestorePipeline(pool.kv_buffer, layout, layers, most, device, **how)
@@ -506,12 +504,12 @@ def build_stack(
     if plan.plugin is not None and plan.observer is not None:
         group_of, number = params.tp_cache_group, ranks.world_size
         layouts = plan.plugin.backups(plan.observer, layout, group_of, number)
-    if reservable is not None:
+    if free_pages is not None and runtime.eager:
         reserved = max(1, int(kvcache.size // params.page_size * _RESERVED))
         seconds, known = config.recompute_ms / 1e3, plan.methods.profile is not None
         budget = SliceBudget(seconds, most, plan.methods.layer, known=known)
         both = runtime.l3, runtime.prefetches
-        eager = EagerLoads(reservable, pool, pipeline, loads, reserved, budget, *both, new_rows)
+        eager = EagerLoads(free_pages, pool, pipeline, loads, reserved, budget, *both, new_rows)
         runtime.on_weights_changed.append(eager.forget)
     stages = StagePages(
         plan.pages.host, pool.arena.whole, lambda: runtime.distrust is None, runtime.lose_trust
@@ -576,11 +574,7 @@ def use_own_pages(runtime: Runtime, kvcache: Any, plan: PagePlan, reason: str | 
 
 
 def _start_capture(
-    runtime: Runtime,
-    allocator: Any,
-    pool: OwnPagesPool,
-    plan: PagePlan,
-    order: CollectiveOrder | None,
+    runtime: Runtime, pool: OwnPagesPool, plan: PagePlan, order: CollectiveOrder | None
 ) -> StagedCapture:
     """Capture hidden states in every forward pass."""
     assert plan.codec is not None
@@ -588,7 +582,6 @@ def _start_capture(
     segments = [layer.index for layer in plan.hidden_layers]
     capture = StagedCapture(pool.arena, pool.kv_buffer, staging, segments, plan.codec)
     hooks.use(capture, tokens_only=plan.recomputer is not None, order=order)
-    invalidate_on_allocation(allocator, hooks)
     runtime.on_weights_changed.append(capture.ledger.forget)
     logger.debug(
         "hcache: capture: staging of %d tokens, %.0f MB of device memory",
