@@ -274,6 +274,7 @@ def test_no_room_on_the_device_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> 
         methods=SimpleNamespace(layers=lambda kind: (), chunk_tokens=4),
         codec=SimpleNamespace(hidden_size=8, dtype=torch.float32),
         layout=None,
+        arriving=(),
         hooks=SimpleNamespace(staging=object()),
         runner=None,
         kvcache=SimpleNamespace(device="cpu"),
