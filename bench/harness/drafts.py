@@ -96,7 +96,7 @@ def mtp(name: str, models: Path, folder: Path, seed: int = 0) -> Path:
     from safetensors.torch import load_file
 
     # The draft layer has experts, and so has the first one then.
-    sparse = {"mlp_layer_types": ["sparse"] * 4} if name == "glm4_moe_lite" else {}
+    sparse: dict[str, Any] = {"mlp_layer_types": ["sparse"] * 4} if name == "glm4_moe_lite" else {}
     model = build_model(name, models, first_k_dense_replace=0, **sparse)
     weights = load_file(model / "model.safetensors")
     embedding = weights["model.embed_tokens.weight"]

@@ -41,7 +41,6 @@ from hcache_backend.checks.service import KVChecks, ServiceChecks
 from hcache_backend.checks.specs import LayerSpecs
 from hcache_backend.format.units import WHOLE, Share
 from hcache_backend.host.loads import LoadQueue
-from hcache_backend.host.page_layout import head_groups, share_of_heads
 from hcache_backend.plan.restore import CHUNK_TOKENS, Partition, Restore
 from hcache_backend.prefetch.eager_loads import EagerLoads
 from hcache_backend.prefetch.slices import SliceBudget
@@ -68,7 +67,7 @@ from hcache_backend.sglang.passes import (
     run_prompts,
 )
 from hcache_backend.sglang.pipeline_stages import StagePages
-from hcache_backend.sglang.runtime import Runtime, current
+from hcache_backend.sglang.runtime import Forwards, Runtime, current
 from hcache_backend.start.attach import warn_of_small_host_pool
 from hcache_backend.start.capabilities import (
     EAGER,
@@ -87,11 +86,13 @@ from hcache_backend.start.page_plan import (
     PagePlan,
     asked_codec,
     choose_codec,
+    head_groups,
     hidden_as_they_are,
     kv_bytes_per_token,
     kv_codec,
     make_exchange,
     page_plugin,
+    share_of_heads,
     staging_places,
     step_tokens,
     take_staging,
@@ -149,7 +150,7 @@ class OwnPagesStrategy(StackStrategy):
             )
 
     def _keep_plain(self, reason: str) -> None:
-        capture_nothing(self._runtime.runner)
+        capture_nothing(self._runtime)
         self._runtime.use_plain_pages(reason)
         count(self._runtime)
 
@@ -184,7 +185,7 @@ class Start:
         try:
             plan = self._hidden_plan(no_hidden)
         except Refused as refused:  # then no hook and no memory of it are left
-            capture_nothing(self._runner)
+            capture_nothing(self._runtime)
             reason = str(refused)
         if reason is not None:
             plan = self._kv_plan()
@@ -211,7 +212,7 @@ class Start:
         if methods.recomputable:
             recomputer = step(self._find_recomputer, probe, methods, whole=False)
         methods = methods.recomputing_first(recomputer.layers if recomputer else 0)
-        recorded = step(check_recording, runner, probe.hidden[0])
+        recorded = step(check_recording, runtime, probe.hidden[0])
         share = Share(exchange.number, exchange.shares) if exchange is not None else WHOLE
         groups, of_kv = self._head_groups(methods, share), "none"
         if methods.layers("kv"):
@@ -229,6 +230,7 @@ class Start:
             recomputer=recomputer,
             exchange=exchange,
             hooks=recorded,
+            forwards=runtime.forwards,
         )
         plan = self._tried(plan, lambda: probe.slots)
         specs = LayerSpecs(runtime, probe, projector, ranks)
@@ -468,7 +470,7 @@ def build_stack(
     hidden, order = codec is not None, None
     if ranks.world_size > 1 and (hidden or plan.exchange is not None):
         order = CollectiveOrder(device)
-    runtime.runner.hcache_order = None if hidden else order  # otherwise capture has it
+    runtime.forwards.order = None if hidden else order  # otherwise capture has it
     # Before capture wraps the allocator: pages taken from a reservation are allocated, too.
     reason, reservable = refusal(EAGER, Server(runtime, kvcache, allocator, hidden)), None
     if reason is None:
@@ -480,9 +482,8 @@ def build_stack(
     layers, most = plan.restored_layers(projector), plan.methods.chunk_tokens
     how: dict[str, Any] = {"exchange": plan.exchange, "order": order}
     pipeline = RestorePipeline(pool.kv_buffer, layout, layers, most, device, **how)
-    loads = LoadQueue(pool.arena, pipeline, plan.methods, plan.recomputer, device)
-    loads.on_failed.append(runtime.cannot_restore)
-    loads.slowdown = runtime.l3.estimates.slowdown
+    heard = runtime.l3.estimates.slowdown, runtime.cannot_restore
+    loads = LoadQueue(pool.arena, pipeline, plan.methods, plan.recomputer, device, *heard)
     pool.use(loads, capture, frees_duplicates=memory.hicache_write_policy == "write_back")
     drafts = {"packed_draft_device_pools": plan.drafts} if plan.drafts else {}
     entry = PoolEntry(PoolName.KV, pool, kvcache, lambda layer: layer, True, **drafts)
@@ -600,14 +601,13 @@ def _start_capture(
 # ---- CUDA graphs ----
 
 
-def capture_nothing(runner: Any) -> None:
-    """Remove the capture hooks of the model of ``runner``, and free their staging."""
-    hooks: HiddenCapture | None = getattr(runner, "hcache_capture", None)
+def capture_nothing(runtime: Runtime) -> None:
+    """Remove the capture hooks of the model, and free their staging."""
+    hooks = runtime.forwards.capture
     if hooks is None:
         return
-    runner.hcache_capture = None
     # Recorded graphs read the places of a step from this memory in every replay.
-    runner.hcache_recorded = hooks.staging
+    runtime.forwards = Forwards(recorded=hooks.staging)
     with metrics.harmless("staging_not_freed", "staging keeps its memory on the device"):
         hooks.remove()
 
@@ -638,21 +638,20 @@ def record_copies(runtime: Runtime, runner: Any) -> None:
         rows = runner.model_config.hidden_size, runner.dtype
         staging = take_staging(len(seen), *rows, places, kvcache.device, recorded_tokens=recorded)
         hooks = HiddenCapture([(layer.module, layer.linears) for layer in seen])
-        hooks.staging, runner.hcache_capture = staging, hooks
+        hooks.staging, runtime.forwards.capture = staging, hooks
     except Refused as refused:
-        runner.hcache_no_capture = str(refused)
+        runtime.forwards.no_capture = str(refused)
     except Exception:
         logger.exception("hcache: CUDA graphs are recorded without copies of hidden states")
 
 
-def check_recording(runner: Any, hidden: torch.Tensor) -> HiddenCapture | None:
+def check_recording(runtime: Runtime, hidden: torch.Tensor) -> HiddenCapture | None:
     """Capture hooks of the recorded CUDA graphs; None if none are recorded. Raises Refused if they
     do not capture rows like those of ``hidden``, ``[n, hidden]``."""
-    hooks: HiddenCapture | None = getattr(runner, "hcache_capture", None)
-    if runner.device == "cpu" or graphs_are_off():
+    hooks, why = runtime.forwards.capture, runtime.forwards.no_capture
+    if runtime.runner.device == "cpu" or graphs_are_off():
         return hooks
     if hooks is None or hooks.staging is None:
-        why = getattr(runner, "hcache_no_capture", "the log says why")
         raise Refused(f"CUDA graphs were recorded without our copies: {why}")
     width, dtype = hooks.staging.width, hooks.staging.dtype
     if (width, dtype) != (hidden.shape[1], hidden.dtype):

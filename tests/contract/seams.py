@@ -75,9 +75,6 @@ OURS = {
     ("ack", "_replace"),  # every NamedTuple's
     ("ack", "reduce"),
     ("request", "prefix_indices"),  # of 0.5.21; later versions ask our tree for it
-    ("runner", "hcache_capture"),
-    ("runner", "hcache_recorded"),
-    ("runner", "hcache_no_capture"),
     ("forward_batch", "asked"),
     ("controller", "eager"),
     ("controller", "begin_turn"),
@@ -85,7 +82,6 @@ OURS = {
     ("controller", "pages_per_report"),
     ("backend", "backups"),
     ("memory", "finish"),
-    ("scheduler", "hcache_last_batch"),
     ("memory", "numpy"),
     ("memory", "parts"),
 }

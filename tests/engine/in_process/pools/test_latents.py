@@ -182,7 +182,7 @@ def test_ranks_share_no_page_that_eight_does_not_divide() -> None:
 
 
 def test_rows_of_dsa_are_latents_and_its_index_keys_are_whole_pages() -> None:
-    """A row has values in FP8, their scales and RoPE: bytes to us, which ranks can share. Keys of the
+    """A row has values in FP8, their scales and RoPE: bytes to us, which ranks share. Keys of the
     indexer are another plane: in a page all keys come before all scales, and some layers have none.
     No server of these models starts without CUDA, so they keep plain pages."""
     pool = DSATokenToKVPool(

@@ -42,7 +42,7 @@ class OtherAllocator(PagedTokenToKVPoolAllocator):
 MODULES = HIDDEN, RECOMPUTATION
 DRAFT = SimpleNamespace(page_size=16, dtype=torch.bfloat16, layer_num=1)
 MTP = {"runner.mtp_draft_device_pools": (DRAFT,), "pool.page_size": 16}
-MLA = {"pool.kv_lora_rank": 8, "pool.kv_buffer": [torch.empty(1, 1, 1)]}
+LATENTS = {"pool.kv_lora_rank": 1, "pool.kv_buffer": [torch.empty(1, 1, 1)]}
 MATRIX: list[tuple[dict[str, Any], tuple[str, ...], str]] = [
     # what is other than in a server with every capability, what it cannot have, and the reason
     ({}, (), ""),
@@ -59,7 +59,6 @@ MATRIX: list[tuple[dict[str, Any], tuple[str, ...], str]] = [
     ),
     (MTP, MODULES, "come back as K and V only"),
     (MTP | {"pool.page_size": 64}, (OWN_PAGES, *MODULES), "draft layer"),
-    (MLA, (HIDDEN,), "latents of MLA are smaller"),
     ({"attn_cp_size": 2}, (OWN_PAGES,), "context-parallel"),
     ({"dcp_size": 2}, (OWN_PAGES,), "context-parallel"),
     ({"disaggregation_mode": "prefill"}, (), ""),
@@ -76,6 +75,7 @@ MATRIX: list[tuple[dict[str, Any], tuple[str, ...], str]] = [
     ),
     # [pages, heads, page_size, head_dim]: slots are no rows
     ({"pool.k_buffer": [torch.empty(1, 1, 1, 1)]}, (OWN_PAGES,), "[slots, heads, head_dim]"),
+    (LATENTS, (HIDDEN,), "latents of MLA are smaller than hidden states"),
     ({"enable_dp_attention": True}, MODULES, "data-parallel attention"),
     ({"enable_lora": True}, MODULES, "LoRA adapters"),
     ({"enable_two_batch_overlap": True}, MODULES, "two-batch overlap"),
@@ -235,10 +235,10 @@ def test_recorded_graphs_keep_what_they_read_after_a_refusal_and_no_more(runtime
     now = hooks.staging._now
     read = [weakref.ref(tensor) for tensor in (now.places, now.number)]
     written = [weakref.ref(hooks.staging.staged.rows), weakref.ref(hooks.staging.staged.marks)]
-    runtime.runner = SimpleNamespace(hcache_capture=hooks)
-    build.capture_nothing(runtime.runner)
+    runtime.forwards.capture = hooks
+    build.capture_nothing(runtime)
     del hooks, now
     gc.collect()
-    assert runtime.runner.hcache_capture is None
+    assert runtime.forwards.capture is None
     assert all(tensor() is not None for tensor in read)
     assert all(tensor() is None for tensor in written)
