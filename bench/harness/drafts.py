@@ -95,7 +95,9 @@ def mtp(name: str, models: Path, folder: Path, seed: int = 0) -> Path:
     import torch
     from safetensors.torch import load_file
 
-    model = build_model(name, models, first_k_dense_replace=0)
+    # The draft layer has experts, and so has the first one then.
+    sparse: dict[str, Any] = {"mlp_layer_types": ["sparse"] * 4} if name == "glm4_moe_lite" else {}
+    model = build_model(name, models, first_k_dense_replace=0, **sparse)
     weights = load_file(model / "model.safetensors")
     embedding = weights["model.embed_tokens.weight"]
     embedding /= embedding.pow(2).mean(1, keepdim=True).sqrt()
