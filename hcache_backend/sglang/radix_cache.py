@@ -164,6 +164,12 @@ def after_backup(
     return result
 
 
+def around_events(original: Callable[..., Any], cache: Any, *a: Any, **kw: Any) -> Any:
+    """Around ``take_events``: SGLang publishes the events of L3 with its own."""
+    events, l3 = original(cache, *a, **kw), our_l3(cache)
+    return events if l3 is None or l3.events is None else [*events, *l3.events.take()]
+
+
 def before_stop(original: Callable[..., Any], cache: Any, *a: Any, **kw: Any) -> Any:
     """On SIGTERM, after the last answer. SGLang kills its processes after 15 s."""
     l3 = our_l3(cache)
@@ -188,6 +194,7 @@ TURN = Hook(_CACHE + "check_hicache_events", around_turn, OnError.END_L3)
 DRAIN = Hook(_CACHE + "_drain_storage_control_queues_impl", around_drain, OnError.END_L3)
 PREFETCH = Hook(_CACHE + "prefetch_from_storage", around_prefetch)
 LOAD_BACK = Hook(_CACHE + "init_load_back", around_load_back)
+EVENTS = Hook(_CACHE + "take_events", around_events)
 WRITTEN = Hook(_CACHE + "write_backup_storage", after_written)
 BACKED_UP = Hook(_CACHE + "_execute_kv_backup", after_backup)
 STOPPING = Hook(_CACHE + "release_host_resources", before_stop)

@@ -196,6 +196,18 @@ def leave_report(joined: Joined, storage_config: HiCacheStorageConfig) -> None:
         keep_profile(runtime, folders[0])
 
 
+def publishes_events() -> bool:
+    """True if SGLang publishes KV events on this rank; logs why nobody will hear those of L3."""
+    from sglang.srt.disaggregation.kv_events import is_kv_publisher_rank
+    from sglang.srt.runtime_context import get_observability
+
+    wanted = get_observability().kv_events_config
+    missing = hooks.install(hooks.EVENTS) if wanted else "it needs --kv-events-config"
+    if missing is not None:
+        logger.warning("hcache: option 'events' is not used: %s", missing)
+    return missing is None and is_kv_publisher_rank(wanted)
+
+
 def check_preemption(args: Any) -> None:
     """Raise ConfigError if SGLang loses preempted requests when there is an L3."""
     preempts = args.enable_priority_scheduling and not args.disable_priority_preemption

@@ -50,12 +50,11 @@ from hcache_backend.projection.paged_pool import PagedPool, holds_latents, plane
 from hcache_backend.projection.projector import Projector
 from hcache_backend.ranks import Refused, all_or_none, smallest
 from hcache_backend.restore.exchange import CollectiveOrder, Exchange
-from hcache_backend.restore.pipeline import RestorePipeline
 from hcache_backend.restore.recompute import Recomputer
 from hcache_backend.restore.ring import ring_bytes
 from hcache_backend.sglang import hooks
 from hcache_backend.sglang.allocator import ReservablePages
-from hcache_backend.sglang.arguments import drafted_tokens, storage_extra_config
+from hcache_backend.sglang.arguments import drafted_tokens, packed_drafts, storage_extra_config
 from hcache_backend.sglang.controller import OwnPagesController
 from hcache_backend.sglang.groups import attention_ranks
 from hcache_backend.sglang.hook_registry import Hook, install
@@ -93,7 +92,6 @@ from hcache_backend.start.page_plan import (
     make_exchange,
     page_plugin,
     staging_places,
-    step_tokens,
     take_staging,
 )
 
@@ -266,6 +264,7 @@ class Start:
         plugin = page_plugin(self._config) if codec != "none" else None
         parts = (own, groups) if plugin is None else (WHOLE, self._head_groups(methods, WHOLE))
         how: dict[str, Any] = {"kv_codec": codec, "plugin": plugin, "exchange": exchange}
+        how["drafts"] = packed_drafts(self._runner)
         plan = self.step(PagePlan, kvcache, methods, *parts, **how)
         return self._tried(plan, self._written, share=own, groups=groups)
 
@@ -354,11 +353,7 @@ class Start:
     def _check_capture(self, plan: PagePlan) -> None:
         kvcache, projector, ranks = self._kvcache, self.projector, self._params.tp_cache_group
         order = CollectiveOrder(kvcache.device) if attention_ranks().world_size > 1 else None
-
-        def make() -> CaptureCheck:
-            return CaptureCheck(plan, plan.restored_layers(projector), order)
-
-        check = self.step(make)
+        check = self.step(CaptureCheck, plan, projector, order)
         for graphs, by_layer in ((False, True), (False, False), (True, False)):
             run = partial(prefill_and_decode, self._runner, check.tokens, ranks, graphs=graphs)
             self.step(check.save, run, seen=not graphs, by_layer=by_layer)
@@ -476,13 +471,13 @@ def build_stack(
     capture = _start_capture(runtime, pool, plan, order) if hidden else None
     if hidden or runtime.eager:
         free_pages = ReservablePages(allocator, plan.capture_hooks if hidden else None)
-    layers, most = plan.restored_layers(projector), plan.methods.chunk_tokens
-    how: dict[str, Any] = {"exchange": plan.exchange, "order": order}
-    pipeline = RestorePipeline(pool.kv_buffer, layout, layers, most, device, **how)
+    pipeline = plan.pipeline(pool.kv_buffer, projector, order)
     heard = runtime.l3.estimates.slowdown, runtime.cannot_restore
     loads = LoadQueue(pool.arena, pipeline, plan.methods, plan.recomputer, device, *heard)
     pool.use(loads, capture, frees_duplicates=memory.hicache_write_policy == "write_back")
-    group = HostPoolGroup([PoolEntry(PoolName.KV, pool, kvcache, lambda layer: layer, True)])
+    drafts = {"packed_draft_device_pools": plan.drafts} if plan.drafts else {}
+    entry = PoolEntry(PoolName.KV, pool, kvcache, lambda layer: layer, True, **drafts)
+    group = HostPoolGroup([entry])
     warn_of_small_host_pool(
         pool.size, int(kvcache.size), pool.size_per_token, kv_bytes_per_token(kvcache)
     )
@@ -495,7 +490,8 @@ def build_stack(
             pool.on_loaded.append(kv_checks.transferred)
     if codec is not None and capture is not None:
         new_rows = partial(RecomputedRows, capture, plan.staging, plan.capture_hooks)
-        checks = ServiceChecks(runtime, pool, plan.hidden_layers, codec, projector, **how)
+        how = codec, projector, plan.exchange, order
+        checks = ServiceChecks(runtime, pool, plan.hidden_layers, *how)
         pool.on_freed.append(checks.freed)
         pool.on_backed_up.append(checks.transferred)
     if plan.plugin is not None and plan.observer is not None:
@@ -504,6 +500,7 @@ def build_stack(
     if free_pages is not None and runtime.eager:
         reserved = max(1, int(kvcache.size // params.page_size * _RESERVED))
         seconds, known = config.recompute_ms / 1e3, plan.methods.profile is not None
+        most = plan.methods.chunk_tokens
         budget = SliceBudget(seconds, most, plan.methods.layer, known=known)
         both = runtime.l3, runtime.prefetches
         eager = EagerLoads(free_pages, pool, pipeline, loads, reserved, budget, *both, new_rows)
@@ -553,7 +550,10 @@ def use_own_pages(runtime: Runtime, kvcache: Any, plan: PagePlan, reason: str | 
             runtime.unused["pages that the codec cannot encode"] = "they cannot be recomputed"
     room = ring_bytes(plan.layout, plan.methods.chunk_tokens, plan.arriving) * bool(plan.arriving)
     runtime.use_codec(codec, asked_codec(runtime, dtype))
-    runtime.use_own_pages(plan.fields(runtime.runner), reason)
+    fields = plan.fields(runtime.runner)
+    if plan.drafts:
+        fields["draft"] = runtime.draft_digest
+    runtime.use_own_pages(fields, reason)
     logger.info(
         "hcache: %s: %s, %d bytes per %d-token page, codec %s, %d host pages, %d shadows, "
         "%.0f MB of device memory for restores",
@@ -571,10 +571,8 @@ def _start_capture(
     runtime: Runtime, pool: OwnPagesPool, plan: PagePlan, order: CollectiveOrder | None
 ) -> StagedCapture:
     """Capture hidden states in every forward pass."""
-    assert plan.codec is not None
     hooks, staging = plan.capture_hooks, plan.staging
-    segments = [layer.index for layer in plan.hidden_layers]
-    capture = StagedCapture(pool.arena, pool.kv_buffer, staging, segments, plan.codec)
+    capture = plan.capture(pool.arena, pool.kv_buffer)
     hooks.use(capture, tokens_only=plan.recomputer is not None, order=order)
     runtime.on_weights_changed.append(capture.ledger.forget)
     logger.debug(
@@ -621,7 +619,7 @@ def record_copies(runtime: Runtime, runner: Any) -> None:
         every = attention_modules(runner.model, kvcache.layer_num)
         seen = [every[layer] for layer in hidden]
         recorded = _largest_recorded_tokens(drafted_tokens(server.args))
-        places = staging_places(len(seen), *step_tokens(runner), recorded)
+        places = staging_places(runner, len(seen), recorded)
         rows = runner.model_config.hidden_size, runner.dtype
         staging = take_staging(len(seen), *rows, places, kvcache.device, recorded_tokens=recorded)
         hooks = HiddenCapture([(layer.module, layer.linears) for layer in seen])
