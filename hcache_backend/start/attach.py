@@ -24,11 +24,10 @@ from hcache_backend.server_report import write_report
 from hcache_backend.sglang import hooks
 from hcache_backend.sglang.arguments import (
     check_tp_lcm_size,
-    decodes_for_others,
     kv_fields,
+    may_be,
     page_size,
     resolved,
-    sends_to_others,
     serves_adapters,
     storage_extra_config,
 )
@@ -84,7 +83,7 @@ def bootstrap(runner: Any) -> None:
     doubts["weight updates would go unnoticed"] = unnoticed
     if serves_adapters(args):
         doubts["pages of adapters would not be kept apart"] = hooks.install(hooks.ADAPTERS)
-    if decodes_for_others(runner.server_args):
+    if may_be("decode", runner.server_args):
         doubts["K and V of other weights would go unnoticed"] = hooks.install(hooks.DECODE_SERVER)
     for doubt, missing in doubts.items():
         if missing is not None:
@@ -97,7 +96,7 @@ def bootstrap(runner: Any) -> None:
         return
     hooks.notice_uses()
     plain = unnoticed or unsupported_reason()
-    if sends_to_others(runner.server_args):
+    if may_be("prefill", runner.server_args):
         plain = hooks.install(hooks.PREFILL_SERVER) or plain
     if plain is None and config.mode == "plain":
         plain = "option 'mode' is 'plain'"

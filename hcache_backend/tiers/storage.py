@@ -28,7 +28,7 @@ from sglang.srt.observability.metrics_collector import StorageMetrics
 
 from hcache_backend import metrics
 from hcache_backend.format.envelope import PageKeys, PageName
-from hcache_backend.sglang.arguments import decodes_for_others, page_size
+from hcache_backend.sglang.arguments import may_be, page_size
 from hcache_backend.sglang.backups import Backups
 from hcache_backend.sglang.runtime import Weights
 from hcache_backend.start import attach
@@ -63,7 +63,7 @@ class HCacheStorage(HiCacheStorage):
         if config.events and attach.publishes_events():
             self.events = L3Events(page_size(self._runtime.runner.server_args))
             store.stats.on_evicted = self._evicted
-        self._promises_hits = not decodes_for_others(self._runtime.runner.server_args)
+        self._promises_hits = not may_be("decode", self._runtime.runner.server_args)
         if not self._promises_hits:
             logger.warning(
                 "hcache: a decode server only writes L3: SGLang fails a request whose hit cannot "
