@@ -152,6 +152,7 @@ class HCacheConfig(_Table):
     durability: Literal["none", "batch", "always"] = "batch"
     io_threads: int = Field(default=8, ge=1, le=64)
     reader: Literal["posix", "kvikio"] = "posix"
+    events: bool = False
     # what is stored
     mode: Literal["auto", "hidden", "kv", "plain"] = "auto"
     partition: Annotated[
@@ -210,7 +211,7 @@ class HCacheConfig(_Table):
 
 FIXED_AT_START = HCacheConfig.model_fields.keys() - {
     *("dirs", "quota_bytes", "min_free_bytes", "durability", "io_threads", "reader"),
-    *("min_gain", "shared"),
+    *("min_gain", "shared", "events"),
 }  # an attach may set the others
 
 _GONE = {

@@ -31,7 +31,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.runtime_context import get_memory
 
 from hcache_backend import metrics
-from hcache_backend.capture.hooks import HiddenCapture, invalidate_on_allocation
+from hcache_backend.capture.hooks import HiddenCapture
 from hcache_backend.capture.recomputed_rows import RecomputedRows
 from hcache_backend.capture.staging import StagedCapture, Staging
 from hcache_backend.checks.probe import PROBE_TOKENS, Probe, observe, probe_tokens
@@ -41,7 +41,7 @@ from hcache_backend.checks.service import KVChecks, ServiceChecks
 from hcache_backend.checks.specs import LayerSpecs
 from hcache_backend.format.units import WHOLE, Share
 from hcache_backend.host.loads import LoadQueue
-from hcache_backend.host.page_layout import head_groups, share_of_heads
+from hcache_backend.host.segments import head_groups, share_of_heads
 from hcache_backend.plan.restore import CHUNK_TOKENS, Partition, Restore
 from hcache_backend.prefetch.eager_loads import EagerLoads
 from hcache_backend.prefetch.slices import SliceBudget
@@ -54,7 +54,7 @@ from hcache_backend.restore.recompute import Recomputer
 from hcache_backend.restore.ring import ring_bytes
 from hcache_backend.sglang import hooks
 from hcache_backend.sglang.allocator import ReservablePages
-from hcache_backend.sglang.arguments import drafted_tokens, storage_extra_config
+from hcache_backend.sglang.arguments import drafted_tokens, packed_drafts, storage_extra_config
 from hcache_backend.sglang.controller import OwnPagesController
 from hcache_backend.sglang.groups import attention_ranks
 from hcache_backend.sglang.hook_registry import Hook, install
@@ -67,7 +67,7 @@ from hcache_backend.sglang.passes import (
     run_prompts,
 )
 from hcache_backend.sglang.pipeline_stages import StagePages
-from hcache_backend.sglang.runtime import Runtime, current
+from hcache_backend.sglang.runtime import Forwards, Runtime, current
 from hcache_backend.start.attach import warn_of_small_host_pool
 from hcache_backend.start.capabilities import (
     EAGER,
@@ -147,7 +147,7 @@ class OwnPagesStrategy(StackStrategy):
             )
 
     def _keep_plain(self, reason: str) -> None:
-        capture_nothing(self._runtime.runner)
+        capture_nothing(self._runtime)
         self._runtime.use_plain_pages(reason)
         count(self._runtime)
 
@@ -182,7 +182,7 @@ class Start:
         try:
             plan = self._hidden_plan(no_hidden)
         except Refused as refused:  # then no hook and no memory of it are left
-            capture_nothing(self._runner)
+            capture_nothing(self._runtime)
             reason = str(refused)
         if reason is not None:
             plan = self._kv_plan()
@@ -209,7 +209,7 @@ class Start:
         if methods.recomputable:
             recomputer = step(self._find_recomputer, probe, methods, whole=False)
         methods = methods.recomputing_first(recomputer.layers if recomputer else 0)
-        recorded = step(check_recording, runner, probe.hidden[0])
+        recorded = step(check_recording, runtime, probe.hidden[0])
         share = Share(exchange.number, exchange.shares) if exchange is not None else WHOLE
         groups, of_kv = self._head_groups(methods, share), "none"
         if methods.layers("kv"):
@@ -227,6 +227,7 @@ class Start:
             recomputer=recomputer,
             exchange=exchange,
             hooks=recorded,
+            forwards=runtime.forwards,
         )
         plan = self._tried(plan, lambda: probe.slots)
         specs = LayerSpecs(runtime, probe, projector, ranks)
@@ -263,6 +264,7 @@ class Start:
         plugin = page_plugin(self._config) if codec != "none" else None
         parts = (own, groups) if plugin is None else (WHOLE, self._head_groups(methods, WHOLE))
         how: dict[str, Any] = {"kv_codec": codec, "plugin": plugin, "exchange": exchange}
+        how["drafts"] = packed_drafts(self._runner)
         plan = self.step(PagePlan, kvcache, methods, *parts, **how)
         return self._tried(plan, self._written, share=own, groups=groups)
 
@@ -461,21 +463,21 @@ def build_stack(
     hidden, order = codec is not None, None
     if ranks.world_size > 1 and (hidden or plan.exchange is not None):
         order = CollectiveOrder(device)
-    runtime.runner.hcache_order = None if hidden else order  # otherwise capture has it
-    # Before capture wraps the allocator: pages taken from a reservation are allocated, too.
-    reason, reservable = refusal(EAGER, Server(runtime, kvcache, allocator, hidden)), None
-    if reason is None:
-        reservable = ReservablePages(allocator)
-    else:
+    runtime.forwards.order = None if hidden else order  # otherwise capture has it
+    reason, free_pages = refusal(EAGER, Server(runtime, kvcache, allocator, hidden)), None
+    if reason is not None:
         runtime.unused[EAGER] = reason
-    runtime.eager = reservable is not None
-    capture = _start_capture(runtime, allocator, pool, plan, order) if hidden else None
+    runtime.eager = reason is None
+    capture = _start_capture(runtime, pool, plan, order) if hidden else None
+    if hidden or runtime.eager:
+        free_pages = ReservablePages(allocator, plan.capture_hooks if hidden else None)
     pipeline = plan.pipeline(pool.kv_buffer, projector, order)
-    loads = LoadQueue(pool.arena, pipeline, plan.methods, plan.recomputer, device)
-    loads.on_failed.append(runtime.cannot_restore)
-    loads.slowdown = runtime.l3.estimates.slowdown
+    heard = runtime.l3.estimates.slowdown, runtime.cannot_restore
+    loads = LoadQueue(pool.arena, pipeline, plan.methods, plan.recomputer, device, *heard)
     pool.use(loads, capture, frees_duplicates=memory.hicache_write_policy == "write_back")
-    group = HostPoolGroup([PoolEntry(PoolName.KV, pool, kvcache, lambda layer: layer, True)])
+    drafts = {"packed_draft_device_pools": plan.drafts} if plan.drafts else {}
+    entry = PoolEntry(PoolName.KV, pool, kvcache, lambda layer: layer, True, **drafts)
+    group = HostPoolGroup([entry])
     warn_of_small_host_pool(
         pool.size, int(kvcache.size), pool.size_per_token, kv_bytes_per_token(kvcache)
     )
@@ -495,13 +497,13 @@ def build_stack(
     if plan.plugin is not None and plan.observer is not None:
         group_of, number = params.tp_cache_group, ranks.world_size
         layouts = plan.plugin.backups(plan.observer, layout, group_of, number)
-    if reservable is not None:
+    if free_pages is not None and runtime.eager:
         reserved = max(1, int(kvcache.size // params.page_size * _RESERVED))
         seconds, known = config.recompute_ms / 1e3, plan.methods.profile is not None
         most = plan.methods.chunk_tokens
         budget = SliceBudget(seconds, most, plan.methods.layer, known=known)
         both = runtime.l3, runtime.prefetches
-        eager = EagerLoads(reservable, pool, pipeline, loads, reserved, budget, *both, new_rows)
+        eager = EagerLoads(free_pages, pool, pipeline, loads, reserved, budget, *both, new_rows)
         runtime.on_weights_changed.append(eager.forget)
     stages = StagePages(
         plan.pages.host, pool.arena.whole, lambda: runtime.distrust is None, runtime.lose_trust
@@ -548,7 +550,10 @@ def use_own_pages(runtime: Runtime, kvcache: Any, plan: PagePlan, reason: str | 
             runtime.unused["pages that the codec cannot encode"] = "they cannot be recomputed"
     room = ring_bytes(plan.layout, plan.methods.chunk_tokens, plan.arriving) * bool(plan.arriving)
     runtime.use_codec(codec, asked_codec(runtime, dtype))
-    runtime.use_own_pages(plan.fields(runtime.runner), reason)
+    fields = plan.fields(runtime.runner)
+    if plan.drafts:
+        fields["draft"] = runtime.draft_digest
+    runtime.use_own_pages(fields, reason)
     logger.info(
         "hcache: %s: %s, %d bytes per %d-token page, codec %s, %d host pages, %d shadows, "
         "%.0f MB of device memory for restores",
@@ -563,20 +568,12 @@ def use_own_pages(runtime: Runtime, kvcache: Any, plan: PagePlan, reason: str | 
 
 
 def _start_capture(
-    runtime: Runtime,
-    allocator: Any,
-    pool: OwnPagesPool,
-    plan: PagePlan,
-    order: CollectiveOrder | None,
+    runtime: Runtime, pool: OwnPagesPool, plan: PagePlan, order: CollectiveOrder | None
 ) -> StagedCapture:
     """Capture hidden states in every forward pass."""
-    capture, hooks, staging = (
-        plan.capture(pool.arena, pool.kv_buffer),
-        plan.capture_hooks,
-        plan.staging,
-    )
+    hooks, staging = plan.capture_hooks, plan.staging
+    capture = plan.capture(pool.arena, pool.kv_buffer)
     hooks.use(capture, tokens_only=plan.recomputer is not None, order=order)
-    invalidate_on_allocation(allocator, hooks)
     runtime.on_weights_changed.append(capture.ledger.forget)
     logger.debug(
         "hcache: capture: staging of %d tokens, %.0f MB of device memory",
@@ -589,14 +586,13 @@ def _start_capture(
 # ---- CUDA graphs ----
 
 
-def capture_nothing(runner: Any) -> None:
-    """Remove the capture hooks of the model of ``runner``, and free their staging."""
-    hooks: HiddenCapture | None = getattr(runner, "hcache_capture", None)
+def capture_nothing(runtime: Runtime) -> None:
+    """Remove the capture hooks of the model, and free their staging."""
+    hooks = runtime.forwards.capture
     if hooks is None:
         return
-    runner.hcache_capture = None
     # Recorded graphs read the places of a step from this memory in every replay.
-    runner.hcache_recorded = hooks.staging
+    runtime.forwards = Forwards(recorded=hooks.staging)
     with metrics.harmless("staging_not_freed", "staging keeps its memory on the device"):
         hooks.remove()
 
@@ -627,21 +623,20 @@ def record_copies(runtime: Runtime, runner: Any) -> None:
         rows = runner.model_config.hidden_size, runner.dtype
         staging = take_staging(len(seen), *rows, places, kvcache.device, recorded_tokens=recorded)
         hooks = HiddenCapture([(layer.module, layer.linears) for layer in seen])
-        hooks.staging, runner.hcache_capture = staging, hooks
+        hooks.staging, runtime.forwards.capture = staging, hooks
     except Refused as refused:
-        runner.hcache_no_capture = str(refused)
+        runtime.forwards.no_capture = str(refused)
     except Exception:
         logger.exception("hcache: CUDA graphs are recorded without copies of hidden states")
 
 
-def check_recording(runner: Any, hidden: torch.Tensor) -> HiddenCapture | None:
+def check_recording(runtime: Runtime, hidden: torch.Tensor) -> HiddenCapture | None:
     """Capture hooks of the recorded CUDA graphs; None if none are recorded. Raises Refused if they
     do not capture rows like those of ``hidden``, ``[n, hidden]``."""
-    hooks: HiddenCapture | None = getattr(runner, "hcache_capture", None)
-    if runner.device == "cpu" or graphs_are_off():
+    hooks, why = runtime.forwards.capture, runtime.forwards.no_capture
+    if runtime.runner.device == "cpu" or graphs_are_off():
         return hooks
     if hooks is None or hooks.staging is None:
-        why = getattr(runner, "hcache_no_capture", "the log says why")
         raise Refused(f"CUDA graphs were recorded without our copies: {why}")
     width, dtype = hooks.staging.width, hooks.staging.dtype
     if (width, dtype) != (hidden.shape[1], hidden.dtype):

@@ -21,8 +21,9 @@ from hcache_backend.projection.paged_pool import holds_latents, planes_of
 from hcache_backend.ranks import Refused
 from hcache_backend.sglang.arguments import (
     NO_REQUEST,
-    decodes_for_others,
     drafts_trees,
+    may_be,
+    packed_drafts,
     resolved,
     serves_adapters,
 )
@@ -76,13 +77,17 @@ EAGER = "restores while L3 is read"
 # fmt: off
 _DECODES = Need(
     "decode servers, `--enable-pd-role-switch`",
-    lambda s: decodes_for_others(s.runtime.runner.server_args),
+    lambda s: may_be("decode", s.runtime.runner.server_args),
     "a server that decodes for prefill servers, or may after a role switch, fails a request whose "
     "load is refused")
 _BUFFER_ONLY = Need(
     "`--hicache-host-memory-mode buffer_only`",
     lambda s: s.args.hicache_host_memory_mode == "buffer_only",
     "the node before a prefetch may go while it runs (buffer_only)")
+_PACKED = Need(
+    "draft layers that SGLang packs behind the model's (MTP)",
+    lambda s: packed_drafts(s.runtime.runner),
+    "draft layers behind the model's (MTP) come back as K and V only")
 _MODULES = (  # rules out all that calls or hooks the model's modules
     Need("`--enable-dp-attention`", lambda s: s.args.enable_dp_attention,
          "data-parallel attention: ranks without requests would have to take part"),
@@ -105,10 +110,12 @@ CAPABILITIES: dict[str, tuple[Need, ...]] = {
         Need("other ways to draft than " + ", ".join(f"`{name}`" for name in _DRAFTING),
              lambda s: s.algorithm if s.algorithm not in (None, *_DRAFTING) else None,
              f"speculative decoding by {{}}, not by {', '.join(_DRAFTING)}"),
-        Need("draft layers that SGLang packs behind the model's (MTP)",
-             lambda s: getattr(s.runtime.runner, "mtp_draft_device_pools", ()),
-             "speculative decoding with MTP: nobody would save the draft's layers, which SGLang "
-             "packs behind the model's in host memory"),
+        Need("draft layers (MTP) whose KV pool is unlike the model's",
+             lambda s: any(
+                 (type(pool), pool.page_size, pool.dtype, pool.layer_num)
+                 != (type(s.pool), s.pool.page_size, s.pool.dtype, 1)
+                 for pool in packed_drafts(s.runtime.runner)),
+             "the KV pool of a draft layer is unlike the model's"),
         Need("context-parallel attention",
              lambda s: max(getattr(s.args, n, 1) for n in ("attn_cp_size", "dcp_size")) > 1,
              "attention in context-parallel ranks"),
@@ -128,6 +135,7 @@ CAPABILITIES: dict[str, tuple[Need, ...]] = {
              "the KV pool is not [slots, heads, head_dim]"),
     ),
     HIDDEN: (
+        _PACKED,
         Need("MLA", lambda s: holds_latents(s.pool),
              "latents of MLA are smaller than hidden states"),
         Need("drafts in trees (`--speculative-eagle-topk`, "
@@ -139,6 +147,7 @@ CAPABILITIES: dict[str, tuple[Need, ...]] = {
         *_MODULES,
     ),
     RECOMPUTATION: (
+        _PACKED,
         Need("`recompute: never`", lambda s: s.asks("recompute", "never"), "option 'recompute'"),
         *_MODULES,
         Need("multimodal models", lambda s: s.runtime.runner.model_config.is_multimodal,

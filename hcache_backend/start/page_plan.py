@@ -24,8 +24,7 @@ from hcache_backend.checks.probe import Probe
 from hcache_backend.config import HCacheConfig
 from hcache_backend.format.page import PageLayout
 from hcache_backend.format.units import WHOLE, Share
-from hcache_backend.host.page_layout import page_layout
-from hcache_backend.host.segments import KVSegments
+from hcache_backend.host.segments import KVSegments, page_layout
 from hcache_backend.plan.restore import Restore
 from hcache_backend.projection.attention import AttentionLayer
 from hcache_backend.projection.paged_pool import planes_of
@@ -36,10 +35,10 @@ from hcache_backend.restore.layers import PoolParking, RestoredLayer
 from hcache_backend.restore.pipeline import RestorePipeline
 from hcache_backend.restore.recompute import Recomputer
 from hcache_backend.restore.ring import ring_bytes
-from hcache_backend.sglang.arguments import drafted_tokens, kv_fields, resolved
+from hcache_backend.sglang.arguments import drafted_tokens, kv_fields, packed_drafts, resolved
 from hcache_backend.sglang.groups import attention_ranks
 from hcache_backend.sglang.host_pool import HostPages
-from hcache_backend.sglang.runtime import Runtime
+from hcache_backend.sglang.runtime import Forwards, Runtime
 from hcache_backend.streams import free_memory
 from hcache_kernels.codecs import Codec, UnsupportedRows, make_codec
 
@@ -72,6 +71,7 @@ class PagePlan:
         codec: Encodes hidden states; None: pages hold K and V only, and no layer is captured.
         recomputer: Recomputes layers; None if it cannot or need not.
         exchange: Between ranks that share the tokens of a page; None: pages are whole.
+        drafts: SGLang's pools of draft layers whose K and V are layers of the pages, too.
         hooks: The capture hooks that CUDA graphs were recorded with, if any.
         pages, staging: Number of pages, and first place of captured rows; from :meth:`find_room`.
     """
@@ -88,7 +88,9 @@ class PagePlan:
     codec: Codec | None = None
     recomputer: Recomputer | None = None
     exchange: Exchange | None = None
+    drafts: Sequence[Any] = ()
     hooks: HiddenCapture | None = None
+    forwards: Forwards = field(default_factory=Forwards)
     observer: Recomputer | None = field(init=False, default=None)
     kv: KVSegments = field(init=False)
     layout: PageLayout = field(init=False)
@@ -100,7 +102,7 @@ class PagePlan:
         if self.plugin is not None:
             self.kv = self.plugin.segments(self.kvcache, stored, tokens, self.groups)
         else:
-            how = self.share, self.groups, self.kv_codec
+            how = self.share, self.groups, self.kv_codec, self.drafts
             self.kv = KVSegments(self.kvcache, stored, tokens, *how)
         self.layout = page_layout(tokens, self.methods, self.kv, self.codec, self.share)
 
@@ -111,7 +113,7 @@ class PagePlan:
         layers = self.hidden_layers
         hooks = self.hooks or HiddenCapture([(layer.module, ()) for layer in layers])
         hooks.watch_only(layer.projection for layer in layers)
-        hooks.staging, self.runner.hcache_capture = self.staging, hooks
+        hooks.staging, self.forwards.capture = self.staging, hooks
         return hooks
 
     @property
@@ -164,7 +166,8 @@ class PagePlan:
             "kv": self.kv.restored_layer,
             "recompute": lambda _: RestoredLayer("recompute", None),
         }
-        return [restored[method](layer) for layer, method in enumerate(self.methods.methods)]
+        methods = (*self.methods.methods, *["kv"] * len(self.drafts))
+        return [restored[method](layer) for layer, method in enumerate(methods)]
 
     def capture(self, arena: Arena, memory: torch.Tensor) -> StagedCapture:
         """Capture of hidden states into the pages of ``arena``, whose bytes are ``memory``."""
@@ -288,9 +291,12 @@ def _encoding_segments(
     if codec != "none" and stages > 1:  # a stage cannot tell the others what it could not keep
         raise UnsupportedRows(f"codec {codec!r} takes no K and V of pipeline stages")
     layers, plugin = range(kvcache.layer_num), page_plugin(runtime.config)
+    drafts = packed_drafts(runtime.runner)
+    if plugin is not None and drafts:
+        raise UnsupportedRows(f"codec {codec!r} takes no draft layers")
     if plugin is not None:
         return plugin.segments(kvcache, layers, kvcache.page_size, groups // share.of)
-    return KVSegments(kvcache, layers, kvcache.page_size, share, groups, codec)
+    return KVSegments(kvcache, layers, kvcache.page_size, share, groups, codec, drafts)
 
 
 def choose_codec(group: Any, runtime: Runtime, probe: Probe, projector: Projector) -> Codec:

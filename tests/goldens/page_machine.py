@@ -23,7 +23,7 @@ import torch
 
 from hcache_backend.capture.staging import stored_rows
 from hcache_backend.config import KrulOption, parse_config
-from hcache_backend.host.page_layout import head_groups, share_of_heads
+from hcache_backend.host.segments import head_groups, share_of_heads
 from hcache_backend.krul.plugin import Krul
 from hcache_backend.plan.restore import Partition, Restore
 from hcache_backend.sglang.runtime import Runtime, Weights

@@ -134,6 +134,7 @@ def active(monkeypatch: pytest.MonkeyPatch) -> Any:
     runtime = Runtime(None)
     hook_registry.guarded.cache_clear()  # each error is said once
     monkeypatch.setattr(runtime, "hit_gate", Broken())
+    monkeypatch.setattr(runtime, "forwards", Broken())
     monkeypatch.setattr("hcache_backend.sglang.runtime._runtime", runtime)
     for module in (radix_cache, scheduler, storage_threads):
         monkeypatch.setattr(module, "gate_of", lambda cache: Broken())
@@ -160,7 +161,7 @@ def test_sglang_goes_on_when_a_hook_raises(
     wanted, times = WITHOUT_L3.get(hook.target, ("SGLang's", 1))
     assert (result, len(calls)) == (wanted, times)
     assert all(given == (tuple(arguments), {}) for given in calls)
-    ended = active._not_restorable
+    ended = active._reasons["not_restorable"]
     if hook.on_error is OnError.END_L3:
         assert ended is not None
         assert hook.target in ended

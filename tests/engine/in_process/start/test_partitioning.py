@@ -14,8 +14,7 @@ import torch
 from hcache_backend.config import ConfigError, parse_config
 from hcache_backend.format.page import PageLayout, hidden_layer
 from hcache_backend.format.units import WHOLE
-from hcache_backend.host.page_layout import page_layout
-from hcache_backend.host.segments import KVSegments
+from hcache_backend.host.segments import KVSegments, page_layout
 from hcache_backend.plan import measure
 from hcache_backend.plan.model_config import shape_from_config
 from hcache_backend.plan.model_shape import ModelShape

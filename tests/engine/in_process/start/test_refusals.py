@@ -40,6 +40,8 @@ class OtherAllocator(PagedTokenToKVPoolAllocator):
 
 
 MODULES = HIDDEN, RECOMPUTATION
+DRAFT = SimpleNamespace(page_size=16, dtype=torch.bfloat16, layer_num=1)
+MTP = {"runner.mtp_draft_device_pools": (DRAFT,), "pool.page_size": 16}
 LATENTS = {"pool.kv_lora_rank": 1, "pool.kv_buffer": [torch.empty(1, 1, 1)]}
 MATRIX: list[tuple[dict[str, Any], tuple[str, ...], str]] = [
     # what is other than in a server with every capability, what it cannot have, and the reason
@@ -55,8 +57,10 @@ MATRIX: list[tuple[dict[str, Any], tuple[str, ...], str]] = [
         (HIDDEN,),
         "moves K and V of accepted tokens",
     ),
-    ({"runner.mtp_draft_device_pools": (0,)}, (OWN_PAGES,), "nobody would save the draft's"),
+    (MTP, MODULES, "come back as K and V only"),
+    (MTP | {"pool.page_size": 64}, (OWN_PAGES, *MODULES), "draft layer"),
     ({"attn_cp_size": 2}, (OWN_PAGES,), "context-parallel"),
+    ({"dcp_size": 2}, (OWN_PAGES,), "context-parallel"),
     ({"disaggregation_mode": "prefill"}, (), ""),
     ({"disaggregation_mode": "decode"}, (OWN_PAGES, JUDGING), "decodes for prefill servers"),
     ({"enable_pd_role_switch": True}, (OWN_PAGES, JUDGING), "may after a role switch"),
@@ -231,10 +235,10 @@ def test_recorded_graphs_keep_what_they_read_after_a_refusal_and_no_more(runtime
     now = hooks.staging._now
     read = [weakref.ref(tensor) for tensor in (now.places, now.number)]
     written = [weakref.ref(hooks.staging.staged.rows), weakref.ref(hooks.staging.staged.marks)]
-    runtime.runner = SimpleNamespace(hcache_capture=hooks)
-    build.capture_nothing(runtime.runner)
+    runtime.forwards.capture = hooks
+    build.capture_nothing(runtime)
     del hooks, now
     gc.collect()
-    assert runtime.runner.hcache_capture is None
+    assert runtime.forwards.capture is None
     assert all(tensor() is not None for tensor in read)
     assert all(tensor() is None for tensor in written)
