@@ -41,6 +41,7 @@ from hcache_backend.store import PageStore
 logger = logging.getLogger("hcache")
 
 JUDGING = "judging L3 hits"  # a capability (start/capabilities.py)
+_UNTOLD = "the weights were updated and not all pipeline stages have said theirs"
 
 
 @dataclass(frozen=True)
@@ -232,6 +233,7 @@ class Runtime:
         theirs."""
         with self._lock:
             self._updates_untold += 1
+            self._suspend(stages=_UNTOLD)
             if self.weights is not None:  # whatever they are, they are not the old ones
                 unknown = os.urandom(16)
                 self._stand_in = Weights(unknown, self.weights.suspended, unknown)
@@ -317,8 +319,7 @@ class Runtime:
             except Exception as error:  # under the old fingerprint L3 must not serve again
                 self.lose_trust(str(error))
             self._updates_untold -= 1
-            untold = "the weights were updated and not all pipeline stages have said theirs"
-            self._suspend(stages=untold if self._updates_untold else None)
+            self._suspend(stages=_UNTOLD if self._updates_untold else None)
 
 
 _runtime: Runtime | None = None

@@ -67,7 +67,7 @@ NOT_OBJECTS = {
     "host_pool_name", "mem_pool_host", "adapter", "model", "own", "stages", "ranks",
     "q", "k", "v", "key_value_num_tokens", "kind",
     "runtime", "pool", "pages", "place", "layout", "plan", "weights", "device",
-    "node", "other", "receipt", "retries",
+    "event", "node", "other", "receipt", "retries", "slots",
     "allocator", "target_location", "target_locations", "target_sizes",
 }  # fmt: skip
 """Other parameters annotated ``Any``: tensors, lists, classes, and pools of many classes."""
