@@ -105,7 +105,7 @@ def test_the_options_are_few_and_an_attach_may_set_those_of_the_store_and_of_sha
     free = HCacheConfig.model_fields.keys() - FIXED_AT_START
     assert free - {"shared"} == {
         *("dirs", "quota_bytes", "min_free_bytes", "durability", "io_threads", "reader"),
-        "min_gain",
+        *("events", "min_gain"),
     }
 
 
