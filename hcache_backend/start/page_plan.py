@@ -67,6 +67,7 @@ class PagePlan:
         recomputer: Recomputes layers; None if it cannot or need not.
         exchange: Between ranks that share the tokens of a page; None: pages are whole.
         hooks: The capture hooks that CUDA graphs were recorded with, if any.
+        host_share: Part of ``--hicache-size`` for these pages; side pools get the rest.
         pages, staging: Number of pages, and first place of captured rows; from :meth:`find_room`.
     """
 
@@ -83,6 +84,7 @@ class PagePlan:
     recomputer: Recomputer | None = None
     exchange: Exchange | None = None
     hooks: HiddenCapture | None = None
+    host_share: float = 1.0
     observer: Recomputer | None = field(init=False, default=None)
     kv: KVSegments = field(init=False)
     layout: PageLayout = field(init=False)
@@ -124,7 +126,7 @@ class PagePlan:
         self.pages = plan_host_pages(
             self.kvcache,
             self.layout,
-            memory.hicache_size,
+            memory.hicache_size * self.host_share,
             memory.hicache_ratio,
             host_memory_budget_bytes(),
             with_shadows=codec is not None,

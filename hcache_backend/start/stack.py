@@ -39,6 +39,7 @@ from hcache_backend.start.attach import warn_of_small_host_pool
 from hcache_backend.start.capabilities import EAGER, Server, refusal
 from hcache_backend.start.machine import judge_hits
 from hcache_backend.start.page_plan import PagePlan, asked_codec, kv_bytes_per_token
+from hcache_backend.start.sides import SidePool
 
 logger = logging.getLogger("hcache")
 
@@ -60,12 +61,14 @@ def build_stack(
     arguments: Mapping[str, Any],
     plan: PagePlan,
     projector: Projector,
+    side: SidePool | None = None,
 ) -> StackBuildResult:
     """HiCache's components, by the plan that every rank agreed on. SGLang gives ``params`` and
-    ``arguments`` to a strategy."""
+    ``arguments`` to a strategy. ``side``: of a hybrid model."""
     kvcache, layout, config = plan.kvcache, plan.layout, runtime.config
     codec, ranks, memory = plan.codec, attention_ranks(), get_memory()
-    device, allocator = kvcache.device, params.token_to_kv_pool_allocator
+    device, whole = kvcache.device, params.token_to_kv_pool_allocator
+    allocator = getattr(whole, "full_attn_allocator", whole)  # of a pool with windows
     assert config is not None
     pool = OwnPagesPool(
         kvcache,
@@ -104,14 +107,21 @@ def build_stack(
     loads.on_failed.append(runtime.cannot_restore)
     loads.slowdown = runtime.l3.estimates.slowdown
     pool.use(loads, capture)
-    group = HostPoolGroup([PoolEntry(PoolName.KV, pool, kvcache, lambda layer: layer, True)])
+    mapper = (lambda layer: layer) if side is None else side.full.get
+    entries = [PoolEntry(PoolName.KV, pool, kvcache, mapper, True)]
+    pools, component_pools = "own pages", {ComponentType.FULL: pool}
+    if side is not None:
+        entries.append(side.make())
+        component_pools[side.component] = entries[-1].host_pool
+        pools += f" + {side.component.name}"
+    group = HostPoolGroup(entries)
     warn_of_small_host_pool(
         pool.size, int(kvcache.size), pool.size_per_token, kv_bytes_per_token(kvcache)
     )
     # Known before the controller attaches L3:
     runtime.on_other_l3.append(partial(judge_hits, runtime, config))
     controller = OwnPagesController(
-        allocator,
+        whole,
         group,
         params.page_size,
         params.tp_cache_group,
@@ -120,6 +130,7 @@ def build_stack(
         pp_group=params.pp_cache_group,
         write_policy=memory.hicache_write_policy,
         io_backend=memory.hicache_io_backend,
+        transfer_layer_id_max=None if side is None else side.layer_ids,
         **{name: arguments[name] for name in _CONTROLLER_ARGUMENTS},
     )
     kv_checks = KVChecks(runtime, pool, plan.kv)
@@ -157,8 +168,9 @@ def build_stack(
     return StackBuildResult(
         host_pool_group=group,
         cache_controller=controller,
-        component_host_pools={ComponentType.FULL: pool},
-        pools_desc="own pages",
+        component_host_pools=component_pools,
+        register_req_to_token_counter=side is not None and side.of_requests,
+        pools_desc=pools,
     )
 
 

@@ -17,7 +17,6 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import StackStrategy, _PlainKvStrategy
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
-from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from hcache_backend import metrics
@@ -31,7 +30,12 @@ from hcache_backend.host.page_layout import head_groups, share_of_heads
 from hcache_backend.plan.costs import Partition
 from hcache_backend.plan.restore import CHUNK_TOKENS, Restore
 from hcache_backend.projection.generic import ProjectionBatch
-from hcache_backend.projection.paged_pool import PagedPool, holds_latents, planes_of
+from hcache_backend.projection.paged_pool import (
+    PagedPool,
+    full_attention,
+    holds_latents,
+    planes_of,
+)
 from hcache_backend.projection.projector import Projector
 from hcache_backend.ranks import Refused, all_or_none, smallest
 from hcache_backend.restore.exchange import CollectiveOrder, Exchange
@@ -72,6 +76,7 @@ from hcache_backend.start.page_plan import (
     take_staging,
 )
 from hcache_backend.start.page_plugin import page_plugin
+from hcache_backend.start.sides import HYBRID, SidePool, side_pool
 from hcache_backend.start.stack import build_stack, restored_layers, use_own_pages
 
 logger = logging.getLogger("hcache")
@@ -86,7 +91,8 @@ _GRAPHS = "sglang.srt.model_executor.model_runner.ModelRunner.init_cuda_graphs"
 
 class OwnPagesStrategy(StackStrategy):
     """Own pages for a plain MHA/GQA pool: with hidden states if possible and useful, otherwise of K
-    and V; for a plain MLA pool of latents. Without own pages SGLang's plain ones.
+    and V; for a plain MLA pool of latents. Of hybrid models the full-attention layers have own
+    pages. Without own pages SGLang's plain ones.
 
     ``plain``, ``no_hidden``: known reasons against own pages, against hidden states, or None.
     """
@@ -97,26 +103,30 @@ class OwnPagesStrategy(StackStrategy):
         self._no_hidden = no_hidden
 
     def matches(self, kvcache: Any, components: Any) -> bool:
-        known = type(kvcache) in (MHATokenToKVPool, MLATokenToKVPool)
-        if known and components == {ComponentType.FULL}:
+        full, plain = full_attention(kvcache), HYBRID.get(type(kvcache), _PlainKvStrategy())
+        known = type(full) in (MHATokenToKVPool, MLATokenToKVPool)
+        if known and plain.matches(kvcache, components):
             return True
         names = ", ".join(sorted(component.name for component in components))
         self._keep_plain(self._plain or f"the KV pool is a {type(kvcache).__name__} ({names})")
         return False
 
-    def build(self, *, kvcache: Any, params: Any, server_args: Any, **kwargs: Any) -> Any:
-        start = Start(self._runtime, kvcache, params)
+    def build(
+        self, *, cache: Any, kvcache: Any, params: Any, server_args: Any, **kwargs: Any
+    ) -> Any:
+        side = side_pool(cache, kvcache, params)
+        start = Start(self._runtime, full_attention(kvcache), params, side)
         try:
             start.step(refuse, OWN_PAGES, start.server, self._plain)
             plan = start.plan(self._no_hidden)
-            stack = build_stack(self._runtime, params, kwargs, plan, start.projector)
+            stack = build_stack(self._runtime, params, kwargs, plan, start.projector, side)
             tell(self._runtime)
             return stack
         except Refused as refused:
             self._keep_plain(str(refused))
-            return _PlainKvStrategy().build(
-                kvcache=kvcache, params=params, server_args=server_args, **kwargs
-            )
+            plain = HYBRID.get(type(kvcache), _PlainKvStrategy())
+            given = {"cache": cache, "kvcache": kvcache, "params": params}
+            return plain.build(**given, server_args=server_args, **kwargs)
 
     def _keep_plain(self, reason: str) -> None:
         capture_nothing(self._runtime.runner)
@@ -131,10 +141,13 @@ class Start:
     allocated or served yet. K and V of the probe stay in the pool to the last check.
     """
 
-    def __init__(self, runtime: Runtime, kvcache: Any, params: Any) -> None:
+    def __init__(
+        self, runtime: Runtime, kvcache: Any, params: Any, side: SidePool | None = None
+    ) -> None:
         assert runtime.config is not None
         self._runtime, self._config, self._runner = runtime, runtime.config, runtime.runner
         self._kvcache, self._params = kvcache, params
+        self._host_share = 1.0 if side is None else side.share
         self.server = Server(runtime, kvcache)
         marker = ProjectionBatch(ForwardMode.EXTEND)
         self.projector = Projector(marker, PagedPool(kvcache), kvcache.layer_num)
@@ -242,6 +255,7 @@ class Start:
                 kv_codec=of_kv,
                 plugin=plugin,
                 exchange=exchange,
+                host_share=self._host_share,
             )
             header, page = plan.layout.header_bytes, plan.layout.page_bytes
             if header * _SMALLEST_PAGE > page:
@@ -452,7 +466,7 @@ def record_copies(runtime: Runtime, runner: Any) -> None:
     if runner.device == "cpu" or getattr(runner, "is_draft_worker", False) or graphs_are_off():
         return
     try:
-        kvcache = runner.token_to_kv_pool
+        kvcache = full_attention(runner.token_to_kv_pool)
         server = Server(runtime, kvcache)
         if refusal(OWN_PAGES, server) or refusal(HIDDEN, server):
             return  # the reason is logged when the host pool is built
