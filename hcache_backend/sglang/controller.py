@@ -166,10 +166,12 @@ class OwnPagesController(HybridCacheController):
 
     # Our tables are on the CPU: SGLang would send host indices to the device and we read them back.
 
-    def _move_pool_indices(self, host_pool: Any, host: Any, device: Any, **kw: Any) -> Any:
+    def _move_pool_indices(
+        self, host_pool: Any, host_indices: Any, device_indices: Any, **kwargs: Any
+    ) -> Any:
         if host_pool is self._pool:
-            return host, device
-        return super()._move_pool_indices(host_pool, host, device, **kw)
+            return host_indices, device_indices
+        return super()._move_pool_indices(host_pool, host_indices, device_indices, **kwargs)
 
     # ---- device -> host ----
 

@@ -16,7 +16,12 @@ _OPERATIONS = (
     _CACHE + "hybrid_cache.hybrid_cache_controller.PrefetchOperation",
     "sglang.srt.managers.cache_controller.CacheOperation",
 )
-_KV_POOL = (_CACHE + "memory_pool.MHATokenToKVPool",)
+_KV_POOL = (
+    _CACHE + "memory_pool.MHATokenToKVPool",
+    _CACHE + "memory_pool.MLATokenToKVPool",
+    _CACHE + "memory_pool.HybridLinearKVPool",
+    _CACHE + "swa_memory_pool.SWAKVPool",
+)
 _ATTENTION = ("sglang.srt.layers.radix_attention.RadixAttention",)
 
 OBJECTS: dict[str, tuple[str, ...]] = {
@@ -54,7 +59,10 @@ OBJECTS: dict[str, tuple[str, ...]] = {
     "server_args": _ARGUMENTS,
     "storage_config": (_CACHE + "hicache_storage.HiCacheStorageConfig",),
     "tree": (_CACHE + "unified_cache.unified_tree_core.UnifiedTreeCore",),
-    "token_to_kv_pool_allocator": (_CACHE + "allocator.paged.PagedTokenToKVPoolAllocator",),
+    "token_to_kv_pool_allocator": (
+        _CACHE + "allocator.paged.PagedTokenToKVPoolAllocator",
+        _CACHE + "allocator.swa.SWATokenToKVPoolAllocator",
+    ),
     "transfer": (_CACHE + "hicache_storage.PoolTransfer",),
     "updater": ("sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater",),
 }
@@ -67,7 +75,7 @@ NOT_OBJECTS = {
     "host_pool_name", "mem_pool_host", "adapter", "model", "own", "stages", "ranks",
     "q", "k", "v", "key_value_num_tokens", "kind",
     "runtime", "pool", "pages", "place", "layout", "plan", "weights", "device",
-    "allocator", "target_location", "target_locations", "target_sizes",
+    "allocator", "side", "target_location", "target_locations", "target_sizes",
 }  # fmt: skip
 """Other parameters annotated ``Any``: tensors, lists, classes, and pools of many classes."""
 
@@ -96,9 +104,9 @@ OURS = {
 
 OVERRIDDEN: dict[str, set[str]] = {
     "OwnPagesController": {
+        "_generate_storage_config",
         "_generic_page_get",
-        "_move_op_indices",
-        "_move_write_operation",
+        "_move_pool_indices",
         "_page_backup",
         "_page_get_zero_copy",
         "_page_transfer",
