@@ -173,12 +173,20 @@ CLASSES = [
     row("glm4_moe_lite", "own", LATENTS, reference="server", **LONG_CLASS),
     # Pages of windows are files of their own: the last window of each node.
     row("gpt_oss", "own", HYBRID, **CLASS | {"files": 132}),
+    row("gpt_oss", "own", HYBRID, tp=2, **LONG_CLASS | {"files": 264}),
+    row("gpt_oss", "own", HYBRID, "codec exp4", dtype="bfloat16", **CLASS | {"files": 132}),
     row("mellum", "own", HYBRID, **LONG_CLASS | {"files": 132}),
     # A state is kept every 64 tokens, and is a file of its own.
     row(
         *("qwen3_next", "own", HYBRID),
         **LONG_CLASS
         | {"reference": "server", "extra_env": FLOAT32_STATES, "grid": 64, "files": 78},
+    ),
+    row(
+        *("qwen3_next", "own", HYBRID),
+        tp=2,
+        **LONG_CLASS
+        | {"reference": "server", "extra_env": FLOAT32_STATES, "grid": 64, "files": 156},
     ),
 ]
 
