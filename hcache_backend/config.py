@@ -195,27 +195,18 @@ class HCacheConfig(_Table):
             ) from None
 
     @model_validator(mode="after")
-    def _k_and_v_of_all_layers(self) -> HCacheConfig:
-        hidden = isinstance(self.partition, PartitionOption) and (
-            self.partition.hidden or self.partition.recompute
-        )
-        if self.codec == "krul" and (self.mode in ("hidden", "plain") or hidden):
+    def _together(self) -> HCacheConfig:
+        asked = self.partition if isinstance(self.partition, PartitionOption) else PartitionOption()
+        other = self.mode in ("hidden", "plain") or asked.hidden or asked.recompute
+        if self.codec == "krul" and other:
             raise ValueError(
                 "option 'codec' is 'krul': options 'mode' and 'partition' must let K and V of all "
                 "layers be stored in own pages"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _nothing_is_lost(self) -> HCacheConfig:
-        if (
-            self.recompute == "never"
-            and isinstance(self.partition, PartitionOption)
-            and self.partition.recompute
-        ):
+        if self.recompute == "never" and asked.recompute:
             raise ValueError(
                 "option 'recompute' is 'never': option 'partition' must store all layers, but "
-                f"leaves out the first {self.partition.recompute} ('recompute')"
+                f"leaves out the first {asked.recompute} ('recompute')"
             )
         return self
 

@@ -27,17 +27,9 @@ class OutOfStep(RuntimeError):
     """Other ranks may wait for this one for ever: its server must end."""
 
 
-def on_all_ranks(group: Any, *flags: bool) -> tuple[bool, ...]:
-    """For each flag, whether it is true on every rank of ``group`` (one MIN-reduce).
-
-    Args:
-        group: A process group on the CPU (gloo), or None for a single rank.
-    """
-    return tuple(bool(flag) for flag in smallest(group, *flags))
-
-
 def smallest(group: Any, *numbers: int) -> list[int]:
-    """The smallest on all ranks of ``group``, for each of ``numbers``; see :func:`on_all_ranks`."""
+    """The smallest of each of ``numbers`` on all ranks of ``group``, by one MIN-reduce; of a flag 1
+    if it is true on every rank. ``group`` is on the CPU (gloo); None: a single rank."""
     least = torch.tensor(numbers, dtype=torch.int64)
     if group is not None and dist.is_initialized() and dist.get_world_size(group=group) > 1:
         dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)
@@ -78,9 +70,9 @@ def all_or_none(
     except Exception as error:
         logger.error("hcache: the self-check raised an error", exc_info=error)
         reason = f"the self-check raised an error: {type(error).__name__}: {error}"
-    fine = reason is None
+    fine: int = reason is None
     for group in groups:
-        (fine,) = on_all_ranks(group, fine)
+        [fine] = smallest(group, fine)
     if not fine:
         raise Refused(reason or "another tensor-parallel rank or pipeline stage refused")
     return result

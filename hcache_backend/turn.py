@@ -14,14 +14,8 @@ import torch
 import torch.distributed as dist
 
 
-class Checks(Protocol):
-    """Checks in service, which take part in turns.
-
-    Attributes:
-        failed: A page was wrong. The same on every rank.
-    """
-
-    failed: bool
+class Part(Protocol):
+    """A part of ours that has something to do in every turn. Scheduler thread only."""
 
     def ask(self, turn: Turn) -> None:
         """Add what this rank knows."""
@@ -30,7 +24,7 @@ class Checks(Protocol):
         """The ranks have agreed."""
 
     def forget(self) -> None:
-        """All pages that wait were dropped."""
+        """L1 and L2 are emptied, and all that waits was dropped."""
 
 
 class Said(NamedTuple):
@@ -49,10 +43,12 @@ class Turn:
     """What this rank says in one turn. Every rank says equally many numbers, in the same order.
 
     Attributes:
+        cache: SGLang's radix cache, whose turn it is.
         least: The smallest of each number on all ranks, from :meth:`agree`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, cache: Any = None) -> None:
+        self.cache = cache
         self.least: list[int] = []
         self._own: list[int] = []
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple
 
-from hcache_backend.plan.costs import side_by_side, until_there
+from hcache_backend.plan.restore import side_by_side, until_there
 
 _REMEMBERED = 4096  # refused requests
 
@@ -177,7 +177,7 @@ class Prefetch:
     whole: bool = False  # a part of it is worth nothing without the rest
     lost: int = 0  # arrived, but worth nothing without the rest
     reachable: float = math.inf  # not yet arrived, and slices can still reach them
-    behind: bool = False  # another prefetch was reading the first page of its hit
+    behind: bool = False  # another prefetch brings the first page of its hit
 
     @property
     def left(self) -> int:
@@ -225,7 +225,8 @@ class Prefetches:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.held: dict[str, Held] = {}  # by request, in the order in which they came
-        self.scheduler: Any = None  # SGLang's, whose requests are held
+        self.scheduler: Any = None  # SGLang's; None until the first request comes
+        self.plain = False  # token ids are all input of the request that is being received
         self.short_of_room = False  # hits wait for room in host memory, on all ranks
         self.waiting: dict[str, Prefetch] = {}  # of requests that the gate knows, in order
         # Operations that HiCache's threads still process on some rank, also without a waiting

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import enum
 import functools
-import importlib
 import logging
+import pkgutil
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -36,20 +36,36 @@ class Hook(NamedTuple):
 
 
 def install(hooks: list[Hook]) -> str | None:
-    """Register and apply ``hooks``; returns a message about missing ones, or None. SGLang only logs
-    a hook that cannot be applied, so each one is looked up afterwards."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    for hook in hooks:
-        if not _is_applied(hook):
-            HookRegistry.register(hook.target, guarded(hook), HookType.AROUND)
-    HookRegistry.apply_hooks()
-    for hook in hooks:
-        if not _is_applied(hook) and hook.target in HookRegistry._patched:
-            # The registry patches a target once: an earlier hook, ours or another plugin's, has it.
-            HookRegistry._apply_target(hook.target, [(HookType.AROUND, guarded(hook), None)])
-    missing = [hook.target for hook in hooks if not _is_applied(hook)]
+    """Put ``hooks`` around SGLang's functions, each once; returns a message about missing ones, or
+    None. SGLang's own registry would look at every name of every module for each hook."""
+    missing = [hook.target for hook in hooks if not _put_around(hook)]
     return f"SGLang has no place for the hooks on {', '.join(missing)}" if missing else None
+
+
+def hooks_on(function: object) -> tuple[Callable[..., Any], ...]:
+    """Our hooks around a function, also within wrappers of other plugins."""
+    found: tuple[Callable[..., Any], ...] = getattr(function, "hcache_hooks", ())
+    return found
+
+
+def _put_around(hook: Hook) -> bool:
+    path, _, name = hook.target.rpartition(".")
+    try:
+        owner = pkgutil.resolve_name(path)
+        original = getattr(owner, name)
+    except (ImportError, AttributeError):
+        return False
+    around, others = guarded(hook), hooks_on(original)
+    if around in others:
+        return True
+
+    @functools.wraps(original)
+    def hooked(*args: Any, **kwargs: Any) -> Any:
+        return around(original, *args, **kwargs)
+
+    vars(hooked)["hcache_hooks"] = (*others, around)
+    setattr(owner, name, hooked)
+    return True
 
 
 class _Original:
@@ -101,28 +117,6 @@ def guarded(hook: Hook) -> Callable[..., Any]:
         return call.result if call.returned else original(*args, **kwargs)
 
     return around
-
-
-def _owner(target: str) -> Any:
-    module_path, owner_name, _ = target.rsplit(".", 2)
-    try:
-        return getattr(importlib.import_module(module_path), owner_name, None)
-    except ImportError:
-        return None
-
-
-def _resolve(target: str) -> Any:
-    return getattr(_owner(target), target.rpartition(".")[2], None)
-
-
-def _is_applied(hook: Hook) -> bool:
-    function = _resolve(hook.target)
-    while function is not None:
-        cells = getattr(function, "__closure__", None) or ()
-        if any(cell.cell_contents is guarded(hook) for cell in cells):
-            return True
-        function = getattr(function, "__wrapped__", None)
-    return False
 
 
 class Results:

@@ -7,25 +7,11 @@ from __future__ import annotations
 
 import logging
 
-from hcache_backend.sglang import model_runner, radix_cache, storage_threads
-from hcache_backend.sglang.hook_registry import Hook, OnError, install
-from hcache_backend.sglang.prefill_server import before_sending_prefix
+from hcache_backend.sglang import disaggregation, model_runner, radix_cache, storage_threads
+from hcache_backend.sglang.hook_registry import install
 from hcache_backend.sglang.scheduler import BATCH, COMPUTED, RECEIVED, REQUEST
-from hcache_backend.sglang.sent_weights import after_metadata, before_commit
 
 logger = logging.getLogger("hcache")
-
-_DISAGGREGATION = "sglang.srt.disaggregation."
-SEND_PREFIX = Hook(
-    _DISAGGREGATION + "prefill.SchedulerDisaggregationPrefillMixin.maybe_send_cached_prefix_chunk",
-    before_sending_prefix,
-)
-METADATA = Hook(_DISAGGREGATION + "utils.MetadataBuffers.set_buf", after_metadata)
-RECEIVED_PROMPT = Hook(
-    _DISAGGREGATION + "decode.DecodeTransferQueue._commit_transfer_to_req",
-    before_commit,
-    OnError.END_L3,
-)
 
 HIDDEN = [model_runner.ATTENTION, model_runner.FORWARD]
 EXCHANGE = [model_runner.FORWARD]  # of latents between ranks
@@ -57,12 +43,12 @@ HITS = [
     storage_threads.READ,
     storage_threads.READ_BATCH,
 ]
-PREFILL_SERVER = [SEND_PREFIX, METADATA]  # hold back early sends, and send the weights' digest
-DECODE_SERVER = [RECEIVED_PROMPT]  # keeps K and V of other servers' weights out of L3
-WEIGHTS = [
-    *model_runner.WEIGHTS,
-    model_runner.RESET,
-]  # keep pages of other weights away; in both modes
+# hold back early sends, and send the weights' digest
+PREFILL_SERVER = [disaggregation.SEND_PREFIX, disaggregation.METADATA]
+# keeps K and V of other servers' weights out of L3
+DECODE_SERVER = [disaggregation.RECEIVED_PROMPT]
+# keep pages of other weights away; in both modes
+WEIGHTS = [*model_runner.WEIGHTS, model_runner.RESET]
 ADAPTERS = [REQUEST]  # keeps pages of adapters from requests that only name them
 LATE_WEIGHTS = [model_runner.LATE_WEIGHTS]  # the weights arrive after ``load_model`` has returned
 

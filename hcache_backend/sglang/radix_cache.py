@@ -26,7 +26,7 @@ _CACHE = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache."
 
 def around_turn(original: Callable[..., Any], cache: Any, *a: Any, **kw: Any) -> Any:
     """Around ``check_hicache_events``, in each turn of the scheduler: HiCache's part, then ours."""
-    controller, l3, turn = getattr(cache, "cache_controller", None), our_l3(cache), Turn()
+    controller, l3, turn = getattr(cache, "cache_controller", None), our_l3(cache), Turn(cache)
     ours = controller if hasattr(controller, "begin_turn") else None
     if ours is not None:
         cache.hicache_storage_pass_prefix_keys = True  # they give a node's place in its sequence
@@ -37,11 +37,11 @@ def around_turn(original: Callable[..., Any], cache: Any, *a: Any, **kw: Any) ->
         waiting.fetched(cache)
     asked = ask_to_end(cache, turn)
     if ours is not None:
-        ours.begin_turn(cache, turn)
+        ours.begin_turn(turn)
     turn.agree(cache._all_reduce_attn_groups)
     end_prefetches(asked)
     if ours is not None:
-        ours.end_turn(cache)
+        ours.end_turn(turn)
     if l3 is not None:
         l3.backups.put_heads(cache)
     return result
@@ -113,7 +113,8 @@ def around_drain(
     first prefetches that are read from the back hear of them, last those that are over are finished
     on all ranks. Of pipeline stages only the first one knows that they are there."""
     gate, controller = gate_of(cache), cache.cache_controller
-    n_storage_hit = waiting.with_room(cache, n_storage_hit)
+    with harmless():
+        n_storage_hit = waiting.with_room(cache, n_storage_hit)
     asked, reports = controller.prefetch_hit_queue.queue, controller.ack_prefetch_queue.queue
     taken = list(itertools.islice(reports, n_ack_prefetch or 0))
     if getattr(controller, "eager", None) is not None:

@@ -32,7 +32,7 @@ from hcache_backend.prefetch.prefetch import Prefetches
 from hcache_backend.prefetch.progress import L3Progress
 from hcache_backend.server_report import LayerGroup, ServerReport
 from hcache_backend.sglang.arguments import page_size
-from hcache_backend.sglang.groups import PipelineStages
+from hcache_backend.sglang.pipeline_stages import PipelineStages
 from hcache_backend.store import PageStore
 
 logger = logging.getLogger("hcache")
@@ -76,8 +76,6 @@ class Runtime:
     on_weights_changed: list[Callable[[], None]] = field(default_factory=list)
     # Called on the scheduler thread when L1 and L2 have been emptied.
     on_caches_flushed: list[Callable[[], None]] = field(default_factory=list)
-    # Called on all ranks, with its name, when an L3 other than our store is attached.
-    on_other_l3: list[Callable[[str], None]] = field(default_factory=list)
     # Called when projected K and V stop matching those of the model.
     on_distrust: list[Callable[[], None]] = field(default_factory=list)
     projection: list[LayerGroup] = field(default_factory=list)  # empty in KV mode

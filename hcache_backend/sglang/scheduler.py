@@ -13,6 +13,7 @@ from hcache_backend.sglang import waiting
 from hcache_backend.sglang.arguments import is_plain
 from hcache_backend.sglang.hook_registry import Hook, OnError, Results
 from hcache_backend.sglang.radix_cache import keys_to, our_l3
+from hcache_backend.sglang.runtime import current
 from hcache_backend.sglang.storage_threads import gate_of, harmless
 
 logger = logging.getLogger("hcache")
@@ -33,14 +34,10 @@ def around_received(
     prefetch. A prefix that SGLang cannot look up, such as that of a streaming session, would end
     the scheduler. Here its request goes on without L3."""
     with harmless():
-        controller: Any = getattr(scheduler.tree_cache, "cache_controller", None)
-        governor = getattr(controller, "governor", None)
-        if governor is not None:
-            governor.scheduler = scheduler
-            controller.plain_prompt = is_plain(req)
-        gate = gate_of(scheduler.tree_cache)
+        prefetches, gate = current().prefetches, gate_of(scheduler.tree_cache)
+        prefetches.scheduler, prefetches.plain = scheduler, is_plain(req)
         if gate is not None and not req.storage_prefetch_retry_attempts:
-            gate.prefetches.forget(req.rid)  # an earlier request may have had the same one
+            prefetches.forget(req.rid)  # an earlier request may have had the same one
         _note_waiting(scheduler)
     try:
         result = original(scheduler, req, *a, **kw)

@@ -75,7 +75,7 @@ def around_read(original: Callable[..., Any], controller: Any, operation: Any) -
 def around_read_batch(original: Callable[..., Any], controller: Any, *a: Any, **kw: Any) -> Any:
     pages = original(controller, *a, **kw)
     if not hasattr(controller, "pages_per_report"):  # ours tells each part itself
-        note_arrival(controller, pages)
+        current().l3.arrived(pages * controller.page_size)
     return pages
 
 
@@ -112,18 +112,6 @@ def pages_per_report(controller: Any, pages: int) -> int:
 
     ours = getattr(controller, "pages_per_report", None)
     return ours(pages) if ours else min(pages, STORAGE_BATCH_SIZE)
-
-
-def note_waiting(seconds: float) -> None:
-    """The present prefetch was not read for ``seconds``."""
-    with harmless():
-        current().l3.waited(seconds)
-
-
-def note_arrival(controller: Any, pages: int) -> None:
-    """``pages`` more of the present prefetch have arrived."""
-    with harmless():
-        current().l3.arrived(pages * controller.page_size)
 
 
 LOOK_UP = Hook(_CONTROLLER + "_storage_hit_query", around_look_up)

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Sequence
 from functools import partial
+from itertools import islice
 from typing import Any
 
 from hcache_backend import metrics
@@ -40,29 +41,56 @@ def with_room(cache: Any, answered: int | None) -> int | None:
     running = [info.operation for info in cache.ongoing_prefetch.values()] if answered else []
     reading = [operation for operation in running if operation.host_indices is not None]
     filled = _held_tokens(prefetches) + sum(len(one.host_indices) for one in reading)
-    queue, taken, waiting = controller.prefetch_hit_queue, list[Any](), list[Any]()
-    with queue.mutex:
-        answers = [queue.queue.popleft() for _ in range(answered)]
-    for operation in answers:
+    answers, taken, waiting = controller.prefetch_hit_queue, list[Any](), list[Any]()
+    short, allotted = False, 0
+    for operation in list(islice(answers.queue, answered)):
         needed = _tokens_to_read(cache, operation, reading)
-        late = needed is None or (needed and (waiting or filled + needed > _room(cache)) and filled)
-        if late:
+        if needed and not short:
+            short = bool(filled) and filled + needed > _room(cache)
+            short = short or not (_make_room(cache, allotted + needed) or _is_idle(filled))
+        if needed and short:  # those behind it do not overtake it
+            needed = None
+        if needed is None:
             operation.start_time = time.monotonic()  # of its timeout: it is not read yet
             waiting.append(operation)
             continue
         taken.append(operation)
         if needed:
-            filled += needed
+            filled, allotted = filled + needed, allotted + needed
             reading.append(operation)
-    with queue.mutex:
-        queue.queue.extendleft(reversed([*taken, *waiting]))
-    prefetches.short_of_room = bool(waiting)
+    if waiting:
+        with answers.mutex:
+            for _ in range(answered):
+                answers.queue.popleft()
+            answers.queue.extendleft(reversed([*taken, *waiting]))
+    prefetches.short_of_room = short
     return len(taken)
 
 
 def _room(cache: Any) -> int:
     """Most tokens in host memory that are held, or being read."""
     return int(cache.cache_controller.mem_pool_host.size) // _SHARE
+
+
+def _make_room(cache: Any, tokens: int) -> bool:
+    """True if host memory has room for tokens that are going to be loaded. HiCache evicts nothing
+    from it that is on the device, too: that is evicted from the device as the load would."""
+    from sglang.srt.mem_cache.base_prefix_cache import EvictParams  # plugins are imported before it
+
+    host, device = cache.cache_controller.mem_pool_host, cache.token_to_kv_pool_allocator
+    cache.evict_host(max(0, tokens - host.available_size()))
+    short = tokens - device.available_size()
+    if host.available_size() < tokens and short > 0 and not cache.is_write_back:
+        cache.evict_for_alloc(EvictParams(num_tokens=short))
+        cache.evict_host(tokens - host.available_size())
+    return bool(host.available_size() >= tokens)
+
+
+def _is_idle(filled: int) -> bool:
+    """True if nothing will give room: then HiCache reads as many tokens as there is room for."""
+    scheduler = current().prefetches.scheduler
+    batches = scheduler.running_batch, scheduler.last_batch
+    return not filled and all(batch is None or batch.is_empty() for batch in batches)
 
 
 def _held_tokens(prefetches: Prefetches) -> int:
@@ -76,17 +104,23 @@ def _tokens_to_read(cache: Any, operation: Any, reading: Sequence[Any]) -> int |
     wanted = info is not None and info.operation is operation and not operation.is_terminated()
     if not wanted or tokens < cache.prefetch_threshold:
         return 0
-    prefetch = current().prefetches.of(operation)
-    for other in reading:
-        page = (operation.storage_start - other.storage_start) // cache.page_size
-        if page >= 0 and other.hash_value[page : page + 1] == operation.hash_value[:1]:
-            prefetch.behind = True
-            return None
-    if prefetch.behind:
+    if any(_note_behind(operation, other, cache.page_size) for other in reading):
+        return None
+    if current().prefetches.of(operation).behind:
         cache.revoke_pending_prefetch(operation.handle)
         cache.storage_prefetch_retries.refetch(operation.handle.rid)
         return 0
     return tokens
+
+
+def _note_behind(operation: Any, other: Any, page: int) -> bool:
+    """True if ``other`` brings the first page of a prefetch."""
+    start = operation.storage_start - other.storage_start
+    first = operation.token_ids.token_ids[:page]
+    behind = start >= 0 and other.token_ids.token_ids[start : start + page] == first
+    if behind:
+        current().prefetches.of(operation).behind = True
+    return behind
 
 
 # ---- prompts of waiting requests ----
@@ -95,7 +129,6 @@ def _tokens_to_read(cache: Any, operation: Any, reading: Sequence[Any]) -> int |
 def came(scheduler: Any, request: Any) -> None:
     """SGLang has looked a new request up, or a waiting one again: hold its prompt."""
     cache, prefetches = scheduler.tree_cache, current().prefetches
-    prefetches.scheduler = scheduler
     _gone(request.rid)
     if not getattr(cache, "enable_storage", False):
         return
@@ -145,6 +178,9 @@ def fetched(cache: Any) -> None:
         held.computed = 0 if meeting is None else meeting.front * cache.page_size
         held.read = max(0, operation.completed_tokens - held.computed)
         if operation.completed_tokens:
+            for info in cache.ongoing_prefetch.values():
+                if info.operation.host_indices is None:
+                    _note_behind(info.operation, operation, cache.page_size)
             request.init_next_round_input(cache, cow_mamba=False)  # as SGLang looks a prefix up
             _hold(cache, held)
 
@@ -155,14 +191,19 @@ def count_used(requests: Sequence[Any]) -> None:
         held = current().prefetches.held.get(request.rid)
         if held is not None and held.read:
             hit = min(held.read, max(0, request.cached_tokens_storage - held.computed))
-            metrics.L3_TOKENS.count("hit", hit)
-            metrics.L3_TOKENS.count("unused", held.read - hit)
+            _count(hit=hit, unused=held.read - hit)
             held.read = 0
 
 
 def _gone(rid: str) -> None:
     held = current().prefetches.held.pop(rid, None)
     if held is not None:
-        metrics.L3_TOKENS.count("unused", held.read)
+        _count(unused=held.read)
         if held.let_go is not None:
             held.let_go()
+
+
+def _count(**tokens: int) -> None:
+    for result, number in tokens.items():
+        if number:
+            metrics.L3_TOKENS.count(result, number)

@@ -19,7 +19,6 @@ from sglang.srt.runtime_context import get_memory
 
 from hcache_backend import config as options
 from hcache_backend.config import ConfigError, HCacheConfig
-from hcache_backend.plan.kept import keep_profile
 from hcache_backend.plan.record import save_record
 from hcache_backend.server_report import write_report
 from hcache_backend.sglang import hooks
@@ -36,7 +35,7 @@ from hcache_backend.sglang.arguments import (
 from hcache_backend.sglang.compat import SUPPORTED, is_first, unsupported_reason
 from hcache_backend.sglang.groups import attention_ranks, or_stop, said_by_all_ranks
 from hcache_backend.sglang.runtime import Runtime, current, remember
-from hcache_backend.start.machine import judge_hits
+from hcache_backend.start.machine import judge_hits, keep_profile
 from hcache_backend.store import PageStore
 from hcache_backend.tiers.shared_backend import SharedBackend, make_backend
 
@@ -81,16 +80,13 @@ def bootstrap(runner: Any) -> None:
     if not late or unseen is not None:
         runtime.read_weights()
     unnoticed = hooks.install(hooks.WEIGHTS)
-    mixed = hooks.install(hooks.ADAPTERS) if serves_adapters(args) else None
-    untold = None
+    doubts = {"--startup-weight-load-mode overlap": unseen}
+    doubts["weight updates would go unnoticed"] = unnoticed
+    if serves_adapters(args):
+        doubts["pages of adapters would not be kept apart"] = hooks.install(hooks.ADAPTERS)
     if decodes_for_others(runner.server_args):
-        untold = hooks.install(hooks.DECODE_SERVER)
-    for doubt, missing in (
-        ("--startup-weight-load-mode overlap", unseen),
-        ("weight updates would go unnoticed", unnoticed),
-        ("pages of adapters would not be kept apart", mixed),
-        ("K and V of other weights would go unnoticed", untold),
-    ):
+        doubts["K and V of other weights would go unnoticed"] = hooks.install(hooks.DECODE_SERVER)
+    for doubt, missing in doubts.items():
         if missing is not None:
             runtime.lose_trust(f"{doubt}: {missing}")
     if not args.enable_hierarchical_cache:
@@ -108,20 +104,17 @@ def bootstrap(runner: Any) -> None:
     try:
         from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import register_stack_strategy
 
-        from hcache_backend.start.strategy import OwnPagesStrategy, graph_hooks
+        from hcache_backend.start.build import GRAPH_HOOKS, OwnPagesStrategy
     except ImportError as error:
         runtime.use_plain_pages(plain or f"this SGLang lacks a seam: {error}")
         return
-    if plain is None:
-        plain = hooks.install(hooks.OWN_PAGES)
+    plain = plain or hooks.install(hooks.OWN_PAGES)
     no_hidden = "option 'mode' is 'kv'" if config.mode == "kv" else None
     if config.codec == "krul":
         no_hidden = "option 'codec' is 'krul', which stores K and V"
-    if plain is None and no_hidden is None:
-        no_hidden = hooks.install(hooks.HIDDEN)
-    if plain is None and no_hidden is None:
-        no_graphs = hooks.install(graph_hooks())
-        if no_graphs is not None:
+    if plain is None:
+        no_hidden = no_hidden or hooks.install(hooks.HIDDEN)
+        if no_hidden is None and (no_graphs := hooks.install(GRAPH_HOOKS)) is not None:
             logger.debug("hcache: %s", no_graphs)  # hidden mode reports it if graphs are recorded
     register_stack_strategy(OwnPagesStrategy(runtime, plain, no_hidden))  # before SGLang's own
 
@@ -143,13 +136,11 @@ def _our_extra_config(args: Any) -> Mapping[str, Any] | None:
 
 def _check_groups(runner: Any, args: Any, config: HCacheConfig) -> None:
     """Raise ConfigError if K and V do not divide by ``tp_lcm_size``; SGLang only asserts it."""
-    asked = storage_extra_config(args).get("tp_lcm_size")
-    if asked is None:
-        return
-    ranks = attention_ranks().world_size
-    heads = runner.model_config.get_num_kv_heads(ranks)
-    own_pages = config.mode != "plain" and not runner.use_mla_backend
-    check_tp_lcm_size(asked, ranks, heads, own_pages=own_pages)
+    if (asked := storage_extra_config(args).get("tp_lcm_size")) is not None:
+        ranks = attention_ranks().world_size
+        heads = runner.model_config.get_num_kv_heads(ranks)
+        own_pages = config.mode != "plain" and not runner.use_mla_backend
+        check_tp_lcm_size(asked, ranks, heads, own_pages=own_pages)
 
 
 # ---- attach ----

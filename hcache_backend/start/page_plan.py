@@ -6,10 +6,10 @@ All host and device memory that hidden mode takes is within the user's limits.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import xxhash
@@ -20,6 +20,7 @@ from hcache_backend.capture.hooks import HiddenCapture
 from hcache_backend.capture.staging import Staging
 from hcache_backend.checks.comparison import first_problem, projection_problem
 from hcache_backend.checks.probe import Probe
+from hcache_backend.config import HCacheConfig
 from hcache_backend.format.page import PageLayout
 from hcache_backend.format.units import WHOLE, Share
 from hcache_backend.host.page_layout import page_layout
@@ -30,15 +31,18 @@ from hcache_backend.projection.paged_pool import planes_of
 from hcache_backend.projection.projector import Projector
 from hcache_backend.ranks import Refused, all_or_none
 from hcache_backend.restore.exchange import Exchange, share_of_rank
+from hcache_backend.restore.layers import PoolParking, RestoredLayer
 from hcache_backend.restore.recompute import Recomputer
 from hcache_backend.restore.ring import ring_bytes
-from hcache_backend.sglang.arguments import drafted_tokens, resolved
+from hcache_backend.sglang.arguments import drafted_tokens, kv_fields, resolved
 from hcache_backend.sglang.groups import attention_ranks
 from hcache_backend.sglang.host_pool import HostPages
 from hcache_backend.sglang.runtime import Runtime
-from hcache_backend.start.page_plugin import PagePlugin, page_plugin
 from hcache_backend.streams import free_memory
 from hcache_kernels.codecs import Codec, UnsupportedRows, make_codec
+
+if TYPE_CHECKING:
+    from hcache_backend.krul.plugin import Krul
 
 logger = logging.getLogger("hcache")
 
@@ -77,7 +81,7 @@ class PagePlan:
     groups: int
     _: KW_ONLY
     kv_codec: str = "none"
-    plugin: PagePlugin | None = None
+    plugin: Krul | None = None
     runner: Any = None
     layers: tuple[AttentionLayer, ...] = ()
     codec: Codec | None = None
@@ -118,6 +122,49 @@ class PagePlan:
     @property
     def hidden_layers(self) -> list[AttentionLayer]:
         return [self.layers[index] for index in self.methods.layers("hidden")]
+
+    def fields(self, runner: Any) -> dict[str, object]:
+        """Fields of the namespace of these pages besides the weights. ``runner``: SGLang's."""
+        fields: dict[str, object] = {
+            "kind": "own",
+            "partition": list(self.methods.methods),
+            "first_layer": self.kvcache.start_layer,
+            "layout": self.layout.form,
+        }
+        if self.kv.layers:
+            fields |= kv_fields(runner)
+        if self.codec is not None:
+            fields["codec"] = self.codec.name
+        ranks = attention_ranks()
+        if not self.kv.layers or self.kv.latent or self.layout.share.of == ranks.world_size:
+            fields["any_ranks"] = True
+        else:  # K and V are of a rank's own heads, which are no share
+            fields["tp"] = [ranks.rank_in_group, ranks.world_size]
+        return fields
+
+    def restored_layers(self, projector: Projector) -> list[RestoredLayer]:
+        """How each layer comes back."""
+        codec, kvcache = self.codec, self.kvcache
+        row_bytes = 0 if codec is None else codec.row_bytes
+        parks = codec is not None and PoolParking.fits(kvcache, row_bytes)
+
+        def projected(index: int) -> RestoredLayer:
+            layer = self.layers[index]
+            assert codec is not None
+
+            def fill(segments: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
+                rows = codec.decode(segments.view(-1, row_bytes))
+                projector.project_to_pool(layer, rows, positions, slots)
+
+            parking = PoolParking(kvcache, index, row_bytes) if parks else None
+            return RestoredLayer("hidden", fill, parking)
+
+        restored: dict[str, Callable[[int], RestoredLayer]] = {
+            "hidden": projected,
+            "kv": self.kv.restored_layer,
+            "recompute": lambda _: RestoredLayer("recompute", None),
+        }
+        return [restored[method](layer) for layer, method in enumerate(self.methods.methods)]
 
     def find_room(self) -> None:
         """Divide host memory, and take staging for capture; Refused without room. No
@@ -168,6 +215,16 @@ def make_exchange(what: str, rows: Sequence[torch.Tensor], page_size: int) -> Ex
 
 
 # ---- codecs ----
+
+
+def page_plugin(config: HCacheConfig | None) -> Krul | None:
+    """The plug-in that option ``codec`` names, if it names one: it decides on its own how layers
+    share a page. Nothing else loads one."""
+    if config is None or config.codec != "krul":
+        return None
+    from hcache_backend.krul.plugin import Krul
+
+    return Krul(config.krul)
 
 
 def asked_codec(runtime: Runtime, dtype: torch.dtype) -> str:

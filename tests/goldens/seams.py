@@ -429,7 +429,7 @@ def _watch_l3(trace: Trace) -> None:
     around(HCacheStorage, "batch_get_v1", get)
     around(HCacheStorage, "batch_set_v1", put)
     around(HCacheStorage, "use", use)
-    around(OwnPagesController, "_read_pages", read)
+    around(OwnPagesController, "_page_get_zero_copy", read)
     around(SharedBackend, "get", hang)
     around(SharedTier, "exists", exists_shared)
     around(SharedTier, "get", get_shared)

@@ -89,7 +89,7 @@ def test_dependencies_point_down() -> None:
         assert importers(files, *(f"hcache_backend.{other}" for other in above)) == []
 
 
-PLUGINS = {"krul": PACKAGE / "start" / "page_plugin.py"}
+PLUGINS = {"krul": PACKAGE / "start" / "page_plan.py"}
 """Rooms that the core does without, and the one file that loads each if an option names it."""
 
 

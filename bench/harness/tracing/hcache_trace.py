@@ -43,7 +43,7 @@ def after_load_model(result: Any, runner: Any, *args: Any, **kwargs: Any) -> Any
     missing = install(
         [
             Hook(_CONTROLLER + "_page_transfer", trace.page_transfer),
-            Hook(_OURS + "transfer_from_back", trace.page_transfer),
+            Hook(_OURS + "read_in_batches", trace.page_transfer),
             Hook(_BASE + "start_writing", trace.backup),
             Hook(_BASE + "start_loading", trace.load),
             Hook(_RUNNER + "forward", trace.forward),

@@ -19,7 +19,7 @@ from bench.harness.models import HEADS, build_model
 from bench.harness.server import CachedTokens, Server, ServerOptions
 from hcache_backend.cli.main import app
 from hcache_backend.cli.metrics_page import fetch
-from hcache_backend.plan.costs import Partition, describe
+from hcache_backend.plan.restore import Partition, describe
 from tests.engine.harness.conversations import Conversation, converse, make_conversations, turns_of
 from tests.engine.harness.ours import (
     assert_hidden_mode,
@@ -141,8 +141,11 @@ MIXED = [
 
 QUERY_GROUPS = "KV mode, own pages: the partition has no hidden states: 4 layers loaded as KV"
 TWO_POSITIONS = "own pages: model.layers.0.self_attn takes a tensor 'positions' of shape (1, 48)"
+NOT_RECOMPUTED = "not used: recomputation"
 LATENTS = "KV mode, own pages: latents of MLA are smaller than hidden states"
-HYBRID = "KV mode, own pages: only the full-attention layers of a hybrid model have pages of their own"
+HYBRID = (
+    "KV mode, own pages: only the full-attention layers of a hybrid model have pages of their own"
+)
 FLOAT32_STATES = {"SGLANG_MAMBA_CONV_DTYPE": "float32"}
 CLASS: dict[str, Any] = {"page_size": 16, "restarts": True, "hcache": AUTO, "files": 80}
 LONG_CLASS = CLASS | {"marks": LONG}
@@ -165,16 +168,33 @@ CLASSES = [
     row("deepseek_v2", "own", LATENTS, reference="server", **LONG_CLASS),
     row("deepseek", "own", LATENTS, **LONG_CLASS),
     row("deepseek", "own", LATENTS, tp=2, **CLASS | {"files": 160}),
-    row("deepseek", "own", LATENTS, "codec exp4", dtype="bfloat16", **CLASS),
-    row(
-        *("deepseek_v2", "own", LATENTS, "codec exp4"),
-        **{"tp": 2, "dtype": "bfloat16", **LONG_CLASS, "files": 160},
+    *(
+        row(
+            *(name, "own", LATENTS, "codec exp4"),
+            **{"dtype": "bfloat16", "restarts": True, "hcache": AUTO, "tp": tp, "marks": marks},
+        )
+        for name, tp, marks in (("deepseek", 1, ()), ("deepseek_v2", 2, LONG))
+    ),
+    *(
+        row(
+            *(name, "own", LATENTS),
+            unsaid=(NOT_RECOMPUTED,),
+            hcache=AUTO | {"recompute_ms": 1e4},
+            recomputes=True,
+            talk=(2, 3, 400),
+            **{"metrics": True, "reference": "server", "tp": tp, "marks": marks},
+            name=f"{name}-{tp}, fronts",
+        )
+        for name, tp, marks in (
+            *(("deepseek", 1, ()), ("deepseek", 2, LONG)),
+            *(("deepseek_v2", 1, LONG), ("glm4_moe_lite", 1, LONG)),
+        )
     ),
     row("glm4_moe_lite", "own", LATENTS, reference="server", **LONG_CLASS),
     # Pages of windows are files of their own: the last window of each node.
     row("gpt_oss", "own", HYBRID, **CLASS | {"files": 132}),
     row("gpt_oss", "own", HYBRID, tp=2, **LONG_CLASS | {"files": 264}),
-    row("gpt_oss", "own", HYBRID, "codec exp4", dtype="bfloat16", **CLASS | {"files": 132}),
+    row("mellum", "own", HYBRID, "codec exp4", dtype="bfloat16", **CLASS | {"files": 132}),
     row("mellum", "own", HYBRID, **LONG_CLASS | {"files": 132}),
     # A state is kept every 64 tokens, and is a file of its own.
     row(
@@ -294,7 +314,6 @@ OF_FP8: dict[str, Any] = {
     "extra_env": {"HCACHE_CPU_EXACT_SUMS": "1"},
     "reference": "server",
 }
-NOT_RECOMPUTED = "not used: recomputation"
 DEPENDS = "for a token depends on the other tokens of the batch"
 INDEPENDENT: dict[str, Any] = OF_FP8 | {"restarts": True, "unsaid": (NOT_RECOMPUTED,)}
 FP8 = [

@@ -14,7 +14,7 @@ from bench.harness.server import Server
 from bench.harness.trace import traced
 from hcache_backend.cli.metrics_page import fetch
 from hcache_backend.format.page import PageLayout, hidden_layer
-from hcache_backend.plan.costs import Partition, describe
+from hcache_backend.plan.restore import Partition, describe
 from tests.engine.harness.conversations import (
     Conversation,
     ask,

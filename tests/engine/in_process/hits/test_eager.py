@@ -130,7 +130,7 @@ class Slices:
             },
         )
         self.eager._controller = SimpleNamespace(tp_group=None)
-        self.eager.governor = SimpleNamespace(pace=lambda: self.pace)
+        self.eager.governor = SimpleNamespace(pace=lambda: self.pace, look=lambda scheduler: None)
         self.eager._before_prefetch = lambda prefetch: (
             torch.zeros(SIZE, dtype=torch.int64) if self.known else None
         )

@@ -228,7 +228,7 @@ def test_what_was_restored_is_given_back_when_it_means_nothing_any_more(scene: S
     fronts.begin()
     fronts.turn()
     assert scene.pages.count() == PAGES - 8
-    fronts.eager.give_back()
+    fronts.eager.forget()
     assert (scene.pages.count(), fronts.eager._restores.pages) == (PAGES, 0)
     assert fronts.eager._restores.hand_out(np.arange(2)).ready.tolist() == [False] * 2  # type: ignore[union-attr]
 

@@ -52,7 +52,9 @@ def controller() -> Iterator[Any]:
 
 
 def cache_of(controller: Any, stages: int = 1) -> Any:
-    return SimpleNamespace(enable_storage=True, pp_size=stages, cache_controller=controller)
+    return SimpleNamespace(
+        enable_storage=True, pp_size=stages, cache_controller=controller, ongoing_prefetch={}
+    )
 
 
 def report(operation: Operation) -> Any:

@@ -12,8 +12,7 @@ import torch
 
 from hcache_backend.format.page import PageLayout, hidden_layer
 from hcache_backend.host.loads import HandOut, LoadQueue, QueuedLoad
-from hcache_backend.plan.costs import Partition
-from hcache_backend.plan.restore import Restore
+from hcache_backend.plan.restore import Partition, Restore
 from hcache_backend.restore.layers import Recompute
 from hcache_backend.sglang.hook_registry import guarded
 from hcache_backend.sglang.radix_cache import TURN
@@ -257,10 +256,10 @@ class TestQueuedLoads:
         """The others wait for it in the model's collectives."""
         loads = queue(HostPages(), Partition(2, 2, 0), Recomputer(), ranks=2)
 
-        def end_turn(cache: object) -> None:  # slices are recomputed there
+        def end_turn(turn: object) -> None:  # slices are recomputed there
             loads.recomputation_failed(RuntimeError("out of memory"))
 
-        controller = SimpleNamespace(begin_turn=lambda cache, turn: None, end_turn=end_turn)
+        controller = SimpleNamespace(begin_turn=lambda turn: None, end_turn=end_turn)
         cache = SimpleNamespace(cache_controller=controller, _all_reduce_attn_groups=alone)
         with pytest.raises(RuntimeError, match="out of memory"):
             guarded(TURN)(lambda cache: None, cache)

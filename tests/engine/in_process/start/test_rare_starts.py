@@ -19,14 +19,11 @@ from hcache_backend.checks import round_trip
 from hcache_backend.checks import specs as specs_module
 from hcache_backend.checks.specs import Found, LayerSpecs
 from hcache_backend.config import ConfigError, HCacheConfig
-from hcache_backend.plan import kept
-from hcache_backend.plan.costs import Partition
-from hcache_backend.plan.presets import preset_profile
-from hcache_backend.plan.profile import ProfileError
-from hcache_backend.plan.restore import Restore
+from hcache_backend.plan.profile import ProfileError, preset_profile
+from hcache_backend.plan.restore import Partition, Restore
 from hcache_backend.ranks import Refused, all_or_none
 from hcache_backend.sglang import compat, hook_registry, hooks, passes
-from hcache_backend.start import attach, capabilities, machine, page_plan, strategy
+from hcache_backend.start import attach, build, capabilities, machine, page_plan
 from tests.engine.in_process.start.servers import server
 from tests.unit.partition.pipelines import public_model
 
@@ -56,10 +53,10 @@ def graph_config(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_the_largest_graph_of_decode_and_prefill_counts(graph_config: Any) -> None:
-    assert strategy._largest_recorded_tokens(2) == 4096
+    assert build._largest_recorded_tokens(2) == 4096
     assert capabilities._graphs() is graph_config
     graph_config.prefill.backend = "disabled"
-    assert strategy._largest_recorded_tokens(2) == 512
+    assert build._largest_recorded_tokens(2) == 512
 
 
 def test_whether_graphs_are_recorded_is_sglangs_answer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,32 +74,32 @@ def gpu_runner() -> Any:
 def test_why_graphs_were_recorded_without_copies_is_told(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(strategy, "graphs_are_off", lambda: False)
-    monkeypatch.setattr(strategy, "refusal", lambda *_: "plain pages")
+    monkeypatch.setattr(build, "graphs_are_off", lambda: False)
+    monkeypatch.setattr(build, "refusal", lambda *_: "plain pages")
     runner = gpu_runner()
-    strategy.record_copies(None, runner)
+    build.record_copies(None, runner)
     assert not hasattr(runner, "hcache_no_capture")
     with pytest.raises(Refused, match="without our copies: the log says why"):
-        strategy.check_recording(runner, torch.zeros(1, 8))
+        build.check_recording(runner, torch.zeros(1, 8))
 
-    monkeypatch.setattr(strategy, "refusal", failing(Refused("no room")))
-    strategy.record_copies(None, runner)
+    monkeypatch.setattr(build, "refusal", failing(Refused("no room")))
+    build.record_copies(None, runner)
     with pytest.raises(Refused, match="without our copies: no room"):
-        strategy.check_recording(runner, torch.zeros(1, 8))
+        build.check_recording(runner, torch.zeros(1, 8))
 
-    monkeypatch.setattr(strategy, "refusal", failing(ValueError("a test's")))
-    strategy.record_copies(None, gpu_runner())
+    monkeypatch.setattr(build, "refusal", failing(ValueError("a test's")))
+    build.record_copies(None, gpu_runner())
     assert "recorded without copies of hidden states" in caplog.text
 
 
 def test_graphs_that_copy_other_rows_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(strategy, "graphs_are_off", lambda: False)
+    monkeypatch.setattr(build, "graphs_are_off", lambda: False)
     runner = gpu_runner()
     staging = SimpleNamespace(width=8, dtype=torch.float32)
     runner.hcache_capture = SimpleNamespace(staging=staging)
-    assert strategy.check_recording(runner, torch.zeros(1, 8)) is runner.hcache_capture
+    assert build.check_recording(runner, torch.zeros(1, 8)) is runner.hcache_capture
     with pytest.raises(Refused, match=r"copy 8 values of torch\.float32"):
-        strategy.check_recording(runner, torch.zeros(1, 8, dtype=torch.bfloat16))
+        build.check_recording(runner, torch.zeros(1, 8, dtype=torch.bfloat16))
 
 
 # ---- capture ----
@@ -213,7 +210,7 @@ def test_on_a_gpu_modules_of_several_ranks_are_not_called_beside_forward_passes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     called: list[Any] = []
-    monkeypatch.setattr(specs_module, "on_all_ranks", lambda group, *fine: fine)
+    monkeypatch.setattr(specs_module, "smallest", lambda group, *fine: fine)
     monkeypatch.setattr(
         specs_module, "refuse_shared_workspaces", lambda modules, what: called.extend(modules)
     )
@@ -335,10 +332,10 @@ def test_models_of_unusual_layers_are_refused() -> None:
     passed = probe_module.Passed(None, two, two, two)
     seen: Any = SimpleNamespace(name="layer", calls=[], projection=None)
     with pytest.raises(Refused, match="called 0 times in one forward pass, and no projection"):
-        probe_module._describe(0, seen, passed)
+        probe_module._describe(0, seen, passed, calls=True)
     seen = SimpleNamespace(name="layer", calls=[((), {})], projection="p", hidden=None)
     with pytest.raises(Refused, match="received no tensor for 2 tokens"):
-        probe_module._describe(0, seen, passed)
+        probe_module._describe(0, seen, passed, calls=True)
 
 
 @pytest.mark.parametrize("in_place", [False, True])
@@ -376,14 +373,14 @@ def test_a_profile_that_is_unusable_is_measured_anew(
     kvcache: Any = SimpleNamespace(device="cpu")
     config = HCacheConfig(dirs=(tmp_path,))
     runtime.runner = SimpleNamespace(dtype=torch.float32)
-    monkeypatch.setattr(kept, "_measure", lambda *_: "a profile")
-    find = partial(kept.find_profile, runtime, config, kvcache, shape)
+    monkeypatch.setattr(machine, "_measure", lambda *_: "a profile")
+    find = partial(machine.find_profile, runtime, config, kvcache, shape)
     assert find() == "a profile"
-    monkeypatch.setattr(kept, "_measure", failing(RuntimeError("no room")))
+    monkeypatch.setattr(machine, "_measure", failing(RuntimeError("no room")))
     assert find() == "a profile"  # kept
     file, runtime.kept_profile = runtime.kept_profile[0], None
     (tmp_path / file).write_text("{")
-    monkeypatch.setattr(kept, "load_profile", failing(ProfileError("is no profile")))
+    monkeypatch.setattr(machine, "load_profile", failing(ProfileError("is no profile")))
     assert find() is None
     assert "is no profile" in caplog.text and "was not measured: no room" in caplog.text
 
@@ -391,9 +388,9 @@ def test_a_profile_that_is_unusable_is_measured_anew(
 def test_an_l3_that_cannot_be_measured_is_left_out(
     monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
-    monkeypatch.setattr(kept, "read_rate", failing(OSError("an error")))
-    monkeypatch.setattr(kept, "measure", lambda bench, l3, *_, **__: l3)
-    found = kept._measure(HCacheConfig(), None, torch.device("cpu"), torch.float32)
+    monkeypatch.setattr(machine, "read_rate", failing(OSError("an error")))
+    monkeypatch.setattr(machine, "measure", lambda bench, l3, *_, **__: l3)
+    found = machine._measure(HCacheConfig(), None, torch.device("cpu"), torch.float32)
     assert found is None and "L3 was not measured: an error" in caplog.text
 
 

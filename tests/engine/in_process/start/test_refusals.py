@@ -21,7 +21,7 @@ from hcache_backend.checks import probe as probe_module
 from hcache_backend.checks import specs
 from hcache_backend.config import HCacheConfig
 from hcache_backend.ranks import Refused
-from hcache_backend.start import capabilities, strategy
+from hcache_backend.start import build, capabilities
 from hcache_backend.start.capabilities import (
     CAPABILITIES,
     EAGER,
@@ -230,7 +230,7 @@ def test_recorded_graphs_keep_what_they_read_after_a_refusal_and_no_more(runtime
     read = [weakref.ref(tensor) for tensor in (now.places, now.number)]
     written = [weakref.ref(hooks.staging.staged.rows), weakref.ref(hooks.staging.staged.marks)]
     runtime.runner = SimpleNamespace(hcache_capture=hooks)
-    strategy.capture_nothing(runtime.runner)
+    build.capture_nothing(runtime.runner)
     del hooks, now
     gc.collect()
     assert runtime.runner.hcache_capture is None

@@ -1,4 +1,5 @@
-"""Our stack strategy: HiCache asks it for host pool and controller of a plain KV pool.
+"""HiCache's stack over own pages: the plan of the pages and its proof; then host pool, capture,
+restores and controller, put together. HiCache asks :class:`OwnPagesStrategy` for it.
 
 SGLang records CUDA graphs before that, so our copies come first (:func:`record_copies`):
 
@@ -10,25 +11,40 @@ SGLang records CUDA graphs before that, so our copies come first (:func:`record_
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import StackStrategy, _PlainKvStrategy
+from sglang.srt.mem_cache.hicache_storage import PoolName
+from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import (
+    StackBuildResult,
+    StackStrategy,
+    _PlainKvStrategy,
+)
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+from sglang.srt.mem_cache.pool_host import HostPoolGroup, PoolEntry
+from sglang.srt.mem_cache.pool_host.common import get_allocator_type
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.runtime_context import get_memory
 
 from hcache_backend import metrics
-from hcache_backend.capture.hooks import HiddenCapture
+from hcache_backend.capture.hooks import HiddenCapture, invalidate_on_allocation
+from hcache_backend.capture.recomputed_rows import RecomputedRows
+from hcache_backend.capture.staging import StagedCapture, Staging
 from hcache_backend.checks.probe import PROBE_TOKENS, Probe, observe, probe_tokens
 from hcache_backend.checks.recompute import Recomputed, check_recompute
 from hcache_backend.checks.round_trip import CaptureCheck, check_copies, check_lossy, whole_pages
+from hcache_backend.checks.service import KVChecks, ServiceChecks
 from hcache_backend.checks.specs import LayerSpecs
 from hcache_backend.format.units import WHOLE, Share
+from hcache_backend.host.loads import LoadQueue
 from hcache_backend.host.page_layout import head_groups, share_of_heads
-from hcache_backend.plan.costs import Partition
-from hcache_backend.plan.restore import CHUNK_TOKENS, Restore
+from hcache_backend.plan.restore import CHUNK_TOKENS, Partition, Restore
+from hcache_backend.prefetch.eager_loads import EagerLoads
+from hcache_backend.prefetch.slices import SliceBudget
 from hcache_backend.projection.generic import ProjectionBatch
 from hcache_backend.projection.paged_pool import (
     PagedPool,
@@ -39,19 +55,26 @@ from hcache_backend.projection.paged_pool import (
 from hcache_backend.projection.projector import Projector
 from hcache_backend.ranks import Refused, all_or_none, smallest
 from hcache_backend.restore.exchange import CollectiveOrder, Exchange
+from hcache_backend.restore.pipeline import RestorePipeline
 from hcache_backend.restore.recompute import Recomputer
+from hcache_backend.restore.ring import ring_bytes
 from hcache_backend.sglang import hooks
+from hcache_backend.sglang.allocator import ReservablePages
 from hcache_backend.sglang.arguments import drafted_tokens, storage_extra_config
+from hcache_backend.sglang.controller import OwnPagesController
 from hcache_backend.sglang.groups import attention_ranks
 from hcache_backend.sglang.hook_registry import Hook, install
+from hcache_backend.sglang.host_pool import OwnPagesPool
 from hcache_backend.sglang.passes import (
     attention_modules,
+    make_recomputer,
     prefill_and_decode,
     run_again,
     run_prompts,
 )
-from hcache_backend.sglang.recompute_batch import make_recomputer
+from hcache_backend.sglang.pipeline_stages import StagePages
 from hcache_backend.sglang.runtime import Runtime, current
+from hcache_backend.start.attach import warn_of_small_host_pool
 from hcache_backend.start.capabilities import (
     EAGER,
     HIDDEN,
@@ -64,29 +87,37 @@ from hcache_backend.start.capabilities import (
     refuse,
     tell,
 )
-from hcache_backend.start.machine import layer_methods
+from hcache_backend.start.machine import judge_hits, layer_methods
 from hcache_backend.start.page_plan import (
     PagePlan,
+    asked_codec,
     choose_codec,
     hidden_as_they_are,
+    kv_bytes_per_token,
     kv_codec,
     make_exchange,
+    page_plugin,
     staging_places,
     step_tokens,
     take_staging,
 )
-from hcache_backend.start.page_plugin import page_plugin
 from hcache_backend.start.sides import HYBRID, SidePool, side_pool
-from hcache_backend.start.stack import build_stack, restored_layers, use_own_pages
 
 logger = logging.getLogger("hcache")
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
-_SMALLEST_PAGE = 4  # least bytes of an own page of K and V, in headers
+_RESERVED = 0.5  # largest share of the device's pages that hits being read may reserve
 
-_GRAPHS = "sglang.srt.model_executor.model_runner.ModelRunner.init_cuda_graphs"
+_CONTROLLER_ARGUMENTS = (
+    "load_cache_event",
+    "storage_backend",
+    "prefetch_threshold",
+    "model_name",
+    "storage_backend_extra_config",
+    "enable_storage_metrics",
+)
 
 
 class OwnPagesStrategy(StackStrategy):
@@ -140,6 +171,8 @@ class Start:
     Each :meth:`step` succeeds on all of them, or raises Refused on all at that step. Nothing is
     allocated or served yet. K and V of the probe stay in the pool to the last check.
     """
+
+    smallest_page = 4  # of K and V, in headers
 
     def __init__(
         self, runtime: Runtime, kvcache: Any, params: Any, side: SidePool | None = None
@@ -197,23 +230,21 @@ class Start:
         groups, of_kv = self._head_groups(methods, share), "none"
         if methods.layers("kv"):
             of_kv = step(kv_codec, runtime, kvcache, share, groups, stages)
-
-        def make(of_kv: str) -> PagePlan:
-            return PagePlan(
-                kvcache,
-                methods,
-                share,
-                groups,
-                kv_codec=of_kv,
-                runner=runner,
-                layers=probe.layers,
-                codec=codec,
-                recomputer=recomputer,
-                exchange=exchange,
-                hooks=recorded,
-            )
-
-        plan = self._tried(make, of_kv, lambda: probe.slots)
+        plan = step(
+            PagePlan,
+            kvcache,
+            methods,
+            share,
+            groups,
+            kv_codec=of_kv,
+            runner=runner,
+            layers=probe.layers,
+            codec=codec,
+            recomputer=recomputer,
+            exchange=exchange,
+            hooks=recorded,
+        )
+        plan = self._tried(plan, lambda: probe.slots)
         specs = LayerSpecs(runtime, probe, projector, ranks)
         step(specs.find)
         specs.measure()
@@ -224,10 +255,10 @@ class Start:
         except Refused as refused:
             if codec.is_view:
                 raise
-            # The next plan reuses its hooks and its staging.
-            recorded = plan.capture_hooks
             codec = hidden_as_they_are(codec.name, codec.hidden_size, codec.dtype, refused)
-            plan = self._tried(make, of_kv, lambda: probe.slots)
+            # The next plan reuses its hooks and its staging.
+            plan = step(replace, plan, codec=codec, hooks=plan.capture_hooks)
+            plan = self._tried(plan, lambda: probe.slots)
             self._check_capture(plan)
         specs.follow_weights()
         return plan
@@ -245,27 +276,12 @@ class Start:
             own = WHOLE if exchange is None else Share(exchange.number, exchange.shares)
         groups = self._head_groups(methods, own)
         codec = self.step(kv_codec, runtime, kvcache, own, groups, self._params.pp_size)
-
-        def make(of_kv: str) -> PagePlan:
-            plugin = page_plugin(self._config) if of_kv != "none" else None
-            share = own if plugin is None else WHOLE
-            groups = self._head_groups(methods, share)
-            plan = PagePlan(
-                *(kvcache, methods, share, groups),
-                kv_codec=of_kv,
-                plugin=plugin,
-                exchange=exchange,
-                host_share=self._host_share,
-            )
-            header, page = plan.layout.header_bytes, plan.layout.page_bytes
-            if header * _SMALLEST_PAGE > page:
-                raise Refused(
-                    f"of the {page} bytes of a page of {kvcache.page_size} tokens (--page-size) "
-                    f"its header would take {header}"
-                )
-            return plan
-
-        return self._tried(make, codec, self._written)
+        plugin = page_plugin(self._config) if codec != "none" else None
+        parts = (own, groups) if plugin is None else (WHOLE, self._head_groups(methods, WHOLE))
+        how: dict[str, Any] = {"kv_codec": codec, "plugin": plugin, "exchange": exchange}
+        how["host_share"] = self._host_share
+        plan = self.step(PagePlan, kvcache, methods, *parts, **how)
+        return self._tried(plan, self._written, share=own, groups=groups)
 
     def _written(self) -> torch.Tensor:
         """Have the model write K and V of the self-check's tokens to whole pages; returns their
@@ -275,44 +291,55 @@ class Start:
 
     def _latent_exchange(self) -> Exchange | None:
         """The exchange of latents, of which each rank keeps a part; None: all keep whole pages."""
-        missing = install(hooks.EXCHANGE)
-        if missing is not None:
-            raise Refused(missing)
+        refuse(OWN_PAGES, self.server, install(hooks.EXCHANGE))
         kvcache, slots = self._kvcache, self._written()
         rows = [planes_of(kvcache, layer)[0][slots] for layer in range(kvcache.layer_num)]
         return make_exchange("latents", rows, int(kvcache.page_size))
 
-    def _tried(
-        self, make: Callable[[str], PagePlan], codec: str, written: Callable[[], torch.Tensor]
-    ) -> PagePlan:
-        """A plan with room, from which K and V come back: by ``codec``, otherwise as they are.
+    def _tried(self, plan: PagePlan, written: Callable[[], torch.Tensor], **plain: Any) -> PagePlan:
+        """The plan with room if K and V come back by its codec, otherwise one with K and V as they
+        are, and the fields ``plain``.
 
-        ``make`` makes the plan with a codec of K and V. ``written`` has the model write them, if it
-        has not, and returns their slots, int64 ``[n]``. Raises Refused on every rank.
+        ``written`` has the model write K and V, if it has not, and returns their slots, int64
+        ``[n]``. Raises Refused on every rank.
         """
         try:
-            plan = self.step(_copying, make, codec)
+            self.step(self._check_copies, plan)
             if not plan.kv.lossless:
                 slots, most, plugin = self.step(written), 0.0, plan.plugin
                 pages = whole_pages(slots, plan.layout.page_size)
                 if plugin is not None:
                     most, ranks = plugin.allowed_change, self._params.tp_cache_group
-                    settle = partial(plugin.settle, plan.kv, plan.layout, pages, ranks)
-                    plan.layout = self.step(_valid, settle)
+                    plan.layout = self.step(plugin.settle, plan.kv, plan.layout, pages, ranks)
                     if plugin.wants_model:
                         self._look_at_model(plan, slots)
                 self.step(check_lossy, plan.kv, plan.layout, pages, most)
         except Refused as refused:
-            if codec == "none":
+            if plan.kv_codec == "none":
                 raise
             logger.warning(
                 "hcache: codec %r is not used, K and V are stored as they are (codec 'none'): %s",
-                codec,
+                plan.kv_codec,
                 refused,
             )
-            plan = self.step(_copying, make, "none")
+            plan = self.step(replace, plan, kv_codec="none", plugin=None, **plain)
+            self.step(self._check_copies, plan)
         self.step(plan.find_room)
         return plan
+
+    def _check_copies(self, plan: PagePlan) -> None:
+        """Raise Refused if K and V do not come back, or a page of them is hardly more than its
+        header."""
+        layout = plan.layout
+        header, page = layout.header_bytes, layout.page_bytes
+        if plan.codec is None and header * self.smallest_page > page:
+            raise Refused(
+                f"of the {page} bytes of a page of {layout.page_size} tokens (--page-size) its "
+                f"header would take {header}"
+            )
+        if plan.kv.layers:
+            for variant in layout.variants:
+                check_copies(variant, plan.kv)
 
     def _look_at_model(self, plan: PagePlan, slots: torch.Tensor) -> None:
         """Let the plan's plug-in look at the model, in which K and V of the self-check's tokens are
@@ -321,12 +348,10 @@ class Start:
         assert plugin is not None
 
         def observer() -> Recomputer:
-            missing = install(hooks.HIDDEN)
-            if missing is not None:
-                raise Refused(missing)
+            refuse(HIDDEN, self.server, install(hooks.HIDDEN))
             recomputer = make_recomputer(runner, plan.kvcache, plan.methods.chunk_tokens)
             ids = probe_tokens(runner.model_config.vocab_size, len(slots))
-            _valid(plugin.try_model, recomputer, ids, slots)
+            plugin.try_model(recomputer, ids, slots)
             return recomputer
 
         try:
@@ -341,7 +366,7 @@ class Start:
         order = CollectiveOrder(kvcache.device) if attention_ranks().world_size > 1 else None
 
         def make() -> CaptureCheck:
-            return CaptureCheck(plan, restored_layers(kvcache, plan, projector), order)
+            return CaptureCheck(plan, plan.restored_layers(projector), order)
 
         check = self.step(make)
         for graphs, by_layer in ((False, True), (False, False), (True, False)):
@@ -351,7 +376,9 @@ class Start:
 
     def _observe(self) -> Probe:
         modules = self.step(attention_modules, self._runner.model, self._kvcache.layer_num)
-        return self.step(observe, partial(run_prompts, self._runner, [PROBE_TOKENS]), modules)
+        calls = not holds_latents(self._kvcache)  # nothing is projected to latents
+        run = partial(run_prompts, self._runner, [PROBE_TOKENS])
+        return self.step(observe, run, modules, calls=calls)
 
     def _page_recomputer(self, plan: PagePlan) -> Recomputer | None:
         """Recomputer of whole pages of K and V while others are read; None: all are read."""
@@ -383,9 +410,7 @@ class Start:
         def prove() -> Recomputed:
             refuse(RECOMPUTATION, self.server)
             probe.refuse_dependence()
-            missing = install(hooks.RECOMPUTE)
-            if missing is not None:
-                raise Refused(missing)
+            refuse(RECOMPUTATION, self.server, install(hooks.RECOMPUTE))
             requests = int(runner.req_to_token_pool.size)
             return check_recompute(partial(run_again, runner), requests, probe, recomputer, kvcache)
 
@@ -422,21 +447,172 @@ class Start:
         return head_groups(extra.get("tp_lcm_size"), share, attention_ranks().world_size)
 
 
-def _valid(ask: Callable[..., _Result], *arguments: Any) -> _Result:
-    """``ask`` a plug-in; a ValueError becomes Refused."""
-    try:
-        return ask(*arguments)
-    except ValueError as error:
-        raise Refused(str(error)) from None
+# ---- the stack of a plan ----
 
 
-def _copying(make: Callable[[str], PagePlan], codec: str) -> PagePlan:
-    """The plan that ``make`` makes; raises Refused if K and V do not come back from it."""
-    plan = make(codec)
+def build_stack(
+    runtime: Runtime,
+    params: Any,
+    arguments: Mapping[str, Any],
+    plan: PagePlan,
+    projector: Projector,
+    side: SidePool | None = None,
+) -> StackBuildResult:
+    """HiCache's components, by the plan that every rank agreed on. SGLang gives ``params`` and
+    ``arguments`` to a strategy. ``side``: of a hybrid model."""
+    kvcache, layout, config = plan.kvcache, plan.layout, runtime.config
+    codec, ranks, memory = plan.codec, attention_ranks(), get_memory()
+    device, every = kvcache.device, params.token_to_kv_pool_allocator
+    allocator = getattr(every, "full_attn_allocator", every)  # without that of windows
+    assert config is not None
+    pool = OwnPagesPool(
+        kvcache,
+        params.page_size,
+        memory.hicache_mem_layout,
+        page_layout=layout,
+        pages=plan.pages,
+        kv=plan.kv,
+        pin_memory=device != "cpu",
+        allocator_type=get_allocator_type(),
+        stamp=lambda page: layout.stamp(page, runtime.page_namespace(), runtime.writer),
+        keeps_unfit=plan.recomputer is not None,
+    )
+    hidden, order = codec is not None, None
+    if ranks.world_size > 1 and (hidden or plan.exchange is not None):
+        order = CollectiveOrder(device)
+    runtime.runner.hcache_order = None if hidden else order  # otherwise capture has it
+    # Before capture wraps the allocator: pages taken from a reservation are allocated, too.
+    reason, reservable = refusal(EAGER, Server(runtime, kvcache, allocator, hidden)), None
+    if reason is None:
+        reservable = ReservablePages(allocator)
+    else:
+        runtime.unused[EAGER] = reason
+    runtime.eager = reservable is not None
+    capture = _start_capture(runtime, allocator, pool, plan, order) if hidden else None
+    layers, most = plan.restored_layers(projector), plan.methods.chunk_tokens
+    how: dict[str, Any] = {"exchange": plan.exchange, "order": order}
+    pipeline = RestorePipeline(pool.kv_buffer, layout, layers, most, device, **how)
+    loads = LoadQueue(pool.arena, pipeline, plan.methods, plan.recomputer, device)
+    loads.on_failed.append(runtime.cannot_restore)
+    loads.slowdown = runtime.l3.estimates.slowdown
+    pool.use(loads, capture, frees_duplicates=memory.hicache_write_policy == "write_back")
+    mapper = (lambda layer: layer) if side is None else side.full.get
+    entries = [PoolEntry(PoolName.KV, pool, kvcache, mapper, True)]
+    host_pools = {ComponentType.FULL: pool}
+    if side is not None:
+        entries.append(side.make())
+        host_pools[side.component] = entries[-1].host_pool
+    group = HostPoolGroup(entries)
+    warn_of_small_host_pool(
+        pool.size, int(kvcache.size), pool.size_per_token, kv_bytes_per_token(kvcache)
+    )
+    kv_checks = KVChecks(runtime, pool, plan.kv)
+    new_rows, checks, layouts, eager = None, None, None, None
     if plan.kv.layers:
-        for layout in plan.layout.variants:
-            check_copies(layout, plan.kv)
-    return plan
+        pool.on_freed.append(kv_checks.freed)
+        pool.on_backed_up.append(kv_checks.transferred)
+        if capture is None:  # otherwise a load may recompute layers whose K and V are stored
+            pool.on_loaded.append(kv_checks.transferred)
+    if codec is not None and capture is not None:
+        new_rows = partial(RecomputedRows, capture, plan.staging, plan.capture_hooks)
+        checks = ServiceChecks(runtime, pool, plan.hidden_layers, codec, projector, **how)
+        pool.on_freed.append(checks.freed)
+        pool.on_backed_up.append(checks.transferred)
+    if plan.plugin is not None and plan.observer is not None:
+        group_of, number = params.tp_cache_group, ranks.world_size
+        layouts = plan.plugin.backups(plan.observer, layout, group_of, number)
+    if reservable is not None:
+        reserved = max(1, int(kvcache.size // params.page_size * _RESERVED))
+        seconds, known = config.recompute_ms / 1e3, plan.methods.profile is not None
+        budget = SliceBudget(seconds, most, plan.methods.layer, known=known)
+        both = runtime.l3, runtime.prefetches
+        eager = EagerLoads(reservable, pool, pipeline, loads, reserved, budget, *both, new_rows)
+        runtime.on_weights_changed.append(eager.forget)
+    stages = StagePages(
+        plan.pages.host, pool.arena.whole, lambda: runtime.distrust is None, runtime.lose_trust
+    )
+    controller = OwnPagesController(
+        runtime,
+        pool,
+        loads,
+        eager,
+        stages,
+        kv_checks,
+        partial(judge_hits, runtime, config),
+        every,
+        group,
+        params.page_size,
+        params.tp_cache_group,
+        capture=capture,
+        checks=checks,
+        layouts=layouts,
+        attn_cp_group=params.attn_cp_cache_group,
+        attn_tp_group=params.attn_tp_cache_group,
+        pp_group=params.pp_cache_group,
+        write_policy=memory.hicache_write_policy,
+        io_backend=memory.hicache_io_backend,
+        transfer_layer_id_max=None if side is None else side.layer_ids,
+        **{name: arguments[name] for name in _CONTROLLER_ARGUMENTS},
+    )
+    return StackBuildResult(
+        host_pool_group=group,
+        cache_controller=controller,
+        component_host_pools=host_pools,
+        register_req_to_token_counter=side is not None and side.of_requests,
+        pools_desc=" + ".join(["own pages", *(one.name for one in entries[1:])]),
+    )
+
+
+def use_own_pages(runtime: Runtime, kvcache: Any, plan: PagePlan, reason: str | None) -> None:
+    """Tell namespace, metrics and log about pages; ``reason``: why no hidden states, or None."""
+    runtime.layer_methods = plan.methods
+    codec, dtype = plan.kv.codec, planes_of(kvcache, 0)[0].dtype
+    if plan.codec is not None:
+        codec, dtype = plan.codec.name, plan.codec.dtype
+        if plan.kv.layers and plan.kv.codec != codec:
+            codec += f", {plan.kv.codec} of K and V"
+        if not plan.codec.is_view and plan.recomputer is None:
+            runtime.unused["pages that the codec cannot encode"] = "they cannot be recomputed"
+    room = ring_bytes(plan.layout, plan.methods.chunk_tokens, plan.arriving) * bool(plan.arriving)
+    runtime.use_codec(codec, asked_codec(runtime, dtype))
+    runtime.use_own_pages(plan.fields(runtime.runner), reason)
+    logger.info(
+        "hcache: %s: %s, %d bytes per %d-token page, codec %s, %d host pages, %d shadows, "
+        "%.0f MB of device memory for restores",
+        "own pages" if plan.codec is None else "hidden mode",
+        plan.methods.describe(),
+        plan.layout.page_bytes,
+        plan.layout.page_size,
+        codec,
+        *plan.pages,
+        room / 1e6,
+    )
+
+
+def _start_capture(
+    runtime: Runtime,
+    allocator: Any,
+    pool: OwnPagesPool,
+    plan: PagePlan,
+    order: CollectiveOrder | None,
+) -> StagedCapture:
+    """Capture hidden states in every forward pass."""
+    assert plan.codec is not None
+    hooks, staging = plan.capture_hooks, plan.staging
+    segments = [layer.index for layer in plan.hidden_layers]
+    capture = StagedCapture(pool.arena, pool.kv_buffer, staging, segments, plan.codec)
+    hooks.use(capture, tokens_only=plan.recomputer is not None, order=order)
+    invalidate_on_allocation(allocator, hooks)
+    runtime.on_weights_changed.append(capture.ledger.forget)
+    logger.debug(
+        "hcache: capture: staging of %d tokens, %.0f MB of device memory",
+        staging.places,
+        Staging.bytes_for(staging.layers, staging.row_bytes, staging.places) / 1e6,
+    )
+    return capture
+
+
+# ---- CUDA graphs ----
 
 
 def capture_nothing(runner: Any) -> None:
@@ -451,14 +627,13 @@ def capture_nothing(runner: Any) -> None:
         hooks.remove()
 
 
-def graph_hooks() -> list[Hook]:
-    """Hooks for capture in recorded CUDA graphs; some versions lack the place."""
-    return [Hook(_GRAPHS, _before_graphs)]
-
-
 def _before_graphs(original: Callable[..., Any], runner: Any, *a: Any, **kw: Any) -> Any:
     record_copies(current(), runner)
     return original(runner, *a, **kw)
+
+
+_GRAPHS = "sglang.srt.model_executor.model_runner.ModelRunner.init_cuda_graphs"
+GRAPH_HOOKS = [Hook(_GRAPHS, _before_graphs)]  # some versions lack the place
 
 
 def record_copies(runtime: Runtime, runner: Any) -> None:
