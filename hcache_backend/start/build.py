@@ -11,22 +11,16 @@ SGLang records CUDA graphs before that, so our copies come first (:func:`record_
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-from sglang.srt.mem_cache.hicache_storage import PoolName
-from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import (
-    StackBuildResult,
-    StackStrategy,
-    _PlainKvStrategy,
-)
+from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import StackStrategy
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
-from sglang.srt.mem_cache.pool_host import HostPoolGroup, PoolEntry
 from sglang.srt.mem_cache.pool_host.common import get_allocator_type
-from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.runtime_context import get_memory
 
@@ -101,7 +95,7 @@ from hcache_backend.start.page_plan import (
     step_tokens,
     take_staging,
 )
-from hcache_backend.start.sides import HYBRID, SidePool, side_pool
+from hcache_backend.start.sides import share_of_size, strategy_of, with_our_pool
 
 logger = logging.getLogger("hcache")
 
@@ -109,15 +103,6 @@ _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
 _RESERVED = 0.5  # largest share of the device's pages that hits being read may reserve
-
-_CONTROLLER_ARGUMENTS = (
-    "load_cache_event",
-    "storage_backend",
-    "prefetch_threshold",
-    "model_name",
-    "storage_backend_extra_config",
-    "enable_storage_metrics",
-)
 
 
 class OwnPagesStrategy(StackStrategy):
@@ -134,30 +119,27 @@ class OwnPagesStrategy(StackStrategy):
         self._no_hidden = no_hidden
 
     def matches(self, kvcache: Any, components: Any) -> bool:
-        full, plain = full_attention(kvcache), HYBRID.get(type(kvcache), _PlainKvStrategy())
-        known = type(full) in (MHATokenToKVPool, MLATokenToKVPool)
-        if known and plain.matches(kvcache, components):
+        known = type(full_attention(kvcache)) in (MHATokenToKVPool, MLATokenToKVPool)
+        if known and strategy_of(kvcache).matches(kvcache, components):
             return True
         names = ", ".join(sorted(component.name for component in components))
         self._keep_plain(self._plain or f"the KV pool is a {type(kvcache).__name__} ({names})")
         return False
 
-    def build(
-        self, *, cache: Any, kvcache: Any, params: Any, server_args: Any, **kwargs: Any
-    ) -> Any:
-        side = side_pool(cache, kvcache, params)
-        start = Start(self._runtime, full_attention(kvcache), params, side)
+    def build(self, *, kvcache: Any, params: Any, **kwargs: Any) -> Any:
+        share = share_of_size(kvcache, params)
+        start = Start(self._runtime, full_attention(kvcache), params, share)
+        build = partial(strategy_of(kvcache).build, kvcache=kvcache, params=params, **kwargs)
         try:
             start.step(refuse, OWN_PAGES, start.server, self._plain)
             plan = start.plan(self._no_hidden)
-            stack = build_stack(self._runtime, params, kwargs, plan, start.projector, side)
+            with build_stack(self._runtime, params, plan, start.projector):
+                stack = build()
             tell(self._runtime)
             return stack
         except Refused as refused:
             self._keep_plain(str(refused))
-            plain = HYBRID.get(type(kvcache), _PlainKvStrategy())
-            given = {"cache": cache, "kvcache": kvcache, "params": params}
-            return plain.build(**given, server_args=server_args, **kwargs)
+            return build()
 
     def _keep_plain(self, reason: str) -> None:
         capture_nothing(self._runtime.runner)
@@ -175,12 +157,12 @@ class Start:
     smallest_page = 4  # of K and V, in headers
 
     def __init__(
-        self, runtime: Runtime, kvcache: Any, params: Any, side: SidePool | None = None
+        self, runtime: Runtime, kvcache: Any, params: Any, host_share: float = 1.0
     ) -> None:
         assert runtime.config is not None
         self._runtime, self._config, self._runner = runtime, runtime.config, runtime.runner
         self._kvcache, self._params = kvcache, params
-        self._host_share = 1.0 if side is None else side.share
+        self._host_share = host_share
         self.server = Server(runtime, kvcache)
         marker = ProjectionBatch(ForwardMode.EXTEND)
         self.projector = Projector(marker, PagedPool(kvcache), kvcache.layer_num)
@@ -451,15 +433,10 @@ class Start:
 
 
 def build_stack(
-    runtime: Runtime,
-    params: Any,
-    arguments: Mapping[str, Any],
-    plan: PagePlan,
-    projector: Projector,
-    side: SidePool | None = None,
-) -> StackBuildResult:
-    """HiCache's components, by the plan that every rank agreed on. SGLang gives ``params`` and
-    ``arguments`` to a strategy. ``side``: of a hybrid model."""
+    runtime: Runtime, params: Any, plan: PagePlan, projector: Projector
+) -> AbstractContextManager[None]:
+    """Within the block SGLang's strategy builds HiCache's components around ours, which are by the
+    plan that every rank agreed on."""
     kvcache, layout, config = plan.kvcache, plan.layout, runtime.config
     codec, ranks, memory = plan.codec, attention_ranks(), get_memory()
     device, every = kvcache.device, params.token_to_kv_pool_allocator
@@ -496,13 +473,6 @@ def build_stack(
     loads.on_failed.append(runtime.cannot_restore)
     loads.slowdown = runtime.l3.estimates.slowdown
     pool.use(loads, capture, frees_duplicates=memory.hicache_write_policy == "write_back")
-    mapper = (lambda layer: layer) if side is None else side.full.get
-    entries = [PoolEntry(PoolName.KV, pool, kvcache, mapper, True)]
-    host_pools = {ComponentType.FULL: pool}
-    if side is not None:
-        entries.append(side.make())
-        host_pools[side.component] = entries[-1].host_pool
-    group = HostPoolGroup(entries)
     warn_of_small_host_pool(
         pool.size, int(kvcache.size), pool.size_per_token, kv_bytes_per_token(kvcache)
     )
@@ -531,7 +501,8 @@ def build_stack(
     stages = StagePages(
         plan.pages.host, pool.arena.whole, lambda: runtime.distrust is None, runtime.lose_trust
     )
-    controller = OwnPagesController(
+    controller = partial(
+        OwnPagesController,
         runtime,
         pool,
         loads,
@@ -539,28 +510,11 @@ def build_stack(
         stages,
         kv_checks,
         partial(judge_hits, runtime, config),
-        every,
-        group,
-        params.page_size,
-        params.tp_cache_group,
         capture=capture,
         checks=checks,
         layouts=layouts,
-        attn_cp_group=params.attn_cp_cache_group,
-        attn_tp_group=params.attn_tp_cache_group,
-        pp_group=params.pp_cache_group,
-        write_policy=memory.hicache_write_policy,
-        io_backend=memory.hicache_io_backend,
-        transfer_layer_id_max=None if side is None else side.layer_ids,
-        **{name: arguments[name] for name in _CONTROLLER_ARGUMENTS},
     )
-    return StackBuildResult(
-        host_pool_group=group,
-        cache_controller=controller,
-        component_host_pools=host_pools,
-        register_req_to_token_counter=side is not None and side.of_requests,
-        pools_desc=" + ".join(["own pages", *(one.name for one in entries[1:])]),
-    )
+    return with_our_pool(kvcache, pool, controller)
 
 
 def use_own_pages(runtime: Runtime, kvcache: Any, plan: PagePlan, reason: str | None) -> None:
