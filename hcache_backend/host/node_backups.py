@@ -25,13 +25,39 @@ from hcache_backend.arena import Arena, Ids
 from hcache_backend.capture.ledger import Read
 from hcache_backend.capture.staging import StagedCapture
 from hcache_backend.format.page import PageLayout
-from hcache_backend.host.page_layout import NodeLayouts
-from hcache_backend.turn import Turn
+from hcache_backend.ranks import Turn
 
 logger = logging.getLogger("hcache")
 
 # the next forward pass copies a node's slots to the CPU; they are known when one more began
 _PASSES = 2
+
+
+class NodeLayouts(Protocol):
+    """Chooses the layout of the pages of each node; its backup waits until then. Scheduler thread
+    only.
+
+    Attributes:
+        asked: Number of nodes that wait.
+    """
+
+    @property
+    def asked(self) -> int: ...
+
+    def ask(self, tree: Any, node_ids: Sequence[int]) -> None:
+        """Append the node of SGLang's ``tree`` with these ids; without a tree it need not wait."""
+
+    def next(self) -> PageLayout | None:
+        """Remove the first node and return its layout; None if there is none, or it has to wait."""
+
+    def look(self, turn: Turn) -> None:
+        """Add what this rank knows."""
+
+    def answered(self) -> bool:
+        """The ranks have agreed. True if the first node need not wait since now."""
+
+    def forget(self) -> None:
+        """Backups that wait were dropped, and the tree is empty."""
 
 
 class HostPool(Protocol):

@@ -26,10 +26,9 @@ from hcache_backend.krul.pairs import (
     PairSums,
     attention_sums,
 )
-from hcache_backend.ranks import smallest, sum_of_all_ranks
+from hcache_backend.ranks import Said, Turn, smallest, sum_of_all_ranks
 from hcache_backend.restore.recompute import Recomputer
 from hcache_backend.streams import Event, StreamFailed, current_stream, host_tensor
-from hcache_backend.turn import Said, Turn
 
 logger = logging.getLogger("hcache")
 

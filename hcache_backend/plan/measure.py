@@ -194,13 +194,6 @@ class Bench:
 
         return prepare
 
-    def _pool_writer(self, tokens: int) -> Callable[[torch.Tensor], object]:
-        """Writes rows of K and V to pages of a pool in random order."""
-        pool = self._rows(2 * tokens, self.model.kv_width)
-        pages = torch.randperm(2 * tokens // PAGE)[: tokens // PAGE]
-        slots = (pages[:, None] * PAGE + torch.arange(PAGE)).flatten().to(self.device)
-        return lambda rows: pool.index_copy_(0, slots, rows)
-
     # ---- computation ----
 
     def _projection(self) -> Prepare:
@@ -208,10 +201,11 @@ class Bench:
         weight = self._rows(model.kv_width, model.hidden)
 
         def prepare(tokens: int) -> tuple[float, Work]:
-            hidden = self._rows(tokens, model.hidden)
-            write = self._pool_writer(tokens)
+            hidden, pool = self._rows(tokens, model.hidden), self._rows(2 * tokens, model.kv_width)
+            pages = torch.randperm(2 * tokens // PAGE)[: tokens // PAGE]
+            slots = (pages[:, None] * PAGE + torch.arange(PAGE)).flatten().to(self.device)
             flops = tokens * model.projection_flops
-            return flops, lambda: write(functional.linear(hidden, weight))
+            return flops, lambda: pool.index_copy_(0, slots, functional.linear(hidden, weight))
 
         return prepare
 

@@ -33,8 +33,8 @@ from hcache_backend.prefetch.governor import Governor
 from hcache_backend.prefetch.prefetch import Meeting, Prefetches
 from hcache_backend.prefetch.progress import L3Progress
 from hcache_backend.prefetch.slices import SliceBudget
+from hcache_backend.ranks import Said, Turn
 from hcache_backend.restore.pipeline import RestorePipeline
-from hcache_backend.turn import Said, Turn
 
 logger = logging.getLogger("hcache")
 

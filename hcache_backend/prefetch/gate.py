@@ -177,7 +177,7 @@ class HitGate:
         with self.prefetches.lock:
             self.prefetches.waiting.setdefault(prefetch.request_id, prefetch)
             hit = Hit(tokens, prefetch.prefix, wanted - tokens + 1, shared, prefetch.recomputing)
-            prefetch.hit, prefetch.probed = None, None
+            prefetch.hit, prefetch.probed, prefetch.whole = None, None, not parts
             problem = self._too_slow(hit, now)
             taken = tokens if problem is None else self._part_of(hit, parts, prefetch, now)
             if taken:
@@ -196,7 +196,7 @@ class HitGate:
     def read_begins(self, prefetch: Prefetch, wanted: int, step: int) -> None:
         """L3 is going to be read: ``wanted`` tokens, ``step`` at a time."""
         with self.prefetches.lock:
-            shared = 0
+            shared, prefetch.step = 0, step
             if prefetch.hit is not None:  # other ranks may have less of it
                 prefetch.hit = prefetch.hit.cut(wanted)
                 shared = prefetch.hit.shared

@@ -179,6 +179,16 @@ class Prefetch:
     reachable: float = math.inf  # not yet arrived, and slices can still reach them
     behind: bool = False  # another prefetch brings the first page of its hit
 
+    def came(self, completed: int, page_size: int) -> None:
+        """``completed`` tokens count on all ranks. Called in every turn of the scheduler."""
+        meeting, self.lost = self.meeting, 0
+        if meeting is not None:
+            if meeting.pages == meeting.front:
+                self.lost = len(meeting.here) * page_size
+            if meeting.reachable is not None:
+                self.reachable = max(0, meeting.reachable - meeting.front) * page_size
+        self.arrived = completed + self.lost
+
     @property
     def left(self) -> int:
         """Tokens that have not arrived."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -44,17 +44,8 @@ def ranks_of_a_request(server_args: Any) -> int:
     return int(arguments.tp_size) // groups
 
 
-def decodes_for_others(server_args: Any) -> bool:
-    """True for a decode server of prefill/decode disaggregation, or one that may become so."""
-    return _may_be("decode", server_args)
-
-
-def sends_to_others(server_args: Any) -> bool:
-    """True for a prefill server of prefill/decode disaggregation, or one that may become so."""
-    return _may_be("prefill", server_args)
-
-
-def _may_be(role: str, server_args: Any) -> bool:
+def may_be(role: Literal["decode", "prefill"], server_args: Any) -> bool:
+    """True for a server in this role of prefill/decode disaggregation, or that may get it."""
     arguments = resolved(server_args)
     return bool(arguments.enable_pd_role_switch or arguments.disaggregation_mode == role)
 

@@ -25,20 +25,18 @@ from hcache_backend.capture.staging import StagedCapture
 from hcache_backend.checks.service import KVChecks
 from hcache_backend.config import ConfigError
 from hcache_backend.host.loads import LoadQueue, Prefix, QueuedLoad, TokenIds
-from hcache_backend.host.node_backups import NodeBackups
-from hcache_backend.host.page_layout import NodeLayouts
+from hcache_backend.host.node_backups import NodeBackups, NodeLayouts
 from hcache_backend.host.page_proofs import PageProofs
 from hcache_backend.prefetch.eager import batch_pages
 from hcache_backend.prefetch.eager_loads import EagerLoads, token_array
 from hcache_backend.prefetch.prefetch import Meeting, Recomputing
-from hcache_backend.ranks import smallest
+from hcache_backend.ranks import Part, Turn, smallest
 from hcache_backend.sglang.hook_registry import guarded
 from hcache_backend.sglang.host_pool import OwnPagesPool
 from hcache_backend.sglang.pipeline_stages import StagePages
 from hcache_backend.sglang.read_batches import BackAck, BatchedReads
 from hcache_backend.sglang.runtime import Runtime, current
 from hcache_backend.sglang.storage_threads import READ
-from hcache_backend.turn import Part, Turn
 
 logger = logging.getLogger("hcache")
 

@@ -6,7 +6,6 @@ import enum
 import functools
 import logging
 import pkgutil
-import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -68,25 +67,6 @@ def _put_around(hook: Hook) -> bool:
     return True
 
 
-class _Original:
-    """SGLang's function as a hook calls it; remembers its result or error."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.__wrapped__ = function  # hooks ask for its signature
-        self.returned = False
-        self.result: Any = None
-        self.error: BaseException | None = None
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        try:
-            self.result = self.__wrapped__(*args, **kwargs)
-        except BaseException as error:
-            self.error = error
-            raise
-        self.returned = True
-        return self.result
-
-
 @functools.cache
 def guarded(hook: Hook) -> Callable[..., Any]:
     """The function of ``hook``; if it raises, SGLang goes on by ``hook.on_error``."""
@@ -96,14 +76,24 @@ def guarded(hook: Hook) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        call = _Original(original)
+        results, errors = list[Any](), list[Exception]()
+
+        def noted(*given: Any, **named: Any) -> Any:
+            try:
+                results.append(original(*given, **named))
+            except Exception as error:
+                errors.append(error)
+                raise
+            return results[-1]
+
+        vars(noted)["__wrapped__"] = original  # hooks ask for its signature
         try:
-            return function(call, *args, **kwargs)
+            return function(noted, *args, **kwargs)
         except OutOfStep:
             raise
         except Exception as error:
-            if call.error is not None:
-                raise call.error from None
+            if errors:
+                raise errors[-1] from None
             metrics.PROBLEMS.count("hook")
             if type(error) not in reasons:
                 reasons.add(type(error))
@@ -114,21 +104,6 @@ def guarded(hook: Hook) -> Callable[..., Any]:
                 )
             if hook.on_error is OnError.END_L3:
                 current().cannot_restore(f"the hook on {hook.target} failed: {error!r}")
-        return call.result if call.returned else original(*args, **kwargs)
+        return results[-1] if results else original(*args, **kwargs)
 
     return around
-
-
-class Results:
-    """Values of ours that belong to results of SGLang's, which are not hashable; gone with them."""
-
-    def __init__(self) -> None:
-        self._values: dict[int, Any] = {}
-
-    def add(self, result: Any, value: Any) -> None:
-        self._values[id(result)] = value
-        weakref.finalize(result, self._values.pop, id(result), None).atexit = False
-
-    def of(self, result: Any) -> Any:
-        """None if there is none."""
-        return self._values.get(id(result))

@@ -43,6 +43,7 @@ HITS = [
     storage_threads.READ,
     storage_threads.READ_BATCH,
 ]
+EVENTS = [radix_cache.EVENTS, storage_threads.BACKUP]  # what L3 stores and evicts
 # hold back early sends, and send the weights' digest
 PREFILL_SERVER = [disaggregation.SEND_PREFIX, disaggregation.METADATA]
 # keeps K and V of other servers' weights out of L3

@@ -10,13 +10,12 @@ from typing import Any, NamedTuple
 from hcache_backend import metrics
 from hcache_backend.prefetch.eager_loads import is_on_device
 from hcache_backend.prefetch.gate import HitGate
-from hcache_backend.prefetch.prefetch import Prefetch
+from hcache_backend.ranks import Said, Turn
 from hcache_backend.sglang import waiting
 from hcache_backend.sglang.arguments import is_plain
 from hcache_backend.sglang.hook_registry import Hook, OnError
 from hcache_backend.sglang.runtime import current
 from hcache_backend.sglang.storage_threads import gate_of, harmless, pages_per_report
-from hcache_backend.turn import Said, Turn
 
 _CACHE = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache."
 
@@ -63,30 +62,16 @@ def ask_to_end(cache: Any, turn: Turn) -> Ending | None:
     operations = [info.operation for info in cache.ongoing_prefetch.values()]
     verdicts = [False] * (len(operations) + 1)
     with harmless():
-        verdicts = gate.to_end([_as_it_is(cache, operation) for operation in operations])
+        running = [gate.prefetches.of(operation) for operation in operations]
+        for prefetch, operation in zip(running, operations, strict=True):
+            prefetch.came(operation.completed_tokens, cache.page_size)
+        verdicts = gate.to_end(running)
     if cache.pp_size > 1:
         return None  # pipeline stages are not at one point
     gate.prefetches.unfinished.update(operations)
     if not operations and not gate.agreed_stalled:
         return None  # the same on all ranks: no rank acts on its own verdict alone
     return Ending(gate, operations, turn.say(*(not ends for ends in verdicts)))
-
-
-def _as_it_is(cache: Any, operation: Any) -> Prefetch:
-    """The prefetch of ``operation``, as far as it has come."""
-    prefetch, size = current().prefetches.of(operation), cache.page_size
-    meeting = prefetch.meeting
-    prefetch.lost = 0
-    if meeting is not None:
-        if meeting.pages == meeting.front:
-            prefetch.lost = len(meeting.here) * size
-        if meeting.reachable is not None:
-            prefetch.reachable = max(0, meeting.reachable - meeting.front) * size
-    prefetch.arrived = operation.completed_tokens + prefetch.lost
-    pages = pages_per_report(cache.cache_controller, len(operation.hash_value))
-    prefetch.step = pages * size
-    prefetch.whole = bool(operation.pool_transfers)
-    return prefetch
 
 
 def end_prefetches(asked: Ending | None) -> None:
@@ -216,6 +201,12 @@ def after_backup(
     return result
 
 
+def around_events(original: Callable[..., Any], cache: Any, *a: Any, **kw: Any) -> Any:
+    """Around ``take_events``: SGLang publishes the events of L3 with its own."""
+    events, l3 = original(cache, *a, **kw), our_l3(cache)
+    return events if l3 is None or l3.events is None else [*events, *l3.events.take()]
+
+
 def before_stop(original: Callable[..., Any], cache: Any, *a: Any, **kw: Any) -> Any:
     """On SIGTERM, after the last answer. SGLang kills its processes after 15 s."""
     l3 = our_l3(cache)
@@ -240,6 +231,7 @@ TURN = Hook(_CACHE + "check_hicache_events", around_turn, OnError.END_L3)
 DRAIN = Hook(_CACHE + "_drain_storage_control_queues_impl", around_drain, OnError.END_L3)
 PREFETCH = Hook(_CACHE + "prefetch_from_storage", around_prefetch)
 LOAD_BACK = Hook(_CACHE + "init_load_back", around_load_back)
+EVENTS = Hook(_CACHE + "take_events", around_events)
 WRITTEN = Hook(_CACHE + "write_backup_storage", after_written)
 BACKED_UP = Hook(_CACHE + "_execute_kv_backup", after_backup)
 STOPPING = Hook(_CACHE + "release_host_resources", before_stop)

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from hcache_backend import metrics
+from hcache_backend.capture.hooks import HiddenCapture
+from hcache_backend.capture.staging import Staging
 from hcache_backend.config import HCacheConfig
 from hcache_backend.fingerprint import (
     TensorDigest,
@@ -30,6 +32,7 @@ from hcache_backend.plan.restore import Restore
 from hcache_backend.prefetch.gate import HitGate
 from hcache_backend.prefetch.prefetch import Prefetches
 from hcache_backend.prefetch.progress import L3Progress
+from hcache_backend.restore.exchange import CollectiveOrder
 from hcache_backend.server_report import LayerGroup, ServerReport
 from hcache_backend.sglang.arguments import page_size
 from hcache_backend.sglang.pipeline_stages import PipelineStages
@@ -51,6 +54,16 @@ class Weights:
 
 
 @dataclass
+class Forwards:
+    """Stands around forward passes of the model."""
+
+    capture: HiddenCapture | None = None
+    order: CollectiveOrder | None = None  # without capture, which has one otherwise
+    no_capture: str = "the log says why"  # CUDA graphs were recorded without copies
+    recorded: Staging | None = None  # recorded graphs read the places of a step from it
+
+
+@dataclass
 class Runtime:
     """State of one scheduler process. Attributes change on the scheduler thread only, except
     ``weights``, which changes when the other pipeline stages have told theirs."""
@@ -60,6 +73,7 @@ class Runtime:
     mode: Literal["hidden", "kv"] | None = None  # None until the host pool is built
     own_pages: bool = False  # the host pool holds our own pages, not SGLang's plain ones
     reason: str | None = None  # why the mode is kv, or why pages are plain
+    forwards: Forwards = field(default_factory=Forwards)
     eager: bool = False  # the arrived part of a hit is restored while L3 is read
     # of a server that was started with it as L3, until the storage class takes it
     store: PageStore | None = None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +13,7 @@ from hcache_backend import metrics
 from hcache_backend.prefetch.governor import waits_for_gpu
 from hcache_backend.sglang import waiting
 from hcache_backend.sglang.arguments import is_plain
-from hcache_backend.sglang.hook_registry import Hook, OnError, Results
+from hcache_backend.sglang.hook_registry import Hook, OnError
 from hcache_backend.sglang.radix_cache import keys_to, our_l3
 from hcache_backend.sglang.runtime import current
 from hcache_backend.sglang.storage_threads import gate_of, harmless
@@ -22,7 +24,8 @@ _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler."
 ADAPTER_KEY = "hcache:adapter:"  # prefix of the keys of requests with an adapter, and of no others
 
 _look_up_failures: set[type[Exception]] = set()  # errors of SGLang's look-ups that were logged
-_prefills = Results()  # of results: start, number, work, whether nothing was recomputed in front
+# of the last results: start, number, work, whether nothing was recomputed in front
+_prefills: deque[tuple[weakref.ref[Any], Any]] = deque(maxlen=64)
 
 
 def around_received(
@@ -75,7 +78,7 @@ def around_batch(
     if gate is not None:
         alone = not _stands_behind_recomputation(scheduler)
         if prefill is not None:
-            _prefills.add(result, (*prefill, alone))
+            _prefills.append((weakref.ref(result), (*prefill, alone)))
     return result
 
 
@@ -83,7 +86,8 @@ def after_batch(
     original: Callable[..., Any], scheduler: Any, batch: Any, result: Any, *a: Any, **kw: Any
 ) -> Any:
     done = original(scheduler, batch, result, *a, **kw)
-    prefill, gate = _prefills.of(result), gate_of(scheduler.tree_cache)
+    gate = gate_of(scheduler.tree_cache)
+    prefill = next((of for seen, of in _prefills if seen() is result), None)
     if gate is not None:
         now = time.monotonic()
         before, gate.gpu.last_end = gate.gpu.last_end, now

@@ -79,6 +79,14 @@ def around_read_batch(original: Callable[..., Any], controller: Any, *a: Any, **
     return pages
 
 
+def after_backup(original: Callable[..., Any], controller: Any, operation: Any) -> Any:
+    """Around ``HybridCacheController._page_backup``, if L3 tells what it stores."""
+    result, l3 = original(controller, operation), controller.storage_backend
+    if getattr(l3, "events", None) is not None:
+        l3.wrote(operation)
+    return result
+
+
 def around_stop(original: Callable[..., Any], controller: Any, *a: Any, **kw: Any) -> Any:
     """Around ``HiCacheController._stop_storage_threads``, for a flush or a detach; no request is
     served. If a thread of this rank stopped before a prefetch whose request is gone, the other
@@ -117,4 +125,5 @@ def pages_per_report(controller: Any, pages: int) -> int:
 LOOK_UP = Hook(_CONTROLLER + "_storage_hit_query", around_look_up)
 READ = Hook(_CONTROLLER + "_page_transfer", around_read)
 READ_BATCH = Hook(_BASE + "_page_transfer_kv_batch", around_read_batch)
+BACKUP = Hook(_CONTROLLER + "_page_backup", after_backup)
 STOP = Hook(_BASE + "_stop_storage_threads", around_stop)

@@ -24,11 +24,10 @@ from hcache_backend.server_report import write_report
 from hcache_backend.sglang import hooks
 from hcache_backend.sglang.arguments import (
     check_tp_lcm_size,
-    decodes_for_others,
     kv_fields,
+    may_be,
     page_size,
     resolved,
-    sends_to_others,
     serves_adapters,
     storage_extra_config,
 )
@@ -84,7 +83,7 @@ def bootstrap(runner: Any) -> None:
     doubts["weight updates would go unnoticed"] = unnoticed
     if serves_adapters(args):
         doubts["pages of adapters would not be kept apart"] = hooks.install(hooks.ADAPTERS)
-    if decodes_for_others(runner.server_args):
+    if may_be("decode", runner.server_args):
         doubts["K and V of other weights would go unnoticed"] = hooks.install(hooks.DECODE_SERVER)
     for doubt, missing in doubts.items():
         if missing is not None:
@@ -97,7 +96,7 @@ def bootstrap(runner: Any) -> None:
         return
     hooks.notice_uses()
     plain = unnoticed or unsupported_reason()
-    if sends_to_others(runner.server_args):
+    if may_be("prefill", runner.server_args):
         plain = hooks.install(hooks.PREFILL_SERVER) or plain
     if plain is None and config.mode == "plain":
         plain = "option 'mode' is 'plain'"
@@ -195,6 +194,18 @@ def leave_report(joined: Joined, storage_config: HiCacheStorageConfig) -> None:
         for folder in folders:
             write_report(folder, report)
         keep_profile(runtime, folders[0])
+
+
+def publishes_events() -> bool:
+    """True if SGLang publishes KV events on this rank; logs why nobody will hear those of L3."""
+    from sglang.srt.disaggregation.kv_events import is_kv_publisher_rank
+    from sglang.srt.runtime_context import get_observability
+
+    wanted = get_observability().kv_events_config
+    missing = hooks.install(hooks.EVENTS) if wanted else "it needs --kv-events-config"
+    if missing is not None:
+        logger.warning("hcache: option 'events' is not used: %s", missing)
+    return missing is None and is_kv_publisher_rank(wanted)
 
 
 def check_preemption(args: Any) -> None:
@@ -302,16 +313,17 @@ def _attach_config(runtime: Runtime, extra: Mapping[str, Any]) -> HCacheConfig:
 
 def _check_late_start(runtime: Runtime) -> None:
     """Raise ConfigError if pages of a server started without us would mix with others."""
-    if runtime.weights is None and resolved(runtime.runner.server_args).enable_dp_attention:
+    args = resolved(runtime.runner.server_args)
+    mixing = {
         # Ranks of one data-parallel group attach alone; the weights are those of all groups.
-        raise ConfigError(
-            f"hcache: {STARTED_WITHOUT_US}; with --enable-dp-attention it has to be started with it"
-        )
-    if serves_adapters(resolved(runtime.runner.server_args)):
+        "--enable-dp-attention": runtime.weights is None and args.enable_dp_attention,
         # Pages in L1 and L2 have keys that other requests may have, too.
-        raise ConfigError(
-            f"hcache: {STARTED_WITHOUT_US}; with --enable-lora it has to be started with it"
-        )
+        "--enable-lora": serves_adapters(args),
+    }
+    for flag, given in mixing.items():
+        if given:
+            needs = f"with {flag} it has to be started with it"
+            raise ConfigError(f"hcache: {STARTED_WITHOUT_US}; {needs}")
     missing = hooks.install(hooks.WEIGHTS)
     if missing:
         raise ConfigError(f"hcache: {missing}; weight updates could not be noticed")

@@ -35,7 +35,6 @@ from hcache_backend.checks.service import KVChecks, ServiceChecks
 from hcache_backend.checks.specs import LayerSpecs
 from hcache_backend.format.units import WHOLE, Share
 from hcache_backend.host.loads import LoadQueue
-from hcache_backend.host.page_layout import head_groups, share_of_heads
 from hcache_backend.plan.restore import CHUNK_TOKENS, Partition, Restore
 from hcache_backend.prefetch.eager_loads import EagerLoads
 from hcache_backend.prefetch.slices import SliceBudget
@@ -67,7 +66,7 @@ from hcache_backend.sglang.passes import (
     run_prompts,
 )
 from hcache_backend.sglang.pipeline_stages import StagePages
-from hcache_backend.sglang.runtime import Runtime, current
+from hcache_backend.sglang.runtime import Forwards, Runtime, current
 from hcache_backend.start.attach import warn_of_small_host_pool
 from hcache_backend.start.capabilities import (
     EAGER,
@@ -86,11 +85,13 @@ from hcache_backend.start.page_plan import (
     PagePlan,
     asked_codec,
     choose_codec,
+    head_groups,
     hidden_as_they_are,
     kv_bytes_per_token,
     kv_codec,
     make_exchange,
     page_plugin,
+    share_of_heads,
     staging_places,
     step_tokens,
     take_staging,
@@ -142,7 +143,7 @@ class OwnPagesStrategy(StackStrategy):
             return build()
 
     def _keep_plain(self, reason: str) -> None:
-        capture_nothing(self._runtime.runner)
+        capture_nothing(self._runtime)
         self._runtime.use_plain_pages(reason)
         count(self._runtime)
 
@@ -180,7 +181,7 @@ class Start:
         try:
             plan = self._hidden_plan(no_hidden)
         except Refused as refused:  # then no hook and no memory of it are left
-            capture_nothing(self._runner)
+            capture_nothing(self._runtime)
             reason = str(refused)
         if reason is not None:
             plan = self._kv_plan()
@@ -207,7 +208,7 @@ class Start:
         if methods.recomputable:
             recomputer = step(self._find_recomputer, probe, methods, whole=False)
         methods = methods.recomputing_first(recomputer.layers if recomputer else 0)
-        recorded = step(check_recording, runner, probe.hidden[0])
+        recorded = step(check_recording, runtime, probe.hidden[0])
         share = Share(exchange.number, exchange.shares) if exchange is not None else WHOLE
         groups, of_kv = self._head_groups(methods, share), "none"
         if methods.layers("kv"):
@@ -225,6 +226,7 @@ class Start:
             recomputer=recomputer,
             exchange=exchange,
             hooks=recorded,
+            forwards=runtime.forwards,
         )
         plan = self._tried(plan, lambda: probe.slots)
         specs = LayerSpecs(runtime, probe, projector, ranks)
@@ -252,9 +254,9 @@ class Start:
         chunk = min(CHUNK_TOKENS, int(kvcache.size))
         everything = Partition(0, 0, int(kvcache.layer_num))
         methods = Restore(None, None, everything, ranks.world_size, chunk, recomputable=0)
-        exchange = self.step(self._latent_exchange) if holds_latents(kvcache) else None
-        own = share_of_heads(ranks.rank_in_group, ranks.world_size)
+        own, exchange = share_of_heads(ranks.rank_in_group, ranks.world_size), None
         if holds_latents(kvcache):
+            exchange = self._latent_exchange(ranks.world_size)
             own = WHOLE if exchange is None else Share(exchange.number, exchange.shares)
         groups = self._head_groups(methods, own)
         codec = self.step(kv_codec, runtime, kvcache, own, groups, self._params.pp_size)
@@ -271,12 +273,16 @@ class Start:
         size = self._kvcache.page_size
         return run_again(self._runner, [-(-PROBE_TOKENS // size) * size])[0]
 
-    def _latent_exchange(self) -> Exchange | None:
-        """The exchange of latents, of which each rank keeps a part; None: all keep whole pages."""
-        refuse(OWN_PAGES, self.server, install(hooks.EXCHANGE))
-        kvcache, slots = self._kvcache, self._written()
+    def _latent_exchange(self, ranks: int) -> Exchange | None:
+        """The exchange of latents, of which each of ``ranks`` keeps a part; None: all keep whole
+        pages, also with data-parallel attention, whose groups run the model at their own times."""
+        kvcache = self._kvcache
+        if ranks == 1 or self.server.args.enable_dp_attention:
+            return None
+        self.step(refuse, OWN_PAGES, self.server, install(hooks.EXCHANGE))
+        slots = self.step(self._written)
         rows = [planes_of(kvcache, layer)[0][slots] for layer in range(kvcache.layer_num)]
-        return make_exchange("latents", rows, int(kvcache.page_size))
+        return self.step(make_exchange, "latents", rows, int(kvcache.page_size))
 
     def _tried(self, plan: PagePlan, written: Callable[[], torch.Tensor], **plain: Any) -> PagePlan:
         """The plan with room if K and V come back by its codec, otherwise one with K and V as they
@@ -439,8 +445,8 @@ def build_stack(
     plan that every rank agreed on."""
     kvcache, layout, config = plan.kvcache, plan.layout, runtime.config
     codec, ranks, memory = plan.codec, attention_ranks(), get_memory()
-    device, every = kvcache.device, params.token_to_kv_pool_allocator
-    allocator = getattr(every, "full_attn_allocator", every)  # without that of windows
+    device, whole = kvcache.device, params.token_to_kv_pool_allocator
+    allocator = getattr(whole, "full_attn_allocator", whole)  # without that of windows
     assert config is not None
     pool = OwnPagesPool(
         kvcache,
@@ -457,7 +463,7 @@ def build_stack(
     hidden, order = codec is not None, None
     if ranks.world_size > 1 and (hidden or plan.exchange is not None):
         order = CollectiveOrder(device)
-    runtime.runner.hcache_order = None if hidden else order  # otherwise capture has it
+    runtime.forwards.order = None if hidden else order  # otherwise capture has it
     # Before capture wraps the allocator: pages taken from a reservation are allocated, too.
     reason, reservable = refusal(EAGER, Server(runtime, kvcache, allocator, hidden)), None
     if reason is None:
@@ -469,9 +475,8 @@ def build_stack(
     layers, most = plan.restored_layers(projector), plan.methods.chunk_tokens
     how: dict[str, Any] = {"exchange": plan.exchange, "order": order}
     pipeline = RestorePipeline(pool.kv_buffer, layout, layers, most, device, **how)
-    loads = LoadQueue(pool.arena, pipeline, plan.methods, plan.recomputer, device)
-    loads.on_failed.append(runtime.cannot_restore)
-    loads.slowdown = runtime.l3.estimates.slowdown
+    heard = runtime.l3.estimates.slowdown, runtime.cannot_restore
+    loads = LoadQueue(pool.arena, pipeline, plan.methods, plan.recomputer, device, *heard)
     pool.use(loads, capture, frees_duplicates=memory.hicache_write_policy == "write_back")
     warn_of_small_host_pool(
         pool.size, int(kvcache.size), pool.size_per_token, kv_bytes_per_token(kvcache)
@@ -569,14 +574,13 @@ def _start_capture(
 # ---- CUDA graphs ----
 
 
-def capture_nothing(runner: Any) -> None:
-    """Remove the capture hooks of the model of ``runner``, and free their staging."""
-    hooks: HiddenCapture | None = getattr(runner, "hcache_capture", None)
+def capture_nothing(runtime: Runtime) -> None:
+    """Remove the capture hooks of the model, and free their staging."""
+    hooks = runtime.forwards.capture
     if hooks is None:
         return
-    runner.hcache_capture = None
     # Recorded graphs read the places of a step from this memory in every replay.
-    runner.hcache_recorded = hooks.staging
+    runtime.forwards = Forwards(recorded=hooks.staging)
     with metrics.harmless("staging_not_freed", "staging keeps its memory on the device"):
         hooks.remove()
 
@@ -607,21 +611,20 @@ def record_copies(runtime: Runtime, runner: Any) -> None:
         rows = runner.model_config.hidden_size, runner.dtype
         staging = take_staging(len(seen), *rows, places, kvcache.device, recorded_tokens=recorded)
         hooks = HiddenCapture([(layer.module, layer.linears) for layer in seen])
-        hooks.staging, runner.hcache_capture = staging, hooks
+        hooks.staging, runtime.forwards.capture = staging, hooks
     except Refused as refused:
-        runner.hcache_no_capture = str(refused)
+        runtime.forwards.no_capture = str(refused)
     except Exception:
         logger.exception("hcache: CUDA graphs are recorded without copies of hidden states")
 
 
-def check_recording(runner: Any, hidden: torch.Tensor) -> HiddenCapture | None:
+def check_recording(runtime: Runtime, hidden: torch.Tensor) -> HiddenCapture | None:
     """Capture hooks of the recorded CUDA graphs; None if none are recorded. Raises Refused if they
     do not capture rows like those of ``hidden``, ``[n, hidden]``."""
-    hooks: HiddenCapture | None = getattr(runner, "hcache_capture", None)
-    if runner.device == "cpu" or graphs_are_off():
+    hooks, why = runtime.forwards.capture, runtime.forwards.no_capture
+    if runtime.runner.device == "cpu" or graphs_are_off():
         return hooks
     if hooks is None or hooks.staging is None:
-        why = getattr(runner, "hcache_no_capture", "the log says why")
         raise Refused(f"CUDA graphs were recorded without our copies: {why}")
     width, dtype = hooks.staging.width, hooks.staging.dtype
     if (width, dtype) != (hidden.shape[1], hidden.dtype):

@@ -21,8 +21,8 @@ from hcache_backend.projection.paged_pool import full_attention, holds_latents, 
 from hcache_backend.ranks import Refused
 from hcache_backend.sglang.arguments import (
     NO_REQUEST,
-    decodes_for_others,
     drafts_trees,
+    may_be,
     resolved,
     serves_adapters,
 )
@@ -81,7 +81,7 @@ EAGER = "restores while L3 is read"
 # fmt: off
 _DECODES = Need(
     "decode servers, `--enable-pd-role-switch`",
-    lambda s: decodes_for_others(s.runtime.runner.server_args),
+    lambda s: may_be("decode", s.runtime.runner.server_args),
     "a server that decodes for prefill servers, or may after a role switch, fails a request whose "
     "load is refused")
 _BUFFER_ONLY = Need(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -133,11 +133,10 @@ def _choose(runtime: Runtime, kvcache: Any) -> Restore:
         if runtime.store is None:  # the attach will name the folders
             runtime.kept_partition = name, record
         else:
-            settled = _settle(config, name, record) if stage.is_first_rank else None
+            settled = _settle(config.dirs, name, record) if stage.is_first_rank else None
             settled = stage.all_gather_object(settled)[0]
-            known = known_partition(wanted, settled) if settled != record else decision
-            assert known is not None
-            decision = known
+            if settled != record:
+                decision = known_partition(wanted, settled) or decision
     return replace(restore, partition=decision[0])
 
 
@@ -158,20 +157,19 @@ def fixed_partition(config: HCacheConfig, layers: int) -> Partition | None:
 
 def known_partition(wanted: Partition | None, recorded: PartitionRecord | None) -> _Decision | None:
     """The partition of the options, otherwise of the store's record; None: undecided."""
-    if wanted is None and recorded is None:
-        return None
+    if recorded is None:
+        return None if wanted is None else (wanted, "by an option")
+    partition, reason = recorded.partition, recorded.reason
     if wanted is None:
-        assert recorded is not None
-        partition, reason = recorded.partition, recorded.reason
         logger.debug("hcache: partition: %s, as the store has it: %s", describe(partition), reason)
         return partition, reason
-    if recorded is not None and wanted != recorded.partition:
+    if wanted != partition:
         logger.warning(
             "hcache: partition: the options want %s, and the store has pages of this model "
             "with %s (%s): neither finds the other's",
             describe(wanted),
-            describe(recorded.partition),
-            recorded.reason,
+            describe(partition),
+            reason,
         )
     return wanted, "by an option"
 
@@ -192,13 +190,13 @@ def _fastest_partition(
     return partition, reason
 
 
-def _settle(config: HCacheConfig, name: str, record: PartitionRecord) -> PartitionRecord:
+def _settle(dirs: Sequence[Path], name: str, record: PartitionRecord) -> PartitionRecord:
     """Write ``record``; returns the store's, because another server may have been faster."""
     try:
-        save_record(config.dirs[0], name, record, replace=False)
+        save_record(dirs[0], name, record, replace=False)
     except OSError as error:
         logger.warning("hcache: partition: it could not be recorded: %s", error)
-    return find_record(config.dirs, name) or record
+    return find_record(dirs, name) or record
 
 
 # ---- the profile ----

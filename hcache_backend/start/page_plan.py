@@ -21,9 +21,8 @@ from hcache_backend.capture.staging import Staging
 from hcache_backend.checks.comparison import first_problem, projection_problem
 from hcache_backend.checks.probe import Probe
 from hcache_backend.config import HCacheConfig
-from hcache_backend.format.page import PageLayout
-from hcache_backend.format.units import WHOLE, Share
-from hcache_backend.host.page_layout import page_layout
+from hcache_backend.format.page import RECOMPUTED, PageLayout, hidden_layer
+from hcache_backend.format.units import SHARE_COUNTS, WHOLE, Share
 from hcache_backend.host.segments import KVSegments
 from hcache_backend.plan.restore import Restore
 from hcache_backend.projection.attention import AttentionLayer
@@ -37,7 +36,7 @@ from hcache_backend.restore.ring import ring_bytes
 from hcache_backend.sglang.arguments import drafted_tokens, kv_fields, resolved
 from hcache_backend.sglang.groups import attention_ranks
 from hcache_backend.sglang.host_pool import HostPages
-from hcache_backend.sglang.runtime import Runtime
+from hcache_backend.sglang.runtime import Forwards, Runtime
 from hcache_backend.streams import free_memory
 from hcache_kernels.codecs import Codec, UnsupportedRows, make_codec
 
@@ -89,6 +88,7 @@ class PagePlan:
     exchange: Exchange | None = None
     hooks: HiddenCapture | None = None
     host_share: float = 1.0
+    forwards: Forwards = field(default_factory=Forwards)
     observer: Recomputer | None = field(init=False, default=None)
     kv: KVSegments = field(init=False)
     layout: PageLayout = field(init=False)
@@ -111,7 +111,7 @@ class PagePlan:
         layers = self.hidden_layers
         hooks = self.hooks or HiddenCapture([(layer.module, ()) for layer in layers])
         hooks.watch_only(layer.projection for layer in layers)
-        hooks.staging, self.runner.hcache_capture = self.staging, hooks
+        hooks.staging, self.forwards.capture = self.staging, hooks
         return hooks
 
     @property
@@ -449,3 +449,28 @@ def step_tokens(runner: Any) -> tuple[int, int]:
     chunk = args.chunked_prefill_size
     prefill = chunk if chunk is not None and chunk > 0 else args.max_prefill_tokens
     return min(int(prefill) + decode, int(runner.max_total_num_tokens)), min(decode, _DECODE_TOKENS)
+
+
+def share_of_heads(rank: int, ranks: int) -> Share:
+    """A rank's share of pages of K and V: its own heads. If the number of ranks does not divide
+    eight, every rank has whole pages of its own."""
+    return Share(rank, ranks) if ranks in SHARE_COUNTS else WHOLE
+
+
+def head_groups(tp_lcm_size: int | None, share: Share, ranks: int) -> int:
+    """Groups of heads that K and V of a page divide into, over all ranks; by default one per rank.
+    With SGLang's ``tp_lcm_size``, servers with up to that many ranks can share pages."""
+    return tp_lcm_size or ranks if share.of == ranks else share.of
+
+
+def page_layout(
+    page_size: int, methods: Restore, kv: KVSegments, codec: Codec | None, share: Share
+) -> PageLayout:
+    """Layout of pages whose layers are restored by ``methods``; ``codec`` is of hidden states."""
+    layers = [RECOMPUTED] * len(methods.methods)
+    for layer in methods.layers("hidden"):
+        assert codec is not None
+        layers[layer] = hidden_layer(page_size, codec.row_bytes, codec.hidden_size, codec.code)
+    for layer in kv.layers:
+        layers[layer] = kv.stored_layer(layer)
+    return kv.layout(layers, share)

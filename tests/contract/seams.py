@@ -50,7 +50,10 @@ OBJECTS: dict[str, tuple[str, ...]] = {
         _CACHE + "base_prefix_cache.InitLoadBackParams",
     ),
     "queue": ("sglang.srt.disaggregation.decode.DecodeTransferQueue",),
-    "req_to_token_pool": (_CACHE + "memory_pool.ReqToTokenPool",),
+    "req_to_token_pool": (
+        _CACHE + "memory_pool.ReqToTokenPool",
+        _CACHE + "memory_pool.HybridReqToTokenPool",
+    ),
     "req": ("sglang.srt.managers.schedule_batch.Req",),
     "request": ("sglang.srt.managers.schedule_batch.Req",),
     "resolved": _ARGUMENTS,
@@ -74,7 +77,7 @@ NOT_OBJECTS = {
     "components", "hash_values", "host_indices", "device_indices", "token_ids", "host_pool",
     "host_pool_name", "mem_pool_host", "adapter", "model", "own", "stages", "ranks",
     "q", "k", "v", "key_value_num_tokens", "kind",
-    "runtime", "pool", "pages", "place", "layout", "plan", "weights", "device",
+    "kv_pool", "runtime", "pool", "pages", "place", "layout", "plan", "weights", "device",
     "allocator", "side", "target_location", "target_locations", "target_sizes",
 }  # fmt: skip
 """Other parameters annotated ``Any``: tensors, lists, classes, and pools of many classes."""
@@ -83,9 +86,6 @@ OURS = {
     ("ack", "_replace"),  # every NamedTuple's
     ("ack", "reduce"),
     ("request", "prefix_indices"),  # of 0.5.21; later versions ask our tree for it
-    ("runner", "hcache_capture"),
-    ("runner", "hcache_recorded"),
-    ("runner", "hcache_no_capture"),
     ("forward_batch", "asked"),
     ("controller", "eager"),
     ("controller", "begin_turn"),
@@ -93,7 +93,6 @@ OURS = {
     ("controller", "pages_per_report"),
     ("backend", "backups"),
     ("memory", "finish"),
-    ("scheduler", "hcache_last_batch"),
     ("memory", "numpy"),
     ("memory", "parts"),
 }

@@ -138,7 +138,7 @@ def _watch_scheduler(trace: Trace) -> None:
 def _has_virtual_time(module: str) -> bool:
     """Not the store, nor the tiers around it: these wait for disks."""
     rooms = ("checks", "host", "krul", "prefetch", "sglang", "start")
-    beside = ("metrics", "streams", "turn")
+    beside = ("metrics", "streams", "ranks")
     parts = module.split(".")
     timed = module == "hcache_backend.tiers.storage" or parts[-1] in beside
     return parts[0] == "hcache_backend" and (timed or (len(parts) > 1 and parts[1] in rooms))

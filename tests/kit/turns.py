@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hcache_backend.turn import Turn
+from hcache_backend.ranks import Turn
 
 Reduce = Callable[[torch.Tensor, Any], object]
 

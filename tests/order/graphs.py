@@ -67,9 +67,9 @@ class DecodeGraphs:
 
         checked = build.check_recording
 
-        def check_recording(runner: Any, hidden: Any) -> Any:
-            with _as_on_a_gpu(runner):
-                return checked(runner, hidden)
+        def check_recording(runtime: Any, hidden: Any) -> Any:
+            with _as_on_a_gpu(runtime.runner):
+                return checked(runtime, hidden)
 
         def wait_until(original: Any, counter: Any, layer: int) -> None:
             if not self._replaying:

@@ -19,7 +19,6 @@ RANKS = {
     "format": 0,
     "ranks": 1,
     "streams": 1,
-    "turn": 1,
     "arena": 2,
     "fingerprint": 2,
     "store": 2,

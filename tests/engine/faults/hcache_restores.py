@@ -22,7 +22,7 @@ def promise_hits() -> None:
     """A decode server says what L3 has, as another L3 would."""
     from hcache_backend.tiers import storage
 
-    storage.decodes_for_others = lambda arguments: False
+    storage.may_be = lambda role, arguments: False
 
 
 def hold_prefetches(active: Callable[[], bool]) -> None:

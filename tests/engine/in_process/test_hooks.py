@@ -134,6 +134,7 @@ def active(monkeypatch: pytest.MonkeyPatch) -> Any:
     runtime = Runtime(None)
     hook_registry.guarded.cache_clear()  # each error is said once
     monkeypatch.setattr(runtime, "hit_gate", Broken())
+    monkeypatch.setattr(runtime, "forwards", Broken())
     monkeypatch.setattr("hcache_backend.sglang.runtime._runtime", runtime)
     for module in (radix_cache, scheduler, storage_threads):
         monkeypatch.setattr(module, "gate_of", lambda cache: Broken())

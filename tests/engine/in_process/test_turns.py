@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hcache_backend.ranks import Turn
 from hcache_backend.sglang.hook_registry import guarded
 from hcache_backend.sglang.radix_cache import TURN
-from hcache_backend.turn import Turn
 from tests.kit.host import Host, bare_controller, checked
 from tests.kit.ranks import Ranks, together
 

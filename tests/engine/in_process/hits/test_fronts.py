@@ -14,9 +14,9 @@ from hcache_backend.prefetch.eager_loads import EagerLoads, Offer
 from hcache_backend.prefetch.governor import Pace
 from hcache_backend.prefetch.prefetch import Meeting
 from hcache_backend.prefetch.slices import SliceBudget
+from hcache_backend.ranks import Turn
 from hcache_backend.restore.report import RunningRestore
 from hcache_backend.streams import WorkerStream
-from hcache_backend.turn import Turn
 from tests.engine.in_process.hits.eager_scene import PAGES, SIZE, Scene
 from tests.kit.prefetch import Operation
 from tests.kit.turns import Reduce, alone, turn_of

@@ -19,9 +19,9 @@ from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import (
 
 from hcache_backend.prefetch.gate import HitGate
 from hcache_backend.prefetch.prefetch import Meeting
+from hcache_backend.ranks import Turn
 from hcache_backend.sglang import radix_cache, scheduler, storage_threads
 from hcache_backend.sglang.runtime import Runtime
-from hcache_backend.turn import Turn
 from tests.kit.turns import alone
 
 
@@ -253,9 +253,8 @@ def test_the_gate_hears_how_far_slices_still_reach(
     meeting.launched(range(front))
     meeting.arrived(6, PAGES)
     meeting.reachable = reachable
-    cache = cache_of(SimpleNamespace())
-    cache.page_size = SIZE
-    running = radix_cache._as_it_is(cache, operation)
+    running = runtime.prefetches.of(operation)
+    running.came(operation.completed_tokens, SIZE)
     assert (running.reachable, running.lost) == (said, 2 * SIZE)
 
 

@@ -194,7 +194,7 @@ class TestQueuedLoads:
         loads.methods = SimpleNamespace(
             first_layers=lambda *a: asked.append(a) or 3, recomputable=4
         )  # type: ignore[assignment, func-returns-value]
-        loads.slowdown = lambda tokens: tokens / 50
+        loads._slowdown = lambda tokens: tokens / 50
         add(loads, plan(loads, 0))
         recomputed(loads)
         assert asked == [(SIZE, 0, SIZE / 50)]
@@ -246,7 +246,7 @@ class TestQueuedLoads:
         self, stored_from: int
     ) -> None:
         loads, told = queue(HostPages(), Partition(stored_from, 2, 0), Recomputer()), list[str]()
-        loads.on_failed.append(told.append)
+        loads._failed = told.append
         for _ in range(2):
             loads.recomputation_failed(RuntimeError("out of memory"))
         reason = "layers that are not stored cannot be recomputed any more"

@@ -72,34 +72,35 @@ def gpu_runner() -> Any:
 
 
 def test_why_graphs_were_recorded_without_copies_is_told(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    runtime: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(build, "graphs_are_off", lambda: False)
     monkeypatch.setattr(build, "refusal", lambda *_: "plain pages")
-    runner = gpu_runner()
-    build.record_copies(None, runner)
-    assert not hasattr(runner, "hcache_no_capture")
+    runtime.runner = runner = gpu_runner()
+    build.record_copies(runtime, runner)
     with pytest.raises(Refused, match="without our copies: the log says why"):
-        build.check_recording(runner, torch.zeros(1, 8))
+        build.check_recording(runtime, torch.zeros(1, 8))
 
     monkeypatch.setattr(build, "refusal", failing(Refused("no room")))
-    build.record_copies(None, runner)
+    build.record_copies(runtime, runner)
     with pytest.raises(Refused, match="without our copies: no room"):
-        build.check_recording(runner, torch.zeros(1, 8))
+        build.check_recording(runtime, torch.zeros(1, 8))
 
     monkeypatch.setattr(build, "refusal", failing(ValueError("a test's")))
-    build.record_copies(None, gpu_runner())
+    build.record_copies(runtime, gpu_runner())
     assert "recorded without copies of hidden states" in caplog.text
 
 
-def test_graphs_that_copy_other_rows_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_that_copy_other_rows_are_refused(
+    runtime: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(build, "graphs_are_off", lambda: False)
-    runner = gpu_runner()
+    runtime.runner = gpu_runner()
     staging = SimpleNamespace(width=8, dtype=torch.float32)
-    runner.hcache_capture = SimpleNamespace(staging=staging)
-    assert build.check_recording(runner, torch.zeros(1, 8)) is runner.hcache_capture
+    runtime.forwards.capture = capture = SimpleNamespace(staging=staging)
+    assert build.check_recording(runtime, torch.zeros(1, 8)) is capture
     with pytest.raises(Refused, match=r"copy 8 values of torch\.float32"):
-        build.check_recording(runner, torch.zeros(1, 8, dtype=torch.bfloat16))
+        build.check_recording(runtime, torch.zeros(1, 8, dtype=torch.bfloat16))
 
 
 # ---- capture ----
@@ -274,6 +275,7 @@ def test_no_room_on_the_device_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> 
         methods=SimpleNamespace(layers=lambda kind: (), chunk_tokens=4),
         codec=SimpleNamespace(hidden_size=8, dtype=torch.float32),
         layout=None,
+        arriving=[],
         hooks=SimpleNamespace(staging=object()),
         runner=None,
         kvcache=SimpleNamespace(device="cpu"),

@@ -40,6 +40,8 @@ class OtherAllocator(PagedTokenToKVPoolAllocator):
 
 
 MODULES = HIDDEN, RECOMPUTATION
+WINDOWS = SimpleNamespace(full_kv_pool=None)
+LATENTS = {"pool.kv_lora_rank": 1, "pool.kv_buffer": [torch.empty(1, 1, 1)]}
 MATRIX: list[tuple[dict[str, Any], tuple[str, ...], str]] = [
     # what is other than in a server with every capability, what it cannot have, and the reason
     ({}, (), ""),
@@ -55,6 +57,22 @@ MATRIX: list[tuple[dict[str, Any], tuple[str, ...], str]] = [
         "moves K and V of accepted tokens",
     ),
     ({"runner.mtp_draft_device_pools": (0,)}, (OWN_PAGES,), "nobody would save the draft's"),
+    ({"runner.token_to_kv_pool": WINDOWS}, (HIDDEN, RECOMPUTATION), "of a hybrid model"),
+    (
+        {"runner.token_to_kv_pool": WINDOWS, "speculative_algorithm": "EAGLE"},
+        (OWN_PAGES, HIDDEN, RECOMPUTATION),
+        "speculative decoding with sliding windows",
+    ),
+    (
+        {"runner.token_to_kv_pool": WINDOWS, "pp_size": 2},
+        (OWN_PAGES, HIDDEN, RECOMPUTATION, EAGER),
+        "pipeline stages with sliding windows",
+    ),
+    (
+        {"runner.token_to_kv_pool": WINDOWS, "disaggregation_mode": "prefill"},
+        (OWN_PAGES, HIDDEN, RECOMPUTATION),
+        "P/D disaggregation with sliding windows",
+    ),
     ({"attn_cp_size": 2}, (OWN_PAGES,), "context-parallel"),
     ({"disaggregation_mode": "prefill"}, (), ""),
     ({"disaggregation_mode": "decode"}, (OWN_PAGES, JUDGING), "decodes for prefill servers"),
@@ -70,6 +88,7 @@ MATRIX: list[tuple[dict[str, Any], tuple[str, ...], str]] = [
     ),
     # [pages, heads, page_size, head_dim]: slots are no rows
     ({"pool.k_buffer": [torch.empty(1, 1, 1, 1)]}, (OWN_PAGES,), "[slots, heads, head_dim]"),
+    (LATENTS, (HIDDEN,), "latents of MLA are smaller than hidden states"),
     ({"enable_dp_attention": True}, MODULES, "data-parallel attention"),
     ({"enable_lora": True}, MODULES, "LoRA adapters"),
     ({"enable_two_batch_overlap": True}, MODULES, "two-batch overlap"),
@@ -229,10 +248,10 @@ def test_recorded_graphs_keep_what_they_read_after_a_refusal_and_no_more(runtime
     now = hooks.staging._now
     read = [weakref.ref(tensor) for tensor in (now.places, now.number)]
     written = [weakref.ref(hooks.staging.staged.rows), weakref.ref(hooks.staging.staged.marks)]
-    runtime.runner = SimpleNamespace(hcache_capture=hooks)
-    build.capture_nothing(runtime.runner)
+    runtime.forwards.capture = hooks
+    build.capture_nothing(runtime)
     del hooks, now
     gc.collect()
-    assert runtime.runner.hcache_capture is None
+    assert runtime.forwards.capture is None
     assert all(tensor() is not None for tensor in read)
     assert all(tensor() is None for tensor in written)
