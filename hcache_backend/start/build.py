@@ -120,7 +120,8 @@ class OwnPagesStrategy(StackStrategy):
         self._no_hidden = no_hidden
 
     def matches(self, kvcache: Any, components: Any) -> bool:
-        known = type(full_attention(kvcache)) in (MHATokenToKVPool, MLATokenToKVPool)
+        full = full_attention(kvcache)
+        known = type(full) is MHATokenToKVPool or type(kvcache) is MLATokenToKVPool
         if known and strategy_of(kvcache).matches(kvcache, components):
             return True
         names = ", ".join(sorted(component.name for component in components))

@@ -127,7 +127,7 @@ CAPABILITIES: dict[str, tuple[Need, ...]] = {
              "divided"),
         Need("hybrid models with speculative decoding, pipeline stages or P/D disaggregation",
              lambda s: _is_hybrid(s) and _unusual(s),
-             "{} with sliding windows or recurrent states"),
+             "a hybrid model with {}"),
         Need("quantised KV other than fp8",
              lambda s: s.pool.dtype not in TOLERANCE and s.pool.dtype,
              "KV quantised as {}"),

@@ -61,17 +61,17 @@ MATRIX: list[tuple[dict[str, Any], tuple[str, ...], str]] = [
     (
         {"runner.token_to_kv_pool": WINDOWS, "speculative_algorithm": "EAGLE"},
         (OWN_PAGES, HIDDEN, RECOMPUTATION),
-        "speculative decoding with sliding windows",
+        "a hybrid model",
     ),
     (
         {"runner.token_to_kv_pool": WINDOWS, "pp_size": 2},
         (OWN_PAGES, HIDDEN, RECOMPUTATION, EAGER),
-        "pipeline stages with sliding windows",
+        "a hybrid model",
     ),
     (
         {"runner.token_to_kv_pool": WINDOWS, "disaggregation_mode": "prefill"},
         (OWN_PAGES, HIDDEN, RECOMPUTATION),
-        "P/D disaggregation with sliding windows",
+        "a hybrid model",
     ),
     ({"attn_cp_size": 2}, (OWN_PAGES,), "context-parallel"),
     ({"disaggregation_mode": "prefill"}, (), ""),
