@@ -211,7 +211,7 @@ class HCacheConfig(_Table):
 
 FIXED_AT_START = HCacheConfig.model_fields.keys() - {
     *("dirs", "quota_bytes", "min_free_bytes", "durability", "io_threads", "reader"),
-    *("min_gain", "shared"),
+    *("min_gain", "shared", "events"),
 }  # an attach may set the others
 
 _GONE = {

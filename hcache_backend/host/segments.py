@@ -8,8 +8,16 @@ from typing import Any
 
 import torch
 
-from hcache_backend.format.page import PageLayout, StoredLayer, kv_layer, latent_layer
-from hcache_backend.format.units import Share, units_per_group
+from hcache_backend.format.page import (
+    RECOMPUTED,
+    PageLayout,
+    StoredLayer,
+    hidden_layer,
+    kv_layer,
+    latent_layer,
+)
+from hcache_backend.format.units import SHARE_COUNTS, WHOLE, Share, units_per_group
+from hcache_backend.plan.restore import Restore
 from hcache_backend.projection.paged_pool import holds_latents, planes_of
 from hcache_backend.restore.layers import RestoredLayer
 from hcache_kernels.codecs import KV, LATENT, Codec, Cut, UnsupportedRows, make_segment_codec
@@ -29,8 +37,10 @@ class KVSegments:
       With one group, and unencoded, that is the content of the pool's slots.
     - A page has latents of the tokens of its share: all ranks have the same, so each keeps a part,
       and a restore brings the parts of all (:attr:`shares_tokens`). They have no groups of heads.
-    - Layers are numbered as by ``kvcache``. The slots of a page follow each other, from a multiple
-      of the page size on, so whole pages are copied.
+    - Layers are numbered as by ``kvcache``. Behind its last one follow those of ``drafts``: pools
+      of one layer each, with K and V of the same slots.
+    - The slots of a page follow each other, from a multiple of the page size on, so whole pages are
+      copied.
     - ``share`` is this rank's part of a page; ``groups`` are those of all ranks.
     """
 
@@ -44,8 +54,9 @@ class KVSegments:
         share: Share,
         groups: int,
         codec: str = "none",
+        drafts: Sequence[Any] = (),
     ) -> None:
-        self._kvcache = kvcache
+        self._kvcache, self.drafts = kvcache, tuple(drafts)
         self.page_size = page_size
         self.latent = holds_latents(kvcache)
         self.shares_tokens = self.latent and share.of > 1
@@ -54,7 +65,8 @@ class KVSegments:
         self._first = share.number * self._tokens if self.latent else 0
         self._ranks, self._whole_groups = share.of, groups
         self._groups = 1 if self.latent else groups // share.of
-        self.layers = tuple(layers)
+        first = int(kvcache.layer_num) if drafts else 0
+        self.layers = (*layers, *range(first, first + len(self.drafts)))
         self.codec = codec
         self._encoder = None if codec == "none" else self._make_encoder(codec)
         self._tables: dict[tuple[int, int, int], LayerTable] = {}
@@ -275,6 +287,8 @@ class KVSegments:
 
     def planes(self, layer: int) -> tuple[torch.Tensor, ...]:
         """K and V of a layer in the pool, or its latents, ``[slots, heads, dim]`` each."""
+        if self.drafts and layer >= self._kvcache.layer_num:
+            return planes_of(self.drafts[layer - self._kvcache.layer_num], 0)
         return planes_of(self._kvcache, layer)
 
     def kept(self, slots: torch.Tensor) -> torch.Tensor:
@@ -338,3 +352,28 @@ class KVSegments:
 def _swapped(rows: torch.Tensor, outer: int, inner: int) -> torch.Tensor:
     """Rows ``[p, outer * inner * n]`` as ``[p, inner * outer * n]``; no copy if one is 1."""
     return rows.view(len(rows), outer, inner, -1).transpose(1, 2).reshape(len(rows), -1)
+
+
+def share_of_heads(rank: int, ranks: int) -> Share:
+    """A rank's share of pages of K and V: its own heads. If the number of ranks does not divide
+    eight, every rank has whole pages of its own."""
+    return Share(rank, ranks) if ranks in SHARE_COUNTS else WHOLE
+
+
+def head_groups(tp_lcm_size: int | None, share: Share, ranks: int) -> int:
+    """Groups of heads that K and V of a page divide into, over all ranks; by default one per rank.
+    With SGLang's ``tp_lcm_size``, servers with up to that many ranks can share pages."""
+    return tp_lcm_size or ranks if share.of == ranks else share.of
+
+
+def page_layout(
+    page_size: int, methods: Restore, kv: KVSegments, codec: Codec | None, share: Share
+) -> PageLayout:
+    """Layout of pages whose layers are restored by ``methods``; ``codec`` is of hidden states."""
+    layers = [RECOMPUTED] * (len(methods.methods) + len(kv.drafts))
+    for layer in methods.layers("hidden"):
+        assert codec is not None
+        layers[layer] = hidden_layer(page_size, codec.row_bytes, codec.hidden_size, codec.code)
+    for layer in kv.layers:
+        layers[layer] = kv.stored_layer(layer)
+    return kv.layout(layers, share)

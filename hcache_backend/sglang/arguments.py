@@ -29,6 +29,12 @@ def drafted_tokens(args: Any) -> int:
     return int((args.speculative_algorithm and args.speculative_num_draft_tokens) or 1)
 
 
+def packed_drafts(runner: Any) -> tuple[Any, ...]:
+    """SGLang's KV pools of draft layers that it packs behind the model's in host memory (MTP), one
+    layer each, with the slots of the model's pool."""
+    return tuple(getattr(runner, "mtp_draft_device_pools", ()))
+
+
 def drafts_trees(args: Any) -> bool:
     """True if speculative decoding verifies several drafts of a token at once."""
     if args.speculative_algorithm == "NGRAM":

@@ -79,7 +79,7 @@ class OwnPagesPool(HostKVCache):
         self._capture: StagedCapture | None = None
         self._frees_duplicates = True
         self.layer_num = len(page_layout.segment_bytes)
-        self.target_layer_num = self.layer_num
+        self.target_layer_num = self.layer_num - len(kv.drafts)
         self._pages = pages
         self._kv = kv
         self._saved: list[_Saved] = []
@@ -284,13 +284,14 @@ class OwnPagesPool(HostKVCache):
         *,
         is_draft: bool = False,
     ) -> None:
-        """Restore whole pages: the first layer launches all layers of all queued loads."""
-        assert self._loads is not None and not is_draft
+        """Restore whole pages: the first layer launches all layers of all queued loads. SGLang asks
+        for draft layers between those of the model."""
+        assert self._loads is not None
         if layer_id == 0:
             self._restores = self._loads.launch(device_indices)
         for restore in self._restores:
             restore.wait_for_layer(layer_id)
-        if layer_id == self.layer_num - 1:
+        if layer_id == self.target_layer_num - 1:
             for told in self.on_loaded:
                 told(self.page_ids(host_indices), device_indices)
             self._loads.count_finished()

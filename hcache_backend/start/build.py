@@ -25,7 +25,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.runtime_context import get_memory
 
 from hcache_backend import metrics
-from hcache_backend.capture.hooks import HiddenCapture, invalidate_on_allocation
+from hcache_backend.capture.hooks import HiddenCapture
 from hcache_backend.capture.recomputed_rows import RecomputedRows
 from hcache_backend.capture.staging import StagedCapture, Staging
 from hcache_backend.checks.probe import PROBE_TOKENS, Probe, observe, probe_tokens
@@ -35,6 +35,7 @@ from hcache_backend.checks.service import KVChecks, ServiceChecks
 from hcache_backend.checks.specs import LayerSpecs
 from hcache_backend.format.units import WHOLE, Share
 from hcache_backend.host.loads import LoadQueue
+from hcache_backend.host.segments import head_groups, share_of_heads
 from hcache_backend.plan.restore import CHUNK_TOKENS, Partition, Restore
 from hcache_backend.prefetch.eager_loads import EagerLoads
 from hcache_backend.prefetch.slices import SliceBudget
@@ -48,12 +49,11 @@ from hcache_backend.projection.paged_pool import (
 from hcache_backend.projection.projector import Projector
 from hcache_backend.ranks import Refused, all_or_none, smallest
 from hcache_backend.restore.exchange import CollectiveOrder, Exchange
-from hcache_backend.restore.pipeline import RestorePipeline
 from hcache_backend.restore.recompute import Recomputer
 from hcache_backend.restore.ring import ring_bytes
 from hcache_backend.sglang import hooks
 from hcache_backend.sglang.allocator import ReservablePages
-from hcache_backend.sglang.arguments import drafted_tokens, storage_extra_config
+from hcache_backend.sglang.arguments import drafted_tokens, packed_drafts, storage_extra_config
 from hcache_backend.sglang.controller import OwnPagesController
 from hcache_backend.sglang.groups import attention_ranks
 from hcache_backend.sglang.hook_registry import Hook, install
@@ -85,15 +85,12 @@ from hcache_backend.start.page_plan import (
     PagePlan,
     asked_codec,
     choose_codec,
-    head_groups,
     hidden_as_they_are,
     kv_bytes_per_token,
     kv_codec,
     make_exchange,
     page_plugin,
-    share_of_heads,
     staging_places,
-    step_tokens,
     take_staging,
 )
 from hcache_backend.start.sides import share_of_size, strategy_of, with_our_pool
@@ -265,6 +262,7 @@ class Start:
         parts = (own, groups) if plugin is None else (WHOLE, self._head_groups(methods, WHOLE))
         how: dict[str, Any] = {"kv_codec": codec, "plugin": plugin, "exchange": exchange}
         how["host_share"] = self._host_share
+        how["drafts"] = packed_drafts(self._runner)
         plan = self.step(PagePlan, kvcache, methods, *parts, **how)
         return self._tried(plan, self._written, share=own, groups=groups)
 
@@ -353,11 +351,7 @@ class Start:
     def _check_capture(self, plan: PagePlan) -> None:
         kvcache, projector, ranks = self._kvcache, self.projector, self._params.tp_cache_group
         order = CollectiveOrder(kvcache.device) if attention_ranks().world_size > 1 else None
-
-        def make() -> CaptureCheck:
-            return CaptureCheck(plan, plan.restored_layers(projector), order)
-
-        check = self.step(make)
+        check = self.step(CaptureCheck, plan, projector, order)
         for graphs, by_layer in ((False, True), (False, False), (True, False)):
             run = partial(prefill_and_decode, self._runner, check.tokens, ranks, graphs=graphs)
             self.step(check.save, run, seen=not graphs, by_layer=by_layer)
@@ -465,17 +459,14 @@ def build_stack(
     if ranks.world_size > 1 and (hidden or plan.exchange is not None):
         order = CollectiveOrder(device)
     runtime.forwards.order = None if hidden else order  # otherwise capture has it
-    # Before capture wraps the allocator: pages taken from a reservation are allocated, too.
-    reason, reservable = refusal(EAGER, Server(runtime, kvcache, allocator, hidden)), None
-    if reason is None:
-        reservable = ReservablePages(allocator)
-    else:
+    reason, free_pages = refusal(EAGER, Server(runtime, kvcache, allocator, hidden)), None
+    if reason is not None:
         runtime.unused[EAGER] = reason
-    runtime.eager = reservable is not None
-    capture = _start_capture(runtime, allocator, pool, plan, order) if hidden else None
-    layers, most = plan.restored_layers(projector), plan.methods.chunk_tokens
-    how: dict[str, Any] = {"exchange": plan.exchange, "order": order}
-    pipeline = RestorePipeline(pool.kv_buffer, layout, layers, most, device, **how)
+    runtime.eager = reason is None
+    capture = _start_capture(runtime, pool, plan, order) if hidden else None
+    if hidden or runtime.eager:
+        free_pages = ReservablePages(allocator, plan.capture_hooks if hidden else None)
+    pipeline = plan.pipeline(pool.kv_buffer, projector, order)
     heard = runtime.l3.estimates.slowdown, runtime.cannot_restore
     loads = LoadQueue(pool.arena, pipeline, plan.methods, plan.recomputer, device, *heard)
     pool.use(loads, capture, frees_duplicates=memory.hicache_write_policy == "write_back")
@@ -491,18 +482,20 @@ def build_stack(
             pool.on_loaded.append(kv_checks.transferred)
     if codec is not None and capture is not None:
         new_rows = partial(RecomputedRows, capture, plan.staging, plan.capture_hooks)
-        checks = ServiceChecks(runtime, pool, plan.hidden_layers, codec, projector, **how)
+        how = codec, projector, plan.exchange, order
+        checks = ServiceChecks(runtime, pool, plan.hidden_layers, *how)
         pool.on_freed.append(checks.freed)
         pool.on_backed_up.append(checks.transferred)
     if plan.plugin is not None and plan.observer is not None:
         group_of, number = params.tp_cache_group, ranks.world_size
         layouts = plan.plugin.backups(plan.observer, layout, group_of, number)
-    if reservable is not None:
+    if free_pages is not None and runtime.eager:
         reserved = max(1, int(kvcache.size // params.page_size * _RESERVED))
         seconds, known = config.recompute_ms / 1e3, plan.methods.profile is not None
+        most = plan.methods.chunk_tokens
         budget = SliceBudget(seconds, most, plan.methods.layer, known=known)
         both = runtime.l3, runtime.prefetches
-        eager = EagerLoads(reservable, pool, pipeline, loads, reserved, budget, *both, new_rows)
+        eager = EagerLoads(free_pages, pool, pipeline, loads, reserved, budget, *both, new_rows)
         runtime.on_weights_changed.append(eager.forget)
     stages = StagePages(
         plan.pages.host, pool.arena.whole, lambda: runtime.distrust is None, runtime.lose_trust
@@ -535,7 +528,10 @@ def use_own_pages(runtime: Runtime, kvcache: Any, plan: PagePlan, reason: str | 
             runtime.unused["pages that the codec cannot encode"] = "they cannot be recomputed"
     room = ring_bytes(plan.layout, plan.methods.chunk_tokens, plan.arriving) * bool(plan.arriving)
     runtime.use_codec(codec, asked_codec(runtime, dtype))
-    runtime.use_own_pages(plan.fields(runtime.runner), reason)
+    fields = plan.fields(runtime.runner)
+    if plan.drafts:
+        fields["draft"] = runtime.draft_digest
+    runtime.use_own_pages(fields, reason)
     logger.info(
         "hcache: %s: %s, %d bytes per %d-token page, codec %s, %d host pages, %d shadows, "
         "%.0f MB of device memory for restores",
@@ -550,19 +546,12 @@ def use_own_pages(runtime: Runtime, kvcache: Any, plan: PagePlan, reason: str | 
 
 
 def _start_capture(
-    runtime: Runtime,
-    allocator: Any,
-    pool: OwnPagesPool,
-    plan: PagePlan,
-    order: CollectiveOrder | None,
+    runtime: Runtime, pool: OwnPagesPool, plan: PagePlan, order: CollectiveOrder | None
 ) -> StagedCapture:
     """Capture hidden states in every forward pass."""
-    assert plan.codec is not None
     hooks, staging = plan.capture_hooks, plan.staging
-    segments = [layer.index for layer in plan.hidden_layers]
-    capture = StagedCapture(pool.arena, pool.kv_buffer, staging, segments, plan.codec)
+    capture = plan.capture(pool.arena, pool.kv_buffer)
     hooks.use(capture, tokens_only=plan.recomputer is not None, order=order)
-    invalidate_on_allocation(allocator, hooks)
     runtime.on_weights_changed.append(capture.ledger.forget)
     logger.debug(
         "hcache: capture: staging of %d tokens, %.0f MB of device memory",
@@ -608,7 +597,7 @@ def record_copies(runtime: Runtime, runner: Any) -> None:
         every = attention_modules(runner.model, kvcache.layer_num)
         seen = [every[layer] for layer in hidden]
         recorded = _largest_recorded_tokens(drafted_tokens(server.args))
-        places = staging_places(len(seen), *step_tokens(runner), recorded)
+        places = staging_places(runner, len(seen), recorded)
         rows = runner.model_config.hidden_size, runner.dtype
         staging = take_staging(len(seen), *rows, places, kvcache.device, recorded_tokens=recorded)
         hooks = HiddenCapture([(layer.module, layer.linears) for layer in seen])

@@ -23,6 +23,7 @@ from hcache_backend.sglang.arguments import (
     NO_REQUEST,
     drafts_trees,
     may_be,
+    packed_drafts,
     resolved,
     serves_adapters,
 )
@@ -88,6 +89,10 @@ _BUFFER_ONLY = Need(
     "`--hicache-host-memory-mode buffer_only`",
     lambda s: s.args.hicache_host_memory_mode == "buffer_only",
     "the node before a prefetch may go while it runs (buffer_only)")
+_PACKED = Need(
+    "draft layers that SGLang packs behind the model's (MTP)",
+    lambda s: packed_drafts(s.runtime.runner),
+    "draft layers behind the model's (MTP) come back as K and V only")
 _HYBRID = Need(
     "sliding windows, recurrent states",
     _is_hybrid,
@@ -114,10 +119,12 @@ CAPABILITIES: dict[str, tuple[Need, ...]] = {
         Need("other ways to draft than " + ", ".join(f"`{name}`" for name in _DRAFTING),
              lambda s: s.algorithm if s.algorithm not in (None, *_DRAFTING) else None,
              f"speculative decoding by {{}}, not by {', '.join(_DRAFTING)}"),
-        Need("draft layers that SGLang packs behind the model's (MTP)",
-             lambda s: getattr(s.runtime.runner, "mtp_draft_device_pools", ()),
-             "speculative decoding with MTP: nobody would save the draft's layers, which SGLang "
-             "packs behind the model's in host memory"),
+        Need("draft layers (MTP) whose KV pool is unlike the model's",
+             lambda s: any(
+                 (type(pool), pool.page_size, pool.dtype, pool.layer_num)
+                 != (type(s.pool), s.pool.page_size, s.pool.dtype, 1)
+                 for pool in packed_drafts(s.runtime.runner)),
+             "the KV pool of a draft layer is unlike the model's"),
         Need("context-parallel attention",
              lambda s: max(getattr(s.args, n, 1) for n in ("attn_cp_size", "dcp_size")) > 1,
              "attention in context-parallel ranks"),
@@ -140,6 +147,7 @@ CAPABILITIES: dict[str, tuple[Need, ...]] = {
              "the KV pool is not [slots, heads, head_dim]"),
     ),
     HIDDEN: (
+        _PACKED,
         Need("MLA", lambda s: holds_latents(s.pool),
              "latents of MLA are smaller than hidden states"),
         _HYBRID,
@@ -152,6 +160,7 @@ CAPABILITIES: dict[str, tuple[Need, ...]] = {
         *_MODULES,
     ),
     RECOMPUTATION: (
+        _PACKED,
         Need("`recompute: never`", lambda s: s.asks("recompute", "never"), "option 'recompute'"),
         _HYBRID,
         *_MODULES,

@@ -78,7 +78,8 @@ NOT_OBJECTS = {
     "host_pool_name", "mem_pool_host", "adapter", "model", "own", "stages", "ranks",
     "q", "k", "v", "key_value_num_tokens", "kind",
     "kv_pool", "runtime", "pool", "pages", "place", "layout", "plan", "weights", "device",
-    "allocator", "side", "target_location", "target_locations", "target_sizes",
+    "event", "node", "other", "receipt", "retries", "slots",
+    "allocator", "target_location", "target_locations", "target_sizes",
 }  # fmt: skip
 """Other parameters annotated ``Any``: tensors, lists, classes, and pools of many classes."""
 
@@ -94,6 +95,8 @@ OURS = {
     ("backend", "backups"),
     ("memory", "finish"),
     ("memory", "numpy"),
+    ("queue", "extendleft"),  # a deque's
+    ("queue", "popleft"),
     ("memory", "parts"),
 }
 """What we put there ourselves."""

@@ -72,7 +72,7 @@ def test_hidden_states_are_encoded_unless_no_token_of_the_self_check_fits(
     probe: Any = SimpleNamespace(
         hidden=(torch.randn_like(rows), rows), layers=(0, 1), positions=torch.arange(10), slots=None
     )
-    runtime: Any = SimpleNamespace(config=HCacheConfig(codec=codec))
+    runtime: Any = SimpleNamespace(config=HCacheConfig(codec=codec), runner=None)
     with caplog.at_level("INFO", "hcache"):
         assert choose_codec(None, runtime, probe, None).name == used  # type: ignore[arg-type]
     assert [record.levelname for record in caplog.records] == ([level] if level else [])
@@ -260,7 +260,7 @@ def test_form_alone_decides_on_the_codec_of_k_and_v(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     device = kv_pool(**change)
-    runtime = SimpleNamespace(config=HCacheConfig(codec=codec))
+    runtime = SimpleNamespace(config=HCacheConfig(codec=codec), runner=None)
     with caplog.at_level("WARNING", "hcache"):
         assert kv_codec(runtime, device, WHOLE, 1, stages) == used  # type: ignore[arg-type]
     assert why in caplog.text
@@ -282,7 +282,7 @@ def test_form_alone_decides_on_the_codec_of_k_and_v(
 def test_the_partition_is_chosen_by_the_bytes_that_k_and_v_are_stored_in(
     codec: str, change: dict[str, Any], stages: int, share: float
 ) -> None:
-    runtime = SimpleNamespace(config=HCacheConfig(codec=codec))
+    runtime = SimpleNamespace(config=HCacheConfig(codec=codec), runner=None)
     device = kv_pool(**change)
     found = encoded_share(runtime, device, stages)  # type: ignore[arg-type]
     assert found == pytest.approx(share, abs=0.001)
@@ -302,5 +302,5 @@ def test_the_partition_is_chosen_by_the_bytes_that_k_and_v_are_stored_in(
 def test_the_option_alone_and_the_type_say_what_is_asked_for(
     codec: str, dtype: torch.dtype, asked: str
 ) -> None:
-    runtime: Any = SimpleNamespace(config=HCacheConfig(codec=codec))
+    runtime: Any = SimpleNamespace(config=HCacheConfig(codec=codec), runner=None)
     assert asked_codec(runtime, dtype) == asked

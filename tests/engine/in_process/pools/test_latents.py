@@ -54,7 +54,10 @@ def test_units_of_every_rank_are_those_of_the_whole_page(
     codec: str, dtype: torch.dtype, page: int
 ) -> None:
     """So any number of ranks reads what another number wrote."""
-    pool = latents(dtype, page)
+    assert_units_of_ranks(latents(dtype, page), codec)
+
+
+def assert_units_of_ranks(pool: Any, codec: str) -> None:
     whole, _, want = pages_of(pool, WHOLE, codec)
     for share in SHARES:
         layout, _, kept = pages_of(pool, share, codec)
@@ -147,7 +150,7 @@ def test_other_ranks_are_no_part_of_that_check() -> None:
 def test_the_codec_of_latents(
     codec: str, dtype: torch.dtype, used: str, why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    pool, runtime = latents(dtype), SimpleNamespace(config=HCacheConfig(codec=codec))
+    pool, runtime = latents(dtype), SimpleNamespace(config=HCacheConfig(codec=codec), runner=None)
     assert kv_codec(runtime, pool, WHOLE, 1, 1) == used  # type: ignore[arg-type]
     assert why in caplog.text
     share = encoded_share(runtime, latents(dtype, 64), 1)  # type: ignore[arg-type]
@@ -178,7 +181,23 @@ def test_ranks_share_no_page_that_eight_does_not_divide() -> None:
     assert segment.groups == 1 and not kv.shares_tokens
 
 
-# Rows of DSA are of another form, and the keys of its indexer are a pool of their own.
+def test_rows_of_dsa_are_latents_and_its_index_keys_are_whole_pages() -> None:
+    """A row has values in FP8, their scales and RoPE: bytes to us, which ranks share. Keys of the
+    indexer are another plane: in a page all keys come before all scales, and some layers have none.
+    No server of these models starts without CUDA, so they keep plain pages."""
+    pool = DSATokenToKVPool(
+        *(8 * 64, 64, 512, torch.float8_e4m3fn, 64, LAYERS, "cpu", 128, False, 512 + 16 + 128),
+        skip_topk_layers=[False, True, False],
+    )
+    for rows in pool.kv_buffer:
+        assert rows.shape == (9 * 64, 1, 656) and rows.dtype == torch.uint8
+        rows[:] = torch.randint(0, 256, rows.shape, dtype=torch.uint8)
+    assert_units_of_ranks(pool, "none")
+    keys = [tuple(buffer.shape) for buffer in pool.index_k_with_scale_buffer]
+    assert keys == [(9, 64 * (128 + 4)), (0, 64 * (128 + 4)), (9, 64 * (128 + 4))]
+
+
+# The keys of the indexer of DSA are a pool of their own.
 @pytest.mark.parametrize(("kind", "own"), [(MLATokenToKVPool, True), (DSATokenToKVPool, False)])
 def test_pools_of_latents_with_own_pages(
     kind: type, own: bool, monkeypatch: pytest.MonkeyPatch

@@ -41,6 +41,8 @@ class OtherAllocator(PagedTokenToKVPoolAllocator):
 
 MODULES = HIDDEN, RECOMPUTATION
 WINDOWS = SimpleNamespace(full_kv_pool=None)
+DRAFT = SimpleNamespace(page_size=16, dtype=torch.bfloat16, layer_num=1)
+MTP = {"runner.mtp_draft_device_pools": (DRAFT,), "pool.page_size": 16}
 LATENTS = {"pool.kv_lora_rank": 1, "pool.kv_buffer": [torch.empty(1, 1, 1)]}
 MATRIX: list[tuple[dict[str, Any], tuple[str, ...], str]] = [
     # what is other than in a server with every capability, what it cannot have, and the reason
@@ -56,7 +58,8 @@ MATRIX: list[tuple[dict[str, Any], tuple[str, ...], str]] = [
         (HIDDEN,),
         "moves K and V of accepted tokens",
     ),
-    ({"runner.mtp_draft_device_pools": (0,)}, (OWN_PAGES,), "nobody would save the draft's"),
+    (MTP, MODULES, "come back as K and V only"),
+    (MTP | {"pool.page_size": 64}, (OWN_PAGES, *MODULES), "draft layer"),
     ({"runner.token_to_kv_pool": WINDOWS}, (HIDDEN, RECOMPUTATION), "of a hybrid model"),
     (
         {"runner.token_to_kv_pool": WINDOWS, "speculative_algorithm": "EAGLE"},
@@ -74,6 +77,7 @@ MATRIX: list[tuple[dict[str, Any], tuple[str, ...], str]] = [
         "a hybrid model",
     ),
     ({"attn_cp_size": 2}, (OWN_PAGES,), "context-parallel"),
+    ({"dcp_size": 2}, (OWN_PAGES,), "context-parallel"),
     ({"disaggregation_mode": "prefill"}, (), ""),
     ({"disaggregation_mode": "decode"}, (OWN_PAGES, JUDGING), "decodes for prefill servers"),
     ({"enable_pd_role_switch": True}, (OWN_PAGES, JUDGING), "may after a role switch"),
