@@ -146,6 +146,7 @@ LATENTS = "KV mode, own pages: latents of MLA are smaller than hidden states"
 HYBRID = (
     "KV mode, own pages: only the full-attention layers of a hybrid model have pages of their own"
 )
+EACH_STATE = {"mode": "auto", "state_tokens": 0}
 FLOAT32_STATES = {"SGLANG_MAMBA_CONV_DTYPE": "float32"}
 CLASS: dict[str, Any] = {"page_size": 16, "restarts": True, "hcache": AUTO, "files": 80}
 LONG_CLASS = CLASS | {"marks": LONG}
@@ -200,13 +201,25 @@ CLASSES = [
     row(
         *("qwen3_next", "own", HYBRID),
         **LONG_CLASS
-        | {"reference": "server", "extra_env": FLOAT32_STATES, "grid": 64, "files": 78},
+        | {
+            "reference": "server",
+            "extra_env": FLOAT32_STATES,
+            "hcache": EACH_STATE,
+            "grid": 64,
+            "files": 78,
+        },
     ),
     row(
         *("qwen3_next", "own", HYBRID),
         tp=2,
         **LONG_CLASS
-        | {"reference": "server", "extra_env": FLOAT32_STATES, "grid": 64, "files": 156},
+        | {
+            "reference": "server",
+            "extra_env": FLOAT32_STATES,
+            "hcache": EACH_STATE,
+            "grid": 64,
+            "files": 156,
+        },
     ),
 ]
 
