@@ -146,8 +146,12 @@ LATENTS = "KV mode, own pages: latents of MLA are smaller than hidden states"
 HYBRID = (
     "KV mode, own pages: only the full-attention layers of a hybrid model have pages of their own"
 )
-EACH_STATE = {"mode": "auto", "state_tokens": 0}
-FLOAT32_STATES = {"SGLANG_MAMBA_CONV_DTYPE": "float32"}
+STATES: dict[str, Any] = {
+    "hcache": AUTO | {"state_tokens": 0},
+    "extra_env": {"SGLANG_MAMBA_CONV_DTYPE": "float32"},
+    "reference": "server",
+    "grid": 64,
+}
 CLASS: dict[str, Any] = {"page_size": 16, "restarts": True, "hcache": AUTO, "files": 80}
 LONG_CLASS = CLASS | {"marks": LONG}
 
