@@ -204,26 +204,12 @@ CLASSES = [
     # A state is kept every 64 tokens, and is a file of its own.
     row(
         *("qwen3_next", "own", HYBRID),
-        **LONG_CLASS
-        | {
-            "reference": "server",
-            "extra_env": FLOAT32_STATES,
-            "hcache": EACH_STATE,
-            "grid": 64,
-            "files": 78,
-        },
+        **LONG_CLASS | STATES | {"files": 78},
     ),
     row(
         *("qwen3_next", "own", HYBRID),
         tp=2,
-        **LONG_CLASS
-        | {
-            "reference": "server",
-            "extra_env": FLOAT32_STATES,
-            "hcache": EACH_STATE,
-            "grid": 64,
-            "files": 156,
-        },
+        **LONG_CLASS | STATES | {"files": 156},
     ),
 ]
 
