@@ -45,7 +45,13 @@ CLASSES = pytest.mark.parametrize("one", [WINDOWS, STATES], ids=lambda one: one.
 
 def options(one: Class, model: Path, folder: Path, number: int) -> ServerOptions:
     how: dict[str, Any] = {"page_size": PAGE, "extra_env": one.env}
-    return our_server(model, folder, hcache={"mode": "auto"}, log=folder / f"{number}.log", **how)
+    return our_server(
+        model,
+        folder,
+        hcache={"mode": "auto", "state_tokens": 0},
+        log=folder / f"{number}.log",
+        **how,
+    )
 
 
 def said(server: Server, prompts: Sequence[list[int]]) -> list[Conversation]:
