@@ -6,7 +6,7 @@ Nothing may be allocated or served yet: pages of the KV pool are overwritten, an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -142,12 +142,10 @@ class CaptureCheck:
     service: capture, transfer, verdicts, backup and restore, also by the CUDA graphs that serve.
 
     All tensor-parallel ranks must take its steps, in their order. ``plan`` is a
-    :class:`hcache_backend.start.page_plan.PagePlan`, and ``layers`` restore its pages.
+    :class:`hcache_backend.start.page_plan.PagePlan`.
     """
 
-    def __init__(
-        self, plan: Any, layers: Sequence[RestoredLayer], order: CollectiveOrder | None
-    ) -> None:
+    def __init__(self, plan: Any, projector: Projector, order: CollectiveOrder | None) -> None:
         layout, device, self._plan = plan.layout, plan.kvcache.device, plan
         self._pages = np.arange(-(-PROBE_TOKENS // layout.page_size))
         self.tokens = len(self._pages) * layout.page_size
@@ -162,18 +160,9 @@ class CaptureCheck:
             lambda page: layout.stamp(page, b"\1" * NAMESPACE_BYTES, bytes(WRITER_BYTES)),
             keeps_unfit=True,  # whether the codec holds enough was decided before
         )
-        segments = [layer.index for layer in plan.hidden_layers]
-        self._capture = StagedCapture(self._arena, self._memory, plan.staging, segments, plan.codec)
+        self._capture: StagedCapture = plan.capture(self._arena, self._memory)
         # Made before the restores, which have collectives: one rank may lack memory for it.
-        self._pipeline = RestorePipeline(
-            self._memory,
-            layout,
-            layers,
-            plan.methods.chunk_tokens,
-            device,
-            exchange=plan.exchange,
-            order=order,
-        )
+        self._pipeline: RestorePipeline = plan.pipeline(self._memory, projector, order)
         self._not_encoded: set[int] = set()
 
     def save(self, run: Callable[[], torch.Tensor], *, seen: bool, by_layer: bool) -> None:

@@ -8,8 +8,16 @@ from typing import Any
 
 import torch
 
-from hcache_backend.format.page import PageLayout, StoredLayer, kv_layer, latent_layer
-from hcache_backend.format.units import Share, units_per_group
+from hcache_backend.format.page import (
+    RECOMPUTED,
+    PageLayout,
+    StoredLayer,
+    hidden_layer,
+    kv_layer,
+    latent_layer,
+)
+from hcache_backend.format.units import SHARE_COUNTS, WHOLE, Share, units_per_group
+from hcache_backend.plan.restore import Restore
 from hcache_backend.projection.paged_pool import holds_latents, planes_of
 from hcache_backend.restore.layers import RestoredLayer
 from hcache_kernels.codecs import KV, LATENT, Codec, Cut, UnsupportedRows, make_segment_codec
@@ -344,3 +352,28 @@ class KVSegments:
 def _swapped(rows: torch.Tensor, outer: int, inner: int) -> torch.Tensor:
     """Rows ``[p, outer * inner * n]`` as ``[p, inner * outer * n]``; no copy if one is 1."""
     return rows.view(len(rows), outer, inner, -1).transpose(1, 2).reshape(len(rows), -1)
+
+
+def share_of_heads(rank: int, ranks: int) -> Share:
+    """A rank's share of pages of K and V: its own heads. If the number of ranks does not divide
+    eight, every rank has whole pages of its own."""
+    return Share(rank, ranks) if ranks in SHARE_COUNTS else WHOLE
+
+
+def head_groups(tp_lcm_size: int | None, share: Share, ranks: int) -> int:
+    """Groups of heads that K and V of a page divide into, over all ranks; by default one per rank.
+    With SGLang's ``tp_lcm_size``, servers with up to that many ranks can share pages."""
+    return tp_lcm_size or ranks if share.of == ranks else share.of
+
+
+def page_layout(
+    page_size: int, methods: Restore, kv: KVSegments, codec: Codec | None, share: Share
+) -> PageLayout:
+    """Layout of pages whose layers are restored by ``methods``; ``codec`` is of hidden states."""
+    layers = [RECOMPUTED] * (len(methods.methods) + len(kv.drafts))
+    for layer in methods.layers("hidden"):
+        assert codec is not None
+        layers[layer] = hidden_layer(page_size, codec.row_bytes, codec.hidden_size, codec.code)
+    for layer in kv.layers:
+        layers[layer] = kv.stored_layer(layer)
+    return kv.layout(layers, share)

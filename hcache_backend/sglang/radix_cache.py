@@ -5,17 +5,17 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from hcache_backend import metrics
 from hcache_backend.prefetch.eager_loads import is_on_device
-from hcache_backend.prefetch.gate import HitGate
-from hcache_backend.ranks import Said, Turn
+from hcache_backend.prefetch.gate import harmless
+from hcache_backend.ranks import Turn
 from hcache_backend.sglang import waiting
 from hcache_backend.sglang.arguments import is_plain
 from hcache_backend.sglang.hook_registry import Hook, OnError
 from hcache_backend.sglang.runtime import current
-from hcache_backend.sglang.storage_threads import gate_of, harmless, pages_per_report
+from hcache_backend.sglang.storage_threads import gate_of, pages_per_report
 
 _CACHE = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache."
 
@@ -25,7 +25,8 @@ _CACHE = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache."
 
 def around_turn(original: Callable[..., Any], cache: Any, *a: Any, **kw: Any) -> Any:
     """Around ``check_hicache_events``, in each turn of the scheduler: HiCache's part, then ours."""
-    controller, l3, turn = getattr(cache, "cache_controller", None), our_l3(cache), Turn(cache)
+    gate, l3, turn = gate_of(cache), our_l3(cache), Turn(cache)
+    controller = getattr(cache, "cache_controller", None)
     ours = controller if hasattr(controller, "begin_turn") else None
     if ours is not None:
         cache.hicache_storage_pass_prefix_keys = True  # they give a node's place in its sequence
@@ -34,56 +35,18 @@ def around_turn(original: Callable[..., Any], cache: Any, *a: Any, **kw: Any) ->
     result = original(cache, *a, **kw)
     with harmless():
         waiting.fetched(cache)
-    asked = ask_to_end(cache, turn)
+    if gate is not None:
+        gate.ask(turn)
     if ours is not None:
         ours.begin_turn(turn)
     turn.agree(cache._all_reduce_attn_groups)
-    end_prefetches(asked)
+    if gate is not None:
+        gate.hear()
     if ours is not None:
         ours.end_turn(turn)
     if l3 is not None:
         l3.backups.put_heads(cache)
     return result
-
-
-class Ending(NamedTuple):
-    """``said``: for each prefetch, True if it goes on on this rank; last, True if L3 is in time."""
-
-    gate: HitGate
-    operations: list[Any]
-    said: Said
-
-
-def ask_to_end(cache: Any, turn: Turn) -> Ending | None:
-    """Ask which prefetches end. Every rank calls it in the same turns, with the same prefetches."""
-    gate = gate_of(cache)
-    if gate is None:
-        return None
-    operations = [info.operation for info in cache.ongoing_prefetch.values()]
-    verdicts = [False] * (len(operations) + 1)
-    with harmless():
-        running = [gate.prefetches.of(operation) for operation in operations]
-        for prefetch, operation in zip(running, operations, strict=True):
-            prefetch.came(operation.completed_tokens, cache.page_size)
-        verdicts = gate.to_end(running)
-    if cache.pp_size > 1:
-        return None  # pipeline stages are not at one point
-    gate.prefetches.unfinished.update(operations)
-    if not operations and not gate.agreed_stalled:
-        return None  # the same on all ranks: no rank acts on its own verdict alone
-    return Ending(gate, operations, turn.say(*(not ends for ends in verdicts)))
-
-
-def end_prefetches(asked: Ending | None) -> None:
-    """End the prefetches on which the ranks have agreed."""
-    if asked is None:
-        return
-    *going_on, in_time = asked.said.least
-    ended = [one for one, goes_on in zip(asked.operations, going_on, strict=True) if not goes_on]
-    for operation in ended:
-        operation.mark_terminate()
-    with harmless():
-        asked.gate.agreed([asked.gate.prefetches.of(one) for one in ended], not in_time)
 
 
 def around_drain(

@@ -41,6 +41,7 @@ from hcache_backend.store import PageStore
 logger = logging.getLogger("hcache")
 
 JUDGING = "judging L3 hits"  # a capability (start/capabilities.py)
+_UNTOLD = "the weights were updated and not all pipeline stages have said theirs"
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ class Runtime:
     # Called when projected K and V stop matching those of the model.
     on_distrust: list[Callable[[], None]] = field(default_factory=list)
     projection: list[LayerGroup] = field(default_factory=list)  # empty in KV mode
-    recomputation: str | None = None  # in words: how exact, or why not; None: not wanted
+    recomputation: str | None = None  # in words: how exact; None: nothing is recomputed
     layer_methods: Restore | None = None  # storage of each layer; None until decided
     # measured at start-up, and its file's name in a store
     kept_profile: tuple[str, Profile] | None = None
@@ -105,13 +106,16 @@ class Runtime:
     codec: str | None = None  # of our own pages; None without them
     # Features that the server goes without, and why; for the log.
     unused: dict[str, str] = field(default_factory=dict)
-    distrust: str | None = None
-    _not_restorable: str | None = None
+    # why L3 is suspended, by the metric's label; the first reason counts
+    _reasons: dict[str, str | None] = field(
+        default_factory=lambda: dict.fromkeys(
+            ("quarantined", "not_restorable", "flush_needed", "stages")
+        )
+    )
     _namespaces: dict[tuple[bytes, str], bytes] = field(default_factory=dict)
     _stages: PipelineStages | None = None
     _lock: threading.RLock = field(default_factory=threading.RLock)
     _stand_in: Weights | None = None
-    _flush_due: str | None = None
     _updates_untold: int = 0
 
     def use_own_pages(self, fields: dict[str, object], reason: str | None = None) -> None:
@@ -198,8 +202,7 @@ class Runtime:
         """Fingerprint the loaded weights. Every rank of every stage must call it at one point.
         Raises RuntimeError on all ranks if one could not read its weights."""
         self._use_weights(self._tell_stages())
-        with self._lock:
-            self._refresh()
+        self._suspend()
 
     def read_draft(self, runner: Any) -> None:
         """Fingerprint the weights of a draft model: pages of another one give other drafts."""
@@ -221,9 +224,7 @@ class Runtime:
                 "hcache: weights are changing: L3 is off until the caches are flushed "
                 "(POST /flush_cache)"
             )
-        with self._lock:
-            self._flush_due = "the weights were updated and the caches not flushed yet"
-            self._refresh()
+        self._suspend(flush_needed="the weights were updated and the caches not flushed yet")
         for callback in self.on_weights_changed:
             callback()
 
@@ -232,6 +233,7 @@ class Runtime:
         theirs."""
         with self._lock:
             self._updates_untold += 1
+            self._suspend(stages=_UNTOLD)
             if self.weights is not None:  # whatever they are, they are not the old ones
                 unknown = os.urandom(16)
                 self._stand_in = Weights(unknown, self.weights.suspended, unknown)
@@ -244,18 +246,15 @@ class Runtime:
         """L1, L2 and the queues have nothing of the old weights: L3 may serve again."""
         for callback in self.on_caches_flushed:
             callback()
-        with self._lock:
-            self._flush_due = None
-            self._refresh()
+        self._suspend(flush_needed=None)
 
     def got_other_weights(self) -> None:
         """A prefill server sent K and V of other weights than this decode server's. L1 and L2 hold
         them, and K and V decoded behind them: L3 is suspended until these are flushed."""
         with self._lock:
-            if self._flush_due is not None:
+            if self._reasons["flush_needed"] is not None:
                 return
-            self._flush_due = "a prefill server sent K and V of other weights"
-            self._refresh()
+            self._suspend(flush_needed="a prefill server sent K and V of other weights")
         logger.warning(
             "hcache: a prefill server sent K and V of other or unknown weights: L3 is off until "
             "POST /flush_cache"
@@ -266,8 +265,7 @@ class Runtime:
         with self._lock:
             if self.distrust is not None:
                 return
-            self.distrust = reason
-            self._refresh()
+            self._suspend(quarantined=reason)
         logger.error(
             "hcache: %s. L3 is off until a restart, and the pages that this server wrote are being "
             "deleted. Requests continue. Please report this with the log",
@@ -278,25 +276,23 @@ class Runtime:
 
     def cannot_restore(self, reason: str) -> None:
         """Pages are right but of no use here: L3 neither takes nor gives until a restart."""
-        with self._lock:
-            self._not_restorable = reason
-            self._refresh()
+        self._suspend(not_restorable=reason)
 
-    def _refresh(self) -> None:
-        """Suspend L3, or let it serve, by the reasons that are known. Under the lock."""
-        untold = "the weights were updated and not all pipeline stages have said theirs"
-        reasons = {
-            "quarantined": self.distrust,
-            "not_restorable": self._not_restorable,
-            "flush_needed": self._flush_due,
-            "stages": untold if self._updates_untold else None,
-        }
-        code, reason = next(((c, r) for c, r in reasons.items() if r is not None), (None, None))
-        if self.weights is not None and self.weights.suspended != reason:
-            self.weights = replace(self.weights, suspended=reason)
-            if reason is None:
-                logger.info("hcache: L3 serves again, in the namespace of the new weights")
-        metrics.SUSPENDED.only(*filter(None, [code]))
+    @property
+    def distrust(self) -> str | None:
+        return self._reasons["quarantined"]
+
+    def _suspend(self, **reasons: str | None) -> None:
+        """Suspend L3, or let it serve, by the ``reasons`` and the others that are known."""
+        with self._lock:
+            self._reasons |= reasons
+            known = [(code, why) for code, why in self._reasons.items() if why is not None]
+            reason = known[0][1] if known else None
+            if self.weights is not None and self.weights.suspended != reason:
+                self.weights = replace(self.weights, suspended=reason)
+                if reason is None:
+                    logger.info("hcache: L3 serves again, in the namespace of the new weights")
+            metrics.SUSPENDED.only(*(code for code, _ in known[:1]))
 
     def _tell_stages(self) -> Future[list[Weights | None]]:
         """Tell the weights of this pipeline stage to all stages; returns those of all stages."""
@@ -323,7 +319,7 @@ class Runtime:
             except Exception as error:  # under the old fingerprint L3 must not serve again
                 self.lose_trust(str(error))
             self._updates_untold -= 1
-            self._refresh()
+            self._suspend(stages=_UNTOLD if self._updates_untold else None)
 
 
 _runtime: Runtime | None = None

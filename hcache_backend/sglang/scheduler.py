@@ -10,13 +10,14 @@ from collections.abc import Callable
 from typing import Any
 
 from hcache_backend import metrics
+from hcache_backend.prefetch.gate import harmless
 from hcache_backend.prefetch.governor import waits_for_gpu
 from hcache_backend.sglang import waiting
 from hcache_backend.sglang.arguments import is_plain
 from hcache_backend.sglang.hook_registry import Hook, OnError
 from hcache_backend.sglang.radix_cache import keys_to, our_l3
 from hcache_backend.sglang.runtime import current
-from hcache_backend.sglang.storage_threads import gate_of, harmless
+from hcache_backend.sglang.storage_threads import gate_of
 
 logger = logging.getLogger("hcache")
 

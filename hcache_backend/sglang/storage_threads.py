@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
-from hcache_backend import metrics
-from hcache_backend.prefetch.gate import HitGate
+from hcache_backend.prefetch.gate import HitGate, harmless
 from hcache_backend.sglang.hook_registry import Hook
 from hcache_backend.sglang.runtime import current
 
@@ -26,10 +24,6 @@ _BASE = "sglang.srt.managers.cache_controller.HiCacheController."
 def gate_of(cache: Any) -> HitGate | None:
     """The gate for hits of a cache or its controller; None if all hits are read."""
     return current().hit_gate if getattr(cache, "enable_storage", False) else None
-
-
-# if the block fails, SGLang goes on as without a decision
-harmless = partial(metrics.harmless, "hit_gate", "a decision about an L3 hit failed; it is read")
 
 
 def around_look_up(
@@ -94,7 +88,7 @@ def around_stop(original: Callable[..., Any], controller: Any, *a: Any, **kw: An
     gate = current().hit_gate
     if gate is not None:
         _let_threads_finish(gate, controller)
-        gate.prefetches.unfinished.clear()
+        gate.forget()
     return original(controller, *a, **kw)
 
 

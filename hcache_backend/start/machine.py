@@ -133,7 +133,7 @@ def _choose(runtime: Runtime, kvcache: Any) -> Restore:
         if runtime.store is None:  # the attach will name the folders
             runtime.kept_partition = name, record
         else:
-            settled = _settle(config.dirs, name, record) if stage.is_first_rank else None
+            settled = settle(config.dirs, name, record) if stage.is_first_rank else None
             settled = stage.all_gather_object(settled)[0]
             if settled != record:
                 decision = known_partition(wanted, settled) or decision
@@ -190,7 +190,7 @@ def _fastest_partition(
     return partition, reason
 
 
-def _settle(dirs: Sequence[Path], name: str, record: PartitionRecord) -> PartitionRecord:
+def settle(dirs: Sequence[Path], name: str, record: PartitionRecord) -> PartitionRecord:
     """Write ``record``; returns the store's, because another server may have been faster."""
     try:
         save_record(dirs[0], name, record, replace=False)

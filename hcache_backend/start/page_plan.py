@@ -16,21 +16,23 @@ import xxhash
 from sglang.srt.mem_cache.pool_host.base import host_memory_budget_bytes
 from sglang.srt.runtime_context import get_memory
 
+from hcache_backend.arena import Arena
 from hcache_backend.capture.hooks import HiddenCapture
-from hcache_backend.capture.staging import Staging
+from hcache_backend.capture.staging import StagedCapture, Staging
 from hcache_backend.checks.comparison import first_problem, projection_problem
 from hcache_backend.checks.probe import Probe
 from hcache_backend.config import HCacheConfig
-from hcache_backend.format.page import RECOMPUTED, PageLayout, hidden_layer
-from hcache_backend.format.units import SHARE_COUNTS, WHOLE, Share
-from hcache_backend.host.segments import KVSegments
+from hcache_backend.format.page import PageLayout
+from hcache_backend.format.units import WHOLE, Share
+from hcache_backend.host.segments import KVSegments, page_layout
 from hcache_backend.plan.restore import Restore
 from hcache_backend.projection.attention import AttentionLayer
 from hcache_backend.projection.paged_pool import planes_of
 from hcache_backend.projection.projector import Projector
 from hcache_backend.ranks import Refused, all_or_none
-from hcache_backend.restore.exchange import Exchange, share_of_rank
+from hcache_backend.restore.exchange import CollectiveOrder, Exchange, share_of_rank
 from hcache_backend.restore.layers import PoolParking, RestoredLayer
+from hcache_backend.restore.pipeline import RestorePipeline
 from hcache_backend.restore.recompute import Recomputer
 from hcache_backend.restore.ring import ring_bytes
 from hcache_backend.sglang.arguments import drafted_tokens, kv_fields, packed_drafts, resolved
@@ -71,6 +73,7 @@ class PagePlan:
         exchange: Between ranks that share the tokens of a page; None: pages are whole.
         drafts: SGLang's pools of draft layers whose K and V are layers of the pages, too.
         hooks: The capture hooks that CUDA graphs were recorded with, if any.
+        host_share: Part of ``--hicache-size`` for these pages; side pools get the rest.
         pages, staging: Number of pages, and first place of captured rows; from :meth:`find_room`.
     """
 
@@ -88,6 +91,7 @@ class PagePlan:
     exchange: Exchange | None = None
     drafts: Sequence[Any] = ()
     hooks: HiddenCapture | None = None
+    host_share: float = 1.0
     forwards: Forwards = field(default_factory=Forwards)
     observer: Recomputer | None = field(init=False, default=None)
     kv: KVSegments = field(init=False)
@@ -167,6 +171,20 @@ class PagePlan:
         methods = (*self.methods.methods, *["kv"] * len(self.drafts))
         return [restored[method](layer) for layer, method in enumerate(methods)]
 
+    def capture(self, arena: Arena, memory: torch.Tensor) -> StagedCapture:
+        """Capture of hidden states into the pages of ``arena``, whose bytes are ``memory``."""
+        assert self.codec is not None
+        segments = [layer.index for layer in self.hidden_layers]
+        return StagedCapture(arena, memory, self.staging, segments, self.codec)
+
+    def pipeline(
+        self, memory: torch.Tensor, projector: Projector, order: CollectiveOrder | None
+    ) -> RestorePipeline:
+        """Restores of these pages, whose bytes are ``memory``."""
+        layers, most = self.restored_layers(projector), self.methods.chunk_tokens
+        how: dict[str, Any] = {"exchange": self.exchange, "order": order}
+        return RestorePipeline(memory, self.layout, layers, most, self.kvcache.device, **how)
+
     def find_room(self) -> None:
         """Divide host memory, and take staging for capture; Refused without room. No
         collectives."""
@@ -174,7 +192,7 @@ class PagePlan:
         self.pages = plan_host_pages(
             self.kvcache,
             self.layout,
-            memory.hicache_size,
+            memory.hicache_size * self.host_share,
             memory.hicache_ratio,
             host_memory_budget_bytes(),
             with_shadows=codec is not None,
@@ -182,9 +200,8 @@ class PagePlan:
         if codec is not None:
             hidden = len(self.methods.layers("hidden"))
             recorded = self.hooks.staging if self.hooks is not None else None
-            places = staging_places(hidden, *step_tokens(self.runner), 0)
-            rows = hidden, codec.hidden_size, codec.dtype
-            self.staging = recorded or take_staging(*rows, places, device)
+            rows, places = (codec.hidden_size, codec.dtype), staging_places(self.runner, hidden)
+            self.staging = recorded or take_staging(hidden, *rows, places, device)
         # Try the room for restores: freed memory stays in torch's cache until it is needed.
         room = ring_bytes(self.layout, self.methods.chunk_tokens, self.arriving)
         try:
@@ -407,17 +424,17 @@ def _gigabytes(*sizes: float) -> list[str]:
     return shown
 
 
-def staging_places(layers: int, step_tokens: int, decode_tokens: int, recorded_tokens: int) -> int:
-    """Rows that staging needs.
-
-    Args:
-        layers: Captured layers; without any, places take no memory.
-        step_tokens: Of the longest eager forward pass; two of its layers fit.
-        decode_tokens: Of the largest decode step; two fit, one captured and one in transfer.
-        recorded_tokens: Of the largest CUDA graph; all its layers must fit.
-    """
-    by_layer = -(-2 * step_tokens // layers) if layers else step_tokens
-    return max(by_layer, 2 * decode_tokens, recorded_tokens, 1)
+def staging_places(runner: Any, layers: int, recorded_tokens: int = 0) -> int:
+    """Rows that staging needs for ``layers`` captured ones: two layers of the longest eager forward
+    pass; two of the largest decode steps, one captured and one in transfer; all layers of
+    ``recorded_tokens``, the largest CUDA graph. Without layers places take no memory."""
+    args = resolved(runner.server_args)
+    decode = int(runner.max_running_requests) * drafted_tokens(args)
+    chunk = args.chunked_prefill_size
+    prefill = int(chunk if chunk is not None and chunk > 0 else args.max_prefill_tokens)
+    step = min(prefill + decode, int(runner.max_total_num_tokens))
+    by_layer = -(-2 * step // layers) if layers else step
+    return max(by_layer, 2 * min(decode, _DECODE_TOKENS), recorded_tokens, 1)
 
 
 def take_staging(
@@ -444,37 +461,3 @@ def take_staging(
         return Staging(layers, width, dtype, places, device)
     except torch.OutOfMemoryError as error:
         raise Refused(f"no device memory for staging: {error}") from None
-
-
-def step_tokens(runner: Any) -> tuple[int, int]:
-    """Tokens of the longest captured forward pass, and of a decode step."""
-    args = resolved(runner.server_args)
-    decode = int(runner.max_running_requests) * drafted_tokens(args)
-    chunk = args.chunked_prefill_size
-    prefill = chunk if chunk is not None and chunk > 0 else args.max_prefill_tokens
-    return min(int(prefill) + decode, int(runner.max_total_num_tokens)), min(decode, _DECODE_TOKENS)
-
-
-def share_of_heads(rank: int, ranks: int) -> Share:
-    """A rank's share of pages of K and V: its own heads. If the number of ranks does not divide
-    eight, every rank has whole pages of its own."""
-    return Share(rank, ranks) if ranks in SHARE_COUNTS else WHOLE
-
-
-def head_groups(tp_lcm_size: int | None, share: Share, ranks: int) -> int:
-    """Groups of heads that K and V of a page divide into, over all ranks; by default one per rank.
-    With SGLang's ``tp_lcm_size``, servers with up to that many ranks can share pages."""
-    return tp_lcm_size or ranks if share.of == ranks else share.of
-
-
-def page_layout(
-    page_size: int, methods: Restore, kv: KVSegments, codec: Codec | None, share: Share
-) -> PageLayout:
-    """Layout of pages whose layers are restored by ``methods``; ``codec`` is of hidden states."""
-    layers = [RECOMPUTED] * (len(methods.methods) + len(kv.drafts))
-    for layer in methods.layers("hidden"):
-        assert codec is not None
-        layers[layer] = hidden_layer(page_size, codec.row_bytes, codec.hidden_size, codec.code)
-    for layer in kv.layers:
-        layers[layer] = kv.stored_layer(layer)
-    return kv.layout(layers, share)

@@ -23,11 +23,12 @@ import torch
 
 from hcache_backend.capture.staging import stored_rows
 from hcache_backend.config import KrulOption, parse_config
+from hcache_backend.host.segments import head_groups, share_of_heads
 from hcache_backend.krul.plugin import Krul
 from hcache_backend.plan.restore import Partition, Restore
 from hcache_backend.sglang.runtime import Runtime, Weights
 from hcache_backend.start import page_plan
-from hcache_backend.start.page_plan import PagePlan, head_groups, share_of_heads
+from hcache_backend.start.page_plan import PagePlan
 from hcache_backend.store import PageStore
 from hcache_kernels.codecs import make_codec
 from hcache_kernels.staging import save_rows

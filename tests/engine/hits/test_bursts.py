@@ -133,6 +133,16 @@ def test_a_common_prefix_is_read_once(server: Server, model: Path) -> None:
     assert_no_cache_output(model, conversations)
 
 
+def test_a_return_that_was_announced_finds_its_history_in_memory(
+    server: Server, model: Path
+) -> None:
+    server.generate(history(0), 1)
+    [conversation] = asked(server, question(0, 11))
+    cached = conversation.turns[0].cached
+    assert (cached.device + cached.host, cached.storage) == (TOKENS, 0)
+    assert_no_cache_output(model, [conversation])
+
+
 def test_requests_that_are_gone_hold_nothing(server: Server, model: Path) -> None:
     faults = server.options.log.parent / "faults"
     replies: dict[int, Reply] = {}

@@ -161,7 +161,7 @@ def test_sglang_goes_on_when_a_hook_raises(
     wanted, times = WITHOUT_L3.get(hook.target, ("SGLang's", 1))
     assert (result, len(calls)) == (wanted, times)
     assert all(given == (tuple(arguments), {}) for given in calls)
-    ended = active._not_restorable
+    ended = active._reasons["not_restorable"]
     if hook.on_error is OnError.END_L3:
         assert ended is not None
         assert hook.target in ended

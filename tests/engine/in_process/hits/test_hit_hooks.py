@@ -202,10 +202,10 @@ def test_a_slow_prefetch_ends_unless_that_would_discard_what_has_arrived(
     cache = cache_of(SimpleNamespace())
     cache.page_size = SIZE
     cache.ongoing_prefetch = {"a": SimpleNamespace(operation=operation)}
-    turn = Turn()
-    asked = radix_cache.ask_to_end(cache, turn)
+    turn = Turn(cache)
+    gate.ask(turn)
     turn.agree(alone)
-    radix_cache.end_prefetches(asked)
+    gate.hear()
     assert operation.is_terminated() is not bool(kind)
 
 

@@ -279,12 +279,13 @@ def test_no_room_on_the_device_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> 
         hooks=SimpleNamespace(staging=object()),
         runner=None,
         kvcache=SimpleNamespace(device="cpu"),
+        host_share=1.0,
     )
     memory = SimpleNamespace(hicache_size=1, hicache_ratio=2.0)
     monkeypatch.setattr(page_plan, "get_memory", lambda: memory)
     monkeypatch.setattr(page_plan, "host_memory_budget_bytes", lambda: 1)
     monkeypatch.setattr(page_plan, "plan_host_pages", lambda *_, with_shadows: None)
-    monkeypatch.setattr(page_plan, "step_tokens", lambda runner: (4, 4))
+    monkeypatch.setattr(page_plan, "staging_places", lambda runner, layers: 4)
     with pytest.raises(Refused, match="no device memory for restores: none left"):
         page_plan.PagePlan.find_room(plan)
 
