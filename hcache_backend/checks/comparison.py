@@ -16,9 +16,8 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from hcache_backend.projection.attention import AttentionLayer
+from hcache_backend.projection.attention import AttentionLayer, ProjectionFailed
 from hcache_backend.projection.exactness import difference_on_device, tolerance
-from hcache_backend.projection.generic import ProjectionFailed
 from hcache_backend.projection.projector import Projector
 
 KV = tuple[torch.Tensor, torch.Tensor]  # [n, kv_heads, head_dim] each

@@ -17,14 +17,15 @@ from hcache_backend.config import PROJECTION_VARIABLE
 from hcache_backend.projection.attention import AttentionLayer
 from hcache_backend.projection.exactness import Bound, KVExactness, kv_exactness, together, worst
 from hcache_backend.projection.projector import Projector
-from hcache_backend.projection.proof import (
+from hcache_backend.projection.search import (
     LESS_EXACT,
     Evidence,
+    NoSpec,
     dependence,
+    find_spec,
     gather_evidence,
     spec_exactness,
 )
-from hcache_backend.projection.search import NoSpec, find_spec
 from hcache_backend.projection.spec import LayerSpec
 from hcache_backend.ranks import Refused, smallest
 from hcache_backend.server_report import LayerGroup

@@ -26,9 +26,8 @@ from hcache_backend.plan.record import PartitionRecord, kept_profiles, records
 from hcache_backend.plan.restore import describe
 from hcache_backend.server_report import read_report
 from hcache_backend.store import FileOps, is_store_folder
-from hcache_backend.store.file_ops import FOLDER, probe_alignment, try_lock
+from hcache_backend.store.file_ops import FOLDER, kvikio_state, probe_alignment, try_lock
 from hcache_backend.store.folder import existing_part, file_system_of, why_not
-from hcache_backend.store.kvikio_state import kvikio_state
 
 _PROBE_BYTES = 64 << 20
 _PIECE = 4 << 20

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from hcache_backend.projection.attention import AttentionLayer
-from hcache_backend.projection.generic import ProjectionBatch, project_with_module
+from hcache_backend.projection.attention import AttentionLayer, ProjectionBatch, project_with_module
 from hcache_backend.projection.paged_pool import PagedPool
 from hcache_backend.projection.spec import LayerSpec
 from hcache_kernels.project_kv import ProjectionCall, Way, project_kv

@@ -28,8 +28,14 @@ from hcache_backend import metrics
 from hcache_backend.capture.hooks import HiddenCapture
 from hcache_backend.capture.recomputed_rows import RecomputedRows
 from hcache_backend.capture.staging import StagedCapture, Staging
-from hcache_backend.checks.probe import PROBE_TOKENS, Probe, observe, probe_tokens
-from hcache_backend.checks.recompute import Recomputed, check_recompute
+from hcache_backend.checks.probe import (
+    PROBE_TOKENS,
+    Probe,
+    Recomputed,
+    check_recompute,
+    observe,
+    probe_tokens,
+)
 from hcache_backend.checks.round_trip import CaptureCheck, check_copies, check_lossy, whole_pages
 from hcache_backend.checks.service import KVChecks, ServiceChecks
 from hcache_backend.checks.specs import LayerSpecs
@@ -39,7 +45,7 @@ from hcache_backend.host.segments import head_groups, shard_of_heads
 from hcache_backend.plan.restore import CHUNK_TOKENS, Partition, Restore
 from hcache_backend.prefetch.eager_loads import EagerLoads
 from hcache_backend.prefetch.slices import SliceBudget
-from hcache_backend.projection.generic import ProjectionBatch
+from hcache_backend.projection.attention import ProjectionBatch
 from hcache_backend.projection.paged_pool import (
     PagedPool,
     full_attention,

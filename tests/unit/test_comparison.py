@@ -17,7 +17,7 @@ from hcache_backend.checks.comparison import (
     projected_difference,
     projection_problem,
 )
-from hcache_backend.projection.generic import ProjectionFailed
+from hcache_backend.projection.attention import ProjectionFailed
 
 LAYER: Any = SimpleNamespace(name="layers.0", kernel=None)
 

@@ -18,8 +18,7 @@ from hcache_backend.plan.model_config import _Fields, _kv_heads, _latent, _mlp_w
 from hcache_backend.plan.record import PartitionRecord
 from hcache_backend.prefetch import estimates
 from hcache_backend.projection import search
-from hcache_backend.projection.attention import UnknownCall, learn_call
-from hcache_backend.projection.generic import ProjectionFailed
+from hcache_backend.projection.attention import ProjectionFailed, UnknownCall, learn_call
 
 
 def fields(**table: Any) -> _Fields:

@@ -14,8 +14,15 @@ from hcache_kernels.launch import gpu_microseconds
 from hcache_kernels.pages import gather_pages, gather_planes, scatter_pages
 from hcache_kernels.project_kv import KVPool, KVProjection, ProjectionCall, choice, project_kv
 from hcache_kernels.project_kv.choice import device_table, measure_choice, ways_in_use
-from hcache_kernels.staging import NOWHERE, StagedRows, save_rows, stage_rows
-from hcache_kernels.steps import StepTargets, begin_rows, judge_rows
+from hcache_kernels.staging import (
+    NOWHERE,
+    StagedRows,
+    StepTargets,
+    begin_rows,
+    judge_rows,
+    save_rows,
+    stage_rows,
+)
 from tests.cuda_standin import device
 from tests.cuda_standin.device import CUDA
 

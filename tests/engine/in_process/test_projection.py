@@ -21,8 +21,7 @@ from hcache_backend.projection.attention import AttentionLayer
 from hcache_backend.projection.exactness import Bound, relative_difference, tolerance
 from hcache_backend.projection.paged_pool import PagedPool
 from hcache_backend.projection.projector import Projector
-from hcache_backend.projection.proof import LESS_EXACT, gather_evidence
-from hcache_backend.projection.search import find_spec
+from hcache_backend.projection.search import LESS_EXACT, find_spec, gather_evidence
 from hcache_backend.sglang.runtime import Runtime
 from hcache_kernels.project_kv import ProjectionCall
 from hcache_kernels.project_kv.reference import project_kv_reference

@@ -16,9 +16,9 @@ from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCach
 
 from hcache_backend import metrics
 from hcache_backend.config import KrulOption
-from hcache_backend.krul import node_pairs as module
-from hcache_backend.krul.node_pairs import NodePairs
+from hcache_backend.krul import plugin as module
 from hcache_backend.krul.pairs import CodedPair, PairSums
+from hcache_backend.krul.plugin import NodePairs
 from hcache_backend.sglang.controller import OwnPagesController
 from hcache_backend.streams import CallerStream, Stream
 from tests.engine.in_process.encoded_kv.test_pairs import LAYERS, plan_of
