@@ -72,21 +72,6 @@ def projected_difference(
     return difference(what, differences, tolerance(kept, codec))
 
 
-def projection_problem(
-    layer: AttentionLayer,
-    hidden: torch.Tensor,
-    positions: torch.Tensor,
-    slots: torch.Tensor,
-    projector: Projector,
-    codec: str = "none",
-) -> str | None:
-    """:func:`projected`, and the problem if it differs too much."""
-    found = projected(layer, hidden, positions, slots, projector)
-    if isinstance(found, str):
-        return found
-    return projected_difference(layer, found.tolist(), projector.pool.dtype, codec)
-
-
 def first_problem(problems: Iterable[str | None]) -> str | None:
     """The first problem, if any, after all were looked for: some attention modules talk to the
     other ranks, which may find another layer at fault."""

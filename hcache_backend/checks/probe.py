@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hcache_backend.checks.comparison import first_problem, projection_problem
+from hcache_backend.checks.comparison import first_problem, projected, projected_difference
 from hcache_backend.projection.attention import (
     AttentionLayer,
     CallTemplate,
@@ -30,8 +30,7 @@ from hcache_backend.projection.exactness import (
     worst,
 )
 from hcache_backend.projection.paged_pool import PagedPool, planes_of
-from hcache_backend.projection.projector import Projector
-from hcache_backend.projection.spec import linear_output
+from hcache_backend.projection.projector import Projector, linear_output
 from hcache_backend.ranks import Refused
 from hcache_backend.restore.recompute import Recomputer, TokenSpan
 from hcache_backend.streams import current_stream
@@ -89,12 +88,20 @@ class Probe:
 
     def compare(self, projector: Projector) -> None:
         """Project every layer's input; raises Refused if K or V differ by more than rounding."""
-        problem = first_problem(
-            projection_problem(layer, hidden, self.positions, self.slots, projector)
-            for layer, hidden in zip(self.layers, self.hidden, strict=True)
-        )
+        pairs = zip(self.layers, self.hidden, strict=True)
+        problem = first_problem(self.problem(*pair, projector) for pair in pairs)
         if problem is not None:
             raise Refused(problem)
+
+    def problem(
+        self, layer: AttentionLayer, hidden: torch.Tensor, projector: Projector, codec: str = "none"
+    ) -> str | None:
+        """The problem if K and V from ``hidden``, which may have been through ``codec``, differ
+        more from the model's than rounding and the codec explain."""
+        found = projected(layer, hidden, self.positions, self.slots, projector)
+        if isinstance(found, str):
+            return found
+        return projected_difference(layer, found.tolist(), projector.pool.dtype, codec)
 
 
 def observe(
@@ -144,26 +151,25 @@ def _watch(seen: Observation) -> list[Any]:
             seen.projection = module
             seen.hidden = hidden.detach().clone() if isinstance(hidden, torch.Tensor) else None
 
+    def on_quantised(name: str, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        depends = _depends(module, args, kwargs)
+        seen.asked[name] = seen.asked.get(name, False) or depends
+
     asked = [(on_linear, linear) for linear in seen.linears]
-    asked += [(partial(_ask_beside, seen.asked, name), m) for name, m in seen.quantised.items()]
+    asked += [(partial(on_quantised, name), module) for name, module in seen.quantised.items()]
     return [
         module.register_forward_pre_hook(hook, with_kwargs=True)
         for hook, module in ((on_call, seen.module), *asked)
     ]
 
 
-def _ask_beside(
-    asked: dict[str, bool],
-    name: str,
-    module: torch.nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> None:
-    """Call the module twice more, once with a louder last row (``[n, width]``). Both batches have
-    one shape, so all other sums have the same order."""
+def _depends(module: torch.nn.Module, args: Any, kwargs: Any) -> bool:
+    """Call the module twice more, once with a louder last row (``[n, width]``). True if that
+    changes the others: both batches have one shape, so their sums have the same order. True also
+    for rows that are quantised already: the rows before are unknown."""
     rows = given(args, kwargs)
     if not isinstance(rows, torch.Tensor) or rows.dtype.itemsize == 1:
-        return  # they are quantised already
+        return True
     louder = rows.clone()
     louder[-1] *= _LOUDER
     alone, beside = (
@@ -174,9 +180,7 @@ def _ask_beside(
         )[:-1, None].clone()  # kernels may write both outputs to one buffer of theirs
         for one in (rows.clone(), louder)  # experts may write to what they receive
     )
-    bound = Bound.of_product(rows.dtype).rms
-    depends = not relative_difference(beside, alone) <= bound
-    asked[name] = asked.get(name, False) or depends
+    return not relative_difference(beside, alone) <= Bound.of_product(rows.dtype).rms
 
 
 def _describe(

@@ -61,10 +61,8 @@ def learn_call(
     """Learn from one real call of an attention module which argument is which.
 
     ``positions`` are those of that forward pass, int ``[tokens]``. A batch is recognised by
-    ``batch_type``, since the engine may copy one on its way to the model.
-
-    Raises:
-        UnknownCall: An argument depends on the tokens and is none of these; the message names it.
+    ``batch_type``, since the engine may copy one on its way to the model. Raises UnknownCall with
+    the name of an argument that depends on the tokens and is none of these.
     """
     signature = inspect.signature(module.forward)
     flat = dict(signature.bind(*args, **kwargs).arguments)
@@ -119,9 +117,7 @@ def project_with_module(
 
     ``hidden`` is the input of the QKV projection, ``[n, hidden]``; ``positions`` are int64 ``[n]``.
     K is ``[n, kv_heads, head_dim]`` and V ``[n, kv_heads, v_head_dim]``, in the model's type.
-
-    Raises:
-        ProjectionFailed: The module ended without reaching attention, or without K and V.
+    Raises ProjectionFailed if the module ended without reaching attention, or without K and V.
     """
     try:
         layer.module(**layer.call.arguments(hidden, positions, batch))

@@ -30,7 +30,7 @@ from hcache_backend.projection.exactness import (
     tolerance,
     worst,
 )
-from hcache_backend.projection.spec import (
+from hcache_backend.projection.projector import (
     COS_SIN,
     Columns,
     LayerSpec,
@@ -44,11 +44,9 @@ from hcache_kernels.project_kv import KeyNorm, Rotary, Rounding, check_projectio
 
 _LOUD = 4096.0  # largest number of K and V from loud hidden states
 _QUIET = 1e-3  # and from quiet ones
-
 _PLACES = 16
 
 LESS_EXACT = "K or V are less exact than the attention module's own at other batch sizes"
-
 
 _BATCH_SIZES = (1, 16)  # a decode step and a small batch; many tokens at once are evidence anyway
 
@@ -72,11 +70,6 @@ class Evidence:
     own: KVExactness  # how exactly the module repeats the probe at other batch sizes
 
 
-def spec_tolerance(dtype: torch.dtype) -> float:
-    """Half of the tolerance of a layer in the pool: both sides round at the same places."""
-    return tolerance(dtype) / 2
-
-
 @torch.no_grad()
 def gather_evidence(
     layer: AttentionLayer,
@@ -88,10 +81,7 @@ def gather_evidence(
     """Ask the attention module; always the same number of calls, on every rank.
 
     ``hidden`` (``[n, hidden]``) and ``positions`` are the probe's. The model serves positions below
-    ``position_limit``.
-
-    Raises:
-        ProjectionFailed: The module gave no K and V.
+    ``position_limit``. Raises ProjectionFailed if the module gave no K and V.
     """
 
     def ask(what: str, rows: torch.Tensor, where: torch.Tensor) -> Sample:
@@ -138,7 +128,7 @@ def dependence(layer: AttentionLayer, evidence: Evidence) -> str | None:
 
 
 @torch.no_grad()
-def difference(spec: LayerSpec, samples: list[Sample]) -> tuple[float, str]:
+def _difference(spec: LayerSpec, samples: list[Sample]) -> tuple[float, str]:
     """The worst relative difference between a spec's K and V and the module's, and its place."""
     largest, where = 0.0, ""
     n = len(samples[0].hidden)  # the probe's tokens: compared together at all their positions
@@ -155,13 +145,18 @@ def difference(spec: LayerSpec, samples: list[Sample]) -> tuple[float, str]:
     return largest, where
 
 
-def difference_problem(spec: LayerSpec, samples: list[Sample]) -> str | None:
-    """A message if rounding does not explain a difference of a spec from the module, or None."""
-    allowed = spec_tolerance(samples[0].hidden.dtype)
-    largest, where = difference(spec, samples)
+def _difference_problem(difference: tuple[float, str], samples: list[Sample]) -> str | None:
+    """The problem if rounding does not explain the :func:`_difference` of a spec."""
+    largest, where = difference
+    allowed = _allowed(samples[0].hidden.dtype)
     if largest <= allowed:
         return None
     return f"{where} differ from the module's by {largest:.1e} (allowed {allowed:.0e})"
+
+
+def _allowed(dtype: torch.dtype) -> float:
+    """Half of the tolerance of a layer in the pool: both sides round at the same places."""
+    return tolerance(dtype) / 2
 
 
 @torch.no_grad()
@@ -176,12 +171,10 @@ def spec_exactness(spec: LayerSpec, samples: list[Sample]) -> KVExactness:
 
 def spec_problem(spec: LayerSpec, evidence: Evidence) -> str | None:
     """A message if a spec is wrong for its layer, or None."""
-    problem = difference_problem(spec, evidence.samples)
-    if problem is not None:
-        return problem
+    problem = _difference_problem(_difference(spec, evidence.samples), evidence.samples)
     bound = Bound.of_product(evidence.samples[0].k.dtype)
-    if spec_exactness(spec, evidence.samples).as_good_as(evidence.own, bound):
-        return None
+    if problem or spec_exactness(spec, evidence.samples).as_good_as(evidence.own, bound):
+        return problem
     return LESS_EXACT
 
 
@@ -238,10 +231,7 @@ class _Fed(NamedTuple):
 @torch.no_grad()
 def find_spec(layer: AttentionLayer, evidence: Evidence, batch: ProjectionBatch) -> LayerSpec:
     """The spec of a layer, proven on ``evidence``. Calls the attention module once more, watched.
-
-    Raises:
-        NoSpec: Nothing that was tried gives the module's K and V.
-    """
+    Raises NoSpec if nothing that was tried gives the module's K and V."""
     probe = evidence.samples[0]
     head_dim = probe.k.shape[-1]
     if probe.v.shape != probe.k.shape:
@@ -260,17 +250,17 @@ def find_spec(layer: AttentionLayer, evidence: Evidence, batch: ProjectionBatch)
     ]
     if not guesses:
         raise NoSpec("K is made by no norm and RoPE that its attention module shows")
-    best = min(guesses, key=lambda spec: difference(spec, evidence.samples)[0])
-    problem = difference_problem(best, evidence.samples)
-    if problem is not None:
+    off = [_difference(spec, evidence.samples) for spec in guesses]
+    best = min(range(len(guesses)), key=lambda number: off[number][0])
+    if (problem := _difference_problem(off[best], evidence.samples)) is not None:
         raise NoSpec(problem)
-    best = _with_its_rounding(best, evidence.samples[1])
-    reached = spec_exactness(best, evidence.samples)
+    spec = _with_its_rounding(guesses[best], evidence.samples[1])
+    reached = spec_exactness(spec, evidence.samples)
     if not reached.as_good_as(evidence.own, Bound.of_product(probe.k.dtype)):
         raise NoSpec(LESS_EXACT, reached)
-    fused = _fused(best)
+    fused = _fused(spec)
     # Packed weights look like plain ones, and some modules do more than multiply.
-    return best if fused is None or spec_problem(fused, evidence) else fused
+    return spec if fused is None or spec_problem(fused, evidence) else fused
 
 
 def _watch(
@@ -358,7 +348,7 @@ def _finish(
 
 def _match(blocks: torch.Tensor, head: torch.Tensor, scale_free: bool) -> int | None:
     """Number of the block in ``[n, blocks, dim]`` that is the head ``[n, dim]``, or None."""
-    allowed = spec_tolerance(head.dtype)
+    allowed = _allowed(head.dtype)
     blocks, head = blocks.float(), head.float()
     if scale_free:
         blocks, head = (torch.nn.functional.normalize(x, dim=-1) for x in (blocks, head))

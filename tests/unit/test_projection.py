@@ -174,7 +174,7 @@ def test_the_projector_writes_the_named_slots_and_no_others(
     if by_spec:
         marker, limit = modules.MARKER, modules.POSITION_LIMIT
         evidence = gather_evidence(layer, hidden, positions, marker, limit)
-        projector.use_specs([find_spec(layer, evidence, modules.MARKER)] * 2)
+        projector.specs = [find_spec(layer, evidence, modules.MARKER)] * 2
     slots = torch.randperm(300)[: len(hidden)]
     projector.project_to_pool(layer, hidden, positions, slots)
     others = torch.ones(300, dtype=torch.bool)

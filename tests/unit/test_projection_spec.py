@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from hcache_backend.projection.attention import AttentionLayer, project_with_module
+from hcache_backend.projection.projector import Columns, LayerSpec, RotaryTable
 from hcache_backend.projection.search import (
     LESS_EXACT,
     Evidence,
@@ -20,7 +21,6 @@ from hcache_backend.projection.search import (
     spec_exactness,
     spec_problem,
 )
-from hcache_backend.projection.spec import Columns, LayerSpec, RotaryTable
 from tests.unit.attention_modules import (
     DIM,
     HEADS,

@@ -66,7 +66,7 @@ def test_hidden_states_are_encoded_unless_no_token_of_the_self_check_fits(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """What pages hold goes by the type, not by which tokens a server tried."""
-    monkeypatch.setattr(page_plan, "projection_problem", lambda *_: None)
+    monkeypatch.setattr(page_plan.Probe, "problem", lambda *_: None)
     rows = torch.randn(10, 64, dtype=torch.bfloat16)
     rows[:unfit] = 2.0 ** -torch.arange(64).to(torch.bfloat16)  # as many exponents as values
     probe: Any = SimpleNamespace(

@@ -194,9 +194,7 @@ class Unproven(LayerSpecs):
         hidden = SimpleNamespace(is_cuda=True)
         layers = [SimpleNamespace(module=name) for name in ("one", "two")]
         self._probe = SimpleNamespace(hidden=[hidden], layers=layers)
-        self._projector = SimpleNamespace(
-            pool=SimpleNamespace(dtype=torch.bfloat16), use_specs=lambda specs: None
-        )
+        self._projector = SimpleNamespace(pool=SimpleNamespace(dtype=torch.bfloat16))
         self._found = [
             Found(SimpleNamespace(fused=True, projection=lambda: "a kind"), "a spec", None),
             Found(None, "none", None),
@@ -349,9 +347,8 @@ def test_the_batch_shows_in_modules_that_write_to_one_buffer(in_place: bool) -> 
     def forward(x: torch.Tensor) -> torch.Tensor:
         return torch.div(x, x.abs().amax(), out=x if in_place else buffer)
 
-    asked, before = dict[str, bool](), rows.clone()
-    probe_module._ask_beside(asked, "experts", SimpleNamespace(forward=forward), (rows,), {})
-    assert asked == {"experts": True}
+    before = rows.clone()
+    assert probe_module._depends(SimpleNamespace(forward=forward), (rows,), {})
     assert torch.equal(rows, before)
 
 
