@@ -251,14 +251,6 @@ def _measure(
     return measure(bench, l3, config.dirs, source="measured at a server's start")
 
 
-def keep_profile(runtime: Any, folder: Path) -> None:
-    """Save a profile measured at start-up in a store folder, for the next start. Raises OSError."""
-    if runtime.kept_profile is not None:
-        name, profile = runtime.kept_profile
-        if not (folder / name).exists():
-            profile.save(folder / name)
-
-
 def copy_as_measured(profile: Profile, device: torch.device | str, segment_bytes: int) -> None:
     """Copy over the bus, on this rank, in the best way of ``profile`` beside matrix products.
 
