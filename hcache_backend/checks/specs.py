@@ -29,8 +29,8 @@ from hcache_backend.projection.search import (
 from hcache_backend.ranks import Refused, smallest
 from hcache_backend.server_report import LayerGroup
 from hcache_kernels.project_kv import Way, ways_in_use
-from hcache_kernels.project_kv.choice import measure_choice
 from hcache_kernels.project_kv.spec import kind_of
+from hcache_kernels.project_kv.ways import measure_choice
 
 logger = logging.getLogger("hcache")
 
