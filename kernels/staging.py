@@ -92,43 +92,19 @@ def begin_launch(
     """The launch of :func:`begin_rows`."""
     slots, positions, token_ids = (values.contiguous() for values in tokens)
     most = now.targets.numel()
-    return block_launch(
-        begin_kernel,
-        grid=(triton.cdiv(max(slots.numel(), most), _BEGUN),),
-        block=_BEGUN,
-        warp_values=128,
-        slots=slots,
-        positions=positions,
-        token_ids=token_ids,
-        where=where,
-        copied=copied,
-        targets=now.targets,
-        step=now.number,
-        n=slots.numel(),
-        number=number,
-        first=placed.start,
-        placed=len(placed),
-        most=most,
-        NONE=NOWHERE,
-    )
+    given = {"slots": slots, "positions": positions, "token_ids": token_ids, "n": slots.numel()}
+    given |= {"where": where, "copied": copied, "targets": now.targets, "step": now.number}
+    given |= {"number": number, "first": placed.start, "placed": len(placed), "most": most}
+    grid = (triton.cdiv(max(slots.numel(), most), _BEGUN),)
+    return block_launch(begin_kernel, grid, _BEGUN, _WARP, **given, NONE=NOWHERE)
 
 
 def judge_launch(marks: torch.Tensor, step: int, verdicts: torch.Tensor) -> Launch:
     """The launch of :func:`judge_rows`."""
     layers, n = marks.shape
-    return block_launch(
-        judge_kernel,
-        grid=(triton.cdiv(n, _JUDGED),),
-        block=_JUDGED,
-        warp_values=128,
-        marks=marks,
-        verdicts=verdicts,
-        step=step,
-        n=n,
-        layers=layers,
-        layer_stride=marks.stride(0),
-        WRONG=WRONG_STEP,
-    )
+    given = {"marks": marks, "layer_stride": marks.stride(0), "layers": layers, "n": n}
+    given |= {"step": step, "verdicts": verdicts, "WRONG": WRONG_STEP}
+    return block_launch(judge_kernel, (triton.cdiv(n, _JUDGED),), _JUDGED, _WARP, **given)
 
 
 @triton.jit(  # else it is compiled again in service
@@ -202,6 +178,7 @@ NOWHERE = -1
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 _WIDEST_WORD = max(_WORDS)
 _MOST_WORDS = 1024  # that a program moves at a time
+_WARP = 128  # values of a warp
 
 
 @dataclass(frozen=True)
@@ -275,20 +252,10 @@ def stage_launch(
     word = min(_WIDEST_WORD, alignment(row_bytes, stride, rows.storage_offset() * size))
     words = row_bytes // word
     block = min(_MOST_WORDS, triton.next_power_of_2(words))
-    return block_launch(
-        stage_kernel,
-        grid=(n, triton.cdiv(words, block)),
-        block=block,
-        warp_values=128,
-        rows=rows.view(_WORDS[word]),
-        targets=targets,
-        step=step,
-        staged=staged.rows[layer].view(_WORDS[word]),
-        marks=staged.marks[layer],
-        row_stride=stride // word,
-        WORDS=words,
-        NONE=NOWHERE,
-    )
+    given = {"rows": rows.view(_WORDS[word]), "row_stride": stride // word, "WORDS": words}
+    given |= {"staged": staged.rows[layer].view(_WORDS[word]), "marks": staged.marks[layer]}
+    given |= {"targets": targets, "step": step, "NONE": NOWHERE}
+    return block_launch(stage_kernel, (n, triton.cdiv(words, block)), block, _WARP, **given)
 
 
 def save_launch(
@@ -307,27 +274,14 @@ def save_launch(
     aligned = alignment(row_bytes, staged.stride(0), arena.shape[1])
     word = min(_WIDEST_WORD, aligned)
     words = row_bytes // word
-    return block_launch(
-        save_kernel,
-        grid=(min(programs or copy_programs(slots.device), n * layers),),
-        block=min(_MOST_WORDS, triton.next_power_of_2(words)),
-        warp_values=128,
-        staged=staged.view(_WORDS[word]),
-        slots=slots,
-        shadows=shadows,
-        arena=arena.view(_WORDS[word]),
-        segments=segments,
-        layer_stride=staged.stride(0) // word,
-        page_words=arena.shape[1] // word,
-        n=n,
-        layers=layers,
-        PAGE_SIZE=page_size,
-        FIRST=kept.start,
-        KEPT=len(kept),
-        WORDS=words,
-        WORD_BYTES=word,
-        ALIGNED=aligned,
-    )
+    block = min(_MOST_WORDS, triton.next_power_of_2(words))
+    given = {"staged": staged.view(_WORDS[word]), "layer_stride": staged.stride(0) // word}
+    given |= {"arena": arena.view(_WORDS[word]), "page_words": arena.shape[1] // word}
+    given |= {"slots": slots, "shadows": shadows, "segments": segments, "n": n, "layers": layers}
+    given |= {"PAGE_SIZE": page_size, "FIRST": kept.start, "KEPT": len(kept)}
+    given |= {"WORDS": words, "WORD_BYTES": word, "ALIGNED": aligned}
+    grid = (min(programs or copy_programs(slots.device), n * layers),)
+    return block_launch(save_kernel, grid, block, _WARP, **given)
 
 
 @triton.jit

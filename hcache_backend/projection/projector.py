@@ -117,15 +117,9 @@ class LayerSpec:
         weight, bias = self.k.linear.weight, getattr(self.k.linear, "bias", None)
         assert isinstance(weight, torch.Tensor)
         rows = slice(self.k.starts[0], self.k.starts[0] + 2 * self.k.width)
-        return KVProjection(
-            weight=weight[rows],
-            bias=None if bias is None else bias[rows],
-            kv_heads=len(self.k.starts),
-            head_dim=self.k.head_dim,
-            norm=self.key_norm(),
-            rotary=self.key_rotary(),
-            rounding=self.rounding,
-        )
+        both = weight[rows], None if bias is None else bias[rows]
+        finish = self.key_norm(), self.key_rotary(), self.rounding
+        return KVProjection(*both, len(self.k.starts), self.k.head_dim, *finish)
 
     def compute(
         self, hidden: torch.Tensor, positions: torch.Tensor

@@ -53,9 +53,7 @@ class Rounding:
     """
 
     normed: bool = False  # the normalised K, before the norm's weight (transformers' RMSNorm)
-    norm: bool = (
-        True  # the result of the norm; kernels for norm and RoPE at once keep it in float32
-    )
+    norm: bool = True  # the result of the norm; kernels for norm and RoPE at once keep float32
     table: bool = False  # cosines and sines
     cos_products: bool = False  # products with cosines, before they are added
     sin_products: bool = False
@@ -115,14 +113,10 @@ class LayerKind:
 
 
 def kind_of(projection: KVProjection) -> LayerKind:
-    return LayerKind(
-        hidden=projection.weight.shape[1],
-        kv_heads=projection.kv_heads,
-        head_dim=projection.head_dim,
-        dtype=projection.weight.dtype,
-        norm=projection.norm.over if projection.norm else "none",
-        rotary=projection.rotary.style if projection.rotary else "none",
-    )
+    norm = projection.norm.over if projection.norm else "none"
+    rotary = projection.rotary.style if projection.rotary else "none"
+    hidden, dtype = projection.weight.shape[1], projection.weight.dtype
+    return LayerKind(hidden, projection.kv_heads, projection.head_dim, dtype, norm, rotary)
 
 
 def check_projection(projection: KVProjection) -> None:

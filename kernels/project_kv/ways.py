@@ -162,58 +162,34 @@ def _launch(call: ProjectionCall, config: TileConfig, keys_by_row: bool = False)
     norm, rotary = projection.norm, projection.rotary
     parts = 2 if config.depth else depth // (heads * dim)
 
+    norm_weight, norm_bias = (norm.weight, norm.bias) if norm else (None, None)
+
     def head_stride(parameter: torch.Tensor | None) -> int:
         return dim if parameter is not None and len(parameter) != dim else 0
 
     def limit(part: torch.Tensor) -> float | None:
         return torch.finfo(part.dtype).max if part.dtype in FP8_TYPES else None
 
-    return Launch(
-        kernel=project_kv_kernel,
-        grid=(triton.cdiv(n, config.rows) * parts * triton.cdiv(heads, config.heads),),
-        arguments={
-            "source": source,
-            "weight": projection.weight if config.depth else None,
-            "bias": projection.bias,
-            "positions": call.positions,
-            "slots": call.slots,
-            "n": n,
-            "depth": depth,
-            "source_stride": source.stride(0),
-            "weight_stride": projection.weight.stride(0),
-            "pool_k": pool.k,
-            "pool_v": pool.v,
-            "k_slot_stride": pool.k.stride(0),
-            "k_head_stride": pool.k.stride(1),
-            "v_slot_stride": pool.v.stride(0),
-            "v_head_stride": pool.v.stride(1),
-            "k_scale": pool.k_scale,
-            "v_scale": pool.v_scale,
-            "norm_weight": norm.weight if norm else None,
-            "norm_bias": norm.bias if norm else None,
-            "norm_weight_head_stride": head_stride(norm.weight) if norm else 0,
-            "norm_bias_head_stride": head_stride(norm.bias) if norm else 0,
-            "epsilon": norm.epsilon if norm else 0.0,
-            "cos_sin": rotary.cos_sin if rotary else None,
-            "K_LIMIT": limit(pool.k),
-            "V_LIMIT": limit(pool.v),
-            "NORM": norm.kind if norm else None,
-            "OVER_ALL": norm is not None and norm.over == "all",
-            "KV_HEADS": heads,
-            "HEAD_DIM": dim,
-            "PAIRS": pairs,
-            "ROTARY_DIM": rotary.rotary_dim if rotary else 0,
-            "INTERLEAVED": rotary is not None and rotary.style == "interleaved",
-            "ROUNDING": projection.rounding,
-            "KEYS_BY_ROW": keys_by_row,
-            "PARTS": parts,
-            "TILE": config,
-            "DEPTH_EVEN": config.depth > 0 and depth % config.depth == 0,
-            "COLUMNS_EVEN": heads % config.heads == 0 and dim == 2 * pairs,
-        },
-        warps=config.warps,
-        stages=config.stages,
-    )
+    given = {"source": source, "source_stride": source.stride(0), "n": n, "depth": depth}
+    given |= {"weight": projection.weight if config.depth else None, "bias": projection.bias}
+    given |= {"weight_stride": projection.weight.stride(0), "KEYS_BY_ROW": keys_by_row}
+    given |= {"positions": call.positions, "slots": call.slots, "ROUNDING": projection.rounding}
+    given |= {"pool_k": pool.k, "k_scale": pool.k_scale, "K_LIMIT": limit(pool.k)}
+    given |= {"k_slot_stride": pool.k.stride(0), "k_head_stride": pool.k.stride(1)}
+    given |= {"pool_v": pool.v, "v_scale": pool.v_scale, "V_LIMIT": limit(pool.v)}
+    given |= {"v_slot_stride": pool.v.stride(0), "v_head_stride": pool.v.stride(1)}
+    given |= {"norm_weight": norm_weight, "norm_weight_head_stride": head_stride(norm_weight)}
+    given |= {"norm_bias": norm_bias, "norm_bias_head_stride": head_stride(norm_bias)}
+    given |= {"NORM": norm.kind if norm else None, "epsilon": norm.epsilon if norm else 0.0}
+    given |= {"OVER_ALL": norm is not None and norm.over == "all"}
+    given |= {"cos_sin": rotary.cos_sin if rotary else None}
+    given |= {"ROTARY_DIM": rotary.rotary_dim if rotary else 0}
+    given |= {"INTERLEAVED": rotary is not None and rotary.style == "interleaved"}
+    given |= {"KV_HEADS": heads, "HEAD_DIM": dim, "PAIRS": pairs, "PARTS": parts, "TILE": config}
+    given |= {"DEPTH_EVEN": config.depth > 0 and depth % config.depth == 0}
+    given |= {"COLUMNS_EVEN": heads % config.heads == 0 and dim == 2 * pairs}
+    grid = (triton.cdiv(n, config.rows) * parts * triton.cdiv(heads, config.heads),)
+    return Launch(project_kv_kernel, grid, given, config.warps, config.stages)
 
 
 logger = logging.getLogger(__name__)
