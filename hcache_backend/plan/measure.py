@@ -124,14 +124,11 @@ class Bench:
             weight = self._rows(model.kv_width, model.hidden)
             hidden = self._rows(PRODUCT_TOKENS, model.hidden)
             row_bytes = model.hidden * self.dtype.itemsize
-            found = Contention(
-                self.device, row_bytes, lambda: functional.linear(hidden, weight), self.seconds
-            ).measure()
+            product = lambda: functional.linear(hidden, weight)  # noqa: E731
+            found = Contention(self.device, row_bytes, product, self.seconds).measure()
         except Exception as error:  # the rest of a profile is worth having
-            logger.warning(
-                "hcache: copies were not measured during matrix products (defaults are used): %s",
-                error,
-            )
+            what = "copies were not measured during matrix products (defaults are used)"
+            logger.warning("hcache: %s: %s", what, error)
             return ()
         torch.cuda.empty_cache()  # other streams cannot use the memory cached for products
         return tuple(CopyWay(**speed._asdict()) for speed in found)
@@ -184,10 +181,8 @@ class Bench:
             following = cycle([ids.to(self.device) for ids in turns])
             # The split into K, V and heads makes no difference.
             halves = (PAGE * (row // 2), PAGE * (row - row // 2))
-            pool = [
-                torch.zeros((2 * pages, 1, 1, half), dtype=torch.uint8, device=self.device)
-                for half in halves
-            ]
+            how: dict[str, Any] = {"dtype": torch.uint8, "device": self.device}
+            pool = [torch.zeros((2 * pages, 1, 1, half), **how) for half in halves]
             places = torch.randperm(2 * pages)[:pages].to(self.device)
             size = tokens * self.model.kv_width * self.dtype.itemsize
             return size, lambda: gather_planes(memory, next(following), 0, pool, places)

@@ -33,13 +33,9 @@ _NOT_GATED = _FOUR_WIDE | {"gpt_neox", "nemotron", "opt", "persimmon", "phi", "s
 _STATE_LAYERS = frozenset(("linear_attention", "mamba", "mamba2", "recurrent", "conv", "rwkv"))
 _WINDOW_LAYERS = frozenset(("sliding_attention", "chunked_attention", "local_attention"))
 _STATE_FIELDS = (
-    "hybrid_override_pattern",
-    "layers_block_type",
-    "attn_layer_period",
-    "mamba_d_state",
-    "linear_num_value_heads",
-    "ssm_cfg",
-)
+    "hybrid_override_pattern", "layers_block_type", "attn_layer_period", "mamba_d_state",
+    "linear_num_value_heads", "ssm_cfg",
+)  # fmt: skip
 _STATE = (
     "layers with a recurrent state instead of KV; there is no partition for them, the server keeps "
     "to KV mode or none"
@@ -128,10 +124,8 @@ class _Fields:
 
     def integer(self, what: str, names: tuple[str, ...], default: int | None = None) -> int:
         """The first of ``names`` that is present, a positive integer."""
-        for name in names:
+        for name in (name for name in names if self.get(name) is not None):
             value = self.get(name)
-            if value is None:
-                continue
             if type(value) is not int or value <= 0:
                 raise self.wrong(name, "must be a positive integer")
             return value
@@ -173,12 +167,10 @@ def _layer_types(fields: _Fields) -> list[str]:
 
 
 def _windowed(fields: _Fields) -> bool:
-    kinds = _layer_types(fields)
-    if kinds:
+    if kinds := _layer_types(fields):
         return bool(_WINDOW_LAYERS & set(kinds))
-    return (
-        fields.get("sliding_window") is not None and fields.get("use_sliding_window") is not False
-    )
+    used = fields.get("use_sliding_window") is not False
+    return used and fields.get("sliding_window") is not None
 
 
 def _latent(fields: _Fields) -> Latent | None:
@@ -217,15 +209,13 @@ def _kv_heads(fields: _Fields, heads: int) -> int:
 
 
 def _dtype(fields: _Fields) -> str:
-    for name in ("torch_dtype", "dtype"):
-        value = fields.get(name)
-        if value is None:
-            continue
-        found = _DTYPES.get(str(value).removeprefix("torch."))
-        if found is None:
-            raise fields.wrong(name, f"must be one of {', '.join(_DTYPES)}")
-        return found
-    return "float16"
+    name = next((n for n in ("torch_dtype", "dtype") if fields.get(n) is not None), None)
+    if name is None:
+        return "float16"
+    found = _DTYPES.get(str(fields.get(name)).removeprefix("torch."))
+    if found is None:
+        raise fields.wrong(name, f"must be one of {', '.join(_DTYPES)}")
+    return found
 
 
 def _mlp_width(fields: _Fields, hidden: int) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import platform
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -123,12 +123,10 @@ def load_profile(path: Path) -> Profile:
         lines = []
         for detail in error.errors():
             field = ".".join(str(part) for part in detail["loc"])
-            if not field:
-                lines.append(f"{path}: no profile: {detail['msg']}")
-            elif detail["type"] in ("missing", "extra_forbidden"):
-                lines.append(f"{path}: field {field!r}: {detail['msg']}")
-            else:
-                lines.append(f"{path}: field {field!r} is {detail['input']!r}: {detail['msg']}")
+            about = f"field {field!r}" if field else "no profile"
+            if field and detail["type"] not in ("missing", "extra_forbidden"):
+                about += f" is {detail['input']!r}"
+            lines.append(f"{path}: {about}: {detail['msg']}")
         hint = "; make a new one with `hcache profile --out FILE`"
         raise ProfileError("; ".join(lines) + hint) from None
 
@@ -180,15 +178,13 @@ def preset_profile(name: str, ssds: int = 0) -> Profile:
     hardware = PRESETS[name]
     bus = Rate(per_second=hardware.bus * BUS_SHARE)
     compute = Rate(per_second=hardware.flops * COMPUTE_SHARE)
+    rates: dict[str, Any] = dict.fromkeys(("hidden_copy", "kv_load"), bus)
+    rates |= dict.fromkeys(("projection", "dense", "attention"), compute)
     return Profile(
         device=hardware.name,
         source=f"preset {name}: {hardware.source}",
         dtype="bfloat16",
         gathers=hardware.nvlink,
         l3=Rate(per_second=ssds * SSD_BYTES_PER_SECOND) if ssds else None,
-        hidden_copy=bus,
-        kv_load=bus,
-        projection=compute,
-        dense=compute,
-        attention=compute,
+        **rates,
     )
