@@ -33,8 +33,7 @@ from pydantic_core import ErrorDetails
 ENABLE_VARIABLE = "HCACHE_ENABLE"
 CONFIG_VARIABLE = "HCACHE_CONFIG"
 PROJECTION_VARIABLE = "HCACHE_PROJECTION"
-MODULE_PATH = "hcache_backend"
-CLASS_NAME = "HCacheStorage"
+OUR_BACKEND = {"module_path": "hcache_backend", "class_name": "HCacheStorage"}  # for SGLang
 
 _OUR_KEYS = ("backend_name", "module_path", "class_name", "interface_v1", "hcache")
 _SGLANG_KEYS = (

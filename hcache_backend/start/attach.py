@@ -128,8 +128,7 @@ def _our_extra_config(args: Any) -> Mapping[str, Any] | None:
     if args.hicache_storage_backend != "dynamic":
         return None
     extra = storage_extra_config(args)
-    ours = {"module_path": options.MODULE_PATH, "class_name": options.CLASS_NAME}
-    return extra if ours.items() <= extra.items() else None
+    return extra if options.OUR_BACKEND.items() <= extra.items() else None
 
 
 def _check_groups(runner: Any, args: Any, config: HCacheConfig) -> None:
