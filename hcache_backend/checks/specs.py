@@ -87,11 +87,9 @@ class LayerSpecs:
             return Found(None, f"the search broke: {type(error).__name__}: {error}", own)
 
     def measure(self) -> None:
-        """On a GPU, find the faster way to project each kind of layer, or use the library's.
-
-        It takes seconds on the first start with a model: a file of the device keeps the times. Its
-        choice is tested too, because :meth:`check_writing` comes after it.
-        """
+        """On a GPU, find the faster way to project each kind of layer, or use the library's. It
+        takes seconds on the first start with a model: a file of the device keeps the times. Its
+        choice is tested too, because :meth:`check_writing` comes after it."""
         if not self._probe.hidden[0].is_cuda:
             return
         specs = (found.spec for found in self._found)
@@ -103,11 +101,9 @@ class LayerSpecs:
             logger.warning("hcache: the ways to project could not be timed: %s", error)
 
     def check_writing(self) -> None:
-        """Drop specs that do not write the model's K and V to the pool. Nothing may run yet.
-
-        A fused spec multiplies by some rows of a weight. If that is not exact enough, the product
-        of the whole module, as the model computes it, is tried before the attention module.
-        """
+        """Drop specs that do not write the model's K and V to the pool. Nothing may run yet. A
+        fused spec multiplies by some rows of a weight. If that is not exact enough, the product of
+        the whole module, as the model computes it, is tried before the attention module."""
         for layer in self._probe.layers:
             found = self._found[layer.index]
             while found.spec is not None:

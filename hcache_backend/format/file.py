@@ -166,9 +166,7 @@ def runs_between(
     table: SegmentTable, shard: Shard, target: Shard, part: Eighths
 ) -> tuple[int, list[Run]]:
     """Bytes and readings that bring ``part`` of the memory of ``target`` from a file of ``shard``.
-
-    A group that several files have comes from the file whose part has the first of its eighths.
-    """
+    A group that several files have comes from the file whose part has the first of its eighths."""
     layout, wanted = file_layout(table, shard), file_layout(table, target).units
     places = {unit.page_offset: unit.payload_offset for unit in wanted}
     runs: list[Run] = []

@@ -36,11 +36,9 @@ Parts = Sequence[memoryview]
 
 
 class Shard(NamedTuple):
-    """Shard ``number`` of ``of`` shards of a page (tensor-parallel rank of size).
-
-    ``of`` divides 8. Shard (1, 4) holds the eighths 2 and 3: the second quarter of the tokens of
-    hidden states, and the second quarter of the heads of K and V.
-    """
+    """Shard ``number`` of ``of`` shards of a page (tensor-parallel rank of size). ``of`` divides 8.
+    Shard (1, 4) holds the eighths 2 and 3: the second quarter of the tokens of hidden states, and
+    the second quarter of the heads of K and V."""
 
     number: int
     of: int

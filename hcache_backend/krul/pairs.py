@@ -56,11 +56,9 @@ def closest_pairs(
     ratio: float,
     allowed: Collection[Pair] | None = None,
 ) -> list[Pair]:
-    """Pair layers greedily, the closest first, each layer once (Algorithm 1, lines 14 to 22).
-
-    No pair is added once the share ``ratio`` (0 to 1) of the candidates is paired. Pairs come by
-    distance (``[layers, layers]``, symmetric), equal ones by layers; None: all are allowed.
-    """
+    """Pair layers greedily, the closest first, each layer once (Algorithm 1, lines 14 to 22). No
+    pair is added once the share ``ratio`` (0 to 1) of the candidates is paired. Pairs come by
+    distance (``[layers, layers]``, symmetric), equal ones by layers; None: all are allowed."""
     candidates = sorted(candidates)
     near = [pair for pair in combinations(candidates, 2) if allowed is None or pair in allowed]
     found: dict[int, Pair] = {}

@@ -255,11 +255,9 @@ def measure(
     source: str = "measured by hcache profile",
     begin: Callable[[str], object] = lambda operation: None,
 ) -> Profile:
-    """Measure every operation of a layer; ``begin`` is called before each.
-
-    From then on this process copies in the best way. Random state is restored, because ranks must
-    keep drawing the same numbers.
-    """
+    """Measure every operation of a layer; ``begin`` is called before each. From then on this
+    process copies in the best way. Random state is restored, because ranks must keep drawing the
+    same numbers."""
     points: dict[str, list[Point]] = {}
     on_gpu = [bench.device] if bench.device.type == "cuda" else []
     with torch.random.fork_rng(devices=on_gpu):
@@ -315,11 +313,9 @@ class _Probe(NamedTuple):
 def read_rate(
     config: HCacheConfig, model: ModelShape, seconds: float, ops: FileOps | None = None
 ) -> ReadRate:
-    """Write a file beside every folder's pages, then read all of them for ``seconds``.
-
-    Writing takes at most as long. A read is a page of hidden states, at most 16 MiB. The nearest
-    parent replaces a missing folder. Raises OSError if a folder cannot be used or is too full.
-    """
+    """Write a file beside every folder's pages, then read all of them for ``seconds``. Writing
+    takes at most as long. A read is a page of hidden states, at most 16 MiB. The nearest parent
+    replaces a missing folder. Raises OSError if a folder cannot be used or is too full."""
     ops = ops or best_file_ops(config)
     piece = round_up(min(PAGE * model.layers * model.hidden_bytes, _MOST_PIECE_BYTES))
     with ExitStack() as stack:

@@ -39,11 +39,9 @@ class AtLength(NamedTuple):
 
 @dataclass(frozen=True)
 class PartitionPlan:
-    """Storage of each layer on a server, and the time of its restores.
-
-    ``model`` has encoded bytes; ``tokens`` is the restore that is solved for.
-    ``restore`` is the server's option; its other options are the defaults.
-    """
+    """Storage of each layer on a server, and the time of its restores. ``model`` has encoded bytes;
+    ``tokens`` is the restore that is solved for. ``restore`` is the server's option; its other
+    options are the defaults."""
 
     profile: Profile
     model: ModelShape

@@ -365,10 +365,8 @@ class Restore:
         allowed: Callable[[Partition], bool] = lambda partition: True,
     ) -> Partition:
         """The ``allowed`` partition whose restores of ``tokens`` tokens are the fastest.
-
         ``methods`` None: those that servers store. Servers store every layer, because hits in host
-        memory want the first ones, and a restore may still recompute them.
-        """
+        memory want the first ones, and a restore may still recompute them."""
         assert self.shape is not None
         stored: set[LayerMethod] = {"hidden", "kv"} if self.shape.hidden_is_smaller else {"kv"}
         costs, layers = self.costs(tokens, 0, l3), self.shape.layers

@@ -17,12 +17,9 @@ import torch
 
 @dataclass(frozen=True)
 class CallTemplate:
-    """The model's way to call an attention module, learned from one real call.
-
-    ``names`` maps ``hidden``, ``positions`` and ``batch``, which depend on the tokens, to the
-    module's arguments; some modules take no positions or no batch. ``constants`` are the other
-    arguments.
-    """
+    """The model's way to call an attention module, learned from one real call. ``names`` maps
+    ``hidden``, ``positions`` and ``batch``, which depend on the tokens, to the module's arguments;
+    some modules take no positions or no batch. ``constants`` are the other arguments."""
 
     names: Mapping[str, str]
     constants: Mapping[str, Any] = field(default_factory=dict)
@@ -96,11 +93,9 @@ class ProjectionReached(Exception):
 
 @dataclass(frozen=True)
 class ProjectionBatch:
-    """Stands in for the engine's batch; it marks a call that only wants K and V.
-
-    It has no memory pool, so a model that stores K and V inside a fused kernel cannot do so here.
-    ``forward_mode`` is the engine's value for prefill, which some models look at.
-    """
+    """Stands in for the engine's batch; it marks a call that only wants K and V. It has no memory
+    pool, so a model that stores K and V inside a fused kernel cannot do so here. ``forward_mode``
+    is the engine's value for prefill, which some models look at."""
 
     forward_mode: object
 

@@ -78,11 +78,9 @@ def gather_evidence(
     batch: ProjectionBatch,
     position_limit: int,
 ) -> Evidence:
-    """Ask the attention module; always the same number of calls, on every rank.
-
-    ``hidden`` (``[n, hidden]``) and ``positions`` are the probe's. The model serves positions below
-    ``position_limit``. Raises ProjectionFailed if the module gave no K and V.
-    """
+    """Ask the attention module; always the same number of calls, on every rank. ``hidden`` (``[n,
+    hidden]``) and ``positions`` are the probe's. The model serves positions below
+    ``position_limit``. Raises ProjectionFailed if the module gave no K and V."""
 
     def ask(what: str, rows: torch.Tensor, where: torch.Tensor) -> Sample:
         k, v = project_with_module(layer, rows, where, batch)

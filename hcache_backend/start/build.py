@@ -151,11 +151,9 @@ class OwnPagesStrategy(StackStrategy):
 
 
 class Start:
-    """Decides what the pages of a server are, and proves it, on every rank of every stage.
-
-    Each :meth:`step` succeeds on all of them, or raises Refused on all at that step. Nothing is
-    allocated or served yet. K and V of the probe stay in the pool to the last check.
-    """
+    """Decides what the pages of a server are, and proves it, on every rank of every stage. Each
+    :meth:`step` succeeds on all of them, or raises Refused on all at that step. Nothing is
+    allocated or served yet. K and V of the probe stay in the pool to the last check."""
 
     smallest_page = 4  # of K and V, in headers
 
@@ -275,11 +273,8 @@ class Start:
 
     def _tried(self, plan: PagePlan, written: Callable[[], torch.Tensor], **plain: Any) -> PagePlan:
         """The plan with room if K and V come back by its codec, otherwise one with K and V as they
-        are, and the fields ``plain``.
-
-        ``written`` has the model write K and V, if it has not, and returns their slots, int64
-        ``[n]``. Raises Refused on every rank.
-        """
+        are, and the fields ``plain``. ``written`` has the model write K and V, if it has not, and
+        returns their slots, int64 ``[n]``. Raises Refused on every rank."""
         try:
             self.step(self._check_copies, plan)
             if not plan.kv.lossless:
@@ -372,10 +367,8 @@ class Start:
 
     def _find_recomputer(self, probe: Probe, methods: Restore, *, whole: bool) -> Recomputer | None:
         """The recomputer of layers, the same on every tensor-parallel rank; None if there is none.
-
         All ranks call it; K and V of the probe must still be in the pool. The runtime gets the
-        exactness, or the reason for None. ``whole``: only all layers are of use.
-        """
+        exactness, or the reason for None. ``whole``: only all layers are of use."""
         runtime, runner, kvcache = self._runtime, self._runner, self._kvcache
         group, layers = attention_ranks().cpu_group, int(kvcache.layer_num)
         recomputer = make_recomputer(runner, kvcache, methods.chunk_tokens)
@@ -497,19 +490,10 @@ def build_stack(
         lambda: runtime.quarantine is None,
         runtime.begin_quarantine,
     )
-    controller = partial(
-        OwnPagesController,
-        runtime,
-        pool,
-        loads,
-        eager,
-        stages,
-        kv_checks,
-        partial(judge_hits, runtime, config),
-        capture=capture,
-        checks=checks,
-        layouts=layouts,
-    )
+    judge = partial(judge_hits, runtime, config)
+    parts: tuple[Any, ...] = runtime, pool, loads, eager, stages, kv_checks, judge
+    hidden_parts: dict[str, Any] = {"capture": capture, "checks": checks, "layouts": layouts}
+    controller = partial(OwnPagesController, *parts, **hidden_parts)
     return with_our_pool(kvcache, pool, controller)
 
 

@@ -220,15 +220,14 @@ def find_profile(
     file = f"profile-{digest[:12]}.json"
     if runtime.kept_profile is not None and runtime.kept_profile[0] == file:
         return runtime.kept_profile[1]
-    for path in (folder / file for folder in config.dirs):
-        if path.is_file():
-            try:
-                kept = load_profile(path)
-            except ProfileError as error:
-                logger.warning("hcache: %s", error)
-            else:
-                logger.debug("hcache: partition: using the profile in %s", path)
-                return kept
+    for path in filter(Path.is_file, (folder / file for folder in config.dirs)):
+        try:
+            kept = load_profile(path)
+        except ProfileError as error:
+            logger.warning("hcache: %s", error)
+        else:
+            logger.debug("hcache: partition: using the profile in %s", path)
+            return kept
     try:
         profile = _measure(config, shape, device, runtime.runner.dtype)
     except Exception as error:  # no room on the device, or a shape that cannot be run
@@ -280,12 +279,9 @@ def model_shape(
     except ModelConfigError as error:
         logger.warning("hcache: partition: %s", error)
         return None
-    found = {
-        "layers": int(kvcache.layer_num),
-        "element_bytes": runner.dtype.itemsize,
-        "kv_element_bytes": kvcache.dtype.itemsize,
-        "hidden_row_bytes": row_bytes,
-    }
+    found = {"layers": int(kvcache.layer_num), "hidden_row_bytes": row_bytes}
+    found["element_bytes"] = runner.dtype.itemsize
+    found["kv_element_bytes"] = kvcache.dtype.itemsize
     shape = shape.model_copy(update=found)
     if kv_share == 1.0:
         return shape
@@ -313,11 +309,9 @@ def may_judge(runtime: Runtime, config: HCacheConfig) -> bool:
     runtime.hit_gate = None
     if refusal(JUDGING, Server(runtime, config=config)) is not None:
         return False
-    missing = hooks.install(hooks.HITS)
-    if missing is not None:
-        logger.warning(
-            "hcache: every L3 hit is read, even if L3 is slower than computing: %s", missing
-        )
+    if (missing := hooks.install(hooks.HITS)) is not None:
+        what = "every L3 hit is read, even if L3 is slower than computing"
+        logger.warning("hcache: %s: %s", what, missing)
     return missing is None
 
 
@@ -341,9 +335,8 @@ def _machine(runtime: Runtime, config: HCacheConfig) -> Restore | None:
     except Exception as error:  # pools of several kinds, for which there is no cost model
         logger.info("hcache: L3 hits are judged by measurements in service alone: %s", error)
     said = said_by_all_ranks((measured, wrong))
-    for _, problem in said:
-        if problem is not None:
-            raise ConfigError(problem)
+    if (problem := next(filter(None, (problem for _, problem in said)), None)) is not None:
+        raise ConfigError(problem)
     found = next((measured for measured, _ in said if measured is not None), None)
     if found is None:
         return None

@@ -445,11 +445,9 @@ def take_staging(
     device: Any,
     recorded_tokens: int = 0,
 ) -> Staging:
-    """Staging of at least ``capacity`` rows in the memory that SGLang left beside its KV pool.
-
-    Two steps of ``recorded_tokens`` (the largest CUDA graph) fit if memory allows, so that the
-    second need not wait for the first. Raises Refused if that memory is too small.
-    """
+    """Staging of at least ``capacity`` rows in the memory that SGLang left beside its KV pool. Two
+    steps of ``recorded_tokens`` (the largest CUDA graph) fit if memory allows, so that the second
+    need not wait for the first. Raises Refused if that memory is too small."""
     row_bytes = width * dtype.itemsize
     free, two_steps = free_memory(device), max(capacity, 2 * recorded_tokens)
     if Staging.bytes_for(layers, row_bytes, two_steps) <= free * _STAGING_SHARE:

@@ -226,11 +226,9 @@ class LockedError(TimeoutError):
 
 
 class FolderLock:
-    """The lock of one store folder, across threads and processes. Not reentrant.
-
-    It is held to change the index or names of page files. A killed process lets go of it. ``fd`` is
-    the lock file, opened for this object alone; None locks nothing, in a folder that is only read.
-    """
+    """The lock of one store folder, across threads and processes. Not reentrant. It is held to
+    change the index or names of page files. A killed process lets go of it. ``fd`` is the lock
+    file, opened for this object alone; None locks nothing, in a folder that is only read."""
 
     def __init__(self, fd: int | None) -> None:
         self._fd = fd
@@ -294,11 +292,9 @@ class Scratch(threading.local):
 
 
 class PageIO:
-    """Reads and writes stretches of the files of one file system, directly if it can.
-
-    Memory that direct I/O (O_DIRECT) does not take goes through an aligned buffer of the calling
-    thread, of ``buffer_bytes``; its bytes are counted as copied.
-    """
+    """Reads and writes stretches of the files of one file system, directly if it can. Memory that
+    direct I/O (O_DIRECT) does not take goes through an aligned buffer of the calling thread, of
+    ``buffer_bytes``; its bytes are counted as copied."""
 
     def __init__(self, ops: FileOps, alignment: Alignment, buffer_bytes: int) -> None:
         self._ops, self.alignment, self.scratch = ops, alignment, Scratch(buffer_bytes)

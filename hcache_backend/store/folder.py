@@ -350,10 +350,8 @@ class Folder:
 
     def read_page(self, read: PageRead) -> tuple[int, int]:
         """Read and verify a part of a page. Returns its bytes, and those through aligned memory.
-
         Raises a DamagedFileError if the file is not as the index or its own checksums say, and a
-        ValueError if the memory has another length.
-        """
+        ValueError if the memory has another length."""
         _, entry, part, memory = read
         shard = entry.name.shard
         with self._opened(entry.name) as fd:

@@ -46,11 +46,9 @@ class Rotary:
 
 @dataclass(frozen=True)
 class Rounding:
-    """What is rounded to the model's type between the product and the finished K.
-
-    Models differ in it with the kernels that an engine chooses for a device and a head size. Torch
-    rounds both products of the rotation; a multiply-add in the model's type rounds one.
-    """
+    """What is rounded to the model's type between the product and the finished K. Models differ in
+    it with the kernels that an engine chooses for a device and a head size. Torch rounds both
+    products of the rotation; a multiply-add in the model's type rounds one."""
 
     normed: bool = False  # the normalised K, before the norm's weight (transformers' RMSNorm)
     norm: bool = True  # the result of the norm; kernels for norm and RoPE at once keep float32
@@ -74,10 +72,8 @@ class KVProjection:
 
 @dataclass(frozen=True)
 class KVPool:
-    """Where K and V of one layer go: the engine's paged pool.
-
-    Both are ``[slots, kv_heads, head_dim]`` in float32, float16, bfloat16 or an fp8 type.
-    """
+    """Where K and V of one layer go: the engine's paged pool. Both are ``[slots, kv_heads,
+    head_dim]`` in float32, float16, bfloat16 or an fp8 type."""
 
     k: torch.Tensor
     v: torch.Tensor
@@ -87,11 +83,9 @@ class KVPool:
 
 @dataclass(frozen=True)
 class ProjectionCall:
-    """What one ``project_kv`` reads and writes.
-
-    Slots may come in any order; slots that are not named stay untouched. A slot named twice gets
-    either row. Values beyond the range of an fp8 pool are stored as its largest.
-    """
+    """What one ``project_kv`` reads and writes. Slots may come in any order; slots that are not
+    named stay untouched. A slot named twice gets either row. Values beyond the range of an fp8 pool
+    are stored as its largest."""
 
     hidden: torch.Tensor  # input of the QKV projection, [n, hidden], float32, float16 or bfloat16
     positions: torch.Tensor  # of the tokens, int32 or int64 [n]
@@ -172,11 +166,9 @@ def check_call(call: ProjectionCall) -> None:
 def check_rows(
     positions: torch.Tensor, slots: torch.Tensor, projection: KVProjection, pool: KVPool
 ) -> None:
-    """Refuse, by a ValueError, positions without a cosine and slots outside the pool.
-
-    Both are integers ``[n]``; any layer's projection and pool will do. It reads the values, so on
-    GPU tensors it waits for the GPU: ``project_kv`` calls it for CPU tensors only.
-    """
+    """Refuse, by a ValueError, positions without a cosine and slots outside the pool. Both are
+    integers ``[n]``; any layer's projection and pool will do. It reads the values, so on GPU
+    tensors it waits for the GPU: ``project_kv`` calls it for CPU tensors only."""
     check_range("slots", slots, len(pool.k), "the pool's slots")
     if projection.rotary is not None:
         limit = len(projection.rotary.cos_sin)

@@ -133,11 +133,9 @@ def possible_ways(
 
 
 def fused_launches(call: ProjectionCall, config: TileConfig) -> list[Launch]:
-    """The fused way's launches, in order.
-
-    One, unless K is normalised over all heads: no tile holds a whole row of K then, so K without
-    norm goes through a buffer ``[n, kv_heads, head_dim]``, and a second launch finishes it.
-    """
+    """The fused way's launches, in order. One, unless K is normalised over all heads: no tile holds
+    a whole row of K then, so K without norm goes through a buffer ``[n, kv_heads, head_dim]``, and
+    a second launch finishes it."""
     projection = call.projection
     if projection.norm is None or projection.norm.over == "head":
         return [_launch(call, config)]
@@ -199,10 +197,8 @@ ROWS = (256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
 class ChoiceTable:
-    """The fastest way of each kind of layer and number of tokens that was measured on one device.
-
-    A file that cannot be read counts as not measured.
-    """
+    """The fastest way of each kind of layer and number of tokens that was measured on one device. A
+    file that cannot be read counts as not measured."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
