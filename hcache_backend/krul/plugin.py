@@ -73,17 +73,13 @@ class NodePairs:
 
     def ask(self, tree: Any, node_ids: Sequence[int]) -> None:
         """Append the node of SGLang's ``tree`` with these ids; without a tree its pairs are those
-        of the start.
-
-        Raises:
-            Exception: The model could not be run, and there are other ranks: they may wait for this
-                one in the model's own collectives, so the server cannot go on.
+        of the start. Raises the exception of the model if there are other ranks: they may wait for
+        this one in the model's own collectives, so the server cannot go on.
         """
-        node = _Node(self._layout.pairs)
+        node, tokens = _Node(self._layout.pairs), None
         self._nodes.append(node)
         if self._recomputer is None or tree is None:
             return
-        tokens: _Tokens | None = None
         with metrics.harmless("probe", "pairs of layers are chosen without the attention"):
             tokens = _tokens(tree, node_ids[0])
         [known] = smallest(self._group, tokens is not None)
@@ -107,8 +103,8 @@ class NodePairs:
 
     def look(self, turn: Turn) -> None:
         """Say whether an answer has arrived."""
-        node, self._said = self._undecided, None
-        if node is not None:
+        self._said = None
+        if (node := self._undecided) is not None:
             self._said = turn.say(node.event is None or node.event.query())
 
     def answered(self) -> bool:
@@ -187,11 +183,8 @@ class NodePairs:
             if self._recomputer is not None:
                 self._recomputer = None
                 metrics.PROBLEMS.count("probe")
-                logger.error(
-                    "hcache: attention could not be observed; pairs of layers stay those of the "
-                    "start: %r",
-                    self._problem,
-                )
+                what = "attention could not be observed; pairs of layers stay those of the start"
+                logger.error("hcache: %s: %r", what, self._problem)
             return self._layout.pairs
         found = PairSums(self._added(table, node.tokens))
         pairs, distances = self._choice.by_distance(found), found.distances
@@ -224,18 +217,14 @@ logger = logging.getLogger("hcache")
 
 class Krul:
     """Pages of K and V, each a rank's own, whose headers say how layers share them. Methods raise
-    Refused on every rank if such pages cannot be used.
-
-    Attributes:
-        allowed_change: Largest change of K and V that codes of its own may make, relative RMS.
-        wants_model: It chooses a layout for each node by a look at the model.
-    """
+    Refused on every rank if such pages cannot be used."""
 
     choice: PairChoice  # from settle
 
     def __init__(self, option: KrulOption) -> None:
         self._option = option
-        self.allowed_change, self.wants_model = option.error, option.pairs is None
+        self.allowed_change = option.error  # of K and V by codes of its own, relative RMS
+        self.wants_model = option.pairs is None  # to choose a layout for each node by a look at it
 
     def segments(
         self, kvcache: Any, layers: Sequence[int], page_size: int, groups: int

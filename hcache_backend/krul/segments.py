@@ -43,9 +43,7 @@ class PairedLayout(PageLayout):
     """Layout of a page with pairs. ``layers``: storage of an unpaired layer, the same for all.
 
     Pages belong to one rank; shards are never combined, because two could be of two strategies.
-
-    Raises:
-        ValueError: A layer is in two pairs, or a pair has an unknown code.
+    Raises ValueError if a layer is in two pairs, or a pair has an unknown code.
     """
 
     slot: tuple[Segment, ...] = field(kw_only=True)  # storage of a pair
