@@ -125,10 +125,6 @@ def check_projection(projection: KVProjection) -> None:
     if projection.bias is not None:
         check_tensor("bias", projection.bias, MODEL_TYPES, (2 * width,), weight.device)
     if norm is not None:
-        if norm.kind not in ("rms", "layer"):
-            raise wrong("norm.kind", repr(norm.kind), "'rms' or 'layer'")
-        if norm.over not in ("head", "all"):
-            raise wrong("norm.over", repr(norm.over), "'head' or 'all'")
         if not norm.epsilon >= 0:
             raise wrong("norm.epsilon", norm.epsilon, "at least 0")
         sizes = width if norm.over == "all" else (dim, width)
@@ -137,8 +133,6 @@ def check_projection(projection: KVProjection) -> None:
                 check_tensor(name, parameter, MODEL_TYPES, (sizes,), weight.device)
     if rotary is not None:
         turned = rotary.rotary_dim
-        if rotary.style not in ("neox", "interleaved"):
-            raise wrong("rotary.style", repr(rotary.style), "'neox' or 'interleaved'")
         if not (turned % 2 == 0 and 2 <= turned <= dim):
             raise wrong("rotary.rotary_dim", turned, f"even, at most head_dim {dim}")
         shape = ("positions", turned)
