@@ -270,7 +270,8 @@ class Krul:
     def try_model(
         self, recomputer: Recomputer, token_ids: Sequence[int], slots: torch.Tensor
     ) -> None:
-        """Look at the model once. K and V of ``token_ids`` are in ``slots``, int64 ``[n]``."""
+        """Compare the attention of all layers once, as nodes do it in service; raises Refused if
+        that fails. K and V of ``token_ids`` are in ``slots``, int64 ``[n]``."""
         ids = np.array(token_ids)[-PROBE_TOKENS:]
         problems: list[Exception] = []
 

@@ -51,7 +51,7 @@ class PartitionPlan:
 
     @cached_property
     def l3(self) -> L3Path:
-        """Own pages overlap, unless ranks exchange hidden states or latents."""
+        """When a restore reads L3: during it, unless ranks exchange hidden states or latents."""
         if self.profile.l3 is None:
             return "none"
         if self.restore != "auto":

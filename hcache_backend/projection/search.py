@@ -356,7 +356,7 @@ def _match(blocks: torch.Tensor, head: torch.Tensor, scale_free: bool) -> int | 
 
 
 def _norms(layer: AttentionLayer, probe: Sample) -> Iterator[NormModule | None]:
-    """No norm, and every reading of every module that could be one."""
+    """Candidates for the norm of K: none, and each module with an epsilon, applied in every way."""
     yield None
     heads, dim = probe.k.shape[1:]
     for module in layer.module.modules():
@@ -372,7 +372,7 @@ def _norms(layer: AttentionLayer, probe: Sample) -> Iterator[NormModule | None]:
 
 
 def _rotaries(layer: AttentionLayer, head_dim: int) -> list[RotaryTable | None]:
-    """No RoPE, and both styles of every table in sight."""
+    """Candidates for the RoPE of K: none, and each table of cosines and sines, in both styles."""
     held = [value for module in layer.module.modules() for value in vars(module).values()]
     owners = {id(owner): owner for owner in [*layer.module.modules(), *held]}
     tables: list[RotaryTable | None] = [None]

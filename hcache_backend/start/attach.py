@@ -45,7 +45,8 @@ STARTED_WITHOUT_US = "the server was started without HCACHE_ENABLE=1"
 
 
 def bootstrap(runner: Any) -> None:
-    """Called when a process has loaded its model. A wrong configuration stops the server."""
+    """Set a process up that has loaded its model: options, store, weights and hooks; the last step
+    registers :class:`.OwnPagesStrategy`. A wrong configuration stops the server."""
     runtime = remember(runner)
     args = resolved(runner.server_args)
     extra = _our_extra_config(args)

@@ -272,9 +272,10 @@ class Start:
         return self.step(make_exchange, "latents", rows, int(kvcache.page_size))
 
     def _tried(self, plan: PagePlan, written: Callable[[], torch.Tensor], **plain: Any) -> PagePlan:
-        """The plan with room if K and V come back by its codec, otherwise one with K and V as they
-        are, and the fields ``plain``. ``written`` has the model write K and V, if it has not, and
-        returns their slots, int64 ``[n]``. Raises Refused on every rank."""
+        """Prove that K and V come back by ``plan``, and take its memory. If its codec fails, that
+        is done with the plan of K and V as they are, and the fields ``plain``. Returns the proven
+        plan; raises Refused on every rank. ``written`` has the model write K and V, if it has not,
+        and returns their slots, int64 ``[n]``."""
         try:
             self.step(self._check_copies, plan)
             if not plan.kv.lossless:
@@ -564,7 +565,8 @@ GRAPH_HOOKS = [Hook(_GRAPHS, _before_graphs)]  # some versions lack the place
 
 
 def record_copies(runtime: Runtime, runner: Any) -> None:
-    """Prepare capture before SGLang records CUDA graphs. Raises only SystemExit (wrong option)."""
+    """Make the hooks and the staging of capture before SGLang records CUDA graphs, which then have
+    our copies. Raises only SystemExit (wrong option)."""
     if runner.device == "cpu" or getattr(runner, "is_draft_worker", False) or graphs_are_off():
         return
     try:

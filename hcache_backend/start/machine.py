@@ -316,8 +316,8 @@ def may_judge(runtime: Runtime, config: HCacheConfig) -> bool:
 
 
 def _machine(runtime: Runtime, config: HCacheConfig) -> Restore | None:
-    """The machine as the choice of the partition found it, otherwise as the one rank finds it that
-    looks for all that attach together."""
+    """The cost model for L3 hits: that of the partition's choice, otherwise one that the first of
+    the ranks that attach together measures. None: this machine or model has none."""
     from sglang.srt.distributed import parallel_state as state
 
     ranks = ranks_of_a_request(runtime.runner.server_args)
