@@ -48,8 +48,8 @@ _SGLANG_KEYS = (
 
 
 class ConfigError(ValueError):
-    """A wrong option; the message names it, its value and what is right. SGLang turns a ValueError
-    into a stopped start, or into HTTP 400 at an attach."""
+    """A wrong option, or file that one names; the message names it, its value and what is right.
+    SGLang turns a ValueError into a stopped start, or into HTTP 400 at an attach."""
 
 
 def default_dirs() -> tuple[Path, ...]:

@@ -107,7 +107,7 @@ def _apply(folder: Path, shape: ModelShape, partition: Partition) -> None:
 
 
 def _profile(hardware: str, ssds: int | None) -> Profile:
-    """The profile of ``--hardware``; raises a Failure or a ProfileError."""
+    """The profile of ``--hardware``; raises a Failure or a ConfigError."""
     if hardware in PRESETS:
         return preset_profile(hardware, ssds or 0)
     if not Path(hardware).exists():

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hcache_backend.config import ConfigError
 from hcache_backend.plan.model_shape import Latent, ModelShape
 
 _NESTED = ("text_config", "llm_config", "language_config", "thinker_config")
@@ -42,18 +43,14 @@ _STATE = (
 )
 
 
-class ModelConfigError(ValueError):
-    """A config.json that cannot be planned; the message names file, field and value."""
-
-
 def read_model(path: Path) -> ModelShape:
-    """Shape of the model of a ``config.json`` or a folder; raises ModelConfigError."""
+    """Shape of the model of a ``config.json`` or a folder; raises ConfigError."""
     return shape_from_config(*_read(path))
 
 
 def read_dtype(path: Path) -> str:
     """Value type of the model: ``bfloat16``, ``float16`` or ``float32``; raises
-    ModelConfigError."""
+    ConfigError."""
     return _dtype(_Fields(*_read(path)))
 
 
@@ -63,18 +60,18 @@ def _read(path: Path) -> tuple[dict[str, Any], str]:
     try:
         table = json.loads(file.read_text())
     except OSError as error:
-        raise ModelConfigError(
+        raise ConfigError(
             f"cannot read {file}: {error.strerror}; name a config.json or a model's folder"
         ) from None
     except ValueError as error:
-        raise ModelConfigError(f"{file} is not JSON: {error}") from None
+        raise ConfigError(f"{file} is not JSON: {error}") from None
     if not isinstance(table, dict):
-        raise ModelConfigError(f"{file}: must be a table of fields, not {table!r}")
+        raise ConfigError(f"{file}: must be a table of fields, not {table!r}")
     return table, str(file)
 
 
 def shape_from_config(table: Mapping[str, Any], source: str) -> ModelShape:
-    """Shape by the fields of a ``config.json``. Raises a ModelConfigError with ``source`` if a
+    """Shape by the fields of a ``config.json``. Raises a ConfigError with ``source`` if a
     field is missing or wrong, or the model is no decoder-only transformer."""
     fields = _Fields(table, source)
     _require_kv_cache(fields)
@@ -137,11 +134,11 @@ class _Fields:
             "model's weights"
         )
 
-    def wrong(self, name: str, right: str) -> ModelConfigError:
+    def wrong(self, name: str, right: str) -> ConfigError:
         return self.error(f"field {name!r} is {json.dumps(self.get(name))}; it {right}")
 
-    def error(self, message: str) -> ModelConfigError:
-        return ModelConfigError(f"{self._source}: {message}")
+    def error(self, message: str) -> ConfigError:
+        return ConfigError(f"{self._source}: {message}")
 
 
 def _require_kv_cache(fields: _Fields) -> None:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from hcache_backend.config import ConfigError
 from hcache_backend.plan.model_shape import ModelShape
 
 
@@ -23,10 +24,6 @@ def processor_name() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.machine()
-
-
-class ProfileError(ValueError):
-    """An unusable profile; the message names file, field, value and what is right."""
 
 
 class Rate(BaseModel):
@@ -112,11 +109,11 @@ class Profile(BaseModel):
 
 
 def load_profile(path: Path) -> Profile:
-    """Read a saved profile; a ProfileError names every wrong field."""
+    """Read a saved profile; a ConfigError names every wrong field."""
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise ProfileError(f"cannot read the profile {path}: {error}") from None
+        raise ConfigError(f"cannot read the profile {path}: {error}") from None
     try:
         return Profile.model_validate_json(text)
     except ValidationError as error:
@@ -128,7 +125,7 @@ def load_profile(path: Path) -> Profile:
                 about += f" is {detail['input']!r}"
             lines.append(f"{path}: {about}: {detail['msg']}")
         hint = "; make a new one with `hcache profile --out FILE`"
-        raise ProfileError("; ".join(lines) + hint) from None
+        raise ConfigError("; ".join(lines) + hint) from None
 
 
 # ---- machines by name: peak rates of data sheets, and the assumed shares that a restore reaches.

@@ -26,9 +26,9 @@ from hcache_backend.plan.measure import (
     read_rate,
     use_measured_copies,
 )
-from hcache_backend.plan.model_config import ModelConfigError, shape_from_config
+from hcache_backend.plan.model_config import shape_from_config
 from hcache_backend.plan.model_shape import CLEARLY_LESS, ModelShape
-from hcache_backend.plan.profile import Profile, ProfileError, Rate, load_profile
+from hcache_backend.plan.profile import Profile, Rate, load_profile
 from hcache_backend.plan.record import PartitionRecord, find_record, record_name, save_record
 from hcache_backend.plan.restore import CHUNK_TOKENS, L3Path, Partition, Restore, describe
 from hcache_backend.restore.exchange import shard_of_rank
@@ -211,7 +211,7 @@ def find_profile(
     if config.profile is not None:
         try:
             return load_profile(config.profile)
-        except ProfileError as error:
+        except ConfigError as error:
             raise ConfigError(f"hcache: option 'profile': {error}") from None
     device = torch.device(kvcache.device)
     # Bytes of pages are not measured: partitions and hits have one profile, whatever the codec.
@@ -223,7 +223,7 @@ def find_profile(
     for path in filter(Path.is_file, (folder / file for folder in config.dirs)):
         try:
             kept = load_profile(path)
-        except ProfileError as error:
+        except ConfigError as error:
             logger.warning("hcache: %s", error)
         else:
             logger.debug("hcache: partition: using the profile in %s", path)
@@ -276,7 +276,7 @@ def model_shape(
     stored hidden state; None: plain. ``kv_share``: encoded bytes of K and V relative to plain."""
     try:
         shape = shape_from_config(runner.model_config.hf_config.to_dict(), "the model's config")
-    except ModelConfigError as error:
+    except ConfigError as error:
         logger.warning("hcache: partition: %s", error)
         return None
     found = {"layers": int(kvcache.layer_num), "hidden_row_bytes": row_bytes}

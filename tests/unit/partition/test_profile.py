@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from hcache_backend.config import HCacheConfig
+from hcache_backend.config import ConfigError, HCacheConfig
 from hcache_backend.plan import measure as partition_measure
 from hcache_backend.plan.measure import (
     OPERATIONS,
@@ -34,7 +34,6 @@ from hcache_backend.plan.profile import (
     PRESETS,
     CopyWay,
     Profile,
-    ProfileError,
     Rate,
     load_profile,
     preset_profile,
@@ -116,7 +115,7 @@ def test_wrong_fields_are_named(
     table = json.loads(path.read_text())
     change(table)
     path.write_text(json.dumps(table))
-    with pytest.raises(ProfileError) as caught:
+    with pytest.raises(ConfigError) as caught:
         load_profile(path)
     for words in (str(path), "hcache profile", *said):
         assert words in str(caught.value)
@@ -126,9 +125,9 @@ def test_wrong_fields_are_named(
 def test_files_that_are_no_profile(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "profile.json"
     path.write_bytes(content)
-    with pytest.raises(ProfileError, match=r"profile\.json"):
+    with pytest.raises(ConfigError, match=r"profile\.json"):
         load_profile(path)
-    with pytest.raises(ProfileError, match="cannot read"):
+    with pytest.raises(ConfigError, match="cannot read"):
         load_profile(tmp_path / "absent.json")
 
 
