@@ -297,13 +297,6 @@ def measure(
 # ---- L3 ----
 
 
-class ReadRate(NamedTuple):
-    """Bytes per second of all folders; ``direct``: every one was read past the page cache."""
-
-    per_second: float
-    direct: bool
-
-
 class _Probe(NamedTuple):
     fd: int
     pieces: int
@@ -312,16 +305,19 @@ class _Probe(NamedTuple):
 
 def read_rate(
     config: HCacheConfig, model: ModelShape, seconds: float, ops: FileOps | None = None
-) -> ReadRate:
-    """Write a file beside every folder's pages, then read all of them for ``seconds``. Writing
-    takes at most as long. A read is a page of hidden states, at most 16 MiB. The nearest parent
-    replaces a missing folder. Raises OSError if a folder cannot be used or is too full."""
+) -> tuple[Rate, bool]:
+    """Write a file beside every folder's pages, then read all of them for ``seconds``. Returns the
+    rate of all together, and whether each was read past the page cache.
+
+    Writing takes at most as long. A read is a page of hidden states, at most 16 MiB. The nearest
+    parent replaces a missing folder. Raises OSError if a folder cannot be used or is too full.
+    """
     ops = ops or best_file_ops(config)
     piece = round_up(min(PAGE * model.layers * model.hidden_bytes, _MOST_PIECE_BYTES))
     with ExitStack() as stack:
         probes = [_written(stack, ops, path, piece, seconds, config) for path in config.dirs]
         direct = all(probe.io.alignment.flags for probe in probes)
-        return ReadRate(_read(probes, piece, config.io_threads, seconds), direct)
+        return Rate(per_second=_read(probes, piece, config.io_threads, seconds)), direct
 
 
 def _written(

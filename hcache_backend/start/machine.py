@@ -243,7 +243,7 @@ def _measure(
     logger.debug("hcache: partition: measuring a quick profile of this machine")
     l3: Rate | None = None
     try:
-        l3 = Rate(per_second=read_rate(config, shape, _QUICK_SECONDS).per_second)
+        l3, _ = read_rate(config, shape, _QUICK_SECONDS)
     except OSError as error:
         logger.warning("hcache: partition: L3 was not measured: %s", error)
     bench = Bench(shape, device, dtype, _QUICK_SECONDS)

@@ -291,10 +291,10 @@ def test_l3_folders_are_read_and_left_clean(tmp_path: Path) -> None:
     store.mkdir()
     ops = Reads()
     unaligned = TINY.model_copy(update={"hidden_row_bytes": 39})
-    found = read_rate(folders(store, absent), unaligned, 0.05, ops)
+    found, direct = read_rate(folders(store, absent), unaligned, 0.05, ops)
     assert found.per_second > 0
     assert ops.bytes >= 2 * 3 * 4096
-    assert found.direct == bool(ops.flags & os.O_DIRECT)
+    assert direct == bool(ops.flags & os.O_DIRECT)
     assert list(tmp_path.rglob("*")) == [store]
 
 
