@@ -67,13 +67,10 @@ def begin_rows(
 
 
 def judge_rows(marks: torch.Tensor, step: int, verdicts: torch.Tensor) -> None:
-    """Say of each row of a step whether it was written in all layers.
-
-    Args:
-        marks: Which step wrote each row, int64 ``[layers, n]``; rows of a layer contiguous.
-        verdicts: uint8 ``[n]``, contiguous, memory that the device can write (pinned): 1 where all
-            layers have that number, 2 where one has :data:`WRONG_STEP`, else 0.
-    """
+    """Say of each row of a step whether it was written in all layers. ``marks``: the step that
+    wrote each row, int64 ``[layers, n]``; rows of a layer contiguous. ``verdicts``: uint8 ``[n]``,
+    contiguous, in memory that the device can write (pinned): 1 if all layers have that number, 2 if
+    one has :data:`WRONG_STEP`, otherwise 0."""
     if marks.is_cuda:
         judge_launch(marks, step, verdicts).run()
         return

@@ -225,11 +225,9 @@ def check_recompute(
 
     Nothing may be allocated yet: other slots of the pool are overwritten too. There are more tokens
     than in the probe, so that leftovers of its batch would show. Raises Refused if it fails, or not
-    even the first layer is exact enough.
-
-    Args:
-        run_again: Runs prompts of these lengths that begin as the probe does, the first tokens in a
-            pass of their own; returns the slots of each. There is room for ``most_requests``.
+    even the first layer is exact enough. ``run_again`` runs prompts of these lengths that begin as
+    the probe does, the first tokens in a pass of their own; it returns the slots of each. There is
+    room for ``most_requests``.
     """
     slots, tokens, half = probe.slots, len(probe.slots), len(probe.slots) // 2
     dtype, pool, size = probe.hidden[0].dtype, PagedPool(kvcache), kvcache.page_size

@@ -31,7 +31,8 @@ def gather_pages(
     length: int,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The same bytes of many pages, one after the other.
+    """The same bytes of many pages, one after the other: uint8 ``[p, length]``. Raises NoCopyEngine
+    as :func:`hcache_kernels.copy_engine.copy_segments`.
 
     Args:
         pages: All pages, uint8 ``[pages, page_bytes]``.
@@ -40,12 +41,6 @@ def gather_pages(
         length: How many, a multiple of 8.
         out: Where to, contiguous uint8 ``[p, length]``; None: new, on the device of ``page_ids``.
             On a GPU, with ``page_ids`` on the CPU, its copy engine brings the bytes.
-
-    Returns:
-        uint8 ``[p, length]``.
-
-    Raises:
-        NoCopyEngine: See :func:`hcache_kernels.copy_engine.copy_segments`.
     """
     _check_pages(pages, offset, length)
     _check_ids("page_ids", page_ids, len(page_ids), len(pages))
