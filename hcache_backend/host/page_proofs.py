@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -19,25 +19,14 @@ from hcache_backend.format.page import Bytes, Ints, PageLayout
 logger = logging.getLogger("hcache")
 
 
-class PresentWeights(Protocol):
-    """The weights whose pages the process makes, and who makes them."""
-
-    weights: Any  # their digests, with ``suspended``; None until they are known
-    writer: bytes
-
-    @property
-    def quarantine(self) -> str | None: ...
-    def page_namespace(self, weights: Any = None) -> bytes: ...
-    def page_namespaces(self) -> tuple[bytes, ...]: ...
-
-
 class PageProofs:
-    """``captured``: pages hold hidden states, and have their header when their rows are proven;
+    """``present``: the process's :class:`.Runtime`, with its weights and their namespace.
+    ``captured``: pages hold hidden states, and have their header when their rows are proven;
     otherwise they get it when they are sealed. ``positions``: so many have a row in RoPE tables."""
 
     def __init__(
         self,
-        present: PresentWeights,
+        present: Any,
         arena: Arena,
         layout: PageLayout,
         *,

@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -156,30 +156,15 @@ def batch_pages(pages: int) -> int:
     return min(max(1, pages), max(_LEAST_BATCH, -(-pages // READ_BATCHES)))
 
 
-class FreePages(Protocol):
-    """The device's free pages, without reserved ones; slots are int64 ``[pages * page_size]``."""
-
-    def count(self) -> int:
-        """Number of free pages."""
-
-    def make_room(self, pages: int) -> None:
-        """Try to free ``pages``, at the cost of cached nodes on the device."""
-
-    def take(self, pages: int) -> torch.Tensor:
-        """Slots of ``pages`` free pages, which must be there."""
-
-    def give(self, slots: torch.Tensor) -> None:
-        """Free the whole pages of ``slots``, for the next user on the current stream."""
-
-
 class EagerRestores:
-    """Reserves free device pages for prefetches, at most ``limit``. Scheduler thread only.
-    ``launch`` restores pages, at least ``at_once(pages)`` of a prefetch at once."""
+    """Reserves device pages for prefetches, at most ``limit``. Scheduler thread only. ``free``: the
+    device's free pages (:class:`.ReservablePages`). ``launch`` restores pages, at least
+    ``at_once(pages)`` of a prefetch at once."""
 
     def __init__(
         self,
         page_size: int,
-        free: FreePages,
+        free: Any,
         launch: LaunchRestore,
         limit: int,
         at_once: Callable[[int], int] = lambda pages: 1,
