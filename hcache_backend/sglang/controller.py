@@ -27,12 +27,12 @@ from hcache_backend.config import ConfigError
 from hcache_backend.host.loads import LoadQueue, Prefix, QueuedLoad, TokenIds
 from hcache_backend.host.node_backups import NodeBackups, NodeLayouts
 from hcache_backend.host.page_proofs import PageProofs
+from hcache_backend.host.stages import StagePages
 from hcache_backend.prefetch.eager_loads import EagerLoads, token_array
 from hcache_backend.prefetch.prefetch import Meeting, Recomputing
 from hcache_backend.ranks import Part, Turn, smallest
 from hcache_backend.sglang.hook_registry import guarded
 from hcache_backend.sglang.host_pool import OwnPagesPool
-from hcache_backend.sglang.pipeline_stages import StagePages
 from hcache_backend.sglang.read_batches import BackAck, BatchedReads
 from hcache_backend.sglang.runtime import Runtime, current
 from hcache_backend.sglang.storage_threads import READ
@@ -80,7 +80,6 @@ class OwnPagesController(HybridCacheController):
             captured=capture is not None,
             positions=int(runtime.runner.model_config.context_len),
         )
-        self._writing = False
         self._backups = NodeBackups(pool, capture, layouts, self, alone=stages.alone)
         if capture is not None and not stages.alone:
             capture.ledger.without_results = _STAGED_PASSES
@@ -159,11 +158,8 @@ class OwnPagesController(HybridCacheController):
         backup = self._backups.begin(device_indices, may_wait=may_wait)
         if backup is None:
             return None
-        self._writing = True
-        try:
-            host_indices = super().write(device_indices, *args, **kwargs)
-        finally:
-            self._writing = False
+        # K and V go to the pages of an exchange, so not before the backup is queued.
+        host_indices = super().write(device_indices, *args, **kwargs | {"flush": False})
         if host_indices is None:
             return None
         self._backups.add(backup, self._pool.page_ids(host_indices))
@@ -173,8 +169,6 @@ class OwnPagesController(HybridCacheController):
 
     def start_writing(self) -> None:
         """Launch the backups that are ready."""
-        if self._writing:
-            return  # not within ``write``: K and V must go to the pages of an exchange
         # HiCache waits for a write-back on the spot.
         may_wait = self.write_policy != "write_back"
         launched = self._backups.launch(self.write_queue, may_wait=may_wait)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from hcache_backend import metrics
@@ -13,7 +13,7 @@ from hcache_backend.prefetch.gate import harmless
 from hcache_backend.ranks import Turn
 from hcache_backend.sglang import waiting
 from hcache_backend.sglang.arguments import is_plain
-from hcache_backend.sglang.hook_registry import Hook, OnError
+from hcache_backend.sglang.hook_registry import Hook, OnError, Original
 from hcache_backend.sglang.runtime import current
 from hcache_backend.sglang.storage_threads import gate_of, pages_per_report
 
@@ -23,7 +23,7 @@ _CACHE = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache."
 # ---- a turn of the scheduler ----
 
 
-def around_turn(original: Callable[..., Any], cache: Any, *a: Any, **kw: Any) -> Any:
+def around_turn(original: Original, cache: Any, *a: Any, **kw: Any) -> Any:
     """Around ``check_hicache_events``, in each turn of the scheduler: HiCache's part, then ours."""
     gate, l3, turn = gate_of(cache), our_l3(cache), Turn(cache)
     controller = getattr(cache, "cache_controller", None)
@@ -50,7 +50,7 @@ def around_turn(original: Callable[..., Any], cache: Any, *a: Any, **kw: Any) ->
 
 
 def around_drain(
-    original: Callable[..., Any],
+    original: Original,
     cache: Any,
     n_storage_hit: int | None,
     n_ack_prefetch: int | None,
@@ -83,9 +83,7 @@ def around_drain(
 # ---- prefetches and loads ----
 
 
-def around_prefetch(
-    original: Callable[..., Any], cache: Any, request: Any, *a: Any, **kw: Any
-) -> Any:
+def around_prefetch(original: Original, cache: Any, request: Any, *a: Any, **kw: Any) -> Any:
     """First the gate says whether L3 is asked. Then our L3 hears of the prefix, and its keys."""
     given, asks = inspect.signature(original).bind(cache, request, *a, **kw), True
     asked = given.arguments
@@ -118,7 +116,7 @@ def _has_front(cache: Any, asked: Mapping[str, Any]) -> bool:
     return is_on_device(cache.tree_core, asked["last_host_node_id"])
 
 
-def around_load_back(original: Callable[..., Any], cache: Any, params: Any, *a: Any) -> Any:
+def around_load_back(original: Original, cache: Any, params: Any, *a: Any) -> Any:
     controller = getattr(cache, "cache_controller", None)
     behind = getattr(controller, "loading_behind", None)
     if behind is None:
@@ -144,9 +142,7 @@ def around_load_back(original: Callable[..., Any], cache: Any, params: Any, *a: 
 # ---- uses of pages ----
 
 
-def after_written(
-    original: Callable[..., Any], cache: Any, node_id: int, *a: Any, **kw: Any
-) -> Any:
+def after_written(original: Original, cache: Any, node_id: int, *a: Any, **kw: Any) -> Any:
     result = original(cache, node_id, *a, **kw)
     l3 = our_l3(cache)
     if l3 is not None:
@@ -155,7 +151,7 @@ def after_written(
 
 
 def after_backup(
-    original: Callable[..., Any], cache: Any, node_id: int, device_indices: Any, *a: Any, **kw: Any
+    original: Original, cache: Any, node_id: int, device_indices: Any, *a: Any, **kw: Any
 ) -> Any:
     """Count tokens for which the host pool is full: SGLang does not ask the controller then."""
     result, tokens = original(cache, node_id, device_indices, *a, **kw), len(device_indices)
@@ -164,13 +160,13 @@ def after_backup(
     return result
 
 
-def around_events(original: Callable[..., Any], cache: Any, *a: Any, **kw: Any) -> Any:
+def around_events(original: Original, cache: Any, *a: Any, **kw: Any) -> Any:
     """Around ``take_events``: SGLang publishes the events of L3 with its own."""
     events, l3 = original(cache, *a, **kw), our_l3(cache)
     return events if l3 is None or l3.events is None else [*events, *l3.events.take()]
 
 
-def before_stop(original: Callable[..., Any], cache: Any, *a: Any, **kw: Any) -> Any:
+def before_stop(original: Original, cache: Any, *a: Any, **kw: Any) -> Any:
     """On SIGTERM, after the last answer. SGLang kills its processes after 15 s."""
     l3 = our_l3(cache)
     if l3 is not None:

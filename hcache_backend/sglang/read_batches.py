@@ -118,8 +118,7 @@ class BatchedReads:
                 if meeting is None or until_met is None:
                     pages = order.next_batch(left)
                 else:
-                    part = self._part(operation, meeting, until_met)
-                    pages = meeting.next_batch(min(left, part)) if part else range(0)
+                    pages = self._next_back(operation, meeting, until_met, left)
                 if not pages:
                     break
                 left -= len(pages)
@@ -132,14 +131,11 @@ class BatchedReads:
                 else:
                     end = back.stop if got == len(pages) else pages.start + got
                     back = range(pages.start, end)
-            rid = operation.request_id
+            ack = operation.request_id, operation
             if meeting is None:
-                there = order.there * self._size
-                self._report(PrefetchAck(rid, operation, completed_tokens=there))
+                self._report(PrefetchAck(*ack, completed_tokens=order.there * self._size))
             else:
-                ack = BackAck(rid, operation)
-                ack.start, ack.end = back.start, back.stop
-                self._report(ack)
+                self._report(BackAck(*ack, start=back.start, end=back.stop))
         return order.there
 
     def _steps(self, step: int) -> int:
@@ -158,17 +154,17 @@ class BatchedReads:
         self._first = False
         return got
 
-    def _part(self, operation: Any, meeting: Meeting, until_met: UntilMet) -> int:
-        """Number of pages to read now; 0 if the prefetch has ended or the two ends have met. If the
-        best number is none, wait for the front, but not longer than reading would take."""
+    def _next_back(self, operation: Any, meeting: Meeting, until_met: UntilMet, most: int) -> range:
+        """Pages to read now; none if the prefetch has ended or the two ends have met. If the best
+        number is none, wait for the front, but not longer than reading would take."""
         prefix = len(operation.prefix_keys or ()) * self._size
         start = seen = time.monotonic()
         while not operation.is_terminated() and (unread := meeting.unread):
             together, alone = until_met(meeting, prefix)
             part = round(unread * together / alone) if 0 < alone < math.inf else unread
             if part or seen - start > alone:
-                return max(1, part)
+                return meeting.next_batch(min(most, max(1, part)))
             time.sleep(_LOOKING_SECONDS)
             before, seen = seen, time.monotonic()
             self._waited(seen - before)  # at once: otherwise L3 would seem overdue
-        return 0
+        return range(0)
