@@ -157,21 +157,21 @@ def batch_pages(pages: int) -> int:
 
 
 class EagerRestores:
-    """Reserves device pages for prefetches, at most ``limit``. Scheduler thread only. ``free``: the
-    device's free pages (:class:`.ReservablePages`). ``launch`` restores pages, at least
+    """Reserves device pages for prefetches, at most ``limit``. Scheduler thread only. ``pages``:
+    those that are free (:class:`.ReservablePages`). ``launch`` restores pages, at least
     ``at_once(pages)`` of a prefetch at once."""
 
     def __init__(
         self,
         page_size: int,
-        free: Any,
+        pages: Any,
         launch: LaunchRestore,
         limit: int,
         at_once: Callable[[int], int] = lambda pages: 1,
     ) -> None:
         self._at_once = at_once
         self._size = page_size
-        self._free = free
+        self._free = pages
         self._launch = launch
         self._limit = limit
         self._reservations: list[Reservation] = []  # in the order in which they were made

@@ -124,8 +124,8 @@ class BatchedReads:
                 left -= len(pages)
                 tokens = slice(pages.start * self._size, pages.stop * self._size)
                 info = HiCacheStorageExtraInfo(prefix_keys=before + keys[: pages.start])
-                there = keys[pages.start : pages.stop]
-                got = self._timed(read, operation, there, operation.host_indices[tokens], info)
+                some = keys[pages.start : pages.stop]
+                got = self._timed(read, operation, some, operation.host_indices[tokens], info)
                 if meeting is None:
                     order.arrived(pages, got)
                 else:
@@ -135,7 +135,9 @@ class BatchedReads:
             if meeting is None:
                 self._report(PrefetchAck(*ack, completed_tokens=order.there * self._size))
             else:
-                self._report(BackAck(*ack, start=back.start, end=back.stop))
+                there = BackAck(*ack)
+                there.start, there.end = back.start, back.stop
+                self._report(there)
         return order.there
 
     def _steps(self, step: int) -> int:

@@ -72,7 +72,8 @@ def around_batch(original: Original, scheduler: Any, batch: Any, *a: Any, **kw: 
             prefill = time.monotonic(), gate.launched(*work), work
     result = original(scheduler, batch, *a, **kw)
     if gate is not None:
-        alone = not _stands_behind_recomputation(scheduler)
+        eager = getattr(scheduler.tree_cache.cache_controller, "eager", None)
+        alone = eager is None or not eager.take_recomputed()
         if prefill is not None:
             _prefills.append((weakref.ref(result), (*prefill, alone)))
     return result
@@ -111,11 +112,6 @@ def _prefill_work(batch: Any) -> tuple[int, float, int] | None:
         for extend, prefix in zip(batch.extend_lens, batch.prefix_lens, strict=True)
     )
     return (tokens, max(0.0, pairs / tokens - tokens / 2), loaded) if tokens else None
-
-
-def _stands_behind_recomputation(scheduler: Any) -> bool:
-    eager = getattr(scheduler.tree_cache.cache_controller, "eager", None)
-    return eager is not None and eager.take_recomputed()
 
 
 def _note_waiting(scheduler: Any) -> None:
