@@ -215,6 +215,7 @@ FIXED_AT_START = HCacheConfig.model_fields.keys() - {
     *("min_gain", "shared", "events", "state_tokens"),
 }  # an attach may set the others
 
+
 def parse_config(
     options: object, source: str, inherited: HCacheConfig | None = None
 ) -> HCacheConfig:
