@@ -39,15 +39,9 @@ _LAUNCH_SHARE = 4  # a GPU gets a quarter of a hit at a time, or the bytes that 
 _LAUNCH_BYTES = 64 << 20  # in 2 ms: a launch takes the scheduler thread 0.1 ms
 
 
-class Launched(NamedTuple):
-    """A restore of pages that had arrived; ``lacking`` first layers must be recomputed yet."""
-
-    restore: RunningRestore
-    lacking: int
-
-
-# launch(host_pages, slots) restores consecutive pages: [p], [p * page_size]
-LaunchRestore = Callable[[Ids, torch.Tensor], Launched]
+# launch(host_pages, slots) restores consecutive pages that have arrived: [p], [p * page_size].
+# Returns the restore, and the number of their first layers that must be recomputed yet.
+LaunchRestore = Callable[[Ids, torch.Tensor], tuple[RunningRestore, int]]
 
 
 @dataclass(eq=False)
@@ -57,21 +51,16 @@ class Reserved:
     of: Reservation
     number: int  # in the reservation
     host_page: int
+    # First layers that nobody has launched. A page that has not arrived lacks all, if it may be
+    # recomputed whole, otherwise none.
+    lacks: int
     held: bool = True  # neither given back nor adopted
-    launched: Launched | None = None  # recomputations of whole pages too
+    restore: RunningRestore | None = None  # was launched for it, or recomputes it whole
     recomputed: bool = False  # it lacked layers and does not any more
 
     @property
-    def lacks(self) -> int:
-        """First layers that nobody has launched. A page that has not arrived lacks all, if it may
-        be recomputed whole, otherwise none."""
-        if self.recomputed:
-            return 0
-        return self.of.unread if self.launched is None else self.launched.lacking
-
-    @property
     def is_whole(self) -> bool:
-        return self.recomputed or (self.launched is not None and not self.launched.lacking)
+        return self.restore is not None and not self.lacks
 
 
 @dataclass(eq=False)
@@ -89,10 +78,10 @@ class Reservation:
     _front: int = 0  # all pages before this one were held and whole when it came there
 
     def waiting(self) -> list[Reserved]:
-        return [page for page in self.pages if page.held and page.launched is None]
+        return [page for page in self.pages if page.held and page.restore is None]
 
     def launched(self) -> list[Reserved]:
-        return [page for page in self.pages if page.held and page.launched is not None]
+        return [page for page in self.pages if page.held and page.restore is not None]
 
     @property
     def reachable(self) -> int:
@@ -135,7 +124,7 @@ class Recomputation(NamedTuple):
         if not self.unread:
             return None
         before = self.reservation.pages[: self.pages.start]
-        found = (page.launched.restore for page in before if page.launched and not page.recomputed)
+        found = (page.restore for page in before if page.restore and not page.recomputed)
         return list(dict.fromkeys(found))
 
     def first(self, pages: int) -> Recomputation:
@@ -215,7 +204,7 @@ class EagerRestores:
         ids = host_pages[chosen.start : chosen.stop].tolist()
         slots = self._free.take(len(chosen)) if ids else torch.empty(0, dtype=torch.int64)
         reservation = Reservation(slots, keys[chosen.start : chosen.stop], chosen.start, unread)
-        reservation.pages = [Reserved(reservation, i, page) for i, page in enumerate(ids)]
+        reservation.pages = [Reserved(reservation, i, page, unread) for i, page in enumerate(ids)]
         self._running[prefetch] = reservation
         self._reservations.append(reservation)
         self._reserved.update(zip(ids, reservation.pages, strict=True))
@@ -239,10 +228,10 @@ class EagerRestores:
         for run in runs(due):
             some = reservation.pages[run.start : run.stop]
             ids = np.array([page.host_page for page in some], dtype=np.int64)
-            launched = self._launch(ids, self._slots(reservation, run))
+            restore, lacks = self._launch(ids, self._slots(reservation, run))
             for page in some:
-                page.launched = launched
-            self._reading.append((ids.tolist(), launched.restore))
+                page.restore, page.lacks = restore, lacks
+            self._reading.append((ids.tolist(), restore))
         return len(due)
 
     def to_recompute(self, most: int) -> Iterator[Recomputation]:
@@ -252,7 +241,7 @@ class EagerRestores:
             pages = reservation.to_recompute(most)
             if pages:
                 first = reservation.pages[pages.start]
-                unread = first.launched is None
+                unread = first.restore is None
                 yield Recomputation(prefetch, reservation, pages, first.lacks, unread)
 
     def slots(self, due: Recomputation) -> tuple[torch.Tensor, torch.Tensor]:
@@ -272,9 +261,8 @@ class EagerRestores:
         if restore.failed is not None:
             return
         for page in done.reservation.pages[done.pages.start : done.pages.stop]:
-            page.recomputed = True
-            if done.unread:
-                page.launched = Launched(restore, 0)
+            page.recomputed, page.lacks = True, 0
+            page.restore = page.restore or restore
 
     def end(self, prefetch: Hashable) -> int:
         """No more pages come. Gives back the pages that were not launched, and returns their
@@ -320,7 +308,7 @@ class EagerRestores:
             return None
         found = [self._reserved.get(page) for page in host_pages.tolist()]
         adopted = [page for page in found if page is not None]
-        ready = np.array([page is not None and page.launched is not None for page in found])
+        ready = np.array([page is not None and page.restore is not None for page in found])
         whole = self.prepared(host_pages)
         restores = tuple(_using(adopted))
         self._forget(adopted)
@@ -384,7 +372,7 @@ class EagerRestores:
 
 def _using(pages: Sequence[Reserved]) -> Iterable[RunningRestore]:
     """Each restore that writes one of these pages, or reads it, once."""
-    using = {id(page.launched.restore): page.launched.restore for page in pages if page.launched}
+    using = {id(page.restore): page.restore for page in pages if page.restore}
     for page in pages:
         behind = page.of.last_slice
         if behind is not None and page.number < behind[0]:

@@ -24,7 +24,6 @@ from hcache_backend.plan.restore import side_by_side
 from hcache_backend.prefetch.eager import (
     EagerRestores,
     Ids,
-    Launched,
     Recomputation,
     batch_pages,
     launch_pages,
@@ -35,6 +34,7 @@ from hcache_backend.prefetch.progress import L3Progress
 from hcache_backend.prefetch.slices import SliceBudget
 from hcache_backend.ranks import Said, Turn
 from hcache_backend.restore.pipeline import RestorePipeline
+from hcache_backend.restore.report import RunningRestore
 
 logger = logging.getLogger("hcache")
 
@@ -140,13 +140,12 @@ class EagerLoads:
         # Forward passes that were launched may still use pages that are free already.
         self._controller.after_forwards(self._stream)
 
-    def _launch(self, host_pages: Ids, slots: torch.Tensor) -> Launched:
-        arena = self._pool.arena
+    def _launch(self, host_pages: Ids, slots: torch.Tensor) -> tuple[RunningRestore, int]:
         lacking = self._loads.stored_from
         with self._stream.as_current(), metrics.timed("host_load"):
-            physical = arena.physical(host_pages)
+            physical = self._pool.arena.physical(host_pages)
             restore = self._pipeline.start(physical, slots, None, lacking, ahead=True)
-        return Launched(restore, lacking)
+        return restore, lacking
 
     @property
     def recomputes_pages(self) -> bool:
