@@ -28,10 +28,9 @@ from hcache_backend.prefetch.eager import (
     batch_pages,
     launch_pages,
 )
-from hcache_backend.prefetch.governor import Governor
 from hcache_backend.prefetch.prefetch import Meeting, Prefetches
 from hcache_backend.prefetch.progress import L3Progress
-from hcache_backend.prefetch.slices import SliceBudget
+from hcache_backend.prefetch.slices import Governor, SliceBudget
 from hcache_backend.ranks import Said, Turn
 from hcache_backend.restore.pipeline import RestorePipeline
 from hcache_backend.restore.report import RunningRestore

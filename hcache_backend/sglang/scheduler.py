@@ -10,7 +10,7 @@ from typing import Any
 
 from hcache_backend import metrics
 from hcache_backend.prefetch.gate import harmless
-from hcache_backend.prefetch.governor import waits_for_gpu
+from hcache_backend.prefetch.slices import waits_for_gpu
 from hcache_backend.sglang import waiting
 from hcache_backend.sglang.arguments import is_plain
 from hcache_backend.sglang.hook_registry import Hook, OnError, Original

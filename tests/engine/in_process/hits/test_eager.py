@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from hcache_backend.host.loads import QueuedLoad
-from hcache_backend.prefetch.governor import Pace
-from hcache_backend.prefetch.slices import SliceBudget
+from hcache_backend.prefetch.slices import Pace, SliceBudget
 from hcache_backend.streams import WorkerStream
 from tests.engine.in_process.hits.eager_scene import PAGES, SIZE, Scene, pages_in
 from tests.kit.prefetch import Operation
