@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 
 from hcache_backend import metrics, streams
-from hcache_backend.capture.recomputed_rows import RecomputedRows
+from hcache_backend.capture.hooks import RecomputedRows
 from hcache_backend.host.loads import LoadQueue, QueuedLoad
 from hcache_backend.plan.restore import side_by_side
 from hcache_backend.prefetch.eager import (
@@ -28,8 +28,8 @@ from hcache_backend.prefetch.eager import (
     batch_pages,
     launch_pages,
 )
+from hcache_backend.prefetch.estimates import L3Progress
 from hcache_backend.prefetch.prefetch import Meeting, Prefetches
-from hcache_backend.prefetch.progress import L3Progress
 from hcache_backend.prefetch.slices import Governor, SliceBudget
 from hcache_backend.ranks import Said, Turn
 from hcache_backend.restore.pipeline import RestorePipeline

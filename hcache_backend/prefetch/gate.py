@@ -18,9 +18,8 @@ from functools import partial
 from typing import Any
 
 from hcache_backend import metrics
-from hcache_backend.prefetch.estimates import Estimate
+from hcache_backend.prefetch.estimates import Estimate, L3Progress, Reading
 from hcache_backend.prefetch.prefetch import Hit, Prefetch, Prefetches, Recomputing, State
-from hcache_backend.prefetch.progress import L3Progress, Reading
 from hcache_backend.ranks import Said, Turn
 
 logger = logging.getLogger("hcache")

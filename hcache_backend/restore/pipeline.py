@@ -25,8 +25,14 @@ import torch
 from hcache_backend.format.page import PageLayout
 from hcache_backend.plan.restore import FIRST_PIECES
 from hcache_backend.restore.exchange import CollectiveOrder, Exchange
-from hcache_backend.restore.layers import Recompute, RestoredLayer
-from hcache_backend.restore.parts import MOST_LAUNCHES, Part, TokenRows, parts_of
+from hcache_backend.restore.layers import (
+    MOST_LAUNCHES,
+    Part,
+    Recompute,
+    RestoredLayer,
+    TokenRows,
+    parts_of,
+)
 from hcache_backend.restore.report import RestoreReport, RunningRestore
 from hcache_backend.restore.ring import Ring, largest_segment, ring_bytes
 from hcache_backend.streams import Event, current_stream, held_for_device, host_tensor, new_stream

@@ -14,7 +14,7 @@ from sglang.srt.mem_cache.pool_host.base import HostKVCache
 
 from hcache_backend import metrics
 from hcache_backend.arena import NOT_SETTLED, Arena, Ids
-from hcache_backend.capture.recomputed_rows import RecomputedRows
+from hcache_backend.capture.hooks import RecomputedRows
 from hcache_backend.capture.staging import StagedCapture
 from hcache_backend.format.page import PageLayout
 from hcache_backend.host.loads import LoadQueue

@@ -67,7 +67,7 @@ def around_drain(
     taken = list(itertools.islice(reports, n_ack_prefetch or 0))
     if getattr(controller, "eager", None) is not None:
         # Plugins are imported before SGLang can be.
-        from hcache_backend.sglang.read_batches import hear
+        from hcache_backend.sglang.controller import hear
 
         running = [info.operation for info in cache.ongoing_prefetch.values() if taken]
         hear(taken, running, current().prefetches, controller.page_size)

@@ -25,8 +25,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.runtime_context import get_memory
 
 from hcache_backend import metrics
-from hcache_backend.capture.hooks import HiddenCapture
-from hcache_backend.capture.recomputed_rows import RecomputedRows
+from hcache_backend.capture.hooks import HiddenCapture, RecomputedRows
 from hcache_backend.capture.staging import StagedCapture, Staging
 from hcache_backend.checks.probe import PROBE_TOKENS, Probe, observe, probe_tokens
 from hcache_backend.checks.recompute import Recomputed, check_recompute

@@ -13,7 +13,7 @@ import torch
 
 from hcache_backend import streams
 from hcache_backend.arena import Arena
-from hcache_backend.capture.recomputed_rows import RecomputedRows
+from hcache_backend.capture.hooks import RecomputedRows
 from hcache_backend.host.loads import LoadQueue, QueuedLoad
 from hcache_backend.plan.restore import Partition, Restore
 from hcache_backend.prefetch.eager import EagerRestores

@@ -8,6 +8,7 @@ import pytest
 
 from hcache_backend.plan.profile import preset_profile
 from hcache_backend.plan.restore import Partition, Restore
+from hcache_backend.prefetch.estimates import LONGEST_PART_SECONDS, STALLED_SECONDS
 from hcache_backend.prefetch.gate import Gpu, HitGate
 from hcache_backend.prefetch.prefetch import (
     Hit,
@@ -17,7 +18,6 @@ from hcache_backend.prefetch.prefetch import (
     Recomputing,
     State,
 )
-from hcache_backend.prefetch.progress import LONGEST_PART_SECONDS, STALLED_SECONDS
 from tests.unit.hits.gates import (
     STEP,
     Clock,

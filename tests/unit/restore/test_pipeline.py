@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hcache_backend.restore import parts, pipeline
+from hcache_backend.restore import layers, pipeline
 from hcache_backend.restore.layers import Recompute
 from hcache_backend.restore.report import RunningRestore
 from hcache_backend.restore.ring import RUN_AHEAD, Ring, ring_bytes
@@ -79,7 +79,7 @@ def test_many_pages_are_one_copy_and_one_projection_a_layer() -> None:
 def test_projection_begins_when_a_piece_of_the_first_layer_is_there(
     pages: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parts, "FIRST_PIECE_TOKENS", 2 * SIZE)
+    monkeypatch.setattr(layers, "FIRST_PIECE_TOKENS", 2 * SIZE)
     server, (chosen, slots) = Server(["hidden"] * 3), some(pages)
     wait(server, chosen, slots)
     piece = max(2, -(-pages // 4))
