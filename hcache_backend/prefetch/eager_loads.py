@@ -284,11 +284,7 @@ class EagerLoads:
     def _before_prefetch(self, prefetch: Hashable) -> torch.Tensor | None:
         """Slots of all tokens before a prefetch, int64 ``[n]``; None if the device lacks some."""
         tree, anchor = self._pages.cache.tree_core, self._prefetches.of(prefetch).anchor
-        if not is_on_device(tree, anchor):
-            return None
-        root = tree.empty_match_result.last_device_node
-        slots: torch.Tensor = tree.collect_full_device_indices(anchor, root)
-        return slots
+        return slots_to(tree, anchor) if is_on_device(tree, anchor) else None
 
     def load(self, load: QueuedLoad, ask: Callable[[], Any]) -> Any:
         """Let SGLang queue ``load`` (at least one page), by ``ask``, with the prepared device
@@ -328,3 +324,10 @@ def is_on_device(tree: Any, node: Hashable) -> bool:
     """True if the device has K and V of all tokens up to the end of a node of SGLang's tree."""
     root = tree.empty_match_result.last_device_node
     return bool(node == root or not tree.is_full_device_evicted(node))
+
+
+def slots_to(tree: Any, node: Hashable) -> torch.Tensor:
+    """Slots of all tokens up to the end of a node of SGLang's tree, int64 ``[n]``."""
+    root = tree.empty_match_result.last_device_node
+    slots: torch.Tensor = tree.collect_full_device_indices(node, root)
+    return slots

@@ -9,8 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -27,7 +26,7 @@ from hcache_backend.arena import NOT_SETTLED, Ids
 from hcache_backend.capture.staging import StagedCapture
 from hcache_backend.checks.service import KVChecks
 from hcache_backend.config import ConfigError
-from hcache_backend.host.loads import LoadQueue, Prefix, QueuedLoad, TokenIds
+from hcache_backend.host.loads import UNKNOWN, LoadQueue, Prefix, QueuedLoad, TokenIds
 from hcache_backend.host.node_backups import NodeBackups, NodeLayouts
 from hcache_backend.host.page_proofs import PageProofs
 from hcache_backend.host.stages import StagePages
@@ -91,8 +90,8 @@ class OwnPagesController(HybridCacheController):
         self._batches: BatchedReads | None = None
         if eager is not None:
             self._batches = BatchedReads(pool.page_size, self._report, runtime.l3.waited)
-        self._prefix: Prefix = _unknown
-        self._token_ids: TokenIds = _unknown
+        # Of the present load: slots of the tokens before it, and ids of these and of its own.
+        self.loading: tuple[Prefix, TokenIds] = UNKNOWN
         self._never_loaded = False  # True: host pages that no load can use are to be evicted
         super().__init__(*hicache, **arguments)
 
@@ -218,16 +217,6 @@ class OwnPagesController(HybridCacheController):
 
     # ---- host -> device ----
 
-    @contextmanager
-    def loading_behind(self, prefix: Prefix, token_ids: TokenIds) -> Iterator[None]:
-        """Loads within the block follow the tokens whose slots ``prefix`` gives. ``token_ids``
-        gives the ids of these tokens and of the loaded ones."""
-        self._prefix, self._token_ids = prefix, token_ids
-        try:
-            yield
-        finally:
-            self._prefix = self._token_ids = _unknown
-
     def load(self, host_indices: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         host_pages = self._pool.page_ids(host_indices)
         ask = partial(super().load, host_indices, *args, **kwargs)
@@ -265,7 +254,7 @@ class OwnPagesController(HybridCacheController):
         *told, fine, may_come = self.agreed(*told, problem is None, problem != "stale_host_page")
         if fine:
             depths = -np.array(told, np.int64)
-            load = self._loads.plan(host_pages, depths, self._prefix, self._token_ids)
+            load = self._loads.plan(host_pages, depths, *self.loading)
             if depths.any() or self._loads.stored_from:
                 # Which tokens are recomputed stands in the headers of each rank.
                 [fine] = smallest(self.tp_group, load is not None)
@@ -402,10 +391,6 @@ class OwnPagesController(HybridCacheController):
     @property
     def _storage_verifies(self) -> bool:
         return getattr(self.storage_backend, "verifies_segments", False)
-
-
-def _unknown() -> None:
-    """:data:`Prefix` of loads without a known one."""
 
 
 # ---- prefetches in batches ----

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hcache_backend import metrics
-from hcache_backend.prefetch.eager_loads import is_on_device
+from hcache_backend.prefetch.eager_loads import is_on_device, slots_to
 from hcache_backend.prefetch.gate import harmless
 from hcache_backend.ranks import Turn
 from hcache_backend.sglang import waiting
@@ -117,26 +117,24 @@ def _has_front(cache: Any, asked: Mapping[str, Any]) -> bool:
 
 
 def around_load_back(original: Original, cache: Any, params: Any, *a: Any) -> Any:
-    controller = getattr(cache, "cache_controller", None)
-    behind = getattr(controller, "loading_behind", None)
-    if behind is None:
+    controller: Any = getattr(cache, "cache_controller", None)
+    if not hasattr(controller, "loading"):
         return original(cache, params, *a)
-    tree = cache.tree_core
 
     def prefix() -> Any:
-        root = tree.empty_match_result.last_device_node
-        return tree.collect_full_device_indices(params.req.last_node, root)
+        return slots_to(cache.tree_core, params.req.last_node)
 
     def token_ids() -> Any:
-        req = params.req
-        ids = getattr(req, "full_untruncated_fill_ids", None) if is_plain(req) else None
-        before = prefix()
-        if ids is None or before is None:
+        ids, before = getattr(params.req, "full_untruncated_fill_ids", None), prefix()
+        if ids is None or before is None or not is_plain(params.req):
             return None
         return ids[: len(before) + params.host_hit_length]
 
-    with behind(prefix, token_ids):
+    unknown, controller.loading = controller.loading, (prefix, token_ids)
+    try:
         return original(cache, params, *a)
+    finally:
+        controller.loading = unknown
 
 
 # ---- uses of pages ----

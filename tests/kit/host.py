@@ -186,8 +186,7 @@ def bare_controller(
             layouts=layouts,
         )
     usual = {
-        "_prefix": lambda: torch.empty(0, dtype=torch.int64),
-        "_token_ids": lambda: None,
+        "loading": (lambda: torch.empty(0, dtype=torch.int64), lambda: None),
         "write_queue": [],
         "write_policy": "write_through",
         "page_size": PAGE,

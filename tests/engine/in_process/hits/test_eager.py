@@ -274,8 +274,8 @@ def test_copies_of_a_hit_do_not_wait_for_restores_that_others_wait_for(scene: Sc
     budget = SliceBudget(1.0, SIZE, lambda tokens, prefix: 1.0, known=True)
     eager = scene.loads(budget, {"start": server.pipeline.start})
     with loading.as_current():
-        launched = eager._launch(np.array([1, 2]), torch.arange(2 * SIZE))
-    launched.restore.wait()
+        restore, _ = eager._launch(np.array([1, 2]), torch.arange(2 * SIZE))
+    restore.wait()
     assert not gate.is_set()
     server.assert_restored(1, [1, 2], torch.arange(2 * SIZE))
     gate.set()
