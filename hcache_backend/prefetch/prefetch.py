@@ -263,8 +263,3 @@ class Prefetches:
             prefetch.state = self._final[prefetch.request_id] = state
             if len(self._final) > _REMEMBERED:
                 self._final.popitem(last=False)
-
-    def retain(self, waiting: set[Prefetch]) -> None:
-        """Other prefetches are over."""
-        with self.lock:
-            self.waiting = {name: one for name, one in self.waiting.items() if one in waiting}

@@ -86,7 +86,7 @@ def around_stop(original: Original, controller: Any, *a: Any, **kw: Any) -> Any:
     gate = current().hit_gate
     if gate is not None:
         _let_threads_finish(gate, controller)
-        gate.forget()
+        gate.prefetches.unfinished.clear()
     return original(controller, *a, **kw)
 
 
