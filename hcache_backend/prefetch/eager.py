@@ -71,7 +71,6 @@ class Reservation:
     slots: torch.Tensor  # page by page
     keys: Sequence[Hashable]  # of each page in storage
     first: int  # number of page 0 in the prefetch
-    unread: int = 0  # layers to recompute of a page that has not arrived; 0: not allowed
     pages: list[Reserved] = field(default_factory=list)
     last_slice: tuple[int, RunningRestore] | None = None
     released: int | None = None  # the first page that is not held any more
@@ -179,31 +178,26 @@ class EagerRestores:
         """The prefetches after :meth:`reserve` and before :meth:`end`, in order."""
         return list(self._running)
 
-    def wanted(self, keys: Sequence[Hashable]) -> range:
-        """Pages that :meth:`reserve` would serve: within the limit, and brought by no running
-        prefetch."""
-        coming = {key for other in self._running.values() for key in other.keys}
-        first = next((i for i, key in enumerate(keys) if key not in coming), len(keys))
-        room = max(0, self._limit - self.pages + len(self._left_behind()))
-        return range(first, min(len(keys), first + room))
-
     def reserve(
         self, prefetch: Hashable, keys: Sequence[Hashable], host_pages: Ids, unread: int = 0
     ) -> int:
-        """A prefetch begins: reserve device pages for as many of its pages as possible; returns
-        their number. Device pages of ended prefetches are given back for it, the oldest first.
+        """A prefetch begins: reserve device pages for as many of its pages as possible, from the
+        first one on that no running prefetch brings; returns their number. Device pages of ended
+        prefetches are given back for it, the oldest first.
         ``keys`` will arrive in ``host_pages``, which nothing else uses. ``unread``: layers to
         recompute of a page that has not arrived; 0 if that is not allowed."""
-        chosen = self.wanted(keys)
-        spare = self._limit - self.pages
+        coming = {key for other in self._running.values() for key in other.keys}
+        first = next((i for i, key in enumerate(keys) if key not in coming), len(keys))
+        spare, left_behind = self._limit - self.pages, self._left_behind()
+        chosen = range(first, min(len(keys), first + max(0, spare + len(left_behind))))
         if spare < len(chosen):
-            self._give_back(self._left_behind()[: len(chosen) - spare])
+            self._give_back(left_behind[: len(chosen) - spare])
         if self._free.count() < len(chosen):
             self._free.make_room(len(chosen))
         chosen = chosen[: self._free.count()]
         ids = host_pages[chosen.start : chosen.stop].tolist()
         slots = self._free.take(len(chosen)) if ids else torch.empty(0, dtype=torch.int64)
-        reservation = Reservation(slots, keys[chosen.start : chosen.stop], chosen.start, unread)
+        reservation = Reservation(slots, keys[chosen.start : chosen.stop], chosen.start)
         reservation.pages = [Reserved(reservation, i, page, unread) for i, page in enumerate(ids)]
         self._running[prefetch] = reservation
         self._reservations.append(reservation)
