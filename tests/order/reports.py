@@ -91,7 +91,7 @@ UNIT = {
     "restore/report.py:save stream.keep(slots)": Report(
         "eager, from the back", "device memory of schedule dies while hcache saves may use it"
     ),
-    "capture/recomputed_rows.py:save current_stream(capture.device).keep(rows)": Report(
+    "capture/hooks.py:save current_stream(capture.device).keep(rows)": Report(
         "eager, from the back, hidden states",
         "device memory of forward dies while hcache saves may use it",
     ),
