@@ -116,6 +116,36 @@ def test_a_state_close_behind_another_one_of_its_sequence_is_not_written(
 
 def test_prefixes_that_every_pool_can_end_are_listed(
     storage: HCacheStorage, pool: HostPool
+def test_a_state_that_one_rank_has_lost_is_near_for_no_rank(
+    tmp_path: Path, runtime: Runtime, pool: HostPool
+) -> None:
+    """SGLang takes the shortest hit of the ranks: each of them must have a state there."""
+    side = HostPool(8)
+    ranks = []
+    for rank in range(2):
+        config = storage_config(tmp_path, {"state_tokens": 5 * PAGE}, tp_rank=rank, tp_size=2)
+        ranks.append(HCacheStorage(config, {}))
+        ranks[-1].register_mem_pool_host(pool)
+        ranks[-1].register_mem_host_pool_v2(side, PoolName.MAMBA)
+    trailing = PoolTransfer(PoolName.MAMBA, keys=KEYS[:1], hit_policy=PoolHitPolicy.TRAILING_PAGES)
+
+    def turn(pages: int) -> list[int]:
+        """Each rank writes the K and V of a turn, and the state at its end; its hits then."""
+        for storage in ranks:
+            storage.batch_set_v1(KEYS[:pages], pool.fill(range(pages)))
+            end = PoolTransfer(PoolName.MAMBA, side.fill(range(1)), keys=KEYS[pages - 1 : pages])
+            storage.batch_set_v2([end], HiCacheStorageExtraInfo(prefix_keys=KEYS[: pages - 1]))
+        return [storage.batch_exists_v2(KEYS, [trailing]).kv_hit_pages for storage in ranks]
+
+    assert turn(4) == [4, 4]
+    assert turn(6) == [4, 4]
+    assert runtime.weights is not None
+    ranks[0]._tier.drop([ranks[0]._namespace(PoolName.MAMBA, 0, runtime.weights)])
+    assert turn(8) == [8, 8]
+    for storage in ranks:
+        storage.close()
+
+
 ) -> None:
     """Two pools with windows: the longest prefix of one may be none that the other can end."""
     sides = {PoolName.SWA: (2, [0, 1, 4, 5]), PoolName.MAMBA: (1, [1, 3])}
