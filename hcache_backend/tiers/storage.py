@@ -174,7 +174,7 @@ class HCacheStorage(HiCacheStorage):
     def _evicted(self, names: Sequence[PageName]) -> None:
         with _harmless("events"):
             if self.events is not None:
-                ours = set(self._namespaces())
+                ours = self._namespaces(PoolName.KV)  # pages of other pools have the same keys
                 self.events.evicted([name.key for name in names if name.namespace in ours])
 
     # SGLang uses no single values with ``interface_v1``.
@@ -282,14 +282,14 @@ class HCacheStorage(HiCacheStorage):
             fields["draft"] = self._runtime.draft_digest
         return self._runtime.namespace_of(weights, **fields)
 
-    def _namespaces(self) -> list[bytes]:
-        """Of all pools, with the present weights."""
+    def _namespaces(self, *names: str) -> list[bytes]:
+        """Of the pools of these names, or of all pools, with the present weights."""
         weights, pools = self._runtime.weights, list(self._pools.items())
         return [
             self._namespace(pool, part, weights)
             for pool, pages in pools
             for part in range(pages.parts)
-            if weights is not None
+            if weights is not None and (not names or pool in names)
         ]
 
     def _count_tokens(self, **pages: int) -> None:
