@@ -309,7 +309,12 @@ class OwnPagesController(HybridCacheController):
                 token_array(operation.token_ids),
                 None if before is None else len(before) * self.page_size,
             )
-        operation.hash_value = operation.hash_value[:sealed]
+        if sealed < len(operation.hash_value):
+            operation.hash_value = operation.hash_value[:sealed]
+            operation.host_indices = operation.host_indices[: sealed * self.page_size]
+            # A window or a state ends behind a page that is not stored: no hit would find it.
+            others = operation.pool_transfers or ()
+            operation.pool_transfers = [t for t in others if t.indices_from_pool == PoolName.KV]
         return super()._page_backup(operation)
 
     # ---- storage -> host ----
