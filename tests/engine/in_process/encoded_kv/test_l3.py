@@ -106,6 +106,6 @@ def test_what_is_lost_of_recomputed_pages_is_known_before_a_page_goes_to_l3() ->
     make_unfit(server.device, 2, 0)
     host = saved(server, 2)
     eager: Any = object.__new__(EagerLoads)
-    eager._pool, eager._restores = server.pool, SimpleNamespace(until_saved=lambda pages: None)
+    eager._pool, eager.restores = server.pool, SimpleNamespace(until_saved=lambda pages: None)
     eager.until_saved(server.pool.page_ids(host))
     assert server.lost(host) == [True]
