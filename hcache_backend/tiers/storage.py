@@ -142,7 +142,12 @@ class HCacheStorage(HiCacheStorage):
     def batch_get_v2(
         self, transfers: list[PoolTransfer], extra_info: _Extra = None
     ) -> dict[str, list[bool]]:
-        return {t.name: self._get(t.keys or [], t.host_indices, t.name) for t in transfers}
+        found = {t.name: self._get(t.keys or [], t.host_indices, t.name) for t in transfers}
+        for transfer in transfers:
+            trailing = transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES
+            if trailing and not all(found[transfer.name]):
+                self._forget_damaged(transfer, _prefix(extra_info))
+        return found
 
     def batch_set_v2(
         self, transfers: list[PoolTransfer], extra_info: _Extra = None
@@ -233,6 +238,19 @@ class HCacheStorage(HiCacheStorage):
             elif buffers is not None and not self._has_state_near(pool, extra):
                 for part, pieces in zip(pages, buffers.parts, strict=True):
                     self._tier.put(part, pieces)
+
+    def _forget_damaged(self, transfer: PoolTransfer, before: Sequence[str]) -> None:
+        """A window or a state at the end of a hit did not come, so SGLang throws the hit away, and
+        L3 is asked again. Read those before it, the last one first, up to one that is whole. The
+        store forgets the others, so the next hit ends there."""
+        chain, size = [*before, *(transfer.keys or ())], len(transfer.keys or ())
+        with _harmless("get"):
+            while lengths := _usable_lengths(self._exists(chain, transfer.name), transfer):
+                keys = chain[max(0, max(lengths) - size) : max(lengths)]
+                rows = len(keys) * self._pools[transfer.name].host_pool.page_size
+                if all(self._get(keys, transfer.host_indices[:rows], transfer.name)):
+                    break
+                chain = chain[: max(lengths) - 1]
 
     def _has_state_near(self, pool: str, extra: _Extra) -> bool:
         """True if a state need not be written, because L3 has one of the same sequence less than

@@ -22,6 +22,7 @@ from sglang.srt.observability.metrics_collector import StorageMetrics
 from hcache_backend import HCacheStorage
 from hcache_backend.format.envelope import key_bytes
 from hcache_backend.sglang.runtime import Runtime, Weights
+from tests.engine.harness.ours import flip_bit
 from tests.engine.in_process.storage_config import PAGE, storage_config
 
 KEYS = [f"{i:064x}" for i in range(8)]
@@ -133,6 +134,47 @@ def test_prefixes_that_every_pool_can_end_are_listed(
     assert result.extra_pool_hit_pages == {PoolName.KV: 6, PoolName.SWA: 6, PoolName.MAMBA: 4}
     assert result.restorable_prefix_pages == [2]
     assert result.kv_hit_pages == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "window", "damaged", "rest"),
+    [
+        (PoolName.MAMBA, 1, [5], 4),
+        (PoolName.MAMBA, 1, [5, 3], 2),
+        (PoolName.MAMBA, 1, [5, 3, 1], 0),
+        (PoolName.SWA, 2, [5], 5),
+        (PoolName.SWA, 2, [4, 5, 2], 2),
+    ],
+)
+def test_behind_a_damaged_side_the_next_hit_ends_at_the_last_whole_one(
+    name: PoolName,
+    window: int,
+    damaged: list[int],
+    rest: int,
+    storage: HCacheStorage,
+    pool: HostPool,
+    tmp_path: Path,
+) -> None:
+    """All that is damaged is found at once, and what is whole stays."""
+    side = HostPool(8)
+    storage.register_mem_host_pool_v2(side, name)
+    storage.batch_set_v1(KEYS[:6], pool.fill(range(0, 6)))
+    for page in range(1, 6, 2) if window == 1 else range(6):
+        indices = side.fill(range(page, page + 1))
+        before = set(tmp_path.glob("**/*.page"))
+        storage.batch_set_v2([PoolTransfer(name, host_indices=indices, keys=[KEYS[page]])])
+        if page in damaged:
+            [file] = set(tmp_path.glob("**/*.page")) - before
+            flip_bit(file, file.stat().st_size // 2)
+    policy = PoolHitPolicy.TRAILING_PAGES
+    asked = PoolTransfer(name, keys=KEYS[:window], hit_policy=policy)
+    assert storage.batch_exists_v2(KEYS, [asked]).kv_hit_pages == 6
+    last = PoolTransfer(
+        name, keys=KEYS[6 - window : 6], host_indices=torch.arange(window * PAGE), hit_policy=policy
+    )
+    info = HiCacheStorageExtraInfo(prefix_keys=KEYS[: 6 - window])
+    assert not all(storage.batch_get_v2([last], info)[name])
+    assert storage.batch_exists_v2(KEYS, [asked]).kv_hit_pages == rest
 
 
 def test_clear_deletes_the_pages_of_this_model_only(
