@@ -57,6 +57,7 @@ class HCacheStorage(HiCacheStorage):
         self._config = storage_config
         self._tier = Tiered(LocalTier(store, self._runtime.writer), shared, self._runtime.l3)
         self._pools: dict[str, PoolPages] = {}
+        self._windows: dict[str, int] = {}  # pages of a pool at the end of a hit, if not all
         self._state_tokens = config.state_tokens
         self.reads_any_page_alike = shared is None  # no page of a hit is farther away than others
         self.backups = Backups(storage_config.pp_size)
@@ -130,6 +131,8 @@ class HCacheStorage(HiCacheStorage):
         hits: dict[str, int] = {PoolName.KV: pages} if pages else {}
         restorable = list(range(1, pages + 1))
         for transfer in pool_transfers or []:
+            if transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
+                self._windows[transfer.name] = max(1, len(transfer.keys or ()))
             lengths = _usable_lengths(self._exists(keys[:pages], transfer.name), transfer)
             if lengths:
                 hits[transfer.name] = max(lengths)
@@ -153,6 +156,8 @@ class HCacheStorage(HiCacheStorage):
         self, transfers: list[PoolTransfer], extra_info: _Extra = None
     ) -> dict[str, list[bool]]:
         for t in transfers:
+            if t.hit_policy == PoolHitPolicy.TRAILING_PAGES:
+                self._windows.setdefault(t.name, max(1, len(t.keys or ())))
             self._set(t.keys or [], t.host_indices, t.name, extra_info)
         return {t.name: [True] * len(t.keys or []) for t in transfers}
 
@@ -166,8 +171,10 @@ class HCacheStorage(HiCacheStorage):
         does not see uses in L1 or L2. Any thread; never waits. The time that this takes does not
         grow with the prompt."""
         with _harmless("use"):
-            for namespace in self._namespaces():
-                self._tier.local.store.use(namespace, PageKeys(keys))
+            for pool in list(self._pools):
+                first = max(0, len(keys) - self._windows.get(pool, len(keys)))
+                for namespace in self._namespaces(pool):
+                    self._tier.local.store.use(namespace, PageKeys(keys), first)
 
     def wrote(self, operation: Any) -> None:
         """HiCache has written a node, in its thread."""
@@ -285,7 +292,7 @@ class HCacheStorage(HiCacheStorage):
             return None
         pages, named = self._pools[pool], (list(PageKeys(keys)), PageKeys(_prefix(extra)))
         return [
-            Pages(pages, part, self._namespace(pool, part, weights), *named)
+            Pages(pages, part, self._namespace(pool, part, weights), *named, pool in self._windows)
             for part in range(pages.parts)
         ]
 
@@ -297,13 +304,13 @@ class HCacheStorage(HiCacheStorage):
             fields["draft"] = self._runtime.draft_digest
         return self._runtime.namespace_of(weights, **fields)
 
-    def _namespaces(self) -> list[bytes]:
-        """Of all pools, with the present weights."""
-        weights, pools = self._runtime.weights, list(self._pools.items())
+    def _namespaces(self, *pools: str) -> list[bytes]:
+        """Of some or all pools, with the present weights."""
+        weights = self._runtime.weights
         return [
             self._namespace(pool, part, weights)
-            for pool, pages in pools
-            for part in range(pages.parts)
+            for pool in pools or list(self._pools)
+            for part in range(self._pools[pool].parts)
             if weights is not None
         ]
 

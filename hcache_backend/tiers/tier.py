@@ -50,6 +50,7 @@ class Pages(NamedTuple):
     namespace: bytes
     keys: Sequence[bytes]
     prefix: Sequence[bytes] = ()  # keys of the pages before them
+    alone: bool = False  # they are of use without these
 
     def some(self, numbers: Sequence[int]) -> Pages:
         return self._replace(keys=[self.keys[number] for number in numbers])
@@ -100,7 +101,7 @@ class LocalTier(Tier):
         return found
 
     def put(self, pages: Pages, memory: Sequence[Parts]) -> list[bool]:
-        start, (pool, _, namespace, keys, prefix) = time.perf_counter(), pages
+        start, (pool, _, namespace, keys, prefix, alone) = time.perf_counter(), pages
         with self._writing:
             if self._quarantined:
                 metrics.PAGES.count("dropped_suspended", len(keys))
@@ -111,6 +112,7 @@ class LocalTier(Tier):
                     keys,
                     memory,
                     prefix=prefix,
+                    alone=alone,
                     shard=pool.shard,
                     table=pool.table,
                     digests=pool.digests(memory),
