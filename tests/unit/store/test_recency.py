@@ -95,10 +95,10 @@ def test_states_at_which_no_hit_ends_go_first(folders: list[Path]) -> None:
     store.use(NAMESPACE, states, 8)
     store.put(NAMESPACE, states[3:4], [[memory(content(states[3]))]], prefix=states[:3], alone=True)
     for user in range(2, 4):
-        store_sequence(store, range(100 * user, 100 * user + 8))
+        store_sequence(store, range(100 * user, 100 * user + 6))
     assert found(store, pages) == 6
     left = there(store, *range(9))
-    assert left[3] and left[8] and sum(left) < 6
+    assert left[3] and left[8] and sum(left) <= 7
 
 
 class Meeting(Ops):
