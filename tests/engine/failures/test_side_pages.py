@@ -43,12 +43,19 @@ STATES = Class("qwen3_next", 64, {"SGLANG_MAMBA_CONV_DTYPE": "float32"})
 CLASSES = pytest.mark.parametrize("one", [WINDOWS, STATES], ids=lambda one: one.model)
 
 
-def options(one: Class, model: Path, folder: Path, number: int, **more: Any) -> ServerOptions:
+def options(
+    one: Class,
+    model: Path,
+    folder: Path,
+    number: int,
+    hcache: dict[str, Any] | None = None,
+    **more: Any,
+) -> ServerOptions:
     how: dict[str, Any] = {"page_size": PAGE, "extra_env": one.env} | more
     return our_server(
         model,
         folder,
-        hcache={"mode": "auto", "state_tokens": 0},
+        hcache={"mode": "auto", "state_tokens": 0} | (hcache or {}),
         log=folder / f"{number}.log",
         **how,
     )
@@ -171,6 +178,29 @@ def test_a_hit_ends_where_all_pools_have_their_part(
     assert len(whole) - longer <= one.boundary + PAGE
     if ranks == 1:
         assert_right(one, model, tmp_path, [conversation, *again])
+
+
+@pytest.mark.parametrize(
+    "one", [pytest.param(WINDOWS, marks=pytest.mark.long), STATES], ids=lambda one: one.model
+)
+def test_a_full_store_keeps_what_was_used_last_with_its_sides(
+    one: Class, model_cache: Path, tmp_path: Path
+) -> None:
+    """Two of four conversations have room. A hit needs pages and sides of the same conversation."""
+    model = build_model(one.model, model_cache)
+    with Server(options(one, model, tmp_path, 0)) as server:
+        converse(server, make_conversations(4, turns=2, tokens=300))
+    quota = sum(path.stat().st_size for path in stored_pages(tmp_path)) // 2
+    small = tmp_path / "small"
+    with Server(options(one, model, small, 1, {"quota_bytes": quota})) as server:
+        asked = [converse(server, [talk])[0] for talk in make_conversations(4, 2, tokens=300)]
+        again = said(server, [talk.turns[1].prompt for talk in reversed(asked)])
+        assert_own_pages_of_kv(server)
+    assert sum(path.stat().st_size for path in stored_pages(small)) <= quota
+    newest, *_, oldest = (talk.turns[0] for talk in again)
+    assert len(newest.prompt) - newest.cached.storage <= one.boundary + PAGE
+    assert oldest.cached.storage < len(oldest.prompt) - one.boundary - PAGE
+    assert_right(one, model, tmp_path, [*asked, *again])
 
 
 @CLASSES
