@@ -41,8 +41,8 @@ _STATE_FIELDS = (
     "ssm_cfg",
 )
 _STATE = (
-    "layers with a recurrent state instead of KV; there is no partition for them, the server keeps "
-    "to KV mode or none"
+    "layers with a recurrent state instead of KV; there is no partition for them, the server stores "
+    "K and V of the full-attention layers, and states, in KV mode"
 )
 
 
