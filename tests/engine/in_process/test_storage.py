@@ -177,6 +177,31 @@ def test_behind_a_damaged_side_the_next_hit_ends_at_the_last_whole_one(
     assert storage.batch_exists_v2(KEYS, [asked]).kv_hit_pages == rest
 
 
+def test_a_hit_uses_all_its_pages_and_the_window_at_its_end(
+    storage: HCacheStorage, pool: HostPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    side = HostPool(8)
+    storage.register_mem_host_pool_v2(side, PoolName.SWA)
+    storage.batch_set_v1(KEYS[:6], pool.fill(range(0, 6)))
+    how = {"keys": KEYS[:6], "hit_policy": PoolHitPolicy.TRAILING_PAGES}
+    stored: list[bool] = []
+    store = storage._tier.local.store
+    put = store.put
+
+    def note(*given: Any, alone: bool, **named: Any) -> list[bool]:
+        stored.append(alone)
+        return put(*given, alone=alone, **named)
+
+    monkeypatch.setattr(store, "put", note)
+    storage.batch_set_v1(KEYS[:6], pool.fill(range(0, 6)))
+    storage.batch_set_v2([PoolTransfer(PoolName.SWA, host_indices=side.fill(range(0, 6)), **how)])
+    assert stored == [False, True]
+    used: list[tuple[int, int]] = []
+    monkeypatch.setattr(store, "use", lambda _, keys, first: used.append((len(keys), first)))
+    storage.batch_exists_v2(KEYS, [PoolTransfer(PoolName.SWA, **how | {"keys": KEYS[:2]})])
+    assert used == [(6, 0), (6, 4)]
+
+
 def test_clear_deletes_the_pages_of_this_model_only(
     storage: HCacheStorage, pool: HostPool, runtime: Runtime
 ) -> None:
