@@ -149,7 +149,8 @@ def measure(run: Run) -> Results:
         rows += [{"workload": name, **row} for row in found]
         _, whole = bounded(sessions, math.inf, last=False)
         for room in ROOMS:
-            of_all, of_last = (bounded(sessions, room * whole, last=last)[0] for last in (0, 1))
+            of_all, _ = bounded(sessions, room * whole, last=False)
+            of_last, _ = bounded(sessions, room * whole, last=True)
             row = {"workload": name, "room": room, "gb": room * whole / 1e3}
             bounds.append(row | {"all": of_all, "last": of_last})
     return {"rows": rows, "bounds": bounds}

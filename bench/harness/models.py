@@ -441,7 +441,8 @@ def _randomise_norms_and_biases(model: Any, means: Mapping[str, float]) -> None:
 
 def _mimo_v2_tensors(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Shapes of a checkpoint of MiMo-V2, by name."""
-    hidden, shapes = config["hidden_size"], {}
+    hidden: int = config["hidden_size"]
+    shapes: dict[str, tuple[int, ...]] = {}
     for layer, windowed in enumerate(config["hybrid_layer_pattern"]):
         swa, of = "swa_" if windowed else "", f"model.layers.{layer}."
         heads, kv_heads = config[f"{swa}num_attention_heads"], config[f"{swa}num_key_value_heads"]
