@@ -37,18 +37,12 @@ logger = logging.getLogger("hcache")
 
 @dataclass(frozen=True)
 class Found:
-    """Findings on one layer.
-
-    Attributes:
-        detail: The spec's description, or why there is none.
-        own: How exactly the attention module repeats itself at other batch sizes.
-        reached: Exactness of the spec, or of the one refused for it; None without one.
-    """
+    """Findings on one layer."""
 
     spec: LayerSpec | None
-    detail: str
-    own: KVExactness
-    reached: KVExactness | None = None
+    detail: str  # the spec's description, or why there is none
+    own: KVExactness  # how exactly the attention module repeats itself at other batch sizes
+    reached: KVExactness | None = None  # of the spec, or of the one refused for it
 
 
 class LayerSpecs:

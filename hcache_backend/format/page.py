@@ -98,17 +98,11 @@ Digests = npt.NDArray[np.uint64]
 
 
 class StoredLayer(NamedTuple):
-    """The stored form of one layer.
+    """The stored form of one layer."""
 
-    Attributes:
-        segments: None, its hidden states, its K and its V, or its latents.
-        codec: Name of what encodes them; at most 8 ASCII characters.
-        latent: The segment holds latents.
-    """
-
-    segments: tuple[Segment, ...]
-    codec: str = "none"
-    latent: bool = False
+    segments: tuple[Segment, ...]  # none, its hidden states, its K and its V, or its latents
+    codec: str = "none"  # name of what encodes them; at most 8 ASCII characters
+    latent: bool = False  # the segment holds latents
 
     @property
     def method(self) -> int:
@@ -166,17 +160,11 @@ def kv_layer(
 
 @dataclass(frozen=True)
 class PageLayout:
-    """Where things stand in a page.
+    """Where things stand in a page."""
 
-    Attributes:
-        page_size: Tokens per page.
-        layers: The stored form of each layer, first layer first.
-        shard: The shard of the page that this rank holds.
-    """
-
-    page_size: int
-    layers: tuple[StoredLayer, ...]
-    shard: Shard = WHOLE
+    page_size: int  # tokens
+    layers: tuple[StoredLayer, ...]  # first layer first
+    shard: Shard = WHOLE  # that this rank holds
 
     @cached_property
     def form(self) -> str:
