@@ -139,7 +139,6 @@ def simulate(
     ring: int | None = None,
     chunks: int = 1,
     pieces: int = 1,
-    parks: bool = False,
     note: Callable[..., Any] = lambda *task: None,
 ) -> float:
     """Seconds of a restore; each stream works through the layers in order.
@@ -149,11 +148,10 @@ def simulate(
             ``ring`` before it was used: by its projection, or for KV by its own transfer.
         chunks: Segments of one layer; long restores arrive and are projected in parts.
         pieces: Parts of the first layer, if no layer is recomputed before it.
-        parks: Segments wait elsewhere for the end of a recomputation, so all have room.
         note: Called with the fields of every :class:`Task`, those of a layer in order.
     """
     if partition.recompute:
-        pieces, ring = 1, None if parks else ring
+        pieces = 1
     begin = transfer = compute = costs.reading(partition)
     if begin:
         note("l3", None, None, 0.0, begin)
@@ -253,7 +251,6 @@ class Restore:
         ranks: Tensor-parallel ranks. Several recompute only what they must, because recomputation
             and transfers both have collectives.
         chunk_tokens: Most tokens of a projection, and length of the pipeline's ring.
-        parks: Segments can wait in the KV pool.
         recomputable: Number of first layers that can be recomputed here.
         eager: Pages are restored while L3 is being read.
         paper: Count as the paper: all segments have room, the first layer comes in one piece, and
@@ -265,7 +262,6 @@ class Restore:
     partition: Partition
     ranks: int = 1
     chunk_tokens: int = sys.maxsize
-    parks: bool = False
     recomputable: int = sys.maxsize
     eager: bool = False
     paper: bool = False
@@ -382,5 +378,4 @@ class Restore:
             ring=RUN_AHEAD * self.chunk_tokens // min(tokens, self.chunk_tokens),
             chunks=-(-tokens // self.chunk_tokens),
             pieces=max(1, pieces),
-            parks=self.parks,
         )

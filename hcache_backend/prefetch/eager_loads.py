@@ -18,23 +18,23 @@ import numpy.typing as npt
 import torch
 
 from hcache_backend import metrics, streams
-from hcache_backend.capture.recomputed_rows import RecomputedRows
+from hcache_backend.capture.hooks import RecomputedRows
 from hcache_backend.host.loads import LoadQueue, QueuedLoad
 from hcache_backend.plan.restore import side_by_side
 from hcache_backend.prefetch.eager import (
     EagerRestores,
     Ids,
-    Launched,
     Recomputation,
     batch_pages,
     launch_pages,
+    until_written,
 )
-from hcache_backend.prefetch.governor import Governor
+from hcache_backend.prefetch.estimates import L3Progress
 from hcache_backend.prefetch.prefetch import Meeting, Prefetches
-from hcache_backend.prefetch.progress import L3Progress
-from hcache_backend.prefetch.slices import SliceBudget
+from hcache_backend.prefetch.slices import Governor, SliceBudget
 from hcache_backend.ranks import Said, Turn
 from hcache_backend.restore.pipeline import RestorePipeline
+from hcache_backend.restore.report import RunningRestore
 
 logger = logging.getLogger("hcache")
 
@@ -140,13 +140,12 @@ class EagerLoads:
         # Forward passes that were launched may still use pages that are free already.
         self._controller.after_forwards(self._stream)
 
-    def _launch(self, host_pages: Ids, slots: torch.Tensor) -> Launched:
-        arena = self._pool.arena
+    def _launch(self, host_pages: Ids, slots: torch.Tensor) -> tuple[RunningRestore, int]:
         lacking = self._loads.stored_from
         with self._stream.as_current(), metrics.timed("host_load"):
-            physical = arena.physical(host_pages)
+            physical = self._pool.arena.physical(host_pages)
             restore = self._pipeline.start(physical, slots, None, lacking, ahead=True)
-        return Launched(restore, lacking)
+        return restore, lacking
 
     @property
     def recomputes_pages(self) -> bool:
@@ -286,18 +285,20 @@ class EagerLoads:
     def _before_prefetch(self, prefetch: Hashable) -> torch.Tensor | None:
         """Slots of all tokens before a prefetch, int64 ``[n]``; None if the device lacks some."""
         tree, anchor = self._pages.cache.tree_core, self._prefetches.of(prefetch).anchor
-        if not is_on_device(tree, anchor):
-            return None
-        root = tree.empty_match_result.last_device_node
-        slots: torch.Tensor = tree.collect_full_device_indices(anchor, root)
-        return slots
+        return slots_to(tree, anchor) if is_on_device(tree, anchor) else None
 
     def load(self, load: QueuedLoad, ask: Callable[[], Any]) -> Any:
         """Let SGLang queue ``load`` (at least one page), by ``ask``, with the prepared device
         pages. Returns the result of ``ask``: device indices, or None if SGLang has no room."""
         with self._pages.given_to(load):
             device_indices = ask()
-        if load.adopted is not None:
+        if load.adopted is None:
+            return device_indices
+        if device_indices is None:
+            # Another pool had no room: SGLang gives the pages, which restores may still write, to
+            # the next request.
+            until_written(load.adopted.restores)
+        else:
             size, ready = self._pool.page_size, int(load.adopted.ready.sum())
             metrics.TOKENS.count("ready_at_load", ready * size)
             metrics.TOKENS.count("not_ready_at_load", (len(load.adopted.ready) - ready) * size)
@@ -330,3 +331,10 @@ def is_on_device(tree: Any, node: Hashable) -> bool:
     """True if the device has K and V of all tokens up to the end of a node of SGLang's tree."""
     root = tree.empty_match_result.last_device_node
     return bool(node == root or not tree.is_full_device_evicted(node))
+
+
+def slots_to(tree: Any, node: Hashable) -> torch.Tensor:
+    """Slots of all tokens up to the end of a node of SGLang's tree, int64 ``[n]``."""
+    root = tree.empty_match_result.last_device_node
+    slots: torch.Tensor = tree.collect_full_device_indices(node, root)
+    return slots

@@ -25,8 +25,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.runtime_context import get_memory
 
 from hcache_backend import metrics
-from hcache_backend.capture.hooks import HiddenCapture
-from hcache_backend.capture.recomputed_rows import RecomputedRows
+from hcache_backend.capture.hooks import HiddenCapture, RecomputedRows
 from hcache_backend.capture.staging import StagedCapture, Staging
 from hcache_backend.checks.probe import (
     PROBE_TOKENS,
@@ -42,6 +41,7 @@ from hcache_backend.checks.specs import LayerSpecs
 from hcache_backend.format.units import WHOLE, Shard
 from hcache_backend.host.loads import LoadQueue
 from hcache_backend.host.segments import head_groups, shard_of_heads
+from hcache_backend.host.stages import StagePages
 from hcache_backend.plan.restore import CHUNK_TOKENS, Partition, Restore
 from hcache_backend.prefetch.eager_loads import EagerLoads
 from hcache_backend.prefetch.slices import SliceBudget
@@ -61,7 +61,7 @@ from hcache_backend.sglang import hooks
 from hcache_backend.sglang.allocator import ReservablePages
 from hcache_backend.sglang.arguments import drafted_tokens, packed_drafts, storage_extra_config
 from hcache_backend.sglang.controller import OwnPagesController
-from hcache_backend.sglang.groups import attention_ranks
+from hcache_backend.sglang.groups import attention_ranks, new_stage_group
 from hcache_backend.sglang.hook_registry import Hook, install
 from hcache_backend.sglang.host_pool import OwnPagesPool
 from hcache_backend.sglang.passes import (
@@ -71,7 +71,6 @@ from hcache_backend.sglang.passes import (
     run_again,
     run_prompts,
 )
-from hcache_backend.sglang.pipeline_stages import StagePages
 from hcache_backend.sglang.runtime import Forwards, Runtime, current
 from hcache_backend.start.attach import warn_of_small_host_pool
 from hcache_backend.start.capabilities import (
@@ -490,6 +489,7 @@ def build_stack(
         pool.arena.whole,
         lambda: runtime.quarantine is None,
         runtime.begin_quarantine,
+        new_stage_group,
     )
     judge = partial(judge_hits, runtime, config)
     parts: tuple[Any, ...] = runtime, pool, loads, eager, stages, kv_checks, judge

@@ -32,7 +32,6 @@ from hcache_backend.plan.profile import Profile, Rate, load_profile
 from hcache_backend.plan.record import PartitionRecord, find_record, record_name, save_record
 from hcache_backend.plan.restore import CHUNK_TOKENS, L3Path, Partition, Restore, describe
 from hcache_backend.restore.exchange import shard_of_rank
-from hcache_backend.restore.layers import PoolParking
 from hcache_backend.sglang import hooks
 from hcache_backend.sglang.arguments import ranks_of_a_request, resolved
 from hcache_backend.sglang.groups import attention_ranks, or_stop, said_by_all_ranks
@@ -102,8 +101,7 @@ def _choose(runtime: Runtime, kvcache: Any) -> Restore:
     l3 = "none" if args.hicache_storage_backend is None else l3
     tokens = min(int(runtime.runner.model_config.context_len), size)
     every_kv = Partition(0, 0, layers)
-    how = {"parks": PoolParking.fits(kvcache, row_bytes), "eager": eager}
-    restore = Restore(profile, shape, every_kv, ranks, min(CHUNK_TOKENS, size), **how)
+    restore = Restore(profile, shape, every_kv, ranks, min(CHUNK_TOKENS, size), eager=eager)
     if decision is None:
         kv_bytes = kv_share * kv_bytes_per_token(kvcache)
         given = host_bytes(kvcache, args.hicache_size, args.hicache_ratio)

@@ -31,7 +31,7 @@ from hcache_backend.projection.paged_pool import planes_of
 from hcache_backend.projection.projector import Projector
 from hcache_backend.ranks import Refused, all_or_none
 from hcache_backend.restore.exchange import CollectiveOrder, Exchange, shard_of_rank
-from hcache_backend.restore.layers import PoolParking, RestoredLayer
+from hcache_backend.restore.layers import RestoredLayer
 from hcache_backend.restore.pipeline import RestorePipeline
 from hcache_backend.restore.recompute import Recomputer
 from hcache_backend.restore.ring import ring_bytes
@@ -134,20 +134,17 @@ class PagePlan:
 
     def restored_layers(self, projector: Projector) -> list[RestoredLayer]:
         """How each layer comes back."""
-        codec, kvcache = self.codec, self.kvcache
-        row_bytes = 0 if codec is None else codec.row_bytes
-        parks = codec is not None and PoolParking.fits(kvcache, row_bytes)
+        codec = self.codec
 
         def projected(index: int) -> RestoredLayer:
             layer = self.layers[index]
             assert codec is not None
 
             def fill(segments: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
-                rows = codec.decode(segments.view(-1, row_bytes))
+                rows = codec.decode(segments.view(-1, codec.row_bytes))
                 projector.project_to_pool(layer, rows, positions, slots)
 
-            parking = PoolParking(kvcache, index, row_bytes) if parks else None
-            return RestoredLayer("hidden", fill, parking)
+            return RestoredLayer("hidden", fill)
 
         restored: dict[str, Callable[[int], RestoredLayer]] = {
             "hidden": projected,

@@ -52,7 +52,7 @@ UNIT = {
     "krul/plugin.py:_ask_next forwards.keep(keys)": Report(
         "probes", "device memory of schedule dies while forward may use it"
     ),
-    "prefetch/eager.py:_wait restore.wait()": Report(
+    "prefetch/eager.py:until_written restore.wait()": Report(
         "eager", "forward writes what hcache compute writes"
     ),
     "restore/exchange.py:forward_begins self._forward.wait(event)": Report(
@@ -91,7 +91,7 @@ UNIT = {
     "restore/report.py:save stream.keep(slots)": Report(
         "eager, from the back", "device memory of schedule dies while hcache saves may use it"
     ),
-    "capture/recomputed_rows.py:save current_stream(capture.device).keep(rows)": Report(
+    "capture/hooks.py:save current_stream(capture.device).keep(rows)": Report(
         "eager, from the back, hidden states",
         "device memory of forward dies while hcache saves may use it",
     ),
@@ -118,7 +118,7 @@ UNIT = {
 """By the ``str`` of the edge; scenarios of ``scenarios.py``."""
 
 ENCODED = {
-    "prefetch/eager.py:_wait restore.wait()": Report(
+    "prefetch/eager.py:until_written restore.wait()": Report(
         "eager, encoded", "forward writes what hcache copy writes"
     ),
     "restore/exchange.py:forward_begins self._forward.wait(event)": Report(

@@ -13,7 +13,7 @@ import torch
 
 from hcache_backend.format.units import WHOLE
 from hcache_backend.host.segments import KVSegments
-from hcache_backend.prefetch.eager import EagerRestores, Launched, launch_pages
+from hcache_backend.prefetch.eager import EagerRestores, launch_pages
 from hcache_backend.restore.pipeline import RestorePipeline
 from hcache_backend.streams import host_tensor
 from tests.cuda_standin import device
@@ -109,8 +109,8 @@ def test_an_eager_hit_launches_eight_times_at_most(codec: str, from_back: bool) 
         count=lambda: hit, make_room=lambda pages: None, take=lambda pages: taken
     )
 
-    def launch(ids: np.ndarray, into: torch.Tensor) -> Launched:
-        return Launched(server.pipeline.start(ids, into, ahead=True), 0)
+    def launch(ids: np.ndarray, into: torch.Tensor) -> tuple[Any, int]:
+        return server.pipeline.start(ids, into, ahead=True), 0
 
     at_once = launch_pages(CUDA, server.layout.page_bytes)
     eager = EagerRestores(PAGE, free, launch, hit, at_once)  # type: ignore[arg-type]
@@ -134,9 +134,9 @@ def test_pages_before_a_front_do_not_wait_for_others() -> None:
     free = SimpleNamespace(count=lambda: 16, make_room=lambda pages: None, take=lambda _: taken)
     launched: list[int] = []
 
-    def launch(ids: np.ndarray, into: torch.Tensor) -> Launched:
+    def launch(ids: np.ndarray, into: torch.Tensor) -> tuple[Any, int]:
         launched.append(len(ids))
-        return Launched(server.pipeline.start(ids, into, ahead=True), 0)
+        return server.pipeline.start(ids, into, ahead=True), 0
 
     at_once = launch_pages(CUDA, server.layout.page_bytes)
     eager = EagerRestores(PAGE, free, launch, 16, at_once)  # type: ignore[arg-type]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hcache_backend.host.loads import Adopted
-from hcache_backend.prefetch.eager import EagerRestores, Launched
+from hcache_backend.prefetch.eager import EagerRestores
 from hcache_backend.streams import StreamFailed
 from tests.unit.restore.eager_device import (
     DEVICE_PAGES,
@@ -28,11 +28,11 @@ class Scene:
         self.slice: Restore | None = None  # the last one
         self.eager = EagerRestores(SIZE, self.device, self._launch, limit)
 
-    def _launch(self, host_pages: np.ndarray, slots: torch.Tensor) -> Launched:
+    def _launch(self, host_pages: np.ndarray, slots: torch.Tensor) -> tuple[Restore, int]:
         restore = Restore(pages_of(slots))
         self.launched.append((host_pages.tolist(), restore))
         self.device.writes(restore)
-        return Launched(restore, self.lacking)
+        return restore, self.lacking
 
     def recompute(self, pages: int, *, failed: bool = False) -> list[tuple[list[int], Restore]]:
         """Recompute up to so many pages of every prefetch: its pages, and by what."""

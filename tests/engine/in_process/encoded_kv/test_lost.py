@@ -50,7 +50,9 @@ class Model:
 def controller(server: Host, request: range | None) -> OwnPagesController:
     """It loads from the start of a ``request``."""
     made: OwnPagesController = bare_controller(
-        server.pool, server.loads, _token_ids=lambda: request
+        server.pool,
+        server.loads,
+        loading=(lambda: torch.empty(0, dtype=torch.int64), lambda: request),
     )
     return made
 

@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from hcache_backend.prefetch.eager_loads import EagerLoads, Offer
-from hcache_backend.prefetch.governor import Pace
 from hcache_backend.prefetch.prefetch import Meeting
-from hcache_backend.prefetch.slices import SliceBudget
+from hcache_backend.prefetch.slices import Pace, SliceBudget
 from hcache_backend.ranks import Turn
 from hcache_backend.restore.report import RunningRestore
 from hcache_backend.streams import WorkerStream

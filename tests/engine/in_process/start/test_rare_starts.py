@@ -414,7 +414,7 @@ def test_the_choice_of_the_partition_knows_the_machine(
     runtime: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     profile, shape = preset_profile("h100", 1), public_model("gpt2")
-    runtime.layer_methods = Restore(profile, shape, Partition(0, 12, 0), parks=True)
+    runtime.layer_methods = Restore(profile, shape, Partition(0, 12, 0))
     runtime.runner = SimpleNamespace(server_args=None)
     monkeypatch.setattr(machine, "ranks_of_a_request", lambda args: 2)
     known = machine._machine(runtime, HCacheConfig())
