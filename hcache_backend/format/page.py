@@ -80,14 +80,12 @@ from hcache_backend.format.units import (
 
 MAGIC = b"HCPG"
 FORMAT_VERSION = 4
-NO_NAMESPACE = bytes(NAMESPACE_BYTES)
-"""The namespace of a page whose rows are not all there."""
+NO_NAMESPACE = bytes(NAMESPACE_BYTES)  # the namespace of a page whose rows are not all there
 
 PREFIX = struct.Struct("<4sHHHHI")
 _SHARD = slice(88, 90)
 TOKENS = 96
-LAYER_ENTRY = struct.Struct("<BxH8s")
-"""A layer in the table of layers."""
+LAYER_ENTRY = struct.Struct("<BxH8s")  # a layer in the table of layers
 _LATENT = 3
 _NO_SLOT = 65535
 _DIGEST = np.dtype("<u8")
@@ -110,8 +108,7 @@ class StoredLayer(NamedTuple):
         return _LATENT if self.latent else len(self.segments)
 
 
-RECOMPUTED = StoredLayer(())
-"""A layer of which nothing is stored."""
+RECOMPUTED = StoredLayer(())  # a layer of which nothing is stored
 
 
 def hidden_layer(tokens: int, row_bytes: int, values: int, codec: str = "none") -> StoredLayer:

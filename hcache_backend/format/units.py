@@ -24,13 +24,11 @@ import xxhash
 EIGHTHS, ALL_EIGHTHS = 8, 0b11111111
 SHARD_COUNTS = (1, 2, 4, 8)
 """Numbers of shards that a page may have, and of groups that a segment may have."""
-UNIT_VALUES = 65536
-"""Most values of a unit, unless a single row has more."""
+UNIT_VALUES = 65536  # most values of a unit, unless a single row has more
 PACKED_SEGMENT = struct.Struct("<IHH")
 """A :class:`Segment` in the headers of pages and of page files."""
 
-Eighths = int
-"""A part of a page: bit ``e`` stands for its eighth ``e``. Every shard is such a part."""
+Eighths = int  # a part of a page: bit ``e`` stands for its eighth ``e``. Every shard is such a part
 Parts = Sequence[memoryview]
 """The memory of one page: one or more writable byte views that follow each other in the page."""
 

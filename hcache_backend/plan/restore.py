@@ -21,10 +21,8 @@ restored eagerly."""
 RUN_AHEAD = 3
 """Segments of the longest restore that the ring holds: one is projected, one has arrived, and one
 is arriving. A shorter restore runs further ahead in the same memory."""
-FIRST_PIECES = 4
-"""Pieces that the first layer of a restore comes in at most."""
-FIRST_PIECE_TOKENS = 1024
-"""Least tokens of a piece: a projection of fewer is not worth its launch."""
+FIRST_PIECES = 4  # pieces that the first layer of a restore comes in at most
+FIRST_PIECE_TOKENS = 1024  # least tokens of a piece: a projection of fewer is not worth its launch
 CHUNK_TOKENS = 8192  # of a server's projections: bounds the device memory of a restore
 
 L3Path = Literal["overlapped", "first", "none"]
