@@ -169,17 +169,11 @@ class PagePlan:
         return RestorePipeline(memory, self.layout, layers, most, self.kvcache.device, **how)
 
     def find_room(self) -> None:
-        """Divide host memory, and take staging for capture; Refused without room. No
-        collectives."""
+        """Divide host memory, and take staging for capture; Refused without room."""
         memory, codec, device = get_memory(), self.codec, self.kvcache.device
-        self.pages = plan_host_pages(
-            self.kvcache,
-            self.layout,
-            memory.hicache_size * self.host_share,
-            memory.hicache_ratio,
-            host_memory_budget_bytes(),
-            with_shadows=codec is not None,
-        )
+        size, ratio = memory.hicache_size * self.host_share, memory.hicache_ratio
+        given = self.kvcache, self.layout, size, ratio, host_memory_budget_bytes()
+        self.pages = plan_host_pages(*given, with_shadows=codec is not None)
         if codec is not None:
             hidden = len(self.methods.layers("hidden"))
             recorded = self.hooks.staging if self.hooks is not None else None
