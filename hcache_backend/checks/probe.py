@@ -123,6 +123,25 @@ class Probe:
             return found
         return projected_difference(layer, found.tolist(), projector.pool.dtype, codec)
 
+    def written(
+        self, layer: AttentionLayer, projector: Projector, ways: Sequence[Way | None]
+    ) -> KVExactness:
+        """Exactness of the projector's writes to the pool against the model's K and V there, which
+        are restored. The worst of ``ways`` counts; rows come in another order than the model's."""
+        pool, kernel, slots, found = projector.pool, layer.kernel, self.slots, []
+        hidden = self.hidden[layer.index]
+        wanted = pool.fetch(kernel, slots, hidden.dtype)
+        rows = hidden.flip(0), self.positions.flip(0), slots.flip(0)
+        try:
+            for way in ways:
+                pool.store(kernel, slots, *map(torch.zeros_like, wanted))
+                projector.project_to_pool(layer, *rows, way)
+                got = pool.fetch(kernel, slots, hidden.dtype)
+                found.append(kv_exactness(got, wanted, pool.dtype))
+        finally:
+            pool.store(kernel, slots, *wanted)
+        return worst(found)
+
 
 def observe(
     run: Callable[[], Passed], observations: Sequence[Observation], *, calls: bool = True
@@ -395,12 +414,11 @@ class LayerSpecs:
     def _written(self, layer: AttentionLayer, found: Found) -> Found:
         """``found``, or a replacement with the reason against its spec."""
         assert found.spec is not None
-        probe, projector = self._probe, self._projector
+        projector, kept = self._projector, self._projector.pool.dtype
         projector.specs = [one.spec for one in self._found]
-        rows, kept = (probe.hidden[layer.index], probe.positions, probe.slots), projector.pool.dtype
         try:
             ways = ways_in_use(found.spec.projection(), kept) if found.spec.fused else [None]
-            written = written_exactness(layer, *rows, projector, ways)
+            written = self._probe.written(layer, projector, ways)
         except Exception as error:
             problem = f"its kernel failed: {type(error).__name__}: {error}"
             return Found(None, problem, found.own)
@@ -494,31 +512,6 @@ def refuse_shared_workspaces(modules: Iterable[torch.nn.Module], what: str) -> N
                     f"{what} beside forward passes: the kernel of {name or type(part).__name__} "
                     "has one workspace for all streams"
                 )
-
-
-def written_exactness(
-    layer: AttentionLayer,
-    hidden: torch.Tensor,
-    positions: torch.Tensor,
-    slots: torch.Tensor,
-    projector: Projector,
-    ways: Sequence[Way | None] = (None,),
-) -> KVExactness:
-    """Exactness of the projector's writes to ``slots`` against the model's K and V there, which are
-    restored. The worst of ``ways`` counts; rows are written in another order than the model's.
-    Arguments as in :meth:`Projector.project_to_pool`."""
-    pool, kernel, found = projector.pool, layer.kernel, []
-    wanted = pool.fetch(kernel, slots, hidden.dtype)
-    order = torch.arange(len(slots) - 1, -1, -1, device=slots.device)
-    try:
-        for way in ways:
-            pool.store(kernel, slots, *map(torch.zeros_like, wanted))
-            projector.project_to_pool(layer, hidden[order], positions[order], slots[order], way)
-            got = pool.fetch(kernel, slots, hidden.dtype)
-            found.append(kv_exactness(got, wanted, pool.dtype))
-    finally:
-        pool.store(kernel, slots, *wanted)
-    return worst(found)
 
 
 def _figures(found: Sequence[Found]) -> str:

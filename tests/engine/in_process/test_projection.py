@@ -14,7 +14,7 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from hcache_backend.checks import probe as probe_module
-from hcache_backend.checks.probe import LayerSpecs, Probe, written_exactness
+from hcache_backend.checks.probe import LayerSpecs, Probe
 from hcache_backend.config import HCacheConfig
 from hcache_backend.projection.attention import AttentionLayer
 from hcache_backend.projection.exactness import Bound, relative_difference, tolerance

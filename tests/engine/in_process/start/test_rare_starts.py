@@ -250,9 +250,8 @@ def test_a_search_or_a_kernel_that_breaks_leaves_the_module(
     specs._projector.batch = None
     found = specs._find(None, SimpleNamespace(own="own", samples=[]))
     assert (found.spec, found.own) == (None, "own") and "the search broke: KeyError" in found.detail
-    monkeypatch.setattr(probe_module, "written_exactness", failing(RuntimeError("no compiler")))
     monkeypatch.setattr(probe_module, "ways_in_use", lambda *_: [None])
-    specs._probe = SimpleNamespace(hidden=[None], positions=None, slots=None)
+    specs._probe = SimpleNamespace(written=failing(RuntimeError("no compiler")))
     written = specs._written(SimpleNamespace(index=0), specs._found[0])
     assert written.spec is None and "its kernel failed: RuntimeError: no compiler" in written.detail
 
