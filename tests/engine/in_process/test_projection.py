@@ -101,11 +101,13 @@ def test_a_spec_fills_the_pool_as_the_engine_does(
     # What the self-check at start does with it, on a pool that the engine filled.
     projector = projectors[0]
     projector.specs = [None, spec]
-    check = (layer, hidden, positions, slots, projector)
-    assert written_exactness(*check).as_good_as(evidence.own, Bound.of_product(dtype))
+    probe = Probe((layer, layer), (hidden, hidden), slots, positions, positions)
+    written = probe.written(layer, projector, [None])
+    assert written.as_good_as(evidence.own, Bound.of_product(dtype))
     wrong = replace(spec, k=spec.v, v=spec.k, fused=False)
     projector.specs = [None, wrong]
-    assert not written_exactness(*check).as_good_as(evidence.own, Bound.of_product(dtype))
+    written = probe.written(layer, projector, [None])
+    assert not written.as_good_as(evidence.own, Bound.of_product(dtype))
 
 
 def test_scales_that_are_no_numbers_are_left_to_the_engine() -> None:
