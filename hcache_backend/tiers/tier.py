@@ -128,7 +128,7 @@ class LocalTier(Tier):
         return stored
 
     def quarantine(self, namespaces: Sequence[bytes]) -> int:
-        """Write no more, and delete all pages that this server wrote, also those of earlier weights;
+        """Write no more, and delete all pages that this server wrote, also of earlier weights;
         returns how many files. A write that began before is waited for: otherwise its pages would
         be named afterwards."""
         with self._writing:
