@@ -159,8 +159,8 @@ class PartitionPlan:
             found.append("MLA pools are served in KV mode: of a page each rank keeps a part")
         if model.windowed:
             found.append(
-                "sliding-window layers are planned as full attention; where they have a KV pool of "
-                "their own the server stays in KV mode"
+                "sliding-window layers are planned as full attention; if they have a KV pool of "
+                "their own, the server stores K and V of the others, and windows"
             )
         if measured is not None and measured.as_it_is != model.as_it_is:
             found.append(
