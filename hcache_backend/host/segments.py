@@ -203,7 +203,8 @@ class KVSegments:
         pages: torch.Tensor,
         offset: int,
     ) -> None:
-        """The reverse of :meth:`_save_layer`."""
+        """Bring a layer of ``pages`` from ``offset`` on to the pages ``held`` of the pool, as
+        :meth:`_save_layer` saved it."""
         encoder = self._encoder
         if encoder is None:
             pool = [self._by_group(plane) for plane in self.planes(layer)]
