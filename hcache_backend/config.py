@@ -33,8 +33,7 @@ from pydantic_core import ErrorDetails
 ENABLE_VARIABLE = "HCACHE_ENABLE"
 CONFIG_VARIABLE = "HCACHE_CONFIG"
 PROJECTION_VARIABLE = "HCACHE_PROJECTION"
-MODULE_PATH = "hcache_backend"
-CLASS_NAME = "HCacheStorage"
+OUR_BACKEND = {"module_path": "hcache_backend", "class_name": "HCacheStorage"}  # for SGLang
 
 _OUR_KEYS = ("backend_name", "module_path", "class_name", "interface_v1", "hcache")
 _SGLANG_KEYS = (
@@ -49,8 +48,8 @@ _SGLANG_KEYS = (
 
 
 class ConfigError(ValueError):
-    """A wrong option; the message names it, its value and what is right. SGLang turns a ValueError
-    into a stopped start, or into HTTP 400 at an attach."""
+    """A wrong option, or file that one names; the message names it, its value and what is right.
+    SGLang turns a ValueError into a stopped start, or into HTTP 400 at an attach."""
 
 
 def default_dirs() -> tuple[Path, ...]:

@@ -33,8 +33,17 @@ from hcache_backend.streams import (
     run_here,
 )
 from hcache_kernels.codecs import Codec
-from hcache_kernels.staging import NOWHERE, WRONG_STEP, StagedRows, save_rows, stage_rows
-from hcache_kernels.steps import StepTargets, TokenRows, begin_rows, judge_rows
+from hcache_kernels.staging import (
+    NOWHERE,
+    WRONG_STEP,
+    StagedRows,
+    StepTargets,
+    TokenRows,
+    begin_rows,
+    judge_rows,
+    save_rows,
+    stage_rows,
+)
 
 _AT_ONCE_BYTES = 64 << 20  # of rows encoded in one call: this device memory is in no plan
 

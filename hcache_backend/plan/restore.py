@@ -73,14 +73,9 @@ class Partition:
 
 def describe(partition: Partition) -> str:
     """The methods in words, in the order of the layers."""
-    parts = [
-        (partition.recompute, "recomputed"),
-        (partition.hidden, "from hidden states"),
-        (partition.kv, "loaded as KV"),
-    ]
-    return ", ".join(
-        f"{count} layer{'s' if count > 1 else ''} {how}" for count, how in parts if count
-    )
+    words = "recomputed", "from hidden states", "loaded as KV"
+    parts = ((getattr(partition, of), how) for of, how in zip(LAYER_METHODS, words, strict=True))
+    return ", ".join(f"{n} layer{'s' if n > 1 else ''} {how}" for n, how in parts if n)
 
 
 class LayerCosts(NamedTuple):
@@ -115,10 +110,8 @@ class LayerCosts(NamedTuple):
 
     def compute(self, partition: Partition) -> float:
         """Seconds of recomputation and projections."""
-        recomputation = self.recomputation(
-            partition.recompute, beside_copies=partition.recompute < partition.layers
-        )
-        return recomputation + self.c_h * partition.hidden
+        first, copies = partition.recompute, partition.recompute < partition.layers
+        return self.recomputation(first, beside_copies=copies) + self.c_h * partition.hidden
 
     def least(self, partition: Partition) -> float:
         """Lower bound: seconds of the slower stream. It is the paper's objective (section 4.1.2),
@@ -368,10 +361,8 @@ class Restore:
         allowed: Callable[[Partition], bool] = lambda partition: True,
     ) -> Partition:
         """The ``allowed`` partition whose restores of ``tokens`` tokens are the fastest.
-
         ``methods`` None: those that servers store. Servers store every layer, because hits in host
-        memory want the first ones, and a restore may still recompute them.
-        """
+        memory want the first ones, and a restore may still recompute them."""
         assert self.shape is not None
         stored: set[LayerMethod] = {"hidden", "kv"} if self.shape.hidden_is_smaller else {"kv"}
         costs, layers = self.costs(tokens, 0, l3), self.shape.layers

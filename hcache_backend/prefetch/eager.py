@@ -11,7 +11,8 @@ and a load gets the prepared device pages. It may never come, so reserved pages 
 - It becomes free only behind what writes it, and what recomputes from it.
 - A freed host page gives its device page back. Its next writer is a thread, which waits for no
   stream: the caller waits for the restore.
-- Nothing depends on what differs between tensor-parallel ranks, such as a passed event.
+- Nothing depends on what differs between tensor-parallel ranks, such as a passed event. A launch
+  that fails on one rank counts as launched there, too, and all ranks refuse a load of its pages.
 """
 
 from __future__ import annotations
@@ -33,7 +34,6 @@ from hcache_backend.streams import StreamFailed
 Ids = npt.NDArray[np.int64]
 
 _LEAST_BATCH = 4  # pages of a read at least, if there are as many: disks need parallel requests
-
 
 _LAUNCH_SHARE = 4  # a GPU gets a quarter of a hit at a time, or the bytes that its bus copies
 _LAUNCH_BYTES = 64 << 20  # in 2 ms: a launch takes the scheduler thread 0.1 ms
@@ -73,6 +73,7 @@ class Reservation:
     first: int  # number of page 0 in the prefetch
     pages: list[Reserved] = field(default_factory=list)
     last_slice: tuple[int, RunningRestore] | None = None
+    failed: bool = False  # a launch failed on this rank: its pages have any content
     released: int | None = None  # the first page that is not held any more
     _front: int = 0  # all pages before this one were held and whole when it came there
 
@@ -223,6 +224,7 @@ class EagerRestores:
             some = reservation.pages[run.start : run.stop]
             ids = np.array([page.host_page for page in some], dtype=np.int64)
             restore, lacks = self._launch(ids, self._slots(reservation, run))
+            reservation.failed |= restore.failed is not None
             for page in some:
                 page.restore, page.lacks = restore, lacks
             self._reading.append((ids.tolist(), restore))
@@ -283,6 +285,11 @@ class EagerRestores:
         found = (self._reserved.get(page) for page in host_pages.tolist())
         return np.array([page is not None and page.is_whole for page in found], dtype=np.bool_)
 
+    def failed(self, host_pages: Ids) -> bool:
+        """True if no load may get the device pages for these: a launch failed on this rank."""
+        found = (self._reserved.get(page) for page in host_pages.tolist())
+        return any(page is not None and page.of.failed for page in found)
+
     # ---- allocation ----
 
     def make_free(self, pages: int) -> None:
@@ -327,7 +334,7 @@ class EagerRestores:
 
     def all_freed(self) -> None:
         """Every page of the device was freed elsewhere: forget the reservations."""
-        self._wait([*self._reserved.values()])
+        until_written(_using([*self._reserved.values()]))
         self._forget([*self._reserved.values()])
 
     # ---- internals ----
@@ -341,7 +348,7 @@ class EagerRestores:
         return reservation.slots[pages.start * self._size : pages.stop * self._size]
 
     def _give_back(self, pages: Sequence[Reserved]) -> None:
-        self._wait(pages)
+        until_written(_using(pages))
         self._forget(pages)
         numbers: dict[Reservation, list[int]] = {}
         for page in pages:
@@ -350,11 +357,6 @@ class EagerRestores:
             for run in runs(sorted(some)):
                 self._free.give(self._slots(reservation, run))
 
-    def _wait(self, pages: Sequence[Reserved]) -> None:
-        for restore in _using(pages):
-            with contextlib.suppress(StreamFailed):  # then nothing is written any more
-                restore.wait()
-
     def _forget(self, pages: Iterable[Reserved]) -> None:
         for page in pages:
             page.held, before = False, page.of.released
@@ -362,6 +364,13 @@ class EagerRestores:
             del self._reserved[page.host_page]
         held = {page.of for page in self._reserved.values()}.union(self._running.values())
         self._reservations = [one for one in self._reservations if one in held]
+
+
+def until_written(restores: Iterable[RunningRestore]) -> None:
+    """Later work of the current stream may write the device pages of these restores."""
+    for restore in restores:
+        with contextlib.suppress(StreamFailed):  # then nothing is written any more
+            restore.wait()
 
 
 def _using(pages: Sequence[Reserved]) -> Iterable[RunningRestore]:

@@ -177,6 +177,12 @@ class RestorePipeline:
         self._unread.append(restore)
         return restore
 
+    def abandoned(self, tokens: int) -> RunningRestore:
+        """A failed restore, which ends behind all that a :meth:`start` that raised has launched."""
+        copied, done = self._copy.record(), [self._copy.record(), self._compute.record()]
+        failed = RuntimeError("a restore was not launched")
+        return RunningRestore(tokens, {}, copied, self._device, copied, done, failed=failed)
+
     def adopted(self) -> None:
         """Restores ahead may be read now: recomputations wait for all launched so far."""
         self._adopted = dict(self._written)

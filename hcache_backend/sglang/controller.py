@@ -41,7 +41,6 @@ from hcache_backend.sglang.storage_threads import READ
 
 logger = logging.getLogger("hcache")
 
-
 _STAGED_PASSES = 16  # at least as many as are under way between pipeline stages
 
 
@@ -240,18 +239,20 @@ class OwnPagesController(HybridCacheController):
             self._capture.ledger.settle(wait=False)
         own, needed = self._pool.depth(host_pages), host_pages
         if self.eager is not None:
-            prepared = self.eager.prepared(host_pages)
+            prepared = self.eager.restores.prepared(host_pages)
             own[prepared], needed = 0, host_pages[~prepared]
         self._stages.talk()
-        if (own == NOT_SETTLED).any():
+        if self.eager is not None and self.eager.restores.failed(host_pages):
+            problem = "restore_failed"
+        elif (own == NOT_SETTLED).any():
             problem = "unsettled"
         elif not self._proofs.may_project(needed):
             problem = "stale_host_page"
         elif not self._stages.have(host_pages):
             problem = "another_stage"
         depths = np.where(own == NOT_SETTLED, layers + 1, own)
-        told = (-depths).tolist()
-        *told, fine, may_come = self.agreed(*told, problem is None, problem != "stale_host_page")
+        told, never = (-depths).tolist(), problem in ("restore_failed", "stale_host_page")
+        *told, fine, may_come = self.agreed(*told, problem is None, not never)
         if fine:
             depths = -np.array(told, np.int64)
             load = self._loads.plan(host_pages, depths, *self.loading)
@@ -295,7 +296,12 @@ class OwnPagesController(HybridCacheController):
                 token_array(operation.token_ids),
                 None if before is None else len(before) * self.page_size,
             )
-        operation.hash_value = operation.hash_value[:sealed]
+        if sealed < len(operation.hash_value):
+            operation.hash_value = operation.hash_value[:sealed]
+            operation.host_indices = operation.host_indices[: sealed * self.page_size]
+            # A window or a state ends behind a page that is not stored: no hit would find it.
+            others = operation.pool_transfers or ()
+            operation.pool_transfers = [t for t in others if t.indices_from_pool == PoolName.KV]
         return super()._page_backup(operation)
 
     # ---- storage -> host ----

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from hcache_backend.projection.generic import ProjectionBatch, ProjectionReached
+from hcache_backend.projection.attention import ProjectionBatch, ProjectionReached
 from hcache_backend.restore.recompute import RecomputePass
 from hcache_backend.sglang.hook_registry import Hook, OnError, Original
 from hcache_backend.sglang.runtime import current

@@ -19,7 +19,7 @@ from sglang.srt.runtime_context import get_memory
 from hcache_backend.arena import Arena
 from hcache_backend.capture.hooks import HiddenCapture
 from hcache_backend.capture.staging import StagedCapture, Staging
-from hcache_backend.checks.comparison import first_problem, projection_problem
+from hcache_backend.checks.comparison import first_problem
 from hcache_backend.checks.probe import Probe
 from hcache_backend.config import HCacheConfig
 from hcache_backend.format.page import PageLayout
@@ -333,7 +333,7 @@ def _proven(name: str, probe: Probe, projector: Projector) -> Codec:
         fits.logical_and_(ok)
         # Rows that are not ok are not stored, so they cannot come back wrong.
         back = torch.where(ok[:, None], codec.decode(encoded), hidden)
-        return projection_problem(layer, back, probe.positions, probe.slots, projector, codec.name)
+        return probe.problem(layer, back, projector, codec.name)
 
     problem = first_problem(map(problem_of, probe.layers, probe.hidden))
     if problem is not None:
@@ -442,11 +442,9 @@ def take_staging(
     device: Any,
     recorded_tokens: int = 0,
 ) -> Staging:
-    """Staging of at least ``capacity`` rows in the memory that SGLang left beside its KV pool.
-
-    Two steps of ``recorded_tokens`` (the largest CUDA graph) fit if memory allows, so that the
-    second need not wait for the first. Raises Refused if that memory is too small.
-    """
+    """Staging of at least ``capacity`` rows in the memory that SGLang left beside its KV pool. Two
+    steps of ``recorded_tokens`` (the largest CUDA graph) fit if memory allows, so that the second
+    need not wait for the first. Raises Refused if that memory is too small."""
     row_bytes = width * dtype.itemsize
     free, two_steps = free_memory(device), max(capacity, 2 * recorded_tokens)
     if Staging.bytes_for(layers, row_bytes, two_steps) <= free * _STAGING_SHARE:

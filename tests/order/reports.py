@@ -46,13 +46,13 @@ UNIT = {
     "capture/hooks.py:_begin capture.give_up_step()": Report(
         "capture, a step that cannot begin", "forward writes what hcache transfer reads"
     ),
-    "krul/node_pairs.py:_ask_next forwards.wait(current_stream(keys.device).record())": (
+    "krul/plugin.py:_ask_next forwards.wait(current_stream(keys.device).record())": (
         Report("probes", "forward reads what schedule writes")
     ),
-    "krul/node_pairs.py:_ask_next forwards.keep(keys)": Report(
+    "krul/plugin.py:_ask_next forwards.keep(keys)": Report(
         "probes", "device memory of schedule dies while forward may use it"
     ),
-    "prefetch/eager.py:_wait restore.wait()": Report(
+    "prefetch/eager.py:until_written restore.wait()": Report(
         "eager", "forward writes what hcache compute writes"
     ),
     "restore/exchange.py:forward_begins self._forward.wait(event)": Report(
@@ -118,7 +118,7 @@ UNIT = {
 """By the ``str`` of the edge; scenarios of ``scenarios.py``."""
 
 ENCODED = {
-    "prefetch/eager.py:_wait restore.wait()": Report(
+    "prefetch/eager.py:until_written restore.wait()": Report(
         "eager, encoded", "forward writes what hcache copy writes"
     ),
     "restore/exchange.py:forward_begins self._forward.wait(event)": Report(

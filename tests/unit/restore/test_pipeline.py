@@ -180,6 +180,29 @@ def test_a_projection_that_fails_reaches_whoever_waits_for_the_layer() -> None:
         restore.wait_for_layer(1)
 
 
+def test_what_was_launched_of_a_restore_that_raises_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of the first layer; there is no memory for the second one."""
+    server, gate, (pages, slots) = Server(["kv", "hidden"]), threading.Event(), some(2)
+    server.pipeline._copy.run(partial(gate.wait, 240))
+
+    def full(ring: Ring, stream: Stream) -> torch.Tensor:
+        raise torch.OutOfMemoryError("no memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Ring, "next", full)
+        with pytest.raises(torch.OutOfMemoryError):
+            server.pipeline.start(pages, slots, ahead=True)
+    restore = server.pipeline.abandoned(len(slots))
+    assert restore.failed is not None and not restore.copied.query() and not restore.done()
+    gate.set()
+    restore.wait()
+    assert restore.copied.query()
+    server.assert_restored(0, pages.tolist(), slots)
+    wait(server, *some(3))
+
+
 def test_reports_say_what_each_stream_did() -> None:
     server = Server()
     pages, slots = some(3)

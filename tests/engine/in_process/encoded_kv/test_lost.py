@@ -173,7 +173,8 @@ def test_ranks_agree_how_much_of_a_recomputed_page_is_there(
         pages, tokens = np.arange(3), np.arange(3 * PAGE)
         server.pool.arena.recomputed(pages, tokens, tokens)
         server.pool.arena.arrived(pages, np.array([True, rank == 1, True]))
-        eager = SimpleNamespace(prepared=lambda pages: prepared)
+        restores = SimpleNamespace(prepared=lambda pages: prepared, failed=lambda pages: False)
+        eager = SimpleNamespace(restores=restores)
         one = bare_controller(server.pool, Planned(), tp_group=rank, eager=eager)
         made.append(one)
     assert asked_on_all_ranks(made, 3) == 2 * [[0, LAYERS, 0]]

@@ -20,6 +20,8 @@ plugin._replace_allocator_kernels()
 
 
 class Restore:
+    failed: Exception | None = None
+
     def __init__(self) -> None:
         self.waited = False
 

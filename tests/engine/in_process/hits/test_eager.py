@@ -151,7 +151,7 @@ class Slices:
         self.eager._before_prefetch = lambda prefetch: (
             torch.zeros(SIZE, dtype=torch.int64) if self.known else None
         )
-        self.restores = self.eager._restores
+        self.restores = self.eager.restores
 
     def _recompute_of(self, host_pages: np.ndarray, layers: int, prefix: Any) -> object:
         self.layers.append(layers)
