@@ -446,10 +446,7 @@ class BackAck(PrefetchAck):
 
 
 def hear(
-    reports: Iterable[PrefetchAck],
-    running: Collection[Any],
-    prefetches: Prefetches,
-    page_size: int,
+    reports: Iterable[PrefetchAck], running: Collection[Any], prefetches: Prefetches, page_size: int
 ) -> None:
     """Apply ``reports``, the same on every rank, before the scheduler hears of them. HiCache has
     dealt with prefetches that do not run any more, by the pages that counted then."""
@@ -466,10 +463,7 @@ class BatchedReads:
     SGLang's sync thread; ``waited`` gets seconds without a read."""
 
     def __init__(
-        self,
-        page_size: int,
-        report: Callable[[PrefetchAck], None],
-        waited: Callable[[float], None],
+        self, page_size: int, report: Callable[[PrefetchAck], None], waited: Callable[[float], None]
     ) -> None:
         self._size = page_size
         self._waited = waited
