@@ -2,6 +2,10 @@
 
 - A page of L3 is a hit only if its header proves that it is the wanted one, from any backend.
 - Backups are in ``host/node_backups.py``, loads in ``host/loads.py``.
+- A prefetch is read in smaller batches than SGLang's 128 pages, so that its first pages are known
+  earlier. The storage thread reports every batch, SGLang's sync thread reduces the reports of all
+  ranks one by one, and the scheduler sees them. If its front is recomputed, it is read from the
+  back, with reports of its own.
 """
 
 from __future__ import annotations
