@@ -246,28 +246,33 @@ class RestorePipeline:
                 exchange.gather(shards, lambda own: self._bring_own(part, own))
 
             return gather
-        here: dict[tuple[int, int], torch.Tensor] = {}
-        wanted = []
+        # One exchange for all parts: each costs a turn of every rank on the CPU.
+        here: dict[tuple[int, int], slice] = {}
+        mine, size = list[Part](), 0
         for part in parts:
             layer = part.layers.start
             if self._layers[layer].arrives:
-                own_part = part._replace(page_ids=pages[part.pages])
-                size = len(own_part.page_ids) * self._layout.segment_bytes[layer]
-                shards = host_tensor((exchange.shards, size), torch.uint8, self._device)
-                here[layer, part.pages.start] = shards
-                wanted.append((shards, partial(self._bring_own, own_part)))
+                mine.append(part._replace(page_ids=pages[part.pages]))
+                length = len(mine[-1].page_ids) * self._layout.segment_bytes[layer]
+                here[layer, part.pages.start] = slice(size, size + length)
+                size += length
+        shards = host_tensor((exchange.shards, size), torch.uint8, self._device)
+
+        def fetch(own: torch.Tensor) -> None:
+            for part, there in zip(mine, here.values(), strict=True):
+                self._bring_own(part, own[there])
+
         failed: Exception | None = None
         try:
-            exchange.gather_now(wanted)
+            exchange.gather_now(shards, fetch)
         except Exception as error:
             failed = error
 
         def copy(part: Part, out: torch.Tensor) -> None:
             if failed is not None:
                 raise failed
-            out.view(-1).copy_(
-                here[part.layers.start, part.pages.start].view(-1), non_blocking=True
-            )
+            there = here[part.layers.start, part.pages.start]
+            out.view(exchange.shards, -1).copy_(shards[:, there], non_blocking=True)
 
         return copy
 
