@@ -236,7 +236,8 @@ class HitGate:
                 shared = prefetch.hit.shared
             if not prefetch.refused:
                 prefetch.state = State.READING if prefetch.meeting is None else State.MEETING
-            self.l3.begin(prefetch, wanted, step, shared)
+            now = self.l3.clock()
+            self.l3.reading = Reading(prefetch, now, wanted, wanted, step, now, now, shared)
 
     def read_ends(self) -> None:
         """The read that was begun is over, in any way."""
