@@ -105,11 +105,6 @@ class HitGate:
         self._logged = self._shown = -math.inf  # when a refused hit was logged, and rates shown
         self._show()
 
-    def clear_metrics(self) -> None:
-        """The backend is detached."""
-        for operation in self.estimates.rates():
-            metrics.RATES.set(operation, self._backend, value=0)
-
     # ---- the scheduler thread; see Part ----
 
     def ask(self, turn: Turn) -> None:
