@@ -22,7 +22,6 @@ from hcache_backend.checks.comparison import first_problem, projected, projected
 from hcache_backend.config import PROJECTION_VARIABLE
 from hcache_backend.projection.attention import (
     AttentionLayer,
-    CallTemplate,
     UnknownCall,
     learn_call,
 )
@@ -234,13 +233,13 @@ def _describe(
     if seen.hidden is None or seen.hidden.dim() != 2 or len(seen.hidden) != tokens:
         shape = "no tensor" if seen.hidden is None else f"shape {tuple(seen.hidden.shape)}"
         raise Refused(f"the projection of {seen.name} received {shape} for {tokens} tokens")
-    call = CallTemplate({})
+    call: tuple[dict[str, str], dict[str, Any]] = {}, {}
     try:
         if calls:
             call = learn_call(seen.module, *seen.calls[0], passed.positions, type(passed.batch))
     except (UnknownCall, TypeError, ValueError) as error:
         raise Refused(f"{seen.name} {error}") from None
-    layer = AttentionLayer(index, seen.name, seen.module, seen.kernel, seen.projection, call)
+    layer = AttentionLayer(index, seen.name, seen.module, seen.kernel, seen.projection, *call)
     return layer, seen.hidden
 
 

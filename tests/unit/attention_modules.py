@@ -9,7 +9,6 @@ import torch
 
 from hcache_backend.projection.attention import (
     AttentionLayer,
-    CallTemplate,
     ProjectionBatch,
     ProjectionReached,
 )
@@ -273,8 +272,8 @@ class NoTable(Rope):
 def layer_of(module: torch.nn.Module, dtype: torch.dtype = torch.float32) -> AttentionLayer:
     """The layer of an attention module, cast to ``dtype``."""
     module.to(dtype)
-    call = CallTemplate({"hidden": "hidden", "positions": "positions", "batch": "batch"})
-    return AttentionLayer(0, "layers.0.attn", module, module, module, call)
+    names = {name: name for name in ("hidden", "positions", "batch")}
+    return AttentionLayer(0, "layers.0.attn", module, module, module, names, {})
 
 
 def evidence_of(layer: AttentionLayer) -> Evidence:

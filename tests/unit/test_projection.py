@@ -49,21 +49,21 @@ class Attention(torch.nn.Module):
 
 def layer_of(module: torch.nn.Module, *args: Any, **kwargs: Any) -> AttentionLayer:
     call = learn_call(module, args, kwargs, POSITIONS, Batch)
-    return AttentionLayer(0, "layers.0.attn", module, module, module, call)
+    return AttentionLayer(0, "layers.0.attn", module, module, module, *call)
 
 
 def test_a_call_is_learned_by_what_its_arguments_are_not_by_their_names() -> None:
     class Odd(torch.nn.Module):
         def forward(self, x: Any, where: Any, b: Any, flag: Any = None) -> None: ...
 
-    call = learn_call(Odd(), (HIDDEN, POSITIONS.clone()), {"b": Batch()}, POSITIONS, Batch)
-    assert call.names == {"hidden": "x", "positions": "where", "batch": "b"}
+    names, _ = learn_call(Odd(), (HIDDEN, POSITIONS.clone()), {"b": Batch()}, POSITIONS, Batch)
+    assert names == {"hidden": "x", "positions": "where", "batch": "b"}
 
     class WithoutPositions(torch.nn.Module):
         def forward(self, hidden_states: Any, forward_batch: Any) -> None: ...
 
-    call = learn_call(WithoutPositions(), (HIDDEN, Batch()), {}, POSITIONS, Batch)
-    assert "positions" not in call.names
+    names, _ = learn_call(WithoutPositions(), (HIDDEN, Batch()), {}, POSITIONS, Batch)
+    assert "positions" not in names
 
 
 @pytest.mark.parametrize(

@@ -75,8 +75,8 @@ class Attention(nn.Module):
 def test_keywords_of_a_call_are_learned_by_name() -> None:
     positions, batch = torch.arange(3), SimpleNamespace()
     given = {"positions": positions, "hidden_states": torch.zeros(3, 4), "batch": batch}
-    learned = learn_call(Attention(), (), given, positions, SimpleNamespace)
-    assert learned.names == {
+    names, _ = learn_call(Attention(), (), given, positions, SimpleNamespace)
+    assert names == {
         "positions": "positions",
         "hidden": "hidden_states",
         "batch": "batch",
