@@ -16,6 +16,15 @@ import torch
 
 
 @dataclass(frozen=True)
+class ProjectionBatch:
+    """Stands in for the engine's batch; it marks a call that only wants K and V. It has no memory
+    pool, so a model that stores K and V inside a fused kernel cannot do so here. ``forward_mode``
+    is the engine's value for prefill, which some models look at."""
+
+    forward_mode: object = None
+
+
+@dataclass(frozen=True)
 class AttentionLayer:
     """One layer: its attention module and the linear module that receives the hidden state."""
 
@@ -29,6 +38,7 @@ class AttentionLayer:
     # positions or no batch), and its other arguments.
     names: Mapping[str, str]
     constants: Mapping[str, Any]
+    batch: ProjectionBatch = ProjectionBatch()
 
 
 class UnknownCall(ValueError):
@@ -79,22 +89,13 @@ class ProjectionReached(Exception):
     """Carries K and V out of the attention module, as ``args``. Never escapes this module."""
 
 
-@dataclass(frozen=True)
-class ProjectionBatch:
-    """Stands in for the engine's batch; it marks a call that only wants K and V. It has no memory
-    pool, so a model that stores K and V inside a fused kernel cannot do so here. ``forward_mode``
-    is the engine's value for prefill, which some models look at."""
-
-    forward_mode: object
-
-
 class ProjectionFailed(RuntimeError):
     """The attention module gave no K and V."""
 
 
 @torch.no_grad()
 def project_with_module(
-    layer: AttentionLayer, hidden: torch.Tensor, positions: torch.Tensor, batch: ProjectionBatch
+    layer: AttentionLayer, hidden: torch.Tensor, positions: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V of one layer, by the model's own attention module (paper section 3.1).
 
@@ -102,7 +103,7 @@ def project_with_module(
     K is ``[n, kv_heads, head_dim]`` and V ``[n, kv_heads, v_head_dim]``, in the model's type.
     Raises ProjectionFailed if the module ended without reaching attention, or without K and V.
     """
-    given = {"hidden": hidden, "positions": positions, "batch": batch}
+    given = {"hidden": hidden, "positions": positions, "batch": layer.batch}
     arguments = {name: given[what] for what, name in layer.names.items()}
     try:
         layer.module(**layer.constants, **arguments)

@@ -107,4 +107,4 @@ def test_a_layer_without_linear_modules_has_no_spec(monkeypatch: pytest.MonkeyPa
     sample = SimpleNamespace(k=torch.zeros(2, 1, 8), v=torch.zeros(2, 1, 8))
     evidence: Any = SimpleNamespace(samples=[sample])
     with pytest.raises(search.NoSpec, match="no linear module gives heads of 8"):
-        search.find_spec(SimpleNamespace(), evidence, None)
+        search.find_spec(SimpleNamespace(), evidence)
