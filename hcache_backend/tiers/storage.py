@@ -294,9 +294,14 @@ class HCacheStorage(HiCacheStorage):
         if weights is None or weights.suspended is not None:
             return None
         pages, named = self._pools[pool], (list(PageKeys(keys)), PageKeys(_prefix(extra)))
-        alone = pool in self._windows
         return [
-            Pages(pages, part, self._namespace(pool, part, weights, **rank), *named, alone)
+            Pages(
+                pages,
+                part,
+                self._namespace(pool, part, weights, **rank),
+                *named,
+                pool in self._windows,
+            )
             for part in range(pages.parts)
         ]
 

@@ -130,8 +130,9 @@ class LocalTier(Tier):
         return stored
 
     def quarantine(self, namespaces: Sequence[bytes]) -> int:
-        """Pages of earlier weights go, too. A write that began before is waited for: otherwise its
-        pages would be named afterwards."""
+        """Write no more, and delete all pages that this server wrote, also of earlier weights;
+        returns how many files. A write that began before is waited for: otherwise its pages would
+        be named afterwards."""
         with self._writing:
             self._quarantined = True
             return self.store.drop_writer(self._writer)

@@ -271,9 +271,13 @@ SCENARIOS = {
     ),
     "flushes": Scenario(flushes, _was_cut_off),
     "flushes, encoded": Scenario(
-        flushes, _was_cut_off, KINDS, restore="auto", codec="exp4", fault=UNFIT
+        *(flushes, _was_cut_off, KINDS),
+        restore="auto",
+        codec="exp4",
+        fault=UNFIT,
+        waits=(ABORTED,),
     ),
-    "flushes, eager": Scenario(flushes, _was_cut_off, KINDS, restore="auto"),
+    "flushes, eager": Scenario(flushes, _was_cut_off, KINDS, restore="auto", waits=(ABORTED,)),
 }
 
 

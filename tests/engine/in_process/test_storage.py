@@ -168,6 +168,34 @@ def test_prefixes_that_every_pool_can_end_are_listed(
     assert result.kv_hit_pages == 2
 
 
+def test_evicted_pages_of_other_pools_have_no_event(
+    tmp_path: Path, runtime: Runtime, pool: HostPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They have the keys of pages of K and V, which stay."""
+    monkeypatch.setattr(attach, "publishes_events", lambda: True)
+    storage, side = HCacheStorage(storage_config(tmp_path, {"events": True}), {}), HostPool(8)
+    storage.register_mem_pool_host(pool)
+    storage.register_mem_host_pool_v2(side, PoolName.MAMBA)
+    store = storage._tier.local.store
+
+    def files() -> set[Path]:
+        return set(tmp_path.glob("**/*.page"))
+
+    def evict(pages: set[Path]) -> list[list[int]]:
+        """The store says that it has evicted these; blocks that were removed."""
+        store.stats.on_evicted([name for page in pages if (name := parse_name(page.name))])
+        assert storage.events is not None
+        return [event.block_hashes for event in storage.events.take()]
+
+    storage.batch_set_v1(KEYS[:1], pool.fill(range(1)))
+    kv = files()
+    storage.batch_set_v2([PoolTransfer(PoolName.MAMBA, side.fill(range(1)), keys=KEYS[:1])])
+    assert (len(kv), len(files())) == (1, 2)
+    assert evict(files() - kv) == []
+    assert evict(kv) == [[hash_str_to_int64(KEYS[0])]]
+    storage.close()
+
+
 @pytest.mark.parametrize(
     ("name", "window", "damaged", "rest"),
     [
@@ -232,34 +260,6 @@ def test_a_hit_uses_all_its_pages_and_the_window_at_its_end(
     monkeypatch.setattr(store, "use", lambda _, keys, first: used.append((len(keys), first)))
     storage.batch_exists_v2(KEYS, [PoolTransfer(PoolName.SWA, **how | {"keys": KEYS[:2]})])
     assert used == [(6, 0), (6, 4)]
-
-
-def test_evicted_pages_of_other_pools_have_no_event(
-    tmp_path: Path, runtime: Runtime, pool: HostPool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They have the keys of pages of K and V, which stay."""
-    monkeypatch.setattr(attach, "publishes_events", lambda: True)
-    storage, side = HCacheStorage(storage_config(tmp_path, {"events": True}), {}), HostPool(8)
-    storage.register_mem_pool_host(pool)
-    storage.register_mem_host_pool_v2(side, PoolName.MAMBA)
-    store = storage._tier.local.store
-
-    def files() -> set[Path]:
-        return set(tmp_path.glob("**/*.page"))
-
-    def evict(pages: set[Path]) -> list[list[int]]:
-        """The store says that it has evicted these; blocks that were removed."""
-        store.stats.on_evicted([name for page in pages if (name := parse_name(page.name))])
-        assert storage.events is not None
-        return [event.block_hashes for event in storage.events.take()]
-
-    storage.batch_set_v1(KEYS[:1], pool.fill(range(1)))
-    kv = files()
-    storage.batch_set_v2([PoolTransfer(PoolName.MAMBA, side.fill(range(1)), keys=KEYS[:1])])
-    assert (len(kv), len(files())) == (1, 2)
-    assert evict(files() - kv) == []
-    assert evict(kv) == [[hash_str_to_int64(KEYS[0])]]
-    storage.close()
 
 
 def test_clear_deletes_the_pages_of_this_model_only(
