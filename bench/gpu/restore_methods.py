@@ -1,7 +1,5 @@
 """Every way to get K and V of a history back, on the same data."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
 from types import SimpleNamespace

@@ -3,8 +3,6 @@
 Nothing is listed by hand that can be found, so a new use is a use that is checked.
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

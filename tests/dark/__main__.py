@@ -7,8 +7,6 @@
 Ends with 1 if a test failed, if a dark statement is not in dark.toml, or if one there is not dark.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import shutil

@@ -1,7 +1,5 @@
 """``python -m tests.docs``: check README, changelog and docs; ends with 1 when one is wrong."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Annotated

@@ -1,7 +1,5 @@
 """Whether names in pages exist: options, configuration, variables, metrics, files, functions."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re

@@ -1,7 +1,5 @@
 """Short runs of the programs in ``bench`` that serve, and ``hcache ingest``, on real servers."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 import json

@@ -1,7 +1,5 @@
 """SGLang's publisher of KV events says what L3 stores and evicts."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

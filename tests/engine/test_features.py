@@ -1,7 +1,5 @@
 """What SGLang can do beside own pages: rows of the table in docs/limits.md."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple

@@ -1,8 +1,6 @@
 """The harness: SGLang's own caches, which our backend is later held to, and server processes: how
 they start, how their end is seen, and that none outlives its test run."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

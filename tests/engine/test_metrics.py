@@ -1,7 +1,5 @@
 """Our metrics beside SGLang's, on a real server with --enable-metrics."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Iterator

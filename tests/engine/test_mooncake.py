@@ -1,7 +1,5 @@
 """Hidden-state pages in a Mooncake cluster: another server's pages are used, if they prove it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

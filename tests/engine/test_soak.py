@@ -1,7 +1,5 @@
 """Many clients for a long time, in pools that are too small: nothing is wrong and nothing leaks."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

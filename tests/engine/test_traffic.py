@@ -1,7 +1,5 @@
 """Shapes of traffic, on one server: small pages, small chunks mixed with decode, many at once."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

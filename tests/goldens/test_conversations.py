@@ -4,8 +4,6 @@ Replies are compared within a run and not recorded: sums differ between CPUs. Th
 many tokens of each turn came from L3.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType

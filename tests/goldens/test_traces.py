@@ -4,8 +4,6 @@
 of the model without a cache, in every mode. They are not recorded: sums differ between CPUs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType

@@ -1,7 +1,5 @@
 """Servers that write traces, and what a script asks of them."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Mapping, Sequence

@@ -3,8 +3,6 @@
 What needs no graph also runs on the CPU, where streams are threads.
 """
 
-from __future__ import annotations
-
 import random
 import time
 

@@ -1,7 +1,5 @@
 """Compiles launches ahead of time, and says what their kernels take of a multiprocessor."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import re

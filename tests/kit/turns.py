@@ -1,7 +1,5 @@
 """Turns of the scheduler, for one part of ours."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Which bytes a torch operation reads and writes, row by row where it indexes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any

@@ -1,7 +1,5 @@
 """The checker as one object: clocks, memory, stand-ins for the device, and a report."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """Vector clocks of the host and of streams."""
 
-from __future__ import annotations
-
 import random
 import sys
 import threading

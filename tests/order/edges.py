@@ -1,7 +1,5 @@
 """Every place of the product that puts streams in an order, so that each can be left out."""
 
-from __future__ import annotations
-
 import ast
 import sys
 from collections.abc import Iterator

@@ -6,8 +6,6 @@ a replay neither its hooks nor HiCache's wait for a layer run, and the barrier t
 scheduler write what forward passes read is published before the step has done anything.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

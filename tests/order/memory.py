@@ -1,7 +1,5 @@
 """Memory that streams use: who touched which bytes last, and whether it lives long enough."""
 
-from __future__ import annotations
-
 import weakref
 from collections import Counter
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Scenarios of the restore pipeline: pages in host memory become K and V under forward passes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial

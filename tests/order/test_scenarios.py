@@ -3,8 +3,6 @@
 That each edge is missed is tested by ``tests/goldens/test_edges.py``, which also records by what.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """``bench/gpu/serve.sh``: servers with shapes of real models, as far as it goes without a GPU."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """``hcache config`` says what a server's start would say."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What the commands say in cases that other tests do not come to."""
 
-from __future__ import annotations
-
 import errno
 from collections.abc import Callable
 from importlib import metadata

@@ -1,7 +1,5 @@
 """The list of statements that no test runs fits the source, and marks say what ran."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

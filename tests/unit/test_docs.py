@@ -1,7 +1,5 @@
 """README, changelog and docs are right, in short sentences, and the checks find what is wrong."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Documents in files, the journal, and what is sent in which order."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

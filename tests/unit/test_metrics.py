@@ -1,7 +1,5 @@
 """Metrics as a process of several keeps them: in files."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The wheel, the version, and examples that commands, Prometheus and the README read."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

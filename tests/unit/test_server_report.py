@@ -1,7 +1,5 @@
 """What a server leaves in a store's folder, and what ``hcache`` says about it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Streams and events of CUDA, as far as they can be tried without it."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

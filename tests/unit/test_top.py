@@ -1,7 +1,5 @@
 """`hcache top`, on pages that our metrics themselves write and a small server hands out."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

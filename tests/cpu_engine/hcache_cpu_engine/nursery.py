@@ -21,8 +21,6 @@ Each order brings a status pipe. It carries `pid N` from the server once it lead
 when the whole group is gone.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import gc

@@ -1,7 +1,5 @@
 """A profile of a GPU: copies beside products on its clock, and what the product does then."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The backend's streams over CUDA's: what waits is right, and what does not wait is found."""
 
-from __future__ import annotations
-
 import random
 import sys
 from collections.abc import Callable

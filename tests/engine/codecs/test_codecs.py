@@ -1,7 +1,5 @@
 """Hidden states that are stored encoded: what comes back, and what must never come back."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path

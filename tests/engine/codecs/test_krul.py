@@ -1,7 +1,5 @@
 """Servers whose pages have pairs of layers in one slot (codec ``krul``)."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

@@ -1,7 +1,5 @@
 """Disks that fail under a server that goes on serving: no request notices, and L3 comes back."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

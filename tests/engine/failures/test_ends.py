@@ -1,7 +1,5 @@
 """What L3 has after the end of a server: by SIGTERM, as operators end one, and by SIGKILL."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Attempts to make the server use pages that are damaged, misplaced, or of another model."""
 
-from __future__ import annotations
-
 import random
 import shutil
 from collections.abc import Callable, Iterator

@@ -5,8 +5,6 @@ while that file exists, so that a server can start, and serve for a while, in go
 ``HCACHE_TEST_STAGE`` they only work in that pipeline stage.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

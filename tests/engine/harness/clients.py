@@ -1,7 +1,5 @@
 """Clients that talk to a server at once, with shared prefixes, and hang up when they please."""
 
-from __future__ import annotations
-
 import random
 import threading
 import time

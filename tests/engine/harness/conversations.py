@@ -1,7 +1,5 @@
 """Multi-turn conversations of random tokens: each turn sends the whole history plus a question."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field

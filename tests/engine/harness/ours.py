@@ -1,7 +1,5 @@
 """Servers with our backend, and what tests ask about what they stored and said."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """What goes wrong with L3 while clients talk, one thing after the other."""
 
-from __future__ import annotations
-
 import random
 import threading
 from collections import Counter

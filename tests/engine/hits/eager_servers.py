@@ -1,7 +1,5 @@
 """Servers whose prefetches go on batch by batch, as a test wants."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path

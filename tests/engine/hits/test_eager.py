@@ -3,8 +3,6 @@
 Pages that have arrived are restored. If L3 is read from the back, front pages are recomputed whole.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import threading

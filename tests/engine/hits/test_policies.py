@@ -1,7 +1,5 @@
 """HiCache's policies, with pools that are too small for what is asked of them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Servers for SGLang's kits: SGLang's own `file` as control, and ours in each mode."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

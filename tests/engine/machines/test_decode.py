@@ -1,7 +1,5 @@
 """Decode servers with an L3: prefill servers find what they write, and nothing fails a request."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

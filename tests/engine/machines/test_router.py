@@ -1,7 +1,5 @@
 """Replicas behind SGLang's router, each with disks of its own, and an L3 that they share."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ What readers have to fill in is filled in: `...` by what every server of a test 
 and folders by those of this machine; transfers are by TCP (`mooncake_tcp`).
 """
 
-from __future__ import annotations
-
 import json
 import shlex
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """What one machine wrote to the shared L3, another one restores."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from pathlib import Path

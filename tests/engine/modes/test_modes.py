@@ -1,7 +1,5 @@
 """Which mode a server ends up in, what it says about it, and how configurations are refused."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

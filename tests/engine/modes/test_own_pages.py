@@ -1,7 +1,5 @@
 """Own pages of K and V: models whose hidden states do not pay, through L2, L3 and restarts."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path

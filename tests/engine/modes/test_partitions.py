@@ -1,7 +1,5 @@
 """Partitions on a real server: whatever is stored of a layer, the output is that of no cache."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 A draft model's K and V are a pool of SGLang's own beside ours; L3 has its pages in our store.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -4,8 +4,6 @@ Triton decides when a kernel is defined, from TRITON_INTERPRET, whether it is in
 must not reach other tests. So tests/kernels/test_interpreted.py starts a process with it.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

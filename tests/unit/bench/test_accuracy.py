@@ -1,7 +1,5 @@
 """How ``bench.accuracy`` chooses what it scores, and how it scores; no model."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """The fixture models, trained and real: their text, their weights, and how they are kept."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

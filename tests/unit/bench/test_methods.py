@@ -1,7 +1,5 @@
 """The methods' servers: what they have in common, and what tells them apart."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What ``bench.multiturn`` sends when, to a client that takes notes; and what it counts."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Every program has a help text; a wrong option is named before a server starts."""
 
-from __future__ import annotations
-
 import importlib
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Restores by method over a rate: what is tried where, and how rounds are compared."""
 
-from __future__ import annotations
-
 import random
 from argparse import Namespace
 from contextlib import contextmanager

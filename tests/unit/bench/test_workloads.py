@@ -1,7 +1,5 @@
 """Workloads have the statistics they claim, the same for a seed, and can be made smaller."""
 
-from __future__ import annotations
-
 from statistics import mean, median
 
 import pytest

@@ -1,7 +1,5 @@
 """An arena, its capture, and a device that is a thread."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 

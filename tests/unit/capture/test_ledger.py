@@ -1,7 +1,5 @@
 """What the arena hears of, when, and what it costs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

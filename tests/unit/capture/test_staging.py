@@ -1,7 +1,5 @@
 """Stage one and stage two with real overlap: a worker thread plays the device."""
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A gate that tests of hits share."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.unit.hits.gates import Gate, computing_a_thousand_a_second

@@ -1,7 +1,5 @@
 """A disk that becomes slow, and good again: the effect of reads and probes."""
 
-from __future__ import annotations
-
 import pytest
 
 from hcache_backend.prefetch.gate import LONGEST_PROBE_SECONDS, PROBE_SECONDS, PROBE_SHARE

@@ -1,7 +1,5 @@
 """What a slot keeps of two layers: what comes back, its bytes, and what does not fit."""
 
-from __future__ import annotations
-
 import hashlib
 
 import pytest

@@ -1,7 +1,5 @@
 """Which layers are alike, and which are paired: by hand, planted, and by whole attention maps."""
 
-from __future__ import annotations
-
 import math
 import random
 

@@ -1,7 +1,5 @@
 """Shapes from config.json files of many families, and what is said about wrong ones."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """The front and the back of a prefetch: what each may take. Their interleavings are in
 tests/engine/in_process/hits/test_meetings.py."""
 
-from __future__ import annotations
-
 import threading
 
 from hcache_backend.prefetch.prefetch import Meeting

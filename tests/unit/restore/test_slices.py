@@ -1,7 +1,5 @@
 """Slices of recomputation: as long as a turn has time for, by what earlier ones took."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Fixtures of the store's tests."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import tempfile

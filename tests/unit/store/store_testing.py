@@ -1,7 +1,5 @@
 """What the tests of the store shard: pages that can be told apart, and small stores."""
 
-from __future__ import annotations
-
 import errno
 import mmap
 import os

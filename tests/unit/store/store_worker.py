@@ -1,7 +1,5 @@
 """Processes that use a store while others do, and while they are killed."""
 
-from __future__ import annotations
-
 import io
 import random
 import sys

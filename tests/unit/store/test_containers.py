@@ -1,7 +1,5 @@
 """One folder, several containers: their processes have equal numbers (PIDs)."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

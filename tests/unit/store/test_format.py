@@ -1,7 +1,5 @@
 """Page files: what version 2 wrote stays readable, and no changed byte goes unnoticed."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Disks that are full or read-only, and processes that may open few files."""
 
-from __future__ import annotations
-
 import errno
 import os
 import sqlite3

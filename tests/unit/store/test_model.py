@@ -1,7 +1,5 @@
 """The store against a dictionary: any sequence of calls, with eviction, shards and reopening."""
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 from pathlib import Path

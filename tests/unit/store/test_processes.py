@@ -1,7 +1,5 @@
 """Several processes on one store, and processes that are killed."""
 
-from __future__ import annotations
-
 import fcntl
 import multiprocessing
 import os

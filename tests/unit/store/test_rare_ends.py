@@ -1,7 +1,5 @@
 """Files, indexes and file systems in states that servers hardly leave: each is told."""
 
-from __future__ import annotations
-
 import errno
 import os
 import resource

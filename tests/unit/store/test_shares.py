@@ -1,7 +1,5 @@
 """Shares of pages: every rank has the memory of its own share, and reads what others wrote."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What becomes of pages that cannot be encoded on the way to L3."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

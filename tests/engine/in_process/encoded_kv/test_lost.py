@@ -1,7 +1,5 @@
 """Pages of which nobody has the layers: loads recompute them, and ranks agree which these are."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Sequence
 from types import SimpleNamespace

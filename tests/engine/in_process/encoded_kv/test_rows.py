@@ -1,7 +1,5 @@
 """Pages with rows of hidden states that their codec cannot hold: they are backed up as lost."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator
 from types import SimpleNamespace
 

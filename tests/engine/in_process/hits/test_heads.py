@@ -1,7 +1,5 @@
 """Heads that write_back would not write, and the backups that are waited for."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Our host pool under SGLang's own base class: logical indices, and the memory behind them."""
 
-from __future__ import annotations
-
 import re
 import threading
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Pages of SGLang's own host pools through the store: every kind, every layout."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path

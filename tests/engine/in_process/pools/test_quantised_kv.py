@@ -1,7 +1,5 @@
 """K and V in fp8: their bits, and the scales beside them. Served ones: `modes/test_fp8.py`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 

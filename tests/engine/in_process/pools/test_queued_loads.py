@@ -1,7 +1,5 @@
 """Queued loads: what of them is recomputed, behind what, and what becomes of failures."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any

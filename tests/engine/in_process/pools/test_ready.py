@@ -1,7 +1,5 @@
 """A load of pages of which some are restored already: the host pool launches what is missing."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

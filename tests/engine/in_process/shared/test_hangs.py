@@ -1,7 +1,5 @@
 """A shared tier that hangs, fails or is slow, and pages that wait for it."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

@@ -1,7 +1,5 @@
 """The shared tier: SGLang's own file backend in a folder that machines share."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The page store, the shared tier and both as one have the same calls."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest
