@@ -51,11 +51,7 @@ def main() -> int:
 def environment(folder: Path) -> dict[str, str]:
     """Of a process whose statements are marked."""
     paths = [str(Path(__file__).with_name("python")), os.environ.get("PYTHONPATH")]
-    return {
-        **os.environ,
-        VARIABLE: str(folder),
-        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-    }
+    return {**os.environ, VARIABLE: str(folder), "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
 if __name__ == "__main__":

@@ -263,8 +263,7 @@ def model(pytestconfig: pytest.Config) -> Path:
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=TRANSFER if "prefill" in name else ()) for name in SCENARIOS],
+    "name", [pytest.param(name, marks=TRANSFER if "prefill" in name else ()) for name in SCENARIOS]
 )
 def test_traces(name: str, model: Path, tmp_path: Path) -> None:
     scenario = SCENARIOS[name]

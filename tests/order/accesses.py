@@ -22,11 +22,7 @@ VIEWS = {
 }
 """Touch no bytes, and do not say so in their schema's aliases."""
 
-FACTS = {
-    aten._local_scalar_dense.default,
-    aten.is_nonzero.default,
-    aten.equal.default,
-}
+FACTS = {aten._local_scalar_dense.default, aten.is_nonzero.default, aten.equal.default}
 """Give the host a number: it waits for the stream."""
 
 SIZED_BY_DATA = {

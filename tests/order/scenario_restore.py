@@ -118,11 +118,7 @@ class Pool:
         return Recompute(layers, fill, self.stream()) if layers else None
 
     def run(
-        self,
-        layers: int,
-        positions: torch.Tensor,
-        slots: torch.Tensor,
-        spans: Iterable[TokenSpan],
+        self, layers: int, positions: torch.Tensor, slots: torch.Tensor, spans: Iterable[TokenSpan]
     ) -> None:
         """Recompute the first layers, as :class:`hcache_backend.restore.recompute.Recomputer`."""
         self.talk()

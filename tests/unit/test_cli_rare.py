@@ -22,8 +22,7 @@ def shown(call: Callable[[], None], capsys: pytest.CaptureFixture[str]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("count", "text"),
-    [(5, "5 B"), (1536, "1.5 KiB"), (3 << 40, "3.0 TiB"), (5 << 50, "5.0 PiB")],
+    ("count", "text"), [(5, "5 B"), (1536, "1.5 KiB"), (3 << 40, "3.0 TiB"), (5 << 50, "5.0 PiB")]
 )
 def test_bytes_as_people_read_them(count: int, text: str) -> None:
     assert human_bytes(count) == text
@@ -109,9 +108,7 @@ def test_a_reader_that_goes_away_is_no_error_of_ours(monkeypatch: pytest.MonkeyP
 # ---- options ----
 
 
-def test_options_that_are_no_toml_are_told(
-    tmp_path: Path,
-) -> None:
+def test_options_that_are_no_toml_are_told(tmp_path: Path) -> None:
     (tmp_path / "hcache.toml").write_text("dirs = [")
     with pytest.raises(ConfigError, match="is not TOML"):
         config_from_environment({"HCACHE_CONFIG": f"@{tmp_path / 'hcache.toml'}"})

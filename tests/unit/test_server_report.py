@@ -12,12 +12,7 @@ from hcache_backend.cli.main import app
 from hcache_backend.config import parse_config
 from hcache_backend.format.page import PageLayout, StoredLayer, hidden_layer, kv_layer
 from hcache_backend.format.units import Segment, SegmentTable
-from hcache_backend.server_report import (
-    LayerGroup,
-    ServerReport,
-    read_report,
-    write_report,
-)
+from hcache_backend.server_report import LayerGroup, ServerReport, read_report, write_report
 from hcache_backend.store import SERVER_REPORT, PageStore
 
 BY_SPEC = LayerGroup(

@@ -73,10 +73,7 @@ def test_registered_memory_is_reached_and_a_failure_is_told(
     assert memory.tolist() == [1] * 4  # the end of the block waits
     runtime = SimpleNamespace(cudaHostRegister=lambda *_: 2)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    with (
-        pytest.raises(RuntimeError, match="16 bytes: CUDA error 2"),
-        registered(memory, CUDA),
-    ):
+    with pytest.raises(RuntimeError, match="16 bytes: CUDA error 2"), registered(memory, CUDA):
         pass
 
 

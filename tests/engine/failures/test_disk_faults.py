@@ -226,10 +226,7 @@ def test_a_prefetch_waits_as_long_as_its_options_say(
     def hits(fault: Fault, base: float, per_ki_token: float) -> int:
         server.detach_storage()
         config = attach_config(disk, **STORE)
-        config |= {
-            "prefetch_timeout_base": base,
-            "prefetch_timeout_per_ki_token": per_ki_token,
-        }
+        config |= {"prefetch_timeout_base": base, "prefetch_timeout_per_ki_token": per_ki_token}
         attach(server, config, hicache_storage_prefetch_policy="timeout")
         with fault(disk, trigger):
             (again,) = ask(server, [conversation.turns[0].prompt], flush=False)

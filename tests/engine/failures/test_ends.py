@@ -60,12 +60,7 @@ def test_what_is_queued_for_l3_is_written_when_a_server_is_asked_to_end(
     mode: dict[str, Any], model: Path, tmp_path: Path
 ) -> None:
     trigger = tmp_path / "trigger"
-    options = our_server(
-        model,
-        tmp_path,
-        hcache=mode,
-        extra_env=faulty("disk", trigger),
-    )
+    options = our_server(model, tmp_path, hcache=mode, extra_env=faulty("disk", trigger))
     conversations = make_conversations(3, turns=1, tokens=600)
     with Server(options) as server:
         trigger.write_text("held writes")

@@ -65,11 +65,7 @@ class Clients:
         self.talk(0, until=lambda: self.counts["conversations"] >= wanted)
 
     def _talk(
-        self,
-        rng: random.Random,
-        left: list[list[int]],
-        deadline: float,
-        until: Callable[[], bool],
+        self, rng: random.Random, left: list[list[int]], deadline: float, until: Callable[[], bool]
     ) -> None:
         history: list[int] = []
         while time.monotonic() < deadline or not until():

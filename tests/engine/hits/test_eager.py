@@ -183,10 +183,7 @@ def test_an_abort_gives_back_what_was_reserved(case: Case, model: Path, server: 
         read_batches(server, 0 if case.has_front else part, part)
         gone = threading.Thread(target=_may_fail, args=(server, prompt, rid))
         taken = part * (PAGE if case.has_front else BATCH)
-        with (
-            until_more(server, *progress(case), taken),
-            until_more(server, "lookups", "found", 1),
-        ):
+        with until_more(server, *progress(case), taken), until_more(server, "lookups", "found", 1):
             gone.start()
         server.abort_request(rid)
         gone.join()

@@ -29,11 +29,7 @@ from .shared_l3 import assert_absent, assert_found, from_l3, machine, until_all_
 pytestmark = pytest.mark.engine
 
 STALL_S = 10.0
-KINDS: dict[str, dict[str, Any]] = {
-    "hidden": {},
-    "own": {"mode": "kv"},
-    "plain": {"mode": "plain"},
-}
+KINDS: dict[str, dict[str, Any]] = {"hidden": {}, "own": {"mode": "kv"}, "plain": {"mode": "plain"}}
 
 
 @pytest.mark.parametrize(

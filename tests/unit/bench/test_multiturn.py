@@ -73,9 +73,7 @@ def ask(
 def flat(lengths: Sequence[Sequence[int]], **options: Any) -> Workload:
     """Sessions with questions of these lengths and replies of two tokens."""
     return Workload(
-        "test",
-        tuple(Session(tuple(Turn(n, 2) for n in session)) for session in lengths),
-        **options,
+        "test", tuple(Session(tuple(Turn(n, 2) for n in session)) for session in lengths), **options
     )
 
 

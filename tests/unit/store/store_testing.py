@@ -130,10 +130,7 @@ def open_quiet(
 
 
 def put(
-    store: PageStore,
-    *numbers: int,
-    namespace: bytes = NAMESPACE,
-    prefix: Sequence[bytes] = (),
+    store: PageStore, *numbers: int, namespace: bytes = NAMESPACE, prefix: Sequence[bytes] = ()
 ) -> list[bool]:
     """Store the pages with these numbers, behind those with the keys ``prefix``."""
     names = keys(numbers)

@@ -152,8 +152,5 @@ class StoreMachine(RuleBasedStateMachine):
 
 TestStore = StoreMachine.TestCase
 TestStore.settings = settings(
-    max_examples=120,
-    stateful_step_count=30,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
+    max_examples=120, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
 )

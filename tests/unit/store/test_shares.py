@@ -85,12 +85,7 @@ def put_share(
 
 
 def get_share(
-    store: PageStore,
-    shard: Shard,
-    table: SegmentTable = LAYERS,
-    *,
-    cut: int = 0,
-    shift: int = 0,
+    store: PageStore, shard: Shard, table: SegmentTable = LAYERS, *, cut: int = 0, shift: int = 0
 ) -> bytes | None:
     """What a rank finds of page 1; None is a miss."""
     target = memory(len(payload(bytes(table.page_bytes), table, shard)), shift)

@@ -189,12 +189,7 @@ RANKS = [{"tp_rank": rank, "tp_size": 2} for rank in range(2)]
             False,
         ),
         # Data-parallel attention: the ranks of a group are counted from 0 in each of them.
-        (
-            lambda: mha("page_first"),
-            PoolName.KV,
-            [{"dp_rank": rank} for rank in range(2)],
-            True,
-        ),
+        (lambda: mha("page_first"), PoolName.KV, [{"dp_rank": rank} for rank in range(2)], True),
         (
             lambda: mla("page_first"),
             PoolName.KV,

@@ -70,9 +70,7 @@ def adopted(device: list[int], ready: list[bool], whole: list[bool], *made: Any)
     return Adopted(slots_of(*device), np.array(ready), np.array(whole), made)
 
 
-def test_only_missing_pages_are_transferred_and_all_restores_waited_for(
-    pool: OwnPagesPool,
-) -> None:
+def test_only_missing_pages_are_transferred_and_all_restores_waited_for(pool: OwnPagesPool) -> None:
     early = Running()
     given = adopted([5, 6, 2], *2 * [[False, True, False]], early)
     pipeline = load(pool, [3, 1, 4], [5, 6, 2], given)

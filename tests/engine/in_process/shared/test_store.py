@@ -124,10 +124,7 @@ def test_other_weights_find_nothing_shared(
 
 
 def test_what_is_kept_after_a_weight_update_is_not_taken_for_pages_of_the_new_weights(
-    machine: Callable[..., Machine],
-    shared: Path,
-    runtime: Runtime,
-    monkeypatch: pytest.MonkeyPatch,
+    machine: Callable[..., Machine], shared: Path, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = machine("first"), machine("second")
     first.share(0)
@@ -173,10 +170,7 @@ def test_what_this_machines_disk_lost_is_not_counted_as_brought_by_the_shared_ti
 
 @pytest.mark.parametrize("switch", ["disaggregation_mode", "enable_pd_role_switch"])
 def test_a_decode_server_promises_no_hit_and_writes(
-    switch: str,
-    machine: Callable[..., Machine],
-    runtime: Runtime,
-    caplog: pytest.LogCaptureFixture,
+    switch: str, machine: Callable[..., Machine], runtime: Runtime, caplog: pytest.LogCaptureFixture
 ) -> None:
     """SGLang fails a request whose hit is lost; neither store may promise one."""
     first = machine("first")
