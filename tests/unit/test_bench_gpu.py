@@ -34,7 +34,7 @@ from bench.gpu import (
 from bench.gpu.capture import WAYS
 from bench.gpu.first import STEPS
 from bench.gpu.program import Device, GpuProgram, GpuRun
-from bench.gpu.steps import Step, rows_of, run
+from bench.gpu.steps import Step, run
 
 SCRIPT = Path(__file__).resolve().parents[2] / "bench" / "gpu" / "first.sh"
 ABSENT = """
@@ -197,11 +197,6 @@ def test_questions_have_answers_except_about_streams(dry_run: DryRun) -> None:
     assert content["register"][-1]["gb"] == 0.001
 
 
-def test_the_first_stream_that_is_an_earlier_one_is_found() -> None:
-    assert questions.first_again([5, 7, 9, 7]) == 3
-    assert questions.first_again([5, 7]) is None
-
-
 def test_less_memory_is_registered_where_less_is_free_and_none_that_takes_too_long(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -245,14 +240,6 @@ def test_a_wrong_result_ends_a_program_with_status_1(
     )
     assert program.main(["--dry-run", "--out", str(tmp_path)]) == status
     assert (tmp_path / "it.png").stat().st_size > 0
-
-
-def test_rows_are_in_the_file_before_the_next_one_is_measured(tmp_path: Path) -> None:
-    run = make_run(tmp_path, dry_run=False)
-    for count in (1, 2):
-        run.add({"number": count, "right": True}, "a row", "some")
-        content = json.loads((tmp_path / "it.json").read_text())
-        assert [row["number"] for row in content["some"]] == [1, 2][:count]
 
 
 def test_a_dry_run_only_writes_where_it_is_told(
@@ -328,8 +315,3 @@ def test_a_failed_step_stops_no_other_and_is_told_in_the_end(
     assert list(limits) == list(first.STEPS)
     assert limits["questions"] == pytest.approx(500 * 3 / 18, abs=1)
     assert limits["order"] == pytest.approx(500, abs=1)  # what others left is its own
-
-
-def test_long_parts_of_rows_stay_in_the_files_of_the_steps() -> None:
-    content = {"device": "x", "rows": [{"ms": 1, "spans": [1] * 100}], "torch": "2"}
-    assert rows_of(content) == {"rows": [{"ms": 1}]}
