@@ -1,29 +1,59 @@
 """The self-check at the start: what a forward pass on a few tokens shows of each layer.
 
 It learns the call of each attention module, and finds its projection: the linear module that is fed
-first. It proves that projecting that input gives the K and V that the model wrote.
+first. It proves that projecting that input gives the K and V that the model wrote, and that
+recomputed layers do (:func:`check_recompute`). :class:`LayerSpecs` finds the projection of each
+layer: by a proven spec, or by its attention module.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+import logging
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.distributed as dist
 
-from hcache_backend.checks.comparison import first_problem, projection_problem
+from hcache_backend.checks.comparison import first_problem, projected, projected_difference
+from hcache_backend.config import PROJECTION_VARIABLE
 from hcache_backend.projection.attention import (
     AttentionLayer,
     CallTemplate,
     UnknownCall,
     learn_call,
 )
-from hcache_backend.projection.exactness import Bound, relative_difference
-from hcache_backend.projection.projector import Projector
-from hcache_backend.projection.spec import linear_output
-from hcache_backend.ranks import Refused
+from hcache_backend.projection.exactness import (
+    Bound,
+    KVExactness,
+    kv_exactness,
+    relative_difference,
+    together,
+    worst,
+)
+from hcache_backend.projection.paged_pool import PagedPool, planes_of
+from hcache_backend.projection.projector import LayerSpec, Projector, linear_output
+from hcache_backend.projection.search import (
+    LESS_EXACT,
+    Evidence,
+    NoSpec,
+    dependence,
+    find_spec,
+    gather_evidence,
+    spec_exactness,
+)
+from hcache_backend.ranks import Refused, smallest
+from hcache_backend.restore.recompute import Recomputer, TokenSpan
+from hcache_backend.server_report import LayerGroup
+from hcache_backend.streams import current_stream
+from hcache_kernels.project_kv import Way, ways_in_use
+from hcache_kernels.project_kv.spec import kind_of
+from hcache_kernels.project_kv.ways import measure_choice
+
+logger = logging.getLogger("hcache")
 
 PROBE_TOKENS = 48  # enough for a wrong RoPE to show in every head, at little cost
 _LOUDER = 3000.0  # no power of two: FP8 values whose scale is one times larger would be equal
@@ -78,12 +108,39 @@ class Probe:
 
     def compare(self, projector: Projector) -> None:
         """Project every layer's input; raises Refused if K or V differ by more than rounding."""
-        problem = first_problem(
-            projection_problem(layer, hidden, self.positions, self.slots, projector)
-            for layer, hidden in zip(self.layers, self.hidden, strict=True)
-        )
+        pairs = zip(self.layers, self.hidden, strict=True)
+        problem = first_problem(self.problem(*pair, projector) for pair in pairs)
         if problem is not None:
             raise Refused(problem)
+
+    def problem(
+        self, layer: AttentionLayer, hidden: torch.Tensor, projector: Projector, codec: str = "none"
+    ) -> str | None:
+        """The problem if K and V from ``hidden``, which may have been through ``codec``, differ
+        more from the model's than rounding and the codec explain."""
+        found = projected(layer, hidden, self.positions, self.slots, projector)
+        if isinstance(found, str):
+            return found
+        return projected_difference(layer, found.tolist(), projector.pool.dtype, codec)
+
+    def written(
+        self, layer: AttentionLayer, projector: Projector, ways: Sequence[Way | None]
+    ) -> KVExactness:
+        """Exactness of the projector's writes to the pool against the model's K and V there, which
+        are restored. The worst of ``ways`` counts; rows come in another order than the model's."""
+        pool, kernel, slots, found = projector.pool, layer.kernel, self.slots, []
+        hidden = self.hidden[layer.index]
+        wanted = pool.fetch(kernel, slots, hidden.dtype)
+        rows = hidden.flip(0), self.positions.flip(0), slots.flip(0)
+        try:
+            for way in ways:
+                pool.store(kernel, slots, *map(torch.zeros_like, wanted))
+                projector.project_to_pool(layer, *rows, way)
+                got = pool.fetch(kernel, slots, hidden.dtype)
+                found.append(kv_exactness(got, wanted, pool.dtype))
+        finally:
+            pool.store(kernel, slots, *wanted)
+        return worst(found)
 
 
 def observe(
@@ -133,26 +190,25 @@ def _watch(seen: Observation) -> list[Any]:
             seen.projection = module
             seen.hidden = hidden.detach().clone() if isinstance(hidden, torch.Tensor) else None
 
+    def on_quantised(name: str, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        depends = _depends(module, args, kwargs)
+        seen.asked[name] = seen.asked.get(name, False) or depends
+
     asked = [(on_linear, linear) for linear in seen.linears]
-    asked += [(partial(_ask_beside, seen.asked, name), m) for name, m in seen.quantised.items()]
+    asked += [(partial(on_quantised, name), module) for name, module in seen.quantised.items()]
     return [
         module.register_forward_pre_hook(hook, with_kwargs=True)
         for hook, module in ((on_call, seen.module), *asked)
     ]
 
 
-def _ask_beside(
-    asked: dict[str, bool],
-    name: str,
-    module: torch.nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> None:
-    """Call the module twice more, once with a louder last row (``[n, width]``). Both batches have
-    one shape, so all other sums have the same order."""
+def _depends(module: torch.nn.Module, args: Any, kwargs: Any) -> bool:
+    """Call the module twice more, once with a louder last row (``[n, width]``). True if that
+    changes the others: both batches have one shape, so their sums have the same order. True also
+    for rows that are quantised already: the rows before are unknown."""
     rows = given(args, kwargs)
     if not isinstance(rows, torch.Tensor) or rows.dtype.itemsize == 1:
-        return  # they are quantised already
+        return True
     louder = rows.clone()
     louder[-1] *= _LOUDER
     alone, beside = (
@@ -163,9 +219,7 @@ def _ask_beside(
         )[:-1, None].clone()  # kernels may write both outputs to one buffer of theirs
         for one in (rows.clone(), louder)  # experts may write to what they receive
     )
-    bound = Bound.of_product(rows.dtype).rms
-    depends = not relative_difference(beside, alone) <= bound
-    asked[name] = asked.get(name, False) or depends
+    return not relative_difference(beside, alone) <= Bound.of_product(rows.dtype).rms
 
 
 def _describe(
@@ -188,3 +242,282 @@ def _describe(
         raise Refused(f"{seen.name} {error}") from None
     layer = AttentionLayer(index, seen.name, seen.module, seen.kernel, seen.projection, call)
     return layer, seen.hidden
+
+
+class Recomputed(NamedTuple):
+    """Number of first layers that are exact enough, exactness in words (theirs, and the model's own
+    at other batch sizes), and why the next layer is not (None: all are)."""
+
+    layers: int
+    exactness: str
+    problem: str | None
+
+
+def check_recompute(
+    run_again: Callable[[Sequence[int], int], Sequence[torch.Tensor]],
+    most_requests: int,
+    probe: Probe,
+    recomputer: Recomputer,
+    kvcache: Any,
+) -> Recomputed:
+    """Recompute the probe's tokens, and once more their second half after the first.
+
+    Nothing may be allocated yet: other slots of the pool are overwritten too. There are more tokens
+    than in the probe, so that leftovers of its batch would show. Raises Refused if it fails, or not
+    even the first layer is exact enough. ``run_again`` runs prompts of these lengths that begin as
+    the probe does, the first tokens in a pass of their own; it returns the slots of each. There is
+    room for ``most_requests``.
+    """
+    slots, tokens, half = probe.slots, len(probe.slots), len(probe.slots) // 2
+    dtype, pool, size = probe.hidden[0].dtype, PagedPool(kvcache), kvcache.page_size
+
+    def written(at: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        return [pool.fetch(layer.kernel, at, dtype) for layer in probe.layers]
+
+    def exactness(at: torch.Tensor, part: slice) -> list[KVExactness]:
+        """Exactness, by layer, of a part of the probe's tokens that was written to ``at``."""
+        pairs = zip(written(at[part]), wanted, strict=True)
+        return [kv_exactness(got, (k[part], v[part]), pool.dtype) for got, (k, v) in pairs]
+
+    def by_layer(runs: Sequence[list[KVExactness]]) -> list[KVExactness]:
+        return [worst(layer) for layer in zip(*runs, strict=True)]
+
+    wanted = written(slots)
+    # Whole pages from the pool's last slots on; the probe's are its first.
+    first = (kvcache.size - tokens) // size * size
+    others = torch.arange(first, first + tokens, device=slots.device)
+    if int(slots.max()) >= first:
+        raise Refused("the KV pool is too small to try recomputation")
+    buffers = [plane for layer in range(kvcache.layer_num) for plane in planes_of(kvcache, layer)]
+    held = [buffer[slots] for buffer in buffers]
+    ids, none = probe.token_ids.numpy(force=True), slots[:0]
+    before = others[:half]
+    spans = [TokenSpan(ids, none), TokenSpan(ids[:half], none), TokenSpan(ids[half:], before)]
+    where, positions = torch.cat((slots, others)), probe.positions.repeat(2)
+    halves = slice(half), slice(half, tokens)
+    # A shorter prompt, as in a chunk, a larger batch, and prompts as long as the spans; at last one
+    # in two chunks, whose attention sums in another order.
+    prompts = ([half], 0), ([tokens] * 2, 0), ([tokens, half, half], 0), ([tokens], half)
+    most = most_requests - 1  # the last prompt is longer if there is no room for more
+    try:
+        own = by_layer([
+            exactness(at, part)
+            for asked, seen in prompts
+            for at in run_again([*asked[:most], sum(asked[most:])] if asked[most:] else asked, seen)
+            for part in halves[: len(at) // half]
+        ])  # fmt: skip
+        for buffer in buffers:
+            buffer[slots] = 0
+        # On the stream of service; nothing is served yet, so the host may wait.
+        forwards = recomputer.stream()
+        current_stream(slots.device).record().synchronize()
+        forwards.run(lambda: recomputer.run(len(probe.layers), positions, where, spans))
+        forwards.record().synchronize()
+        # Part by part: among many values the few that differ would not show.
+        recomputed = by_layer([exactness(at, part) for at in (slots, others) for part in halves])
+    except Exception as error:  # a model's own code, with an unusual batch
+        raise Refused(f"{type(error).__name__}: {error}") from None
+    finally:
+        for buffer, rows in zip(buffers, held, strict=True):
+            buffer[slots] = rows  # later checks compare with what the model itself wrote
+    bound = Bound.of_pass(pool.dtype)
+    pairs = zip(recomputed, own, strict=True)
+    good = [ours.as_good_as(models, bound) for ours, models in pairs]
+    layers = good.index(False) if False in good else len(good)
+    problem, beside = None, "; the model at other batch sizes"
+    if layers < len(good):
+        name = probe.layers[layers].name
+        problem = f"{name} recomputed: {recomputed[layers]}{beside}: {own[layers]}"
+    if not layers:
+        raise Refused(str(problem))
+    told = f"{together(recomputed[:layers])}{beside} {together(own[:layers])}"
+    return Recomputed(layers, told, problem)
+
+
+# ---- specs ----
+
+
+@dataclass(frozen=True)
+class Found:
+    """Findings on one layer."""
+
+    spec: LayerSpec | None
+    detail: str  # the spec's description, or why there is none
+    own: KVExactness  # how exactly the attention module repeats itself at other batch sizes
+    reached: KVExactness | None = None  # of the spec, or of the one refused for it
+
+
+class LayerSpecs:
+    """Gives the projector its specs, at start and after every update of the weights. ``group``: the
+    process group of the tensor-parallel ranks."""
+
+    def __init__(self, runtime: Any, probe: Probe, projector: Projector, group: Any) -> None:
+        self._runtime, self._probe, self._projector = runtime, probe, projector
+        self._group, self._stale = group, False
+        self._found: list[Found] = []
+
+    def find(self) -> None:
+        """Look for the spec of every layer on this rank; all ranks call it. Raises Refused if not
+        even the attention modules can restore pages."""
+        found, problems = [], []
+        limit, batch = int(self._runtime.runner.model_config.context_len), self._projector.batch
+        for layer, hidden in zip(self._probe.layers, self._probe.hidden, strict=True):
+            evidence = gather_evidence(layer, hidden, self._probe.positions, batch, limit)
+            problems.append(dependence(layer, evidence))
+            found.append(self._find(layer, evidence))
+        self._found = found
+        problem = first_problem(problems)
+        if problem is not None:
+            raise Refused(problem)
+
+    def _find(self, layer: AttentionLayer, evidence: Evidence) -> Found:
+        own = evidence.own
+        if os.environ.get(PROJECTION_VARIABLE) == "generic":
+            return Found(None, f"{PROJECTION_VARIABLE} is 'generic'", own)
+        try:
+            spec = find_spec(layer, evidence, self._projector.batch)
+            return Found(spec, spec.describe(), own, spec_exactness(spec, evidence.samples))
+        except NoSpec as error:
+            return Found(None, str(error), own, error.reached)
+        except Exception as error:  # a model's own code, called in a new way
+            return Found(None, f"the search broke: {type(error).__name__}: {error}", own)
+
+    def measure(self) -> None:
+        """On a GPU, find the faster way to project each kind of layer, or use the library's. It
+        takes seconds on the first start with a model: a file of the device keeps the times. Its
+        choice is tested too, because :meth:`check_writing` comes after it."""
+        if not self._probe.hidden[0].is_cuda:
+            return
+        specs = (found.spec for found in self._found)
+        found = (spec.projection() for spec in specs if spec and spec.fused)
+        try:
+            for projection in {kind_of(projection): projection for projection in found}.values():
+                measure_choice(projection, self._projector.pool.dtype)
+        except Exception as error:  # no memory left, or the compiler fails
+            logger.warning("hcache: the ways to project could not be timed: %s", error)
+
+    def check_writing(self) -> None:
+        """Drop specs that do not write the model's K and V to the pool. Nothing may run yet. A
+        fused spec multiplies by some rows of a weight. If that is not exact enough, the product of
+        the whole module, as the model computes it, is tried before the attention module."""
+        for layer in self._probe.layers:
+            found = self._found[layer.index]
+            while found.spec is not None:
+                checked = self._written(layer, found)
+                if checked is found:
+                    break
+                if found.spec.fused:
+                    whole = replace(found.spec, fused=False)
+                    checked = replace(found, spec=whole, detail=whole.describe())
+                self._found[layer.index] = found = checked
+
+    def _written(self, layer: AttentionLayer, found: Found) -> Found:
+        """``found``, or a replacement with the reason against its spec."""
+        assert found.spec is not None
+        projector, kept = self._projector, self._projector.pool.dtype
+        projector.specs = [one.spec for one in self._found]
+        try:
+            ways = ways_in_use(found.spec.projection(), kept) if found.spec.fused else [None]
+            written = self._probe.written(layer, projector, ways)
+        except Exception as error:
+            problem = f"its kernel failed: {type(error).__name__}: {error}"
+            return Found(None, problem, found.own)
+        if written.as_good_as(found.own, Bound.of_product(kept)):
+            return found
+        return Found(None, f"in the KV pool {LESS_EXACT}", found.own, written)
+
+    def settle(self) -> None:
+        """Use the specs found on every rank; all ranks call it. Raises Refused on all ranks if
+        projections could get in the way of forward passes."""
+        # Some attention modules talk to the other ranks: all must call them, or none.
+        agreed = smallest(self._group, *(found.spec is not None for found in self._found))
+        pairs = zip(self._found, agreed, strict=True)
+        specs = [found.spec if fine else None for found, fine in pairs]
+        self._projector.specs = specs
+        self._report()
+        self._stale = False
+        generic = [layer for layer, spec in enumerate(specs) if spec is None]
+        if not generic or not self._probe.hidden[0].is_cuda:
+            return
+        called = (self._probe.layers[layer].module for layer in generic)
+        refuse_shared_workspaces(called, "projecting by attention modules")
+        if dist.get_world_size(group=self._group) > 1:
+            raise Refused(
+                f"layers {', '.join(map(str, generic))} have no spec, and on a GPU their attention "
+                "modules must not run beside forward passes of several tensor-parallel ranks"
+            )
+
+    def follow_weights(self) -> None:
+        """Forget the specs whenever weights change, and find them anew."""
+        self._runtime.on_weights_changed.append(self._forget)
+        self._runtime.on_caches_flushed.append(self._renew)
+
+    def _forget(self) -> None:
+        """Weights change: attention modules stay right, specs may not."""
+        self._projector.specs = [None] * len(self._probe.layers)
+        self._stale = True
+
+    def _renew(self) -> None:
+        if not self._stale:
+            return
+        try:
+            self.find()
+        except Exception as error:
+            reason = f"after a weight update: {type(error).__name__}: {error}"
+            self._found = [
+                replace(found, spec=None, detail=reason, reached=None) for found in self._found
+            ]
+            if isinstance(error, Refused):
+                self._runtime.begin_quarantine(reason)
+            else:
+                logger.exception("hcache: the search for specs raised an error")
+        try:
+            self.settle()
+        except Refused as refused:
+            self._runtime.begin_quarantine(f"after a weight update: {refused}")
+
+    def _report(self) -> None:
+        groups: dict[tuple[Literal["spec", "generic"], str], list[int]] = {}
+        for layer, (spec, found) in enumerate(zip(self._projector.specs, self._found, strict=True)):
+            refused = spec is None and found.spec is not None
+            detail = "another rank has no spec" if refused else found.detail
+            groups.setdefault(("generic" if spec is None else "spec", detail), []).append(layer)
+        self._runtime.projection = [
+            LayerGroup(
+                method=method,
+                detail=detail,
+                layers=tuple(layers),
+                exactness=_figures([self._found[layer] for layer in layers]),
+            )
+            for (method, detail), layers in groups.items()
+        ]
+        by_spec = [group for group in self._runtime.projection if group.method == "spec"]
+        parts = [f"{len(group.layers)} layers by spec ({group.detail})" for group in by_spec]
+        if parts:
+            logger.debug("hcache: projection: %s", "; ".join(parts))
+        for group in self._runtime.projection:
+            numbers, how = ", ".join(map(str, group.layers)), "by their attention modules"
+            if group.method == "generic":
+                logger.debug("hcache: projection: layers %s %s: %s", numbers, how, group.detail)
+            logger.debug("hcache: exactness: layers %s: %s", numbers, group.exactness)
+
+
+def refuse_shared_workspaces(modules: Iterable[torch.nn.Module], what: str) -> None:
+    """Raise Refused if a kernel of ``modules`` locks memory of its own. Marlin's kernels of
+    quantised layers do: in one module on two streams they wait for ever, or mix sums."""
+    for module in modules:
+        for name, part in module.named_modules():
+            if isinstance(getattr(part, "workspace", None), torch.Tensor):
+                raise Refused(
+                    f"{what} beside forward passes: the kernel of {name or type(part).__name__} "
+                    "has one workspace for all streams"
+                )
+
+
+def _figures(found: Sequence[Found]) -> str:
+    """Exactness of layers that are alike, for the log and ``hcache doctor``."""
+    parts = [f"attention modules at other batch sizes {together(one.own for one in found)}"]
+    reached = [one.reached for one in found if one.reached is not None]
+    if reached:
+        parts.insert(0, f"spec {together(reached)}")
+    return "; ".join(parts)

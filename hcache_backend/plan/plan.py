@@ -39,11 +39,9 @@ class AtLength(NamedTuple):
 
 @dataclass(frozen=True)
 class PartitionPlan:
-    """Storage of each layer on a server, and the time of its restores.
-
-    ``model`` has encoded bytes; ``tokens`` is the restore that is solved for.
-    ``restore`` is the server's option; its other options are the defaults.
-    """
+    """Storage of each layer on a server, and the time of its restores. ``model`` has encoded bytes;
+    ``tokens`` is the restore that is solved for. ``restore`` is the server's option; its other
+    options are the defaults."""
 
     profile: Profile
     model: ModelShape
@@ -53,7 +51,7 @@ class PartitionPlan:
 
     @cached_property
     def l3(self) -> L3Path:
-        """Own pages overlap, unless ranks exchange hidden states or latents."""
+        """When a restore reads L3: during it, unless ranks exchange hidden states or latents."""
         if self.profile.l3 is None:
             return "none"
         if self.restore != "auto":
@@ -87,18 +85,13 @@ class PartitionPlan:
     def choices(self) -> dict[str, Partition]:
         """The mix and the three pure methods."""
         layers = self.model.layers
-        return {
-            "mix": self.partition,
-            "hidden": Partition(0, layers, 0),
-            "kv": Partition(0, 0, layers),
-            "recompute": Partition(layers, 0, 0),
-        }
+        pure = {"hidden": Partition(0, layers, 0), "kv": Partition(0, 0, layers)}
+        return {"mix": self.partition, **pure, "recompute": Partition(layers, 0, 0)}
 
     def bytes_per_token(self, choice: str) -> int:
         """Stored bytes of a token; for the mix a server stores every layer."""
-        return (self.stored if choice == "mix" else self.choices[choice]).bytes_per_token(
-            self.model
-        )
+        kept = self.stored if choice == "mix" else self.choices[choice]
+        return kept.bytes_per_token(self.model)
 
     def seconds(self, choice: str) -> float:
         """Predicted time of a restore by one of :attr:`choices`."""
@@ -155,19 +148,19 @@ class PartitionPlan:
         model, partition, measured = self.model, self.partition, self.profile.model
         found = []
         if not partition.hidden:
-            reason = (
-                f"they take {model.hidden_bytes:,} bytes per token and layer, KV takes "
-                f"{model.kv_bytes:,} ({model.attention})"
-                if not model.hidden_is_smaller
-                else "other methods are faster on this machine"
-            )
+            reason = "other methods are faster on this machine"
+            if not model.hidden_is_smaller:
+                reason = (
+                    f"they take {model.hidden_bytes:,} bytes per token and layer, KV takes "
+                    f"{model.kv_bytes:,} ({model.attention})"
+                )
             found.append(f"hidden states do not pay: {reason}; instead: {describe(partition)}")
         if model.latent:
             found.append("MLA pools are served in KV mode: of a page each rank keeps a part")
         if model.windowed:
             found.append(
-                "sliding-window layers are planned as full attention; where they have a KV pool of "
-                "their own the server stays in KV mode"
+                "sliding-window layers are planned as full attention; if they have a KV pool of "
+                "their own, the server stores K and V of the others, and windows"
             )
         if measured is not None and measured.as_it_is != model.as_it_is:
             found.append(
@@ -216,8 +209,9 @@ class PartitionPlan:
         ]
 
     def report(self) -> dict[str, Any]:
+        model = self.model
         return {
-            "model": {"attention": self.model.attention, **self.model.model_dump()},
+            "model": {"attention": model.attention, **model.model_dump()},
             "hardware": {"device": self.profile.device, "source": self.profile.source},
             "tokens": self.tokens,
             "tp": self.tp,
@@ -225,11 +219,8 @@ class PartitionPlan:
             "restore": self.restore,
             "layers": asdict(self.partition),
             "bytes_per_token": self.bytes_per_token("mix"),
-            "kv_bytes_per_token": self.model.layers * self.model.kv_bytes,
-            "bytes_per_token_and_layer": {
-                "hidden": self.model.hidden_bytes,
-                "kv": self.model.kv_bytes,
-            },
+            "kv_bytes_per_token": model.layers * model.kv_bytes,
+            "bytes_per_token_and_layer": {"hidden": model.hidden_bytes, "kv": model.kv_bytes},
             "predicted_ms": {name: self.seconds(name) * 1e3 for name in self.choices},
             "busy_ms": {name: value * 1e3 for name, value in self.busy("mix").items()},
             "binds": self.binds("mix"),
@@ -285,15 +276,6 @@ class FleetPlan:
 
     Each replica has ``plan.tp`` devices and an L3. Hits that are not refused are read whole,
     because busy servers have no time to recompute a front. Rates are bytes per second.
-
-    Attributes:
-        l3_bytes: All conversations on all replicas, each page once.
-        turn, busy: Seconds per turn, and load, of each resource of a replica.
-        most_conversations: On all replicas, at full load of ``binds``, the busiest resource.
-        recompute_busy: Load of a replica's GPU if histories were computed.
-        l2_bytes: A replica's host memory for turns under way, by Little's law and the delays of a
-            queue (M/M/1) at the busiest resource; None: turns pile up.
-        network_rate: From other replicas' L3, if turns go to any replica.
     """
 
     plan: PartitionPlan
@@ -304,20 +286,24 @@ class FleetPlan:
         plan, (number, turns_per_hour, new) = self.plan, self.conversations
         token, tokens = plan.bytes_per_token("mix"), plan.tokens + new
         self.turns_per_second = turns = number * turns_per_hour / 3600 / self.replicas
-        self.l3_bytes = number * tokens * token
+        self.l3_bytes = number * tokens * token  # on all replicas, each page once
         prefill = plan.machine.prefill(new, plan.tokens)
+        # Seconds per turn, and load, of each resource of a replica.
         self.turn = plan.busy("recompute" if plan.refused else "mix")
         self.turn["compute"] += prefill
         self.busy = {name: seconds * turns for name, seconds in self.turn.items()}
         self.binds = _busiest(self.turn)
-        self.most_conversations = int(number / self.busy[self.binds])
-        self.recompute_busy = (plan.seconds("recompute") + prefill) * turns
+        self.most_conversations = int(number / self.busy[self.binds])  # on all replicas
+        self.recompute_busy = (plan.seconds("recompute") + prefill) * turns  # of histories
+        # A replica's host memory for turns under way, by Little's law and the delays of a queue
+        # (M/M/1) at the busiest resource; None: turns pile up.
         self.l2_bytes: float | None = None
         if (busiest := self.busy[self.binds]) < 1:
             under_way = turns * sum(self.turn.values()) / (1 - busiest)
             self.l2_bytes = max(1.0, under_way) * tokens * token
         self.read_rate = 0.0 if plan.refused else turns * plan.tokens * token
         self.write_rate = turns * new * token
+        # From other replicas' L3, if turns go to any replica.
         self.network_rate = self.read_rate * (self.replicas - 1) / self.replicas
 
     def report(self) -> dict[str, Any]:

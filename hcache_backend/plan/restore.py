@@ -21,10 +21,8 @@ restored eagerly."""
 RUN_AHEAD = 3
 """Segments of the longest restore that the ring holds: one is projected, one has arrived, and one
 is arriving. A shorter restore runs further ahead in the same memory."""
-FIRST_PIECES = 4
-"""Pieces that the first layer of a restore comes in at most."""
-FIRST_PIECE_TOKENS = 1024
-"""Least tokens of a piece: a projection of fewer is not worth its launch."""
+FIRST_PIECES = 4  # pieces that the first layer of a restore comes in at most
+FIRST_PIECE_TOKENS = 1024  # least tokens of a piece: a projection of fewer is not worth its launch
 CHUNK_TOKENS = 8192  # of a server's projections: bounds the device memory of a restore
 
 L3Path = Literal["overlapped", "first", "none"]
@@ -73,14 +71,9 @@ class Partition:
 
 def describe(partition: Partition) -> str:
     """The methods in words, in the order of the layers."""
-    parts = [
-        (partition.recompute, "recomputed"),
-        (partition.hidden, "from hidden states"),
-        (partition.kv, "loaded as KV"),
-    ]
-    return ", ".join(
-        f"{count} layer{'s' if count > 1 else ''} {how}" for count, how in parts if count
-    )
+    words = "recomputed", "from hidden states", "loaded as KV"
+    parts = ((getattr(partition, of), how) for of, how in zip(LAYER_METHODS, words, strict=True))
+    return ", ".join(f"{n} layer{'s' if n > 1 else ''} {how}" for n, how in parts if n)
 
 
 class LayerCosts(NamedTuple):
@@ -115,10 +108,8 @@ class LayerCosts(NamedTuple):
 
     def compute(self, partition: Partition) -> float:
         """Seconds of recomputation and projections."""
-        recomputation = self.recomputation(
-            partition.recompute, beside_copies=partition.recompute < partition.layers
-        )
-        return recomputation + self.c_h * partition.hidden
+        first, copies = partition.recompute, partition.recompute < partition.layers
+        return self.recomputation(first, beside_copies=copies) + self.c_h * partition.hidden
 
     def least(self, partition: Partition) -> float:
         """Lower bound: seconds of the slower stream. It is the paper's objective (section 4.1.2),
@@ -146,7 +137,6 @@ def simulate(
     ring: int | None = None,
     chunks: int = 1,
     pieces: int = 1,
-    parks: bool = False,
     note: Callable[..., Any] = lambda *task: None,
 ) -> float:
     """Seconds of a restore; each stream works through the layers in order.
@@ -156,11 +146,10 @@ def simulate(
             ``ring`` before it was used: by its projection, or for KV by its own transfer.
         chunks: Segments of one layer; long restores arrive and are projected in parts.
         pieces: Parts of the first layer, if no layer is recomputed before it.
-        parks: Segments wait elsewhere for the end of a recomputation, so all have room.
         note: Called with the fields of every :class:`Task`, those of a layer in order.
     """
     if partition.recompute:
-        pieces, ring = 1, None if parks else ring
+        pieces = 1
     begin = transfer = compute = costs.reading(partition)
     if begin:
         note("l3", None, None, 0.0, begin)
@@ -251,30 +240,19 @@ def until_there(reading: float, recomputing: float, share: float = 1.0) -> float
 
 @dataclass(frozen=True)
 class Restore:
-    """Storage and restore of each layer of a model, and their times. Any thread.
+    """Storage and restore of each layer of a model, and their times. Any thread."""
 
-    Attributes:
-        profile: The machine; None: not measured, so restores recompute only what they must.
-        shape: The model in encoded bytes; None without a profile.
-        partition: Numbers of layers by method; fixed while a server runs.
-        ranks: Tensor-parallel ranks. Several recompute only what they must, because recomputation
-            and transfers both have collectives.
-        chunk_tokens: Most tokens of a projection, and length of the pipeline's ring.
-        parks: Segments can wait in the KV pool.
-        recomputable: Number of first layers that can be recomputed here.
-        eager: Pages are restored while L3 is being read.
-        paper: Count as the paper: all segments have room, the first layer comes in one piece, and
-            the last recomputed layer is computed whole.
-    """
-
-    profile: Profile | None
-    shape: ModelShape | None
-    partition: Partition
+    profile: Profile | None  # None: not measured, so restores recompute only what they must
+    shape: ModelShape | None  # in encoded bytes; None without a profile
+    partition: Partition  # fixed while a server runs
+    # Tensor-parallel. Several recompute only what they must, because recomputation and transfers
+    # both have collectives.
     ranks: int = 1
-    chunk_tokens: int = sys.maxsize
-    parks: bool = False
-    recomputable: int = sys.maxsize
-    eager: bool = False
+    chunk_tokens: int = sys.maxsize  # most of a projection, and length of the pipeline's ring
+    recomputable: int = sys.maxsize  # number of first layers that can be recomputed here
+    eager: bool = False  # pages are restored while L3 is being read
+    # Count as the paper: all segments have room, the first layer comes in one piece, and the last
+    # recomputed layer is computed whole.
     paper: bool = False
 
     @property
@@ -372,10 +350,8 @@ class Restore:
         allowed: Callable[[Partition], bool] = lambda partition: True,
     ) -> Partition:
         """The ``allowed`` partition whose restores of ``tokens`` tokens are the fastest.
-
         ``methods`` None: those that servers store. Servers store every layer, because hits in host
-        memory want the first ones, and a restore may still recompute them.
-        """
+        memory want the first ones, and a restore may still recompute them."""
         assert self.shape is not None
         stored: set[LayerMethod] = {"hidden", "kv"} if self.shape.hidden_is_smaller else {"kv"}
         costs, layers = self.costs(tokens, 0, l3), self.shape.layers
@@ -386,10 +362,6 @@ class Restore:
         if self.paper:
             return simulate
         pieces = min(FIRST_PIECES, tokens // FIRST_PIECE_TOKENS) if self.ranks == 1 else 1
-        return partial(
-            simulate,
-            ring=RUN_AHEAD * self.chunk_tokens // min(tokens, self.chunk_tokens),
-            chunks=-(-tokens // self.chunk_tokens),
-            pieces=max(1, pieces),
-            parks=self.parks,
-        )
+        ring = RUN_AHEAD * self.chunk_tokens // min(tokens, self.chunk_tokens)
+        chunks = -(-tokens // self.chunk_tokens)
+        return partial(simulate, ring=ring, chunks=chunks, pieces=max(1, pieces))

@@ -8,8 +8,7 @@ valid row until something fills it; also one of a page that was reserved.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,11 +26,11 @@ class ReservablePages:
     def __init__(self, allocator: Any, capture: HiddenCapture | None = None) -> None:
         self.eager: EagerRestores | None = None  # reserves pages; None until it is set
         self.cache: Any = None  # the radix cache, whose pages can be evicted; None until known
+        self.load: QueuedLoad | None = None  # allocations get the pages prepared for it
         self.device = allocator.device
         self._allocator = allocator
         self._capture = capture
         self._size: int = allocator.page_size
-        self._load: QueuedLoad | None = None
         self._available, self._clear = allocator.available_size, allocator.clear
         self._alloc = allocator.alloc
         allocator.available_size, allocator.clear = self._available_size, self._clear_all
@@ -39,30 +38,24 @@ class ReservablePages:
         self._allocating("alloc_extend", lambda asked: asked["extend_num_tokens"] // self._size + 1)
         self._allocating("alloc_decode", lambda asked: 0)
 
-    @contextmanager
-    def given_to(self, load: QueuedLoad) -> Iterator[None]:
-        """Allocations within the block get the pages that were prepared for ``load``."""
-        self._load = load
-        try:
-            yield
-        finally:
-            self._load = None
-
-    # ---- free pages (see FreePages) ----
+    # ---- free pages without reserved ones ----
 
     def count(self) -> int:
         return int(self._available()) // self._size
 
     def make_room(self, pages: int) -> None:
+        """Try to free ``pages``, at the cost of cached nodes on the device."""
         short = pages - self.count()
         if self.cache is not None and short > 0:
             self.cache.evict_for_alloc(EvictParams(num_tokens=short * self._size))
 
     def take(self, pages: int) -> torch.Tensor:
+        """Slots of ``pages`` free pages, which must be there, int64 ``[pages * page_size]``."""
         slots: torch.Tensor = self._alloc(pages * self._size)
         return slots
 
     def give(self, slots: torch.Tensor) -> None:
+        """Free the whole pages of ``slots``, for the next user on the current stream."""
         # At once, also while the scheduler collects the slots that a step frees.
         self._allocator._release_page_ids(slots[:: self._size] // self._size)
 
@@ -84,7 +77,7 @@ class ReservablePages:
         setattr(self._allocator, name, allocate)
 
     def _allocate(self, need_size: int) -> Any:
-        load = self._load
+        load = self.load
         if load is not None and load.adopted is None and self.eager is not None:
             assert need_size == len(load.host_pages) * self._size
             load.adopted = self.eager.adopt(load.host_pages)

@@ -19,7 +19,7 @@ from sglang.srt.runtime_context import get_memory
 from hcache_backend.arena import Arena
 from hcache_backend.capture.hooks import HiddenCapture
 from hcache_backend.capture.staging import StagedCapture, Staging
-from hcache_backend.checks.comparison import first_problem, projection_problem
+from hcache_backend.checks.comparison import first_problem
 from hcache_backend.checks.probe import Probe
 from hcache_backend.config import HCacheConfig
 from hcache_backend.format.page import PageLayout
@@ -31,7 +31,7 @@ from hcache_backend.projection.paged_pool import planes_of
 from hcache_backend.projection.projector import Projector
 from hcache_backend.ranks import Refused, all_or_none
 from hcache_backend.restore.exchange import CollectiveOrder, Exchange, shard_of_rank
-from hcache_backend.restore.layers import PoolParking, RestoredLayer
+from hcache_backend.restore.layers import RestoredLayer
 from hcache_backend.restore.pipeline import RestorePipeline
 from hcache_backend.restore.recompute import Recomputer
 from hcache_backend.restore.ring import ring_bytes
@@ -60,44 +60,30 @@ L3 then. It stays in use, because pages must not depend on findings at a server'
 
 @dataclass
 class PagePlan:
-    """Layout and number of own pages, and what hidden states pass through.
-
-    Attributes:
-        shard: Part of a page that this rank holds.
-        groups: Groups of heads that K and V of a page divide into, over all ranks.
-        plugin: Divides pages and encodes K and V in the place of ``kv_codec``.
-        observer: Shows the plug-in the model, by which it divides each node; None: all are alike.
-        runner: SGLang's ModelRunner; it and ``layers`` (of this stage) are given for capture.
-        codec: Encodes hidden states; None: pages hold K and V only, and no layer is captured.
-        recomputer: Recomputes layers; None if it cannot or need not.
-        exchange: Between ranks that share the tokens of a page; None: pages are whole.
-        drafts: SGLang's pools of draft layers whose K and V are layers of the pages, too.
-        hooks: The capture hooks that CUDA graphs were recorded with, if any.
-        host_share: Part of ``--hicache-size`` for these pages; side pools get the rest.
-        pages, staging: Number of pages, and memory for captured rows; from :meth:`find_room`.
-    """
+    """Layout and number of own pages, and what hidden states pass through."""
 
     kvcache: Any
     methods: Restore
-    shard: Shard
-    groups: int
+    shard: Shard  # part of a page that this rank holds
+    groups: int  # of heads, that K and V of a page divide into, over all ranks
     _: KW_ONLY
     kv_codec: str = "none"
-    plugin: Krul | None = None
-    runner: Any = None
-    layers: tuple[AttentionLayer, ...] = ()
-    codec: Codec | None = None
-    recomputer: Recomputer | None = None
-    exchange: Exchange | None = None
-    drafts: Sequence[Any] = ()
-    hooks: HiddenCapture | None = None
-    host_share: float = 1.0
+    plugin: Krul | None = None  # divides pages and encodes K and V in the place of kv_codec
+    runner: Any = None  # SGLang's ModelRunner; for capture, like layers
+    layers: tuple[AttentionLayer, ...] = ()  # of this stage
+    codec: Codec | None = None  # of hidden states; None: K and V only, no layer is captured
+    recomputer: Recomputer | None = None  # None: layers cannot or need not be recomputed
+    exchange: Exchange | None = None  # of ranks that share a page's tokens; None: pages are whole
+    drafts: Sequence[Any] = ()  # pools of draft layers whose K and V are layers of the pages, too
+    hooks: HiddenCapture | None = None  # those that CUDA graphs were recorded with, if any
+    host_share: float = 1.0  # of --hicache-size for these pages; side pools get the rest
     forwards: Forwards = field(default_factory=Forwards)
+    # Shows the plug-in the model, by which it divides each node; None: all are alike.
     observer: Recomputer | None = field(init=False, default=None)
     kv: KVSegments = field(init=False)
     layout: PageLayout = field(init=False)
-    pages: HostPages = field(init=False)
-    staging: Staging = field(init=False)
+    pages: HostPages = field(init=False)  # from find_room
+    staging: Staging = field(init=False)  # of captured rows, likewise
 
     def __post_init__(self) -> None:
         tokens, stored = int(self.kvcache.page_size), self.methods.layers("kv")
@@ -148,20 +134,17 @@ class PagePlan:
 
     def restored_layers(self, projector: Projector) -> list[RestoredLayer]:
         """How each layer comes back."""
-        codec, kvcache = self.codec, self.kvcache
-        row_bytes = 0 if codec is None else codec.row_bytes
-        parks = codec is not None and PoolParking.fits(kvcache, row_bytes)
+        codec = self.codec
 
         def projected(index: int) -> RestoredLayer:
             layer = self.layers[index]
             assert codec is not None
 
             def fill(segments: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
-                rows = codec.decode(segments.view(-1, row_bytes))
+                rows = codec.decode(segments.view(-1, codec.row_bytes))
                 projector.project_to_pool(layer, rows, positions, slots)
 
-            parking = PoolParking(kvcache, index, row_bytes) if parks else None
-            return RestoredLayer("hidden", fill, parking)
+            return RestoredLayer("hidden", fill)
 
         restored: dict[str, Callable[[int], RestoredLayer]] = {
             "hidden": projected,
@@ -186,17 +169,11 @@ class PagePlan:
         return RestorePipeline(memory, self.layout, layers, most, self.kvcache.device, **how)
 
     def find_room(self) -> None:
-        """Divide host memory, and take staging for capture; Refused without room. No
-        collectives."""
+        """Divide host memory, and take staging for capture; Refused without room."""
         memory, codec, device = get_memory(), self.codec, self.kvcache.device
-        self.pages = plan_host_pages(
-            self.kvcache,
-            self.layout,
-            memory.hicache_size * self.host_share,
-            memory.hicache_ratio,
-            host_memory_budget_bytes(),
-            with_shadows=codec is not None,
-        )
+        size, ratio = memory.hicache_size * self.host_share, memory.hicache_ratio
+        given = self.kvcache, self.layout, size, ratio, host_memory_budget_bytes()
+        self.pages = plan_host_pages(*given, with_shadows=codec is not None)
         if codec is not None:
             hidden = len(self.methods.layers("hidden"))
             recorded = self.hooks.staging if self.hooks is not None else None
@@ -336,7 +313,7 @@ def _proven(name: str, probe: Probe, projector: Projector) -> Codec:
         fits.logical_and_(ok)
         # Rows that are not ok are not stored, so they cannot come back wrong.
         back = torch.where(ok[:, None], codec.decode(encoded), hidden)
-        return projection_problem(layer, back, probe.positions, probe.slots, projector, codec.name)
+        return probe.problem(layer, back, projector, codec.name)
 
     problem = first_problem(map(problem_of, probe.layers, probe.hidden))
     if problem is not None:
@@ -445,11 +422,9 @@ def take_staging(
     device: Any,
     recorded_tokens: int = 0,
 ) -> Staging:
-    """Staging of at least ``capacity`` rows in the memory that SGLang left beside its KV pool.
-
-    Two steps of ``recorded_tokens`` (the largest CUDA graph) fit if memory allows, so that the
-    second need not wait for the first. Raises Refused if that memory is too small.
-    """
+    """Staging of at least ``capacity`` rows in the memory that SGLang left beside its KV pool. Two
+    steps of ``recorded_tokens`` (the largest CUDA graph) fit if memory allows, so that the second
+    need not wait for the first. Raises Refused if that memory is too small."""
     row_bytes = width * dtype.itemsize
     free, two_steps = free_memory(device), max(capacity, 2 * recorded_tokens)
     if Staging.bytes_for(layers, row_bytes, two_steps) <= free * _STAGING_SHARE:

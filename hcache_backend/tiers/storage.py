@@ -57,6 +57,7 @@ class HCacheStorage(HiCacheStorage):
         self._config = storage_config
         self._tier = Tiered(LocalTier(store, self._runtime.writer), shared, self._runtime.l3)
         self._pools: dict[str, PoolPages] = {}
+        self._windows: dict[str, int] = {}  # pages of a pool at the end of a hit, if not all
         self._state_tokens = config.state_tokens
         self.reads_any_page_alike = shared is None  # no page of a hit is farther away than others
         self.backups = Backups(storage_config.pp_size)
@@ -130,6 +131,8 @@ class HCacheStorage(HiCacheStorage):
         hits: dict[str, int] = {PoolName.KV: pages} if pages else {}
         restorable = list(range(1, pages + 1))
         for transfer in pool_transfers or []:
+            if transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
+                self._windows[transfer.name] = max(1, len(transfer.keys or ()))
             lengths = _usable_lengths(self._exists(keys[:pages], transfer.name), transfer)
             if lengths:
                 hits[transfer.name] = max(lengths)
@@ -142,12 +145,19 @@ class HCacheStorage(HiCacheStorage):
     def batch_get_v2(
         self, transfers: list[PoolTransfer], extra_info: _Extra = None
     ) -> dict[str, list[bool]]:
-        return {t.name: self._get(t.keys or [], t.host_indices, t.name) for t in transfers}
+        found = {t.name: self._get(t.keys or [], t.host_indices, t.name) for t in transfers}
+        for transfer in transfers:
+            trailing = transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES
+            if trailing and not all(found[transfer.name]):
+                self._forget_damaged(transfer, _prefix(extra_info))
+        return found
 
     def batch_set_v2(
         self, transfers: list[PoolTransfer], extra_info: _Extra = None
     ) -> dict[str, list[bool]]:
         for t in transfers:
+            if t.hit_policy == PoolHitPolicy.TRAILING_PAGES:
+                self._windows.setdefault(t.name, max(1, len(t.keys or ())))
             self._set(t.keys or [], t.host_indices, t.name, extra_info)
         return {t.name: [True] * len(t.keys or []) for t in transfers}
 
@@ -161,8 +171,10 @@ class HCacheStorage(HiCacheStorage):
         does not see uses in L1 or L2. Any thread; never waits. The time that this takes does not
         grow with the prompt."""
         with _harmless("use"):
-            for namespace in self._namespaces():
-                self._tier.local.store.use(namespace, PageKeys(keys))
+            for pool in list(self._pools):
+                first = max(0, len(keys) - self._windows.get(pool, len(keys)))
+                for namespace in self._namespaces(pool):
+                    self._tier.local.store.use(namespace, PageKeys(keys), first)
 
     def wrote(self, operation: Any) -> None:
         """HiCache has written a node, in its thread."""
@@ -174,7 +186,7 @@ class HCacheStorage(HiCacheStorage):
     def _evicted(self, names: Sequence[PageName]) -> None:
         with _harmless("events"):
             if self.events is not None:
-                ours = set(self._namespaces())
+                ours = self._namespaces(PoolName.KV)  # pages of other pools have the same keys
                 self.events.evicted([name.key for name in names if name.namespace in ours])
 
     # SGLang uses no single values with ``interface_v1``.
@@ -234,14 +246,28 @@ class HCacheStorage(HiCacheStorage):
                 for part, pieces in zip(pages, buffers.parts, strict=True):
                     self._tier.put(part, pieces)
 
+    def _forget_damaged(self, transfer: PoolTransfer, before: Sequence[str]) -> None:
+        """A window or a state at the end of a hit did not come, so SGLang throws the hit away, and
+        L3 is asked again. Read those before it, the last one first, up to one that is whole. The
+        store forgets the others, so the next hit ends there."""
+        chain, size = [*before, *(transfer.keys or ())], len(transfer.keys or ())
+        with _harmless("get"):
+            while lengths := _usable_lengths(self._exists(chain, transfer.name), transfer):
+                keys = chain[max(0, max(lengths) - size) : max(lengths)]
+                rows = len(keys) * self._pools[transfer.name].host_pool.page_size
+                if all(self._get(keys, transfer.host_indices[:rows], transfer.name)):
+                    break
+                chain = chain[: max(lengths) - 1]
+
     def _has_state_near(self, pool: str, extra: _Extra) -> bool:
-        """True if a state need not be written, because L3 has one of the same sequence less than
-        option ``state_tokens`` before it. A state is as large as thousands of tokens."""
+        """True if a hit can end at a page less than option ``state_tokens`` before a state: L3 has
+        the states of all ranks there. This one, as large as thousands of tokens, is not written."""
         apart = -(-self._state_tokens // self.mem_pool_host.page_size)
         if pool != PoolName.MAMBA or apart < 2:
             return False
-        near = self._pages(pool, _prefix(extra)[1 - apart :])
-        return near is not None and any(map(any, map(self._tier.exists, near)))
+        keys, ranks = _prefix(extra)[1 - apart :], self._pools[pool].ranks()
+        near = [pages for rank in ranks for pages in self._pages(pool, keys, **rank) or ()]
+        return any(map(all, zip(*map(self._tier.exists, near), strict=True)))
 
     def _exists(self, keys: Sequence[str], pool: str = PoolName.KV) -> list[bool]:
         found = [False] * len(keys)
@@ -259,34 +285,42 @@ class HCacheStorage(HiCacheStorage):
             metrics.LOOKUPS.count("absent", len(found) - sum(found))
         return found
 
-    def _pages(self, pool: str, keys: Sequence[str], extra: _Extra = None) -> list[Pages] | None:
-        """The parts of these pages, or None while L3 is suspended. The weights are read once: an
-        update a moment later must not move these pages under the new weights' namespace."""
+    def _pages(
+        self, pool: str, keys: Sequence[str], extra: _Extra = None, **rank: object
+    ) -> list[Pages] | None:
+        """The parts of these pages, of a ``rank`` or ours, or None while L3 is suspended. Weights
+        are read once: an update must not move these pages under the new weights' namespace."""
         weights = self._runtime.weights
         if weights is None or weights.suspended is not None:
             return None
         pages, named = self._pools[pool], (list(PageKeys(keys)), PageKeys(_prefix(extra)))
         return [
-            Pages(pages, part, self._namespace(pool, part, weights), *named)
+            Pages(
+                pages,
+                part,
+                self._namespace(pool, part, weights, **rank),
+                *named,
+                pool in self._windows,
+            )
             for part in range(pages.parts)
         ]
 
-    def _namespace(self, pool: str, part: int, weights: Weights) -> bytes:
+    def _namespace(self, pool: str, part: int, weights: Weights, **rank: object) -> bytes:
         if self._runtime.own_pages and pool == PoolName.KV:
             return self._runtime.namespace_of(weights, **self._runtime.page_fields)
-        fields = {**self._pools[pool].fields(part), **self._kv_fields}
+        fields = {**self._pools[pool].fields(part), **self._kv_fields, **rank}
         if pool.startswith(PoolName.DRAFT):
             fields["draft"] = self._runtime.draft_digest
         return self._runtime.namespace_of(weights, **fields)
 
-    def _namespaces(self) -> list[bytes]:
-        """Of all pools, with the present weights."""
+    def _namespaces(self, *names: str) -> list[bytes]:
+        """Of the pools of these names, or of all pools, with the present weights."""
         weights, pools = self._runtime.weights, list(self._pools.items())
         return [
             self._namespace(pool, part, weights)
             for pool, pages in pools
             for part in range(pages.parts)
-            if weights is not None
+            if weights is not None and (not names or pool in names)
         ]
 
     def _count_tokens(self, **pages: int) -> None:

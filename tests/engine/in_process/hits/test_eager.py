@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from hcache_backend.host.loads import QueuedLoad
-from hcache_backend.prefetch.governor import Pace
-from hcache_backend.prefetch.slices import SliceBudget
+from hcache_backend.prefetch.slices import Pace, SliceBudget
 from hcache_backend.streams import WorkerStream
 from tests.engine.in_process.hits.eager_scene import PAGES, SIZE, Scene, pages_in
 from tests.kit.prefetch import Operation
@@ -50,13 +49,12 @@ def test_extending_and_decoding_get_reserved_pages_too(scene: Scene) -> None:
 def test_a_load_gets_what_was_restored_for_it(scene: Scene) -> None:
     scene.reserve(1, 2, 3, arrived=2)
     load = QueuedLoad(np.array([2, 3, 7]))
-    with scene.pages.given_to(load):
-        slots = scene.allocator.alloc(3 * SIZE)
+    scene.pages.load = load
+    slots, scene.pages.load = scene.allocator.alloc(3 * SIZE), None
     handed = load.adopted
     assert handed is not None
     assert torch.equal(handed.slots, slots)
     assert handed.ready.tolist() == [True, False, False]
-    assert scene.pages._load is None
     assert scene.allocator.available_size() == (PAGES - 3) * SIZE
     scene.eager.end("prefetch")
     scene.allocator.free(slots)
@@ -74,8 +72,9 @@ def test_capture_hears_of_all_slots_that_are_allocated(scene: Scene) -> None:
     )
     lengths = torch.tensor([SIZE + 1])
     found.append(scene.allocator.alloc_decode(lengths, lengths, torch.tensor([-1])))
-    with scene.pages.given_to(QueuedLoad(np.array([1]))):
-        found.append(scene.allocator.alloc(SIZE))
+    scene.pages.load = QueuedLoad(np.array([1]))
+    found.append(scene.allocator.alloc(SIZE))
+    scene.pages.load = None
     assert scene.allocator.alloc(PAGES * SIZE) is None
     assert len(scene.captured) == len(found)
     assert all(map(torch.equal, scene.captured, found))
@@ -152,7 +151,7 @@ class Slices:
         self.eager._before_prefetch = lambda prefetch: (
             torch.zeros(SIZE, dtype=torch.int64) if self.known else None
         )
-        self.restores = self.eager._restores
+        self.restores = self.eager.restores
 
     def _recompute_of(self, host_pages: np.ndarray, layers: int, prefix: Any) -> object:
         self.layers.append(layers)
@@ -275,8 +274,8 @@ def test_copies_of_a_hit_do_not_wait_for_restores_that_others_wait_for(scene: Sc
     budget = SliceBudget(1.0, SIZE, lambda tokens, prefix: 1.0, known=True)
     eager = scene.loads(budget, {"start": server.pipeline.start})
     with loading.as_current():
-        launched = eager._launch(np.array([1, 2]), torch.arange(2 * SIZE))
-    launched.restore.wait()
+        restore, _ = eager._launch(np.array([1, 2]), torch.arange(2 * SIZE))
+    restore.wait()
     assert not gate.is_set()
     server.assert_restored(1, [1, 2], torch.arange(2 * SIZE))
     gate.set()

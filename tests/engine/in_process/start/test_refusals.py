@@ -18,7 +18,6 @@ from hcache_backend import metrics
 from hcache_backend.capture.hooks import HiddenCapture
 from hcache_backend.capture.staging import Staging
 from hcache_backend.checks import probe as probe_module
-from hcache_backend.checks import specs
 from hcache_backend.config import HCacheConfig
 from hcache_backend.ranks import Refused
 from hcache_backend.start import build, capabilities
@@ -218,9 +217,9 @@ def test_modules_are_asked_whether_a_token_depends_on_the_others(
     way: Any, depends: bool, named: bool
 ) -> None:
     module = SimpleNamespace(forward=lambda x: (way(x), None))
-    rows, asked = torch.randn(8, 4), dict[str, bool]()
-    probe_module._ask_beside(asked, "qkv", module, *(((), {"x": rows}) if named else ((rows,), {})))
-    assert asked == {"qkv": depends}
+    rows = torch.randn(8, 4)
+    given = ((), {"x": rows}) if named else ((rows,), {})
+    assert probe_module._depends(module, *given) == depends
     probe = probe_module.Probe((), (), rows, rows, rows, ("layers.0.mlp",) if depends else ())
     probe.refuse_dependence(["layers.0.attention."])
     with (
@@ -229,20 +228,18 @@ def test_modules_are_asked_whether_a_token_depends_on_the_others(
         probe.refuse_dependence()
 
 
-def test_modules_that_receive_quantised_rows_are_not_asked() -> None:
-    """They count as dependent: nobody knows the rows before they were quantised."""
-    asked = dict[str, bool]()
+def test_modules_that_receive_quantised_rows_count_as_dependent() -> None:
+    """The rows before they were quantised are unknown."""
     rows = torch.zeros(2, 4, dtype=torch.float8_e4m3fn)
-    probe_module._ask_beside(asked, "qkv", SimpleNamespace(), (rows,), {})
-    assert asked == {}
+    assert probe_module._depends(SimpleNamespace(), (rows,), {})
 
 
 def test_modules_whose_kernels_share_a_workspace() -> None:
     plain, marlin = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
     marlin.workspace = torch.zeros(4)
-    specs.refuse_shared_workspaces([torch.nn.Sequential(plain)], "projecting")
+    probe_module.refuse_shared_workspaces([torch.nn.Sequential(plain)], "projecting")
     with pytest.raises(Refused, match="projecting beside forward passes: the kernel of 1 "):
-        specs.refuse_shared_workspaces([torch.nn.Sequential(plain, marlin)], "projecting")
+        probe_module.refuse_shared_workspaces([torch.nn.Sequential(plain, marlin)], "projecting")
 
 
 def test_recorded_graphs_keep_what_they_read_after_a_refusal_and_no_more(runtime: Any) -> None:
