@@ -9,8 +9,6 @@ Times are medians of the thread's processor time: this package's Python and torc
 this CPU. To compare two versions, run both in turn on one machine: only ratios mean anything.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Run-time attach and detach by the admin API: every answer of it, and what must not change."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A host pool of own pages over a stand-in for SGLang's pool, and the check of it in service."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch

@@ -1,7 +1,5 @@
 """Scenarios of loads: those that the scheduler queues, and those that eager restores prepared."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable
 from functools import partial
 from types import SimpleNamespace

@@ -5,8 +5,6 @@ A state is read and written in its pool, one step for each token. Host copies of
 checkpoints of states within a prefill are those of SGLang's pools.
 """
 
-from __future__ import annotations
-
 import sys
 import types
 from collections.abc import Sequence
@@ -278,14 +276,7 @@ def gated_norm(
 
 
 def track(
-    conv: Any,
-    states: Any,
-    source: Any,
-    mask: Any,
-    target: Any,
-    size: int,
-    *_: Any,
-    **_options: Any,
+    conv: Any, states: Any, source: Any, mask: Any, target: Any, size: int, *_: Any, **_options: Any
 ) -> None:
     """Copy the states of some sequences of a batch to where they are kept."""
     for number in range(size):

@@ -1,7 +1,5 @@
 """How often a backup, a load and an eager hit of 32 layers launch: each costs the scheduler."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace

@@ -253,8 +253,7 @@ def test_a_disk_that_stalls_in_the_middle_leaves_what_has_arrived(
         ended, recomputed = count(server, "ended"), count(server, "recomputed")
         waiting.start()
         server.until(
-            lambda: tokens(server, "eager") > before or not waiting.is_alive(),
-            "pages to arrive",
+            lambda: tokens(server, "eager") > before or not waiting.is_alive(), "pages to arrive"
         )
         l3_rate(server, HELD)
         with held_up_by_a_stall_at_most(computing):

@@ -1,7 +1,5 @@
 """What HiCache's controller answers about hidden states, and when it waits for the device."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Hooks are applied and verified; what cannot be hooked is named."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

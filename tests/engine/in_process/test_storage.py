@@ -1,7 +1,5 @@
 """HCacheStorage as HiCache calls it: v1, v2, and trouble."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future

@@ -1,7 +1,5 @@
 """Tensor-parallel ranks that each hold a shard of every page's tokens (paper section 5)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Rows that hooks take: of pages that are recomputed whole, and at few calls of Python."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from types import FrameType

@@ -1,7 +1,5 @@
 """A gate whose clock a test turns, and what HiCache's threads do to it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """Which hits are read, which prefetches end, and what is done while L3 does not answer."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Requests, reads and turns in any order: what holds for all hits at all times."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import ClassVar

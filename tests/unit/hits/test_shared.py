@@ -1,7 +1,5 @@
 """Hits of which a part comes from the shared tier, at another rate."""
 
-from __future__ import annotations
-
 import pytest
 
 from hcache_backend.prefetch.estimates import STALLED_SECONDS

@@ -1,7 +1,5 @@
 """Eager restores: what is reserved, launched, adopted and given back, one fact at a time."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -9,13 +7,7 @@ import torch
 from hcache_backend.host.loads import Adopted
 from hcache_backend.prefetch.eager import EagerRestores
 from hcache_backend.streams import StreamFailed
-from tests.unit.restore.eager_device import (
-    DEVICE_PAGES,
-    SIZE,
-    Device,
-    Restore,
-    pages_of,
-)
+from tests.unit.restore.eager_device import DEVICE_PAGES, SIZE, Device, Restore, pages_of
 
 
 class Scene:

@@ -3,8 +3,6 @@
 With as many GPUs as ranks the same runs over their links. A group of the device's is gloo here, and
 its streams are worker threads, so restores and forward passes really run beside each other."""
 
-from __future__ import annotations
-
 import tempfile
 import threading
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """How much of the GPU recomputation gets, from what SGLang's scheduler holds."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any

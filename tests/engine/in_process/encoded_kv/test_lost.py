@@ -432,9 +432,7 @@ def test_a_node_goes_to_l3_up_to_the_first_page_that_is_lost(
     assert server.problems == ["page_with_lost_layers"]
 
 
-def test_states_behind_a_page_that_is_lost_do_not_go_to_l3(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_states_behind_a_page_that_is_lost_do_not_go_to_l3(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor do windows. SGLang gives pools that have a page for each of ours the same keys."""
     server = Server(monkeypatch)
     make_unfit(server.device, 2, 0)

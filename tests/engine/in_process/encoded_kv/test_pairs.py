@@ -1,7 +1,5 @@
 """K and V in pages where layers share slots: what comes back, and what is checked."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

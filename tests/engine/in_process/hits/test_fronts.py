@@ -1,7 +1,5 @@
 """Fronts of prefetches: pages that are recomputed whole while the back is read."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 from typing import Any

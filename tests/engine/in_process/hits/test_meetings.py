@@ -1,7 +1,5 @@
 """The front and the back of a prefetch meet: every interleaving of readers, ranks and scheduler."""
 
-from __future__ import annotations
-
 import math
 import threading
 from typing import Any
