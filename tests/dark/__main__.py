@@ -24,7 +24,6 @@ RUNS = (["-m", "not long", *TWO_AT_A_TIME], [*TWO_AT_A_TIME, *LONG])
 
 
 def main() -> int:
-    """The exit status."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )

@@ -29,7 +29,6 @@ def check(
     run: Annotated[bool, typer.Option(help="Run the blocks that are marked runnable.")] = True,
     write: Annotated[bool, typer.Option(help="Write the printed parts first.")] = False,
 ) -> None:
-    """Check links, names, printed parts and runnable blocks."""
     findings: list[Finding] = []
     printed = capabilities.with_table(LIMITS.read_text())
     if write:

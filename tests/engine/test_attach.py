@@ -67,7 +67,6 @@ def server(
 
 @pytest.fixture(autouse=True)
 def detached(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Tests leave the shared server without a backend."""
     yield
     if "server" in request.fixturenames:
         request.getfixturevalue("server").detach_storage()

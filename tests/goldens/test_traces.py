@@ -205,13 +205,11 @@ def slow_l3(script: Script, folder: Path) -> list[Conversation]:
 
 
 def plain(script: Script, folder: Path) -> list[Conversation]:
-    """SGLang's pages in our store."""
     script.settle("a conversation from L3")
     return [conversation(script)]
 
 
 def without_l3(model: Path, folder: Path) -> ServerOptions:
-    """A server with hidden states whose L3 comes later."""
     env = ours.hidden_mode_env(
         profile=str(ours.slow_profile(folder)), partition=ours.partition(0, 4, 0)
     )

@@ -120,7 +120,6 @@ class Script:
 
 
 def conversation(script: Script, turns: int = 3) -> Conversation:
-    """Turns of a conversation, all but the first from L3."""
     [found] = make_conversations(1, turns, tokens=QUESTION, seed=9)
     for turn in range(turns):
         prompt = found.next_prompt()

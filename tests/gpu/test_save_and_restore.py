@@ -107,7 +107,6 @@ class Engine:
         assert self.capture.ledger.broken is None
 
     def finish(self) -> None:
-        """Wait for everything."""
         if self.device == "cuda":
             torch.cuda.synchronize()
         self.settle()

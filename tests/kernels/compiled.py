@@ -81,7 +81,6 @@ def _use_cache(path: str) -> None:
 
 
 def _compile(job: Job) -> Usage:
-    """Compile a kernel as its launch would, for the job's device."""
     launch, (major, minor) = job.launch(), job.capability
     compiled = triton.compile(
         source(launch.kernel, launch.arguments),

@@ -67,7 +67,6 @@ def arguments(
 
 
 def tensors(value: Any) -> Iterator[torch.Tensor]:
-    """All tensors in nested lists and tuples."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
@@ -89,7 +88,6 @@ def touched(
 
 
 def whole(block: Block, tensor: torch.Tensor) -> Region:
-    """The cells of all elements of a tensor."""
     starts, length = _runs(tensor.shape, tensor.stride(), tensor.element_size())
     return _cells(block, starts + tensor.storage_offset() * tensor.element_size(), length)
 

@@ -149,8 +149,6 @@ class Pool:
 
 
 class Engine:
-    """SGLang's streams, and what it does on them beside us."""
-
     def __init__(self, checker: Checker, pool: Pool, order: CollectiveOrder | None = None) -> None:
         self._checker, self._pool, self._order = checker, pool, order
         self.schedule, self.forward_stream, self.loading = (

@@ -343,7 +343,6 @@ def check(
 
 
 def findings(found: list[dict[str, Any]]) -> str:
-    """What is wrong, on all ranks; empty if nothing is."""
     return "\n\n".join(finding for report in found for finding in report["findings"])
 
 

@@ -22,7 +22,6 @@ from hcache_backend.store import SERVER_REPORT, PageStore
 
 
 def shown(call: Callable[[], None], capsys: pytest.CaptureFixture[str]) -> str:
-    """What a function prints."""
     call()
     return " ".join(capsys.readouterr().out.split())
 

@@ -28,7 +28,6 @@ def test_the_version_stands_in_one_place() -> None:
 
 
 def configs() -> dict[str, dict[str, Any]]:
-    """The extra configs that README and examples show."""
     [readme] = re.findall(r"```toml\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     _, maps, _ = yaml.safe_load_all((EXAMPLES / "kubernetes.yaml").read_text())
     texts = {

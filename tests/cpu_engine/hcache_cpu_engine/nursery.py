@@ -161,7 +161,6 @@ class Nursery:
                     return order
 
     def start(self, order: Order, log: int, status: int) -> bool:
-        """True in the forked server."""
         if not order.fresh and self.reads is None:
             self.reads = preload()
         sys.stdout.flush()

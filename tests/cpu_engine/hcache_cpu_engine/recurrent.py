@@ -264,7 +264,6 @@ def gated_norm(
     is_rms_norm: bool = False,
     **_options: Any,
 ) -> tuple[torch.Tensor, None, None, torch.Tensor]:
-    """A norm times a gate of the same shape."""
     rows = x.float() if residual is None else x.float() + residual.float()
     centred = rows if is_rms_norm else rows - rows.mean(-1, keepdim=True)
     normed = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
@@ -286,7 +285,6 @@ def track(
 
 
 def track_layers(conv: Any, states: Any, *others: Any, **options: Any) -> None:
-    """The same in all layers."""
     for layer in range(len(conv)):
         track(conv[layer], states[layer], *others, **options)
 
@@ -294,14 +292,12 @@ def track_layers(conv: Any, states: Any, *others: Any, **options: Any) -> None:
 def load(
     self: Any, device_pool: Any, host: Any, device: Any, layer_id: int, *_: Any, **_options: Any
 ) -> None:
-    """States of a layer from host memory."""
     for held, pool in _pools(self, device_pool):
         rows = held[layer_id][host] if self.layout == "layer_first" else held[host, layer_id]
         pool[layer_id][device] = rows.reshape(pool[layer_id][device].shape).to(pool.dtype)
 
 
 def back_up(self: Any, device_pool: Any, host: Any, device: Any, *_: Any, **_options: Any) -> None:
-    """States of all layers to host memory."""
     for held, pool in _pools(self, device_pool):
         for layer in range(self.num_mamba_layers):
             rows = pool[layer][device]

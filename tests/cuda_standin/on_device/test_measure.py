@@ -50,7 +50,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def goes_on(now: list[float], seconds: float) -> None:
-    """The current stream takes so long."""
     torch.cuda.current_stream().put(lambda: now.__setitem__(0, now[0] + seconds))
 
 

@@ -45,7 +45,6 @@ def served(model: Path, folder: Path, krul: dict[str, Any], **options: Any) -> S
 
 
 def by_key(folder: Path) -> dict[bytes, list[Path]]:
-    """Page files, of all ranks."""
     found: dict[bytes, list[Path]] = {}
     for path in ours.stored_pages(folder):
         name = parse_name(path.name)

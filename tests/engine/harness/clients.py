@@ -60,7 +60,6 @@ class Clients:
             list(talks)
 
     def begin(self, conversations: int) -> None:
-        """Talk until so many more conversations were begun."""
         wanted = self.counts["conversations"] + conversations
         self.talk(0, until=lambda: self.counts["conversations"] >= wanted)
 

@@ -103,7 +103,6 @@ def converse_at_random(
 def _one_round(
     server: Server, conversations: Sequence[Conversation], reply_tokens: int, *, concurrent: bool
 ) -> None:
-    """The next turn of each."""
     prompts = [c.next_prompt() for c in conversations]
     if concurrent:
         replies = server.generate_many(prompts, reply_tokens)

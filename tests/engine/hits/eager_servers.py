@@ -69,7 +69,6 @@ def read_batches(server: Server, most: int | None, front: int | None = None) -> 
 
 
 def tell_faults(server: Server, text: str) -> None:
-    """What the server's faults go by from now on."""
     in_step = server.options.log.parent / "in-step"
     new = in_step.with_suffix(".new")
     new.write_text(text)
@@ -82,7 +81,6 @@ def counted(server: Server, what: str, event: str) -> float:
 
 
 def tokens(server: Server, event: str) -> float:
-    """Tokens that ``event`` happened to, so far."""
     return counted(server, "tokens", event)
 
 

@@ -52,8 +52,6 @@ LONG = pytest.mark.long
 
 
 class Case(NamedTuple):
-    """Model and pages, see `eager_servers.STORED`."""
-
     family: str
     pages: str
 
@@ -143,7 +141,6 @@ def storage(*conversations: Conversation) -> list[int]:
 
 
 def path_of(server: Server, prompt: list[int], page: int) -> Path:
-    """The file of a page of a prompt."""
     token_ids = np.array(prompt[page * PAGE : (page + 1) * PAGE], np.int32).tobytes()
     pages = ours.stored_pages(server.options.log.parent)
     [path] = (path for path in pages if token_ids in path.read_bytes())

@@ -419,8 +419,6 @@ def test_weights_that_cannot_be_read_end_l3_for_good(
 
 
 class SlowStages:
-    """Pipeline stages that say their weights when the test says so."""
-
     def __init__(self) -> None:
         self.futures: list[Future[Any]] = []
 

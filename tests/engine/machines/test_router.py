@@ -45,7 +45,6 @@ def until_each_can_read_what_the_other_has(servers: Sequence[Server], folder: Pa
 
 
 def assert_history_was_found(conversation: Conversation) -> None:
-    """On the device of the replica that had it, or else in L3."""
     turn = conversation.turns[-1]
     assert turn.cached.total >= turn.history_tokens - 2 * PAGE, turn.cached
 

@@ -86,7 +86,6 @@ def test_machines_with_different_devices_share_pages(model: Path, tmp_path: Path
 
 
 def until_kept(server: Server, count: int) -> None:
-    """As many pages in the page store, at least."""
     folder = server.options.log.parent
     server.until(lambda: len(ours.stored_pages(folder)) >= count, "pages to be kept")
 
@@ -117,7 +116,6 @@ def counted(server: Server, event: str) -> float:
 
 
 def all_in(cluster: mooncake.Cluster, server: Server) -> list[str]:
-    """The keys of all that a server has stored, when it is shared."""
     folder = server.options.log.parent
     server.until(
         lambda: counted(server, "written") == len(ours.stored_pages(folder)), "all to be shared"

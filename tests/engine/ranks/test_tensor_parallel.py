@@ -42,7 +42,6 @@ def shards(folder: Path) -> dict[str, list[Path]]:
 
 
 def size(paths: Sequence[Path]) -> int:
-    """Bytes of files."""
     return sum(path.stat().st_size for path in paths)
 
 

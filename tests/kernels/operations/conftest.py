@@ -40,12 +40,10 @@ def host(*shape: int, value: int | None = None) -> torch.Tensor:
 
 
 def finish() -> None:
-    """Wait until everything that was launched is done."""
     if not INTERPRETED:
         torch.cuda.synchronize()
 
 
 @pytest.fixture
 def device() -> str:
-    """Where this process runs kernels."""
     return "cpu" if INTERPRETED else "cuda"

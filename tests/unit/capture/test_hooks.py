@@ -115,7 +115,6 @@ def test_a_layer_takes_few_calls_in_python() -> None:
 
 
 def calls_of(layer: Attention, hidden: torch.Tensor) -> int:
-    """How many functions written in Python a forward pass calls."""
     calls = 0
 
     def note(frame: FrameType, event: str, _: object) -> None:

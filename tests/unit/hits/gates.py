@@ -67,7 +67,6 @@ def takes(gate: Gate, name: str, tokens: int = 1000, **others: Any) -> bool:
 
 
 def refused(gate: Gate, name: str) -> bool:
-    """Whether the request is refused if SGLang asks for it again."""
     return gate.prefetches.ask(name, 0, None).refused
 
 

@@ -28,7 +28,6 @@ def decode(form: Codec, encoded: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def vectors(units: torch.Tensor) -> torch.Tensor:
-    """Heads of units, float32."""
     return units.float().unflatten(-1, (-1, DIM))
 
 

@@ -79,8 +79,6 @@ def whole_rows(layer: int, page: int) -> torch.Tensor:
 
 
 class Rank:
-    """Pages of one rank, and where their rows arrive."""
-
     def __init__(self, exchange: Exchange, chunk_pages: int) -> None:
         gpu = not exchange.on_scheduler_thread
         self.device = torch.device("cuda", torch.cuda.current_device()) if gpu else "cpu"
@@ -393,7 +391,6 @@ class Contended:
         self.seconds = 0.2 if ordered else 20.0
 
     def send(self, value: int) -> list[int]:
-        """What all ranks sent in this collective."""
         every = [torch.zeros(1, dtype=torch.int64) for _ in range(2)]
         dist.all_gather(every, torch.tensor([value]), group=self.links)
         return [int(one) for one in every]

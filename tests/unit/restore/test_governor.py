@@ -25,7 +25,6 @@ def scheduler_of(
     reading: tuple[str, ...] = (),
     chunked: object = None,
 ) -> Any:
-    """SGLang's scheduler, with so many running requests."""
     return SimpleNamespace(
         running_batch=batch(running),
         last_batch=last,

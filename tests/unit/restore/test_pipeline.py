@@ -303,7 +303,6 @@ def test_recomputation_is_in_turn_with_forward_passes_and_copies_are_beside_it()
 
 
 def passed(event: Event) -> bool:
-    """Whether ``event`` passes in time."""
     until = time.monotonic() + 240
     while not event.query() and time.monotonic() < until:
         time.sleep(0.001)

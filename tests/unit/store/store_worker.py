@@ -44,7 +44,6 @@ class Task:
 
 
 def sequence_to(last: int) -> list[bytes]:
-    """The keys of a sequence up to page ``last``."""
     return [key(number) for number in range(last // LENGTH * LENGTH, last + 1)]
 
 

@@ -51,7 +51,6 @@ def test_version_2_files_stay_readable(tmp_path: Path) -> None:
 
 
 def damaged_versions(original: bytes) -> Iterator[tuple[str, bytes]]:
-    """Every kind of changed bytes."""
     yield "longer", original + bytes(4096)
     for position in range(4096):
         changed = bytearray(original)

@@ -65,7 +65,6 @@ def start(task: Task) -> ForkServerProcess:
 
 
 def wait_for_life(task: Task) -> None:
-    """Until the process has said something."""
     deadline = time.monotonic() + 240
     while not task.log.exists():
         assert time.monotonic() < deadline, "the process did not start"
@@ -304,7 +303,6 @@ class Container:
         return self._answer()
 
     def kill(self) -> None:
-        """SIGKILL to the process that has the store open."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
         os.kill(int(children.split()[0]), signal.SIGKILL)
         self.process.wait()

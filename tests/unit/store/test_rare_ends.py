@@ -56,7 +56,6 @@ def disk(store: PageStore) -> Disk:
 
 @pytest.fixture
 def held(disk: Disk) -> Iterator[Folder]:
-    """The open folder of ``store``."""
     with disk.use() as held:
         yield held
 

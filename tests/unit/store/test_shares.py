@@ -76,7 +76,6 @@ def put_share(
     cut: int = 0,
     shift: int = 0,
 ) -> bool:
-    """Store a shard of page 1, from the memory that a rank has."""
     page = content(key(1), table.page_bytes) if page is None else page
     view = memory(payload(page, table, shard), shift)
     [stored] = store.put(NAMESPACE, [key(1)], [split(view, cut)], shard=shard, table=table)

@@ -351,7 +351,6 @@ class Rows:
         return torch.stack([buffer[slots_of(*pages)].view(torch.int32) for buffer in buffers])
 
     def back_up(self, *pages: int) -> torch.Tensor:
-        """Back up as the controller does it: where to."""
         host, where = self.pool.alloc(PAGE * len(pages)), slots_of(*pages)
         assert host is not None
         self.capture.ledger.settle()

@@ -40,7 +40,6 @@ class Cache:
 
 
 def seen(cache: Cache, stages: int = 1) -> Backups:
-    """They know the cache by a turn of HiCache's."""
     backups = Backups(stages)
     backups.put_heads(cache)
     return backups

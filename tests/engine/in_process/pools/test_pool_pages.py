@@ -41,7 +41,6 @@ POOLS: list[tuple[str, Callable[[], Any], PoolName]] = [
 
 
 def buffers(pool: Any) -> list[torch.Tensor]:
-    """Where a host pool has its data."""
     if isinstance(pool, MambaPoolHost):
         return [pool.temporal_buffer, *pool.conv_buffer]
     if isinstance(pool, DSAIndexerPoolHost):

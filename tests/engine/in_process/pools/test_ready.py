@@ -26,8 +26,6 @@ class Running:
 
 
 class Pipeline:
-    """Notes what it was to restore."""
-
     def __init__(self) -> None:
         self.started: list[tuple[list[int], list[int], Recompute | None]] = []
         self.restore = Running()
