@@ -38,7 +38,6 @@ PROGRAMS = {
     "eviction": "bench.eviction",
     "agents": "bench.agents",
     "states": "bench.states",
-    "repairs": "bench.repairs",
     "hits": "bench.hits.__main__",
     "hits_load": "bench.hits.load",
 }

@@ -1,7 +1,5 @@
 """Shapes from config.json files of many families, and what is said about wrong ones."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -191,8 +189,7 @@ def test_wrong_fields_are_named(
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
-    [("{", "not JSON"), ("[1]", "table of fields"), (b"\xff\xfe\x00", "not JSON")],
+    ("text", "said"), [("{", "not JSON"), ("[1]", "table of fields"), (b"\xff\xfe\x00", "not JSON")]
 )
 def test_files_that_are_no_config(tmp_path: Path, text: str | bytes, said: str) -> None:
     path = tmp_path / "config.json"
