@@ -178,6 +178,7 @@ class Prefetch:
     lost: int = 0  # arrived, but worth nothing without the rest
     reachable: float = math.inf  # not yet arrived, and slices can still reach them
     behind: bool = False  # another prefetch brings the first page of its hit
+    announced: bool = False  # for a hint: no request waits for it
 
     def came(self, completed: int, page_size: int) -> None:
         """``completed`` tokens count on all ranks. Called in every turn of the scheduler."""
@@ -229,12 +230,46 @@ class Held:
     let_go: Callable[[], object] | None = None
 
 
+@dataclass(eq=False)
+class Hint:
+    """A prompt that a client has announced. Its name is the ``rid`` of ``request``. Scheduler
+    thread only.
+
+    Attributes:
+        prompt: Its token ids, an array of int64.
+        request: SGLang's request with the prompt, or its beginning. It is in no queue.
+        seconds: Its time to live, ...
+        since: ...from this second of the monotonic clock on.
+        reads: L3 is to be read for it.
+        asked: Tokens at its front that were there when L3 was asked last; -1: it was not asked.
+        read: Tokens that L3 was read for, and that no request has used.
+        used: A request has come with the prompt.
+        turns: Turns of the scheduler since it came.
+    """
+
+    prompt: Any
+    request: Any
+    seconds: float
+    since: float
+    reads: bool
+    asked: int = -1
+    read: int = 0
+    used: bool = False
+    turns: int = 0
+
+    @property
+    def there(self) -> int:
+        """Tokens at its front on the device or in host memory, at the last look-up."""
+        return len(self.request.prefix_indices) + int(self.request.host_hit_length)
+
+
 class Prefetches:
     """The prefetches of a process. ``lock`` guards what several threads change."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.held: dict[str, Held] = {}  # by request, in the order in which they came
+        self.hints: dict[str, Hint] = {}  # by name, in the order in which they came
         self.scheduler: Any = None  # SGLang's; None until the first request comes
         self.plain = False  # token ids are all input of the request that is being received
         self.short_of_room = False  # hits wait for room in host memory, on all ranks
@@ -260,6 +295,7 @@ class Prefetches:
         with self.lock:
             state = self._final.get(request_id, State.ASKED)
             asked = Prefetch(request_id, prefix, recomputing, state)
+            asked.announced = request_id in self.hints
             self.waiting[request_id] = asked
             return asked
 

@@ -16,13 +16,13 @@ from itertools import islice
 from typing import Any
 
 from hcache_backend import metrics
-from hcache_backend.prefetch.prefetch import Held, Prefetches
+from hcache_backend.prefetch.prefetch import Held, Hint
 from hcache_backend.sglang.runtime import current
 
 _SHARE = 2  # at most half of host memory is held or being read: backups need the other half
 
 
-def _follows(cache: Any) -> bool:
+def follows(cache: Any) -> bool:
     """True if this module may act: pipeline stages are not at one point, and without host pages of
     its own HiCache waits for room itself."""
     return cache.pp_size == 1 and getattr(cache, "buffer_pipeline", None) is None
@@ -35,19 +35,24 @@ def with_room(cache: Any, answered: int | None) -> int | None:
     """Number of answers that HiCache may take now, of the ``answered`` first ones in its queue,
     which are brought to the front. HiCache reads L3 for each that it takes."""
     controller, prefetches = cache.cache_controller, current().prefetches
-    if answered is None or not _follows(cache):
+    if answered is None or not follows(cache):
         return answered
     controller.prefetch_capacity_limit = sys.maxsize  # room is judged here, by what L3 has
     running = [info.operation for info in cache.ongoing_prefetch.values()] if answered else []
     reading = [operation for operation in running if operation.host_indices is not None]
-    filled = _held_tokens(prefetches) + sum(len(one.host_indices) for one in reading)
+    filled = held_tokens() + sum(len(one.host_indices) for one in reading)
     answers, taken, waiting = controller.prefetch_hit_queue, list[Any](), list[Any]()
     short, allotted = False, 0
     for operation in list(islice(answers.queue, answered)):
         needed = _tokens_to_read(cache, operation, reading)
         if needed and not short:
-            short = bool(filled) and filled + needed > _room(cache)
-            short = short or not (_make_room(cache, allotted + needed) or _is_idle(filled))
+            short = not _fits(cache, filled, needed, allotted)
+            if short and operation.request_id in prefetches.hints:
+                give_up(operation.request_id)  # nobody waits for it, or behind it
+                needed, short = 0, False
+            while short and prefetches.hints:
+                filled -= give_up(next(iter(prefetches.hints)))
+                short = not _fits(cache, filled, needed, allotted)
         if needed and short:  # those behind it do not overtake it
             needed = None
         if needed is None:
@@ -67,7 +72,15 @@ def with_room(cache: Any, answered: int | None) -> int | None:
     return len(taken)
 
 
-def _room(cache: Any) -> int:
+def _fits(cache: Any, filled: int, needed: int, allotted: int) -> bool:
+    """True if ``needed`` tokens may be read beside ``filled`` ones that are held or being read, and
+    ``allotted`` ones of this turn; makes room for them."""
+    if filled and filled + needed > room(cache):
+        return False
+    return _make_room(cache, allotted + needed) or _is_idle(filled)
+
+
+def room(cache: Any) -> int:
     """Most tokens in host memory that are held, or being read."""
     return int(cache.cache_controller.mem_pool_host.size) // _SHARE
 
@@ -93,8 +106,25 @@ def _is_idle(filled: int) -> bool:
     return not filled and all(batch is None or batch.is_empty() for batch in batches)
 
 
-def _held_tokens(prefetches: Prefetches) -> int:
-    return sum(one.tokens for one in prefetches.held.values())
+def give_up(name: str) -> int:
+    """End a hint, because requests need its room; returns the tokens that it held."""
+    before = held_tokens()
+    end_hint(name, "given_up")
+    return before - held_tokens()
+
+
+def end_hint(name: str, unused: str) -> None:
+    """Let go of the prompt of a hint, and end its prefetch. ``unused``: why no request used it."""
+    prefetches = current().prefetches
+    hint = prefetches.hints.pop(name)
+    _gone(name)
+    prefetches.scheduler.tree_cache.release_aborted_request(hint.request.cache_request_handle)
+    metrics.HINTS.count("useful" if hint.used else unused)
+    metrics.L3_TOKENS.add(hint_useless=hint.read)
+
+
+def held_tokens() -> int:
+    return sum(one.tokens for one in current().prefetches.held.values())
 
 
 def _tokens_to_read(cache: Any, operation: Any, reading: Sequence[Any]) -> int | None:
@@ -134,18 +164,21 @@ def came(scheduler: Any, request: Any) -> None:
         return
     info = cache.ongoing_prefetch.get(request.cache_request_handle)
     held = prefetches.held[request.rid] = Held(request, None if info is None else info.operation)
-    fits = _held_tokens(prefetches) + request.host_hit_length <= _room(cache)
-    if fits and not prefetches.short_of_room:
-        _hold(cache, held)
+    if held_tokens() + request.host_hit_length <= room(cache) and not prefetches.short_of_room:
+        hold(cache, held)
 
 
-def _hold(cache: Any, held: Held) -> None:
-    """Keep what host memory has of a prompt, by its last look-up."""
+def hold(cache: Any, held: Held) -> None:
+    """Keep what host memory has of a prompt, by its last look-up. A hint's stays there also when
+    it leaves the device."""
+    hint = current().prefetches.hints.get(held.request.rid)
     node, tokens = held.request.last_host_node, held.request.host_hit_length
+    if hint is not None:
+        tokens = hint.there
     if held.let_go is not None:
         held.let_go()
         held.tokens, held.let_go = 0, None
-    if tokens and _follows(cache) and cache.is_backuped(node):
+    if tokens and follows(cache) and cache.is_backuped(node):
         receipt = cache.inc_host_lock_ref(node).to_dec_params()
         held.let_go = partial(_let_go, cache, cache.storage_prefetch_retries, node, receipt)
         held.tokens = tokens
@@ -163,7 +196,7 @@ def left() -> None:
     if held:
         bootstrap = getattr(scheduler, "disagg_prefill_bootstrap_queue", None)
         queued = [*scheduler.waiting_queue, *(() if bootstrap is None else bootstrap.queue)]
-        waiting = {request.rid for request in queued}
+        waiting = {request.rid for request in queued} | current().prefetches.hints.keys()
         for rid in [rid for rid in held if rid not in waiting]:
             _gone(rid)
 
@@ -177,12 +210,15 @@ def fetched(cache: Any) -> None:
         meeting, held.operation = current().prefetches.of(operation).meeting, None
         held.computed = 0 if meeting is None else meeting.front * cache.page_size
         held.read = max(0, operation.completed_tokens - held.computed)
+        hint = current().prefetches.hints.get(request.rid)
+        if hint is not None:
+            hint.read, held.read = hint.read + held.read, 0
         if operation.completed_tokens:
             for info in cache.ongoing_prefetch.values():
                 if info.operation.host_indices is None:
                     _note_behind(info.operation, operation, cache.page_size)
             request.init_next_round_input(cache, cow_mamba=False)  # as SGLang looks a prefix up
-            _hold(cache, held)
+            hold(cache, held)
 
 
 def count_used(requests: Sequence[Any]) -> None:
@@ -191,19 +227,28 @@ def count_used(requests: Sequence[Any]) -> None:
         held = current().prefetches.held.get(request.rid)
         if held is not None and held.read:
             hit = min(held.read, max(0, request.cached_tokens_storage - held.computed))
-            _count(hit=hit, unused=held.read - hit)
+            metrics.L3_TOKENS.add(hit=hit, unused=held.read - hit)
             held.read = 0
+        for name, hint in list(current().prefetches.hints.items()):
+            if _begins_with(request, hint):
+                metrics.L3_TOKENS.add(hint_useful=hint.read)
+                hint.used, hint.read = True, 0
+                if hint.asked >= 0:  # it was to be here for this request
+                    end_hint(name, "")
+
+
+def _begins_with(request: Any, hint: Hint) -> bool:
+    """True if the prompt of a hint is the beginning of a request's, as far as it is there."""
+    tokens, ids, other = hint.there, request.origin_input_ids, hint.request
+    if not tokens or len(ids) <= tokens or ids[tokens - 1] != hint.prompt[tokens - 1]:
+        return False
+    of_one = request.extra_key == other.extra_key and request.cache_salt == other.cache_salt
+    return bool(of_one and ids[:tokens] == hint.prompt[:tokens])
 
 
 def _gone(rid: str) -> None:
     held = current().prefetches.held.pop(rid, None)
     if held is not None:
-        _count(unused=held.read)
+        metrics.L3_TOKENS.add(unused=held.read)
         if held.let_go is not None:
             held.let_go()
-
-
-def _count(**tokens: int) -> None:
-    for result, number in tokens.items():
-        if number:
-            metrics.L3_TOKENS.count(result, number)

@@ -1,19 +1,26 @@
 """Entry point ``sglang.srt.plugins``: runs in every SGLang process, before its arguments exist.
 
-It registers one bootstrap hook and nothing else; see ``start/attach.py``.
+It registers one bootstrap hook (see ``start/attach.py``), and the route of hints in the process
+that has SGLang's HTTP server.
 """
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
+HTTP_SERVER = "sglang.srt.entrypoints.http_server"
 LOAD_MODEL = "sglang.srt.model_executor.model_runner.ModelRunner.load_model"
 
 
 def activate() -> None:
-    """Register the bootstrap hook."""
+    """Register the bootstrap hook, and the route."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    if (server := sys.modules.get(HTTP_SERVER)) is not None:
+        from hcache_backend.sglang.hint_route import add_route
+
+        add_route(server)
     HookRegistry.register(LOAD_MODEL, _after_load_model, HookType.AFTER)
 
 

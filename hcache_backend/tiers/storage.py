@@ -164,6 +164,13 @@ class HCacheStorage(HiCacheStorage):
             for namespace in self._namespaces():
                 self._tier.local.store.use(namespace, PageKeys(keys))
 
+    def demote(self, keys: Sequence[str], shared: int) -> None:
+        """The pages ``keys`` of a prompt, from the first one on, will not be used soon: they go
+        first, but for the ``shared`` first ones. As :meth:`use`."""
+        with _harmless("use"):
+            for namespace in self._namespaces():
+                self._tier.local.store.demote(namespace, PageKeys(keys), shared)
+
     def wrote(self, operation: Any) -> None:
         """HiCache has written a node, in its thread."""
         keys, pages = operation.hash_value, self._pages(PoolName.KV, operation.hash_value)
@@ -293,9 +300,10 @@ class HCacheStorage(HiCacheStorage):
         weights, instead = self._runtime.weights, None if self._promises_hits else "not_promised"
         if weights is None or weights.suspended is not None:
             instead = "suspended"
-        for result, number in pages.items():
-            if number:
-                metrics.L3_TOKENS.count(instead or result, number * self.mem_pool_host.page_size)
+        if instead is not None:
+            pages = {instead: sum(pages.values())}
+        size = self.mem_pool_host.page_size
+        metrics.L3_TOKENS.add(**{result: number * size for result, number in pages.items()})
 
     def _renew_report(self) -> None:
         if time.monotonic() > self._reported + _REPORT_SECONDS:

@@ -1,0 +1,51 @@
+"""``hcache hint``: tell a server that a prompt comes back soon, or not for a long time."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from typer import Argument, Option
+
+from hcache_backend.cli import common
+from hcache_backend.cli.common import Failure, ask, say
+
+Action = Literal["retain", "prefetch", "demote"]
+
+
+def hint(
+    action: Annotated[Action, Argument(help="Keep the prompt, read L3 for it, or let it go.")],
+    tokens: Annotated[
+        Path | None, Argument(help="Its token ids, as a list in JSON; - is standard input.")
+    ] = None,
+    session: Annotated[str | None, Option(help="Instead: a session that the server has open.")] = (
+        None
+    ),
+    seconds: Annotated[float, Option(help="Until then it is kept in host memory.")] = 300.0,
+    shared: Annotated[int, Option(help="Its first tokens that demote leaves alone.")] = 0,
+    url: Annotated[str, Option(help="The server.")] = common.SERVER,
+    api_key: Annotated[str | None, Option(help="The server's admin API key.")] = None,
+    as_json: common.AsJson = False,
+) -> None:
+    """Tell a server about a prompt: an agent's history comes back soon, or its session is over."""
+    body: dict[str, Any] = {"action": action, "seconds": seconds, "shared": shared}
+    if tokens is not None:
+        text = sys.stdin.read() if str(tokens) == "-" else tokens.read_text(encoding="utf-8")
+        try:
+            body["input_ids"] = json.loads(text)
+        except ValueError as error:
+            raise Failure(f"{tokens}: no list of token ids in JSON: {error}") from None
+    if session is not None:
+        body["session"] = session
+    answers = json.loads(ask(url, "hcache/hint", 60.0, body=body, key=api_key))
+    common.output(answers, as_json, show)
+
+
+def show(answers: list[dict[str, Any]]) -> None:
+    for told in answers:
+        say(
+            f"{told['tokens']:,} tokens: {told['in_memory']:,} on the device or in host memory, "
+            f"{told['kept']:,} of them are kept"
+        )
