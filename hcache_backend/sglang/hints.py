@@ -73,8 +73,8 @@ def _take(scheduler: Any, told: Mapping[str, Any]) -> dict[str, Any]:
         l3.demote(keys, told["shared"] // cache.page_size)
         return said
     l3.use(keys)
-    while len(hints) >= _MOST or (hints and not _has_room(cache, hint.there)):
-        waiting.give_up(next(iter(hints)))
+    if len(hints) >= _MOST:
+        raise RefusedHint(f"{_MOST} hints are there already; one has to end first")
     hints[request.rid], prefetches.held[request.rid] = hint, Held(request)
     if _has_room(cache, hint.there):
         waiting.hold(cache, prefetches.held[request.rid])

@@ -33,7 +33,7 @@ def server(
 ) -> Iterator[Server]:
     """Four histories are in its L3, and a long one."""
     folder = tmp_path_factory.mktemp("hints")
-    with Server(options(model, folder, request.param, host=4 * LONG)) as server:
+    with Server(options(model, folder, request.param, host=8 * LONG)) as server:
         for prompt in (*map(history, range(4)), random_tokens(LONG, 600)):
             server.generate(prompt, 1)
             server.flush_cache()
@@ -84,3 +84,89 @@ def test_an_announced_prompt_is_in_host_memory_when_it_comes(
     assert counted.pop("found") == counted.pop("hint_useful") == server.options.tp * len(tokens)
     assert not counted
     assert hints(server)["useful"]
+
+
+def test_a_retained_prompt_stays_in_host_memory_while_others_come(
+    server: Server, model: Path
+) -> None:
+    server.generate(history(1), 1)
+    server.wait_backed_up()
+    assert hint(server, "retain", history(1))["kept"] == TOKENS
+    for number in range(12):
+        server.generate(random_tokens(LONG, 700 + number), 1)
+    [conversation] = asked(server, question(1, 22))
+    cached = conversation.turns[0].cached
+    assert (cached.device + cached.host, cached.storage) == (TOKENS, 0)
+    assert_no_cache_output(model, [conversation])
+    assert hint(server, "demote", history(1))["in_memory"] == TOKENS
+    for number in range(12):
+        server.generate(random_tokens(LONG, 800 + number), 1)
+    assert hint(server, "demote", history(1))["in_memory"] == 0
+
+
+def test_a_hint_gives_way_to_requests_that_need_its_room(server: Server, model: Path) -> None:
+    server.generate(prompt := random_tokens(3 * LONG, 650), 1)
+    server.flush_cache()
+    before = hints(server)
+    hint(server, "prefetch", random_tokens(LONG, 600))
+    server.until(partial(is_there, server, random_tokens(LONG, 600)), "a hint's prompt")
+    conversations = asked(server, [*prompt, 1, 2, 3], question(0, 23), question(1, 23))
+    from_l3 = [conversation.turns[0].cached.storage for conversation in conversations]
+    assert from_l3 == [3 * LONG, TOKENS, TOKENS]
+    assert_no_cache_output(model, conversations[1:])
+    assert hints(server).get("given_up", 0) > before.get("given_up", 0)
+
+
+def test_a_session_stands_for_its_last_prompt(server: Server) -> None:
+    session = server._request("POST", "/open_session", json={"capacity_of_str_len": 9999}).json()
+    body = {"input_ids": history(2), "session_params": {"id": session}}
+    sampling = {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True}
+    answer = server._request("POST", "/generate", json={**body, "sampling_params": sampling})
+    assert answer.status_code == 200
+    server.wait_backed_up()
+    [said] = told(server, {"action": "retain", "session": session}).json()
+    assert (said["tokens"], said["kept"]) == (TOKENS + 4, TOKENS)
+    server._request("POST", "/close_session", json={"session_id": session})
+    again = told(server, {"action": "retain", "session": session})
+    assert again.status_code == 400
+    assert f"session '{session}' is not open" in again.text
+
+
+BAD: dict[str, tuple[Any, str]] = {
+    "no object": ([1, 2], "a hint is a JSON object"),
+    "unknown field": ({"action": "retain", "ids": [1]}, "a hint is a JSON object"),
+    "action": ({"action": "keep", "input_ids": [1]}, "'action' is 'keep'; it must be one of"),
+    "nothing": ({"action": "retain"}, "'input_ids' (token ids) or 'session', and not both"),
+    "another model": ({"action": "retain", "input_ids": [1, 1 << 20]}, "are of another model"),
+    "no ids": ({"action": "retain", "input_ids": ["a"]}, "must be a list of token ids"),
+    "too many": ({"action": "retain", "input_ids": [1] * 500_000}, "has 500000 tokens; a prompt"),
+    "too long": ({"action": "retain", "input_ids": [1], "seconds": 1e9}, "'seconds' is 1000000000"),
+    "session": ({"action": "retain", "session": "none"}, "session 'none' is not open"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_a_bad_hint_is_an_error_that_says_why(what: str, server: Server) -> None:
+    body, message = BAD[what]
+    answer = told(server, body)
+    assert answer.status_code == 400
+    assert message in answer.json()["error"]["message"]
+
+
+def test_hints_need_the_admin_key(server: Server) -> None:
+    assert told(server, {"action": "retain", "input_ids": [1]}, key="wrong").status_code == 401
+
+
+def test_the_command_sends_a_hint(server: Server, tmp_path: Path) -> None:
+    path = tmp_path / "prompt.json"
+    path.write_text(json.dumps(history(3)))
+    command = [sys.executable, "-m", "hcache_backend.cli.main", "hint", "prefetch", str(path)]
+    end = ["--url", server.url, "--api-key", ADMIN_KEY]
+    done = subprocess.run([*command, *end], capture_output=True, text=True, check=True)
+    assert (
+        done.stdout == f"{TOKENS} tokens: 0 on the device or in host memory, 0 of them are kept\n"
+    )
+    server.until(partial(is_there, server, history(3)), "the prompt of a hint in host memory")
+    end = ["--url", server.url]
+    bad = subprocess.run([*command, *end], capture_output=True, text=True, check=False)
+    assert (bad.returncode, bad.stderr) == (2, "hcache: 401: give its --api-key\n")
