@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -17,24 +16,18 @@ Action = Literal["retain", "prefetch", "demote"]
 
 def hint(
     action: Annotated[Action, Argument(help="Keep the prompt, read L3 for it, or let it go.")],
-    tokens: Annotated[
-        Path | None, Argument(help="Its token ids, as a list in JSON; - is standard input.")
-    ] = None,
-    session: Annotated[str | None, Option(help="Instead: a session that the server has open.")] = (
-        None
-    ),
-    seconds: Annotated[float, Option(help="Until then it is kept in host memory.")] = 300.0,
-    shared: Annotated[int, Option(help="Its first tokens that demote leaves alone.")] = 0,
+    tokens: Annotated[Path | None, Argument(help="Its token ids, a list in a JSON file.")] = None,
+    session: Annotated[str | None, Option(help="Instead: a session of the server.")] = None,
+    seconds: Annotated[float, Option(help="Until then host memory keeps it.")] = 300.0,
     url: Annotated[str, Option(help="The server.")] = common.SERVER,
     api_key: Annotated[str | None, Option(help="The server's admin API key.")] = None,
     as_json: common.AsJson = False,
 ) -> None:
     """Tell a server about a prompt: an agent's history comes back soon, or its session is over."""
-    body: dict[str, Any] = {"action": action, "seconds": seconds, "shared": shared}
+    body: dict[str, Any] = {"action": action, "seconds": seconds}
     if tokens is not None:
-        text = sys.stdin.read() if str(tokens) == "-" else tokens.read_text(encoding="utf-8")
         try:
-            body["input_ids"] = json.loads(text)
+            body["input_ids"] = json.loads(tokens.read_text(encoding="utf-8"))
         except ValueError as error:
             raise Failure(f"{tokens}: no list of token ids in JSON: {error}") from None
     if session is not None:
@@ -45,7 +38,5 @@ def hint(
 
 def show(answers: list[dict[str, Any]]) -> None:
     for told in answers:
-        say(
-            f"{told['tokens']:,} tokens: {told['in_memory']:,} on the device or in host memory, "
-            f"{told['kept']:,} of them are kept"
-        )
+        there = f"{told['in_memory']:,} on the device or in host memory"
+        say(f"{told['tokens']:,} tokens: {there}, {told['kept']:,} of them are kept")

@@ -230,30 +230,24 @@ class Held:
     let_go: Callable[[], object] | None = None
 
 
-@dataclass(eq=False)
-class Hint:
-    """A prompt that a client has announced. Its name is the ``rid`` of ``request``. Scheduler
-    thread only.
+@dataclass(eq=False, kw_only=True)
+class Hint(Held):
+    """A prompt that a client has announced: its request, or one with the beginning, is in no queue.
 
     Attributes:
         prompt: Its token ids, an array of int64.
-        request: SGLang's request with the prompt, or its beginning. It is in no queue.
-        seconds: Its time to live, ...
-        since: ...from this second of the monotonic clock on.
+        seconds: Its time to live, from ``since`` (monotonic) on.
         reads: L3 is to be read for it.
         asked: Tokens at its front that were there when L3 was asked last; -1: it was not asked.
-        read: Tokens that L3 was read for, and that no request has used.
         used: A request has come with the prompt.
         turns: Turns of the scheduler since it came.
     """
 
     prompt: Any
-    request: Any
     seconds: float
     since: float
     reads: bool
     asked: int = -1
-    read: int = 0
     used: bool = False
     turns: int = 0
 
@@ -262,6 +256,13 @@ class Hint:
         """Tokens at its front on the device or in host memory, at the last look-up."""
         return len(self.request.prefix_indices) + int(self.request.host_hit_length)
 
+    def begins(self, request: Any, ids: Any, tokens: int) -> bool:
+        """True if its first ``tokens`` are those of a ``request`` with these ``ids``, an array."""
+        if not 0 < tokens <= len(ids) or ids[tokens - 1] != self.prompt[tokens - 1]:
+            return False
+        own, others = ((one.extra_key, one.cache_salt) for one in (self.request, request))
+        return bool(own == others and ids[:tokens] == self.prompt[:tokens])
+
 
 class Prefetches:
     """The prefetches of a process. ``lock`` guards what several threads change."""
@@ -269,7 +270,6 @@ class Prefetches:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.held: dict[str, Held] = {}  # by request, in the order in which they came
-        self.hints: dict[str, Hint] = {}  # by name, in the order in which they came
         self.scheduler: Any = None  # SGLang's; None until the first request comes
         self.plain = False  # token ids are all input of the request that is being received
         self.short_of_room = False  # hits wait for room in host memory, on all ranks
@@ -279,6 +279,11 @@ class Prefetches:
         self.unfinished: set[Hashable] = set()
         self._of: weakref.WeakKeyDictionary[Any, Prefetch] = weakref.WeakKeyDictionary()
         self._final: OrderedDict[str, State] = OrderedDict()  # of requests
+
+    @property
+    def hints(self) -> dict[str, Hint]:
+        """Those of ``held`` whose requests have not come."""
+        return {name: one for name, one in self.held.items() if isinstance(one, Hint)}
 
     def of(self, operation: Any) -> Prefetch:
         """The prefetch of SGLang's ``operation``. Any thread."""

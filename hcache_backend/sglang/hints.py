@@ -17,7 +17,7 @@ from itertools import count
 from typing import Any
 
 from hcache_backend import metrics
-from hcache_backend.prefetch.prefetch import Held, Hint
+from hcache_backend.prefetch.prefetch import Hint
 from hcache_backend.ranks import Said, Turn
 from hcache_backend.sglang import waiting
 from hcache_backend.sglang.hint_route import NAME, RefusedHint
@@ -53,58 +53,57 @@ def around_attach(
 def _take(scheduler: Any, told: Mapping[str, Any]) -> dict[str, Any]:
     """Follow a hint; returns what is known about its prompt. Raises RefusedHint."""
     cache, prefetches = scheduler.tree_cache, current().prefetches
-    l3, hints = our_l3(cache), prefetches.hints
+    l3 = our_l3(cache)
     if l3 is None or not waiting.follows(cache):
         raise RefusedHint("this server takes no hints: its L3 is another one, or it has stages")
     prefetches.scheduler = scheduler
-    prompt, names = _prompt(scheduler, told)
-    request = _request(scheduler, f"{NAME}:{next(_numbers)}", prompt, names)
+    request = _request(f"{NAME}:{next(_numbers)}", *_prompt(scheduler, told))
     request.init_next_round_input(cache, cow_mamba=False)
-    reads, demotes = (told["action"] == action for action in ("prefetch", "demote"))
-    hint = Hint(prompt, request, told["seconds"], time.monotonic(), reads)
-    keys = keys_to(cache, request.last_host_node)
-    for name, other in list(hints.items()):
-        longer, shorter = (other, hint) if demotes else (hint, other)
-        begins = longer.prompt[: len(shorter.prompt)] == shorter.prompt
-        if begins and _names(other.request) == names and (demotes or other.seconds <= hint.seconds):
+    prompt, action, seconds = request.origin_input_ids[:-1], told["action"], told["seconds"]
+    hint = Hint(
+        request=request,
+        prompt=prompt,
+        seconds=seconds,
+        since=time.monotonic(),
+        reads=action == "prefetch",
+    )
+    for name, other in prefetches.hints.items():
+        if action == "demote":
+            over = hint.begins(other.request, other.prompt, len(prompt))
+        else:
+            over = other.begins(request, prompt, len(other.prompt)) and other.seconds <= seconds
+        if over:
             waiting.end_hint(name, "replaced")
-    said = {"tokens": len(prompt), "in_memory": hint.there, "kept": 0}
-    if demotes:
-        l3.demote(keys, told["shared"] // cache.page_size)
-        return said
-    l3.use(keys)
-    if len(hints) >= _MOST:
-        raise RefusedHint(f"{_MOST} hints are there already; one has to end first")
-    hints[request.rid], prefetches.held[request.rid] = hint, Held(request)
-    if _has_room(cache, hint.there):
-        waiting.hold(cache, prefetches.held[request.rid])
-    return said | {"kept": prefetches.held[request.rid].tokens}
+    if action != "demote":
+        l3.use(keys_to(cache, request.last_host_node))
+        if len(prefetches.hints) >= _MOST:
+            raise RefusedHint(f"{_MOST} hints are there already; one has to end first")
+        prefetches.held[request.rid] = hint
+        if _has_room(cache, hint.there):
+            waiting.hold(cache, hint)
+    return {"tokens": len(prompt), "in_memory": hint.there, "kept": hint.tokens}
 
 
-def _prompt(scheduler: Any, told: Mapping[str, Any]) -> tuple[array[int], tuple[Any, Any]]:
+def _prompt(scheduler: Any, told: Mapping[str, Any]) -> tuple[array[int], Any, Any]:
     """Token ids of a hint, and the names that keep its pages apart from those of others."""
-    if told["session"] is None:
-        names = told["extra_key"], told["cache_salt"]
-        return array("q", base64.b64decode(told["input_ids"])), names
     session = scheduler.session_controller.get(told["session"])
+    if told["session"] is None:
+        ids = array("q", base64.b64decode(told["input_ids"]))
+        return ids, told["extra_key"], told["cache_salt"]
     if session is None or not session.req_nodes:
         raise RefusedHint(f"session {told['session']!r} is not open, or has had no request")
     last = list(session.req_nodes.values())[-1].req
-    return array("q", [*last.origin_input_ids, *last.output_ids]), _names(last)
+    ids = array("q", [*last.origin_input_ids, *last.output_ids])
+    return ids, last.extra_key, last.cache_salt
 
 
-def _names(request: Any) -> tuple[Any, Any]:
-    return request.extra_key, request.cache_salt
-
-
-def _request(scheduler: Any, rid: str, prompt: array[int], names: tuple[Any, Any]) -> Any:
-    """A request of SGLang's for a prompt. SGLang never looks the last token up, so there is one
-    more."""
+def _request(rid: str, prompt: array[int], extra_key: Any, cache_salt: Any) -> Any:
+    """A request of SGLang's for a prompt, and a token more: the last one is never looked up."""
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.sampling.sampling_params import SamplingParams
 
     request = Req(rid, "", prompt + array("q", [0]), SamplingParams(max_new_tokens=1))
-    request.extra_key, request.cache_salt = names
+    request.extra_key, request.cache_salt = extra_key, cache_salt
     return request
 
 
@@ -116,37 +115,33 @@ def go_on(cache: Any) -> None:
     """Called in every turn of the scheduler, behind HiCache's part: read L3 for a hint."""
     prefetches = current().prefetches
     scheduler = prefetches.scheduler
-    if not prefetches.hints or scheduler.waiting_queue or cache.ongoing_prefetch:
-        return
     hint = next((one for one in prefetches.hints.values() if one.reads), None)
-    if hint is None:
+    if hint is None or scheduler.waiting_queue or cache.ongoing_prefetch:
         return
-    there = hint.there
+    there, before = hint.there, hint.request
     tokens = min(_TOKENS, len(hint.prompt) - there)
     # L3 had no more, or it would not be worth a read.
     hint.reads = there > hint.asked and tokens >= cache.prefetch_threshold
     if hint.reads and _has_room(cache, tokens):
-        cache.release_aborted_request(hint.request.cache_request_handle)
-        hint.asked, before = there, hint.request
-        hint.request = _request(
-            scheduler, before.rid, hint.prompt[: there + tokens], _names(before)
-        )
-        scheduler._prefetch_kvcache(hint.request)
+        cache.release_aborted_request(before.cache_request_handle)
+        prompt, hint.asked = hint.prompt[: there + tokens], there
+        request = _request(before.rid, prompt, before.extra_key, before.cache_salt)
+        scheduler._prefetch_kvcache(request)
 
 
 def ask(turn: Turn) -> tuple[list[str], Said]:
     """Say whose time is over; ranks have other clocks, so they end hints together."""
-    looked_at, over, now = list[str](), list[bool](), time.monotonic()
+    due, over, now = list[str](), list[bool](), time.monotonic()
     for name, hint in current().prefetches.hints.items():
         hint.turns += 1
         if hint.turns % _TURNS == 0:
-            looked_at.append(name)
+            due.append(name)
             over.append(now - hint.since > hint.seconds)
-    return looked_at, turn.say(*over)
+    return due, turn.say(*over)
 
 
-def hear(looked_at: list[str], said: Said) -> None:
-    for name, is_over in zip(looked_at, said.least, strict=True):
+def hear(due: list[str], said: Said) -> None:
+    for name, is_over in zip(due, said.least, strict=True):
         if is_over:
             waiting.end_hint(name, "useless")
 

@@ -48,10 +48,10 @@ def with_room(cache: Any, answered: int | None) -> int | None:
         if needed and not short:
             short = not _fits(cache, filled, needed, allotted)
             if short and operation.request_id in prefetches.hints:
-                give_up(operation.request_id)  # nobody waits for it, or behind it
+                end_hint(operation.request_id, "given_up")  # nobody waits for it, or behind it
                 needed, short = 0, False
             while short and prefetches.hints:
-                filled -= give_up(next(iter(prefetches.hints)))
+                filled -= end_hint(next(iter(prefetches.hints)), "given_up")
                 short = not _fits(cache, filled, needed, allotted)
         if needed and short:  # those behind it do not overtake it
             needed = None
@@ -106,21 +106,18 @@ def _is_idle(filled: int) -> bool:
     return not filled and all(batch is None or batch.is_empty() for batch in batches)
 
 
-def give_up(name: str) -> int:
-    """End a hint, because requests need its room; returns the tokens that it held."""
-    before = held_tokens()
-    end_hint(name, "given_up")
-    return before - held_tokens()
-
-
-def end_hint(name: str, unused: str) -> None:
-    """Let go of the prompt of a hint, and end its prefetch. ``unused``: why no request used it."""
+def end_hint(name: str, unused: str) -> int:
+    """Let go of the prompt of a hint, and end its prefetch; returns the tokens that it held.
+    ``unused``: why no request used it."""
     prefetches = current().prefetches
-    hint = prefetches.hints.pop(name)
-    _gone(name)
-    prefetches.scheduler.tree_cache.release_aborted_request(hint.request.cache_request_handle)
+    hint = prefetches.hints[name]
+    tokens = hint.tokens
     metrics.HINTS.count("useful" if hint.used else unused)
     metrics.L3_TOKENS.add(hint_useless=hint.read)
+    hint.read = 0
+    _gone(name)
+    prefetches.scheduler.tree_cache.release_aborted_request(hint.request.cache_request_handle)
+    return tokens
 
 
 def held_tokens() -> int:
@@ -159,11 +156,15 @@ def _note_behind(operation: Any, other: Any, page: int) -> bool:
 def came(scheduler: Any, request: Any) -> None:
     """SGLang has looked a new request up, or a waiting one again: hold its prompt."""
     cache, prefetches = scheduler.tree_cache, current().prefetches
-    _gone(request.rid)
+    held: Held | None = prefetches.hints.get(request.rid)
+    if held is None:
+        _gone(request.rid)
+        held = Held(request)
     if not getattr(cache, "enable_storage", False):
         return
     info = cache.ongoing_prefetch.get(request.cache_request_handle)
-    held = prefetches.held[request.rid] = Held(request, None if info is None else info.operation)
+    held.request, held.operation = request, None if info is None else info.operation
+    prefetches.held[request.rid] = held
     if held_tokens() + request.host_hit_length <= room(cache) and not prefetches.short_of_room:
         hold(cache, held)
 
@@ -171,10 +172,9 @@ def came(scheduler: Any, request: Any) -> None:
 def hold(cache: Any, held: Held) -> None:
     """Keep what host memory has of a prompt, by its last look-up. A hint's stays there also when
     it leaves the device."""
-    hint = current().prefetches.hints.get(held.request.rid)
     node, tokens = held.request.last_host_node, held.request.host_hit_length
-    if hint is not None:
-        tokens = hint.there
+    if isinstance(held, Hint):
+        tokens = held.there
     if held.let_go is not None:
         held.let_go()
         held.tokens, held.let_go = 0, None
@@ -196,9 +196,10 @@ def left() -> None:
     if held:
         bootstrap = getattr(scheduler, "disagg_prefill_bootstrap_queue", None)
         queued = [*scheduler.waiting_queue, *(() if bootstrap is None else bootstrap.queue)]
-        waiting = {request.rid for request in queued} | current().prefetches.hints.keys()
-        for rid in [rid for rid in held if rid not in waiting]:
-            _gone(rid)
+        waiting = {request.rid for request in queued}
+        for rid, one in list(held.items()):
+            if rid not in waiting and not isinstance(one, Hint):
+                _gone(rid)
 
 
 def fetched(cache: Any) -> None:
@@ -209,10 +210,7 @@ def fetched(cache: Any) -> None:
             continue
         meeting, held.operation = current().prefetches.of(operation).meeting, None
         held.computed = 0 if meeting is None else meeting.front * cache.page_size
-        held.read = max(0, operation.completed_tokens - held.computed)
-        hint = current().prefetches.hints.get(request.rid)
-        if hint is not None:
-            hint.read, held.read = hint.read + held.read, 0
+        held.read += max(0, operation.completed_tokens - held.computed)
         if operation.completed_tokens:
             for info in cache.ongoing_prefetch.values():
                 if info.operation.host_indices is None:
@@ -229,21 +227,12 @@ def count_used(requests: Sequence[Any]) -> None:
             hit = min(held.read, max(0, request.cached_tokens_storage - held.computed))
             metrics.L3_TOKENS.add(hit=hit, unused=held.read - hit)
             held.read = 0
-        for name, hint in list(current().prefetches.hints.items()):
-            if _begins_with(request, hint):
+        for name, hint in current().prefetches.hints.items():
+            if hint.begins(request, request.origin_input_ids, hint.there):
                 metrics.L3_TOKENS.add(hint_useful=hint.read)
                 hint.used, hint.read = True, 0
                 if hint.asked >= 0:  # it was to be here for this request
                     end_hint(name, "")
-
-
-def _begins_with(request: Any, hint: Hint) -> bool:
-    """True if the prompt of a hint is the beginning of a request's, as far as it is there."""
-    tokens, ids, other = hint.there, request.origin_input_ids, hint.request
-    if not tokens or len(ids) <= tokens or ids[tokens - 1] != hint.prompt[tokens - 1]:
-        return False
-    of_one = request.extra_key == other.extra_key and request.cache_salt == other.cache_salt
-    return bool(of_one and ids[:tokens] == hint.prompt[:tokens])
 
 
 def _gone(rid: str) -> None:

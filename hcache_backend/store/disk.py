@@ -230,8 +230,8 @@ class Disk:
     def rank_range(self) -> tuple[int, int] | None:
         return self._ask(lambda folder: folder.index.rank_range(), None)
 
-    def change_ranks(self, ranks: Mapping[PageName, int], which: Callable[..., int]) -> None:
-        self._ask_alone(lambda folder: folder.index.change_ranks(ranks, which))
+    def raise_ranks(self, ranks: Mapping[PageName, int]) -> None:
+        self._ask_alone(lambda folder: folder.index.raise_ranks(ranks))
 
     # ---- reading ----
 

@@ -39,8 +39,7 @@ _MOST_PAGES = 1_000_000  # a rank is less than its epoch by the page's number at
 _PENDING_AT_MOST = 1 << 20  # keys of uses that wait to be saved; further ones are not noted
 
 
-# namespace, keys of a sequence, epoch of its use; or the negative number of its pages that stay
-_Use = tuple[bytes, Sequence[bytes], int]
+_Use = tuple[bytes, Sequence[bytes], int]  # namespace, keys of a sequence, epoch of its use
 _Changes = Sequence[dict[PageName, int]]  # new ranks of page files, for each disk
 
 
@@ -63,12 +62,6 @@ class Recency:
         thread that saves the use reads all keys but the last."""
         if keys:
             self._note((namespace, keys, self._now()))
-
-    def note_unused(self, namespace: bytes, keys: Sequence[bytes], shared: int) -> None:
-        """The pages ``keys`` of a sequence are not of use, but for the ``shared`` first ones. Never
-        waits; a use that was noted before counts for nothing."""
-        if len(keys) > shared:
-            self._note((namespace, keys, -shared))
 
     def note_new(
         self, namespace: bytes, prefix: Sequence[bytes], keys: Sequence[bytes]
@@ -102,14 +95,11 @@ class Recency:
                 uses, self._pending, self._pending_keys = self._pending, {}, 0
             young = self._young()
             changes: _Changes = [{} for _ in self._disks]
-            for namespace, keys, epoch in uses.values():
-                if epoch > 0:
-                    self._apply(namespace, keys, epoch, young, changes)
-                else:
-                    self._demote(namespace, list(keys), -epoch)
+            for use in uses.values():
+                self._apply(*use, young, changes)
             for disk, change in zip(self._disks, changes, strict=True):
                 if change:
-                    disk.change_ranks(change, max)
+                    disk.raise_ranks(change)
 
     def _note(self, use: _Use) -> None:
         namespace, keys, _ = use
@@ -139,15 +129,6 @@ class Recency:
                 rank = max(max(epoch, newest) - place, change.get(entry.name, 0))
                 if rank > entry.rank:
                     change[entry.name] = rank
-
-    def _demote(self, namespace: bytes, keys: Sequence[bytes], shared: int) -> None:
-        ranks = [ranks for disk in self._disks if (ranks := disk.rank_range()) is not None]
-        lowest = min((first for first, _ in ranks), default=0)
-        for disk in self._disks:
-            files = disk.lookup(namespace, keys)[shared:]
-            # Below all others by nanoseconds: the oldest page seems no older, see :meth:`_young`.
-            lower = {e.name: lowest - 1 - place for place, some in enumerate(files) for e in some}
-            disk.change_ranks(lower, min)
 
     def _epochs(self, namespace: bytes, keys: Sequence[bytes], first: int) -> list[set[int]]:
         """The epochs of the files of consecutive pages from page ``first`` on."""
@@ -245,4 +226,4 @@ def evict(folder: Folder, wanted: int, stats: StoreStats, problems: ProblemLog) 
         stats.on_evicted(gone)
     if stuck:
         ranks = folder.index.rank_range()
-        folder.index.change_ranks(dict.fromkeys(stuck, ranks[1] + 1 if ranks else 0), max)
+        folder.index.raise_ranks(dict.fromkeys(stuck, ranks[1] + 1 if ranks else 0))

@@ -179,12 +179,11 @@ class Index:
         pages = {name.page for name in gone}
         return -self._change(pages, lambda _, files: [e for e in files if e.name not in gone])
 
-    def change_ranks(self, ranks: Mapping[PageName, int], which: Callable[..., int]) -> None:
-        """Give entries other eviction ranks, if they are higher (``which`` is max) or lower (min);
-        those that are not there are ignored."""
+    def raise_ranks(self, ranks: Mapping[PageName, int]) -> None:
+        """Give entries higher eviction ranks; those that are not there are ignored."""
 
         def change(_: bytes, files: list[Entry]) -> list[Entry]:
-            new = [which(entry.rank, ranks.get(entry.name, entry.rank)) for entry in files]
+            new = [max(entry.rank, ranks.get(entry.name, 0)) for entry in files]
             return [entry._replace(rank=rank) for entry, rank in zip(files, new, strict=True)]
 
         self._change({name.page for name in ranks}, change)

@@ -100,11 +100,6 @@ class PageStore:
         check_names(namespace, list(keys[-1:]))
         self._recency.note(namespace, keys)
 
-    def demote(self, namespace: bytes, keys: Sequence[bytes], shared: int) -> None:
-        """The pages ``keys`` of a sequence go before all others, but for the ``shared`` first ones;
-        a later use counts again. As :meth:`use`."""
-        self._recency.note_unused(namespace, keys, shared)
-
     def put(
         self,
         namespace: bytes,

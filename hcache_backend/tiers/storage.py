@@ -164,13 +164,6 @@ class HCacheStorage(HiCacheStorage):
             for namespace in self._namespaces():
                 self._tier.local.store.use(namespace, PageKeys(keys))
 
-    def demote(self, keys: Sequence[str], shared: int) -> None:
-        """The pages ``keys`` of a prompt, from the first one on, will not be used soon: they go
-        first, but for the ``shared`` first ones. As :meth:`use`."""
-        with _harmless("use"):
-            for namespace in self._namespaces():
-                self._tier.local.store.demote(namespace, PageKeys(keys), shared)
-
     def wrote(self, operation: Any) -> None:
         """HiCache has written a node, in its thread."""
         keys, pages = operation.hash_value, self._pages(PoolName.KV, operation.hash_value)

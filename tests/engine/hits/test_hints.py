@@ -133,14 +133,14 @@ def test_a_session_stands_for_its_last_prompt(server: Server) -> None:
 
 
 BAD: dict[str, tuple[Any, str]] = {
-    "no object": ([1, 2], "a hint is a JSON object"),
-    "unknown field": ({"action": "retain", "ids": [1]}, "a hint is a JSON object"),
-    "action": ({"action": "keep", "input_ids": [1]}, "'action' is 'keep'; it must be one of"),
+    "no object": ([1, 2], "Input should be an object"),
+    "unknown field": ({"action": "retain", "ids": [1]}, "ids: Extra inputs are not permitted"),
+    "action": ({"action": "keep", "input_ids": [1]}, "action: Input should be 'retain', 'pref"),
     "nothing": ({"action": "retain"}, "'input_ids' (token ids) or 'session', and not both"),
     "another model": ({"action": "retain", "input_ids": [1, 1 << 20]}, "are of another model"),
-    "no ids": ({"action": "retain", "input_ids": ["a"]}, "must be a list of token ids"),
+    "no ids": ({"action": "retain", "input_ids": ["a"]}, "input_ids.0: Input should be a valid"),
     "too many": ({"action": "retain", "input_ids": [1] * 500_000}, "has 500000 tokens; a prompt"),
-    "too long": ({"action": "retain", "input_ids": [1], "seconds": 1e9}, "'seconds' is 1000000000"),
+    "too long": ({"action": "retain", "input_ids": [1], "seconds": 1e9}, "seconds: Input should"),
     "session": ({"action": "retain", "session": "none"}, "session 'none' is not open"),
 }
 

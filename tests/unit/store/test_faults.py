@@ -177,12 +177,12 @@ def test_the_scenario_covers_every_operation(
 
         monkeypatch.setattr(owner, name, watched)
 
-    watch(Index, "change_ranks")
+    watch(Index, "raise_ranks")
     watch(Index, "oldest")
     ops = FaultyOps()
     scenario(memory_path / "store", ops)
     assert set(ops.names) == set(OPERATIONS), "the fault enumeration leaves an operation out"
-    assert results["change_ranks"], "no use is saved"
+    assert results["raise_ranks"], "no use is saved"
     assert any(results["oldest"]), "nothing is evicted"
 
 
