@@ -251,11 +251,6 @@ class Hint(Held):
     used: bool = False
     turns: int = 0
 
-    @property
-    def there(self) -> int:
-        """Tokens at its front on the device or in host memory, at the last look-up."""
-        return len(self.request.prefix_indices) + int(self.request.host_hit_length)
-
     def begins(self, request: Any, ids: Any, tokens: int) -> bool:
         """True if its first ``tokens`` are those of a ``request`` with these ``ids``, an array."""
         if not 0 < tokens <= len(ids) or ids[tokens - 1] != self.prompt[tokens - 1]:

@@ -27,17 +27,17 @@ class RefusedHint(Exception):
     """Why a hint is not followed; the client gets it with HTTP 400."""
 
 
-def add_route(server: Any) -> None:
-    """Add the route to ``server``, SGLang's module of that name. It needs the admin key, as
-    attaching a backend does."""
+def add_route() -> None:
+    """Add the route to SGLang's server. It needs the admin key, as attaching a backend does."""
     from fastapi import Request
     from fastapi.responses import JSONResponse
+    from sglang.srt.entrypoints.http_server import app, get_global_state
     from sglang.srt.utils.auth import AuthLevel, auth_level
 
-    async def hint(request: Request) -> JSONResponse:
+    async def hint(body: Request) -> JSONResponse:
         try:
-            told = Told.model_validate_json(await request.body())
-            return JSONResponse(await _tell(server.get_global_state().tokenizer_manager, told))
+            told = Told.model_validate_json(await body.body())
+            return JSONResponse(await _tell(get_global_state().tokenizer_manager, told))
         except ValidationError as error:
             first, *_ = error.errors()
             problem = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
@@ -45,28 +45,30 @@ def add_route(server: Any) -> None:
             problem = str(error)
         return JSONResponse({"error": {"message": f"hcache: {problem}"}}, 400)
 
-    hint.__annotations__["request"] = Request  # a name of this function, which FastAPI looks up
+    hint.__annotations__["body"] = Request  # a name of this function, which FastAPI looks up
     auth_level(AuthLevel.ADMIN_OPTIONAL)(hint)
-    server.app.add_api_route("/hcache/hint", hint, methods=["POST"])
+    app.add_api_route("/hcache/hint", hint, methods=["POST"])
 
 
-async def _tell(manager: Any, told: Told) -> list[dict[str, Any]]:
+async def _tell(tokenizer_manager: Any, told: Told) -> list[dict[str, Any]]:
     """Tell a hint to the scheduler of each data-parallel rank; returns their answers."""
     from sglang.srt.managers.io_struct import AttachHiCacheStorageReqInput
     from sglang.srt.runtime_context import get_serving
 
     if not get_serving().admin_api_key:
         raise RefusedHint("hints need an admin key: start the server with --admin-api-key")
-    if manager.config_value("hicache_storage_backend") != "dynamic":
+    if tokenizer_manager.config_value("hicache_storage_backend") != "dynamic":
         raise RefusedHint("this server has no L3 of hcache")
-    checked = json.dumps(as_sent(told, manager.model_config.vocab_size, manager.context_len))
-    manager.auto_create_handle_loop()
+    checked = json.dumps(
+        as_sent(told, tokenizer_manager.model_config.vocab_size, tokenizer_manager.context_len)
+    )
+    tokenizer_manager.auto_create_handle_loop()
     asked = AttachHiCacheStorageReqInput(
         hicache_storage_backend=NAME,
         hicache_storage_backend_extra_config_json=checked,
         hicache_storage_prefetch_policy=NAME,
     )
-    answers = await manager.attach_hicache_storage_communicator(asked)
+    answers = await tokenizer_manager.attach_hicache_storage_communicator(asked)
     for answer in answers:
         if not answer.success:
             raise RefusedHint(answer.message)

@@ -33,15 +33,15 @@ _numbers = count()
 
 
 def around_attach(
-    original: Callable[..., Any], scheduler: Any, request: Any, *a: Any, **kw: Any
+    original: Callable[..., Any], scheduler: Any, recv_req: Any, *a: Any, **kw: Any
 ) -> Any:
     """A hint comes as a request to attach a backend that nobody has. SGLang brings it to all ranks,
     and brings back the answer of the first one."""
-    if request.hicache_storage_backend != NAME:
-        return original(scheduler, request, *a, **kw)
+    if recv_req.hicache_storage_backend != NAME:
+        return original(scheduler, recv_req, *a, **kw)
     from sglang.srt.managers.io_struct import AttachHiCacheStorageReqOutput
 
-    told = json.loads(request.hicache_storage_backend_extra_config_json)
+    told = json.loads(recv_req.hicache_storage_backend_extra_config_json)
     try:
         message = json.dumps(_take(scheduler, told))
     except RefusedHint as refused:
@@ -79,9 +79,9 @@ def _take(scheduler: Any, told: Mapping[str, Any]) -> dict[str, Any]:
         if len(prefetches.hints) >= _MOST:
             raise RefusedHint(f"{_MOST} hints are there already; one has to end first")
         prefetches.held[request.rid] = hint
-        if _has_room(cache, hint.there):
+        if _has_room(cache, waiting.there(hint)):
             waiting.hold(cache, hint)
-    return {"tokens": len(prompt), "in_memory": hint.there, "kept": hint.tokens}
+    return {"tokens": len(prompt), "in_memory": waiting.there(hint), "kept": hint.tokens}
 
 
 def _prompt(scheduler: Any, told: Mapping[str, Any]) -> tuple[array[int], Any, Any]:
@@ -118,7 +118,7 @@ def go_on(cache: Any) -> None:
     hint = next((one for one in prefetches.hints.values() if one.reads), None)
     if hint is None or scheduler.waiting_queue or cache.ongoing_prefetch:
         return
-    there, before = hint.there, hint.request
+    there, before = waiting.there(hint), hint.request
     tokens = min(_TOKENS, len(hint.prompt) - there)
     # L3 had no more, or it would not be worth a read.
     hint.reads = there > hint.asked and tokens >= cache.prefetch_threshold

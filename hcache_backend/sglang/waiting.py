@@ -17,6 +17,7 @@ from typing import Any
 
 from hcache_backend import metrics
 from hcache_backend.prefetch.prefetch import Held, Hint
+from hcache_backend.sglang.compat import prefix_length
 from hcache_backend.sglang.runtime import current
 
 _SHARE = 2  # at most half of host memory is held or being read: backups need the other half
@@ -120,6 +121,11 @@ def end_hint(name: str, unused: str) -> int:
     return tokens
 
 
+def there(hint: Hint) -> int:
+    """Tokens at its front on the device or in host memory, at the last look-up."""
+    return prefix_length(hint.request) + int(hint.request.host_hit_length)
+
+
 def held_tokens() -> int:
     return sum(one.tokens for one in current().prefetches.held.values())
 
@@ -174,7 +180,7 @@ def hold(cache: Any, held: Held) -> None:
     it leaves the device."""
     node, tokens = held.request.last_host_node, held.request.host_hit_length
     if isinstance(held, Hint):
-        tokens = held.there
+        tokens = there(held)
     if held.let_go is not None:
         held.let_go()
         held.tokens, held.let_go = 0, None
@@ -228,7 +234,7 @@ def count_used(requests: Sequence[Any]) -> None:
             metrics.L3_TOKENS.add(hit=hit, unused=held.read - hit)
             held.read = 0
         for name, hint in current().prefetches.hints.items():
-            if hint.begins(request, request.origin_input_ids, hint.there):
+            if hint.begins(request, request.origin_input_ids, there(hint)):
                 metrics.L3_TOKENS.add(hint_useful=hint.read)
                 hint.used, hint.read = True, 0
                 if hint.asked >= 0:  # it was to be here for this request

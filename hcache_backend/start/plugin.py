@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-HTTP_SERVER = "sglang.srt.entrypoints.http_server"
 LOAD_MODEL = "sglang.srt.model_executor.model_runner.ModelRunner.load_model"
 
 
@@ -17,10 +16,10 @@ def activate() -> None:
     """Register the bootstrap hook, and the route."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    if (server := sys.modules.get(HTTP_SERVER)) is not None:
+    if "sglang.srt.entrypoints.http_server" in sys.modules:
         from hcache_backend.sglang.hint_route import add_route
 
-        add_route(server)
+        add_route()
     HookRegistry.register(LOAD_MODEL, _after_load_model, HookType.AFTER)
 
 

@@ -133,7 +133,7 @@ def test_names_of_metrics_say_their_unit() -> None:
     for metric in metrics.ALL:
         assert re.search(
             r"_(tokens|bytes|pages|seconds|errors|folders|syncs|problems|pairs|slices|info"
-            r"|suspended|shared|distance|per_second)$",
+            r"|suspended|shared|distance|hints|per_second)$",
             metric.name,
         ), metric.name
         assert len(metric.labels) <= 2
