@@ -197,6 +197,21 @@ def measure(run: Run) -> Results:
     return {"rows": rows}
 
 
+def sessions_of(given: Any) -> Sequence[Session]:
+    """Those of the trace if there is one, otherwise generated ones."""
+    if given.trace is not None:
+        return _drawn(given.trace, given.sessions)
+    return generated(given.sessions, SEED)
+
+
+def session_settings(sessions: int) -> tuple[Setting, ...]:
+    """Settings of programs with sessions, so many by default."""
+    return (
+        Setting("--sessions", at_least(1), sessions, "sessions, generated or of the trace"),
+        Setting("--trace", Path, None, "a file of sessions, see bench/workload/agents.py"),
+    )
+
+
 def _drawn(path: Path, count: int) -> list[Session]:
     """So many sessions of a trace, or all."""
     sessions = [session for session in agent_sessions(path) if session]
@@ -237,10 +252,7 @@ PROGRAM = Program(
     doc=__doc__,
     measure=measure,
     serves=False,
-    settings=(
-        Setting("--sessions", at_least(1), 152, "sessions, generated and of the trace"),
-        Setting("--trace", Path, None, "a file of sessions, see bench/workload/agents.py"),
-    ),
+    settings=session_settings(152),
     tables=Table(
         rows_of,
         [

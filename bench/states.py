@@ -10,9 +10,9 @@ evicted, and every turn asks L3.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
-from bench.harness.program import Program, Run, Setting, at_least
+from bench.agents import session_settings
+from bench.harness.program import Program, Run
 from bench.harness.report import Column, Picture, Results, Row, Series, Table
 from bench.workload.agents import Session, agent_sessions, generated
 
@@ -101,10 +101,7 @@ PROGRAM = Program(
     doc=__doc__,
     measure=measure,
     serves=False,
-    settings=(
-        Setting("--sessions", at_least(1), 152, "generated sessions"),
-        Setting("--trace", Path, None, "a file of sessions, see bench/workload/agents.py"),
-    ),
+    settings=session_settings(152),
     tables=Table(
         rows_of,
         [
