@@ -1,10 +1,11 @@
 """How soon agents that come back get their first token, by what keeps their histories.
 
 Sessions of agents (:mod:`bench.workload.agents`) with windows of up to 160,000 tokens, scaled down,
-take turns on a server of each method. Tokens are divided by --tokens, and idle times by --speed. Idle times, and the ten seconds
-of the goal, are those before scaling. A turn's history is the part of its prompt that is a prompt
-before it: was it on the device or in host memory when the turn came? The device has room for few
-sessions, and host memory for twice as many tokens.
+take turns on a server of each method. Tokens are divided by --tokens, and idle times by --speed.
+Idle times, and the ten seconds of the goal, are those before scaling. A turn's history is the part
+of its prompt that is a prompt before it: was it on the device or in host memory when the turn came?
+The device has room for an eighth of the tokens, or for the longest prompt, and host memory for
+twice as many.
 
 - host memory: HiCache without L3
 - L3: ours, which is read when a turn comes
@@ -124,10 +125,8 @@ def summary(way: str, turns: Sequence[Row], kept: Sequence[Row]) -> Row:
 
 def measure(run: Run) -> Results:
     given = run.given
-    drawn = sessions_of(given)
-    sessions = [
-        turns_of(one, number, given.tokens, given.turns) for number, one in enumerate(drawn)
-    ]
+    small = [one for one in sessions_of(given) if max(turn.prompt for turn in one) <= WINDOW]
+    sessions = [turns_of(one, n, given.tokens, given.turns) for n, one in enumerate(small)]
     longest = max(len(turn.prompt) + turn.output for turns in sessions for turn in turns)
     histories = sum(max(len(turn.prompt) for turn in turns) for turns in sessions)
     pool = math.ceil(max(1.25 * longest, histories / 8) / PAGE_SIZE) * PAGE_SIZE
