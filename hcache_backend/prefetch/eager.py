@@ -360,7 +360,7 @@ class EagerRestores:
 
     def all_freed(self) -> None:
         """Every page of the device was freed elsewhere: forget the reservations."""
-        self._wait([*self._reserved.values()])
+        until_written(_using([*self._reserved.values()]))
         self._forget([*self._reserved.values()])
 
     # ---- internals ----
@@ -374,7 +374,7 @@ class EagerRestores:
         return reservation.slots[pages.start * self._size : pages.stop * self._size]
 
     def _give_back(self, pages: Sequence[Reserved]) -> None:
-        self._wait(pages)
+        until_written(_using(pages))
         self._forget(pages)
         numbers: dict[Reservation, list[int]] = {}
         for page in pages:
@@ -383,11 +383,6 @@ class EagerRestores:
             for run in runs(sorted(some)):
                 self._free.give(self._slots(reservation, run))
 
-    def _wait(self, pages: Sequence[Reserved]) -> None:
-        for restore in _using(pages):
-            with contextlib.suppress(StreamFailed):  # then nothing is written any more
-                restore.wait()
-
     def _forget(self, pages: Iterable[Reserved]) -> None:
         for page in pages:
             page.held, before = False, page.of.released
@@ -395,6 +390,13 @@ class EagerRestores:
             del self._reserved[page.host_page]
         held = {page.of for page in self._reserved.values()}.union(self._running.values())
         self._reservations = [one for one in self._reservations if one in held]
+
+
+def until_written(restores: Iterable[RunningRestore]) -> None:
+    """Later work of the current stream may write the device pages of these restores."""
+    for restore in restores:
+        with contextlib.suppress(StreamFailed):  # then nothing is written any more
+            restore.wait()
 
 
 def _using(pages: Sequence[Reserved]) -> Iterable[RunningRestore]:

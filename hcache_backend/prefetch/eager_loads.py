@@ -28,6 +28,7 @@ from hcache_backend.prefetch.eager import (
     Recomputation,
     batch_pages,
     launch_pages,
+    until_written,
 )
 from hcache_backend.prefetch.governor import Governor
 from hcache_backend.prefetch.prefetch import Meeting, Prefetches
@@ -298,7 +299,13 @@ class EagerLoads:
         pages. Returns the result of ``ask``: device indices, or None if SGLang has no room."""
         with self._pages.given_to(load):
             device_indices = ask()
-        if load.adopted is not None:
+        if load.adopted is None:
+            return device_indices
+        if device_indices is None:
+            # Another pool had no room: SGLang gives the pages, which restores may still write, to
+            # the next request.
+            until_written(load.adopted.restores)
+        else:
             size, ready = self._pool.page_size, int(load.adopted.ready.sum())
             metrics.TOKENS.count("ready_at_load", ready * size)
             metrics.TOKENS.count("not_ready_at_load", (len(load.adopted.ready) - ready) * size)

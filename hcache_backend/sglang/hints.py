@@ -108,7 +108,8 @@ def _request(rid: str, prompt: array[int], extra_key: Any, cache_salt: Any) -> A
 
 
 def _has_room(cache: Any, tokens: int) -> bool:
-    return waiting.held_tokens() + tokens <= waiting.room(cache)
+    held = current().prefetches.held.values()
+    return waiting.held_tokens(held) + tokens <= waiting.room(cache)
 
 
 def go_on(cache: Any) -> None:

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import islice
 from typing import Any
 
 from hcache_backend import metrics
-from hcache_backend.prefetch.prefetch import Held, Hint
+from hcache_backend.prefetch.prefetch import Held, Hint, Prefetches
 from hcache_backend.sglang.compat import prefix_length
 from hcache_backend.sglang.runtime import current
 
@@ -41,19 +41,25 @@ def with_room(cache: Any, answered: int | None) -> int | None:
     controller.prefetch_capacity_limit = sys.maxsize  # room is judged here, by what L3 has
     running = [info.operation for info in cache.ongoing_prefetch.values()] if answered else []
     reading = [operation for operation in running if operation.host_indices is not None]
-    filled = held_tokens() + sum(len(one.host_indices) for one in reading)
+    filled = _releasable(cache, prefetches) if answered else 0
+    filled += sum(len(one.host_indices) for one in reading)
     answers, taken, waiting = controller.prefetch_hit_queue, list[Any](), list[Any]()
     short, allotted = False, 0
     for operation in list(islice(answers.queue, answered)):
         needed = _tokens_to_read(cache, operation, reading)
-        if needed and not short:
-            short = not _fits(cache, filled, needed, allotted)
-            if short and operation.request_id in prefetches.hints:
+        if needed and operation.request_id in prefetches.hints:
+            if filled + needed > room(cache) or not _make_room(cache, allotted + needed):
                 end_hint(operation.request_id, "given_up")  # nobody waits for it, or behind it
-                needed, short = 0, False
-            while short and prefetches.hints:
-                filled -= end_hint(next(iter(prefetches.hints)), "given_up")
-                short = not _fits(cache, filled, needed, allotted)
+                needed = 0
+        elif needed and not short:
+            _make_way(cache, filled + needed, allotted + needed)
+            short = bool(filled) and filled + needed > room(cache)
+            if not short and not _make_room(cache, allotted + needed):
+                short = bool(filled) or (needed <= room(cache) and not _is_idle())
+                if not short and operation.pool_transfers:
+                    # HiCache would read a part, at the end of which other pools have nothing.
+                    cache.revoke_pending_prefetch(operation.handle)
+                    needed = 0
         if needed and short:  # those behind it do not overtake it
             needed = None
         if needed is None:
@@ -73,14 +79,6 @@ def with_room(cache: Any, answered: int | None) -> int | None:
     return len(taken)
 
 
-def _fits(cache: Any, filled: int, needed: int, allotted: int) -> bool:
-    """True if ``needed`` tokens may be read beside ``filled`` ones that are held or being read, and
-    ``allotted`` ones of this turn; makes room for them."""
-    if filled and filled + needed > room(cache):
-        return False
-    return _make_room(cache, allotted + needed) or _is_idle(filled)
-
-
 def room(cache: Any) -> int:
     """Most tokens in host memory that are held, or being read."""
     return int(cache.cache_controller.mem_pool_host.size) // _SHARE
@@ -92,6 +90,7 @@ def _make_room(cache: Any, tokens: int) -> bool:
     from sglang.srt.mem_cache.base_prefix_cache import EvictParams  # plugins are imported before it
 
     host, device = cache.cache_controller.mem_pool_host, cache.token_to_kv_pool_allocator
+    device = getattr(device, "full_attn_allocator", device)  # windows have pages of their own
     cache.evict_host(max(0, tokens - host.available_size()))
     short = tokens - device.available_size()
     if host.available_size() < tokens and short > 0 and not cache.is_write_back:
@@ -100,25 +99,32 @@ def _make_room(cache: Any, tokens: int) -> bool:
     return bool(host.available_size() >= tokens)
 
 
-def _is_idle(filled: int) -> bool:
-    """True if nothing will give room: then HiCache reads as many tokens as there is room for."""
+def _is_idle() -> bool:
+    """True if no batch will give room: then HiCache reads as many tokens as there is room for."""
     scheduler = current().prefetches.scheduler
     batches = scheduler.running_batch, scheduler.last_batch
-    return not filled and all(batch is None or batch.is_empty() for batch in batches)
+    return all(batch is None or batch.is_empty() for batch in batches)
 
 
-def end_hint(name: str, unused: str) -> int:
-    """Let go of the prompt of a hint, and end its prefetch; returns the tokens that it held.
-    ``unused``: why no request used it."""
+def _make_way(cache: Any, filled: int, tokens: int) -> None:
+    """End hints, the oldest first, until ``filled`` tokens have room beside them, ``tokens`` of
+    them new."""
+    for name in current().prefetches.hints:
+        hinted = held_tokens(current().prefetches.hints.values())
+        if filled + hinted <= room(cache) and _make_room(cache, tokens):
+            break
+        end_hint(name, "given_up")
+
+
+def end_hint(name: str, unused: str) -> None:
+    """Let go of the prompt of a hint, and end its prefetch. ``unused``: why no request used it."""
     prefetches = current().prefetches
     hint = prefetches.hints[name]
-    tokens = hint.tokens
     metrics.HINTS.count("useful" if hint.used else unused)
     metrics.L3_TOKENS.add(hint_useless=hint.read)
     hint.read = 0
     _gone(name)
     prefetches.scheduler.tree_cache.release_aborted_request(hint.request.cache_request_handle)
-    return tokens
 
 
 def there(hint: Hint) -> int:
@@ -126,8 +132,25 @@ def there(hint: Hint) -> int:
     return prefix_length(hint.request) + int(hint.request.host_hit_length)
 
 
-def held_tokens() -> int:
-    return sum(one.tokens for one in current().prefetches.held.values())
+def held_tokens(held: Iterable[Held]) -> int:
+    """Of each node's prompt once."""
+    return sum({one.request.last_host_node: one.tokens for one in held}.values())
+
+
+def _releasable(cache: Any, prefetches: Prefetches) -> int:
+    """Tokens that are let go of even if no answer is taken now: their requests wait for batches.
+    Others wait for an answer of their own, or for a decode server."""
+    unread = {
+        id(info.operation)
+        for info in cache.ongoing_prefetch.values()
+        if info.operation.host_indices is None
+    }
+    queued = {request.rid for request in prefetches.scheduler.waiting_queue}
+    return held_tokens(
+        one
+        for rid, one in prefetches.held.items()
+        if rid in queued and id(one.operation) not in unread
+    )
 
 
 def _tokens_to_read(cache: Any, operation: Any, reading: Sequence[Any]) -> int | None:
@@ -171,7 +194,8 @@ def came(scheduler: Any, request: Any) -> None:
     info = cache.ongoing_prefetch.get(request.cache_request_handle)
     held.request, held.operation = request, None if info is None else info.operation
     prefetches.held[request.rid] = held
-    if held_tokens() + request.host_hit_length <= room(cache) and not prefetches.short_of_room:
+    fits = held_tokens(prefetches.held.values()) + request.host_hit_length <= room(cache)
+    if fits and not prefetches.short_of_room:
         hold(cache, held)
 
 

@@ -52,7 +52,7 @@ UNIT = {
     "krul/node_pairs.py:_ask_next forwards.keep(keys)": Report(
         "probes", "device memory of schedule dies while forward may use it"
     ),
-    "prefetch/eager.py:_wait restore.wait()": Report(
+    "prefetch/eager.py:until_written restore.wait()": Report(
         "eager", "forward writes what hcache compute writes"
     ),
     "restore/exchange.py:forward_begins self._forward.wait(event)": Report(
@@ -118,7 +118,7 @@ UNIT = {
 """By the ``str`` of the edge; scenarios of ``scenarios.py``."""
 
 ENCODED = {
-    "prefetch/eager.py:_wait restore.wait()": Report(
+    "prefetch/eager.py:until_written restore.wait()": Report(
         "eager, encoded", "forward writes what hcache copy writes"
     ),
     "restore/exchange.py:forward_begins self._forward.wait(event)": Report(
