@@ -12,7 +12,7 @@ import base64
 import json
 import time
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from itertools import count
 from typing import Any
 
@@ -21,7 +21,7 @@ from hcache_backend.prefetch.prefetch import Hint
 from hcache_backend.ranks import Said, Turn
 from hcache_backend.sglang import waiting
 from hcache_backend.sglang.hint_route import NAME, RefusedHint
-from hcache_backend.sglang.hook_registry import Hook
+from hcache_backend.sglang.hook_registry import Hook, Original
 from hcache_backend.sglang.runtime import current
 from hcache_backend.sglang.storage_threads import keys_to, our_l3
 
@@ -32,9 +32,7 @@ _TURNS = 64  # of the scheduler, between two looks at the time of a hint
 _numbers = count()
 
 
-def around_attach(
-    original: Callable[..., Any], scheduler: Any, recv_req: Any, *a: Any, **kw: Any
-) -> Any:
+def around_attach(original: Original, scheduler: Any, recv_req: Any, *a: Any, **kw: Any) -> Any:
     """A hint comes as a request to attach a backend that nobody has. SGLang brings it to all ranks,
     and brings back the answer of the first one."""
     if recv_req.hicache_storage_backend != NAME:

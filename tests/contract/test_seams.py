@@ -20,7 +20,7 @@ ROOMS = ("checks", "host", "prefetch", "sglang", "start", "tiers")
 ENGINE = [
     *sorted(path for room in ROOMS for path in (ROOT / "hcache_backend" / room).rglob("*.py")),
     ROOT / "hcache_backend" / "projection" / "paged_pool.py",
-    *(ROOT / "hcache_backend" / "capture" / f"{name}.py" for name in ("hooks", "recomputed_rows")),
+    ROOT / "hcache_backend" / "capture" / "hooks.py",
     *(ROOT / "hcache_backend" / "krul" / f"{name}.py" for name in ("node_pairs", "segments")),
 ]
 STAND_INS = [

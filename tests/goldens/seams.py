@@ -359,7 +359,7 @@ def _watch_restores(trace: Trace) -> None:
 
 
 def _watch_l3(trace: Trace) -> None:
-    from hcache_backend.sglang import read_batches
+    from hcache_backend.sglang import controller
     from hcache_backend.sglang.controller import OwnPagesController
     from hcache_backend.tiers.shared_backend import SharedBackend
     from hcache_backend.tiers.storage import HCacheStorage
@@ -367,7 +367,7 @@ def _watch_l3(trace: Trace) -> None:
 
     named = Pages()
     # A batch of a prefetch is read in each turn of the scheduler, however fast the disk is.
-    read_batches._MOST_STEPS = 1
+    controller._MOST_STEPS = 1
 
     def exists(original: Any, storage: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
         found = original(storage, keys, *args, **kwargs)

@@ -46,10 +46,10 @@ UNIT = {
     "capture/hooks.py:_begin capture.give_up_step()": Report(
         "capture, a step that cannot begin", "forward writes what hcache transfer reads"
     ),
-    "krul/node_pairs.py:_ask_next forwards.wait(current_stream(keys.device).record())": (
+    "krul/plugin.py:_ask_next forwards.wait(current_stream(keys.device).record())": (
         Report("probes", "forward reads what schedule writes")
     ),
-    "krul/node_pairs.py:_ask_next forwards.keep(keys)": Report(
+    "krul/plugin.py:_ask_next forwards.keep(keys)": Report(
         "probes", "device memory of schedule dies while forward may use it"
     ),
     "prefetch/eager.py:until_written restore.wait()": Report(
@@ -91,7 +91,7 @@ UNIT = {
     "restore/report.py:save stream.keep(slots)": Report(
         "eager, from the back", "device memory of schedule dies while hcache saves may use it"
     ),
-    "capture/recomputed_rows.py:save current_stream(capture.device).keep(rows)": Report(
+    "capture/hooks.py:save current_stream(capture.device).keep(rows)": Report(
         "eager, from the back, hidden states",
         "device memory of forward dies while hcache saves may use it",
     ),

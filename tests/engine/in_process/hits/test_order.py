@@ -12,7 +12,7 @@ from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 
 from hcache_backend.host.loads import QueuedLoad
 from hcache_backend.prefetch.eager_loads import EagerLoads
-from hcache_backend.prefetch.progress import L3Progress
+from hcache_backend.prefetch.estimates import L3Progress
 from hcache_backend.prefetch.slices import SliceBudget
 from hcache_backend.sglang.allocator import ReservablePages
 from hcache_backend.sglang.controller import OwnPagesController
