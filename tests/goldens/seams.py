@@ -197,17 +197,16 @@ def _watch_collectives(trace: Trace) -> None:
             trace.say(f"gather objects of {group.world_size} ranks")
         return result
 
-    def gather(original: Any, every: Any, own: Any, *args: Any, **kwargs: Any) -> Any:
-        group = kwargs.get("group", args[0] if args else None)
-        result = original(every, own, *args, **kwargs)
-        if own.device.type == "cpu" and dist.get_world_size(group=group) > 1:
-            trace.say(f"all-gather {own.numel()} numbers")
-        return result
+    def exchange(original: Any, ranks: Any, shards: Any, fetch: Any) -> None:
+        original(ranks, shards, fetch)
+        trace.say(f"exchange shards of {shards[0].numel()} bytes")
 
     from sglang.srt.distributed.parallel_state import GroupCoordinator
 
+    from hcache_backend.restore.exchange import Exchange
+
     around(dist, "all_reduce", all_reduce)
-    around(dist, "all_gather", gather)
+    around(Exchange, "gather_now", exchange)
     around(GroupCoordinator, "all_gather_object", objects)
 
 

@@ -148,6 +148,32 @@ ENCODED = {
 }
 """Likewise, over pages with encoded K and V."""
 
+_SHARED = "restore, latents between ranks"
+LATENTS = {
+    "restore/exchange.py:forward_begins self._forward.wait(event)": Report(
+        _SHARED, "forward writes what hcache copy writes"
+    ),
+    "restore/exchange.py:restore_begins stream.wait(launched)": Report(
+        _SHARED, "hcache copy writes what forward writes"
+    ),
+    "restore/pipeline.py:_recompute forward.wait(self._copy.record())": Report(
+        _SHARED, "forward writes what hcache copy writes"
+    ),
+    "restore/pipeline.py:start self._compute.wait(done)": Report(
+        _SHARED, "hcache copy writes what forward writes"
+    ),
+    "restore/pipeline.py:_fill self._compute.wait(copied)": Report(
+        _SHARED, "hcache compute reads what hcache copy writes"
+    ),
+    "restore/ring.py:next stream.wait(until)": Report(
+        _SHARED, "hcache copy writes what hcache compute reads"
+    ),
+    "restore/report.py:wait_for_layer current_stream(self.device).wait(self.layers[layer])": Report(
+        _SHARED, "forward reads what hcache compute writes"
+    ),
+}
+"""Likewise, over pages of latents, which ranks share."""
+
 IN_PROCESS = {
     "sglang/controller.py:after_forwards "
     "stream.wait(streams.current_stream(self.device).record())": Report(

@@ -257,15 +257,27 @@ SCENARIOS = {
     "latents, two ranks, eager": Scenario(
         turns, partitions=("kv",), restore="auto", tp=2, model="deepseek"
     ),
+    # Beside the pages come windows, or states, by SGLang's own copies.
+    **{
+        f"{sides}{ranks}": Scenario(
+            use, partitions=("kv",), restore="auto", tp=1 + bool(ranks), model=model
+        )
+        for sides, model in (("windows", "gpt_oss"), ("states", "qwen3_next"))
+        for ranks, use in (("", conversations), (", two ranks", turns))
+    },
     "aborts": Scenario(aborts, _was_aborted, chunk=256),
     "aborts, eager": Scenario(
         aborts, _was_aborted, KINDS, restore="auto", chunk=256, waits=(ABORTED,)
     ),
     "flushes": Scenario(flushes, _was_cut_off),
     "flushes, encoded": Scenario(
-        flushes, _was_cut_off, KINDS, restore="auto", codec="exp4", fault=UNFIT
+        *(flushes, _was_cut_off, KINDS),
+        restore="auto",
+        codec="exp4",
+        fault=UNFIT,
+        waits=(ABORTED,),
     ),
-    "flushes, eager": Scenario(flushes, _was_cut_off, KINDS, restore="auto"),
+    "flushes, eager": Scenario(flushes, _was_cut_off, KINDS, restore="auto", waits=(ABORTED,)),
 }
 
 
@@ -305,6 +317,7 @@ def checked_server(
             **fault,
             "PYTHONPATH": os.pathsep.join(paths),
             "HCACHE_CPU_L3_FILE": str(folder / "l3-rate"),
+            "SGLANG_MAMBA_CONV_DTYPE": "float32",
         },
     )
 
@@ -391,14 +404,30 @@ def test_no_wrong_order_whatever_the_device_does(
     assert not findings(check(model, tmp_path, name, "mixed", **chosen))
 
 
+_OF_LATENTS = {
+    "device to host reads what forward writes": "latents",
+    "forward reads what hcache compute writes": "latents, two ranks",
+}
+"""Scenarios that report the same over latents."""
+
+
 @LONG
-@pytest.mark.parametrize("encoded", ["", ", encoded"])
-@pytest.mark.parametrize("edge", SERVED)
+@pytest.mark.parametrize(
+    ("edge", "scenario"),
+    [
+        (edge, scenario)
+        for edge, known in SERVED.items()
+        for scenario in (
+            *(known.scenario + like for like in ("", ", encoded")),
+            *filter(None, [_OF_LATENTS.get(known.what)]),
+        )
+    ],
+)
 def test_every_edge_that_only_a_server_has_is_missed(
-    model: Path, tmp_path: Path, edge: str, encoded: str
+    model: Path, tmp_path: Path, edge: str, scenario: str
 ) -> None:
-    scenario, what, partition, query = SERVED[edge]
-    scenario += encoded
+    _, what, partition, query = SERVED[edge]
+    partition = "kv" if "latents" in scenario else partition
     found = check(model, tmp_path, scenario, partition, query=query, left_out=edge)
     assert what in findings(found).splitlines()
 

@@ -320,7 +320,6 @@ def test_pages_whose_recomputation_failed_do_not_count(scene: Scene) -> None:
     assert handed is not None and not handed.ready.any()
 
 
-@pytest.mark.parametrize(("seconds", "recomputed"), [(0.1, 0), (1.0, 6), (9.0, 8)])
 def test_a_front_ends_on_all_ranks_where_a_launch_has_failed_on_one(scene: Scene) -> None:
     """Its tokens could attend to pages that this rank does not have."""
     fronts, said = Fronts(scene), list[list[int]]()
@@ -338,6 +337,7 @@ def test_a_front_ends_on_all_ranks_where_a_launch_has_failed_on_one(scene: Scene
     assert fronts.eager.restores.failed(np.array([0]))
 
 
+@pytest.mark.parametrize(("seconds", "recomputed"), [(0.1, 0), (1.0, 6), (9.0, 8)])
 def test_what_l3_brings_sooner_is_not_recomputed(
     seconds: float, recomputed: int, scene: Scene
 ) -> None:
