@@ -180,11 +180,11 @@ PROGRAM = Program(
     doc=__doc__,
     measure=measure,
     settings=(
-        *session_settings(24),
+        *session_settings(20),
         *MODEL,
-        Setting("--turns", at_least(2), 12, "of a session, the last ones"),
-        Setting("--tokens", at_least(1), 32, "divides lengths"),
-        Setting("--speed", at_least(1.0), 8.0, "divides idle times"),
+        Setting("--turns", at_least(2), 8, "of a session, the last ones"),
+        Setting("--tokens", at_least(1), 96, "divides lengths"),
+        Setting("--speed", at_least(1.0), 5.0, "divides idle times"),
     ),
     tables=Table(
         "rows",
