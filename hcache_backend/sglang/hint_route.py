@@ -11,6 +11,8 @@ from pydantic import BaseModel, Field, ValidationError
 
 NAME = "hcache:hint"  # stands for a backend; also for a policy, which SGLang alone would refuse
 
+_PATH = "/hcache/hint"
+
 
 class Told(BaseModel, strict=True, extra="forbid"):
     """A hint as a client sends it; docs/operations.md has its fields."""
@@ -27,14 +29,15 @@ class RefusedHint(Exception):
     """Why a hint is not followed; the client gets it with HTTP 400."""
 
 
-def add_route() -> None:
+def add_route(app: Any) -> None:
     """Add the route to SGLang's server. It needs the admin key, as attaching a backend does."""
     from fastapi import Request
     from fastapi.responses import JSONResponse
-    from sglang.srt.entrypoints.http_server import app, get_global_state
     from sglang.srt.utils.auth import AuthLevel, auth_level
 
     async def hint(body: Request) -> JSONResponse:
+        from sglang.srt.entrypoints.http_server import get_global_state
+
         try:
             told = Told.model_validate_json(await body.body())
             return JSONResponse(await _tell(get_global_state().tokenizer_manager, told))
@@ -47,7 +50,8 @@ def add_route() -> None:
 
     hint.__annotations__["body"] = Request  # a name of this function, which FastAPI looks up
     auth_level(AuthLevel.ADMIN_OPTIONAL)(hint)
-    app.add_api_route("/hcache/hint", hint, methods=["POST"])
+    if all(getattr(route, "path", None) != _PATH for route in app.routes):
+        app.add_api_route(_PATH, hint, methods=["POST"])
 
 
 async def _tell(tokenizer_manager: Any, told: Told) -> list[dict[str, Any]]:

@@ -81,7 +81,7 @@ NOT_OBJECTS = {
     "q", "k", "v", "key_value_num_tokens", "kind",
     "kv_pool", "runtime", "pool", "pages", "place", "layout", "plan", "weights", "device",
     "event", "node", "other", "receipt", "retries", "slots", "ids", "extra_key", "cache_salt",
-    "allocator", "target_location", "target_locations", "target_sizes",
+    "app", "allocator", "target_location", "target_locations", "target_sizes",
 }  # fmt: skip
 """Other parameters annotated ``Any``: tensors, lists, classes, and pools of many classes."""
 
