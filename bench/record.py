@@ -37,6 +37,7 @@ PROGRAMS = {
     "store": "bench.store.__main__",
     "eviction": "bench.eviction",
     "agents": "bench.agents",
+    "returns": "bench.returns",
     "states": "bench.states",
     "hits": "bench.hits.__main__",
     "hits_load": "bench.hits.load",
