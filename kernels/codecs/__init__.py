@@ -17,6 +17,7 @@ from __future__ import annotations
 import torch
 
 from .codec import KV, Codec, ExactCodec, UnsupportedRows
+from .exp3 import Exp3
 from .exp4 import Exp4
 from .scaled import Fp8, Int8
 from .units import Cut
@@ -34,7 +35,7 @@ __all__ = [
     "make_segment_codec",
 ]
 
-CODECS: dict[str, type[Codec]] = {codec.name: codec for codec in (ExactCodec, Exp4, Int8, Fp8)}
+CODECS: dict[str, type[Codec]] = {codec.name: codec for codec in (ExactCodec, Exp3, Exp4, Int8, Fp8)}
 
 SEGMENT_CODECS = {name: codec for name, codec in CODECS.items() if codec is not ExactCodec}
 """Those of K and V, which are copied as they are without one."""

@@ -1,0 +1,52 @@
+"""``exp3``: lossless for K and V in bfloat16, 0.725 of their bytes (the code: :mod:`.reference`)."""
+
+from __future__ import annotations
+
+import torch
+
+from ..codec import KV, REFERENCE_VALUES, Codec, Program, UnsupportedRows
+from ..units import Cut
+from .reference import decode_units, encode_units, form_of
+
+_LEAST_TOKENS, _MOST_VALUES = 32, 1 << 16
+
+
+class Exp3(Codec):
+    """Units of K and V in bfloat16: at least 32 tokens, a multiple of 8, and at most 65536 values,
+    a multiple of 64; an even number for each token."""
+
+    name = code = "exp3"
+    lossless = True
+    word = torch.int32
+
+    def __init__(self, cut: Cut, dim: int, dtype: torch.dtype, planes: str = KV) -> None:
+        super().__init__(cut, dim, dtype, planes)
+        if dtype != torch.bfloat16:
+            raise UnsupportedRows(f"codec 'exp3' takes K and V in bfloat16, not {dtype}")
+        if cut.tokens % 8 or cut.tokens < _LEAST_TOKENS:
+            raise UnsupportedRows(
+                f"codec 'exp3' takes units of K and V whose tokens are a multiple of 8 and at least "
+                f"{_LEAST_TOKENS}, not {cut.tokens}"
+            )
+        if cut.width % 2 or cut.values % 64 or cut.values > _MOST_VALUES:
+            raise UnsupportedRows(
+                f"codec 'exp3' takes units whose values are a multiple of 64, an even number for "
+                f"each token, and at most {_MOST_VALUES}, not {cut.tokens} times {cut.width}"
+            )
+        form = form_of(cut.tokens, cut.width)
+        self.unit_bytes = (form.size,) * len(planes)
+        units = len(planes) * cut.units
+        self.encoder = Program(None, units, 8, {"CODE": form})
+        self.decoder = Program(None, units * form.blocks, 8, {"CODE": form})
+
+    def encode_units(self, units: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        encoded, fits = encode_units(units.reshape(-1, self.cut.tokens, self.cut.width))
+        fits = fits.view(len(units), self.flags).all(1)
+        return encoded.view(len(units), self.segment_bytes), fits
+
+    def decode_units(self, encoded: torch.Tensor) -> torch.Tensor:
+        cut = self.cut
+        shape = (len(encoded), len(self.planes), cut.units, cut.tokens, cut.width)
+        units = encoded.reshape(-1, self.unit_bytes[0])
+        parts = units.split(max(1, REFERENCE_VALUES // cut.values))
+        return torch.cat([decode_units(some, cut.tokens, cut.width) for some in parts]).view(shape)

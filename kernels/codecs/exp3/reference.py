@@ -1,0 +1,253 @@
+"""The code of ``exp3``, in plain torch: lossless for bfloat16, 0.725 of its bytes.
+
+A *unit* is K or V of some heads (``width`` channels) and tokens of a page. Its tokens divide into
+eight equal *runs*. A value has a *position* in its run, the same as one value of every other run: a
+position belongs to one channel. A *column* is the 16 values at two positions, of channels ``2 c``
+and ``2 c + 1``: those of the first position by run, then those of the second. An encoded unit of
+``n`` values is
+
+- ``n`` bytes: sign (bit 7) and mantissa of each value;
+- three times ``n / 8`` bytes: a 3-bit code for the exponent of each value, a byte of each part for
+  each position. The first part has the low two bits of codes in runs 0, 2, 4 and 6, the second part
+  those in runs 1, 3, 5 and 7, the third part the high bit of all eight, from the lowest bits on;
+- the tail: the *lowest* exponent of each channel, 8 bits each; the *starts*, 16 bits each; the
+  *pool*.
+
+Codes 1 to 7 stand for seven exponents of the channel, from its lowest one on. Code 0 is an
+*exception*. Each has 4 bits in the pool, column after column, and whole bytes for each column: 0 to
+11 stand for the exponents from ``lowest - 12`` on, 12 to 14 for those behind the seven, and 15 says
+that the exponent is the next of those at the end of the pool, 8 bits each, backwards. Each block of
+256 columns decodes without those before it: for every block but the first there are two starts, of
+its bytes and of its whole exponents.
+
+A unit with more exceptions than its pool has room for does not fit. Any bytes decode to something,
+and to the same on every device: exponents are taken modulo 256, and what lies behind the end of the
+pool is 0.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+Bytes = npt.NDArray[np.uint8]
+Places = npt.NDArray[np.int64]
+Masks = npt.NDArray[np.bool_]
+
+RUNS = 8
+WINDOW = 7
+BELOW, ABOVE = 12, 3
+"""Exponents on both sides of the window that take 4 bits."""
+WHOLE = BELOW + ABOVE
+BLOCK_COLUMNS = 256
+_COUNTED_TOKENS = 128
+
+_SHORT = np.full(256, WHOLE, np.uint8)
+"""The 4 bits of an exception, by its exponent from ``lowest - 1`` on, modulo 256."""
+_SHORT[np.arange(1 - BELOW, 1)] = np.arange(BELOW)
+_SHORT[np.arange(WINDOW, WINDOW + ABOVE) + 1] = np.arange(BELOW, WHOLE)
+_LONG = np.array([*range(1 - BELOW, 1), *range(WINDOW + 1, WINDOW + 1 + ABOVE), 0]).astype(np.uint8)
+"""The reverse."""
+
+
+class UnitForm(NamedTuple):
+    """What an encoded unit of some tokens and channels looks like."""
+
+    size: int  # bytes, a multiple of 8
+    pool: int  # bytes, at the end
+    blocks: int  # parts that decode side by side
+    counted: int  # every so many tokens are counted for the window, at most 128 in all
+
+
+@lru_cache
+def form_of(tokens: int, width: int) -> UnitForm:
+    """The form of a unit: ``tokens`` are a multiple of 8, ``width`` is even, and their product is a
+    multiple of 64."""
+    values = tokens * width
+    blocks = -(-values // (16 * BLOCK_COLUMNS))
+    tail = (width + values * 15 // 256) // 8 * 8
+    pool = tail - width - 4 * (blocks - 1)
+    return UnitForm(values * 11 // 8 + tail, pool, blocks, -(-tokens // _COUNTED_TOKENS))
+
+
+def encode_units(units: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Encode bfloat16 ``[units, tokens, width]``.
+
+    Returns:
+        uint8 ``[units, size]``, and whether each unit fits, bool ``[units]``. The bytes of a unit
+        that does not fit mean nothing.
+    """
+    count, tokens, width = units.shape
+    form, n = form_of(tokens, width), tokens * width
+    bits = units.contiguous().view(torch.int16).numpy().view(np.uint16)
+    exponents = (bits >> 7).astype(np.uint8)
+    lowest = _lowest(exponents, form.counted)
+    offsets = exponents - (lowest - 1)[:, None]
+    codes = offsets * (offsets - 1 < WINDOW).view(np.uint8)
+
+    result = units.new_zeros((count, form.size), dtype=torch.uint8)
+    encoded = result.numpy()
+    bits = bits.reshape(count, n)
+    sign_mantissa = bits >> 8
+    sign_mantissa &= 0x80
+    sign_mantissa |= bits & 0x7F
+    encoded[:, :n] = sign_mantissa
+    encoded[:, n * 11 // 8 : n * 11 // 8 + width] = lowest
+    low, high, last = _parts(encoded, n)
+    for run, of_run in enumerate(codes.reshape(count, RUNS, -1).transpose(1, 0, 2)):
+        part = high if run & 1 else low
+        part |= (of_run & 3) << (run & 6)
+        last |= of_run >> 2 << run
+
+    found = _Exceptions(encoded, n, form)
+    short = _SHORT[offsets.reshape(-1)[found.places]]
+    whole = np.flatnonzero(short == WHOLE)
+    before = np.stack((found.bytes_before, found.begins_of(whole)), axis=-1)
+    of_unit = before[::form.blocks]
+    fits = np.diff(of_unit, axis=0).sum(1) <= form.pool
+    if not fits.all():  # they have no room
+        result[fits] = encode_units(units[torch.from_numpy(fits)])[0]
+        return result, torch.from_numpy(fits)
+    starts = before[:-1].reshape(count, form.blocks, 2) - of_unit[:-1, None]
+    _starts(encoded, form)[:] = starts[:, 1:]
+    at, ends, odd = found.bytes_at(starts), found.ends, found.odd
+    flat = encoded.reshape(-1)
+    flat[at[~odd]] = short[~odd]
+    flat[at[odd]] |= short[odd] << 4
+    flat[ends[whole] - found.whole_at(whole, starts)] = exponents.reshape(-1)[found.places[whole]]
+    return result, torch.from_numpy(fits)
+
+
+def decode_units(encoded: torch.Tensor, tokens: int, width: int) -> torch.Tensor:
+    """Decode uint8 ``[units, size]`` to bfloat16 ``[units, tokens, width]``."""
+    form, n, count = form_of(tokens, width), tokens * width, len(encoded)
+    bytes_ = encoded.contiguous().numpy()
+    low, high, last = _parts(bytes_, n)
+    exponents = np.empty((count, RUNS, n // RUNS), np.uint8)
+    for run in range(RUNS):
+        codes = exponents[:, run]
+        np.right_shift(high if run & 1 else low, run & 6, out=codes)
+        codes &= 3
+        codes |= (last >> run & 1) << 2
+    lowest = bytes_[:, n * 11 // 8 : n * 11 // 8 + width]
+    exponents.reshape(count, tokens, width)[:] += (lowest - 1)[:, None]
+
+    found, flat = _Exceptions(bytes_, n, form), bytes_.reshape(-1)
+    starts = np.zeros((count, form.blocks, 2), np.int64)
+    starts[:, 1:] = _starts(bytes_, form)
+    at, ends = found.bytes_at(starts), found.ends
+    short = flat[np.minimum(at, ends - 1)] * (at < ends)
+    short >>= found.odd.view(np.uint8) << 2
+    short &= 15
+    exponents.reshape(-1)[found.places] += _LONG[short]
+    whole = np.flatnonzero(short == WHOLE)
+    back = found.whole_at(whole, starts)
+    there = flat[ends[whole] - np.minimum(back, form.pool)] * (back <= form.pool)
+    exponents.reshape(-1)[found.places[whole]] = there
+
+    bits = bytes_[:, :n].astype(np.uint16)
+    bits *= 0x0101
+    bits &= 0x807F
+    wide = exponents.reshape(count, n).astype(np.uint16)
+    wide <<= 7
+    decoded = encoded.new_empty((count, tokens, width), dtype=torch.bfloat16)
+    np.bitwise_or(bits, wide, out=decoded.view(torch.int16).numpy().view(np.uint16).reshape(-1, n))
+    return decoded
+
+
+def _lowest(exponents: Bytes, counted: int) -> Bytes:
+    """Lowest exponent of each channel of uint8 ``[units, tokens, width]``.
+
+    The window ends with the largest exponent, or that of all runs but one, if it is smaller by two
+    or more: a token may stand out. It ends one lower if it then holds more of the counted values.
+    """
+    count, tokens, width = exponents.shape
+    runs = exponents.reshape(count, RUNS, tokens // RUNS, width).max(2).transpose(1, 0, 2)
+    top = second = np.zeros_like(runs[0])
+    for most in runs:
+        second = np.maximum(second, np.minimum(top, most))
+        top = np.maximum(top, most)
+    top = np.where(top - second < 2, top, second)
+    below = top[:, None] - exponents[:, ::counted]  # of higher ones it is large, modulo 256
+    outside = (below >= WINDOW).view(np.uint8).sum(1, dtype=np.uint8)
+    below -= 1
+    top -= (below >= WINDOW).view(np.uint8).sum(1, dtype=np.uint8) < outside
+    return np.maximum(top, WINDOW - 1) - (WINDOW - 1)
+
+
+def _parts(encoded: Bytes, n: int) -> tuple[Bytes, Bytes, Bytes]:
+    """The three parts of the codes, ``[units, n / 8]`` each."""
+    low, high, last = np.split(encoded[:, n : n * 11 // 8], 3, axis=1)
+    return low, high, last
+
+
+def _starts(encoded: Bytes, form: UnitForm) -> npt.NDArray[np.uint16]:
+    """View of the starts, ``[units, blocks - 1, 2]``."""
+    end = form.size - form.pool
+    starts = encoded[:, end - 4 * (form.blocks - 1) : end].view(np.uint16)
+    return starts.reshape(len(encoded), -1, 2)
+
+
+class _Exceptions:
+    """Values with code 0 in encoded units, of all units in their order.
+
+    Attributes:
+        places: Where they are among the values of all units.
+        odd: Which of them have the high half of their byte.
+        ends: Where their units end among the bytes of all units.
+        bytes_before: Of all pools, before each block of each unit and at the end.
+    """
+
+    def __init__(self, encoded: Bytes, n: int, form: UnitForm) -> None:
+        self._form, of_unit = form, n // 16
+        low, high, last = _parts(encoded, n)
+        coded = low >> 1
+        coded |= low
+        coded &= 0x55
+        odd_runs = high << 1
+        odd_runs |= high
+        odd_runs &= 0xAA
+        coded |= odd_runs
+        coded |= last
+        masks = np.invert(coded, out=coded).view("<u2").reshape(-1)
+        columns = np.flatnonzero(masks != 0)
+        masks = masks[columns]
+        counts = np.bitwise_count(masks)
+        bits = np.flatnonzero(np.unpackbits(masks.view(np.uint8), bitorder="little").view(bool))
+        self._column, self._columns = bits >> 4, columns
+        bits &= 15
+        units = columns // of_unit
+        first = units * n + 2 * (columns - units * of_unit)
+        self.places = first[self._column] + (bits & 7) * (n // RUNS) + (bits >> 3)
+        ranks = np.arange(len(bits)) - (np.cumsum(counts, dtype=np.int64) - counts)[self._column]
+        self.odd = (ranks & 1).astype(bool)
+        self._byte_ranks = ranks >> 1
+        self.ends = ((units + 1) * form.size)[self._column]
+
+        blocks = np.arange(len(encoded))[:, None] * of_unit + np.arange(form.blocks) * BLOCK_COLUMNS
+        self._blocks = np.append(blocks.reshape(-1), len(encoded) * of_unit)
+        sizes = counts + 1 >> 1
+        self._bytes = np.append(0, np.cumsum(sizes, dtype=np.int64))
+        self._begins = np.searchsorted(columns, self._blocks)
+        self.bytes_before = self._bytes[self._begins]
+
+    def begins_of(self, some: Places) -> Places:
+        """How many of ``some`` exceptions are before each block of each unit, and at the end."""
+        return np.searchsorted(self._columns[self._column[some]], self._blocks)
+
+    def bytes_at(self, starts: Places) -> Places:
+        """Where the 4 bits of each are among the bytes of all units, or behind the end of its unit.
+        ``starts``: int64 ``[units, blocks, 2]``."""
+        shift = starts[:, :, 0].reshape(-1) - self.bytes_before[:-1]
+        begins = self._bytes[:-1] + np.repeat(shift, np.diff(self._begins))
+        return self.ends - self._form.pool + begins[self._column] + self._byte_ranks
+
+    def whole_at(self, whole: Places, starts: Places) -> Places:
+        """How far before the end of its unit each of ``whole`` has its exponent: 1 and more."""
+        before = self.begins_of(whole)
+        shift = starts[:, :, 1].reshape(-1) - before[:-1]
+        return np.arange(1, len(whole) + 1) + np.repeat(shift, np.diff(before))
