@@ -36,7 +36,7 @@ import torch
 
 Bytes = npt.NDArray[np.uint8]
 Places = npt.NDArray[np.int64]
-Masks = npt.NDArray[np.bool_]
+Words = npt.NDArray[np.uint64]
 
 RUNS = 8
 WINDOW = 7
@@ -45,6 +45,11 @@ BELOW, ABOVE = 12, 3
 WHOLE = BELOW + ABOVE
 BLOCK_COLUMNS = 256
 _COUNTED_TOKENS = 128
+_EACH = 0x0101010101010101
+"""A number in each byte of a word. A mask cuts off the bits that move to other bytes."""
+_PAIR = np.arange(0, RUNS, 2, dtype=np.uint64)[:, None, None]
+_RUN = np.arange(RUNS, dtype=np.uint64).reshape(-1, 2, 1)
+"""The bit of a run in the first two parts, and in the third."""
 
 _SHORT = np.full(256, WHOLE, np.uint8)
 """The 4 bits of an exception, by its exponent from ``lowest - 1`` on, modulo 256."""
@@ -97,11 +102,12 @@ def encode_units(units: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     sign_mantissa |= bits & 0x7F
     encoded[:, :n] = sign_mantissa
     encoded[:, n * 11 // 8 : n * 11 // 8 + width] = lowest
-    low, high, last = _parts(encoded, n)
-    for run, of_run in enumerate(codes.reshape(count, RUNS, -1).transpose(1, 0, 2)):
-        part = high if run & 1 else low
-        part |= (of_run & 3) << (run & 6)
-        last |= of_run >> 2 << run
+    parts, by_run = _parts(encoded, n), codes.reshape(count, RUNS // 2, 2, -1).view(np.uint64)
+    parts[:, :2] = np.bitwise_or.reduce((by_run & _EACH * 3) << _PAIR, axis=1)
+    by_run &= _EACH * 4
+    by_run >>= np.uint64(2)
+    by_run <<= _RUN
+    parts[:, 2] = np.bitwise_or.reduce(by_run, axis=(1, 2))
 
     found = _Exceptions(encoded, n, form)
     short = _SHORT[offsets.reshape(-1)[found.places]]
@@ -114,11 +120,10 @@ def encode_units(units: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return result, torch.from_numpy(fits)
     starts = before[:-1].reshape(count, form.blocks, 2) - of_unit[:-1, None]
     _starts(encoded, form)[:] = starts[:, 1:]
-    at, ends, odd = found.bytes_at(starts), found.ends, found.odd
-    flat = encoded.reshape(-1)
-    flat[at[~odd]] = short[~odd]
-    flat[at[odd]] |= short[odd] << 4
-    flat[ends[whole] - found.whole_at(whole, starts)] = exponents.reshape(-1)[found.places[whole]]
+    flat, even = encoded.reshape(-1), np.flatnonzero(~found.odd)
+    short[:-1] |= (short[1:] << 4) * found.odd[1:]
+    flat[found.bytes_at(starts)[even]] = short[even]
+    flat[found.ends[whole] - found.whole_at(whole, starts)] = exponents.reshape(-1)[found.places[whole]]
     return result, torch.from_numpy(fits)
 
 
@@ -126,15 +131,16 @@ def decode_units(encoded: torch.Tensor, tokens: int, width: int) -> torch.Tensor
     """Decode uint8 ``[units, size]`` to bfloat16 ``[units, tokens, width]``."""
     form, n, count = form_of(tokens, width), tokens * width, len(encoded)
     bytes_ = encoded.contiguous().numpy()
-    low, high, last = _parts(bytes_, n)
-    exponents = np.empty((count, RUNS, n // RUNS), np.uint8)
-    for run in range(RUNS):
-        codes = exponents[:, run]
-        np.right_shift(high if run & 1 else low, run & 6, out=codes)
-        codes &= 3
-        codes |= (last >> run & 1) << 2
+    parts = _parts(bytes_, n)
+    codes = parts[:, None, :2] >> _PAIR
+    codes &= _EACH * 3
+    high = parts[:, 2, None, None] >> _RUN
+    high &= _EACH
+    high <<= np.uint64(2)
+    codes |= high
     lowest = bytes_[:, n * 11 // 8 : n * 11 // 8 + width]
-    exponents.reshape(count, tokens, width)[:] += (lowest - 1)[:, None]
+    exponents = codes.view(np.uint8).reshape(count, tokens, width)
+    exponents += (lowest - 1)[:, None]
 
     found, flat = _Exceptions(bytes_, n, form), bytes_.reshape(-1)
     starts = np.zeros((count, form.blocks, 2), np.int64)
@@ -166,12 +172,11 @@ def _lowest(exponents: Bytes, counted: int) -> Bytes:
     or more: a token may stand out. It ends one lower if it then holds more of the counted values.
     """
     count, tokens, width = exponents.shape
-    runs = exponents.reshape(count, RUNS, tokens // RUNS, width).max(2).transpose(1, 0, 2)
-    top = second = np.zeros_like(runs[0])
-    for most in runs:
-        second = np.maximum(second, np.minimum(top, most))
-        top = np.maximum(top, most)
-    top = np.where(top - second < 2, top, second)
+    runs = exponents.reshape(count, RUNS, tokens // RUNS, width).max(2)
+    top = runs.max(1)
+    highest = runs == top[:, None]
+    second = (runs * ~highest).max(1)
+    top = np.where((highest.sum(1) > 1) | (top - second < 2), top, second)
     below = top[:, None] - exponents[:, ::counted]  # of higher ones it is large, modulo 256
     outside = (below >= WINDOW).view(np.uint8).sum(1, dtype=np.uint8)
     below -= 1
@@ -179,10 +184,9 @@ def _lowest(exponents: Bytes, counted: int) -> Bytes:
     return np.maximum(top, WINDOW - 1) - (WINDOW - 1)
 
 
-def _parts(encoded: Bytes, n: int) -> tuple[Bytes, Bytes, Bytes]:
-    """The three parts of the codes, ``[units, n / 8]`` each."""
-    low, high, last = np.split(encoded[:, n : n * 11 // 8], 3, axis=1)
-    return low, high, last
+def _parts(encoded: Bytes, n: int) -> Words:
+    """View of the three parts of the codes, in words of 8 bytes: ``[units, 3, n / 64]``."""
+    return encoded[:, n : n * 11 // 8].view(np.uint64).reshape(len(encoded), 3, -1)
 
 
 def _starts(encoded: Bytes, form: UnitForm) -> npt.NDArray[np.uint16]:
@@ -204,13 +208,13 @@ class _Exceptions:
 
     def __init__(self, encoded: Bytes, n: int, form: UnitForm) -> None:
         self._form, of_unit = form, n // 16
-        low, high, last = _parts(encoded, n)
+        low, high, last = _parts(encoded, n).transpose(1, 0, 2)
         coded = low >> 1
         coded |= low
-        coded &= 0x55
+        coded &= _EACH * 0x55
         odd_runs = high << 1
         odd_runs |= high
-        odd_runs &= 0xAA
+        odd_runs &= _EACH * 0xAA
         coded |= odd_runs
         coded |= last
         masks = np.invert(coded, out=coded).view("<u2").reshape(-1)
@@ -222,7 +226,8 @@ class _Exceptions:
         bits &= 15
         units = columns // of_unit
         first = units * n + 2 * (columns - units * of_unit)
-        self.places = first[self._column] + (bits & 7) * (n // RUNS) + (bits >> 3)
+        of_column = np.arange(2)[:, None] + np.arange(RUNS) * (n // RUNS)
+        self.places = first[self._column] + of_column.reshape(-1)[bits]
         ranks = np.arange(len(bits)) - (np.cumsum(counts, dtype=np.int64) - counts)[self._column]
         self.odd = (ranks & 1).astype(bool)
         self._byte_ranks = ranks >> 1
