@@ -1,0 +1,307 @@
+"""How many values of K and V need more than a 3-bit code for their exponents, and what it costs.
+
+Counted are values outside the window of seven consecutive exponents that holds most: a window for a
+unit, for four channels of it, and for each channel. A unit is a run of tokens in a group of heads,
+as pages have them. Beside that stand the share of plain bytes that the worst unit needs by ``exp3``
+(kernels/codecs/exp3/reference.py) and by ``exp4``, and the units that do not fit.
+
+- models: K and V of all layers, for four texts: source code, prose (the reference of Python),
+  other languages, and numbers. Units have all heads, and one. Hidden states have a window per row
+- synthetic K: normal values whose channels have scales of their own (lognormal, sigma 1); of which
+  1/64 stand out, 50 times; of which 4 are shifted by 100; all of that, also in 20,480 units
+- latents of MLA: normalized rows of 512 values with weights by channel, and 64 normal values
+
+--models are fixtures, smollm2, smollm2-mha, or folders. Ends with status 1 if a unit of K and V of
+at least 32 tokens does not fit.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from bench.fixtures.models import chosen
+from bench.fixtures.text import corpus
+from bench.harness.program import Advance, Program, Run, Setting, at_least, steps
+from bench.harness.report import Picture, Results, Series, Table
+from hcache_kernels.codecs.exp3 import reference as exp3
+from hcache_kernels.codecs.exp4 import reference as exp4
+from tests.cpu_engine.hcache_cpu_engine import stub_torchvision
+
+WINDOW, SPAN = 7, 48
+TOKENS, WIDTHS, VALUES = (64, 32, 16), (64, 256, 1024), 1 << 20
+KINDS = ("scales", "outliers", "offsets", "all")
+MANY = 20_480
+"""Units of the hardest synthetic case: one in 10,000 may not fit."""
+LANGUAGES = (
+    "Alle Menschen sind frei und gleich an Würde und Rechten geboren. Sie sind mit Vernunft und "
+    "Gewissen begabt und sollen einander im Geiste der Brüderlichkeit begegnen. ",
+    "Tous les êtres humains naissent libres et égaux en dignité et en droits. Ils sont doués de "
+    "raison et de conscience et doivent agir les uns envers les autres dans un esprit de "
+    "fraternité. ",
+    "Все люди рождаются свободными и равными в своем достоинстве и правах. Они наделены разумом и "
+    "совестью и должны поступать в отношении друг друга в духе братства. ",
+    "人人生而自由,在尊严和权利上一律平等。他们赋有理性和良心,并应以兄弟关系的精神相对待。",
+    "すべての人間は、生まれながらにして自由であり、かつ、尊厳と権利とについて平等である。",
+    "يولد جميع الناس أحرارًا متساوين في الكرامة والحقوق، وقد وهبوا عقلاً وضميرًا. ",
+    "सभी मनुष्यों को गौरव और अधिकारों के मामले में जन्मजात स्वतन्त्रता और समानता प्राप्त है। ",
+)
+"""The first article of the Universal Declaration of Human Rights."""
+Row = dict[str, Any]
+
+
+class Part(NamedTuple):
+    """bfloat16 ``[tokens, width]`` of one layer; units take ``width`` of its channels."""
+
+    what: str
+    text: str
+    width: int
+    values: torch.Tensor
+
+
+def texts() -> dict[str, str]:
+    from pydoc_data.topics import topics
+
+    rng = random.Random(0)
+    numbers = (f"{rng.gauss(0, 10 ** rng.randint(0, 6)):.{rng.randint(0, 5)}f}" for _ in range(4096))
+    return {
+        "code": "".join(line for file in corpus().held_out for line in file),
+        "prose": "\n".join(topics[name] for name in sorted(topics)),
+        "languages": 8 * "".join(LANGUAGES),
+        "numbers": "\n".join(",".join(line) for line in zip(*[numbers] * 8, strict=True)),
+    }
+
+
+def model_parts(name: str, folder: Path | str, tokens: int, advance: Advance) -> Iterator[Part]:
+    """K (after RoPE), V and hidden states of every layer, for the first ``tokens`` of each text."""
+    stub_torchvision()
+    from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    for kind, text in texts().items():
+        advance(f"{name}: {kind}")
+        ids = tokenizer(text[: 16 * tokens])["input_ids"][:tokens]
+        with torch.no_grad():  # without a cache of its own, a layer keeps its sliding window only
+            made = model(
+                torch.tensor([ids]), past_key_values=DynamicCache(), output_hidden_states=True
+            )
+        for states, layer in zip(made.hidden_states, made.past_key_values.layers, strict=False):
+            yield Part(f"{name}: hidden states", kind, states.shape[2], states[0])
+            for part, found in (("K", layer.keys[0]), ("V", layer.values[0])):
+                values = found.transpose(0, 1).flatten(1)
+                for width in sorted({found.shape[2], values.shape[1]}):
+                    yield Part(f"{name}: {part}", kind, width, values)
+
+
+def synthetic(kind: str, units: int, tokens: int, width: int, seed: int) -> torch.Tensor:
+    """K of a kind of :data:`KINDS`: bfloat16 ``[units, tokens, width]``."""
+    source = torch.Generator().manual_seed(seed)
+    values = torch.randn(units, tokens, width, generator=source)
+
+    def some_channels(count: int) -> torch.Tensor:
+        order = torch.rand(units, width, generator=source).argsort(1)
+        return torch.zeros(units, width).scatter_(1, order[:, :count], 1.0)[:, None]
+
+    if kind in ("scales", "all"):
+        values *= torch.randn(units, 1, width, generator=source).exp()
+    if kind in ("outliers", "all"):
+        values *= 1 + 49 * some_channels(width // 64)
+    if kind in ("offsets", "all"):
+        values += 100 * some_channels(4)
+    return values.bfloat16()
+
+
+def latents(tokens: int) -> torch.Tensor:
+    source = torch.Generator().manual_seed(0)
+    rows = torch.randn(tokens, 576, generator=source)
+    rows[:, :512] *= torch.randn(tokens, 1, generator=source).exp()
+    rows[:, :512] /= rows[:, :512].square().mean(1, keepdim=True).sqrt()
+    rows[:, :512] *= torch.randn(512, generator=source).exp()
+    return rows.bfloat16()
+
+
+def in_units(values: torch.Tensor, tokens: int, width: int) -> torch.Tensor:
+    """Rows as units, ``[units, tokens, width]``; the rows of a last page that is not whole go."""
+    whole = len(values) // tokens * tokens
+    return values[:whole].view(-1, tokens, values.shape[1] // width, width).transpose(1, 2).flatten(0, 1)
+
+
+def outside(exponents: torch.Tensor, channels: int) -> torch.Tensor:
+    """Values of each unit outside the best windows, one for so many ``channels``."""
+    units, tokens, width = exponents.shape
+    rows = exponents.view(units, tokens, -1, channels).transpose(1, 2).reshape(-1, tokens * channels)
+    below = (rows.amax(1, keepdim=True) - rows).clamp(max=SPAN - 1)
+    at = below + SPAN * torch.arange(len(rows), dtype=torch.int32)[:, None]
+    counts = torch.bincount(at.view(-1), minlength=SPAN * len(rows)).view(-1, SPAN)
+    up_to = torch.nn.functional.pad(counts.cumsum(1), (1, 0))
+    best = (up_to[:, WINDOW:] - up_to[:, :-WINDOW]).amax(1)
+    return (tokens * channels - best).view(units, -1).sum(1)
+
+
+def needed_by_exp3(units: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Exceptions of each unit, and the share of plain bytes that it needs."""
+    count, tokens, width = units.shape
+    n, form = tokens * width, exp3.form_of(tokens, width)
+    exponents = (units.view(torch.int16) >> 7 & 0xFF).to(torch.uint8).numpy()
+    offsets = exponents - exp3._lowest(exponents, form.counted)[:, None]
+    out = offsets >= WINDOW
+    whole = out & (exp3._SHORT[offsets + np.uint8(1)] == exp3.WHOLE)
+    columns = out.reshape(count, exp3.RUNS, -1, width // 2, 2).sum((1, 4))
+    used = (columns + 1 >> 1).sum((1, 2)) + whole.sum((1, 2))
+    share = (form.size - form.pool + used) / (2 * n)
+    return torch.from_numpy(out.sum((1, 2))), torch.from_numpy(share)
+
+
+def needed_by_exp4(units: torch.Tensor) -> torch.Tensor:
+    n = units[0].numel()
+    codes = exp4.encode_units(units.reshape(len(units), n))[0][:, n : n + n // 2]
+    most = (codes & 0xF == 0).sum(1) + (codes >> 4 == 0).sum(1)
+    return (n * 3 // 2 + exp4.form_of(n).tail - exp4.form_of(n).most + most) / (2 * n)
+
+
+def counted(what: str, text: str, units: torch.Tensor, *, windows: bool = True) -> Row:
+    """A row of results of bfloat16 ``[units, tokens, width]``."""
+    count, tokens, width = units.shape
+    exponents = (units.view(torch.int16) >> 7 & 0xFF).int()
+    row: Row = {"what": what, "text": text, "tokens": tokens, "width": width, "units": count}
+    row["worst_exp4"] = needed_by_exp4(units).max().item()
+    channels = {"unit": width, "four": 4, "channel": 1} if windows else {}
+    if tokens == 1:
+        channels = {"unit": width}
+    found = {name: outside(exponents, each) for name, each in channels.items()}
+    if tokens > 1:
+        found["exp3"], shares = needed_by_exp3(units)
+        given = exp3.form_of(tokens, width).size / (2 * tokens * width)
+        row |= {"worst_exp3": shares.max().item(), "given_exp3": given}
+        row["unfit"] = int((shares > given).sum())
+    for name, values in found.items():
+        share = values.double() / (tokens * width)
+        row[name] = {"mean": share.mean().item(), "most": share.max().item()}
+        row[name]["p99"] = share.quantile(0.99).item()
+    return row
+
+
+def measure(run: Run) -> Results:
+    given, rows = run.given, []
+    models = [chosen(name, quick=given.quick) for name in given.models]
+    for tokens in TOKENS:
+        for width in WIDTHS:
+            for seed, kind in enumerate(KINDS):
+                units = synthetic(kind, VALUES // (tokens * width), tokens, width, seed)
+                rows.append(counted(f"K: {kind}", "-", units))
+        rows.append(counted("latents", "-", in_units(latents(2048), tokens, 576)))
+    many = (synthetic("all", 2048, 64, 64, seed) for seed in range(100, 100 + MANY // 2048))
+    rows.append(counted("K: all, many units", "-", torch.cat(list(many)), windows=False))
+    with steps(4 * len(models)) as advance:
+        for model in models:
+            layers: dict[tuple[str, str, int], list[torch.Tensor]] = {}
+            for what, text, width, values in model_parts(
+                model.name, model.path, given.tokens, advance
+            ):
+                layers.setdefault((what, text, width), []).append(values)
+            for (what, text, width), parts in layers.items():
+                for tokens in (1,) if "hidden" in what else TOKENS:
+                    units = torch.cat([in_units(each, tokens, width) for each in parts])
+                    rows.append(counted(what, text, units))
+    return {"models": [model.name for model in models], "tokens": given.tokens, "rows": rows}
+
+
+def worst(results: Results, tokens: int) -> list[Row]:
+    """Of each kind of values: the largest of all texts and widths."""
+    groups: dict[str, list[Row]] = {}
+    for row in results["rows"]:
+        if row["tokens"] == tokens:
+            groups.setdefault(row["what"], []).append(row)
+    return [{"what": what, **_largest(rows)} for what, rows in groups.items()]
+
+
+def _largest(rows: Sequence[Row]) -> Row:
+    found: Row = {name: sum(row.get(name, 0) for row in rows) for name in ("units", "unfit")}
+    for name in ("worst_exp3", "given_exp3", "worst_exp4"):
+        found[name] = max((row[name] for row in rows if name in row), default=None)
+    for name in ("unit", "four", "channel", "exp3"):
+        mine = [row[name] for row in rows if name in row]
+        if mine:
+            found[name] = {each: max(one[each] for one in mine) for each in mine[0]}
+    return found
+
+
+def finding(results: Results) -> str:
+    rows = worst(results, 64)
+    unfit, units = (sum(row[name] for row in rows) for name in ("unfit", "units"))
+    most = max(row["worst_exp3"] for row in rows)
+    given = max(row["given_exp3"] for row in rows)
+    return (
+        f"{units - unfit:,} of {units:,} units of 64 tokens fit into {given:.3f} of their bytes by "
+        f"exp3; the worst one needs {most:.3f}"
+    )
+
+
+def panels(results: Results) -> dict[str, list[Row]]:
+    return {
+        f"units of {tokens} tokens": [
+            {**row, "what": row["what"].replace("smollm2", "SmolLM2")} for row in worst(results, tokens)
+        ]
+        for tokens in (64, 16)
+    }
+
+
+def _table(tokens: int) -> Table:
+    rows: Callable[[Results], list[Row]] = lambda results: worst(results, tokens)
+    return Table(
+        rows,
+        f"units of {tokens} tokens = what | units = units :, | window per unit = unit.mean :.2%"
+        " | per 4 channels = four.mean :.2% | per channel = channel.mean :.2%"
+        " | `exp3` = exp3.mean :.2% | 99% of units = exp3.p99 :.2% | at most = exp3.most :.2%"
+        " | bytes needed = worst_exp3 :.3f | given = given_exp3 :.3f | not fitting = unfit"
+        " | needed by `exp4` = worst_exp4 :.3f",
+    )
+
+
+PROGRAM = Program(
+    name="exponents",
+    doc=__doc__,
+    measure=measure,
+    serves=False,
+    settings=(
+        Setting("--models", lambda text: text.split(","), [], "names with commas between them"),
+        Setting("--quick", None, False, "fixtures that are trained in a minute"),
+        Setting("--tokens", at_least(64), 2048, "of each text"),
+    ),
+    tables=(
+        *(_table(tokens) for tokens in TOKENS),
+        Table(
+            lambda results: worst(results, 1),
+            "rows of hidden states = what | rows = units :, | window per row = unit.mean :.2%"
+            " | 99% of rows = unit.p99 :.2% | at most = unit.most :.2%"
+            " | needed by `exp4` = worst_exp4 :.3f",
+        ),
+    ),
+    draw=Picture(
+        title=finding,
+        panels=panels,
+        x="what",
+        x_label="values",
+        y_label="bytes that the worst unit needs, of plain",
+        series=(
+            Series("exp3", "worst_exp3", "exp3", "o"),
+            Series("exp3 gives", "given_exp3", "limit", ":"),
+            Series("exp4", "worst_exp4", "exp4", "o"),
+        ),
+    ),
+    wrong=lambda results: [
+        f"{row['what']}, {row['text']}, {row['tokens']} x {row['width']}: {row['unfit']} units do "
+        "not fit"
+        for row in results["rows"]
+        if row.get("unfit") and row["tokens"] >= 32
+    ],
+)
+
+if __name__ == "__main__":
+    PROGRAM.run()
