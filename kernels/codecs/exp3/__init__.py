@@ -6,9 +6,11 @@ import torch
 
 from ..codec import KV, REFERENCE_VALUES, Codec, Program, UnsupportedRows
 from ..units import Cut
+from .kernel import decode_kernel, encode_kernel
 from .reference import decode_units, encode_units, form_of
 
 _LEAST_TOKENS, _MOST_VALUES = 32, 1 << 16
+_WARPS = 8  # a thread for each column of a block
 
 
 class Exp3(Codec):
@@ -36,8 +38,8 @@ class Exp3(Codec):
         form = form_of(cut.tokens, cut.width)
         self.unit_bytes = (form.size,) * len(planes)
         units = len(planes) * cut.units
-        self.encoder = Program(None, units, 8, {"CODE": form})
-        self.decoder = Program(None, units * form.blocks, 8, {"CODE": form})
+        self.encoder = Program(encode_kernel, units, _WARPS, {"CODE": form})
+        self.decoder = Program(decode_kernel, units * form.blocks, _WARPS, {"CODE": form})
 
     def encode_units(self, units: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         encoded, fits = encode_units(units.reshape(-1, self.cut.tokens, self.cut.width))

@@ -60,12 +60,15 @@ _LONG = np.array([*range(1 - BELOW, 1), *range(WINDOW + 1, WINDOW + 1 + ABOVE), 
 
 
 class UnitForm(NamedTuple):
-    """What an encoded unit of some tokens and channels looks like."""
+    """What an encoded unit of some tokens and channels looks like, and how kernels go through it."""
 
     size: int  # bytes, a multiple of 8
     pool: int  # bytes, at the end
     blocks: int  # parts that decode side by side
+    columns: int  # of a block
     counted: int  # every so many tokens are counted for the window, at most 128 in all
+    lanes: int  # pairs of channels, up to a power of two
+    entries: int  # the pool, up to a power of two
 
 
 @lru_cache
@@ -76,7 +79,11 @@ def form_of(tokens: int, width: int) -> UnitForm:
     blocks = -(-values // (16 * BLOCK_COLUMNS))
     tail = (width + values * 15 // 256) // 8 * 8
     pool = tail - width - 4 * (blocks - 1)
-    return UnitForm(values * 11 // 8 + tail, pool, blocks, -(-tokens // _COUNTED_TOKENS))
+    counted, lanes = -(-tokens // _COUNTED_TOKENS), 1 << (width // 2 - 1).bit_length()
+    entries = 1 << (pool - 1).bit_length()
+    return UnitForm(
+        *(values * 11 // 8 + tail, pool, blocks, BLOCK_COLUMNS, counted, lanes, entries)
+    )
 
 
 def encode_units(units: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -102,7 +109,8 @@ def encode_units(units: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     sign_mantissa |= bits & 0x7F
     encoded[:, :n] = sign_mantissa
     encoded[:, n * 11 // 8 : n * 11 // 8 + width] = lowest
-    parts, by_run = _parts(encoded, n), codes.reshape(count, RUNS // 2, 2, -1).view(np.uint64)
+    parts, by_run = _parts(encoded, n), codes.reshape(count, RUNS // 2, 2, n // RUNS)
+    by_run = by_run.view(np.uint64)
     parts[:, :2] = np.bitwise_or.reduce((by_run & _EACH * 3) << _PAIR, axis=1)
     by_run &= _EACH * 4
     by_run >>= np.uint64(2)
@@ -161,7 +169,7 @@ def decode_units(encoded: torch.Tensor, tokens: int, width: int) -> torch.Tensor
     wide = exponents.reshape(count, n).astype(np.uint16)
     wide <<= 7
     decoded = encoded.new_empty((count, tokens, width), dtype=torch.bfloat16)
-    np.bitwise_or(bits, wide, out=decoded.view(torch.int16).numpy().view(np.uint16).reshape(-1, n))
+    np.bitwise_or(bits, wide, out=decoded.view(torch.int16).numpy().view(np.uint16).reshape(count, n))
     return decoded
 
 
@@ -186,14 +194,14 @@ def _lowest(exponents: Bytes, counted: int) -> Bytes:
 
 def _parts(encoded: Bytes, n: int) -> Words:
     """View of the three parts of the codes, in words of 8 bytes: ``[units, 3, n / 64]``."""
-    return encoded[:, n : n * 11 // 8].view(np.uint64).reshape(len(encoded), 3, -1)
+    return encoded[:, n : n * 11 // 8].view(np.uint64).reshape(len(encoded), 3, n // 64)
 
 
 def _starts(encoded: Bytes, form: UnitForm) -> npt.NDArray[np.uint16]:
     """View of the starts, ``[units, blocks - 1, 2]``."""
     end = form.size - form.pool
     starts = encoded[:, end - 4 * (form.blocks - 1) : end].view(np.uint16)
-    return starts.reshape(len(encoded), -1, 2)
+    return starts.reshape(len(encoded), form.blocks - 1, 2)
 
 
 class _Exceptions:
