@@ -68,7 +68,9 @@ def texts() -> dict[str, str]:
     from pydoc_data.topics import topics
 
     rng = random.Random(0)
-    numbers = (f"{rng.gauss(0, 10 ** rng.randint(0, 6)):.{rng.randint(0, 5)}f}" for _ in range(4096))
+    numbers = (
+        f"{rng.gauss(0, 10 ** rng.randint(0, 6)):.{rng.randint(0, 5)}f}" for _ in range(4096)
+    )
     return {
         "code": "".join(line for file in corpus().held_out for line in file),
         "prose": "\n".join(topics[name] for name in sorted(topics)),
@@ -129,13 +131,20 @@ def latents(tokens: int) -> torch.Tensor:
 def in_units(values: torch.Tensor, tokens: int, width: int) -> torch.Tensor:
     """Rows as units, ``[units, tokens, width]``; the rows of a last page that is not whole go."""
     whole = len(values) // tokens * tokens
-    return values[:whole].view(-1, tokens, values.shape[1] // width, width).transpose(1, 2).flatten(0, 1)
+    return (
+        values[:whole]
+        .view(-1, tokens, values.shape[1] // width, width)
+        .transpose(1, 2)
+        .flatten(0, 1)
+    )
 
 
 def outside(exponents: torch.Tensor, channels: int) -> torch.Tensor:
     """Values of each unit outside the best windows, one for so many ``channels``."""
     units, tokens, width = exponents.shape
-    rows = exponents.view(units, tokens, -1, channels).transpose(1, 2).reshape(-1, tokens * channels)
+    rows = (
+        exponents.view(units, tokens, -1, channels).transpose(1, 2).reshape(-1, tokens * channels)
+    )
     below = (rows.amax(1, keepdim=True) - rows).clamp(max=SPAN - 1)
     at = below + SPAN * torch.arange(len(rows), dtype=torch.int32)[:, None]
     counts = torch.bincount(at.view(-1), minlength=SPAN * len(rows)).view(-1, SPAN)
@@ -246,7 +255,8 @@ def finding(results: Results) -> str:
 def panels(results: Results) -> dict[str, list[Row]]:
     return {
         f"units of {tokens} tokens": [
-            {**row, "what": row["what"].replace("smollm2", "SmolLM2")} for row in worst(results, tokens)
+            {**row, "what": row["what"].replace("smollm2", "SmolLM2")}
+            for row in worst(results, tokens)
         ]
         for tokens in (64, 16)
     }

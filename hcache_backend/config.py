@@ -144,7 +144,7 @@ class HCacheConfig(_Table):
     mode: Literal["auto", "hidden", "kv", "plain"] = "auto"
     partition: Literal["auto"] | PartitionOption = "auto"
     profile: Annotated[Path | None, BeforeValidator(_path)] = None
-    codec: Literal["auto", "none", "exp4", "int8", "fp8", "krul"] = "auto"
+    codec: Literal["auto", "none", "exp3", "exp4", "int8", "fp8", "krul"] = "auto"
     krul: Annotated[KrulOption, _table('{"ratio": 0.5, "error": 0.3}')] = KrulOption()
     # checks
     check_every_pages: int = Field(default=64, ge=0)

@@ -10,7 +10,7 @@ from hcache_backend.plan.model_shape import ModelShape
 
 PAGE_TOKENS = 64  # of a page, by default
 
-PlannedCodec = Literal["auto", "none", "exp4", "int8", "fp8"]  # krul is not planned
+PlannedCodec = Literal["auto", "none", "exp3", "exp4", "int8", "fp8"]  # krul is not planned
 
 
 def encoded(
@@ -20,25 +20,30 @@ def encoded(
 
     ``dtype`` is the type that the model is served in; each of ``tp`` ranks encodes its own heads.
     """
-    if codec == "auto":
-        codec = "exp4" if dtype == "bfloat16" else "none"
-    if codec == "none" or shape.latent:  # MLA has plain pages
+    automatic = codec == "auto" and dtype == "bfloat16"
+    if codec == "none" or (codec == "auto" and not automatic) or shape.latent:  # plain pages of MLA
         return shape
     # Not above: most plans need no torch, which takes seconds to import.
     import torch
 
-    from hcache_kernels.codecs import Cut, UnsupportedRows, make_codec, make_segment_codec
+    from hcache_kernels.codecs import (
+        AUTOMATIC,
+        Cut,
+        UnsupportedRows,
+        make_codec,
+        make_segment_codec,
+    )
 
     values = getattr(torch, dtype)
-    found: dict[str, int] = {}
+    names, found = AUTOMATIC if automatic else (codec,), dict[str, int]()
     with suppress(UnsupportedRows):
-        found["hidden_row_bytes"] = make_codec(codec, shape.hidden, values).row_bytes
+        found["hidden_row_bytes"] = make_codec(names[-1], shape.hidden, values).row_bytes
     width = max(1, shape.kv_heads // tp) * shape.head_dim
     pieces = units_per_group(page_size, width)
     cut = Cut(width, page_size // pieces, 1, pieces)
-    with suppress(UnsupportedRows):
-        if shape.head_dim == shape.value_dim:
-            segments = make_segment_codec(codec, cut, shape.head_dim, values)
+    for name in reversed(names) if shape.head_dim == shape.value_dim else ():
+        with suppress(UnsupportedRows):
+            segments = make_segment_codec(name, cut, shape.head_dim, values)
             plain = 2 * width * page_size * values.itemsize
             found["kv_row_bytes"] = round(segments.segment_bytes / plain * shape.kv_bytes)
     return shape.model_copy(update=found)

@@ -6,6 +6,7 @@ All host and device memory that hidden mode takes is within the user's limits.
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property
 from typing import Any
@@ -36,7 +37,7 @@ from hcache_backend.sglang.host_pool import HostPages
 from hcache_backend.sglang.runtime import Runtime
 from hcache_backend.start.page_plugin import PagePlugin, page_plugin
 from hcache_backend.streams import free_memory
-from hcache_kernels.codecs import Codec, UnsupportedRows, make_codec
+from hcache_kernels.codecs import AUTOMATIC, Codec, UnsupportedRows, make_codec
 
 logger = logging.getLogger("hcache")
 
@@ -162,11 +163,12 @@ def make_exchange(probe: Probe, page_size: int) -> Exchange | None:
 
 
 def asked_codec(runtime: Runtime, dtype: torch.dtype) -> str:
-    """The codec that option ``codec`` means for values of ``dtype``, on which ``auto`` depends."""
+    """The codec that option ``codec`` means for values of ``dtype``, on which ``auto`` depends: it
+    is then the first one of :data:`~hcache_kernels.codecs.AUTOMATIC`."""
     assert runtime.config is not None
     asked = runtime.config.codec
     if asked == "auto":
-        return "exp4" if dtype == torch.bfloat16 else "none"
+        return AUTOMATIC[0] if dtype == torch.bfloat16 else "none"
     return asked
 
 
@@ -211,7 +213,12 @@ def _encoding_segments(
     layers, plugin = range(kvcache.layer_num), page_plugin(runtime.config)
     if plugin is not None:
         return plugin.segments(kvcache, layers, kvcache.page_size, groups // share.of)
-    return KVSegments(kvcache, layers, kvcache.page_size, share, groups, codec)
+    how = kvcache, layers, kvcache.page_size, share, groups
+    if codec == AUTOMATIC[0] != runtime.config.codec:
+        with suppress(UnsupportedRows):
+            return KVSegments(*how, codec)
+        codec = AUTOMATIC[-1]
+    return KVSegments(*how, codec)
 
 
 def choose_codec(group: Any, runtime: Runtime, probe: Probe, projector: Projector) -> Codec:

@@ -4,6 +4,8 @@
 name   takes                          bytes                      what comes back
 ====== ============================== ========================== ==================================
 none   any hidden states              those of the values        every bit
+exp3   K and V in bfloat16, units of  0.725 of them, if a unit   every bit
+       at least 32 tokens             has 64 tokens
 exp4   bfloat16                       49/64 of them, if a unit   every bit
                                       has 256 values
 int8   float32 (hidden states only),  a byte per value, and one  error at most 1/254 of the line's
@@ -23,6 +25,7 @@ from .scaled import Fp8, Int8
 from .units import Cut
 
 __all__ = [
+    "AUTOMATIC",
     "CODECS",
     "KV",
     "SEGMENT_CODECS",
@@ -35,15 +38,20 @@ __all__ = [
     "make_segment_codec",
 ]
 
-CODECS: dict[str, type[Codec]] = {codec.name: codec for codec in (ExactCodec, Exp3, Exp4, Int8, Fp8)}
+CODECS: dict[str, type[Codec]] = {codec.name: codec for codec in (ExactCodec, Exp4, Int8, Fp8)}
+"""Those of hidden states."""
 
-SEGMENT_CODECS = {name: codec for name, codec in CODECS.items() if codec is not ExactCodec}
+SEGMENT_CODECS: dict[str, type[Codec]] = {c.name: c for c in (Exp3, Exp4, Int8, Fp8)}
 """Those of K and V, which are copied as they are without one."""
+
+AUTOMATIC = ("exp3", "exp4")
+"""Codecs of bfloat16 by default: the first one that takes such units. Rows have the last one."""
 
 
 def make_codec(name: str, hidden_size: int, dtype: torch.dtype) -> Codec:
-    """The codec ``name`` for rows of ``hidden_size`` values, or UnsupportedRows."""
-    return CODECS[name].of_rows(hidden_size, dtype)
+    """The codec ``name`` for rows of ``hidden_size`` values, or UnsupportedRows. Rows beside K and V
+    in ``exp3`` have ``exp4``."""
+    return CODECS["exp4" if name == "exp3" else name].of_rows(hidden_size, dtype)
 
 
 def make_segment_codec(name: str, cut: Cut, dim: int, dtype: torch.dtype) -> Codec:

@@ -121,7 +121,7 @@ def encode_units(units: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     short = _SHORT[offsets.reshape(-1)[found.places]]
     whole = np.flatnonzero(short == WHOLE)
     before = np.stack((found.bytes_before, found.begins_of(whole)), axis=-1)
-    of_unit = before[::form.blocks]
+    of_unit = before[:: form.blocks]
     fits = np.diff(of_unit, axis=0).sum(1) <= form.pool
     if not fits.all():  # they have no room
         result[fits] = encode_units(units[torch.from_numpy(fits)])[0]
@@ -131,7 +131,9 @@ def encode_units(units: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     flat, even = encoded.reshape(-1), np.flatnonzero(~found.odd)
     short[:-1] |= (short[1:] << 4) * found.odd[1:]
     flat[found.bytes_at(starts)[even]] = short[even]
-    flat[found.ends[whole] - found.whole_at(whole, starts)] = exponents.reshape(-1)[found.places[whole]]
+    flat[found.ends[whole] - found.whole_at(whole, starts)] = exponents.reshape(-1)[
+        found.places[whole]
+    ]
     return result, torch.from_numpy(fits)
 
 
@@ -169,7 +171,9 @@ def decode_units(encoded: torch.Tensor, tokens: int, width: int) -> torch.Tensor
     wide = exponents.reshape(count, n).astype(np.uint16)
     wide <<= 7
     decoded = encoded.new_empty((count, tokens, width), dtype=torch.bfloat16)
-    np.bitwise_or(bits, wide, out=decoded.view(torch.int16).numpy().view(np.uint16).reshape(count, n))
+    np.bitwise_or(
+        bits, wide, out=decoded.view(torch.int16).numpy().view(np.uint16).reshape(count, n)
+    )
     return decoded
 
 
