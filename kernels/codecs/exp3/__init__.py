@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..codec import KV, REFERENCE_VALUES, Codec, Program, UnsupportedRows
+from ..codec import KV, Codec, Program, UnsupportedRows
 from ..units import Cut
 from .kernel import decode_kernel, encode_kernel
 from .reference import decode_units, encode_units, form_of
@@ -27,8 +27,8 @@ class Exp3(Codec):
             raise UnsupportedRows(f"codec 'exp3' takes K and V in bfloat16, not {dtype}")
         if cut.tokens % 8 or cut.tokens < _LEAST_TOKENS:
             raise UnsupportedRows(
-                f"codec 'exp3' takes units of K and V whose tokens are a multiple of 8 and at least "
-                f"{_LEAST_TOKENS}, not {cut.tokens}"
+                f"codec 'exp3' takes units of K and V whose tokens are a multiple of 8 and at "
+                f"least {_LEAST_TOKENS}, not {cut.tokens}"
             )
         if cut.width % 2 or cut.values % 64 or cut.values > _MOST_VALUES:
             raise UnsupportedRows(
@@ -50,5 +50,4 @@ class Exp3(Codec):
         cut = self.cut
         shape = (len(encoded), len(self.planes), cut.units, cut.tokens, cut.width)
         units = encoded.reshape(-1, self.unit_bytes[0])
-        parts = units.split(max(1, REFERENCE_VALUES // cut.values))
-        return torch.cat([decode_units(some, cut.tokens, cut.width) for some in parts]).view(shape)
+        return decode_units(units, cut.tokens, cut.width).view(shape)

@@ -27,6 +27,7 @@ def encode_kernel(
     COLUMNS: tl.constexpr = AT.tokens * AT.width // 8
     UNITS: tl.constexpr = AT.planes * AT.groups * AT.pieces
     POOL: tl.constexpr = CODE.pool
+    ENTRIES: tl.constexpr = CODE.entries
     number, layer = tl.program_id(0), tl.program_id(1).to(tl.int64)
     item, unit = (number // UNITS).to(tl.int64), number % UNITS
     values = unit_values(first, second, table, layer, items, item, unit, AT)
@@ -97,9 +98,9 @@ def encode_kernel(
         found += tl.sum(size)
         found_whole += tl.sum(count)
 
-    entry = tl.arange(0, CODE.entries)
+    entry = tl.arange(0, ENTRIES)
     unused = (entry >= found) & (entry < POOL - found_whole)
-    tl.store(pool + entry, tl.zeros([CODE.entries], tl.uint8), mask=unused)
+    tl.store(pool + entry, tl.zeros([ENTRIES], tl.uint8), mask=unused)
     tl.store(fits + number, (found + found_whole <= POOL).to(tl.uint8))
 
 

@@ -60,7 +60,7 @@ _LONG = np.array([*range(1 - BELOW, 1), *range(WINDOW + 1, WINDOW + 1 + ABOVE), 
 
 
 class UnitForm(NamedTuple):
-    """What an encoded unit of some tokens and channels looks like, and how kernels go through it."""
+    """What encoded units of some tokens and channels look like, and how kernels go through them."""
 
     size: int  # bytes, a multiple of 8
     pool: int  # bytes, at the end
@@ -128,10 +128,12 @@ def encode_units(units: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return result, torch.from_numpy(fits)
     starts = before[:-1].reshape(count, form.blocks, 2) - of_unit[:-1, None]
     _starts(encoded, form)[:] = starts[:, 1:]
-    flat, even = encoded.reshape(-1), np.flatnonzero(~found.odd)
-    short[:-1] |= (short[1:] << 4) * found.odd[1:]
-    flat[found.bytes_at(starts)[even]] = short[even]
-    flat[found.ends[whole] - found.whole_at(whole, starts)] = exponents.reshape(-1)[
+    flat, halves = encoded.reshape(-1), found.halves(starts)
+    odd = halves & 1 == 1
+    short[:-1] |= (short[1:] << 4) * odd[1:]
+    even = np.flatnonzero(~odd)
+    flat[halves[even] >> 1] = short[even]
+    flat[found.ends(whole) - found.whole_at(whole, starts)] = exponents.reshape(-1)[
         found.places[whole]
     ]
     return result, torch.from_numpy(fits)
@@ -155,14 +157,11 @@ def decode_units(encoded: torch.Tensor, tokens: int, width: int) -> torch.Tensor
     found, flat = _Exceptions(bytes_, n, form), bytes_.reshape(-1)
     starts = np.zeros((count, form.blocks, 2), np.int64)
     starts[:, 1:] = _starts(bytes_, form)
-    at, ends = found.bytes_at(starts), found.ends
-    short = flat[np.minimum(at, ends - 1)] * (at < ends)
-    short >>= found.odd.view(np.uint8) << 2
-    short &= 15
+    short = found.short_of(bytes_, starts)
     exponents.reshape(-1)[found.places] += _LONG[short]
     whole = np.flatnonzero(short == WHOLE)
     back = found.whole_at(whole, starts)
-    there = flat[ends[whole] - np.minimum(back, form.pool)] * (back <= form.pool)
+    there = flat[found.ends(whole) - np.minimum(back, form.pool)] * (back <= form.pool)
     exponents.reshape(-1)[found.places[whole]] = there
 
     bits = bytes_[:, :n].astype(np.uint16)
@@ -213,8 +212,6 @@ class _Exceptions:
 
     Attributes:
         places: Where they are among the values of all units.
-        odd: Which of them have the high half of their byte.
-        ends: Where their units end among the bytes of all units.
         bytes_before: Of all pools, before each block of each unit and at the end.
     """
 
@@ -234,34 +231,49 @@ class _Exceptions:
         masks = masks[columns]
         counts = np.bitwise_count(masks)
         bits = np.flatnonzero(np.unpackbits(masks.view(np.uint8), bitorder="little").view(bool))
-        self._column, self._columns = bits >> 4, columns
+        self._column, self._columns, self._units = bits >> 4, columns, columns // of_unit
         bits &= 15
-        units = columns // of_unit
-        first = units * n + 2 * (columns - units * of_unit)
+        first = self._units * (n - 2 * of_unit) + 2 * columns
         of_column = np.arange(2)[:, None] + np.arange(RUNS) * (n // RUNS)
         self.places = first[self._column] + of_column.reshape(-1)[bits]
-        ranks = np.arange(len(bits)) - (np.cumsum(counts, dtype=np.int64) - counts)[self._column]
-        self.odd = (ranks & 1).astype(bool)
-        self._byte_ranks = ranks >> 1
-        self.ends = ((units + 1) * form.size)[self._column]
 
         blocks = np.arange(len(encoded))[:, None] * of_unit + np.arange(form.blocks) * BLOCK_COLUMNS
         self._blocks = np.append(blocks.reshape(-1), len(encoded) * of_unit)
-        sizes = counts + 1 >> 1
-        self._bytes = np.append(0, np.cumsum(sizes, dtype=np.int64))
         self._begins = np.searchsorted(columns, self._blocks)
+        self._before = np.cumsum(counts, dtype=np.int64) - counts
+        self._bytes = np.append(0, np.cumsum(counts + 1 >> 1, dtype=np.int64))
         self.bytes_before = self._bytes[self._begins]
+
+    def ends(self, some: Places) -> Places:
+        """Where the units of ``some`` exceptions end among the bytes of all units."""
+        return (self._units[self._column[some]] + 1) * self._form.size
 
     def begins_of(self, some: Places) -> Places:
         """How many of ``some`` exceptions are before each block of each unit, and at the end."""
         return np.searchsorted(self._columns[self._column[some]], self._blocks)
 
-    def bytes_at(self, starts: Places) -> Places:
-        """Where the 4 bits of each are among the bytes of all units, or behind the end of its unit.
-        ``starts``: int64 ``[units, blocks, 2]``."""
+    def halves(self, starts: Places) -> Places:
+        """Where the 4 bits of each are among the halves of the bytes of all units: the low half of
+        a byte is the first one. ``starts``: int64 ``[units, blocks, 2]``."""
+        begins = self._begins_in_pool(starts)
+        begins += (self._units + 1) * self._form.size - self._form.pool
+        return np.arange(len(self._column)) + (2 * begins - self._before)[self._column]
+
+    def short_of(self, encoded: Bytes, starts: Places) -> Bytes:
+        """The 4 bits of each."""
+        halves = self.halves(starts)
+        short = encoded.reshape(-1).take(halves >> 1, mode="clip")
+        short >>= (halves & 1).astype(np.uint8) << 2
+        short &= 15
+        most = self._form.pool - np.diff(self._bytes)
+        if (self._begins_in_pool(starts) > most).any():  # damaged
+            short[halves >> 1 >= self.ends(np.arange(len(halves)))] = 0
+        return short
+
+    def _begins_in_pool(self, starts: Places) -> Places:
+        """Where the bytes of each column with exceptions begin in the pool."""
         shift = starts[:, :, 0].reshape(-1) - self.bytes_before[:-1]
-        begins = self._bytes[:-1] + np.repeat(shift, np.diff(self._begins))
-        return self.ends - self._form.pool + begins[self._column] + self._byte_ranks
+        return self._bytes[:-1] + np.repeat(shift, np.diff(self._begins))
 
     def whole_at(self, whole: Places, starts: Places) -> Places:
         """How far before the end of its unit each of ``whole`` has its exponent: 1 and more."""
