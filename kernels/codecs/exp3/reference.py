@@ -207,6 +207,16 @@ def _starts(encoded: Bytes, form: UnitForm) -> npt.NDArray[np.uint16]:
     return starts.reshape(len(encoded), form.blocks - 1, 2)
 
 
+@lru_cache
+def _set_bits() -> tuple[Places, Bytes]:
+    """The numbers of the set bits of every 16-bit number, one after the other, and where those of
+    each number begin."""
+    numbers = np.arange(1 << 16, dtype="<u2")
+    counts = np.bitwise_count(numbers)
+    bits = np.unpackbits(numbers.view(np.uint8), bitorder="little")
+    return np.cumsum(counts, dtype=np.int64) - counts, (np.flatnonzero(bits) & 15).astype(np.uint8)
+
+
 class _Exceptions:
     """Values with code 0 in encoded units, of all units in their order.
 
@@ -230,9 +240,12 @@ class _Exceptions:
         columns = np.flatnonzero(masks != 0)
         masks = masks[columns]
         counts = np.bitwise_count(masks)
-        bits = np.flatnonzero(np.unpackbits(masks.view(np.uint8), bitorder="little").view(bool))
-        self._column, self._columns, self._units = bits >> 4, columns, columns // of_unit
-        bits &= 15
+        self._before = np.cumsum(counts, dtype=np.int64) - counts
+        self._column = np.repeat(np.arange(len(columns)), counts)
+        begins, lists = _set_bits()
+        self._ranks = np.arange(len(self._column))
+        bits = lists[self._ranks + (begins[masks] - self._before)[self._column]]
+        self._columns, self._units = columns, columns // of_unit
         first = self._units * (n - 2 * of_unit) + 2 * columns
         of_column = np.arange(2)[:, None] + np.arange(RUNS) * (n // RUNS)
         self.places = first[self._column] + of_column.reshape(-1)[bits]
@@ -240,7 +253,6 @@ class _Exceptions:
         blocks = np.arange(len(encoded))[:, None] * of_unit + np.arange(form.blocks) * BLOCK_COLUMNS
         self._blocks = np.append(blocks.reshape(-1), len(encoded) * of_unit)
         self._begins = np.searchsorted(columns, self._blocks)
-        self._before = np.cumsum(counts, dtype=np.int64) - counts
         self._bytes = np.append(0, np.cumsum(counts + 1 >> 1, dtype=np.int64))
         self.bytes_before = self._bytes[self._begins]
 
@@ -255,9 +267,9 @@ class _Exceptions:
     def halves(self, starts: Places) -> Places:
         """Where the 4 bits of each are among the halves of the bytes of all units: the low half of
         a byte is the first one. ``starts``: int64 ``[units, blocks, 2]``."""
-        begins = self._begins_in_pool(starts)
-        begins += (self._units + 1) * self._form.size - self._form.pool
-        return np.arange(len(self._column)) + (2 * begins - self._before)[self._column]
+        begins = self._begins_in_pool(starts) + (self._units + 1) * self._form.size
+        begins -= self._form.pool
+        return self._ranks + (2 * begins - self._before)[self._column]
 
     def short_of(self, encoded: Bytes, starts: Places) -> Bytes:
         """The 4 bits of each."""
