@@ -18,7 +18,8 @@ at least 32 tokens does not fit.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,6 +39,7 @@ TOKENS, WIDTHS, VALUES = (64, 32, 16), (64, 256, 1024), 1 << 20
 KINDS = ("scales", "outliers", "offsets", "all")
 MANY = 20_480
 """Units of the hardest synthetic case: one in 10,000 may not fit."""
+# ruff: noqa: RUF001
 LANGUAGES = (
     "Alle Menschen sind frei und gleich an Würde und Rechten geboren. Sie sind mit Vernunft und "
     "Gewissen begabt und sollen einander im Geiste der Brüderlichkeit begegnen. ",
@@ -141,7 +143,7 @@ def in_units(values: torch.Tensor, tokens: int, width: int) -> torch.Tensor:
 
 def outside(exponents: torch.Tensor, channels: int) -> torch.Tensor:
     """Values of each unit outside the best windows, one for so many ``channels``."""
-    units, tokens, width = exponents.shape
+    units, tokens, _ = exponents.shape
     rows = (
         exponents.view(units, tokens, -1, channels).transpose(1, 2).reshape(-1, tokens * channels)
     )
@@ -263,9 +265,8 @@ def panels(results: Results) -> dict[str, list[Row]]:
 
 
 def _table(tokens: int) -> Table:
-    rows: Callable[[Results], list[Row]] = lambda results: worst(results, tokens)
     return Table(
-        rows,
+        partial(worst, tokens=tokens),
         f"units of {tokens} tokens = what | units = units :, | window per unit = unit.mean :.2%"
         " | per 4 channels = four.mean :.2% | per channel = channel.mean :.2%"
         " | `exp3` = exp3.mean :.2% | 99% of units = exp3.p99 :.2% | at most = exp3.most :.2%"

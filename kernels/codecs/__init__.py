@@ -49,8 +49,8 @@ AUTOMATIC = ("exp3", "exp4")
 
 
 def make_codec(name: str, hidden_size: int, dtype: torch.dtype) -> Codec:
-    """The codec ``name`` for rows of ``hidden_size`` values, or UnsupportedRows. Rows beside K and V
-    in ``exp3`` have ``exp4``."""
+    """The codec ``name`` for rows of ``hidden_size`` values, or UnsupportedRows. Beside K and V
+    in ``exp3`` rows have ``exp4``."""
     return CODECS["exp4" if name == "exp3" else name].of_rows(hidden_size, dtype)
 
 

@@ -59,6 +59,7 @@ class Codec(ABC):
         code: What pages call its bytes, at most 8 ASCII characters. When the same values get other
             bytes, it gets another one: otherwise stored pages would be decoded to wrong values.
         lossless: Whether all that fits comes back to the bit.
+        reference_values: Values that the reference takes at once.
         is_view: Whether encoded rows are the rows themselves, seen as bytes.
         word: The type by which kernels see planes: one value, or several that move together.
         unit_bytes: Bytes of an encoded unit, by plane; multiples of 8, unless it is a view.
@@ -70,6 +71,7 @@ class Codec(ABC):
     code: str
     lossless: ClassVar[bool]
     is_view: ClassVar[bool] = False
+    reference_values: ClassVar[int] = REFERENCE_VALUES
     word: torch.dtype
     unit_bytes: tuple[int, ...]
     encoder: Program
@@ -304,7 +306,8 @@ class Codec(ABC):
     def _at_once(self) -> int:
         if self.is_view:
             return 1 << 40  # parts would be copied together
-        return max(1, REFERENCE_VALUES // (len(self.planes) * self.cut.units * self.cut.values))
+        item = len(self.planes) * self.cut.units * self.cut.values
+        return max(1, self.reference_values // item)
 
     def _by_unit(self, plane: torch.Tensor) -> torch.Tensor:
         """View of a plane: ``[items, groups, pieces, tokens, width]``."""

@@ -1,10 +1,10 @@
-"""``exp3``: lossless for K and V in bfloat16, 0.725 of their bytes (the code: :mod:`.reference`)."""
+"""``exp3``: lossless for K and V in bfloat16, 0.725 of the bytes (the code: :mod:`.reference`)."""
 
 from __future__ import annotations
 
 import torch
 
-from ..codec import KV, Codec, Program, UnsupportedRows
+from ..codec import KV, REFERENCE_VALUES, Codec, Program, UnsupportedRows
 from ..units import Cut
 from .kernel import decode_kernel, encode_kernel
 from .reference import decode_units, encode_units, form_of
@@ -20,6 +20,7 @@ class Exp3(Codec):
     name = code = "exp3"
     lossless = True
     word = torch.int32
+    reference_values = 2 * REFERENCE_VALUES  # of more and shorter steps than those of exp4
 
     def __init__(self, cut: Cut, dim: int, dtype: torch.dtype, planes: str = KV) -> None:
         super().__init__(cut, dim, dtype, planes)
