@@ -21,7 +21,7 @@ import random
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,10 +29,13 @@ import torch
 from bench.fixtures.models import chosen
 from bench.fixtures.text import corpus
 from bench.harness.program import Advance, Program, Run, Setting, at_least, steps
-from bench.harness.report import Picture, Results, Series, Table
+from bench.harness.report import COLOURS, Results, Table, picture
 from hcache_kernels.codecs.exp3 import reference as exp3
 from hcache_kernels.codecs.exp4 import reference as exp4
 from tests.cpu_engine.hcache_cpu_engine import stub_torchvision
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 WINDOW, SPAN = 7, 48
 TOKENS, WIDTHS, VALUES = (64, 32, 16), (64, 256, 1024), 1 << 20
@@ -254,14 +257,19 @@ def finding(results: Results) -> str:
     )
 
 
-def panels(results: Results) -> dict[str, list[Row]]:
-    return {
-        f"units of {tokens} tokens": [
-            {**row, "what": row["what"].replace("smollm2", "SmolLM2")}
-            for row in worst(results, tokens)
-        ]
-        for tokens in (64, 16)
-    }
+def draw(results: Results) -> Figure:
+    """The share of plain bytes that the worst unit of 64 tokens needs, by what was counted."""
+    figure, rows = picture(finding(results), 5.0), worst(results, 64)
+    axes, names = figure.subplots(), [row["what"] for row in rows]
+    for code in ("exp3", "exp4"):
+        axes.scatter([row[f"worst_{code}"] for row in rows], names, color=COLOURS[code], label=code)
+    given = max(row["given_exp3"] for row in rows)
+    axes.axvline(given, color=COLOURS["exp3"], linestyle=":", label="that exp3 gives each unit")
+    axes.invert_yaxis()
+    axes.grid(visible=True, alpha=0.3)
+    axes.set_xlabel("bytes that the worst unit needs, of plain bytes", fontsize=10)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    return figure
 
 
 def _table(tokens: int) -> Table:
@@ -294,18 +302,7 @@ PROGRAM = Program(
             " | needed by `exp4` = worst_exp4 :.3f",
         ),
     ),
-    draw=Picture(
-        title=finding,
-        panels=panels,
-        x="what",
-        x_label="values",
-        y_label="bytes that the worst unit needs, of plain",
-        series=(
-            Series("exp3", "worst_exp3", "exp3", "o"),
-            Series("exp3 gives", "given_exp3", "limit", ":"),
-            Series("exp4", "worst_exp4", "exp4", "o"),
-        ),
-    ),
+    draw=draw,
     wrong=lambda results: [
         f"{row['what']}, {row['text']}, {row['tokens']} x {row['width']}: {row['unfit']} units do "
         "not fit"
