@@ -31,6 +31,7 @@ pytestmark = pytest.mark.engine
 PAGE = 128
 
 
+THREE_BITS = {"codec": "exp3"}
 KV, MIXED = {"mode": "kv"}, {"partition": partition(0, 2, 2)}
 HIDDEN = {"partition": partition(0, 4, 0)}
 RANKS, BACK = {"tp": 2}, {"write_policy": "write_back"}
@@ -45,6 +46,7 @@ IN_EVERY_RUN = {("kv", UNITS), ("hidden", ROWS), ("mixed, two ranks", ROWS)}
         pytest.param(*server, fault, id=f"{label}, {fault}", marks=marks)
         for label, server, faults in (
             ("kv", ("qwen3", KV, {}), (UNITS,)),
+            ("three bits", ("qwen3", KV | THREE_BITS, {"page_size": 32}), (UNITS,)),
             ("write back", ("qwen3", KV, BACK), (UNITS,)),
             ("kv, two ranks", ("qwen3", KV, RANKS), (UNITS,)),
             ("mixed", ("llama", MIXED, {}), (UNITS, ROWS)),
@@ -77,14 +79,13 @@ def test_units_that_do_not_fit_are_computed_again(
     asked_for = our_server(
         model,
         tmp_path,
-        hcache={**hcache, "codec": "exp4"},
+        hcache={"codec": "exp4", **hcache},
         extra_env=faulty(fault),
         dtype="bfloat16",
-        page_size=16,
         max_total_tokens=1024,
         hicache_ratio=3.0,
         metrics=True,
-        **options,
+        **{"page_size": 16, **options},
     )
     never = "pp" in options or hcache.get("recompute") == "never"
     with Server(asked_for) as server:

@@ -41,8 +41,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "mixed": {"partition": partition(1, 2, 1)},
     "hidden": {"partition": partition(0, 4, 0)},
     "own": {"mode": "kv"},
-    "encoded": {"mode": "kv", "codec": "exp4"},
-    "encoded, mixed": {"partition": partition(1, 2, 1), "codec": "exp4"},
+    "encoded": {"mode": "kv", "codec": "exp3"},
+    "encoded, mixed": {"partition": partition(1, 2, 1), "codec": "exp3"},
     "layerwise": {"partition": partition(1, 2, 1), "restore": "layerwise"},
     "plain": {"mode": "plain"},
 }
