@@ -88,8 +88,8 @@ def test_every_architecture_is_planned(path: Path, hardware: str) -> None:
 @pytest.mark.parametrize(
     ("name", "tp", "said"),
     [
-        ("llama-3-8b", 1, "6,272 bytes per token and layer, KV takes 3,136 (GQA)"),
-        ("qwen3-8b", 1, "6,272 bytes per token and layer, KV takes 3,136 (GQA)"),
+        ("llama-3-8b", 1, "6,272 bytes per token and layer, KV takes 2,968 (GQA)"),
+        ("qwen3-8b", 1, "6,272 bytes per token and layer, KV takes 2,968 (GQA)"),
         ("deepseek-v3", 8, "14,336 bytes per token and layer, KV takes 1,152 (MLA)"),
     ],
 )
@@ -203,7 +203,9 @@ def test_the_front_of_a_hit_is_recomputed_while_the_back_is_read() -> None:
 @pytest.mark.parametrize(
     ("name", "codec", "kv"),
     [
-        ("llama-3-8b", "auto", 3136),
+        ("llama-3-8b", "auto", 2968),
+        ("llama-3-8b", "exp3", 2968),
+        ("llama-3-8b", "exp4", 3136),
         ("llama-3-8b", "none", 4096),
         ("llama-3-8b", "fp8", 2096),
         ("llama-2-7b", "auto", 16384),  # float16
@@ -538,10 +540,10 @@ SERVERS_OF_USERS = ("--ssds", 4, "--tokens", TOKENS, "--replicas", 8, "--users",
 def test_the_command_says_it_and_that_it_is_computed() -> None:
     found = plan("llama-3-8b", "h100", *SERVERS_OF_USERS)
     report = found["fleet"]
-    assert found["bytes_per_token"] == 32 * 3136, "encoded"
+    assert found["bytes_per_token"] == 32 * 2968, "encoded"
     plain = plan("llama-3-8b", "h100", *SERVERS_OF_USERS, "--codec", "none")
     assert plain["fleet"] == json.loads(json.dumps(fleet(number=100_000, replicas=8).report()))
-    assert report["l3_bytes"] == plain["fleet"]["l3_bytes"] * 3136 // 4096
+    assert report["l3_bytes"] == plain["fleet"]["l3_bytes"] * 2968 // 4096
     model = ("plan", "-m", CONFIGS / "llama-3-8b.json", "-w", "h100")
     text = hcache(*model, *SERVERS_OF_USERS).stdout
     assert "100,000 conversations" in text and "not measured" in text
