@@ -207,6 +207,7 @@ def _encoding_segments(
     runtime: Runtime, kvcache: Any, share: Share, groups: int, stages: int
 ) -> KVSegments:
     """K and V of all layers by option ``codec``; raises UnsupportedRows."""
+    assert runtime.config is not None
     codec = asked_codec(runtime, kvcache.k_buffer[0].dtype)
     if codec != "none" and stages > 1:  # a stage cannot tell the others what it could not keep
         raise UnsupportedRows(f"codec {codec!r} takes no K and V of pipeline stages")

@@ -134,6 +134,7 @@ MIXED = [
     # By default codecs exp4 and exp3 in bfloat16, which leave 0.77 and 0.725 of the bytes.
     mixed("llama", ALL_THREE, "codec exp4, exp3 of K and V", dtype="bfloat16", overlap=True),
     mixed("llama", (0, 4, 0), "codec exp4", dtype="bfloat16", share=0.22, marks=LONG),
+    mixed("llama", (0, 0, 4), "codec exp3", dtype="bfloat16", marks=LONG),
     mixed("llama", (0, 2, 2), "codec exp4, exp3 of K and V", dtype="bfloat16", marks=LONG),
 ]
 
