@@ -29,7 +29,7 @@ from bench.harness.program import Advance, Program, Run, Setting, at_least, scra
 from bench.harness.report import Picture, Results, Row, Series, Table, by, times
 from bench.harness.rounds import median_interval
 from bench.harness.turns import NO_L3, Answer, Turns, differing, taking_turns
-from hcache_backend.plan.costs import side_by_side
+from hcache_backend.plan.restore import side_by_side
 
 _LAYERS_2K = 12
 ALONE, BOTH = "alone", "both"

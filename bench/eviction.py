@@ -245,13 +245,13 @@ def measure(run: Run) -> Results:
 
 
 _SHARED = Path("/dev/shm")
-_FOLDER = _SHARED if _SHARED.is_dir() else Path(tempfile.gettempdir())
+FOLDER = _SHARED if _SHARED.is_dir() else Path(tempfile.gettempdir())
 PROGRAM = Program(
     name="eviction",
     doc=__doc__,
     measure=measure,
     serves=False,
-    settings=(Setting("--dir", Path, _FOLDER, "for the store, which is removed; best in memory"),),
+    settings=(Setting("--dir", Path, FOLDER, "for the store, which is removed; best in memory"),),
     tables=Table(table_rows, columns),
     draw=Picture(
         title=finding,

@@ -16,12 +16,16 @@ from typing import Any, NamedTuple
 
 from bench.harness.program import Program
 from bench.harness.report import Picture, Series, Table
-from hcache_backend.plan.costs import LAYER_METHODS, LayerCosts, Partition
 from hcache_backend.plan.model_shape import ModelShape
-from hcache_backend.plan.pipeline import search, simulate
-from hcache_backend.plan.presets import COMPUTE_SHARE, PRESETS, preset_profile
-from hcache_backend.plan.profile import Profile, Rate
-from hcache_backend.plan.restore import Restore
+from hcache_backend.plan.profile import COMPUTE_SHARE, PRESETS, Profile, Rate, preset_profile
+from hcache_backend.plan.restore import (
+    LAYER_METHODS,
+    LayerCosts,
+    Partition,
+    Restore,
+    search,
+    simulate,
+)
 from hcache_kernels.launch import COPY_PROGRAMS
 
 Row = dict[str, Any]

@@ -37,6 +37,7 @@ PROGRAMS = {
     "accuracy": "bench.accuracy.__main__",
     "store": "bench.store.__main__",
     "eviction": "bench.eviction",
+    "agents": "bench.agents",
     "repairs": "bench.repairs",
     "hits": "bench.hits.__main__",
     "hits_load": "bench.hits.load",

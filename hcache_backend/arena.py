@@ -21,7 +21,7 @@ Only :meth:`Arena.depth` says whether a page can be used. Scheduler thread, but 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -49,16 +49,6 @@ class Verdict:
     MISSING = 0  # a layer's copy did not happen
     WRITTEN = 1
     UNFIT = 2  # the codec cannot hold it in a layer
-
-
-class Lost(NamedTuple):
-    """Numbers of promised rows that were not stored."""
-
-    missing: int
-    unfit: int
-
-
-_NONE_LOST = Lost(0, 0)
 
 
 class ShadowChanges(NamedTuple):
@@ -213,14 +203,15 @@ class Arena:
         self._token_ids[slots] = token_ids
         return self._clock
 
-    def prove(self, slots: Ids, ticket: int, verdicts: npt.NDArray[np.uint8]) -> Lost:
-        """Apply a step's verdicts; returns the lost rows of slots that still belong to it."""
+    def prove(self, slots: Ids, ticket: int, verdicts: npt.NDArray[np.uint8]) -> tuple[int, int]:
+        """Apply a step's verdicts; returns how many rows of slots that still belong to it are
+        missing, and do not fit the codec."""
         due = (self._generation[slots] == ticket) & (self._rows[slots] == _RowState.PROMISED)
         written = verdicts == Verdict.WRITTEN
         if np.count_nonzero(written) == len(written):
             self._rows[slots[due]] = _RowState.PROVEN
             self._finish_unproven()
-            return _NONE_LOST
+            return 0, 0
         self._rows[slots[due & written]] = _RowState.PROVEN
         missing = slots[due & (verdicts == Verdict.MISSING)]
         unfit = slots[due & (verdicts == Verdict.UNFIT)]
@@ -229,7 +220,7 @@ class Arena:
         self._lost[lost] = True
         self._rows[unfit] = _RowState.UNFIT
         self._finish_unproven()
-        return Lost(len(missing), len(unfit))
+        return len(missing), len(unfit)
 
     # ---- backup and load ----
 
@@ -262,10 +253,7 @@ class Arena:
         self._host[host_pages], self._shadow[pages] = filled, empty
         self._move_in(host_pages, pages)
         self.complete(host_pages)
-        self.host_access(filled, write=True, header=True)
-        self.memory[filled, : self.layout.header_bytes] = self._blank_header
-        self.layout.positions(self.memory)[filled] = self._positions[slots].reshape(-1, size)
-        self.layout.token_ids(self.memory)[filled] = self._token_ids[slots].reshape(-1, size)
+        self._begin_headers(filled, self._positions[slots], self._token_ids[slots])
         self._unproven.update(host_pages.tolist())
         self._finish_unproven()
         return ShadowChanges(pages, empty)
@@ -273,8 +261,15 @@ class Arena:
     def spoil(self, host_pages: Ids) -> None:
         """HiCache allocated ``host_pages`` for tokens whose rows are not there."""
         self.complete(host_pages)
-        self.host_access(self._host[host_pages], write=True, header=True)
-        self.memory[self._host[host_pages], : self.layout.header_bytes] = self._blank_header
+        self._begin_headers(self._host[host_pages])
+
+    def _begin_headers(self, physical: Ids, *tokens: npt.NDArray[Any]) -> None:
+        """``tokens``: positions and ids, [n * page_size] each."""
+        size, layout = self.layout.page_size, self.layout
+        self.host_access(physical, write=True, header=True)
+        self.memory[physical, : layout.header_bytes] = self._blank_header
+        for field, values in zip((layout.positions, layout.token_ids), tokens, strict=False):
+            field(self.memory)[physical] = values.reshape(-1, size)
 
     def whole(self, host_pages: Ids) -> bool | None:
         """True if all rows of ``host_pages`` are there; None if that is not known yet."""
@@ -294,11 +289,7 @@ class Arena:
         self.wait_for(host_pages)
         if not len(self._shadow):
             return  # headers come when pages go to L3
-        size, physical = self.layout.page_size, self._host[host_pages]
-        self.host_access(physical, write=True, header=True)
-        self.memory[physical, : self.layout.header_bytes] = self._blank_header
-        self.layout.positions(self.memory)[physical] = positions.reshape(-1, size)
-        self.layout.token_ids(self.memory)[physical] = token_ids.reshape(-1, size)
+        self._begin_headers(self._host[host_pages], positions, token_ids)
         self._recomputed.update(host_pages.tolist())
 
     def loaded(self, slots: Ids, host_pages: Ids) -> None:

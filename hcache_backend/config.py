@@ -20,7 +20,9 @@ from pydantic import (
     BeforeValidator,
     ByteSize,
     ConfigDict,
+    Discriminator,
     Field,
+    Tag,
     TypeAdapter,
     ValidationError,
     field_validator,
@@ -79,13 +81,13 @@ def _path(value: object) -> object:
     return Path(value).expanduser()
 
 
-def _table(example: str) -> BeforeValidator:
-    """Tables only; the message has an ``example``."""
+def _table(right: str) -> BeforeValidator:
+    """Tables only; the message says what is ``right``."""
 
     def table(value: object) -> object:
         if value is None or isinstance(value, Mapping | BaseModel):
             return value
-        raise ValueError(f"must be a table, such as {example}")
+        raise ValueError(f"must be {right}")
 
     return BeforeValidator(table)
 
@@ -102,7 +104,10 @@ class PartitionOption(_Table):
     kv: int = Field(default=0, ge=0)
 
 
-_SHARED = '{"backend": "mooncake", "config": {"master_server_address": "HOST:50051"}}'
+_PARTITION = '"auto" or numbers of layers, such as {"recompute": 1, "hidden": 30, "kv": 1}'
+_SHARED = (
+    'a table, such as {"backend": "mooncake", "config": {"master_server_address": "HOST:50051"}}'
+)
 
 
 class SharedOption(_Table):
@@ -130,6 +135,13 @@ class KrulOption(_Table):
         return value
 
 
+_TABLES: dict[str, type[BaseModel]] = {
+    "partition": PartitionOption,
+    "krul": KrulOption,
+    "shared": SharedOption,
+}
+
+
 class HCacheConfig(_Table):
     """The options of one server, immutable."""
 
@@ -140,12 +152,19 @@ class HCacheConfig(_Table):
     durability: Literal["none", "batch", "always"] = "batch"
     io_threads: int = Field(default=8, ge=1, le=64)
     reader: Literal["posix", "kvikio"] = "posix"
+    events: bool = False
     # what is stored
     mode: Literal["auto", "hidden", "kv", "plain"] = "auto"
-    partition: Literal["auto"] | PartitionOption = "auto"
+    partition: Annotated[
+        Annotated[Literal["auto"], Tag("auto")]
+        | Annotated[PartitionOption, _table(_PARTITION), Tag("layers")],
+        Discriminator(lambda value: "auto" if value == "auto" else "layers"),
+    ] = "auto"
     profile: Annotated[Path | None, BeforeValidator(_path)] = None
     codec: Literal["auto", "none", "exp3", "exp4", "int8", "fp8", "krul"] = "auto"
-    krul: Annotated[KrulOption, _table('{"ratio": 0.5, "error": 0.3}')] = KrulOption()
+    krul: Annotated[KrulOption, _table('a table, such as {"ratio": 0.5, "error": 0.3}')] = (
+        KrulOption()
+    )
     # checks
     check_every_pages: int = Field(default=64, ge=0)
     # restore and recompute
@@ -173,56 +192,26 @@ class HCacheConfig(_Table):
             raise ValueError("every folder may be named once only")
         return tuple(paths)
 
-    @field_validator("partition", mode="before")
-    @classmethod
-    def _numbers(cls, value: object) -> object:
-        if value == "auto" or isinstance(value, PartitionOption):
-            return value
-        if not isinstance(value, Mapping):
-            raise ValueError(
-                'must be "auto" or numbers of layers, such as '
-                '{"recompute": 1, "hidden": 30, "kv": 1}'
-            )
-        try:
-            return PartitionOption.model_validate(dict(value))
-        except ValidationError as error:
-            detail = error.errors()[0]
-            name = ".".join(str(part) for part in detail["loc"])
-            known = ", ".join(PartitionOption.model_fields)
-            raise ValueError(
-                f"{name!r}: {detail['msg'].replace('Input should', 'must')}; the methods are "
-                f"{known}, each a number of layers"
-            ) from None
-
     @model_validator(mode="after")
-    def _k_and_v_of_all_layers(self) -> HCacheConfig:
-        hidden = isinstance(self.partition, PartitionOption) and (
-            self.partition.hidden or self.partition.recompute
-        )
-        if self.codec == "krul" and (self.mode in ("hidden", "plain") or hidden):
+    def _together(self) -> HCacheConfig:
+        asked = self.partition if isinstance(self.partition, PartitionOption) else PartitionOption()
+        other = self.mode in ("hidden", "plain") or asked.hidden or asked.recompute
+        if self.codec == "krul" and other:
             raise ValueError(
                 "option 'codec' is 'krul': options 'mode' and 'partition' must let K and V of all "
                 "layers be stored in own pages"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _nothing_is_lost(self) -> HCacheConfig:
-        if (
-            self.recompute == "never"
-            and isinstance(self.partition, PartitionOption)
-            and self.partition.recompute
-        ):
+        if self.recompute == "never" and asked.recompute:
             raise ValueError(
                 "option 'recompute' is 'never': option 'partition' must store all layers, but "
-                f"leaves out the first {self.partition.recompute} ('recompute')"
+                f"leaves out the first {asked.recompute} ('recompute')"
             )
         return self
 
 
 FIXED_AT_START = HCacheConfig.model_fields.keys() - {
     *("dirs", "quota_bytes", "min_free_bytes", "durability", "io_threads", "reader"),
-    *("min_gain", "shared"),
+    *("min_gain", "shared", "events"),
 }  # an attach may set the others
 
 _GONE = {
@@ -327,14 +316,14 @@ def nearest(name: str, known: Collection[str], what: str) -> str:
 
 
 def _explain(detail: ErrorDetails, source: str) -> str:
-    key = ".".join(str(part) for part in detail["loc"])
+    path = [str(part) for part in detail["loc"] if part != "layers"]  # the tag of a partition
+    key = ".".join(path)
     if detail["type"] == "extra_forbidden":
-        *table, name = map(str, detail["loc"])
+        *table, name = path
         if not table and name in _GONE:
             gone = f"option {key!r} (value {detail['input']!r}) is no option any more"
             return f"{source}: {gone}: {_GONE[name]}"
-        tables: dict[str, type[BaseModel]] = {"shared": SharedOption, "krul": KrulOption}
-        known = (tables[table[0]] if table else HCacheConfig).model_fields
+        known = (_TABLES[table[0]] if table else HCacheConfig).model_fields
         hint = nearest(name, known, "the options are ")
         return f"{source}: unknown option {key!r} (value {detail['input']!r}); {hint}"
     message = detail["msg"].removeprefix("Value error, ").replace("Input should", "must")

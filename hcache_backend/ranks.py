@@ -1,14 +1,16 @@
 """Numbers and flags on which the ranks of one process group agree.
 
 Every rank must reach every collective: nothing here may be called from a branch that only some
-ranks take.
+ranks take. In each turn of the scheduler tensor-parallel ranks agree once: every part of ours that
+depends on what differs between them (an event that has passed, an estimate, a page that was read)
+adds its numbers to the turn before, and acts on the smallest of each behind that.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,17 +29,9 @@ class OutOfStep(RuntimeError):
     """Other ranks may wait for this one for ever: its server must end."""
 
 
-def on_all_ranks(group: Any, *flags: bool) -> tuple[bool, ...]:
-    """For each flag, whether it is true on every rank of ``group`` (one MIN-reduce).
-
-    Args:
-        group: A process group on the CPU (gloo), or None for a single rank.
-    """
-    return tuple(bool(flag) for flag in smallest(group, *flags))
-
-
 def smallest(group: Any, *numbers: int) -> list[int]:
-    """The smallest on all ranks of ``group``, for each of ``numbers``; see :func:`on_all_ranks`."""
+    """The smallest of each of ``numbers`` on all ranks of ``group``, by one MIN-reduce; of a flag 1
+    if it is true on every rank. ``group`` is on the CPU (gloo); None: a single rank."""
     least = torch.tensor(numbers, dtype=torch.int64)
     if group is not None and dist.is_initialized() and dist.get_world_size(group=group) > 1:
         dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)
@@ -78,9 +72,62 @@ def all_or_none(
     except Exception as error:
         logger.error("hcache: the self-check raised an error", exc_info=error)
         reason = f"the self-check raised an error: {type(error).__name__}: {error}"
-    fine = reason is None
+    fine: int = reason is None
     for group in groups:
-        (fine,) = on_all_ranks(group, fine)
+        [fine] = smallest(group, fine)
     if not fine:
         raise Refused(reason or "another tensor-parallel rank or pipeline stage refused")
     return result
+
+
+# ---- turns of the scheduler ----
+
+
+class Part(Protocol):
+    """A part of ours that has something to do in every turn. Scheduler thread only."""
+
+    def ask(self, turn: Turn) -> None:
+        """Add what this rank knows."""
+
+    def hear(self) -> None:
+        """The ranks have agreed."""
+
+    def forget(self) -> None:
+        """L1 and L2 are emptied, and all that waits was dropped."""
+
+
+class Said(NamedTuple):
+    """Numbers that a part of ours added to a turn, and where they are among all of it."""
+
+    turn: Turn
+    where: slice
+
+    @property
+    def least(self) -> list[int]:
+        """The smallest of each on all ranks; known once the ranks have agreed."""
+        return self.turn.least[self.where]
+
+
+class Turn:
+    """What this rank says in one turn. Every rank says equally many numbers, in the same order.
+
+    Attributes:
+        cache: SGLang's radix cache, whose turn it is.
+        least: The smallest of each number on all ranks, from :meth:`agree`.
+    """
+
+    def __init__(self, cache: Any = None) -> None:
+        self.cache = cache
+        self.least: list[int] = []
+        self._own: list[int] = []
+
+    def say(self, *numbers: int) -> Said:
+        self._own += numbers
+        return Said(self, slice(len(self._own) - len(numbers), len(self._own)))
+
+    def agree(self, reduce: Callable[[torch.Tensor, Any], object]) -> None:
+        """Reduce the numbers of all ranks, if there are any, by ``reduce(tensor, operation)``."""
+        numbers = torch.tensor(self._own, dtype=torch.int64)
+        if self._own:
+            reduce(numbers, dist.ReduceOp.MIN)
+        self.least = numbers.tolist()

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
 from hcache_backend.arena import Arena
-from hcache_backend.prefetch.eager import EagerRestores
+
+if TYPE_CHECKING:  # GPU machines may lack what it imports
+    from hcache_backend.prefetch.eager import EagerRestores
 
 
 def assert_sound_arena(arena: Arena) -> None:

@@ -1,6 +1,6 @@
 """A model in this process, in SGLang's own runner, with the package's projection and recomputation.
 
-The steps are those of a server's start (``start/strategy.py``): layers are found by a
+The steps are those of a server's start (``start/build.py``): layers are found by a
 probe, each projection is proven against the K and V that the model wrote.
 """
 
@@ -97,8 +97,12 @@ class Engine:
         from hcache_backend.ranks import Refused
         from hcache_backend.restore.recompute import Recomputer
         from hcache_backend.sglang import hooks
-        from hcache_backend.sglang.passes import attention_modules, run_again, run_prompts
-        from hcache_backend.sglang.recompute_batch import make_recomputer
+        from hcache_backend.sglang.passes import (
+            attention_modules,
+            make_recomputer,
+            run_again,
+            run_prompts,
+        )
         from hcache_backend.sglang.runtime import Runtime
 
         runner, kvcache = self._runner, self._runner.token_to_kv_pool

@@ -22,7 +22,13 @@ class Drafting:
 
 
 def drafting(algorithm: str, models: Path, folder: Path, *, seed: int = 0) -> Drafting:
-    """A Llama of four layers with SGLang's `algorithm`; drafts of another `seed` are others."""
+    """A Llama of four layers with SGLang's `algorithm`; drafts of another `seed` are others.
+    `MTP NAME`: another model, whose checkpoint has a draft layer."""
+    if algorithm.startswith("MTP "):
+        model = mtp(algorithm.removeprefix("MTP "), models, folder, seed)
+        return Drafting(
+            model, [*drafting_arguments("EAGLE", model), "--mem-fraction-static", "0.3"]
+        )
     model = build_model("llama", models)
     draft: Path | None = None
     if algorithm == "STANDALONE":
@@ -82,6 +88,31 @@ def eagle(model: Path, folder: Path, seed: int = 0) -> tuple[Path, Path]:
     target = _save(folder / "eagle-target", model, weights)
     one_layer = {"architectures": ["LlamaForCausalLMEagle"], "num_hidden_layers": 1}
     return target, _save(folder / f"eagle-{seed}", model, draft, one_layer)
+
+
+def mtp(name: str, models: Path, folder: Path, seed: int = 0) -> Path:
+    """A model that is little more than its first layer, whose draft layer (MTP) is this layer."""
+    import torch
+    from safetensors.torch import load_file
+
+    # The draft layer has experts, and so has the first one then.
+    sparse: dict[str, Any] = {"mlp_layer_types": ["sparse"] * 4} if name == "glm4_moe_lite" else {}
+    model = build_model(name, models, first_k_dense_replace=0, **sparse)
+    weights = load_file(model / "model.safetensors")
+    embedding = weights["model.embed_tokens.weight"]
+    embedding /= embedding.pow(2).mean(1, keepdim=True).sqrt()
+    for key, weight in weights.items():
+        if ("o_proj" in key or "down_proj" in key) and ".layers.0." not in key:
+            weight.mul_(0.01)
+    first, width = "model.layers.0.", embedding.shape[1]
+    weights[f"{first}input_layernorm.weight"].fill_(1.0)
+    count = 1 + max(int(key.split(".")[2]) for key in weights if ".layers." in key)
+    draft = {key.removeprefix(first): w.clone() for key, w in weights.items() if first in key}
+    draft["eh_proj.weight"] = torch.eye(width, 2 * width) * (1 + seed)
+    draft |= {f"{norm}.weight": torch.ones(width) for norm in ("enorm", "hnorm")}
+    draft["shared_head.norm.weight"] = weights["model.norm.weight"].clone()
+    weights |= {f"model.layers.{count}.{key}": weight for key, weight in draft.items()}
+    return _save(folder / f"mtp-{name}-{seed}", model, weights, {"num_nextn_predict_layers": 1})
 
 
 def _eagle3(model: Path, folder: Path, seed: int) -> Path:

@@ -8,10 +8,9 @@ from pathlib import Path
 
 from bench.harness.machine import Machine, MachineError
 from bench.harness.options import base_environment
-from hcache_backend.plan.costs import Partition
 from hcache_backend.plan.model_config import ModelConfigError, read_model
 from hcache_backend.plan.profile import Profile, Rate, load_profile
-from hcache_backend.plan.restore import Restore
+from hcache_backend.plan.restore import Partition, Restore
 
 _SECONDS = "2"  # about so long is each operation measured
 

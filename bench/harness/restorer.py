@@ -16,8 +16,7 @@ from pathlib import Path
 
 from bench.harness.options import ServerOptions
 from bench.harness.server import Reply, Server
-from bench.harness.trace import TraceEvent, read_trace
-from hcache_backend.trace import TRACE_VARIABLE
+from bench.harness.trace import TraceEvent, read_trace, traced
 
 _BUS_VARIABLE, _L3_VARIABLE = "HCACHE_CPU_BUS_FILE", "HCACHE_CPU_L3_FILE"
 """Variables of the CPU engine: files with the bytes per second that copies to the device and reads
@@ -154,13 +153,14 @@ def restorer(options: ServerOptions, l3: Path) -> Iterator[Restorer]:
     """A server with a trace, and with rates on the CPU engine, for the length of the block."""
     folder = options.log.parent
     folder.mkdir(parents=True, exist_ok=True)
-    environment = {TRACE_VARIABLE: str(folder / "trace.jsonl")}
+    environment = dict[str, str]()
     if options.device == "cpu":
         rates = {_BUS_VARIABLE: folder / "bus", _L3_VARIABLE: folder / "link"}
         for path in rates.values():
             path.write_text("0")
         environment |= {name: str(path) for name, path in rates.items()}
-    with Server(replace(options, extra_env={**environment, **options.extra_env})) as server:
+    served = replace(options, extra_env={**environment, **options.extra_env})
+    with Server(traced(served, folder / "trace.jsonl")) as server:
         yield Restorer(server, folder, l3)
 
 

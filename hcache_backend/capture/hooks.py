@@ -254,22 +254,3 @@ def _slots(batch: Any) -> Any:
     """The slots that a forward pass fills."""
     slots = getattr(batch, "out_cache_loc_virtual", None)
     return batch.out_cache_loc if slots is None else slots
-
-
-def invalidate_on_allocation(allocator: Any, capture: HiddenCapture) -> None:
-    """A slot that is allocated anew has no valid row until something fills it."""
-
-    def wrap(name: str) -> None:
-        original = getattr(allocator, name)
-
-        def allocate(*args: Any, **kwargs: Any) -> Any:
-            slots = original(*args, **kwargs)
-            if isinstance(slots, torch.Tensor):
-                capture.allocated(slots)
-            return slots
-
-        setattr(allocator, name, allocate)
-
-    for name in ("alloc", "alloc_extend", "alloc_decode"):
-        if hasattr(allocator, name):
-            wrap(name)

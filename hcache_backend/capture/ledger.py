@@ -245,6 +245,6 @@ class Ledger:
 
     def _prove(self, step: StepEntry, verdicts: npt.NDArray[np.uint8]) -> None:
         assert step.ticket is not None and step.slots is not None
-        lost = self._arena.prove(step.slots, step.ticket, verdicts)
-        self.tokens_missing += lost.missing
-        self.tokens_unfit += lost.unfit
+        missing, unfit = self._arena.prove(step.slots, step.ticket, verdicts)
+        self.tokens_missing += missing
+        self.tokens_unfit += unfit

@@ -14,7 +14,12 @@ from typing import Any, NamedTuple
 import torch
 
 from hcache_backend.checks.comparison import first_problem, projection_problem
-from hcache_backend.projection.attention import AttentionLayer, UnknownCall, learn_call
+from hcache_backend.projection.attention import (
+    AttentionLayer,
+    CallTemplate,
+    UnknownCall,
+    learn_call,
+)
 from hcache_backend.projection.exactness import Bound, relative_difference
 from hcache_backend.projection.projector import Projector
 from hcache_backend.projection.spec import linear_output
@@ -81,9 +86,11 @@ class Probe:
             raise Refused(problem)
 
 
-def observe(run: Callable[[], Passed], observations: Sequence[Observation]) -> Probe:
+def observe(
+    run: Callable[[], Passed], observations: Sequence[Observation], *, calls: bool = True
+) -> Probe:
     """Have ``run`` run the model on the probe, and describe every layer; all ranks call it. Raises
-    Refused if a layer is built or called in an unknown way."""
+    Refused if a layer is built in an unknown way, or, if ``calls`` are to be repeated, called."""
     handles = [handle for seen in observations for handle in _watch(seen)]
     try:
         passed = run()
@@ -91,7 +98,8 @@ def observe(run: Callable[[], Passed], observations: Sequence[Observation]) -> P
         for handle in handles:
             handle.remove()
     layers, hidden = zip(
-        *(_describe(index, seen, passed) for index, seen in enumerate(observations)), strict=True
+        *(_describe(index, seen, passed, calls=calls) for index, seen in enumerate(observations)),
+        strict=True,
     )
     dependent = (
         name for seen in observations for name in seen.quantised if seen.asked.get(name, True)
@@ -160,7 +168,9 @@ def _ask_beside(
     asked[name] = asked.get(name, False) or depends
 
 
-def _describe(index: int, seen: Observation, passed: Passed) -> tuple[AttentionLayer, torch.Tensor]:
+def _describe(
+    index: int, seen: Observation, passed: Passed, *, calls: bool
+) -> tuple[AttentionLayer, torch.Tensor]:
     tokens = len(passed.positions)
     if len(seen.calls) != 1 or seen.projection is None:
         raise Refused(
@@ -170,8 +180,10 @@ def _describe(index: int, seen: Observation, passed: Passed) -> tuple[AttentionL
     if seen.hidden is None or seen.hidden.dim() != 2 or len(seen.hidden) != tokens:
         shape = "no tensor" if seen.hidden is None else f"shape {tuple(seen.hidden.shape)}"
         raise Refused(f"the projection of {seen.name} received {shape} for {tokens} tokens")
+    call = CallTemplate({})
     try:
-        call = learn_call(seen.module, *seen.calls[0], passed.positions, type(passed.batch))
+        if calls:
+            call = learn_call(seen.module, *seen.calls[0], passed.positions, type(passed.batch))
     except (UnknownCall, TypeError, ValueError) as error:
         raise Refused(f"{seen.name} {error}") from None
     layer = AttentionLayer(index, seen.name, seen.module, seen.kernel, seen.projection, call)

@@ -9,7 +9,7 @@ import torch
 
 from hcache_backend.checks.probe import Probe
 from hcache_backend.projection.exactness import Bound, KVExactness, kv_exactness, together, worst
-from hcache_backend.projection.paged_pool import PagedPool
+from hcache_backend.projection.paged_pool import PagedPool, planes_of
 from hcache_backend.ranks import Refused
 from hcache_backend.restore.recompute import Recomputer, TokenSpan
 from hcache_backend.streams import current_stream
@@ -61,7 +61,7 @@ def check_recompute(
     others = torch.arange(first, first + tokens, device=slots.device)
     if int(slots.max()) >= first:
         raise Refused("the KV pool is too small to try recomputation")
-    buffers = [*kvcache.k_buffer, *kvcache.v_buffer]
+    buffers = [plane for layer in range(kvcache.layer_num) for plane in planes_of(kvcache, layer)]
     held = [buffer[slots] for buffer in buffers]
     ids, none = probe.token_ids.numpy(force=True), slots[:0]
     before = others[:half]

@@ -6,7 +6,7 @@ Nothing may be allocated or served yet: pages of the KV pool are overwritten, an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -20,11 +20,12 @@ from hcache_backend.checks.comparison import difference, equal, of_kv, projected
 from hcache_backend.checks.probe import PROBE_TOKENS, given
 from hcache_backend.format.envelope import NAMESPACE_BYTES, WRITER_BYTES
 from hcache_backend.format.page import PageLayout
+from hcache_backend.format.units import Share
 from hcache_backend.host.segments import KVSegments
 from hcache_backend.projection.exactness import CODEC_TOLERANCE, relative_difference
 from hcache_backend.projection.projector import Projector
 from hcache_backend.ranks import Refused
-from hcache_backend.restore.exchange import CollectiveOrder
+from hcache_backend.restore.exchange import CollectiveOrder, Fetch
 from hcache_backend.restore.layers import RestoredLayer
 from hcache_backend.restore.pipeline import RestorePipeline
 from hcache_backend.streams import StreamFailed, host_tensor
@@ -32,15 +33,31 @@ from hcache_backend.streams import StreamFailed, host_tensor
 _FROM, _TO, _HOST = (1, 2), (4, 3), (1, 0)  # pages of the pool, and of host memory between them
 
 
-def check_copies(kvcache: Any, layout: PageLayout, kv: KVSegments) -> None:
-    """Round-trip two pool pages through host memory, in the layers stored as K and V.
+class _OwnShare:
+    """Stands in for an :class:`.Exchange`: the other shares are zeros."""
+
+    on_scheduler_thread = False
+
+    def __init__(self, share: Share) -> None:
+        self.number, self.shares = share
+
+    def gather(self, shares: torch.Tensor, fetch: Fetch) -> None:
+        shares.zero_()
+        fetch(shares[self.number])
+
+
+def check_copies(layout: PageLayout, kv: KVSegments) -> None:
+    """Round-trip two pool pages through host memory, in the layers stored as K and V. Latents that
+    ranks share come back for this rank's tokens.
 
     With a codec, the first must decode to the codec's reference. The second has random bits, and
     must come back if the codec says that it fits. The pool gets its content back. Raises Refused
     for wrong or missing pages, or if the codec does not hold normally distributed values.
     """
-    size, device, stored = layout.page_size, kvcache.k_buffer[0].device, len(kv.layers)
-    if len(kvcache.k_buffer[0]) <= size * max(*_FROM, *_TO):
+    by_layer = [kv.planes(layer) for layer in kv.layers]
+    planes = [plane for layer in by_layer for plane in layer]
+    size, device = layout.page_size, planes[0].device
+    if len(planes[0]) <= size * max(*_FROM, *_TO):
         raise Refused("the KV pool is too small to try copies of its pages")
     slots, others = (
         torch.cat([torch.arange(page * size, (page + 1) * size) for page in pages]).to(device)
@@ -48,9 +65,9 @@ def check_copies(kvcache: Any, layout: PageLayout, kv: KVSegments) -> None:
     )
     memory = host_tensor((len(_HOST), layout.page_bytes), torch.uint8, device).zero_()
     layout.divide(memory.numpy())
-    planes = [plane[layer] for plane in (kvcache.k_buffer, kvcache.v_buffer) for layer in kv.layers]
     buffers = [plane.view(torch.uint8) for plane in planes]
-    touched, first = torch.cat((slots, others)), slots[:size]
+    touched, first = torch.cat((slots, others)), kv.kept(slots[:size])
+    own, there = kv.kept(slots), kv.kept(others)  # the tokens that must come back
     before = [buffer[touched] for buffer in buffers]
     for buffer in buffers:
         buffer[slots] = torch.randint_like(buffer[slots], 1, 256)
@@ -59,12 +76,12 @@ def check_copies(kvcache: Any, layout: PageLayout, kv: KVSegments) -> None:
         if kv.codec != "none":
             for plane in planes:
                 plane[first] = torch.randn_like(plane[first])
-        wanted = [buffer[slots] for buffer in buffers]
+        wanted = [buffer[own] for buffer in buffers]
         if kv.codec != "none":
-            by_layer = [[planes[n][first], planes[n + stored][first]] for n in range(stored)]
-            for number, back in enumerate(kv.through_codec(layout, by_layer)[0]):
-                for part, plane in enumerate(back):
-                    wanted[number + part * stored][:size] = plane.view(torch.uint8).to(device)
+            of_first = [[plane[first] for plane in layer] for layer in by_layer]
+            decoded = [plane for back in kv.through_codec(layout, of_first)[0] for plane in back]
+            for held, plane in zip(wanted, decoded, strict=True):
+                held[: len(first)] = plane.view(torch.uint8).to(device)
         fits = kv.save(
             layout, memory, torch.tensor(_HOST, device="cpu" if kv.by_header else device), slots
         )
@@ -72,20 +89,21 @@ def check_copies(kvcache: Any, layout: PageLayout, kv: KVSegments) -> None:
         restored = [others_stay] * len(layout.segment_bytes)
         for layer in kv.layers:
             restored[layer] = kv.restored_layer(layer)
-        pipeline = RestorePipeline(memory, layout, restored, len(slots), device)
+        exchange: Any = _OwnShare(layout.share) if kv.shares_tokens else None
+        pipeline = RestorePipeline(memory, layout, restored, len(slots), device, exchange=exchange)
         pipeline.start(np.array(_HOST), others).synchronize()
         rows: list[torch.Tensor | None] = [None] * len(buffers)
         if fits is not None:
-            rows = [*fits.repeat_interleave(size, 1).repeat(2, 1)]
+            rows = [*fits.repeat_interleave(len(first), 1).repeat_interleave(len(by_layer[0]), 0)]
         compared = zip(buffers, wanted, rows, strict=True)
-        right = [equal(buffer[others], held, fit) for buffer, held, fit in compared]
+        right = [equal(buffer[there], held, fit) for buffer, held, fit in compared]
     except Exception as error:  # a kernel that cannot be compiled, or memory that is not there
         raise Refused(f"K and V cannot be copied: {type(error).__name__}: {error}") from None
     finally:
         for buffer, held in zip(buffers, before, strict=True):
             buffer[touched] = held
     if not all(right):
-        layer = kv.layers[right.index(False) % stored]
+        layer = kv.layers[right.index(False) // len(by_layer[0])]
         raise Refused(f"K or V of layer {layer} come back from host memory as something else")
     if fits is not None and not bool(fits[:, 0].all()):
         layer = kv.layers[fits[:, 0].tolist().index(False)]
@@ -124,12 +142,10 @@ class CaptureCheck:
     service: capture, transfer, verdicts, backup and restore, also by the CUDA graphs that serve.
 
     All tensor-parallel ranks must take its steps, in their order. ``plan`` is a
-    :class:`hcache_backend.start.page_plan.PagePlan`, and ``layers`` restore its pages.
+    :class:`hcache_backend.start.page_plan.PagePlan`.
     """
 
-    def __init__(
-        self, plan: Any, layers: Sequence[RestoredLayer], order: CollectiveOrder | None
-    ) -> None:
+    def __init__(self, plan: Any, projector: Projector, order: CollectiveOrder | None) -> None:
         layout, device, self._plan = plan.layout, plan.kvcache.device, plan
         self._pages = np.arange(-(-PROBE_TOKENS // layout.page_size))
         self.tokens = len(self._pages) * layout.page_size
@@ -144,18 +160,9 @@ class CaptureCheck:
             lambda page: layout.stamp(page, b"\1" * NAMESPACE_BYTES, bytes(WRITER_BYTES)),
             keeps_unfit=True,  # whether the codec holds enough was decided before
         )
-        segments = [layer.index for layer in plan.hidden_layers]
-        self._capture = StagedCapture(self._arena, self._memory, plan.staging, segments, plan.codec)
+        self._capture: StagedCapture = plan.capture(self._arena, self._memory)
         # Made before the restores, which have collectives: one rank may lack memory for it.
-        self._pipeline = RestorePipeline(
-            self._memory,
-            layout,
-            layers,
-            plan.methods.chunk_tokens,
-            device,
-            exchange=plan.exchange,
-            order=order,
-        )
+        self._pipeline: RestorePipeline = plan.pipeline(self._memory, projector, order)
         self._not_encoded: set[int] = set()
 
     def save(self, run: Callable[[], torch.Tensor], *, seen: bool, by_layer: bool) -> None:

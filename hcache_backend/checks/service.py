@@ -31,6 +31,7 @@ from hcache_backend.format.page import PageLayout
 from hcache_backend.host.segments import KVSegments
 from hcache_backend.projection.attention import AttentionLayer
 from hcache_backend.projection.projector import Projector
+from hcache_backend.ranks import Said, Turn
 from hcache_backend.restore.exchange import CollectiveOrder, Exchange
 from hcache_backend.streams import (
     Event,
@@ -40,7 +41,6 @@ from hcache_backend.streams import (
     current_stream,
     to_device,
 )
-from hcache_backend.turn import Said, Turn
 from hcache_kernels.codecs import Codec
 
 _LAYERS = 4  # of a page in one check

@@ -26,7 +26,7 @@ from hcache_backend.projection.proof import (
 )
 from hcache_backend.projection.search import NoSpec, find_spec
 from hcache_backend.projection.spec import LayerSpec
-from hcache_backend.ranks import Refused, on_all_ranks
+from hcache_backend.ranks import Refused, smallest
 from hcache_backend.server_report import LayerGroup
 from hcache_kernels.project_kv import Way, ways_in_use
 from hcache_kernels.project_kv.choice import measure_choice
@@ -142,7 +142,7 @@ class LayerSpecs:
         """Use the specs found on every rank; all ranks call it. Raises Refused on all ranks if
         projections could get in the way of forward passes."""
         # Some attention modules talk to the other ranks: all must call them, or none.
-        agreed = on_all_ranks(self._group, *(found.spec is not None for found in self._found))
+        agreed = smallest(self._group, *(found.spec is not None for found in self._found))
         specs = [
             found.spec if fine else None for found, fine in zip(self._found, agreed, strict=True)
         ]

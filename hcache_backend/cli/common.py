@@ -18,9 +18,8 @@ from rich.table import Table
 from typer import Argument, Exit, Option, echo
 
 from hcache_backend.config import HCacheConfig, config_from_environment, parse_config
-from hcache_backend.plan.encoded import PlannedCodec
 from hcache_backend.plan.model_config import read_dtype, read_model
-from hcache_backend.plan.model_shape import ModelShape
+from hcache_backend.plan.model_shape import ModelShape, PlannedCodec
 from hcache_backend.server_report import ServerReport
 from hcache_backend.store import is_store_folder
 

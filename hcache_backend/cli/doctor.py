@@ -21,9 +21,9 @@ from hcache_backend import config as options
 from hcache_backend.cli import common
 from hcache_backend.cli.common import human_bytes
 from hcache_backend.config import ConfigError, HCacheConfig
-from hcache_backend.plan.costs import describe
 from hcache_backend.plan.profile import Profile
 from hcache_backend.plan.record import PartitionRecord, kept_profiles, records
+from hcache_backend.plan.restore import describe
 from hcache_backend.server_report import read_report
 from hcache_backend.store import FileOps, is_store_folder
 from hcache_backend.store.file_ops import FOLDER, probe_alignment, try_lock

@@ -17,16 +17,19 @@ from hcache_backend.cli.common import Failure, human_bytes, say, table
 from hcache_backend.config import HCacheConfig, nearest
 from hcache_backend.format.file import file_layout
 from hcache_backend.format.page import RECOMPUTED, PageLayout, StoredLayer, hidden_layer
-from hcache_backend.format.units import WHOLE, Segment, SegmentTable, units_per_group
-from hcache_backend.plan.costs import Partition, describe
-from hcache_backend.plan.disk import read_rate
-from hcache_backend.plan.encoded import PAGE_TOKENS, PlannedCodec, encoded
-from hcache_backend.plan.fleet import Conversations, FleetPlan
-from hcache_backend.plan.model_shape import ModelShape
-from hcache_backend.plan.plan import LENGTHS, PartitionPlan, Resource, RestorePath
-from hcache_backend.plan.presets import PRESETS, preset_profile
-from hcache_backend.plan.profile import Profile, Rate, load_profile
+from hcache_backend.format.units import Segment, units_per_group
+from hcache_backend.plan.model_shape import PAGE_TOKENS, ModelShape, PlannedCodec, encoded
+from hcache_backend.plan.plan import (
+    LENGTHS,
+    Conversations,
+    FleetPlan,
+    PartitionPlan,
+    Resource,
+    RestorePath,
+)
+from hcache_backend.plan.profile import PRESETS, Profile, Rate, load_profile, preset_profile
 from hcache_backend.plan.record import records, save_record
+from hcache_backend.plan.restore import Partition, describe
 
 _NAMES = ", ".join(PRESETS)
 _TITLES = {"mix": "this partition", "hidden": "hidden states", "kv": "KV offload"}
@@ -238,7 +241,7 @@ def _measure(shape: ModelShape, config: HCacheConfig, seconds: float, *, hidden:
     # torch takes seconds to import, and the other commands do without it
     import torch
 
-    from hcache_backend.plan.measure import OPERATIONS, Bench, measure
+    from hcache_backend.plan.measure import OPERATIONS, Bench, measure, read_rate
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.float32 if shape.element_bytes == 4 else torch.bfloat16
@@ -322,23 +325,20 @@ def sizing(
         each.kv_bytes if model.latent else each.kv_bytes * heads // model.kv_heads
         for each in (model, stored)
     )
-    if model.latent:  # SGLang's plain pages, of which every rank has the same
-        table = SegmentTable((Segment(page_size * model.layers * kv_bytes),))
-        page_bytes, files, share = table.page_bytes, 1, WHOLE
-    else:
-        share = share_of_rank(0, tp, page_size)
-        hidden = hidden_layer(page_size, stored.hidden_bytes, model.hidden)
-        kv_length, both = page_size * kv_bytes * share.of, model.head_dim + model.value_dim
-        segments = []
-        for width in (model.head_dim, model.value_dim):
-            pieces = units_per_group(page_size, heads * width)
-            segments.append(Segment(kv_length * width // both, share.of, pieces))
-        kv = StoredLayer(tuple(segments))
-        kinds = ((RECOMPUTED, partition.recompute), (hidden, partition.hidden), (kv, partition.kv))
-        layers = tuple(layer for layer, count in kinds for _ in range(count))
-        layout = PageLayout(page_size, layers, share)
-        table, page_bytes = layout.table, layout.page_bytes
-        files = tp if partition.kv else share.of  # K and V are those of a rank's own heads
+    share = share_of_rank(0, tp, page_size)
+    hidden = hidden_layer(page_size, stored.hidden_bytes, model.hidden)
+    kv_length, both = page_size * kv_bytes * share.of, model.head_dim + model.value_dim
+    segments = []
+    for width in (model.head_dim, model.value_dim):
+        pieces = units_per_group(page_size, heads * width)
+        segments.append(Segment(kv_length * width // both, share.of, pieces))
+    kv, files = StoredLayer(tuple(segments)), tp  # K and V are those of a rank's own heads
+    if model.latent or not partition.kv:
+        kv, files = hidden_layer(page_size, kv_bytes, model.kv_width), share.of
+    kinds = ((RECOMPUTED, partition.recompute), (hidden, partition.hidden), (kv, partition.kv))
+    layers = tuple(layer for layer, count in kinds for _ in range(count))
+    layout = PageLayout(page_size, layers, share)
+    table, page_bytes = layout.table, layout.page_bytes
     pages = conversations * (tokens // page_size)
     # SGLang's pool has a page more than it gives out.
     shadows = ((device_tokens or 0) // page_size + 1) * bool(partition.hidden)

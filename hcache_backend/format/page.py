@@ -2,11 +2,12 @@
 
 A page holds ``page_size`` consecutive tokens of one sequence, all layers:
 
-- it is a header, then the stored bytes of one layer after the other: nothing, hidden states, or K
-  and then V (:mod:`.units` says how they divide), so segments keep the alignment of the page;
-- if tensor-parallel ranks share pages (paper section 5), each rank's page has the hidden states of
-  its own tokens and K and V of its own heads. The header describes tokens and layers of the whole
-  page;
+- it is a header, then the stored bytes of one layer after the other: nothing, hidden states, K and
+  then V, or latents of MLA (:mod:`.units` says how they divide), so segments keep the alignment of
+  the page;
+- if tensor-parallel ranks share pages (paper section 5), each rank's page has the hidden states or
+  latents of its own tokens and K and V of its own heads. The header describes tokens and layers of
+  the whole page;
 - the header has the digest of every unit of the rank's page, the same number as the header of a
   page file has;
 - a reader believes a page only if magic, version, layers, namespace, key and digests all agree,
@@ -31,8 +32,8 @@ offset bytes field
 90     6     0
 96     4*p   positions of the tokens, int32
 ...    4*p   token ids, int32
-...    12*l  of every layer: method (0 recompute, 1 hidden, 2 kv; uint8), 0 (uint8), slot
-             (uint16), codec (8 ASCII characters)
+...    12*l  of every layer: method (0 recompute, 1 hidden, 2 kv, 3 latent; uint8), 0 (uint8),
+             slot (uint16), codec (8 ASCII characters)
 ...    8*s   of every segment: bytes in the whole page (uint32), groups (uint16), units
              per group (uint16)
 ...    8*u   xxh3-64 of every unit of this share, in the order of the page; 0 behind
@@ -87,6 +88,7 @@ _SHARE = slice(88, 90)
 TOKENS = 96
 LAYER_ENTRY = struct.Struct("<BxH8s")
 """A layer in the table of layers."""
+_LATENT = 3
 _NO_SLOT = 65535
 _DIGEST = np.dtype("<u8")
 
@@ -99,12 +101,19 @@ class StoredLayer(NamedTuple):
     """The stored form of one layer.
 
     Attributes:
-        segments: None, its hidden states, or its K and its V.
+        segments: None, its hidden states, its K and its V, or its latents.
         codec: Name of what encodes them; at most 8 ASCII characters.
+        latent: The segment holds latents.
     """
 
     segments: tuple[Segment, ...]
     codec: str = "none"
+    latent: bool = False
+
+    @property
+    def method(self) -> int:
+        """The method in the table of layers."""
+        return _LATENT if self.latent else len(self.segments)
 
 
 RECOMPUTED = StoredLayer(())
@@ -119,6 +128,17 @@ def hidden_layer(tokens: int, row_bytes: int, values: int, codec: str = "none") 
     groups = 1 if tokens % EIGHTHS else EIGHTHS
     pieces = units_per_group(tokens // groups, values)
     return StoredLayer((Segment(tokens * row_bytes, groups, pieces),), codec)
+
+
+def latent_layer(
+    tokens: int, values: int, itemsize: int, codec: str = "none", unit_bytes: int | None = None
+) -> StoredLayer:
+    """A layer whose latents are stored, of ``values`` values per token: divided as hidden states
+    are. Other arguments: as of :func:`kv_layer`."""
+    [segment] = hidden_layer(tokens, values * itemsize, values).segments
+    if unit_bytes is not None:
+        segment = segment._replace(length=unit_bytes * segment.groups * segment.pieces)
+    return StoredLayer((segment,), codec, latent=True)
 
 
 def kv_layer(
@@ -178,7 +198,7 @@ class PageLayout:
 
     @property
     def kept(self) -> range:
-        """The tokens of a page whose hidden states it holds."""
+        """The tokens of a page whose hidden states or latents it holds."""
         rows = self.page_size // self.share.of
         return range(self.share.number * rows, (self.share.number + 1) * rows)
 
@@ -343,10 +363,10 @@ class PageLayout:
     @cached_property
     def _entries(self) -> bytes:
         packed, slot = b"", 0
-        for segments, codec in self.layers:
-            at = slot if segments else _NO_SLOT
-            packed += LAYER_ENTRY.pack(len(segments), at, codec.encode())
-            slot += len(segments)
+        for layer in self.layers:
+            at = slot if layer.segments else _NO_SLOT
+            packed += LAYER_ENTRY.pack(layer.method, at, layer.codec.encode())
+            slot += len(layer.segments)
         return packed
 
     @cached_property

@@ -75,7 +75,9 @@ class QueuedLoad:
 
 class LoadQueue:
     """Plans loads, and launches those that were queued. Scheduler thread only. The recomputer is
-    None if the model cannot be run, and from its first failure on."""
+    None if the model cannot be run, and from its first failure on. ``slowdown``: recent time to
+    compute tokens, relative to the profile. ``failed`` gets the reason why pages cannot be restored
+    any more."""
 
     def __init__(
         self,
@@ -84,6 +86,8 @@ class LoadQueue:
         methods: Restore,
         recomputer: Recomputer | None,
         device: torch.device | str,
+        slowdown: Callable[[int], float] = lambda tokens: 1.0,
+        failed: Callable[[str], None] = lambda reason: None,
     ) -> None:
         self.stored_from = len(methods.layers("recompute"))  # layers before this one are not stored
         self._arena = arena
@@ -93,10 +97,8 @@ class LoadQueue:
         self._recomputer = recomputer
         self._device = device
         self._queued: list[QueuedLoad] = []
-        # recent time to compute tokens, relative to the profile
-        self.slowdown: Callable[[int], float] = lambda tokens: 1.0
-        # called with the reason why pages cannot be restored any more
-        self.on_failed: list[Callable[[str], None]] = []
+        self._slowdown = slowdown
+        self._failed = failed
 
     # ---- from asking to launching ----
 
@@ -200,8 +202,8 @@ class LoadQueue:
             self._recomputer = None
             metrics.PROBLEMS.count("recomputation_failed")
             logger.error("hcache: recomputing layers failed and is not tried again: %r", problem)
-            for told in self.on_failed if self.stored_from else ():
-                told("layers that are not stored cannot be recomputed any more")
+            if self.stored_from:
+                self._failed("layers that are not stored cannot be recomputed any more")
 
     def count_finished(self) -> None:
         """Count the restores that are done; never raises, because no count is worth a restore."""
@@ -261,7 +263,7 @@ class LoadQueue:
         if not only_missing:
             tokens = sum(len(span.token_ids) for span in spans)
             pairs = sum(len(span.token_ids) * len(span.prefix) for span in spans)
-            prefix, slowdown = pairs // tokens, self.slowdown(tokens)
+            prefix, slowdown = pairs // tokens, self._slowdown(tokens)
             first = max(first, self.methods.first_layers(tokens, prefix, slowdown))
         if not first:
             return None

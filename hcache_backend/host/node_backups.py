@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -25,7 +25,7 @@ from hcache_backend.arena import Arena, Ids
 from hcache_backend.capture.ledger import Read
 from hcache_backend.capture.staging import StagedCapture
 from hcache_backend.format.page import PageLayout
-from hcache_backend.host.page_layout import NodeLayouts
+from hcache_backend.ranks import Turn
 
 logger = logging.getLogger("hcache")
 
@@ -33,11 +33,51 @@ logger = logging.getLogger("hcache")
 _PASSES = 2
 
 
+class NodeLayouts(Protocol):
+    """Chooses the layout of the pages of each node; its backup waits until then. Scheduler thread
+    only.
+
+    Attributes:
+        asked: Number of nodes that wait.
+    """
+
+    @property
+    def asked(self) -> int: ...
+
+    def ask(self, tree: Any, node_ids: Sequence[int]) -> None:
+        """Append the node of SGLang's ``tree`` with these ids; without a tree it need not wait."""
+
+    def next(self) -> PageLayout | None:
+        """Remove the first node and return its layout; None if there is none, or it has to wait."""
+
+    def look(self, turn: Turn) -> None:
+        """Add what this rank knows."""
+
+    def answered(self) -> bool:
+        """The ranks have agreed. True if the first node need not wait since now."""
+
+    def forget(self) -> None:
+        """Backups that wait were dropped, and the tree is empty."""
+
+
 class HostPool(Protocol):
     page_layout: PageLayout
     arena: Arena
 
     def divide(self, host_pages: Ids, layout: PageLayout) -> None: ...
+
+
+class Controller(Protocol):
+    """HiCache's."""
+
+    def agreed(self, *numbers: int) -> list[int]:
+        """The smallest of each number on all ranks."""
+
+    def ended(self) -> str | None:
+        """Reason why nothing is backed up any more, or None."""
+
+    def start_writing(self) -> None:
+        """Launch the backups that are ready."""
 
 
 @dataclass(eq=False)
@@ -49,38 +89,54 @@ class Backup:
 
 
 class NodeBackups:
-    """Scheduler thread only. ``agreed`` gives the smallest of each number on all ranks. ``ended``
-    gives the reason why nothing is backed up any more, or None. ``alone``: there are no pipeline
-    stages, which cannot agree. ``capture``: None if pages hold K and V only. ``layouts`` chooses
-    those of nodes; None: all have the pool's."""
+    """Scheduler thread only. ``alone``: there are no pipeline stages, which cannot agree.
+    ``capture``: None if pages hold K and V only. ``layouts`` chooses those of nodes; None: all have
+    the pool's."""
 
     def __init__(
         self,
         pool: HostPool,
         capture: StagedCapture | None,
         layouts: NodeLayouts | None,
-        agreed: Callable[..., list[int]],
-        ended: Callable[[], str | None],
+        controller: Controller,
         *,
         alone: bool,
     ) -> None:
         self._pool = pool
         self._capture = capture
         self._layouts = layouts
-        self._agreed = agreed
-        self._ended = ended
+        self._controller = controller
         self._alone = alone
         self._waiting: deque[Backup] = deque()  # as HiCache's write queue
         self._passes = 0  # of the last turn
+        self._tree: Any = None  # SGLang's, with the nodes whose layouts are chosen
 
-    def clear(self) -> None:
+    # ---- turns of the scheduler ----
+
+    def ask(self, turn: Turn) -> None:
+        """Say which layouts are chosen."""
+        if self._layouts is not None:
+            self._tree = turn.cache.tree_core
+            self._layouts.look(turn)
+
+    def hear(self) -> None:
+        """Launch backups that need not wait any more."""
+        chosen = self._layouts is not None and self._layouts.answered()
+        if self.settle_when_idle() or chosen:
+            self._controller.start_writing()
+
+    def forget(self) -> None:
         self._waiting.clear()
+        if self._layouts is not None:
+            self._layouts.forget()
+
+    # ---- from HiCache's question to the copy ----
 
     def begin(self, slots: torch.Tensor, *, may_wait: bool) -> Backup | None:
         """A backup of tokens in ``slots`` (int64 ``[n]``, on the device); None, on every rank, if
         a row is not valid. Pipeline stages back a node up in any case. False ``may_wait``: HiCache
         needs the backup at once, or tokens of other weights, whose rows are void, may be cached."""
-        problem, tokens = self._ended(), len(slots)
+        problem, tokens = self._controller.ended(), len(slots)
         if self._capture is None:
             if problem is None:
                 return Backup()
@@ -90,14 +146,14 @@ class NodeBackups:
         backup = Backup(due=ledger.passes + _PASSES)
         # Passes of pipeline stages begin at different times.
         may_wait = may_wait and self._alone and ledger.none_lost
-        backup.valid, waits = self._agreed(problem is None, may_wait)
+        backup.valid, waits = self._controller.agreed(problem is None, may_wait)
         if backup.valid:
             backup.slots = ledger.read(slots)
             if not waits:
                 metrics.TOKENS.count("waited_for_rows", tokens)
                 ledger.settle()
                 problem, backup.due = self._problem(backup.slots), 0
-                (backup.valid,) = self._agreed(problem is None)
+                (backup.valid,) = self._controller.agreed(problem is None)
         if not backup.valid:
             _not_backed_up(problem or "another rank", tokens)
             if self._alone:
@@ -111,15 +167,15 @@ class NodeBackups:
         self._pool.arena.wait_for(host_pages)
         self._waiting.append(backup)
 
-    def launch(self, tree: Any, queue: Sequence[Any]) -> list[Ids]:
+    def launch(self, queue: Sequence[Any], *, may_wait: bool) -> list[Ids]:
         """Let HiCache copy the backups that are ready; returns the host pages of each. From now on
-        these belong to their tokens. ``queue`` is HiCache's, of nodes that ``tree`` knows by now;
-        None: no backup may wait."""
+        these belong to their tokens. ``queue`` is HiCache's, of nodes that its tree knows by now.
+        """
         if self._capture is not None:
             self._capture.ledger.settle(wait=False)
         if self._layouts is not None:
             for operation in queue[self._layouts.asked :]:
-                self._layouts.ask(tree, operation.node_ids)
+                self._layouts.ask(self._tree if may_wait else None, operation.node_ids)
         launched = []
         while self._waiting and (layout := self._ready(self._waiting[0])) is not None:
             backup = self._waiting.popleft()
@@ -128,8 +184,8 @@ class NodeBackups:
         return launched
 
     def settle_when_idle(self) -> bool:
-        """Called in every turn. Returns True if backups are ready now: no pass was launched since
-        the last turn, so nothing is late because of a wait for their slots."""
+        """Returns True if backups are ready now: no pass was launched since the last turn, so
+        nothing is late because of a wait for their slots."""
         if self._capture is None:
             return False
         ledger = self._capture.ledger
@@ -168,7 +224,7 @@ class NodeBackups:
 
     def _problem(self, slots: Read) -> str | None:
         """Reason why a node in ``slots`` cannot be backed up, or None."""
-        ended = self._ended()
+        ended = self._controller.ended()
         if ended is not None or slots.values is None:
             return ended or "capture broke"
         return self._pool.arena.problem(slots.values)

@@ -24,8 +24,9 @@ class PresentWeights(Protocol):
 
     weights: Any  # their digests, with ``suspended``; None until they are known
     writer: bytes
-    distrust: str | None
 
+    @property
+    def distrust(self) -> str | None: ...
     def page_namespace(self, weights: Any = None) -> bytes: ...
     def page_namespaces(self) -> tuple[bytes, ...]: ...
 

@@ -1,16 +1,26 @@
-"""K and V of layers between SGLang's KV pool and segments of our pages."""
+"""K and V, or latents, of layers between SGLang's KV pool and segments of our pages."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
-from hcache_backend.format.page import PageLayout, StoredLayer, kv_layer
-from hcache_backend.format.units import Share, units_per_group
+from hcache_backend.format.page import (
+    RECOMPUTED,
+    PageLayout,
+    StoredLayer,
+    hidden_layer,
+    kv_layer,
+    latent_layer,
+)
+from hcache_backend.format.units import SHARE_COUNTS, WHOLE, Share, units_per_group
+from hcache_backend.plan.restore import Restore
+from hcache_backend.projection.paged_pool import holds_latents, planes_of
 from hcache_backend.restore.layers import RestoredLayer
-from hcache_kernels.codecs import Codec, Cut, UnsupportedRows, make_segment_codec
+from hcache_kernels.codecs import KV, LATENT, Codec, Cut, UnsupportedRows, make_segment_codec
 from hcache_kernels.launch import Launch
 from hcache_kernels.pages import gather_pages, gather_planes, scatter_pages
 from hcache_kernels.pages.kernel import LayerTable, gather_launch, gather_planes_launch
@@ -19,13 +29,18 @@ _GATHERED_BYTES = 128 << 20  # encoded bytes on the device at once: this memory 
 
 
 class KVSegments:
-    """Copies K and V of some layers between SGLang's pool (MHATokenToKVPool) and pages. Raises
-    UnsupportedRows if ``codec`` (``none``, ``exp4``, ``int8`` or ``fp8``) does not take them.
+    """Copies K and V of some layers between SGLang's pool (MHATokenToKVPool) and pages, or latents
+    (MLATokenToKVPool), which K and V stand for below, too. Raises UnsupportedRows if ``codec``
+    (``none``, ``exp4``, ``int8`` or ``fp8``) does not take them.
 
     - A page has K of one group of this rank's heads after the other, each of all tokens, then V.
       With one group, and unencoded, that is the content of the pool's slots.
-    - Layers are numbered as by ``kvcache``. The slots of a page follow each other, from a multiple
-      of the page size on, so whole pages are copied.
+    - A page has latents of the tokens of its share: all ranks have the same, so each keeps a part,
+      and a restore brings the parts of all (:attr:`shares_tokens`). They have no groups of heads.
+    - Layers are numbered as by ``kvcache``. Behind its last one follow those of ``drafts``: pools
+      of one layer each, with K and V of the same slots.
+    - The slots of a page follow each other, from a multiple of the page size on, so whole pages are
+      copied.
     - ``share`` is this rank's part of a page; ``groups`` are those of all ranks.
     """
 
@@ -39,12 +54,19 @@ class KVSegments:
         share: Share,
         groups: int,
         codec: str = "none",
+        drafts: Sequence[Any] = (),
     ) -> None:
-        self._kvcache = kvcache
+        self._kvcache, self.drafts = kvcache, tuple(drafts)
         self.page_size = page_size
+        self.latent = holds_latents(kvcache)
+        self.shares_tokens = self.latent and share.of > 1
+        # Tokens of a page that this rank keeps, and the first of them.
+        self._tokens = page_size // share.of if self.latent else page_size
+        self._first = share.number * self._tokens if self.latent else 0
         self._ranks, self._whole_groups = share.of, groups
-        self._groups = groups // share.of
-        self.layers = tuple(layers)
+        self._groups = 1 if self.latent else groups // share.of
+        first = int(kvcache.layer_num) if drafts else 0
+        self.layers = (*layers, *range(first, first + len(self.drafts)))
         self.codec = codec
         self._encoder = None if codec == "none" else self._make_encoder(codec)
         self._tables: dict[tuple[int, int, int], LayerTable] = {}
@@ -55,8 +77,12 @@ class KVSegments:
 
     def stored_layer(self, layer: int) -> StoredLayer:
         """Storage of one layer in whole pages."""
-        k, v = (buffer[0].numel() * self._ranks for buffer in self.planes(layer))
-        itemsize, encoder = self._kvcache.k_buffer[layer].dtype.itemsize, self._encoder
+        planes, encoder = self.planes(layer), self._encoder
+        itemsize = planes[0].dtype.itemsize
+        if self.latent:
+            form = () if encoder is None else (encoder.code, *encoder.unit_bytes)
+            return latent_layer(self.page_size, planes[0][0].numel(), itemsize, *form)
+        k, v = (buffer[0].numel() * self._ranks for buffer in planes)
         if encoder is None:
             return kv_layer(self.page_size, k, v, itemsize, self._whole_groups)
         form = encoder.code, encoder.unit_bytes
@@ -71,6 +97,7 @@ class KVSegments:
         the device. Returns, with a codec, a mask of the layers that fit, bool ``[layers, p]`` on
         the device; others have no valid bytes."""
         offsets = [layout.segment_offsets[layer] for layer in self.layers]
+        slots = self.kept(slots)
         if slots.is_cuda:
             return self._save_at_once(offsets, memory, pages, slots)
         held = self.pages_of(slots)
@@ -91,7 +118,7 @@ class KVSegments:
         shape = (len(table), len(pages), encoder.flags)
         fits = torch.empty(shape, dtype=torch.bool, device=slots.device)
         units = memory, pages, 0, fits
-        encoder.encode_launch(table.planes, slots, *units, table, self.page_size).run()
+        encoder.encode_launch(table.planes, slots, *units, table, self._tokens).run()
         return fits.all(2)
 
     def _save_layer(
@@ -112,8 +139,21 @@ class KVSegments:
         return torch.ones(len(held), dtype=torch.bool, device=held.device)
 
     def restored_layer(self, layer: int) -> RestoredLayer:
+        if self.shares_tokens:
+            return RestoredLayer("kv", partial(self._fill, layer))
         launches = 1 if self._encoder is None else 2
         return RestoredLayer("kv", copy=self.load, launches=launches, by_header=self.by_header)
+
+    def _fill(
+        self, layer: int, segments: torch.Tensor, _: torch.Tensor, slots: torch.Tensor
+    ) -> None:
+        """:data:`.Fill` of latents: segments and ``slots`` are in the order of the shares."""
+        held, planes = self.pages_of(slots), self.planes(layer)
+        rows = segments.view(len(held), -1)
+        if self._encoder is not None:
+            self._encoder.decode_pages(rows, planes, held)
+        else:
+            self._by_page(planes[0]).view(torch.uint8).index_copy_(0, held, rows)
 
     def load(
         self,
@@ -139,7 +179,7 @@ class KVSegments:
         offsets: Sequence[int],
         slots: torch.Tensor,
     ) -> None:
-        table, encoder, size = self._table(layers, offsets), self._encoder, self.page_size
+        table, encoder, size = self._table(layers, offsets), self._encoder, self._tokens
         if encoder is None:
             self._plain_launch(table, memory, pages, slots).run()
             return
@@ -180,7 +220,7 @@ class KVSegments:
     ) -> Launch:
         pool = [self._by_group(plane) for plane in table.planes]
         ids = pages, 0, pool, slots
-        return gather_planes_launch(memory, *ids, None, table, self.page_size, save=save)
+        return gather_planes_launch(memory, *ids, None, table, self._tokens, save=save)
 
     def _table(self, layers: Sequence[int], offsets: Sequence[int]) -> LayerTable:
         """Addresses of ``layers`` for kernels; made at the first use."""
@@ -193,7 +233,7 @@ class KVSegments:
     def held(self, layers: Sequence[int], slots: torch.Tensor) -> torch.Tensor:
         """K and V of ``layers`` in the pool as in plain pages: layer after layer, uint8, on the
         device. ``slots``: of the tokens of a page, int64 ``[page_size]``, on the device."""
-        pages = self.pages_of(slots)
+        pages = self.pages_of(self.kept(slots))
         planes = (plane for layer in layers for plane in self._plain(layer, pages))
         return torch.cat([plane[0] for plane in planes])
 
@@ -216,10 +256,10 @@ class KVSegments:
     def through_codec(
         self, layout: PageLayout, planes: Sequence[Sequence[torch.Tensor]]
     ) -> tuple[list[Sequence[torch.Tensor]], torch.Tensor]:
-        """K and V (``[p * page_size, heads, dim]``) of all :attr:`layers` after a way through
-        pages, by the reference, on the CPU; and a mask of the pages that fit, bool ``[layers,
-        p]``."""
-        pages = torch.arange(len(planes[0][0]) // self.page_size)
+        """K and V of :meth:`kept` slots (``[n, heads, dim]``) of all :attr:`layers` after a way
+        through pages, by the reference, on the CPU; and a mask of the pages that fit, bool
+        ``[layers, p]``."""
+        pages = torch.arange(len(planes[0][0]) // self._tokens)
         fits = torch.ones((len(planes), len(pages)), dtype=torch.bool)
         return [
             self._layer_through_codec(kv, pages, fit) for kv, fit in zip(planes, fits, strict=True)
@@ -245,17 +285,27 @@ class KVSegments:
         """True if K and V that fit come back to the bit."""
         return self._encoder is None or self._encoder.lossless
 
-    def planes(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of a layer in the pool, ``[slots, heads, dim]`` each."""
-        return self._kvcache.k_buffer[layer], self._kvcache.v_buffer[layer]
+    def planes(self, layer: int) -> tuple[torch.Tensor, ...]:
+        """K and V of a layer in the pool, or its latents, ``[slots, heads, dim]`` each."""
+        if self.drafts and layer >= self._kvcache.layer_num:
+            return planes_of(self.drafts[layer - self._kvcache.layer_num], 0)
+        return planes_of(self._kvcache, layer)
+
+    def kept(self, slots: torch.Tensor) -> torch.Tensor:
+        """Those of the ``slots`` of pages (int64 ``[p * page_size]``) that this rank keeps."""
+        if not self.shares_tokens:
+            return slots
+        kept = slice(self._first, self._first + self._tokens)
+        return slots.view(-1, self.page_size)[:, kept].reshape(-1)
 
     def pages_of(self, slots: torch.Tensor) -> torch.Tensor:
-        """Pages of the pool, int64 ``[p]``, whose slots are ``slots`` (``[p * page_size]``)."""
-        return slots[:: self.page_size] // self.page_size
+        """Pages of the pool, int64 ``[p]``, whose slots are ``slots`` (``[p * page_size]``). Pages
+        are as short as a share if ranks share the tokens."""
+        return slots[:: self._tokens] // self._tokens
 
     def bytes_of(self, layer: int) -> int:
-        """Bytes of K and V of a layer of a page in the pool."""
-        return self.page_size * sum(buffer[0].nbytes for buffer in self.planes(layer))
+        """Bytes of K and V of a layer of a page in the pool, as far as this rank keeps them."""
+        return self._tokens * sum(buffer[0].nbytes for buffer in self.planes(layer))
 
     @property
     def plain_bytes(self) -> int:
@@ -263,7 +313,7 @@ class KVSegments:
         return self.bytes_of(self.layers[0])
 
     def _make_encoder(self, codec: str) -> Codec:
-        return make_segment_codec(codec, *self._cut(codec))
+        return make_segment_codec(codec, *self._cut(codec), LATENT if self.latent else KV)
 
     def _cut(self, codec: str) -> tuple[Cut, int, torch.dtype]:
         """The codec's arguments for the layers; raises UnsupportedRows if their shapes differ."""
@@ -275,26 +325,55 @@ class KVSegments:
             )
         [(heads, dim)] = shapes
         width = heads * dim // self._groups
-        pieces = units_per_group(self.page_size, width)
-        cut = Cut(width, self.page_size // pieces, self._groups, pieces)
+        if self.latent:
+            [whole] = latent_layer(self.page_size, width, 1).segments
+            pieces = whole.pieces * max(1, whole.groups // self._ranks)
+        else:
+            pieces = units_per_group(self.page_size, width)
+        cut = Cut(width, self._tokens // pieces, self._groups, pieces)
         return cut, dim, planes[0].dtype
 
     def _plain(self, layer: int, held: torch.Tensor) -> Iterator[torch.Tensor]:
         """K, then V of pages of the pool, as plain pages hold them: uint8 ``[p, bytes]`` each."""
         for buffer in self.planes(layer):
-            rows = _swapped(self._by_page(buffer)[held], self.page_size, self._groups)
+            rows = _swapped(self._by_page(buffer)[held], self._tokens, self._groups)
             yield rows.view(torch.uint8)
 
     def _by_group(self, plane: torch.Tensor) -> torch.Tensor:
         """A plane of the pool, uint8 ``[pool pages, page_size, groups, row_bytes]``."""
         rows = self._by_page(plane).view(torch.uint8)
-        return rows.unflatten(1, (self.page_size, self._groups, -1))
+        return rows.unflatten(1, (self._tokens, self._groups, -1))
 
     def _by_page(self, buffer: torch.Tensor) -> torch.Tensor:
         """A buffer of the pool, ``[slots, heads, dim]``, as one row for each page."""
-        return buffer.view(len(buffer) // self.page_size, -1)
+        return buffer.view(len(buffer) // self._tokens, -1)
 
 
 def _swapped(rows: torch.Tensor, outer: int, inner: int) -> torch.Tensor:
     """Rows ``[p, outer * inner * n]`` as ``[p, inner * outer * n]``; no copy if one is 1."""
     return rows.view(len(rows), outer, inner, -1).transpose(1, 2).reshape(len(rows), -1)
+
+
+def share_of_heads(rank: int, ranks: int) -> Share:
+    """A rank's share of pages of K and V: its own heads. If the number of ranks does not divide
+    eight, every rank has whole pages of its own."""
+    return Share(rank, ranks) if ranks in SHARE_COUNTS else WHOLE
+
+
+def head_groups(tp_lcm_size: int | None, share: Share, ranks: int) -> int:
+    """Groups of heads that K and V of a page divide into, over all ranks; by default one per rank.
+    With SGLang's ``tp_lcm_size``, servers with up to that many ranks can share pages."""
+    return tp_lcm_size or ranks if share.of == ranks else share.of
+
+
+def page_layout(
+    page_size: int, methods: Restore, kv: KVSegments, codec: Codec | None, share: Share
+) -> PageLayout:
+    """Layout of pages whose layers are restored by ``methods``; ``codec`` is of hidden states."""
+    layers = [RECOMPUTED] * (len(methods.methods) + len(kv.drafts))
+    for layer in methods.layers("hidden"):
+        assert codec is not None
+        layers[layer] = hidden_layer(page_size, codec.row_bytes, codec.hidden_size, codec.code)
+    for layer in kv.layers:
+        layers[layer] = kv.stored_layer(layer)
+    return kv.layout(layers, share)

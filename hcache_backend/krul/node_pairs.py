@@ -26,10 +26,9 @@ from hcache_backend.krul.pairs import (
     PairSums,
     attention_sums,
 )
-from hcache_backend.ranks import on_all_ranks, sum_of_all_ranks
+from hcache_backend.ranks import Said, Turn, smallest, sum_of_all_ranks
 from hcache_backend.restore.recompute import Recomputer
 from hcache_backend.streams import Event, StreamFailed, current_stream, host_tensor
-from hcache_backend.turn import Said, Turn
 
 logger = logging.getLogger("hcache")
 
@@ -82,7 +81,7 @@ class NodePairs:
         tokens: _Tokens | None = None
         with metrics.harmless("probe", "pairs of layers are chosen without the attention"):
             tokens = _tokens(tree, node_ids[0])
-        (known,) = on_all_ranks(self._group, tokens is not None)
+        [known] = smallest(self._group, tokens is not None)
         if known:
             node.pairs, node.tokens = None, tokens
             self._ask_next()
@@ -145,7 +144,7 @@ class NodePairs:
             forwards.keep(keys)
         except Exception as error:
             self._problem = error
-        (ready,) = on_all_ranks(self._group, forwards is not None)
+        [ready] = smallest(self._group, forwards is not None)
         if not ready or forwards is None:
             return
         node.sums, broken = sums, list[Exception]()
@@ -177,7 +176,7 @@ class NodePairs:
         except StreamFailed as error:
             self._problem = error
             node.sums.zero_()
-        (fine,) = on_all_ranks(self._group, bool(node.sums[0, 0] > 0))
+        [fine] = smallest(self._group, bool(node.sums[0, 0] > 0))
         table = sum_of_all_ranks(self._group, node.sums)
         if not fine:
             if self._recomputer is not None:

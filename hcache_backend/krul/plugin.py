@@ -1,4 +1,4 @@
-"""The codec ``krul`` as the start of a server loads it (``start/page_plugin.py``)."""
+"""The codec ``krul`` as the start of a server loads it (``start/page_plan.py:page_plugin``)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hcache_backend.krul.node_pairs import NodePairs
 from hcache_backend.krul.paired_layout import PairedLayout
 from hcache_backend.krul.pairs import PROBE_TOKENS, PairChoice, attention_sums, check_pairs
 from hcache_backend.krul.segments import PairedSegments
-from hcache_backend.ranks import on_all_ranks
+from hcache_backend.ranks import Refused, smallest
 from hcache_backend.restore.recompute import Recomputer
 from hcache_backend.streams import current_stream
 
@@ -23,7 +23,13 @@ logger = logging.getLogger("hcache")
 
 
 class Krul:
-    """A :class:`~hcache_backend.start.page_plugin.PagePlugin`."""
+    """Pages of K and V, each a rank's own, whose headers say how layers share them. Methods raise
+    Refused on every rank if such pages cannot be used.
+
+    Attributes:
+        allowed_change: Largest change of K and V that codes of its own may make, relative RMS.
+        wants_model: It chooses a layout for each node by a look at the model.
+    """
 
     choice: PairChoice  # from settle
 
@@ -38,12 +44,17 @@ class Krul:
         return PairedSegments(kvcache, layers, page_size, groups, pairs)
 
     def settle(self, kv: Any, layout: Any, slots: torch.Tensor, group: Any) -> PairedLayout:
-        """The layout with default pairs, after a look for pairs that all ranks may merge."""
+        """The layout with default pairs, after a look for pairs that all ranks may merge, which all
+        ranks of ``group`` call. The model has written K and V to ``slots``, int64
+        ``[p * page_size]``."""
         option, layers, number = self._option, len(layout.layers), len(layout.pairs)
         every, wanted = [*combinations(range(layers), 2)], option.pairs or ()
-        check_pairs(layers, wanted)  # alike on all ranks
+        try:  # alike on all ranks
+            check_pairs(layers, wanted)
+        except ValueError as error:
+            raise Refused(str(error)) from None
         if len(wanted) > number:
-            raise ValueError(
+            raise Refused(
                 f"it names {len(wanted)} pairs, and by its 'ratio' {option.ratio} pages of "
                 f"{layers} layers have {number}"
             )
@@ -53,10 +64,10 @@ class Krul:
             small, fine = [bool(found[pair]) for pair in every], True
         except Exception as error:  # for want of memory, say
             problem, fine = f"layers cannot be merged: {type(error).__name__}: {error}", False
-        *small, fine = on_all_ranks(group, *small, fine)
-        if not fine:
-            raise ValueError(problem)
-        mergeable = frozenset(pair for pair, fits in zip(every, small, strict=True) if fits)
+        *agreed, all_fine = smallest(group, *small, fine)
+        if not all_fine:
+            raise Refused(problem)
+        mergeable = frozenset(pair for pair, fits in zip(every, agreed, strict=True) if fits)
         self.choice = PairChoice(layers, number, mergeable, option.ratio, option.gamma)
         settled: PairedLayout = layout.with_pairs(self.choice.coded(wanted))
         logger.debug(
@@ -70,6 +81,7 @@ class Krul:
     def try_model(
         self, recomputer: Recomputer, token_ids: Sequence[int], slots: torch.Tensor
     ) -> None:
+        """Look at the model once. K and V of ``token_ids`` are in ``slots``, int64 ``[n]``."""
         ids = np.array(token_ids)[-PROBE_TOKENS:]
         problems: list[Exception] = []
 
@@ -87,7 +99,7 @@ class Krul:
         forwards.run(run)
         forwards.record().synchronize()
         if problems:
-            raise ValueError(f"{type(problems[0]).__name__}: {problems[0]}")
+            raise Refused(f"{type(problems[0]).__name__}: {problems[0]}")
 
     def backups(self, recomputer: Recomputer, layout: Any, group: Any, ranks: int) -> NodePairs:
         return NodePairs(recomputer, self.choice, layout, group, ranks)

@@ -35,6 +35,8 @@ class PairedSegments(KVSegments):
         self, kvcache: Any, layers: Sequence[int], page_size: int, groups: int, pairs: int
     ) -> None:
         super().__init__(kvcache, layers, page_size, WHOLE, groups)
+        if self.latent:
+            raise UnsupportedRows("codec 'krul' takes no latents of MLA")
         self.codec = "krul"
         cut = self._cut(self.codec)
         if not 0 < 2 * pairs <= len(self.layers):

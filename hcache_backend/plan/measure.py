@@ -1,4 +1,5 @@
-"""Measures a profile on this machine: one layer of the model's shape, random weights.
+"""Measures a profile on this machine: one layer of the model's shape, random weights; and the
+folders of L3, by the store's own file operations, all folders at once.
 
 Each operation is timed for more and more tokens until one call takes too long; a fixed part and a
 rate are fitted. On a GPU the rates of copies and projections are those beside each other
@@ -8,8 +9,14 @@ rate are fitted. On a GPU the rates of copies and projections are those beside e
 from __future__ import annotations
 
 import logging
+import mmap
+import os
+import random
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from itertools import cycle
@@ -20,6 +27,8 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from hcache_backend.config import HCacheConfig
+from hcache_backend.format.envelope import round_up
 from hcache_backend.plan.contention import (
     PAGE,
     PRODUCT_TOKENS,
@@ -29,6 +38,9 @@ from hcache_backend.plan.contention import (
 )
 from hcache_backend.plan.model_shape import ModelShape
 from hcache_backend.plan.profile import CopyWay, Profile, Rate, processor_name
+from hcache_backend.store import FileOps, best_file_ops
+from hcache_backend.store.file_ops import FOLDER, PageIO, probe_alignment
+from hcache_backend.store.folder import existing_part
 from hcache_backend.streams import current_stream, new_stream
 from hcache_kernels.launch import COPY_PROGRAMS, copies_by_engine, use_copies
 from hcache_kernels.pages import gather_pages, gather_planes
@@ -39,6 +51,9 @@ OPERATIONS = ("hidden_copy", "kv_load", "projection", "dense", "attention")
 _SIZES = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 _LEAST_POINTS = 2
 _LEAST_RUNS, _MOST_RUNS = 3, 50
+_FILE_BYTES = 512 << 20
+_LEAST_PIECES = 8
+_MOST_PIECE_BYTES = 16 << 20
 
 Work = Callable[[], object]
 Prepare = Callable[[int], tuple[float, Work]]  # of tokens: bytes or FLOPs, and the timed work
@@ -179,13 +194,6 @@ class Bench:
 
         return prepare
 
-    def _pool_writer(self, tokens: int) -> Callable[[torch.Tensor], object]:
-        """Writes rows of K and V to pages of a pool in random order."""
-        pool = self._rows(2 * tokens, self.model.kv_width)
-        pages = torch.randperm(2 * tokens // PAGE)[: tokens // PAGE]
-        slots = (pages[:, None] * PAGE + torch.arange(PAGE)).flatten().to(self.device)
-        return lambda rows: pool.index_copy_(0, slots, rows)
-
     # ---- computation ----
 
     def _projection(self) -> Prepare:
@@ -193,10 +201,11 @@ class Bench:
         weight = self._rows(model.kv_width, model.hidden)
 
         def prepare(tokens: int) -> tuple[float, Work]:
-            hidden = self._rows(tokens, model.hidden)
-            write = self._pool_writer(tokens)
+            hidden, pool = self._rows(tokens, model.hidden), self._rows(2 * tokens, model.kv_width)
+            pages = torch.randperm(2 * tokens // PAGE)[: tokens // PAGE]
+            slots = (pages[:, None] * PAGE + torch.arange(PAGE)).flatten().to(self.device)
             flops = tokens * model.projection_flops
-            return flops, lambda: write(functional.linear(hidden, weight))
+            return flops, lambda: pool.index_copy_(0, slots, functional.linear(hidden, weight))
 
         return prepare
 
@@ -290,3 +299,88 @@ def measure(
         },
         **rates,
     )
+
+
+# ---- L3 ----
+
+
+class ReadRate(NamedTuple):
+    """Bytes per second of all folders; ``direct``: every one was read past the page cache."""
+
+    per_second: float
+    direct: bool
+
+
+class _Probe(NamedTuple):
+    fd: int
+    pieces: int
+    io: PageIO
+
+
+def read_rate(
+    config: HCacheConfig, model: ModelShape, seconds: float, ops: FileOps | None = None
+) -> ReadRate:
+    """Write a file beside every folder's pages, then read all of them for ``seconds``.
+
+    Writing takes at most as long. A read is a page of hidden states, at most 16 MiB. The nearest
+    parent replaces a missing folder. Raises OSError if a folder cannot be used or is too full.
+    """
+    ops = ops or best_file_ops(config)
+    piece = round_up(min(PAGE * model.layers * model.hidden_bytes, _MOST_PIECE_BYTES))
+    with ExitStack() as stack:
+        probes = [_written(stack, ops, path, piece, seconds, config) for path in config.dirs]
+        direct = all(probe.io.alignment.flags for probe in probes)
+        return ReadRate(_read(probes, piece, config.io_threads, seconds), direct)
+
+
+def _written(
+    stack: ExitStack, ops: FileOps, path: Path, piece: int, seconds: float, config: HCacheConfig
+) -> _Probe:
+    """A file of up to 512 MiB that was written within ``seconds``; ``stack`` removes it."""
+    name = tempfile.TemporaryDirectory(prefix=".hcache-profile-", dir=existing_part(path))
+    folder = os.open(stack.enter_context(name), FOLDER)
+    stack.callback(ops.close, folder)
+    free = ops.free_bytes(folder) - config.min_free_bytes
+    pieces = min(_FILE_BYTES, free) // piece
+    if pieces < _LEAST_PIECES:
+        raise OSError(
+            f"{path}: {max(free, 0)} bytes may still be written above 'min_free_bytes' "
+            f"({config.min_free_bytes}); measuring needs {_LEAST_PIECES * piece}"
+        )
+    alignment = probe_alignment(ops, folder, "alignment")
+    fd = ops.open("pages", os.O_RDWR | os.O_CREAT | alignment.flags, folder)
+    stack.callback(ops.close, fd)
+    room = memoryview(mmap.mmap(-1, piece))
+    room[:] = os.urandom(piece)
+    until, written = time.perf_counter() + seconds, 0
+    while written < pieces and (written < _LEAST_PIECES or time.perf_counter() < until):
+        done = 0
+        while done < piece:
+            done += ops.write(fd, [room[done:]], written * piece + done)
+        written += 1
+    os.fdatasync(fd)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    return _Probe(fd, written, PageIO(ops, alignment, round_up(min(piece, 4 << 20))))
+
+
+def _read(probes: Sequence[_Probe], piece: int, threads: int, seconds: float) -> float:
+    until = time.perf_counter() + seconds
+
+    def work(probe: _Probe, numbers: Iterator[int]) -> int:
+        room, done = memoryview(mmap.mmap(-1, piece)), 0
+        for number in numbers:
+            probe.io.read(probe.fd, number * piece, [room])
+            done += piece
+            if time.perf_counter() > until:
+                break
+        return done
+
+    start = time.perf_counter()
+    with ThreadPoolExecutor(threads * len(probes)) as pool:
+        readers = []
+        for probe in probes:
+            # A random order defeats read-ahead; taking the next number is atomic.
+            numbers = cycle(random.sample(range(probe.pieces), probe.pieces))
+            readers += [pool.submit(work, probe, numbers) for _ in range(threads)]
+        read = sum(reader.result() for reader in readers)
+    return read / (time.perf_counter() - start)

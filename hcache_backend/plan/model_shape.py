@@ -6,9 +6,17 @@ differ (dense and expert layers) are averaged.
 
 from __future__ import annotations
 
+from contextlib import suppress
+from typing import Literal
+
 from pydantic import BaseModel, ConfigDict, Field
 
+from hcache_backend.format.page import latent_layer
+from hcache_backend.format.units import units_per_group
+
+PAGE_TOKENS = 64  # of a page, by default
 CLEARLY_LESS = 0.99  # codecs round units to whole words: smaller differences are noise
+PlannedCodec = Literal["auto", "none", "exp3", "exp4", "int8", "fp8"]  # krul is not planned
 
 
 class Latent(BaseModel):
@@ -126,3 +134,47 @@ class ModelShape(BaseModel):
     def attention_flops(self) -> int:
         """Scores and weighted values, per pair of query and key."""
         return 2 * self.heads * (self.head_dim + self.value_dim)
+
+
+def encoded(
+    shape: ModelShape, codec: PlannedCodec, dtype: str, *, tp: int = 1, page_size: int = PAGE_TOKENS
+) -> ModelShape:
+    """``shape`` with the bytes that a server stores. Kinds that the codec does not take stay plain.
+
+    ``dtype`` is the type that the model is served in; each of ``tp`` ranks encodes its own heads.
+    """
+    if codec == "none" or (codec == "auto" and dtype != "bfloat16"):
+        return shape
+    # Not above: most plans need no torch, which takes seconds to import.
+    import torch
+
+    from hcache_kernels.codecs import (
+        AUTOMATIC,
+        LATENT,
+        Cut,
+        UnsupportedRows,
+        make_codec,
+        make_segment_codec,
+    )
+
+    values = getattr(torch, dtype)
+    names, found = AUTOMATIC if codec == "auto" else (codec,), dict[str, int]()
+    if shape.latent:  # there are no hidden states
+        [whole] = latent_layer(page_size, shape.kv_width, values.itemsize).segments
+        pieces = whole.groups * whole.pieces
+        cut = Cut(shape.kv_width, page_size // pieces, 1, pieces)
+        with suppress(UnsupportedRows):
+            latents = make_segment_codec(names[-1], cut, shape.kv_width, values, LATENT)
+            found["kv_row_bytes"] = round(latents.segment_bytes / page_size)
+        return shape.model_copy(update=found)
+    with suppress(UnsupportedRows):
+        found["hidden_row_bytes"] = make_codec(names[-1], shape.hidden, values).row_bytes
+    width = max(1, shape.kv_heads // tp) * shape.head_dim
+    pieces = units_per_group(page_size, width)
+    cut = Cut(width, page_size // pieces, 1, pieces)
+    for name in reversed(names) if shape.head_dim == shape.value_dim else ():
+        with suppress(UnsupportedRows):
+            segments = make_segment_codec(name, cut, shape.head_dim, values)
+            plain = 2 * width * page_size * values.itemsize
+            found["kv_row_bytes"] = round(segments.segment_bytes / plain * shape.kv_bytes)
+    return shape.model_copy(update=found)

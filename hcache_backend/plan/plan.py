@@ -1,16 +1,25 @@
-"""A server's plan for a model on a machine: the numbers that ``hcache plan`` shows."""
+"""A server's plan for a model on a machine, and the load of many conversations: the numbers that
+``hcache plan`` shows."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
-from hcache_backend.plan.costs import LAYER_METHODS, L3Path, Partition, describe, until_there
 from hcache_backend.plan.model_shape import ModelShape
-from hcache_backend.plan.pipeline import Task, simulate
 from hcache_backend.plan.profile import Profile
-from hcache_backend.plan.restore import Restore
+from hcache_backend.plan.restore import (
+    LAYER_METHODS,
+    L3Path,
+    Partition,
+    Restore,
+    Task,
+    describe,
+    simulate,
+    until_there,
+)
 
 Resource = Literal["compute", "bus", "l3"]
 RestorePath = Literal["auto", "layerwise"]  # option restore
@@ -32,7 +41,7 @@ class AtLength(NamedTuple):
 class PartitionPlan:
     """Storage of each layer on a server, and the time of its restores.
 
-    ``model`` has encoded bytes (:mod:`.encoded`); ``tokens`` is the restore that is solved for.
+    ``model`` has encoded bytes; ``tokens`` is the restore that is solved for.
     ``restore`` is the server's option; its other options are the defaults.
     """
 
@@ -44,14 +53,13 @@ class PartitionPlan:
 
     @cached_property
     def l3(self) -> L3Path:
-        """Own pages overlap, unless ranks exchange hidden states."""
-        if self.restore != "auto" or self.model.latent:
+        """Own pages overlap, unless ranks exchange hidden states or latents."""
+        if self.profile.l3 is None:
+            return "none"
+        if self.restore != "auto":
             return "first"
-        return (
-            "overlapped"
-            if self.tp == 1 or not self._restores("first").partition.hidden
-            else "first"
-        )
+        exchanged = self.model.latent or self._restores("first").partition.hidden
+        return "first" if self.tp > 1 and exchanged else "overlapped"
 
     @cached_property
     def machine(self) -> Restore:
@@ -99,7 +107,7 @@ class PartitionPlan:
     @property
     def recomputes_front(self) -> bool:
         """True if a hit is read from its last page on while its front is recomputed."""
-        return self.l3 == "overlapped" and self.profile.l3 is not None
+        return self.l3 == "overlapped"
 
     @property
     def seconds_read_only(self) -> float:
@@ -127,8 +135,7 @@ class PartitionPlan:
         }
 
     def binds(self, choice: str) -> Resource:
-        busy = self.busy(choice)
-        return max(busy, key=lambda resource: busy[resource])
+        return _busiest(self.busy(choice))
 
     @property
     def refused(self) -> bool:
@@ -137,10 +144,9 @@ class PartitionPlan:
 
     def at_length(self, tokens: int) -> AtLength:
         used = self._restored(tokens)
-        recomputes = self.machine.recomputable and self.tp == 1 and self._l3 != "overlapped"
-        best = self.machine.fastest(
-            tokens, self.l3, LAYER_METHODS if recomputes else ("hidden", "kv")
-        )
+        recomputes = self.machine.recomputable and self.tp == 1 and not self.recomputes_front
+        methods = LAYER_METHODS if recomputes else ("hidden", "kv")
+        best = self.machine.fastest(tokens, self.l3, methods)
         ms, best_ms = (1e3 * self._seconds(each, tokens) for each in (used, best))
         return AtLength(used.recompute, ms, asdict(best), best_ms, self._refuses(tokens))
 
@@ -157,7 +163,7 @@ class PartitionPlan:
             )
             found.append(f"hidden states do not pay: {reason}; instead: {describe(partition)}")
         if model.latent:
-            found.append("MLA pools are served in KV mode: plain KV pages, nothing recomputed")
+            found.append("MLA pools are served in KV mode: of a page each rank keeps a part")
         if model.windowed:
             found.append(
                 "sliding-window layers are planned as full attention; where they have a KV pool of "
@@ -175,10 +181,10 @@ class PartitionPlan:
             )
         if self.profile.l3 is not None:
             found += self._other_path()
-        if self.restore == "auto" and self.tp > 1 and partition.hidden:
+        if self.restore == "auto" and self.tp > 1 and (partition.hidden or model.latent):
+            what = "latents" if model.latent else "hidden states"
             found.append(
-                "on GPUs of several tensor-parallel ranks the server restores hidden states "
-                "layer-wise"
+                f"on GPUs of several tensor-parallel ranks the server restores {what} layer-wise"
             )
         if self.recomputes_front and self.seconds("mix") < self.seconds_read_only:
             found.append(
@@ -215,7 +221,7 @@ class PartitionPlan:
             "hardware": {"device": self.profile.device, "source": self.profile.source},
             "tokens": self.tokens,
             "tp": self.tp,
-            "l3": self._l3,
+            "l3": self.l3,
             "restore": self.restore,
             "layers": asdict(self.partition),
             "bytes_per_token": self.bytes_per_token("mix"),
@@ -235,7 +241,7 @@ class PartitionPlan:
         }
 
     def _restored(self, tokens: int) -> Partition:
-        if self._l3 == "overlapped":
+        if self.recomputes_front:
             return self.stored
         return self.stored.recomputing(self.machine.first_layers(tokens, 0))
 
@@ -260,6 +266,72 @@ class PartitionPlan:
         computing = self.machine.prefill(tokens, 0)
         return self.profile.l3 is not None and computing <= self._seconds(self.stored, tokens)
 
-    @property
-    def _l3(self) -> L3Path:
-        return self.l3 if self.profile.l3 is not None else "none"
+
+def _busiest(busy: Mapping[Resource, float]) -> Resource:
+    return max(busy, key=lambda resource: busy[resource])
+
+
+class Conversations(NamedTuple):
+    """Restorable conversations, turns of each, tokens of a question and its reply."""
+
+    number: int
+    turns_per_hour: float
+    new_tokens: int
+
+
+@dataclass
+class FleetPlan:
+    """``replicas`` servers of ``plan``, whose ``tokens`` are a history; turns divide evenly.
+
+    Each replica has ``plan.tp`` devices and an L3. Hits that are not refused are read whole,
+    because busy servers have no time to recompute a front. Rates are bytes per second.
+
+    Attributes:
+        l3_bytes: All conversations on all replicas, each page once.
+        turn, busy: Seconds per turn, and load, of each resource of a replica.
+        most_conversations: On all replicas, at full load of ``binds``, the busiest resource.
+        recompute_busy: Load of a replica's GPU if histories were computed.
+        l2_bytes: A replica's host memory for turns under way, by Little's law and the delays of a
+            queue (M/M/1) at the busiest resource; None: turns pile up.
+        network_rate: From other replicas' L3, if turns go to any replica.
+    """
+
+    plan: PartitionPlan
+    conversations: Conversations
+    replicas: int
+
+    def __post_init__(self) -> None:
+        plan, (number, turns_per_hour, new) = self.plan, self.conversations
+        token, tokens = plan.bytes_per_token("mix"), plan.tokens + new
+        self.turns_per_second = turns = number * turns_per_hour / 3600 / self.replicas
+        self.l3_bytes = number * tokens * token
+        prefill = plan.machine.prefill(new, plan.tokens)
+        self.turn = plan.busy("recompute" if plan.refused else "mix")
+        self.turn["compute"] += prefill
+        self.busy = {name: seconds * turns for name, seconds in self.turn.items()}
+        self.binds = _busiest(self.turn)
+        self.most_conversations = int(number / self.busy[self.binds])
+        self.recompute_busy = (plan.seconds("recompute") + prefill) * turns
+        self.l2_bytes: float | None = None
+        if (busiest := self.busy[self.binds]) < 1:
+            under_way = turns * sum(self.turn.values()) / (1 - busiest)
+            self.l2_bytes = max(1.0, under_way) * tokens * token
+        self.read_rate = 0.0 if plan.refused else turns * plan.tokens * token
+        self.write_rate = turns * new * token
+        self.network_rate = self.read_rate * (self.replicas - 1) / self.replicas
+
+    def report(self) -> dict[str, Any]:
+        return {
+            **self.conversations._asdict(),
+            "replicas": self.replicas,
+            "turns_per_second": self.turns_per_second,
+            "l2_bytes": self.l2_bytes,
+            "l3_bytes": self.l3_bytes,
+            "read_bytes_per_second": self.read_rate,
+            "write_bytes_per_second": self.write_rate,
+            "network_bytes_per_second": self.network_rate,
+            "busy": self.busy,
+            "busy_recomputing": self.recompute_busy,
+            "binds": self.binds,
+            "most_conversations": self.most_conversations,
+        }

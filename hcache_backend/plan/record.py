@@ -11,11 +11,9 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from hcache_backend.plan.costs import L3Path, Partition
 from hcache_backend.plan.model_shape import ModelShape
-from hcache_backend.plan.pipeline import recompute_layers, simulate
 from hcache_backend.plan.profile import Profile, ProfileError, load_profile
-from hcache_backend.plan.restore import Restore
+from hcache_backend.plan.restore import L3Path, Partition, Restore, recompute_layers, simulate
 from hcache_backend.store import write_sidecar
 
 _WORTH_IT = 1.1  # another partition is reported if restores take this many times as long

@@ -20,7 +20,7 @@ import torch
 from hcache_backend import metrics, streams
 from hcache_backend.capture.recomputed_rows import RecomputedRows
 from hcache_backend.host.loads import LoadQueue, QueuedLoad
-from hcache_backend.plan.costs import side_by_side
+from hcache_backend.plan.restore import side_by_side
 from hcache_backend.prefetch.eager import (
     EagerRestores,
     Ids,
@@ -33,8 +33,8 @@ from hcache_backend.prefetch.governor import Governor
 from hcache_backend.prefetch.prefetch import Meeting, Prefetches
 from hcache_backend.prefetch.progress import L3Progress
 from hcache_backend.prefetch.slices import SliceBudget
+from hcache_backend.ranks import Said, Turn
 from hcache_backend.restore.pipeline import RestorePipeline
-from hcache_backend.turn import Said, Turn
 
 logger = logging.getLogger("hcache")
 
@@ -88,9 +88,11 @@ class EagerLoads:
         pages.eager = self._restores
         pool.on_freed.append(self._host_freed)
 
-    def begin_turn(self, cache: Any, turn: Turn) -> None:
-        """Called in a turn of the scheduler after HiCache's look at its storage threads."""
-        restores, size = self._restores, self._pool.page_size
+    def ask(self, turn: Turn) -> None:
+        """Restore pages that have arrived, and offer pages for a slice; after HiCache's look at its
+        storage threads."""
+        self.governor.look(self._prefetches.scheduler)
+        restores, size, cache = self._restores, self._pool.page_size, turn.cache
         self._pages.cache, self._controller = cache, cache.cache_controller
         running = {
             info.operation: info.anchor_node_id
@@ -118,7 +120,7 @@ class EagerLoads:
         self._pool.settle()
         # Layers that were recomputed long ago are in front of no batch any more.
         self._recomputed = self._recomputed and self._budget.unfinished() > 0
-        self._ask(turn)
+        self._offer(turn)
 
     def take_recomputed(self) -> bool:
         """True if layers were recomputed since the last call, in front of the next forward pass."""
@@ -171,7 +173,7 @@ class EagerLoads:
         reading = self._l3.seconds_to_read(tokens)
         return side_by_side(reading, self.seconds_to_recompute(tokens, prefix), share), reading
 
-    def _ask(self, turn: Turn) -> None:
+    def _offer(self, turn: Turn) -> None:
         """Offer the pages that a slice may recompute now, as many as one turn has time for."""
         size, budget, pace = self._pool.page_size, self._budget, self.governor.pace()
         while self._offers:  # an error came between
@@ -192,7 +194,7 @@ class EagerLoads:
         if self._offers and not pace.share:
             metrics.SLICES.count(pace.decision)
 
-    def end_turn(self) -> None:
+    def hear(self) -> None:
         """The ranks have agreed: recompute layers of the first offer that all allow."""
         decision, launched = self.governor.pace().decision, False
         while self._offers:
@@ -314,7 +316,7 @@ class EagerLoads:
         """Mask of the pages (int64 ``[n]``) that a load would not take from the host."""
         return self._restores.prepared(host_pages)
 
-    def give_back(self) -> None:
+    def forget(self) -> None:
         """Drop all that was restored and not handed out."""
         self._restores.clear()
 

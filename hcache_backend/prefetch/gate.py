@@ -14,11 +14,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from hcache_backend import metrics
 from hcache_backend.prefetch.estimates import Estimate
 from hcache_backend.prefetch.prefetch import Hit, Prefetch, Prefetches, Recomputing, State
 from hcache_backend.prefetch.progress import L3Progress, Reading
+from hcache_backend.ranks import Said, Turn
 
 logger = logging.getLogger("hcache")
 
@@ -30,6 +33,10 @@ _SHOWN_SECONDS = 1.0  # between two updates of the shown rates
 PROBE_SECONDS = 10.0  # from the last read to the next probe while hits are refused, ...
 LONGEST_PROBE_SECONDS = 320.0  # ...twice as long after each slow probe, up to this
 PROBE_SHARE = 0.05  # a probe is judged after this share of the time to compute its hit
+
+
+# if the block fails, SGLang goes on as without a decision
+harmless = partial(metrics.harmless, "hit_gate", "a decision about an L3 hit failed; it is read")
 
 
 class Gpu:
@@ -96,7 +103,9 @@ class HitGate:
         self._backend = backend
         self._min_gain = min_gain
         self._probes = (_Probes(), _Probes())  # of the page store, and of the shared tier
-        self._said: float | None = None
+        self._running: list[Any] = []  # SGLang's operations, in the order in which they are read
+        self._said: Said | None = None
+        self._logged: float | None = None
         self._shown: float | None = None
         self._show()
 
@@ -105,7 +114,38 @@ class HitGate:
         for operation in self.estimates.rates():
             metrics.RATES.set(operation, self._backend, value=0)
 
-    # ---- the scheduler thread ----
+    # ---- the scheduler thread; see Part ----
+
+    def ask(self, turn: Turn) -> None:
+        """Say which prefetches go on. Every rank has the same ones in the same turns."""
+        cache, self._said = turn.cache, None
+        self._running = [info.operation for info in cache.ongoing_prefetch.values()]
+        verdicts = [False] * (len(self._running) + 1)
+        with harmless():
+            running = [self.prefetches.of(operation) for operation in self._running]
+            for prefetch, operation in zip(running, self._running, strict=True):
+                prefetch.came(operation.completed_tokens, cache.page_size)
+            verdicts = self.to_end(running)
+        if cache.pp_size > 1:
+            return  # pipeline stages are not at one point
+        self.prefetches.unfinished.update(self._running)
+        if self._running or self.agreed_stalled:  # no rank acts on its own verdict alone
+            self._said = turn.say(*(not ends for ends in verdicts))
+
+    def hear(self) -> None:
+        """The ranks have agreed: end prefetches."""
+        if self._said is None:
+            return
+        *going_on, in_time = self._said.least
+        ended = [one for one, goes_on in zip(self._running, going_on, strict=True) if not goes_on]
+        for operation in ended:
+            operation.mark_terminate()
+        with harmless():
+            self.agreed([self.prefetches.of(operation) for operation in ended], not in_time)
+
+    def forget(self) -> None:
+        """HiCache's threads stop."""
+        self.prefetches.unfinished.clear()
 
     def may_ask(self, request_id: str, prefix: int, recomputing: Recomputing | None = None) -> bool:
         """Returns True if L3 is to be asked for tokens of a request behind ``prefix``: not while
@@ -177,7 +217,7 @@ class HitGate:
         with self.prefetches.lock:
             self.prefetches.waiting.setdefault(prefetch.request_id, prefetch)
             hit = Hit(tokens, prefetch.prefix, wanted - tokens + 1, shared, prefetch.recomputing)
-            prefetch.hit, prefetch.probed = None, None
+            prefetch.hit, prefetch.probed, prefetch.whole = None, None, not parts
             problem = self._too_slow(hit, now)
             taken = tokens if problem is None else self._part_of(hit, parts, prefetch, now)
             if taken:
@@ -186,8 +226,8 @@ class HitGate:
                 self.prefetches.refuse(prefetch, State.REFUSED)
         if taken < tokens:
             metrics.L3_TOKENS.count("slower", tokens - taken)
-            if self._said is None or now - self._said > _SILENCE_SECONDS:
-                self._said = now
+            if self._logged is None or now - self._logged > _SILENCE_SECONDS:
+                self._logged = now
                 logger.info("hcache: %d tokens of a hit are computed: %s", tokens - taken, problem)
         return taken
 
@@ -196,7 +236,7 @@ class HitGate:
     def read_begins(self, prefetch: Prefetch, wanted: int, step: int) -> None:
         """L3 is going to be read: ``wanted`` tokens, ``step`` at a time."""
         with self.prefetches.lock:
-            shared = 0
+            shared, prefetch.step = 0, step
             if prefetch.hit is not None:  # other ranks may have less of it
                 prefetch.hit = prefetch.hit.cut(wanted)
                 shared = prefetch.hit.shared

@@ -34,17 +34,17 @@ class Governor:
     """
 
     def __init__(self) -> None:
-        self.scheduler: Any = None  # SGLang's; None until the first request comes
         self._blind = False
         self._pace = _WHOLE
 
-    def look(self) -> None:
-        """Look at the scheduler when its turn begins: later, other threads may change it."""
-        if self.scheduler is None or self._blind:
+    def look(self, scheduler: Any) -> None:
+        """Look at SGLang's scheduler when its turn begins: later, other threads may change it.
+        None until the first request comes."""
+        if scheduler is None or self._blind:
             return
         self._blind = True
         with metrics.harmless("governor", "who wants the GPU is not known: no more slices"):
-            self._pace = _pace_beside(self.scheduler)
+            self._pace = _pace_beside(scheduler)
             self._blind = False
         if self._blind:
             self._pace = Pace(0.0, "put_off_waiting")

@@ -1,9 +1,10 @@
 """One prefetch: a request's hit in L3, from the question to its end.
 
 A prefetch begins as ``asked`` when SGLang asks L3. The gate judges its hit: ``refused``, or it is
-read: ``reading`` in order, or ``meeting`` from the back while its front is recomputed. Then it is
-``done``, or the ranks have ``ended`` it before. A request keeps ``refused`` and ``ended``, also if
-SGLang asks again.
+read, as soon as host memory has room: ``reading`` in order, or ``meeting`` from the back while its
+front is recomputed. Then it is ``done``, or the ranks have ``ended`` it before. A request keeps
+``refused`` and ``ended``, also if SGLang asks again, and what host memory has of its prompt is
+``Held`` while it waits.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple
 
-from hcache_backend.plan.costs import side_by_side, until_there
+from hcache_backend.plan.restore import side_by_side, until_there
 
 _REMEMBERED = 4096  # refused requests
 
@@ -176,6 +177,17 @@ class Prefetch:
     whole: bool = False  # a part of it is worth nothing without the rest
     lost: int = 0  # arrived, but worth nothing without the rest
     reachable: float = math.inf  # not yet arrived, and slices can still reach them
+    behind: bool = False  # another prefetch brings the first page of its hit
+
+    def came(self, completed: int, page_size: int) -> None:
+        """``completed`` tokens count on all ranks. Called in every turn of the scheduler."""
+        meeting, self.lost = self.meeting, 0
+        if meeting is not None:
+            if meeting.pages == meeting.front:
+                self.lost = len(meeting.here) * page_size
+            if meeting.reachable is not None:
+                self.reachable = max(0, meeting.reachable - meeting.front) * page_size
+        self.arrived = completed + self.lost
 
     @property
     def left(self) -> int:
@@ -196,11 +208,36 @@ class Prefetch:
         return self.state in _FINAL
 
 
+@dataclass(eq=False)
+class Held:
+    """The prompt of a waiting request. Scheduler thread only.
+
+    Attributes:
+        request: SGLang's.
+        operation: Of its prefetch; None: there is none, or it is over.
+        tokens: Of the prompt that host memory has, and does not evict.
+        read: Tokens that L3 was read for, and that no batch has used.
+        computed: Tokens at the front of its prefetch that were recomputed.
+        let_go: Allows that they are evicted; None: they are not held.
+    """
+
+    request: Any
+    operation: Any = None
+    tokens: int = 0
+    read: int = 0
+    computed: int = 0
+    let_go: Callable[[], object] | None = None
+
+
 class Prefetches:
     """The prefetches of a process. ``lock`` guards what several threads change."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
+        self.held: dict[str, Held] = {}  # by request, in the order in which they came
+        self.scheduler: Any = None  # SGLang's; None until the first request comes
+        self.plain = False  # token ids are all input of the request that is being received
+        self.short_of_room = False  # hits wait for room in host memory, on all ranks
         self.waiting: dict[str, Prefetch] = {}  # of requests that the gate knows, in order
         # Operations that HiCache's threads still process on some rank, also without a waiting
         # request; the same on every rank.

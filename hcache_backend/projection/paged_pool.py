@@ -12,8 +12,23 @@ from hcache_kernels.project_kv import KVPool
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
+def holds_latents(kvcache: Any) -> bool:
+    """True for SGLang's pool of MLA: one latent per token and layer in the place of K and V, the
+    same on every tensor-parallel rank."""
+    return hasattr(kvcache, "kv_lora_rank")
+
+
+def planes_of(kvcache: Any, layer: int) -> tuple[torch.Tensor, ...]:
+    """What SGLang's pool keeps of a layer, ``[slots, heads, dim]`` each: K and V, or a latent."""
+    if holds_latents(kvcache):
+        return (kvcache.kv_buffer[layer],)
+    return kvcache.k_buffer[layer], kvcache.v_buffer[layer]
+
+
 class PagedPool:
     """Reads and writes K and V of slots in an ``MHATokenToKVPool``, with the scales of a layer.
+    Reads the parts of latents without and with RoPE in the places of K and V in an
+    ``MLATokenToKVPool`` (``latent``).
 
     ``kernel`` is SGLang's attention object of the layer; ``dtype`` is the stored type.
     """
@@ -21,6 +36,7 @@ class PagedPool:
     def __init__(self, kvcache: Any) -> None:
         self._kvcache = kvcache
         self.dtype: torch.dtype = kvcache.dtype
+        self.latent = holds_latents(kvcache)
 
     def of_layer(self, layer: AttentionLayer) -> KVPool | None:
         """The pool of one layer for the kernels, or None if they cannot apply its scales."""
@@ -41,6 +57,9 @@ class PagedPool:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V in ``slots``, ``[n, kv_heads, head_dim]`` each, in the model's type ``dtype``."""
         index = kernel.layer_id - self._kvcache.start_layer
+        if self.latent:
+            rows = self._kvcache.kv_buffer[index][slots].view(self.dtype).to(dtype)
+            return rows.tensor_split([self._kvcache.kv_lora_rank], 2)
         k, v = self._kvcache.k_buffer[index], self._kvcache.v_buffer[index]
         return self._rows(kernel, "k", k[slots], dtype), self._rows(kernel, "v", v[slots], dtype)
 

@@ -60,7 +60,8 @@ class PoolParking:
 class RestoredLayer(NamedTuple):
     """The way in which one layer comes back. ``hidden``: segments arrive on the copy stream, and
     ``fill`` projects them on the compute stream. ``kv``: ``copy`` brings K and V on the copy
-    stream. ``recompute``: nothing is stored, and the segment's length is 0."""
+    stream, or segments arrive and ``fill`` decodes them, because ranks share their tokens.
+    ``recompute``: nothing is stored, and the segment's length is 0."""
 
     method: Literal["hidden", "kv", "recompute"]
     fill: Fill | None = None
@@ -68,6 +69,11 @@ class RestoredLayer(NamedTuple):
     copy: Copy | None = None  # the same for all layers that it can bring at once
     launches: int = 1  # of a copy
     by_header: bool = False  # the copy reads headers of pages, and gets page ids on the CPU
+
+    @property
+    def arrives(self) -> bool:
+        """True if its segments pass through the ring."""
+        return self.fill is not None
 
 
 class Recompute(NamedTuple):

@@ -54,8 +54,9 @@ def parts_of(
         step = chunk_pages if layer.copy is None else max(1, pages)
         if group.start == first and layer.copy is None:
             step = min(step, max(-(-pages // pieces), FIRST_PIECE_TOKENS // max(1, size), 1))
-        positions, slots = shared if layer.method == "hidden" else rows
-        page_ids = ids["header" if layer.by_header else layer.method]
+        positions, slots = shared if layer.arrives else rows
+        by = "header" if layer.by_header else layer.method
+        page_ids = ids["hidden" if layer.arrives else by]
         for start in range(0, pages, step):
             tokens = slice(start * size, (start + step) * size)
             part, last = slice(start, start + step), start + step >= pages

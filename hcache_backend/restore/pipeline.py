@@ -67,9 +67,9 @@ class RestorePipeline:
         self._gather = gather or gather_segments
         self._exchange = exchange
         self._order = order
-        hidden = [i for i, layer in enumerate(layers) if layer.method == "hidden"]
-        self._largest = largest_segment(layout, hidden)
-        size = ring_bytes(layout, chunk_tokens, hidden)
+        arriving = [i for i, layer in enumerate(layers) if layer.arrives]
+        self._largest = largest_segment(layout, arriving)
+        size = ring_bytes(layout, chunk_tokens, arriving)
         self._ring = Ring(torch.empty(size, dtype=torch.uint8, device=device))
         self._copy = new_stream(device, "copy")
         # Projections may talk to other ranks.
@@ -247,7 +247,7 @@ class RestorePipeline:
         wanted = []
         for part in parts:
             layer = part.layers.start
-            if self._layers[layer].method == "hidden":
+            if self._layers[layer].arrives:
                 own_part = part._replace(page_ids=pages[part.pages])
                 size = len(own_part.page_ids) * self._layout.segment_bytes[layer]
                 shares = host_tensor((exchange.shares, size), torch.uint8, self._device)
@@ -284,7 +284,7 @@ class RestorePipeline:
         self._gather(self._memory, part.page_ids, offset, out.view(len(part.page_ids), -1))
 
     def _can_wait(self, layer: int) -> bool:
-        return self._layers[layer].method == "kv" or self._layers[layer].parking is not None
+        return self._layers[layer].copy is not None or self._layers[layer].parking is not None
 
     def _copy_part(
         self,

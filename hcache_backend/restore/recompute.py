@@ -92,7 +92,9 @@ class RecomputePass:
             return engine(store)
         if k is None or v is None:
             raise RecomputeRefused(f"layer {kernel.layer_id} has no K and V of its own")
-        if store:
+        if store and self._pool.latent:
+            engine(store)  # it puts latents together in ways of its own
+        elif store:
             k = k.reshape(-1, kernel.tp_k_head_num, kernel.qk_head_dim)
             v = v.reshape(-1, kernel.tp_v_head_num, kernel.v_head_dim)
             self._pool.store(kernel, self.slots, k, v)

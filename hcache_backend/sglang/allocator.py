@@ -1,58 +1,43 @@
-"""SGLang's allocator, with pages that eager restores may reserve.
+"""SGLang's allocator: pages that eager restores may reserve, and slots that capture hears of.
 
 Reserved device pages are out of the allocator's lists but count as available. Any allocation gets
-them, so admission and eviction go on as without reservations.
+them, so admission and eviction go on as without reservations. A slot that is allocated anew has no
+valid row until something fills it; also one of a page that was reserved.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
+from hcache_backend.capture.hooks import HiddenCapture
 from hcache_backend.host.loads import QueuedLoad
 from hcache_backend.prefetch.eager import EagerRestores
 
 
 class ReservablePages:
-    """Free pages of SGLang's allocator, some reserved; replaces methods of ``allocator``."""
+    """Free pages of SGLang's ``allocator``, some reserved; replaces its methods. ``capture`` hears
+    of all slots that are allocated."""
 
-    def __init__(self, allocator: PagedTokenToKVPoolAllocator) -> None:
+    def __init__(self, allocator: Any, capture: HiddenCapture | None = None) -> None:
         self.eager: EagerRestores | None = None  # reserves pages; None until it is set
         self.cache: Any = None  # the radix cache, whose pages can be evicted; None until known
         self.device = allocator.device
         self._allocator = allocator
+        self._capture = capture
         self._size: int = allocator.page_size
         self._load: QueuedLoad | None = None
-        self._available = allocator.available_size
+        self._available, self._clear = allocator.available_size, allocator.clear
         self._alloc = allocator.alloc
-        extend, decode, clear = allocator.alloc_extend, allocator.alloc_decode, allocator.clear
-        parameters = inspect.signature(extend)
-
-        def alloc_extend(*args: Any, **kwargs: Any) -> Any:
-            given = parameters.bind(*args, **kwargs).arguments
-            self._make_free(given["extend_num_tokens"] // self._size + len(given["seq_lens"]) + 1)
-            return extend(*args, **kwargs)
-
-        def alloc_decode(seq_lens: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            self._make_free(len(seq_lens))
-            return decode(seq_lens, *args, **kwargs)
-
-        def clear_all() -> None:
-            if self.eager is not None:
-                self.eager.all_freed()
-            clear()
-
-        allocator.available_size = self._available_size
+        allocator.available_size, allocator.clear = self._available_size, self._clear_all
         allocator.alloc = self._allocate
-        allocator.alloc_extend = alloc_extend
-        allocator.alloc_decode = alloc_decode
-        allocator.clear = clear_all
+        self._allocating("alloc_extend", lambda asked: asked["extend_num_tokens"] // self._size + 1)
+        self._allocating("alloc_decode", lambda asked: 0)
 
     @contextmanager
     def given_to(self, load: QueuedLoad) -> Iterator[None]:
@@ -83,19 +68,41 @@ class ReservablePages:
 
     # ---- the allocator's methods ----
 
-    def _available_size(self) -> int:
-        reserved = self.eager.pages if self.eager is not None else 0
-        return int(self._available()) + reserved * self._size
+    def _allocating(self, name: str, pages: Callable[[dict[str, Any]], int]) -> None:
+        """Wrap a method that gives slots to sequences: at most a page each, and ``pages``."""
+        original = getattr(self._allocator, name, None)
+        if original is None:
+            return
+        parameters = inspect.signature(original)
+
+        def allocate(*args: Any, **kwargs: Any) -> Any:
+            if self.eager is not None and self.eager.pages:
+                asked = parameters.bind(*args, **kwargs).arguments
+                self.eager.make_free(pages(asked) + len(asked["seq_lens"]))
+            return self._given(original(*args, **kwargs))
+
+        setattr(self._allocator, name, allocate)
 
     def _allocate(self, need_size: int) -> Any:
         load = self._load
         if load is not None and load.handed is None and self.eager is not None:
             assert need_size == len(load.host_pages) * self._size
             load.handed = self.eager.hand_out(load.host_pages)
-            return load.handed.slots if load.handed is not None else None
-        self._make_free(-(-need_size // self._size))
-        return self._alloc(need_size)
-
-    def _make_free(self, pages: int) -> None:
+            return self._given(load.handed.slots if load.handed is not None else None)
         if self.eager is not None and self.eager.pages:
-            self.eager.make_free(pages)
+            self.eager.make_free(-(-need_size // self._size))
+        return self._given(self._alloc(need_size))
+
+    def _given(self, slots: Any) -> Any:
+        if self._capture is not None and isinstance(slots, torch.Tensor):
+            self._capture.allocated(slots)
+        return slots
+
+    def _available_size(self) -> int:
+        reserved = self.eager.pages if self.eager is not None else 0
+        return int(self._available()) + reserved * self._size
+
+    def _clear_all(self) -> None:
+        if self.eager is not None:
+            self.eager.all_freed()
+        self._clear()

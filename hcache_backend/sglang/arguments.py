@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -29,6 +29,12 @@ def drafted_tokens(args: Any) -> int:
     return int((args.speculative_algorithm and args.speculative_num_draft_tokens) or 1)
 
 
+def packed_drafts(runner: Any) -> tuple[Any, ...]:
+    """SGLang's KV pools of draft layers that it packs behind the model's in host memory (MTP), one
+    layer each, with the slots of the model's pool."""
+    return tuple(getattr(runner, "mtp_draft_device_pools", ()))
+
+
 def drafts_trees(args: Any) -> bool:
     """True if speculative decoding verifies several drafts of a token at once."""
     if args.speculative_algorithm == "NGRAM":
@@ -44,17 +50,8 @@ def ranks_of_a_request(server_args: Any) -> int:
     return int(arguments.tp_size) // groups
 
 
-def decodes_for_others(server_args: Any) -> bool:
-    """True for a decode server of prefill/decode disaggregation, or one that may become so."""
-    return _may_be("decode", server_args)
-
-
-def sends_to_others(server_args: Any) -> bool:
-    """True for a prefill server of prefill/decode disaggregation, or one that may become so."""
-    return _may_be("prefill", server_args)
-
-
-def _may_be(role: str, server_args: Any) -> bool:
+def may_be(role: Literal["decode", "prefill"], server_args: Any) -> bool:
+    """True for a server in this role of prefill/decode disaggregation, or that may get it."""
     arguments = resolved(server_args)
     return bool(arguments.enable_pd_role_switch or arguments.disaggregation_mode == role)
 

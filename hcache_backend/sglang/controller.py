@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,22 +22,21 @@ from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCach
 from hcache_backend import metrics, streams
 from hcache_backend.arena import NOT_SETTLED, Ids
 from hcache_backend.capture.staging import StagedCapture
+from hcache_backend.checks.service import KVChecks
 from hcache_backend.config import ConfigError
 from hcache_backend.host.loads import LoadQueue, Prefix, QueuedLoad, TokenIds
-from hcache_backend.host.node_backups import NodeBackups
-from hcache_backend.host.page_layout import NodeLayouts
+from hcache_backend.host.node_backups import NodeBackups, NodeLayouts
 from hcache_backend.host.page_proofs import PageProofs
 from hcache_backend.prefetch.eager import batch_pages
 from hcache_backend.prefetch.eager_loads import EagerLoads, token_array
 from hcache_backend.prefetch.prefetch import Meeting, Recomputing
-from hcache_backend.ranks import smallest
+from hcache_backend.ranks import Part, Turn, smallest
 from hcache_backend.sglang.hook_registry import guarded
 from hcache_backend.sglang.host_pool import OwnPagesPool
+from hcache_backend.sglang.pipeline_stages import StagePages
 from hcache_backend.sglang.read_batches import BackAck, BatchedReads
 from hcache_backend.sglang.runtime import Runtime, current
-from hcache_backend.sglang.stage_pages import StagePages
-from hcache_backend.sglang.storage_threads import READ, note_arrival, note_waiting
-from hcache_backend.turn import Checks, Turn
+from hcache_backend.sglang.storage_threads import READ
 
 logger = logging.getLogger("hcache")
 
@@ -48,32 +48,32 @@ class OwnPagesController(HybridCacheController):
     """``write``, ``load`` and ``write_storage`` run on the scheduler thread; ``_page_*`` in
     HiCache's storage threads."""
 
-    def use_own_pages(
+    def __init__(
         self,
         runtime: Runtime,
         pool: OwnPagesPool,
         loads: LoadQueue,
         eager: EagerLoads | None,
         stages: StagePages,
-        kv_checks: Checks,
-        *,
+        kv_checks: KVChecks,
+        judge: Callable[[str], None],
+        *hicache: Any,
         capture: StagedCapture | None = None,
-        checks: Checks | None = None,
-        pairs: NodeLayouts | None = None,
+        checks: Part | None = None,
+        layouts: NodeLayouts | None = None,
+        **arguments: Any,
     ) -> None:
-        """Give the controller its parts; called once, before the first request. ``capture`` fills
-        hidden states, which ``checks`` checks; None: pages hold K and V only. ``pairs`` chooses
-        the layouts of nodes."""
+        """``capture`` fills hidden states, which ``checks`` checks; None: pages hold K and V only.
+        ``layouts`` chooses those of nodes. ``judge`` is called on all ranks, with its name, if an
+        L3 other than our store is attached. The other arguments are SGLang's."""
         self._runtime = runtime
         self._pool = pool
         self._loads = loads
-        self.governor = None if eager is None else eager.governor
         self.eager = eager
         self._stages = stages
         self._kv_checks = kv_checks
+        self._judge = judge
         self._capture = capture
-        self._checks = checks
-        self._pairs = pairs
         self._proofs = PageProofs(
             runtime,
             pool.arena,
@@ -81,35 +81,35 @@ class OwnPagesController(HybridCacheController):
             captured=capture is not None,
             positions=int(runtime.runner.model_config.context_len),
         )
-        self._tree: Any = None
         self._writing = False
-        self._backups = NodeBackups(
-            pool, capture, pairs, self._agreed, self._ended, alone=stages.alone
-        )
+        self._backups = NodeBackups(pool, capture, layouts, self, alone=stages.alone)
         if capture is not None and not stages.alone:
             capture.ledger.without_results = _STAGED_PASSES
-        pool.frees_duplicates = lambda: self.write_policy == "write_back"
+        parts = (eager, self._backups, checks, kv_checks)
+        self._parts: list[Part] = [part for part in parts if part is not None]
         self._batches: BatchedReads | None = None
         if eager is not None:
-            self._batches = BatchedReads(self.page_size, self._report, note_waiting)
+            self._batches = BatchedReads(pool.page_size, self._report, runtime.l3.waited)
         self._prefix: Prefix = _unknown
         self._token_ids: TokenIds = _unknown
         self._never_loaded = False  # True: host pages that no load can use are to be evicted
-        self.plain_prompt = False  # token ids are all input of the request that is being received
+        super().__init__(*hicache, **arguments)
 
     def attach_storage_backend(self, storage_backend: str, *args: Any, **kwargs: Any) -> None:
         # SGLang's own zero-copy backends name two values a page, for K and V: they get halves.
-        pool = self.mem_pool_host.anchor_entry.host_pool  # also while SGLang constructs us
-        pool.pieces_per_page = 1 if storage_backend == "dynamic" else 2
+        self._pool.pieces_per_page = 1 if storage_backend == "dynamic" else 2
         super().attach_storage_backend(storage_backend, *args, **kwargs)
-        if self._storage_verifies():
+        if self._storage_verifies:
             return
         try:
-            for judge in current().on_other_l3:
-                judge(storage_backend)
+            self._judge(storage_backend)
         except ConfigError:  # on every rank
             self.detach_storage_backend()
             raise
+
+    def _generate_storage_config(self, *args: Any, **kwargs: Any) -> Any:
+        # Each rank has latents of tokens of its own: SGLang would store those of the first alone.
+        return replace(super()._generate_storage_config(*args, **kwargs), is_mla_model=False)
 
     def detach_storage_backend(self) -> None:
         super().detach_storage_backend()
@@ -118,43 +118,23 @@ class OwnPagesController(HybridCacheController):
     def reset(self) -> None:
         super().reset()
         self._loads.forget()
-        if self.eager is not None:
-            self.eager.give_back()
-        self._backups.clear()
-        self._kv_checks.forget()
-        if self._checks is not None:
-            self._checks.forget()
-        if self._pairs is not None:
-            self._pairs.forget()
+        for part in self._parts:
+            part.forget()
 
-    def begin_turn(self, cache: Any, turn: Turn) -> None:
-        """Add our part to a scheduler's turn, after HiCache's; ``cache`` is its radix cache."""
-        if self.eager is not None:
-            self.eager.governor.look()
-            self.eager.begin_turn(cache, turn)
-        if self._pairs is not None:
-            self._tree = cache.tree_core
-            self._pairs.look(turn)
-        if self._checks is not None:
-            self._checks.ask(turn)
-        self._kv_checks.ask(turn)
+    def begin_turn(self, turn: Turn) -> None:
+        """Add our part to a scheduler's turn, after HiCache's."""
+        for part in self._parts:
+            part.ask(turn)
 
-    def end_turn(self, cache: Any) -> None:
+    def end_turn(self, turn: Turn) -> None:
         """Act on the values that the ranks have agreed on."""
-        if self.eager is not None:
-            self.eager.end_turn()
-        if self._backups.settle_when_idle():
-            self.start_writing()
-        if self._pairs is not None and self._pairs.answered():
-            self.start_writing()
-        if self._checks is not None:
-            self._checks.hear()
-        self._kv_checks.hear()
+        for part in self._parts:
+            part.hear()
         self._stages.talk()
         if self._never_loaded or (self._kv_checks.failed and self._stages.alone):
             # A node whose load is refused stays a hit for HiCache. It would be a miss for ever and
             # hide its copy in L3. HiCache cannot remove one node, so all that are in L2 only go.
-            cache.evict_host(self._pool.size)
+            turn.cache.evict_host(self._pool.size)
             self._never_loaded = False
 
     # ---- indices ----
@@ -196,8 +176,8 @@ class OwnPagesController(HybridCacheController):
         if self._writing:
             return  # not within ``write``: K and V must go to the pages of an exchange
         # HiCache waits for a write-back on the spot.
-        tree = self._tree if self.write_policy != "write_back" else None
-        launched = self._backups.launch(tree, self.write_queue)
+        may_wait = self.write_policy != "write_back"
+        launched = self._backups.launch(self.write_queue, may_wait=may_wait)
         for host_pages in launched:
             self._stages.backed_up(host_pages)
         later = self.write_queue[len(launched) :]
@@ -210,8 +190,7 @@ class OwnPagesController(HybridCacheController):
         super().start_writing()
         self.write_queue.extend(later)
 
-    def _ended(self) -> str | None:
-        """Reason why nothing is backed up any more, or None."""
+    def ended(self) -> str | None:
         if self._capture is None:
             failed = self._kv_checks.failed and self._stages.alone
             return "self-check failed" if failed else None
@@ -219,7 +198,7 @@ class OwnPagesController(HybridCacheController):
             return "self-check failed"
         return "capture broke" if self._capture.ledger.broken is not None else None
 
-    def _agreed(self, *fine: int) -> list[int]:
+    def agreed(self, *fine: int) -> list[int]:
         """Smallest values over all ranks; at most 0 if a rank lost its trust: then this one does,
         too."""
         *agreed, trusted = smallest(self.tp_group, *fine, self._trusted)
@@ -262,24 +241,31 @@ class OwnPagesController(HybridCacheController):
             return None
         device_indices = ask() if self.eager is None else self.eager.load(load, ask)
         if device_indices is not None:
-            self._queued(load, device_indices)
+            if self._capture is not None:
+                self._capture.ledger.loaded(device_indices, host_pages)
+            self._loads.add(load, device_indices)
         return device_indices
 
     def _planned(self, host_pages: Ids) -> QueuedLoad | None:
         """A load of ``host_pages`` (int64 ``[pages]``), or None: a miss on every rank. A page may
         be of other weights, or lack layers that cannot be recomputed."""
         layers, problem, load = self._pool.layer_num, None, None
-        own = self._depths(host_pages)
+        if self._capture is not None:
+            self._capture.ledger.settle(wait=False)
+        own, needed = self._pool.depth(host_pages), host_pages
+        if self.eager is not None:
+            prepared = self.eager.prepared(host_pages)
+            own[prepared], needed = 0, host_pages[~prepared]
         self._stages.talk()
         if (own == NOT_SETTLED).any():
             problem = "unsettled"
-        elif not self._proofs.may_project(self._unprepared(host_pages)):
+        elif not self._proofs.may_project(needed):
             problem = "stale_host_page"
         elif not self._stages.have(host_pages):
             problem = "another_stage"
         depths = np.where(own == NOT_SETTLED, layers + 1, own)
         told = (-depths).tolist()
-        *told, fine, may_come = self._agreed(*told, problem is None, problem != "stale_host_page")
+        *told, fine, may_come = self.agreed(*told, problem is None, problem != "stale_host_page")
         if fine:
             depths = -np.array(told, np.int64)
             load = self._loads.plan(host_pages, depths, self._prefix, self._token_ids)
@@ -301,24 +287,6 @@ class OwnPagesController(HybridCacheController):
             self._runtime.lose_trust("a page is not what the first pipeline stage took it for")
         return load or QueuedLoad(host_pages)
 
-    def _depths(self, host_pages: Ids) -> Ids:
-        """Depths of ``host_pages`` on this rank, int64 ``[p]`` each; 0 if prepared for a load."""
-        if self._capture is not None:
-            self._capture.ledger.settle(wait=False)
-        depths = self._pool.depth(host_pages)
-        if self.eager is not None:
-            depths[self.eager.prepared(host_pages)] = 0
-        return depths
-
-    def _unprepared(self, host_pages: Ids) -> Ids:
-        prepared = None if self.eager is None else self.eager.prepared(host_pages)
-        return host_pages if prepared is None else host_pages[~prepared]
-
-    def _queued(self, load: QueuedLoad, device_indices: torch.Tensor) -> None:
-        if self._capture is not None:
-            self._capture.ledger.loaded(device_indices, load.host_pages)
-        self._loads.add(load, device_indices)
-
     # ---- host -> storage ----
 
     def write_storage(self, host_indices: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -331,20 +299,16 @@ class OwnPagesController(HybridCacheController):
         return super().write_storage(host_indices, *args, **kwargs)
 
     def _page_backup(self, operation: Any) -> Any:
-        sealed = 0
+        sealed, before = 0, operation.prefix_keys
         with metrics.harmless("backup", "pages of a node are not stored"):  # a thread of SGLang's
-            sealed = self._seal(operation)
+            sealed = self._proofs.seal(
+                self._pool.page_ids(operation.host_indices),
+                operation.hash_value,
+                token_array(operation.token_ids),
+                None if before is None else len(before) * self.page_size,
+            )
         operation.hash_value = operation.hash_value[:sealed]
         return super()._page_backup(operation)
-
-    def _seal(self, operation: Any) -> int:
-        before = operation.prefix_keys
-        return self._proofs.seal(
-            self._pool.page_ids(operation.host_indices),
-            operation.hash_value,
-            token_array(operation.token_ids),
-            None if before is None else len(before) * self.page_size,
-        )
 
     # ---- storage -> host ----
 
@@ -368,28 +332,26 @@ class OwnPagesController(HybridCacheController):
         read in order. The same of the two on all ranks."""
         store = self.page_get_func == self._page_get_zero_copy and self.storage_backend
         alike = getattr(store, "reads_any_page_alike", False)
-        if not alike or not self.plain_prompt or self.eager is None:
+        if not alike or not self._runtime.prefetches.plain or self.eager is None:
             return None
         return self.eager.seconds_to_recompute if self.eager.recomputes_pages else None
 
     def _page_transfer(self, operation: Any) -> Any:
-        transfer = partial(super()._page_transfer, operation)
         if self._batches is None or self.page_get_func != self._page_get_zero_copy:
-            return transfer()
-        if self._runtime.prefetches.of(operation).meeting is not None:
-            return guarded(READ)(OwnPagesController.transfer_from_back, self, operation)
-        return self._batches.transfer(operation, transfer)
+            return super()._page_transfer(operation)
+        return guarded(READ)(OwnPagesController.read_in_batches, self, operation)
 
-    def transfer_from_back(self, operation: Any) -> None:
-        """Read a prefetch from its last page to the front that is recomputed."""
+    def read_in_batches(self, operation: Any) -> None:
+        """Read a prefetch, in order or from its last page to the front that is recomputed."""
+        assert self._batches is not None and self.eager is not None
         meeting = self._runtime.prefetches.of(operation).meeting
-        assert meeting is not None and self._batches is not None and self.eager is not None
         self._read_drafts(operation)
-        self._batches.transfer_from_back(self._read_pages, operation, meeting, self.eager.until_met)
-        self._page_transfer_sidecar(operation, 0)  # SGLang's report of other pools
+        how = meeting, self.eager.until_met
+        there = self._batches.transfer(self._page_get_zero_copy, operation, *how)
+        self._page_transfer_sidecar(operation, there)  # SGLang's report of other pools
 
     def _read_drafts(self, operation: Any) -> None:
-        """Read the draft model's pages of a whole hit: the recomputed front has no K and V of the
+        """Read the draft model's pages of a whole hit: a recomputed front has no K and V of the
         draft. A missing page costs accepted drafts, and no token."""
         keys, before = operation.hash_value, list(operation.prefix_keys or ())
         pools = [
@@ -413,56 +375,38 @@ class OwnPagesController(HybridCacheController):
         if isinstance(ack, BackAck):
             ack.reduce(partial(self._all_reduce, groups=self.prefetch_completion_sync_groups))
 
-    def _page_get_zero_copy(self, operation: Any, hash_values: Any, *args: Any) -> int:
-        if self._batches is None:
-            return self._read_pages(operation, hash_values, *args)
-        return self._batches.read(self._read_pages, operation, hash_values, *args)
+    def _page_get_zero_copy(self, *args: Any) -> int:
+        return self._got(super()._page_get_zero_copy, *args)
 
-    def _read_pages(
-        self, operation: Any, hash_values: Any, host_indices: torch.Tensor, *others: Any
-    ) -> int:
-        read = partial(super()._page_get_zero_copy, operation, hash_values, host_indices, *others)
-        return self._got(read, operation, hash_values, host_indices)
-
-    def _generic_page_get(
-        self, operation: Any, hash_values: Any, host_indices: torch.Tensor, *others: Any
-    ) -> int:
-        read = partial(super()._generic_page_get, operation, hash_values, host_indices, *others)
-        return self._got(read, operation, hash_values, host_indices)
+    def _generic_page_get(self, *args: Any) -> int:
+        return self._got(super()._generic_page_get, *args)
 
     def _got(
         self,
-        read: Callable[[], int],
+        read: Callable[..., int],
         operation: Any,
         hash_values: Sequence[str],
         host_indices: torch.Tensor,
+        *others: Any,
     ) -> int:
+        """Number of pages that ``read`` brings and that the radix tree asked for."""
         with metrics.harmless("read", "pages of L3 are a miss"):  # a thread of SGLang's
-            host_pages = self._expect(host_indices)
-            proven = self._proven_pages(operation, hash_values, host_pages, read())
-            note_arrival(self, proven)
+            host_pages = self._pool.page_ids(host_indices)
+            self._pool.arena.expect(host_pages)
+            self._stages.brought(host_pages)
+            got = read(operation, hash_values, host_indices, *others)
+            # With buffer_only, `hash_value` loses pages that the device has got meanwhile.
+            first = operation.all_hash_values.index(hash_values[0]) if hash_values else 0
+            tokens = token_array(operation.token_ids)[first * self.page_size :]
+            ids, verified = host_pages[:got], self._storage_verifies
+            proven = self._proofs.proven(ids, hash_values, tokens, verified=verified)
+            self._runtime.l3.arrived(proven * self.page_size)
             return proven
         return 0
 
-    def _expect(self, host_indices: torch.Tensor) -> Ids:
-        """Host pages that L3 is about to fill, int64 ``[pages]``."""
-        host_pages = self._pool.page_ids(host_indices)
-        self._pool.arena.expect(host_pages)
-        self._stages.brought(host_pages)
-        return host_pages
-
+    @property
     def _storage_verifies(self) -> bool:
         return getattr(self.storage_backend, "verifies_segments", False)
-
-    def _proven_pages(
-        self, operation: Any, hash_values: Sequence[str], host_pages: Ids, got: int
-    ) -> int:
-        """Number of the first ``got`` pages that are those the radix tree asked for."""
-        # With buffer_only, `hash_value` loses pages that the device has got meanwhile.
-        first = operation.all_hash_values.index(hash_values[0]) if hash_values else 0
-        tokens = token_array(operation.token_ids)[first * self.page_size :]
-        verified = self._storage_verifies()
-        return self._proofs.proven(host_pages[:got], hash_values, tokens, verified=verified)
 
 
 def _unknown() -> None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import enum
 import functools
-import importlib
 import logging
-import weakref
+import pkgutil
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -36,39 +35,36 @@ class Hook(NamedTuple):
 
 
 def install(hooks: list[Hook]) -> str | None:
-    """Register and apply ``hooks``; returns a message about missing ones, or None. SGLang only logs
-    a hook that cannot be applied, so each one is looked up afterwards."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    for hook in hooks:
-        if not _is_applied(hook):
-            HookRegistry.register(hook.target, guarded(hook), HookType.AROUND)
-    HookRegistry.apply_hooks()
-    for hook in hooks:
-        if not _is_applied(hook) and hook.target in HookRegistry._patched:
-            # The registry patches a target once: an earlier hook, ours or another plugin's, has it.
-            HookRegistry._apply_target(hook.target, [(HookType.AROUND, guarded(hook), None)])
-    missing = [hook.target for hook in hooks if not _is_applied(hook)]
+    """Put ``hooks`` around SGLang's functions, each once; returns a message about missing ones, or
+    None. SGLang's own registry would look at every name of every module for each hook."""
+    missing = [hook.target for hook in hooks if not _put_around(hook)]
     return f"SGLang has no place for the hooks on {', '.join(missing)}" if missing else None
 
 
-class _Original:
-    """SGLang's function as a hook calls it; remembers its result or error."""
+def hooks_on(function: object) -> tuple[Callable[..., Any], ...]:
+    """Our hooks around a function, also within wrappers of other plugins."""
+    found: tuple[Callable[..., Any], ...] = getattr(function, "hcache_hooks", ())
+    return found
 
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.__wrapped__ = function  # hooks ask for its signature
-        self.returned = False
-        self.result: Any = None
-        self.error: BaseException | None = None
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        try:
-            self.result = self.__wrapped__(*args, **kwargs)
-        except BaseException as error:
-            self.error = error
-            raise
-        self.returned = True
-        return self.result
+def _put_around(hook: Hook) -> bool:
+    path, _, name = hook.target.rpartition(".")
+    try:
+        owner = pkgutil.resolve_name(path)
+        original = getattr(owner, name)
+    except (ImportError, AttributeError):
+        return False
+    around, others = guarded(hook), hooks_on(original)
+    if around in others:
+        return True
+
+    @functools.wraps(original)
+    def hooked(*args: Any, **kwargs: Any) -> Any:
+        return around(original, *args, **kwargs)
+
+    vars(hooked)["hcache_hooks"] = (*others, around)
+    setattr(owner, name, hooked)
+    return True
 
 
 @functools.cache
@@ -80,14 +76,24 @@ def guarded(hook: Hook) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        call = _Original(original)
+        results, errors = list[Any](), list[Exception]()
+
+        def noted(*given: Any, **named: Any) -> Any:
+            try:
+                results.append(original(*given, **named))
+            except Exception as error:
+                errors.append(error)
+                raise
+            return results[-1]
+
+        vars(noted)["__wrapped__"] = original  # hooks ask for its signature
         try:
-            return function(call, *args, **kwargs)
+            return function(noted, *args, **kwargs)
         except OutOfStep:
             raise
         except Exception as error:
-            if call.error is not None:
-                raise call.error from None
+            if errors:
+                raise errors[-1] from None
             metrics.PROBLEMS.count("hook")
             if type(error) not in reasons:
                 reasons.add(type(error))
@@ -98,43 +104,6 @@ def guarded(hook: Hook) -> Callable[..., Any]:
                 )
             if hook.on_error is OnError.END_L3:
                 current().cannot_restore(f"the hook on {hook.target} failed: {error!r}")
-        return call.result if call.returned else original(*args, **kwargs)
+        return results[-1] if results else original(*args, **kwargs)
 
     return around
-
-
-def _owner(target: str) -> Any:
-    module_path, owner_name, _ = target.rsplit(".", 2)
-    try:
-        return getattr(importlib.import_module(module_path), owner_name, None)
-    except ImportError:
-        return None
-
-
-def _resolve(target: str) -> Any:
-    return getattr(_owner(target), target.rpartition(".")[2], None)
-
-
-def _is_applied(hook: Hook) -> bool:
-    function = _resolve(hook.target)
-    while function is not None:
-        cells = getattr(function, "__closure__", None) or ()
-        if any(cell.cell_contents is guarded(hook) for cell in cells):
-            return True
-        function = getattr(function, "__wrapped__", None)
-    return False
-
-
-class Results:
-    """Values of ours that belong to results of SGLang's, which are not hashable; gone with them."""
-
-    def __init__(self) -> None:
-        self._values: dict[int, Any] = {}
-
-    def add(self, result: Any, value: Any) -> None:
-        self._values[id(result)] = value
-        weakref.finalize(result, self._values.pop, id(result), None).atexit = False
-
-    def of(self, result: Any) -> Any:
-        """None if there is none."""
-        return self._values.get(id(result))

@@ -7,33 +7,23 @@ from __future__ import annotations
 
 import logging
 
-from hcache_backend.sglang import model_runner, radix_cache, storage_threads
-from hcache_backend.sglang.hook_registry import Hook, OnError, install
-from hcache_backend.sglang.prefill_server import before_sending_prefix
+from hcache_backend.sglang import disaggregation, model_runner, radix_cache, storage_threads
+from hcache_backend.sglang.hook_registry import install
 from hcache_backend.sglang.scheduler import BATCH, COMPUTED, RECEIVED, REQUEST
-from hcache_backend.sglang.sent_weights import after_metadata, before_commit
 
 logger = logging.getLogger("hcache")
 
-_DISAGGREGATION = "sglang.srt.disaggregation."
-SEND_PREFIX = Hook(
-    _DISAGGREGATION + "prefill.SchedulerDisaggregationPrefillMixin.maybe_send_cached_prefix_chunk",
-    before_sending_prefix,
-)
-METADATA = Hook(_DISAGGREGATION + "utils.MetadataBuffers.set_buf", after_metadata)
-RECEIVED_PROMPT = Hook(
-    _DISAGGREGATION + "decode.DecodeTransferQueue._commit_transfer_to_req",
-    before_commit,
-    OnError.END_L3,
-)
-
 HIDDEN = [model_runner.ATTENTION, model_runner.FORWARD]
+EXCHANGE = [model_runner.FORWARD]  # of latents between ranks
 # attention, the slots of a prefix, other uses of the GPU
 RECOMPUTE = [model_runner.ATTENTION, radix_cache.LOAD_BACK, RECEIVED]
 # HiCache's turn in every turn of the scheduler, and its reports
 OWN_PAGES = [radix_cache.TURN, radix_cache.DRAIN]
-# L3 hears of used pages in L1 and L2, gets them, or hears that it will not
+# L3 hears of used pages in L1 and L2, gets them, or hears that it will not; waiting requests keep
+# theirs
 USES = [
+    radix_cache.DRAIN,
+    BATCH,
     radix_cache.BACKED_UP,
     radix_cache.TURN,
     radix_cache.STOPPING,
@@ -53,12 +43,13 @@ HITS = [
     storage_threads.READ,
     storage_threads.READ_BATCH,
 ]
-PREFILL_SERVER = [SEND_PREFIX, METADATA]  # hold back early sends, and send the weights' digest
-DECODE_SERVER = [RECEIVED_PROMPT]  # keeps K and V of other servers' weights out of L3
-WEIGHTS = [
-    *model_runner.WEIGHTS,
-    model_runner.RESET,
-]  # keep pages of other weights away; in both modes
+EVENTS = [radix_cache.EVENTS, storage_threads.BACKUP]  # what L3 stores and evicts
+# hold back early sends, and send the weights' digest
+PREFILL_SERVER = [disaggregation.SEND_PREFIX, disaggregation.METADATA]
+# keeps K and V of other servers' weights out of L3
+DECODE_SERVER = [disaggregation.RECEIVED_PROMPT]
+# keep pages of other weights away; in both modes
+WEIGHTS = [*model_runner.WEIGHTS, model_runner.RESET]
 ADAPTERS = [REQUEST]  # keeps pages of adapters from requests that only name them
 LATE_WEIGHTS = [model_runner.LATE_WEIGHTS]  # the weights arrive after ``load_model`` has returned
 

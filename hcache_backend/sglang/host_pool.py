@@ -77,10 +77,9 @@ class OwnPagesPool(HostKVCache):
         self._stamp = stamp
         self._keeps_unfit = keeps_unfit
         self._capture: StagedCapture | None = None
-        # True if HiCache frees pages of tokens that are still on the device.
-        self.frees_duplicates: Callable[[], bool] = lambda: True
+        self._frees_duplicates = True
         self.layer_num = len(page_layout.segment_bytes)
-        self.target_layer_num = self.layer_num
+        self.target_layer_num = self.layer_num - len(kv.drafts)
         self._pages = pages
         self._kv = kv
         self._saved: list[_Saved] = []
@@ -118,10 +117,18 @@ class OwnPagesPool(HostKVCache):
         )
         assert self.page_num == pages.host
 
-    def use(self, loads: LoadQueue, capture: StagedCapture | None = None) -> None:
-        """Give the pool its queue of loads and, if layers are captured, the capture."""
+    def use(
+        self,
+        loads: LoadQueue,
+        capture: StagedCapture | None = None,
+        *,
+        frees_duplicates: bool = True,
+    ) -> None:
+        """Give the pool its queue of loads and, if layers are captured, the capture.
+        ``frees_duplicates``: HiCache frees pages of tokens that are still on the device."""
         self._loads = loads
         self._capture = capture
+        self._frees_duplicates = frees_duplicates
 
     # ---- sizes and memory ----
 
@@ -171,7 +178,7 @@ class OwnPagesPool(HostKVCache):
         if self._capture is None:
             self.arena.host_dropped(host_pages)
         else:
-            self._capture.host_freed(host_pages, duplicates=self.frees_duplicates())
+            self._capture.host_freed(host_pages, duplicates=self._frees_duplicates)
 
     def clear(self) -> None:
         ends = [self._backed_up] if self._backed_up is not None else []
@@ -277,13 +284,14 @@ class OwnPagesPool(HostKVCache):
         *,
         is_draft: bool = False,
     ) -> None:
-        """Restore whole pages: the first layer launches all layers of all queued loads."""
-        assert self._loads is not None and not is_draft
+        """Restore whole pages: the first layer launches all layers of all queued loads. SGLang asks
+        for draft layers between those of the model."""
+        assert self._loads is not None
         if layer_id == 0:
             self._restores = self._loads.launch(device_indices)
         for restore in self._restores:
             restore.wait_for_layer(layer_id)
-        if layer_id == self.layer_num - 1:
+        if layer_id == self.target_layer_num - 1:
             for told in self.on_loaded:
                 told(self.page_ids(host_indices), device_indices)
             self._loads.count_finished()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from hcache_backend.projection.generic import ProjectionBatch, ProjectionReached
@@ -63,10 +64,13 @@ def _attend_again(
 def _capture_forward(
     original: Callable[..., Any], runner: Any, forward_batch: Any, *a: Any, **kw: Any
 ) -> Any:
-    capture = getattr(runner, "hcache_capture", None)
-    if capture is None:
-        return original(runner, forward_batch, *a, **kw)
-    return capture.forward(forward_batch, lambda: original(runner, forward_batch, *a, **kw))
+    runtime, run = current(), partial(original, runner, forward_batch, *a, **kw)
+    capture, order = runtime.forwards.capture, runtime.forwards.order
+    if runner is not runtime.runner:  # of a draft model
+        return run()
+    if order is not None:
+        order.forward_begins()
+    return run() if capture is None else capture.forward(forward_batch, run)
 
 
 def _around_weight_update(original: Callable[..., Any], updater: Any, *a: Any, **kw: Any) -> Any:

@@ -1,20 +1,31 @@
-"""Forward passes through SGLang's own batch objects, without scheduler or prefix cache, before
-anything is served: they overwrite the KV pool. All ranks take part in each."""
+"""Forward passes without scheduler or prefix cache: through SGLang's own batch objects before
+anything is served, and recomputations.
+
+The former overwrite the KV pool, and all ranks take part in each.
+"""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
+from sglang.srt.distributed import parallel_state
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode, PPProxyTensors
+from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
 from hcache_backend.checks.probe import Observation, Passed, is_quantised, probe_tokens
-from hcache_backend.ranks import Refused, on_all_ranks
-from hcache_backend.sglang.arguments import page_size
+from hcache_backend.projection.paged_pool import PagedPool
+from hcache_backend.ranks import Refused, smallest
+from hcache_backend.restore.recompute import RecomputePass, Recomputer
+from hcache_backend.sglang.arguments import NO_REQUEST, page_size, resolved
 from hcache_backend.sglang.compat import set_extend_range
+from hcache_backend.streams import Stream, current_stream, of, to_device
 
 
 @torch.no_grad()
@@ -74,7 +85,7 @@ def prefill_and_decode(runner: Any, tokens: int, ranks: Any, *, graphs: bool) ->
                     problem = error
                 finally:
                     stages.pass_on()
-                (fine,) = on_all_ranks(ranks, problem is None)
+                [fine] = smallest(ranks, problem is None)
                 if not fine and problem is None:
                     problem = Refused("another tensor-parallel rank failed in a forward pass")
     finally:
@@ -89,12 +100,13 @@ def prefill_and_decode(runner: Any, tokens: int, ranks: Any, *, graphs: bool) ->
 
 def attention_modules(model: torch.nn.Module, layers: int) -> list[Observation]:
     """The attention modules of ``model``, in order. Raises Refused if they are not ``layers``, as
-    the KV pool has, numbered one after the other."""
+    the KV pool has, numbered one after the other. Modules of MLA have several attention objects:
+    the first one stands for all."""
     from sglang.srt.layers.linear import LinearBase
     from sglang.srt.layers.radix_attention import RadixAttention
 
     modules = dict(model.named_modules())
-    found: list[Observation] = []
+    known: dict[tuple[int, str], Observation] = {}
     for path, kernel in modules.items():
         if not isinstance(kernel, RadixAttention):
             continue
@@ -110,8 +122,9 @@ def attention_modules(model: torch.nn.Module, layers: int) -> list[Observation]:
             for part, module in modules[layer].named_modules()
             if is_quantised(module)
         }
-        found.append(Observation(name, modules[name], kernel, linears, quantised))
-    found.sort(key=lambda seen: seen.kernel.layer_id)
+        seen = Observation(name, modules[name], kernel, linears, quantised)
+        known.setdefault((kernel.layer_id, name), seen)
+    found = [known[key] for key in sorted(known)]
     ids = [seen.kernel.layer_id for seen in found]
     if not found or ids != list(range(ids[0], ids[0] + len(ids))):
         raise Refused(f"the attention layers of the model are numbered {ids}")
@@ -169,8 +182,6 @@ def prepare_decode(batch: Any, token_ids: Sequence[int]) -> None:
 
 def forward_batch(runner: Any, batch: Any) -> Any:
     """SGLang's ForwardBatch of the next step of ``batch``."""
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-
     return ForwardBatch.init_new(batch, runner, return_hidden_states_before_norm=False)
 
 
@@ -200,8 +211,6 @@ class _Stages:
     """Data between pipeline stages in a pass; the first and the only one receive none."""
 
     def __init__(self) -> None:
-        from sglang.srt.distributed import parallel_state
-
         self._group = parallel_state.get_pp_group()
         self._outcome: Any = None
         # Before anything can fail: the stage before this one waits until it is received.
@@ -215,8 +224,6 @@ class _Stages:
         return slots
 
     def _input(self) -> Any:
-        from sglang.srt.model_executor.forward_batch_info import PPProxyTensors
-
         if self._received is None:
             return None
         if not self._received:
@@ -238,3 +245,65 @@ def _without_prefill_graphs(runner: Any) -> Iterator[None]:
         yield
     finally:
         runner.prefill_cuda_graph_runner = graphs
+
+
+# ---- recomputations ----
+
+
+class RecomputeBatch(ForwardBatch):
+    """Marks a recomputation: our hook on attention asks ``asked`` first."""
+
+    asked: RecomputePass
+
+
+def forward_stream(runner: Any) -> Stream:
+    """SGLang's stream of forward passes: the scheduler's without overlap and pipeline stages.
+    Called on the scheduler thread."""
+    args = resolved(runner.server_args)
+    if args.disable_overlap_schedule and args.pp_size == 1:
+        return current_stream(runner.device)
+    return of(runner.forward_stream)
+
+
+def make_recomputer(runner: Any, kvcache: Any, chunk_tokens: int) -> Recomputer:
+    """The :class:`Recomputer` of the model of SGLang's ``runner``. Attention is planned as SGLang
+    plans it before each pass, so its next pass does not see this plan. Inputs are written on the
+    stream of forward passes, and the host waits for nothing."""
+
+    def forward(token_ids: torch.Tensor, positions: torch.Tensor, asked: RecomputePass) -> object:
+        seen, tokens, device = len(asked.keys), len(token_ids), token_ids.device
+        lengths = np.array([seen, seen - tokens, tokens, 0], np.int32)
+        all_, before, new, start = to_device(lengths, device).split(1)
+        # Other fields keep their defaults: the batch uses no optional feature.
+        batch = RecomputeBatch(
+            forward_mode=ForwardMode.EXTEND,
+            batch_size=1,
+            input_ids=token_ids,
+            req_pool_indices=torch.full((1,), NO_REQUEST, dtype=torch.int64, device=device),
+            seq_lens=all_.to(torch.int64),
+            seq_lens_cpu=torch.tensor([seen]),
+            out_cache_loc=asked.slots,
+            seq_lens_sum=seen,
+            positions=positions,
+            extend_num_tokens=tokens,
+            extend_seq_lens=new,
+            extend_seq_lens_cpu=[tokens],
+            extend_prefix_lens=before,
+            extend_prefix_lens_cpu=[seen - tokens],
+            extend_start_loc=start,
+        )
+        batch.asked = asked
+        backend = runner.attn_backend
+        row = runner.req_to_token_pool.req_to_token[NO_REQUEST, :seen]
+        row.copy_(asked.keys)
+        try:
+            # Some models ask the context for the pool. Nothing else runs the model meanwhile.
+            with forward_context(ForwardContext(attn_backend=backend)):
+                backend.init_forward_metadata(batch)
+                return runner.model.forward(token_ids, positions, batch)
+        finally:
+            row.zero_()
+
+    pool, stream = PagedPool(kvcache), partial(forward_stream, runner)
+    first, layers = kvcache.start_layer, kvcache.layer_num
+    return Recomputer(forward, pool, first, chunk_tokens, stream, layers)

@@ -5,17 +5,17 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from hcache_backend import metrics
 from hcache_backend.prefetch.eager_loads import is_on_device
-from hcache_backend.prefetch.gate import HitGate
-from hcache_backend.prefetch.prefetch import Prefetch
+from hcache_backend.prefetch.gate import harmless
+from hcache_backend.ranks import Turn
+from hcache_backend.sglang import waiting
 from hcache_backend.sglang.arguments import is_plain
 from hcache_backend.sglang.hook_registry import Hook, OnError
 from hcache_backend.sglang.runtime import current
-from hcache_backend.sglang.storage_threads import gate_of, harmless, pages_per_report
-from hcache_backend.turn import Said, Turn
+from hcache_backend.sglang.storage_threads import gate_of, pages_per_report
 
 _CACHE = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache."
 
@@ -25,75 +25,28 @@ _CACHE = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache."
 
 def around_turn(original: Callable[..., Any], cache: Any, *a: Any, **kw: Any) -> Any:
     """Around ``check_hicache_events``, in each turn of the scheduler: HiCache's part, then ours."""
-    controller, l3, turn = getattr(cache, "cache_controller", None), our_l3(cache), Turn()
+    gate, l3, turn = gate_of(cache), our_l3(cache), Turn(cache)
+    controller = getattr(cache, "cache_controller", None)
     ours = controller if hasattr(controller, "begin_turn") else None
     if ours is not None:
         cache.hicache_storage_pass_prefix_keys = True  # they give a node's place in its sequence
+    with harmless():
+        waiting.left()
     result = original(cache, *a, **kw)
-    asked = ask_to_end(cache, turn)
+    with harmless():
+        waiting.fetched(cache)
+    if gate is not None:
+        gate.ask(turn)
     if ours is not None:
-        ours.begin_turn(cache, turn)
+        ours.begin_turn(turn)
     turn.agree(cache._all_reduce_attn_groups)
-    end_prefetches(asked)
+    if gate is not None:
+        gate.hear()
     if ours is not None:
-        ours.end_turn(cache)
+        ours.end_turn(turn)
     if l3 is not None:
         l3.backups.put_heads(cache)
     return result
-
-
-class Ending(NamedTuple):
-    """``said``: for each prefetch, True if it goes on on this rank; last, True if L3 is in time."""
-
-    gate: HitGate
-    operations: list[Any]
-    said: Said
-
-
-def ask_to_end(cache: Any, turn: Turn) -> Ending | None:
-    """Ask which prefetches end. Every rank calls it in the same turns, with the same prefetches."""
-    gate = gate_of(cache)
-    if gate is None:
-        return None
-    operations = [info.operation for info in cache.ongoing_prefetch.values()]
-    verdicts = [False] * (len(operations) + 1)
-    with harmless():
-        verdicts = gate.to_end([_as_it_is(cache, operation) for operation in operations])
-    if cache.pp_size > 1:
-        return None  # pipeline stages are not at one point
-    gate.prefetches.unfinished.update(operations)
-    if not operations and not gate.agreed_stalled:
-        return None  # the same on all ranks: no rank acts on its own verdict alone
-    return Ending(gate, operations, turn.say(*(not ends for ends in verdicts)))
-
-
-def _as_it_is(cache: Any, operation: Any) -> Prefetch:
-    """The prefetch of ``operation``, as far as it has come."""
-    prefetch, size = current().prefetches.of(operation), cache.page_size
-    meeting = prefetch.meeting
-    prefetch.lost = 0
-    if meeting is not None:
-        if meeting.pages == meeting.front:
-            prefetch.lost = len(meeting.here) * size
-        if meeting.reachable is not None:
-            prefetch.reachable = max(0, meeting.reachable - meeting.front) * size
-    prefetch.arrived = operation.completed_tokens + prefetch.lost
-    pages = pages_per_report(cache.cache_controller, len(operation.hash_value))
-    prefetch.step = pages * size
-    prefetch.whole = bool(operation.pool_transfers)
-    return prefetch
-
-
-def end_prefetches(asked: Ending | None) -> None:
-    """End the prefetches on which the ranks have agreed."""
-    if asked is None:
-        return
-    *going_on, in_time = asked.said.least
-    ended = [one for one, goes_on in zip(asked.operations, going_on, strict=True) if not goes_on]
-    for operation in ended:
-        operation.mark_terminate()
-    with harmless():
-        asked.gate.agreed([asked.gate.prefetches.of(one) for one in ended], not in_time)
 
 
 def around_drain(
@@ -104,10 +57,12 @@ def around_drain(
     *a: Any,
     **kw: Any,
 ) -> Any:
-    """HiCache takes the answers and reports that every rank has: first prefetches that are read
-    from the back hear of them, last those that are over are finished on all ranks. Of pipeline
-    stages only the first one knows that they are there."""
+    """HiCache takes the reports that every rank has, and the answers as far as there is room in L2:
+    first prefetches that are read from the back hear of them, last those that are over are finished
+    on all ranks. Of pipeline stages only the first one knows that they are there."""
     gate, controller = gate_of(cache), cache.cache_controller
+    with harmless():
+        n_storage_hit = waiting.with_room(cache, n_storage_hit)
     asked, reports = controller.prefetch_hit_queue.queue, controller.ack_prefetch_queue.queue
     taken = list(itertools.islice(reports, n_ack_prefetch or 0))
     if getattr(controller, "eager", None) is not None:
@@ -209,6 +164,12 @@ def after_backup(
     return result
 
 
+def around_events(original: Callable[..., Any], cache: Any, *a: Any, **kw: Any) -> Any:
+    """Around ``take_events``: SGLang publishes the events of L3 with its own."""
+    events, l3 = original(cache, *a, **kw), our_l3(cache)
+    return events if l3 is None or l3.events is None else [*events, *l3.events.take()]
+
+
 def before_stop(original: Callable[..., Any], cache: Any, *a: Any, **kw: Any) -> Any:
     """On SIGTERM, after the last answer. SGLang kills its processes after 15 s."""
     l3 = our_l3(cache)
@@ -233,6 +194,7 @@ TURN = Hook(_CACHE + "check_hicache_events", around_turn, OnError.END_L3)
 DRAIN = Hook(_CACHE + "_drain_storage_control_queues_impl", around_drain, OnError.END_L3)
 PREFETCH = Hook(_CACHE + "prefetch_from_storage", around_prefetch)
 LOAD_BACK = Hook(_CACHE + "init_load_back", around_load_back)
+EVENTS = Hook(_CACHE + "take_events", around_events)
 WRITTEN = Hook(_CACHE + "write_backup_storage", after_written)
 BACKED_UP = Hook(_CACHE + "_execute_kv_backup", after_backup)
 STOPPING = Hook(_CACHE + "release_host_resources", before_stop)

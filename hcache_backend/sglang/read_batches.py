@@ -1,8 +1,8 @@
 """Prefetches in smaller batches than SGLang's 128 pages, so that the first pages are known earlier.
 
-SGLang's storage thread reports every batch, its sync thread reduces the reports of all ranks one by
-one, and the scheduler sees them. Smaller batches add reports of the same kind. A prefetch with a
-recomputed front is read from the back, and has reports of its own.
+The storage thread reports every batch, SGLang's sync thread reduces the reports of all ranks one by
+one, and the scheduler sees them. A prefetch with a recomputed front is read from the back, and has
+reports of its own.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,6 +24,30 @@ from hcache_backend.prefetch.prefetch import Meeting, Prefetches
 _LOOKING_SECONDS = 1e-3  # between two looks at the progress of the front
 _LEAST_SECONDS = 0.01  # of a read, about, because each one has a fixed cost of milliseconds
 _MOST_STEPS = 4  # of a read
+
+
+# read(operation, keys, host_indices, extra_info) gives the number of leading pages that are there
+Read = Callable[..., int]
+UntilMet = Callable[[Meeting, int], tuple[float, float]]
+
+
+class _InOrder:
+    """Pages of a prefetch that is read from its first one on. Pages behind a missing one are read,
+    too: so the store finds all damaged pages of a batch at once, and they are written again."""
+
+    def __init__(self, pages: int) -> None:
+        self.there = 0  # leading pages that are there
+        self._next, self._end = 0, pages
+
+    def next_batch(self, most: int) -> range:
+        start, self._next = self._next, min(self._next + most, self._end)
+        return range(start, self._next)
+
+    def arrived(self, pages: range, got: int) -> None:
+        if self.there == pages.start:
+            self.there += got
+        if got < len(pages):
+            self._end = min(self._end, pages.start + STORAGE_BATCH_SIZE)
 
 
 @dataclass
@@ -68,72 +92,34 @@ class BatchedReads:
     ) -> None:
         self._size = page_size
         self._waited = waited
-        self._pass_on = report
-        self._pages = 0  # of the present prefetch, from the first one on, that are there
-        self._reports = 0
+        self._report = report
         self._first = True  # no read of the present prefetch yet
         self._seconds_per_page = math.inf  # of the first read of the last prefetch
 
-    def transfer(self, operation: Any, transfer: Callable[[], Any]) -> Any:
-        """Read a prefetch by ``transfer()``, with :meth:`read` for each batch. Every rank makes the
-        same number of reports, even if it reads less: they are reduced together."""
-        self._pages = self._reports = 0
-        self._first = True
-        pages = len(operation.hash_value)
-        step = batch_pages(pages)
-        batches = (min(STORAGE_BATCH_SIZE, pages - i) for i in range(0, pages, STORAGE_BATCH_SIZE))
-        due = sum((batch - 1) // step for batch in batches)  # the last one of each is SGLang's
-        result = transfer()
-        while self._reports < due:
-            self._report(operation)
-        return result
-
-    def read(
+    def transfer(
         self,
-        read: Callable[..., int],
+        read: Read,
         operation: Any,
-        hash_values: Any,
-        host_indices: torch.Tensor,
-        extra_info: HiCacheStorageExtraInfo | None = None,
+        meeting: Meeting | None = None,
+        until_met: UntilMet | None = None,
     ) -> int:
-        """Call ``read(operation, hash_values, host_indices, extra_info)`` in smaller batches.
-        Returns the number of leading pages that are there. Pages behind a missing one are read,
-        too: so the store finds all damaged pages at once, and they are written again."""
-        step, start, got, whole = batch_pages(len(operation.hash_value)), 0, 0, True
-        while start < len(hash_values):
-            if start:
-                self._report(operation)
-                if operation.is_terminated():
-                    break
-            keys = hash_values[start : start + step * self._steps(step)]
-            tokens = slice(start * self._size, (start + len(keys)) * self._size)
-            info = _after(extra_info or HiCacheStorageExtraInfo(), hash_values[:start])
-            here = self._timed(read, operation, keys, host_indices[tokens], info)
-            start += len(keys)
-            if whole:
-                got += here
-                self._pages += here
-            whole = whole and here == len(keys)
-        return got
-
-    def transfer_from_back(
-        self,
-        read: Callable[..., int],
-        operation: Any,
-        meeting: Meeting,
-        until_met: Callable[[Meeting, int], tuple[float, float]],
-    ) -> None:
-        """Read a prefetch from its last page to the meeting, by ``read`` as in :meth:`read`. Every
-        rank makes the same number of reports, even if it reads less. ``until_met`` is
-        :meth:`.EagerLoads.until_met`: pages that the front would reach sooner are left to it."""
+        """Read a prefetch in order, or from its last page to the ``meeting``. Every rank makes the
+        same number of reports, even if it reads less: they are reduced together. ``until_met`` is
+        :meth:`.EagerLoads.until_met`: pages that the front would reach sooner are left to it.
+        Returns the number of leading pages that were read in order and are there."""
         keys, before = operation.hash_value, list(operation.prefix_keys or ())
-        step, start, end = batch_pages(len(keys)), len(keys), len(keys)
-        meeting.begin(len(keys))
+        step, order, back = batch_pages(len(keys)), _InOrder(len(keys)), range(len(keys), len(keys))
+        if meeting is not None:
+            meeting.begin(len(keys))
         self._first = True
         for _ in range(0, len(keys), step):
             left = step * self._steps(step)  # till the next report
-            while left and (part := self._part(operation, meeting, until_met)):
-                pages = meeting.next_batch(min(left, part))
+            while left and not operation.is_terminated():
+                if meeting is None or until_met is None:
+                    pages = order.next_batch(left)
+                else:
+                    part = self._part(operation, meeting, until_met)
+                    pages = meeting.next_batch(min(left, part)) if part else range(0)
                 if not pages:
                     break
                 left -= len(pages)
@@ -141,10 +127,20 @@ class BatchedReads:
                 info = HiCacheStorageExtraInfo(prefix_keys=before + keys[: pages.start])
                 there = keys[pages.start : pages.stop]
                 got = self._timed(read, operation, there, operation.host_indices[tokens], info)
-                start, end = pages.start, end if got == len(pages) else pages.start + got
-            report = BackAck(operation.request_id, operation)
-            report.start, report.end = start, end
-            self._pass_on(report)
+                if meeting is None:
+                    order.arrived(pages, got)
+                else:
+                    end = back.stop if got == len(pages) else pages.start + got
+                    back = range(pages.start, end)
+            rid = operation.request_id
+            if meeting is None:
+                there = order.there * self._size
+                self._report(PrefetchAck(rid, operation, completed_tokens=there))
+            else:
+                ack = BackAck(rid, operation)
+                ack.start, ack.end = back.start, back.stop
+                self._report(ack)
+        return order.there
 
     def _steps(self, step: int) -> int:
         """Number of steps of ``step`` pages to read at once. Every step is reported all the same,
@@ -152,7 +148,7 @@ class BatchedReads:
         wanted = _LEAST_SECONDS / (step * self._seconds_per_page)
         return min(max(1, math.ceil(wanted)), _MOST_STEPS)
 
-    def _timed(self, read: Callable[..., int], operation: Any, keys: Sequence[str], *a: Any) -> int:
+    def _timed(self, read: Read, operation: Any, keys: Sequence[str], *a: Any) -> int:
         """``read(operation, keys, *a)``; :meth:`_steps` uses the time of the first read of a
         prefetch. The last read is of the remainder: its fixed cost would count too much."""
         start = time.monotonic()
@@ -162,12 +158,7 @@ class BatchedReads:
         self._first = False
         return got
 
-    def _part(
-        self,
-        operation: Any,
-        meeting: Meeting,
-        until_met: Callable[[Meeting, int], tuple[float, float]],
-    ) -> int:
+    def _part(self, operation: Any, meeting: Meeting, until_met: UntilMet) -> int:
         """Number of pages to read now; 0 if the prefetch has ended or the two ends have met. If the
         best number is none, wait for the front, but not longer than reading would take."""
         prefix = len(operation.prefix_keys or ()) * self._size
@@ -181,13 +172,3 @@ class BatchedReads:
             before, seen = seen, time.monotonic()
             self._waited(seen - before)  # at once: otherwise L3 would seem overdue
         return 0
-
-    def _report(self, operation: Any) -> None:
-        self._reports += 1
-        there = self._pages * self._size
-        self._pass_on(PrefetchAck(operation.request_id, operation, completed_tokens=there))
-
-
-def _after(info: HiCacheStorageExtraInfo, keys: Sequence[str]) -> HiCacheStorageExtraInfo:
-    """SGLang's ``info`` of a batch, for the part of the batch that follows its pages ``keys``."""
-    return replace(info, prefix_keys=[*(info.prefix_keys or ()), *keys])

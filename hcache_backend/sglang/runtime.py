@@ -12,6 +12,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from hcache_backend import metrics
+from hcache_backend.capture.hooks import HiddenCapture
+from hcache_backend.capture.staging import Staging
 from hcache_backend.config import HCacheConfig
 from hcache_backend.fingerprint import (
     TensorDigest,
@@ -30,14 +32,16 @@ from hcache_backend.plan.restore import Restore
 from hcache_backend.prefetch.gate import HitGate
 from hcache_backend.prefetch.prefetch import Prefetches
 from hcache_backend.prefetch.progress import L3Progress
+from hcache_backend.restore.exchange import CollectiveOrder
 from hcache_backend.server_report import LayerGroup, ServerReport
 from hcache_backend.sglang.arguments import page_size
-from hcache_backend.sglang.groups import PipelineStages
+from hcache_backend.sglang.pipeline_stages import PipelineStages
 from hcache_backend.store import PageStore
 
 logger = logging.getLogger("hcache")
 
 JUDGING = "judging L3 hits"  # a capability (start/capabilities.py)
+_UNTOLD = "the weights were updated and not all pipeline stages have said theirs"
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,16 @@ class Weights:
 
 
 @dataclass
+class Forwards:
+    """Stands around forward passes of the model."""
+
+    capture: HiddenCapture | None = None
+    order: CollectiveOrder | None = None  # without capture, which has one otherwise
+    no_capture: str = "the log says why"  # CUDA graphs were recorded without copies
+    recorded: Staging | None = None  # recorded graphs read the places of a step from it
+
+
+@dataclass
 class Runtime:
     """State of one scheduler process. Attributes change on the scheduler thread only, except
     ``weights``, which changes when the other pipeline stages have told theirs."""
@@ -60,6 +74,7 @@ class Runtime:
     mode: Literal["hidden", "kv"] | None = None  # None until the host pool is built
     own_pages: bool = False  # the host pool holds our own pages, not SGLang's plain ones
     reason: str | None = None  # why the mode is kv, or why pages are plain
+    forwards: Forwards = field(default_factory=Forwards)
     eager: bool = False  # the arrived part of a hit is restored while L3 is read
     # of a server that was started with it as L3, until the storage class takes it
     store: PageStore | None = None
@@ -76,8 +91,6 @@ class Runtime:
     on_weights_changed: list[Callable[[], None]] = field(default_factory=list)
     # Called on the scheduler thread when L1 and L2 have been emptied.
     on_caches_flushed: list[Callable[[], None]] = field(default_factory=list)
-    # Called on all ranks, with its name, when an L3 other than our store is attached.
-    on_other_l3: list[Callable[[str], None]] = field(default_factory=list)
     # Called when projected K and V stop matching those of the model.
     on_distrust: list[Callable[[], None]] = field(default_factory=list)
     projection: list[LayerGroup] = field(default_factory=list)  # empty in KV mode
@@ -93,13 +106,16 @@ class Runtime:
     codec: str | None = None  # of our own pages; None without them
     # Features that the server goes without, and why; for the log.
     unused: dict[str, str] = field(default_factory=dict)
-    distrust: str | None = None
-    _not_restorable: str | None = None
+    # why L3 is suspended, by the metric's label; the first reason counts
+    _reasons: dict[str, str | None] = field(
+        default_factory=lambda: dict.fromkeys(
+            ("quarantined", "not_restorable", "flush_needed", "stages")
+        )
+    )
     _namespaces: dict[tuple[bytes, str], bytes] = field(default_factory=dict)
     _stages: PipelineStages | None = None
     _lock: threading.RLock = field(default_factory=threading.RLock)
     _stand_in: Weights | None = None
-    _flush_due: str | None = None
     _updates_untold: int = 0
 
     def use_own_pages(self, fields: dict[str, object], reason: str | None = None) -> None:
@@ -186,8 +202,7 @@ class Runtime:
         """Fingerprint the loaded weights. Every rank of every stage must call it at one point.
         Raises RuntimeError on all ranks if one could not read its weights."""
         self._use_weights(self._tell_stages())
-        with self._lock:
-            self._refresh()
+        self._suspend()
 
     def read_draft(self, runner: Any) -> None:
         """Fingerprint the weights of a draft model: pages of another one give other drafts."""
@@ -199,6 +214,8 @@ class Runtime:
                 if "embed_tokens" not in name and "lm_head" not in name
             ]
             self.draft_digest = fingerprint([digest_tensors(tensors)]).hex()
+        if "draft" in self.page_fields:  # its K and V are in our own pages
+            self.page_fields["draft"] = self.draft_digest
 
     def begin_weight_update(self) -> None:
         """Weights are about to change: rows captured or queued under the old ones are void."""
@@ -207,9 +224,7 @@ class Runtime:
                 "hcache: weights are changing: L3 is off until the caches are flushed "
                 "(POST /flush_cache)"
             )
-        with self._lock:
-            self._flush_due = "the weights were updated and the caches not flushed yet"
-            self._refresh()
+        self._suspend(flush_needed="the weights were updated and the caches not flushed yet")
         for callback in self.on_weights_changed:
             callback()
 
@@ -218,6 +233,7 @@ class Runtime:
         theirs."""
         with self._lock:
             self._updates_untold += 1
+            self._suspend(stages=_UNTOLD)
             if self.weights is not None:  # whatever they are, they are not the old ones
                 unknown = os.urandom(16)
                 self._stand_in = Weights(unknown, self.weights.suspended, unknown)
@@ -230,18 +246,15 @@ class Runtime:
         """L1, L2 and the queues have nothing of the old weights: L3 may serve again."""
         for callback in self.on_caches_flushed:
             callback()
-        with self._lock:
-            self._flush_due = None
-            self._refresh()
+        self._suspend(flush_needed=None)
 
     def got_other_weights(self) -> None:
         """A prefill server sent K and V of other weights than this decode server's. L1 and L2 hold
         them, and K and V decoded behind them: L3 is suspended until these are flushed."""
         with self._lock:
-            if self._flush_due is not None:
+            if self._reasons["flush_needed"] is not None:
                 return
-            self._flush_due = "a prefill server sent K and V of other weights"
-            self._refresh()
+            self._suspend(flush_needed="a prefill server sent K and V of other weights")
         logger.warning(
             "hcache: a prefill server sent K and V of other or unknown weights: L3 is off until "
             "POST /flush_cache"
@@ -252,8 +265,7 @@ class Runtime:
         with self._lock:
             if self.distrust is not None:
                 return
-            self.distrust = reason
-            self._refresh()
+            self._suspend(quarantined=reason)
         logger.error(
             "hcache: %s. L3 is off until a restart, and the pages that this server wrote are being "
             "deleted. Requests continue. Please report this with the log",
@@ -264,25 +276,23 @@ class Runtime:
 
     def cannot_restore(self, reason: str) -> None:
         """Pages are right but of no use here: L3 neither takes nor gives until a restart."""
-        with self._lock:
-            self._not_restorable = reason
-            self._refresh()
+        self._suspend(not_restorable=reason)
 
-    def _refresh(self) -> None:
-        """Suspend L3, or let it serve, by the reasons that are known. Under the lock."""
-        untold = "the weights were updated and not all pipeline stages have said theirs"
-        reasons = {
-            "quarantined": self.distrust,
-            "not_restorable": self._not_restorable,
-            "flush_needed": self._flush_due,
-            "stages": untold if self._updates_untold else None,
-        }
-        code, reason = next(((c, r) for c, r in reasons.items() if r is not None), (None, None))
-        if self.weights is not None and self.weights.suspended != reason:
-            self.weights = replace(self.weights, suspended=reason)
-            if reason is None:
-                logger.info("hcache: L3 serves again, in the namespace of the new weights")
-        metrics.SUSPENDED.only(*filter(None, [code]))
+    @property
+    def distrust(self) -> str | None:
+        return self._reasons["quarantined"]
+
+    def _suspend(self, **reasons: str | None) -> None:
+        """Suspend L3, or let it serve, by the ``reasons`` and the others that are known."""
+        with self._lock:
+            self._reasons |= reasons
+            known = [(code, why) for code, why in self._reasons.items() if why is not None]
+            reason = known[0][1] if known else None
+            if self.weights is not None and self.weights.suspended != reason:
+                self.weights = replace(self.weights, suspended=reason)
+                if reason is None:
+                    logger.info("hcache: L3 serves again, in the namespace of the new weights")
+            metrics.SUSPENDED.only(*(code for code, _ in known[:1]))
 
     def _tell_stages(self) -> Future[list[Weights | None]]:
         """Tell the weights of this pipeline stage to all stages; returns those of all stages."""
@@ -309,7 +319,7 @@ class Runtime:
             except Exception as error:  # under the old fingerprint L3 must not serve again
                 self.lose_trust(str(error))
             self._updates_untold -= 1
-            self._refresh()
+            self._suspend(stages=_UNTOLD if self._updates_untold else None)
 
 
 _runtime: Runtime | None = None

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 from hcache_backend import metrics
+from hcache_backend.prefetch.gate import harmless
 from hcache_backend.prefetch.governor import waits_for_gpu
+from hcache_backend.sglang import waiting
 from hcache_backend.sglang.arguments import is_plain
-from hcache_backend.sglang.hook_registry import Hook, OnError, Results
+from hcache_backend.sglang.hook_registry import Hook, OnError
 from hcache_backend.sglang.radix_cache import keys_to, our_l3
-from hcache_backend.sglang.storage_threads import gate_of, harmless
+from hcache_backend.sglang.runtime import current
+from hcache_backend.sglang.storage_threads import gate_of
 
 logger = logging.getLogger("hcache")
 
@@ -20,7 +25,8 @@ _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler."
 ADAPTER_KEY = "hcache:adapter:"  # prefix of the keys of requests with an adapter, and of no others
 
 _look_up_failures: set[type[Exception]] = set()  # errors of SGLang's look-ups that were logged
-_prefills = Results()  # of results: start, number, work, whether nothing was recomputed in front
+# of the last results: start, number, work, whether nothing was recomputed in front
+_prefills: deque[tuple[weakref.ref[Any], Any]] = deque(maxlen=64)
 
 
 def around_received(
@@ -32,14 +38,10 @@ def around_received(
     prefetch. A prefix that SGLang cannot look up, such as that of a streaming session, would end
     the scheduler. Here its request goes on without L3."""
     with harmless():
-        controller: Any = getattr(scheduler.tree_cache, "cache_controller", None)
-        governor = getattr(controller, "governor", None)
-        if governor is not None:
-            governor.scheduler = scheduler
-            controller.plain_prompt = is_plain(req)
-        gate = gate_of(scheduler.tree_cache)
+        prefetches, gate = current().prefetches, gate_of(scheduler.tree_cache)
+        prefetches.scheduler, prefetches.plain = scheduler, is_plain(req)
         if gate is not None and not req.storage_prefetch_retry_attempts:
-            gate.prefetches.forget(req.rid)  # an earlier request may have had the same one
+            prefetches.forget(req.rid)  # an earlier request may have had the same one
         _note_waiting(scheduler)
     try:
         result = original(scheduler, req, *a, **kw)
@@ -51,6 +53,8 @@ def around_received(
                 "hcache: SGLang cannot look up request %s in L3 (logged once): %r", req.rid, error
             )
         return None
+    with harmless():
+        waiting.came(scheduler, req)
     cache, node = scheduler.tree_cache, req.last_host_node
     l3 = our_l3(cache)
     if l3 is not None and node is not None and not cache.is_backuped(node):
@@ -63,6 +67,9 @@ def around_batch(
 ) -> Any:
     """Around ``Scheduler.run_batch``: note the launch time of a prefill, and its work."""
     _note_waiting(scheduler)
+    if batch.forward_mode.is_extend():
+        with harmless():
+            waiting.count_used(batch.reqs)
     gate, prefill = gate_of(scheduler.tree_cache), None
     if gate is not None:
         work = _prefill_work(batch)
@@ -72,7 +79,7 @@ def around_batch(
     if gate is not None:
         alone = not _stands_behind_recomputation(scheduler)
         if prefill is not None:
-            _prefills.add(result, (*prefill, alone))
+            _prefills.append((weakref.ref(result), (*prefill, alone)))
     return result
 
 
@@ -80,7 +87,8 @@ def after_batch(
     original: Callable[..., Any], scheduler: Any, batch: Any, result: Any, *a: Any, **kw: Any
 ) -> Any:
     done = original(scheduler, batch, result, *a, **kw)
-    prefill, gate = _prefills.of(result), gate_of(scheduler.tree_cache)
+    gate = gate_of(scheduler.tree_cache)
+    prefill = next((of for seen, of in _prefills if seen() is result), None)
     if gate is not None:
         now = time.monotonic()
         before, gate.gpu.last_end = gate.gpu.last_end, now

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
-from hcache_backend import metrics
-from hcache_backend.prefetch.gate import HitGate
+from hcache_backend.prefetch.gate import HitGate, harmless
 from hcache_backend.sglang.hook_registry import Hook
 from hcache_backend.sglang.runtime import current
 
@@ -26,10 +24,6 @@ _BASE = "sglang.srt.managers.cache_controller.HiCacheController."
 def gate_of(cache: Any) -> HitGate | None:
     """The gate for hits of a cache or its controller; None if all hits are read."""
     return current().hit_gate if getattr(cache, "enable_storage", False) else None
-
-
-# if the block fails, SGLang goes on as without a decision
-harmless = partial(metrics.harmless, "hit_gate", "a decision about an L3 hit failed; it is read")
 
 
 def around_look_up(
@@ -75,8 +69,16 @@ def around_read(original: Callable[..., Any], controller: Any, operation: Any) -
 def around_read_batch(original: Callable[..., Any], controller: Any, *a: Any, **kw: Any) -> Any:
     pages = original(controller, *a, **kw)
     if not hasattr(controller, "pages_per_report"):  # ours tells each part itself
-        note_arrival(controller, pages)
+        current().l3.arrived(pages * controller.page_size)
     return pages
+
+
+def after_backup(original: Callable[..., Any], controller: Any, operation: Any) -> Any:
+    """Around ``HybridCacheController._page_backup``, if L3 tells what it stores."""
+    result, l3 = original(controller, operation), controller.storage_backend
+    if getattr(l3, "events", None) is not None:
+        l3.wrote(operation)
+    return result
 
 
 def around_stop(original: Callable[..., Any], controller: Any, *a: Any, **kw: Any) -> Any:
@@ -86,7 +88,7 @@ def around_stop(original: Callable[..., Any], controller: Any, *a: Any, **kw: An
     gate = current().hit_gate
     if gate is not None:
         _let_threads_finish(gate, controller)
-        gate.prefetches.unfinished.clear()
+        gate.forget()
     return original(controller, *a, **kw)
 
 
@@ -114,19 +116,8 @@ def pages_per_report(controller: Any, pages: int) -> int:
     return ours(pages) if ours else min(pages, STORAGE_BATCH_SIZE)
 
 
-def note_waiting(seconds: float) -> None:
-    """The present prefetch was not read for ``seconds``."""
-    with harmless():
-        current().l3.waited(seconds)
-
-
-def note_arrival(controller: Any, pages: int) -> None:
-    """``pages`` more of the present prefetch have arrived."""
-    with harmless():
-        current().l3.arrived(pages * controller.page_size)
-
-
 LOOK_UP = Hook(_CONTROLLER + "_storage_hit_query", around_look_up)
 READ = Hook(_CONTROLLER + "_page_transfer", around_read)
 READ_BATCH = Hook(_BASE + "_page_transfer_kv_batch", around_read_batch)
+BACKUP = Hook(_CONTROLLER + "_page_backup", after_backup)
 STOP = Hook(_BASE + "_stop_storage_threads", around_stop)

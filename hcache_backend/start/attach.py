@@ -19,25 +19,22 @@ from sglang.srt.runtime_context import get_memory
 
 from hcache_backend import config as options
 from hcache_backend.config import ConfigError, HCacheConfig
-from hcache_backend.plan.kept import keep_profile
 from hcache_backend.plan.record import save_record
 from hcache_backend.server_report import write_report
 from hcache_backend.sglang import hooks
 from hcache_backend.sglang.arguments import (
     check_tp_lcm_size,
-    decodes_for_others,
     kv_fields,
+    may_be,
     page_size,
     resolved,
-    sends_to_others,
     serves_adapters,
     storage_extra_config,
 )
 from hcache_backend.sglang.compat import SUPPORTED, is_first, unsupported_reason
 from hcache_backend.sglang.groups import attention_ranks, or_stop, said_by_all_ranks
-from hcache_backend.sglang.restore_trace import install_if_asked
 from hcache_backend.sglang.runtime import Runtime, current, remember
-from hcache_backend.start.machine import judge_hits
+from hcache_backend.start.machine import judge_hits, keep_profile
 from hcache_backend.store import PageStore
 from hcache_backend.tiers.shared_backend import SharedBackend, make_backend
 
@@ -48,19 +45,7 @@ _NO_RIGHT_TO_WRITE = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 def bootstrap(runner: Any) -> None:
-    """Called when a process has loaded its model. A wrong configuration stops the server, as does a
-    RuntimeError for a trace that cannot be made."""
-    _start(runner)
-    install_if_asked()  # for any server, so that other L3 backends are timed like ours
-
-
-def note_draft(runner: Any) -> None:
-    """Called when a process has loaded a draft model, after its target model."""
-    if current().config is not None:
-        current().read_draft(runner)
-
-
-def _start(runner: Any) -> None:
+    """Called when a process has loaded its model. A wrong configuration stops the server."""
     runtime = remember(runner)
     args = resolved(runner.server_args)
     extra = _our_extra_config(args)
@@ -94,16 +79,13 @@ def _start(runner: Any) -> None:
     if not late or unseen is not None:
         runtime.read_weights()
     unnoticed = hooks.install(hooks.WEIGHTS)
-    mixed = hooks.install(hooks.ADAPTERS) if serves_adapters(args) else None
-    untold = None
-    if decodes_for_others(runner.server_args):
-        untold = hooks.install(hooks.DECODE_SERVER)
-    for doubt, missing in (
-        ("--startup-weight-load-mode overlap", unseen),
-        ("weight updates would go unnoticed", unnoticed),
-        ("pages of adapters would not be kept apart", mixed),
-        ("K and V of other weights would go unnoticed", untold),
-    ):
+    doubts = {"--startup-weight-load-mode overlap": unseen}
+    doubts["weight updates would go unnoticed"] = unnoticed
+    if serves_adapters(args):
+        doubts["pages of adapters would not be kept apart"] = hooks.install(hooks.ADAPTERS)
+    if may_be("decode", runner.server_args):
+        doubts["K and V of other weights would go unnoticed"] = hooks.install(hooks.DECODE_SERVER)
+    for doubt, missing in doubts.items():
         if missing is not None:
             runtime.lose_trust(f"{doubt}: {missing}")
     if not args.enable_hierarchical_cache:
@@ -114,29 +96,32 @@ def _start(runner: Any) -> None:
         return
     hooks.notice_uses()
     plain = unnoticed or unsupported_reason()
-    if sends_to_others(runner.server_args):
+    if may_be("prefill", runner.server_args):
         plain = hooks.install(hooks.PREFILL_SERVER) or plain
     if plain is None and config.mode == "plain":
         plain = "option 'mode' is 'plain'"
     try:
         from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import register_stack_strategy
 
-        from hcache_backend.start.strategy import OwnPagesStrategy, graph_hooks
+        from hcache_backend.start.build import GRAPH_HOOKS, OwnPagesStrategy
     except ImportError as error:
         runtime.use_plain_pages(plain or f"this SGLang lacks a seam: {error}")
         return
-    if plain is None:
-        plain = hooks.install(hooks.OWN_PAGES)
+    plain = plain or hooks.install(hooks.OWN_PAGES)
     no_hidden = "option 'mode' is 'kv'" if config.mode == "kv" else None
     if config.codec == "krul":
         no_hidden = "option 'codec' is 'krul', which stores K and V"
-    if plain is None and no_hidden is None:
-        no_hidden = hooks.install(hooks.HIDDEN)
-    if plain is None and no_hidden is None:
-        no_graphs = hooks.install(graph_hooks())
-        if no_graphs is not None:
+    if plain is None:
+        no_hidden = no_hidden or hooks.install(hooks.HIDDEN)
+        if no_hidden is None and (no_graphs := hooks.install(GRAPH_HOOKS)) is not None:
             logger.debug("hcache: %s", no_graphs)  # hidden mode reports it if graphs are recorded
     register_stack_strategy(OwnPagesStrategy(runtime, plain, no_hidden))  # before SGLang's own
+
+
+def note_draft(runner: Any) -> None:
+    """Called when a process has loaded a draft model, after its target model."""
+    if current().config is not None:
+        current().read_draft(runner)
 
 
 def _our_extra_config(args: Any) -> Mapping[str, Any] | None:
@@ -150,13 +135,11 @@ def _our_extra_config(args: Any) -> Mapping[str, Any] | None:
 
 def _check_groups(runner: Any, args: Any, config: HCacheConfig) -> None:
     """Raise ConfigError if K and V do not divide by ``tp_lcm_size``; SGLang only asserts it."""
-    asked = storage_extra_config(args).get("tp_lcm_size")
-    if asked is None:
-        return
-    ranks = attention_ranks().world_size
-    heads = runner.model_config.get_num_kv_heads(ranks)
-    own_pages = config.mode != "plain" and not runner.use_mla_backend
-    check_tp_lcm_size(asked, ranks, heads, own_pages=own_pages)
+    if (asked := storage_extra_config(args).get("tp_lcm_size")) is not None:
+        ranks = attention_ranks().world_size
+        heads = runner.model_config.get_num_kv_heads(ranks)
+        own_pages = config.mode != "plain" and not runner.use_mla_backend
+        check_tp_lcm_size(asked, ranks, heads, own_pages=own_pages)
 
 
 # ---- attach ----
@@ -211,6 +194,18 @@ def leave_report(joined: Joined, storage_config: HiCacheStorageConfig) -> None:
         for folder in folders:
             write_report(folder, report)
         keep_profile(runtime, folders[0])
+
+
+def publishes_events() -> bool:
+    """True if SGLang publishes KV events on this rank; logs why nobody will hear those of L3."""
+    from sglang.srt.disaggregation.kv_events import is_kv_publisher_rank
+    from sglang.srt.runtime_context import get_observability
+
+    wanted = get_observability().kv_events_config
+    missing = hooks.install(hooks.EVENTS) if wanted else "it needs --kv-events-config"
+    if missing is not None:
+        logger.warning("hcache: option 'events' is not used: %s", missing)
+    return missing is None and is_kv_publisher_rank(wanted)
 
 
 def check_preemption(args: Any) -> None:
@@ -318,16 +313,17 @@ def _attach_config(runtime: Runtime, extra: Mapping[str, Any]) -> HCacheConfig:
 
 def _check_late_start(runtime: Runtime) -> None:
     """Raise ConfigError if pages of a server started without us would mix with others."""
-    if runtime.weights is None and resolved(runtime.runner.server_args).enable_dp_attention:
+    args = resolved(runtime.runner.server_args)
+    mixing = {
         # Ranks of one data-parallel group attach alone; the weights are those of all groups.
-        raise ConfigError(
-            f"hcache: {STARTED_WITHOUT_US}; with --enable-dp-attention it has to be started with it"
-        )
-    if serves_adapters(resolved(runtime.runner.server_args)):
+        "--enable-dp-attention": runtime.weights is None and args.enable_dp_attention,
         # Pages in L1 and L2 have keys that other requests may have, too.
-        raise ConfigError(
-            f"hcache: {STARTED_WITHOUT_US}; with --enable-lora it has to be started with it"
-        )
+        "--enable-lora": serves_adapters(args),
+    }
+    for flag, given in mixing.items():
+        if given:
+            needs = f"with {flag} it has to be started with it"
+            raise ConfigError(f"hcache: {STARTED_WITHOUT_US}; {needs}")
     missing = hooks.install(hooks.WEIGHTS)
     if missing:
         raise ConfigError(f"hcache: {missing}; weight updates could not be noticed")

@@ -17,11 +17,13 @@ import torch
 from hcache_backend import metrics
 from hcache_backend.config import HCacheConfig
 from hcache_backend.projection.exactness import TOLERANCE
+from hcache_backend.projection.paged_pool import holds_latents, planes_of
 from hcache_backend.ranks import Refused
 from hcache_backend.sglang.arguments import (
     NO_REQUEST,
-    decodes_for_others,
     drafts_trees,
+    may_be,
+    packed_drafts,
     resolved,
     serves_adapters,
 )
@@ -75,13 +77,17 @@ EAGER = "restores while L3 is read"
 # fmt: off
 _DECODES = Need(
     "decode servers, `--enable-pd-role-switch`",
-    lambda s: decodes_for_others(s.runtime.runner.server_args),
+    lambda s: may_be("decode", s.runtime.runner.server_args),
     "a server that decodes for prefill servers, or may after a role switch, fails a request whose "
     "load is refused")
 _BUFFER_ONLY = Need(
     "`--hicache-host-memory-mode buffer_only`",
     lambda s: s.args.hicache_host_memory_mode == "buffer_only",
     "the node before a prefetch may go while it runs (buffer_only)")
+_PACKED = Need(
+    "draft layers that SGLang packs behind the model's (MTP)",
+    lambda s: packed_drafts(s.runtime.runner),
+    "draft layers behind the model's (MTP) come back as K and V only")
 _MODULES = (  # rules out all that calls or hooks the model's modules
     Need("`--enable-dp-attention`", lambda s: s.args.enable_dp_attention,
          "data-parallel attention: ranks without requests would have to take part"),
@@ -104,11 +110,14 @@ CAPABILITIES: dict[str, tuple[Need, ...]] = {
         Need("other ways to draft than " + ", ".join(f"`{name}`" for name in _DRAFTING),
              lambda s: s.algorithm if s.algorithm not in (None, *_DRAFTING) else None,
              f"speculative decoding by {{}}, not by {', '.join(_DRAFTING)}"),
-        Need("draft layers that SGLang packs behind the model's (MTP)",
-             lambda s: getattr(s.runtime.runner, "mtp_draft_device_pools", ()),
-             "speculative decoding with MTP: nobody would save the draft's layers, which SGLang "
-             "packs behind the model's in host memory"),
-        Need("context-parallel attention", lambda s: getattr(s.args, "attn_cp_size", 1) > 1,
+        Need("draft layers (MTP) whose KV pool is unlike the model's",
+             lambda s: any(
+                 (type(pool), pool.page_size, pool.dtype, pool.layer_num)
+                 != (type(s.pool), s.pool.page_size, s.pool.dtype, 1)
+                 for pool in packed_drafts(s.runtime.runner)),
+             "the KV pool of a draft layer is unlike the model's"),
+        Need("context-parallel attention",
+             lambda s: max(getattr(s.args, n, 1) for n in ("attn_cp_size", "dcp_size")) > 1,
              "attention in context-parallel ranks"),
         _DECODES,
         Need("`SGLANG_ENABLE_POST_CAPTURE_KV_SIZING`", lambda s: _pool_grows(),
@@ -122,10 +131,13 @@ CAPABILITIES: dict[str, tuple[Need, ...]] = {
              or hasattr(getattr(s.pool, "quant_method", None), "k_scales_gpu"),
              "quantised KV with scales in buffers of their own"),
         Need("KV pools that are not `[slots, heads, head_dim]`",
-             lambda s: s.pool.k_buffer[0].dim() != 3,
+             lambda s: planes_of(s.pool, 0)[0].dim() != 3,
              "the KV pool is not [slots, heads, head_dim]"),
     ),
     HIDDEN: (
+        _PACKED,
+        Need("MLA", lambda s: holds_latents(s.pool),
+             "latents of MLA are smaller than hidden states"),
         Need("drafts in trees (`--speculative-eagle-topk`, "
              "`--speculative-ngram-max-bfs-breadth` above 1)",
              lambda s: drafts_trees(s.args),
@@ -135,6 +147,7 @@ CAPABILITIES: dict[str, tuple[Need, ...]] = {
         *_MODULES,
     ),
     RECOMPUTATION: (
+        _PACKED,
         Need("`recompute: never`", lambda s: s.asks("recompute", "never"), "option 'recompute'"),
         *_MODULES,
         Need("multimodal models", lambda s: s.runtime.runner.model_config.is_multimodal,
@@ -152,8 +165,8 @@ CAPABILITIES: dict[str, tuple[Need, ...]] = {
         Need("`restore: layerwise`", lambda s: s.asks("restore", "layerwise"), "option 'restore'"),
         Need("pipeline stages", lambda s: s.args.pp_size > 1, "pipeline stages are not supported"),
         _BUFFER_ONLY,
-        Need("hidden states on several tensor-parallel GPUs",
-             lambda s: s.hidden and s.args.tp_size > 1 and s.on_gpu,
+        Need("hidden states and latents on several tensor-parallel GPUs",
+             lambda s: (s.hidden or holds_latents(s.pool)) and s.args.tp_size > 1 and s.on_gpu,
              "ranks would exchange shares while a batch runs, and forward passes wait for that"),
         Need("other allocators of device pages than SGLang's paged one",
              lambda s: s.allocator is not None and _other_allocator(s.allocator),

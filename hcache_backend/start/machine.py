@@ -2,32 +2,35 @@
 states, KV and nothing (section 4.1), and whether L3 hits pay.
 
 The partition precedes CUDA graphs, because capture depends on it, and is chosen once per model and
-store. The profile is the given one, a kept one, or a quick measurement.
+store. The profile is the given one, a kept one, or a quick measurement. Store folders keep both for
+the next server.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
+import torch
+
 from hcache_backend.config import ConfigError, HCacheConfig
-from hcache_backend.plan.costs import L3Path, Partition, describe
-from hcache_backend.plan.kept import (
-    LEAST_HOST_SHARE,
-    Decision,
-    copy_as_measured,
-    fastest_partition,
-    find_profile,
-    fixed_partition,
-    known_partition,
-    settle,
+from hcache_backend.plan.contention import PAGE
+from hcache_backend.plan.measure import (
+    Bench,
+    device_name,
+    measure,
+    read_rate,
+    use_measured_copies,
 )
 from hcache_backend.plan.model_config import ModelConfigError, shape_from_config
 from hcache_backend.plan.model_shape import CLEARLY_LESS, ModelShape
-from hcache_backend.plan.profile import Profile
-from hcache_backend.plan.record import PartitionRecord, find_record, record_name
-from hcache_backend.plan.restore import CHUNK_TOKENS, Restore
+from hcache_backend.plan.profile import Profile, ProfileError, Rate, load_profile
+from hcache_backend.plan.record import PartitionRecord, find_record, record_name, save_record
+from hcache_backend.plan.restore import CHUNK_TOKENS, L3Path, Partition, Restore, describe
 from hcache_backend.restore.exchange import share_of_rank
 from hcache_backend.restore.layers import PoolParking
 from hcache_backend.sglang import hooks
@@ -41,8 +44,20 @@ from hcache_backend.start.page_plan import (
     kv_bytes_per_token,
     wanted_codec,
 )
+from hcache_kernels.launch import copies_by_engine, copy_programs
 
 logger = logging.getLogger("hcache")
+
+_QUICK_SECONDS = 0.2
+
+_LEAST_HOST_SHARE = 1.5
+"""Tokens in host memory for each on the device. Host pages of tokens on the device are not evicted,
+so prefetches have only the others; K and V of all layers may leave fewer."""
+
+_Decision = tuple[Partition, str]  # and the reason
+
+
+# ---- the partition ----
 
 
 def layer_methods(runtime: Runtime, kvcache: Any) -> Restore:
@@ -75,71 +90,192 @@ def _choose(runtime: Runtime, kvcache: Any) -> Restore:
     shape = profile = None
     if wanted is None or config.profile is not None:
         shape = model_shape(runtime.runner, kvcache, row_bytes, kv_share)
-    if shape is not None and (decision is None or decision.partition.methods != {"kv"}):
+    if shape is not None and (decision is None or decision[0].methods != {"kv"}):
         first = stages.is_first_rank and stage.is_first_rank
         found = or_stop(lambda: find_profile(runtime, config, kvcache, shape) if first else None)
         profile = stages.all_gather_object(stage.all_gather_object(found)[0])[0]
     _, shares = share_of_rank(0, ranks, int(kvcache.page_size))
-    if profile is not None and shares > 1:
-        profile = profile.model_copy(update={"gathers": True})
     if profile is not None:
+        profile = profile.model_copy(update={"gathers": True} if shares > 1 else None)
         copy_as_measured(profile, kvcache.device, int(kvcache.page_size) * row_bytes // shares)
     l3: L3Path = "overlapped" if eager else "first"
     l3 = "none" if args.hicache_storage_backend is None else l3
     tokens = min(int(runtime.runner.model_config.context_len), size)
-    kv_bytes = kv_share * kv_bytes_per_token(kvcache)
-    given = host_bytes(kvcache, args.hicache_size, args.hicache_ratio)
     every_kv = Partition(0, 0, layers)
-
-    def leaves_room(partition: Partition) -> bool:
-        """True if host memory holds enough tokens besides hidden states of the device's."""
-        token = (partition.hidden * row_bytes / shares) + partition.kv * kv_bytes / layers
-        host = given / token - (size if partition.hidden else 0)
-        return partition == every_kv or host >= min(LEAST_HOST_SHARE * size, given / kv_bytes)
-
-    restore = Restore(
-        profile,
-        shape,
-        every_kv,
-        ranks,
-        min(CHUNK_TOKENS, size),
-        parks=PoolParking.fits(kvcache, row_bytes),
-        eager=eager,
-    )
+    how = {"parks": PoolParking.fits(kvcache, row_bytes), "eager": eager}
+    restore = Restore(profile, shape, every_kv, ranks, min(CHUNK_TOKENS, size), **how)
     if decision is None:
+        kv_bytes = kv_share * kv_bytes_per_token(kvcache)
+        given = host_bytes(kvcache, args.hicache_size, args.hicache_ratio)
+
+        def leaves_room(partition: Partition) -> bool:
+            """True if host memory holds enough tokens besides hidden states of the device's."""
+            token = (partition.hidden * row_bytes / shares) + partition.kv * kv_bytes / layers
+            host = given / token - (size if partition.hidden else 0)
+            least = min(_LEAST_HOST_SHARE * size, given / kv_bytes)
+            return partition == every_kv or host >= least
+
         alone = ours and config.shared is None  # machines that share pages decide alike
-        smaller = layers * row_bytes < CLEARLY_LESS * kv_bytes
         if alone and profile is not None and shape is not None:
-            decision = fastest_partition(restore, tokens, l3, leaves_room)
+            decision = _fastest_partition(restore, tokens, l3, leaves_room)
         else:
             hidden = Partition(0, layers, 0)
+            smaller = layers * row_bytes < CLEARLY_LESS * kv_bytes
             smaller = smaller and (not alone or leaves_room(hidden))
-            decision = Decision(
-                hidden if smaller else every_kv, "hidden states where they are smaller than K and V"
-            )
-        logger.debug("hcache: partition: %s; %s", describe(decision.partition), decision.reason)
+            reason = "hidden states where they are smaller than K and V"
+            decision = (hidden if smaller else every_kv), reason
+        logger.debug("hcache: partition: %s; %s", describe(decision[0]), decision[1])
     if recorded is None and ours:
         partition, reason = decision
-        record = PartitionRecord(
-            model=str(runtime.runner.model_config.model_path),
-            reason=reason,
-            recompute=partition.recompute,
-            hidden=partition.hidden,
-            kv=partition.kv,
-            shape=shape,
-            tokens=tokens,
-            tp=ranks,
-            l3=l3,
-        )
+        model = str(runtime.runner.model_config.model_path)
+        chosen_for: dict[str, Any] = {"shape": shape, "tokens": tokens, "tp": ranks, "l3": l3}
+        record = PartitionRecord(model=model, reason=reason, **asdict(partition), **chosen_for)
         if runtime.store is None:  # the attach will name the folders
             runtime.kept_partition = name, record
         else:
-            settled = settle(config, name, record) if stage.is_first_rank else None
+            settled = settle(config.dirs, name, record) if stage.is_first_rank else None
             settled = stage.all_gather_object(settled)[0]
-            known = known_partition(wanted, settled) if settled != record else decision
-            assert known is not None
-            decision = known
-    return replace(restore, partition=decision.partition)
+            if settled != record:
+                decision = known_partition(wanted, settled) or decision
+    return replace(restore, partition=decision[0])
+
+
+def fixed_partition(config: HCacheConfig, layers: int) -> Partition | None:
+    """The partition that the options demand; None: the profile decides. Raises ConfigError if it is
+    for another number of layers."""
+    option = config.partition
+    if isinstance(option, str):
+        return Partition(0, layers, 0) if config.mode == "hidden" else None
+    partition = Partition(option.recompute, option.hidden, option.kv)
+    if partition.layers != layers:
+        raise ConfigError(
+            f"hcache: option 'partition' is {option.model_dump()}: that is {partition.layers} "
+            f"layers, and the model has {layers}"
+        )
+    return partition
+
+
+def known_partition(wanted: Partition | None, recorded: PartitionRecord | None) -> _Decision | None:
+    """The partition of the options, otherwise of the store's record; None: undecided."""
+    if recorded is None:
+        return None if wanted is None else (wanted, "by an option")
+    partition, reason = recorded.partition, recorded.reason
+    if wanted is None:
+        logger.debug("hcache: partition: %s, as the store has it: %s", describe(partition), reason)
+        return partition, reason
+    if wanted != partition:
+        logger.warning(
+            "hcache: partition: the options want %s, and the store has pages of this model "
+            "with %s (%s): neither finds the other's",
+            describe(wanted),
+            describe(partition),
+            reason,
+        )
+    return wanted, "by an option"
+
+
+def _fastest_partition(
+    restore: Restore, tokens: int, l3: L3Path, leaves_room: Callable[[Partition], bool]
+) -> _Decision:
+    """The partition with the fastest restores by the profile, of those that leave room."""
+    assert restore.profile is not None
+    partition = restore.fastest(tokens, l3)
+    reason = f"the best for {tokens} tokens by the profile of {restore.profile.device}"
+    if not leaves_room(partition):
+        faster, partition = partition, restore.fastest(tokens, l3, allowed=leaves_room)
+        reason += (
+            f" that leaves room for {_LEAST_HOST_SHARE} times the device's tokens in host memory; "
+            f"a larger --hicache-ratio allows {describe(faster)}"
+        )
+    return partition, reason
+
+
+def settle(dirs: Sequence[Path], name: str, record: PartitionRecord) -> PartitionRecord:
+    """Write ``record``; returns the store's, because another server may have been faster."""
+    try:
+        save_record(dirs[0], name, record, replace=False)
+    except OSError as error:
+        logger.warning("hcache: partition: it could not be recorded: %s", error)
+    return find_record(dirs, name) or record
+
+
+# ---- the profile ----
+
+
+def find_profile(
+    runtime: Any, config: HCacheConfig, kvcache: Any, shape: ModelShape
+) -> Profile | None:
+    """The profile of option ``profile``, a kept one, or a new quick one, which ``runtime`` keeps
+    for the folders; None if measuring fails. Raises ConfigError if the option names no usable
+    file."""
+    if config.profile is not None:
+        try:
+            return load_profile(config.profile)
+        except ProfileError as error:
+            raise ConfigError(f"hcache: option 'profile': {error}") from None
+    device = torch.device(kvcache.device)
+    # Bytes of pages are not measured: partitions and hits have one profile, whatever the codec.
+    measured = shape.model_dump_json(exclude={"hidden_row_bytes", "kv_row_bytes"})
+    digest = hashlib.sha256(f"{device_name(device)} {measured}".encode()).hexdigest()
+    file = f"profile-{digest[:12]}.json"
+    if runtime.kept_profile is not None and runtime.kept_profile[0] == file:
+        return runtime.kept_profile[1]
+    for path in (folder / file for folder in config.dirs):
+        if path.is_file():
+            try:
+                kept = load_profile(path)
+            except ProfileError as error:
+                logger.warning("hcache: %s", error)
+            else:
+                logger.debug("hcache: partition: using the profile in %s", path)
+                return kept
+    try:
+        profile = _measure(config, shape, device, runtime.runner.dtype)
+    except Exception as error:  # no room on the device, or a shape that cannot be run
+        logger.warning("hcache: partition: the machine was not measured: %s", error)
+        return None
+    runtime.kept_profile = (file, profile)
+    return profile
+
+
+def _measure(
+    config: HCacheConfig, shape: ModelShape, device: torch.device, dtype: torch.dtype
+) -> Profile:
+    logger.debug("hcache: partition: measuring a quick profile of this machine")
+    l3: Rate | None = None
+    try:
+        l3 = Rate(per_second=read_rate(config, shape, _QUICK_SECONDS).per_second)
+    except OSError as error:
+        logger.warning("hcache: partition: L3 was not measured: %s", error)
+    bench = Bench(shape, device, dtype, _QUICK_SECONDS)
+    return measure(bench, l3, config.dirs, source="measured at a server's start")
+
+
+def keep_profile(runtime: Any, folder: Path) -> None:
+    """Save a profile measured at start-up in a store folder, for the next start. Raises OSError."""
+    if runtime.kept_profile is not None:
+        name, profile = runtime.kept_profile
+        if not (folder / name).exists():
+            profile.save(folder / name)
+
+
+def copy_as_measured(profile: Profile, device: torch.device | str, segment_bytes: int) -> None:
+    """Copy over the bus, on this rank, in the best way of ``profile`` beside matrix products.
+
+    ``segment_bytes``: hidden states of one layer in one page of this rank; 0 leaves their way of
+    copying as it is. The copy engine takes its time for each segment, so segments of less than half
+    the measured size do not use it.
+    """
+    if not profile.copies or profile.model is None:
+        return
+    measured = PAGE * profile.model.hidden * profile.model.element_bytes
+    engine = 2 * segment_bytes >= measured
+    use_measured_copies(profile.copies, torch.device(device), engine=engine)
+    logger.debug(
+        "hcache: copies: kernels have %d programs%s",
+        copy_programs(torch.device(device)),
+        "; hidden states come by the copy engine" if copies_by_engine() else "",
+    )
 
 
 def model_shape(
@@ -162,6 +298,9 @@ def model_shape(
     if kv_share == 1.0:
         return shape
     return shape.model_copy(update={"kv_row_bytes": round(kv_share * shape.kv_bytes)})
+
+
+# ---- whether L3 hits pay ----
 
 
 def judge_hits(runtime: Runtime, config: HCacheConfig | None, backend: str | None = None) -> None:
@@ -191,18 +330,24 @@ def may_judge(runtime: Runtime, config: HCacheConfig) -> bool:
 
 
 def _machine(runtime: Runtime, config: HCacheConfig) -> Restore | None:
-    """The machine as the choice of the partition found it, otherwise as one rank of all that attach
-    together finds it."""
+    """The machine as the choice of the partition found it, otherwise as the one rank finds it that
+    looks for all that attach together."""
+    from sglang.srt.distributed import parallel_state as state
+
     ranks = ranks_of_a_request(runtime.runner.server_args)
     methods = runtime.layer_methods
     if methods is not None and methods.profile is not None and methods.shape is not None:
         return replace(methods, ranks=ranks, eager=runtime.eager)
     measured: tuple[Profile, ModelShape] | None = None
     wrong: str | None = None
+    groups = state.get_pp_group(), state.get_attn_tp_group(), state.get_attn_cp_group()
     try:
-        measured = _measured(runtime, config)
+        if all(group.is_first_rank for group in groups):
+            measured = _measured(runtime, config)
     except ConfigError as error:
         wrong = str(error)
+    except Exception as error:  # pools of several kinds, for which there is no cost model
+        logger.info("hcache: L3 hits are judged by measurements in service alone: %s", error)
     said = said_by_all_ranks((measured, wrong))
     for _, problem in said:
         if problem is not None:
@@ -218,23 +363,11 @@ def _machine(runtime: Runtime, config: HCacheConfig) -> Restore | None:
 
 
 def _measured(runtime: Runtime, config: HCacheConfig) -> tuple[Profile, ModelShape] | None:
-    """Profile and shape on the one rank that looks for all that attach together, otherwise None.
-    Raises ConfigError if option ``profile`` names no usable file."""
-    from sglang.srt.distributed import parallel_state as state
-
-    groups = state.get_pp_group(), state.get_attn_tp_group(), state.get_attn_cp_group()
-    if not all(group.is_first_rank for group in groups):
-        return None
-    try:
-        kvcache: Any = runtime.runner.token_to_kv_pool
-        encoded = runtime.codec not in (None, "none")
+    """Profile and shape. Raises ConfigError if option ``profile`` names no usable file."""
+    kvcache, kv_share = runtime.runner.token_to_kv_pool, 1.0
+    if runtime.codec not in (None, "none"):
         stages = int(resolved(runtime.runner.server_args).pp_size)
-        kv_share = encoded_share(runtime, kvcache, stages) if encoded else 1.0
-        shape = model_shape(runtime.runner, kvcache, kv_share=kv_share)
-        profile = find_profile(runtime, config, kvcache, shape) if shape is not None else None
-    except ConfigError:
-        raise
-    except Exception as error:  # pools of several kinds, for which there is no cost model
-        logger.info("hcache: L3 hits are judged by measurements in service alone: %s", error)
-        return None
+        kv_share = encoded_share(runtime, kvcache, stages)
+    shape = model_shape(runtime.runner, kvcache, kv_share=kv_share)
+    profile = find_profile(runtime, config, kvcache, shape) if shape is not None else None
     return (profile, shape) if profile is not None and shape is not None else None

@@ -6,38 +6,45 @@ All host and device memory that hidden mode takes is within the user's limits.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import xxhash
 from sglang.srt.mem_cache.pool_host.base import host_memory_budget_bytes
 from sglang.srt.runtime_context import get_memory
 
+from hcache_backend.arena import Arena
 from hcache_backend.capture.hooks import HiddenCapture
-from hcache_backend.capture.staging import Staging
+from hcache_backend.capture.staging import StagedCapture, Staging
 from hcache_backend.checks.comparison import first_problem, projection_problem
 from hcache_backend.checks.probe import Probe
+from hcache_backend.config import HCacheConfig
 from hcache_backend.format.page import PageLayout
 from hcache_backend.format.units import WHOLE, Share
-from hcache_backend.host.page_layout import page_layout
-from hcache_backend.host.segments import KVSegments
+from hcache_backend.host.segments import KVSegments, page_layout
 from hcache_backend.plan.restore import Restore
 from hcache_backend.projection.attention import AttentionLayer
+from hcache_backend.projection.paged_pool import planes_of
 from hcache_backend.projection.projector import Projector
 from hcache_backend.ranks import Refused, all_or_none
-from hcache_backend.restore.exchange import Exchange, share_of_rank
+from hcache_backend.restore.exchange import CollectiveOrder, Exchange, share_of_rank
+from hcache_backend.restore.layers import PoolParking, RestoredLayer
+from hcache_backend.restore.pipeline import RestorePipeline
 from hcache_backend.restore.recompute import Recomputer
 from hcache_backend.restore.ring import ring_bytes
-from hcache_backend.sglang.arguments import drafted_tokens, resolved
+from hcache_backend.sglang.arguments import drafted_tokens, kv_fields, packed_drafts, resolved
 from hcache_backend.sglang.groups import attention_ranks
 from hcache_backend.sglang.host_pool import HostPages
-from hcache_backend.sglang.runtime import Runtime
-from hcache_backend.start.page_plugin import PagePlugin, page_plugin
+from hcache_backend.sglang.runtime import Forwards, Runtime
 from hcache_backend.streams import free_memory
 from hcache_kernels.codecs import AUTOMATIC, Codec, UnsupportedRows, make_codec
+
+if TYPE_CHECKING:
+    from hcache_backend.krul.plugin import Krul
 
 logger = logging.getLogger("hcache")
 
@@ -65,6 +72,7 @@ class PagePlan:
         codec: Encodes hidden states; None: pages hold K and V only, and no layer is captured.
         recomputer: Recomputes layers; None if it cannot or need not.
         exchange: Between ranks that share the tokens of a page; None: pages are whole.
+        drafts: SGLang's pools of draft layers whose K and V are layers of the pages, too.
         hooks: The capture hooks that CUDA graphs were recorded with, if any.
         pages, staging: Number of pages, and first place of captured rows; from :meth:`find_room`.
     """
@@ -75,13 +83,15 @@ class PagePlan:
     groups: int
     _: KW_ONLY
     kv_codec: str = "none"
-    plugin: PagePlugin | None = None
+    plugin: Krul | None = None
     runner: Any = None
     layers: tuple[AttentionLayer, ...] = ()
     codec: Codec | None = None
     recomputer: Recomputer | None = None
     exchange: Exchange | None = None
+    drafts: Sequence[Any] = ()
     hooks: HiddenCapture | None = None
+    forwards: Forwards = field(default_factory=Forwards)
     observer: Recomputer | None = field(init=False, default=None)
     kv: KVSegments = field(init=False)
     layout: PageLayout = field(init=False)
@@ -93,7 +103,7 @@ class PagePlan:
         if self.plugin is not None:
             self.kv = self.plugin.segments(self.kvcache, stored, tokens, self.groups)
         else:
-            how = self.share, self.groups, self.kv_codec
+            how = self.share, self.groups, self.kv_codec, self.drafts
             self.kv = KVSegments(self.kvcache, stored, tokens, *how)
         self.layout = page_layout(tokens, self.methods, self.kv, self.codec, self.share)
 
@@ -104,17 +114,80 @@ class PagePlan:
         layers = self.hidden_layers
         hooks = self.hooks or HiddenCapture([(layer.module, ()) for layer in layers])
         hooks.watch_only(layer.projection for layer in layers)
-        hooks.staging, self.runner.hcache_capture = self.staging, hooks
+        hooks.staging, self.forwards.capture = self.staging, hooks
         return hooks
+
+    @property
+    def arriving(self) -> Sequence[int]:
+        """Layers that pass through the ring of restores."""
+        return self.kv.layers if self.kv.shares_tokens else self.methods.layers("hidden")
 
     @property
     def hidden_layers(self) -> list[AttentionLayer]:
         return [self.layers[index] for index in self.methods.layers("hidden")]
 
+    def fields(self, runner: Any) -> dict[str, object]:
+        """Fields of the namespace of these pages besides the weights. ``runner``: SGLang's."""
+        fields: dict[str, object] = {
+            "kind": "own",
+            "partition": list(self.methods.methods),
+            "first_layer": self.kvcache.start_layer,
+            "layout": self.layout.form,
+        }
+        if self.kv.layers:
+            fields |= kv_fields(runner)
+        if self.codec is not None:
+            fields["codec"] = self.codec.name
+        ranks = attention_ranks()
+        if not self.kv.layers or self.kv.latent or self.layout.share.of == ranks.world_size:
+            fields["any_ranks"] = True
+        else:  # K and V are of a rank's own heads, which are no share
+            fields["tp"] = [ranks.rank_in_group, ranks.world_size]
+        return fields
+
+    def restored_layers(self, projector: Projector) -> list[RestoredLayer]:
+        """How each layer comes back."""
+        codec, kvcache = self.codec, self.kvcache
+        row_bytes = 0 if codec is None else codec.row_bytes
+        parks = codec is not None and PoolParking.fits(kvcache, row_bytes)
+
+        def projected(index: int) -> RestoredLayer:
+            layer = self.layers[index]
+            assert codec is not None
+
+            def fill(segments: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
+                rows = codec.decode(segments.view(-1, row_bytes))
+                projector.project_to_pool(layer, rows, positions, slots)
+
+            parking = PoolParking(kvcache, index, row_bytes) if parks else None
+            return RestoredLayer("hidden", fill, parking)
+
+        restored: dict[str, Callable[[int], RestoredLayer]] = {
+            "hidden": projected,
+            "kv": self.kv.restored_layer,
+            "recompute": lambda _: RestoredLayer("recompute", None),
+        }
+        methods = (*self.methods.methods, *["kv"] * len(self.drafts))
+        return [restored[method](layer) for layer, method in enumerate(methods)]
+
+    def capture(self, arena: Arena, memory: torch.Tensor) -> StagedCapture:
+        """Capture of hidden states into the pages of ``arena``, whose bytes are ``memory``."""
+        assert self.codec is not None
+        segments = [layer.index for layer in self.hidden_layers]
+        return StagedCapture(arena, memory, self.staging, segments, self.codec)
+
+    def pipeline(
+        self, memory: torch.Tensor, projector: Projector, order: CollectiveOrder | None
+    ) -> RestorePipeline:
+        """Restores of these pages, whose bytes are ``memory``."""
+        layers, most = self.restored_layers(projector), self.methods.chunk_tokens
+        how: dict[str, Any] = {"exchange": self.exchange, "order": order}
+        return RestorePipeline(memory, self.layout, layers, most, self.kvcache.device, **how)
+
     def find_room(self) -> None:
         """Divide host memory, and take staging for capture; Refused without room. No
         collectives."""
-        memory, codec = get_memory(), self.codec
+        memory, codec, device = get_memory(), self.codec, self.kvcache.device
         self.pages = plan_host_pages(
             self.kvcache,
             self.layout,
@@ -123,43 +196,52 @@ class PagePlan:
             host_memory_budget_bytes(),
             with_shadows=codec is not None,
         )
-        if codec is None:
-            return
-        device, hidden = self.kvcache.device, self.methods.layers("hidden")
-        recorded = self.hooks.staging if self.hooks is not None else None
-        places = staging_places(len(hidden), *step_tokens(self.runner), 0)
-        rows = len(hidden), codec.hidden_size, codec.dtype
-        self.staging = recorded or take_staging(*rows, places, device)
+        if codec is not None:
+            hidden = len(self.methods.layers("hidden"))
+            recorded = self.hooks.staging if self.hooks is not None else None
+            rows, places = (codec.hidden_size, codec.dtype), staging_places(self.runner, hidden)
+            self.staging = recorded or take_staging(hidden, *rows, places, device)
         # Try the room for restores: freed memory stays in torch's cache until it is needed.
-        room = ring_bytes(self.layout, self.methods.chunk_tokens, hidden)
+        room = ring_bytes(self.layout, self.methods.chunk_tokens, self.arriving)
         try:
             torch.empty(room, dtype=torch.uint8, device=device)
         except torch.OutOfMemoryError as error:
             raise Refused(f"no device memory for restores: {error}") from None
 
 
-def make_exchange(probe: Probe, page_size: int) -> Exchange | None:
+def make_exchange(what: str, rows: Sequence[torch.Tensor], page_size: int) -> Exchange | None:
     """The exchange of token shares between ranks, which all call it; None if pages are whole.
-    Raises Refused on every rank if hidden states differ between ranks or do not get across."""
+    ``rows``: ``what`` (hidden states or latents) of the same tokens. Raises Refused on every rank
+    if they differ between ranks, or shares do not get across."""
     ranks = attention_ranks()
     number, shares = share_of_rank(ranks.rank_in_group, ranks.world_size, page_size)
     if shares == 1:
         return None
-    device = probe.slots.device
+    device = rows[0].device
     first = ranks.rank_in_group - number
     exchange = Exchange.between(ranks.ranks[first : first + shares], device)
     problem = exchange.check(device)
-    rows = torch.cat([rows.flatten() for rows in probe.hidden]).view(torch.uint8).cpu().numpy()
-    said = ranks.all_gather_object((problem, xxhash.xxh3_64_intdigest(rows.data)))
+    flat = torch.cat([each.flatten() for each in rows]).view(torch.uint8).cpu().numpy()
+    said = ranks.all_gather_object((problem, xxhash.xxh3_64_intdigest(flat.data)))
     problem = first_problem(problem for problem, _ in said)
     if problem is None and len({digest for _, digest in said}) > 1:
-        problem = "hidden states differ between tensor-parallel ranks"
+        problem = f"{what} differ between tensor-parallel ranks"
     if problem is not None:
         raise Refused(problem)
     return exchange
 
 
 # ---- codecs ----
+
+
+def page_plugin(config: HCacheConfig | None) -> Krul | None:
+    """The plug-in that option ``codec`` names, if it names one: it decides on its own how layers
+    share a page. Nothing else loads one."""
+    if config is None or config.codec != "krul":
+        return None
+    from hcache_backend.krul.plugin import Krul
+
+    return Krul(config.krul)
 
 
 def asked_codec(runtime: Runtime, dtype: torch.dtype) -> str:
@@ -208,18 +290,21 @@ def _encoding_segments(
 ) -> KVSegments:
     """K and V of all layers by option ``codec``; raises UnsupportedRows."""
     assert runtime.config is not None
-    codec = asked_codec(runtime, kvcache.k_buffer[0].dtype)
+    codec = asked_codec(runtime, planes_of(kvcache, 0)[0].dtype)
     if codec != "none" and stages > 1:  # a stage cannot tell the others what it could not keep
         raise UnsupportedRows(f"codec {codec!r} takes no K and V of pipeline stages")
     layers, plugin = range(kvcache.layer_num), page_plugin(runtime.config)
+    drafts = packed_drafts(runtime.runner)
+    if plugin is not None and drafts:
+        raise UnsupportedRows(f"codec {codec!r} takes no draft layers")
     if plugin is not None:
         return plugin.segments(kvcache, layers, kvcache.page_size, groups // share.of)
     how = kvcache, layers, kvcache.page_size, share, groups
     if codec == AUTOMATIC[0] != runtime.config.codec:
         with suppress(UnsupportedRows):
-            return KVSegments(*how, codec)
+            return KVSegments(*how, codec, drafts)
         codec = AUTOMATIC[-1]
-    return KVSegments(*how, codec)
+    return KVSegments(*how, codec, drafts)
 
 
 def choose_codec(group: Any, runtime: Runtime, probe: Probe, projector: Projector) -> Codec:
@@ -281,11 +366,9 @@ def _proven(name: str, probe: Probe, projector: Projector) -> Codec:
 
 
 def kv_bytes_per_token(kvcache: Any) -> int:
-    """Bytes of K and V of one token, all layers of this rank."""
-    return sum(
-        kvcache.k_buffer[i][0].nbytes + kvcache.v_buffer[i][0].nbytes
-        for i in range(kvcache.layer_num)
-    )
+    """Bytes of K and V, or latents, of one token, all layers of this rank."""
+    layers = range(kvcache.layer_num)
+    return sum(plane[0].nbytes for layer in layers for plane in planes_of(kvcache, layer))
 
 
 def host_bytes(kvcache: Any, size_gb: float, ratio: float) -> float:
@@ -347,17 +430,17 @@ def _gigabytes(*sizes: float) -> list[str]:
     return shown
 
 
-def staging_places(layers: int, step_tokens: int, decode_tokens: int, recorded_tokens: int) -> int:
-    """Rows that staging needs.
-
-    Args:
-        layers: Captured layers; without any, places take no memory.
-        step_tokens: Of the longest eager forward pass; two of its layers fit.
-        decode_tokens: Of the largest decode step; two fit, one captured and one in transfer.
-        recorded_tokens: Of the largest CUDA graph; all its layers must fit.
-    """
-    by_layer = -(-2 * step_tokens // layers) if layers else step_tokens
-    return max(by_layer, 2 * decode_tokens, recorded_tokens, 1)
+def staging_places(runner: Any, layers: int, recorded_tokens: int = 0) -> int:
+    """Rows that staging needs for ``layers`` captured ones: two layers of the longest eager forward
+    pass; two of the largest decode steps, one captured and one in transfer; all layers of
+    ``recorded_tokens``, the largest CUDA graph. Without layers places take no memory."""
+    args = resolved(runner.server_args)
+    decode = int(runner.max_running_requests) * drafted_tokens(args)
+    chunk = args.chunked_prefill_size
+    prefill = int(chunk if chunk is not None and chunk > 0 else args.max_prefill_tokens)
+    step = min(prefill + decode, int(runner.max_total_num_tokens))
+    by_layer = -(-2 * step // layers) if layers else step
+    return max(by_layer, 2 * min(decode, _DECODE_TOKENS), recorded_tokens, 1)
 
 
 def take_staging(
@@ -384,12 +467,3 @@ def take_staging(
         return Staging(layers, width, dtype, places, device)
     except torch.OutOfMemoryError as error:
         raise Refused(f"no device memory for staging: {error}") from None
-
-
-def step_tokens(runner: Any) -> tuple[int, int]:
-    """Tokens of the longest captured forward pass, and of a decode step."""
-    args = resolved(runner.server_args)
-    decode = int(runner.max_running_requests) * drafted_tokens(args)
-    chunk = args.chunked_prefill_size
-    prefill = chunk if chunk is not None and chunk > 0 else args.max_prefill_tokens
-    return min(int(prefill) + decode, int(runner.max_total_num_tokens)), min(decode, _DECODE_TOKENS)

@@ -223,6 +223,7 @@ def evict(folder: Folder, wanted: int, stats: StoreStats, problems: ProblemLog) 
                 gone.append(last.name)
                 freed += last.file_bytes
         stats.add(pages_evicted=len(gone), bytes_evicted=folder.index.remove(gone))
+        stats.on_evicted(gone)
     if stuck:
         ranks = folder.index.rank_range()
         folder.index.raise_ranks(dict.fromkeys(stuck, ranks[1] + 1 if ranks else 0))

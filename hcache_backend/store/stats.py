@@ -6,7 +6,10 @@ import logging
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+
+from hcache_backend.format.envelope import PageName
 
 logger = logging.getLogger("hcache.store")
 
@@ -15,7 +18,7 @@ QUIET_SECONDS = 60.0
 
 @dataclass
 class StoreStats:
-    """Counters since the store was opened (all but ``lock`` are counters)."""
+    """Counters since the store was opened (all but the last two are counters)."""
 
     pages_written: int = 0
     bytes_written: int = 0
@@ -38,6 +41,8 @@ class StoreStats:
     folders_lost: int = 0
     syncs: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
+    # called with the names of evicted pages
+    on_evicted: Callable[[Sequence[PageName]], object] = field(default=len, compare=False)
 
     def add(self, **increments: int) -> None:
         """Add to counters by name."""

@@ -27,11 +27,12 @@ from sglang.srt.mem_cache.hicache_storage import (
 from sglang.srt.observability.metrics_collector import StorageMetrics
 
 from hcache_backend import metrics
-from hcache_backend.format.envelope import PageKeys
-from hcache_backend.sglang.arguments import decodes_for_others
+from hcache_backend.format.envelope import PageKeys, PageName
+from hcache_backend.sglang.arguments import may_be, page_size
 from hcache_backend.sglang.backups import Backups
 from hcache_backend.sglang.runtime import Weights
 from hcache_backend.start import attach
+from hcache_backend.tiers.events import L3Events
 from hcache_backend.tiers.pool_pages import PoolPages
 from hcache_backend.tiers.tier import LocalTier, Pages, Tiered
 
@@ -58,7 +59,11 @@ class HCacheStorage(HiCacheStorage):
         self._pools: dict[str, PoolPages] = {}
         self.reads_any_page_alike = shared is None  # no page of a hit is farther away than others
         self.backups = Backups(storage_config.pp_size)
-        self._promises_hits = not decodes_for_others(self._runtime.runner.server_args)
+        self.events: L3Events | None = None
+        if config.events and attach.publishes_events():
+            self.events = L3Events(page_size(self._runtime.runner.server_args))
+            store.stats.on_evicted = self._evicted
+        self._promises_hits = not may_be("decode", self._runtime.runner.server_args)
         if not self._promises_hits:
             logger.warning(
                 "hcache: a decode server only writes L3: SGLang fails a request whose hit cannot "
@@ -100,7 +105,7 @@ class HCacheStorage(HiCacheStorage):
     ) -> list[bool]:
         found = self._get(keys, host_indices, extra=extra_info)
         pages = _leading(found)
-        self._count_tokens(hit=pages, unreadable=len(keys) - pages)
+        self._count_tokens(unreadable=len(keys) - pages)
         self._renew_report()
         return found
 
@@ -157,6 +162,19 @@ class HCacheStorage(HiCacheStorage):
         with _harmless("use"):
             for namespace in self._namespaces():
                 self._tier.local.store.use(namespace, PageKeys(keys))
+
+    def wrote(self, operation: Any) -> None:
+        """HiCache has written a node, in its thread."""
+        keys, pages = operation.hash_value, self._pages(PoolName.KV, operation.hash_value)
+        if self.events is not None and pages is not None:
+            there = [all(part) for part in zip(*map(self._tier.local.exists, pages), strict=True)]
+            self.events.stored(keys, there, operation.prefix_keys or (), operation.token_ids)
+
+    def _evicted(self, names: Sequence[PageName]) -> None:
+        with _harmless("events"):
+            if self.events is not None:
+                ours = set(self._namespaces())
+                self.events.evicted([name.key for name in names if name.namespace in ours])
 
     # SGLang uses no single values with ``interface_v1``.
     def exists(self, key: str) -> bool:

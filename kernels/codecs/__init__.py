@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import torch
 
-from .codec import KV, Codec, ExactCodec, UnsupportedRows
+from .codec import KV, LATENT, Codec, ExactCodec, UnsupportedRows
 from .exp3 import Exp3
 from .exp4 import Exp4
 from .scaled import Fp8, Int8
@@ -28,6 +28,7 @@ __all__ = [
     "AUTOMATIC",
     "CODECS",
     "KV",
+    "LATENT",
     "SEGMENT_CODECS",
     "Codec",
     "Cut",
@@ -54,7 +55,9 @@ def make_codec(name: str, hidden_size: int, dtype: torch.dtype) -> Codec:
     return CODECS["exp4" if name == "exp3" else name].of_rows(hidden_size, dtype)
 
 
-def make_segment_codec(name: str, cut: Cut, dim: int, dtype: torch.dtype) -> Codec:
-    """The codec ``name`` for K and V cut into such units, in heads of ``dim`` values, or
-    UnsupportedRows; a KeyError if there is none of that name."""
-    return SEGMENT_CODECS[name](cut, dim, dtype)
+def make_segment_codec(
+    name: str, cut: Cut, dim: int, dtype: torch.dtype, planes: str = KV
+) -> Codec:
+    """The codec ``name`` for K and V, or latents, cut into such units, in heads of ``dim`` values,
+    or UnsupportedRows; a KeyError if there is none of that name."""
+    return SEGMENT_CODECS[name](cut, dim, dtype, planes)

@@ -19,8 +19,9 @@ from ..launch import Launch
 from ..pages.kernel import ONE_LAYER, LayerTable
 from .units import Cut, Places
 
-ROWS, KV = "h", "kv"
-"""Planes of a row of hidden states, and of a page of the KV pool: one letter for each."""
+ROWS, KV, LATENT = "h", "kv", "l"
+"""Planes of a row of hidden states, and of a page of the KV pool: K and V, or latents of MLA. One
+letter for each."""
 REFERENCE_VALUES = 1 << 18
 """Values that are encoded or decoded at once on a CPU: a core's cache holds them."""
 
@@ -48,8 +49,8 @@ class Codec(ABC):
         cut: The units of an item in each plane.
         dim: Values of a head; of rows their width.
         dtype: Type of the values.
-        planes: :data:`ROWS`, :data:`KV`, or ``k`` and ``v`` of several layers. Kernels take one or
-            two planes.
+        planes: :data:`ROWS`, :data:`KV`, :data:`LATENT`, or ``k`` and ``v`` of several layers.
+            Kernels take one or two planes.
 
     Raises:
         UnsupportedRows: The codec does not take such units.
@@ -153,8 +154,8 @@ class Codec(ABC):
         """Encode pages of the KV pool; unchecked, as launches are.
 
         Args:
-            planes: K and V: ``[slots, heads, dim]`` of one shape, contiguous, whose slots are whole
-                pages of the pool.
+            planes: K and V, or latents: ``[slots, heads, dim]`` of one shape, contiguous, whose
+                slots are whole pages of the pool.
             items: Which pages of the pool, int64 ``[p]``, on their device.
             memory: uint8 ``[all pages, page_bytes]``, contiguous: memory that the device can write.
             pages: The page of each item there, int64 ``[p]``, likewise.

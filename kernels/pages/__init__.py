@@ -84,7 +84,7 @@ def gather_planes(
     pool: Sequence[torch.Tensor],
     pool_ids: torch.Tensor,
 ) -> None:
-    """Copy K and V of one layer of many pages to pages of the pool; nothing else of it changes.
+    """Copy K and V, or latents, of one layer of many pages to pages of the pool, and nothing else.
 
     In a page K is one group of heads after the other, each of all tokens, then V likewise; the pool
     has one token after the other, each with all heads.
@@ -92,15 +92,16 @@ def gather_planes(
     Args:
         pages: As in :func:`gather_pages`; so ``page_ids``.
         offset: Where K begins in a page, a multiple of 8.
-        pool: K and V of the pool, each uint8 ``[pool pages, page_size, groups, row_bytes]``,
-            contiguous; ``row_bytes`` is a multiple of 8 and may differ.
+        pool: K and V of the pool, or its latents, each uint8 ``[pool pages, page_size, groups,
+            row_bytes]``, contiguous; ``row_bytes`` is a multiple of 8 and may differ.
         pool_ids: Where to, each page of the pool once, as ``page_ids`` and on the pool's device.
     """
-    first, second = pool
+    first = pool[0]
     shape = ("pool pages", "page_size", "groups")
     check_tensor("K of the pool", first, BYTES, (*shape, "row_bytes"))
-    check_tensor("V of the pool", second, BYTES, (*first.shape[:3], "row_bytes"), first.device)
-    for name, plane in (("K", first), ("V", second)):
+    for name, plane in zip("KV", pool, strict=False):  # latents alone are called K
+        what = f"{name} of the pool"
+        check_tensor(what, plane, BYTES, (*first.shape[:3], "row_bytes"), first.device)
         if plane.shape[3] % WORD:
             raise wrong(f"row_bytes of {name}", plane.shape[3], f"a multiple of {WORD}")
     _check_pages(pages, offset, sum(plane[0].numel() for plane in pool) if len(first) else 0)

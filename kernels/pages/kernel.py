@@ -22,21 +22,22 @@ compiler of them what it may know."""
 _MOST_WORDS = 2048
 """16 KiB a program: eight 16-byte accesses in flight in each thread hide the bus's latency."""
 
-Planes = tuple[torch.Tensor, torch.Tensor]
+Planes = tuple[torch.Tensor, ...]
 
 
 class LayerTable(NamedTuple):
     """Layers whose K and V look alike, on one GPU, and their segments in pages."""
 
-    planes: Planes  # K and V of the first layer
-    addresses: torch.Tensor  # of K and V of each layer, int64 [layers, 2], on the device
+    planes: Planes  # K and V of the first layer, or its latents
+    # of K and V of each layer, or twice of its latents, int64 [layers, 2], on the device
+    addresses: torch.Tensor
     offsets: torch.Tensor  # of each layer's segment in a page, int64 [layers], on the device
     aligned: int  # the largest of 16, 8, 4, 2 and 1 that divides all of these
 
     @staticmethod
     def of(planes: Sequence[Planes], offsets: Sequence[int]) -> LayerTable:
         """The table of layers with these ``planes``, contiguous, and ``offsets``; to be kept."""
-        first, addresses = planes[0], [[plane.data_ptr() for plane in both] for both in planes]
+        first, addresses = planes[0], [[one[at].data_ptr() for at in (0, -1)] for one in planes]
         device = first[0].device
         flat = [address for both in addresses for address in both]
         return LayerTable(
@@ -101,8 +102,9 @@ def gather_planes_launch(
     """
     _, tokens, groups, _ = pool[0].shape
     lengths = [tokens * groups * plane.shape[3] for plane in pool]
-    arguments = {"page_ids": page_ids, "first": pool[0], "second": pool[1], "pool_ids": pool_ids}
-    arguments |= {"FIRST": lengths[0] // WORD, "SECOND": lengths[1] // WORD}
+    second = lengths[1] // WORD if len(pool) > 1 else 0
+    arguments = {"page_ids": page_ids, "first": pool[0], "second": pool[-1], "pool_ids": pool_ids}
+    arguments |= {"FIRST": lengths[0] // WORD, "SECOND": second}
     arguments |= {"TOKENS": tokens, "GROUPS": groups, "SLOTS": slots, "SAVE": save}
     return _launch(planes_kernel, pages, offset, lengths, programs, arguments, layers)
 
@@ -206,7 +208,7 @@ def planes_kernel(
     pages,  # uint8 [pages, page_bytes]
     page_ids,  # [p]
     first,  # uint8 [pool pages, TOKENS, GROUPS, 8 * FIRST // (TOKENS * GROUPS)]
-    second,  # uint8 [pool pages, TOKENS, GROUPS, 8 * SECOND // (TOKENS * GROUPS)]
+    second,  # uint8 [pool pages, TOKENS, GROUPS, 8 * SECOND // (TOKENS * GROUPS)]; none if 0
     pool_ids,  # [p * SLOTS]
     table,  # int64 [layers, 2], or None
     offsets,  # int64 [layers], or None
@@ -235,7 +237,7 @@ def planes_kernel(
         if at < of_first:
             rows = plane_of(first, table, layer, 0, ALIGNED) + place * (8 * FIRST)
             _copy(segment, rows, at, SAVE, FIRST, ALIGNED, BLOCK, TOKENS, GROUPS)
-        else:
+        elif SECOND > 0:
             segment += 8 * FIRST
             rows = plane_of(second, table, layer, 1, ALIGNED) + place * (8 * SECOND)
             at -= of_first

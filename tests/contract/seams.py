@@ -16,7 +16,7 @@ _OPERATIONS = (
     _CACHE + "hybrid_cache.hybrid_cache_controller.PrefetchOperation",
     "sglang.srt.managers.cache_controller.CacheOperation",
 )
-_KV_POOL = (_CACHE + "memory_pool.MHATokenToKVPool",)
+_KV_POOL = (_CACHE + "memory_pool.MHATokenToKVPool", _CACHE + "memory_pool.MLATokenToKVPool")
 _ATTENTION = ("sglang.srt.layers.radix_attention.RadixAttention",)
 
 OBJECTS: dict[str, tuple[str, ...]] = {
@@ -67,6 +67,7 @@ NOT_OBJECTS = {
     "host_pool_name", "mem_pool_host", "adapter", "model", "own", "stages", "ranks",
     "q", "k", "v", "key_value_num_tokens", "kind",
     "runtime", "pool", "pages", "place", "layout", "plan", "weights", "device",
+    "event", "node", "other", "receipt", "retries", "slots",
     "allocator", "target_location", "target_locations", "target_sizes",
 }  # fmt: skip
 """Other parameters annotated ``Any``: tensors, lists, classes, and pools of many classes."""
@@ -75,27 +76,23 @@ OURS = {
     ("ack", "_replace"),  # every NamedTuple's
     ("ack", "reduce"),
     ("request", "prefix_indices"),  # of 0.5.21; later versions ask our tree for it
-    ("runner", "hcache_capture"),
-    ("runner", "hcache_recorded"),
-    ("runner", "hcache_no_capture"),
     ("forward_batch", "asked"),
     ("controller", "eager"),
     ("controller", "begin_turn"),
-    ("controller", "governor"),
     ("controller", "loading_behind"),
     ("controller", "pages_per_report"),
-    ("controller", "use_own_pages"),
     ("backend", "backups"),
     ("memory", "finish"),
-    ("controller", "plain_prompt"),
-    ("scheduler", "hcache_last_batch"),
     ("memory", "numpy"),
+    ("queue", "extendleft"),  # a deque's
+    ("queue", "popleft"),
     ("memory", "parts"),
 }
 """What we put there ourselves."""
 
 OVERRIDDEN: dict[str, set[str]] = {
     "OwnPagesController": {
+        "_generate_storage_config",
         "_generic_page_get",
         "_move_op_indices",
         "_move_write_operation",

@@ -18,17 +18,15 @@ from typing import Any
 import typer
 from pydantic import BaseModel
 
-from hcache_backend import config, metrics, trace
+from bench.harness.tracing import hcache_trace
+from hcache_backend import config, metrics
 from hcache_backend.cli.main import app
 from hcache_backend.config import ConfigError, HCacheConfig, parse_config
 from hcache_backend.store import StoreStats
 from tests.docs.pages import Finding, Page, Piece, Table
 
 ROOT = Path(__file__).resolve().parents[2]
-VARIABLES = {
-    *(config.ENABLE_VARIABLE, config.CONFIG_VARIABLE, config.PROJECTION_VARIABLE),
-    trace.TRACE_VARIABLE,
-}
+VARIABLES = {config.ENABLE_VARIABLE, config.CONFIG_VARIABLE, config.PROJECTION_VARIABLE}
 
 _SHELL = ("sh", "console", "bash")
 _CALL = re.compile(r"(?:^|[\s`(/$])hcache[ \t]+([^|;&<>\n`]+)")
@@ -237,7 +235,7 @@ def _value(shown: str) -> Any:
 
 
 def _variables(text: str) -> Iterator[str]:
-    for name in sorted(set(_VARIABLE.findall(text)) - VARIABLES):
+    for name in sorted(set(_VARIABLE.findall(text)) - VARIABLES - {hcache_trace.VARIABLE}):
         yield f"{name} is no variable of ours; they are {', '.join(sorted(VARIABLES))}"
 
 

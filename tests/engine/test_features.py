@@ -156,17 +156,20 @@ def test_images_and_positions_of_three_dimensions(model_cache: Path, tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("tp", "restore"),
+    ("name", "tp", "restore"),
     [
-        (2, "auto"),
-        pytest.param(2, "layerwise", marks=pytest.mark.long),
-        pytest.param(4, "auto", marks=pytest.mark.long),  # two ranks have heads of one request
+        ("qwen3_moe", 2, "auto"),
+        ("deepseek", 2, "auto"),
+        pytest.param("qwen3_moe", 2, "layerwise", marks=pytest.mark.long),
+        # Two ranks have heads of one request, or the same latents.
+        pytest.param("qwen3_moe", 4, "auto", marks=pytest.mark.long),
+        pytest.param("deepseek", 4, "auto", marks=pytest.mark.long),
     ],
 )
 def test_a_conversation_finds_its_pages_in_the_other_group(
-    tp: int, restore: str, model_cache: Path, tmp_path: Path
+    name: str, tp: int, restore: str, model_cache: Path, tmp_path: Path
 ) -> None:
-    model = build_model("qwen3_moe", model_cache)
+    model = build_model(name, model_cache)
     options = our_server(
         model,
         tmp_path,

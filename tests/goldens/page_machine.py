@@ -23,12 +23,11 @@ import torch
 
 from hcache_backend.capture.staging import stored_rows
 from hcache_backend.config import KrulOption, parse_config
-from hcache_backend.host.page_layout import head_groups, share_of_heads
+from hcache_backend.host.segments import head_groups, share_of_heads
 from hcache_backend.krul.plugin import Krul
-from hcache_backend.plan.costs import Partition
-from hcache_backend.plan.restore import Restore
+from hcache_backend.plan.restore import Partition, Restore
 from hcache_backend.sglang.runtime import Runtime, Weights
-from hcache_backend.start import stack
+from hcache_backend.start import page_plan
 from hcache_backend.start.page_plan import PagePlan
 from hcache_backend.store import PageStore
 from hcache_kernels.codecs import make_codec
@@ -147,10 +146,9 @@ class Machine:
         self.layout = self.plan.layout
         if kind.pairs:
             self.layout = self.layout.with_pairs(kind.pairs)
-        stack.attention_ranks = lambda: SimpleNamespace(rank_in_group=rank, world_size=kind.ranks)
-        self.fields = stack.page_fields(self.runtime, kvcache, self.plan)
-        if kind.partition[1]:
-            self.fields["codec"] = self.codec.name
+        ranks = SimpleNamespace(rank_in_group=rank, world_size=kind.ranks)
+        page_plan.attention_ranks = lambda: ranks
+        self.fields = self.plan.fields(self.runtime.runner)
         self.runtime.page_fields = self.fields
         self.namespace = self.runtime.page_namespace()
         self.memory = torch.zeros((1, self.layout.page_bytes), dtype=torch.uint8)

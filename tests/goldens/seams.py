@@ -138,7 +138,7 @@ def _watch_scheduler(trace: Trace) -> None:
 def _has_virtual_time(module: str) -> bool:
     """Not the store, nor the tiers around it: these wait for disks."""
     rooms = ("checks", "host", "krul", "prefetch", "sglang", "start")
-    beside = ("metrics", "streams", "turn")
+    beside = ("metrics", "streams", "ranks")
     parts = module.split(".")
     timed = module == "hcache_backend.tiers.storage" or parts[-1] in beside
     return parts[0] == "hcache_backend" and (timed or (len(parts) > 1 and parts[1] in rooms))
@@ -429,7 +429,7 @@ def _watch_l3(trace: Trace) -> None:
     around(HCacheStorage, "batch_get_v1", get)
     around(HCacheStorage, "batch_set_v1", put)
     around(HCacheStorage, "use", use)
-    around(OwnPagesController, "_read_pages", read)
+    around(OwnPagesController, "_page_get_zero_copy", read)
     around(SharedBackend, "get", hang)
     around(SharedTier, "exists", exists_shared)
     around(SharedTier, "get", get_shared)

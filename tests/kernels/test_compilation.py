@@ -205,9 +205,7 @@ def segments_launch(name: str, decode: bool, cut: Cut, dim: int, dtype: torch.dt
 
 def layers_of(planes: Sequence[torch.Tensor], count: int = 32) -> LayerTable:
     """A table of so many layers, wherever it begins."""
-    return LayerTable(
-        (planes[0], planes[1]), ids(4 * count)[2 * count :].view(-1, 2), ids(count), 16
-    )
+    return LayerTable(tuple(planes), ids(4 * count)[2 * count :].view(-1, 2), ids(count), 16)
 
 
 def layers_launch(name: str, decode: bool, cut: Cut, dim: int, dtype: torch.dtype) -> Launch:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
+from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
 
 from hcache_backend.checks.service import KVChecks
 from hcache_backend.format.units import WHOLE
 from hcache_backend.host.loads import LoadQueue, QueuedLoad
-from hcache_backend.host.node_backups import NodeBackups
-from hcache_backend.host.page_proofs import PageProofs
 from hcache_backend.host.segments import KVSegments
 from hcache_backend.krul.segments import PairedSegments
-from hcache_backend.plan.costs import Partition
-from hcache_backend.plan.restore import Restore
+from hcache_backend.plan.restore import Partition, Restore
+from hcache_backend.prefetch.prefetch import Prefetches
+from hcache_backend.prefetch.progress import L3Progress
 from hcache_backend.restore.pipeline import RestorePipeline
 from hcache_backend.sglang.controller import OwnPagesController
 from hcache_backend.sglang.host_pool import HostPages, OwnPagesPool
@@ -139,9 +140,23 @@ class Host:
         return bool((self.pool.arena.depth(self.pool.page_ids(host)) >= 0).all())
 
 
-def bare_controller(pool: Any, loads: Any = None, **fields: Any) -> Any:
-    """A controller without SGLang's part, for one rank, whose prompts begin with its pages."""
-    made: Any = object.__new__(OwnPagesController)
+def bare_controller(
+    pool: Any,
+    loads: Any = None,
+    *,
+    runtime: Any = None,
+    eager: Any = None,
+    kv_checks: Any = None,
+    capture: Any = None,
+    checks: Any = None,
+    layouts: Any = None,
+    **fields: Any,
+) -> Any:
+    """A controller without SGLang's part, for one rank, whose prompts begin with its pages.
+    ``fields`` are SGLang's."""
+    nothing = SimpleNamespace(
+        failed=False, ask=lambda turn: None, hear=lambda: None, forget=lambda: None
+    )
     stages = SimpleNamespace(
         alone=True,
         talk=lambda: None,
@@ -150,30 +165,36 @@ def bare_controller(pool: Any, loads: Any = None, **fields: Any) -> Any:
         backed_up=lambda pages: None,
         brought=lambda pages: None,
     )
-    checks = SimpleNamespace(
-        failed=False, ask=lambda turn: None, hear=lambda: None, forget=lambda: None
+    served = SimpleNamespace(model_config=SimpleNamespace(context_len=1 << 20))
+    runtime = runtime or SimpleNamespace(
+        distrust=None, weights=None, runner=served, l3=L3Progress(), prefetches=Prefetches()
     )
+    lacking = [name for name in ("arena", "page_layout", "page_size") if not hasattr(pool, name)]
+    for name in lacking:
+        setattr(pool, name, None)
+    with patch.object(HybridCacheController, "__init__", lambda *_, **__: None):
+        made: Any = OwnPagesController(
+            runtime,
+            pool,
+            loads,
+            eager,
+            stages,
+            kv_checks or nothing,
+            lambda name: None,
+            capture=capture,
+            checks=checks,
+            layouts=layouts,
+        )
     usual = {
-        "_pool": pool,
-        "_loads": loads,
-        "_stages": stages,
-        "_kv_checks": checks,
-        "_runtime": SimpleNamespace(distrust=None, weights=None),
         "_prefix": lambda: torch.empty(0, dtype=torch.int64),
         "_token_ids": lambda: None,
         "write_queue": [],
         "write_policy": "write_through",
         "page_size": PAGE,
+        "tp_group": None,
     }
-    nothing = dict.fromkeys(("eager", "tp_group", "_capture", "_checks", "_pairs", "_tree"))
-    no = dict.fromkeys(("_writing", "_never_loaded"), False)
-    for name, value in (usual | nothing | no | fields).items():
+    for name, value in (usual | fields).items():
         setattr(made, name, value)
-    parts = made._pool, made._capture, made._pairs, made._agreed, made._ended
-    made._backups = NodeBackups(*parts, alone=True)
-    captured = made._capture is not None
-    arena, layout = getattr(pool, "arena", None), getattr(pool, "page_layout", None)
-    made._proofs = PageProofs(made._runtime, arena, layout, captured=captured, positions=1 << 20)
     return made
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hcache_backend.turn import Turn
+from hcache_backend.ranks import Turn
 
 Reduce = Callable[[torch.Tensor, Any], object]
 
@@ -24,19 +24,24 @@ def turn_of_checks(checks: Any, reduce: Reduce = alone) -> None:
 
 
 def turn_of(part: Any, cache: Any, reduce: Reduce = alone) -> None:
-    """A turn of a controller; or of eager loads, whose end asks for nothing."""
-    turn = Turn()
-    part.begin_turn(cache, turn)
-    turn.agree(reduce)
-    part.end_turn(*[cache] * hasattr(part, "write"))
+    """A turn of a controller, or of eager loads."""
+    turn = Turn(cache)
+    if hasattr(part, "begin_turn"):
+        part.begin_turn(turn)
+        turn.agree(reduce)
+        part.end_turn(turn)
+    else:
+        part.ask(turn)
+        turn.agree(reduce)
+        part.hear()
 
 
 def recompute(eager: Any, reduce: Reduce = alone) -> None:
     """What a turn recomputes of prefetches that run."""
     turn = Turn()
-    eager._ask(turn)
+    eager._offer(turn)
     turn.agree(reduce)
-    eager.end_turn()
+    eager.hear()
 
 
 def answered(pairs: Any, reduce: Reduce = alone) -> bool:

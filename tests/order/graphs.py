@@ -56,28 +56,28 @@ class DecodeGraphs:
         from sglang.srt.model_executor.model_runner import ModelRunner
 
         from hcache_backend.capture.hooks import HiddenCapture
-        from hcache_backend.start import strategy
+        from hcache_backend.start import build
 
         def init(original: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
             with _as_on_a_gpu(runner):
-                strategy.record_copies(strategy.current(), runner)
+                build.record_copies(build.current(), runner)
             original(runner, *args, **kwargs)
             self._record(runner)
             runner.decode_cuda_graph_runner = self
 
-        checked = strategy.check_recording
+        checked = build.check_recording
 
-        def check_recording(runner: Any, hidden: Any) -> Any:
-            with _as_on_a_gpu(runner):
-                return checked(runner, hidden)
+        def check_recording(runtime: Any, hidden: Any) -> Any:
+            with _as_on_a_gpu(runtime.runner):
+                return checked(runtime, hidden)
 
         def wait_until(original: Any, counter: Any, layer: int) -> None:
             if not self._replaying:
                 original(counter, layer)
 
-        strategy.graphs_are_off = lambda: False
-        strategy._largest_recorded_tokens = lambda _tokens: SIZES[-1]
-        strategy.check_recording = check_recording
+        build.graphs_are_off = lambda: False
+        build._largest_recorded_tokens = lambda _tokens: SIZES[-1]
+        build.check_recording = check_recording
         around(ModelRunner, "init_cuda_graphs", init)
         around(HiddenCapture, "_take", self._take)
         around(LayerDoneCounter, "wait_until", wait_until)

@@ -15,10 +15,9 @@ from hcache_backend import streams
 from hcache_backend.arena import Arena
 from hcache_backend.capture.recomputed_rows import RecomputedRows
 from hcache_backend.host.loads import LoadQueue, QueuedLoad
-from hcache_backend.plan.costs import Partition
-from hcache_backend.plan.restore import Restore
+from hcache_backend.plan.restore import Partition, Restore
 from hcache_backend.prefetch.eager import EagerRestores, Launched
-from hcache_backend.sglang.prefill_server import before_sending_prefix
+from hcache_backend.sglang.disaggregation import before_sending_prefix
 from tests.order.checker import Checker
 from tests.order.scenario_capture import EncodingCodec
 from tests.order.scenario_restore import GPU, PAGES, SIZE, WIDTH, Engine, Pool

@@ -36,7 +36,7 @@ class Pool:
     that all of them write.
 
     Args:
-        methods: How each layer is restored.
+        methods: How each layer is restored. With ``latent`` all have latents, which K stands for.
         shares: As many ranks have a share of every page.
         codec: Encodes K and V in pages.
 
@@ -55,24 +55,28 @@ class Pool:
         dtype = torch.bfloat16 if codec == "exp4" else torch.float32
         shape = (len(methods), SLOTS, WIDTH)
         self.k = checker.on_device(torch.zeros(shape, dtype=dtype), "K")
-        self.v = checker.on_device(torch.zeros(shape, dtype=dtype), "V")
-        k_and_v = ([rows[:, None] for rows in plane] for plane in (self.k, self.v))
-        kvcache = SimpleNamespace(**dict(zip(("k_buffer", "v_buffer"), k_and_v, strict=True)))
-        share = Share(0, shares)
-        self._kv = KVSegments(kvcache, range(len(methods)), SIZE, share, shares, codec)
+        latent = "latent" in methods
+        self.v = self.k if latent else checker.on_device(torch.zeros(shape, dtype=dtype), "V")
+        k, v = ([rows[:, None] for rows in plane] for plane in (self.k, self.v))
+        kvcache = SimpleNamespace(k_buffer=k, v_buffer=v)
+        if latent:
+            kvcache = SimpleNamespace(kv_buffer=k, kv_lora_rank=WIDTH)
+        share, self.size = Share(0, shares), 2 * SIZE if latent else SIZE
+        self._kv = KVSegments(kvcache, range(len(methods)), self.size, share, shares, codec)
         stored = {
             "hidden": StoredLayer((Segment(SIZE * 4 * WIDTH, shares),)),
             "kv": self._kv.stored_layer(0),
+            "latent": self._kv.stored_layer(0),
             "recompute": RECOMPUTED,
         }
         self.methods = methods
         self.layers = len(methods)  # that can be recomputed
-        self.layout = PageLayout(SIZE, tuple(stored[m] for m in methods), share)
+        self.layout = PageLayout(self.size, tuple(stored[m] for m in methods), share)
         self.memory = checker.pinned(
             torch.zeros((2 * PAGES, self.layout.page_bytes), dtype=torch.uint8), "arena"
         )
         positions = self.layout.positions(self.memory.numpy())
-        positions[:PAGES] = np.arange(SLOTS).reshape(PAGES, SIZE)
+        positions[: SLOTS // self.size] = np.arange(SLOTS).reshape(-1, self.size)
         self.links = checker.on_device(torch.zeros(1), "links to other ranks")
 
     def restored(self, layer: int) -> RestoredLayer:
@@ -86,6 +90,7 @@ class Pool:
         ways = {
             "hidden": RestoredLayer("hidden", fill),
             "kv": self._kv.restored_layer(layer),
+            "latent": self._kv.restored_layer(layer),
             "recompute": RestoredLayer("recompute"),
         }
         return ways[self.methods[layer]]
@@ -143,8 +148,9 @@ class Pool:
     def some(self, pages: int, seed: int) -> tuple[npt.NDArray[np.int64], torch.Tensor]:
         """Pages in any order, and as many slots, made on the current stream."""
         rng = np.random.default_rng(seed)
-        chosen = rng.permutation(PAGES)[:pages].astype(np.int64)
-        slots = rng.permutation(PAGES)[:pages, None] * SIZE + np.arange(SIZE)
+        every, size = SLOTS // self.size, self.size
+        chosen = rng.permutation(every)[:pages].astype(np.int64)
+        slots = rng.permutation(every)[:pages, None] * size + np.arange(size)
         return chosen, streams.to_device(slots.ravel(), GPU)
 
 
@@ -222,9 +228,13 @@ class Exchange:
         self._pool.talk()
 
 
-def restores_between_ranks(checker: Checker, codec: str = "none") -> None:
+def restores_between_ranks(
+    checker: Checker,
+    methods: Sequence[str] = ("recompute", "hidden", "hidden", "hidden", "kv"),
+    codec: str = "none",
+) -> None:
     """Restores and forward passes that talk to other ranks, in no order but the pipeline's own."""
-    pool = Pool(checker, ["recompute", "hidden", "hidden", "hidden", "kv"], 2, codec)
+    pool = Pool(checker, methods, 2, codec)
     order = CollectiveOrder("cuda")  # on a CPU there would be nothing to order
     engine = Engine(checker, pool, order)
     pipeline = pool.pipeline(4 * SIZE, exchange=Exchange(pool), order=order)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 from hcache_backend import streams
-from hcache_backend.plan.costs import Partition
+from hcache_backend.plan.restore import Partition
 from tests.order.checker import Checker
 from tests.order.product import CheckedDoor
 from tests.order.scenario_capture import EncodingCodec, captures, step_that_cannot_begin
@@ -23,6 +23,7 @@ from tests.order.scenario_pairs import probes
 from tests.order.scenario_restore import restores, restores_between_ranks
 
 ALL_KV = Partition(recompute=0, hidden=0, kv=4)
+LATENTS = ["recompute", *["latent"] * 4]
 
 Scenario = Callable[[Checker], None]
 
@@ -35,6 +36,11 @@ SCENARIOS: dict[str, Scenario] = {
     "restore, encoded": partial(restores, methods=["kv"] * 4, codec="exp4"),
     "restore, between ranks": restores_between_ranks,
     "restore, between ranks, encoded": partial(restores_between_ranks, codec="exp4"),
+    "restore, latents": partial(restores, methods=["latent"] * 4, codec="exp4"),
+    "restore, latents between ranks": partial(restores_between_ranks, methods=LATENTS),
+    "restore, latents between ranks, encoded": partial(
+        restores_between_ranks, methods=LATENTS, codec="exp4"
+    ),
     "loads": loads,
     "loads, encoded": partial(loads, partition=ALL_KV, codec="exp4"),
     "loads, recomputation fails": loads_whose_recomputation_fails,

@@ -181,6 +181,7 @@ class Scenario(NamedTuple):
         fault: One of ``tests/engine/faults``, by the file ``in-step``.
         recompute_ms: As the option.
         waits: Where our code on the scheduler's thread may wait for the device or other ranks.
+        model: Another one than the Llama of all scenarios.
     """
 
     use: Callable[[Server], None]
@@ -194,6 +195,7 @@ class Scenario(NamedTuple):
     fault: str = ""
     recompute_ms: float = 10.0
     waits: tuple[str, ...] = ()
+    model: str | None = None
 
 
 def _was_replayed(found: dict[str, Any]) -> bool:
@@ -247,6 +249,13 @@ SCENARIOS = {
     "two ranks, encoded": Scenario(turns, partitions=KINDS, tp=2, codec="exp4", fault=UNFIT),
     "two ranks, eager, encoded": Scenario(
         turns, partitions=KINDS, restore="auto", tp=2, codec="exp4"
+    ),
+    "latents": Scenario(
+        conversations, partitions=("kv",), restore="auto", recompute_ms=1e4, model="deepseek"
+    ),
+    "latents, two ranks": Scenario(turns, partitions=("kv",), tp=2, model="deepseek"),
+    "latents, two ranks, eager": Scenario(
+        turns, partitions=("kv",), restore="auto", tp=2, model="deepseek"
     ),
     "aborts": Scenario(aborts, _was_aborted, chunk=256),
     "aborts, eager": Scenario(
@@ -309,6 +318,8 @@ def check(
         The report of each rank, see ``plugin/hcache_order.py``.
     """
     scenario = SCENARIOS[name]
+    if scenario.model is not None:
+        model = build_model(scenario.model, folder)
     with Server(checked_server(model, folder, scenario, partition, **chosen)) as server:
         scenario.use(server)
         if partition == "kv":

@@ -37,8 +37,8 @@ def test_defaults_work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         ({"dirs": ["/a", "/a"]}, "every folder may be named once only"),
         ({"mode": "gpu"}, "option 'mode' is 'gpu': must be 'auto', 'hidden', 'kv' or 'plain'"),
         ({"partition": "kv"}, 'must be "auto" or numbers of layers, such as {"recompute": 1'),
-        ({"partition": {"hiden": 1}}, "'hiden': Extra inputs are not permitted; the methods are"),
-        ({"partition": {"kv": -1}}, "'kv': must be greater than or equal to 0"),
+        ({"partition": {"hiden": 1}}, "'partition.hiden' (value 1); did you mean 'hidden'?"),
+        ({"partition": {"kv": -1}}, "'partition.kv' is -1: must be greater than or equal to 0"),
         ({"profile": "a.json"}, "must be the absolute path of a file that hcache profile wrote"),
         ({"check_every_pages": "64"}, "option 'check_every_pages' is '64': must be a"),
         ({"check_every_pages": True}, "option 'check_every_pages' is True: must be a"),
@@ -100,7 +100,7 @@ def test_options_that_are_not_set_are_inherited(tmp_path: Path) -> None:
 
 
 def test_the_options_are_few_and_an_attach_may_set_those_of_the_store_and_of_sharing() -> None:
-    assert len(HCacheConfig.model_fields) <= 17
+    assert len(HCacheConfig.model_fields) <= 18
     assert HCacheConfig.model_fields.keys() > FIXED_AT_START
     free = HCacheConfig.model_fields.keys() - FIXED_AT_START
     assert free - {"shared"} == {

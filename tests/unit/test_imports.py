@@ -16,11 +16,9 @@ BENCH = ROOT / "bench"
 # A part imports only parts of a lower rank (docs/structure.md).
 RANKS = {
     "config": 0,
-    "trace": 0,
     "format": 0,
     "ranks": 1,
     "streams": 1,
-    "turn": 1,
     "arena": 2,
     "fingerprint": 2,
     "store": 2,
@@ -90,7 +88,7 @@ def test_dependencies_point_down() -> None:
         assert importers(files, *(f"hcache_backend.{other}" for other in above)) == []
 
 
-PLUGINS = {"krul": PACKAGE / "start" / "page_plugin.py"}
+PLUGINS = {"krul": PACKAGE / "start" / "page_plan.py"}
 """Rooms that the core does without, and the one file that loads each if an option names it."""
 
 
@@ -119,7 +117,7 @@ def test_of_the_tests_benchmarks_import_the_cpu_engine_only() -> None:
 
 
 def test_the_store_and_the_page_format_import_no_torch() -> None:
-    light = [path for path in modules() if part_of(path) in ("store", "format", "config", "trace")]
+    light = [path for path in modules() if part_of(path) in ("store", "format", "config")]
     assert importers(light, "torch") == []
 
 
@@ -127,7 +125,7 @@ def test_kernels_import_nothing_of_the_backend() -> None:
     assert importers(KERNELS.rglob("*.py"), "hcache_backend", "sglang") == []
 
 
-LIGHT = ("", "config", "format", "store", "trace")
+LIGHT = ("", "config", "format", "store")
 
 WITHOUT = """
 import importlib, sys

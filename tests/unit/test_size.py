@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 
 from hcache_backend.cli.main import app
 from hcache_backend.cli.plan import Sizing, sizing
-from hcache_backend.plan.costs import Partition
 from hcache_backend.plan.model_shape import ModelShape
+from hcache_backend.plan.restore import Partition
 from tests.unit.partition.pipelines import CONFIGS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -104,7 +104,7 @@ def size(model: str, *options: str) -> str:
         ("llama-2-7b", [], ["from hidden states", "16,781,312 bytes for each 64 tokens on the"]),
         ("llama-2-7b", ["--device-tokens", "40000"], ["(or --hicache-ratio 410.3)"]),
         ("llama-2-7b", ["--mode", "kv", "--folders", "2"], ["as KV", "each of 2 folder(s)"]),
-        ("deepseek-v3", ["--tp", "8"], ["61 layers loaded as KV", " in 512,000 files"]),
+        ("deepseek-v3", ["--tp", "8"], ["61 layers loaded as KV", " in 4,096,000 files"]),
     ],
 )
 def test_the_command_says_what_to_give_to_the_server(

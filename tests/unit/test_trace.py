@@ -7,7 +7,7 @@ from pathlib import Path
 
 from bench.harness.restorer import Restore, recomputed, restored_from_l3
 from bench.harness.trace import TraceEvent, read_trace
-from hcache_backend.trace import TraceWriter
+from bench.harness.tracing.hcache_trace import Trace
 
 
 def test_restore_lasts_from_the_start_of_the_prefetch_to_the_last_layer() -> None:
@@ -33,7 +33,7 @@ def test_chunks_of_a_recomputation_add_up() -> None:
 def test_what_is_written_is_read_on_from_where_it_was_left(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     assert read_trace(path) == ([], 0)
-    writer = TraceWriter(path)
+    writer = Trace(path)
     before = time.monotonic()
     writer.add("l3", 64, before)
     (event,), offset = read_trace(path)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..codec import KV, REFERENCE_VALUES, Codec, Program, UnsupportedRows
+from ..codec import KV, LATENT, REFERENCE_VALUES, Codec, Program, UnsupportedRows
 from ..units import Cut
 from .kernel import decode_kernel, encode_kernel
 from .reference import decode_units, encode_units, form_of
@@ -24,8 +24,9 @@ class Exp3(Codec):
 
     def __init__(self, cut: Cut, dim: int, dtype: torch.dtype, planes: str = KV) -> None:
         super().__init__(cut, dim, dtype, planes)
-        if dtype != torch.bfloat16:
-            raise UnsupportedRows(f"codec 'exp3' takes K and V in bfloat16, not {dtype}")
+        if dtype != torch.bfloat16 or planes == LATENT:
+            what = "latents" if planes == LATENT else dtype
+            raise UnsupportedRows(f"codec 'exp3' takes K and V in bfloat16, not {what}")
         if cut.tokens % 8 or cut.tokens < _LEAST_TOKENS:
             raise UnsupportedRows(
                 f"codec 'exp3' takes units of K and V whose tokens are a multiple of 8 and at "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..codec import KV, REFERENCE_VALUES, Codec, Program, UnsupportedRows
+from ..codec import KV, LATENT, REFERENCE_VALUES, Codec, Program, UnsupportedRows
 from ..units import Cut
 from .kernel import decode_kernel, encode_kernel
 from .reference import decode_units, encode_units, form_of
@@ -26,7 +26,9 @@ class Exp4(Codec):
         super().__init__(cut, dim, dtype, planes)
         values = cut.values
         if dtype != torch.bfloat16:
-            what = "K and V in bfloat16" if planes == KV else "bfloat16 hidden states"
+            what = "bfloat16 hidden states"
+            if planes in (KV, LATENT):
+                what = f"{'K and V' if planes == KV else 'latents'} in bfloat16"
             raise UnsupportedRows(f"codec 'exp4' takes {what}, not {dtype}")
         if cut.width % 2:
             raise UnsupportedRows(

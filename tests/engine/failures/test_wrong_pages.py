@@ -32,13 +32,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("l3")
 
 
-@pytest.fixture(scope="module", params=["hidden", "kv"])
-def server(model: Path, folder: Path, request: pytest.FixtureRequest) -> Iterator[Server]:
-    log = folder / f"{request.param}.log"
-    options = {"mode": request.param, "recompute": "never"}  # else not every page is read
+@pytest.fixture(scope="module", params=["hidden", "kv", "latents"])
+def server(model_cache: Path, folder: Path, request: pytest.FixtureRequest) -> Iterator[Server]:
+    log, latents = folder / f"{request.param}.log", request.param == "latents"
+    model = build_model("deepseek" if latents else "llama", model_cache)
+    mode = "auto" if latents else request.param
+    options = {"mode": mode, "recompute": "never"}  # else not every page is read
     with Server(our_server(model, folder, hcache=options, log=log)) as server:
         yield server
-        if request.param == "hidden":
+        if mode == "hidden":
             assert_hidden_mode(server)
         else:
             assert_own_pages_of_kv(server)
@@ -82,7 +84,7 @@ DAMAGES: list[Callable[[list[Path], random.Random], None]] = [
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
 def test_damaged_pages_are_misses(
-    damage: Callable[[list[Path], random.Random], None], server: Server, model: Path, folder: Path
+    damage: Callable[[list[Path], random.Random], None], server: Server, folder: Path
 ) -> None:
     before = set(stored_pages(folder))
     (conversation,) = make_conversations(1, turns=3, tokens=400, seed=DAMAGES.index(damage))
@@ -96,7 +98,7 @@ def test_damaged_pages_are_misses(
     # What was damaged has been written again by that turn, and serves.
     (again,) = ask(server, [conversation.turns[2].prompt])
     assert again.turns[0].cached.storage >= len(again.turns[0].prompt) - 64
-    assert_no_cache_output(model, [conversation, again])
+    assert_no_cache_output(Path(server.options.model), [conversation, again])
 
 
 @pytest.mark.parametrize(
@@ -126,9 +128,10 @@ def test_pages_of_other_weights_or_another_dtype_are_misses_after_a_restart(
 
 @pytest.mark.versions
 def test_weights_updated_in_service_are_another_namespace(
-    server: Server, model: Path, model_cache: Path
+    server: Server, model_cache: Path
 ) -> None:
-    other = build_model("llama", model_cache, seed=1)
+    model = Path(server.options.model)
+    other = build_model(model.name.rpartition("-")[0], model_cache, seed=1)
 
     def turn() -> Conversation:
         return converse(server, make_conversations(1, turns=1, tokens=400, seed=90))[0]

@@ -25,7 +25,7 @@ def keep_in_step(active: Callable[[], bool]) -> None:
     from hcache_backend.sglang.runtime import current
 
     read_batches._MOST_STEPS = 1  # a quick disk's batches would be read together
-    turn, begin, read = EagerLoads.end_turn, BatchedReads.__init__, BatchedReads.read
+    turn, begin, transfer = EagerLoads.hear, BatchedReads.__init__, BatchedReads.transfer
     turns = 0
 
     def counted(self: Any) -> None:
@@ -65,16 +65,9 @@ def keep_in_step(active: Callable[[], bool]) -> None:
         wait_while(lambda: len(reports) >= _number(0))
         return 0 if given_up() else int(read_pages(operation, *others))
 
-    def stepwise(self: Any, read_pages: Any, *others: Any) -> int:
-        return read(self, partial(in_step, self, read_pages), *others)
-
-    def stepwise_from_back(self: Any, read_pages: Any, operation: Any, *others: Any) -> None:
+    def stepwise(self: Any, read_pages: Any, operation: Any, *others: Any) -> int:
         operation.hcache_reports = []
-        from_back(self, partial(in_step, self, read_pages), operation, *others)
-
-    def transfer(self: Any, operation: Any, *others: Any) -> Any:
-        operation.hcache_reports = []
-        return transfer_whole(self, operation, *others)
+        return transfer(self, partial(in_step, self, read_pages), operation, *others)
 
     def begin_meeting(self: Any, pages: int) -> None:
         meets(self, pages)
@@ -88,12 +81,9 @@ def keep_in_step(active: Callable[[], bool]) -> None:
     meets, offered = Meeting.begin, Meeting.offer
     Meeting.begin = begin_meeting  # type: ignore[method-assign]
     Meeting.offer = offer  # type: ignore[method-assign]
-    transfer_whole, from_back = BatchedReads.transfer, BatchedReads.transfer_from_back
-    EagerLoads.end_turn = counted  # type: ignore[method-assign]
+    EagerLoads.hear = counted  # type: ignore[method-assign]
     BatchedReads.__init__ = remembering  # type: ignore[method-assign]
-    BatchedReads.read = stepwise  # type: ignore[method-assign]
-    BatchedReads.transfer = transfer  # type: ignore[method-assign]
-    BatchedReads.transfer_from_back = stepwise_from_back  # type: ignore[method-assign]
+    BatchedReads.transfer = stepwise  # type: ignore[method-assign]
 
 
 def _number(place: int) -> float:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pkgutil
 import threading
 import time
 from collections.abc import Callable
@@ -230,11 +231,18 @@ def _hooks() -> list[str]:
     """The targets of our hooks."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    return sorted(
-        target
-        for target, hooks in HookRegistry._hooks.items()
-        if any(hook.__module__.startswith("hcache_backend") for _, hook, _ in hooks)
-    )
+    from hcache_backend.sglang import hooks
+    from hcache_backend.sglang.hook_registry import hooks_on
+
+    registered = HookRegistry._hooks.items()
+    ours = {t for t, found in registered if any(_is_ours(hook) for _, hook, _ in found)}
+    lists = [found for found in vars(hooks).values() if isinstance(found, list)]
+    targets = {hook.target for found in lists for hook in found}
+    return sorted(ours | {t for t in targets if hooks_on(pkgutil.resolve_name(t))})
+
+
+def _is_ours(hook: Any) -> bool:
+    return bool(hook.__module__.startswith("hcache_backend"))
 
 
 def _weights_late() -> None:

@@ -22,7 +22,7 @@ def promise_hits() -> None:
     """A decode server says what L3 has, as another L3 would."""
     from hcache_backend.tiers import storage
 
-    storage.decodes_for_others = lambda arguments: False
+    storage.may_be = lambda role, arguments: False
 
 
 def hold_prefetches(active: Callable[[], bool]) -> None:
@@ -118,9 +118,9 @@ def pair_prefetches(active: Callable[[], bool]) -> None:
 
 def send_at_once(active: Callable[[], bool]) -> None:
     """A prefill server sends what it finds on the device, whether it has come there or not."""
-    from hcache_backend.sglang import hooks
+    from hcache_backend.sglang import disaggregation, hooks
 
-    hooks.PREFILL_SERVER.remove(hooks.SEND_PREFIX)
+    hooks.PREFILL_SERVER.remove(disaggregation.SEND_PREFIX)
 
 
 def lose_what_was_looked_up(active: Callable[[], bool]) -> None:

@@ -13,7 +13,7 @@ from tests.kit.scheduler import around
 def do_not_fit(one_in: int = 3) -> None:
     """In every other layer one page in so many does not fit; its bytes are no codes, either."""
     from hcache_backend.host.segments import KVSegments
-    from hcache_backend.start import strategy
+    from hcache_backend.start import build
 
     save = KVSegments._save_layer
 
@@ -28,7 +28,7 @@ def do_not_fit(one_in: int = 3) -> None:
         memory[pages, part] = torch.where(chosen[:, None], 0xA5, memory[pages, part])
         return fits & ~chosen
 
-    check = strategy.check_copies
+    check = build.check_copies
 
     def as_always(*tried: Any) -> None:
         KVSegments._save_layer = save  # type: ignore[method-assign]
@@ -37,7 +37,7 @@ def do_not_fit(one_in: int = 3) -> None:
         finally:
             KVSegments._save_layer = unfit  # type: ignore[method-assign]
 
-    strategy.check_copies = as_always  # the start would refuse the codec
+    build.check_copies = as_always  # the start would refuse the codec
     KVSegments._save_layer = unfit  # type: ignore[method-assign]
 
 

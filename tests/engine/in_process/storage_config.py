@@ -47,7 +47,9 @@ def storage_config(
 def unconfigured_runtime() -> Runtime:
     """A process whose model is loaded and that nobody configured."""
     model_config = SimpleNamespace(
-        hf_config=SimpleNamespace(to_dict=lambda: {"hidden_size": 8}), model_path="m"
+        hf_config=SimpleNamespace(to_dict=lambda: {"hidden_size": 8}),
+        model_path="m",
+        context_len=1 << 20,
     )
     runner = SimpleNamespace(
         model_config=model_config,

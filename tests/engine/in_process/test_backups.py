@@ -41,7 +41,7 @@ class Pages:
         self.arena, self.given = machine.arena, 0
         self.page_layout, self.kv_buffer = LAYOUT, machine.capture.memory
         self.page_size, self.layer_num = SIZE, LAYERS
-        self.depth, self.frees_duplicates = machine.arena.depth, lambda: True
+        self.depth = machine.arena.depth
         self.device_pool = SimpleNamespace(device="cpu")
 
     def allocate(self, device_indices: torch.Tensor, *_: Any) -> tuple[torch.Tensor, None]:
@@ -56,7 +56,7 @@ class Pages:
 def controller(machine: Machine, runtime: Runtime) -> OwnPagesController:
     pool, capture = Pages(machine), machine.capture
     made: OwnPagesController = bare_controller(
-        pool, _runtime=runtime, _capture=capture, page_size=SIZE
+        pool, runtime=runtime, capture=capture, page_size=SIZE
     )
     made.allocate_host_transfers = pool.allocate
     return made

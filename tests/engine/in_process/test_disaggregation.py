@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import pkgutil
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,8 +11,7 @@ import pytest
 from sglang.srt.disaggregation.decode_kvcache_offload_manager import DecodeKVCacheOffloadManager
 from sglang.srt.managers.cache_controller import HiCacheController
 
-from hcache_backend.sglang import compat, hook_registry, hooks
-from hcache_backend.sglang import prefill_server as prefill
+from hcache_backend.sglang import compat, disaggregation
 
 
 @pytest.mark.parametrize(
@@ -30,14 +30,14 @@ def test_a_prefix_is_sent_at_once_unless_it_may_be_on_its_way(
     """By a load, or by a forward pass that the transfer does not wait for; all arguments of the
     installed version go on."""
     monkeypatch.setattr(compat, "sglang_version", lambda: version)
-    function = hook_registry._resolve(hooks.SEND_PREFIX.target)
+    function = pkgutil.resolve_name(disaggregation.SEND_PREFIX.target)
     tree = SimpleNamespace(cache_controller=SimpleNamespace(ack_load_queue=loads))
     req, calls = SimpleNamespace(early_send_prefix_end=None), list[Any]()
     given: dict[str, Any] = dict.fromkeys(inspect.signature(function).parameters, True)
     given |= {"self": SimpleNamespace(tree_cache=tree, enable_overlap=overlap), "req": req}
     scheduler, first, *others = given.items()
     arguments = (scheduler[1], first[1])
-    prefill.before_sending_prefix(
+    disaggregation.before_sending_prefix(
         lambda *args, **named: calls.append((args, named)), *arguments, **dict(others)
     )
     assert calls == [(arguments, dict(others))] * sent

@@ -9,6 +9,7 @@ import socket
 from collections.abc import Callable, Iterator
 from inspect import signature
 from pathlib import Path
+from pkgutil import resolve_name
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,12 +34,13 @@ from hcache_backend.sglang import (
     storage_threads,
 )
 from hcache_backend.sglang.compat import unsupported_reason
-from hcache_backend.sglang.hook_registry import Hook, OnError, install
+from hcache_backend.sglang.disaggregation import SEND_PREFIX
+from hcache_backend.sglang.hook_registry import Hook, OnError, hooks_on, install
 from hcache_backend.sglang.model_runner import ATTENTION, RESET
 from hcache_backend.sglang.runtime import Runtime, Weights, current
 from hcache_backend.start import attach
 from hcache_backend.start.attach import bootstrap
-from hcache_backend.start.strategy import graph_hooks
+from hcache_backend.start.build import GRAPH_HOOKS
 
 
 def every_hook() -> list[Hook]:
@@ -46,7 +48,7 @@ def every_hook() -> list[Hook]:
     always = [*hooks.OWN_PAGES, *hooks.WEIGHTS, *hooks.USES]
     always += [*hooks.PREFILL_SERVER, *hooks.DECODE_SERVER]
     always += [*hooks.HITS, *hooks.ADAPTERS, *hooks.LATE_WEIGHTS]
-    return [*always, *hooks.HIDDEN, *hooks.RECOMPUTE[1:], *graph_hooks()]
+    return [*always, *hooks.HIDDEN, *hooks.RECOMPUTE[1:], *GRAPH_HOOKS]
 
 
 @pytest.fixture(autouse=True)
@@ -54,19 +56,20 @@ def unhooked() -> Iterator[None]:
     """Undo every hook afterwards."""
     ours = every_hook()
     targets = [hook.target for hook in ours]
-    before = {target: hook_registry._resolve(target) for target in targets}
+    before = {target: resolve_name(target) for target in targets}
     yield
     HookRegistry.reset()
     for target, function in before.items():
-        owner = hook_registry._owner(target)
-        setattr(owner, target.rpartition(".")[2], function)
+        path, _, name = target.rpartition(".")
+        setattr(resolve_name(path), name, function)
 
 
 def test_every_seam_is_there_and_each_hook_is_applied_once() -> None:
     wanted = every_hook()
     assert install(wanted) is None
     assert install(wanted) is None
-    assert len([h for h in HookRegistry._hooks[RESET.target] if h[0] is HookType.AROUND]) == 1
+    for target in {hook.target for hook in wanted}:
+        assert len(hooks_on(resolve_name(target))) == 1
 
 
 def test_a_missing_seam_is_named() -> None:
@@ -121,7 +124,7 @@ class Broken:
 
 
 RAISES = [hook for hook in every_hook() if hook.on_error is not OnError.RAISE]
-WITHOUT_L3 = {hooks.SEND_PREFIX.target: (None, 0)}
+WITHOUT_L3 = {SEND_PREFIX.target: (None, 0)}
 """Of the hooks that do not go on as without them: what they give, how often they ask SGLang."""
 
 
@@ -131,6 +134,7 @@ def active(monkeypatch: pytest.MonkeyPatch) -> Any:
     runtime = Runtime(None)
     hook_registry.guarded.cache_clear()  # each error is said once
     monkeypatch.setattr(runtime, "hit_gate", Broken())
+    monkeypatch.setattr(runtime, "forwards", Broken())
     monkeypatch.setattr("hcache_backend.sglang.runtime._runtime", runtime)
     for module in (radix_cache, scheduler, storage_threads):
         monkeypatch.setattr(module, "gate_of", lambda cache: Broken())
@@ -157,7 +161,7 @@ def test_sglang_goes_on_when_a_hook_raises(
     wanted, times = WITHOUT_L3.get(hook.target, ("SGLang's", 1))
     assert (result, len(calls)) == (wanted, times)
     assert all(given == (tuple(arguments), {}) for given in calls)
-    ended = active._not_restorable
+    ended = active._reasons["not_restorable"]
     if hook.on_error is OnError.END_L3:
         assert ended is not None
         assert hook.target in ended
@@ -177,7 +181,7 @@ def test_what_sglang_raises_is_raised_once(hook: Hook, active: Any) -> None:
         raise KeyError("SGLang's own")
 
     arguments = [Broken() for _ in list(signature(hook.function).parameters.values())[1:4]]
-    if hook.target == hooks.SEND_PREFIX.target:  # does not ask SGLang here
+    if hook.target == SEND_PREFIX.target:  # does not ask SGLang here
         assert hook_registry.guarded(hook)(original, *arguments) is None
     elif hook is scheduler.RECEIVED:
         vars(arguments[1])["rid"] = "r"
@@ -229,14 +233,15 @@ def test_an_unsupported_version_means_kv_mode_with_that_reason(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     reasons: list[str | None] = []
+    before = hooks_on(resolve_name(ATTENTION.target))
     monkeypatch.setattr(attach, "unsupported_reason", lambda: "SGLang 9 is not one")
     monkeypatch.setattr(
-        "hcache_backend.start.strategy.OwnPagesStrategy",
+        "hcache_backend.start.build.OwnPagesStrategy",
         lambda runtime, plain, no_hidden: reasons.append(plain),
     )
     bootstrap(runner())
     assert reasons == ["SGLang 9 is not one"]
-    assert ATTENTION.target not in HookRegistry._hooks
+    assert hooks_on(resolve_name(ATTENTION.target)) == before
 
 
 def test_without_hierarchical_cache_there_is_nothing_to_do(
@@ -344,11 +349,11 @@ def test_a_server_that_is_not_ours_gets_nothing_but_the_memory_of_its_runner(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("HCACHE_ENABLE")
-    plain = runner()
+    plain, before = runner(), [hooks_on(resolve_name(hook.target)) for hook in every_hook()]
     bootstrap(plain)
     assert current().runner is plain
     assert current().weights is None
-    assert not [target for target, found in HookRegistry._hooks.items() if found]
+    assert [hooks_on(resolve_name(hook.target)) for hook in every_hook()] == before
 
 
 def test_an_l3_behind_another_one_than_ours_is_warned_of(

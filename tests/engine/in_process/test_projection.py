@@ -150,7 +150,7 @@ def test_a_layer_without_a_spec_on_one_rank_has_none_on_any(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     runtime, projector, projections = projections_of([Attention(rope=Rope()) for _ in range(2)])
-    monkeypatch.setattr(specs_module, "on_all_ranks", lambda group, *flags: (flags[0], False))
+    monkeypatch.setattr(specs_module, "smallest", lambda group, *flags: (flags[0], False))
     projections.settle()
     assert by_spec(projector) == [True, False]
     assert [(group.method, group.detail) for group in runtime.projection] == [

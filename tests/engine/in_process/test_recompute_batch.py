@@ -12,7 +12,7 @@ from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.model_executor.forward_context import get_attn_backend, has_forward_context
 
 from hcache_backend.restore.recompute import RecomputeRefused, TokenSpan
-from hcache_backend.sglang.recompute_batch import NO_REQUEST, make_recomputer
+from hcache_backend.sglang.passes import NO_REQUEST, make_recomputer
 
 CHUNK = 4
 

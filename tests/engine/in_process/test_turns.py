@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hcache_backend.ranks import Turn
 from hcache_backend.sglang.hook_registry import guarded
 from hcache_backend.sglang.radix_cache import TURN
-from hcache_backend.turn import Turn
 from tests.kit.host import Host, bare_controller, checked
 from tests.kit.ranks import Ranks, together
 
@@ -49,13 +49,10 @@ def test_all_that_a_turn_has_to_say_is_reduced_at_once(monkeypatch: pytest.Monke
             hear=lambda: None,
             look=lambda turn: turn.say(*numbers),
             answered=lambda: False,
-            begin_turn=lambda cache, turn: turn.say(*numbers),
-            end_turn=lambda: None,
-            governor=SimpleNamespace(look=lambda: None),
         )
 
     controller = bare_controller(
-        server.pool, _kv_checks=checks, _checks=say(2, 3), _pairs=say(4), eager=say(5)
+        server.pool, kv_checks=checks, checks=say(2, 3), layouts=say(4), eager=say(5)
     )
     cache: Any = Cache(controller)
     cache.tree_core = None

@@ -12,9 +12,8 @@ import pytest
 from bench.harness.models import build_model
 from bench.harness.server import Server
 from hcache_backend.cli.metrics_page import METRICS_LAG_S, MetricsPage, fetch
-from hcache_backend.plan.fleet import Conversations, FleetPlan
 from hcache_backend.plan.model_config import read_model
-from hcache_backend.plan.plan import PartitionPlan
+from hcache_backend.plan.plan import Conversations, FleetPlan, PartitionPlan
 from hcache_backend.plan.profile import Profile, Rate
 from tests.engine.harness.conversations import Conversation, converse, make_conversations
 from tests.engine.harness.ours import assert_own_pages_of_kv, our_server, stored_pages

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from bench.harness.disaggregation import DecodeServer, PrefillServer
+from bench.harness.models import build_model
 from bench.harness.server import ServerError, ServerOptions
 from tests.engine.harness.conversations import (
     Conversation,
@@ -41,6 +42,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "mixed": {"partition": partition(1, 2, 1)},
     "hidden": {"partition": partition(0, 4, 0)},
     "own": {"mode": "kv"},
+    "latents": {"mode": "kv"},  # of another model
     "encoded": {"mode": "kv", "codec": "exp3"},
     "encoded, mixed": {"partition": partition(1, 2, 1), "codec": "exp3"},
     "layerwise": {"partition": partition(1, 2, 1), "restore": "layerwise"},
@@ -79,13 +81,15 @@ def is_encoded(kind: str) -> bool:
         ("own", 2, 1),
         ("mixed", 1, 2),
         ("own", 1, 2),
+        ("latents", 1, 2),
     ],
 )
 def test_tokens_are_those_of_one_server_without_a_cache(
-    kind: str, servers: int, tp: int, model: Path, tmp_path: Path
+    kind: str, servers: int, tp: int, model_cache: Path, tmp_path: Path
 ) -> None:
     """L3 serves prefill servers after a flush, and one that has just started; their ranks (`tp`)
     are not the decode server's."""
+    model = build_model("deepseek" if kind == "latents" else "llama", model_cache)
     dtype = "bfloat16" if is_encoded(kind) else "float32"
     prefill = [
         prefill_server(model, tmp_path, f"prefill-{number}", kind, tp=tp)

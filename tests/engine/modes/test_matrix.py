@@ -19,7 +19,7 @@ from bench.harness.models import HEADS, build_model
 from bench.harness.server import CachedTokens, Server, ServerOptions
 from hcache_backend.cli.main import app
 from hcache_backend.cli.metrics_page import fetch
-from hcache_backend.plan.costs import Partition, describe
+from hcache_backend.plan.restore import Partition, describe
 from tests.engine.harness.conversations import Conversation, converse, make_conversations, turns_of
 from tests.engine.harness.ours import (
     assert_hidden_mode,
@@ -142,7 +142,8 @@ MIXED = [
 
 QUERY_GROUPS = "KV mode, own pages: the partition has no hidden states: 4 layers loaded as KV"
 TWO_POSITIONS = "own pages: model.layers.0.self_attn takes a tensor 'positions' of shape (1, 48)"
-MLA = "KV mode, plain pages: the KV pool is a MLATokenToKVPool (FULL)"
+NOT_RECOMPUTED = "not used: recomputation"
+LATENTS = "KV mode, own pages: latents of MLA are smaller than hidden states"
 WINDOWS = "KV mode, plain pages: the KV pool is a SWAKVPool (FULL, SWA)"
 STATES = "KV mode, plain pages: the KV pool is a HybridLinearKVPool"
 FLOAT32_STATES = {"SGLANG_MAMBA_CONV_DTYPE": "float32"}
@@ -163,11 +164,33 @@ CLASSES = [
         hcache=AUTO,
         reference="server",
     ),
-    # All ranks have the same latent, and one of them writes it.
-    row("deepseek_v2", "plain", MLA, reference="server", **LONG_CLASS),
-    row("deepseek", "plain", MLA, **LONG_CLASS),
-    row("deepseek", "plain", MLA, tp=2, **CLASS),
-    row("glm4_moe_lite", "plain", MLA, reference="server", **LONG_CLASS),
+    # All ranks have the same latent, and each keeps a part of the tokens.
+    row("deepseek_v2", "own", LATENTS, reference="server", **LONG_CLASS),
+    row("deepseek", "own", LATENTS, **LONG_CLASS),
+    row("deepseek", "own", LATENTS, tp=2, **CLASS | {"files": 160}),
+    *(
+        row(
+            *(name, "own", LATENTS, "codec exp4"),
+            **{"dtype": "bfloat16", "restarts": True, "hcache": AUTO, "tp": tp, "marks": marks},
+        )
+        for name, tp, marks in (("deepseek", 1, ()), ("deepseek_v2", 2, LONG))
+    ),
+    *(
+        row(
+            *(name, "own", LATENTS),
+            unsaid=(NOT_RECOMPUTED,),
+            hcache=AUTO | {"recompute_ms": 1e4},
+            recomputes=True,
+            talk=(2, 3, 400),
+            **{"metrics": True, "reference": "server", "tp": tp, "marks": marks},
+            name=f"{name}-{tp}, fronts",
+        )
+        for name, tp, marks in (
+            *(("deepseek", 1, ()), ("deepseek", 2, LONG)),
+            *(("deepseek_v2", 1, LONG), ("glm4_moe_lite", 1, LONG)),
+        )
+    ),
+    row("glm4_moe_lite", "own", LATENTS, reference="server", **LONG_CLASS),
     # Pages of windows are files of their own: the last window of each node.
     row("gpt_oss", "plain", WINDOWS, **CLASS | {"files": 132}),
     row("mellum", "plain", WINDOWS, **LONG_CLASS | {"files": 132}),
@@ -283,7 +306,6 @@ OF_FP8: dict[str, Any] = {
     "extra_env": {"HCACHE_CPU_EXACT_SUMS": "1"},
     "reference": "server",
 }
-NOT_RECOMPUTED = "not used: recomputation"
 DEPENDS = "for a token depends on the other tokens of the batch"
 INDEPENDENT: dict[str, Any] = OF_FP8 | {"restarts": True, "unsaid": (NOT_RECOMPUTED,)}
 FP8 = [

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from bench.harness.server import Server
+from bench.harness.trace import traced
 from hcache_backend.cli.metrics_page import fetch
 from hcache_backend.format.page import PageLayout, hidden_layer
-from hcache_backend.plan.costs import Partition, describe
+from hcache_backend.plan.restore import Partition, describe
 from tests.engine.harness.conversations import (
     Conversation,
     ask,
@@ -68,9 +69,9 @@ def test_spans_behind_a_prefix_and_restores_of_several_requests(
         tmp_path,
         hcache={"partition": partition(2, 1, 1), "restore": "layerwise"},
         metrics=True,
-        extra_env={"HCACHE_RESTORE_TRACE": str(trace), **faulty("prefetches_held", hold)},
+        extra_env=faulty("prefetches_held", hold),
     )
-    with Server(options) as server:
+    with Server(traced(options, trace)) as server:
         shared = random_tokens(256, 9)
         conversations = make_conversations(3, turns=3, tokens=200, prefix=shared)
         converse(server, conversations, turns=2)

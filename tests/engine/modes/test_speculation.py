@@ -100,6 +100,42 @@ def test_l3_changes_neither_tokens_nor_accepted_drafts(
     assert algorithm in ("NGRAM", "EAGLE3") or sum(sum(turn[1:]) for turn in found) > 10
 
 
+@pytest.mark.parametrize(
+    ("name", "tp", "hcache"),
+    [
+        ("glm4_moe_lite", 1, {}),
+        pytest.param("glm4_moe", 1, {}, marks=LONG),
+        pytest.param("glm4_moe_lite", 2, {}, marks=LONG),
+        pytest.param("glm4_moe_lite", 1, LAYERWISE, marks=LONG),
+    ],
+)
+def test_draft_layers_behind_the_models_come_back_with_it(
+    name: str, tp: int, hcache: dict[str, Any], model_cache: Path, tmp_path: Path
+) -> None:
+    """Of MTP: their K and V, or latents, are layers of our pages."""
+    drafts = drafting(f"MTP {name}", model_cache, tmp_path)
+    options = {"page_size": 16, "tp": tp, "extra_args": drafts.arguments}
+    started = our_server(drafts.model, tmp_path, hcache={"mode": "auto"} | hcache, **options)
+    with Server(started) as server:
+        conversations = converse(server, make_conversations(2, turns=3, tokens=200))
+        assert_restored_from_l3(conversations, 16)
+        assert_sound_own_pages(server, "kv")
+    pages = stored_pages(tmp_path)
+    started.log = tmp_path / "restarted.log"
+    with Server(started) as server:  # nothing of the drafts is on the device by chance
+        again = converse(server, make_conversations(2, turns=3, tokens=200), flush=False)
+        assert_sound_own_pages(server, "kv")
+    assert all(turn.cached.storage for turn in turns_of(again))
+    assert stored_pages(tmp_path) == pages
+    log = tmp_path / "plain.log"
+    with Server(ServerOptions(drafts.model, log, cache="none", **options)) as server:
+        for turn, restored in zip(turns_of(conversations), turns_of(again), strict=True):
+            want = server.generate(turn.prompt, len(turn.reply.output_ids))
+            assert turn.reply.output_ids == restored.reply.output_ids == want.output_ids
+            assert accepted(turn.reply) == accepted(restored.reply) == accepted(want)
+            assert sum(accepted(want)[1:]) > 2
+
+
 @pytest.mark.parametrize("mode", ["kv", pytest.param("hidden", marks=LONG)])
 def test_encoded_pages_of_a_model_that_drafts(mode: str, model_cache: Path, tmp_path: Path) -> None:
     drafts = drafting("STANDALONE", model_cache, tmp_path)
@@ -160,12 +196,13 @@ def test_lost_and_damaged_pages_of_a_draft_cost_no_token(
     assert_no_cache_output(drafts.model, again)
 
 
+@pytest.mark.parametrize("algorithm", ["EAGLE", "MTP glm4_moe_lite"])
 def test_pages_of_another_draft_are_not_taken_for_those_of_this_one(
-    model_cache: Path, tmp_path: Path
+    algorithm: str, model_cache: Path, tmp_path: Path
 ) -> None:
     """Its K and V would be wrong ones, and next to no draft accepted."""
     for seed in (0, 1, 0):
-        drafts = drafting("EAGLE", model_cache, tmp_path, seed=seed)
+        drafts = drafting(algorithm, model_cache, tmp_path, seed=seed)
         options = our_server(
             drafts.model,
             tmp_path,
@@ -174,7 +211,7 @@ def test_pages_of_another_draft_are_not_taken_for_those_of_this_one(
             page_size=16,
             extra_args=drafts.arguments,
         )
-        before = len(stored_pages(tmp_path))
+        before = len(stored_pages(tmp_path)) * (1 if algorithm == "EAGLE" else 2)  # of pages
         with Server(options) as server:
             [conversation] = converse(server, make_conversations(1, turns=1, tokens=200))  # flushed
             assert_nothing_went_wrong(server)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.harness.models import build_model
 from bench.harness.server import Server
 from tests.engine.harness.conversations import (
     converse,
@@ -48,18 +49,20 @@ def size(paths: Sequence[Path]) -> int:
 
 
 @pytest.mark.parametrize(
-    "layers",
+    ("name", "layers"),
     [
-        pytest.param((0, 4, 0), id="hidden", marks=pytest.mark.versions),
-        pytest.param((0, 0, 4), id="K and V", marks=pytest.mark.long),
-        pytest.param((0, 2, 2), id="mixed"),
+        pytest.param("llama", (0, 4, 0), id="hidden", marks=pytest.mark.versions),
+        pytest.param("llama", (0, 0, 4), id="K and V", marks=pytest.mark.long),
+        pytest.param("llama", (0, 2, 2), id="mixed"),
+        pytest.param("deepseek", (0, 0, 4), id="latents"),
     ],
 )
 def test_each_rank_stores_half_and_any_number_of_ranks_reads_it(
-    layers: tuple[int, int, int], model: Path, tmp_path: Path
+    name: str, layers: tuple[int, int, int], model_cache: Path, tmp_path: Path
 ) -> None:
     """What one rank wrote two read, and what these two wrote one reads. The heads of K and V are as
-    many groups as ``tp_lcm_size`` says."""
+    many groups as ``tp_lcm_size`` says. Hidden states and latents are divided by tokens."""
+    model = build_model(name, model_cache)
     conversations = make_conversations(2, turns=3, tokens=200)
     config = extra_config(tmp_path, partition=partition(*layers)) | {"tp_lcm_size": 2}
     for turn, tp in enumerate((1, 2, 1), 1):
@@ -75,7 +78,7 @@ def test_each_rank_stores_half_and_any_number_of_ranks_reads_it(
     found = shares(tmp_path)
     assert sorted(found) == ["0of1", "0of2", "1of2"]
     assert len(found["0of2"]) == len(found["1of2"]) > 0
-    names = [{path.name.split(".")[1] for path in paths} for paths in found.values()]
+    names = [{path.name.split(".")[1] for path in paths} for _, paths in sorted(found.items())]
     assert not names[0] & names[1]  # nothing was stored a second time
     headers = 2 * 4096  # of the file, and of the page
     sizes = (size(paths) / len(paths) - headers for _, paths in sorted(found.items()))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hcache_kernels.codecs import Cut, make_segment_codec
+from hcache_kernels.codecs import KV, LATENT, Cut, make_segment_codec
 from hcache_kernels.pages import gather_pages, gather_planes
 from hcache_kernels.pages.kernel import LayerTable, gather_launch, gather_planes_launch
 from tests.kernels.codec_rows import bits_of
@@ -20,14 +20,14 @@ def slots_of(items: torch.Tensor, size: int) -> torch.Tensor:
     return (items[:, None] * size + torch.arange(size)).flatten()
 
 
-@pytest.mark.parametrize("name", ["exp4", "int8"])
+@pytest.mark.parametrize(("name", "planes"), [("exp4", KV), ("int8", KV), ("exp4", LATENT)])
 @pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
-def test_layers_are_encoded_and_decoded(cut: Cut, name: str, device: str) -> None:
-    codec = make_segment_codec(name, cut, DIM, torch.bfloat16)
-    layers = [planes_of(cut, 4, seed, torch.bfloat16) for seed in (0, 4, 8)]
+def test_layers_are_encoded_and_decoded(cut: Cut, name: str, planes: str, device: str) -> None:
+    codec = make_segment_codec(name, cut, DIM, torch.bfloat16, planes)
+    layers = [planes_of(cut, 4, seed, torch.bfloat16)[: len(planes)] for seed in (0, 4, 8)]
     length, size = codec.segment_bytes, cut.tokens * cut.pieces
     offsets = [8 + 2 * (length + 8), 8, 8 + length + 8]  # in no order
-    here = [tuple(plane.to(device) for plane in planes) for planes in layers]
+    here = [tuple(plane.to(device) for plane in held) for held in layers]
     table, slots = LayerTable.of(here, offsets), slots_of(ITEMS, size).to(device)
     memory = host(5, 3 * (length + 8) + 8, value=POISON)
     flags = torch.full((3, 3, codec.flags), POISON, dtype=torch.uint8, device=device)
@@ -36,8 +36,8 @@ def test_layers_are_encoded_and_decoded(cut: Cut, name: str, device: str) -> Non
     codec.encode_launch(here[0], slots, memory, pages, 0, fits, table, size).run()
     finish()
     want, encoded = torch.full_like(memory, POISON), []
-    for planes, offset, flag in zip(layers, offsets, flags.cpu().view(torch.bool), strict=True):
-        rows, wanted = codec.encode_reference(planes, ITEMS)
+    for held, offset, flag in zip(layers, offsets, flags.cpu().view(torch.bool), strict=True):
+        rows, wanted = codec.encode_reference(held, ITEMS)
         assert torch.equal(flag.all(1), wanted)
         want[PAGES, offset : offset + length] = rows
         encoded.append(rows)
@@ -46,7 +46,7 @@ def test_layers_are_encoded_and_decoded(cut: Cut, name: str, device: str) -> Non
     gathered = torch.full((3, 3, length), POISON, dtype=torch.uint8, device=device)
     gather_launch(memory, pages, 0, gathered, layers=table).run()
     assert torch.equal(gathered.cpu(), torch.stack(encoded))
-    back = [tuple(torch.full_like(plane, 7.0) for plane in planes) for planes in here]
+    back = [tuple(torch.full_like(plane, 7.0) for plane in held) for held in here]
     there = LayerTable.of(back, offsets)
     codec.decode_launch(gathered, back[0], slots, there, size).run()
     for rows, got in zip(encoded, back, strict=True):
@@ -57,11 +57,9 @@ def test_layers_are_encoded_and_decoded(cut: Cut, name: str, device: str) -> Non
 
 
 @pytest.mark.parametrize(("groups", "programs"), [(1, 1), (1, 1000), (4, 3)])
-@pytest.mark.parametrize(("k_bytes", "v_bytes"), [(256, 256), (8, 24)])
-def test_layers_are_copied(
-    k_bytes: int, v_bytes: int, groups: int, programs: int, device: str
-) -> None:
-    tokens, rows = 8, (k_bytes, v_bytes)
+@pytest.mark.parametrize("rows", [(256, 256), (8, 24), (1152,)], ids=str)
+def test_layers_are_copied(rows: tuple[int, ...], groups: int, programs: int, device: str) -> None:
+    tokens = 8
     layers = [
         [torch.randint(0, 256, (6, tokens, groups, row), dtype=torch.uint8) for row in rows]
         for _ in range(3)

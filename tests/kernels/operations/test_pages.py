@@ -38,18 +38,18 @@ def test_gather(
 
 @pytest.mark.parametrize(("groups", "programs"), [(1, 1), (1, 1000), (2, 3), (4, 1000)])
 @pytest.mark.parametrize(
-    ("offset", "tokens", "k_bytes", "v_bytes"),
-    [(4096, 16, 256, 256), (8, 8, 8, 16), (4104, 5, 392, 392), (0, 64, 1024, 512)],
+    ("offset", "tokens", "rows"),
+    [
+        *((4096, 16, (256, 256)), (8, 8, (8, 16)), (4104, 5, (392, 392)), (0, 64, (1024, 512))),
+        (8, 8, (1152,)),  # latents
+    ],
 )
 def test_gather_planes(
-    device: str, offset: int, tokens: int, k_bytes: int, v_bytes: int, groups: int, programs: int
+    device: str, offset: int, tokens: int, rows: tuple[int, ...], groups: int, programs: int
 ) -> None:
-    pages = host(PAGES, offset + tokens * groups * (k_bytes + v_bytes) + 32)
+    pages = host(PAGES, offset + tokens * groups * sum(rows) + 32)
     ids, places = torch.tensor([8, 0, 3, 3, 5]), torch.tensor([1, 6, 4, 0, 2])
-    before = [
-        torch.full((8, tokens, groups, row), POISON, dtype=torch.uint8)
-        for row in (k_bytes, v_bytes)
-    ]
+    before = [torch.full((8, tokens, groups, row), POISON, dtype=torch.uint8) for row in rows]
     want, pool = [plane.clone() for plane in before], [plane.to(device) for plane in before]
     gather_planes(pages, ids, offset, want, places)
     on_device = ids.to(device), offset, pool, places.to(device)

@@ -19,7 +19,7 @@ from bench.harness.plans import has_shape, naive_hybrid, with_bus, with_l3
 from bench.harness.restorer import Restore
 from bench.harness.rounds import median_interval
 from bench.restores import PROGRAM, STUDIES, Limit, compared, measure
-from hcache_backend.plan.presets import preset_profile
+from hcache_backend.plan.profile import preset_profile
 
 CPU, GPU = Machine("cpu", "a CPU", "0"), Machine("cuda", "a GPU", "0")
 LOAD_S = 0.01

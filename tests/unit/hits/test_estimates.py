@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from hcache_backend.plan.costs import Partition
-from hcache_backend.plan.presets import preset_profile
-from hcache_backend.plan.restore import Restore
+from hcache_backend.plan.profile import preset_profile
+from hcache_backend.plan.restore import Partition, Restore
 from hcache_backend.prefetch.estimates import Estimate, Estimates
 from hcache_backend.prefetch.prefetch import Hit
 from tests.unit.partition.pipelines import public_model

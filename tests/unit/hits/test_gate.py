@@ -6,9 +6,8 @@ import math
 
 import pytest
 
-from hcache_backend.plan.costs import Partition
-from hcache_backend.plan.presets import preset_profile
-from hcache_backend.plan.restore import Restore
+from hcache_backend.plan.profile import preset_profile
+from hcache_backend.plan.restore import Partition, Restore
 from hcache_backend.prefetch.gate import Gpu, HitGate
 from hcache_backend.prefetch.prefetch import (
     Hit,

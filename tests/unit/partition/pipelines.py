@@ -7,11 +7,10 @@ from pathlib import Path
 
 from hypothesis import strategies as st
 
-from hcache_backend.plan.costs import LayerCosts, Partition
 from hcache_backend.plan.model_config import read_model
 from hcache_backend.plan.model_shape import ModelShape
 from hcache_backend.plan.profile import Profile, Rate
-from hcache_backend.plan.restore import Restore
+from hcache_backend.plan.restore import LayerCosts, Partition, Restore
 
 CONFIGS = Path(__file__).parent / "configs"
 

@@ -10,12 +10,16 @@ import random
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from hcache_backend.plan.costs import LAYER_METHODS, L3Path, LayerMethod, Partition
-from hcache_backend.plan.encoded import PlannedCodec, encoded
-from hcache_backend.plan.model_shape import ModelShape
-from hcache_backend.plan.presets import preset_profile
-from hcache_backend.plan.profile import CopyWay, Profile, Rate
-from hcache_backend.plan.restore import READ_BATCHES, Restore
+from hcache_backend.plan.model_shape import ModelShape, PlannedCodec, encoded
+from hcache_backend.plan.profile import CopyWay, Profile, Rate, preset_profile
+from hcache_backend.plan.restore import (
+    LAYER_METHODS,
+    READ_BATCHES,
+    L3Path,
+    LayerMethod,
+    Partition,
+    Restore,
+)
 from tests.unit.partition.pipelines import all_partitions, machine_of, public_model
 
 INPUTS = 10_000
@@ -111,7 +115,8 @@ def layer_costs(case: Case, prefix: int, l3: L3Path, *, early: bool) -> Costs:
     share = 1.0 if shape.latent else math.ceil(shape.kv_heads / ranks) / shape.kv_heads
     row = shape.hidden_bytes / (ranks if profile.gathers else 1)
     io_h = profile.hidden_copy.time(tokens * row)
-    io_kv = profile.kv_load.time(tokens * shape.kv_bytes * share)
+    loaded = row / shape.hidden_bytes if shape.latent else share
+    io_kv = profile.kv_load.time(tokens * shape.kv_bytes * loaded)
     projection = shape.projection_flops * share
     dense = profile.dense.time(tokens * shape.dense_flops / ranks)
     pairs = tokens * (prefix + tokens / 2)

@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from bench.paper import MODELS
-from hcache_backend.plan.costs import Partition
-from hcache_backend.plan.pipeline import search, simulate
-from hcache_backend.plan.presets import BUS_SHARE, COMPUTE_SHARE, PRESETS, preset_profile
+from hcache_backend.plan.profile import BUS_SHARE, COMPUTE_SHARE, PRESETS, preset_profile
+from hcache_backend.plan.restore import Partition, search, simulate
 from tests.unit.partition.pipelines import layer_costs, public_model
 
 

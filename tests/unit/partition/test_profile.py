@@ -18,7 +18,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hcache_backend.config import HCacheConfig
 from hcache_backend.plan import measure as partition_measure
-from hcache_backend.plan.disk import read_rate
 from hcache_backend.plan.measure import (
     OPERATIONS,
     Bench,
@@ -27,19 +26,21 @@ from hcache_backend.plan.measure import (
     Work,
     fit,
     measure,
+    read_rate,
     use_measured_copies,
 )
 from hcache_backend.plan.model_shape import Latent, ModelShape
-from hcache_backend.plan.pipeline import search
-from hcache_backend.plan.presets import PRESETS, preset_profile
 from hcache_backend.plan.profile import (
+    PRESETS,
     CopyWay,
     Profile,
     ProfileError,
     Rate,
     load_profile,
+    preset_profile,
     processor_name,
 )
+from hcache_backend.plan.restore import search
 from hcache_backend.store import FileOps
 from hcache_kernels.launch import COPY_PROGRAMS, copies_by_engine, copy_programs, use_copies
 from tests.unit.partition.pipelines import layer_costs

@@ -12,9 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.paper import closed_form
-from hcache_backend.plan.costs import LayerCosts, LayerMethod, Partition
-from hcache_backend.plan.pipeline import Task, recompute_layers, search, simulate
-from hcache_backend.plan.presets import preset_profile
+from hcache_backend.plan.profile import preset_profile
+from hcache_backend.plan.restore import (
+    LayerCosts,
+    LayerMethod,
+    Partition,
+    Task,
+    recompute_layers,
+    search,
+    simulate,
+)
 from tests.unit.partition.pipelines import any_costs, layer_costs, partitions, public_model, seconds
 
 

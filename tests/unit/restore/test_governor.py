@@ -21,6 +21,23 @@ def batch(requests: int, *, extend: bool = False, finished: int = 0) -> Any:
     )
 
 
+def scheduler_of(
+    running: int = 0,
+    last: Any = None,
+    waiting: tuple[str, ...] = (),
+    reading: tuple[str, ...] = (),
+    chunked: object = None,
+) -> Any:
+    """SGLang's scheduler, with so many running requests."""
+    return SimpleNamespace(
+        running_batch=batch(running),
+        last_batch=last,
+        chunked_req=chunked,
+        waiting_queue=[SimpleNamespace(cache_request_handle=name) for name in waiting],
+        tree_cache=SimpleNamespace(ongoing_prefetch=dict.fromkeys(reading)),
+    )
+
+
 def governor(
     running: int = 0,
     *,
@@ -31,14 +48,7 @@ def governor(
 ) -> Governor:
     """Of a scheduler with so many running requests, and others that wait or are being read."""
     found = Governor()
-    found.scheduler = SimpleNamespace(
-        running_batch=batch(running),
-        last_batch=last,
-        chunked_req=chunked,
-        waiting_queue=[SimpleNamespace(cache_request_handle=name) for name in waiting],
-        tree_cache=SimpleNamespace(ongoing_prefetch=dict.fromkeys(reading)),
-    )
-    found.look()
+    found.look(scheduler_of(running, last, waiting, reading, chunked))
     return found
 
 
@@ -63,9 +73,9 @@ def test_requests_of_the_last_prefill_run_already_and_those_of_a_decode_step_run
 
 
 def test_requests_that_have_finished_want_nothing() -> None:
-    found = governor(last=batch(0, extend=True, finished=1))
-    found.scheduler.running_batch = batch(2, finished=6)
-    found.look()
+    scheduler, found = scheduler_of(last=batch(0, extend=True, finished=1)), Governor()
+    scheduler.running_batch = batch(2, finished=6)
+    found.look(scheduler)
     assert found.pace().share == 1 - 2 / RUNNING_LIMIT
 
 
@@ -85,19 +95,19 @@ def test_nothing_is_recomputed_while_a_request_waits_for_the_gpu(wanted: dict[st
 def test_a_scheduler_that_cannot_be_asked_is_asked_once(caplog: pytest.LogCaptureFixture) -> None:
     """What would be recomputed in slices is then left to the load."""
     broken = Governor()
-    broken.scheduler = SimpleNamespace(chunked_req=None)
     for _ in range(3):
-        broken.look()
+        broken.look(SimpleNamespace(chunked_req=None))
         assert broken.pace() == (0.0, "put_off_waiting")
     assert len(caplog.records) == 1
 
 
 def test_other_threads_see_what_the_turn_saw_while_the_scheduler_goes_on() -> None:
-    found = governor(2)
-    del found.scheduler.last_batch  # as good as anything between two turns
+    scheduler, found = scheduler_of(2), Governor()
+    found.look(scheduler)
+    del scheduler.last_batch  # as good as anything between two turns
     assert found.pace().share == 1 - 2 / RUNNING_LIMIT
-    found.scheduler.last_batch, found.scheduler.running_batch = None, batch(0)
-    found.look()
+    scheduler.last_batch, scheduler.running_batch = None, batch(0)
+    found.look(scheduler)
     assert found.pace() == (1.0, "whole")
 
 

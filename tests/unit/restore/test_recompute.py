@@ -45,6 +45,8 @@ def kernel(layer: int, kv_heads: int, **others: Any) -> SimpleNamespace:
 class Pool:
     """K and V of every slot, poisoned."""
 
+    latent = False
+
     def __init__(self, kv_heads: int) -> None:
         self.k = torch.full((LAYERS, SLOTS, kv_heads, DIM), float("nan"), dtype=torch.float64)
         self.v = self.k.clone()
@@ -192,6 +194,18 @@ def test_the_engine_attends_up_to_the_last_wanted_layer_and_stores_its_k_and_v(l
     assert model.layers_run == layers
     assert model.attended == [(layer, True) for layer in range(layers - 1)]
     assert_restored(pool, model, ids, slots, layers)
+
+
+def test_latents_of_the_last_layer_are_stored_by_the_engine() -> None:
+    """It alone knows how it puts them together; some models have stored them before."""
+    pool = Pool(2)
+    pool.latent = True
+    model = Model(pool)
+    ids, slots = sequence(9, 0)
+    recomputer = recomputer_of(model.forward, pool, 64)
+    recomputer.run(2, torch.arange(9), slots, [TokenSpan(ids.numpy(), slots[:0])])
+    assert (model.layers_run, model.attended) == (2, [(0, True), (1, True)])
+    assert_restored(pool, model, ids, slots, 2)
 
 
 def shares(token_ids: torch.Tensor, positions: torch.Tensor, asked: RecomputePass) -> None:

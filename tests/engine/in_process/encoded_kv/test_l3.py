@@ -38,8 +38,9 @@ class Server(Host):
             weights=SimpleNamespace(suspended=None),
             page_namespace=lambda weights: bytes(16),
             writer=bytes(8),
+            runner=SimpleNamespace(model_config=SimpleNamespace(context_len=1 << 20)),
         )
-        self.controller = bare_controller(self.pool, _runtime=runtime)
+        self.controller = bare_controller(self.pool, runtime=runtime)
 
     def to_l3(self, first: int, *pages: int) -> torch.Tensor:
         """Back up device pages as the node whose first page is the ``first`` of a conversation, and

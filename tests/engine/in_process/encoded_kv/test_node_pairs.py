@@ -252,7 +252,7 @@ def test_with_other_ranks_an_answer_may_lack(lacks: str, monkeypatch: pytest.Mon
 def two_ranks(monkeypatch: pytest.MonkeyPatch) -> Ranks:
     """They agree on pairs of layers."""
     ranks = Ranks(2)
-    for name in ("on_all_ranks", "sum_of_all_ranks"):
+    for name in ("smallest", "sum_of_all_ranks"):
         monkeypatch.setattr(module, name, getattr(ranks, name))
     return ranks
 
@@ -313,9 +313,9 @@ class Backups:
             divide=lambda pages, layout: divided.update({pages[0]: layout.pairs}),
             arena=SimpleNamespace(wait_for=lambda pages: None),
         )
-        loads, pairs = SimpleNamespace(forget=lambda: None), node_pairs(model)
-        self.controller = bare_controller(pool, loads, _pairs=pairs)
-        self.controller._tree = Tree(40, 40, 40)
+        loads, layouts = SimpleNamespace(forget=lambda: None), node_pairs(model)
+        self.controller = bare_controller(pool, loads, layouts=layouts)
+        self.tree = Tree(40, 40, 40)
         # HiCache's part: names of nodes stand for their indices.
         base = HybridCacheController
 
@@ -336,14 +336,15 @@ class Backups:
         self.controller.l2_transfer_engine = SimpleNamespace(device_to_host_stream=None)
 
     def write(self, name: str, node: int) -> None:
-        tree = self.controller._tree or Tree()
+        self.turn()
+        tree = self.tree or Tree()
         tree.writing = node
         self.controller.write((name,), node, flush=False)
         tree.writing = None
         self.controller.start_writing()
 
     def turn(self) -> None:
-        turn_of(self.controller, SimpleNamespace(tree_core=self.controller._tree))
+        turn_of(self.controller, SimpleNamespace(tree_core=self.tree))
 
 
 @pytest.fixture
@@ -361,9 +362,9 @@ def test_backups_wait_for_the_answer_and_are_launched_in_order(
     model.arrived = False
     server = backups(model)
     server.write("A", 0)
-    server.controller._tree = None
+    server.tree = None
     server.write("B", 1)  # its pairs are those of the start
-    server.controller._tree = Tree(40, 40)
+    server.tree = Tree(40, 40)
     server.turn()
     server.turn()
     assert server.launched == [] and len(server.controller.write_queue) == 2

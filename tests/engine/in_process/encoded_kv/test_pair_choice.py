@@ -11,9 +11,8 @@ from hcache_backend.checks.round_trip import check_lossy
 from hcache_backend.config import HCacheConfig, KrulOption
 from hcache_backend.krul.pairs import CodedPair
 from hcache_backend.ranks import Refused
-from hcache_backend.start import capabilities, strategy
-from hcache_backend.start.page_plan import PagePlan
-from hcache_backend.start.page_plugin import page_plugin
+from hcache_backend.start import build, capabilities
+from hcache_backend.start.page_plan import PagePlan, page_plugin
 from tests.engine.in_process.encoded_kv.test_pairs import plan_of
 from tests.engine.in_process.encoded_kv.test_start import bare_start
 from tests.kit.host import slots_of
@@ -63,7 +62,7 @@ def test_pairs_that_cannot_be_made_are_refused(
     plan = plan_of(KrulOption(ratio=0.7, pairs=pairs))
     plugin: Any = plan.plugin
     with pytest.raises(Refused, match=why):
-        strategy._valid(plugin.settle, plan.kv, plan.layout, slots_of(1), None)
+        plugin.settle(plan.kv, plan.layout, slots_of(1), None)
 
 
 def test_only_its_codec_loads_the_plugin() -> None:
@@ -78,13 +77,13 @@ def test_a_model_that_keeps_something_of_each_batch_is_not_asked(
     served = bare_start()
     served._runner = SimpleNamespace(model_config=SimpleNamespace(vocab_size=100))
     recomputer = SimpleNamespace()
-    monkeypatch.setattr(strategy, "install", lambda hooks: None)
-    monkeypatch.setattr(strategy, "make_recomputer", lambda *_: recomputer)
+    monkeypatch.setattr(build, "install", lambda hooks: None)
+    monkeypatch.setattr(build, "make_recomputer", lambda *_: recomputer)
     problem: list[str] = []
 
     def try_model(*_: Any) -> None:
         if problem:
-            raise ValueError(problem[0])
+            raise Refused(problem[0])
 
     for refused, broken in (("LoRA adapters", None), (None, "no memory"), (None, None)):
         plan = plan_of()

@@ -12,8 +12,7 @@ from hcache_backend.krul.pair_forms import PAIR_FORMS
 from hcache_backend.krul.paired_layout import PairedLayout
 from hcache_backend.krul.pairs import CodedPair
 from hcache_backend.krul.plugin import Krul
-from hcache_backend.plan.costs import Partition
-from hcache_backend.plan.restore import Restore
+from hcache_backend.plan.restore import Partition, Restore
 from hcache_backend.ranks import Refused
 from hcache_backend.start.page_plan import PagePlan
 from tests.engine.in_process.encoded_kv.test_lossy import by_reference

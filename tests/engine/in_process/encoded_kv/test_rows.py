@@ -14,8 +14,7 @@ from hcache_backend.format.page import PageLayout, hidden_layer
 from hcache_backend.format.units import WHOLE
 from hcache_backend.host.loads import LoadQueue
 from hcache_backend.host.segments import KVSegments
-from hcache_backend.plan.costs import Partition
-from hcache_backend.plan.restore import Restore
+from hcache_backend.plan.restore import Partition, Restore
 from hcache_backend.restore.layers import RestoredLayer
 from hcache_backend.restore.pipeline import RestorePipeline
 from hcache_backend.sglang.host_pool import HostPages, OwnPagesPool
@@ -63,7 +62,7 @@ def machine(device: WorkerStream) -> Machine:
 def test_an_unfit_page_is_backed_up_as_one_that_loads_recompute(
     machine: Machine, runtime: Runtime
 ) -> None:
-    made = bare_controller(Pages(machine), _runtime=runtime, _capture=machine.capture)
+    made = bare_controller(Pages(machine), runtime=runtime, capture=machine.capture)
     assert machine.forward(slots(1), rows=_unfit_rows())
     assert machine.forward(slots(2))
     machine.settle()
@@ -71,7 +70,7 @@ def test_an_unfit_page_is_backed_up_as_one_that_loads_recompute(
         where = np.array(slots(device_page))
         assert made._backups._problem(SimpleNamespace(values=where)) is None
         machine.capture.back_up(where, np.array([host_page]))
-    assert made._depths(np.array([0, 1])).tolist() == [small.LAYERS, 0]
+    assert made._pool.depth(np.array([0, 1])).tolist() == [small.LAYERS, 0]
 
 
 def test_the_check_in_service_says_nothing_of_an_unfit_page(

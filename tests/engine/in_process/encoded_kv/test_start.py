@@ -14,11 +14,11 @@ from hcache_backend.config import HCacheConfig
 from hcache_backend.format.page import PageLayout, hidden_layer
 from hcache_backend.format.units import WHOLE
 from hcache_backend.host.segments import KVSegments
-from hcache_backend.plan.costs import Partition
-from hcache_backend.plan.restore import Restore
+from hcache_backend.plan.restore import Partition, Restore
 from hcache_backend.ranks import Refused
 from hcache_backend.sglang.host_pool import HostPages
 from hcache_backend.start import page_plan
+from hcache_backend.start.build import Start
 from hcache_backend.start.page_plan import (
     PagePlan,
     asked_codec,
@@ -27,7 +27,6 @@ from hcache_backend.start.page_plan import (
     kv_codec,
     plan_host_pages,
 )
-from hcache_backend.start.strategy import Start
 from hcache_kernels.codecs import SEGMENT_CODECS, exp4, make_codec
 from tests.engine.in_process.pools.host_pools import kv_cache_of_llama_3_8b
 from tests.kit.host import DEVICE_PAGES, PAGE, bits, kv_pool, slots_of
@@ -45,7 +44,7 @@ def plan_of(device: Any, codec: str) -> PagePlan:
 
 def try_copies(plan: Any) -> None:
     for layout in plan.layout.variants:
-        check_copies(plan.kvcache, layout, plan.kv)
+        check_copies(layout, plan.kv)
 
 
 def bare_start() -> Any:
@@ -54,6 +53,7 @@ def bare_start() -> Any:
     start._config = HCacheConfig()
     start._params = SimpleNamespace(tp_cache_group=None, pp_cache_group=None)
     start._runner = start.server = None
+    start.smallest_page = 0
     return start
 
 
@@ -77,7 +77,7 @@ def test_hidden_states_are_encoded_unless_no_token_of_the_self_check_fits(
     probe: Any = SimpleNamespace(
         hidden=(torch.randn_like(rows), rows), layers=(0, 1), positions=torch.arange(10), slots=None
     )
-    runtime: Any = SimpleNamespace(config=HCacheConfig(codec=codec))
+    runtime: Any = SimpleNamespace(config=HCacheConfig(codec=codec), runner=None)
     with caplog.at_level("INFO", "hcache"):
         assert choose_codec(None, runtime, probe, None).name == used  # type: ignore[arg-type]
     assert [record.levelname for record in caplog.records] == ([level] if level else [])
@@ -174,13 +174,13 @@ def tried(device: Any, codec: str, roomy: list[str] | None = None) -> str:
     """The codec of K and V that a start ends with; the model has written three pages and a part of
     one. Codecs of plans that looked for room are added to ``roomy``."""
 
-    def make(of_kv: str) -> PagePlan:
-        plan = plan_of(device, of_kv)
-        plan.find_room = lambda: (roomy if roomy is not None else []).append(of_kv)  # type: ignore[method-assign]
-        return plan
+    class Plan(PagePlan):
+        def find_room(self) -> None:
+            (roomy if roomy is not None else []).append(self.kv_codec)
 
-    written = slots_of(1, 2, 3, 4)[:-3]
-    return str(bare_start()._tried(make, codec, lambda: written).kv.codec)
+    plain, written = plan_of(device, codec), slots_of(1, 2, 3, 4)[:-3]
+    plan = Plan(device, plain.methods, WHOLE, 1, kv_codec=codec)
+    return str(bare_start()._tried(plan, lambda: written).kv.codec)
 
 
 def test_pages_of_k_and_v_stay_own_without_a_codec_that_does_not_hold_them(
@@ -270,7 +270,7 @@ def test_form_alone_decides_on_the_codec_of_k_and_v(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     device = kv_pool(**change)
-    runtime = SimpleNamespace(config=HCacheConfig(codec=codec))
+    runtime = SimpleNamespace(config=HCacheConfig(codec=codec), runner=None)
     with caplog.at_level("WARNING", "hcache"):
         assert kv_codec(runtime, device, WHOLE, 1, stages) == used  # type: ignore[arg-type]
     assert why in caplog.text
@@ -293,7 +293,7 @@ def test_form_alone_decides_on_the_codec_of_k_and_v(
 def test_the_partition_is_chosen_by_the_bytes_that_k_and_v_are_stored_in(
     codec: str, change: dict[str, Any], stages: int, share: float
 ) -> None:
-    runtime = SimpleNamespace(config=HCacheConfig(codec=codec))
+    runtime = SimpleNamespace(config=HCacheConfig(codec=codec), runner=None)
     device = kv_pool(**change)
     found = encoded_share(runtime, device, stages)  # type: ignore[arg-type]
     assert found == pytest.approx(share, abs=0.001)
@@ -313,5 +313,5 @@ def test_the_partition_is_chosen_by_the_bytes_that_k_and_v_are_stored_in(
 def test_the_option_alone_and_the_type_say_what_is_asked_for(
     codec: str, dtype: torch.dtype, asked: str
 ) -> None:
-    runtime: Any = SimpleNamespace(config=HCacheConfig(codec=codec))
+    runtime: Any = SimpleNamespace(config=HCacheConfig(codec=codec), runner=None)
     assert asked_codec(runtime, dtype) == asked

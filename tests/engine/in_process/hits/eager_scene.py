@@ -47,7 +47,9 @@ class Scene:
         self.allocator = PagedTokenToKVPoolAllocator(
             PAGES * SIZE, SIZE, torch.float32, "cpu", SimpleNamespace(), need_sort
         )
-        self.pages = ReservablePages(self.allocator)
+        self.captured = list[torch.Tensor]()  # slots whose rows are void
+        capture: Any = SimpleNamespace(allocated=self.captured.append)
+        self.pages = ReservablePages(self.allocator, capture)
         self.restores: list[Restore] = []
         self.eager = EagerRestores(SIZE, self.pages, self._launch, PAGES)
         self.pages.eager = self.eager

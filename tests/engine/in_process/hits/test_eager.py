@@ -63,6 +63,24 @@ def test_a_load_gets_what_was_restored_for_it(scene: Scene) -> None:
     assert scene.allocator.available_size() == PAGES * SIZE
 
 
+def test_capture_hears_of_all_slots_that_are_allocated(scene: Scene) -> None:
+    """Also of those of a page that was restored before, but not when it was reserved."""
+    scene.reserve(1, arrived=1)
+    assert scene.captured == []
+    nothing, two = torch.tensor([0]), torch.tensor([2 * SIZE])
+    found = [scene.allocator.alloc(SIZE)]
+    found.append(
+        scene.allocator.alloc_extend(nothing, nothing, two, two, torch.tensor([-1]), 2 * SIZE)
+    )
+    lengths = torch.tensor([SIZE + 1])
+    found.append(scene.allocator.alloc_decode(lengths, lengths, torch.tensor([-1])))
+    with scene.pages.given_to(QueuedLoad(np.array([1]))):
+        found.append(scene.allocator.alloc(SIZE))
+    assert scene.allocator.alloc(PAGES * SIZE) is None
+    assert len(scene.captured) == len(found)
+    assert all(map(torch.equal, scene.captured, found))
+
+
 def test_pages_are_free_at_once_while_the_scheduler_collects_what_it_frees(scene: Scene) -> None:
     scene.reserve(*range(PAGES))
     scene.allocator.free_group_begin()
@@ -130,7 +148,7 @@ class Slices:
             },
         )
         self.eager._controller = SimpleNamespace(tp_group=None)
-        self.eager.governor = SimpleNamespace(pace=lambda: self.pace)
+        self.eager.governor = SimpleNamespace(pace=lambda: self.pace, look=lambda scheduler: None)
         self.eager._before_prefetch = lambda prefetch: (
             torch.zeros(SIZE, dtype=torch.int64) if self.known else None
         )

@@ -14,9 +14,9 @@ from hcache_backend.prefetch.eager_loads import EagerLoads, Offer
 from hcache_backend.prefetch.governor import Pace
 from hcache_backend.prefetch.prefetch import Meeting
 from hcache_backend.prefetch.slices import SliceBudget
+from hcache_backend.ranks import Turn
 from hcache_backend.restore.report import RunningRestore
 from hcache_backend.streams import WorkerStream
-from hcache_backend.turn import Turn
 from tests.engine.in_process.hits.eager_scene import PAGES, SIZE, Scene
 from tests.kit.prefetch import Operation
 from tests.kit.turns import Reduce, alone, turn_of
@@ -228,7 +228,7 @@ def test_what_was_restored_is_given_back_when_it_means_nothing_any_more(scene: S
     fronts.begin()
     fronts.turn()
     assert scene.pages.count() == PAGES - 8
-    fronts.eager.give_back()
+    fronts.eager.forget()
     assert (scene.pages.count(), fronts.eager._restores.pages) == (PAGES, 0)
     assert fronts.eager._restores.hand_out(np.arange(2)).ready.tolist() == [False] * 2  # type: ignore[union-attr]
 

@@ -19,9 +19,9 @@ from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import (
 
 from hcache_backend.prefetch.gate import HitGate
 from hcache_backend.prefetch.prefetch import Meeting
+from hcache_backend.ranks import Turn
 from hcache_backend.sglang import radix_cache, scheduler, storage_threads
 from hcache_backend.sglang.runtime import Runtime
-from hcache_backend.turn import Turn
 from tests.kit.turns import alone
 
 
@@ -52,7 +52,9 @@ def controller() -> Iterator[Any]:
 
 
 def cache_of(controller: Any, stages: int = 1) -> Any:
-    return SimpleNamespace(enable_storage=True, pp_size=stages, cache_controller=controller)
+    return SimpleNamespace(
+        enable_storage=True, pp_size=stages, cache_controller=controller, ongoing_prefetch={}
+    )
 
 
 def report(operation: Operation) -> Any:
@@ -200,10 +202,10 @@ def test_a_slow_prefetch_ends_unless_that_would_discard_what_has_arrived(
     cache = cache_of(SimpleNamespace())
     cache.page_size = SIZE
     cache.ongoing_prefetch = {"a": SimpleNamespace(operation=operation)}
-    turn = Turn()
-    asked = radix_cache.ask_to_end(cache, turn)
+    turn = Turn(cache)
+    gate.ask(turn)
     turn.agree(alone)
-    radix_cache.end_prefetches(asked)
+    gate.hear()
     assert operation.is_terminated() is not bool(kind)
 
 
@@ -251,9 +253,8 @@ def test_the_gate_hears_how_far_slices_still_reach(
     meeting.launched(range(front))
     meeting.arrived(6, PAGES)
     meeting.reachable = reachable
-    cache = cache_of(SimpleNamespace())
-    cache.page_size = SIZE
-    running = radix_cache._as_it_is(cache, operation)
+    running = runtime.prefetches.of(operation)
+    running.came(operation.completed_tokens, SIZE)
     assert (running.reachable, running.lost) == (said, 2 * SIZE)
 
 

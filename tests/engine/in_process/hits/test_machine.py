@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from hcache_backend.config import ConfigError, HCacheConfig
-from hcache_backend.plan.presets import preset_profile
-from hcache_backend.plan.profile import Profile, Rate
+from hcache_backend.plan.profile import Profile, Rate, preset_profile
 from hcache_backend.plan.restore import READ_BATCHES
 from hcache_backend.sglang import arguments
 from hcache_backend.start import machine as start

@@ -51,7 +51,7 @@ class Rank:
 
     def _run(self) -> None:
         reads = BatchedReads(SIZE, self.reports.append, lambda seconds: None)  # type: ignore[arg-type]
-        reads.transfer_from_back(self._read, self.operation, self.meeting, self._until_met)
+        reads.transfer(self._read, self.operation, self.meeting, self._until_met)
         self.done = True
         self._stopped.release()
 

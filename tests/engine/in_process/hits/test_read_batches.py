@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from sglang.srt.managers.cache_controller import STORAGE_BATCH_SIZE, PrefetchAck
-from sglang.srt.mem_cache.hicache_storage import HiCacheStorageExtraInfo
 
 from hcache_backend.prefetch.eager import batch_pages
 from hcache_backend.prefetch.prefetch import Meeting
@@ -44,7 +42,7 @@ class Stopped(Operation):
 
 
 class Rank:
-    """A storage thread, as SGLang's reads a prefetch, of which some pages are missing."""
+    """A storage thread that reads a prefetch in order, of which some pages are missing."""
 
     def __init__(self, pages: int, missing: set[int], stop_at: int | None = None) -> None:
         self.acks: list[PrefetchAck] = []
@@ -52,22 +50,7 @@ class Rank:
         self.missing, self.stop_at = missing, stop_at
         self.operation: Any = Stopped(pages, lambda: len(self.batches) == stop_at)
         reads = BatchedReads(SIZE, self.acks.append, lambda seconds: None)
-
-        def transfer() -> int:
-            fine, there = True, 0
-            for start in range(0, pages, STORAGE_BATCH_SIZE):
-                keys = self.operation.hash_value[start : start + STORAGE_BATCH_SIZE]
-                if fine:
-                    indices = torch.arange(start * SIZE, (start + len(keys)) * SIZE)
-                    before = self.operation.hash_value[:start]
-                    info = HiCacheStorageExtraInfo(prefix_keys=before)
-                    got = reads.read(self.read, self.operation, keys, indices, info)
-                    fine, there = got == len(keys), there + got
-                ack = PrefetchAck("r", self.operation, completed_tokens=there * SIZE)
-                self.acks.append(ack)
-            return there
-
-        self.pages = reads.transfer(self.operation, transfer)
+        self.pages = reads.transfer(self.read, self.operation)
 
     def read(self, operation: Any, keys: list[str], host_indices: torch.Tensor, info: Any) -> int:
         before = operation.hash_value[: int(keys[0])]
@@ -138,11 +121,9 @@ def test_a_quick_disk_does_not_seem_slow_by_small_last_reads(
 
     operation: Any = Operation(16, SIZE)
     reads = BatchedReads(SIZE, lambda report: None, lambda seconds: None)
-    indices = torch.arange(16 * SIZE)
     for _ in range(8):
         sizes.clear()
-        got = partial(reads.read, read, operation, operation.hash_value, indices)
-        assert reads.transfer(operation, got) == 16
+        assert reads.transfer(read, operation) == 16
     assert sizes == [16]
 
 
@@ -169,7 +150,7 @@ class BackRank:
         self.waited = 0.0
         reads = BatchedReads(SIZE, self._report, self._wait)
         alone = 2**-10 if share < math.inf else math.inf
-        reads.transfer_from_back(
+        reads.transfer(
             self.read,
             self.operation,
             self.meeting,
@@ -252,7 +233,7 @@ def test_from_the_back_who_waits_for_the_front_says_so_and_ends_with_the_prefetc
     operation = Stopped(4, lambda: len(waited) == 3)
     reads = BatchedReads(SIZE, reports.append, waited.append)
     read: Any = None  # nothing is read
-    reads.transfer_from_back(read, operation, meeting, lambda unread, prefix: (0.0, 1e9))
+    reads.transfer(read, operation, meeting, lambda unread, prefix: (0.0, 1e9))
     assert all(0 < seconds < 60 for seconds in waited) and len(waited) == 3
     assert [(report.start, report.end) for report in reports] == [(4, 4)]
 

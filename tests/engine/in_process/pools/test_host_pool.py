@@ -20,6 +20,7 @@ from hcache_backend.format.units import WHOLE
 from hcache_backend.host.segments import KVSegments
 from hcache_backend.ranks import Refused
 from hcache_backend.sglang.host_pool import HostPages, OwnPagesPool
+from hcache_backend.start import page_plan
 from hcache_backend.start.page_plan import (
     kv_bytes_per_token,
     plan_host_pages,
@@ -220,10 +221,20 @@ def test_too_little_host_memory_is_told_with_what_will_do(pages: int, share: flo
                 plan_host_pages(device, LAYOUT, 0, enough - 0.02, 1e12, with_shadows=True)
 
 
-def test_staging_holds_the_largest_graph_two_decode_steps_or_two_layers_of_prefill() -> None:
-    assert staging_places(32, 8192, 64, 0) == 512
-    assert staging_places(32, 1024, 64, 0) == 128
-    assert staging_places(32, 1024, 64, 8192) == 8192
+def test_staging_holds_the_largest_graph_two_decode_steps_or_two_layers_of_prefill(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(page_plan, "resolved", lambda args: args)
+
+    def places(longest: int, recorded: int = 0) -> int:
+        chunk = {"chunked_prefill_size": longest - 64, "speculative_algorithm": None}
+        sizes = {"max_running_requests": 64, "max_total_num_tokens": 1 << 20}
+        runner = SimpleNamespace(server_args=SimpleNamespace(**chunk), **sizes)
+        return staging_places(runner, 32, recorded)
+
+    assert places(8192) == 512
+    assert places(1024) == 128
+    assert places(1024, recorded=8192) == 8192
 
 
 class Gpu(streams.Door):

@@ -20,8 +20,7 @@ from hcache_backend.format import units
 from hcache_backend.format.envelope import key_bytes
 from hcache_backend.format.page import RECOMPUTED, PageLayout, hidden_layer
 from hcache_backend.format.units import WHOLE, Share
-from hcache_backend.host.page_layout import head_groups, share_of_heads
-from hcache_backend.host.segments import KVSegments
+from hcache_backend.host.segments import KVSegments, head_groups, share_of_heads
 from hcache_backend.sglang.arguments import check_tp_lcm_size
 from hcache_backend.sglang.runtime import Runtime
 from tests.engine.in_process.storage_config import storage_config

@@ -14,10 +14,9 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from hcache_backend.format.page import PageLayout
 from hcache_backend.format.units import WHOLE
 from hcache_backend.host.segments import KVSegments
-from hcache_backend.plan.costs import Partition
-from hcache_backend.plan.restore import Restore
+from hcache_backend.plan.restore import Partition, Restore
 from hcache_backend.sglang.runtime import Runtime
-from hcache_backend.start import stack
+from hcache_backend.start import page_plan
 from hcache_backend.start.page_plan import PagePlan
 from tests.engine.in_process.pools.host_pools import mha
 from tests.engine.in_process.pools.test_pool_pages import KEYS, opened, pages
@@ -59,7 +58,7 @@ def test_scales_tell_own_and_plain_pages_apart(
     """Set as SGLang's models set those of ``--quantization-param-path``: as numbers, which are not
     among the weights."""
     monkeypatch.setattr(
-        stack, "attention_ranks", lambda: SimpleNamespace(world_size=1, rank_in_group=0)
+        page_plan, "attention_ranks", lambda: SimpleNamespace(world_size=1, rank_in_group=0)
     )
     attention = runtime.runner.model.attention = RadixAttention(4, 8, 1.0, 4, layer_id=0)
     plan = PagePlan(
@@ -68,7 +67,7 @@ def test_scales_tell_own_and_plain_pages_apart(
     plain, own = mha("page_first"), set()
     for scale, found in ((None, 0), (1.5, 0), (2.0, 0), (1.5, 1), (None, 1)):
         attention.k_scale = attention.v_scale = scale
-        own.add(runtime.namespace_of(runtime.weights, **stack.page_fields(runtime, kvcache, plan)))
+        own.add(runtime.namespace_of(runtime.weights, **plan.fields(runtime.runner)))
         with opened(tmp_path, plain, PoolName.KV) as storage:
             assert storage.batch_exists(KEYS[:1]) == found
             storage.batch_set_v1(KEYS[:1], pages(plain, 0, 1))

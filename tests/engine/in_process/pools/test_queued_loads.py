@@ -12,8 +12,7 @@ import torch
 
 from hcache_backend.format.page import PageLayout, hidden_layer
 from hcache_backend.host.loads import HandOut, LoadQueue, QueuedLoad
-from hcache_backend.plan.costs import Partition
-from hcache_backend.plan.restore import Restore
+from hcache_backend.plan.restore import Partition, Restore
 from hcache_backend.restore.layers import Recompute
 from hcache_backend.sglang.hook_registry import guarded
 from hcache_backend.sglang.radix_cache import TURN
@@ -195,7 +194,7 @@ class TestQueuedLoads:
         loads.methods = SimpleNamespace(
             first_layers=lambda *a: asked.append(a) or 3, recomputable=4
         )  # type: ignore[assignment, func-returns-value]
-        loads.slowdown = lambda tokens: tokens / 50
+        loads._slowdown = lambda tokens: tokens / 50
         add(loads, plan(loads, 0))
         recomputed(loads)
         assert asked == [(SIZE, 0, SIZE / 50)]
@@ -247,7 +246,7 @@ class TestQueuedLoads:
         self, stored_from: int
     ) -> None:
         loads, told = queue(HostPages(), Partition(stored_from, 2, 0), Recomputer()), list[str]()
-        loads.on_failed.append(told.append)
+        loads._failed = told.append
         for _ in range(2):
             loads.recomputation_failed(RuntimeError("out of memory"))
         reason = "layers that are not stored cannot be recomputed any more"
@@ -257,10 +256,10 @@ class TestQueuedLoads:
         """The others wait for it in the model's collectives."""
         loads = queue(HostPages(), Partition(2, 2, 0), Recomputer(), ranks=2)
 
-        def end_turn(cache: object) -> None:  # slices are recomputed there
+        def end_turn(turn: object) -> None:  # slices are recomputed there
             loads.recomputation_failed(RuntimeError("out of memory"))
 
-        controller = SimpleNamespace(begin_turn=lambda cache, turn: None, end_turn=end_turn)
+        controller = SimpleNamespace(begin_turn=lambda turn: None, end_turn=end_turn)
         cache = SimpleNamespace(cache_controller=controller, _all_reduce_attn_groups=alone)
         with pytest.raises(RuntimeError, match="out of memory"):
             guarded(TURN)(lambda cache: None, cache)

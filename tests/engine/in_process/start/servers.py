@@ -38,6 +38,7 @@ def server(**arguments: Any) -> tuple[Any, Any]:
         device="cuda",
         dtype=torch.bfloat16,
         k_buffer=[torch.empty(1, 1, 1)],
+        v_buffer=[torch.empty(1, 1, 1)],
         k_scale_buffer=None,
         quant_method=SimpleNamespace(),
     )

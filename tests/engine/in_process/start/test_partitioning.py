@@ -14,17 +14,15 @@ import torch
 from hcache_backend.config import ConfigError, parse_config
 from hcache_backend.format.page import PageLayout, hidden_layer
 from hcache_backend.format.units import WHOLE
-from hcache_backend.host.page_layout import page_layout
-from hcache_backend.host.segments import KVSegments
+from hcache_backend.host.segments import KVSegments, page_layout
 from hcache_backend.plan import measure
-from hcache_backend.plan.costs import Partition
-from hcache_backend.plan.kept import copy_as_measured, fixed_partition
 from hcache_backend.plan.model_config import shape_from_config
 from hcache_backend.plan.model_shape import ModelShape
 from hcache_backend.plan.profile import CopyWay, Profile, Rate
-from hcache_backend.plan.restore import Restore
+from hcache_backend.plan.restore import Partition, Restore
 from hcache_backend.restore.layers import PoolParking
-from hcache_backend.sglang.recompute_batch import forward_stream
+from hcache_backend.sglang.passes import forward_stream
+from hcache_backend.start.machine import copy_as_measured, fixed_partition
 from hcache_backend.streams import WorkerStream
 from hcache_kernels.codecs import make_codec
 from tests.kit.host import PAGE, kv_pool

@@ -12,20 +12,18 @@ from typing import Any
 import pytest
 import torch
 
+from bench.harness.tracing import hcache_trace
 from hcache_backend.capture.hooks import HiddenCapture, _FedHook
 from hcache_backend.checks import probe as probe_module
 from hcache_backend.checks import round_trip
 from hcache_backend.checks import specs as specs_module
 from hcache_backend.checks.specs import Found, LayerSpecs
 from hcache_backend.config import ConfigError, HCacheConfig
-from hcache_backend.plan import kept
-from hcache_backend.plan.costs import Partition
-from hcache_backend.plan.presets import preset_profile
-from hcache_backend.plan.profile import ProfileError
-from hcache_backend.plan.restore import Restore
+from hcache_backend.plan.profile import ProfileError, preset_profile
+from hcache_backend.plan.restore import Partition, Restore
 from hcache_backend.ranks import Refused, all_or_none
-from hcache_backend.sglang import compat, hooks, passes, restore_trace
-from hcache_backend.start import attach, capabilities, machine, page_plan, strategy
+from hcache_backend.sglang import compat, hook_registry, hooks, passes
+from hcache_backend.start import attach, build, capabilities, machine, page_plan
 from tests.engine.in_process.start.servers import server
 from tests.unit.partition.pipelines import public_model
 
@@ -55,10 +53,10 @@ def graph_config(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_the_largest_graph_of_decode_and_prefill_counts(graph_config: Any) -> None:
-    assert strategy._largest_recorded_tokens(2) == 4096
+    assert build._largest_recorded_tokens(2) == 4096
     assert capabilities._graphs() is graph_config
     graph_config.prefill.backend = "disabled"
-    assert strategy._largest_recorded_tokens(2) == 512
+    assert build._largest_recorded_tokens(2) == 512
 
 
 def test_whether_graphs_are_recorded_is_sglangs_answer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,34 +72,35 @@ def gpu_runner() -> Any:
 
 
 def test_why_graphs_were_recorded_without_copies_is_told(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    runtime: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(strategy, "graphs_are_off", lambda: False)
-    monkeypatch.setattr(strategy, "refusal", lambda *_: "plain pages")
-    runner = gpu_runner()
-    strategy.record_copies(None, runner)
-    assert not hasattr(runner, "hcache_no_capture")
+    monkeypatch.setattr(build, "graphs_are_off", lambda: False)
+    monkeypatch.setattr(build, "refusal", lambda *_: "plain pages")
+    runtime.runner = runner = gpu_runner()
+    build.record_copies(runtime, runner)
     with pytest.raises(Refused, match="without our copies: the log says why"):
-        strategy.check_recording(runner, torch.zeros(1, 8))
+        build.check_recording(runtime, torch.zeros(1, 8))
 
-    monkeypatch.setattr(strategy, "refusal", failing(Refused("no room")))
-    strategy.record_copies(None, runner)
+    monkeypatch.setattr(build, "refusal", failing(Refused("no room")))
+    build.record_copies(runtime, runner)
     with pytest.raises(Refused, match="without our copies: no room"):
-        strategy.check_recording(runner, torch.zeros(1, 8))
+        build.check_recording(runtime, torch.zeros(1, 8))
 
-    monkeypatch.setattr(strategy, "refusal", failing(ValueError("a test's")))
-    strategy.record_copies(None, gpu_runner())
+    monkeypatch.setattr(build, "refusal", failing(ValueError("a test's")))
+    build.record_copies(runtime, gpu_runner())
     assert "recorded without copies of hidden states" in caplog.text
 
 
-def test_graphs_that_copy_other_rows_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(strategy, "graphs_are_off", lambda: False)
-    runner = gpu_runner()
+def test_graphs_that_copy_other_rows_are_refused(
+    runtime: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "graphs_are_off", lambda: False)
+    runtime.runner = gpu_runner()
     staging = SimpleNamespace(width=8, dtype=torch.float32)
-    runner.hcache_capture = SimpleNamespace(staging=staging)
-    assert strategy.check_recording(runner, torch.zeros(1, 8)) is runner.hcache_capture
+    runtime.forwards.capture = capture = SimpleNamespace(staging=staging)
+    assert build.check_recording(runtime, torch.zeros(1, 8)) is capture
     with pytest.raises(Refused, match=r"copy 8 values of torch\.float32"):
-        strategy.check_recording(runner, torch.zeros(1, 8, dtype=torch.bfloat16))
+        build.check_recording(runtime, torch.zeros(1, 8, dtype=torch.bfloat16))
 
 
 # ---- capture ----
@@ -212,7 +211,7 @@ def test_on_a_gpu_modules_of_several_ranks_are_not_called_beside_forward_passes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     called: list[Any] = []
-    monkeypatch.setattr(specs_module, "on_all_ranks", lambda group, *fine: fine)
+    monkeypatch.setattr(specs_module, "smallest", lambda group, *fine: fine)
     monkeypatch.setattr(
         specs_module, "refuse_shared_workspaces", lambda modules, what: called.extend(modules)
     )
@@ -276,6 +275,7 @@ def test_no_room_on_the_device_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> 
         methods=SimpleNamespace(layers=lambda kind: (), chunk_tokens=4),
         codec=SimpleNamespace(hidden_size=8, dtype=torch.float32),
         layout=None,
+        arriving=[],
         hooks=SimpleNamespace(staging=object()),
         runner=None,
         kvcache=SimpleNamespace(device="cpu"),
@@ -284,7 +284,7 @@ def test_no_room_on_the_device_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(page_plan, "get_memory", lambda: memory)
     monkeypatch.setattr(page_plan, "host_memory_budget_bytes", lambda: 1)
     monkeypatch.setattr(page_plan, "plan_host_pages", lambda *_, with_shadows: None)
-    monkeypatch.setattr(page_plan, "step_tokens", lambda runner: (4, 4))
+    monkeypatch.setattr(page_plan, "staging_places", lambda runner, layers: 4)
     with pytest.raises(Refused, match="no device memory for restores: none left"):
         page_plan.PagePlan.find_room(plan)
 
@@ -307,9 +307,8 @@ def test_ranks_whose_hidden_states_differ_share_none(
     monkeypatch.setattr(
         page_plan, "Exchange", SimpleNamespace(between=lambda ranks, device: exchange)
     )
-    probe: Any = SimpleNamespace(slots=torch.arange(2), hidden=[torch.zeros(2, 8)])
     monkeypatch.setattr(page_plan, "attention_ranks", lambda: ranks)
-    make = partial(page_plan.make_exchange, probe, 16)
+    make = partial(page_plan.make_exchange, "hidden states", [torch.zeros(2, 8)], 16)
     if reason is None:
         assert make() is exchange
         return
@@ -319,16 +318,13 @@ def test_ranks_whose_hidden_states_differ_share_none(
 
 def test_a_pool_that_is_too_small_or_cannot_be_copied_is_refused() -> None:
     layout: Any = SimpleNamespace(page_size=16, page_bytes=64, divide=lambda memory: None)
-    kv: Any = SimpleNamespace(layers=(0,), codec="none", by_header=False)
-    small: Any = SimpleNamespace(k_buffer=[torch.zeros(16, 1, 8)], v_buffer=[torch.zeros(16, 1, 8)])
+    kv: Any = SimpleNamespace(layers=(0,), codec="none", by_header=False, kept=lambda slots: slots)
+    kv.planes = lambda layer: (torch.zeros(16, 1, 8),) * 2
     with pytest.raises(Refused, match="too small to try copies"):
-        round_trip.check_copies(small, layout, kv)
-    kv.save = failing(RuntimeError("no compiler"))
-    large: Any = SimpleNamespace(
-        k_buffer=[torch.zeros(512, 1, 8)], v_buffer=[torch.zeros(512, 1, 8)]
-    )
-    with pytest.raises(Refused, match="cannot be copied: RuntimeError: no compiler"):
-        round_trip.check_copies(large, layout, kv)
+        round_trip.check_copies(layout, kv)
+    kv.planes, kv.save = lambda layer: (torch.zeros(512, 1, 8),) * 2, failing(RuntimeError("no"))
+    with pytest.raises(Refused, match="cannot be copied: RuntimeError: no"):
+        round_trip.check_copies(layout, kv)
 
 
 def test_models_of_unusual_layers_are_refused() -> None:
@@ -338,10 +334,10 @@ def test_models_of_unusual_layers_are_refused() -> None:
     passed = probe_module.Passed(None, two, two, two)
     seen: Any = SimpleNamespace(name="layer", calls=[], projection=None)
     with pytest.raises(Refused, match="called 0 times in one forward pass, and no projection"):
-        probe_module._describe(0, seen, passed)
+        probe_module._describe(0, seen, passed, calls=True)
     seen = SimpleNamespace(name="layer", calls=[((), {})], projection="p", hidden=None)
     with pytest.raises(Refused, match="received no tensor for 2 tokens"):
-        probe_module._describe(0, seen, passed)
+        probe_module._describe(0, seen, passed, calls=True)
 
 
 @pytest.mark.parametrize("in_place", [False, True])
@@ -379,14 +375,14 @@ def test_a_profile_that_is_unusable_is_measured_anew(
     kvcache: Any = SimpleNamespace(device="cpu")
     config = HCacheConfig(dirs=(tmp_path,))
     runtime.runner = SimpleNamespace(dtype=torch.float32)
-    monkeypatch.setattr(kept, "_measure", lambda *_: "a profile")
-    find = partial(kept.find_profile, runtime, config, kvcache, shape)
+    monkeypatch.setattr(machine, "_measure", lambda *_: "a profile")
+    find = partial(machine.find_profile, runtime, config, kvcache, shape)
     assert find() == "a profile"
-    monkeypatch.setattr(kept, "_measure", failing(RuntimeError("no room")))
+    monkeypatch.setattr(machine, "_measure", failing(RuntimeError("no room")))
     assert find() == "a profile"  # kept
     file, runtime.kept_profile = runtime.kept_profile[0], None
     (tmp_path / file).write_text("{")
-    monkeypatch.setattr(kept, "load_profile", failing(ProfileError("is no profile")))
+    monkeypatch.setattr(machine, "load_profile", failing(ProfileError("is no profile")))
     assert find() is None
     assert "is no profile" in caplog.text and "was not measured: no room" in caplog.text
 
@@ -394,9 +390,9 @@ def test_a_profile_that_is_unusable_is_measured_anew(
 def test_an_l3_that_cannot_be_measured_is_left_out(
     monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
-    monkeypatch.setattr(kept, "read_rate", failing(OSError("an error")))
-    monkeypatch.setattr(kept, "measure", lambda bench, l3, *_, **__: l3)
-    found = kept._measure(HCacheConfig(), None, torch.device("cpu"), torch.float32)
+    monkeypatch.setattr(machine, "read_rate", failing(OSError("an error")))
+    monkeypatch.setattr(machine, "measure", lambda bench, l3, *_, **__: l3)
+    found = machine._measure(HCacheConfig(), None, torch.device("cpu"), torch.float32)
     assert found is None and "L3 was not measured: an error" in caplog.text
 
 
@@ -433,13 +429,15 @@ def test_the_choice_of_the_partition_knows_the_machine(
 def test_a_trace_that_cannot_be_made_stops_the_server(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv(restore_trace.TRACE_VARIABLE, str(tmp_path / "none" / "trace"))
-    with pytest.raises(RuntimeError, match="cannot append to it: No such file"):
-        restore_trace.install_if_asked()
-    monkeypatch.setenv(restore_trace.TRACE_VARIABLE, str(tmp_path / "trace"))
-    monkeypatch.setattr(restore_trace, "install", lambda hooks: "a hook is missing")
+    runner = SimpleNamespace(is_draft_worker=False)
+    assert hcache_trace.after_load_model("loaded", runner) == "loaded"  # without the variable
+    monkeypatch.setenv(hcache_trace.VARIABLE, str(tmp_path / "none" / "trace"))
+    with pytest.raises(OSError, match="No such file"):
+        hcache_trace.after_load_model(None, runner)
+    monkeypatch.setenv(hcache_trace.VARIABLE, str(tmp_path / "trace"))
+    monkeypatch.setattr(hook_registry, "install", lambda hooks: "a hook is missing")
     with pytest.raises(RuntimeError, match="is set, but a hook is missing"):
-        restore_trace.install_if_asked()
+        hcache_trace.after_load_model(None, runner)
 
 
 def test_a_server_whose_weight_updates_go_unnoticed_cannot_be_joined(

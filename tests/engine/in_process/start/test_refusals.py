@@ -21,7 +21,7 @@ from hcache_backend.checks import probe as probe_module
 from hcache_backend.checks import specs
 from hcache_backend.config import HCacheConfig
 from hcache_backend.ranks import Refused
-from hcache_backend.start import capabilities, strategy
+from hcache_backend.start import build, capabilities
 from hcache_backend.start.capabilities import (
     CAPABILITIES,
     EAGER,
@@ -40,6 +40,9 @@ class OtherAllocator(PagedTokenToKVPoolAllocator):
 
 
 MODULES = HIDDEN, RECOMPUTATION
+DRAFT = SimpleNamespace(page_size=16, dtype=torch.bfloat16, layer_num=1)
+MTP = {"runner.mtp_draft_device_pools": (DRAFT,), "pool.page_size": 16}
+LATENTS = {"pool.kv_lora_rank": 1, "pool.kv_buffer": [torch.empty(1, 1, 1)]}
 MATRIX: list[tuple[dict[str, Any], tuple[str, ...], str]] = [
     # what is other than in a server with every capability, what it cannot have, and the reason
     ({}, (), ""),
@@ -54,8 +57,10 @@ MATRIX: list[tuple[dict[str, Any], tuple[str, ...], str]] = [
         (HIDDEN,),
         "moves K and V of accepted tokens",
     ),
-    ({"runner.mtp_draft_device_pools": (0,)}, (OWN_PAGES,), "nobody would save the draft's"),
+    (MTP, MODULES, "come back as K and V only"),
+    (MTP | {"pool.page_size": 64}, (OWN_PAGES, *MODULES), "draft layer"),
     ({"attn_cp_size": 2}, (OWN_PAGES,), "context-parallel"),
+    ({"dcp_size": 2}, (OWN_PAGES,), "context-parallel"),
     ({"disaggregation_mode": "prefill"}, (), ""),
     ({"disaggregation_mode": "decode"}, (OWN_PAGES, JUDGING), "decodes for prefill servers"),
     ({"enable_pd_role_switch": True}, (OWN_PAGES, JUDGING), "may after a role switch"),
@@ -70,6 +75,7 @@ MATRIX: list[tuple[dict[str, Any], tuple[str, ...], str]] = [
     ),
     # [pages, heads, page_size, head_dim]: slots are no rows
     ({"pool.k_buffer": [torch.empty(1, 1, 1, 1)]}, (OWN_PAGES,), "[slots, heads, head_dim]"),
+    (LATENTS, (HIDDEN,), "latents of MLA are smaller than hidden states"),
     ({"enable_dp_attention": True}, MODULES, "data-parallel attention"),
     ({"enable_lora": True}, MODULES, "LoRA adapters"),
     ({"enable_two_batch_overlap": True}, MODULES, "two-batch overlap"),
@@ -229,10 +235,10 @@ def test_recorded_graphs_keep_what_they_read_after_a_refusal_and_no_more(runtime
     now = hooks.staging._now
     read = [weakref.ref(tensor) for tensor in (now.places, now.number)]
     written = [weakref.ref(hooks.staging.staged.rows), weakref.ref(hooks.staging.staged.marks)]
-    runtime.runner = SimpleNamespace(hcache_capture=hooks)
-    strategy.capture_nothing(runtime.runner)
+    runtime.forwards.capture = hooks
+    build.capture_nothing(runtime)
     del hooks, now
     gc.collect()
-    assert runtime.runner.hcache_capture is None
+    assert runtime.forwards.capture is None
     assert all(tensor() is not None for tensor in read)
     assert all(tensor() is None for tensor in written)

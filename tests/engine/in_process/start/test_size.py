@@ -12,8 +12,8 @@ from hcache_backend.cli.plan import sizing
 from hcache_backend.format.page import RECOMPUTED, PageLayout, hidden_layer
 from hcache_backend.format.units import WHOLE
 from hcache_backend.host.segments import KVSegments
-from hcache_backend.plan.costs import Partition
 from hcache_backend.plan.model_shape import ModelShape
+from hcache_backend.plan.restore import Partition
 from hcache_backend.sglang.host_pool import HostPages
 from hcache_backend.start.page_plan import kv_bytes_per_token, plan_host_pages
 from hcache_kernels.codecs import make_codec

@@ -31,7 +31,7 @@ def test_no_rank_takes_the_decode_step_when_another_failed_in_the_prefill(
     monkeypatch.setattr(passes, "_Stages", Stages)
     for name in ("prefill_batch", "forward_batch", "prepare_decode", "_empty_pools"):
         monkeypatch.setattr(passes, name, lambda *_: "batch")
-    monkeypatch.setattr(passes, "on_all_ranks", lambda group, fine: (False,))
+    monkeypatch.setattr(passes, "smallest", lambda group, fine: [False])
     runner = SimpleNamespace(model_config=SimpleNamespace(vocab_size=64))
     with pytest.raises(Refused, match="another tensor-parallel rank"):
         passes.prefill_and_decode(runner, 4, "ranks", graphs=False)

@@ -1,4 +1,5 @@
-"""Our stack strategy: HiCache asks it for host pool and controller of a plain KV pool.
+"""HiCache's stack over own pages: the plan of the pages and its proof; then host pool, capture,
+restores and controller, put together. HiCache asks :class:`OwnPagesStrategy` for it.
 
 SGLang records CUDA graphs before that, so our copies come first (:func:`record_copies`):
 
@@ -10,44 +11,64 @@ SGLang records CUDA graphs before that, so our copies come first (:func:`record_
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import StackStrategy, _PlainKvStrategy
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.mem_cache.hicache_storage import PoolName
+from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import (
+    StackBuildResult,
+    StackStrategy,
+    _PlainKvStrategy,
+)
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+from sglang.srt.mem_cache.pool_host import HostPoolGroup, PoolEntry
+from sglang.srt.mem_cache.pool_host.common import get_allocator_type
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.runtime_context import get_memory
 
 from hcache_backend import metrics
 from hcache_backend.capture.hooks import HiddenCapture
+from hcache_backend.capture.recomputed_rows import RecomputedRows
+from hcache_backend.capture.staging import StagedCapture, Staging
 from hcache_backend.checks.probe import PROBE_TOKENS, Probe, observe, probe_tokens
 from hcache_backend.checks.recompute import Recomputed, check_recompute
 from hcache_backend.checks.round_trip import CaptureCheck, check_copies, check_lossy, whole_pages
+from hcache_backend.checks.service import KVChecks, ServiceChecks
 from hcache_backend.checks.specs import LayerSpecs
 from hcache_backend.format.units import WHOLE, Share
-from hcache_backend.host.page_layout import head_groups, share_of_heads
-from hcache_backend.plan.costs import Partition
-from hcache_backend.plan.restore import CHUNK_TOKENS, Restore
+from hcache_backend.host.loads import LoadQueue
+from hcache_backend.host.segments import head_groups, share_of_heads
+from hcache_backend.plan.restore import CHUNK_TOKENS, Partition, Restore
+from hcache_backend.prefetch.eager_loads import EagerLoads
+from hcache_backend.prefetch.slices import SliceBudget
 from hcache_backend.projection.generic import ProjectionBatch
-from hcache_backend.projection.paged_pool import PagedPool
+from hcache_backend.projection.paged_pool import PagedPool, holds_latents, planes_of
 from hcache_backend.projection.projector import Projector
 from hcache_backend.ranks import Refused, all_or_none, smallest
-from hcache_backend.restore.exchange import CollectiveOrder
+from hcache_backend.restore.exchange import CollectiveOrder, Exchange
 from hcache_backend.restore.recompute import Recomputer
+from hcache_backend.restore.ring import ring_bytes
 from hcache_backend.sglang import hooks
-from hcache_backend.sglang.arguments import drafted_tokens, storage_extra_config
+from hcache_backend.sglang.allocator import ReservablePages
+from hcache_backend.sglang.arguments import drafted_tokens, packed_drafts, storage_extra_config
+from hcache_backend.sglang.controller import OwnPagesController
 from hcache_backend.sglang.groups import attention_ranks
 from hcache_backend.sglang.hook_registry import Hook, install
+from hcache_backend.sglang.host_pool import OwnPagesPool
 from hcache_backend.sglang.passes import (
     attention_modules,
+    make_recomputer,
     prefill_and_decode,
     run_again,
     run_prompts,
 )
-from hcache_backend.sglang.recompute_batch import make_recomputer
-from hcache_backend.sglang.runtime import Runtime, current
+from hcache_backend.sglang.pipeline_stages import StagePages
+from hcache_backend.sglang.runtime import Forwards, Runtime, current
+from hcache_backend.start.attach import warn_of_small_host_pool
 from hcache_backend.start.capabilities import (
     EAGER,
     HIDDEN,
@@ -60,33 +81,40 @@ from hcache_backend.start.capabilities import (
     refuse,
     tell,
 )
-from hcache_backend.start.machine import layer_methods
+from hcache_backend.start.machine import judge_hits, layer_methods
 from hcache_backend.start.page_plan import (
     PagePlan,
+    asked_codec,
     choose_codec,
     hidden_as_they_are,
+    kv_bytes_per_token,
     kv_codec,
     make_exchange,
+    page_plugin,
     staging_places,
-    step_tokens,
     take_staging,
 )
-from hcache_backend.start.page_plugin import page_plugin
-from hcache_backend.start.stack import build_stack, restored_layers, use_own_pages
 
 logger = logging.getLogger("hcache")
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
-_SMALLEST_PAGE = 4  # least bytes of an own page of K and V, in headers
+_RESERVED = 0.5  # largest share of the device's pages that hits being read may reserve
 
-_GRAPHS = "sglang.srt.model_executor.model_runner.ModelRunner.init_cuda_graphs"
+_CONTROLLER_ARGUMENTS = (
+    "load_cache_event",
+    "storage_backend",
+    "prefetch_threshold",
+    "model_name",
+    "storage_backend_extra_config",
+    "enable_storage_metrics",
+)
 
 
 class OwnPagesStrategy(StackStrategy):
     """Own pages for a plain MHA/GQA pool: with hidden states if possible and useful, otherwise of K
-    and V. Without own pages SGLang's plain ones.
+    and V; for a plain MLA pool of latents. Without own pages SGLang's plain ones.
 
     ``plain``, ``no_hidden``: known reasons against own pages, against hidden states, or None.
     """
@@ -97,7 +125,8 @@ class OwnPagesStrategy(StackStrategy):
         self._no_hidden = no_hidden
 
     def matches(self, kvcache: Any, components: Any) -> bool:
-        if type(kvcache) is MHATokenToKVPool and components == {ComponentType.FULL}:
+        known = type(kvcache) in (MHATokenToKVPool, MLATokenToKVPool)
+        if known and components == {ComponentType.FULL}:
             return True
         names = ", ".join(sorted(component.name for component in components))
         self._keep_plain(self._plain or f"the KV pool is a {type(kvcache).__name__} ({names})")
@@ -118,7 +147,7 @@ class OwnPagesStrategy(StackStrategy):
             )
 
     def _keep_plain(self, reason: str) -> None:
-        capture_nothing(self._runtime.runner)
+        capture_nothing(self._runtime)
         self._runtime.use_plain_pages(reason)
         count(self._runtime)
 
@@ -129,6 +158,8 @@ class Start:
     Each :meth:`step` succeeds on all of them, or raises Refused on all at that step. Nothing is
     allocated or served yet. K and V of the probe stay in the pool to the last check.
     """
+
+    smallest_page = 4  # of K and V, in headers
 
     def __init__(self, runtime: Runtime, kvcache: Any, params: Any) -> None:
         assert runtime.config is not None
@@ -151,7 +182,7 @@ class Start:
         try:
             plan = self._hidden_plan(no_hidden)
         except Refused as refused:  # then no hook and no memory of it are left
-            capture_nothing(self._runner)
+            capture_nothing(self._runtime)
             reason = str(refused)
         if reason is not None:
             plan = self._kv_plan()
@@ -173,33 +204,32 @@ class Start:
         step(probe.refuse_dependence, [f"{layer.name}." for layer in probe.layers])
         step(probe.compare, projector)
         codec = step(choose_codec, ranks, runtime, probe, projector)
-        exchange = step(make_exchange, probe, kvcache.page_size)
+        exchange = step(make_exchange, "hidden states", probe.hidden, kvcache.page_size)
         recomputer = None
         if methods.recomputable:
             recomputer = step(self._find_recomputer, probe, methods, whole=False)
         methods = methods.recomputing_first(recomputer.layers if recomputer else 0)
-        recorded = step(check_recording, runner, probe.hidden[0])
+        recorded = step(check_recording, runtime, probe.hidden[0])
         share = Share(exchange.number, exchange.shares) if exchange is not None else WHOLE
         groups, of_kv = self._head_groups(methods, share), "none"
         if methods.layers("kv"):
             of_kv = step(kv_codec, runtime, kvcache, share, groups, stages)
-
-        def make(of_kv: str) -> PagePlan:
-            return PagePlan(
-                kvcache,
-                methods,
-                share,
-                groups,
-                kv_codec=of_kv,
-                runner=runner,
-                layers=probe.layers,
-                codec=codec,
-                recomputer=recomputer,
-                exchange=exchange,
-                hooks=recorded,
-            )
-
-        plan = self._tried(make, of_kv, lambda: probe.slots)
+        plan = step(
+            PagePlan,
+            kvcache,
+            methods,
+            share,
+            groups,
+            kv_codec=of_kv,
+            runner=runner,
+            layers=probe.layers,
+            codec=codec,
+            recomputer=recomputer,
+            exchange=exchange,
+            hooks=recorded,
+            forwards=runtime.forwards,
+        )
+        plan = self._tried(plan, lambda: probe.slots)
         specs = LayerSpecs(runtime, probe, projector, ranks)
         step(specs.find)
         specs.measure()
@@ -210,10 +240,10 @@ class Start:
         except Refused as refused:
             if codec.is_view:
                 raise
-            # The next plan reuses its hooks and its staging.
-            recorded = plan.capture_hooks
             codec = hidden_as_they_are(codec.name, codec.hidden_size, codec.dtype, refused)
-            plan = self._tried(make, of_kv, lambda: probe.slots)
+            # The next plan reuses its hooks and its staging.
+            plan = step(replace, plan, codec=codec, hooks=plan.capture_hooks)
+            plan = self._tried(plan, lambda: probe.slots)
             self._check_capture(plan)
         specs.follow_weights()
         return plan
@@ -225,57 +255,80 @@ class Start:
         chunk = min(CHUNK_TOKENS, int(kvcache.size))
         everything = Partition(0, 0, int(kvcache.layer_num))
         methods = Restore(None, None, everything, ranks.world_size, chunk, recomputable=0)
-        of_heads = share_of_heads(ranks.rank_in_group, ranks.world_size)
-        groups = self._head_groups(methods, of_heads)
-        codec = self.step(kv_codec, runtime, kvcache, of_heads, groups, self._params.pp_size)
+        own, exchange = share_of_heads(ranks.rank_in_group, ranks.world_size), None
+        if holds_latents(kvcache):
+            exchange = self._latent_exchange(ranks.world_size)
+            own = WHOLE if exchange is None else Share(exchange.number, exchange.shares)
+        groups = self._head_groups(methods, own)
+        codec = self.step(kv_codec, runtime, kvcache, own, groups, self._params.pp_size)
+        plugin = page_plugin(self._config) if codec != "none" else None
+        parts = (own, groups) if plugin is None else (WHOLE, self._head_groups(methods, WHOLE))
+        how: dict[str, Any] = {"kv_codec": codec, "plugin": plugin, "exchange": exchange}
+        how["drafts"] = packed_drafts(self._runner)
+        plan = self.step(PagePlan, kvcache, methods, *parts, **how)
+        return self._tried(plan, self._written, share=own, groups=groups)
 
-        def make(of_kv: str) -> PagePlan:
-            plugin = page_plugin(self._config) if of_kv != "none" else None
-            share = of_heads if plugin is None else WHOLE
-            groups = self._head_groups(methods, share)
-            plan = PagePlan(kvcache, methods, share, groups, kv_codec=of_kv, plugin=plugin)
-            header, page = plan.layout.header_bytes, plan.layout.page_bytes
-            if header * _SMALLEST_PAGE > page:
-                raise Refused(
-                    f"of the {page} bytes of a page of {kvcache.page_size} tokens (--page-size) "
-                    f"its header would take {header}"
-                )
-            return plan
+    def _written(self) -> torch.Tensor:
+        """Have the model write K and V of the self-check's tokens to whole pages; returns their
+        slots, int64 ``[n]``."""
+        size = self._kvcache.page_size
+        return run_again(self._runner, [-(-PROBE_TOKENS // size) * size])[0]
 
-        tokens = -(-PROBE_TOKENS // kvcache.page_size) * kvcache.page_size
-        return self._tried(make, codec, lambda: run_again(self._runner, [tokens])[0])
+    def _latent_exchange(self, ranks: int) -> Exchange | None:
+        """The exchange of latents, of which each of ``ranks`` keeps a part; None: all keep whole
+        pages, also with data-parallel attention, whose groups run the model at their own times."""
+        kvcache = self._kvcache
+        if ranks == 1 or self.server.args.enable_dp_attention:
+            return None
+        self.step(refuse, OWN_PAGES, self.server, install(hooks.EXCHANGE))
+        slots = self.step(self._written)
+        rows = [planes_of(kvcache, layer)[0][slots] for layer in range(kvcache.layer_num)]
+        return self.step(make_exchange, "latents", rows, int(kvcache.page_size))
 
-    def _tried(
-        self, make: Callable[[str], PagePlan], codec: str, written: Callable[[], torch.Tensor]
-    ) -> PagePlan:
-        """A plan with room, from which K and V come back: by ``codec``, otherwise as they are.
+    def _tried(self, plan: PagePlan, written: Callable[[], torch.Tensor], **plain: Any) -> PagePlan:
+        """The plan with room if K and V come back by its codec, otherwise one with K and V as they
+        are, and the fields ``plain``.
 
-        ``make`` makes the plan with a codec of K and V. ``written`` has the model write them, if it
-        has not, and returns their slots, int64 ``[n]``. Raises Refused on every rank.
+        ``written`` has the model write K and V, if it has not, and returns their slots, int64
+        ``[n]``. Raises Refused on every rank.
         """
         try:
-            plan = self.step(_copying, make, codec)
+            self.step(self._check_copies, plan)
             if not plan.kv.lossless:
                 slots, most, plugin = self.step(written), 0.0, plan.plugin
                 pages = whole_pages(slots, plan.layout.page_size)
                 if plugin is not None:
                     most, ranks = plugin.allowed_change, self._params.tp_cache_group
-                    settle = partial(plugin.settle, plan.kv, plan.layout, pages, ranks)
-                    plan.layout = self.step(_valid, settle)
+                    plan.layout = self.step(plugin.settle, plan.kv, plan.layout, pages, ranks)
                     if plugin.wants_model:
                         self._look_at_model(plan, slots)
                 self.step(check_lossy, plan.kv, plan.layout, pages, most)
         except Refused as refused:
-            if codec == "none":
+            if plan.kv_codec == "none":
                 raise
             logger.warning(
                 "hcache: codec %r is not used, K and V are stored as they are (codec 'none'): %s",
-                codec,
+                plan.kv_codec,
                 refused,
             )
-            plan = self.step(_copying, make, "none")
+            plan = self.step(replace, plan, kv_codec="none", plugin=None, **plain)
+            self.step(self._check_copies, plan)
         self.step(plan.find_room)
         return plan
+
+    def _check_copies(self, plan: PagePlan) -> None:
+        """Raise Refused if K and V do not come back, or a page of them is hardly more than its
+        header."""
+        layout = plan.layout
+        header, page = layout.header_bytes, layout.page_bytes
+        if plan.codec is None and header * self.smallest_page > page:
+            raise Refused(
+                f"of the {page} bytes of a page of {layout.page_size} tokens (--page-size) its "
+                f"header would take {header}"
+            )
+        if plan.kv.layers:
+            for variant in layout.variants:
+                check_copies(variant, plan.kv)
 
     def _look_at_model(self, plan: PagePlan, slots: torch.Tensor) -> None:
         """Let the plan's plug-in look at the model, in which K and V of the self-check's tokens are
@@ -284,12 +337,10 @@ class Start:
         assert plugin is not None
 
         def observer() -> Recomputer:
-            missing = install(hooks.HIDDEN)
-            if missing is not None:
-                raise Refused(missing)
+            refuse(HIDDEN, self.server, install(hooks.HIDDEN))
             recomputer = make_recomputer(runner, plan.kvcache, plan.methods.chunk_tokens)
             ids = probe_tokens(runner.model_config.vocab_size, len(slots))
-            _valid(plugin.try_model, recomputer, ids, slots)
+            plugin.try_model(recomputer, ids, slots)
             return recomputer
 
         try:
@@ -302,11 +353,7 @@ class Start:
     def _check_capture(self, plan: PagePlan) -> None:
         kvcache, projector, ranks = self._kvcache, self.projector, self._params.tp_cache_group
         order = CollectiveOrder(kvcache.device) if attention_ranks().world_size > 1 else None
-
-        def make() -> CaptureCheck:
-            return CaptureCheck(plan, restored_layers(kvcache, plan, projector), order)
-
-        check = self.step(make)
+        check = self.step(CaptureCheck, plan, projector, order)
         for graphs, by_layer in ((False, True), (False, False), (True, False)):
             run = partial(prefill_and_decode, self._runner, check.tokens, ranks, graphs=graphs)
             self.step(check.save, run, seen=not graphs, by_layer=by_layer)
@@ -314,7 +361,9 @@ class Start:
 
     def _observe(self) -> Probe:
         modules = self.step(attention_modules, self._runner.model, self._kvcache.layer_num)
-        return self.step(observe, partial(run_prompts, self._runner, [PROBE_TOKENS]), modules)
+        calls = not holds_latents(self._kvcache)  # nothing is projected to latents
+        run = partial(run_prompts, self._runner, [PROBE_TOKENS])
+        return self.step(observe, run, modules, calls=calls)
 
     def _page_recomputer(self, plan: PagePlan) -> Recomputer | None:
         """Recomputer of whole pages of K and V while others are read; None: all are read."""
@@ -346,9 +395,7 @@ class Start:
         def prove() -> Recomputed:
             refuse(RECOMPUTATION, self.server)
             probe.refuse_dependence()
-            missing = install(hooks.RECOMPUTE)
-            if missing is not None:
-                raise Refused(missing)
+            refuse(RECOMPUTATION, self.server, install(hooks.RECOMPUTE))
             requests = int(runner.req_to_token_pool.size)
             return check_recompute(partial(run_again, runner), requests, probe, recomputer, kvcache)
 
@@ -385,43 +432,178 @@ class Start:
         return head_groups(extra.get("tp_lcm_size"), share, attention_ranks().world_size)
 
 
-def _valid(ask: Callable[..., _Result], *arguments: Any) -> _Result:
-    """``ask`` a plug-in; a ValueError becomes Refused."""
-    try:
-        return ask(*arguments)
-    except ValueError as error:
-        raise Refused(str(error)) from None
+# ---- the stack of a plan ----
 
 
-def _copying(make: Callable[[str], PagePlan], codec: str) -> PagePlan:
-    """The plan that ``make`` makes; raises Refused if K and V do not come back from it."""
-    plan = make(codec)
+def build_stack(
+    runtime: Runtime,
+    params: Any,
+    arguments: Mapping[str, Any],
+    plan: PagePlan,
+    projector: Projector,
+) -> StackBuildResult:
+    """HiCache's components, by the plan that every rank agreed on. SGLang gives ``params`` and
+    ``arguments`` to a strategy."""
+    kvcache, layout, config = plan.kvcache, plan.layout, runtime.config
+    codec, ranks, memory = plan.codec, attention_ranks(), get_memory()
+    device, allocator = kvcache.device, params.token_to_kv_pool_allocator
+    assert config is not None
+    pool = OwnPagesPool(
+        kvcache,
+        params.page_size,
+        memory.hicache_mem_layout,
+        page_layout=layout,
+        pages=plan.pages,
+        kv=plan.kv,
+        pin_memory=device != "cpu",
+        allocator_type=get_allocator_type(),
+        stamp=lambda page: layout.stamp(page, runtime.page_namespace(), runtime.writer),
+        keeps_unfit=plan.recomputer is not None,
+    )
+    hidden, order = codec is not None, None
+    if ranks.world_size > 1 and (hidden or plan.exchange is not None):
+        order = CollectiveOrder(device)
+    runtime.forwards.order = None if hidden else order  # otherwise capture has it
+    reason, free_pages = refusal(EAGER, Server(runtime, kvcache, allocator, hidden)), None
+    if reason is not None:
+        runtime.unused[EAGER] = reason
+    runtime.eager = reason is None
+    capture = _start_capture(runtime, pool, plan, order) if hidden else None
+    if hidden or runtime.eager:
+        free_pages = ReservablePages(allocator, plan.capture_hooks if hidden else None)
+    pipeline = plan.pipeline(pool.kv_buffer, projector, order)
+    heard = runtime.l3.estimates.slowdown, runtime.cannot_restore
+    loads = LoadQueue(pool.arena, pipeline, plan.methods, plan.recomputer, device, *heard)
+    pool.use(loads, capture, frees_duplicates=memory.hicache_write_policy == "write_back")
+    drafts = {"packed_draft_device_pools": plan.drafts} if plan.drafts else {}
+    entry = PoolEntry(PoolName.KV, pool, kvcache, lambda layer: layer, True, **drafts)
+    group = HostPoolGroup([entry])
+    warn_of_small_host_pool(
+        pool.size, int(kvcache.size), pool.size_per_token, kv_bytes_per_token(kvcache)
+    )
+    kv_checks = KVChecks(runtime, pool, plan.kv)
+    new_rows, checks, layouts, eager = None, None, None, None
     if plan.kv.layers:
-        for layout in plan.layout.variants:
-            check_copies(plan.kvcache, layout, plan.kv)
-    return plan
+        pool.on_freed.append(kv_checks.freed)
+        pool.on_backed_up.append(kv_checks.transferred)
+        if capture is None:  # otherwise a load may recompute layers whose K and V are stored
+            pool.on_loaded.append(kv_checks.transferred)
+    if codec is not None and capture is not None:
+        new_rows = partial(RecomputedRows, capture, plan.staging, plan.capture_hooks)
+        how = codec, projector, plan.exchange, order
+        checks = ServiceChecks(runtime, pool, plan.hidden_layers, *how)
+        pool.on_freed.append(checks.freed)
+        pool.on_backed_up.append(checks.transferred)
+    if plan.plugin is not None and plan.observer is not None:
+        group_of, number = params.tp_cache_group, ranks.world_size
+        layouts = plan.plugin.backups(plan.observer, layout, group_of, number)
+    if free_pages is not None and runtime.eager:
+        reserved = max(1, int(kvcache.size // params.page_size * _RESERVED))
+        seconds, known = config.recompute_ms / 1e3, plan.methods.profile is not None
+        most = plan.methods.chunk_tokens
+        budget = SliceBudget(seconds, most, plan.methods.layer, known=known)
+        both = runtime.l3, runtime.prefetches
+        eager = EagerLoads(free_pages, pool, pipeline, loads, reserved, budget, *both, new_rows)
+        runtime.on_weights_changed.append(eager.forget)
+    stages = StagePages(
+        plan.pages.host, pool.arena.whole, lambda: runtime.distrust is None, runtime.lose_trust
+    )
+    controller = OwnPagesController(
+        runtime,
+        pool,
+        loads,
+        eager,
+        stages,
+        kv_checks,
+        partial(judge_hits, runtime, config),
+        allocator,
+        group,
+        params.page_size,
+        params.tp_cache_group,
+        capture=capture,
+        checks=checks,
+        layouts=layouts,
+        attn_cp_group=params.attn_cp_cache_group,
+        attn_tp_group=params.attn_tp_cache_group,
+        pp_group=params.pp_cache_group,
+        write_policy=memory.hicache_write_policy,
+        io_backend=memory.hicache_io_backend,
+        **{name: arguments[name] for name in _CONTROLLER_ARGUMENTS},
+    )
+    return StackBuildResult(
+        host_pool_group=group,
+        cache_controller=controller,
+        component_host_pools={ComponentType.FULL: pool},
+        pools_desc="own pages",
+    )
 
 
-def capture_nothing(runner: Any) -> None:
-    """Remove the capture hooks of the model of ``runner``, and free their staging."""
-    hooks: HiddenCapture | None = getattr(runner, "hcache_capture", None)
+def use_own_pages(runtime: Runtime, kvcache: Any, plan: PagePlan, reason: str | None) -> None:
+    """Tell namespace, metrics and log about pages; ``reason``: why no hidden states, or None."""
+    runtime.layer_methods = plan.methods
+    codec, dtype = plan.kv.codec, planes_of(kvcache, 0)[0].dtype
+    if plan.codec is not None:
+        codec, dtype = plan.codec.name, plan.codec.dtype
+        if plan.kv.layers and plan.kv.codec != codec:
+            codec += f", {plan.kv.codec} of K and V"
+        if not plan.codec.is_view and plan.recomputer is None:
+            runtime.unused["pages that the codec cannot encode"] = "they cannot be recomputed"
+    room = ring_bytes(plan.layout, plan.methods.chunk_tokens, plan.arriving) * bool(plan.arriving)
+    runtime.use_codec(codec, asked_codec(runtime, dtype))
+    fields = plan.fields(runtime.runner)
+    if plan.drafts:
+        fields["draft"] = runtime.draft_digest
+    runtime.use_own_pages(fields, reason)
+    logger.info(
+        "hcache: %s: %s, %d bytes per %d-token page, codec %s, %d host pages, %d shadows, "
+        "%.0f MB of device memory for restores",
+        "own pages" if plan.codec is None else "hidden mode",
+        plan.methods.describe(),
+        plan.layout.page_bytes,
+        plan.layout.page_size,
+        codec,
+        *plan.pages,
+        room / 1e6,
+    )
+
+
+def _start_capture(
+    runtime: Runtime, pool: OwnPagesPool, plan: PagePlan, order: CollectiveOrder | None
+) -> StagedCapture:
+    """Capture hidden states in every forward pass."""
+    hooks, staging = plan.capture_hooks, plan.staging
+    capture = plan.capture(pool.arena, pool.kv_buffer)
+    hooks.use(capture, tokens_only=plan.recomputer is not None, order=order)
+    runtime.on_weights_changed.append(capture.ledger.forget)
+    logger.debug(
+        "hcache: capture: staging of %d tokens, %.0f MB of device memory",
+        staging.places,
+        Staging.bytes_for(staging.layers, staging.row_bytes, staging.places) / 1e6,
+    )
+    return capture
+
+
+# ---- CUDA graphs ----
+
+
+def capture_nothing(runtime: Runtime) -> None:
+    """Remove the capture hooks of the model, and free their staging."""
+    hooks = runtime.forwards.capture
     if hooks is None:
         return
-    runner.hcache_capture = None
     # Recorded graphs read the places of a step from this memory in every replay.
-    runner.hcache_recorded = hooks.staging
+    runtime.forwards = Forwards(recorded=hooks.staging)
     with metrics.harmless("staging_not_freed", "staging keeps its memory on the device"):
         hooks.remove()
-
-
-def graph_hooks() -> list[Hook]:
-    """Hooks for capture in recorded CUDA graphs; some versions lack the place."""
-    return [Hook(_GRAPHS, _before_graphs)]
 
 
 def _before_graphs(original: Callable[..., Any], runner: Any, *a: Any, **kw: Any) -> Any:
     record_copies(current(), runner)
     return original(runner, *a, **kw)
+
+
+_GRAPHS = "sglang.srt.model_executor.model_runner.ModelRunner.init_cuda_graphs"
+GRAPH_HOOKS = [Hook(_GRAPHS, _before_graphs)]  # some versions lack the place
 
 
 def record_copies(runtime: Runtime, runner: Any) -> None:
@@ -437,25 +619,24 @@ def record_copies(runtime: Runtime, runner: Any) -> None:
         every = attention_modules(runner.model, kvcache.layer_num)
         seen = [every[layer] for layer in hidden]
         recorded = _largest_recorded_tokens(drafted_tokens(server.args))
-        places = staging_places(len(seen), *step_tokens(runner), recorded)
+        places = staging_places(runner, len(seen), recorded)
         rows = runner.model_config.hidden_size, runner.dtype
         staging = take_staging(len(seen), *rows, places, kvcache.device, recorded_tokens=recorded)
         hooks = HiddenCapture([(layer.module, layer.linears) for layer in seen])
-        hooks.staging, runner.hcache_capture = staging, hooks
+        hooks.staging, runtime.forwards.capture = staging, hooks
     except Refused as refused:
-        runner.hcache_no_capture = str(refused)
+        runtime.forwards.no_capture = str(refused)
     except Exception:
         logger.exception("hcache: CUDA graphs are recorded without copies of hidden states")
 
 
-def check_recording(runner: Any, hidden: torch.Tensor) -> HiddenCapture | None:
+def check_recording(runtime: Runtime, hidden: torch.Tensor) -> HiddenCapture | None:
     """Capture hooks of the recorded CUDA graphs; None if none are recorded. Raises Refused if they
     do not capture rows like those of ``hidden``, ``[n, hidden]``."""
-    hooks: HiddenCapture | None = getattr(runner, "hcache_capture", None)
-    if runner.device == "cpu" or graphs_are_off():
+    hooks, why = runtime.forwards.capture, runtime.forwards.no_capture
+    if runtime.runner.device == "cpu" or graphs_are_off():
         return hooks
     if hooks is None or hooks.staging is None:
-        why = getattr(runner, "hcache_no_capture", "the log says why")
         raise Refused(f"CUDA graphs were recorded without our copies: {why}")
     width, dtype = hooks.staging.width, hooks.staging.dtype
     if (width, dtype) != (hidden.shape[1], hidden.dtype):

@@ -1,0 +1,273 @@
+"""What a small host tier keeps of agents' prompts, by several orders of eviction.
+
+Sessions of agents (:mod:`bench.workload.agents`) begin within six hours and take turns. The program
+counts the pages of each prompt that a tier of some size still has, from the first one on, and the
+pages that are written to it. Sizes are shares of all pages of the workload. ``--trace`` adds the
+sessions of a file to the generated ones.
+
+- LRU by chains: as HiCache evicts host memory, the ends of the sessions that were used least
+  recently go first
+- expected return: the session goes first whose pages are least likely to be used soon for the time
+  that they would be kept. It is told by how long sessions were idle so far, all of them and this
+  one. HiCache's order cannot be changed to it without private hooks
+- retained: LRU by chains, but three quarters of the tier are locked for the sessions whose return
+  is expected soonest. Locks are public in HiCache
+- the page store: our L3 as it evicts, without host memory before it
+- best possible: knows all requests, see :mod:`bench.eviction`
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from bench.eviction import FOLDER, WORST_LOSS, best_possible, leading, through_the_store
+from bench.harness.program import Advance, Program, Run, Setting, at_least, scratch, steps
+from bench.harness.report import Column, Picture, Results, Row, Series, Table
+from bench.workload.agents import Session, agent_sessions, as_requests, generated, prefix_share
+from bench.workload.traces import Request
+
+SEED, SPAN_S, PAGE_TOKENS = 1, 6 * 3600.0, 1024
+SHARES = (0.02, 0.05, 0.1, 0.2, 0.4)
+LOCKED = 0.75  # of the tier, for ``retained``
+SERIES = {
+    "lru": "LRU by chains",
+    "retained": "retained",
+    "returns": "expected return",
+    "store": "the page store",
+    "best": "best possible",
+}
+Told = Sequence[tuple[int, Request]]
+
+
+@dataclass
+class Held:
+    """Pages of a session, and how many of them, from the first one on, the tier has."""
+
+    pages: Sequence[int] = ()
+    there: int = 0
+    last: float = 0.0
+    pauses: int = 0
+    longer: float = 0.0  # sum of the logarithms of its pauses, less their mean
+
+
+class Returns:
+    """How soon sessions come back: pauses so far, by how long they were for the session."""
+
+    _EDGES: npt.NDArray[np.float64] = np.concatenate([[0.0], np.geomspace(1, 20_000, 60)])
+    _RENEWED, _PRIOR, _ENDED = 200, 4.0, 0.02  # share of the turns that are the last ones
+
+    def __init__(self) -> None:
+        self._counts = np.full(len(self._EDGES), 0.2)
+        self._mean, self._seen = math.log(15.0), 0
+        self._soon = self._table()
+
+    def paused(self, held: Held, seconds: float) -> None:
+        """A session came back after so long."""
+        length = math.log(max(1.0, seconds))
+        place = int(np.searchsorted(self._EDGES, seconds / self._usual(held)))
+        self._counts[min(place, len(self._EDGES) - 1)] += 1
+        self._mean += 0.001 * (length - self._mean)
+        held.longer, held.pauses = held.longer + length - self._mean, held.pauses + 1
+        self._seen += 1
+        if self._seen % self._RENEWED == 0:
+            self._soon = self._table()
+
+    def soon(self, held: Held, now: float) -> float:
+        """Uses per second of keeping the session's pages, at best."""
+        usual = self._usual(held)
+        return float(np.interp((now - held.last) / usual, self._EDGES, self._soon)) / usual
+
+    def _usual(self, held: Held) -> float:
+        """Pauses of a session, relative to all."""
+        return math.exp(held.longer / (held.pauses + self._PRIOR))
+
+    def _table(self) -> npt.NDArray[np.float64]:
+        """For each time since the last use: the largest chance of a use within some time, for each
+        second that pages are kept until the use or that time."""
+        edges, counts = self._EDGES, self._counts
+        sooner = np.concatenate([[0.0], np.cumsum(counts)[:-1]])
+        alive = counts.sum() / (1 - self._ENDED) - sooner
+        found = np.zeros(len(edges))
+        for place in range(len(edges)):
+            chance = counts[place + 1 :] / alive[place]
+            used = np.cumsum(chance)
+            kept = np.cumsum(np.diff(edges[place:]) * (1 - used + chance / 2))
+            found[place] = (used / kept).max(initial=0.0)
+        return found
+
+
+@dataclass
+class Tier:
+    """``capacity`` pages, of which :meth:`serve` finds those of prompts. ``order``: by :meth:`lru`,
+    :meth:`returns` or :meth:`retained`."""
+
+    capacity: int
+    order: str
+    found: int = 0
+    written: int = 0
+    _sessions: dict[int, Held] = field(default_factory=dict)
+    _returns: Returns = field(default_factory=Returns)
+    _filled: int = 0
+
+    def serve(self, number: int, request: Request) -> None:
+        held = self._sessions.setdefault(number, Held())
+        if held.pages:
+            self._returns.paused(held, request.time - held.last)
+        there = leading(set(held.pages[: held.there]), request.pages)
+        self.found += there
+        self.written += len(request.pages) - there
+        self._filled += len(request.pages) - held.there
+        held.pages, held.there, held.last = request.pages, len(request.pages), request.time
+        if self._filled > self.capacity:
+            for one in getattr(self, self.order)(request.time):
+                gone = min(one.there, self._filled - self.capacity)
+                one.there, self._filled = one.there - gone, self._filled - gone
+
+    def lru(self, now: float) -> list[Held]:
+        """Sessions, the first to be evicted first."""
+        return sorted(self._there(), key=lambda one: one.last)
+
+    def returns(self, now: float) -> list[Held]:
+        return sorted(self._there(), key=lambda one: self._returns.soon(one, now))
+
+    def retained(self, now: float) -> list[Held]:
+        room, locked = LOCKED * self.capacity, list[Held]()
+        for one in reversed(self.returns(now)):
+            if one.there <= room:
+                room -= one.there
+                locked.append(one)
+        kept = set(map(id, locked))
+        return sorted(self._there(), key=lambda one: (id(one) in kept, one.last))
+
+    def _there(self) -> list[Held]:
+        return [one for one in self._sessions.values() if one.there]
+
+
+def under(name: str, sessions: Sequence[Session], advance: Advance) -> list[Row]:
+    told = as_requests(sessions, PAGE_TOKENS, SEED, SPAN_S)
+    trace = [request for _, request in told]
+    uses = Counter(page for request in trace for page in request.pages)
+    pages, asked = len(uses), sum(request.prompt for request in trace)
+    once = sum(number == 1 for number in uses.values()) / pages
+    facts = {"workload": name, "requests": len(trace), "pages": pages, "pages_asked": asked}
+    facts |= {"prefix_share": prefix_share(sessions), "used_once": once}
+    return [{**facts, **_at(share, told, pages, asked, advance, name)} for share in SHARES]
+
+
+def _at(
+    share: float, told: Told, pages: int, asked: int, advance: Advance, name: str
+) -> dict[str, Any]:
+    capacity, trace = int(share * pages), [request for _, request in told]
+    advance(f"{name}, {share:.0%}")
+    tiers = {order: Tier(capacity, order) for order in ("lru", "retained", "returns")}
+    for tier in tiers.values():
+        for number, request in told:
+            tier.serve(number, request)
+    with scratch(FOLDER) as folder:
+        stored = through_the_store(trace, capacity, 0, Path(folder) / "l3")
+    found = {order: tier.found for order, tier in tiers.items()}
+    found |= {"store": stored, "best": best_possible(trace, capacity)}
+    return {
+        "share": f"{share:.0%}",
+        "found": {by: number / asked for by, number in found.items()},
+        "of_best": {by: number / found["best"] for by, number in found.items()},
+        "written": {order: tier.written / pages for order, tier in tiers.items()},
+    }
+
+
+def measure(run: Run) -> Results:
+    given, rows = run.given, list[Row]()
+    workloads: dict[str, Callable[[], Sequence[Session]]] = {
+        "generated": partial(generated, given.sessions, SEED)
+    }
+    if given.trace is not None:
+        workloads["trace"] = partial(_drawn, given.trace, given.sessions)
+    with steps(len(workloads) * len(SHARES)) as advance:
+        for name, sessions in workloads.items():
+            rows += under(name, sessions(), advance)
+    return {"rows": rows}
+
+
+def _drawn(path: Path, count: int) -> list[Session]:
+    """So many sessions of a trace, or all."""
+    sessions = [session for session in agent_sessions(path) if session]
+    chosen = np.random.default_rng(SEED).permutation(len(sessions))[:count]
+    return [sessions[place] for place in chosen]
+
+
+def rows_of(results: Results) -> list[Row]:
+    return [dict(row) for row in results["rows"]]
+
+
+def missed_goals(results: Results) -> list[str]:
+    """Sizes at which expected return finds fewer pages than LRU by chains, one line each."""
+    return [
+        f"{row['workload']}, {row['share']}: {row['found']['returns']:.3f} found, LRU by chains "
+        f"{row['found']['lru']:.3f}"
+        for row in results["rows"]
+        if row["found"]["returns"] < row["found"]["lru"] - WORST_LOSS
+    ]
+
+
+def panels(results: Results) -> dict[str, list[Row]]:
+    names = dict.fromkeys(row["workload"] for row in results["rows"])
+    return {name: [row for row in results["rows"] if row["workload"] == name] for name in names}
+
+
+def finding(results: Results) -> str:
+    small = [row["of_best"] for row in results["rows"] if row["share"] == f"{SHARES[0]:.0%}"]
+    lru, order = (min(one[by] for one in small) for by in ("lru", "returns"))
+    return (
+        f"A tier of {SHARES[0]:.0%} finds {lru:.2f} of what the best order finds, by expected "
+        f"return {order:.2f}"
+    )
+
+
+PROGRAM = Program(
+    name="agents",
+    doc=__doc__,
+    measure=measure,
+    serves=False,
+    settings=(
+        Setting("--sessions", at_least(1), 152, "sessions, generated and of the trace"),
+        Setting("--trace", Path, None, "a file of sessions, see bench/workload/agents.py"),
+    ),
+    tables=Table(
+        rows_of,
+        [
+            "workload",
+            Column("size", "share"),
+            *(f"{title} = found.{by} :.3f" for by, title in SERIES.items()),
+            "LRU, of best = of_best.lru :.3f",
+            "expected return, of best = of_best.returns :.3f",
+            "written, LRU = written.lru :.1f",
+            "by expected return = written.returns :.1f",
+        ],
+    ),
+    draw=Picture(
+        title=finding,
+        panels=panels,
+        x="share",
+        x_label="size, of all pages",
+        y_label="pages of prompts found, of all",
+        series=(
+            Series(SERIES["lru"], "found.lru", "file", "s-"),
+            Series(SERIES["returns"], "found.returns", "ours", ".--"),
+            Series(SERIES["best"], "found.best", "limit", ":"),
+        ),
+        top=1,
+    ),
+    wrong=missed_goals,
+)
+
+if __name__ == "__main__":
+    PROGRAM.run()

@@ -1,0 +1,91 @@
+"""Prefill/decode disaggregation: which K and V are sent, and which of those that come are stored.
+
+- A prefill server sends no K and V that are still on their way to the device's memory.
+- It sends the digest of its weights, in free space of the metadata of each request. A decode server
+  stores only K and V of its own weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from hcache_backend import metrics
+from hcache_backend.sglang.compat import is_first
+from hcache_backend.sglang.hook_registry import Hook, OnError
+from hcache_backend.sglang.runtime import Weights, current
+
+_MODULES = "sglang.srt.disaggregation."
+
+# Numbers of ``MetadataBuffers.cached_tokens`` (16 of int32 per request) that no supported version
+# uses: 16 bytes for a digest.
+_ROOM = slice(12, 16)
+
+_harmless = partial(metrics.harmless, "weights_untold", "weights are taken for other ones")
+
+
+def before_sending_prefix(
+    original: Callable[..., Any], scheduler: Any, req: Any, *a: Any, **kw: Any
+) -> Any:
+    """Around ``Scheduler.maybe_send_cached_prefix_chunk``, before the forward pass of a batch.
+
+    SGLang sends there the part of ``req`` that the radix tree has on the device. A node is in the
+    tree once its load is queued, and before 0.5.23 the transfer waits for no load. With overlap and
+    chunks, the forward pass before may still compute the node. A prefix that is held back goes with
+    the rest of the prompt, after the forward pass, which waits for every layer of every load.
+    """
+    early = False
+    with metrics.harmless("early_send", "a prefix is sent with the rest of its prompt"):
+        loading = bool(scheduler.tree_cache.cache_controller.ack_load_queue)
+        computing = scheduler.enable_overlap and is_first()
+        early = not (loading or computing)
+        if not early and req.early_send_prefix_end is None:
+            req.early_send_prefix_end = 0  # the staging buffer wants one answer for all chunks
+    return original(scheduler, req, *a, **kw) if early else None
+
+
+def after_metadata(original: Callable[..., Any], buffers: Any, req: Any, *a: Any, **kw: Any) -> Any:
+    """Around ``MetadataBuffers.set_buf``, on a prefill server, before the last part is sent."""
+    result = original(buffers, req, *a, **kw)
+    with _harmless():
+        buffers.cached_tokens[req.metadata_buffer_index, _ROOM] = _numbers(current().weights)
+    return result
+
+
+def before_commit(
+    original: Callable[..., Any], queue: Any, decode_req: Any, *a: Any, **kw: Any
+) -> Any:
+    """Around ``DecodeTransferQueue._commit_transfer_to_req``: K and V of a prompt are there."""
+    from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
+
+    if decode_req.req.bootstrap_host != FAKE_BOOTSTRAP_HOST:  # a health check, without a sender
+        runtime, same = current(), False
+        with _harmless():
+            sent = queue.metadata_buffers.cached_tokens[decode_req.metadata_buffer_index, _ROOM]
+            own = _numbers(runtime.weights)
+            same = bool(own.any()) and torch.equal(sent.cpu(), own)
+        if not same:
+            runtime.got_other_weights()
+    return original(queue, decode_req, *a, **kw)
+
+
+def _numbers(weights: Weights | None) -> torch.Tensor:
+    """The digest of ``weights``, int32 ``[4]``; zeros if pages must not be stored anyway."""
+    if weights is None or weights.suspended is not None:
+        return torch.zeros(4, dtype=torch.int32)
+    return torch.frombuffer(bytearray(weights.whole), dtype=torch.int32)
+
+
+SEND_PREFIX = Hook(
+    _MODULES + "prefill.SchedulerDisaggregationPrefillMixin.maybe_send_cached_prefix_chunk",
+    before_sending_prefix,
+)
+METADATA = Hook(_MODULES + "utils.MetadataBuffers.set_buf", after_metadata)
+RECEIVED_PROMPT = Hook(
+    _MODULES + "decode.DecodeTransferQueue._commit_transfer_to_req",
+    before_commit,
+    OnError.END_L3,
+)

@@ -1,0 +1,203 @@
+"""Pipeline stages: messages between them, and the host pages that all of them may load.
+
+- No stage may wait for a later one on the scheduler thread: that one may wait for the first.
+- So every stage backs up every node, if necessary with pages that are marked as lost. Once it
+  knows, it says for each backup if its rows are whole.
+- The first stage alone decides about loads, by what it has heard so far.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from datetime import timedelta
+from queue import SimpleQueue
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+
+from hcache_backend.arena import Ids
+
+logger = logging.getLogger("hcache")
+
+_BROUGHT = 0  # instead of a backup's number: L3 brought the page, to all stages or none
+_LOST = np.iinfo(np.int64).max
+
+
+class PipelineStages:
+    """Gathers values of all pipeline stages, during the scheduler's work. All construct it at one
+    point.
+
+    A stage passes a request on only after it is done with it. If the scheduler thread waited for an
+    answer to a request (new weights), the next stage would never get that request. So exchanges
+    have their own group and thread, and end in the order in which they began, on every stage.
+    """
+
+    def __init__(self) -> None:
+        self._group = _new_stage_group()
+        self._said: SimpleQueue[tuple[Any, Future[list[Any]]]] = SimpleQueue()
+        if self._group is not None:
+            threading.Thread(target=self._exchange, name="hcache-stages", daemon=True).start()
+
+    @property
+    def alone(self) -> bool:
+        return self._group is None
+
+    def say(self, own: Any) -> Future[list[Any]]:
+        """Values of all stages (pickled), in order, once each has said one; every stage must."""
+        future: Future[list[Any]] = Future()
+        if self._group is None:
+            future.set_result([own])
+        else:
+            self._said.put((own, future))
+        return future
+
+    def _exchange(self) -> None:
+        while True:
+            own, future = self._said.get()
+            every: list[Any] = [None] * dist.get_world_size(group=self._group)
+            try:
+                dist.all_gather_object(every, own, group=self._group)
+            except Exception as error:
+                future.set_exception(error)
+            else:
+                future.set_result(every)
+
+
+class FirstStage:
+    """Decisions of the first pipeline stage, on every stage. All must construct it at one point.
+    Ask it while a step is put together: the first stage begins that before the others, so they wait
+    for a decision that is under way. The first stage never waits: the others may still be busy with
+    the step before, until it has gone on with this one."""
+
+    def __init__(self) -> None:
+        self._group = _new_stage_group()
+        self._decided: list[SimpleQueue[bool]] = []
+        if self._group is not None and self.is_here:
+            # A thread for each: one stage may be waiting for another that waits for a decision.
+            for stage in range(1, dist.get_world_size(group=self._group)):
+                self._decided.append(SimpleQueue())
+                threading.Thread(
+                    target=self._tell, args=(stage,), name=f"hcache-stage-{stage}", daemon=True
+                ).start()
+
+    @property
+    def is_here(self) -> bool:
+        return self._group is None or dist.get_rank(group=self._group) == 0
+
+    def decide(self, verdict: bool) -> bool:
+        """The first stage's ``verdict``; those of other stages are ignored."""
+        if self._group is None:
+            return verdict
+        if self.is_here:
+            for decided in self._decided:
+                decided.put(verdict)
+            return verdict
+        message = torch.empty((), dtype=torch.int32)
+        dist.recv(message, group_src=0, group=self._group)
+        return bool(message)
+
+    def _tell(self, stage: int) -> None:
+        while True:
+            message = torch.tensor(self._decided[stage - 1].get(), dtype=torch.int32)
+            dist.send(message, group_dst=stage, group=self._group)
+
+
+def _new_stage_group() -> Any:
+    """A gloo process group of this rank's pipeline stages, or None if there is one stage."""
+    if not dist.is_initialized():
+        return None
+    from sglang.srt.distributed.parallel_state import get_pp_group
+
+    group = get_pp_group()
+    if group.world_size == 1:
+        return None
+    # One stage may send its value hours after another one, when its next request comes.
+    patience = timedelta(days=20)
+    return dist.new_group(group.ranks, patience, backend="gloo", use_local_synchronization=True)
+
+
+class _Said(NamedTuple):
+    whole: bool
+    trusted: bool
+
+
+class StagePages:
+    """State of the host pages of all stages. All stages must construct it at one point. Scheduler
+    thread only, except :meth:`brought`.
+
+    ``host_pages``: number of pages, the same on every stage. ``whole(pages)``: True if their rows
+    are there on this stage, None if unknown yet. ``lose_trust`` is called when another stage is not
+    ``trusted``.
+    """
+
+    def __init__(
+        self,
+        host_pages: int,
+        whole: Callable[[Ids], bool | None],
+        trusted: Callable[[], bool],
+        lose_trust: Callable[[str], None],
+    ) -> None:
+        self._whole = whole
+        self._trusted = trusted
+        self._lose_trust = lose_trust
+        self._first = FirstStage()
+        self._stages = PipelineStages()
+        self._backups = self._confirmed = 0
+        self._backup_of: npt.NDArray[np.int64] = np.zeros(host_pages, np.int64)
+        self._unsaid: deque[Ids] = deque()
+        self._unheard: deque[tuple[int, Future[list[_Said]]]] = deque()
+
+    @property
+    def alone(self) -> bool:
+        return self._stages.alone
+
+    def backed_up(self, host_pages: Ids) -> None:
+        """The next backup went to ``host_pages`` (int64 ``[pages]``), on every stage."""
+        if self.alone:
+            return
+        self._backups += 1
+        self._backup_of[host_pages] = self._backups
+        self._unsaid.append(host_pages)
+
+    def brought(self, host_pages: Ids) -> None:
+        """L3 is about to fill ``host_pages``. Any thread that owns them."""
+        self._backup_of[host_pages] = _BROUGHT
+
+    def talk(self) -> None:
+        """Send and receive without a wait: what this stage knows, and the others' messages."""
+        while self._unsaid and (whole := self._whole(self._unsaid[0])) is not None:
+            number = self._backups - len(self._unsaid) + 1
+            self._unsaid.popleft()
+            self._unheard.append((number, self._stages.say(_Said(whole, self._trusted()))))
+        while self._unheard and self._unheard[0][1].done():
+            number, heard = self._unheard.popleft()
+            self._hear(number, heard)
+
+    def have(self, host_pages: Ids) -> bool:
+        """True if the first stage has heard that all stages have ``host_pages``; True on others."""
+        if self.alone or not self._first.is_here:
+            return True
+        return bool((self._backup_of[host_pages] <= self._confirmed).all())
+
+    def decide(self, verdict: bool) -> bool:
+        """The first stage's ``verdict``, on every stage; each must ask at the same point."""
+        return self._first.decide(verdict)
+
+    def _hear(self, number: int, heard: Future[list[_Said]]) -> None:
+        try:
+            stages = heard.result()
+        except Exception as error:
+            logger.error("hcache: pipeline stages cannot exchange messages: %s", error)
+            stages = [_Said(whole=False, trusted=True)]
+        if not all(said.whole for said in stages):
+            self._backup_of[self._backup_of == number] = _LOST
+        self._confirmed = number
+        if not all(said.trusted for said in stages):
+            self._lose_trust("another pipeline stage failed its self-check")

@@ -1,0 +1,209 @@
+"""Requests that wait to be admitted: L3 is read for them in order, as far as host memory has room,
+and host memory keeps what it has of their prompts.
+
+SGLang refuses to ask L3 once prefetches may fill half of host memory, and such a request is
+computed. Here every request asks, and an answer stays in HiCache's queue until there is room. All
+of it depends on what the tensor-parallel ranks have agreed on, so they do the same.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from functools import partial
+from itertools import islice
+from typing import Any
+
+from hcache_backend import metrics
+from hcache_backend.prefetch.prefetch import Held, Prefetches
+from hcache_backend.sglang.runtime import current
+
+_SHARE = 2  # at most half of host memory is held or being read: backups need the other half
+
+
+def _follows(cache: Any) -> bool:
+    """True if this module may act: pipeline stages are not at one point, and without host pages of
+    its own HiCache waits for room itself."""
+    return cache.pp_size == 1 and getattr(cache, "buffer_pipeline", None) is None
+
+
+# ---- answers of L3 ----
+
+
+def with_room(cache: Any, answered: int | None) -> int | None:
+    """Number of answers that HiCache may take now, of the ``answered`` first ones in its queue,
+    which are brought to the front. HiCache reads L3 for each that it takes."""
+    controller, prefetches = cache.cache_controller, current().prefetches
+    if answered is None or not _follows(cache):
+        return answered
+    controller.prefetch_capacity_limit = sys.maxsize  # room is judged here, by what L3 has
+    running = [info.operation for info in cache.ongoing_prefetch.values()] if answered else []
+    reading = [operation for operation in running if operation.host_indices is not None]
+    filled = _held_tokens(prefetches) + sum(len(one.host_indices) for one in reading)
+    answers, taken, waiting = controller.prefetch_hit_queue, list[Any](), list[Any]()
+    short, allotted = False, 0
+    for operation in list(islice(answers.queue, answered)):
+        needed = _tokens_to_read(cache, operation, reading)
+        if needed and not short:
+            short = bool(filled) and filled + needed > _room(cache)
+            short = short or not (_make_room(cache, allotted + needed) or _is_idle(filled))
+        if needed and short:  # those behind it do not overtake it
+            needed = None
+        if needed is None:
+            operation.start_time = time.monotonic()  # of its timeout: it is not read yet
+            waiting.append(operation)
+            continue
+        taken.append(operation)
+        if needed:
+            filled, allotted = filled + needed, allotted + needed
+            reading.append(operation)
+    if waiting:
+        with answers.mutex:
+            for _ in range(answered):
+                answers.queue.popleft()
+            answers.queue.extendleft(reversed([*taken, *waiting]))
+    prefetches.short_of_room = short
+    return len(taken)
+
+
+def _room(cache: Any) -> int:
+    """Most tokens in host memory that are held, or being read."""
+    return int(cache.cache_controller.mem_pool_host.size) // _SHARE
+
+
+def _make_room(cache: Any, tokens: int) -> bool:
+    """True if host memory has room for tokens that are going to be loaded. HiCache evicts nothing
+    from it that is on the device, too: that is evicted from the device as the load would."""
+    from sglang.srt.mem_cache.base_prefix_cache import EvictParams  # plugins are imported before it
+
+    host, device = cache.cache_controller.mem_pool_host, cache.token_to_kv_pool_allocator
+    cache.evict_host(max(0, tokens - host.available_size()))
+    short = tokens - device.available_size()
+    if host.available_size() < tokens and short > 0 and not cache.is_write_back:
+        cache.evict_for_alloc(EvictParams(num_tokens=short))
+        cache.evict_host(tokens - host.available_size())
+    return bool(host.available_size() >= tokens)
+
+
+def _is_idle(filled: int) -> bool:
+    """True if nothing will give room: then HiCache reads as many tokens as there is room for."""
+    scheduler = current().prefetches.scheduler
+    batches = scheduler.running_batch, scheduler.last_batch
+    return not filled and all(batch is None or batch.is_empty() for batch in batches)
+
+
+def _held_tokens(prefetches: Prefetches) -> int:
+    return sum(one.tokens for one in prefetches.held.values())
+
+
+def _tokens_to_read(cache: Any, operation: Any, reading: Sequence[Any]) -> int | None:
+    """Tokens that HiCache would read for an answer. None while another prefetch reads the first
+    ones: L3 is then asked again, for what is behind these."""
+    info, tokens = cache.ongoing_prefetch.get(operation.handle), int(operation.storage_hit_count)
+    wanted = info is not None and info.operation is operation and not operation.is_terminated()
+    if not wanted or tokens < cache.prefetch_threshold:
+        return 0
+    if any(_note_behind(operation, other, cache.page_size) for other in reading):
+        return None
+    if current().prefetches.of(operation).behind:
+        cache.revoke_pending_prefetch(operation.handle)
+        cache.storage_prefetch_retries.refetch(operation.handle.rid)
+        return 0
+    return tokens
+
+
+def _note_behind(operation: Any, other: Any, page: int) -> bool:
+    """True if ``other`` brings the first page of a prefetch."""
+    start = operation.storage_start - other.storage_start
+    first = operation.token_ids.token_ids[:page]
+    behind = start >= 0 and other.token_ids.token_ids[start : start + page] == first
+    if behind:
+        current().prefetches.of(operation).behind = True
+    return behind
+
+
+# ---- prompts of waiting requests ----
+
+
+def came(scheduler: Any, request: Any) -> None:
+    """SGLang has looked a new request up, or a waiting one again: hold its prompt."""
+    cache, prefetches = scheduler.tree_cache, current().prefetches
+    _gone(request.rid)
+    if not getattr(cache, "enable_storage", False):
+        return
+    info = cache.ongoing_prefetch.get(request.cache_request_handle)
+    held = prefetches.held[request.rid] = Held(request, None if info is None else info.operation)
+    fits = _held_tokens(prefetches) + request.host_hit_length <= _room(cache)
+    if fits and not prefetches.short_of_room:
+        _hold(cache, held)
+
+
+def _hold(cache: Any, held: Held) -> None:
+    """Keep what host memory has of a prompt, by its last look-up."""
+    node, tokens = held.request.last_host_node, held.request.host_hit_length
+    if held.let_go is not None:
+        held.let_go()
+        held.tokens, held.let_go = 0, None
+    if tokens and _follows(cache) and cache.is_backuped(node):
+        receipt = cache.inc_host_lock_ref(node).to_dec_params()
+        held.let_go = partial(_let_go, cache, cache.storage_prefetch_retries, node, receipt)
+        held.tokens = tokens
+
+
+def _let_go(cache: Any, retries: Any, node: Any, receipt: Any) -> None:
+    if cache.storage_prefetch_retries is retries:  # otherwise a flush has emptied the tree
+        cache.dec_host_lock_ref(node, receipt)
+
+
+def left() -> None:
+    """Called in every turn of the scheduler, before HiCache's part: requests that do not wait any
+    more let go of their prompts."""
+    held, scheduler = current().prefetches.held, current().prefetches.scheduler
+    if held:
+        bootstrap = getattr(scheduler, "disagg_prefill_bootstrap_queue", None)
+        queued = [*scheduler.waiting_queue, *(() if bootstrap is None else bootstrap.queue)]
+        waiting = {request.rid for request in queued}
+        for rid in [rid for rid in held if rid not in waiting]:
+            _gone(rid)
+
+
+def fetched(cache: Any) -> None:
+    """Called in every turn, behind HiCache's part: hold what prefetches have brought."""
+    for held in current().prefetches.held.values():
+        operation, request = held.operation, held.request
+        if operation is None or request.cache_request_handle in cache.ongoing_prefetch:
+            continue
+        meeting, held.operation = current().prefetches.of(operation).meeting, None
+        held.computed = 0 if meeting is None else meeting.front * cache.page_size
+        held.read = max(0, operation.completed_tokens - held.computed)
+        if operation.completed_tokens:
+            for info in cache.ongoing_prefetch.values():
+                if info.operation.host_indices is None:
+                    _note_behind(info.operation, operation, cache.page_size)
+            request.init_next_round_input(cache, cow_mamba=False)  # as SGLang looks a prefix up
+            _hold(cache, held)
+
+
+def count_used(requests: Sequence[Any]) -> None:
+    """A prefill of these requests is about to run: count what it uses of L3."""
+    for request in requests:
+        held = current().prefetches.held.get(request.rid)
+        if held is not None and held.read:
+            hit = min(held.read, max(0, request.cached_tokens_storage - held.computed))
+            _count(hit=hit, unused=held.read - hit)
+            held.read = 0
+
+
+def _gone(rid: str) -> None:
+    held = current().prefetches.held.pop(rid, None)
+    if held is not None:
+        _count(unused=held.read)
+        if held.let_go is not None:
+            held.let_go()
+
+
+def _count(**tokens: int) -> None:
+    for result, number in tokens.items():
+        if number:
+            metrics.L3_TOKENS.count(result, number)

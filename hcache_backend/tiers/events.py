@@ -1,0 +1,69 @@
+"""Events of L3 in SGLang's format: pages that this server stores on its disks, and evicts.
+
+SGLang publishes them with those of the device and of host memory (``--kv-events-config``). A router
+that listens can count L3 as a place for a prefix. The medium is SGLang's ``DISK``.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any
+
+from sglang.srt.disaggregation.kv_events import BlockRemoved, BlockStored, StorageMedium
+from sglang.srt.mem_cache.utils import hash_str_to_int64
+
+from hcache_backend import metrics
+
+_MOST_PAGES = 100_000  # whose events wait for SGLang; those of further ones are dropped
+
+
+class L3Events:
+    """Events wait here until SGLang takes them. Any thread."""
+
+    def __init__(self, page_size: int) -> None:
+        self._size = page_size
+        self._lock = threading.Lock()
+        self._waiting: list[Any] = []
+        self._pages = 0
+
+    def stored(
+        self, keys: Sequence[str], there: Sequence[bool], before: Sequence[str], token_ids: Any
+    ) -> None:
+        """Consecutive pages were written; those that are ``there`` now were stored. ``before``:
+        keys of the pages before them."""
+        hashes = [hash_str_to_int64(key) for key in keys]
+        parent = hash_str_to_int64(before[-1]) if before else None
+        for is_there, run in groupby(range(len(keys)), key=lambda page: there[page]):
+            pages = [*run]
+            first, stop = pages[0], pages[-1] + 1
+            if is_there:
+                event = BlockStored(
+                    block_hashes=hashes[first:stop],
+                    parent_block_hash=hashes[first - 1] if first else parent,
+                    token_ids=list(token_ids[first * self._size : stop * self._size]),
+                    block_size=self._size,
+                    lora_id=None,
+                    medium=StorageMedium.DISK,
+                )
+                self._add(event, len(pages))
+
+    def evicted(self, keys: Sequence[bytes]) -> None:
+        hashes = [hash_str_to_int64(key.hex()) for key in keys]
+        if hashes:
+            self._add(BlockRemoved(block_hashes=hashes, medium=StorageMedium.DISK), len(hashes))
+
+    def take(self) -> list[Any]:
+        """All events that wait, in order."""
+        with self._lock:
+            taken, self._waiting, self._pages = self._waiting, [], 0
+        return taken
+
+    def _add(self, event: Any, pages: int) -> None:
+        with self._lock:
+            if self._pages + pages <= _MOST_PAGES:
+                self._waiting.append(event)
+                self._pages += pages
+                return
+        metrics.PROBLEMS.count("events_dropped")

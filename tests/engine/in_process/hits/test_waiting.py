@@ -1,0 +1,211 @@
+"""Which answers of L3 HiCache may take, and what waiting requests hold of their prompts."""
+
+from __future__ import annotations
+
+from queue import Queue
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import CacheRequestHandle
+from sglang.srt.mem_cache.radix_cache import RadixKey
+
+from hcache_backend.prefetch.prefetch import Held
+from hcache_backend.sglang import waiting
+from hcache_backend.sglang.runtime import Runtime
+
+PAGE, HOST = 16, 1600
+
+
+class Operation:
+    """A prefetch whose hit of ``tokens`` has the ids from ``first`` on."""
+
+    def __init__(self, name: str, tokens: int, first: int, start: int = 0) -> None:
+        self.handle = CacheRequestHandle(name, 0)
+        self.request_id = name
+        self.storage_hit_count, self.storage_start = tokens, start
+        self.token_ids = RadixKey([*range(first, first + tokens)])
+        self.host_indices: Any = None
+        self.completed_tokens, self.start_time = 0, 0.0
+        self.terminated = False
+
+    def is_terminated(self) -> bool:
+        return self.terminated
+
+
+class Cache:
+    """HiCache's, with ``free`` tokens of host memory and as many that it may evict."""
+
+    pp_size, page_size, prefetch_threshold, is_write_back = 1, PAGE, PAGE, False
+    enable_storage, storage_prefetch_retries = True, None
+
+    def __init__(self, free: int = HOST, evictable: int = 0) -> None:
+        self.ongoing_prefetch: dict[Any, Any] = {}
+        self.free, self.evictable = free, evictable
+        self.asked_again: list[str] = []
+        self.unlocked: list[int] = []
+        self.storage_prefetch_retries = SimpleNamespace(refetch=self.asked_again.append)
+        self.cache_controller = SimpleNamespace(
+            prefetch_hit_queue=Queue(),
+            mem_pool_host=SimpleNamespace(size=HOST, available_size=lambda: self.free),
+        )
+        self.token_to_kv_pool_allocator = SimpleNamespace(available_size=lambda: HOST)
+
+    def evict_host(self, tokens: int) -> None:
+        freed = min(tokens, self.evictable)
+        self.free, self.evictable = self.free + freed, self.evictable - freed
+
+    def revoke_pending_prefetch(self, handle: Any) -> None:
+        del self.ongoing_prefetch[handle]
+
+    def is_backuped(self, node: int) -> bool:
+        return node > 0
+
+    def inc_host_lock_ref(self, node: int) -> Any:
+        return SimpleNamespace(to_dec_params=lambda: node)
+
+    def dec_host_lock_ref(self, node: int, receipt: int) -> None:
+        assert node == receipt
+        self.unlocked.append(node)
+
+    def answer(self, *operations: Operation) -> None:
+        for operation in operations:
+            self.ongoing_prefetch[operation.handle] = SimpleNamespace(operation=operation)
+            self.cache_controller.prefetch_hit_queue.put(operation)
+
+    def take(self) -> list[str]:
+        """Names of the answers that may be taken, which are then being read."""
+        answers = self.cache_controller.prefetch_hit_queue
+        taken = waiting.with_room(self, answers.qsize())
+        assert taken is not None
+        names = []
+        for operation in [answers.get() for _ in range(taken)]:
+            operation.host_indices = range(operation.storage_hit_count)
+            self.free -= operation.storage_hit_count
+            names.append(operation.handle.rid)
+        return names
+
+
+@pytest.fixture(autouse=True)
+def scheduler(runtime: Runtime) -> Any:
+    """Its batches are empty."""
+    found = SimpleNamespace(waiting_queue=[], running_batch=None, last_batch=None)
+    runtime.prefetches.scheduler = found
+    return found
+
+
+def waiting_request(name: str, **known: int) -> Any:
+    handle = CacheRequestHandle(name, 0)
+    return SimpleNamespace(rid=name, cache_request_handle=handle, last_host_node=1, **known)
+
+
+def busy() -> Any:
+    return SimpleNamespace(is_empty=lambda: False)
+
+
+def test_answers_are_taken_in_order_as_far_as_half_of_host_memory() -> None:
+    cache = Cache()
+    operations = [Operation(str(n), 320, 1000 * n) for n in range(5)]
+    nothing = Operation("nothing", 0, 9000)
+    cache.answer(*operations, nothing)
+    assert cache.take() == ["0", "1", "nothing"], "no answer overtakes one that waits for room"
+    assert cache.take() == []
+    assert all(operation.start_time for operation in operations[2:]), "no timeout runs"
+    del cache.ongoing_prefetch[operations[0].handle]
+    cache.free += 320
+    assert cache.take() == ["2"]
+
+
+def test_a_hit_waits_while_host_memory_has_no_room_and_is_read_in_part_if_nothing_gives_any(
+    scheduler: Any,
+) -> None:
+    cache = Cache(free=160, evictable=64)
+    cache.answer(Operation("a", 320, 0))
+    scheduler.running_batch = busy()
+    assert cache.take() == []
+    scheduler.running_batch = None
+    assert cache.take() == ["a"]
+
+
+def test_what_another_prefetch_brings_is_not_read_again() -> None:
+    cache = Cache()
+    first, second, other = (Operation(*a) for a in (("a", 320, 0), ("b", 320, 0), ("c", 320, 500)))
+    cache.answer(first, second, other)
+    assert cache.take() == ["a", "c"]
+    assert cache.take() == []
+    assert cache.asked_again == []
+    del cache.ongoing_prefetch[first.handle]
+    assert cache.take() == ["b"], "which HiCache drops, because nobody waits for it"
+    assert cache.asked_again == ["b"]
+
+
+def test_a_waiting_request_holds_its_prompt_until_it_waits_no_more(
+    runtime: Runtime, scheduler: Any
+) -> None:
+    cache = Cache()
+    scheduler.tree_cache = cache
+    looked_up: list[str] = []
+    request = waiting_request("a", host_hit_length=64, cached_tokens_storage=256)
+    request.init_next_round_input = lambda cache, cow_mamba: looked_up.append("a")
+    scheduler.waiting_queue = [request]
+    operation = Operation("a", 320, 0)
+    cache.answer(operation)
+    waiting.came(scheduler, request)
+    assert runtime.prefetches.held["a"].tokens == 64
+    waiting.fetched(cache)
+    assert looked_up == []
+    cache.ongoing_prefetch.clear()
+    operation.completed_tokens, request.last_host_node, request.host_hit_length = 320, 2, 384
+    waiting.left()
+    waiting.fetched(cache)
+    assert looked_up == ["a"]
+    assert cache.unlocked == [1]
+    held = runtime.prefetches.held["a"]
+    assert (held.tokens, held.read) == (384, 320)
+    waiting.count_used([request])
+    assert held.read == 0
+    scheduler.waiting_queue = []
+    waiting.left()
+    assert cache.unlocked == [1, 2]
+    assert runtime.prefetches.held == {}
+
+
+def test_nothing_is_let_go_of_in_a_tree_that_was_emptied(runtime: Runtime, scheduler: Any) -> None:
+    cache = Cache()
+    scheduler.tree_cache = cache
+    request = SimpleNamespace(
+        rid="a",
+        cache_request_handle=CacheRequestHandle("a", 0),
+        last_host_node=1,
+        host_hit_length=9,
+    )
+    waiting.came(scheduler, request)
+    cache.storage_prefetch_retries = SimpleNamespace()  # as a flush leaves it
+    waiting.left()
+    assert cache.unlocked == []
+    assert runtime.prefetches.held == {}
+
+
+def test_new_prompts_are_held_only_if_no_hit_waits_for_room(
+    runtime: Runtime, scheduler: Any
+) -> None:
+    cache = Cache()
+    scheduler.tree_cache = cache
+    runtime.prefetches.held["large"] = Held(None, tokens=HOST // 2)
+    cache.answer(Operation("a", 320, 0))
+    assert cache.take() == []
+    request = SimpleNamespace(
+        rid="b",
+        cache_request_handle=CacheRequestHandle("b", 0),
+        last_host_node=1,
+        host_hit_length=9,
+    )
+    waiting.came(scheduler, request)
+    assert runtime.prefetches.held["b"].tokens == 0
+
+
+def test_pipeline_stages_take_what_the_first_one_takes() -> None:
+    cache = Cache()
+    cache.pp_size = 2
+    assert waiting.with_room(cache, 3) == 3
+    assert waiting.with_room(Cache(), None) is None

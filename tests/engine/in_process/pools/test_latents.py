@@ -1,0 +1,209 @@
+"""Pages of latents from SGLang's pool of MLA: what each rank keeps, and the start's checks."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool, MLATokenToKVPool
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+
+from hcache_backend.checks import round_trip
+from hcache_backend.checks.round_trip import check_copies
+from hcache_backend.config import HCacheConfig
+from hcache_backend.format.page import PageLayout
+from hcache_backend.format.units import WHOLE, Share, units_of
+from hcache_backend.host.segments import KVSegments
+from hcache_backend.ranks import Refused
+from hcache_backend.restore.pipeline import RestorePipeline
+from hcache_backend.start.build import OwnPagesStrategy
+from hcache_backend.start.page_plan import encoded_share, kv_bytes_per_token, kv_codec
+
+LAYERS, PAGE, RANK, ROPE = 3, 16, 40, 24
+SHARES = [Share(number, of) for of in (1, 2, 4, 8) for number in range(of)]
+CODECS = [("none", torch.float32), ("none", torch.uint8), ("exp4", torch.bfloat16)]
+
+
+def latents(dtype: torch.dtype = torch.bfloat16, page: int = PAGE) -> Any:
+    """SGLang's pool, with latents of ordinary size, and a few channels of a hundred times that."""
+    asked = torch.float8_e4m3fn if dtype == torch.uint8 else dtype
+    pool = MLATokenToKVPool(8 * page, page, asked, RANK, ROPE, LAYERS, "cpu", False)
+    for rows in pool.kv_buffer:
+        values = torch.randn(rows.shape)
+        values[..., ::13] *= 100
+        rows[:] = values.to(asked).view(rows.dtype)
+    return pool
+
+
+def pages_of(pool: Any, share: Share, codec: str) -> tuple[PageLayout, KVSegments, torch.Tensor]:
+    """All pages of the pool but the first, as a rank keeps them; the last one stays empty."""
+    kv = KVSegments(pool, range(LAYERS), pool.page_size, share, share.of, codec)
+    layout = kv.layout([kv.stored_layer(layer) for layer in kv.layers], share)
+    memory = torch.zeros((9, layout.page_bytes), dtype=torch.uint8)
+    slots = torch.arange(pool.page_size, 9 * pool.page_size)
+    fits = kv.save(layout, memory, torch.arange(8), slots)
+    assert fits is None or fits.all()
+    return layout, kv, memory
+
+
+@pytest.mark.parametrize(("codec", "dtype"), CODECS)
+@pytest.mark.parametrize("page", [PAGE, 64])
+def test_units_of_every_rank_are_those_of_the_whole_page(
+    codec: str, dtype: torch.dtype, page: int
+) -> None:
+    """So any number of ranks reads what another number wrote."""
+    assert_units_of_ranks(latents(dtype, page), codec)
+
+
+def assert_units_of_ranks(pool: Any, codec: str) -> None:
+    whole, _, want = pages_of(pool, WHOLE, codec)
+    for share in SHARES:
+        layout, _, kept = pages_of(pool, share, codec)
+        assert layout.table == whole.table and layout.form == whole.form
+        units = units_of(layout.table, share)[1:]
+        assert len(units) == LAYERS * 8 // share.of
+        for _, _, there, here, length in units:
+            part = kept[:, here : here + length]
+            assert torch.equal(part, want[:, there : there + length])
+
+
+@pytest.mark.parametrize(("codec", "dtype"), CODECS)
+@pytest.mark.parametrize("of", [1, 2, 8])
+def test_latents_of_all_ranks_come_back(codec: str, dtype: torch.dtype, of: int) -> None:
+    pool = latents(dtype)
+    before = [rows.clone() for rows in pool.kv_buffer]
+    ranks = [pages_of(pool, Share(number, of), codec) for number in range(of)]
+    layout, kv, memory = ranks[0]
+
+    def gather(shares: torch.Tensor, fetch: Any) -> None:
+        """The same part of a restore, from the pages of every rank."""
+        for (_, _, pages), own in zip(ranks, shares, strict=True):
+            memory[:] = pages
+            fetch(own)
+
+    mine = memory.clone()
+    exchange: Any = SimpleNamespace(number=0, shares=of, on_scheduler_thread=False, gather=gather)
+    restored = [kv.restored_layer(layer) for layer in kv.layers]
+    pipeline = RestorePipeline(
+        *(memory, layout, restored, 2 * PAGE, "cpu"), exchange=exchange if of > 1 else None
+    )
+    ranks[0] = layout, kv, mine
+    order = torch.tensor([5, 2, 7, 1])
+    slots = (order[:, None] * PAGE + torch.arange(PAGE)).flatten()
+    for rows in pool.kv_buffer:
+        rows[slots] = 0
+    pipeline.start((order - 1).numpy(), slots).synchronize()
+    for rows, held in zip(pool.kv_buffer, before, strict=True):
+        assert torch.equal(rows.view(torch.uint8), held.view(torch.uint8))
+
+
+def try_copies(share: Share, codec: str, dtype: torch.dtype, broken: str = "") -> None:
+    pool = latents(dtype)
+    kv = KVSegments(pool, range(LAYERS), PAGE, share, share.of, codec)
+    layout = kv.layout([kv.stored_layer(layer) for layer in kv.layers], share)
+    if broken == "save":
+        kv.save = lambda *_: None  # type: ignore[method-assign]
+    elif broken == "fill":
+        fill = kv._fill
+        kv._fill = lambda layer, segments, at, slots: fill(layer, segments, at, slots.flip(0))  # type: ignore[method-assign]
+    before = [rows.clone() for rows in pool.kv_buffer]
+    try:
+        check_copies(layout, kv)
+    finally:
+        for rows, held in zip(pool.kv_buffer, before, strict=True):
+            assert torch.equal(rows.view(torch.uint8), held.view(torch.uint8))
+
+
+@pytest.mark.parametrize(("codec", "dtype"), CODECS)
+@pytest.mark.parametrize("share", SHARES[:7:2], ids=str)
+def test_the_start_tries_the_tokens_of_this_rank(
+    share: Share, codec: str, dtype: torch.dtype
+) -> None:
+    try_copies(share, codec, dtype)
+    with pytest.raises(Refused, match="K or V of layer 0 come back"):
+        try_copies(share, codec, dtype, "save")
+    if share.of > 1:
+        with pytest.raises(Refused, match="K or V of layer 0 come back"):
+            try_copies(share, codec, dtype, "fill")
+
+
+def test_other_ranks_are_no_part_of_that_check() -> None:
+    shares = torch.ones((4, 8))
+    round_trip._OwnShare(Share(2, 4)).gather(shares, lambda own: own.fill_(5))
+    assert shares[:, 0].tolist() == [0, 0, 5, 0]
+
+
+@pytest.mark.parametrize(
+    ("codec", "dtype", "used", "why"),
+    [
+        ("auto", torch.bfloat16, "exp4", ""),
+        ("auto", torch.float32, "none", ""),
+        ("auto", torch.uint8, "none", ""),
+        ("exp4", torch.float16, "none", "latents in bfloat16, not torch.float16"),
+        ("int8", torch.bfloat16, "none", "'int8' takes no latents of MLA"),
+        ("fp8", torch.bfloat16, "none", "'fp8' takes no latents of MLA"),
+        ("krul", torch.bfloat16, "none", "'krul' takes no latents of MLA"),
+    ],
+)
+def test_the_codec_of_latents(
+    codec: str, dtype: torch.dtype, used: str, why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    pool, runtime = latents(dtype), SimpleNamespace(config=HCacheConfig(codec=codec), runner=None)
+    assert kv_codec(runtime, pool, WHOLE, 1, 1) == used  # type: ignore[arg-type]
+    assert why in caplog.text
+    share = encoded_share(runtime, latents(dtype, 64), 1)  # type: ignore[arg-type]
+    assert share == pytest.approx(0.77 if used == "exp4" else 1.0, abs=0.01)
+    assert kv_bytes_per_token(pool) == LAYERS * (RANK + ROPE) * dtype.itemsize
+
+
+def test_a_latent_that_no_code_holds_makes_its_page_unfit() -> None:
+    pool = latents()
+    pool.kv_buffer[1][3 * PAGE + 9] = (
+        torch.randint(-(1 << 15), 1 << 15, (1, RANK + ROPE)).to(torch.int16).view(torch.bfloat16)
+    )
+    for share, lost in ((WHOLE, True), (Share(0, 2), False), (Share(1, 2), True)):
+        kv = KVSegments(pool, range(LAYERS), PAGE, share, share.of, "exp4")
+        layout = kv.layout([kv.stored_layer(layer) for layer in kv.layers], share)
+        memory = torch.zeros((8, layout.page_bytes), dtype=torch.uint8)
+        fits = kv.save(layout, memory, torch.arange(8), torch.arange(8 * PAGE))
+        assert fits is not None
+        want = torch.ones_like(fits)
+        want[1, 3] = not lost
+        assert torch.equal(fits, want)
+
+
+def test_ranks_share_no_page_that_eight_does_not_divide() -> None:
+    pool = latents(page=12)
+    kv = KVSegments(pool, range(LAYERS), 12, WHOLE, 1, "none")
+    [segment] = kv.stored_layer(0).segments
+    assert segment.groups == 1 and not kv.shares_tokens
+
+
+def test_rows_of_dsa_are_latents_and_its_index_keys_are_whole_pages() -> None:
+    """A row has values in FP8, their scales and RoPE: bytes to us, which ranks share. Keys of the
+    indexer are another plane: in a page all keys come before all scales, and some layers have none.
+    No server of these models starts without CUDA, so they keep plain pages."""
+    pool = DSATokenToKVPool(
+        *(8 * 64, 64, 512, torch.float8_e4m3fn, 64, LAYERS, "cpu", 128, False, 512 + 16 + 128),
+        skip_topk_layers=[False, True, False],
+    )
+    for rows in pool.kv_buffer:
+        assert rows.shape == (9 * 64, 1, 656) and rows.dtype == torch.uint8
+        rows[:] = torch.randint(0, 256, rows.shape, dtype=torch.uint8)
+    assert_units_of_ranks(pool, "none")
+    keys = [tuple(buffer.shape) for buffer in pool.index_k_with_scale_buffer]
+    assert keys == [(9, 64 * (128 + 4)), (0, 64 * (128 + 4)), (9, 64 * (128 + 4))]
+
+
+# The keys of the indexer of DSA are a pool of their own.
+@pytest.mark.parametrize(("kind", "own"), [(MLATokenToKVPool, True), (DSATokenToKVPool, False)])
+def test_pools_of_latents_with_own_pages(
+    kind: type, own: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    strategy = OwnPagesStrategy(SimpleNamespace(), None, None)  # type: ignore[arg-type]
+    monkeypatch.setattr(strategy, "_keep_plain", said.append)
+    assert strategy.matches(object.__new__(kind), {ComponentType.FULL}) == own
+    assert said == ([] if own else ["the KV pool is a DSATokenToKVPool (FULL)"])

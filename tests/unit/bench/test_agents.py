@@ -1,0 +1,115 @@
+"""Workloads of agents, and what tiers keep of them."""
+
+from __future__ import annotations
+
+import json
+import lzma
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from bench.agents import LOCKED, Tier
+from bench.eviction import best_possible, lru_by_chains
+from bench.workload.agents import (
+    LEVELS,
+    QUANTILES,
+    agent_sessions,
+    as_requests,
+    generated,
+    mooncake_requests,
+    prefix_share,
+    quantiles,
+)
+from bench.workload.base import WorkloadError
+
+PREFIX_SHARE = 0.963  # of the trace that the table is of
+WITHIN = {"turns": 0.25, "first": 0.2, "prompt": 0.2, "new": 0.15, "output": 0.05, "idle": 0.15}
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_generated_sessions_have_the_quantiles_of_the_trace(seed: int) -> None:
+    sessions = generated(710, seed)
+    found = quantiles(sessions)
+    for name, within in WITHIN.items():
+        for level, drawn, wanted in zip(LEVELS, found[name], QUANTILES[name], strict=True):
+            if 0.05 <= level <= 0.9:
+                assert drawn == pytest.approx(wanted, rel=within, abs=1), (name, level)
+    assert prefix_share(sessions) == pytest.approx(PREFIX_SHARE, abs=0.01)
+    assert generated(710, seed) == sessions
+
+
+SESSIONS = [
+    {
+        "tool": 64,
+        "sys": 64,
+        "requests": [
+            {"t": 0.0, "type": "n", "in": 200, "out": 5, "api_time": 1.5, "hash_ids": [0, 1, 2, 3]},
+            {"t": 2.0, "type": "subagent"},
+            {"t": 9.0, "type": "s", "in": 270, "out": 6, "hash_ids": [3, 4]},
+            {"t": 30.0, "type": "n", "in": 140, "out": 7, "api_time": 2.0, "hash_ids": [1, 9]},
+        ],
+    }
+]
+
+
+@pytest.mark.parametrize("ending", [".json", ".json.xz"])
+def test_a_trace_of_agents_is_read(ending: str, tmp_path: Path) -> None:
+    path, text = tmp_path / f"trace{ending}", json.dumps(SESSIONS).encode()
+    path.write_bytes(lzma.compress(text) if ending.endswith(".xz") else text)
+    [session] = agent_sessions(path)
+    assert [(turn.prompt, turn.shared, turn.output) for turn in session] == [
+        (200, 0, 5),
+        (270, 192, 6),
+        (140, 64, 7),
+    ]
+    assert [turn.answered for turn in session] == [1.5, 9.0, 32.0]
+    [first, second, third] = [request.pages for _, request in as_requests([session], 64, 1, 0.0)]
+    assert (len(first), len(second), len(third)) == (3, 4, 2)
+    assert first == second[:3]
+    assert first[:1] == third[:1]
+    assert third[1] not in second
+
+
+def test_a_trace_of_mooncake_is_read(tmp_path: Path) -> None:
+    lines = [
+        {"timestamp": 3000, "input_length": 1100, "output_length": 5, "hash_ids": [7, 8, 9]},
+        {"timestamp": 1000, "input_length": 512, "output_length": 5, "hash_ids": [7]},
+    ]
+    path = tmp_path / "trace.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    requests = [(r.time, r.pages, r.prompt) for r in mooncake_requests(path)]
+    assert requests == [(1.0, (7,), 1), (3.0, (7, 8), 2)]
+
+
+@pytest.mark.parametrize("read", [agent_sessions, mooncake_requests])
+@pytest.mark.parametrize(
+    "text", ["[3]", '{"requests": 1}', "no JSON", '[{"requests": [{"in": 1}]}]']
+)
+def test_something_else_is_named(read: Callable[[Path], object], text: str, tmp_path: Path) -> None:
+    path = tmp_path / "other.json"
+    path.write_text(text)
+    with pytest.raises(WorkloadError, match=r"other.json.*: not"):
+        read(path)
+
+
+def test_a_tier_by_lru_keeps_what_lru_by_chains_keeps_and_no_order_beats_the_best_possible() -> (
+    None
+):
+    told = as_requests(generated(12, 1), 1024, 1, 3600.0)
+    trace = [request for _, request in told]
+    pages, asked = len({p for r in trace for p in r.pages}), sum(r.prompt for r in trace)
+    for share in (0.05, 0.2, 0.5):
+        capacity = int(share * pages)
+        found = {}
+        for order in ("lru", "returns", "retained"):
+            tier = Tier(capacity, order)
+            for number, request in told:
+                tier.serve(number, request)
+                assert sum(held.there for held in tier._sessions.values()) <= capacity
+            found[order] = tier.found
+            assert tier.written == asked - tier.found
+        assert found["lru"] == pytest.approx(lru_by_chains(trace, capacity), abs=0.01 * asked)
+        assert max(found.values()) <= best_possible(trace, capacity)
+        assert found["returns"] > found["lru"] - 0.02 * asked
+    assert 0 < LOCKED < 1
