@@ -140,7 +140,6 @@ def test_the_default_is_what_a_server_with_default_options_does(name: str, tp: i
         stored: found["model"]["layers"]
     }
     assert found["recomputes_front"] is (found["l3"] == "overlapped")
-    encoded = name != "llama-2-13b"  # bfloat16
     assert found["bytes_per_token_and_layer"]["kv"] == pytest.approx(
         {"llama-2-13b": 1.0, "llama-3-8b": 0.725}.get(name, 0.766) * public_model(name).kv_bytes,
         rel=0.002,
