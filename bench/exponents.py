@@ -163,9 +163,9 @@ def needed_by_exp3(units: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     count, tokens, width = units.shape
     n, form = tokens * width, exp3.form_of(tokens, width)
     exponents = (units.view(torch.int16) >> 7 & 0xFF).to(torch.uint8).numpy()
-    offsets = exponents - exp3._lowest(exponents, form.counted)[:, None]
+    offsets = exponents - exp3.lowest_exponents(exponents, form.counted)[:, None]
     out = offsets >= WINDOW
-    whole = out & (exp3._SHORT[offsets + np.uint8(1)] == exp3.WHOLE)
+    whole = out & (exp3.SHORT[offsets + np.uint8(1)] == exp3.WHOLE)
     columns = out.reshape(count, exp3.RUNS, -1, width // 2, 2).sum((1, 4))
     used = (columns + 1 >> 1).sum((1, 2)) + whole.sum((1, 2))
     share = (form.size - form.pool + used) / (2 * n)

@@ -51,10 +51,10 @@ _PAIR = np.arange(0, RUNS, 2, dtype=np.uint64)[:, None, None]
 _RUN = np.arange(RUNS, dtype=np.uint64).reshape(-1, 2, 1)
 """The bit of a run in the first two parts, and in the third."""
 
-_SHORT = np.full(256, WHOLE, np.uint8)
+SHORT = np.full(256, WHOLE, np.uint8)
 """The 4 bits of an exception, by its exponent from ``lowest - 1`` on, modulo 256."""
-_SHORT[np.arange(1 - BELOW, 1)] = np.arange(BELOW)
-_SHORT[np.arange(WINDOW, WINDOW + ABOVE) + 1] = np.arange(BELOW, WHOLE)
+SHORT[np.arange(1 - BELOW, 1)] = np.arange(BELOW)
+SHORT[np.arange(WINDOW, WINDOW + ABOVE) + 1] = np.arange(BELOW, WHOLE)
 _LONG = np.array([*range(1 - BELOW, 1), *range(WINDOW + 1, WINDOW + 1 + ABOVE), 0]).astype(np.uint8)
 """The reverse."""
 
@@ -97,7 +97,7 @@ def encode_units(units: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     form, n = form_of(tokens, width), tokens * width
     bits = units.contiguous().view(torch.int16).numpy().view(np.uint16)
     exponents = (bits >> 7).astype(np.uint8)
-    lowest = _lowest(exponents, form.counted)
+    lowest = lowest_exponents(exponents, form.counted)
     offsets = exponents - (lowest - 1)[:, None]
     codes = offsets * (offsets - 1 < WINDOW).view(np.uint8)
 
@@ -118,7 +118,7 @@ def encode_units(units: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     parts[:, 2] = np.bitwise_or.reduce(by_run, axis=(1, 2))
 
     found = _Exceptions(encoded, n, form)
-    short = _SHORT[offsets.reshape(-1)[found.places]]
+    short = SHORT[offsets.reshape(-1)[found.places]]
     whole = np.flatnonzero(short == WHOLE)
     before = np.stack((found.bytes_before, found.begins_of(whole)), axis=-1)
     of_unit = before[:: form.blocks]
@@ -176,7 +176,7 @@ def decode_units(encoded: torch.Tensor, tokens: int, width: int) -> torch.Tensor
     return decoded
 
 
-def _lowest(exponents: Bytes, counted: int) -> Bytes:
+def lowest_exponents(exponents: Bytes, counted: int) -> Bytes:
     """Lowest exponent of each channel of uint8 ``[units, tokens, width]``.
 
     The window ends with the largest exponent, or that of all runs but one, if it is smaller by two
