@@ -76,8 +76,7 @@ def test_hostile_units_come_back_to_the_bit_or_do_not_fit(kind: str) -> None:
 def test_a_million_hostile_units_come_back_to_the_bit_or_do_not_fit(
     record_property: Callable[[str, object], None],
 ) -> None:
-    tokens, width = 32, 2
-    found = {kind: check_units(kind, tokens, width, range(1, 11)) for kind in HOSTILE}
+    found = {kind: check_units(kind, 32, 16, range(1, 75)) for kind in HOSTILE}
     units = sum(tried for tried, _ in found.values())
     record_property("units", units)
     record_property("units_that_fit", {kind: fit for kind, (_, fit) in found.items()})
@@ -155,7 +154,8 @@ def test_rows_beside_it_have_the_code_of_four_bits() -> None:
         (Cut(64, 36), torch.bfloat16, "multiple of 8 and at least 32, not 36"),
         (Cut(63, 64), torch.bfloat16, "an even number for each token, .* not 64 times 63"),
         (Cut(2, 40), torch.bfloat16, "a multiple of 64, .* not 40 times 2"),
-        (Cut(2048, 64), torch.bfloat16, "at most 65536, not 64 times 2048"),
+        (Cut(6, 64), torch.bfloat16, "512 to 65536 in all, not 64 times 6"),
+        (Cut(2048, 64), torch.bfloat16, "512 to 65536 in all, not 64 times 2048"),
     ],
 )
 def test_units_that_it_does_not_take_are_refused(

@@ -9,13 +9,13 @@ from ..units import Cut
 from .kernel import decode_kernel, encode_kernel
 from .reference import decode_units, encode_units, form_of
 
-_LEAST_TOKENS, _MOST_VALUES = 32, 1 << 16
+_LEAST_TOKENS, _LEAST_VALUES, _MOST_VALUES = 32, 512, 1 << 16
 _WARPS = 8  # a thread for each column of a block
 
 
 class Exp3(Codec):
-    """Units of K and V in bfloat16: at least 32 tokens, a multiple of 8, and at most 65536 values,
-    a multiple of 64; an even number for each token."""
+    """Units of K and V in bfloat16: at least 32 tokens, a multiple of 8, and 512 to 65536 values, a
+    multiple of 64; an even number for each token."""
 
     name = code = "exp3"
     lossless = True
@@ -32,10 +32,11 @@ class Exp3(Codec):
                 f"codec 'exp3' takes units of K and V whose tokens are a multiple of 8 and at "
                 f"least {_LEAST_TOKENS}, not {cut.tokens}"
             )
-        if cut.width % 2 or cut.values % 64 or cut.values > _MOST_VALUES:
+        if cut.width % 2 or cut.values % 64 or not _LEAST_VALUES <= cut.values <= _MOST_VALUES:
             raise UnsupportedRows(
                 f"codec 'exp3' takes units whose values are a multiple of 64, an even number for "
-                f"each token, and at most {_MOST_VALUES}, not {cut.tokens} times {cut.width}"
+                f"each token, and {_LEAST_VALUES} to {_MOST_VALUES} in all, not {cut.tokens} times "
+                f"{cut.width}"
             )
         form = form_of(cut.tokens, cut.width)
         self.unit_bytes = (form.size,) * len(planes)

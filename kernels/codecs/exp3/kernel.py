@@ -38,7 +38,7 @@ def encode_kernel(
     pool, end = encoded + (CODE.size - POOL), encoded + (CODE.size - 1)
 
     lane = tl.arange(0, CODE.lanes)
-    lowest = _lowest(values, lane, AT, CODE)
+    lowest = _lowest(values, lane, 7, AT, CODE) | _lowest(values, lane, 23, AT, CODE) << 8
     tl.store(halves + 11 * COLUMNS + lane, lowest.to(tl.uint16), mask=lane < AT.width)
     found, found_whole = 0, 0
     for start in range(0, COLUMNS, CODE.columns):
@@ -47,8 +47,11 @@ def encode_kernel(
         base = tl.gather(lowest, at % AT.width, 0)
         even_base, odd_base = base & 0xFF, base >> 8
         low, high, last, out = at * 0, at * 0, at * 0, at * 0
-        even_short, odd_short = at * 0, at * 0
-        even_whole, odd_whole = at.to(tl.int64) * 0, at.to(tl.int64) * 0
+        shorts, even_whole, odd_whole = (
+            at.to(tl.int64) * 0,
+            at.to(tl.int64) * 0,
+            at.to(tl.int64) * 0,
+        )
         for run in tl.static_range(8):
             word = tl.load(values + in_plane(run * COLUMNS + at, AT), mask=inside, other=0)
             half = word & 0x7F | word >> 8 & 0x80 | word >> 8 & 0x7F00 | word >> 16 & 0x8000
@@ -62,8 +65,8 @@ def encode_kernel(
                 low |= two
             last |= (even_code >> 2 | odd_code >> 2 << 8) << run
             out |= ((even_code == 0).to(tl.int32) | (odd_code == 0).to(tl.int32) << 8) << run
-            even_short |= _short(even, even_base) << (4 * run)
-            odd_short |= _short(odd, odd_base) << (4 * run)
+            shorts |= _short(even, even_base).to(tl.int64) << (4 * run)
+            shorts |= _short(odd, odd_base).to(tl.int64) << (4 * run + 32)
             even_whole |= even.to(tl.int64) << (8 * run)
             odd_whole |= odd.to(tl.int64) << (8 * run)
         codes = halves + 8 * COLUMNS + at
@@ -78,9 +81,8 @@ def encode_kernel(
         out = tl.where(inside, out, 0)
         packed, rank, whole = at.to(tl.int64) * 0, at * 0, at * 0
         for bit in tl.static_range(16):
-            shorts = even_short if bit < 8 else odd_short
-            short, is_out = shorts >> (4 * (bit % 8)) & 0xF, out >> bit & 1
-            packed |= (short * is_out).to(tl.int64) << (4 * rank).to(tl.int64)
+            short, is_out = shorts >> (4 * bit) & 0xF, out >> bit & 1
+            packed |= short * is_out << 4 * rank
             whole |= (short == 15).to(tl.int32) * is_out << bit
             rank += is_out
         size, count = (rank + 1) // 2, _ones(whole)
@@ -105,36 +107,23 @@ def encode_kernel(
 
 
 @triton.jit
-def _lowest(values, lane, AT: tl.constexpr, CODE: tl.constexpr):
-    """Those of both channels of each lane: the second one from bit 8 on."""
-    inside = lane < AT.width
-    even_top, odd_top = lane * 0, lane * 0
-    even_second, odd_second = lane * 0, lane * 0
+def _lowest(values, lane, SHIFT: tl.constexpr, AT: tl.constexpr, CODE: tl.constexpr):
+    """Those of one channel of each lane, whose exponents have this shift."""
+    inside, top, second = lane < AT.width, lane * 0, lane * 0
     for run in range(8):
-        even, odd = lane * 0, lane * 0
+        most = lane * 0
         for token in range(run * (AT.tokens // 8), (run + 1) * (AT.tokens // 8)):
             word = tl.load(values + in_plane(token * AT.width + lane, AT), mask=inside, other=0)
-            even = tl.maximum(even, word >> 7 & 0xFF)
-            odd = tl.maximum(odd, word >> 23 & 0xFF)
-        even_second = tl.maximum(even_second, tl.minimum(even_top, even))
-        odd_second = tl.maximum(odd_second, tl.minimum(odd_top, odd))
-        even_top, odd_top = tl.maximum(even_top, even), tl.maximum(odd_top, odd)
-    even_top = tl.where(even_top - even_second < 2, even_top, even_second)
-    odd_top = tl.where(odd_top - odd_second < 2, odd_top, odd_second)
-    even_more, odd_more = lane * 0, lane * 0  # values that a lower window does not hold, less
+            most = tl.maximum(most, word >> SHIFT & 0xFF)
+        second = tl.maximum(second, tl.minimum(top, most))
+        top = tl.maximum(top, most)
+    top = tl.where(top - second < 2, top, second)
+    more = lane * 0  # values that a lower window does not hold, less those that it holds alone
     for token in range(0, AT.tokens, CODE.counted):
         word = tl.load(values + in_plane(token * AT.width + lane, AT), mask=inside, other=0)
-        even_more += _more_outside(even_top - (word >> 7 & 0xFF))
-        odd_more += _more_outside(odd_top - (word >> 23 & 0xFF))
-    even_top = tl.maximum(even_top - (even_more < 0).to(tl.int32), 6) - 6
-    odd_top = tl.maximum(odd_top - (odd_more < 0).to(tl.int32), 6) - 6
-    return even_top | odd_top << 8
-
-
-@triton.jit
-def _more_outside(below):
-    lower = ((below - 1 & 0xFF) >= 7).to(tl.int32)
-    return lower - ((below & 0xFF) >= 7).to(tl.int32)
+        below = top - (word >> SHIFT & 0xFF)
+        more += ((below - 1 & 0xFF) >= 7).to(tl.int32) - ((below & 0xFF) >= 7).to(tl.int32)
+    return tl.maximum(top - (more < 0).to(tl.int32), 6) - 6
 
 
 @triton.jit
@@ -201,15 +190,11 @@ def decode_kernel(
         there = (number_of_byte < size) & (place + number_of_byte < POOL)
         byte = tl.load(pool + place + number_of_byte, mask=there, other=0)
         packed |= byte.to(tl.int64) << (8 * number_of_byte)
-    even_short, odd_short, whole, rank = at * 0, at * 0, at * 0, at * 0
+    shorts, whole, rank = at.to(tl.int64) * 0, at * 0, at * 0
     for bit in tl.static_range(16):
-        is_out = out >> bit & 1
-        short = (packed >> (4 * rank).to(tl.int64)).to(tl.int32) & 0xF
+        short, is_out = packed >> 4 * rank & 0xF, out >> bit & 1
         whole |= (short == 15).to(tl.int32) * is_out << bit
-        if bit < 8:
-            even_short |= short << (4 * bit)
-        else:
-            odd_short |= short << (4 * (bit - 8))
+        shorts |= short << (4 * bit)
         rank += is_out
     count = _ones(whole)
     even_place = before_whole + tl.cumsum(count, 0) - count
@@ -218,13 +203,12 @@ def decode_kernel(
         two = (high if run & 1 else low) >> (run & 6)
         even_code = two & 3 | (last >> run & 1) << 2
         odd_code = two >> 8 & 3 | (last >> (run + 8) & 1) << 2
-        even_is_whole, odd_is_whole = whole >> run & 1, whole >> (run + 8) & 1
-        even = _exponent(even_code, even_base, even_short >> (4 * run) & 0xF)
-        odd = _exponent(odd_code, odd_base, odd_short >> (4 * run) & 0xF)
-        even = _or_whole(even, even_is_whole, end, even_place, POOL)
-        odd = _or_whole(odd, odd_is_whole, end, odd_place, POOL)
-        even_place += even_is_whole
-        odd_place += odd_is_whole
+        short = (shorts >> (4 * run)).to(tl.int32)
+        even = _exponent(even_code, even_base, short & 0xF, end - even_place, even_place < POOL)
+        short = (shorts >> (4 * run + 32)).to(tl.int32)
+        odd = _exponent(odd_code, odd_base, short & 0xF, end - odd_place, odd_place < POOL)
+        even_place += whole >> run & 1
+        odd_place += whole >> (run + 8) & 1
         half = tl.load(halves + run * COLUMNS + at, mask=inside, other=0).to(tl.int32)
         word = even << 7 | odd << 23 | half & 0x7F | (half & 0x80) << 8
         word |= (half & 0x7F00) << 8 | (half & 0x8000) << 16
@@ -232,12 +216,9 @@ def decode_kernel(
 
 
 @triton.jit
-def _exponent(code, lowest, short):
-    exception = lowest + short - tl.where(short < 12, 12, 5)
+def _exponent(code, lowest, short, place, inside):
+    """The exponent of a code, the 4 bits and the place of the whole one if it is an exception."""
+    is_whole = (code == 0) & (short == 15)
+    whole = tl.load(place, mask=is_whole & inside, other=0).to(tl.int32)
+    exception = tl.where(is_whole, whole, lowest + short - tl.where(short < 12, 12, 5))
     return tl.where(code == 0, exception, lowest + code - 1) & 0xFF
-
-
-@triton.jit
-def _or_whole(exponent, is_whole, end, place, POOL: tl.constexpr):
-    whole = tl.load(end - place, mask=(is_whole == 1) & (place < POOL), other=0)
-    return tl.where(is_whole == 1, whole.to(tl.int32), exponent)
