@@ -153,6 +153,7 @@ class HCacheConfig(_Table):
     io_threads: int = Field(default=8, ge=1, le=64)
     reader: Literal["posix", "kvikio"] = "posix"
     events: bool = False
+    state_tokens: int = Field(default=1024, ge=0)
     # what is stored
     mode: Literal["auto", "hidden", "kv", "plain"] = "auto"
     partition: Annotated[
@@ -211,7 +212,7 @@ class HCacheConfig(_Table):
 
 FIXED_AT_START = HCacheConfig.model_fields.keys() - {
     *("dirs", "quota_bytes", "min_free_bytes", "durability", "io_threads", "reader"),
-    *("min_gain", "shared", "events"),
+    *("min_gain", "shared", "events", "state_tokens"),
 }  # an attach may set the others
 
 _GONE = {

@@ -30,7 +30,7 @@ class ServerReport(BaseModel):
         reason: Why pages are plain or have no hidden states; None if they have some.
         codec: Codec of own pages; None for plain ones.
         partition: Storage of the layers in words; None in KV mode, when ``projection`` is empty.
-        recomputation: Exactness of recomputed layers, or why none are; None if none need to be.
+        recomputation: Exactness of recomputed layers; None if there are none.
         unused: Capabilities that the server goes without, and why, as in its log.
         tokens_per_second: Expected rates of L3 (``l3_read``), of loads and of prefill.
         shared: Backend of the shared tier, if there is one.

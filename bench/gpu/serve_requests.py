@@ -122,11 +122,12 @@ def refused_recomputation(method: Method, log: str, report: ServerReport | None)
         return log.split(REFUSED, 1)[1].splitlines()[0].removesuffix(")")
     if report is None:
         return "the server left no report"
-    found = report.recomputation
-    if found is None:  # layer-wise restores of K and V have nothing to recompute
+    if (
+        report.recomputation is None and "recomputation" not in report.unused
+    ):  # layer-wise restores of K and V have nothing to recompute
         layerwise = report.mode == "kv" and method.hcache.get("restore") == "layerwise"
         return None if layerwise else "the server's report does not say that it recomputes"
-    return found.removeprefix("none: ") if found.startswith("none: ") else None
+    return report.unused.get("recomputation")
 
 
 def restored_later(

@@ -182,9 +182,8 @@ def describe_server(report: ServerReport) -> str:
         parts.append(f"layers {numbers} {how}: {group.detail} ({group.exactness})")
     rates = ", ".join(f"{name} {rate:,.0f}" for name, rate in report.tokens_per_second.items())
     unused = ", ".join(f"{what} ({why})" for what, why in report.unused.items())
-    layers = None if "recomputation" in report.unused else report.recomputation
-    more = {"recomputed layers": layers, "stored": report.partition, "shared L3": report.shared}
-    more |= {"not used": unused, "tokens per second": rates}
+    more = {"recomputed layers": report.recomputation, "stored": report.partition}
+    more |= {"shared L3": report.shared, "not used": unused, "tokens per second": rates}
     return "; ".join(parts + [f"{name}: {value}" for name, value in more.items() if value])
 
 

@@ -12,6 +12,12 @@ from hcache_kernels.project_kv import KVPool
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
+def full_attention(kvcache: Any) -> Any:
+    """The pool of the layers that attend to all tokens: ``kvcache`` itself, or a part of it in
+    hybrid models, whose other layers keep sliding windows or recurrent states."""
+    return getattr(kvcache, "full_kv_pool", kvcache)
+
+
 def holds_latents(kvcache: Any) -> bool:
     """True for SGLang's pool of MLA: one latent per token and layer in the place of K and V, the
     same on every tensor-parallel rank."""

@@ -141,11 +141,12 @@ class OwnPagesController(HybridCacheController):
 
     # Our tables are on the CPU: SGLang would send host indices to the device and we read them back.
 
-    def _move_op_indices(self, op: Any) -> Any:
-        return op.host_indices, op.device_indices, op.pool_transfers
-
-    def _move_write_operation(self, op: Any) -> Any:
-        return self._move_op_indices(op)
+    def _move_pool_indices(
+        self, host_pool: Any, host_indices: Any, device_indices: Any, **kwargs: Any
+    ) -> Any:
+        if host_pool is self._pool:
+            return host_indices, device_indices
+        return super()._move_pool_indices(host_pool, host_indices, device_indices, **kwargs)
 
     # ---- device -> host ----
 

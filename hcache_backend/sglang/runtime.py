@@ -94,7 +94,7 @@ class Runtime:
     # Called when projected K and V stop matching those of the model.
     on_distrust: list[Callable[[], None]] = field(default_factory=list)
     projection: list[LayerGroup] = field(default_factory=list)  # empty in KV mode
-    recomputation: str | None = None  # in words: how exact, or why not; None: not wanted
+    recomputation: str | None = None  # in words: how exact; None: nothing is recomputed
     layer_methods: Restore | None = None  # storage of each layer; None until decided
     # measured at start-up, and its file's name in a store
     kept_profile: tuple[str, Profile] | None = None

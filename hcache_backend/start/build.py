@@ -11,22 +11,16 @@ SGLang records CUDA graphs before that, so our copies come first (:func:`record_
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-from sglang.srt.mem_cache.hicache_storage import PoolName
-from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import (
-    StackBuildResult,
-    StackStrategy,
-    _PlainKvStrategy,
-)
+from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import StackStrategy
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
-from sglang.srt.mem_cache.pool_host import HostPoolGroup, PoolEntry
 from sglang.srt.mem_cache.pool_host.common import get_allocator_type
-from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.runtime_context import get_memory
 
@@ -46,7 +40,12 @@ from hcache_backend.plan.restore import CHUNK_TOKENS, Partition, Restore
 from hcache_backend.prefetch.eager_loads import EagerLoads
 from hcache_backend.prefetch.slices import SliceBudget
 from hcache_backend.projection.generic import ProjectionBatch
-from hcache_backend.projection.paged_pool import PagedPool, holds_latents, planes_of
+from hcache_backend.projection.paged_pool import (
+    PagedPool,
+    full_attention,
+    holds_latents,
+    planes_of,
+)
 from hcache_backend.projection.projector import Projector
 from hcache_backend.ranks import Refused, all_or_none, smallest
 from hcache_backend.restore.exchange import CollectiveOrder, Exchange
@@ -94,6 +93,7 @@ from hcache_backend.start.page_plan import (
     staging_places,
     take_staging,
 )
+from hcache_backend.start.sides import share_of_size, strategy_of, with_our_pool
 
 logger = logging.getLogger("hcache")
 
@@ -102,19 +102,11 @@ _Result = TypeVar("_Result")
 
 _RESERVED = 0.5  # largest share of the device's pages that hits being read may reserve
 
-_CONTROLLER_ARGUMENTS = (
-    "load_cache_event",
-    "storage_backend",
-    "prefetch_threshold",
-    "model_name",
-    "storage_backend_extra_config",
-    "enable_storage_metrics",
-)
-
 
 class OwnPagesStrategy(StackStrategy):
     """Own pages for a plain MHA/GQA pool: with hidden states if possible and useful, otherwise of K
-    and V; for a plain MLA pool of latents. Without own pages SGLang's plain ones.
+    and V; for a plain MLA pool of latents. Of hybrid models the full-attention layers have own
+    pages. Without own pages SGLang's plain ones.
 
     ``plain``, ``no_hidden``: known reasons against own pages, against hidden states, or None.
     """
@@ -125,26 +117,28 @@ class OwnPagesStrategy(StackStrategy):
         self._no_hidden = no_hidden
 
     def matches(self, kvcache: Any, components: Any) -> bool:
-        known = type(kvcache) in (MHATokenToKVPool, MLATokenToKVPool)
-        if known and components == {ComponentType.FULL}:
+        full = full_attention(kvcache)
+        known = type(full) is MHATokenToKVPool or type(kvcache) is MLATokenToKVPool
+        if known and strategy_of(kvcache).matches(kvcache, components):
             return True
         names = ", ".join(sorted(component.name for component in components))
         self._keep_plain(self._plain or f"the KV pool is a {type(kvcache).__name__} ({names})")
         return False
 
-    def build(self, *, kvcache: Any, params: Any, server_args: Any, **kwargs: Any) -> Any:
-        start = Start(self._runtime, kvcache, params)
+    def build(self, *, kvcache: Any, params: Any, **kwargs: Any) -> Any:
+        share = share_of_size(kvcache, params)
+        start = Start(self._runtime, full_attention(kvcache), params, share)
+        build = partial(strategy_of(kvcache).build, kvcache=kvcache, params=params, **kwargs)
         try:
             start.step(refuse, OWN_PAGES, start.server, self._plain)
             plan = start.plan(self._no_hidden)
-            stack = build_stack(self._runtime, params, kwargs, plan, start.projector)
+            with build_stack(self._runtime, params, plan, start.projector):
+                stack = build()
             tell(self._runtime)
             return stack
         except Refused as refused:
             self._keep_plain(str(refused))
-            return _PlainKvStrategy().build(
-                kvcache=kvcache, params=params, server_args=server_args, **kwargs
-            )
+            return build()
 
     def _keep_plain(self, reason: str) -> None:
         capture_nothing(self._runtime)
@@ -161,10 +155,13 @@ class Start:
 
     smallest_page = 4  # of K and V, in headers
 
-    def __init__(self, runtime: Runtime, kvcache: Any, params: Any) -> None:
+    def __init__(
+        self, runtime: Runtime, kvcache: Any, params: Any, host_share: float = 1.0
+    ) -> None:
         assert runtime.config is not None
         self._runtime, self._config, self._runner = runtime, runtime.config, runtime.runner
         self._kvcache, self._params = kvcache, params
+        self._host_share = host_share
         self.server = Server(runtime, kvcache)
         marker = ProjectionBatch(ForwardMode.EXTEND)
         self.projector = Projector(marker, PagedPool(kvcache), kvcache.layer_num)
@@ -264,6 +261,7 @@ class Start:
         plugin = page_plugin(self._config) if codec != "none" else None
         parts = (own, groups) if plugin is None else (WHOLE, self._head_groups(methods, WHOLE))
         how: dict[str, Any] = {"kv_codec": codec, "plugin": plugin, "exchange": exchange}
+        how["host_share"] = self._host_share
         how["drafts"] = packed_drafts(self._runner)
         plan = self.step(PagePlan, kvcache, methods, *parts, **how)
         return self._tried(plan, self._written, share=own, groups=groups)
@@ -367,18 +365,18 @@ class Start:
 
     def _page_recomputer(self, plan: PagePlan) -> Recomputer | None:
         """Recomputer of whole pages of K and V while others are read; None: all are read."""
-        runtime = self._runtime
+        runtime, known = self._runtime, None
         runtime.recomputation = None
+        runtime.unused.pop(RECOMPUTATION, None)
         if plan.kv.by_header:
-            runtime.recomputation = f"none: codec {plan.kv.codec!r} divides each page itself"
-            return None
-        if refusal(EAGER, self.server) is not None:
+            known = f"codec {plan.kv.codec!r} divides each page itself"
+        elif refusal(EAGER, self.server) is not None:
             return None  # on every rank of every stage
         try:
-            self.step(refuse, RECOMPUTATION, self.server)
+            self.step(refuse, RECOMPUTATION, self.server, known)
             probe = self._observe()
         except Refused as refused:
-            runtime.recomputation = f"none: {refused}"
+            runtime.unused[RECOMPUTATION] = str(refused)
             return None
         return self.step(self._find_recomputer, probe, plan.methods, whole=True)
 
@@ -406,7 +404,7 @@ class Start:
                 why = found.problem or "a layer of another tensor-parallel rank is not exact"
                 raise Refused(why)
         except Refused as refused:
-            runtime.recomputation = f"none: {refused}"
+            runtime.unused[RECOMPUTATION] = str(refused)
             return None
         first, reason = "", found.problem or "other tensor-parallel ranks"
         if recomputer.layers < layers:
@@ -436,17 +434,14 @@ class Start:
 
 
 def build_stack(
-    runtime: Runtime,
-    params: Any,
-    arguments: Mapping[str, Any],
-    plan: PagePlan,
-    projector: Projector,
-) -> StackBuildResult:
-    """HiCache's components, by the plan that every rank agreed on. SGLang gives ``params`` and
-    ``arguments`` to a strategy."""
+    runtime: Runtime, params: Any, plan: PagePlan, projector: Projector
+) -> AbstractContextManager[None]:
+    """Within the block SGLang's strategy builds HiCache's components around ours, which are by the
+    plan that every rank agreed on."""
     kvcache, layout, config = plan.kvcache, plan.layout, runtime.config
     codec, ranks, memory = plan.codec, attention_ranks(), get_memory()
-    device, allocator = kvcache.device, params.token_to_kv_pool_allocator
+    device, whole = kvcache.device, params.token_to_kv_pool_allocator
+    allocator = getattr(whole, "full_attn_allocator", whole)  # without that of windows
     assert config is not None
     pool = OwnPagesPool(
         kvcache,
@@ -475,9 +470,6 @@ def build_stack(
     heard = runtime.l3.estimates.slowdown, runtime.cannot_restore
     loads = LoadQueue(pool.arena, pipeline, plan.methods, plan.recomputer, device, *heard)
     pool.use(loads, capture, frees_duplicates=memory.hicache_write_policy == "write_back")
-    drafts = {"packed_draft_device_pools": plan.drafts} if plan.drafts else {}
-    entry = PoolEntry(PoolName.KV, pool, kvcache, lambda layer: layer, True, **drafts)
-    group = HostPoolGroup([entry])
     warn_of_small_host_pool(
         pool.size, int(kvcache.size), pool.size_per_token, kv_bytes_per_token(kvcache)
     )
@@ -508,7 +500,8 @@ def build_stack(
     stages = StagePages(
         plan.pages.host, pool.arena.whole, lambda: runtime.distrust is None, runtime.lose_trust
     )
-    controller = OwnPagesController(
+    controller = partial(
+        OwnPagesController,
         runtime,
         pool,
         loads,
@@ -516,26 +509,11 @@ def build_stack(
         stages,
         kv_checks,
         partial(judge_hits, runtime, config),
-        allocator,
-        group,
-        params.page_size,
-        params.tp_cache_group,
         capture=capture,
         checks=checks,
         layouts=layouts,
-        attn_cp_group=params.attn_cp_cache_group,
-        attn_tp_group=params.attn_tp_cache_group,
-        pp_group=params.pp_cache_group,
-        write_policy=memory.hicache_write_policy,
-        io_backend=memory.hicache_io_backend,
-        **{name: arguments[name] for name in _CONTROLLER_ARGUMENTS},
     )
-    return StackBuildResult(
-        host_pool_group=group,
-        cache_controller=controller,
-        component_host_pools={ComponentType.FULL: pool},
-        pools_desc="own pages",
-    )
+    return with_our_pool(kvcache, pool, controller)
 
 
 def use_own_pages(runtime: Runtime, kvcache: Any, plan: PagePlan, reason: str | None) -> None:
@@ -611,7 +589,7 @@ def record_copies(runtime: Runtime, runner: Any) -> None:
     if runner.device == "cpu" or getattr(runner, "is_draft_worker", False) or graphs_are_off():
         return
     try:
-        kvcache = runner.token_to_kv_pool
+        kvcache = full_attention(runner.token_to_kv_pool)
         server = Server(runtime, kvcache)
         if refusal(OWN_PAGES, server) or refusal(HIDDEN, server):
             return  # the reason is logged when the host pool is built

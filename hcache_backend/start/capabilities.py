@@ -17,7 +17,7 @@ import torch
 from hcache_backend import metrics
 from hcache_backend.config import HCacheConfig
 from hcache_backend.projection.exactness import TOLERANCE
-from hcache_backend.projection.paged_pool import holds_latents, planes_of
+from hcache_backend.projection.paged_pool import full_attention, holds_latents, planes_of
 from hcache_backend.ranks import Refused
 from hcache_backend.sglang.arguments import (
     NO_REQUEST,
@@ -71,6 +71,11 @@ class Need(NamedTuple):
     reason: str
 
 
+def _is_hybrid(server: Server) -> bool:
+    whole = getattr(server.runtime.runner, "token_to_kv_pool", None)
+    return full_attention(whole) is not whole
+
+
 OWN_PAGES, HIDDEN, RECOMPUTATION = "own pages", "hidden states", "recomputation"
 EAGER = "restores while L3 is read"
 
@@ -88,6 +93,10 @@ _PACKED = Need(
     "draft layers that SGLang packs behind the model's (MTP)",
     lambda s: packed_drafts(s.runtime.runner),
     "draft layers behind the model's (MTP) come back as K and V only")
+_HYBRID = Need(
+    "sliding windows, recurrent states",
+    _is_hybrid,
+    "only the full-attention layers of a hybrid model have pages of their own")
 _MODULES = (  # rules out all that calls or hooks the model's modules
     Need("`--enable-dp-attention`", lambda s: s.args.enable_dp_attention,
          "data-parallel attention: ranks without requests would have to take part"),
@@ -123,6 +132,9 @@ CAPABILITIES: dict[str, tuple[Need, ...]] = {
         Need("`SGLANG_ENABLE_POST_CAPTURE_KV_SIZING`", lambda s: _pool_grows(),
              "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING: the KV pool grows after host memory is "
              "divided"),
+        Need("hybrid models with speculative decoding, pipeline stages or P/D disaggregation",
+             lambda s: _is_hybrid(s) and _unusual(s),
+             "a hybrid model with {}"),
         Need("quantised KV other than fp8",
              lambda s: s.pool.dtype not in TOLERANCE and s.pool.dtype,
              "KV quantised as {}"),
@@ -138,6 +150,7 @@ CAPABILITIES: dict[str, tuple[Need, ...]] = {
         _PACKED,
         Need("MLA", lambda s: holds_latents(s.pool),
              "latents of MLA are smaller than hidden states"),
+        _HYBRID,
         Need("drafts in trees (`--speculative-eagle-topk`, "
              "`--speculative-ngram-max-bfs-breadth` above 1)",
              lambda s: drafts_trees(s.args),
@@ -149,6 +162,7 @@ CAPABILITIES: dict[str, tuple[Need, ...]] = {
     RECOMPUTATION: (
         _PACKED,
         Need("`recompute: never`", lambda s: s.asks("recompute", "never"), "option 'recompute'"),
+        _HYBRID,
         *_MODULES,
         Need("multimodal models", lambda s: s.runtime.runner.model_config.is_multimodal,
              "the model's embeddings are not those of token ids alone"),
@@ -201,8 +215,6 @@ def refuse(capability: str, server: Server, known: str | None = None) -> None:
 
 def tell(runtime: Runtime) -> None:
     """Log the capabilities that the server goes without, after the line about its host pool."""
-    problem = (runtime.recomputation or "").partition("none: ")[2]
-    runtime.unused = ({RECOMPUTATION: problem} if problem else {}) | runtime.unused
     if runtime.unused:
         said = "; ".join(f"{what} ({reason})" for what, reason in runtime.unused.items())
         logger.info("hcache: not used: %s", said)
@@ -214,7 +226,7 @@ def count(runtime: Runtime) -> None:
     has = {
         OWN_PAGES: runtime.own_pages,
         HIDDEN: runtime.mode == "hidden",
-        RECOMPUTATION: runtime.recomputation is not None and RECOMPUTATION not in runtime.unused,
+        RECOMPUTATION: runtime.recomputation is not None,
         EAGER: runtime.eager,
         JUDGING: runtime.hit_gate is not None,
     }
@@ -243,6 +255,15 @@ def _graphs() -> Any:
 
 def _attention(server: Server) -> str:
     return str(server.runtime.runner.attn_backend.prefill_attention_backend_str)
+
+
+def _unusual(server: Server) -> str | None:
+    args = server.args
+    if args.speculative_algorithm is not None:
+        return "speculative decoding"
+    if args.pp_size > 1:
+        return "pipeline stages"
+    return "P/D disaggregation" if args.disaggregation_mode != "null" else None
 
 
 def _pool_grows() -> bool:

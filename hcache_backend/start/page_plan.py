@@ -74,6 +74,7 @@ class PagePlan:
         exchange: Between ranks that share the tokens of a page; None: pages are whole.
         drafts: SGLang's pools of draft layers whose K and V are layers of the pages, too.
         hooks: The capture hooks that CUDA graphs were recorded with, if any.
+        host_share: Part of ``--hicache-size`` for these pages; side pools get the rest.
         pages, staging: Number of pages, and first place of captured rows; from :meth:`find_room`.
     """
 
@@ -91,6 +92,7 @@ class PagePlan:
     exchange: Exchange | None = None
     drafts: Sequence[Any] = ()
     hooks: HiddenCapture | None = None
+    host_share: float = 1.0
     forwards: Forwards = field(default_factory=Forwards)
     observer: Recomputer | None = field(init=False, default=None)
     kv: KVSegments = field(init=False)
@@ -191,7 +193,7 @@ class PagePlan:
         self.pages = plan_host_pages(
             self.kvcache,
             self.layout,
-            memory.hicache_size,
+            memory.hicache_size * self.host_share,
             memory.hicache_ratio,
             host_memory_budget_bytes(),
             with_shadows=codec is not None,

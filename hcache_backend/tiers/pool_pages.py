@@ -94,6 +94,8 @@ class PoolPages:
             rank["tp"] = [config.tp_rank * self.parts + part, config.tp_size * self.parts]
         elif not self._same_on_all_ranks:
             rank["tp"] = [config.tp_rank, config.tp_size]
+        if self.name == PoolName.MAMBA:  # options of their own decide about these types
+            rank["dtypes"] = [str(pool.conv_dtype), str(pool.temporal_dtype)]
         return {
             "kind": "kv",
             "pool": str(self.name),

@@ -57,6 +57,7 @@ class HCacheStorage(HiCacheStorage):
         self._config = storage_config
         self._tier = Tiered(LocalTier(store, self._runtime.writer), shared, self._runtime.l3)
         self._pools: dict[str, PoolPages] = {}
+        self._state_tokens = config.state_tokens
         self.reads_any_page_alike = shared is None  # no page of a hit is farther away than others
         self.backups = Backups(storage_config.pp_size)
         self.events: L3Events | None = None
@@ -229,9 +230,18 @@ class HCacheStorage(HiCacheStorage):
             buffers = self._pools[pool].memory(host_indices, len(keys), read=False)
             if pages is None:
                 metrics.PAGES.count("dropped_suspended", len(keys))
-            elif buffers is not None:
+            elif buffers is not None and not self._has_state_near(pool, extra):
                 for part, pieces in zip(pages, buffers.parts, strict=True):
                     self._tier.put(part, pieces)
+
+    def _has_state_near(self, pool: str, extra: _Extra) -> bool:
+        """True if a state need not be written, because L3 has one of the same sequence less than
+        option ``state_tokens`` before it. A state is as large as thousands of tokens."""
+        apart = -(-self._state_tokens // self.mem_pool_host.page_size)
+        if pool != PoolName.MAMBA or apart < 2:
+            return False
+        near = self._pages(pool, _prefix(extra)[1 - apart :])
+        return near is not None and any(map(any, map(self._tier.exists, near)))
 
     def _exists(self, keys: Sequence[str], pool: str = PoolName.KV) -> list[bool]:
         found = [False] * len(keys)

@@ -16,7 +16,12 @@ _OPERATIONS = (
     _CACHE + "hybrid_cache.hybrid_cache_controller.PrefetchOperation",
     "sglang.srt.managers.cache_controller.CacheOperation",
 )
-_KV_POOL = (_CACHE + "memory_pool.MHATokenToKVPool", _CACHE + "memory_pool.MLATokenToKVPool")
+_KV_POOL = (
+    _CACHE + "memory_pool.MHATokenToKVPool",
+    _CACHE + "memory_pool.MLATokenToKVPool",
+    _CACHE + "memory_pool.HybridLinearKVPool",
+    _CACHE + "swa_memory_pool.SWAKVPool",
+)
 _ATTENTION = ("sglang.srt.layers.radix_attention.RadixAttention",)
 
 OBJECTS: dict[str, tuple[str, ...]] = {
@@ -45,7 +50,10 @@ OBJECTS: dict[str, tuple[str, ...]] = {
         _CACHE + "base_prefix_cache.InitLoadBackParams",
     ),
     "queue": ("sglang.srt.disaggregation.decode.DecodeTransferQueue",),
-    "req_to_token_pool": (_CACHE + "memory_pool.ReqToTokenPool",),
+    "req_to_token_pool": (
+        _CACHE + "memory_pool.ReqToTokenPool",
+        _CACHE + "memory_pool.HybridReqToTokenPool",
+    ),
     "req": ("sglang.srt.managers.schedule_batch.Req",),
     "request": ("sglang.srt.managers.schedule_batch.Req",),
     "resolved": _ARGUMENTS,
@@ -54,7 +62,10 @@ OBJECTS: dict[str, tuple[str, ...]] = {
     "server_args": _ARGUMENTS,
     "storage_config": (_CACHE + "hicache_storage.HiCacheStorageConfig",),
     "tree": (_CACHE + "unified_cache.unified_tree_core.UnifiedTreeCore",),
-    "token_to_kv_pool_allocator": (_CACHE + "allocator.paged.PagedTokenToKVPoolAllocator",),
+    "token_to_kv_pool_allocator": (
+        _CACHE + "allocator.paged.PagedTokenToKVPoolAllocator",
+        _CACHE + "allocator.swa.SWATokenToKVPoolAllocator",
+    ),
     "transfer": (_CACHE + "hicache_storage.PoolTransfer",),
     "updater": ("sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater",),
 }
@@ -66,7 +77,7 @@ NOT_OBJECTS = {
     "components", "hash_values", "host_indices", "device_indices", "token_ids", "host_pool",
     "host_pool_name", "mem_pool_host", "adapter", "model", "own", "stages", "ranks",
     "q", "k", "v", "key_value_num_tokens", "kind",
-    "runtime", "pool", "pages", "place", "layout", "plan", "weights", "device",
+    "kv_pool", "runtime", "pool", "pages", "place", "layout", "plan", "weights", "device",
     "event", "node", "other", "receipt", "retries", "slots",
     "allocator", "target_location", "target_locations", "target_sizes",
 }  # fmt: skip
@@ -94,8 +105,7 @@ OVERRIDDEN: dict[str, set[str]] = {
     "OwnPagesController": {
         "_generate_storage_config",
         "_generic_page_get",
-        "_move_op_indices",
-        "_move_write_operation",
+        "_move_pool_indices",
         "_page_backup",
         "_page_get_zero_copy",
         "_page_transfer",

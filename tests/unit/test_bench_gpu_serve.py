@@ -93,7 +93,9 @@ def test_first_comes_a_model_with_fewer_kv_heads_in_the_mode_that_is_chosen(tmp_
     assert [row["from_l3"] for row in rows if "same_tokens" in row] == whole
 
 
-def report(mode: Literal["hidden", "kv"], recomputation: str | None) -> ServerReport:
+def report(
+    mode: Literal["hidden", "kv"], recomputation: str | None, refused: str | None
+) -> ServerReport:
     return ServerReport(
         time=0.0,
         model="it",
@@ -103,26 +105,34 @@ def report(mode: Literal["hidden", "kv"], recomputation: str | None) -> ServerRe
         codec="exp4",
         projection=(),
         recomputation=recomputation,
+        unused={"recomputation": refused} if refused else {},
     )
 
 
 @pytest.mark.parametrize(
-    ("method", "mode", "said", "why"),
+    ("method", "mode", "said", "refused", "why"),
     [
-        ("hcache-eager", "kv", "K 100% equal", None),
-        ("hcache-eager", "kv", "none: no module", "no module"),
-        ("hcache-eager", "kv", None, "the server's report does not say that it recomputes"),
-        ("hcache-hidden", "hidden", None, "the server's report does not say that it recomputes"),
-        ("hcache-kv", "kv", None, None),  # layer-wise: there is nothing to recompute
+        ("hcache-eager", "kv", "K 100% equal", None, None),
+        ("hcache-eager", "kv", None, "no module", "no module"),
+        ("hcache-eager", "kv", None, None, "the server's report does not say that it recomputes"),
+        (
+            *("hcache-hidden", "hidden", None, None),
+            "the server's report does not say that it recomputes",
+        ),
+        ("hcache-kv", "kv", None, None, None),  # layer-wise: there is nothing to recompute
     ],
 )
 def test_a_server_that_recomputes_nothing_is_told_from_one_that_need_not(
-    method: str, mode: Literal["hidden", "kv"], said: str | None, why: str | None
+    method: str,
+    mode: Literal["hidden", "kv"],
+    said: str | None,
+    refused: str | None,
+    why: str | None,
 ) -> None:
-    served = METHODS_SERVED[method]
-    assert refused_recomputation(served, "", report(mode, said)) == why
+    served, left = METHODS_SERVED[method], report(mode, said, refused)
+    assert refused_recomputation(served, "", left) == why
     log = f"a line\n[12:00] {REFUSED}K 53% equal)\nmore"
-    assert refused_recomputation(served, log, report(mode, said)) == "K 53% equal"
+    assert refused_recomputation(served, log, left) == "K 53% equal"
 
 
 def test_a_server_without_a_report_recomputes_nothing() -> None:

@@ -43,9 +43,7 @@ BEST = MIXED.model_copy(update={"projection": (BY_SPEC,)})
 ENCODED = KV.model_copy(update={"codec": "exp4"})
 RATES = KV.model_copy(update={"tokens_per_second": {"l3_read": 20480.4, "prefill": 915.0}})
 RECOMPUTING = BEST.model_copy(update={"recomputation": "K 100% equal"})
-WITHOUT = BEST.model_copy(
-    update={"recomputation": "none: LoRA", "unused": {"recomputation": "LoRA", "b": "why"}}
-)
+WITHOUT = BEST.model_copy(update={"unused": {"recomputation": "LoRA", "b": "why"}})
 
 
 @pytest.fixture

@@ -87,6 +87,32 @@ def test_pools_do_not_share_pages_and_policies_decide_the_usable_prefix(
     assert torch.equal(side.data[:, 2:4], given)
 
 
+def test_a_state_close_behind_another_one_of_its_sequence_is_not_written(
+    tmp_path: Path, runtime: Runtime, pool: HostPool
+) -> None:
+    """`state_tokens` of three pages. A state behind other pages is another sequence's."""
+    config = storage_config(tmp_path, {"state_tokens": 3 * PAGE})
+    storage, side = HCacheStorage(config, {}), HostPool(8)
+    storage.register_mem_pool_host(pool)
+    storage.register_mem_host_pool_v2(side, PoolName.MAMBA)
+
+    def stored(keys: list[str]) -> bool:
+        """Write a state at the end of these pages; is it there?"""
+        page = PoolTransfer(PoolName.MAMBA, host_indices=side.fill(range(1)), keys=keys[-1:])
+        before = HiCacheStorageExtraInfo(prefix_keys=keys[:-1])
+        assert storage.batch_set_v2([page], before) == {PoolName.MAMBA: [True]}
+        return storage.batch_get_v2([page]) == {PoolName.MAMBA: [True]}
+
+    assert stored(KEYS[:1])
+    assert not stored(KEYS[:2])
+    assert not stored(KEYS[:3])
+    assert stored(KEYS[:4])
+    assert not stored(KEYS[:6])
+    assert stored(KEYS[:7])
+    assert stored([f"{i:064x}" for i in range(50, 53)])
+    storage.close()
+
+
 def test_prefixes_that_every_pool_can_end_are_listed(
     storage: HCacheStorage, pool: HostPool
 ) -> None:

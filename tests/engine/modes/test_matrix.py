@@ -144,8 +144,10 @@ QUERY_GROUPS = "KV mode, own pages: the partition has no hidden states: 4 layers
 TWO_POSITIONS = "own pages: model.layers.0.self_attn takes a tensor 'positions' of shape (1, 48)"
 NOT_RECOMPUTED = "not used: recomputation"
 LATENTS = "KV mode, own pages: latents of MLA are smaller than hidden states"
-WINDOWS = "KV mode, plain pages: the KV pool is a SWAKVPool (FULL, SWA)"
-STATES = "KV mode, plain pages: the KV pool is a HybridLinearKVPool"
+HYBRID = (
+    "KV mode, own pages: only the full-attention layers of a hybrid model have pages of their own"
+)
+EACH_STATE = {"mode": "auto", "state_tokens": 0}
 FLOAT32_STATES = {"SGLANG_MAMBA_CONV_DTYPE": "float32"}
 CLASS: dict[str, Any] = {"page_size": 16, "restarts": True, "hcache": AUTO, "files": 80}
 LONG_CLASS = CLASS | {"marks": LONG}
@@ -192,13 +194,33 @@ CLASSES = [
     ),
     row("glm4_moe_lite", "own", LATENTS, reference="server", **LONG_CLASS),
     # Pages of windows are files of their own: the last window of each node.
-    row("gpt_oss", "plain", WINDOWS, **CLASS | {"files": 132}),
-    row("mellum", "plain", WINDOWS, **LONG_CLASS | {"files": 132}),
+    row("gpt_oss", "own", HYBRID, **CLASS | {"files": 132}),
+    row("gpt_oss", "own", HYBRID, tp=2, **LONG_CLASS | {"files": 264}),
+    row("mellum", "own", HYBRID, "codec exp4", dtype="bfloat16", **CLASS | {"files": 132}),
+    row("mellum", "own", HYBRID, **LONG_CLASS | {"files": 132}),
     # A state is kept every 64 tokens, and is a file of its own.
     row(
-        *("qwen3_next", "plain", STATES),
+        *("qwen3_next", "own", HYBRID),
         **LONG_CLASS
-        | {"reference": "server", "extra_env": FLOAT32_STATES, "grid": 64, "files": 78},
+        | {
+            "reference": "server",
+            "extra_env": FLOAT32_STATES,
+            "hcache": EACH_STATE,
+            "grid": 64,
+            "files": 78,
+        },
+    ),
+    row(
+        *("qwen3_next", "own", HYBRID),
+        tp=2,
+        **LONG_CLASS
+        | {
+            "reference": "server",
+            "extra_env": FLOAT32_STATES,
+            "hcache": EACH_STATE,
+            "grid": 64,
+            "files": 156,
+        },
     ),
 ]
 

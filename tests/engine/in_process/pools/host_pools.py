@@ -70,8 +70,8 @@ def indexer(layout: str) -> DSAIndexerPoolHost:
     return DSAIndexerPoolHost(device, mla(layout), layout, pin_memory=False)
 
 
-def mamba(layout: str, temporal: int = 6) -> MambaPoolHost:
-    convolution = torch.zeros((LAYERS, STATES, 5, 3), dtype=torch.bfloat16)
+def mamba(layout: str, temporal: int = 6, dtype: torch.dtype = torch.bfloat16) -> MambaPoolHost:
+    convolution = torch.zeros((LAYERS, STATES, 5, 3), dtype=dtype)
     recurrent = torch.zeros((LAYERS, STATES, temporal), dtype=torch.float32)
     if "buffer_info" in inspect.signature(MambaPoolHost).parameters:  # from 0.5.22 on
         from sglang.srt.mem_cache.device_pool_info import MambaStateBufferInfo

@@ -228,6 +228,18 @@ def test_ranks_share_pages_only_where_they_hold_the_same(
         assert storage.batch_get_v2([transfer]) == {name: [shared, shared]}
 
 
+def test_states_of_another_type_are_other_pages(tmp_path: Path, runtime: Runtime) -> None:
+    """As many bytes, other numbers: options of SGLang choose the type of states."""
+    for dtype, found in ((torch.bfloat16, True), (torch.float16, False)):
+        pool = mamba("page_first", dtype=dtype)
+        fill(pool)
+        transfer = PoolTransfer(PoolName.MAMBA, host_indices=pages(pool, 0, 2), keys=KEYS[:2])
+        with opened(tmp_path, pool, PoolName.MAMBA) as storage:
+            if found:
+                storage.batch_set_v2([transfer])
+            assert storage.batch_get_v2([transfer]) == {PoolName.MAMBA: [found, found]}
+
+
 def test_an_anchor_that_only_counts_tokens_takes_part_in_every_hit(
     tmp_path: Path, runtime: Runtime
 ) -> None:

@@ -279,6 +279,7 @@ def test_no_room_on_the_device_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> 
         hooks=SimpleNamespace(staging=object()),
         runner=None,
         kvcache=SimpleNamespace(device="cpu"),
+        host_share=1.0,
     )
     memory = SimpleNamespace(hicache_size=1, hicache_ratio=2.0)
     monkeypatch.setattr(page_plan, "get_memory", lambda: memory)

@@ -40,6 +40,7 @@ class OtherAllocator(PagedTokenToKVPoolAllocator):
 
 
 MODULES = HIDDEN, RECOMPUTATION
+WINDOWS = SimpleNamespace(full_kv_pool=None)
 DRAFT = SimpleNamespace(page_size=16, dtype=torch.bfloat16, layer_num=1)
 MTP = {"runner.mtp_draft_device_pools": (DRAFT,), "pool.page_size": 16}
 LATENTS = {"pool.kv_lora_rank": 1, "pool.kv_buffer": [torch.empty(1, 1, 1)]}
@@ -59,6 +60,22 @@ MATRIX: list[tuple[dict[str, Any], tuple[str, ...], str]] = [
     ),
     (MTP, MODULES, "come back as K and V only"),
     (MTP | {"pool.page_size": 64}, (OWN_PAGES, *MODULES), "draft layer"),
+    ({"runner.token_to_kv_pool": WINDOWS}, (HIDDEN, RECOMPUTATION), "of a hybrid model"),
+    (
+        {"runner.token_to_kv_pool": WINDOWS, "speculative_algorithm": "EAGLE"},
+        (OWN_PAGES, HIDDEN, RECOMPUTATION),
+        "a hybrid model",
+    ),
+    (
+        {"runner.token_to_kv_pool": WINDOWS, "pp_size": 2},
+        (OWN_PAGES, HIDDEN, RECOMPUTATION, EAGER),
+        "a hybrid model",
+    ),
+    (
+        {"runner.token_to_kv_pool": WINDOWS, "disaggregation_mode": "prefill"},
+        (OWN_PAGES, HIDDEN, RECOMPUTATION),
+        "a hybrid model",
+    ),
     ({"attn_cp_size": 2}, (OWN_PAGES,), "context-parallel"),
     ({"dcp_size": 2}, (OWN_PAGES,), "context-parallel"),
     ({"disaggregation_mode": "prefill"}, (), ""),
@@ -166,10 +183,10 @@ def test_the_log_the_metric_and_the_report_say_what_a_server_goes_without(
     runtime: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     runtime.use_own_pages({}, "no room")
-    runtime.recomputation, runtime.unused = "none: it is multimodal", {EAGER: "option 'restore'"}
+    runtime.unused = {RECOMPUTATION: "it is multimodal", EAGER: "option 'restore'"}
     with caplog.at_level("INFO", "hcache"):
         capabilities.tell(runtime)
-    without = {RECOMPUTATION: "it is multimodal", EAGER: "option 'restore'"}
+    without = dict(runtime.unused)
     said = "; ".join(f"{name} ({reason})" for name, reason in without.items())
     assert f"hcache: not used: {said}" in caplog.text
     assert runtime.report().unused == without

@@ -1,0 +1,63 @@
+"""SGLang's own assembly of pools, with our host pool and controller in the place of its own.
+
+Hybrid models have a second pool, of windows or of states, beside that of the layers that attend to
+all tokens. Its host pool, its transfers and its evictions are SGLang's. Our pages hold the other
+layers. A hit counts up to a page at which both pools have their part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from sglang.srt.mem_cache.hybrid_cache import hybrid_pool_assembler as assembler
+from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import (
+    StackStrategy,
+    _MambaStrategy,
+    _PlainKvStrategy,
+    _split_hicache_size,
+    _SwaStrategy,
+)
+from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+from sglang.srt.runtime_context import get_memory
+
+from hcache_backend.projection.paged_pool import full_attention
+
+_HYBRID: dict[type, type[StackStrategy]] = {
+    SWAKVPool: _SwaStrategy,
+    HybridLinearKVPool: _MambaStrategy,
+}
+
+
+def strategy_of(kvcache: Any) -> StackStrategy:
+    """SGLang's strategy for a KV pool of a class of models that can have own pages."""
+    return _HYBRID.get(type(kvcache), _PlainKvStrategy)()
+
+
+def share_of_size(kvcache: Any, params: Any) -> float:
+    """Part of ``--hicache-size`` that the layers get which attend to all tokens, as in SGLang."""
+    if type(kvcache) not in _HYBRID or get_memory().hicache_size <= 0:
+        return 1.0
+    windows = type(kvcache) is SWAKVPool
+    side = kvcache.swa_kv_pool if windows else params.req_to_token_pool.mamba_pool
+    return float(_split_hicache_size(1, (full_attention(kvcache), side))[0])
+
+
+@contextmanager
+def with_our_pool(
+    device_pool: Any, host_pool: Any, controller: Callable[..., Any]
+) -> Iterator[None]:
+    """Within the block SGLang's strategies take ``host_pool`` for ``device_pool``, and get their
+    controller from ``controller``. They build side pools as ever."""
+    kept = assembler.build_kv_host_pool, assembler.HybridCacheController
+
+    def build(*, kv_pool: Any, **others: Any) -> Any:
+        return host_pool if kv_pool is device_pool else kept[0](kv_pool=kv_pool, **others)
+
+    assembler.build_kv_host_pool, assembler.HybridCacheController = build, controller
+    try:
+        yield
+    finally:
+        assembler.build_kv_host_pool, assembler.HybridCacheController = kept

@@ -1,0 +1,158 @@
+"""Attempts to make the server use windows and states that are not those of the sequence.
+
+A page beside the full-attention layers (a sliding window, a recurrent state) says whose it is, as
+all pages of the store do. Without it a hit ends where both are whole.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from bench.harness.models import build_model, replace_weights
+from bench.harness.server import CachedTokens, Server, ServerOptions
+from hcache_backend.cli.main import app
+from hcache_backend.format.envelope import parse_name
+from tests.engine.harness.conversations import Conversation, ask, converse, make_conversations
+from tests.engine.harness.ours import assert_own_pages_of_kv, flip_bit, our_server, stored_pages
+from tests.engine.harness.reference import assert_equal_tokens
+
+pytestmark = pytest.mark.engine
+
+PAGE = 16
+
+
+@dataclass
+class Class:
+    """A class of models. ``boundary``: a hit ends at its multiples."""
+
+    model: str
+    boundary: int
+    env: dict[str, str] = field(default_factory=dict)
+
+
+WINDOWS = Class("gpt_oss", PAGE)
+STATES = Class("qwen3_next", 64, {"SGLANG_MAMBA_CONV_DTYPE": "float32"})
+CLASSES = pytest.mark.parametrize("one", [WINDOWS, STATES], ids=lambda one: one.model)
+
+
+def options(one: Class, model: Path, folder: Path, number: int) -> ServerOptions:
+    how: dict[str, Any] = {"page_size": PAGE, "extra_env": one.env}
+    return our_server(
+        model,
+        folder,
+        hcache={"mode": "auto", "state_tokens": 0},
+        log=folder / f"{number}.log",
+        **how,
+    )
+
+
+def said(server: Server, prompts: Sequence[list[int]]) -> list[Conversation]:
+    """Replies to prompts; L1 and L2 are empty at each."""
+    found: list[Conversation] = []
+    for prompt in prompts:
+        server.flush_cache()
+        found += ask(server, [prompt])
+    return found
+
+
+def assert_right(one: Class, model: Path, folder: Path, asked: Sequence[Conversation]) -> None:
+    plain = ServerOptions(
+        model, folder / "plain.log", cache="none", page_size=PAGE, extra_env=one.env
+    )
+    with Server(plain) as server:
+        for turn in (turn for conversation in asked for turn in conversation.turns):
+            want = server.generate(turn.prompt, len(turn.reply.output_ids))
+            assert want.cached == CachedTokens(0, 0, 0)
+            assert_equal_tokens(turn.reply.output_ids, want.output_ids)
+
+
+def sides(folder: Path) -> list[Path]:
+    """Files beside those of the full-attention layers, of which there are more, oldest first."""
+    namespaces = Counter(path.name.split(".")[0] for path in stored_pages(folder))
+    [(full, _), (side, _)] = namespaces.most_common()
+    files = [path for path in stored_pages(folder) if path.name.startswith(side)]
+    assert 0 < len(files) < namespaces[full]
+    assert all(parse_name(path.name) for path in files)
+    return sorted(files, key=lambda path: path.stat().st_mtime_ns)
+
+
+@CLASSES
+def test_sides_of_other_sequences_and_damaged_ones_are_never_used(
+    one: Class, model_cache: Path, tmp_path: Path
+) -> None:
+    """Files change names between two conversations, then bits change. Each time the next turn
+    computes what it lacks, and the turn behind it finds that."""
+    model = build_model(one.model, model_cache)
+    conversations = make_conversations(2, turns=6, tokens=200)
+    with Server(options(one, model, tmp_path, 0)) as server:
+        converse(server, conversations, turns=2)
+        assert_own_pages_of_kv(server)
+
+    def swap() -> None:
+        files = sides(tmp_path)
+        contents = [path.read_bytes() for path in files]
+        for path, content in zip(files, [*contents[1:], contents[0]], strict=True):
+            path.write_bytes(content)
+
+    def flip() -> None:
+        for path in sides(tmp_path):
+            flip_bit(path, path.stat().st_size // 2)
+
+    for number, damage in enumerate((swap, flip), 1):
+        damage()
+        with Server(options(one, model, tmp_path, number)) as server:
+            converse(server, conversations, turns=2 + 2 * number)
+            assert_own_pages_of_kv(server)
+        for conversation in conversations:
+            lost, found = conversation.turns[-2:]
+            assert lost.cached.storage == 0
+            assert found.history_tokens - found.cached.storage <= one.boundary + PAGE
+    assert_right(one, model, tmp_path, conversations)
+
+
+@CLASSES
+def test_a_hit_ends_where_all_pools_have_their_part(
+    one: Class, model_cache: Path, tmp_path: Path
+) -> None:
+    """The last sides are gone: a fresh server finds the turn before."""
+    model = build_model(one.model, model_cache)
+    [conversation] = make_conversations(1, turns=1, tokens=300)
+    with Server(options(one, model, tmp_path, 0)) as server:
+        converse(server, [conversation])
+        older = set(sides(tmp_path))
+        conversation.questions.append(make_conversations(1, 1, tokens=200, seed=1)[0].questions[0])
+        converse(server, [conversation])
+    whole = conversation.turns[1].prompt
+    for path in set(sides(tmp_path)) - older:
+        path.unlink()
+    CliRunner().invoke(app, ["verify", "--repair", "--dir", str(tmp_path / "l3")])
+    with Server(options(one, model, tmp_path, 1)) as server:
+        [asked] = said(server, [whole])
+    found = asked.turns[0].cached.storage
+    assert found % one.boundary == 0
+    assert 0 <= len(conversation.turns[0].prompt) + 16 - found <= one.boundary + PAGE
+    assert_right(one, model, tmp_path, [conversation, asked])
+
+
+@CLASSES
+def test_another_checkpoint_finds_neither_pages_nor_sides(
+    one: Class, model_cache: Path, tmp_path: Path
+) -> None:
+    models = [build_model(one.model, model_cache, seed=seed) for seed in (0, 1)]
+    served = tmp_path / "model"
+    shutil.copytree(models[0], served)
+    for number, model in enumerate(models):
+        replace_weights(served, model)
+        with Server(options(one, served, tmp_path, number)) as server:
+            talk = converse(server, make_conversations(1, turns=2, tokens=200))
+        assert talk[0].turns[0].cached.storage == 0
+        assert talk[0].turns[1].cached.storage > 0
+        assert_right(one, model, tmp_path, talk)
