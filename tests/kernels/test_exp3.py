@@ -41,7 +41,7 @@ def bytes_needed(exponents: np.ndarray) -> int:
             if not 0 <= above < 7:
                 column = (token % (tokens // 8), channel // 2)
                 shorts[column] = shorts.get(column, 0) + 1
-                needed += not -12 <= above < 10
+                needed += (above + 12) % 256 >= 22  # exponents are taken modulo 256
     return needed + sum(-(-count // 2) for count in shorts.values())
 
 
