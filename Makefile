@@ -15,7 +15,7 @@ GPU_PYTHON := $(shell command -v nvidia-smi >/dev/null && python -c \
 export CPU_SETUP := $(if $(GPU_PYTHON),,1)
 
 .PHONY: setup versions demo test dark test-long test-versions test-gpu-versions lint docs bench-store bench-codecs \
-	bench-accuracy bench-paper bench-launches bench-beside bench-hits bench-hits-load bench-eviction bench-agents \
+	bench-accuracy bench-paper bench-launches bench-beside bench-hits bench-hits-load bench-eviction bench-agents bench-states \
 	bench-restores bench-saving bench-multiturn bench-real-model record-demo record-restores record-accuracy record-real-model
 .DELETE_ON_ERROR:
 
@@ -162,6 +162,10 @@ bench-launches: setup
 # What a full store still has of each prompt, beside LRU and the best possible. Minutes.
 bench-eviction: setup
 	$(BIN)/python -m bench.eviction $(ARGS)
+
+# Which recurrent states of agents' sessions L3 should keep. Seconds.
+bench-states: setup
+	$(BIN)/python -m bench.states $(ARGS)
 
 # What a small host tier keeps of agents' prompts, by several orders of eviction. Minutes.
 bench-agents: setup

@@ -38,6 +38,7 @@ PROGRAMS = {
     "store": "bench.store.__main__",
     "eviction": "bench.eviction",
     "agents": "bench.agents",
+    "states": "bench.states",
     "repairs": "bench.repairs",
     "hits": "bench.hits.__main__",
     "hits_load": "bench.hits.load",

@@ -57,28 +57,43 @@ def kept(sessions: Sequence[Session], apart: int, *, chunks: bool = True) -> Row
 
 
 def measure(run: Run) -> Results:
-    """Every distance, and every state without those of chunks."""
+    """Every distance, and every state without those of chunks, for both workloads."""
     given = run.given
-    sessions = agent_sessions(given.trace) if given.trace else generated(given.sessions, SEED)
-    rows = [kept(sessions, 0, chunks=False), *(kept(sessions, apart) for apart in APART)]
-    return {"sessions": len(sessions), "turns": sum(map(len, sessions)), "rows": rows}
+    workloads = {"generated": generated(given.sessions, SEED)}
+    if given.trace:
+        workloads["trace"] = agent_sessions(given.trace)
+    rows: list[Row] = []
+    for name, sessions in workloads.items():
+        found = [kept(sessions, 0, chunks=False), *(kept(sessions, apart) for apart in APART)]
+        rows += [{"workload": name, **row} for row in found]
+    return {"rows": rows}
 
 
 def rows_of(results: Results) -> list[Row]:
-    names = {0: "each"}
-    return [
-        {**row, "which": names.get(row["apart"], f"{row['apart']:,} tokens apart")}
-        | ({} if row["chunks"] else {"which": "each, not of chunks"})
-        for row in results["rows"]
-    ]
+    return [{**row, "which": which_of(row)} for row in results["rows"]]
+
+
+def which_of(row: Row) -> str:
+    if row["apart"]:
+        return f"{row['apart']:,} tokens apart"
+    return "each" if row["chunks"] else "each, not of chunks"
 
 
 def finding(results: Results) -> str:
-    rows = {row["apart"]: row for row in results["rows"] if row["chunks"]}
+    rows = {row["apart"]: row for row in results["rows"] if row["chunks"]}  # of the last workload
+    bytes_left = rows[1024]["written_mb"] / rows[0]["written_mb"]
+    more = rows[0]["found"] - rows[1024]["found"]
     return (
-        f"States 4,096 tokens apart: {rows[4096]['written_mb'] / rows[0]['written_mb']:.2f} of the "
-        f"bytes, {rows[0]['found'] - rows[4096]['found']:.1%} more of the prompts computed"
+        f"States 1,024 tokens apart: {bytes_left:.2f} of the bytes, {more:.1%} fewer tokens found"
     )
+
+
+def panels(results: Results) -> dict[str, list[Row]]:
+    shown: dict[str, list[Row]] = {}
+    for row in results["rows"]:
+        if row["chunks"]:
+            shown.setdefault(row["workload"], []).append(row)
+    return shown
 
 
 PROGRAM = Program(
@@ -93,6 +108,7 @@ PROGRAM = Program(
     tables=Table(
         rows_of,
         [
+            "workload",
             Column("states kept", "which"),
             "states a turn = states :.2f",
             "MB written a turn = written_mb :.0f",
@@ -103,7 +119,7 @@ PROGRAM = Program(
     ),
     draw=Picture(
         title=finding,
-        panels=lambda results: {"": [row for row in results["rows"] if row["chunks"]]},
+        panels=panels,
         x="written_mb",
         x_label="MB written a turn",
         y_label="tokens of prompts found, of all",

@@ -27,7 +27,6 @@ from hcache_backend.config import ConfigError
 from hcache_backend.host.loads import LoadQueue, Prefix, QueuedLoad, TokenIds
 from hcache_backend.host.node_backups import NodeBackups, NodeLayouts
 from hcache_backend.host.page_proofs import PageProofs
-from hcache_backend.prefetch.eager import batch_pages
 from hcache_backend.prefetch.eager_loads import EagerLoads, token_array
 from hcache_backend.prefetch.prefetch import Meeting, Recomputing
 from hcache_backend.ranks import Part, Turn, smallest
@@ -312,10 +311,6 @@ class OwnPagesController(HybridCacheController):
         return super()._page_backup(operation)
 
     # ---- storage -> host ----
-
-    def pages_per_report(self, pages: int) -> int:
-        """Number of pages that are reported to SGLang together in a prefetch of ``pages``."""
-        return min(pages, STORAGE_BATCH_SIZE) if self._batches is None else batch_pages(pages)
 
     def _report(self, ack: PrefetchAck) -> None:
         self.prefetch_sync_queue.put(ack)

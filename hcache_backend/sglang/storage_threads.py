@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from hcache_backend.prefetch.eager import batch_pages
 from hcache_backend.prefetch.gate import HitGate, harmless
 from hcache_backend.sglang.hook_registry import Hook
 from hcache_backend.sglang.runtime import current
@@ -68,7 +69,7 @@ def around_read(original: Callable[..., Any], controller: Any, operation: Any) -
 
 def around_read_batch(original: Callable[..., Any], controller: Any, *a: Any, **kw: Any) -> Any:
     pages = original(controller, *a, **kw)
-    if not hasattr(controller, "pages_per_report"):  # ours tells each part itself
+    if not hasattr(controller, "begin_turn"):  # ours tells each part itself
         current().l3.arrived(pages * controller.page_size)
     return pages
 
@@ -112,8 +113,8 @@ def pages_per_report(controller: Any, pages: int) -> int:
     """Number of pages whose arrival is reported together in a prefetch of ``pages``."""
     from sglang.srt.managers.cache_controller import STORAGE_BATCH_SIZE
 
-    ours = getattr(controller, "pages_per_report", None)
-    return ours(pages) if ours else min(pages, STORAGE_BATCH_SIZE)
+    smaller = getattr(controller, "eager", None) is not None
+    return batch_pages(pages) if smaller else min(pages, STORAGE_BATCH_SIZE)
 
 
 LOOK_UP = Hook(_CONTROLLER + "_storage_hit_query", around_look_up)

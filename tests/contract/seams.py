@@ -91,7 +91,6 @@ OURS = {
     ("controller", "eager"),
     ("controller", "begin_turn"),
     ("controller", "loading_behind"),
-    ("controller", "pages_per_report"),
     ("backend", "backups"),
     ("memory", "finish"),
     ("memory", "numpy"),

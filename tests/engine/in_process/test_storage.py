@@ -32,6 +32,7 @@ class HostPool:
 
     layout = "page_first"
     size = 64 * PAGE
+    conv_dtype = temporal_dtype = torch.uint8  # those of states
 
     def __init__(self, bytes_per_token: int) -> None:
         self.size_per_token = 2 * bytes_per_token

@@ -147,8 +147,12 @@ LATENTS = "KV mode, own pages: latents of MLA are smaller than hidden states"
 HYBRID = (
     "KV mode, own pages: only the full-attention layers of a hybrid model have pages of their own"
 )
-EACH_STATE = {"mode": "auto", "state_tokens": 0}
-FLOAT32_STATES = {"SGLANG_MAMBA_CONV_DTYPE": "float32"}
+STATES: dict[str, Any] = {
+    "hcache": AUTO | {"state_tokens": 0},
+    "extra_env": {"SGLANG_MAMBA_CONV_DTYPE": "float32"},
+    "reference": "server",
+    "grid": 64,
+}
 CLASS: dict[str, Any] = {"page_size": 16, "restarts": True, "hcache": AUTO, "files": 80}
 LONG_CLASS = CLASS | {"marks": LONG}
 
@@ -201,26 +205,12 @@ CLASSES = [
     # A state is kept every 64 tokens, and is a file of its own.
     row(
         *("qwen3_next", "own", HYBRID),
-        **LONG_CLASS
-        | {
-            "reference": "server",
-            "extra_env": FLOAT32_STATES,
-            "hcache": EACH_STATE,
-            "grid": 64,
-            "files": 78,
-        },
+        **LONG_CLASS | STATES | {"files": 78},
     ),
     row(
         *("qwen3_next", "own", HYBRID),
         tp=2,
-        **LONG_CLASS
-        | {
-            "reference": "server",
-            "extra_env": FLOAT32_STATES,
-            "hcache": EACH_STATE,
-            "grid": 64,
-            "files": 156,
-        },
+        **LONG_CLASS | STATES | {"files": 156},
     ),
 ]
 

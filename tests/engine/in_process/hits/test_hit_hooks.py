@@ -219,9 +219,7 @@ def test_a_slow_prefetch_ends_unless_that_would_discard_what_has_arrived(
 def test_a_hit_has_a_front_only_behind_tokens_that_are_on_the_device(
     node: str, pages: int, recomputed: bool, gate: HitGate
 ) -> None:
-    controller = SimpleNamespace(
-        recomputing=lambda tokens, prefix: 1.0, pages_per_report=lambda pages: 4
-    )
+    controller = SimpleNamespace(recomputing=lambda tokens, prefix: 1.0, eager=object())
     cache = cache_of(controller)
     cache.page_size, cache.ongoing_prefetch = SIZE, {}
     cache.tree_core = SimpleNamespace(
