@@ -247,8 +247,7 @@ def page_plugin(config: HCacheConfig | None) -> Krul | None:
 
 
 def asked_codec(runtime: Runtime, dtype: torch.dtype) -> str:
-    """The codec that option ``codec`` means for values of ``dtype``, on which ``auto`` depends: it
-    is then the first one of :data:`~hcache_kernels.codecs.AUTOMATIC`."""
+    """The codec that option ``codec`` means for values of ``dtype``: ``auto`` depends on it."""
     assert runtime.config is not None
     asked = runtime.config.codec
     if asked == "auto":
@@ -295,18 +294,17 @@ def _encoding_segments(
     codec = asked_codec(runtime, planes_of(kvcache, 0)[0].dtype)
     if codec != "none" and stages > 1:  # a stage cannot tell the others what it could not keep
         raise UnsupportedRows(f"codec {codec!r} takes no K and V of pipeline stages")
-    layers, plugin = range(kvcache.layer_num), page_plugin(runtime.config)
-    drafts = packed_drafts(runtime.runner)
-    if plugin is not None and drafts:
-        raise UnsupportedRows(f"codec {codec!r} takes no draft layers")
+    plugin, drafts = page_plugin(runtime.config), packed_drafts(runtime.runner)
+    how = kvcache, range(kvcache.layer_num), kvcache.page_size
     if plugin is not None:
-        return plugin.segments(kvcache, layers, kvcache.page_size, groups // share.of)
-    how = kvcache, layers, kvcache.page_size, share, groups
+        if drafts:
+            raise UnsupportedRows(f"codec {codec!r} takes no draft layers")
+        return plugin.segments(*how, groups // share.of)
     if codec == AUTOMATIC[0] != runtime.config.codec:
         with suppress(UnsupportedRows):
-            return KVSegments(*how, codec, drafts)
+            return KVSegments(*how, share, groups, codec, drafts)
         codec = AUTOMATIC[-1]
-    return KVSegments(*how, codec, drafts)
+    return KVSegments(*how, share, groups, codec, drafts)
 
 
 def choose_codec(group: Any, runtime: Runtime, probe: Probe, projector: Projector) -> Codec:
