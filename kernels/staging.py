@@ -33,28 +33,28 @@ _MOST_WORDS = 1024  # that a program moves at a time
 class StagedRows:
     """A staging buffer; both tensors are contiguous."""
 
-    rows: torch.Tensor  # as the model has them, uint8 [layers, places, row_bytes]
-    marks: torch.Tensor  # number of the step that wrote each row, int64 [layers, places]
+    rows: torch.Tensor  # as the model has them, uint8 [layers, capacity, row_bytes]
+    marks: torch.Tensor  # number of the step that wrote each row, int64 [layers, capacity]
 
 
 def stage_rows(
-    rows: torch.Tensor, places: torch.Tensor, step: torch.Tensor, staged: StagedRows, layer: int
+    rows: torch.Tensor, targets: torch.Tensor, step: torch.Tensor, staged: StagedRows, layer: int
 ) -> None:
-    """Stage one: copy the rows of one layer to their places in the staging buffer.
+    """Stage one: copy the rows of one layer to their targets in the staging buffer.
 
     Args:
         rows: Rows as the model has them, ``[n, values]`` of any dtype, a row's values side by side.
-        places: int64 ``[n]``: where each row goes, or :data:`NOWHERE`. Without a place, the buffer
+        targets: int64 ``[n]``: where each row goes, or :data:`NOWHERE`. Without one, the buffer
             is not touched: it may be gone when a recorded launch is replayed.
         step: Number of the step, int64 ``[1]``.
     """
     if rows.is_cuda:
-        stage_launch(rows, places, step, staged, layer).run()
+        stage_launch(rows, targets, step, staged, layer).run()
         return
-    wanted = places != NOWHERE
-    places, rows = places[wanted], rows.view(torch.uint8)[wanted]
-    staged.rows[layer].index_copy_(0, places, rows)
-    staged.marks[layer].index_copy_(0, places, step.expand(len(rows)))
+    wanted = targets != NOWHERE
+    targets, rows = targets[wanted], rows.view(torch.uint8)[wanted]
+    staged.rows[layer].index_copy_(0, targets, rows)
+    staged.marks[layer].index_copy_(0, targets, step.expand(len(rows)))
 
 
 def save_rows(
@@ -91,7 +91,7 @@ def save_rows(
 
 
 def stage_launch(
-    rows: torch.Tensor, places: torch.Tensor, step: torch.Tensor, staged: StagedRows, layer: int
+    rows: torch.Tensor, targets: torch.Tensor, step: torch.Tensor, staged: StagedRows, layer: int
 ) -> Launch:
     """The launch of :func:`stage_rows`."""
     size = rows.element_size()
@@ -106,7 +106,7 @@ def stage_launch(
         block=block,
         warp_values=128,
         rows=rows.view(_WORDS[word]),
-        places=places,
+        targets=targets,
         step=step,
         staged=staged.rows[layer].view(_WORDS[word]),
         marks=staged.marks[layer],
@@ -158,10 +158,10 @@ def save_launch(
 @triton.jit
 def stage_kernel(
     rows,  # words [n, WORDS], row_stride apart
-    places,  # int64 [n]
+    targets,  # int64 [n]
     step,  # int64 [1]
-    staged,  # words [places, WORDS]
-    marks,  # int64 [places]
+    staged,  # words [capacity, WORDS]
+    marks,  # int64 [capacity]
     row_stride,
     WORDS: tl.constexpr,
     NONE: tl.constexpr,
@@ -169,13 +169,13 @@ def stage_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
-    place = tl.load(places + row)
+    target = tl.load(targets + row)
     at = part * BLOCK + tl.arange(0, BLOCK)
-    wanted = (at < WORDS) & (place != NONE)
+    wanted = (at < WORDS) & (target != NONE)
     words = tl.load(rows + row * row_stride + at, mask=wanted)
-    tl.store(staged + place * WORDS + at, words, mask=wanted)
+    tl.store(staged + target * WORDS + at, words, mask=wanted)
     if part == 0:
-        tl.store(marks + place, tl.load(step), mask=place != NONE)
+        tl.store(marks + target, tl.load(step), mask=target != NONE)
 
 
 @triton.jit(  # else it is compiled again in service

@@ -1,6 +1,6 @@
 """What a step that is captured begins and ends with, each in torch and as one kernel.
 
-At its begin the rows of the step get places in staging, and the host is told which tokens go to
+At its begin the rows of the step get targets in staging, and the host is told which tokens go to
 which slots. At its end the host is told which rows were written.
 """
 
@@ -23,10 +23,10 @@ _BEGUN, _JUDGED = 256, 128
 
 
 @dataclass(frozen=True)
-class StepPlaces:
-    """Which places the rows of the present step go to, for stage one."""
+class StepTargets:
+    """Which rows of staging the rows of the present step go to, for stage one."""
 
-    places: torch.Tensor  # of each row, int64 [places]; NOWHERE for rows beyond those of the step
+    targets: torch.Tensor  # of each row, int64 [most]; NOWHERE for rows beyond those of the step
     number: torch.Tensor  # of the step, int64 [1]
 
 
@@ -34,7 +34,7 @@ def begin_rows(
     tokens: TokenRows,
     where: torch.Tensor,
     copied: torch.Tensor,
-    now: StepPlaces,
+    now: StepTargets,
     number: int,
     placed: range,
 ) -> None:
@@ -45,16 +45,16 @@ def begin_rows(
         where: The same in one, int64 ``[3, n]``, contiguous, on the device.
         copied: The same for the host, int64 ``[3 * n]``, memory that the device can write (pinned).
         number: Number of the step.
-        placed: Places of the step's rows: consecutive, as many as tokens; or none.
+        placed: Rows of staging for the step: consecutive, as many as tokens; or none.
     """
     if where.is_cuda:
         begin_launch(tokens, where, copied, now, number, placed).run()
         return
     torch.stack([values.to(torch.int64) for values in tokens], out=where)
     copied.copy_(where.view(-1))
-    device = now.places.device
-    now.places.fill_(NOWHERE)
-    now.places[: len(placed)] = torch.arange(placed.start, placed.stop, device=device)
+    device = now.targets.device
+    now.targets.fill_(NOWHERE)
+    now.targets[: len(placed)] = torch.arange(placed.start, placed.stop, device=device)
     now.number.fill_(number)
 
 
@@ -77,13 +77,13 @@ def begin_launch(
     tokens: TokenRows,
     where: torch.Tensor,
     copied: torch.Tensor,
-    now: StepPlaces,
+    now: StepTargets,
     number: int,
     placed: range,
 ) -> Launch:
     """The launch of :func:`begin_rows`."""
     slots, positions, token_ids = (values.contiguous() for values in tokens)
-    most = now.places.numel()
+    most = now.targets.numel()
     return block_launch(
         begin_kernel,
         grid=(triton.cdiv(max(slots.numel(), most), _BEGUN),),
@@ -94,7 +94,7 @@ def begin_launch(
         token_ids=token_ids,
         where=where,
         copied=copied,
-        places=now.places,
+        targets=now.targets,
         step=now.number,
         n=slots.numel(),
         number=number,
@@ -133,7 +133,7 @@ def begin_kernel(
     token_ids,  # int [n]
     where,  # int64 [3, n]
     copied,  # int64 [3, n]
-    places,  # int64 [most]
+    targets,  # int64 [most]
     step,  # int64 [1]
     n,
     number,
@@ -153,8 +153,8 @@ def begin_kernel(
     tl.store(copied + at, slot, mask=at < n)
     tl.store(copied + n + at, position, mask=at < n)
     tl.store(copied + 2 * n + at, token_id, mask=at < n)
-    place = tl.where(at < placed, first + at, NONE).to(tl.int64)
-    tl.store(places + at, place, mask=at < most)
+    target = tl.where(at < placed, first + at, NONE).to(tl.int64)
+    tl.store(targets + at, target, mask=at < most)
     if tl.program_id(0) == 0:
         tl.store(step, number)
 

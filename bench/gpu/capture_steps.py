@@ -25,7 +25,7 @@ RESTORED = 4096
 class Saving:
     """Shadow pages, and how rows come to them."""
 
-    def __init__(self, device: Device, shape: Shape, tokens: int, places: int) -> None:
+    def __init__(self, device: Device, shape: Shape, tokens: int, capacity: int) -> None:
         self.device, self.shape, self.tokens = device, shape, tokens
         self.codec = make_codec("none", shape.hidden, device.dtype)
         stored = hidden_layer(PAGE, self.codec.row_bytes, shape.hidden)
@@ -34,7 +34,7 @@ class Saving:
         self.memory = device.pinned(pages + 1, layout.page_bytes)
         self.memory.fill_(0xEE)
         self.arena = Arena(self.memory.numpy(), layout, 1, pages, lambda page: None)
-        self.staging = Staging(shape.layers, shape.hidden, device.dtype, places, device.kind)
+        self.staging = Staging(shape.layers, shape.hidden, device.dtype, capacity, device.kind)
         self.capture = StagedCapture(
             self.arena, self.memory, self.staging, range(shape.layers), self.codec
         )
@@ -67,7 +67,7 @@ class Forward:
 
     Args:
         layer: Computes the output of a layer of this number, of its input and its watcher.
-        places: Rows that staging holds of each layer.
+        capacity: Rows that staging holds of each layer.
         steps: How many passes one measurement launches.
         recorded: Launched by the replay of a CUDA graph; a CPU records none.
     """
@@ -79,12 +79,12 @@ class Forward:
         tokens: int,
         layer: Callable[[int, torch.Tensor, Callable[[torch.Tensor], object]], torch.Tensor],
         *,
-        places: int,
+        capacity: int,
         steps: int,
         recorded: bool,
     ) -> None:
         self.device, self.shape, self.tokens = device, shape, tokens
-        self._layer, self._places = layer, places
+        self._layer, self._capacity = layer, capacity
         self.steps = 2 if device.dry_run else steps
         self.recorded = recorded and not device.dry_run
         self.x = torch.randn(tokens, shape.hidden, device=device.kind, dtype=device.dtype)
@@ -110,7 +110,7 @@ class Forward:
 
     def run(self, way: str) -> tuple[float, bool | None]:
         """Milliseconds of a pass, and whether the last one's rows were saved; None: none are."""
-        saving = Saving(self.device, self.shape, self.tokens, self._places)
+        saving = Saving(self.device, self.shape, self.tokens, self._capacity)
 
         def captured(launch: Callable[[], object], *, replayed: bool) -> None:
             saving.capture.ledger.pass_begins()
@@ -154,7 +154,7 @@ def decode(device: Device, shape: Shape, layers: list[Layer], batch: int) -> For
     at = torch.full((batch,), context, device=device.kind)
     return Forward(
         *(device, shape, batch, lambda n, x, watch: layers[n].decode(x, at, cache, watch)),
-        places=2 * batch,  # two steps, as in the server
+        capacity=2 * batch,  # two steps, as in the server
         steps=STEPS,
         recorded=True,
     )
@@ -168,7 +168,7 @@ def prefill(
     return Forward(
         *(device, shape, tokens, lambda n, x, watch: layers[n].forward(x, at, [tokens], watch)[0]),
         # A graph's rows are all staged; an eager pass goes through staging layer by layer.
-        places=tokens if graph else max(512, -(-2 * tokens // shape.layers)),
+        capacity=tokens if graph else max(512, -(-2 * tokens // shape.layers)),
         steps=1,
         recorded=graph,
     )

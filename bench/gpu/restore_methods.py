@@ -52,7 +52,7 @@ class _Pieces:
 
     def __init__(self, whole: PageLayout, segments: Sequence[int]) -> None:
         self.page_size = whole.page_size
-        self.share = WHOLE  # there is no other rank to gather shares from
+        self.shard = WHOLE  # there is no other rank to gather shards from
         self.positions = whole.positions
         self.segment_bytes = tuple(whole.segment_bytes[s] if s >= 0 else 0 for s in segments)
         self.segment_offsets = tuple(whole.segment_offsets[s] if s >= 0 else 0 for s in segments)

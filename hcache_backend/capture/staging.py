@@ -1,13 +1,13 @@
 """Two-stage capture (paper section 4.2.2): staging on the device, then one transfer per step.
 
 - Stage one runs on the forward pass's stream, also in a CUDA graph: one kernel per layer copies the
-  projection's input to a ring of places.
+  projection's input to a ring of rows.
 - Stage two runs on its own stream: one launch moves all layers of a step to the shadow pages of its
   tokens. With a codec another launch encodes them first; recorded graphs know nothing of it.
-- A step that is too long for the places uses the same memory as a ring of layers. Steps of one
+- A step that is too long for these rows uses the same memory as a ring of layers. Steps of one
   length go round in it, so none waits for the whole step before.
 - The forward pass never waits for the CPU. If staging is full, its *stream* waits for the transfer
-  that still reads the places.
+  that still reads the rows.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from hcache_backend.streams import (
 )
 from hcache_kernels.codecs import Codec
 from hcache_kernels.staging import NOWHERE, WRONG_STEP, StagedRows, save_rows, stage_rows
-from hcache_kernels.steps import StepPlaces, TokenRows, begin_rows, judge_rows
+from hcache_kernels.steps import StepTargets, TokenRows, begin_rows, judge_rows
 
 _AT_ONCE_BYTES = 64 << 20  # of rows encoded in one call: this device memory is in no plan
 
 
 class LayerRing:
-    """Staging memory for a step that is too long for its places: layers use its parts in turn."""
+    """Staging memory for a step that is too long for its rows: layers use its parts in turn."""
 
     def __init__(self, memory: torch.Tensor, part_bytes: int) -> None:
         self.part_bytes = part_bytes
@@ -67,7 +67,7 @@ class Step:
     number: int  # in the marks
     where: torch.Tensor  # slots, positions and token ids, int64 [3, tokens] on the device
     entry: StepEntry
-    first: int | None  # in the ring of places; None: its layers go round in the ring
+    first: int | None  # in the ring of rows; None: its layers go round in the ring
     marks: torch.Tensor  # the step that wrote each row, int64 [layers, tokens] on the device
     layers_seen: list[int]  # how often Python saw each layer being staged
     ring: LayerRing | None = None
@@ -100,25 +100,25 @@ class Staging:
     Args:
         layers: Captured layers; 0 if no layer is stored as hidden states.
         width: Values of a row.
-        places: Rows of all layers that it holds. CUDA graphs of larger batches are not captured.
+        capacity: Tokens whose rows it holds. CUDA graphs of larger batches are not captured.
     """
 
     def __init__(
-        self, layers: int, width: int, dtype: torch.dtype, places: int, device: torch.device | str
+        self, layers: int, width: int, dtype: torch.dtype, capacity: int, device: torch.device | str
     ) -> None:
         self.layers, self.width, self.dtype = layers, width, dtype
         self.row_bytes = width * dtype.itemsize
-        self.places = places
+        self.capacity = capacity
         self.device = torch.device(device)
         self._take_memory()
-        self._now = StepPlaces(
-            torch.full((places,), NOWHERE, dtype=torch.int64, device=device),
+        self._now = StepTargets(
+            torch.full((capacity,), NOWHERE, dtype=torch.int64, device=device),
             torch.zeros(1, dtype=torch.int64, device=device),
         )
-        self._named = places, self._now.places  # rows and places, for every layer of a step
+        self._named = capacity, self._now.targets  # rows and targets, for every layer of a step
 
     def _take_memory(self) -> None:
-        shape = (self.layers, self.places)
+        shape = (self.layers, self.capacity)
         self.staged = StagedRows(
             torch.zeros((*shape, self.row_bytes), dtype=torch.uint8, device=self.device),
             torch.zeros(shape, dtype=torch.int64, device=self.device),
@@ -128,12 +128,12 @@ class Staging:
         """Give the memory back; nothing may be under way. Recorded copies then do nothing."""
         self.name_none()
         current_stream(self.device).record().synchronize()  # a replay uses another stream
-        self.places = 0
+        self.capacity = 0
         self._take_memory()
 
     @staticmethod
-    def bytes_for(layers: int, row_bytes: int, places: int) -> int:
-        return layers * places * (row_bytes + torch.int64.itemsize)
+    def bytes_for(layers: int, row_bytes: int, capacity: int) -> int:
+        return layers * capacity * (row_bytes + torch.int64.itemsize)
 
     @property
     def flat(self) -> torch.Tensor:
@@ -142,12 +142,12 @@ class Staging:
     def begin(
         self, tokens: TokenRows, step: int, placed: range
     ) -> Callable[[torch.Tensor, torch.Tensor], None]:
-        """Returns ``launch`` of :meth:`Ledger.step`; ``placed``: a place per token, or none."""
+        """Returns ``launch`` of :meth:`Ledger.step`; ``placed``: a row per token, or none."""
         return lambda where, copied: begin_rows(tokens, where, copied, self._now, step, placed)
 
     def name_none(self) -> None:
         """Want no row from now on, on the current stream."""
-        current_stream(self.device).run(lambda: self._now.places.fill_(NOWHERE))
+        current_stream(self.device).run(lambda: self._now.targets.fill_(NOWHERE))
 
     def forget_marks(self) -> None:
         """Step numbers begin anew: no row is of any step. Nothing may be under way."""
@@ -165,20 +165,20 @@ class Staging:
         )
 
     def stage(self, layer: int, hidden: torch.Tensor, rows: int) -> None:
-        """Copy the first ``rows`` of ``hidden`` to the places named last."""
-        if rows > self.places:
+        """Copy the first ``rows`` of ``hidden`` to the targets named last."""
+        if rows > self.capacity:
             return  # a recorded batch that is too large: its rows will lack their marks
         if self._named[0] != rows:
-            self._named = rows, self._now.places[:rows]
+            self._named = rows, self._now.targets[:rows]
         if hidden.shape[0] != rows:
             hidden = hidden[:rows]
         run_here(self.device, self._stage, layer, hidden, self._named[1])
 
-    def _stage(self, layer: int, hidden: torch.Tensor, places: torch.Tensor) -> None:
-        stage_rows(hidden, places, self._now.number, self.staged, layer)
+    def _stage(self, layer: int, hidden: torch.Tensor, targets: torch.Tensor) -> None:
+        stage_rows(hidden, targets, self._now.number, self.staged, layer)
 
     def record(self, layer: int, hidden: object) -> None:
-        """Copy ``hidden`` while a CUDA graph is recorded; a replay uses the places of its own step.
+        """Copy ``hidden`` while a CUDA graph is recorded; a replay uses its own step's targets.
         Also for the warm-up: a kernel must not be compiled while a graph is recorded."""
         if self.fits(hidden, 0):
             self.stage(layer, hidden, len(hidden))
@@ -192,7 +192,7 @@ class StagedCapture:
 
     Args:
         memory: The arena's memory, uint8 ``[pages, page_bytes]``.
-        staging: An eager step may be up to ``staging.layers`` times as long as it has places.
+        staging: An eager step may be up to ``staging.layers`` times as long as its capacity.
         segments: The segment of a page of each captured layer.
     """
 
@@ -205,7 +205,7 @@ class StagedCapture:
         codec: Codec,
     ) -> None:
         self.arena = arena
-        self.most_at_once = staging.places  # tokens of a step; longer ones go layer by layer
+        self.most_at_once = staging.capacity  # tokens of a step; longer ones go layer by layer
         self.waits_for_staging = 0  # times that a forward pass's stream waited for a transfer
         self.memory = memory
         self._staging = staging
@@ -216,8 +216,8 @@ class StagedCapture:
         self.segments = torch.tensor(offsets, dtype=torch.int64, device=self.device)
         self._shadows = torch.from_numpy(arena.shadows).to(self.device)
         self._steps = 0
-        self._next_place = 0
-        self._in_flight: deque[tuple[int, int, Event]] = deque()  # places [first, end) being read
+        self._next_row = 0
+        self._in_flight: deque[tuple[int, int, Event]] = deque()  # rows [first, end) being read
         self._ring: LayerRing | None = None
         self._step: Step | None = None
         self._transfer = new_stream(self.device, "transfer")
@@ -239,13 +239,13 @@ class StagedCapture:
         while self._in_flight and self._in_flight[0][2].query():
             self._in_flight.popleft()
         self._steps += 1
-        placed = self._free_places(tokens)
+        placed = self._free_rows(tokens)
         begin = self._staging.begin((slots, positions, token_ids), self._steps, placed)
         entry, where = self.ledger.step(slots, begin)
         if self.ledger.broken is not None:
             self.skip()
         elif placed:
-            self._step = self._use_places(placed, where, entry)
+            self._step = self._use_rows(placed, where, entry)
         elif tokens * self._staging.row_bytes <= self._staging.flat.numel():
             self._step = self._use_layers(tokens, where, entry)
         else:
@@ -259,7 +259,7 @@ class StagedCapture:
         self.ledger.copy_wanted()
 
     def give_up_step(self) -> None:
-        """Call if :meth:`begin` raised. Names no place: a recorded graph runs all the same, and
+        """Call if :meth:`begin` raised. Names no target: a recorded graph runs all the same, and
         must not write where a transfer may still read."""
         self._step = None
         try:
@@ -267,31 +267,31 @@ class StagedCapture:
         except Exception as error:
             self.ledger.give_up(f"{type(error).__name__}: {error}")
 
-    def _free_places(self, tokens: int) -> range:
+    def _free_rows(self, tokens: int) -> range:
         if tokens > self.most_at_once:
             return range(0)
-        first = self._next_place if self._next_place + tokens <= self._staging.places else 0
+        first = self._next_row if self._next_row + tokens <= self._staging.capacity else 0
         return range(first, first + tokens)
 
-    def _use_places(self, placed: range, where: torch.Tensor, entry: StepEntry) -> Step:
+    def _use_rows(self, placed: range, where: torch.Tensor, entry: StepEntry) -> Step:
         first, tokens, layers = placed.start, len(placed), self._staging.layers
-        self._ring, self._next_place = None, placed.stop
-        self._wait_for_places(first, placed.stop)
+        self._ring, self._next_row = None, placed.stop
+        self._wait_for_rows(first, placed.stop)
         marks = self._staging.staged.marks.narrow(1, first, tokens)
         return Step(tokens, self._steps, where, entry, first, marks, [0] * layers)
 
     def _use_layers(self, tokens: int, where: torch.Tensor, entry: StepEntry) -> Step:
-        # No graph that copies to places is replayed: none is recorded for a step of this length.
+        # No graph that copies to these rows is replayed: none is recorded for so long a step.
         size = tokens * self._staging.row_bytes
         if self._ring is None or self._ring.part_bytes != size:
-            self._wait_for_places(0, self._staging.places)
+            self._wait_for_rows(0, self._staging.capacity)
             self._ring = LayerRing(self._staging.flat, size)
         shape = (self._staging.layers, tokens)
         marks = torch.zeros(shape, dtype=torch.int64, device=self.device)
         return Step(tokens, self._steps, where, entry, None, marks, [0] * shape[0], self._ring)
 
-    def _wait_for_places(self, first: int, end: int) -> None:
-        """Let the current stream wait for the transfers out of places ``[first, end)``."""
+    def _wait_for_rows(self, first: int, end: int) -> None:
+        """Let the current stream wait for the transfers out of rows ``[first, end)``."""
         overlaps = [i for i, (a, b, _) in enumerate(self._in_flight) if a < end and first < b]
         for _ in range(overlaps[-1] + 1 if overlaps else 0):
             *_, last = self._in_flight.popleft()
@@ -336,7 +336,7 @@ class StagedCapture:
         Returns True if the rows are promised; otherwise they stay void."""
         self._step = None
         if replayed and step.first is None:
-            return False  # recorded copies know only the ring of places
+            return False  # recorded copies know only the ring of rows
         if not replayed and step.layers_seen.count(1) != self._staging.layers:
             # Transfers of its layers may still read memory that the next step writes. These rows
             # stay void, and later transfers write their shadows behind these.
@@ -347,7 +347,7 @@ class StagedCapture:
         verdicts = self.ledger.buffers.take(step.tokens, torch.uint8)
         judge = partial(judge_rows, step.marks, step.number, verdicts.values)
         if step.first is None:
-            used = 0, self._staging.places
+            used = 0, self._staging.capacity
             transfer.run(judge)
         else:
             used = step.first, step.first + step.tokens

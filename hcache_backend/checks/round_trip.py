@@ -20,7 +20,7 @@ from hcache_backend.checks.comparison import difference, equal, of_kv, projected
 from hcache_backend.checks.probe import PROBE_TOKENS, given
 from hcache_backend.format.envelope import NAMESPACE_BYTES, WRITER_BYTES
 from hcache_backend.format.page import PageLayout
-from hcache_backend.format.units import Share
+from hcache_backend.format.units import Shard
 from hcache_backend.host.segments import KVSegments
 from hcache_backend.projection.exactness import CODEC_TOLERANCE, relative_difference
 from hcache_backend.projection.projector import Projector
@@ -34,16 +34,16 @@ _FROM, _TO, _HOST = (1, 2), (4, 3), (1, 0)  # pages of the pool, and of host mem
 
 
 class _OwnShare:
-    """Stands in for an :class:`.Exchange`: the other shares are zeros."""
+    """Stands in for an :class:`.Exchange`: the other shards are zeros."""
 
     on_scheduler_thread = False
 
-    def __init__(self, share: Share) -> None:
-        self.number, self.shares = share
+    def __init__(self, shard: Shard) -> None:
+        self.number, self.shards = shard
 
-    def gather(self, shares: torch.Tensor, fetch: Fetch) -> None:
-        shares.zero_()
-        fetch(shares[self.number])
+    def gather(self, shards: torch.Tensor, fetch: Fetch) -> None:
+        shards.zero_()
+        fetch(shards[self.number])
 
 
 def check_copies(layout: PageLayout, kv: KVSegments) -> None:
@@ -89,7 +89,7 @@ def check_copies(layout: PageLayout, kv: KVSegments) -> None:
         restored = [others_stay] * len(layout.segment_bytes)
         for layer in kv.layers:
             restored[layer] = kv.restored_layer(layer)
-        exchange: Any = _OwnShare(layout.share) if kv.shares_tokens else None
+        exchange: Any = _OwnShare(layout.shard) if kv.shares_tokens else None
         pipeline = RestorePipeline(memory, layout, restored, len(slots), device, exchange=exchange)
         pipeline.start(np.array(_HOST), others).synchronize()
         rows: list[torch.Tensor | None] = [None] * len(buffers)
@@ -183,7 +183,9 @@ class CaptureCheck:
             for layer in plan.hidden_layers
             if seen
         ]
-        self._capture.most_at_once = 1 if by_layer and plan.staging.layers else plan.staging.places
+        self._capture.most_at_once = (
+            1 if by_layer and plan.staging.layers else plan.staging.capacity
+        )
         try:
             with plan.capture_hooks.trying(self._capture):
                 self._slots = run()

@@ -166,9 +166,9 @@ class _Checks(ABC, Generic[_Layer]):
     def _fail(self, problem: str) -> None:
         """A page is wrong: the runtime loses its trust."""
         self.failed = True
-        if self._runtime.distrust is None:
+        if self._runtime.quarantine is None:
             metrics.PROBLEMS.count("self_check")
-            self._runtime.lose_trust(f"the self-check in service failed: {problem}")
+            self._runtime.begin_quarantine(f"the self-check in service failed: {problem}")
 
 
 class KVChecks(_Checks[int]):
@@ -248,7 +248,7 @@ class KVChecks(_Checks[int]):
 class ServiceChecks(_Checks[AttentionLayer]):
     """Projects a sample of backups with hidden states and compares them with the pool.
 
-    With a spec each rank projects its own share of a page's tokens, with its own heads. An
+    With a spec each rank projects its own shard of a page's tokens, with its own heads. An
     attention module may exchange every token with other ranks, so all ranks get the whole page.
     ``exchange``: between ranks that share tokens; None: pages are whole. ``order``: keeps
     collectives apart from those of forward passes; None: there are none.
@@ -269,12 +269,12 @@ class ServiceChecks(_Checks[AttentionLayer]):
         self._projector = projector
         self._exchange = exchange
         self._order = order
-        self._shares: torch.Tensor | None = None
+        self._shards: torch.Tensor | None = None
         if exchange is not None and hidden_layers:
             # Taken now: a rank without memory for it would leave the others in a collective.
-            share = pool.page_layout.segment(hidden_layers[0].index)
-            shape = (exchange.shares, share.stop - share.start)
-            self._shares = torch.empty(shape, dtype=torch.uint8, device=pool.device_pool.device)
+            shard = pool.page_layout.segment(hidden_layers[0].index)
+            shape = (exchange.shards, shard.stop - shard.start)
+            self._shards = torch.empty(shape, dtype=torch.uint8, device=pool.device_pool.device)
         # A running check may project rows of the old weights with the new ones.
         runtime.on_weights_changed.append(self.forget)
 
@@ -354,19 +354,19 @@ class ServiceChecks(_Checks[AttentionLayer]):
         return layout.positions(header).astype(np.int64)
 
     def _all_shares(self, exchange: Exchange, own: torch.Tensor) -> torch.Tensor:
-        """A segment of the whole page, uint8 ``[shares, bytes]``, of which this rank has ``own``;
+        """A segment of the whole page, uint8 ``[shards, bytes]``, of which this rank has ``own``;
         valid until the next call, on the current stream. Raises ExchangeFailed on all ranks."""
-        shares = self._shares
-        assert shares is not None
+        shards = self._shards
+        assert shards is not None
 
         def fetch(there: torch.Tensor) -> None:
             there.copy_(own, non_blocking=True)
 
         if exchange.on_scheduler_thread:
-            exchange.gather_now([(shares, fetch)])
+            exchange.gather_now([(shards, fetch)])
         else:
-            exchange.gather(shares, fetch)
-        return shares
+            exchange.gather(shards, fetch)
+        return shards
 
     def _problem(self, check: _Check) -> str | None:
         try:

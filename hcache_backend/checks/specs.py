@@ -181,13 +181,13 @@ class LayerSpecs:
                 replace(found, spec=None, detail=reason, reached=None) for found in self._found
             ]
             if isinstance(error, Refused):
-                self._runtime.lose_trust(reason)
+                self._runtime.begin_quarantine(reason)
             else:
                 logger.exception("hcache: the search for specs raised an error")
         try:
             self.settle()
         except Refused as refused:
-            self._runtime.lose_trust(f"after a weight update: {refused}")
+            self._runtime.begin_quarantine(f"after a weight update: {refused}")
 
     def _report(self) -> None:
         groups: dict[tuple[Literal["spec", "generic"], str], list[int]] = {}

@@ -317,7 +317,7 @@ def sizing(
     """Room for ``conversations`` of ``tokens`` tokens, of which full pages are kept. ``model`` is
     without a codec and served in ``dtype``: ``bfloat16``, ``float16`` or ``float32``. The device's
     KV pool has ``device_tokens`` (SGLang's ``max_total_num_tokens``)."""
-    from hcache_backend.restore.exchange import share_of_rank
+    from hcache_backend.restore.exchange import shard_of_rank
 
     heads = -(-model.kv_heads // tp)  # of a rank
     stored = encoded(model, codec, dtype, tp=tp, page_size=page_size)
@@ -325,26 +325,26 @@ def sizing(
         each.kv_bytes if model.latent else each.kv_bytes * heads // model.kv_heads
         for each in (model, stored)
     )
-    share = share_of_rank(0, tp, page_size)
+    shard = shard_of_rank(0, tp, page_size)
     hidden = hidden_layer(page_size, stored.hidden_bytes, model.hidden)
-    kv_length, both = page_size * kv_bytes * share.of, model.head_dim + model.value_dim
+    kv_length, both = page_size * kv_bytes * shard.of, model.head_dim + model.value_dim
     segments = []
     for width in (model.head_dim, model.value_dim):
         pieces = units_per_group(page_size, heads * width)
-        segments.append(Segment(kv_length * width // both, share.of, pieces))
+        segments.append(Segment(kv_length * width // both, shard.of, pieces))
     kv, files = StoredLayer(tuple(segments)), tp  # K and V are those of a rank's own heads
     if model.latent or not partition.kv:
-        kv, files = hidden_layer(page_size, kv_bytes, model.kv_width), share.of
+        kv, files = hidden_layer(page_size, kv_bytes, model.kv_width), shard.of
     kinds = ((RECOMPUTED, partition.recompute), (hidden, partition.hidden), (kv, partition.kv))
     layers = tuple(layer for layer, count in kinds for _ in range(count))
-    layout = PageLayout(page_size, layers, share)
+    layout = PageLayout(page_size, layers, shard)
     table, page_bytes = layout.table, layout.page_bytes
     pages = conversations * (tokens // page_size)
     # SGLang's pool has a page more than it gives out.
     shadows = ((device_tokens or 0) // page_size + 1) * bool(partition.hidden)
     host_bytes = (pages + shadows) * page_bytes
     ratio = host_bytes / (device_tokens * model.layers * plain) if device_tokens else None
-    file_bytes, files = file_layout(table, share).file_bytes, pages * files
+    file_bytes, files = file_layout(table, shard).file_bytes, pages * files
     disk_bytes = files * file_bytes
     return Sizing(page_bytes, pages, shadows, host_bytes, ratio, file_bytes, files, disk_bytes)
 

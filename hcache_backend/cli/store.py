@@ -100,7 +100,7 @@ def ls(
                     "folder": str(path),
                     "namespace": entry.name.namespace.hex(),
                     "key": entry.name.key.hex(),
-                    "share": f"{entry.name.share.number} of {entry.name.share.of}",
+                    "shard": f"{entry.name.shard.number} of {entry.name.shard.of}",
                     "bytes": entry.file_bytes,
                     "writer": entry.writer.hex(),
                     "last_used": entry.rank / 1e9,
@@ -114,7 +114,7 @@ def ls(
 
 
 def _show_pages(config: HCacheConfig, limit: int, found: dict[str, Any]) -> None:
-    keys = "namespace key share bytes# writer last_used folder"
+    keys = "namespace key shard bytes# writer last_used folder"
     screen.print(listing("", keys, found["pages"]))
     if len(found["pages"]) == limit:
         say(f"(the first {limit}; more with --limit)")

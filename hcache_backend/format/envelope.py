@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from hcache_backend.format.units import SHARE_COUNTS, WHOLE, Parts, Share
+from hcache_backend.format.units import SHARD_COUNTS, WHOLE, Parts, Shard
 
 BLOCK = 4096
 NAMESPACE_BYTES = 16
@@ -49,11 +49,11 @@ class PageName(NamedTuple):
 
     namespace: bytes
     key: bytes
-    share: Share
+    shard: Shard
 
     @property
     def page(self) -> bytes:
-        """Namespace and key, which all shares of a page have in common."""
+        """Namespace and key, which all shards of a page have in common."""
         return self.namespace + self.key
 
     @property
@@ -64,8 +64,8 @@ class PageName(NamedTuple):
     @property
     def file(self) -> str:
         """The name of the page file in that folder: no text of a caller is in it."""
-        share = self.share
-        return f"{self.namespace.hex()}.{self.key.hex()}.{share.number}of{share.of}.page"
+        shard = self.shard
+        return f"{self.namespace.hex()}.{self.key.hex()}.{shard.number}of{shard.of}.page"
 
     @property
     def value(self) -> str:
@@ -78,8 +78,8 @@ def parse_name(file: str) -> PageName | None:
     match = _FILE.fullmatch(file)
     if match is None or int(match[3]) >= int(match[4]):
         return None
-    share = Share(int(match[3]), int(match[4]))
-    return PageName(bytes.fromhex(match[1]), bytes.fromhex(match[2]), share)
+    shard = Shard(int(match[3]), int(match[4]))
+    return PageName(bytes.fromhex(match[1]), bytes.fromhex(match[2]), shard)
 
 
 def key_bytes(key: str) -> bytes:
@@ -109,7 +109,7 @@ def proof(name: PageName, page: Parts) -> bytes:
     hasher = xxhash.xxh3_128()
     for part in page:
         hasher.update(part)
-    hasher.update(name.page + bytes(name.share))
+    hasher.update(name.page + bytes(name.shard))
     return _PROOF_MAGIC + hasher.digest()
 
 
@@ -118,19 +118,19 @@ def round_up(length: int) -> int:
     return -(-length // BLOCK) * BLOCK
 
 
-def check_names(namespace: bytes, keys: Sequence[bytes], share: Share = WHOLE) -> None:
-    """Refuse, by a ValueError, a wrong namespace (16 bytes), key (32 bytes) or share."""
+def check_names(namespace: bytes, keys: Sequence[bytes], shard: Shard = WHOLE) -> None:
+    """Refuse, by a ValueError, a wrong namespace (16 bytes), key (32 bytes) or shard."""
     check_bytes("namespace", namespace, NAMESPACE_BYTES)
     if not {*map(type, keys)} <= {bytes} or not {*map(len, keys)} <= {KEY_BYTES}:
         for key in keys:
             check_bytes("key", key, KEY_BYTES)
-    check_share(share)
+    check_shard(shard)
 
 
-def check_share(share: Share) -> None:
-    """Refuse, by a ValueError, a share that no page has."""
-    if share.of not in SHARE_COUNTS or not 0 <= share.number < share.of:
-        raise ValueError(f"share {share.number} of {share.of}: there are 1, 2, 4 or 8")
+def check_shard(shard: Shard) -> None:
+    """Refuse, by a ValueError, a shard that no page has."""
+    if shard.of not in SHARD_COUNTS or not 0 <= shard.number < shard.of:
+        raise ValueError(f"shard {shard.number} of {shard.of}: there are 1, 2, 4 or 8")
 
 
 def check_bytes(what: str, value: bytes, length: int) -> None:

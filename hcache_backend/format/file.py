@@ -1,13 +1,13 @@
-"""Page files, format version 2: header and payload of one share of one page.
+"""Page files, format version 2: header and payload of one shard of one page.
 
 - The header begins as every form of a page does (:mod:`.envelope`). It says how the page divides,
   and has the xxh3-64 of every unit, so that each can be read and verified alone. Its checksum is
   over all of it but the checksum.
-- The payload is the share's units in the order of the page, with nothing between them. That of
+- The payload is the shard's units in the order of the page, with nothing between them. That of
   share 0 of 1 is the page, that of another share the page of the rank that wrote it. Zeros follow
   it up to a multiple of 4096 bytes.
-- A reader believes a file only if length, magic, version, share, namespace, key and digests agree.
-- Paths are ``pages/<first two digits of the key>/<namespace>.<key>.<share>of<shares>.page``, in
+- A reader believes a file only if length, magic, version, shard, namespace, key and digests agree.
+- Paths are ``pages/<first two digits of the key>/<namespace>.<key>.<shard>of<shards>.page``, in
   hexadecimal digits.
 """
 
@@ -22,14 +22,14 @@ from typing import NamedTuple
 
 import xxhash
 
-from hcache_backend.format.envelope import BLOCK, CHECKSUM, PageName, check_share, round_up
+from hcache_backend.format.envelope import BLOCK, CHECKSUM, PageName, check_shard, round_up
 from hcache_backend.format.units import (
     PACKED_SEGMENT,
     Eighths,
     PageMemory,
     Segment,
     SegmentTable,
-    Share,
+    Shard,
     Unit,
     units_of,
 )
@@ -41,9 +41,9 @@ MAX_HEADER_BYTES = 1 << 20
 # The header: prefix, checksum, fields, every segment (bytes in the whole page, groups, units per
 # group), and the xxh3-64 of every unit (8 bytes each) in the order of the file.
 _PREFIX = struct.Struct("<4sHBBII")
-"""Magic, version, share number, share count, header bytes, number of segments."""
+"""Magic, version, shard number, shard count, header bytes, number of segments."""
 _FIELDS = struct.Struct("<16s32s8sQQII")
-"""Namespace, key, writer, payload bytes of this share, bytes of the page, number of units, 0."""
+"""Namespace, key, writer, payload bytes of this shard, bytes of the page, number of units, 0."""
 _SEGMENTS_AT = CHECKSUM.stop + _FIELDS.size
 
 
@@ -59,7 +59,7 @@ class DamagedFileError(Exception):
 
 @dataclass(frozen=True)
 class FileLayout:
-    """The layout of the file of a share of a page that divides by ``table``."""
+    """The layout of the file of a shard of a page that divides by ``table``."""
 
     table: SegmentTable
     header_bytes: int
@@ -74,9 +74,9 @@ class FileLayout:
         """Refuse, by a ValueError, memory or digests of another number than the file has."""
         digests = len(self.units) if memory.digests is None else len(memory.digests)
         if (self.payload_bytes, len(self.units)) != (memory.length, digests):
-            number, of = memory.share
+            number, of = memory.shard
             raise ValueError(
-                f"memory of {memory.length} bytes and {digests} digests for share {number} of {of} "
+                f"memory of {memory.length} bytes and {digests} digests for shard {number} of {of} "
                 f"of a page; by its table it has {self.payload_bytes} and {len(self.units)}"
             )
 
@@ -96,12 +96,12 @@ class Header(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def file_layout(table: SegmentTable, share: Share) -> FileLayout:
-    """The layout of ``share`` of a page; a ValueError if there is no such share."""
-    check_share(share)
-    units = units_of(table, share)
+def file_layout(table: SegmentTable, shard: Shard) -> FileLayout:
+    """The layout of ``shard`` of a page; a ValueError if there is no such shard."""
+    check_shard(shard)
+    units = units_of(table, shard)
     used = _SEGMENTS_AT + PACKED_SEGMENT.size * len(table.segments) + 8 * len(units)
-    payload_bytes = sum(segment.length_in(share) for segment in table.segments)
+    payload_bytes = sum(segment.length_in(shard) for segment in table.segments)
     return FileLayout(table, round_up(used), payload_bytes, units)
 
 
@@ -113,10 +113,10 @@ def pack_header(
     digests: Sequence[int],
 ) -> None:
     """Write a header into ``target`` (``header_bytes``); ``digests`` are those of the units."""
-    namespace, key, share = name
+    namespace, key, shard = name
     table = layout.table
     sizes = (layout.payload_bytes, table.page_bytes)
-    prefix = _PREFIX.pack(MAGIC, VERSION, *share, layout.header_bytes, len(table.segments))
+    prefix = _PREFIX.pack(MAGIC, VERSION, *shard, layout.header_bytes, len(table.segments))
     fields = _FIELDS.pack(namespace, key, writer, *sizes, len(digests), 0)
     units = struct.pack(f"<{len(digests)}Q", *digests)
     body = (fields + table.packed + units).ljust(layout.header_bytes - CHECKSUM.stop, b"\0")
@@ -136,10 +136,10 @@ def parse_header(data: memoryview) -> Header:
     fields = _FIELDS.unpack_from(header, CHECKSUM.stop)
     namespace, key, writer, _, _, unit_count, _ = fields
     end = _SEGMENTS_AT + PACKED_SEGMENT.size * segment_count
-    share = Share(number, of)
-    layout = file_layout(_table(header[_SEGMENTS_AT:end]), share)
+    shard = Shard(number, of)
+    layout = file_layout(_table(header[_SEGMENTS_AT:end]), shard)
     digests = struct.unpack_from(f"<{unit_count}Q", header, end)
-    return Header(PageName(namespace, key, share), writer, layout, digests)
+    return Header(PageName(namespace, key, shard), writer, layout, digests)
 
 
 def header_length(data: memoryview) -> int:
@@ -175,13 +175,13 @@ class Run(NamedTuple):
 
 @lru_cache(maxsize=256)
 def runs_between(
-    table: SegmentTable, share: Share, target: Share, part: Eighths
+    table: SegmentTable, shard: Shard, target: Shard, part: Eighths
 ) -> tuple[int, list[Run]]:
-    """Bytes and readings that bring ``part`` of the memory of ``target`` from a file of ``share``.
+    """Bytes and readings that bring ``part`` of the memory of ``target`` from a file of ``shard``.
 
     A group that several files have comes from the file whose part has the first of its eighths.
     """
-    layout = file_layout(table, share)
+    layout = file_layout(table, shard)
     places = file_layout(table, target).payload_offsets
     runs: list[Run] = []
     total = end = 0

@@ -12,7 +12,7 @@ A page holds ``page_size`` consecutive tokens of one sequence, all layers:
   page file has;
 - a reader believes a page only if magic, version, layers, namespace, key and digests all agree,
   also if another storage backend brought it. A backend that verifies units may put a page together
-  from the shares of others: then the header tells nothing of the units.
+  from the shards of others: then the header tells nothing of the units.
 
 The header begins as every form of a page does (:mod:`.envelope`). Its checksum is over the bytes
 from 32 on.
@@ -27,8 +27,8 @@ offset bytes field
 10     2     header bytes / 4096
 12     4     page size in tokens
 16     16    checksum, then namespace, key and writer
-88     1     number of the share
-89     1     number of shares
+88     1     number of the shard
+89     1     number of shards
 90     6     0
 96     4*p   positions of the tokens, int32
 ...    4*p   token ids, int32
@@ -36,7 +36,7 @@ offset bytes field
              slot (uint16), codec (8 ASCII characters)
 ...    8*s   of every segment: bytes in the whole page (uint32), groups (uint16), units
              per group (uint16)
-...    8*u   xxh3-64 of every unit of this share, in the order of the page; 0 behind
+...    8*u   xxh3-64 of every unit of this shard, in the order of the page; 0 behind
              them: there is room for those of the whole page
 ====== ===== ====================================================================
 
@@ -71,7 +71,7 @@ from hcache_backend.format.units import (
     WHOLE,
     Segment,
     SegmentTable,
-    Share,
+    Shard,
     Unit,
     digest,
     units_of,
@@ -84,7 +84,7 @@ NO_NAMESPACE = bytes(NAMESPACE_BYTES)
 """The namespace of a page whose rows are not all there."""
 
 PREFIX = struct.Struct("<4sHHHHI")
-_SHARE = slice(88, 90)
+_SHARD = slice(88, 90)
 TOKENS = 96
 LAYER_ENTRY = struct.Struct("<BxH8s")
 """A layer in the table of layers."""
@@ -175,7 +175,7 @@ class PageLayout:
     Attributes:
         page_size: Tokens per page.
         layers: The stored form of each layer, first layer first.
-        share: The share of the page that this rank holds.
+        shard: The shard of the page that this rank holds.
 
     Raises:
         ValueError: A segment does not divide as it says.
@@ -183,7 +183,7 @@ class PageLayout:
 
     page_size: int
     layers: tuple[StoredLayer, ...]
-    share: Share = WHOLE
+    shard: Shard = WHOLE
 
     @cached_property
     def form(self) -> str:
@@ -199,8 +199,8 @@ class PageLayout:
     @property
     def kept(self) -> range:
         """The tokens of a page whose hidden states or latents it holds."""
-        rows = self.page_size // self.share.of
-        return range(self.share.number * rows, (self.share.number + 1) * rows)
+        rows = self.page_size // self.shard.of
+        return range(self.shard.number * rows, (self.shard.number + 1) * rows)
 
     @cached_property
     def table(self) -> SegmentTable:
@@ -210,7 +210,7 @@ class PageLayout:
     @cached_property
     def units(self) -> tuple[Unit, ...]:
         """The units of this rank's page; the header is the first one."""
-        return units_of(self.table, self.share)
+        return units_of(self.table, self.shard)
 
     @cached_property
     def header_bytes(self) -> int:
@@ -221,7 +221,7 @@ class PageLayout:
     def segment_bytes(self) -> tuple[int, ...]:
         """Bytes of every layer in this rank's page; 0 for a layer of which nothing is stored."""
         return tuple(
-            sum(segment.length_in(self.share) for segment in layer.segments)
+            sum(segment.length_in(self.shard) for segment in layer.segments)
             for layer in self.layers
         )
 
@@ -276,7 +276,7 @@ class PageLayout:
         page[self.tables_at.stop : self.header_bytes] = 0
         page[: PREFIX.size] = np.frombuffer(self._prefix, np.uint8)
         self.divide(page)
-        page[_SHARE] = self.share
+        page[_SHARD] = self.shard
         self.stamp(page, namespace, writer)
 
     def stamp(self, page: Bytes, namespace: bytes, writer: bytes) -> None:
@@ -286,7 +286,7 @@ class PageLayout:
 
     def seal(self, page: Bytes, key: bytes) -> None:
         """Write key and digests: from here on the page proves itself."""
-        page[_SHARE] = self.share  # the header may have come with another share
+        page[_SHARD] = self.shard  # the header may have come with another shard
         page[KEY] = np.frombuffer(key, np.uint8)
         page[self.tables_at.stop : self.header_bytes] = 0
         self._digests(page)[:] = self._digests_now(page)
@@ -311,7 +311,7 @@ class PageLayout:
             namespace: 16 bytes the page must belong to.
             key: 32 bytes of the page's key.
             token_ids: The page's tokens as the radix tree knows them, when the caller has them.
-            segments: Look at share and units too; not if the storage verified them.
+            segments: Look at shard and units too; not if the storage verified them.
         """
         if page[: PREFIX.size].tobytes() != self._prefix:
             return "format"
@@ -324,8 +324,8 @@ class PageLayout:
             return "key"
         if page[CHECKSUM].tobytes() != self._checksum_now(page):
             return "checksum"
-        if segments and page[_SHARE].tolist() != [*self.share]:
-            return "share"
+        if segments and page[_SHARD].tolist() != [*self.shard]:
+            return "shard"
         if segments and self._digests(page).tolist() != self._digests_now(page):
             return "checksum"
         if token_ids is not None and not np.array_equal(self.token_ids(page), token_ids):

@@ -1,4 +1,4 @@
-"""How a page divides, in host memory and in page files alike: segments, groups, units, shares.
+"""How a page divides, in host memory and in page files alike: segments, groups, units, shards.
 
 - A page is *segments*: its header, then of each layer the hidden states, or K and then V.
 - A segment is *groups* of equal length: hidden states divide into eighths of the tokens, K and V
@@ -22,23 +22,23 @@ from typing import NamedTuple
 import xxhash
 
 EIGHTHS, ALL_EIGHTHS = 8, 0b11111111
-SHARE_COUNTS = (1, 2, 4, 8)
-"""Numbers of shares that a page may have, and of groups that a segment may have."""
+SHARD_COUNTS = (1, 2, 4, 8)
+"""Numbers of shards that a page may have, and of groups that a segment may have."""
 UNIT_VALUES = 65536
 """Most values of a unit, unless a single row has more."""
 PACKED_SEGMENT = struct.Struct("<IHH")
 """A :class:`Segment` in the headers of pages and of page files."""
 
 Eighths = int
-"""A part of a page: bit ``e`` stands for its eighth ``e``. Every share is such a part."""
+"""A part of a page: bit ``e`` stands for its eighth ``e``. Every shard is such a part."""
 Parts = Sequence[memoryview]
 """The memory of one page: one or more writable byte views that follow each other in the page."""
 
 
-class Share(NamedTuple):
-    """Share ``number`` of ``of`` shares of a page (tensor-parallel rank of size).
+class Shard(NamedTuple):
+    """Shard ``number`` of ``of`` shards of a page (tensor-parallel rank of size).
 
-    ``of`` divides 8. Share (1, 4) holds the eighths 2 and 3: the second quarter of the tokens of
+    ``of`` divides 8. Shard (1, 4) holds the eighths 2 and 3: the second quarter of the tokens of
     hidden states, and the second quarter of the heads of K and V.
     """
 
@@ -51,7 +51,7 @@ class Share(NamedTuple):
         return ((1 << width) - 1) << (width * self.number)
 
 
-WHOLE = Share(0, 1)
+WHOLE = Shard(0, 1)
 
 
 class Segment(NamedTuple):
@@ -59,9 +59,9 @@ class Segment(NamedTuple):
 
     Attributes:
         length: Bytes in the whole page.
-        groups: Groups, one after the other: 1, 2, 4 or 8. Group ``g`` stands in every share that
+        groups: Groups, one after the other: 1, 2, 4 or 8. Group ``g`` stands in every shard that
             has one of the eighths from ``8 * g / groups`` up to ``8 * (g + 1) / groups``. So a
-            single group stands in every share.
+            single group stands in every shard.
         pieces: Units per group.
     """
 
@@ -69,9 +69,9 @@ class Segment(NamedTuple):
     groups: int = 1
     pieces: int = 1
 
-    def length_in(self, share: Share) -> int:
-        """Bytes of the groups that stand in ``share``."""
-        return self.length // self.groups * max(1, self.groups // share.of)
+    def length_in(self, shard: Shard) -> int:
+        """Bytes of the groups that stand in ``shard``."""
+        return self.length // self.groups * max(1, self.groups // shard.of)
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class SegmentTable:
 
     def __post_init__(self) -> None:
         for number, (length, groups, pieces) in enumerate(self.segments):
-            if groups not in SHARE_COUNTS:
+            if groups not in SHARD_COUNTS:
                 raise ValueError(f"segment {number} has {groups} groups; there are 1, 2, 4 or 8")
             if length <= 0 or pieces < 1 or length % (groups * pieces):
                 raise ValueError(
@@ -123,7 +123,7 @@ class Unit(NamedTuple):
         segment: Number of its segment.
         eighths: The eighths that stand for its group.
         page_offset: Where it begins in the whole page.
-        payload_offset: Where it begins in the payload of a share, which is the share's units in the
+        payload_offset: Where it begins in the payload of a shard, which is the shard's units in the
             order of the page, with nothing between them: the page that a rank holds.
         length: Bytes.
     """
@@ -136,16 +136,16 @@ class Unit(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def units_of(table: SegmentTable, share: Share = WHOLE) -> tuple[Unit, ...]:
-    """The units in ``share`` of a page, in the order of the page."""
+def units_of(table: SegmentTable, shard: Shard = WHOLE) -> tuple[Unit, ...]:
+    """The units in ``shard`` of a page, in the order of the page."""
     units = []
     page_offset = payload_offset = 0
     for number, (length, groups, pieces) in enumerate(table.segments):
         size = length // (groups * pieces)
         for group in range(groups):
-            eighths = Share(group, groups).eighths
+            eighths = Shard(group, groups).eighths
             for _ in range(pieces):
-                if eighths & share.eighths:
+                if eighths & shard.eighths:
                     units.append(Unit(number, eighths, page_offset, payload_offset, size))
                     payload_offset += size
                 page_offset += size
@@ -169,16 +169,16 @@ def digest(pieces: Parts) -> int:
 
 
 class PageMemory:
-    """The memory of a share of one page, addressed by offsets in the payload of the share.
+    """The memory of a shard of one page, addressed by offsets in the payload of the shard.
 
     Attributes:
-        digests: Those of all units of the share; None if they have to be computed.
+        digests: Those of all units of the shard; None if they have to be computed.
     """
 
     def __init__(
-        self, parts: Parts, share: Share = WHOLE, digests: Sequence[int] | None = None
+        self, parts: Parts, shard: Shard = WHOLE, digests: Sequence[int] | None = None
     ) -> None:
-        self.share = share
+        self.shard = shard
         self.digests = digests
         self.parts = [part for part in parts if part.nbytes]
         self.length = sum([part.nbytes for part in self.parts])

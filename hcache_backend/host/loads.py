@@ -36,7 +36,7 @@ Prefix = Callable[[], torch.Tensor | None]
 TokenIds = Callable[[], Sequence[int] | None]
 
 
-class HandOut(NamedTuple):
+class Adopted(NamedTuple):
     """Device pages for a load."""
 
     slots: torch.Tensor  # of all pages of the load, int64 [pages * page_size]
@@ -57,15 +57,15 @@ class QueuedLoad:
     lost: npt.NDArray[np.bool_] | None = None
     lost_spans: Sequence[TokenSpan] = ()  # their tokens
     forwards: Stream | None = None  # stream of forward passes; None if nothing can be recomputed
-    handed: HandOut | None = None  # prepared by eager restores; None without these
+    adopted: Adopted | None = None  # prepared by eager restores; None without these
 
     @property
     def ready(self) -> npt.NDArray[np.bool_]:
-        return self.handed.ready if self.handed else np.zeros(len(self.host_pages), np.bool_)
+        return self.adopted.ready if self.adopted else np.zeros(len(self.host_pages), np.bool_)
 
     @property
     def whole(self) -> npt.NDArray[np.bool_]:
-        return self.handed.whole if self.handed else np.zeros(len(self.host_pages), np.bool_)
+        return self.adopted.whole if self.adopted else np.zeros(len(self.host_pages), np.bool_)
 
     @property
     def nowhere(self) -> npt.NDArray[np.bool_]:
@@ -124,9 +124,9 @@ class LoadQueue:
 
     def add(self, load: QueuedLoad, slots: torch.Tensor) -> None:
         """SGLang queued ``load``, to ``slots`` (int64 ``[pages * page_size]``, on the device)."""
-        if load.handed is not None and load.handed.restores:
-            self._pipeline.handed_out()
-        if load.handed is not None and load.spans:
+        if load.adopted is not None and load.adopted.restores:
+            self._pipeline.adopted()
+        if load.adopted is not None and load.spans:
             [span] = load.spans
             lacking = runs(np.flatnonzero(~load.whole).tolist())
             load.spans = [span and self._part(span, slots, pages) for pages in lacking]
@@ -157,8 +157,8 @@ class LoadQueue:
             self._need_no_recomputation(restore.failed)
             current_stream(self._device).wait(restore.layers[0])  # it may have written some layers
             return (restore, self._pipeline.start(pages, slots))
-        handed = [load.handed for load in loads if load.handed is not None]
-        restores = tuple({id(one): one for each in handed for one in each.restores}.values())
+        adopted = [load.adopted for load in loads if load.adopted is not None]
+        restores = tuple({id(one): one for each in adopted for one in each.restores}.values())
         if recompute is not None:
             lack = ~np.concatenate([load.whole for load in loads])
             there = self._slots(slots, lack)

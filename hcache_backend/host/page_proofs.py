@@ -26,7 +26,7 @@ class PresentWeights(Protocol):
     writer: bytes
 
     @property
-    def distrust(self) -> str | None: ...
+    def quarantine(self) -> str | None: ...
     def page_namespace(self, weights: Any = None) -> bytes: ...
     def page_namespaces(self) -> tuple[bytes, ...]: ...
 
@@ -77,8 +77,8 @@ class PageProofs:
         ``position``: of the first token in its sequence."""
         present = self._present
         if self._captured:
-            if present.distrust is not None:
-                return "page_of_distrust"
+            if present.quarantine is not None:
+                return "page_in_quarantine"
             if not self._layout.is_stamped(page):
                 return "page_with_lost_rows"
             if self._layout.namespace_of(page) != present.page_namespace():
@@ -125,7 +125,7 @@ class PageProofs:
 
     def may_project(self, host_pages: Ids) -> bool:
         """True if all captured pages are of the present weights, and have positions of RoPE."""
-        if not self._captured or self._present.distrust is not None:
+        if not self._captured or self._present.quarantine is not None:
             return not self._captured
         namespaces = self._present.page_namespaces()
         return all(

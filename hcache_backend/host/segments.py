@@ -16,7 +16,7 @@ from hcache_backend.format.page import (
     kv_layer,
     latent_layer,
 )
-from hcache_backend.format.units import SHARE_COUNTS, WHOLE, Share, units_per_group
+from hcache_backend.format.units import SHARD_COUNTS, WHOLE, Shard, units_per_group
 from hcache_backend.plan.restore import Restore
 from hcache_backend.projection.paged_pool import holds_latents, planes_of
 from hcache_backend.restore.layers import RestoredLayer
@@ -35,13 +35,13 @@ class KVSegments:
 
     - A page has K of one group of this rank's heads after the other, each of all tokens, then V.
       With one group, and unencoded, that is the content of the pool's slots.
-    - A page has latents of the tokens of its share: all ranks have the same, so each keeps a part,
+    - A page has latents of the tokens of its shard: all ranks have the same, so each keeps a part,
       and a restore brings the parts of all (:attr:`shares_tokens`). They have no groups of heads.
     - Layers are numbered as by ``kvcache``. Behind its last one follow those of ``drafts``: pools
       of one layer each, with K and V of the same slots.
     - The slots of a page follow each other, from a multiple of the page size on, so whole pages are
       copied.
-    - ``share`` is this rank's part of a page; ``groups`` are those of all ranks.
+    - ``shard`` is this rank's part of a page; ``groups`` are those of all ranks.
     """
 
     by_header = False  # pages are copied by their headers, and are to be named on the CPU
@@ -51,7 +51,7 @@ class KVSegments:
         kvcache: Any,
         layers: Sequence[int],
         page_size: int,
-        share: Share,
+        shard: Shard,
         groups: int,
         codec: str = "none",
         drafts: Sequence[Any] = (),
@@ -59,21 +59,21 @@ class KVSegments:
         self._kvcache, self.drafts = kvcache, tuple(drafts)
         self.page_size = page_size
         self.latent = holds_latents(kvcache)
-        self.shares_tokens = self.latent and share.of > 1
+        self.shares_tokens = self.latent and shard.of > 1
         # Tokens of a page that this rank keeps, and the first of them.
-        self._tokens = page_size // share.of if self.latent else page_size
-        self._first = share.number * self._tokens if self.latent else 0
-        self._ranks, self._whole_groups = share.of, groups
-        self._groups = 1 if self.latent else groups // share.of
+        self._tokens = page_size // shard.of if self.latent else page_size
+        self._first = shard.number * self._tokens if self.latent else 0
+        self._ranks, self._whole_groups = shard.of, groups
+        self._groups = 1 if self.latent else groups // shard.of
         first = int(kvcache.layer_num) if drafts else 0
         self.layers = (*layers, *range(first, first + len(self.drafts)))
         self.codec = codec
         self._encoder = None if codec == "none" else self._make_encoder(codec)
         self._tables: dict[tuple[int, int, int], LayerTable] = {}
 
-    def layout(self, layers: Sequence[StoredLayer], share: Share) -> PageLayout:
+    def layout(self, layers: Sequence[StoredLayer], shard: Shard) -> PageLayout:
         """The layout of pages with ``layers``; those of K and V are from :meth:`stored_layer`."""
-        return PageLayout(self.page_size, tuple(layers), share)
+        return PageLayout(self.page_size, tuple(layers), shard)
 
     def stored_layer(self, layer: int) -> StoredLayer:
         """Storage of one layer in whole pages."""
@@ -147,7 +147,7 @@ class KVSegments:
     def _fill(
         self, layer: int, segments: torch.Tensor, _: torch.Tensor, slots: torch.Tensor
     ) -> None:
-        """:data:`.Fill` of latents: segments and ``slots`` are in the order of the shares."""
+        """:data:`.Fill` of latents: segments and ``slots`` are in the order of the shards."""
         held, planes = self.pages_of(slots), self.planes(layer)
         rows = segments.view(len(held), -1)
         if self._encoder is not None:
@@ -354,20 +354,20 @@ def _swapped(rows: torch.Tensor, outer: int, inner: int) -> torch.Tensor:
     return rows.view(len(rows), outer, inner, -1).transpose(1, 2).reshape(len(rows), -1)
 
 
-def share_of_heads(rank: int, ranks: int) -> Share:
-    """A rank's share of pages of K and V: its own heads. If the number of ranks does not divide
+def shard_of_heads(rank: int, ranks: int) -> Shard:
+    """A rank's shard of pages of K and V: its own heads. If the number of ranks does not divide
     eight, every rank has whole pages of its own."""
-    return Share(rank, ranks) if ranks in SHARE_COUNTS else WHOLE
+    return Shard(rank, ranks) if ranks in SHARD_COUNTS else WHOLE
 
 
-def head_groups(tp_lcm_size: int | None, share: Share, ranks: int) -> int:
+def head_groups(tp_lcm_size: int | None, shard: Shard, ranks: int) -> int:
     """Groups of heads that K and V of a page divide into, over all ranks; by default one per rank.
     With SGLang's ``tp_lcm_size``, servers with up to that many ranks can share pages."""
-    return tp_lcm_size or ranks if share.of == ranks else share.of
+    return tp_lcm_size or ranks if shard.of == ranks else shard.of
 
 
 def page_layout(
-    page_size: int, methods: Restore, kv: KVSegments, codec: Codec | None, share: Share
+    page_size: int, methods: Restore, kv: KVSegments, codec: Codec | None, shard: Shard
 ) -> PageLayout:
     """Layout of pages whose layers are restored by ``methods``; ``codec`` is of hidden states."""
     layers = [RECOMPUTED] * (len(methods.methods) + len(kv.drafts))
@@ -376,4 +376,4 @@ def page_layout(
         layers[layer] = hidden_layer(page_size, codec.row_bytes, codec.hidden_size, codec.code)
     for layer in kv.layers:
         layers[layer] = kv.stored_layer(layer)
-    return kv.layout(layers, share)
+    return kv.layout(layers, shard)

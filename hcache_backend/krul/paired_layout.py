@@ -36,7 +36,7 @@ class Slot(NamedTuple):
 class PairedLayout(PageLayout):
     """Layout of a page with pairs. ``layers``: storage of an unpaired layer, the same for all.
 
-    Pages belong to one rank; shares are never combined, because two could be of two strategies.
+    Pages belong to one rank; shards are never combined, because two could be of two strategies.
 
     Raises:
         ValueError: A layer is in two pairs, or a pair has an unknown code.

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hcache_backend.format.page import PageLayout, StoredLayer
-from hcache_backend.format.units import WHOLE, Segment, Share
+from hcache_backend.format.units import WHOLE, Segment, Shard
 from hcache_backend.host.segments import KVSegments
 from hcache_backend.krul.pair_forms import PAIR_FORMS, MergedPair, PairSlot, changes_of_merges
 from hcache_backend.krul.paired_layout import PairedLayout, Slot
@@ -47,11 +47,11 @@ class PairedSegments(KVSegments):
         if cut[2] == torch.bfloat16:
             self._encoder = make_segment_codec("exp4", *cut)
 
-    def layout(self, layers: Sequence[StoredLayer], share: Share) -> PairedLayout:
+    def layout(self, layers: Sequence[StoredLayer], shard: Shard) -> PairedLayout:
         """With neighbours in pairs, until others are chosen."""
         part = Segment(self._slot.slot_bytes // 2, pieces=self._units.cut.units)
         pairs = tuple((2 * n, 2 * n + 1, Fp8.name) for n in range(self._pairs))
-        how = self.page_size, tuple(layers), share
+        how = self.page_size, tuple(layers), shard
         codes = tuple(PAIR_FORMS)
         self._layout = PairedLayout(*how, slot=(part, part), codes=codes, pairs=pairs)
         return self._layout

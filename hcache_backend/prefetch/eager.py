@@ -3,11 +3,11 @@
 Free device pages are reserved for the pages of a prefetch. Arrived pages are copied and projected,
 and a load gets the prepared device pages. It may never come, so reserved pages count as free.
 
-- A device page is free, reserved for one host page, or handed out.
+- A device page is free, reserved for one host page, or adopted.
 - It is launched for a host page once: after that page arrived and was proven, or to be recomputed
   whole, and then the host page is made of it.
 - First layers that it lacks are recomputed only behind pages that lack none.
-- It is handed out once, with the restore that writes it: the reader waits for that first.
+- It is adopted once, with the restore that writes it: the reader waits for that first.
 - It becomes free only behind what writes it, and what recomputes from it.
 - A freed host page gives its device page back. Its next writer is a thread, which waits for no
   stream: the caller waits for the restore.
@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hcache_backend.host.loads import HandOut, runs
+from hcache_backend.host.loads import Adopted, runs
 from hcache_backend.plan.restore import READ_BATCHES
 from hcache_backend.restore.report import RunningRestore
 from hcache_backend.streams import StreamFailed
@@ -57,7 +57,7 @@ class Reserved:
     of: Reservation
     number: int  # in the reservation
     host_page: int
-    held: bool = True  # neither given back nor handed out
+    held: bool = True  # neither given back nor adopted
     launched: Launched | None = None  # recomputations of whole pages too
     recomputed: bool = False  # it lacked layers and does not any more
 
@@ -312,7 +312,7 @@ class EagerRestores:
                 _until_copied(restore)
 
     def prepared(self, host_pages: Ids) -> npt.NDArray[np.bool_]:
-        """Mask of the pages that :meth:`hand_out` would give whole."""
+        """Mask of the pages that :meth:`adopt` would give whole."""
         found = (self._reserved.get(page) for page in host_pages.tolist())
         return np.array([page is not None and page.is_whole for page in found], dtype=np.bool_)
 
@@ -328,7 +328,7 @@ class EagerRestores:
             launched = [page for one in self._reservations for page in reversed(one.launched())]
             self._give_back([*waiting, *launched][:short])
 
-    def hand_out(self, host_pages: Ids) -> HandOut | None:
+    def adopt(self, host_pages: Ids) -> Adopted | None:
         """Device pages for a load of ``host_pages``, each used once. None, without a change, if too
         few."""
         if len(host_pages) > self._free.count() + self.pages:
@@ -348,7 +348,7 @@ class EagerRestores:
             else self._slots(page.of, range(page.number, page.number + 1))
             for page in found
         ]
-        return HandOut(torch.cat(parts), ready, whole, restores)
+        return Adopted(torch.cat(parts), ready, whole, restores)
 
     # ---- the end ----
 

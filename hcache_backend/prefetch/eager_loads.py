@@ -297,10 +297,10 @@ class EagerLoads:
         pages. Returns the result of ``ask``: device indices, or None if SGLang has no room."""
         with self._pages.given_to(load):
             device_indices = ask()
-        if load.handed is not None:
-            size, ready = self._pool.page_size, int(load.handed.ready.sum())
+        if load.adopted is not None:
+            size, ready = self._pool.page_size, int(load.adopted.ready.sum())
             metrics.TOKENS.count("ready_at_load", ready * size)
-            metrics.TOKENS.count("not_ready_at_load", (len(load.handed.ready) - ready) * size)
+            metrics.TOKENS.count("not_ready_at_load", (len(load.adopted.ready) - ready) * size)
         return device_indices
 
     def until_saved(self, host_pages: Ids) -> None:
@@ -317,7 +317,7 @@ class EagerLoads:
         return self._restores.prepared(host_pages)
 
     def forget(self) -> None:
-        """Drop all that was restored and not handed out."""
+        """Drop all that was restored and not adopted."""
         self._restores.clear()
 
 

@@ -1,4 +1,4 @@
-"""Exchange of shares of hidden states between tensor-parallel ranks (paper section 5).
+"""Exchange of shards of hidden states between tensor-parallel ranks (paper section 5).
 
 Collectives must begin in the same order on every rank. Two communicators must not run at once on a
 device, because each could wait for room that the other holds. So the exchange has its own process
@@ -17,39 +17,39 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hcache_backend.format.units import EIGHTHS, Share
+from hcache_backend.format.units import EIGHTHS, Shard
 from hcache_backend.streams import Event, Stream, current_stream
 
 _TIMEOUT = timedelta(minutes=5)
 
-Fetch = Callable[[torch.Tensor], None]  # writes this rank's share into the given memory
+Fetch = Callable[[torch.Tensor], None]  # writes this rank's shard into the given memory
 
 
 class ExchangeFailed(RuntimeError):
-    """A rank could not give its share."""
+    """A rank could not give its shard."""
 
 
-def share_of_rank(rank: int, ranks: int, page_size: int) -> Share:
+def shard_of_rank(rank: int, ranks: int, page_size: int) -> Shard:
     """The share of the tokens of every page that a tensor-parallel rank has. Beyond eight ranks
     several have the same; a ``page_size`` that eight does not divide is not shared."""
-    shares = 1 if page_size % EIGHTHS else math.gcd(ranks, EIGHTHS)
-    return Share(rank % shares, shares)
+    shards = 1 if page_size % EIGHTHS else math.gcd(ranks, EIGHTHS)
+    return Shard(rank % shards, shards)
 
 
 class Exchange:
-    """The ranks whose shares make whole pages. Scheduler thread only. ``number`` is this rank's
-    share. The groups are in the order of shares and used by nothing else; ``device_group`` is None
+    """The ranks whose shards make whole pages. Scheduler thread only. ``number`` is this rank's
+    shard. The groups are in the order of shards and used by nothing else; ``device_group`` is None
     if the device is the CPU."""
 
     def __init__(self, number: int, cpu_group: Any, device_group: Any = None) -> None:
         self.number = number
-        self.shares = dist.get_world_size(group=cpu_group)
+        self.shards = dist.get_world_size(group=cpu_group)
         self._cpu_group = cpu_group
         self._device_group = device_group
 
     @classmethod
     def between(cls, ranks: Sequence[int], device: torch.device | str) -> Exchange:
-        """Make the groups of global ``ranks``, in the order of shares; all of them call this."""
+        """Make the groups of global ``ranks``, in the order of shards; all of them call this."""
         own = list(ranks).index(dist.get_rank())
         options = {"timeout": _TIMEOUT, "use_local_synchronization": True}
         groups = [dist.new_group(list(ranks), backend="gloo", **options)]
@@ -62,55 +62,55 @@ class Exchange:
         """True if collectives block the calling thread, as on a CPU."""
         return self._device_group is None
 
-    def gather(self, shares: torch.Tensor, fetch: Fetch) -> None:
-        """Fetch this rank's ``shares[number]`` and gather the others, on the current stream (GPU).
-        ``shares``: uint8 ``[shares, ...]``, contiguous, on the device."""
-        own = shares[self.number]
+    def gather(self, shards: torch.Tensor, fetch: Fetch) -> None:
+        """Fetch this rank's ``shards[number]`` and gather the others, on the current stream (GPU).
+        ``shards``: uint8 ``[shards, ...]``, contiguous, on the device."""
+        own = shards[self.number]
         fetch(own)
-        dist.all_gather_into_tensor(shares.view(-1), own.view(-1), group=self._device_group)
+        dist.all_gather_into_tensor(shards.view(-1), own.view(-1), group=self._device_group)
 
     def gather_now(self, wanted: Sequence[tuple[torch.Tensor, Fetch]]) -> None:
         """:meth:`gather` for several calls, in CPU memory; every rank enters every collective.
 
         Raises:
-            ExchangeFailed: On all ranks, if one could not fetch its share.
+            ExchangeFailed: On all ranks, if one could not fetch its shard.
         """
         problem: str | None = None
-        for shares, fetch in wanted:
-            own = shares[self.number]
+        for shards, fetch in wanted:
+            own = shards[self.number]
             if problem is None:
                 try:
                     fetch(own)
                 except Exception as error:
                     problem = f"{type(error).__name__}: {error}"
-            parts = [part.view(-1) for part in shares]
+            parts = [part.view(-1) for part in shards]
             dist.all_gather(parts, own.reshape(-1).clone(), group=self._cpu_group)
         fine = torch.tensor([problem is None], dtype=torch.int32)
         dist.all_reduce(fine, op=dist.ReduceOp.MIN, group=self._cpu_group)
         if not fine.item():
             reason = problem or "another rank failed"
-            raise ExchangeFailed(f"shares of hidden states were not exchanged: {reason}")
+            raise ExchangeFailed(f"shards of hidden states were not exchanged: {reason}")
 
-    def whole(self, share: torch.Tensor) -> torch.Tensor:
-        """All shares of ``share`` (on the CPU), concatenated. Raises as :meth:`gather_now`."""
-        shares = share.new_empty((self.shares, *share.shape))
-        self.gather_now([(shares, lambda own: own.copy_(share))])
-        return shares.flatten(0, 1)
+    def whole(self, shard: torch.Tensor) -> torch.Tensor:
+        """All shards of ``shard`` (on the CPU), concatenated. Raises as :meth:`gather_now`."""
+        shards = shard.new_empty((self.shards, *shard.shape))
+        self.gather_now([(shards, lambda own: own.copy_(shard))])
+        return shards.flatten(0, 1)
 
     def check(self, device: torch.device | str) -> str | None:
         """Try the exchange, on all ranks at the same point; returns the problem, or None."""
-        want = torch.arange(self.shares, dtype=torch.uint8).repeat_interleave(64).view(-1, 64)
+        want = torch.arange(self.shards, dtype=torch.uint8).repeat_interleave(64).view(-1, 64)
         try:
             here = self.whole(torch.full((1, 64), self.number, dtype=torch.uint8))
             if not torch.equal(here, want):
-                return "shares of the ranks arrive in another order than they were sent"
+                return "shards of the ranks arrive in another order than they were sent"
             if not self.on_scheduler_thread:
-                there = torch.zeros((self.shares, 64), dtype=torch.uint8, device=device)
+                there = torch.zeros((self.shards, 64), dtype=torch.uint8, device=device)
                 self.gather(there, lambda own: own.fill_(self.number))
                 if not torch.equal(there.cpu(), want):
-                    return "shares of the ranks arrive in another order over the device's links"
+                    return "shards of the ranks arrive in another order over the device's links"
         except Exception as error:  # a library's, or the network's
-            return f"shares of the ranks cannot be exchanged: {type(error).__name__}: {error}"
+            return f"shards of the ranks cannot be exchanged: {type(error).__name__}: {error}"
         return None
 
 

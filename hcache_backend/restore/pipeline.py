@@ -44,7 +44,7 @@ class RestorePipeline:
     Args:
         memory: The arena, uint8 ``[pages, page_bytes]``; pinned if the device is a GPU.
         chunk_tokens: Most tokens of one projection.
-        exchange: Gathers shares of hidden states; None: pages have all of them.
+        exchange: Gathers shards of hidden states; None: pages have all of them.
         order: Keeps collectives apart from those of forward passes; None: there are none.
     """
 
@@ -75,9 +75,9 @@ class RestorePipeline:
         # Projections may talk to other ranks.
         self._compute = new_stream(device, "compute", in_turn=order is not None)
         self._unread: deque[RunningRestore] = deque()
-        # By layer: behind all copies and projections, and behind those that are handed out.
+        # By layer: behind all copies and projections, and behind those that are adopted.
         self._written: dict[int, Event] = {}
-        self._handed_out: dict[int, Event] = {}
+        self._adopted: dict[int, Event] = {}
 
     @torch.no_grad()
     def start(
@@ -94,7 +94,7 @@ class RestorePipeline:
         ``pages`` (physical; none if all is recomputed) must not change until all layers are done.
         ``slots`` of their tokens are on the device. Without ``recompute``, layers before
         ``first_layer`` are restored elsewhere. ``ahead``: the slots are not read before
-        :meth:`handed_out`. If a recomputation raises, the result has it in ``failed``.
+        :meth:`adopted`. If a recomputation raises, the result has it in ``failed``.
 
         Raises:
             ValueError: A layer is neither stored nor recomputed.
@@ -133,7 +133,7 @@ class RestorePipeline:
             positions.copy_(held_positions, non_blocking=True)
             if shared is not rows:
                 for source, target in zip(rows, shared, strict=True):
-                    self._order_by_share(source, target)
+                    self._order_by_shard(source, target)
 
         begin = self._copy.record(timed=True)
         self._copy.run(bring_indices)
@@ -170,13 +170,13 @@ class RestorePipeline:
         if self._order is not None:
             self._order.restore_launched(self._copy)
         if not ahead:
-            self.handed_out()
+            self.adopted()
         self._unread.append(restore)
         return restore
 
-    def handed_out(self) -> None:
+    def adopted(self) -> None:
         """Restores ahead may be read now: recomputations wait for all launched so far."""
-        self._handed_out = dict(self._written)
+        self._adopted = dict(self._written)
 
     @torch.no_grad()
     def start_recomputation(
@@ -187,14 +187,14 @@ class RestorePipeline:
         after: Sequence[RunningRestore] | None = None,
     ) -> RunningRestore:
         """Launch the recomputation of first layers alone, behind the current stream's work.
-        ``positions`` are on the CPU. ``after``: restores that are not handed out and write tokens
+        ``positions`` are on the CPU. ``after``: restores that are not adopted and write tokens
         before these, or these; None: any of them may."""
         behind = current_stream(self._device).record()
         begin = recompute.stream.record(timed=True)
         restore = RunningRestore(len(slots), {}, begin, self._device, begin)  # no page is read
         written = [self._written]
         if after is not None:
-            written = [self._handed_out, *(dict(enumerate(one.layers)) for one in after)]
+            written = [self._adopted, *(dict(enumerate(one.layers)) for one in after)]
         done = self._recompute(restore, recompute, positions, slots, behind, written)
         restore.layers += [done] * (len(self._layers) - recompute.layers)  # nothing more comes
         return restore
@@ -230,7 +230,7 @@ class RestorePipeline:
         restore.layers += [done] * len(layers)
         return done
 
-    # ---- shares ----
+    # ---- shards ----
 
     def _exchanged(self, parts: Sequence[Part], pages: torch.Tensor) -> _Bring:
         """A function that brings hidden parts by exchange. ``pages``: physical, on the CPU."""
@@ -239,8 +239,8 @@ class RestorePipeline:
         if not exchange.on_scheduler_thread:
 
             def gather(part: Part, out: torch.Tensor) -> None:
-                shares = out.view(exchange.shares, -1)
-                exchange.gather(shares, lambda own: self._bring_own(part, own))
+                shards = out.view(exchange.shards, -1)
+                exchange.gather(shards, lambda own: self._bring_own(part, own))
 
             return gather
         here: dict[tuple[int, int], torch.Tensor] = {}
@@ -250,9 +250,9 @@ class RestorePipeline:
             if self._layers[layer].arrives:
                 own_part = part._replace(page_ids=pages[part.pages])
                 size = len(own_part.page_ids) * self._layout.segment_bytes[layer]
-                shares = host_tensor((exchange.shares, size), torch.uint8, self._device)
-                here[layer, part.pages.start] = shares
-                wanted.append((shares, partial(self._bring_own, own_part)))
+                shards = host_tensor((exchange.shards, size), torch.uint8, self._device)
+                here[layer, part.pages.start] = shards
+                wanted.append((shards, partial(self._bring_own, own_part)))
         failed: Exception | None = None
         try:
             exchange.gather_now(wanted)
@@ -268,14 +268,14 @@ class RestorePipeline:
 
         return copy
 
-    def _order_by_share(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Put rows into the order in which the shares of every chunk of pages arrive."""
+    def _order_by_shard(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Put rows into the order in which the shards of every chunk of pages arrive."""
         assert self._exchange is not None
-        size, shares = self._layout.page_size, self._exchange.shares
+        size, shards = self._layout.page_size, self._exchange.shards
         for start in range(0, len(source), self._chunk_pages * size):
             chunk = source[start : start + self._chunk_pages * size]
-            by_share = chunk.view(-1, shares, size // shares).transpose(0, 1)
-            target[start : start + len(chunk)] = by_share.reshape(-1)
+            by_shard = chunk.view(-1, shards, size // shards).transpose(0, 1)
+            target[start : start + len(chunk)] = by_shard.reshape(-1)
 
     # ---- parts ----
 
@@ -297,8 +297,8 @@ class RestorePipeline:
         first = part.layers.start
         layer, buffer = self._layers[first], None
         if layer.copy is None:
-            shares = self._exchange.shares if self._exchange is not None else 1
-            length = self._layout.segment_bytes[first] * shares
+            shards = self._exchange.shards if self._exchange is not None else 1
+            length = self._layout.segment_bytes[first] * shards
             place = self._ring.next(self._copy) if room is None else room
             buffer = place[: len(part.page_ids) * length].view(-1, length)
 

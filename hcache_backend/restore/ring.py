@@ -13,8 +13,8 @@ from hcache_backend.streams import Event, Stream
 
 
 def largest_segment(layout: PageLayout, hidden: Iterable[int]) -> int:
-    """Bytes of the largest segment of ``hidden`` layers, its shares together; at least 1."""
-    return max((layout.segment_bytes[layer] * layout.share.of for layer in hidden), default=1)
+    """Bytes of the largest segment of ``hidden`` layers, its shards together; at least 1."""
+    return max((layout.segment_bytes[layer] * layout.shard.of for layer in hidden), default=1)
 
 
 def ring_bytes(layout: PageLayout, chunk_tokens: int, hidden: Iterable[int]) -> int:

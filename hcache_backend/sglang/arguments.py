@@ -9,7 +9,7 @@ import torch
 
 from hcache_backend.config import ConfigError
 from hcache_backend.fingerprint import digest_tensors, fingerprint, namespace
-from hcache_backend.format.units import SHARE_COUNTS
+from hcache_backend.format.units import SHARD_COUNTS
 
 # inputs of a request (SGLang's ``Req``) besides its token ids
 NOT_IN_TOKEN_IDS = ("input_embeds", "positional_embed_overrides", "multimodal_inputs", "lora_id")
@@ -81,12 +81,12 @@ def storage_extra_config(args: Any) -> dict[str, Any]:
 def check_tp_lcm_size(asked: object, ranks: int, heads: int, *, own_pages: bool) -> None:
     """Raise ConfigError, with the allowed numbers, unless K and V of a page of all ranks divide
     into ``asked`` groups of heads (SGLang's ``tp_lcm_size``). ``heads`` are those of a rank.
-    ``own_pages``: pages divide into shares of eight, too."""
+    ``own_pages``: pages divide into shards of eight, too."""
     allowed = [
         number
         for number in range(ranks, heads * ranks + 1, ranks)
         if heads * ranks % number == 0
-        and (number == ranks or not own_pages or number in SHARE_COUNTS)
+        and (number == ranks or not own_pages or number in SHARD_COUNTS)
     ]
     if type(asked) is not int or asked not in allowed:
         pages = "own" if own_pages else "plain"

@@ -194,7 +194,7 @@ class OwnPagesController(HybridCacheController):
         if self._capture is None:
             failed = self._kv_checks.failed and self._stages.alone
             return "self-check failed" if failed else None
-        if self._runtime.distrust is not None:
+        if self._runtime.quarantine is not None:
             return "self-check failed"
         return "capture broke" if self._capture.ledger.broken is not None else None
 
@@ -203,7 +203,7 @@ class OwnPagesController(HybridCacheController):
         too."""
         *agreed, trusted = smallest(self.tp_group, *fine, self._trusted)
         if not trusted and self._capture is not None:
-            self._runtime.lose_trust("another tensor-parallel rank failed its self-check")
+            self._runtime.begin_quarantine("another tensor-parallel rank failed its self-check")
         return [one if trusted else min(one, 0) for one in agreed]
 
     @property
@@ -211,7 +211,7 @@ class OwnPagesController(HybridCacheController):
         """True if this rank may load pages; those of K and V need nothing from the model."""
         if self._capture is None and self._stages.alone:
             return not self._kv_checks.failed
-        return self._runtime.distrust is None
+        return self._runtime.quarantine is None
 
     def after_forwards(self, stream: streams.Stream) -> None:
         """Let a stream of transfers wait for the forward passes that were launched."""
@@ -284,7 +284,9 @@ class OwnPagesController(HybridCacheController):
                 self._never_loaded |= not may_come
             return None
         if not fine:  # the first stage knew that it is: a mistake of ours
-            self._runtime.lose_trust("a page is not what the first pipeline stage took it for")
+            self._runtime.begin_quarantine(
+                "a page is not what the first pipeline stage took it for"
+            )
         return load or QueuedLoad(host_pages)
 
     # ---- host -> storage ----

@@ -133,7 +133,7 @@ class StagePages:
     thread only, except :meth:`brought`.
 
     ``host_pages``: number of pages, the same on every stage. ``whole(pages)``: True if their rows
-    are there on this stage, None if unknown yet. ``lose_trust`` is called when another stage is not
+    are there on this stage, None if unknown yet. ``begin_quarantine``: another stage is not
     ``trusted``.
     """
 
@@ -142,11 +142,11 @@ class StagePages:
         host_pages: int,
         whole: Callable[[Ids], bool | None],
         trusted: Callable[[], bool],
-        lose_trust: Callable[[str], None],
+        begin_quarantine: Callable[[str], None],
     ) -> None:
         self._whole = whole
         self._trusted = trusted
-        self._lose_trust = lose_trust
+        self._begin_quarantine = begin_quarantine
         self._first = FirstStage()
         self._stages = PipelineStages()
         self._backups = self._confirmed = 0
@@ -200,4 +200,4 @@ class StagePages:
             self._backup_of[self._backup_of == number] = _LOST
         self._confirmed = number
         if not all(said.trusted for said in stages):
-            self._lose_trust("another pipeline stage failed its self-check")
+            self._begin_quarantine("another pipeline stage failed its self-check")

@@ -92,7 +92,7 @@ class Runtime:
     # Called on the scheduler thread when L1 and L2 have been emptied.
     on_caches_flushed: list[Callable[[], None]] = field(default_factory=list)
     # Called when projected K and V stop matching those of the model.
-    on_distrust: list[Callable[[], None]] = field(default_factory=list)
+    on_quarantine: list[Callable[[], None]] = field(default_factory=list)
     projection: list[LayerGroup] = field(default_factory=list)  # empty in KV mode
     recomputation: str | None = None  # in words: how exact; None: nothing is recomputed
     layer_methods: Restore | None = None  # storage of each layer; None until decided
@@ -260,10 +260,10 @@ class Runtime:
             "POST /flush_cache"
         )
 
-    def lose_trust(self, reason: str) -> None:
+    def begin_quarantine(self, reason: str) -> None:
         """Projected K and V differ from the model's: stop saving and serving, for good."""
         with self._lock:
-            if self.distrust is not None:
+            if self.quarantine is not None:
                 return
             self._suspend(quarantined=reason)
         logger.error(
@@ -271,15 +271,15 @@ class Runtime:
             "deleted. Requests continue. Please report this with the log",
             reason,
         )
-        for callback in self.on_distrust:
-            threading.Thread(target=callback, name="hcache-distrust", daemon=True).start()
+        for callback in self.on_quarantine:
+            threading.Thread(target=callback, name="hcache-quarantine", daemon=True).start()
 
     def cannot_restore(self, reason: str) -> None:
         """Pages are right but of no use here: L3 neither takes nor gives until a restart."""
         self._suspend(not_restorable=reason)
 
     @property
-    def distrust(self) -> str | None:
+    def quarantine(self) -> str | None:
         return self._reasons["quarantined"]
 
     def _suspend(self, **reasons: str | None) -> None:
@@ -317,7 +317,7 @@ class Runtime:
             try:
                 self._use_weights(said)
             except Exception as error:  # under the old fingerprint L3 must not serve again
-                self.lose_trust(str(error))
+                self.begin_quarantine(str(error))
             self._updates_untold -= 1
             self._suspend(stages=_UNTOLD if self._updates_untold else None)
 

@@ -87,7 +87,7 @@ def bootstrap(runner: Any) -> None:
         doubts["K and V of other weights would go unnoticed"] = hooks.install(hooks.DECODE_SERVER)
     for doubt, missing in doubts.items():
         if missing is not None:
-            runtime.lose_trust(f"{doubt}: {missing}")
+            runtime.begin_quarantine(f"{doubt}: {missing}")
     if not args.enable_hierarchical_cache:
         runtime.use_plain_pages(
             "decode offload makes a host pool and a controller of its own, and does not tell where "

@@ -4,8 +4,8 @@ restores and controller, put together. HiCache asks :class:`OwnPagesStrategy` fo
 SGLang records CUDA graphs before that, so our copies come first (:func:`record_copies`):
 
 - A replay runs recorded kernels and no Python hook: staging and hooks exist before recording.
-- The copies read the places of a step's rows from device memory, and leave the step's number beside
-  each row. This shows a replay that recorded no copy of ours.
+- The copies read the targets of a step's rows from device memory, and leave the step's number
+  beside each row. This shows a replay that recorded no copy of ours.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from hcache_backend.checks.recompute import Recomputed, check_recompute
 from hcache_backend.checks.round_trip import CaptureCheck, check_copies, check_lossy, whole_pages
 from hcache_backend.checks.service import KVChecks, ServiceChecks
 from hcache_backend.checks.specs import LayerSpecs
-from hcache_backend.format.units import WHOLE, Share
+from hcache_backend.format.units import WHOLE, Shard
 from hcache_backend.host.loads import LoadQueue
-from hcache_backend.host.segments import head_groups, share_of_heads
+from hcache_backend.host.segments import head_groups, shard_of_heads
 from hcache_backend.plan.restore import CHUNK_TOKENS, Partition, Restore
 from hcache_backend.prefetch.eager_loads import EagerLoads
 from hcache_backend.prefetch.slices import SliceBudget
@@ -90,7 +90,7 @@ from hcache_backend.start.page_plan import (
     kv_codec,
     make_exchange,
     page_plugin,
-    staging_places,
+    staging_rows,
     take_staging,
 )
 from hcache_backend.start.sides import share_of_size, strategy_of, with_our_pool
@@ -126,8 +126,8 @@ class OwnPagesStrategy(StackStrategy):
         return False
 
     def build(self, *, kvcache: Any, params: Any, **kwargs: Any) -> Any:
-        share = share_of_size(kvcache, params)
-        start = Start(self._runtime, full_attention(kvcache), params, share)
+        shard = share_of_size(kvcache, params)
+        start = Start(self._runtime, full_attention(kvcache), params, shard)
         build = partial(strategy_of(kvcache).build, kvcache=kvcache, params=params, **kwargs)
         try:
             start.step(refuse, OWN_PAGES, start.server, self._plain)
@@ -207,15 +207,15 @@ class Start:
             recomputer = step(self._find_recomputer, probe, methods, whole=False)
         methods = methods.recomputing_first(recomputer.layers if recomputer else 0)
         recorded = step(check_recording, runtime, probe.hidden[0])
-        share = Share(exchange.number, exchange.shares) if exchange is not None else WHOLE
-        groups, of_kv = self._head_groups(methods, share), "none"
+        shard = Shard(exchange.number, exchange.shards) if exchange is not None else WHOLE
+        groups, of_kv = self._head_groups(methods, shard), "none"
         if methods.layers("kv"):
-            of_kv = step(kv_codec, runtime, kvcache, share, groups, stages)
+            of_kv = step(kv_codec, runtime, kvcache, shard, groups, stages)
         plan = step(
             PagePlan,
             kvcache,
             methods,
-            share,
+            shard,
             groups,
             kv_codec=of_kv,
             runner=runner,
@@ -252,10 +252,10 @@ class Start:
         chunk = min(CHUNK_TOKENS, int(kvcache.size))
         everything = Partition(0, 0, int(kvcache.layer_num))
         methods = Restore(None, None, everything, ranks.world_size, chunk, recomputable=0)
-        own, exchange = share_of_heads(ranks.rank_in_group, ranks.world_size), None
+        own, exchange = shard_of_heads(ranks.rank_in_group, ranks.world_size), None
         if holds_latents(kvcache):
             exchange = self._latent_exchange(ranks.world_size)
-            own = WHOLE if exchange is None else Share(exchange.number, exchange.shares)
+            own = WHOLE if exchange is None else Shard(exchange.number, exchange.shards)
         groups = self._head_groups(methods, own)
         codec = self.step(kv_codec, runtime, kvcache, own, groups, self._params.pp_size)
         plugin = page_plugin(self._config) if codec != "none" else None
@@ -264,7 +264,7 @@ class Start:
         how["host_share"] = self._host_share
         how["drafts"] = packed_drafts(self._runner)
         plan = self.step(PagePlan, kvcache, methods, *parts, **how)
-        return self._tried(plan, self._written, share=own, groups=groups)
+        return self._tried(plan, self._written, shard=own, groups=groups)
 
     def _written(self) -> torch.Tensor:
         """Have the model write K and V of the self-check's tokens to whole pages; returns their
@@ -423,11 +423,11 @@ class Start:
             )
         return methods
 
-    def _head_groups(self, methods: Restore, share: Share) -> int:
+    def _head_groups(self, methods: Restore, shard: Shard) -> int:
         if not methods.layers("kv"):
-            return share.of
+            return shard.of
         extra = storage_extra_config(self.server.args)
-        return head_groups(extra.get("tp_lcm_size"), share, attention_ranks().world_size)
+        return head_groups(extra.get("tp_lcm_size"), shard, attention_ranks().world_size)
 
 
 # ---- the stack of a plan ----
@@ -498,7 +498,10 @@ def build_stack(
         eager = EagerLoads(free_pages, pool, pipeline, loads, reserved, budget, *both, new_rows)
         runtime.on_weights_changed.append(eager.forget)
     stages = StagePages(
-        plan.pages.host, pool.arena.whole, lambda: runtime.distrust is None, runtime.lose_trust
+        plan.pages.host,
+        pool.arena.whole,
+        lambda: runtime.quarantine is None,
+        runtime.begin_quarantine,
     )
     controller = partial(
         OwnPagesController,
@@ -555,8 +558,8 @@ def _start_capture(
     runtime.on_weights_changed.append(capture.ledger.forget)
     logger.debug(
         "hcache: capture: staging of %d tokens, %.0f MB of device memory",
-        staging.places,
-        Staging.bytes_for(staging.layers, staging.row_bytes, staging.places) / 1e6,
+        staging.capacity,
+        Staging.bytes_for(staging.layers, staging.row_bytes, staging.capacity) / 1e6,
     )
     return capture
 
@@ -569,7 +572,7 @@ def capture_nothing(runtime: Runtime) -> None:
     hooks = runtime.forwards.capture
     if hooks is None:
         return
-    # Recorded graphs read the places of a step from this memory in every replay.
+    # Recorded graphs read the targets of a step from this memory in every replay.
     runtime.forwards = Forwards(recorded=hooks.staging)
     with metrics.harmless("staging_not_freed", "staging keeps its memory on the device"):
         hooks.remove()
@@ -597,9 +600,9 @@ def record_copies(runtime: Runtime, runner: Any) -> None:
         every = attention_modules(runner.model, kvcache.layer_num)
         seen = [every[layer] for layer in hidden]
         recorded = _largest_recorded_tokens(drafted_tokens(server.args))
-        places = staging_places(runner, len(seen), recorded)
+        capacity = staging_rows(runner, len(seen), recorded)
         rows = runner.model_config.hidden_size, runner.dtype
-        staging = take_staging(len(seen), *rows, places, kvcache.device, recorded_tokens=recorded)
+        staging = take_staging(len(seen), *rows, capacity, kvcache.device, recorded_tokens=recorded)
         hooks = HiddenCapture([(layer.module, layer.linears) for layer in seen])
         hooks.staging, runtime.forwards.capture = staging, hooks
     except Refused as refused:

@@ -181,7 +181,7 @@ CAPABILITIES: dict[str, tuple[Need, ...]] = {
         _BUFFER_ONLY,
         Need("hidden states and latents on several tensor-parallel GPUs",
              lambda s: (s.hidden or holds_latents(s.pool)) and s.args.tp_size > 1 and s.on_gpu,
-             "ranks would exchange shares while a batch runs, and forward passes wait for that"),
+             "ranks would exchange shards while a batch runs, and forward passes wait for that"),
         Need("other allocators of device pages than SGLang's paged one",
              lambda s: s.allocator is not None and _other_allocator(s.allocator),
              "the device's pages are managed by a {}"),

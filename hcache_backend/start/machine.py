@@ -31,7 +31,7 @@ from hcache_backend.plan.model_shape import CLEARLY_LESS, ModelShape
 from hcache_backend.plan.profile import Profile, ProfileError, Rate, load_profile
 from hcache_backend.plan.record import PartitionRecord, find_record, record_name, save_record
 from hcache_backend.plan.restore import CHUNK_TOKENS, L3Path, Partition, Restore, describe
-from hcache_backend.restore.exchange import share_of_rank
+from hcache_backend.restore.exchange import shard_of_rank
 from hcache_backend.restore.layers import PoolParking
 from hcache_backend.sglang import hooks
 from hcache_backend.sglang.arguments import ranks_of_a_request, resolved
@@ -94,10 +94,10 @@ def _choose(runtime: Runtime, kvcache: Any) -> Restore:
         first = stages.is_first_rank and stage.is_first_rank
         found = or_stop(lambda: find_profile(runtime, config, kvcache, shape) if first else None)
         profile = stages.all_gather_object(stage.all_gather_object(found)[0])[0]
-    _, shares = share_of_rank(0, ranks, int(kvcache.page_size))
+    _, shards = shard_of_rank(0, ranks, int(kvcache.page_size))
     if profile is not None:
-        profile = profile.model_copy(update={"gathers": True} if shares > 1 else None)
-        copy_as_measured(profile, kvcache.device, int(kvcache.page_size) * row_bytes // shares)
+        profile = profile.model_copy(update={"gathers": True} if shards > 1 else None)
+        copy_as_measured(profile, kvcache.device, int(kvcache.page_size) * row_bytes // shards)
     l3: L3Path = "overlapped" if eager else "first"
     l3 = "none" if args.hicache_storage_backend is None else l3
     tokens = min(int(runtime.runner.model_config.context_len), size)
@@ -110,7 +110,7 @@ def _choose(runtime: Runtime, kvcache: Any) -> Restore:
 
         def leaves_room(partition: Partition) -> bool:
             """True if host memory holds enough tokens besides hidden states of the device's."""
-            token = (partition.hidden * row_bytes / shares) + partition.kv * kv_bytes / layers
+            token = (partition.hidden * row_bytes / shards) + partition.kv * kv_bytes / layers
             host = given / token - (size if partition.hidden else 0)
             least = min(_LEAST_HOST_SHARE * size, given / kv_bytes)
             return partition == every_kv or host >= least

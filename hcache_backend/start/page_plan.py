@@ -24,14 +24,14 @@ from hcache_backend.checks.comparison import first_problem, projection_problem
 from hcache_backend.checks.probe import Probe
 from hcache_backend.config import HCacheConfig
 from hcache_backend.format.page import PageLayout
-from hcache_backend.format.units import WHOLE, Share
+from hcache_backend.format.units import WHOLE, Shard
 from hcache_backend.host.segments import KVSegments, page_layout
 from hcache_backend.plan.restore import Restore
 from hcache_backend.projection.attention import AttentionLayer
 from hcache_backend.projection.paged_pool import planes_of
 from hcache_backend.projection.projector import Projector
 from hcache_backend.ranks import Refused, all_or_none
-from hcache_backend.restore.exchange import CollectiveOrder, Exchange, share_of_rank
+from hcache_backend.restore.exchange import CollectiveOrder, Exchange, shard_of_rank
 from hcache_backend.restore.layers import PoolParking, RestoredLayer
 from hcache_backend.restore.pipeline import RestorePipeline
 from hcache_backend.restore.recompute import Recomputer
@@ -64,7 +64,7 @@ class PagePlan:
     """Layout and number of own pages, and what hidden states pass through.
 
     Attributes:
-        share: Part of a page that this rank holds.
+        shard: Part of a page that this rank holds.
         groups: Groups of heads that K and V of a page divide into, over all ranks.
         plugin: Divides pages and encodes K and V in the place of ``kv_codec``.
         observer: Shows the plug-in the model, by which it divides each node; None: all are alike.
@@ -75,12 +75,12 @@ class PagePlan:
         drafts: SGLang's pools of draft layers whose K and V are layers of the pages, too.
         hooks: The capture hooks that CUDA graphs were recorded with, if any.
         host_share: Part of ``--hicache-size`` for these pages; side pools get the rest.
-        pages, staging: Number of pages, and first place of captured rows; from :meth:`find_room`.
+        pages, staging: Number of pages, and memory for captured rows; from :meth:`find_room`.
     """
 
     kvcache: Any
     methods: Restore
-    share: Share
+    shard: Shard
     groups: int
     _: KW_ONLY
     kv_codec: str = "none"
@@ -105,9 +105,9 @@ class PagePlan:
         if self.plugin is not None:
             self.kv = self.plugin.segments(self.kvcache, stored, tokens, self.groups)
         else:
-            how = self.share, self.groups, self.kv_codec, self.drafts
+            how = self.shard, self.groups, self.kv_codec, self.drafts
             self.kv = KVSegments(self.kvcache, stored, tokens, *how)
-        self.layout = page_layout(tokens, self.methods, self.kv, self.codec, self.share)
+        self.layout = page_layout(tokens, self.methods, self.kv, self.codec, self.shard)
 
     @cached_property
     def capture_hooks(self) -> HiddenCapture:
@@ -141,9 +141,9 @@ class PagePlan:
         if self.codec is not None:
             fields["codec"] = self.codec.name
         ranks = attention_ranks()
-        if not self.kv.layers or self.kv.latent or self.layout.share.of == ranks.world_size:
+        if not self.kv.layers or self.kv.latent or self.layout.shard.of == ranks.world_size:
             fields["any_ranks"] = True
-        else:  # K and V are of a rank's own heads, which are no share
+        else:  # K and V are of a rank's own heads, which are no shard
             fields["tp"] = [ranks.rank_in_group, ranks.world_size]
         return fields
 
@@ -201,8 +201,8 @@ class PagePlan:
         if codec is not None:
             hidden = len(self.methods.layers("hidden"))
             recorded = self.hooks.staging if self.hooks is not None else None
-            rows, places = (codec.hidden_size, codec.dtype), staging_places(self.runner, hidden)
-            self.staging = recorded or take_staging(hidden, *rows, places, device)
+            rows, capacity = (codec.hidden_size, codec.dtype), staging_rows(self.runner, hidden)
+            self.staging = recorded or take_staging(hidden, *rows, capacity, device)
         # Try the room for restores: freed memory stays in torch's cache until it is needed.
         room = ring_bytes(self.layout, self.methods.chunk_tokens, self.arriving)
         try:
@@ -212,16 +212,16 @@ class PagePlan:
 
 
 def make_exchange(what: str, rows: Sequence[torch.Tensor], page_size: int) -> Exchange | None:
-    """The exchange of token shares between ranks, which all call it; None if pages are whole.
+    """The exchange of token shards between ranks, which all call it; None if pages are whole.
     ``rows``: ``what`` (hidden states or latents) of the same tokens. Raises Refused on every rank
-    if they differ between ranks, or shares do not get across."""
+    if they differ between ranks, or shards do not get across."""
     ranks = attention_ranks()
-    number, shares = share_of_rank(ranks.rank_in_group, ranks.world_size, page_size)
-    if shares == 1:
+    number, shards = shard_of_rank(ranks.rank_in_group, ranks.world_size, page_size)
+    if shards == 1:
         return None
     device = rows[0].device
     first = ranks.rank_in_group - number
-    exchange = Exchange.between(ranks.ranks[first : first + shares], device)
+    exchange = Exchange.between(ranks.ranks[first : first + shards], device)
     problem = exchange.check(device)
     flat = torch.cat([each.flatten() for each in rows]).view(torch.uint8).cpu().numpy()
     said = ranks.all_gather_object((problem, xxhash.xxh3_64_intdigest(flat.data)))
@@ -264,11 +264,11 @@ def wanted_codec(runtime: Runtime, runner: Any) -> Codec:
         return make_codec("none", width, dtype)
 
 
-def kv_codec(runtime: Runtime, kvcache: Any, share: Share, groups: int, stages: int) -> str:
+def kv_codec(runtime: Runtime, kvcache: Any, shard: Shard, groups: int, stages: int) -> str:
     """The codec of K and V, by the option and their shape alone; logs a fallback to ``none``.
     ``groups``: groups of heads in a page of all ranks."""
     try:
-        return _encoding_segments(runtime, kvcache, share, groups, stages).codec
+        return _encoding_segments(runtime, kvcache, shard, groups, stages).codec
     except UnsupportedRows as error:
         assert runtime.config is not None
         level = logging.INFO if runtime.config.codec == "auto" else logging.WARNING
@@ -287,7 +287,7 @@ def encoded_share(runtime: Runtime, kvcache: Any, stages: int) -> float:
 
 
 def _encoding_segments(
-    runtime: Runtime, kvcache: Any, share: Share, groups: int, stages: int
+    runtime: Runtime, kvcache: Any, shard: Shard, groups: int, stages: int
 ) -> KVSegments:
     """K and V of all layers by option ``codec``; raises UnsupportedRows."""
     assert runtime.config is not None
@@ -299,12 +299,12 @@ def _encoding_segments(
     if plugin is not None:
         if drafts:
             raise UnsupportedRows(f"codec {codec!r} takes no draft layers")
-        return plugin.segments(*how, groups // share.of)
+        return plugin.segments(*how, groups // shard.of)
     if codec == AUTOMATIC[0] != runtime.config.codec:
         with suppress(UnsupportedRows):
-            return KVSegments(*how, share, groups, codec, drafts)
+            return KVSegments(*how, shard, groups, codec, drafts)
         codec = AUTOMATIC[-1]
-    return KVSegments(*how, share, groups, codec, drafts)
+    return KVSegments(*how, shard, groups, codec, drafts)
 
 
 def choose_codec(group: Any, runtime: Runtime, probe: Probe, projector: Projector) -> Codec:
@@ -430,7 +430,7 @@ def _gigabytes(*sizes: float) -> list[str]:
     return shown
 
 
-def staging_places(runner: Any, layers: int, recorded_tokens: int = 0) -> int:
+def staging_rows(runner: Any, layers: int, recorded_tokens: int = 0) -> int:
     """Rows that staging needs for ``layers`` captured ones: two layers of the longest eager forward
     pass; two of the largest decode steps, one captured and one in transfer; all layers of
     ``recorded_tokens``, the largest CUDA graph. Without layers places take no memory."""
@@ -444,26 +444,31 @@ def staging_places(runner: Any, layers: int, recorded_tokens: int = 0) -> int:
 
 
 def take_staging(
-    layers: int, width: int, dtype: torch.dtype, places: int, device: Any, recorded_tokens: int = 0
+    layers: int,
+    width: int,
+    dtype: torch.dtype,
+    capacity: int,
+    device: Any,
+    recorded_tokens: int = 0,
 ) -> Staging:
-    """Staging of at least ``places`` rows in the memory that SGLang left beside its KV pool.
+    """Staging of at least ``capacity`` rows in the memory that SGLang left beside its KV pool.
 
     Two steps of ``recorded_tokens`` (the largest CUDA graph) fit if memory allows, so that the
     second need not wait for the first. Raises Refused if that memory is too small.
     """
     row_bytes = width * dtype.itemsize
-    free, two_steps = free_memory(device), max(places, 2 * recorded_tokens)
+    free, two_steps = free_memory(device), max(capacity, 2 * recorded_tokens)
     if Staging.bytes_for(layers, row_bytes, two_steps) <= free * _STAGING_SHARE:
-        places = two_steps
-    wanted = Staging.bytes_for(layers, row_bytes, places)
+        capacity = two_steps
+    wanted = Staging.bytes_for(layers, row_bytes, capacity)
     if wanted > free * _STAGING_SHARE:
         took, left = _gigabytes(wanted, free)
         raise Refused(
-            f"staging of {places} tokens takes {took} GB of the {left} GB of device memory that "
+            f"staging of {capacity} tokens takes {took} GB of the {left} GB of device memory that "
             f"SGLang left, more than 1/{round(1 / _STAGING_SHARE)} (a lower --mem-fraction-static "
             "leaves more; a smaller --chunked-prefill-size or largest CUDA graph wants less)"
         )
     try:
-        return Staging(layers, width, dtype, places, device)
+        return Staging(layers, width, dtype, capacity, device)
     except torch.OutOfMemoryError as error:
         raise Refused(f"no device memory for staging: {error}") from None

@@ -300,7 +300,7 @@ class Disk:
     # ---- writing ----
 
     def start_writing(self, writes: Sequence[PageWrite], deadline: float) -> Writing:
-        """Have threads write shares to nameless files; they start none after ``deadline``."""
+        """Have threads write shards to nameless files; they start none after ``deadline``."""
         incoming = sum(write.entry.file_bytes for write in writes)
         if not self.make_room(incoming, deadline - time.monotonic()):
             self._stats.add(pages_dropped_full=len(writes))
@@ -379,7 +379,7 @@ class Disk:
             except (OSError, sqlite3.Error) as error:
                 if tries_left and is_no_space(error):
                     with suppress(OSError, sqlite3.Error), lock():
-                        if self._evict_share(folder, size, evictions):
+                        if self._evict_shard(folder, size, evictions):
                             continue
                 raise
 
@@ -480,7 +480,7 @@ class Disk:
 
         return self._ask(work, 0, writing=True)
 
-    def _evict_share(self, folder: Folder, wanted: int, evictions: int) -> bool:
+    def _evict_shard(self, folder: Folder, wanted: int, evictions: int) -> bool:
         """Evict the room that the disk refused after so many ``evictions``, unless another thread
         has. The folder's lock is held. False: that is no help."""
         if self._evictions == evictions:

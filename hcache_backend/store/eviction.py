@@ -8,7 +8,7 @@ A page is of use only with every page before it in its sequence, so a use counts
 from its first page on. The *eviction rank* of page ``i`` is the epoch of its last use minus ``i``;
 epochs never rise along a sequence. So the lowest ranks of every folder are those of ends of
 sequences, and one sequence is gone before the next one loses a page. Tensor-parallel ranks that
-store their shares of a page at one time give them different epochs; a use makes them one.
+store their shards of a page at one time give them different epochs; a use makes them one.
 
 A page whose epoch is young keeps it: its age is less than 1/16 of the age of the oldest page in the
 folders. That bounds how often a page that is used all the time is written to the index.
@@ -124,7 +124,7 @@ class Recency:
             if len(epochs) == 1 and min(epochs) >= young:
                 epoch = min(epoch, *epochs)
                 continue
-            newest = max(epochs, default=0)  # the shares of a page are of use together only
+            newest = max(epochs, default=0)  # the shards of a page are of use together only
             for change, entry in entries:
                 rank = max(max(epoch, newest) - place, change.get(entry.name, 0))
                 if rank > entry.rank:

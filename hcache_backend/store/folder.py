@@ -84,7 +84,7 @@ class NotOurFolderError(OSError):
 
 class PageRead(NamedTuple):
     """A file of page ``number`` of the caller's lists, and the ``part`` that it fills of the memory
-    of the same or another share."""
+    of the same or another shard."""
 
     number: int
     entry: Entry
@@ -94,7 +94,7 @@ class PageRead(NamedTuple):
 
 @dataclass(eq=False)
 class PageWrite:
-    """The share of page ``number`` of the caller's lists, on its way to the disk."""
+    """The shard of page ``number`` of the caller's lists, on its way to the disk."""
 
     number: int
     entry: Entry
@@ -299,7 +299,7 @@ class Folder:
     # ---- page files ----
 
     def write_page(self, write: PageWrite) -> None:
-        """Write the share of a page to a file of the session, or leave nothing of it."""
+        """Write the shard of a page to a file of the session, or leave nothing of it."""
         memory, layout = write.memory, write.layout
         header = self.io.scratch.header(layout.header_bytes)
         digests = memory.digests or memory.digests_of(layout.units)
@@ -358,11 +358,11 @@ class Folder:
         ValueError if the memory has another length.
         """
         _, entry, part, memory = read
-        share = entry.name.share
+        shard = entry.name.shard
         fd = self._open(entry.name)
         try:
             _check_size(fd, entry.file_bytes)
-            if share == memory.share and part == share.eighths:
+            if shard == memory.shard and part == shard.eighths:
                 return _read_all(self.io, fd, entry, memory)
             return _read_units(self.io, fd, entry, memory, part)
         except DamagedFileError as error:
@@ -408,7 +408,7 @@ def _read_header(io: PageIO, fd: int) -> Header:
 
 
 def _read_all(io: PageIO, fd: int, entry: Entry, memory: PageMemory) -> tuple[int, int]:
-    """Read a file that has exactly the memory's share, in one go."""
+    """Read a file that has exactly the memory's shard, in one go."""
     _check_memory(entry.payload_bytes, memory)
     data = io.scratch.header(entry.header_bytes)
     padding = io.scratch.tail[: round_up(entry.payload_bytes) - entry.payload_bytes]
@@ -426,9 +426,9 @@ def _read_units(
     header = _read_header(io, fd)
     _check_names(header, entry)
     table = header.layout.table
-    _check_memory(file_layout(table, memory.share).payload_bytes, memory)
+    _check_memory(file_layout(table, memory.shard).payload_bytes, memory)
     copied = 0
-    read, runs = runs_between(table, header.name.share, memory.share, part)
+    read, runs = runs_between(table, header.name.shard, memory.shard, part)
     for offset, stretches, numbers, units in runs:
         pieces = [piece for stretch in stretches for piece in memory.pieces(*stretch)]
         copied += io.read(fd, offset, pieces)
@@ -444,7 +444,7 @@ def _check_names(header: Header, entry: Entry) -> None:
 
 def _check_memory(payload_bytes: int, memory: PageMemory) -> None:
     if payload_bytes != memory.length:
-        raise ValueError(f"{memory.share} has {payload_bytes} bytes, the memory {memory.length}")
+        raise ValueError(f"{memory.shard} has {payload_bytes} bytes, the memory {memory.length}")
 
 
 def _verify(memory: PageMemory, units: Sequence[Unit], digests: tuple[int, ...]) -> None:

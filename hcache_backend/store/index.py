@@ -4,8 +4,8 @@ It is an SQLite database in WAL mode that any number of processes open at once; 
 no writer. SQLite's locks belong to open files, so they hold between containers, too. All changes
 are made by the holder of the folder's lock. It can be rebuilt from the page files at any time.
 
-- ``pages``: namespace + key -> one record of 32 bytes for every share in this folder.
-- ``recency``: eviction rank (8 bytes, big-endian) + namespace + key + share.
+- ``pages``: namespace + key -> one record of 32 bytes for every shard in this folder.
+- ``recency``: eviction rank (8 bytes, big-endian) + namespace + key + shard.
 - ``meta``: totals (pages, bytes), format, the machine's boot, whether the index is complete.
 
 Each row that a statement returns costs a switch of Python's threads. So a look-up of any number of
@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from hcache_backend.format.envelope import BLOCK, KEY_BYTES, NAMESPACE_BYTES, PageName, round_up
-from hcache_backend.format.units import ALL_EIGHTHS, Eighths, Share
+from hcache_backend.format.units import ALL_EIGHTHS, Eighths, Shard
 from hcache_backend.store.file_ops import FileOps
 
 INDEX_FORMAT = b"2"
@@ -161,7 +161,7 @@ class Index:
         return next((value for (value,) in self._rows(_META, name)), None)
 
     def insert(self, entries: Iterable[Entry]) -> None:
-        """Add entries, or replace those of their shares."""
+        """Add entries, or replace those of their shards."""
         new: Files = {}
         for entry in entries:
             new.setdefault(entry.name.page, []).append(entry)
@@ -169,7 +169,7 @@ class Index:
         def change(page: bytes, files: list[Entry]) -> list[Entry]:
             by_name = {entry.name: entry for entry in (*files, *new[page])}
             # A whole page comes first: coverage looks at the first record only.
-            return sorted(by_name.values(), key=lambda entry: entry.name.share.of > 1)
+            return sorted(by_name.values(), key=lambda entry: entry.name.shard.of > 1)
 
         self._change(new, change)
 
@@ -352,13 +352,13 @@ def _totals(rows: Iterable[Sequence[bytes]]) -> Totals:
 
 def _pack(entry: Entry) -> bytes:
     blocks = entry.header_bytes // BLOCK
-    return _RECORD.pack(*entry.name.share, 0, blocks, entry.writer, entry.payload_bytes, entry.rank)
+    return _RECORD.pack(*entry.name.shard, 0, blocks, entry.writer, entry.payload_bytes, entry.rank)
 
 
 def _unpack(page: bytes, records: bytes | memoryview) -> list[Entry]:
     namespace, key = page[:NAMESPACE_BYTES], page[NAMESPACE_BYTES:]
     return [
-        Entry(PageName(namespace, key, Share(number, of)), blocks * BLOCK, payload, writer, rank)
+        Entry(PageName(namespace, key, Shard(number, of)), blocks * BLOCK, payload, writer, rank)
         for number, of, _, blocks, writer, payload, rank in _RECORD.iter_unpack(records)
     ]
 
@@ -366,10 +366,10 @@ def _unpack(page: bytes, records: bytes | memoryview) -> list[Entry]:
 def _eighths(records: bytes | None) -> Eighths:
     mask = 0
     for number, of, *_ in _RECORD.iter_unpack(records or b""):
-        mask |= Share(number, of).eighths
+        mask |= Shard(number, of).eighths
     return mask
 
 
 def _mark(entry: Entry) -> bytes:
     """The key of an entry in ``recency``."""
-    return _RANK.pack(entry.rank) + entry.name.page + bytes(entry.name.share)
+    return _RANK.pack(entry.rank) + entry.name.page + bytes(entry.name.shard)

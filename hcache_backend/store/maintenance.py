@@ -163,9 +163,9 @@ def _verify_entry(folder: Folder, entry: Entry, findings: Findings, repair: bool
     name = entry.name
     path = f"{name.bucket}/{name.file}"
     payload = memoryview(mmap.mmap(-1, max(entry.payload_bytes, 1)))[: entry.payload_bytes]
-    memory = PageMemory([payload], name.share)
+    memory = PageMemory([payload], name.shard)
     try:
-        folder.read_page(PageRead(0, entry, name.share.eighths, memory))
+        folder.read_page(PageRead(0, entry, name.shard.eighths, memory))
     except (DamagedFileError, OSError) as error:
         if name not in folder.index.known([name]):
             return  # a live server has evicted the page meanwhile

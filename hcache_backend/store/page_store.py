@@ -17,7 +17,7 @@ from itertools import chain
 from hcache_backend.config import HCacheConfig
 from hcache_backend.format.envelope import WRITER_BYTES, PageName, check_bytes, check_names
 from hcache_backend.format.file import file_layout
-from hcache_backend.format.units import WHOLE, Eighths, PageMemory, Parts, SegmentTable, Share
+from hcache_backend.format.units import WHOLE, Eighths, PageMemory, Parts, SegmentTable, Shard
 from hcache_backend.store.disk import Disk, Writing, result_of
 from hcache_backend.store.eviction import Recency
 from hcache_backend.store.file_ops import FileOps, best_file_ops
@@ -41,7 +41,7 @@ class PageStore:
 
     A page that is read back is verified, or it is a miss; a page that is missing, damaged or
     unwritable raises nothing. Any thread and process may call all methods. They raise a ValueError
-    for names of a wrong length, and for a share that no page has.
+    for names of a wrong length, and for a shard that no page has.
 
     ``writer`` (8 bytes) is the server run. Without ``background`` no thread looks after folders.
     Raises a NotOurFolderError if a folder has other files, an OSError if none can be used.
@@ -77,12 +77,12 @@ class PageStore:
             self._maintenance[-1].start()
 
     def exists(
-        self, namespace: bytes, keys: Sequence[bytes], *, share: Share = WHOLE
+        self, namespace: bytes, keys: Sequence[bytes], *, shard: Shard = WHOLE
     ) -> list[bool]:
-        """Whether the share of each page is there, in files of any shares, damaged or not."""
+        """Whether the shard of each page is there, in files of any shards, damaged or not."""
         keys = list(keys)
-        check_names(namespace, keys, share)
-        wanted, (first, *others) = share.eighths, self.disks
+        check_names(namespace, keys, shard)
+        wanted, (first, *others) = shard.eighths, self.disks
         missing = [wanted & ~part for part in first.coverage(namespace, keys)]
         for disk in others:
             numbers = [number for number, part in enumerate(missing) if part]
@@ -107,44 +107,44 @@ class PageStore:
         pages: Sequence[Parts],
         *,
         prefix: Sequence[bytes] = (),
-        share: Share = WHOLE,
+        shard: Shard = WHOLE,
         table: SegmentTable | None = None,
         digests: Sequence[Sequence[int]] | None = None,
     ) -> list[bool]:
-        """Store a share of pages; False for a page that was not stored (the counters say why).
+        """Store a shard of pages; False for a page that was not stored (the counters say why).
 
         When it returns, the memory of ``pages`` may change. A page that is there already, in files
-        of any shares, is not written again. Also a ValueError for memory or digests of another
-        number than the share has bytes and units.
+        of any shards, is not written again. Also a ValueError for memory or digests of another
+        number than the shard has bytes and units.
 
         Args:
             keys: In the order of the sequence: neighbours go to different folders.
-            pages: The share's units of every page in the order of the page, with nothing between.
+            pages: The shard's units of every page in the order of the page, with nothing between.
             prefix: The keys of the pages before them in their sequence, from its first one on.
                 They are in use, too.
-            table: How the whole page divides; a must for shares. Without it every part is one
+            table: How the whole page divides; a must for shards. Without it every part is one
                 segment.
-            digests: Those of the share's units of every page; without them they are computed here.
+            digests: Those of the shard's units of every page; without them they are computed here.
                 A page that does not have them is a miss when it is read.
         """
         keys = list(keys)
-        check_names(namespace, [*prefix[-1:], *keys], share)
+        check_names(namespace, [*prefix[-1:], *keys], shard)
         for what, given in (("pages", pages), ("pages' digests", digests)):
             if given is not None and len(given) != len(keys):
                 raise ValueError(f"{len(given)} {what} for {len(keys)} keys")
-        if table is None and share != WHOLE:
-            raise ValueError(f"share {share.number} of {share.of} without a table of the page")
+        if table is None and shard != WHOLE:
+            raise ValueError(f"shard {shard.number} of {shard.of} without a table of the page")
         deadline = time.monotonic() + WRITE_SECONDS
         ranks = self._recency.note_new(namespace, prefix, keys)
-        covers = self._cover(namespace, keys, share.eighths, on_disk=True)
+        covers = self._cover(namespace, keys, shard.eighths, on_disk=True)
         done = [bool(files) for files in covers]
         self.stats.add(pages_already_stored=sum(done))
         work = []
         for number, (key, parts) in enumerate(zip(keys, pages, strict=True)):
             if not done[number]:
-                name = PageName(namespace, key, share)
-                memory = PageMemory(parts, share, None if digests is None else digests[number])
-                layout = file_layout(table or SegmentTable.of_parts(memory.parts), share)
+                name = PageName(namespace, key, shard)
+                memory = PageMemory(parts, shard, None if digests is None else digests[number])
+                layout = file_layout(table or SegmentTable.of_parts(memory.parts), shard)
                 layout.check(memory)
                 sizes = layout.header_bytes, layout.payload_bytes
                 entry = Entry(name, *sizes, self._writer, ranks[number])
@@ -169,7 +169,7 @@ class PageStore:
             before = started
         for write in work:
             done[write.number] = write.stored
-        if share != WHOLE:  # used together with the shares of other ranks
+        if shard != WHOLE:  # used together with the shards of other ranks
             self._recency.note(namespace, [*prefix, *keys])
         if self._config.durability == "always":
             for disk in self.disks:
@@ -183,20 +183,20 @@ class PageStore:
         keys: Sequence[bytes],
         pages: Sequence[Parts],
         *,
-        share: Share = WHOLE,
+        shard: Shard = WHOLE,
     ) -> list[bool]:
-        """Read a share of pages, from files of any shares, to the memory of its payload.
+        """Read a shard of pages, from files of any shards, to the memory of its payload.
 
         False is a miss; the memory of that page then holds anything. See :meth:`put`.
         """
         keys = list(keys)
-        check_names(namespace, keys, share)
+        check_names(namespace, keys, shard)
         if len(pages) != len(keys):
             raise ValueError(f"{len(pages)} pages for {len(keys)} keys")
-        covers = self._cover(namespace, keys, share.eighths)
+        covers = self._cover(namespace, keys, shard.eighths)
         reads: dict[Disk, list[PageRead]] = {}
         for number, files in enumerate(covers):
-            memory = PageMemory(pages[number], share)
+            memory = PageMemory(pages[number], shard)
             for disk, entry, part in files:
                 reads.setdefault(disk, []).append(PageRead(number, entry, part, memory))
         seconds = READ_SECONDS
@@ -266,7 +266,7 @@ class PageStore:
         self, namespace: bytes, keys: Sequence[bytes], part: Eighths, *, on_disk: bool = False
     ) -> list[list[tuple[Disk, Entry, Eighths]]]:
         """The files that together have ``part`` of each page, and the part that each brings. None
-        if some of it is missing, or its file (``on_disk``). Large shares come before small ones."""
+        if some of it is missing, or its file (``on_disk``). Large shards come before small ones."""
         missing = [part] * len(keys)
         found: list[list[tuple[Disk, Entry, Eighths]]] = [[] for _ in keys]
         for disk in self.disks:
@@ -274,9 +274,9 @@ class PageStore:
             listed = disk.lookup(namespace, [keys[number] for number in numbers])
             for number, entries in zip(numbers, listed, strict=True):
                 if len(entries) > 1:
-                    entries.sort(key=lambda entry: entry.name.share.of)
+                    entries.sort(key=lambda entry: entry.name.shard.of)
                 for entry in entries:
-                    useful = entry.name.share.eighths & missing[number]
+                    useful = entry.name.shard.eighths & missing[number]
                     if useful and (not on_disk or disk.holds_file(entry.name)):
                         found[number].append((disk, entry, useful))
                         missing[number] &= ~useful

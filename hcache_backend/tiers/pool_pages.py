@@ -18,7 +18,7 @@ from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 
 from hcache_backend.config import ConfigError
 from hcache_backend.format.page import PageLayout
-from hcache_backend.format.units import WHOLE, Parts, SegmentTable, Share
+from hcache_backend.format.units import WHOLE, Parts, SegmentTable, Shard
 from hcache_backend.sglang.arguments import check_tp_lcm_size
 
 logger = logging.getLogger("hcache")
@@ -39,9 +39,9 @@ class PoolPages:
         self.name, self.host_pool, self._config = name, host_pool, config
         layout: PageLayout | None = getattr(host_pool, "page_layout", None)
         self._layout = layout
-        # This rank's share of a page, as other ranks can complete it, and the division of a whole
+        # This rank's shard of a page, as other ranks can complete it, and the division of a whole
         # page of ours.
-        self.share: Share = layout.share if layout is not None else WHOLE
+        self.shard: Shard = layout.shard if layout is not None else WHOLE
         self.table: SegmentTable | None = layout.table if layout is not None else None
         lcm, ranks, mla = config.tp_lcm_size, config.tp_size, config.is_mla_model
         of_kv = lcm and name == PoolName.KV
@@ -61,7 +61,7 @@ class PoolPages:
         # MLA ranks hold copies of their own pages, not of states and drafts beside them.
         self._same_on_all_ranks = mla and not divided
         # Ranks read those of others if our pages divide among all ranks.
-        shared = layout is not None and layout.share.of == ranks
+        shared = layout is not None and layout.shard.of == ranks
         own_groups = layout.head_groups if layout is not None and shared else None
         if own_groups and lcm not in (None, own_groups):
             raise ConfigError(

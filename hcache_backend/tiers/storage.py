@@ -48,7 +48,7 @@ class HCacheStorage(HiCacheStorage):
     Raises ConfigError, on all ranks or none, if an option is wrong or would change the shape of
     pages of a running server. It stops a start, and is an HTTP 400 at an attach."""
 
-    # The store verifies each unit that it reads. A page may combine shares of several ranks.
+    # The store verifies each unit that it reads. A page may combine shards of several ranks.
     verifies_segments = True
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Any = None) -> None:
@@ -70,7 +70,7 @@ class HCacheStorage(HiCacheStorage):
                 "hcache: a decode server only writes L3: SGLang fails a request whose hit cannot "
                 "be read, so every look-up is a miss"
             )
-        self._runtime.on_distrust.append(self._drop_own_pages)
+        self._runtime.on_quarantine.append(self._drop_own_pages)
         self._runtime.on_weights_changed.append(self.backups.finish)
         self._report = partial(_report, joined, storage_config)
         self._reported = time.monotonic()
@@ -202,8 +202,8 @@ class HCacheStorage(HiCacheStorage):
 
     def close(self) -> None:
         """Called at detach; data stays."""
-        if self._drop_own_pages in self._runtime.on_distrust:
-            self._runtime.on_distrust.remove(self._drop_own_pages)
+        if self._drop_own_pages in self._runtime.on_quarantine:
+            self._runtime.on_quarantine.remove(self._drop_own_pages)
             self._runtime.on_weights_changed.remove(self.backups.finish)
         self._runtime.stop_judging()
         self._tier.close()

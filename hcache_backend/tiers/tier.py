@@ -2,7 +2,7 @@
 both as one.
 
 A value in the shared tier is a page's bytes and a digest of them, the namespace, the key and the
-share. So any value that a backend returns for a name is the page, or a miss.
+shard. So any value that a backend returns for a name is the page, or a miss.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Pages(NamedTuple):
         return self._replace(keys=[self.keys[number] for number in numbers])
 
     def names(self) -> list[PageName]:
-        return [PageName(self.namespace, key, self.pool.share) for key in self.keys]
+        return [PageName(self.namespace, key, self.pool.shard) for key in self.keys]
 
 
 class Tier(Protocol):
@@ -88,12 +88,12 @@ class LocalTier(Tier):
 
     def exists(self, pages: Pages) -> list[bool]:
         with metrics.timed("l3_exists"):
-            return self.store.exists(pages.namespace, pages.keys, share=pages.pool.share)
+            return self.store.exists(pages.namespace, pages.keys, shard=pages.pool.shard)
 
     def get(self, pages: Pages, memory: Sequence[Parts]) -> list[bool]:
         start = time.perf_counter()
         with metrics.timed("l3_read"):
-            found = self.store.get(pages.namespace, pages.keys, memory, share=pages.pool.share)
+            found = self.store.get(pages.namespace, pages.keys, memory, shard=pages.pool.shard)
         self._note("prefetch", memory, found, start)
         metrics.PAGES.count("read", sum(found))
         metrics.PAGES.count("missed", len(found) - sum(found))
@@ -111,7 +111,7 @@ class LocalTier(Tier):
                     keys,
                     memory,
                     prefix=prefix,
-                    share=pool.share,
+                    shard=pool.shard,
                     table=pool.table,
                     digests=pool.digests(memory),
                 )

@@ -23,7 +23,7 @@ import torch
 
 from hcache_backend.capture.staging import stored_rows
 from hcache_backend.config import KrulOption, parse_config
-from hcache_backend.host.segments import head_groups, share_of_heads
+from hcache_backend.host.segments import head_groups, shard_of_heads
 from hcache_backend.krul.plugin import Krul
 from hcache_backend.plan.restore import Partition, Restore
 from hcache_backend.sglang.runtime import Runtime, Weights
@@ -129,8 +129,8 @@ class Machine:
         self.kind, self.runtime = kind, runtime_of(kind)
         kvcache = device_pool(kind, rank)
         methods = Restore(None, None, Partition(*kind.partition), chunk_tokens=4 * kind.page)
-        share = share_of_heads(rank, kind.ranks)
-        how = methods, share, head_groups(None, share, kind.ranks)
+        shard = shard_of_heads(rank, kind.ranks)
+        how = methods, shard, head_groups(None, shard, kind.ranks)
         codec: dict[str, Any] = {"kv_codec": kind.codec}
         if kind.pairs:
             ratio = 2 * len(kind.pairs) / sum(kind.partition)
@@ -189,7 +189,7 @@ class Machine:
             self.namespace,
             [KEY],
             [[page.data.cast("B")]],
-            share=self.layout.share,
+            shard=self.layout.shard,
             table=self.layout.table,
             digests=[self.layout.unit_digests(page)],
         )
@@ -209,7 +209,7 @@ def page_lines(machine: Machine) -> Iterator[str]:
     version, layers, segments, blocks = np.frombuffer(header, "<u2", 4, 4).tolist()
     yield (
         f"  header {len(header)} bytes, {digest(header)}: {header[:4].decode()} version {version}, "
-        f"{layers} layers, {segments} segments, {blocks} blocks, share {header[88]} of {header[89]}"
+        f"{layers} layers, {segments} segments, {blocks} blocks, shard {header[88]} of {header[89]}"
     )
     for layer, stored in enumerate(layout.layers):
         where = layout.segment(layer)
@@ -230,7 +230,7 @@ def file_lines(folder: Path) -> Iterator[str]:
         yield f"file {path.relative_to(folder)}"
         yield (
             f"  {len(data)} bytes, {digest(data)}: {data[:4].decode()} version "
-            f"{int.from_bytes(data[4:6], 'little')}, share {data[6]} of {data[7]}, "
+            f"{int.from_bytes(data[4:6], 'little')}, shard {data[6]} of {data[7]}, "
             f"header {header} bytes, {digest(data[:header])}"
         )
     [path] = folder.rglob("index.sqlite")

@@ -339,7 +339,7 @@ def _watch_restores(trace: Trace) -> None:
         trace.say(f"reserve device pages for {pages(len(keys))} that are read")
         return result
 
-    def hand_out(original: Any, eager: Any, host_pages: Any) -> Any:
+    def adopt(original: Any, eager: Any, host_pages: Any) -> Any:
         handed = original(eager, host_pages)
         if handed is not None:
             ready = f"{int(handed.ready.sum())} of {pages(len(host_pages))}"
@@ -354,7 +354,7 @@ def _watch_restores(trace: Trace) -> None:
     around(RestorePipeline, "start_recomputation", recomputation)
     around(Recomputer, "run", run)
     around(EagerRestores, "reserve", reserve)
-    around(EagerRestores, "hand_out", hand_out)
+    around(EagerRestores, "adopt", adopt)
     around(EagerRestores, "end", end)
 
 

@@ -32,7 +32,7 @@ from hcache_kernels.project_kv.ways import (
     head_pairs,
 )
 from hcache_kernels.staging import StagedRows, save_launch, stage_launch
-from hcache_kernels.steps import StepPlaces, begin_launch, judge_launch
+from hcache_kernels.steps import StepTargets, begin_launch, judge_launch
 from tests.kernels.compiled import TOOLS, Job, Usage, compile_all, source
 
 # All of them are compiled before the first test, in two processes.
@@ -306,7 +306,7 @@ def save(row_bytes: int) -> Launch:
 
 
 def begin(n: int) -> Launch:
-    now = StepPlaces(ids(PLACES), ids(1))
+    now = StepTargets(ids(PLACES), ids(1))
     return begin_launch((ids(n), ids(n), ids(n)), ids(3, n), ids(3 * n), now, n, range(n, 2 * n))
 
 

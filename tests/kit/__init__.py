@@ -1,1 +1,1 @@
-"""Stand-ins that tests share: pools, ranks, prefetches and schedulers, each of them once."""
+"""Stand-ins that tests shard: pools, ranks, prefetches and schedulers, each of them once."""

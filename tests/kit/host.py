@@ -167,7 +167,7 @@ def bare_controller(
     )
     served = SimpleNamespace(model_config=SimpleNamespace(context_len=1 << 20))
     runtime = runtime or SimpleNamespace(
-        distrust=None, weights=None, runner=served, l3=L3Progress(), prefetches=Prefetches()
+        quarantine=None, weights=None, runner=served, l3=L3Progress(), prefetches=Prefetches()
     )
     lacking = [name for name in ("arena", "page_layout", "page_size") if not hasattr(pool, name)]
     for name in lacking:
@@ -205,7 +205,9 @@ def checked(server: Host, every: int = 1) -> tuple[KVChecks, list[str]]:
     """Let one page of so many be checked; the checks, and why trust was lost."""
     lost: list[str] = []
     runtime: Any = SimpleNamespace(
-        config=SimpleNamespace(check_every_pages=every), lose_trust=lost.append, distrust=None
+        config=SimpleNamespace(check_every_pages=every),
+        begin_quarantine=lost.append,
+        quarantine=None,
     )
     checks, pool = KVChecks(runtime, server.pool, server.kv), server.pool
     pool.on_freed.append(checks.freed)

@@ -36,7 +36,7 @@ class Block:
     """What is known of one storage.
 
     Attributes:
-        stream: The stream that it was made on; freed, it is handed out again in that one's order.
+        stream: The stream that it was made on; freed, it is adopted again in that one's order.
         cell: Bytes of a cell.
         last: For reads and for writes, by actor, the last step that touched each cell.
         used: By actor, the last step that touched any.
@@ -124,7 +124,7 @@ class Memory:
         return block
 
     def keep(self, tensor: torch.Tensor, actor: int) -> None:
-        """``actor`` uses ``tensor``: it is not handed out again before that is done."""
+        """``actor`` uses ``tensor``: it is not adopted again before that is done."""
         block = self.find(tensor)
         if block is not None:
             block.kept.add(actor)

@@ -25,7 +25,7 @@ UNIT = {
     "capture/ledger.py:copy_wanted now.keep(values)": Report(
         "capture", "device memory of schedule dies while forward may use it"
     ),
-    "capture/staging.py:_wait_for_places current_stream(self.device).wait(last)": Report(
+    "capture/staging.py:_wait_for_rows current_stream(self.device).wait(last)": Report(
         "capture", "forward writes what hcache transfer reads"
     ),
     "capture/staging.py:_move_layer now.wait(moved)": Report(

@@ -89,7 +89,7 @@ def captures(checker: Checker, *, replay: bool, codec: type[ExactCodec] = ExactC
         page = [turn % 5 * SIZE + i for i in range(SIZE)]
         captured.forward(page[:-1])
         captured.forward(page[-1:], replay=replay)
-        for first in (40, 20):  # longer than staging has places
+        for first in (40, 20):  # longer than staging has rows
             captured.forward(range(first, first + 20))
         captured.back_up(page, turn)
         if turn >= 3:
@@ -104,7 +104,7 @@ def step_that_cannot_begin(checker: Checker) -> None:
     hooks.use(captured.capture, tokens_only=False, order=None)
     give_up_step = captured.capture.give_up_step
     checker.begin()
-    captured.forward(range(SIZE), replay=True)  # its transfer reads the places from here on
+    captured.forward(range(SIZE), replay=True)  # its transfer reads the rows from here on
 
     def replay() -> None:
         hidden = torch.ones((SIZE, captured.WIDTH), device=GPU)

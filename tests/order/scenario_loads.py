@@ -148,13 +148,13 @@ class Loading:
             self._recompute()
         self.forward(1)
 
-    def hand_out(self, pages: range, prefix: torch.Tensor) -> torch.Tensor:
+    def adopt(self, pages: range, prefix: torch.Tensor) -> torch.Tensor:
         """A load gets what was prepared for it; its slots."""
         load = self.plan(pages, prefix)
-        load.handed = self.eager.hand_out(load.host_pages)
-        assert load.handed is not None
-        self.launch(load, load.handed.slots)
-        return load.handed.slots
+        load.adopted = self.eager.adopt(load.host_pages)
+        assert load.adopted is not None
+        self.launch(load, load.adopted.slots)
+        return load.adopted.slots
 
     def forward(self, pages: int) -> None:
         """A forward pass over so many fresh pages, which are free again behind it."""
@@ -194,16 +194,16 @@ def loads_whose_recomputation_fails(checker: Checker) -> None:
 
 
 def eager(checker: Checker, **kind: Any) -> None:
-    """Prefetches that are restored while they are read, handed out or given back."""
+    """Prefetches that are restored while they are read, adopted or given back."""
     loading = Loading(checker, **kind)
     checker.begin()
     with checker.on(loading.engine.schedule):
         nothing = loading.before_prefetch = torch.empty(0, dtype=torch.int64, device=GPU)
-        loading.begin("handed out", range(9))
+        loading.begin("adopted", range(9))
         for pages in (2, 5, 9):
-            loading.arrived("handed out", pages)
-        loading.eager.end("handed out")
-        loading.hand_out(range(9), nothing)
+            loading.arrived("adopted", pages)
+        loading.eager.end("adopted")
+        loading.adopt(range(9), nothing)
 
         loading.begin("given back", range(6))
         for pages in (3, 6):
@@ -224,14 +224,14 @@ def eager_from_the_back(checker: Checker, partition: Partition) -> None:
     checker.begin()
     with checker.on(loading.engine.schedule):
         nothing = loading.before_prefetch = torch.empty(0, dtype=torch.int64, device=GPU)
-        for handed_out in (True, False):
+        for adopted in (True, False):
             loading.begin("met", range(9), unread=3)
             loading.arrived("met", 9, start=7)
             loading.arrived("met", 9, start=4)
             loading.eager.end("met")
-            if not handed_out:  # somebody takes what was reserved: the load copies from the host
+            if not adopted:  # somebody takes what was reserved: the load copies from the host
                 loading.forward(loading.free.count() + 9)
-            loading.free.give(loading.hand_out(range(9), nothing))
+            loading.free.give(loading.adopt(range(9), nothing))
 
         loading.begin("given back", range(6), unread=3)
         loading.arrived("given back", 6, start=5)
@@ -244,7 +244,7 @@ def eager_from_the_back(checker: Checker, partition: Partition) -> None:
 
 def eager_behind_what_was_restored_ahead(checker: Checker) -> None:
     """Pages are recomputed whole behind others that were copied, by their own prefetch, and by one
-    whose pages were handed out: for a load that no forward pass has waited for."""
+    whose pages were adopted: for a load that no forward pass has waited for."""
     loading = Loading(checker, Partition(0, 0, 3))
     checker.begin()
     with checker.on(loading.engine.schedule):
@@ -253,16 +253,16 @@ def eager_behind_what_was_restored_ahead(checker: Checker) -> None:
         loading.arrived("own", 2)
         loading.eager.end("own")
 
-        loading.begin("handed out", range(4, 8))
-        loading.eager.arrived("handed out", 4)
+        loading.begin("adopted", range(4, 8))
+        loading.eager.arrived("adopted", 4)
         load = loading.plan(range(4, 8), loading.before_prefetch)
-        load.handed = loading.eager.hand_out(load.host_pages)
-        assert load.handed is not None
-        loading.before_prefetch = load.handed.slots
-        done = loading.start(load, load.handed.slots)
+        load.adopted = loading.eager.adopt(load.host_pages)
+        assert load.adopted is not None
+        loading.before_prefetch = load.adopted.slots
+        done = loading.start(load, load.adopted.slots)
         loading.begin("behind it", range(8, 11), unread=3)
         loading.arrived("behind it", 3, start=2)
-        loading.engine.forward(load.handed.slots.clone(), done)
+        loading.engine.forward(load.adopted.slots.clone(), done)
 
 
 def eager_behind_an_unknown_prefix(checker: Checker) -> None:
@@ -275,7 +275,7 @@ def eager_behind_an_unknown_prefix(checker: Checker) -> None:
         loading.eager.end("late")
         prefix = loading.free.take(4)
         loading.engine.forward(prefix)
-        loading.hand_out(range(4, 10), prefix)
+        loading.adopt(range(4, 10), prefix)
 
 
 def sends(checker: Checker, *, at_once: bool = False) -> None:

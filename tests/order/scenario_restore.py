@@ -14,7 +14,7 @@ import torch
 
 from hcache_backend import streams
 from hcache_backend.format.page import RECOMPUTED, PageLayout, StoredLayer
-from hcache_backend.format.units import Segment, Share
+from hcache_backend.format.units import Segment, Shard
 from hcache_backend.host.segments import KVSegments
 from hcache_backend.restore.exchange import CollectiveOrder
 from hcache_backend.restore.layers import Recompute, RestoredLayer
@@ -37,7 +37,7 @@ class Pool:
 
     Args:
         methods: How each layer is restored. With ``latent`` all have latents, which K stands for.
-        shares: As many ranks have a share of every page.
+        shards: As many ranks have a shard of every page.
         codec: Encodes K and V in pages.
 
     Attributes:
@@ -50,7 +50,7 @@ class Pool:
     _take: Callable[[int, torch.Tensor], None] | None = None
 
     def __init__(
-        self, checker: Checker, methods: Sequence[str], shares: int = 1, codec: str = "none"
+        self, checker: Checker, methods: Sequence[str], shards: int = 1, codec: str = "none"
     ) -> None:
         dtype = torch.bfloat16 if codec == "exp4" else torch.float32
         shape = (len(methods), SLOTS, WIDTH)
@@ -61,17 +61,17 @@ class Pool:
         kvcache = SimpleNamespace(k_buffer=k, v_buffer=v)
         if latent:
             kvcache = SimpleNamespace(kv_buffer=k, kv_lora_rank=WIDTH)
-        share, self.size = Share(0, shares), 2 * SIZE if latent else SIZE
-        self._kv = KVSegments(kvcache, range(len(methods)), self.size, share, shares, codec)
+        shard, self.size = Shard(0, shards), 2 * SIZE if latent else SIZE
+        self._kv = KVSegments(kvcache, range(len(methods)), self.size, shard, shards, codec)
         stored = {
-            "hidden": StoredLayer((Segment(SIZE * 4 * WIDTH, shares),)),
+            "hidden": StoredLayer((Segment(SIZE * 4 * WIDTH, shards),)),
             "kv": self._kv.stored_layer(0),
             "latent": self._kv.stored_layer(0),
             "recompute": RECOMPUTED,
         }
         self.methods = methods
         self.layers = len(methods)  # that can be recomputed
-        self.layout = PageLayout(self.size, tuple(stored[m] for m in methods), share)
+        self.layout = PageLayout(self.size, tuple(stored[m] for m in methods), shard)
         self.memory = checker.pinned(
             torch.zeros((2 * PAGES, self.layout.page_bytes), dtype=torch.uint8), "arena"
         )
@@ -108,7 +108,7 @@ class Pool:
 
     def talk(self) -> None:
         """Use the links to other ranks, if there are any."""
-        if self.layout.share.of > 1:
+        if self.layout.shard.of > 1:
             self.links.add_(1)
 
     def recompute(self, layers: int) -> Recompute | None:
@@ -216,15 +216,15 @@ def restores(
 class Exchange:
     """Another rank sends what this one has."""
 
-    shares, number, on_scheduler_thread = 2, 0, False
+    shards, number, on_scheduler_thread = 2, 0, False
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
 
-    def gather(self, shares: torch.Tensor, fetch: Callable[[torch.Tensor], None]) -> None:
+    def gather(self, shards: torch.Tensor, fetch: Callable[[torch.Tensor], None]) -> None:
         """See :meth:`hcache_backend.restore.exchange.Exchange.gather`."""
-        fetch(shares[0])
-        shares[1].copy_(shares[0])
+        fetch(shards[0])
+        shards[1].copy_(shards[0])
         self._pool.talk()
 
 

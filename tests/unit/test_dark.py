@@ -39,11 +39,11 @@ PROGRAM = """
 import os, signal
 from hcache_backend.store import maintenance
 from hcache_backend.format import units
-units.Share(0, 1).eighths
+units.Shard(0, 1).eighths
 if os.fork():
     os.wait()
 else:
-    units.Share(1, 2).of
+    units.Shard(1, 2).of
     from hcache_backend.cli.common import settings
     settings(None)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -61,7 +61,7 @@ def test_statements_that_ran_are_known_although_the_process_was_killed(tmp_path:
     text = (ROOT / "hcache_backend/cli/common.py").read_text()
     owned = {key for key in statements() if key[:2] == ("hcache_backend/cli/common.py", "settings")}
     assert owned and owned - dark and owned & dark, text
-    assert ("hcache_backend/format/units.py", "", "class Share(NamedTuple):") not in dark
+    assert ("hcache_backend/format/units.py", "", "class Shard(NamedTuple):") not in dark
 
 
 @pytest.mark.parametrize(

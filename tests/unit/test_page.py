@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hcache_backend.format.page import RECOMPUTED, PageLayout, StoredLayer, hidden_layer, kv_layer
-from hcache_backend.format.units import SHARE_COUNTS, UNIT_VALUES, WHOLE, Share, Unit, units_of
+from hcache_backend.format.units import SHARD_COUNTS, UNIT_VALUES, WHOLE, Shard, Unit, units_of
 
 HIDDEN, KV = hidden_layer(16, 16, 8), kv_layer(16, 16, 16, 2, 1)
 LAYOUT = PageLayout(16, (RECOMPUTED, HIDDEN, HIDDEN, KV))
@@ -42,7 +42,7 @@ def test_layers_follow_an_aligned_header_without_gaps(page_size: int) -> None:
 def test_the_header_says_of_every_layer_what_is_stored_of_it_and_how_it_divides() -> None:
     """Byte for byte as the module's documentation has it: other programs read pages by that."""
     layers = (RECOMPUTED, hidden_layer(16, 12, 8, "exp4"), kv_layer(16, 64, 32, 2, 4))
-    layout = PageLayout(16, layers, Share(1, 2))
+    layout = PageLayout(16, layers, Shard(1, 2))
     page = sealed_page(layout)
     header = page.tobytes()[: layout.header_bytes]
     assert struct.unpack_from("<4sHHHHI", header) == (b"HCPG", 4, 3, 3, 1, 16)
@@ -75,7 +75,7 @@ def test_the_header_says_of_every_layer_what_is_stored_of_it_and_how_it_divides(
 @given(
     tokens=st.sampled_from([1, 4, 8, 16, 24, 64, 128, 256]),
     values=st.sampled_from([64, 96, 1024, 5120, 8192, 16384]),
-    groups=st.sampled_from(SHARE_COUNTS),
+    groups=st.sampled_from(SHARD_COUNTS),
     kv=st.booleans(),
 )
 def test_a_unit_is_a_run_of_tokens_of_one_group_and_not_too_large(
@@ -165,15 +165,15 @@ def test_only_the_header_counts_where_the_storage_verifies_units() -> None:
 
 
 def test_a_share_is_not_taken_for_another() -> None:
-    first, second = (PageLayout(16, (HIDDEN, HIDDEN), Share(number, 2)) for number in range(2))
+    first, second = (PageLayout(16, (HIDDEN, HIDDEN), Shard(number, 2)) for number in range(2))
     whole = PageLayout(16, (HIDDEN, HIDDEN))
     assert [*first.kept, *second.kept] == [*range(16)]
     assert first.page_bytes == second.page_bytes < whole.page_bytes
-    assert first.form == whole.form, "they are shares of the same pages"
+    assert first.form == whole.form, "they are shards of the same pages"
     page = sealed_page(first)
     assert first.problem(page, NAMESPACE, KEY, TOKENS) is None
-    assert second.problem(page, NAMESPACE, KEY, TOKENS) == "share"
-    # The store verifies by itself, and may take the header from any share.
+    assert second.problem(page, NAMESPACE, KEY, TOKENS) == "shard"
+    # The store verifies by itself, and may take the header from any shard.
     assert second.problem(page, NAMESPACE, KEY, TOKENS, segments=False) is None
     whole_page = sealed_page(whole)[: second.page_bytes].copy()
     assert second.problem(whole_page, NAMESPACE, KEY, TOKENS, segments=False) is None
@@ -190,7 +190,7 @@ layers = st.one_of(
         st.sampled_from([8, 8192]),
         st.just(8),
         st.just(1),
-        st.sampled_from(SHARE_COUNTS),
+        st.sampled_from(SHARD_COUNTS),
     ),
 )
 
@@ -200,8 +200,8 @@ def units_by_place(layout: PageLayout) -> dict[int, Unit]:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(layers, max_size=4).map(tuple), st.sampled_from(SHARE_COUNTS))
-def test_shares_have_the_units_of_the_whole_page_with_their_digests(
+@given(st.lists(layers, max_size=4).map(tuple), st.sampled_from(SHARD_COUNTS))
+def test_shards_have_the_units_of_the_whole_page_with_their_digests(
     layers: tuple[StoredLayer, ...], of: int
 ) -> None:
     whole = PageLayout(16, layers)
@@ -209,7 +209,7 @@ def test_shares_have_the_units_of_the_whole_page_with_their_digests(
     digests = dict(zip(whole.units, whole.unit_digests(page), strict=True))
     seen = set()
     for number in range(of):
-        layout = PageLayout(16, layers, Share(number, of))
+        layout = PageLayout(16, layers, Shard(number, of))
         assert layout.header_bytes == whole.header_bytes
         own = np.zeros(layout.page_bytes, np.uint8)
         own[: layout.header_bytes] = page[: layout.header_bytes]

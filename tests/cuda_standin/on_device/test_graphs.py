@@ -105,7 +105,7 @@ def test_a_step_that_is_too_long_for_staging_is_not_taken_from_a_replay(
 ) -> None:
     engine = Engine("cuda")
     model = Model(engine, breakable=True)
-    count = engine.staging.places + 16
+    count = engine.staging.capacity + 16
     model.record(count)
     model.hooks.use(engine.capture, tokens_only=False, order=None)
     slots = random_slots(random.Random(5), count)
@@ -134,7 +134,7 @@ def test_rows_behind_those_of_a_step_are_left_out() -> None:
 def test_a_step_whose_places_cannot_be_unnamed_ends_capture(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A recorded copy would go to places that a transfer still reads."""
+    """A recorded copy would go to rows that a transfer still reads."""
     engine = Engine("cuda")
 
     def broken() -> None:

@@ -15,7 +15,7 @@ from hcache_kernels.pages import gather_pages, gather_planes, scatter_pages
 from hcache_kernels.project_kv import KVPool, KVProjection, ProjectionCall, choice, project_kv
 from hcache_kernels.project_kv.choice import device_table, measure_choice, ways_in_use
 from hcache_kernels.staging import NOWHERE, StagedRows, save_rows, stage_rows
-from hcache_kernels.steps import StepPlaces, begin_rows, judge_rows
+from hcache_kernels.steps import StepTargets, begin_rows, judge_rows
 from tests.cuda_standin import device
 from tests.cuda_standin.device import CUDA
 
@@ -114,7 +114,7 @@ def test_planes_and_rows_go_where_the_reference_puts_them() -> None:
 
 
 def test_a_step_is_staged_saved_and_judged_as_in_torch() -> None:
-    n, layers, places = 5, 2, 9
+    n, layers, capacity = 5, 2, 9
     tokens = torch.arange(n), torch.arange(n) + 7, torch.arange(n) + 100
     segments = torch.tensor([16, 16 + 4 * ROW])
     shadows = torch.randperm(PAGES)
@@ -122,10 +122,10 @@ def test_a_step_is_staged_saved_and_judged_as_in_torch() -> None:
     found = []
     for where in ("cpu", CUDA):
         pinned = where != "cpu"
-        now = StepPlaces(*(torch.zeros(k, dtype=torch.int64, device=where) for k in (places, 1)))
+        now = StepTargets(*(torch.zeros(k, dtype=torch.int64, device=where) for k in (capacity, 1)))
         staged = StagedRows(
-            torch.zeros((layers, places, ROW), dtype=torch.uint8, device=where),
-            torch.zeros((layers, places), dtype=torch.int64, device=where),
+            torch.zeros((layers, capacity, ROW), dtype=torch.uint8, device=where),
+            torch.zeros((layers, capacity), dtype=torch.int64, device=where),
         )
         copied = torch.zeros(3 * n, dtype=torch.int64, pin_memory=pinned)
         verdicts = torch.zeros(n, dtype=torch.uint8, pin_memory=pinned)
@@ -134,12 +134,12 @@ def test_a_step_is_staged_saved_and_judged_as_in_torch() -> None:
         on = [tensor.to(where) for tensor in (*tokens, rows, segments, shadows)]
         begin_rows(tuple(on[:3]), at, copied, now, 41, range(2, 2 + n))
         for layer in range(layers - 1):  # the last one is not written
-            stage_rows(on[3], now.places[:n], now.number, staged, layer)
+            stage_rows(on[3], now.targets[:n], now.number, staged, layer)
         save_rows(staged.rows[:, 2 : 2 + n], on[0], on[5], arena, on[4], 4)
         judge_rows(staged.marks[:, 2 : 2 + n], 41, verdicts)
         assert launched() == (4 if pinned else 0)
         torch.cuda.synchronize()
-        found.append((at.cpu(), copied, now.places.cpu(), staged.marks.cpu(), arena, verdicts))
+        found.append((at.cpu(), copied, now.targets.cpu(), staged.marks.cpu(), arena, verdicts))
     for want, got in zip(*found, strict=True):
         assert torch.equal(want, got)
     assert not found[0][-1].any()

@@ -120,7 +120,7 @@ def test_an_eager_hit_launches_eight_times_at_most(codec: str, from_back: bool) 
             there = (hit, hit - page) if from_back else (page, 0)
             eager.arrived("prefetch", *there)
     assert 1 <= len(seen) <= 8, seen
-    handed = eager.hand_out(host_pages)
+    handed = eager.adopt(host_pages)
     assert handed is not None and handed.whole.all()
     for restore in handed.restores:
         restore.synchronize()

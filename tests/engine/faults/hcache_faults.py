@@ -389,7 +389,7 @@ def _misses_on_rank_1() -> None:
     def lose_some(found: list[bool]) -> list[bool]:
         return [ok and dice.random() < 0.7 for ok in found]
 
-    wrap(HCacheStorage, "_exists", lose_some)  # a share is not on this rank's disk
+    wrap(HCacheStorage, "_exists", lose_some)  # a shard is not on this rank's disk
     wrap(HCacheStorage, "_get", lose_some)  # or it cannot be read
     wrap(PageProofs, "proven", lambda proven: max(0, proven - 1))
     wrap(PageProofs, "may_project", lambda may: False)

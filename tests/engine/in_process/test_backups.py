@@ -90,13 +90,13 @@ def test_where_a_row_was_lost_a_node_waits_for_its_own(
     assert not write(controller, slots(1))
 
 
-@pytest.mark.parametrize("end", ["distrust", "a broken ledger"])
+@pytest.mark.parametrize("end", ["quarantine", "a broken ledger"])
 def test_where_backups_have_ended_nothing_is_waited_for(
     end: str, controller: OwnPagesController, machine: Machine, runtime: Runtime
 ) -> None:
     assert machine.forward(slots(1))
-    if end == "distrust":
-        runtime.lose_trust("a test")
+    if end == "quarantine":
+        runtime.begin_quarantine("a test")
     else:
         machine.capture.ledger.give_up("a test")
     machine.capture.ledger.allocated(torch.tensor(slots(2)))
@@ -152,7 +152,7 @@ class Checks:
         runtime.config = SimpleNamespace(check_every_pages=1)  # type: ignore[assignment]
         self.machine, self.exchanged = machine, 0
         self.projector = OtherWeights(None if by_module else object())
-        exchange = SimpleNamespace(shares=1, on_scheduler_thread=True, gather_now=self.gather_now)
+        exchange = SimpleNamespace(shards=1, on_scheduler_thread=True, gather_now=self.gather_now)
         layers = [SimpleNamespace(index=i, name=f"{i}", kernel=None) for i in range(LAYERS)]
         self.checks = ServiceChecks(
             runtime,
@@ -165,8 +165,8 @@ class Checks:
         )
 
     def gather_now(self, wanted: Any) -> None:
-        for shares, fetch in wanted:
-            fetch(shares[0])
+        for shards, fetch in wanted:
+            fetch(shards[0])
             self.exchanged += 1
 
     def backed_up(self, page: int, rows: torch.Tensor | None = None) -> None:
@@ -191,17 +191,17 @@ def test_a_check_under_way_says_nothing_of_other_weights(
     checks.backed_up(1)
     runtime.begin_weight_update()
     checks.read()
-    assert runtime.distrust is None
+    assert runtime.quarantine is None
     checks.backed_up(2)  # the same where weights are one's own
     checks.read()
-    assert runtime.distrust is not None
+    assert runtime.quarantine is not None
 
 
 def test_a_check_without_memory_raises_nothing_and_says_nothing_of_the_page(
     machine: Machine, runtime: Runtime
 ) -> None:
     """SGLang's scheduler calls it while it launches a backup. The other ranks make theirs: they
-    wait for this one's share of each layer, and for its word."""
+    wait for this one's shard of each layer, and for its word."""
     checks = Checks(machine, runtime, by_module=True)
     counted = metrics.PROBLEMS.family.labels("page_not_checked")._value
     before = counted.get()
@@ -209,12 +209,12 @@ def test_a_check_without_memory_raises_nothing_and_says_nothing_of_the_page(
     checks.backed_up(1)
     assert checks.exchanged == LAYERS and len(checks.checks._waiting) == 1
     checks.read()
-    assert runtime.distrust is None
+    assert runtime.quarantine is None
     assert counted.get() == before + LAYERS
     checks.projector.error = None  # the next one is made, and found out
     checks.backed_up(2)
     checks.read()
-    assert runtime.distrust is not None
+    assert runtime.quarantine is not None
 
 
 def test_checks_rest_when_they_took_more_than_their_share_of_time(

@@ -244,5 +244,5 @@ def test_trust_ends_when_new_weights_make_tokens_depend_on_each_other() -> None:
     modules[1].rope = SwitchingRope(by_batch=True)
     runtime.caches_were_flushed()
     assert by_spec(projector) == [False, False]
-    assert runtime.distrust is not None
-    assert "at positions 0..47 changes when position 2047 is projected" in runtime.distrust
+    assert runtime.quarantine is not None
+    assert "at positions 0..47 changes when position 2047 is projected" in runtime.quarantine

@@ -221,7 +221,7 @@ def test_lost_trust_deletes_what_this_server_wrote(
     assert len(list(tmp_path.glob("**/*.page"))) == 4
     storage._drop_own_pages()
     assert list(tmp_path.glob("**/*.page")) == []
-    runtime.lose_trust("test")
+    runtime.begin_quarantine("test")
     runtime.caches_were_flushed()
     assert storage.batch_exists(KEYS[:2]) == 0
 
@@ -258,7 +258,7 @@ def test_lost_trust_deletes_what_is_being_written_meanwhile(
     writing.start()
     assert begun.wait(30)
     before = set(threading.enumerate())
-    runtime.lose_trust("test")
+    runtime.begin_quarantine("test")
     [dropping] = set(threading.enumerate()) - before
     dropping.join(0.3)  # time enough to delete what is there
     go_on.set()
@@ -290,7 +290,7 @@ def test_weights_that_cannot_be_read_end_l3_for_good(
     runtime.end_weight_update()
     runtime.caches_were_flushed()
     assert storage.batch_exists(KEYS[:1]) == 0
-    assert runtime.distrust == "hcache: the weights could not be read"
+    assert runtime.quarantine == "hcache: the weights could not be read"
 
 
 class SlowStages:
@@ -351,7 +351,7 @@ def test_a_pipeline_stage_that_cannot_read_its_weights_ends_l3_on_all(
     runtime.end_weight_update()
     runtime.caches_were_flushed()
     stages.futures[0].set_result([Weights(b"own", whole=b"own"), None])
-    assert runtime.distrust == "hcache: the weights could not be read"
+    assert runtime.quarantine == "hcache: the weights could not be read"
 
 
 def test_keys_never_become_paths() -> None:

@@ -35,7 +35,7 @@ def values(folder: Path) -> set[Path]:
 
 
 def until_all_is_shared(server: Server, folder: Path) -> None:
-    """A value for each page of the page store, or for each rank's share of one."""
+    """A value for each page of the page store, or for each rank's shard of one."""
     stored = server.options.log.parent
     server.until(lambda: len(values(folder)) == len(stored_pages(stored)), "all to be shared")
 

@@ -66,7 +66,7 @@ class Row:
     close: float = 0.0  # otherwise: this share of the tokens are the most likely ones
     recomputes: bool = False  # fronts of hits, as metrics say
     files: int | None = None  # number of page files
-    share: float | None = None  # the largest of them, of K and V of MHA at most
+    shard: float | None = None  # the largest of them, of K and V of MHA at most
     grid: int | None = None  # a hit ends at a multiple of so many tokens, or of a page's
 
 
@@ -103,7 +103,7 @@ BY_SPEC = {
     "olmoe": ("fused weight 512x256, rms norm over all heads, RoPE neox 64", LONG),
 }
 # 600-token questions in prefill chunks of 256: the first prompt takes three.
-CHUNKS: dict[str, Any] = {"chunked_prefill_size": 256, "talk": (2, 3, 600), "share": 0.52}
+CHUNKS: dict[str, Any] = {"chunked_prefill_size": 256, "talk": (2, 3, 600), "shard": 0.52}
 HIDDEN_STATES = [
     row(name, "hidden", f"projection: 4 layers by spec ({spec})", **CHUNKS, marks=marks)
     for name, (spec, marks) in BY_SPEC.items()
@@ -133,7 +133,7 @@ MIXED = [
     *(mixed(*one, marks=LONG) for one in EVERY if one not in SHORT),
     # By default codecs exp4 and exp3 in bfloat16, which leave 0.77 and 0.725 of the bytes.
     mixed("llama", ALL_THREE, "codec exp4, exp3 of K and V", dtype="bfloat16", overlap=True),
-    mixed("llama", (0, 4, 0), "codec exp4", dtype="bfloat16", share=0.22, marks=LONG),
+    mixed("llama", (0, 4, 0), "codec exp4", dtype="bfloat16", shard=0.22, marks=LONG),
     mixed("llama", (0, 0, 4), "codec exp3", dtype="bfloat16", marks=LONG),
     mixed("llama", (0, 2, 2), "codec exp4, exp3 of K and V", dtype="bfloat16", marks=LONG),
 ]
@@ -257,7 +257,7 @@ OF_KV = [
 
 # ---- lossy codecs ----
 
-# Of K and V the shares are between those that codecs leave of these models' tokens (`fp8`: 0.91 and
+# Of K and V the shards are between those that codecs leave of these models' tokens (`fp8`: 0.91 and
 # 0.74) and those of codecs that go by the scales of the next channel or token (0.59 and 0.43;
 # 320 tokens each). K and V at a neighbour's place are not seen so: the check in service sees these.
 MIXED_PAGES = {"partition": partition(0, 2, 2)}
@@ -280,15 +280,15 @@ LOSSY = [
         ("llama", 0.6, MIXED_PAGES | {"codec": "int8"}, {}),
         ("llama", 0.6, MIXED_PAGES | {"codec": "fp8"}, {"tp": 2}),
         ("qwen3", 0.75, KV | LAYERWISE | {"codec": "int8"}, {}),
-        ("llama", 0.65, {"codec": "fp8"}, {"dtype": "float32", "share": 0.18}),
-        ("llama", 0.75, {"codec": "int8"}, {"dtype": "float32", "share": 0.18}),
+        ("llama", 0.65, {"codec": "fp8"}, {"dtype": "float32", "shard": 0.18}),
+        ("llama", 0.75, {"codec": "int8"}, {"dtype": "float32", "shard": 0.18}),
         ("qwen3", 0.6, UNPAIRED, {"tp": 2}),
         ("qwen3", 0.6, UNPAIRED, {"dtype": "float16"}),
         ("qwen3", 0.6, UNPAIRED | LAYERWISE, {}),
     )
 ]
 
-# ---- hidden states of several ranks: each has a share of every page's tokens ----
+# ---- hidden states of several ranks: each has a shard of every page's tokens ----
 
 # The norm of olmo2 sees the heads of all ranks: the attention modules talk to each other.
 BY_MODULE = "layers 0, 1, 2, 3 by their attention modules: K is made by no norm and RoPE"
@@ -441,12 +441,12 @@ def assert_as_wanted(server: Server, row: Row) -> None:
 def assert_stored(row: Row, options: ServerOptions) -> None:
     files = stored_pages(options.log.parent)
     assert row.files is None or len(files) == row.files
-    if row.share is not None:
+    if row.shard is not None:
         kv_bytes = 2 * 4 * 256 * 4 * options.page_size  # of an MHA model of this size
-        assert max(path.stat().st_size for path in files) <= row.share * kv_bytes
+        assert max(path.stat().st_size for path in files) <= row.shard * kv_bytes
     if row.pages == "hidden" and row.l3 == "ours":
-        shares = {path.name.split(".")[-2] for path in files}
-        assert shares == {f"{rank}of{options.tp}" for rank in range(options.tp)}
+        shards = {path.name.split(".")[-2] for path in files}
+        assert shards == {f"{rank}of{options.tp}" for rank in range(options.tp)}
 
 
 def assert_right(row: Row, options: ServerOptions, conversations: Iterable[Conversation]) -> None:

@@ -1,4 +1,4 @@
-"""Tensor-parallel ranks that each hold a share of every page's tokens (paper section 5)."""
+"""Tensor-parallel ranks that each hold a shard of every page's tokens (paper section 5)."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ pytestmark = pytest.mark.engine
 WATCHDOG = ("--watchdog-timeout", "240")
 
 
-def shares(folder: Path) -> dict[str, list[Path]]:
-    """The page files by share, as ``1of2``."""
+def shards(folder: Path) -> dict[str, list[Path]]:
+    """The page files by shard, as ``1of2``."""
     found: dict[str, list[Path]] = {}
     for path in stored_pages(folder):
         found.setdefault(path.name.split(".")[-2], []).append(path)
@@ -75,7 +75,7 @@ def test_each_rank_stores_half_and_any_number_of_ranks_reads_it(
                 by_spec = f"4 layers by spec (fused weight {rows}x256, RoPE neox 64)"
                 assert projections(server) == [by_spec] * tp
     assert_restored_from_l3(conversations, 64)
-    found = shares(tmp_path)
+    found = shards(tmp_path)
     assert sorted(found) == ["0of1", "0of2", "1of2"]
     assert len(found["0of2"]) == len(found["1of2"]) > 0
     names = [{path.name.split(".")[1] for path in paths} for _, paths in sorted(found.items())]

@@ -14,7 +14,7 @@ from hcache_kernels.staging import (
     stage_launch,
     stage_rows,
 )
-from hcache_kernels.steps import StepPlaces, begin_launch, begin_rows, judge_launch, judge_rows
+from hcache_kernels.steps import StepTargets, begin_launch, begin_rows, judge_launch, judge_rows
 from tests.kernels.operations.conftest import finish, host
 
 PLACES = 300
@@ -26,7 +26,7 @@ PLACES = 300
     [(1, range(7, 8)), (5, range(2, 7)), (290, range(10, 300)), (290, range(0)), (700, range(0))],
 )
 def test_begin_rows(device: str, n: int, placed: range, dtype: torch.dtype) -> None:
-    """Rows behind those of the step, and all rows of a step without places, get none."""
+    """Rows behind those of the step, and all rows of a step without targets, get none."""
     torch.manual_seed(n)
     slots, positions = torch.randperm(2 * n).to(dtype), torch.arange(9, 9 + n).to(dtype)
     tokens = (slots[::2], positions, torch.randint(0, 1000, (n,), dtype=dtype))
@@ -36,17 +36,17 @@ def test_begin_rows(device: str, n: int, placed: range, dtype: torch.dtype) -> N
         where = torch.full((3, n), -7, device=on)
         copied = torch.full((3 * n + 1,), -7)
         copied = copied.pin_memory() if on == "cuda" else copied
-        now = StepPlaces(torch.full((PLACES,), 5, device=on), torch.zeros(1, device=on).long())
+        now = StepTargets(torch.full((PLACES,), 5, device=on), torch.zeros(1, device=on).long())
         there = tuple(values.to(on) for values in tokens)
         launch(there, where, copied[: 3 * n], now, 41, placed)
         finish()
-        results.append([where.cpu(), copied, now.places.cpu(), now.number.cpu()])
+        results.append([where.cpu(), copied, now.targets.cpu(), now.number.cpu()])
     want = torch.stack(tokens).long()
     none = [NOWHERE] * (PLACES - len(placed))
-    for where, copied, places, number in results:
+    for where, copied, targets, number in results:
         assert torch.equal(where, want)
         assert copied.tolist() == [*want.flatten().tolist(), -7]
-        assert places.tolist() == [*placed, *none]
+        assert targets.tolist() == [*placed, *none]
         assert number.tolist() == [41]
 
 
@@ -83,11 +83,11 @@ def test_stage_rows(device: str, row_bytes: int) -> None:
     torch.manual_seed(row_bytes)
     n = 5
     rows = torch.randint(0, 256, (n, row_bytes), dtype=torch.uint8, device=device)
-    places = torch.randperm(STAGED, device=device)[:n]
+    targets = torch.randperm(STAGED, device=device)[:n]
     step = torch.tensor([41], device=device)
     got, want = buffer(2, row_bytes, device), buffer(2, row_bytes, "cpu")
-    stage_launch(rows, places, step, got, 1).run()
-    stage_rows(rows.cpu(), places.cpu(), step.cpu(), want, 1)
+    stage_launch(rows, targets, step, got, 1).run()
+    stage_rows(rows.cpu(), targets.cpu(), step.cpu(), want, 1)
     assert torch.equal(got.rows.cpu(), want.rows)
     assert torch.equal(got.marks.cpu(), want.marks)
     assert (want.marks == 41).sum() == n
@@ -97,14 +97,14 @@ def test_stage_rows(device: str, row_bytes: int) -> None:
 def test_rows_without_a_place_leave_the_buffer_alone(device: str) -> None:
     """Also one that is gone, as where hidden mode was refused behind the recording of graphs."""
     rows = torch.randint(0, 256, (4, 160), dtype=torch.uint8, device=device)
-    places = torch.tensor([NOWHERE, 2, NOWHERE, NOWHERE], device=device)
+    targets = torch.tensor([NOWHERE, 2, NOWHERE, NOWHERE], device=device)
     step = torch.tensor([41], device=device)
     got, want = buffer(1, 160, device), buffer(1, 160, "cpu")
     want.rows[0, 2], want.marks[0, 2] = rows[1].cpu(), 41
-    stage_launch(rows, places, step, got, 0).run()
+    stage_launch(rows, targets, step, got, 0).run()
     assert torch.equal(got.rows.cpu(), want.rows)
     assert torch.equal(got.marks.cpu(), want.marks)
-    none = torch.full_like(places, NOWHERE)
+    none = torch.full_like(targets, NOWHERE)
     gone = StagedRows(got.rows[:, :0], got.marks[:, :0])
     stage_launch(rows, none, step, gone, 0).run()
     stage_rows(rows.cpu(), none.cpu(), step.cpu(), want, 0)
@@ -121,9 +121,9 @@ def test_stage_rows_that_are_part_of_something_wider(
     rows = wide[:, 3 : 3 + columns]
     row_bytes = columns * dtype.itemsize
     got, want = buffer(1, row_bytes, device), buffer(1, row_bytes, "cpu")
-    places, step = torch.arange(5, device=device), torch.tensor([7], device=device)
-    stage_launch(rows, places, step, got, 0).run()
-    stage_rows(rows.cpu(), places.cpu(), step.cpu(), want, 0)
+    targets, step = torch.arange(5, device=device), torch.tensor([7], device=device)
+    stage_launch(rows, targets, step, got, 0).run()
+    stage_rows(rows.cpu(), targets.cpu(), step.cpu(), want, 0)
     assert torch.equal(want.rows[0, :5].view(dtype), rows.cpu())
     assert torch.equal(got.rows.cpu(), want.rows)
 
@@ -158,9 +158,9 @@ def test_save_rows(device: str, page_size: int, row_bytes: int, n: int, kept: ra
     save_rows(staged, slots, shadows, want, segments, page_size, kept)
     assert torch.equal(want, expected)
     got = host(*arena.shape, value=0xEE)
-    places = (slots.to(device), shadows.to(device))
+    targets = (slots.to(device), shadows.to(device))
     staged, segments = staged.to(device), segments.to(device)
     programs = page_size  # one for all rows, or more than there are
-    save_launch(staged, *places, got, segments, page_size, share, programs).run()
+    save_launch(staged, *targets, got, segments, page_size, share, programs).run()
     finish()
     assert torch.equal(got, want)

@@ -13,7 +13,7 @@ from hcache_backend.capture.staging import StagedCapture, Staging
 from hcache_backend.format.page import PageLayout, hidden_layer
 from hcache_kernels.codecs import ExactCodec
 
-LAYERS, WIDTH, SIZE, PLACES = 3, 8, 4, 12
+LAYERS, WIDTH, SIZE, CAPACITY = 3, 8, 4, 12
 HOST_PAGES, DEVICE_PAGES = 6, 10
 LAYOUT = PageLayout(SIZE, (hidden_layer(SIZE, WIDTH * 4, WIDTH),) * LAYERS)
 NAMESPACE, WRITER = b"n" * 16, b"w" * 8
@@ -32,7 +32,7 @@ class Machine:
     """An arena, its capture, and a device that is a thread."""
 
     def __init__(
-        self, *, is_view: bool = True, places: int = PLACES, keeps_unfit: bool = False
+        self, *, is_view: bool = True, capacity: int = CAPACITY, keeps_unfit: bool = False
     ) -> None:
         memory = torch.zeros((HOST_PAGES + DEVICE_PAGES, LAYOUT.page_bytes), dtype=torch.uint8)
         self.arena = Arena(
@@ -44,7 +44,7 @@ class Machine:
             keeps_unfit=keeps_unfit,
         )
         codec = (ExactCodec if is_view else PickyCodec).of_rows(WIDTH, torch.float32)
-        self.staging = Staging(LAYERS, WIDTH, torch.float32, places, "cpu")
+        self.staging = Staging(LAYERS, WIDTH, torch.float32, capacity, "cpu")
         self.capture = StagedCapture(self.arena, memory, self.staging, range(LAYERS), codec)
         self.rows: dict[int, torch.Tensor] = {}  # slot -> [layers, width]
         self.tokens: dict[int, tuple[int, int]] = {}

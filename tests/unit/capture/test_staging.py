@@ -17,7 +17,7 @@ from tests.unit.capture.machine import (
     LAYERS,
     LAYOUT,
     NAMESPACE,
-    PLACES,
+    CAPACITY,
     SIZE,
     WIDTH,
     Machine,
@@ -58,7 +58,7 @@ def test_a_stalled_writer_holds_up_neither_the_cpu_nor_the_forward_pass(
     device: WorkerStream, machine: Machine
 ) -> None:
     gate = machine.hold_transfers()
-    for step in range(3):  # as many tokens as staging has places
+    for step in range(3):  # as many tokens as staging has rows
         assert machine.forward(slots(step))
     device.record().synchronize()  # the forward passes are done
     assert machine.capture.waits_for_staging == 0
@@ -148,7 +148,7 @@ def test_a_replay_that_is_not_captured_leaves_the_memory_of_a_long_step_alone(
     machine: Machine,
 ) -> None:
     gate = machine.hold_transfers()
-    long = slots(1, 2, 3, 4)[: PLACES + 1]
+    long = slots(1, 2, 3, 4)[: CAPACITY + 1]
     assert machine.forward(long)
     machine.capture.skip()
     machine.overwrite()
@@ -159,14 +159,14 @@ def test_a_replay_that_is_not_captured_leaves_the_memory_of_a_long_step_alone(
 
 def test_a_replay_leaves_memory_alone_that_was_given_back(machine: Machine) -> None:
     """Hidden mode may be refused behind the recording of graphs: their copies are replayed on."""
-    before, places = machine.staging.staged, machine.staging._now.places
+    before, targets = machine.staging.staged, machine.staging._now.targets
     rows, marks = before.rows.clone(), before.marks.clone()
     machine.staging.begin((torch.arange(3),) * 3, 1, range(3))(
         torch.empty((3, 3), dtype=torch.int64), torch.empty(9, dtype=torch.int64)
     )
     machine.staging.free()
     hidden = torch.full((3, WIDTH), 9.0).view(torch.uint8)
-    stage_rows(hidden, places[:3], torch.tensor([1]), before, 0)  # as it was recorded
+    stage_rows(hidden, targets[:3], torch.tensor([1]), before, 0)  # as it was recorded
     assert torch.equal(before.rows, rows)
     assert torch.equal(before.marks, marks)
     after = machine.staging.staged
@@ -220,7 +220,7 @@ def test_two_hundred_steps_with_random_delays_on_every_stream(
     is_view: bool, monkeypatch: pytest.MonkeyPatch, device: WorkerStream
 ) -> None:
     """Captured by Python and by replays that were recorded for more rows, and longer than staging's
-    ring has places."""
+    ring has rows."""
     rng, run = random.Random(1), WorkerStream.run
 
     def late(self: WorkerStream, work: Callable[[], object]) -> None:
@@ -234,7 +234,7 @@ def test_two_hundred_steps_with_random_delays_on_every_stream(
     for _ in range(200):
         n = rng.choice([1, 1, 2, 3, 5, 8, 12, 16, 24])
         chosen = rng.sample(range(SIZE, DEVICE_PAGES * SIZE), n)
-        replay = min(PLACES, n + rng.randrange(3)) if n <= PLACES and rng.random() < 0.5 else 0
+        replay = min(CAPACITY, n + rng.randrange(3)) if n <= CAPACITY and rng.random() < 0.5 else 0
         assert machine.forward(chosen, replay=replay)
         captured.update(chosen)
     machine.assert_captured(sorted(captured))

@@ -76,8 +76,8 @@ def weights(source: random.Random, *, ends: bool) -> torch.Tensor:
     last = slice(LONG - tenth, LONG - 2 + 1)
     wanted = torch.full_like(spread, 1e-6)
     outer, inner = (0.4, 0.2) if ends else (0.1, 0.8)
-    for part, share in ((first, outer), (last, outer), (middle, inner)):
-        wanted[..., part] = share * spread[..., part] / spread[..., part].sum(-1, keepdim=True)
+    for part, shard in ((first, outer), (last, outer), (middle, inner)):
+        wanted[..., part] = shard * spread[..., part] / spread[..., part].sum(-1, keepdim=True)
     return wanted
 
 

@@ -1,4 +1,4 @@
-"""Eager restores: what is reserved, launched, handed out and given back, one fact at a time."""
+"""Eager restores: what is reserved, launched, adopted and given back, one fact at a time."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from hcache_backend.host.loads import HandOut
+from hcache_backend.host.loads import Adopted
 from hcache_backend.prefetch.eager import EagerRestores, Launched
 from hcache_backend.streams import StreamFailed
 from tests.unit.restore.eager_device import (
@@ -51,18 +51,18 @@ class Scene:
         return self.eager.reserve(name, keys or [f"{name}{i}" for i in host], np.array(host))
 
 
-def hand_out(scene: Scene, host: list[int]) -> HandOut:
-    handed = scene.eager.hand_out(np.array(host))
+def adopt(scene: Scene, host: list[int]) -> Adopted:
+    handed = scene.eager.adopt(np.array(host))
     assert handed is not None
     return handed
 
 
 def ready(scene: Scene, host: list[int]) -> list[bool]:
-    return list(hand_out(scene, host).ready)
+    return list(adopt(scene, host).ready)
 
 
 def whole(scene: Scene, host: list[int]) -> list[bool]:
-    return list(hand_out(scene, host).whole)
+    return list(adopt(scene, host).whole)
 
 
 def test_pages_are_restored_once_as_they_arrive_and_handed_out_at_the_load() -> None:
@@ -70,7 +70,7 @@ def test_pages_are_restored_once_as_they_arrive_and_handed_out_at_the_load() -> 
     assert scene.begin("a", [5, 6, 7, 8]) == 4
     assert [scene.eager.arrived("a", n) for n in (0, 2, 2, 3)] == [0, 2, 0, 1]
     assert [host for host, _ in scene.launched] == [[5, 6], [7]]
-    handed = scene.eager.hand_out(np.array([6, 7, 8, 9]))
+    handed = scene.eager.adopt(np.array([6, 7, 8, 9]))
     assert handed is not None
     assert handed.ready.tolist() == [True, True, False, False]
     assert handed.restores == tuple(restore for _, restore in scene.launched)
@@ -217,7 +217,7 @@ def test_who_gets_a_page_hears_of_who_recomputes_from_it() -> None:
     [_, (_, last)] = [*scene.recompute(1), *scene.recompute(1)]
     [(_, restore)] = scene.launched
     # The last slice stands behind all others: however many there were, one is waited for.
-    assert hand_out(scene, [0]).restores == (restore, last)
+    assert adopt(scene, [0]).restores == (restore, last)
 
 
 def test_pages_of_a_slice_that_failed_wait_for_it_though_fewer_are_tried_again() -> None:

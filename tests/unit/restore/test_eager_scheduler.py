@@ -18,7 +18,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from hcache_backend.host.loads import HandOut
+from hcache_backend.host.loads import Adopted
 from hcache_backend.prefetch.eager import EagerRestores, Launched
 from tests.integrity import assert_sound_reservations
 from tests.unit.restore.eager_device import (
@@ -275,25 +275,25 @@ class ScriptedScheduler(RuleBasedStateMachine):
         start = data.draw(st.integers(0, len(self.tree) - 1))
         host = self.tree[start : start + data.draw(st.integers(1, 8))]
         free, reserved = self.device.count(), self.eager.pages
-        handed: HandOut | None = self.eager.hand_out(np.array(host))
-        if handed is None:
+        adopted: Adopted | None = self.eager.adopt(np.array(host))
+        if adopted is None:
             assert len(host) > free + reserved
             assert (self.device.count(), self.eager.pages) == (free, reserved)
             return
-        pages = pages_of(handed.slots)
+        pages = pages_of(adopted.slots)
         assert len(set(pages)) == len(pages) == len(host)
         assert not set(pages) & (set(self.device.free) | set(self.used))
-        waited: list[Any] = list(handed.restores)
+        waited: list[Any] = list(adopted.restores)
         writers = {id(one) for restore in waited for one in restore.with_those_before()}
-        assert {page for page, whole in zip(pages, handed.whole, strict=True) if whole} == (
+        assert {page for page, whole in zip(pages, adopted.whole, strict=True) if whole} == (
             set(pages) & self.device.whole
         )
-        assert not handed.whole[~handed.ready].any()
+        assert not adopted.whole[~adopted.ready].any()
         for reader in self.device.readers:
             if not reader.is_done and set(reader.reads) & set(pages):
                 assert id(reader) in writers, "nobody waits for who reads it"
         self.device.whole.difference_update(pages)
-        for page, ready, source in zip(pages, handed.ready, host, strict=True):
+        for page, ready, source in zip(pages, adopted.ready, host, strict=True):
             if ready:
                 assert self.device.made.pop(page) == (source, self.content[source]), (
                     "of another page"

@@ -20,8 +20,8 @@ import torch.multiprocessing as processes
 
 from hcache_backend import streams
 from hcache_backend.format.page import PageLayout, hidden_layer, kv_layer
-from hcache_backend.format.units import Share
-from hcache_backend.restore.exchange import CollectiveOrder, Exchange, ExchangeFailed, share_of_rank
+from hcache_backend.format.units import Shard
+from hcache_backend.restore.exchange import CollectiveOrder, Exchange, ExchangeFailed, shard_of_rank
 from hcache_backend.restore.layers import RestoredLayer
 from hcache_backend.restore.pipeline import RestorePipeline
 from hcache_backend.streams import StreamFailed, WorkerStream
@@ -64,13 +64,13 @@ def _rank(rank: int, work: Ranked, ranks: int, folder: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "page_size", "shares"),
+    ("ranks", "page_size", "shards"),
     [(1, 64, 1), (2, 64, 2), (3, 64, 1), (4, 16, 4), (6, 64, 2), (8, 8, 8), (16, 64, 8), (2, 4, 1)],
 )
-def test_shares_of_ranks(ranks: int, page_size: int, shares: int) -> None:
-    found = [share_of_rank(rank, ranks, page_size) for rank in range(ranks)]
+def test_shards_of_ranks(ranks: int, page_size: int, shards: int) -> None:
+    found = [shard_of_rank(rank, ranks, page_size) for rank in range(ranks)]
     # Consecutive ranks make whole pages.
-    assert found == [(number, shares) for number in range(shares)] * (ranks // shares)
+    assert found == [(number, shards) for number in range(shards)] * (ranks // shards)
 
 
 def whole_rows(layer: int, page: int) -> torch.Tensor:
@@ -85,13 +85,13 @@ class Rank:
     def __init__(self, exchange: Exchange, chunk_pages: int) -> None:
         gpu = not exchange.on_scheduler_thread
         self.device = torch.device("cuda", torch.cuda.current_device()) if gpu else "cpu"
-        number, shares = exchange.number, exchange.shares
+        number, shards = exchange.number, exchange.shards
         stored = {
             "hidden": hidden_layer(SIZE, ROW, ROW),
-            "kv": kv_layer(SIZE, ROW * shares, ROW * shares, 1, shares),
+            "kv": kv_layer(SIZE, ROW * shards, ROW * shards, 1, shards),
         }
         layers = tuple(stored[method] for method in METHODS)
-        self.layout = PageLayout(SIZE, layers, Share(number, shares))
+        self.layout = PageLayout(SIZE, layers, Shard(number, shards))
         size = (PAGES, self.layout.page_bytes)
         self.memory = torch.zeros(size, dtype=torch.uint8, pin_memory=gpu)
         for page in range(PAGES):
@@ -186,7 +186,7 @@ def forward_passes_and_restores(exchange: Exchange) -> bool:
         for layer in range(LAYERS):
             restore.wait_for_layer(layer)
             dist.all_reduce(value)
-            value /= exchange.shares
+            value /= exchange.shards
         if random.random() < 0.3:
             restore.layers[-1].synchronize()
             rank.assert_restored(pages, slots)
@@ -318,7 +318,7 @@ def with_a_device_group(exchange: Exchange) -> Exchange:
 
     made: list[str] = []
     with patch.object(dist, "new_group", gloo):
-        whole = Exchange.between(range(exchange.shares), GPU)
+        whole = Exchange.between(range(exchange.shards), GPU)
     assert made == ["gloo", "nccl"] and not whole.on_scheduler_thread
     return whole
 
@@ -329,8 +329,8 @@ def shares_arrive(exchange: Exchange) -> list[Any]:
     turned = Exchange(1 - whole.number, whole._cpu_group, whole._device_group)
     found = [whole.check("cpu"), turned.check("cpu")]
 
-    def swapped(self: Exchange, shares: torch.Tensor, fetch: Any) -> None:
-        shares[1 - self.number].copy_(shares[self.number])
+    def swapped(self: Exchange, shards: torch.Tensor, fetch: Any) -> None:
+        shards[1 - self.number].copy_(shards[self.number])
 
     with patch.object(Exchange, "gather", swapped):
         found.append(whole.check("cpu"))
@@ -341,7 +341,7 @@ def shares_arrive(exchange: Exchange) -> list[Any]:
     return [*found, own.tolist()]
 
 
-def test_shares_arrive_over_the_links_of_the_device() -> None:
+def test_shards_arrive_over_the_links_of_the_device() -> None:
     for fine, turned, swapped, broken, rows in run_ranks(shares_arrive, 2):
         assert fine is None
         assert "another order than they were sent" in turned

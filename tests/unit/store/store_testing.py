@@ -1,4 +1,4 @@
-"""What the tests of the store share: pages that can be told apart, and small stores."""
+"""What the tests of the store shard: pages that can be told apart, and small stores."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 
 from hcache_backend.config import HCacheConfig, parse_config
 from hcache_backend.format.envelope import parse_name
-from hcache_backend.format.units import SegmentTable, Share
+from hcache_backend.format.units import SegmentTable, Shard
 from hcache_backend.store import FileOps, PageStore
 from hcache_backend.store.file_ops import KvikioFileOps
 
@@ -91,13 +91,13 @@ def content(name: bytes, size: int = PAGE, version: int = 0) -> bytes:
     return np.random.default_rng([*name[:8], version]).bytes(size)
 
 
-def payload(page: bytes, table: SegmentTable, share: Share) -> bytes:
-    """The bytes of a page that a share has."""
+def payload(page: bytes, table: SegmentTable, shard: Shard) -> bytes:
+    """The bytes of a page that a shard has."""
     found, start = [], 0
     for length, groups, _ in table.segments:
         in_groups = np.frombuffer(page, np.uint8, length, start).reshape(groups, -1)
-        first = share.number * groups // share.of
-        found.append(in_groups[first : first + max(1, groups // share.of)].tobytes())
+        first = shard.number * groups // shard.of
+        found.append(in_groups[first : first + max(1, groups // shard.of)].tobytes())
         start += length
     return b"".join(found)
 

@@ -22,7 +22,7 @@ from store_testing import (
 
 from hcache_backend.format.envelope import PageName, check_names, parse_name
 from hcache_backend.format.file import DamagedFileError, file_layout, parse_header
-from hcache_backend.format.units import WHOLE, Segment, SegmentTable, Share, units_of
+from hcache_backend.format.units import WHOLE, Segment, SegmentTable, Shard, units_of
 from hcache_backend.store import PageStore
 from hcache_backend.store.maintenance import find_unknown_files
 
@@ -89,22 +89,22 @@ def test_any_changed_byte_is_a_miss(tmp_path: Path, store: PageStore) -> None:
     assert disk.lookup(NAMESPACE, [key(1)]) == [[record]]
 
 
-@pytest.mark.parametrize("share", [WHOLE, Share(1, 2), Share(3, 8)])
+@pytest.mark.parametrize("shard", [WHOLE, Shard(1, 2), Shard(3, 8)])
 def test_a_changed_byte_at_either_end_of_any_unit_is_a_miss(
-    tmp_path: Path, store: PageStore, share: Share
+    tmp_path: Path, store: PageStore, shard: Shard
 ) -> None:
-    own = payload(content(key(1), LAYERS.page_bytes), LAYERS, share)
-    store.put(NAMESPACE, [key(1)], [[memory(own)]], share=share, table=LAYERS)
+    own = payload(content(key(1), LAYERS.page_bytes), LAYERS, shard)
+    store.put(NAMESPACE, [key(1)], [[memory(own)]], shard=shard, table=LAYERS)
     [path] = page_files(tmp_path / "store")
     store.disks[0]._discard = lambda *ignored: None  # type: ignore[method-assign]
-    layout, target = file_layout(LAYERS, share), memory(len(own))
+    layout, target = file_layout(LAYERS, shard), memory(len(own))
     with path.open("r+b", buffering=0) as file:
         for unit in layout.units:
             for place in (unit.payload_offset, unit.payload_offset + unit.length - 1):
                 for byte in (own[place] ^ 1, own[place]):
                     file.seek(layout.header_bytes + place)
                     file.write(bytes([byte]))
-                    found = store.get(NAMESPACE, [key(1)], [[target]], share=share)
+                    found = store.get(NAMESPACE, [key(1)], [[target]], shard=shard)
                     assert found == [byte == own[place]], unit
 
 
@@ -146,7 +146,7 @@ def test_a_page_under_another_name_is_a_miss(tmp_path: Path, store: PageStore) -
 
 
 def test_every_unit_is_verified_alone(tmp_path: Path, store: PageStore) -> None:
-    """Of a damaged file that several ranks read, no other share than the damaged one is lost."""
+    """Of a damaged file that several ranks read, no other shard than the damaged one is lost."""
     original = content(key(1), LAYERS.page_bytes)
     store.put(NAMESPACE, [key(1)], [[memory(original)]], table=LAYERS)
     [path] = page_files(tmp_path / "store")
@@ -156,16 +156,16 @@ def test_every_unit_is_verified_alone(tmp_path: Path, store: PageStore) -> None:
     data[layout.header_bytes + damaged.page_offset] ^= 1
     path.write_bytes(data)
     for number in range(8):
-        share = Share(number, 8)
-        wanted = payload(original, LAYERS, share)
+        shard = Shard(number, 8)
+        wanted = payload(original, LAYERS, shard)
         target = memory(len(wanted))
-        found = store.get(NAMESPACE, [key(1)], [[target]], share=share)
+        found = store.get(NAMESPACE, [key(1)], [[target]], shard=shard)
         assert found == [number != 7]
         assert number == 7 or bytes(target) == wanted
 
 
 def test_names_are_made_of_hexadecimal_digits_only() -> None:
-    page = PageName(b"../../../../../.", b"/etc/passwd\x00" + b"/" * 20, Share(1, 2))
+    page = PageName(b"../../../../../.", b"/etc/passwd\x00" + b"/" * 20, Shard(1, 2))
     name = page.file
     assert page.bucket == "2f"
     assert "/" not in name
@@ -191,10 +191,10 @@ def test_a_table_that_does_not_divide_is_refused() -> None:
         SegmentTable((Segment(64, 4, 3),))
     with pytest.raises(ValueError, match="segment 0 has 3 groups; there are 1, 2, 4 or 8"):
         SegmentTable((Segment(96, 3),))
-    with pytest.raises(ValueError, match="share 2 of 2"):
-        file_layout(LAYERS, Share(2, 2))
-    with pytest.raises(ValueError, match="share 0 of 3"):
-        file_layout(LAYERS, Share(0, 3))
+    with pytest.raises(ValueError, match="shard 2 of 2"):
+        file_layout(LAYERS, Shard(2, 2))
+    with pytest.raises(ValueError, match="shard 0 of 3"):
+        file_layout(LAYERS, Shard(0, 3))
 
 
 @pytest.mark.parametrize("version", [1, 3])

@@ -1,4 +1,4 @@
-"""The store against a dictionary: any sequence of calls, with eviction, shares and reopening."""
+"""The store against a dictionary: any sequence of calls, with eviction, shards and reopening."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from store_testing import (
     payload,
 )
 
-from hcache_backend.format.units import Segment, SegmentTable, Share
+from hcache_backend.format.units import Segment, SegmentTable, Shard
 
 TABLE = SegmentTable((Segment(512), Segment(4096, 8), Segment(4096, 8), Segment(4096, 8, 2)))
 SIZE = TABLE.page_bytes
@@ -29,8 +29,8 @@ QUOTA = 12 * 20480
 numbers = st.integers(0, 15)
 namespaces = st.sampled_from([NAMESPACE, OTHER_NAMESPACE])
 writers = st.sampled_from([b"writer-1", b"writer-2"])
-shares = st.sampled_from([1, 2, 4, 8]).flatmap(
-    lambda count: st.integers(0, count - 1).map(lambda number: Share(number, count))
+shards = st.sampled_from([1, 2, 4, 8]).flatmap(
+    lambda count: st.integers(0, count - 1).map(lambda number: Shard(number, count))
 )
 
 
@@ -42,7 +42,7 @@ class StoreMachine(RuleBasedStateMachine):
         shared = Path("/dev/shm")
         self.root = Path(tempfile.mkdtemp(dir=shared if shared.is_dir() else None))
         self.folders = [self.root / "a", self.root / "b"]
-        self.given: dict[tuple[bytes, int], dict[Share, set[bytes]]] = {}
+        self.given: dict[tuple[bytes, int], dict[Shard, set[bytes]]] = {}
         self.bounded = False
         self.writer = b"writer-1"
 
@@ -60,52 +60,52 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(batch=st.lists(numbers, min_size=1, max_size=5, unique=True), namespace=namespaces)
     def put(self, batch: list[int], namespace: bytes) -> None:
-        self.put_share(batch, namespace, Share(0, 1), 0)
+        self.put_share(batch, namespace, Shard(0, 1), 0)
 
     @rule(
         batch=st.lists(numbers, min_size=1, max_size=3, unique=True),
         namespace=namespaces,
-        share=shares,
+        shard=shards,
         shift=st.sampled_from([0, 8]),
     )
-    def put_share(self, batch: list[int], namespace: bytes, share: Share, shift: int) -> None:
+    def put_share(self, batch: list[int], namespace: bytes, shard: Shard, shift: int) -> None:
         views = [
-            memory(payload(self.page(namespace, number), TABLE, share), shift) for number in batch
+            memory(payload(self.page(namespace, number), TABLE, shard), shift) for number in batch
         ]
         pages = [[view[:700], view[700:]] for view in views]
         names = [key(number) for number in batch]
-        stored = self.store.put(namespace, names, pages, share=share, table=TABLE)
+        stored = self.store.put(namespace, names, pages, shard=shard, table=TABLE)
         assert all(stored) or self.bounded
         for view in views:
             view[:] = bytes(len(view))
         for number, ok in zip(batch, stored, strict=True):
             mine = self.given.setdefault((namespace, number), {})
-            covered = not share.eighths & ~self.eighths(namespace, number)
+            covered = not shard.eighths & ~self.eighths(namespace, number)
             # What was evicted is written again, nobody knows when.
             if ok and (self.bounded or not covered):
-                mine.setdefault(share, set()).add(self.writer)
+                mine.setdefault(shard, set()).add(self.writer)
 
     @rule(batch=st.lists(numbers, min_size=1, max_size=8), namespace=namespaces)
     def get(self, batch: list[int], namespace: bytes) -> None:
-        self.get_share(batch, namespace, Share(0, 1))
+        self.get_share(batch, namespace, Shard(0, 1))
 
-    @rule(batch=st.lists(numbers, min_size=1, max_size=3), namespace=namespaces, share=shares)
-    def get_share(self, batch: list[int], namespace: bytes, share: Share) -> None:
-        views = [memory(len(payload(bytes(SIZE), TABLE, share))) for _ in batch]
+    @rule(batch=st.lists(numbers, min_size=1, max_size=3), namespace=namespaces, shard=shards)
+    def get_share(self, batch: list[int], namespace: bytes, shard: Shard) -> None:
+        views = [memory(len(payload(bytes(SIZE), TABLE, shard))) for _ in batch]
         names = [key(number) for number in batch]
-        found = self.store.get(namespace, names, [[view] for view in views], share=share)
+        found = self.store.get(namespace, names, [[view] for view in views], shard=shard)
         for number, view, ok in zip(batch, views, found, strict=True):
-            given = not share.eighths & ~self.eighths(namespace, number)
+            given = not shard.eighths & ~self.eighths(namespace, number)
             assert ok <= given, "a page that was never given, or was deleted, is there"
             assert ok or not given or self.bounded, "a page is gone without eviction"
             if ok:
-                assert bytes(view) == payload(self.page(namespace, number), TABLE, share)
+                assert bytes(view) == payload(self.page(namespace, number), TABLE, shard)
 
-    @rule(namespace=namespaces, share=shares)
-    def exists(self, namespace: bytes, share: Share) -> None:
-        present = self.store.exists(namespace, [key(n) for n in range(16)], share=share)
+    @rule(namespace=namespaces, shard=shards)
+    def exists(self, namespace: bytes, shard: Shard) -> None:
+        present = self.store.exists(namespace, [key(n) for n in range(16)], shard=shard)
         for number, ok in enumerate(present):
-            given = not share.eighths & ~self.eighths(namespace, number)
+            given = not shard.eighths & ~self.eighths(namespace, number)
             assert ok <= given
             assert ok or not given or self.bounded
 
@@ -114,12 +114,12 @@ class StoreMachine(RuleBasedStateMachine):
         dropped = self.store.drop_writer(writer)
         expected = 0
         for mine in self.given.values():
-            for share in list(mine):
-                if writer in mine[share]:
-                    mine[share].discard(writer)
+            for shard in list(mine):
+                if writer in mine[shard]:
+                    mine[shard].discard(writer)
                     expected += 1
-                if not mine[share]:
-                    del mine[share]
+                if not mine[shard]:
+                    del mine[shard]
         assert dropped == expected or self.bounded
 
     @rule(namespace=namespaces)
@@ -143,8 +143,8 @@ class StoreMachine(RuleBasedStateMachine):
 
     def eighths(self, namespace: bytes, number: int) -> int:
         mask = 0
-        for share in self.given.get((namespace, number), {}):
-            mask |= share.eighths
+        for shard in self.given.get((namespace, number), {}):
+            mask |= shard.eighths
         return mask
 
     @staticmethod

@@ -33,7 +33,7 @@ from store_testing import (
 )
 
 from hcache_backend.format.envelope import PageName
-from hcache_backend.format.units import WHOLE, Segment, SegmentTable, Share
+from hcache_backend.format.units import WHOLE, Segment, SegmentTable, Shard
 from hcache_backend.store import PageStore
 from hcache_backend.store.index import Entry
 
@@ -124,9 +124,9 @@ def test_two_ranks_that_store_their_shares_lose_the_same_pages(
     stored = threading.Semaphore(0)
 
     def put(rank: int, keys: Sequence[bytes]) -> None:
-        share = Share(rank, 2)
-        parts = [[memory(payload(content(name), table, share))] for name in keys]
-        assert all(stores[rank].put(NAMESPACE, keys, parts, share=share, table=table))
+        shard = Shard(rank, 2)
+        parts = [[memory(payload(content(name), table, shard))] for name in keys]
+        assert all(stores[rank].put(NAMESPACE, keys, parts, shard=shard, table=table))
         stored.release()
 
     for number, pages in enumerate(sequences):

@@ -23,7 +23,7 @@ from store_testing import (
 )
 
 from hcache_backend.format.file import file_layout, parse_header
-from hcache_backend.format.units import ALL_EIGHTHS, WHOLE, Segment, SegmentTable, Share, units_of
+from hcache_backend.format.units import ALL_EIGHTHS, WHOLE, Segment, SegmentTable, Shard, units_of
 from hcache_backend.store import PageStore
 from hcache_backend.store.file_ops import MAX_VECTORS
 
@@ -40,7 +40,7 @@ LAYERS = SegmentTable(
 UNTOUCHED = 0xEE
 
 COUNTS = (1, 2, 4, 8)
-SHARES = [Share(number, of) for of in COUNTS for number in range(of)]
+SHARES = [Shard(number, of) for of in COUNTS for number in range(of)]
 
 segments = st.builds(
     lambda groups, pieces, unit: Segment(unit * groups * pieces, groups, pieces),
@@ -55,7 +55,7 @@ some_shares = st.sampled_from(SHARES)
 @pytest.fixture(scope="module")
 def shared_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PageStore]:
     """A store for many examples: opening one for each would take the time."""
-    path = tmp_path_factory.mktemp("shares")
+    path = tmp_path_factory.mktemp("shards")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("hcache_backend.store.folder.BUFFER_BYTES", 8192)
         store = open_quiet(path / "a", path / "b")
@@ -71,40 +71,40 @@ def split(view: memoryview, cut: int) -> list[memoryview]:
 
 def put_share(
     store: PageStore,
-    share: Share,
+    shard: Shard,
     table: SegmentTable = LAYERS,
     *,
     page: bytes | None = None,
     cut: int = 0,
     shift: int = 0,
 ) -> bool:
-    """Store a share of page 1, from the memory that a rank has."""
+    """Store a shard of page 1, from the memory that a rank has."""
     page = content(key(1), table.page_bytes) if page is None else page
-    view = memory(payload(page, table, share), shift)
-    [stored] = store.put(NAMESPACE, [key(1)], [split(view, cut)], share=share, table=table)
+    view = memory(payload(page, table, shard), shift)
+    [stored] = store.put(NAMESPACE, [key(1)], [split(view, cut)], shard=shard, table=table)
     view[:] = bytes(len(view))
     return stored
 
 
 def get_share(
     store: PageStore,
-    share: Share,
+    shard: Shard,
     table: SegmentTable = LAYERS,
     *,
     cut: int = 0,
     shift: int = 0,
 ) -> bytes | None:
     """What a rank finds of page 1; None is a miss."""
-    target = memory(len(payload(bytes(table.page_bytes), table, share)), shift)
+    target = memory(len(payload(bytes(table.page_bytes), table, shard)), shift)
     target[:] = bytes([UNTOUCHED]) * len(target)
-    [found] = store.get(NAMESPACE, [key(1)], [split(target, cut)], share=share)
+    [found] = store.get(NAMESPACE, [key(1)], [split(target, cut)], shard=shard)
     return bytes(target) if found else None
 
 
-def union(shares: Sequence[Share]) -> int:
+def union(shards: Sequence[Shard]) -> int:
     mask = 0
-    for share in shares:
-        mask |= share.eighths
+    for shard in shards:
+        mask |= shard.eighths
     return mask
 
 
@@ -115,23 +115,23 @@ def test_any_number_of_ranks_reads_what_any_number_wrote(
 ) -> None:
     for number in range(writers):
         assert store.exists(NAMESPACE, [key(1)]) == [False]
-        assert put_share(store, Share(number, writers))
+        assert put_share(store, Shard(number, writers))
     for number in range(readers):
-        share = Share(number, readers)
-        assert store.exists(NAMESPACE, [key(1)], share=share) == [True]
+        shard = Shard(number, readers)
+        assert store.exists(NAMESPACE, [key(1)], shard=shard) == [True]
         page = content(key(1), LAYERS.page_bytes)
-        assert get_share(store, share) == payload(page, LAYERS, share)
+        assert get_share(store, shard) == payload(page, LAYERS, shard)
 
 
-def test_shares_of_different_counts_cover_together(store: PageStore) -> None:
+def test_shards_of_different_counts_cover_together(store: PageStore) -> None:
     page = content(key(1), LAYERS.page_bytes)
-    for share in (Share(0, 2), Share(2, 4), Share(6, 8)):
-        assert put_share(store, share)
+    for shard in (Shard(0, 2), Shard(2, 4), Shard(6, 8)):
+        assert put_share(store, shard)
     assert store.exists(NAMESPACE, [key(1)]) == [False]
     assert get_share(store, WHOLE) is None
-    first_half = Share(0, 2)
+    first_half = Shard(0, 2)
     assert get_share(store, first_half) == payload(page, LAYERS, first_half)
-    assert put_share(store, Share(7, 8))
+    assert put_share(store, Shard(7, 8))
     assert get_share(store, WHOLE) == page
 
 
@@ -139,15 +139,15 @@ def test_shares_of_different_counts_cover_together(store: PageStore) -> None:
 @given(
     table=tables,
     written=st.lists(some_shares, max_size=6),
-    share=some_shares,
+    shard=some_shares,
     cut=st.integers(0, 5000),
     shift=st.sampled_from([0, 0, 8, 512]),
 )
 def test_what_was_written_is_found_and_nothing_else_touched(
     shared_store: PageStore,
     table: SegmentTable,
-    written: list[Share],
-    share: Share,
+    written: list[Shard],
+    shard: Shard,
     cut: int,
     shift: int,
 ) -> None:
@@ -160,27 +160,27 @@ def test_what_was_written_is_found_and_nothing_else_touched(
         news = bool(one.eighths & ~there)
         assert store.stats.pages_written - before == news, "what is covered is not written again"
         there |= one.eighths
-    assert store.exists(NAMESPACE, [key(1)], share=share) == [not share.eighths & ~there]
-    found = get_share(store, share, table, cut=cut, shift=shift)
+    assert store.exists(NAMESPACE, [key(1)], shard=shard) == [not shard.eighths & ~there]
+    found = get_share(store, shard, table, cut=cut, shift=shift)
     page = content(key(1), table.page_bytes)
-    assert found == (None if share.eighths & ~there else payload(page, table, share))
+    assert found == (None if shard.eighths & ~there else payload(page, table, shard))
 
 
 @settings(deadline=None, max_examples=100, suppress_health_check=list(HealthCheck))
 @given(
     writers=st.sampled_from(COUNTS),
-    share=some_shares,
+    shard=some_shares,
     data=st.data(),
     how=st.sampled_from(["bit", "cut", "gone"]),
 )
 def test_a_lost_share_is_a_miss_for_the_ranks_that_need_it(
-    shared_store: PageStore, writers: int, share: Share, data: st.DataObject, how: str
+    shared_store: PageStore, writers: int, shard: Shard, data: st.DataObject, how: str
 ) -> None:
     store = shared_store
     store.drop(NAMESPACE)
     for number in range(writers):
-        put_share(store, Share(number, writers))
-    lost = Share(data.draw(st.integers(0, writers - 1)), writers)
+        put_share(store, Shard(number, writers))
+    lost = Shard(data.draw(st.integers(0, writers - 1)), writers)
     [path] = [
         path
         for path in page_files(*(disk.path for disk in store.disks))
@@ -199,35 +199,35 @@ def test_a_lost_share_is_a_miss_for_the_ranks_that_need_it(
         path.write_bytes(path.read_bytes()[:-4096])
     else:
         path.unlink()
-    found = get_share(store, share)
+    found = get_share(store, shard)
     page = content(key(1), LAYERS.page_bytes)
-    assert found == (None if share.eighths & missing else payload(page, LAYERS, share))
+    assert found == (None if shard.eighths & missing else payload(page, LAYERS, shard))
     if found is None:
-        assert get_share(store, share) is None
-        assert not store.exists(NAMESPACE, [key(1)], share=share)[0], "it is known to be gone"
+        assert get_share(store, shard) is None
+        assert not store.exists(NAMESPACE, [key(1)], shard=shard)[0], "it is known to be gone"
 
 
 def test_a_damaged_header_segment_costs_the_ranks_that_have_it_of_that_file(
     store: PageStore,
 ) -> None:
     for number in range(2):
-        put_share(store, Share(number, 2))
+        put_share(store, Shard(number, 2))
     [path] = [path for path in page_files(store.disks[0].path) if "1of2" in path.name]
     changed = bytearray(path.read_bytes())
     changed[4096 + 100] ^= 1
     path.write_bytes(changed)
     page = content(key(1), LAYERS.page_bytes)
-    for share in (Share(0, 1), Share(0, 2), Share(1, 4), Share(2, 4)):
-        found = get_share(store, share)
-        assert found is None or found == payload(page, LAYERS, share)
-        assert share == WHOLE or (found is None) == bool(share.eighths & Share(1, 2).eighths)
+    for shard in (Shard(0, 1), Shard(0, 2), Shard(1, 4), Shard(2, 4)):
+        found = get_share(store, shard)
+        assert found is None or found == payload(page, LAYERS, shard)
+        assert shard == WHOLE or (found is None) == bool(shard.eighths & Shard(1, 2).eighths)
 
 
 def test_what_every_share_repeats_is_read_once_and_of_one_file(store: PageStore) -> None:
     """Two servers may have written other headers; nothing of a page is then half of each."""
     for number in range(2):
         page = bytes([number]) * LAYERS.page_bytes
-        assert put_share(store, Share(number, 2), page=page)
+        assert put_share(store, Shard(number, 2), page=page)
     found = get_share(store, WHOLE)
     assert found is not None
     header = found[:4096]
@@ -238,14 +238,14 @@ def test_what_every_share_repeats_is_read_once_and_of_one_file(store: PageStore)
 
 def test_what_is_covered_is_not_written_again(store: PageStore) -> None:
     folder = store.disks[0].path
-    for share in (Share(0, 2), Share(1, 2), WHOLE, Share(3, 4), Share(7, 8)):
-        assert put_share(store, share)
+    for shard in (Shard(0, 2), Shard(1, 2), WHOLE, Shard(3, 4), Shard(7, 8)):
+        assert put_share(store, shard)
     assert len(page_files(folder)) == 2
     assert store.stats.pages_already_stored == 3
     page_files(folder)[1].unlink()
-    assert put_share(store, Share(1, 4))
+    assert put_share(store, Shard(1, 4))
     assert store.stats.pages_already_stored == 4, "the file of the other half is still there"
-    assert put_share(store, Share(3, 4))
+    assert put_share(store, Shard(3, 4))
     assert store.stats.pages_written == 3, "an entry without file covers nothing"
     assert len(page_files(folder)) == 2
 
@@ -261,17 +261,17 @@ def test_aligned_shares_go_straight_between_memory_and_disk(tmp_path: Path) -> N
         if not folder.io.alignment.flags:
             pytest.skip("the file system has no direct I/O")
     for number in range(2):
-        put_share(store, Share(number, 2))
+        put_share(store, Shard(number, 2))
     page = content(key(1), LAYERS.page_bytes)
     readings.clear()
-    assert get_share(store, Share(1, 2)) == payload(page, LAYERS, Share(1, 2))
+    assert get_share(store, Shard(1, 2)) == payload(page, LAYERS, Shard(1, 2))
     assert readings == [2], "header and payload in one reading, each one piece of memory"
     readings.clear()
     assert get_share(store, WHOLE) == page
     assert readings == [4, 3, 1], "a file in one reading, but for what the other has brought"
-    assert get_share(store, Share(1, 4)) == payload(page, LAYERS, Share(1, 4))
+    assert get_share(store, Shard(1, 4)) == payload(page, LAYERS, Shard(1, 4))
     assert store.stats.bytes_copied == 0
-    assert get_share(store, Share(1, 2), shift=8) == payload(page, LAYERS, Share(1, 2))
+    assert get_share(store, Shard(1, 2), shift=8) == payload(page, LAYERS, Shard(1, 2))
     assert store.stats.bytes_copied > 0
 
 
@@ -289,13 +289,13 @@ def test_a_page_in_more_pieces_than_a_system_call_takes_is_read(tmp_path: Path) 
     assert bytes(target) == data
 
 
-@pytest.mark.parametrize("wrong", [Share(2, 2), Share(0, 3), Share(-1, 4), Share(0, 0)])
-def test_what_is_no_share_is_refused(store: PageStore, wrong: Share) -> None:
+@pytest.mark.parametrize("wrong", [Shard(2, 2), Shard(0, 3), Shard(-1, 4), Shard(0, 0)])
+def test_what_is_no_share_is_refused(store: PageStore, wrong: Shard) -> None:
     view = memory(LAYERS.page_bytes)
     calls: list[Callable[[], Any]] = [
-        lambda: store.exists(NAMESPACE, [key(1)], share=wrong),
-        lambda: store.get(NAMESPACE, [key(1)], [[view]], share=wrong),
-        lambda: store.put(NAMESPACE, [key(1)], [[view]], share=wrong, table=LAYERS),
+        lambda: store.exists(NAMESPACE, [key(1)], shard=wrong),
+        lambda: store.get(NAMESPACE, [key(1)], [[view]], shard=wrong),
+        lambda: store.put(NAMESPACE, [key(1)], [[view]], shard=wrong, table=LAYERS),
     ]
     for call in calls:
         with pytest.raises(ValueError, match="there are 1, 2, 4 or 8"):
@@ -306,40 +306,40 @@ def test_digests_that_the_caller_has_are_not_computed_again(
     store: PageStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     page = content(key(1), LAYERS.page_bytes)
-    share = Share(1, 2)
-    own = payload(page, LAYERS, share)
-    starts = ((unit.payload_offset, unit.length) for unit in units_of(LAYERS, share))
+    shard = Shard(1, 2)
+    own = payload(page, LAYERS, shard)
+    starts = ((unit.payload_offset, unit.length) for unit in units_of(LAYERS, shard))
     digests = [xxhash.xxh3_64_intdigest(own[start : start + length]) for start, length in starts]
     with monkeypatch.context() as patched:
         patched.delattr("hcache_backend.format.units.xxhash")
         [stored] = store.put(
-            NAMESPACE, [key(1)], [[memory(own)]], share=share, table=LAYERS, digests=[digests]
+            NAMESPACE, [key(1)], [[memory(own)]], shard=shard, table=LAYERS, digests=[digests]
         )
     assert stored
     [path] = page_files(store.disks[0].path)
     assert parse_header(memoryview(path.read_bytes())).digests == tuple(digests)
-    assert get_share(store, share) == own
+    assert get_share(store, shard) == own
     digests[3] ^= 1
     store.drop(NAMESPACE)
-    store.put(NAMESPACE, [key(1)], [[memory(own)]], share=share, table=LAYERS, digests=[digests])
-    assert get_share(store, share) is None, "a page that is not what its digests say is a miss"
+    store.put(NAMESPACE, [key(1)], [[memory(own)]], shard=shard, table=LAYERS, digests=[digests])
+    assert get_share(store, shard) is None, "a page that is not what its digests say is a miss"
     for wrong in ([digests[:-1]], [digests, digests]):
         with pytest.raises(ValueError, match="digests"):
             store.put(
-                NAMESPACE, [key(1)], [[memory(own)]], share=share, table=LAYERS, digests=wrong
+                NAMESPACE, [key(1)], [[memory(own)]], shard=shard, table=LAYERS, digests=wrong
             )
 
 
 def test_memory_that_is_not_that_of_the_share_is_refused(store: PageStore) -> None:
     whole = memory(LAYERS.page_bytes)
-    half = Share(0, 2)
-    with pytest.raises(ValueError, match=r"memory of 139264 bytes .* share 0 of 2 .* 73728"):
-        store.put(NAMESPACE, [key(1)], [[whole]], share=half, table=LAYERS)
-    with pytest.raises(ValueError, match="share 0 of 2 without a table"):
-        store.put(NAMESPACE, [key(1)], [[whole]], share=half)
+    half = Shard(0, 2)
+    with pytest.raises(ValueError, match=r"memory of 139264 bytes .* shard 0 of 2 .* 73728"):
+        store.put(NAMESPACE, [key(1)], [[whole]], shard=half, table=LAYERS)
+    with pytest.raises(ValueError, match="shard 0 of 2 without a table"):
+        store.put(NAMESPACE, [key(1)], [[whole]], shard=half)
     for written in (WHOLE, half):
         put_share(store, written)
-        assert store.get(NAMESPACE, [key(1)], [[whole]], share=half) == [False]
+        assert store.get(NAMESPACE, [key(1)], [[whole]], shard=half) == [False]
         assert store.get(NAMESPACE, [key(1)], [[whole[:-8]]]) == [False]
         page = content(key(1), LAYERS.page_bytes)
         assert get_share(store, half) == payload(page, LAYERS, half), "the page itself is fine"

@@ -80,10 +80,10 @@ def test_the_check_in_service_says_nothing_of_an_unfit_page(
     checks = Checks(machine, runtime)
     checks.backed_up(1, _unfit_rows())
     checks.read()
-    assert runtime.distrust is None
+    assert runtime.quarantine is None
     checks.backed_up(2)
     checks.read()
-    assert runtime.distrust is not None
+    assert runtime.quarantine is not None
 
 
 class Rows:

@@ -12,7 +12,7 @@ import torch
 
 from hcache_backend.checks import service as service_check
 from hcache_backend.format.page import RECOMPUTED, PageLayout
-from hcache_backend.format.units import UNIT_VALUES, WHOLE, Share
+from hcache_backend.format.units import UNIT_VALUES, WHOLE, Shard
 from hcache_backend.host import segments as kv_segments
 from hcache_backend.host.segments import KVSegments
 from hcache_backend.streams import WorkerStream
@@ -34,26 +34,26 @@ from tests.kit.turns import turn_of_checks
 
 
 @pytest.mark.parametrize(
-    ("codec", "page", "heads", "dim", "share", "groups"),
+    ("codec", "page", "heads", "dim", "shard", "groups"),
     [
         ("none", 16, 1, 8, WHOLE, 1),
         ("exp4", 16, 2, 16, WHOLE, 1),
         ("exp4", 16, 2, 16, WHOLE, 2),
-        ("exp4", 64, 2, 16, Share(1, 4), 8),  # a quarter of the heads, in two groups
+        ("exp4", 64, 2, 16, Shard(1, 4), 8),  # a quarter of the heads, in two groups
         ("exp4", 128, 2, 512, WHOLE, 1),  # two units
     ],
 )
 def test_segments_come_back_to_other_slots_bit_for_bit(
-    codec: str, page: int, heads: int, dim: int, share: Share, groups: int
+    codec: str, page: int, heads: int, dim: int, shard: Shard, groups: int
 ) -> None:
     device = kv_pool(heads, dim, page)
-    kv = KVSegments(device, (1,), page, share, groups, codec)
+    kv = KVSegments(device, (1,), page, shard, groups, codec)
     stored = kv.stored_layer(1)
-    plain = KVSegments(device, (1,), page, share, groups).stored_layer(1)
+    plain = KVSegments(device, (1,), page, shard, groups).stored_layer(1)
     for encoded, segment in zip(stored.segments, plain.segments, strict=True):
         assert encoded.length <= (0.775 if codec == "exp4" else 1) * segment.length
         assert encoded[1:] == segment[1:]
-    layout = PageLayout(page, (RECOMPUTED, stored), share)
+    layout = PageLayout(page, (RECOMPUTED, stored), shard)
     memory = torch.zeros((5, layout.page_bytes), dtype=torch.uint8)
     pages, slots = torch.tensor([4, 2]), slots_of(3, 1, size=page)
     fits = kv.save(layout, memory, pages, slots)

@@ -52,7 +52,7 @@ def test_a_load_gets_what_was_restored_for_it(scene: Scene) -> None:
     load = QueuedLoad(np.array([2, 3, 7]))
     with scene.pages.given_to(load):
         slots = scene.allocator.alloc(3 * SIZE)
-    handed = load.handed
+    handed = load.adopted
     assert handed is not None
     assert torch.equal(handed.slots, slots)
     assert handed.ready.tolist() == [True, False, False]
@@ -180,7 +180,7 @@ def test_a_turn_recomputes_one_slice_of_the_first_prefetch_that_lacks_layers(sce
         recompute(slices.eager)
     assert slices.launched == [([1, 2], SIZE), ([3], 3 * SIZE), ([4, 5], SIZE)]
     assert slices.layers == [2, 2, 2]
-    handed = slices.restores.hand_out(np.array([1, 2, 3, 4, 5]))
+    handed = slices.restores.adopt(np.array([1, 2, 3, 4, 5]))
     assert handed is not None and handed.whole.all()
     assert [slices.eager.take_recomputed(), slices.eager.take_recomputed()] == [True, False]
 
@@ -264,7 +264,7 @@ def test_pages_whose_recomputation_failed_lack_layers_at_the_load(scene: Scene) 
     slices.restores.arrived("a", 2)
     recompute(slices.eager)
     assert slices.failures == [problem]
-    handed = slices.restores.hand_out(np.array([1, 2]))
+    handed = slices.restores.adopt(np.array([1, 2]))
     assert handed is not None and handed.ready.all() and not handed.whole.any()
 
 

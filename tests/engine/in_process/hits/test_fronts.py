@@ -132,7 +132,7 @@ def test_front_pages_are_recomputed_and_saved_until_they_meet_the_back(scene: Sc
     meeting.arrived(4, 8)
     fronts.turn()
     assert meeting.pages == 8 and not meeting.next_batch(3)
-    handed = fronts.eager._restores.hand_out(np.arange(8))
+    handed = fronts.eager._restores.adopt(np.arange(8))
     assert handed is not None and handed.whole.all()
 
 
@@ -230,7 +230,7 @@ def test_what_was_restored_is_given_back_when_it_means_nothing_any_more(scene: S
     assert scene.pages.count() == PAGES - 8
     fronts.eager.forget()
     assert (scene.pages.count(), fronts.eager._restores.pages) == (PAGES, 0)
-    assert fronts.eager._restores.hand_out(np.arange(2)).ready.tolist() == [False] * 2  # type: ignore[union-attr]
+    assert fronts.eager._restores.adopt(np.arange(2)).ready.tolist() == [False] * 2  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(
@@ -297,7 +297,7 @@ def test_pages_that_were_recomputed_and_not_saved_are_lost_on_this_rank_alone(
     fronts.turn()
     assert (fronts.failures, fronts.lost) == ([], [0, 1])
     assert operation.meeting.pages == 4
-    handed = fronts.eager._restores.hand_out(np.arange(4))
+    handed = fronts.eager._restores.adopt(np.arange(4))
     assert handed is not None and handed.whole.all()
 
 
@@ -313,7 +313,7 @@ def test_pages_whose_recomputation_failed_do_not_count(scene: Scene) -> None:
     while batch := meeting.next_batch(3):
         meeting.arrived(batch.start, 8)
     assert meeting.pages == 0
-    handed = fronts.eager._restores.hand_out(np.arange(2))
+    handed = fronts.eager._restores.adopt(np.arange(2))
     assert handed is not None and not handed.ready.any()
 
 

@@ -24,7 +24,7 @@ from hcache_backend.start import page_plan
 from hcache_backend.start.page_plan import (
     kv_bytes_per_token,
     plan_host_pages,
-    staging_places,
+    staging_rows,
     take_staging,
 )
 from hcache_kernels.codecs import ExactCodec
@@ -230,7 +230,7 @@ def test_staging_holds_the_largest_graph_two_decode_steps_or_two_layers_of_prefi
         chunk = {"chunked_prefill_size": longest - 64, "speculative_algorithm": None}
         sizes = {"max_running_requests": 64, "max_total_num_tokens": 1 << 20}
         runner = SimpleNamespace(server_args=SimpleNamespace(**chunk), **sizes)
-        return staging_places(runner, 32, recorded)
+        return staging_rows(runner, 32, recorded)
 
     assert places(8192) == 512
     assert places(1024) == 128
@@ -257,13 +257,13 @@ def test_staging_takes_a_quarter_of_what_sglang_left_at_most() -> None:
         take_staging(LAYERS, CODEC.hidden_size, CODEC.dtype, 32, "cpu")
 
 
-@pytest.mark.parametrize(("lacks", "places"), [(0, 64), (1, 32)])
+@pytest.mark.parametrize(("lacks", "capacity"), [(0, 64), (1, 32)])
 def test_staging_holds_two_of_the_largest_graphs_where_sglang_left_enough(
-    lacks: int, places: int
+    lacks: int, capacity: int
 ) -> None:
     with streams.through(Gpu(4 * Staging.bytes_for(LAYERS, CODEC.row_bytes, 64) - lacks)):
         row = CODEC.hidden_size, CODEC.dtype
-        assert take_staging(LAYERS, *row, 32, "cpu", recorded_tokens=32).places == places
+        assert take_staging(LAYERS, *row, 32, "cpu", recorded_tokens=32).capacity == capacity
 
 
 def test_capture_finds_the_projection_without_having_seen_a_forward_pass(

@@ -14,7 +14,7 @@ from hcache_backend.checks import round_trip
 from hcache_backend.checks.round_trip import check_copies
 from hcache_backend.config import HCacheConfig
 from hcache_backend.format.page import PageLayout
-from hcache_backend.format.units import WHOLE, Share, units_of
+from hcache_backend.format.units import WHOLE, Shard, units_of
 from hcache_backend.host.segments import KVSegments
 from hcache_backend.ranks import Refused
 from hcache_backend.restore.pipeline import RestorePipeline
@@ -22,7 +22,7 @@ from hcache_backend.start.build import OwnPagesStrategy
 from hcache_backend.start.page_plan import encoded_share, kv_bytes_per_token, kv_codec
 
 LAYERS, PAGE, RANK, ROPE = 3, 16, 40, 24
-SHARES = [Share(number, of) for of in (1, 2, 4, 8) for number in range(of)]
+SHARES = [Shard(number, of) for of in (1, 2, 4, 8) for number in range(of)]
 CODECS = [("none", torch.float32), ("none", torch.uint8), ("exp4", torch.bfloat16)]
 
 
@@ -37,10 +37,10 @@ def latents(dtype: torch.dtype = torch.bfloat16, page: int = PAGE) -> Any:
     return pool
 
 
-def pages_of(pool: Any, share: Share, codec: str) -> tuple[PageLayout, KVSegments, torch.Tensor]:
+def pages_of(pool: Any, shard: Shard, codec: str) -> tuple[PageLayout, KVSegments, torch.Tensor]:
     """All pages of the pool but the first, as a rank keeps them; the last one stays empty."""
-    kv = KVSegments(pool, range(LAYERS), pool.page_size, share, share.of, codec)
-    layout = kv.layout([kv.stored_layer(layer) for layer in kv.layers], share)
+    kv = KVSegments(pool, range(LAYERS), pool.page_size, shard, shard.of, codec)
+    layout = kv.layout([kv.stored_layer(layer) for layer in kv.layers], shard)
     memory = torch.zeros((9, layout.page_bytes), dtype=torch.uint8)
     slots = torch.arange(pool.page_size, 9 * pool.page_size)
     fits = kv.save(layout, memory, torch.arange(8), slots)
@@ -59,11 +59,11 @@ def test_units_of_every_rank_are_those_of_the_whole_page(
 
 def assert_units_of_ranks(pool: Any, codec: str) -> None:
     whole, _, want = pages_of(pool, WHOLE, codec)
-    for share in SHARES:
-        layout, _, kept = pages_of(pool, share, codec)
+    for shard in SHARES:
+        layout, _, kept = pages_of(pool, shard, codec)
         assert layout.table == whole.table and layout.form == whole.form
-        units = units_of(layout.table, share)[1:]
-        assert len(units) == LAYERS * 8 // share.of
+        units = units_of(layout.table, shard)[1:]
+        assert len(units) == LAYERS * 8 // shard.of
         for _, _, there, here, length in units:
             part = kept[:, here : here + length]
             assert torch.equal(part, want[:, there : there + length])
@@ -74,17 +74,17 @@ def assert_units_of_ranks(pool: Any, codec: str) -> None:
 def test_latents_of_all_ranks_come_back(codec: str, dtype: torch.dtype, of: int) -> None:
     pool = latents(dtype)
     before = [rows.clone() for rows in pool.kv_buffer]
-    ranks = [pages_of(pool, Share(number, of), codec) for number in range(of)]
+    ranks = [pages_of(pool, Shard(number, of), codec) for number in range(of)]
     layout, kv, memory = ranks[0]
 
-    def gather(shares: torch.Tensor, fetch: Any) -> None:
+    def gather(shards: torch.Tensor, fetch: Any) -> None:
         """The same part of a restore, from the pages of every rank."""
-        for (_, _, pages), own in zip(ranks, shares, strict=True):
+        for (_, _, pages), own in zip(ranks, shards, strict=True):
             memory[:] = pages
             fetch(own)
 
     mine = memory.clone()
-    exchange: Any = SimpleNamespace(number=0, shares=of, on_scheduler_thread=False, gather=gather)
+    exchange: Any = SimpleNamespace(number=0, shards=of, on_scheduler_thread=False, gather=gather)
     restored = [kv.restored_layer(layer) for layer in kv.layers]
     pipeline = RestorePipeline(
         *(memory, layout, restored, 2 * PAGE, "cpu"), exchange=exchange if of > 1 else None
@@ -99,10 +99,10 @@ def test_latents_of_all_ranks_come_back(codec: str, dtype: torch.dtype, of: int)
         assert torch.equal(rows.view(torch.uint8), held.view(torch.uint8))
 
 
-def try_copies(share: Share, codec: str, dtype: torch.dtype, broken: str = "") -> None:
+def try_copies(shard: Shard, codec: str, dtype: torch.dtype, broken: str = "") -> None:
     pool = latents(dtype)
-    kv = KVSegments(pool, range(LAYERS), PAGE, share, share.of, codec)
-    layout = kv.layout([kv.stored_layer(layer) for layer in kv.layers], share)
+    kv = KVSegments(pool, range(LAYERS), PAGE, shard, shard.of, codec)
+    layout = kv.layout([kv.stored_layer(layer) for layer in kv.layers], shard)
     if broken == "save":
         kv.save = lambda *_: None  # type: ignore[method-assign]
     elif broken == "fill":
@@ -117,22 +117,22 @@ def try_copies(share: Share, codec: str, dtype: torch.dtype, broken: str = "") -
 
 
 @pytest.mark.parametrize(("codec", "dtype"), CODECS)
-@pytest.mark.parametrize("share", SHARES[:7:2], ids=str)
+@pytest.mark.parametrize("shard", SHARES[:7:2], ids=str)
 def test_the_start_tries_the_tokens_of_this_rank(
-    share: Share, codec: str, dtype: torch.dtype
+    shard: Shard, codec: str, dtype: torch.dtype
 ) -> None:
-    try_copies(share, codec, dtype)
+    try_copies(shard, codec, dtype)
     with pytest.raises(Refused, match="K or V of layer 0 come back"):
-        try_copies(share, codec, dtype, "save")
-    if share.of > 1:
+        try_copies(shard, codec, dtype, "save")
+    if shard.of > 1:
         with pytest.raises(Refused, match="K or V of layer 0 come back"):
-            try_copies(share, codec, dtype, "fill")
+            try_copies(shard, codec, dtype, "fill")
 
 
 def test_other_ranks_are_no_part_of_that_check() -> None:
-    shares = torch.ones((4, 8))
-    round_trip._OwnShare(Share(2, 4)).gather(shares, lambda own: own.fill_(5))
-    assert shares[:, 0].tolist() == [0, 0, 5, 0]
+    shards = torch.ones((4, 8))
+    round_trip._OwnShare(Shard(2, 4)).gather(shards, lambda own: own.fill_(5))
+    assert shards[:, 0].tolist() == [0, 0, 5, 0]
 
 
 @pytest.mark.parametrize(
@@ -153,8 +153,8 @@ def test_the_codec_of_latents(
     pool, runtime = latents(dtype), SimpleNamespace(config=HCacheConfig(codec=codec), runner=None)
     assert kv_codec(runtime, pool, WHOLE, 1, 1) == used  # type: ignore[arg-type]
     assert why in caplog.text
-    share = encoded_share(runtime, latents(dtype, 64), 1)  # type: ignore[arg-type]
-    assert share == pytest.approx(0.77 if used == "exp4" else 1.0, abs=0.01)
+    shard = encoded_share(runtime, latents(dtype, 64), 1)  # type: ignore[arg-type]
+    assert shard == pytest.approx(0.77 if used == "exp4" else 1.0, abs=0.01)
     assert kv_bytes_per_token(pool) == LAYERS * (RANK + ROPE) * dtype.itemsize
 
 
@@ -163,9 +163,9 @@ def test_a_latent_that_no_code_holds_makes_its_page_unfit() -> None:
     pool.kv_buffer[1][3 * PAGE + 9] = (
         torch.randint(-(1 << 15), 1 << 15, (1, RANK + ROPE)).to(torch.int16).view(torch.bfloat16)
     )
-    for share, lost in ((WHOLE, True), (Share(0, 2), False), (Share(1, 2), True)):
-        kv = KVSegments(pool, range(LAYERS), PAGE, share, share.of, "exp4")
-        layout = kv.layout([kv.stored_layer(layer) for layer in kv.layers], share)
+    for shard, lost in ((WHOLE, True), (Shard(0, 2), False), (Shard(1, 2), True)):
+        kv = KVSegments(pool, range(LAYERS), PAGE, shard, shard.of, "exp4")
+        layout = kv.layout([kv.stored_layer(layer) for layer in kv.layers], shard)
         memory = torch.zeros((8, layout.page_bytes), dtype=torch.uint8)
         fits = kv.save(layout, memory, torch.arange(8), torch.arange(8 * PAGE))
         assert fits is not None

@@ -19,8 +19,8 @@ from hcache_backend.config import ConfigError
 from hcache_backend.format import units
 from hcache_backend.format.envelope import key_bytes
 from hcache_backend.format.page import RECOMPUTED, PageLayout, hidden_layer
-from hcache_backend.format.units import WHOLE, Share
-from hcache_backend.host.segments import KVSegments, head_groups, share_of_heads
+from hcache_backend.format.units import WHOLE, Shard
+from hcache_backend.host.segments import KVSegments, head_groups, shard_of_heads
 from hcache_backend.sglang.arguments import check_tp_lcm_size
 from hcache_backend.sglang.runtime import Runtime
 from tests.engine.in_process.storage_config import storage_config
@@ -41,17 +41,17 @@ class Server:
     layout = "page_first"
     size = PAGES * PAGE
 
-    def __init__(self, share: Share, groups: int, *, hidden: bool) -> None:
-        heads = slice(share.number * HEADS // share.of, (share.number + 1) * HEADS // share.of)
+    def __init__(self, shard: Shard, groups: int, *, hidden: bool) -> None:
+        heads = slice(shard.number * HEADS // shard.of, (shard.number + 1) * HEADS // shard.of)
         self.k, self.v = K[:, heads], V[:, heads]
         self.kvcache = SimpleNamespace(
             k_buffer=[torch.zeros_like(self.k) for _ in range(3)],
             v_buffer=[torch.zeros_like(self.v) for _ in range(3)],
         )
-        self.kv = KVSegments(self.kvcache, (2,), PAGE, share, groups)
+        self.kv = KVSegments(self.kvcache, (2,), PAGE, shard, groups)
         stored = hidden_layer(PAGE, 4 * WIDTH, WIDTH) if hidden else RECOMPUTED
         layers = (RECOMPUTED, stored, self.kv.stored_layer(2))
-        self.page_layout = PageLayout(PAGE, layers, share)
+        self.page_layout = PageLayout(PAGE, layers, shard)
         self.page_size = PAGE
         self.size_per_token = -(-self.page_layout.page_bytes // PAGE)
         self.memory = torch.zeros((PAGES, self.page_layout.page_bytes), dtype=torch.uint8)
@@ -106,8 +106,8 @@ def indices(pages: Sequence[int]) -> torch.Tensor:
 
 @contextmanager
 def opened(folder: Path, runtime: Runtime, server: Server, **rank: Any) -> Iterator[HCacheStorage]:
-    share = server.page_layout.share
-    rank = {"tp_rank": share.number, "tp_size": share.of} | rank
+    shard = server.page_layout.shard
+    rank = {"tp_rank": shard.number, "tp_size": shard.of} | rank
     storage = HCacheStorage(storage_config(folder, **rank))
     runtime.own_pages = True
     runtime.page_fields = {"any_ranks": True, "layout": server.page_layout.form}
@@ -125,9 +125,9 @@ def test_servers_with_one_two_four_and_one_rank_read_what_those_before_wrote(
 ) -> None:
     for number, ranks in enumerate((1, 2, 4, 1)):
         for rank in range(ranks):
-            share = share_of_heads(rank, ranks)
-            groups = head_groups(4, share, ranks)
-            server = Server(share, groups, hidden=hidden)
+            shard = shard_of_heads(rank, ranks)
+            groups = head_groups(4, shard, ranks)
+            server = Server(shard, groups, hidden=hidden)
             with opened(tmp_path, runtime, server, tp_lcm_size=4) as storage:
                 namespace = runtime.page_namespace()
                 before = list(range(number))
@@ -150,7 +150,7 @@ def test_every_byte_of_a_page_is_digested_once_on_its_way_out_and_once_on_its_wa
         return xxhash.xxh3_64_intdigest(data)
 
     monkeypatch.setattr(units, "xxhash", SimpleNamespace(xxh3_64_intdigest=digest))
-    server = Server(Share(1, 2), 4, hidden=True)
+    server = Server(Shard(1, 2), 4, hidden=True)
     layout = server.page_layout
     with opened(tmp_path, runtime, server) as storage:
         server.compute([0, 1], runtime.page_namespace())
@@ -170,9 +170,9 @@ def test_every_byte_of_a_page_is_digested_once_on_its_way_out_and_once_on_its_wa
 def test_pages_have_a_group_of_heads_for_each_rank_or_as_many_as_tp_lcm_size(
     wanted: int | None, ranks: int, heads: int, groups: int
 ) -> None:
-    shares = [share_of_heads(rank, ranks) for rank in range(ranks)]
-    assert shares == [Share(rank, ranks) for rank in range(ranks)] or set(shares) == {WHOLE}
-    assert {head_groups(wanted, share, ranks) for share in shares} == {groups}
+    shards = [shard_of_heads(rank, ranks) for rank in range(ranks)]
+    assert shards == [Shard(rank, ranks) for rank in range(ranks)] or set(shards) == {WHOLE}
+    assert {head_groups(wanted, shard, ranks) for shard in shards} == {groups}
     if wanted is not None:
         check_tp_lcm_size(wanted, ranks, heads, own_pages=True)
 

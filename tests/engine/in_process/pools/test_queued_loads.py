@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hcache_backend.format.page import PageLayout, hidden_layer
-from hcache_backend.host.loads import HandOut, LoadQueue, QueuedLoad
+from hcache_backend.host.loads import Adopted, LoadQueue, QueuedLoad
 from hcache_backend.plan.restore import Partition, Restore
 from hcache_backend.restore.layers import Recompute
 from hcache_backend.sglang.hook_registry import guarded
@@ -63,7 +63,7 @@ class Pipeline:
         self.alone: list[tuple[list[int], list[int]]] = []
         self.problem: Exception | None = None
 
-    def handed_out(self) -> None:
+    def adopted(self) -> None:
         pass
 
     def start_recomputation(self, recompute: Recompute, positions: Any, slots: Any) -> Any:
@@ -113,7 +113,7 @@ def add(loads: LoadQueue, load: QueuedLoad | None, *whole: bool) -> torch.Tensor
     assert load is not None
     slots = torch.arange(SIZE * len(load.host_pages)).flip(0)
     if whole:
-        load.handed = HandOut(slots, np.array(whole), np.array(whole), (SimpleNamespace(),))
+        load.adopted = Adopted(slots, np.array(whole), np.array(whole), (SimpleNamespace(),))
     loads.add(load, slots)
     return slots
 
@@ -170,7 +170,7 @@ class TestQueuedLoads:
     def test_nothing_is_recomputed_where_no_page_lacks_layers(self) -> None:
         loads = queue(HostPages(), Partition(2, 2, 0), Recomputer())
         slots = add(loads, plan(loads, 0), True)
-        assert len(loads.launch(slots)) == 1  # what was handed out
+        assert len(loads.launch(slots)) == 1  # what was adopted
         pipeline: Any = loads._pipeline
         assert pipeline.recomputed == []
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from hcache_backend.host.loads import HandOut, LoadQueue, QueuedLoad
+from hcache_backend.host.loads import Adopted, LoadQueue, QueuedLoad
 from hcache_backend.restore.layers import Recompute
 from hcache_backend.sglang.host_pool import OwnPagesPool
 from hcache_backend.streams import current_stream
@@ -40,7 +40,7 @@ class Pipeline:
         assert len(slots) == PAGE * len(pages)
         return self.restore
 
-    def handed_out(self) -> None:
+    def adopted(self) -> None:
         self.may_be_read = True
 
     def finished(self) -> list[Any]:
@@ -55,11 +55,11 @@ def pool() -> OwnPagesPool:
 
 
 def load(
-    pool: OwnPagesPool, host: list[int], device: list[int], handed: HandOut | None = None
+    pool: OwnPagesPool, host: list[int], device: list[int], given: Adopted | None = None
 ) -> Pipeline:
-    """Load host pages to device pages; others made what was ``handed`` out of it."""
+    """Load host pages to device pages; others made the ``given`` pages of it."""
     loads: Any = pool._loads
-    loads.add(QueuedLoad(np.array(host), handed=handed), slots_of(*device))
+    loads.add(QueuedLoad(np.array(host), adopted=given), slots_of(*device))
     indices = slots_of(*host), slots_of(*device)
     for layer in range(LAYERS):
         pool.load_to_device_per_layer(pool.device_pool, *indices, layer, "kernel")
@@ -68,23 +68,23 @@ def load(
     return pipeline
 
 
-def handed_out(device: list[int], ready: list[bool], whole: list[bool], *made: Any) -> HandOut:
-    return HandOut(slots_of(*device), np.array(ready), np.array(whole), made)
+def adopted(device: list[int], ready: list[bool], whole: list[bool], *made: Any) -> Adopted:
+    return Adopted(slots_of(*device), np.array(ready), np.array(whole), made)
 
 
 def test_only_missing_pages_are_transferred_and_all_restores_waited_for(
     pool: OwnPagesPool,
 ) -> None:
     early = Running()
-    handed = handed_out([5, 6, 2], *2 * [[False, True, False]], early)
-    pipeline = load(pool, [3, 1, 4], [5, 6, 2], handed)
+    given = adopted([5, 6, 2], *2 * [[False, True, False]], early)
+    pipeline = load(pool, [3, 1, 4], [5, 6, 2], given)
     assert pipeline.started == [([3, 4], [5, 2], None)]
     assert early.waited == pipeline.restore.waited == list(range(LAYERS))
 
 
 def test_nothing_is_launched_where_nothing_is_missing(pool: OwnPagesPool) -> None:
     early = [Running(), Running()]
-    pipeline = load(pool, [3, 1], [5, 6], handed_out([5, 6], *2 * [[True, True]], *early))
+    pipeline = load(pool, [3, 1], [5, 6], adopted([5, 6], *2 * [[True, True]], *early))
     assert pipeline.started == [] and pipeline.may_be_read
     assert all(restore.waited == list(range(LAYERS)) for restore in early)
 
@@ -100,8 +100,8 @@ def test_first_layers_are_recomputed_for_pages_that_lack_them_whatever_is_transf
 
     first = Recompute(1, fill, current_stream("cpu"))
     monkeypatch.setattr(LoadQueue, "_recompute_queued", lambda *_, **kw: first)
-    handed = handed_out([5, 6, 2], [True, True, False], [False, True, False], early)
-    pipeline = load(pool, [3, 1, 4], [5, 6, 2], handed)
+    given = adopted([5, 6, 2], [True, True, False], [False, True, False], early)
+    pipeline = load(pool, [3, 1, 4], [5, 6, 2], given)
     [(pages, _, recompute)] = pipeline.started
     assert pages == [4]
     assert early.waited == list(range(LAYERS))

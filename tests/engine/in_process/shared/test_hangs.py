@@ -210,7 +210,7 @@ def test_what_is_distrusted_while_it_is_stored_is_not_shared(
 
     def distrusted(*args: Any, **options: Any) -> Any:
         stored = put(*args, **options)
-        runtime.lose_trust("K and V differ")
+        runtime.begin_quarantine("K and V differ")
         until(lambda: "that this server wrote were deleted" in caplog.text, "pages to be deleted")
         return stored
 

@@ -11,7 +11,7 @@ from sglang.srt.mem_cache.hicache_storage import PoolName
 
 from hcache_backend import HCacheStorage
 from hcache_backend.config import ConfigError
-from hcache_backend.format.units import Share
+from hcache_backend.format.units import Shard
 from hcache_backend.prefetch.prefetch import Prefetch
 from hcache_backend.sglang.runtime import Runtime, Weights
 from tests.engine.in_process.pools.test_own_pages import Server, indices
@@ -217,7 +217,7 @@ def test_each_rank_has_its_share_there(
     runtime.own_pages = True
     for name in ("first", "second"):
         for rank in range(2):
-            server = Server(Share(rank, 2), 2, hidden=True)
+            server = Server(Shard(rank, 2), 2, hidden=True)
             runtime.page_fields = {"any_ranks": True, "layout": server.page_layout.form}
             storage = machine(f"{name}-{rank}", server, tp_rank=rank, tp_size=2).storage
             namespace = runtime.page_namespace()

@@ -204,7 +204,7 @@ class Unproven(LayerSpecs):
         self._group = None
         self._report = lambda: None
         self.lost: list[str] = []
-        self._runtime = SimpleNamespace(lose_trust=self.lost.append, config=None)
+        self._runtime = SimpleNamespace(begin_quarantine=self.lost.append, config=None)
 
 
 def test_on_a_gpu_modules_of_several_ranks_are_not_called_beside_forward_passes(
@@ -285,7 +285,7 @@ def test_no_room_on_the_device_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(page_plan, "get_memory", lambda: memory)
     monkeypatch.setattr(page_plan, "host_memory_budget_bytes", lambda: 1)
     monkeypatch.setattr(page_plan, "plan_host_pages", lambda *_, with_shadows: None)
-    monkeypatch.setattr(page_plan, "staging_places", lambda runner, layers: 4)
+    monkeypatch.setattr(page_plan, "staging_rows", lambda runner, layers: 4)
     with pytest.raises(Refused, match="no device memory for restores: none left"):
         page_plan.PagePlan.find_room(plan)
 

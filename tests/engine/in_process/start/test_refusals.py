@@ -112,7 +112,7 @@ MATRIX: list[tuple[dict[str, Any], tuple[str, ...], str]] = [
     ({"restore": "layerwise"}, (EAGER,), "option 'restore'"),
     ({"pp_size": 2}, (EAGER,), "not supported"),
     ({"hicache_host_memory_mode": "buffer_only"}, (EAGER, JUDGING), "may go while it runs"),
-    ({"tp_size": 2}, (EAGER,), "ranks would exchange shares"),
+    ({"tp_size": 2}, (EAGER,), "ranks would exchange shards"),
     ({"tp_size": 2, "pool.device": "cpu"}, (), ""),
     ({"tp_size": 8, "hidden": False}, (), ""),
     ({"allocator": PagedTokenToKVPoolAllocator}, (), ""),
@@ -246,11 +246,11 @@ def test_modules_whose_kernels_share_a_workspace() -> None:
 
 
 def test_recorded_graphs_keep_what_they_read_after_a_refusal_and_no_more(runtime: Any) -> None:
-    """A replay reads the places of its step. Freed memory would name places to write to."""
+    """A replay reads the targets of its step. Freed memory would name rows to write to."""
     hooks = HiddenCapture([])
     hooks.staging = Staging(2, 16, torch.float32, 8, "cpu")
     now = hooks.staging._now
-    read = [weakref.ref(tensor) for tensor in (now.places, now.number)]
+    read = [weakref.ref(tensor) for tensor in (now.targets, now.number)]
     written = [weakref.ref(hooks.staging.staged.rows), weakref.ref(hooks.staging.staged.marks)]
     runtime.forwards.capture = hooks
     build.capture_nothing(runtime)
