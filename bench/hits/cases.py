@@ -134,7 +134,7 @@ _TWO_GROUPS = ("--enable-dp-attention", "--dp-size", "2")
 MODELS = {
     "MHA": Model("hidden states", _llama(8), {"mode": "hidden"}),
     "GQA": Model("K and V", _llama(2)),
-    "MLA": Model("plain pages", _latent, codec=None),
+    "MLA": Model("latents", _latent),
     # In bfloat16 pages are encoded. Many a CPU computes several times as long in it.
     "MHA-bf16": Model(
         "hidden states", _llama(8, 512), {"mode": "hidden"}, dtype="bfloat16", codec="exp4"

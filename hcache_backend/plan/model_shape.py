@@ -39,7 +39,8 @@ class ModelShape(BaseModel):
         value_dim: Dimensions of a V head; ``head_dim`` is that of Q and K.
         mlp_width: Inner width of the MLP, or of all active experts together.
         gated: The MLP has a gate, so three matrices instead of two.
-        element_bytes: Of hidden states, K and V; ``kv_element_bytes`` of K and V if they differ.
+        element_bytes: Bytes of a value of hidden states, K and V; if those of K and V differ,
+            ``kv_element_bytes`` has them.
         hidden_row_bytes, kv_row_bytes: Stored bytes of a token if a codec changes them.
         windowed: Some layers attend to a window; they are planned as if they did not.
     """

@@ -213,9 +213,9 @@ class Held:
     """The prompt of a waiting request. Scheduler thread only.
 
     Attributes:
-        request: SGLang's.
-        operation: Of its prefetch; None: there is none, or it is over.
-        tokens: Of the prompt that host memory has, and does not evict.
+        request: SGLang's request.
+        operation: SGLang's operation of its prefetch; None: there is none, or it is over.
+        tokens: Tokens of the prompt that host memory has, and does not evict.
         read: Tokens that L3 was read for, and that no batch has used.
         computed: Tokens at the front of its prefetch that were recomputed.
         let_go: Allows that they are evicted; None: they are not held.

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from itertools import groupby
 from typing import Any
 
 from sglang.srt.disaggregation.kv_events import BlockRemoved, BlockStored, StorageMedium
 from sglang.srt.mem_cache.utils import hash_str_to_int64
 
 from hcache_backend import metrics
+from hcache_backend.host.loads import runs
 
 _MOST_PAGES = 100_000  # whose events wait for SGLang; those of further ones are dropped
 
@@ -35,19 +35,16 @@ class L3Events:
         keys of the pages before them."""
         hashes = [hash_str_to_int64(key) for key in keys]
         parent = hash_str_to_int64(before[-1]) if before else None
-        for is_there, run in groupby(range(len(keys)), key=lambda page: there[page]):
-            pages = [*run]
-            first, stop = pages[0], pages[-1] + 1
-            if is_there:
-                event = BlockStored(
-                    block_hashes=hashes[first:stop],
-                    parent_block_hash=hashes[first - 1] if first else parent,
-                    token_ids=list(token_ids[first * self._size : stop * self._size]),
-                    block_size=self._size,
-                    lora_id=None,
-                    medium=StorageMedium.DISK,
-                )
-                self._add(event, len(pages))
+        for run in runs([page for page, is_there in enumerate(there) if is_there]):
+            event = BlockStored(
+                block_hashes=hashes[run.start : run.stop],
+                parent_block_hash=hashes[run.start - 1] if run.start else parent,
+                token_ids=list(token_ids[run.start * self._size : run.stop * self._size]),
+                block_size=self._size,
+                lora_id=None,
+                medium=StorageMedium.DISK,
+            )
+            self._add(event, len(run))
 
     def evicted(self, keys: Sequence[bytes]) -> None:
         hashes = [hash_str_to_int64(key.hex()) for key in keys]

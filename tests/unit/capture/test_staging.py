@@ -13,11 +13,11 @@ import torch
 from hcache_backend.streams import StreamFailed, WorkerStream
 from hcache_kernels.staging import stage_rows
 from tests.unit.capture.machine import (
+    CAPACITY,
     DEVICE_PAGES,
     LAYERS,
     LAYOUT,
     NAMESPACE,
-    CAPACITY,
     SIZE,
     WIDTH,
     Machine,

@@ -20,6 +20,7 @@ from hcache_backend.ranks import Refused
 from hcache_backend.restore.pipeline import RestorePipeline
 from hcache_backend.start.build import OwnPagesStrategy
 from hcache_backend.start.page_plan import encoded_share, kv_bytes_per_token, kv_codec
+from hcache_kernels.codecs import LATENT, Cut, make_segment_codec
 
 LAYERS, PAGE, RANK, ROPE = 3, 16, 40, 24
 SHARES = [Shard(number, of) for of in (1, 2, 4, 8) for number in range(of)]
@@ -172,6 +173,18 @@ def test_a_latent_that_no_code_holds_makes_its_page_unfit() -> None:
         want = torch.ones_like(fits)
         want[1, 3] = not lost
         assert torch.equal(fits, want)
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.5, 1.0])
+def test_latents_with_a_few_loud_channels_fit(spread: float) -> None:
+    """As wide as DeepSeek's: 512 values behind a norm, and 64 with RoPE."""
+    torch.manual_seed(0)
+    scales = (spread * torch.randn(512)).exp()
+    scales[::100] *= 100
+    rows = torch.cat((torch.randn(64 * 200, 512) * scales, 4 * torch.randn(64 * 200, 64)), 1)
+    codec = make_segment_codec("exp4", Cut(576, 8, 1, 8), 576, torch.bfloat16, LATENT)
+    _, fits = codec.encode_reference([rows.bfloat16().view(-1, 1, 576)], torch.arange(200))
+    assert fits.all()
 
 
 def test_ranks_share_no_page_that_eight_does_not_divide() -> None:
