@@ -22,7 +22,7 @@ from .units import Cut, Places
 ROWS, KV, LATENT = "h", "kv", "l"
 """Planes of a row of hidden states, and of a page of the KV pool: K and V, or latents of MLA. One
 letter for each."""
-REFERENCE_VALUES = 1 << 18
+REFERENCE_VALUES = 1 << 20
 """Values that are encoded or decoded at once on a CPU: a core's cache holds them."""
 
 
@@ -60,7 +60,6 @@ class Codec(ABC):
         code: What pages call its bytes, at most 8 ASCII characters. When the same values get other
             bytes, it gets another one: otherwise stored pages would be decoded to wrong values.
         lossless: Whether all that fits comes back to the bit.
-        reference_values: Values that the reference takes at once.
         is_view: Whether encoded rows are the rows themselves, seen as bytes.
         word: The type by which kernels see planes: one value, or several that move together.
         unit_bytes: Bytes of an encoded unit, by plane; multiples of 8, unless it is a view.
@@ -72,7 +71,6 @@ class Codec(ABC):
     code: str
     lossless: ClassVar[bool]
     is_view: ClassVar[bool] = False
-    reference_values: ClassVar[int] = REFERENCE_VALUES
     word: torch.dtype
     unit_bytes: tuple[int, ...]
     encoder: Program
@@ -307,8 +305,7 @@ class Codec(ABC):
     def _at_once(self) -> int:
         if self.is_view:
             return 1 << 40  # parts would be copied together
-        item = len(self.planes) * self.cut.units * self.cut.values
-        return max(1, self.reference_values // item)
+        return max(1, REFERENCE_VALUES // (len(self.planes) * self.cut.units * self.cut.values))
 
     def _by_unit(self, plane: torch.Tensor) -> torch.Tensor:
         """View of a plane: ``[items, groups, pieces, tokens, width]``."""

@@ -60,10 +60,9 @@ def encode_kernel(
         inside = at < PAIRS
         pair = tl.load(values + in_plane(at, AT), mask=inside, other=0)
         even, odd = pair >> 7 & 0xFF, pair >> 23 & 0xFF
-        sign_mantissa = pair & 0x7F | pair >> 8 & 0x80 | pair >> 8 & 0x7F00 | pair >> 16 & 0x8000
         even_code, odd_code = _code(even, lowest, extra), _code(odd, lowest, extra)
         halves = encoded.to(tl.pointer_type(tl.uint16))
-        tl.store(halves + at, sign_mantissa.to(tl.uint16), mask=inside)
+        tl.store(halves + at, sign_mantissa_of(pair).to(tl.uint16), mask=inside)
         codes = even_code | odd_code << 4
         tl.store(encoded + 2 * PAIRS + at, codes.to(tl.uint8), mask=inside)
         if start > 0:
@@ -80,6 +79,18 @@ def encode_kernel(
     entry = tl.arange(0, POOL)
     tl.store(pool + entry, tl.zeros([POOL], tl.uint8), mask=(entry >= found) & (entry < MOST))
     tl.store(fits + number, (found <= MOST).to(tl.uint8))
+
+
+@triton.jit
+def sign_mantissa_of(pair):
+    return pair & 0x7F | pair >> 8 & 0x80 | pair >> 8 & 0x7F00 | pair >> 16 & 0x8000
+
+
+@triton.jit
+def pair_of(sign_mantissa, even, odd):
+    """A pair of values of these parts and exponents."""
+    low = even << 7 | sign_mantissa & 0x7F | (sign_mantissa & 0x80) << 8
+    return low | odd << 23 | (sign_mantissa & 0x7F00) << 8 | (sign_mantissa & 0x8000) << 16
 
 
 @triton.jit
@@ -123,11 +134,10 @@ def decode_kernel(
     count = (even == 0).to(tl.int32) + (odd == 0).to(tl.int32)
     rank = before + tl.cumsum(count, 0) - count
     pool = tail + (CODE.tail - CODE.most)
-    even_bits = _exponent(even, rank, lowest, extra, pool, inside, CODE.most) << 7
+    even_exponent = _exponent(even, rank, lowest, extra, pool, inside, CODE.most)
     rank += (even == 0).to(tl.int32)
-    odd_bits = _exponent(odd, rank, lowest, extra, pool, inside, CODE.most) << 23
-    pair = even_bits | half & 0x7F | (half & 0x80) << 8
-    pair |= odd_bits | (half & 0x7F00) << 8 | (half & 0x8000) << 16
+    odd_exponent = _exponent(odd, rank, lowest, extra, pool, inside, CODE.most)
+    pair = pair_of(half, even_exponent, odd_exponent)
     tl.store(values + in_plane(at, AT), pair, mask=inside)
 
 
