@@ -67,8 +67,8 @@ class KVSegments:
         self._groups = 1 if self.latent else groups // shard.of
         first = int(kvcache.layer_num) if drafts else 0
         self.layers = (*layers, *range(first, first + len(self.drafts)))
-        self.codec = codec
         self._encoder = None if codec == "none" else self._make_encoder(codec)
+        self.codec = codec if self._encoder is None else self._encoder.name
         self._tables: dict[tuple[int, int, int], LayerTable] = {}
 
     def layout(self, layers: Sequence[StoredLayer], shard: Shard) -> PageLayout:

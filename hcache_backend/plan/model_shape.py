@@ -144,38 +144,33 @@ def encoded(
 
     ``dtype`` is the type that the model is served in; each of ``tp`` ranks encodes its own heads.
     """
-    if codec == "none" or (codec == "auto" and dtype != "bfloat16"):
+    if codec == "auto":
+        codec = "exp3" if dtype == "bfloat16" else "none"
+    if codec == "none":
         return shape
     # Not above: most plans need no torch, which takes seconds to import.
     import torch
 
-    from hcache_kernels.codecs import (
-        AUTOMATIC,
-        LATENT,
-        Cut,
-        UnsupportedRows,
-        make_codec,
-        make_segment_codec,
-    )
+    from hcache_kernels.codecs import LATENT, Cut, UnsupportedRows, make_codec, make_segment_codec
 
     values = getattr(torch, dtype)
-    names, found = AUTOMATIC if codec == "auto" else (codec,), dict[str, int]()
+    found: dict[str, int] = {}
     if shape.latent:  # there are no hidden states
         [whole] = latent_layer(page_size, shape.kv_width, values.itemsize).segments
         pieces = whole.groups * whole.pieces
         cut = Cut(shape.kv_width, page_size // pieces, 1, pieces)
         with suppress(UnsupportedRows):
-            latents = make_segment_codec(names[-1], cut, shape.kv_width, values, LATENT)
+            latents = make_segment_codec(codec, cut, shape.kv_width, values, LATENT)
             found["kv_row_bytes"] = round(latents.segment_bytes / page_size)
         return shape.model_copy(update=found)
     with suppress(UnsupportedRows):
-        found["hidden_row_bytes"] = make_codec(names[-1], shape.hidden, values).row_bytes
+        found["hidden_row_bytes"] = make_codec(codec, shape.hidden, values).row_bytes
     width = max(1, shape.kv_heads // tp) * shape.head_dim
     pieces = units_per_group(page_size, width)
     cut = Cut(width, page_size // pieces, 1, pieces)
-    for name in reversed(names) if shape.head_dim == shape.value_dim else ():
-        with suppress(UnsupportedRows):
-            segments = make_segment_codec(name, cut, shape.head_dim, values)
+    with suppress(UnsupportedRows):
+        if shape.head_dim == shape.value_dim:
+            segments = make_segment_codec(codec, cut, shape.head_dim, values)
             plain = 2 * width * page_size * values.itemsize
             found["kv_row_bytes"] = round(segments.segment_bytes / plain * shape.kv_bytes)
     return shape.model_copy(update=found)

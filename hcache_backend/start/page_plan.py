@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -41,7 +40,7 @@ from hcache_backend.sglang.groups import attention_ranks
 from hcache_backend.sglang.host_pool import HostPages
 from hcache_backend.sglang.runtime import Forwards, Runtime
 from hcache_backend.streams import free_memory
-from hcache_kernels.codecs import AUTOMATIC, Codec, UnsupportedRows, make_codec
+from hcache_kernels.codecs import Codec, UnsupportedRows, make_codec
 
 if TYPE_CHECKING:
     from hcache_backend.krul.plugin import Krul
@@ -247,11 +246,11 @@ def page_plugin(config: HCacheConfig | None) -> Krul | None:
 
 
 def asked_codec(runtime: Runtime, dtype: torch.dtype) -> str:
-    """The codec that option ``codec`` means for values of ``dtype``: ``auto`` depends on it."""
+    """The codec that option ``codec`` means for values of ``dtype``, on which ``auto`` depends."""
     assert runtime.config is not None
     asked = runtime.config.codec
     if asked == "auto":
-        return AUTOMATIC[0] if dtype == torch.bfloat16 else "none"
+        return "exp3" if dtype == torch.bfloat16 else "none"
     return asked
 
 
@@ -290,21 +289,16 @@ def _encoding_segments(
     runtime: Runtime, kvcache: Any, shard: Shard, groups: int, stages: int
 ) -> KVSegments:
     """K and V of all layers by option ``codec``; raises UnsupportedRows."""
-    assert runtime.config is not None
     codec = asked_codec(runtime, planes_of(kvcache, 0)[0].dtype)
     if codec != "none" and stages > 1:  # a stage cannot tell the others what it could not keep
         raise UnsupportedRows(f"codec {codec!r} takes no K and V of pipeline stages")
-    plugin, drafts = page_plugin(runtime.config), packed_drafts(runtime.runner)
-    how = kvcache, range(kvcache.layer_num), kvcache.page_size
+    layers, plugin = range(kvcache.layer_num), page_plugin(runtime.config)
+    drafts = packed_drafts(runtime.runner)
+    if plugin is not None and drafts:
+        raise UnsupportedRows(f"codec {codec!r} takes no draft layers")
     if plugin is not None:
-        if drafts:
-            raise UnsupportedRows(f"codec {codec!r} takes no draft layers")
-        return plugin.segments(*how, groups // shard.of)
-    if codec == AUTOMATIC[0] != runtime.config.codec:
-        with suppress(UnsupportedRows):
-            return KVSegments(*how, shard, groups, codec, drafts)
-        codec = AUTOMATIC[-1]
-    return KVSegments(*how, shard, groups, codec, drafts)
+        return plugin.segments(kvcache, layers, kvcache.page_size, groups // shard.of)
+    return KVSegments(kvcache, layers, kvcache.page_size, shard, groups, codec, drafts)
 
 
 def choose_codec(group: Any, runtime: Runtime, probe: Probe, projector: Projector) -> Codec:

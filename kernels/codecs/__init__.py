@@ -4,7 +4,7 @@
 name   takes                          bytes                      what comes back
 ====== ============================== ========================== ==================================
 none   any hidden states              those of the values        every bit
-exp3   K and V in bfloat16, units of  0.725 of them, if a unit   every bit
+exp3   K and V in bfloat16, units of  0.717 of them, if a unit   every bit
        at least 32 tokens             has 64 tokens
 exp4   bfloat16                       49/64 of them, if a unit   every bit
                                       has 256 values
@@ -16,6 +16,8 @@ fp8    as int8                        as int8                    error at most 1
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import torch
 
 from .codec import KV, LATENT, Codec, ExactCodec, UnsupportedRows
@@ -25,7 +27,6 @@ from .scaled import Fp8, Int8
 from .units import Cut
 
 __all__ = [
-    "AUTOMATIC",
     "CODECS",
     "KV",
     "LATENT",
@@ -40,18 +41,14 @@ __all__ = [
 ]
 
 CODECS: dict[str, type[Codec]] = {codec.name: codec for codec in (ExactCodec, Exp4, Int8, Fp8)}
-"""Those of hidden states."""
 
-SEGMENT_CODECS: dict[str, type[Codec]] = {c.name: c for c in (Exp3, Exp4, Int8, Fp8)}
+SEGMENT_CODECS: dict[str, type[Codec]] = {codec.name: codec for codec in (Exp3, Exp4, Int8, Fp8)}
 """Those of K and V, which are copied as they are without one."""
-
-AUTOMATIC = ("exp3", "exp4")
-"""Codecs of bfloat16 by default: the first one that takes such units. Rows have the last one."""
 
 
 def make_codec(name: str, hidden_size: int, dtype: torch.dtype) -> Codec:
-    """The codec ``name`` for rows of ``hidden_size`` values, or UnsupportedRows. Beside K and V
-    in ``exp3`` rows have ``exp4``."""
+    """The codec ``name`` for rows of ``hidden_size`` values, or UnsupportedRows; ``exp4`` if K and
+    V have ``exp3``."""
     return CODECS["exp4" if name == "exp3" else name].of_rows(hidden_size, dtype)
 
 
@@ -59,5 +56,10 @@ def make_segment_codec(
     name: str, cut: Cut, dim: int, dtype: torch.dtype, planes: str = KV
 ) -> Codec:
     """The codec ``name`` for K and V, or latents, cut into such units, in heads of ``dim`` values,
-    or UnsupportedRows; a KeyError if there is none of that name."""
+    or UnsupportedRows; a KeyError if there is none of that name. ``exp4`` takes the place of
+    ``exp3`` for units that ``exp3`` does not take."""
+    if name == "exp3":
+        with suppress(UnsupportedRows):
+            return Exp3(cut, dim, dtype, planes)
+        name = "exp4"
     return SEGMENT_CODECS[name](cut, dim, dtype, planes)

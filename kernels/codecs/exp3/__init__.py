@@ -7,10 +7,7 @@ import torch
 from ..codec import KV, LATENT, UnsupportedRows
 from ..exp4 import Exp4
 from ..units import Cut
-from .kernel import decode_kernel, encode_kernel
 from .reference import decode_units, encode_units, form_of
-
-_LEAST_TOKENS, _LEAST_VALUES = 32, 512
 
 
 class Exp3(Exp4):
@@ -21,22 +18,16 @@ class Exp3(Exp4):
 
     def __init__(self, cut: Cut, dim: int, dtype: torch.dtype, planes: str = KV) -> None:
         super().__init__(cut, dim, dtype, planes)
-        if planes == LATENT:
-            raise UnsupportedRows("codec 'exp3' takes K and V, not latents")
-        if cut.tokens % 8 or cut.tokens < _LEAST_TOKENS:
+        uneven = cut.tokens % 8 or cut.values % 64
+        if planes == LATENT or uneven or cut.tokens < 32 or cut.values < 512:
+            what = "latents" if planes == LATENT else f"{cut.tokens} times {cut.width}"
             raise UnsupportedRows(
-                f"codec 'exp3' takes units of K and V whose tokens are a multiple of 8 and at "
-                f"least {_LEAST_TOKENS}, not {cut.tokens}"
+                "codec 'exp3' takes units of K and V whose tokens are a multiple of 8 and at least "
+                f"32, and whose values are a multiple of 64 and at least 512, not {what}"
             )
-        if cut.values % 64 or cut.values < _LEAST_VALUES:
-            raise UnsupportedRows(
-                f"codec 'exp3' takes units whose values are a multiple of 64 and at least "
-                f"{_LEAST_VALUES}, not {cut.values}"
-            )
-        self._take(form_of(cut.tokens, cut.width), encode_kernel, decode_kernel)
+        self._take(form_of(cut.tokens, cut.width))
 
-    def _encoded(self, units: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return encode_units(units)
+    _encoded = staticmethod(encode_units)
 
     def _decoded(self, encoded: torch.Tensor) -> torch.Tensor:
         return decode_units(encoded, self.cut.tokens, self.cut.width)

@@ -14,8 +14,8 @@ Codes 1 to 7 stand for seven exponents of the channel, from its lowest one on. C
 of two in the low half of a byte. 0 to 11 stand for the exponents from ``lowest - 12`` on, 12 to 14
 for those behind the seven. 15 says that the exponent is the next of the *whole* ones, which are at
 the end of the pool, 8 bits each, backwards. Each block of 4096 values decodes without those before
-it, and its exceptions begin with a byte. For every block but the first there are two starts, of its
-bytes and of its whole exponents.
+it, and its exceptions begin with a byte. For every block but the first there are two starts, one
+list behind the other: of its bytes and of its whole exponents.
 
 A unit whose exceptions need more bytes than its pool has does not fit. Any bytes decode to
 something, and to the same on every device: exponents are taken modulo 256, and what lies behind the
@@ -25,29 +25,21 @@ end of the pool is 0.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..exp4.reference import (
-    BLOCK_VALUES,
-    Bytes,
-    Places,
-    before_blocks,
-    listed,
-    places_of,
-    ranks_of,
-    sign_mantissa_of,
-    values_of,
-)
+from ..exp4 import reference as exp4
+from ..exp4.reference import Bytes, UnitForm, found_in_blocks, listed, places_of, ranks_of
 
 WINDOW = 7
 BELOW, ABOVE = 12, 3
 """Exponents on both sides of the window that take 4 bits."""
 WHOLE = BELOW + ABOVE
 _RUNS = 8
+_BITS = np.array([[1], [2], [4]], np.uint8)
 _COUNTED_TOKENS = 64
 
 SHORT = np.full(256, WHOLE, np.uint8)
@@ -58,28 +50,16 @@ _LONG = np.array([*range(1 - BELOW, 1), *range(WINDOW + 1, WINDOW + 1 + ABOVE), 
 """The reverse."""
 
 
-class UnitForm(NamedTuple):
-    """What encoded units of some tokens and channels look like, and how kernels go through them."""
-
-    size: int  # bytes, a multiple of 8
-    pool: int  # bytes, at the end
-    blocks: int  # parts that decode side by side
-    pairs: int  # of values, that a program takes at once
-    counted: int  # every so many tokens are counted for the window, at most 64 in all
-    channels: int  # pairs of channels, up to a power of two
-    entries: int  # the pool, up to a power of two
-
-
 @lru_cache
 def form_of(tokens: int, width: int) -> UnitForm:
     """The form of a unit: ``tokens`` are a multiple of 8, ``width`` is even, and their product is a
     multiple of 64."""
     values = tokens * width
-    blocks, tail = -(-values // BLOCK_VALUES), (width + values * 11 // 256) // 8 * 8
-    pool = tail - width - 4 * (blocks - 1)
-    whole, channels, entries = (1 << (n - 1).bit_length() for n in (values, width // 2, pool))
-    size, pairs = values * 11 // 8 + tail, min(BLOCK_VALUES, whole) // 2
-    return UnitForm(size, pool, blocks, pairs, -(-tokens // _COUNTED_TOKENS), channels, entries)
+    form, tail = exp4.form_of(values), (width + values * 11 // 256) // 8 * 8
+    most = tail - width - 4 * (form.blocks - 1)
+    pool, channels = (1 << (n - 1).bit_length() for n in (most, width // 2))
+    size, counted = values * 11 // 8 + tail, -(-tokens // _COUNTED_TOKENS)
+    return UnitForm(size, tail, width, most, form.blocks, counted, pool, form.pairs, channels)
 
 
 def encode_units(units: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -98,59 +78,55 @@ def encode_units(units: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     codes = (offsets * (offsets - 1 < WINDOW).view(np.uint8)).reshape(count, n)
 
     result = units.new_zeros((count, form.size), dtype=torch.uint8)
-    encoded, split = result.numpy(), n * 11 // 8
-    encoded[:, :n] = sign_mantissa_of(bits.reshape(count, n))
-    for bit in range(3):
-        plane = np.packbits(codes & (1 << bit), axis=1, bitorder="little")
-        encoded[:, n + bit * n // 8 : n + (bit + 1) * n // 8] = plane
-    encoded[:, split : split + width] = lowest
+    encoded = result.numpy()
+    tail = encoded[:, -form.tail :]
+    encoded[:, :n] = exp4.sign_mantissa_of(bits.reshape(count, n))
+    planes = np.packbits(codes[:, None] & _BITS, axis=2, bitorder="little")
+    encoded[:, n : -form.tail] = planes.reshape(count, -1)
+    tail[:, :width] = lowest
 
     places = places_of(codes == 0)
     short = SHORT[offsets.reshape(-1)[places]]
     whole = places[short == WHOLE]
-    before, before_whole = (before_blocks(some, count, n) for some in (places, whole))
-    found = np.diff(before.reshape(-1), append=len(places)).reshape(before.shape)
-    starts = np.zeros((count, form.blocks + 1, 2), np.int64)
-    np.cumsum(found + 1 >> 1, axis=1, out=starts[:, 1:, 0])
-    starts[:, :-1, 1] = before_whole - before_whole[:, :1]
-    starts[:, -1, 1] = np.diff(before_whole[:, 0], append=len(whole))
-    fits = torch.from_numpy(starts[:, -1].sum(1) <= form.pool)
+    used = np.stack([found_in_blocks(some, count, n) for some in (places, whole)], axis=1)
+    used[:, 0] = used[:, 0] + 1 >> 1
+    ends = used.cumsum(2)
+    fits = torch.from_numpy(ends[:, :, -1].sum(1) <= form.most)
     if not fits.all():  # others have no room
         result[fits] = encode_units(units[fits])[0]
         return result, fits
-    _starts(encoded, form)[:] = starts[:, 1:-1]
-    halves, pool = np.zeros((count, 2 * form.pool), np.uint8), encoded[:, -form.pool :]
-    halves[places // n, ranks_of(places, n, 2 * starts[:, :-1, 0])] = short
-    pool[:] = halves[:, ::2] | halves[:, 1::2] * np.uint8(16)
-    rank = ranks_of(whole, n, starts[:, :-1, 1])
-    pool[whole // n, -1 - rank] = exponents.reshape(-1)[whole]
+    starts, halves = ends - used, np.zeros((count, 2 * form.most), np.uint8)
+    tail[:, width : -form.most] = (
+        starts[:, :, 1:].astype(np.uint16).view(np.uint8).reshape(count, -1)
+    )
+    halves[places // n, ranks_of(places, n, 2 * starts[:, 0])] = short
+    tail[:, -form.most :] = halves[:, ::2] | halves[:, 1::2] * np.uint8(16)
+    tail[whole // n, -1 - ranks_of(whole, n, starts[:, 1])] = exponents.reshape(-1)[whole]
     return result, fits
 
 
 def decode_units(encoded: torch.Tensor, tokens: int, width: int) -> torch.Tensor:
     """Decode uint8 ``[units, size]`` to bfloat16 ``[units, tokens, width]``."""
     form, n, count = form_of(tokens, width), tokens * width, len(encoded)
-    bytes_, split = encoded.numpy(), n * 11 // 8
-    offsets, *lower = (
-        np.unpackbits(bytes_[:, n + at : n + at + n // 8], axis=1, bitorder="little")
-        for at in (n // 4, n // 8, 0)
-    )
-    for bits in lower:
-        offsets += offsets
+    bytes_ = encoded.numpy()
+    tail, pool = bytes_[:, -form.tail :], bytes_[:, -form.most :]
+    planes = np.unpackbits(bytes_[:, n : -form.tail], axis=1, bitorder="little")
+    offsets, middle, low = planes.reshape(count, 3, n)[:, ::-1].transpose(1, 0, 2)
+    for bits in (middle, low):
+        offsets = offsets + offsets
         offsets |= bits
-    lowest = bytes_[:, split : split + width]
-    exponents = offsets.reshape(count, tokens, width) + (lowest - 1)[:, None]
+    exponents = offsets.reshape(count, tokens, width) + (tail[:, :width] - 1)[:, None]
 
-    starts = np.zeros((2, count, form.blocks), np.int64)
-    starts[:, :, 1:] = _starts(bytes_, form).transpose(2, 0, 1)
-    pool, places = bytes_[:, -form.pool :], places_of(offsets == 0)
+    starts, places = np.zeros((count, 2, form.blocks), np.int64), places_of(offsets == 0)
+    there = tail[:, width : -form.most].copy().view(np.uint16)
+    starts[:, :, 1:] = there.reshape(count, 2, form.blocks - 1)
     halves = np.stack((pool & 15, pool >> 4), axis=2).reshape(count, -1)
-    short = listed(halves, places, n, 2 * starts[0])
+    short = listed(halves, places, n, 2 * starts[:, 0])
     exponents.reshape(-1)[places] += _LONG.take(short)
     whole = places[short == WHOLE]
     if len(whole):
-        exponents.reshape(-1)[whole] = listed(pool[:, ::-1], whole, n, starts[1])
-    return values_of(bytes_[:, :n], exponents.reshape(count, n)).view(count, tokens, width)
+        exponents.reshape(-1)[whole] = listed(pool[:, ::-1], whole, n, starts[:, 1])
+    return exp4.values_of(bytes_[:, :n], exponents.reshape(count, n)).view(count, tokens, width)
 
 
 def lowest_exponents(exponents: Bytes, counted: int) -> Bytes:
@@ -181,10 +157,3 @@ def _folded(operation: np.ufunc, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
     while (half := values.shape[1] // 2) * 2 == values.shape[1]:
         values = operation(values[:, :half], values[:, half:])
     return operation.reduce(values, axis=1)
-
-
-def _starts(encoded: Bytes, form: UnitForm) -> Places:
-    """View of the starts, uint16 ``[units, blocks - 1, 2]``."""
-    end = form.size - form.pool
-    starts = encoded[:, end - 4 * (form.blocks - 1) : end].view(np.uint16)
-    return starts.reshape(len(encoded), form.blocks - 1, 2)

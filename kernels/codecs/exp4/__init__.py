@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from ..codec import KV, LATENT, REFERENCE_VALUES, Codec, Program, UnsupportedRows
+from ..codec import KV, LATENT, Codec, Program, UnsupportedRows
 from ..units import Cut
 from .kernel import decode_kernel, encode_kernel
-from .reference import decode_units, encode_units, form_of
+from .reference import UnitForm, decode_units, encode_units, form_of
 
 _MOST_VALUES = 1 << 16
 _THREAD_PAIRS = 8
@@ -34,21 +32,22 @@ class Exp4(Codec):
             raise UnsupportedRows(f"codec {self.name!r} takes {what}, not {dtype}")
         if cut.width % 2:
             raise UnsupportedRows(
-                f"codec {self.name!r} takes an even number of values per token and group, not {cut.width}"
+                f"codec {self.name!r} takes an even number of values per token and group, not "
+                f"{cut.width}"
             )
         if values % 16 or not 16 <= values <= _MOST_VALUES:
             raise UnsupportedRows(
-                f"codec {self.name!r} takes rows and units whose values are a multiple of 16 and at most "
-                f"{_MOST_VALUES}, not {values}"
+                f"codec {self.name!r} takes rows and units whose values are a multiple of 16 and "
+                f"at most {_MOST_VALUES}, not {values}"
             )
-        self._take(form_of(values), encode_kernel, decode_kernel)
+        self._take(form_of(values))
 
-    def _take(self, form: Any, encode: object, decode: object) -> None:
-        """Units have this form, and these kernels."""
+    def _take(self, form: UnitForm) -> None:
+        """Units have this form."""
         units, warps = len(self.planes) * self.cut.units, max(1, form.pairs // (32 * _THREAD_PAIRS))
         self.unit_bytes = (form.size,) * len(self.planes)
-        self.encoder = Program(encode, units, warps, {"CODE": form})
-        self.decoder = Program(decode, units * form.blocks, warps, {"CODE": form})
+        self.encoder = Program(encode_kernel, units, warps, {"CODE": form})
+        self.decoder = Program(decode_kernel, units * form.blocks, warps, {"CODE": form})
 
     def encode_units(self, units: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         encoded, fits = self._encoded(units.flatten(0, 2))
@@ -59,8 +58,7 @@ class Exp4(Codec):
         cut = self.cut
         shape = (len(encoded), len(self.planes), cut.units, cut.tokens, cut.width)
         units = encoded.reshape(-1, self.unit_bytes[0])
-        parts = units.split(max(1, REFERENCE_VALUES // cut.values))
-        return torch.cat([self._decoded(some) for some in parts]).view(shape)
+        return self._decoded(units).view(shape)
 
     def _encoded(self, units: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return encode_units(units.flatten(1))

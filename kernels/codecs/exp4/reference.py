@@ -41,12 +41,13 @@ class UnitForm(NamedTuple):
 
     size: int  # bytes, a multiple of 8
     tail: int  # bytes behind the codes, whole words of 8 bytes
-    starts: int  # where the starts begin in the tail: behind the window and the extra exponent
-    most: int  # exceptions that there is room for
+    starts: int  # where the starts begin in the tail: behind what tells the windows
+    most: int  # bytes of exceptions that there is room for
     blocks: int  # parts that decode side by side
-    counted: int  # one block in this many is counted: all up to seven, of more at least four
+    counted: int  # one block in this many is counted for the window; with channels, one token
     pool: int  # most, up to a power of two
     pairs: int  # of values, that a program takes at once
+    channels: int = 0  # pairs of them that have windows, up to a power of two; 0: the unit has one
 
 
 @lru_cache
@@ -88,16 +89,14 @@ def encode_units(units: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
     tail = encoded[:, split:]
     tail[:, :1], tail[:, 1:2] = lowest, extra
-    before = before_blocks(places, count, n)
-    pool = tail.shape[1] - most
-    starts = before - before[:, :1]
+    found, pool = found_in_blocks(places, count, n), tail.shape[1] - most
+    starts = found.cumsum(1) - found
     tail[:, form.starts : pool] = starts[:, 1:].astype(np.uint16).view(np.uint8)
-    found = np.diff(before[:, 0], append=len(places))
     rank = ranks_of(places, n, starts)
     places, rank = places[rank < most], rank[rank < most]
     tail[places // n, pool + rank] = exponents.reshape(-1)[places]
     fits = units.new_empty(count, dtype=torch.bool)
-    np.less_equal(found, most, out=fits.numpy())
+    np.less_equal(found.sum(1), most, out=fits.numpy())
     return result, fits
 
 
@@ -122,12 +121,12 @@ def decode_units(encoded: torch.Tensor, values: int) -> torch.Tensor:
     return values_of(sign_mantissa, exponents)
 
 
-def sign_mantissa_of(bits: npt.NDArray[np.uint16]) -> npt.NDArray[np.uint16]:
+def sign_mantissa_of(bits: npt.NDArray[np.uint16]) -> Bytes:
     """Sign (bit 7) and mantissa of bits of bfloat16."""
     found = bits >> 8
     found &= 0x80
     found |= bits & 0x7F
-    return found
+    return found.astype(np.uint8)
 
 
 def values_of(sign_mantissa: Bytes, exponents: Bytes) -> torch.Tensor:
@@ -174,15 +173,15 @@ def places_of(mask: npt.NDArray[np.bool_]) -> Places:
     return some[places >> 3] * 8 + (places & 7)
 
 
-def before_blocks(places: Places, units: int, values: int) -> Places:
-    """How many ``places`` there are before each block, int64 ``[units, blocks]``."""
+def found_in_blocks(places: Places, units: int, values: int) -> Places:
+    """How many ``places`` there are in each block, int64 ``[units, blocks]``."""
     begins = np.arange(units)[:, None] * values + np.arange(0, values, BLOCK_VALUES)
-    return np.searchsorted(places, begins.reshape(-1)).reshape(begins.shape)
+    before = np.searchsorted(places, begins.reshape(-1))
+    return np.diff(before, append=len(places)).reshape(begins.shape)
 
 
 def ranks_of(places: Places, values: int, starts: Places) -> Places:
     """The rank of each of ``places`` in the list of its unit, if the list of a block begins at
     ``starts``, int64 ``[units, blocks]``."""
-    before = before_blocks(places, len(starts), values).reshape(-1)
-    found = np.diff(before, append=len(places))
-    return np.arange(len(places)) + np.repeat(starts.reshape(-1) - before, found)
+    found = found_in_blocks(places, len(starts), values).reshape(-1)
+    return np.arange(len(places)) + np.repeat(starts.reshape(-1) - found.cumsum() + found, found)
