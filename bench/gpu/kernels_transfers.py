@@ -20,14 +20,7 @@ import torch
 
 from bench.gpu.program import Device, GpuRun, Row
 from bench.gpu.shapes import HEADER_BYTES, PAGE
-from hcache_kernels.codecs import (
-    AUTOMATIC,
-    SEGMENT_CODECS,
-    Codec,
-    Cut,
-    make_codec,
-    make_segment_codec,
-)
+from hcache_kernels.codecs import SEGMENT_CODECS, Codec, Cut, make_codec, make_segment_codec
 from hcache_kernels.launch import Launch
 from hcache_kernels.pages.kernel import gather_launch, gather_planes_launch
 
@@ -118,7 +111,7 @@ def speeds(times_us: Mapping[str, float], size: int) -> Row:
 
 def segment_rows(device: Device, cuts: Sequence[Cut], pages: Sequence[int]) -> Iterator[Row]:
     for name, cut, count in product(SEGMENT_CODECS, cuts, pages):
-        dtype = torch.bfloat16 if name in AUTOMATIC else device.scaled_dtype
+        dtype = torch.bfloat16 if name in ("exp3", "exp4") else device.scaled_dtype
         codec = make_segment_codec(name, cut, min(HEAD_DIM, cut.width), dtype)
         yield {
             "kind": "segments",

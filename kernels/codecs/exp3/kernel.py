@@ -12,7 +12,7 @@ from ..units import in_plane
 def lowest_exponents(values, AT: tl.constexpr, CODE: tl.constexpr):
     """Of channels, int32 ``[2 * CODE.channels]``."""
     channels = tl.arange(0, CODE.channels)
-    top = tl.zeros([2 * CODE.channels], tl.int32)
+    top = tl.arange(0, 2 * CODE.channels) * 0
     second, more = top, top
     for run in range(8):
         most = top * 0
@@ -104,4 +104,4 @@ def decode_block(encoded, block, before, whole_before, AT: tl.constexpr, CODE: t
     near = base + short - tl.where(short < 12, 12, 5)
     exception = tl.where(is_whole == 1, exception, near)
     exponent = tl.where(code == 0, exception, base + code - 1) & 0xFF
-    return tl.split(tl.reshape(exponent, [CODE.pairs, 2]))
+    return tl.split(tl.reshape(exponent, [VALUES // 2, 2]))

@@ -82,7 +82,7 @@ def encode_units(units: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     tail = encoded[:, -form.tail :]
     encoded[:, :n] = exp4.sign_mantissa_of(bits.reshape(count, n))
     planes = np.packbits(codes[:, None] & _BITS, axis=2, bitorder="little")
-    encoded[:, n : -form.tail] = planes.reshape(count, -1)
+    encoded[:, n : -form.tail] = planes.reshape(count, 3 * n // 8)
     tail[:, :width] = lowest
 
     places = places_of(codes == 0)
@@ -96,8 +96,8 @@ def encode_units(units: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         result[fits] = encode_units(units[fits])[0]
         return result, fits
     starts, halves = ends - used, np.zeros((count, 2 * form.most), np.uint8)
-    tail[:, width : -form.most] = (
-        starts[:, :, 1:].astype(np.uint16).view(np.uint8).reshape(count, -1)
+    tail[:, width : -form.most].view(np.uint16)[:] = starts[:, :, 1:].reshape(
+        count, 2 * form.blocks - 2
     )
     halves[places // n, ranks_of(places, n, 2 * starts[:, 0])] = short
     tail[:, -form.most :] = halves[:, ::2] | halves[:, 1::2] * np.uint8(16)
@@ -118,9 +118,9 @@ def decode_units(encoded: torch.Tensor, tokens: int, width: int) -> torch.Tensor
     exponents = offsets.reshape(count, tokens, width) + (tail[:, :width] - 1)[:, None]
 
     starts, places = np.zeros((count, 2, form.blocks), np.int64), places_of(offsets == 0)
-    there = tail[:, width : -form.most].copy().view(np.uint16)
+    there = tail[:, width : -form.most].view(np.uint16)
     starts[:, :, 1:] = there.reshape(count, 2, form.blocks - 1)
-    halves = np.stack((pool & 15, pool >> 4), axis=2).reshape(count, -1)
+    halves = np.stack((pool & 15, pool >> 4), axis=2).reshape(count, 2 * form.most)
     short = listed(halves, places, n, 2 * starts[:, 0])
     exponents.reshape(-1)[places] += _LONG.take(short)
     whole = places[short == WHOLE]
@@ -148,8 +148,9 @@ def lowest_exponents(exponents: Bytes, counted: int) -> Bytes:
     seen = exponents[:, ::counted]
     more = (seen == top - np.uint8(WINDOW)).view(np.int8)
     more -= (seen == top).view(np.int8)
-    top -= (_folded(np.add, more) > 0)[:, None]
-    return (np.maximum(top, WINDOW - 1) - (WINDOW - 1))[:, 0]
+    lowest = np.maximum(top, WINDOW - 1)[:, 0] - (WINDOW - 1)
+    lowest -= (_folded(np.add, more) > 0) & (lowest > 0)
+    return lowest
 
 
 def _folded(operation: np.ufunc, values: npt.NDArray[Any]) -> npt.NDArray[Any]:

@@ -30,6 +30,7 @@ def encode_kernel(
     UNITS: tl.constexpr = AT.planes * AT.groups * AT.pieces
     BLOCK: tl.constexpr = CODE.pairs
     MOST: tl.constexpr = CODE.most
+    POOL: tl.constexpr = CODE.pool
     number, layer = tl.program_id(0), tl.program_id(1).to(tl.int64)
     item, unit = (number // UNITS).to(tl.int64), number % UNITS
     values = unit_values(first, second, table, layer, items, item, unit, AT)
@@ -73,9 +74,9 @@ def encode_kernel(
             tl.store(pool + rank, odd.to(tl.uint8), mask=odd_out & (rank < MOST))
             found += tl.sum(count)
 
-    entry = tl.arange(0, CODE.pool)
+    entry = tl.arange(0, POOL)
     unused = (entry >= found) & (entry < MOST - whole)
-    tl.store(pool + entry, tl.zeros([CODE.pool], tl.uint8), mask=unused)
+    tl.store(pool + entry, tl.zeros([POOL], tl.uint8), mask=unused)
     tl.store(fits + number, (found + whole <= MOST).to(tl.uint8))
 
 

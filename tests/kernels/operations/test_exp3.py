@@ -133,7 +133,7 @@ def test_damaged_units_are_decoded_from_their_own_bytes(device: str) -> None:
     codec, form = make_segment_codec("exp3", Cut(width, tokens), 8, torch.bfloat16), form_of(64, 72)
     unit = torch.randn((1, tokens, width), generator=torch.Generator().manual_seed(1)).bfloat16()
     [encoded] = encode_units(unit)[0]
-    starts = form.size - form.pool - 4
+    starts = form.size - form.most - 4
     places = [0, tokens * width + 5, starts - 3, *range(starts, starts + 8), form.size - 1]
     damaged = encoded.repeat(2 * len(places), 1)
     for row, place in enumerate(places):
