@@ -164,12 +164,12 @@ def needed_by_exp3(units: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     n, form = tokens * width, exp3.form_of(tokens, width)
     exponents = (units.view(torch.int16) >> 7 & 0xFF).to(torch.uint8).numpy()
     offsets = exponents - exp3.lowest_exponents(exponents, form.counted)[:, None]
-    out = offsets >= WINDOW
-    whole = out & (exp3.SHORT[offsets + np.uint8(1)] == exp3.WHOLE)
-    columns = out.reshape(count, exp3.RUNS, -1, width // 2, 2).sum((1, 4))
-    used = (columns + 1 >> 1).sum((1, 2)) + whole.sum((1, 2))
-    share = (form.size - form.pool + used) / (2 * n)
-    return torch.from_numpy(out.sum((1, 2))), torch.from_numpy(share)
+    out = (offsets >= exp3.WINDOW).reshape(count, n)
+    whole = out & (exp3.SHORT[offsets + np.uint8(1)] == exp3.WHOLE).reshape(count, n)
+    blocks = np.add.reduceat(out, range(0, n, exp4.BLOCK_VALUES), axis=1, dtype=np.int64)
+    used = (blocks + 1 >> 1).sum(1) + whole.sum(1)
+    share = (form.size - form.most + used) / (2 * n)
+    return torch.from_numpy(out.sum(1)), torch.from_numpy(share)
 
 
 def needed_by_exp4(units: torch.Tensor) -> torch.Tensor:
@@ -179,26 +179,41 @@ def needed_by_exp4(units: torch.Tensor) -> torch.Tensor:
     return (n * 3 // 2 + exp4.form_of(n).tail - exp4.form_of(n).most + most) / (2 * n)
 
 
-def counted(what: str, text: str, units: torch.Tensor, *, windows: bool = True) -> Row:
+def counted(what: str, units: torch.Tensor, *, windows: bool = True) -> Row:
     """A row of results of bfloat16 ``[units, tokens, width]``."""
     count, tokens, width = units.shape
     exponents = (units.view(torch.int16) >> 7 & 0xFF).int()
-    row: Row = {"what": what, "text": text, "tokens": tokens, "width": width, "units": count}
+    row: Row = {"what": what, "tokens": tokens, "units": count, "unfit": 0}
     row["worst_exp4"] = needed_by_exp4(units).max().item()
-    channels = {"unit": width, "four": 4, "channel": 1} if windows else {}
-    if tokens == 1:
-        channels = {"unit": width}
-    found = {name: outside(exponents, each) for name, each in channels.items()}
+    channels = {"four": 4, "channel": 1} if windows and tokens > 1 else {}
+    for name, each in channels.items():
+        row[name] = outside(exponents, each).double().mean().item() / (tokens * width)
+    if windows:
+        row |= _shares("unit", outside(exponents, width), tokens * width)
     if tokens > 1:
-        found["exp3"], shares = needed_by_exp3(units)
+        found, shares = needed_by_exp3(units)
         given = exp3.form_of(tokens, width).size / (2 * tokens * width)
         row |= {"worst_exp3": shares.max().item(), "given_exp3": given}
-        row["unfit"] = int((shares > given).sum())
-    for name, values in found.items():
-        share = values.double() / (tokens * width)
-        row[name] = {"mean": share.mean().item(), "most": share.max().item()}
-        row[name]["p99"] = share.quantile(0.99).item()
+        row |= _shares("exp3", found, tokens * width) | {"unfit": int((shares > given).sum())}
     return row
+
+
+def _shares(name: str, found: torch.Tensor, values: int) -> Row:
+    share = found.double() / values
+    spread = {"p99": share.quantile(0.99).item(), "most": share.max().item()}
+    return {name: share.mean().item(), **{f"{name}_{at}": value for at, value in spread.items()}}
+
+
+def merged(rows: Sequence[Row]) -> list[Row]:
+    """A row for each kind of values and number of tokens: the largest of all texts and widths."""
+    groups: dict[tuple[str, int], Row] = {}
+    for row in rows:
+        found = groups.setdefault((row["what"], row["tokens"]), {"units": 0, "unfit": 0})
+        sums = {name: found[name] + row[name] for name in ("units", "unfit")}
+        largest = {n: max(found.get(n, v), v) for n, v in row.items() if isinstance(v, float)}
+        rounded = {name: round(value, 6) for name, value in largest.items()}
+        found |= {"what": row["what"], "tokens": row["tokens"]} | rounded | sums
+    return list(groups.values())
 
 
 def measure(run: Run) -> Results:
@@ -208,10 +223,10 @@ def measure(run: Run) -> Results:
         for width in WIDTHS:
             for seed, kind in enumerate(KINDS):
                 units = synthetic(kind, VALUES // (tokens * width), tokens, width, seed)
-                rows.append(counted(f"K: {kind}", "-", units))
-        rows.append(counted("latents", "-", in_units(latents(2048), tokens, 576)))
+                rows.append(counted(f"K: {kind}", units))
+        rows.append(counted("latents", in_units(latents(2048), tokens, 576)))
     many = (synthetic("all", 2048, 64, 64, seed) for seed in range(100, 100 + MANY // 2048))
-    rows.append(counted("K: all, many units", "-", torch.cat(list(many)), windows=False))
+    rows.append(counted("K: all, many units", torch.cat(list(many)), windows=False))
     with steps(4 * len(models)) as advance:
         for model in models:
             layers: dict[tuple[str, str, int], list[torch.Tensor]] = {}
@@ -219,35 +234,23 @@ def measure(run: Run) -> Results:
                 model.name, model.path, given.tokens, advance
             ):
                 layers.setdefault((what, text, width), []).append(values)
-            for (what, text, width), parts in layers.items():
+            for (what, _, width), parts in layers.items():
                 for tokens in (1,) if "hidden" in what else TOKENS:
                     units = torch.cat([in_units(each, tokens, width) for each in parts])
-                    rows.append(counted(what, text, units))
-    return {"models": [model.name for model in models], "tokens": given.tokens, "rows": rows}
+                    rows.append(counted(what, units))
+    return {
+        "models": [model.name for model in models],
+        "tokens": given.tokens,
+        "rows": merged(rows),
+    }
 
 
-def worst(results: Results, tokens: int) -> list[Row]:
-    """Of each kind of values: the largest of all texts and widths."""
-    groups: dict[str, list[Row]] = {}
-    for row in results["rows"]:
-        if row["tokens"] == tokens:
-            groups.setdefault(row["what"], []).append(row)
-    return [{"what": what, **_largest(rows)} for what, rows in groups.items()]
-
-
-def _largest(rows: Sequence[Row]) -> Row:
-    found: Row = {name: sum(row.get(name, 0) for row in rows) for name in ("units", "unfit")}
-    for name in ("worst_exp3", "given_exp3", "worst_exp4"):
-        found[name] = max((row[name] for row in rows if name in row), default=None)
-    for name in ("unit", "four", "channel", "exp3"):
-        mine = [row[name] for row in rows if name in row]
-        if mine:
-            found[name] = {each: max(one[each] for one in mine) for each in mine[0]}
-    return found
+def of_tokens(results: Results, tokens: int) -> list[Row]:
+    return [row for row in results["rows"] if row["tokens"] == tokens]
 
 
 def finding(results: Results) -> str:
-    rows = worst(results, 64)
+    rows = of_tokens(results, 64)
     unfit, units = (sum(row[name] for row in rows) for name in ("unfit", "units"))
     most = max(row["worst_exp3"] for row in rows)
     given = max(row["given_exp3"] for row in rows)
@@ -259,7 +262,7 @@ def finding(results: Results) -> str:
 
 def draw(results: Results) -> Figure:
     """The share of plain bytes that the worst unit of 64 tokens needs, by what was counted."""
-    figure, rows = picture(finding(results), 5.0), worst(results, 64)
+    figure, rows = picture(finding(results), 5.0), of_tokens(results, 64)
     axes, names = figure.subplots(), [row["what"] for row in rows]
     for code in ("exp3", "exp4"):
         axes.scatter([row[f"worst_{code}"] for row in rows], names, color=COLOURS[code], label=code)
@@ -274,10 +277,10 @@ def draw(results: Results) -> Figure:
 
 def _table(tokens: int) -> Table:
     return Table(
-        partial(worst, tokens=tokens),
-        f"units of {tokens} tokens = what | units = units :, | window per unit = unit.mean :.2%"
-        " | per 4 channels = four.mean :.2% | per channel = channel.mean :.2%"
-        " | `exp3` = exp3.mean :.2% | 99% of units = exp3.p99 :.2% | at most = exp3.most :.2%"
+        partial(of_tokens, tokens=tokens),
+        f"units of {tokens} tokens = what | units = units :, | window per unit = unit :.2%"
+        " | per 4 channels = four :.2% | per channel = channel :.2%"
+        " | `exp3` = exp3 :.2% | 99% of units = exp3_p99 :.2% | at most = exp3_most :.2%"
         " | bytes needed = worst_exp3 :.3f | given = given_exp3 :.3f | not fitting = unfit"
         " | needed by `exp4` = worst_exp4 :.3f",
     )
@@ -296,18 +299,17 @@ PROGRAM = Program(
     tables=(
         *(_table(tokens) for tokens in TOKENS),
         Table(
-            lambda results: worst(results, 1),
-            "rows of hidden states = what | rows = units :, | window per row = unit.mean :.2%"
-            " | 99% of rows = unit.p99 :.2% | at most = unit.most :.2%"
+            lambda results: of_tokens(results, 1),
+            "rows of hidden states = what | rows = units :, | window per row = unit :.2%"
+            " | 99% of rows = unit_p99 :.2% | at most = unit_most :.2%"
             " | needed by `exp4` = worst_exp4 :.3f",
         ),
     ),
     draw=draw,
     wrong=lambda results: [
-        f"{row['what']}, {row['text']}, {row['tokens']} x {row['width']}: {row['unfit']} units do "
-        "not fit"
+        f"{row['what']}: {row['unfit']} units of {row['tokens']} tokens do not fit"
         for row in results["rows"]
-        if row.get("unfit") and row["tokens"] >= 32
+        if row["unfit"] and row["tokens"] >= 32
     ],
 )
 
