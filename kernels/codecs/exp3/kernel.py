@@ -37,8 +37,10 @@ def _exponents(values, token, channels, AT: tl.constexpr):
 # Words move between threads: the bits of eight values make a byte of each plane, an exception needs
 # its rank, and the first one of a byte the 4 bits of the next one.
 @triton.jit
-def encode_block(pairs, start, lowest, encoded, found, whole, AT: tl.constexpr, CODE: tl.constexpr):
-    """Encode exponents of ``pairs``, which begin with number ``start``.
+def encode_block(
+    even, odd, start, lowest, encoded, found, whole, AT: tl.constexpr, CODE: tl.constexpr
+):
+    """Encode exponents of pairs, the first of which has number ``start``.
 
     Returns:
         How many bytes and whole exponents the pool has then: ``found`` and ``whole`` before.
@@ -46,7 +48,7 @@ def encode_block(pairs, start, lowest, encoded, found, whole, AT: tl.constexpr, 
     PLANE: tl.constexpr = AT.tokens * AT.width // 4
     VALUES: tl.constexpr = 2 * CODE.pairs
     lane, eights = tl.arange(0, VALUES), start // 4 + tl.arange(0, VALUES // 8)
-    exponent = tl.interleave(pairs >> 7 & 0xFF, pairs >> 23 & 0xFF)
+    exponent = tl.interleave(even, odd)
     base = tl.gather(lowest, (2 * start + lane) % (2 * AT.width), 0)
     code = exponent - base + 1
     code = tl.where((code >= 1) & (code <= 7), code, 0)
@@ -63,16 +65,16 @@ def encode_block(pairs, start, lowest, encoded, found, whole, AT: tl.constexpr, 
     is_whole = is_out & (short == 15)
     both = is_out.to(tl.int32) | is_whole.to(tl.int32) << 16
     before, total = tl.cumsum(both, 0) - both, tl.sum(both)
+    pool, rank = encoded + (CODE.size - CODE.most), whole + (before >> 16)
+    there = is_whole & (rank < CODE.most)
+    tl.store(pool + CODE.most - 1 - rank, exponent.to(tl.uint8), mask=there)
     later = tl.where(is_out, lane << 4 | short, VALUES << 4)
     later = tl.associative_scan(later, 0, _least, reverse=True)
     later = tl.gather(later, tl.minimum(lane + 1, VALUES - 1), 0) & 0xF
     later = tl.where(lane == VALUES - 1, 0, later)
-    pool, rank = encoded + (CODE.size - CODE.most), before & 0xFFFF
+    rank = before & 0xFFFF
     there = is_out & (rank % 2 == 0) & (found + rank // 2 < CODE.most)
     tl.store(pool + found + rank // 2, (short | later << 4).to(tl.uint8), mask=there)
-    rank = whole + (before >> 16)
-    there = is_whole & (rank < CODE.most)
-    tl.store(pool + CODE.most - 1 - rank, exponent.to(tl.uint8), mask=there)
     return found + ((total & 0xFFFF) + 1) // 2, whole + (total >> 16)
 
 

@@ -44,7 +44,8 @@ class Exp4(Codec):
 
     def _take(self, form: UnitForm) -> None:
         """Units have this form."""
-        units, warps = len(self.planes) * self.cut.units, max(1, form.pairs // (32 * _THREAD_PAIRS))
+        thread = 32 * _THREAD_PAIRS
+        units, warps = len(self.planes) * self.cut.units, max(1, form.pairs // thread)
         self.unit_bytes = (form.size,) * len(self.planes)
         self.encoder = Program(encode_kernel, units, warps, {"CODE": form})
         self.decoder = Program(decode_kernel, units * form.blocks, warps, {"CODE": form})

@@ -37,35 +37,40 @@ def encode_kernel(
     fits += layer * tl.num_programs(0)
     encoded = unit_bytes_at(memory, pages, item, page_bytes, offsets, layer, offset)
     encoded += unit * CODE.size
-    tail, pool = encoded + (CODE.size - CODE.tail), encoded + (CODE.size - MOST)
-    starts = (tail + CODE.starts).to(tl.pointer_type(tl.uint16))
     if CODE.channels:
         lowest, extra = lowest_exponents(values, AT, CODE), 0
+    else:
+        lowest, extra = _window(values, AT, CODE)
+    tail = encoded + (CODE.size - CODE.tail)
+    if CODE.channels:
         channel = tl.arange(0, 2 * CODE.channels)
         tl.store(tail + channel, lowest.to(tl.uint8), mask=channel < 2 * AT.width)
     else:
-        lowest, extra = _window(values, AT, CODE)
         tl.store(tail, lowest.to(tl.uint8))
         tl.store(tail + 1, extra.to(tl.uint8))
+    pool = tail + (CODE.tail - MOST)
     found, whole = 0, 0
     for start in range(0, PAIRS, BLOCK):
         at = start + tl.arange(0, BLOCK)
         inside = at < PAIRS
         pair = tl.load(values + in_plane(at, AT), mask=inside, other=0)
+        even, odd = pair >> 7 & 0xFF, pair >> 23 & 0xFF
+        if not CODE.channels:
+            even_code, odd_code = _code(even, lowest, extra), _code(odd, lowest, extra)
         sign_mantissa = pair & 0x7F | pair >> 8 & 0x80 | pair >> 8 & 0x7F00 | pair >> 16 & 0x8000
         halves = encoded.to(tl.pointer_type(tl.uint16))
         tl.store(halves + at, sign_mantissa.to(tl.uint16), mask=inside)
-        if start > 0:
-            tl.store(starts + start // BLOCK - 1, found)
+        starts = (tail + CODE.starts).to(tl.pointer_type(tl.uint16)) + start // BLOCK - 1
         if CODE.channels:
             if start > 0:
-                tl.store(starts + CODE.blocks - 2 + start // BLOCK, whole)
-            found, whole = encode_block(pair, start, lowest, encoded, found, whole, AT, CODE)
+                tl.store(starts, found)
+                tl.store(starts + CODE.blocks - 1, whole)
+            found, whole = encode_block(even, odd, start, lowest, encoded, found, whole, AT, CODE)
         else:
-            even, odd = pair >> 7 & 0xFF, pair >> 23 & 0xFF
-            even_code, odd_code = _code(even, lowest, extra), _code(odd, lowest, extra)
             codes = even_code | odd_code << 4
             tl.store(encoded + 2 * PAIRS + at, codes.to(tl.uint8), mask=inside)
+            if start > 0:
+                tl.store(starts, found)
             even_out, odd_out = (even_code == 0) & inside, (odd_code == 0) & inside
             count = even_out.to(tl.int32) + odd_out.to(tl.int32)
             rank = found + tl.cumsum(count, 0) - count
