@@ -180,7 +180,7 @@ bench-hits: setup $(VENV)/.peers
 	$(BIN)/python -m bench.hits $(ARGS)
 
 # Restores by method over a bus, or from an L3, of a given rate. STUDY: pages, codec, partition, eager,
-# eager_kv or methods. Five minutes to an hour, alone.
+# eager_kv, ranks or methods. Five minutes to an hour, alone.
 bench-restores: setup $(VENV)/.peers
 	$(BIN)/python -m bench.restores $(or $(STUDY),methods) $(ARGS)
 

@@ -31,7 +31,7 @@ from hcache_backend.capture.staging import StagedCapture, Staging
 from hcache_backend.format.page import PageLayout, hidden_layer
 from hcache_backend.format.units import WHOLE
 from hcache_backend.host.segments import KVSegments
-from hcache_backend.restore.parts import MOST_LAUNCHES
+from hcache_backend.restore.layers import MOST_LAUNCHES
 from hcache_kernels.codecs import make_codec
 from hcache_kernels.launch import Launch
 

@@ -13,6 +13,8 @@ files are not in the page cache) to the last layer in the pool. Studies:
 - codec: encoded K and V in bfloat16 beside those as they are, from a slow L3
 - pages: own pages of K and V beside SGLang's plain pages, also a backup of two histories to host
   memory and a load of one from there
+- ranks: latents of two tensor-parallel ranks, each of which reads its part or all of them, from an
+  L3 that gives each rank that rate
 
 The table has medians, and medians of the ratios of the same round with the interval that holds the
 true one with 95%.
@@ -45,7 +47,7 @@ from bench.harness.methods import (
     Method,
     server_options,
 )
-from bench.harness.models import TinyLlama
+from bench.harness.models import TinyLatent, TinyLlama
 from bench.harness.plans import has_shape, measure_profile, naive_hybrid, with_bus, with_l3
 from bench.harness.program import MODEL, Program, Run, Setting, at_least, scratch, several
 from bench.harness.report import Column, Columns, Picture, Results, Row, Series, Table
@@ -94,7 +96,7 @@ class Study:
     limits: Sequence[Limit]
     ratios: Sequence[tuple[str, str]] = ()
     planned: Sequence[str] = ()
-    shape: TinyLlama = MHA
+    shape: TinyLlama | TinyLatent = MHA
     tokens: int = 1024
     rounds: int = 6
     pool: float = 2.0
@@ -192,6 +194,20 @@ STUDIES = {
         pool=1.5,  # one history, not two
         staged=True,
         options={"hicache_ratio": 3.0},
+    ),
+    "ranks": Study(
+        methods={
+            "own": _ours("each rank reads its part", mode="kv", recompute="never"),
+            "plain": _ours("each rank reads all", mode="plain"),
+            "file": METHODS["file"],
+        },
+        limits=_at("L3", 10, 25, 100, 0),
+        ratios=(("own", "plain"), ("own", "file")),
+        shape=TinyLatent(layers=8, hidden=512, intermediate=1408),
+        tokens=4096,
+        rounds=9,
+        pool=1.5,
+        options={"tp": 2},
     ),
 }
 

@@ -33,8 +33,7 @@ from pydantic_core import ErrorDetails
 ENABLE_VARIABLE = "HCACHE_ENABLE"
 CONFIG_VARIABLE = "HCACHE_CONFIG"
 PROJECTION_VARIABLE = "HCACHE_PROJECTION"
-MODULE_PATH = "hcache_backend"
-CLASS_NAME = "HCacheStorage"
+OUR_BACKEND = {"module_path": "hcache_backend", "class_name": "HCacheStorage"}  # for SGLang
 
 _OUR_KEYS = ("backend_name", "module_path", "class_name", "interface_v1", "hcache")
 _SGLANG_KEYS = (
@@ -49,8 +48,8 @@ _SGLANG_KEYS = (
 
 
 class ConfigError(ValueError):
-    """A wrong option; the message names it, its value and what is right. SGLang turns a ValueError
-    into a stopped start, or into HTTP 400 at an attach."""
+    """A wrong option, or file that one names; the message names it, its value and what is right.
+    SGLang turns a ValueError into a stopped start, or into HTTP 400 at an attach."""
 
 
 def default_dirs() -> tuple[Path, ...]:
@@ -215,21 +214,6 @@ FIXED_AT_START = HCacheConfig.model_fields.keys() - {
     *("min_gain", "shared", "events", "state_tokens"),
 }  # an attach may set the others
 
-_GONE = {
-    "behind": "its name is 'shared' now",
-    "pages": "mode 'plain' is for SGLang's pages, and with other modes pages are our own",
-    "projection": f"the environment variable {PROJECTION_VARIABLE}=generic replaces it",
-    "high_water": "eviction begins at 'quota_bytes'",
-    "low_water": "eviction ends at 0.98 of 'quota_bytes'",
-    "sync_seconds": "it is one second",
-    "buffer_bytes": "it is 4 MiB for each thread",
-    "write_seconds": "it is 30 seconds",
-    "read_seconds": "it is 30 seconds",
-    "restore_share": "it is half of the device's pages",
-    "restore_chunk_tokens": "it is 8192 tokens",
-}
-"""Options of earlier versions, and what there is instead."""
-
 
 def parse_config(
     options: object, source: str, inherited: HCacheConfig | None = None
@@ -259,7 +243,7 @@ def check_extra_config(extra: Mapping[str, Any]) -> None:
     """Raise ConfigError for an unknown key beside ours, or an ``interface_v1`` other than 1."""
     for key, value in extra.items():
         if key not in _OUR_KEYS + _SGLANG_KEYS:
-            if key in HCacheConfig.model_fields or key in _GONE:
+            if key in HCacheConfig.model_fields:
                 hint = f'it belongs under the key \'hcache\': {{"hcache": {{"{key}": ...}}}}'
             else:
                 hint = nearest(key, _OUR_KEYS + _SGLANG_KEYS, "known: ")
@@ -321,9 +305,6 @@ def _explain(detail: ErrorDetails, source: str) -> str:
     key = ".".join(path)
     if detail["type"] == "extra_forbidden":
         *table, name = path
-        if not table and name in _GONE:
-            gone = f"option {key!r} (value {detail['input']!r}) is no option any more"
-            return f"{source}: {gone}: {_GONE[name]}"
         known = (_TABLES[table[0]] if table else HCacheConfig).model_fields
         hint = nearest(name, known, "the options are ")
         return f"{source}: unknown option {key!r} (value {detail['input']!r}); {hint}"

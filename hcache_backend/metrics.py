@@ -255,7 +255,7 @@ SHARED_PAGES = Events(
     ("hcache_shared_written_pages", _WRITTEN, "Pages given to the shared L3", "result"),
 )
 
-# result: whole, shorter, put_off_running, put_off_waiting; see prefetch/governor.py
+# result: whole, shorter, put_off_running, put_off_waiting; see prefetch/slices.py
 SLICES = _counter(
     "hcache_slices", "Turns of the scheduler in which first layers could be recomputed", "result"
 )

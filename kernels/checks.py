@@ -21,10 +21,8 @@ def check_tensor(
     *,
     whole: bool = True,
 ) -> None:
-    """Refuse a tensor of another type or shape, on another device, or whose values have gaps.
-
-    If it is not to be ``whole``, only values along the last dimension are without gaps.
-    """
+    """Refuse a tensor of another type or shape, on another device, or whose values have gaps. If it
+    is not to be ``whole``, only values along the last dimension are without gaps."""
     sizes = tuple(tensor.shape)
     if len(sizes) != len(shape) or not all(map(_is, sizes, shape)):
         raise wrong(name, sizes, f"[{', '.join(map(_text, shape))}]")

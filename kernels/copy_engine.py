@@ -20,15 +20,8 @@ def copy_segments(
     pages: torch.Tensor, page_ids: torch.Tensor, offset: int, out: torch.Tensor, stream: int
 ) -> None:
     """Launch what :func:`hcache_kernels.pages.gather_pages` does, which checks the arguments.
-
-    Args:
-        page_ids: On the CPU.
-        out: On a GPU.
-        stream: CUDA's handle of the stream; the legacy default stream (0) takes no such call.
-
-    Raises:
-        NoCopyEngine: Nothing was launched.
-    """
+    ``page_ids`` are on the CPU, ``out`` is on a GPU. ``stream`` is CUDA's handle; the legacy
+    default stream (0) takes no such call. Raises NoCopyEngine if nothing was launched."""
     length, first = out.shape[1], pages.data_ptr() + offset
     sources = (page_ids.long() * pages.shape[1] + first).tolist()
     targets = list(range(out.data_ptr(), out.data_ptr() + out.nbytes, length))

@@ -1,4 +1,8 @@
-"""The two stages of saving hidden states (paper section 4.2.2), each in torch and as one kernel.
+"""A captured step, from its begin to its verdicts; each part in torch and as one kernel.
+
+At the begin the rows of the step get targets in staging, and the host is told which tokens go to
+which slots. Then hidden states are saved in two stages (paper section 4.2.2). At the end the host
+is told which rows were written.
 
 Stage one takes the rows of one layer out of the forward pass into a staging buffer on the device.
 It may be recorded in a CUDA graph, so everything that changes from step to step (where rows go, and
@@ -19,6 +23,150 @@ import triton.language as tl
 
 from .launch import Launch, alignment, block_launch, copy_programs
 
+TokenRows = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Slots, positions and token ids."""
+
+_BEGUN, _JUDGED = 256, 128
+"""Tokens of a program that begins a step, and of one that judges it."""
+
+
+@dataclass(frozen=True)
+class StepTargets:
+    """Which rows of staging the rows of the present step go to, for stage one."""
+
+    targets: torch.Tensor  # of each row, int64 [most]; NOWHERE for rows beyond those of the step
+    number: torch.Tensor  # of the step, int64 [1]
+
+
+def begin_rows(
+    tokens: TokenRows,
+    where: torch.Tensor,
+    copied: torch.Tensor,
+    now: StepTargets,
+    number: int,
+    placed: range,
+) -> None:
+    """Begin a step: where its tokens are, for the device and the host, and where their rows go.
+
+    Args:
+        tokens: On the device, ``[n]`` each.
+        where: The same in one, int64 ``[3, n]``, contiguous, on the device.
+        copied: The same for the host, int64 ``[3 * n]``, memory that the device can write (pinned).
+        number: Number of the step.
+        placed: Rows of staging for the step: consecutive, as many as tokens; or none.
+    """
+    if where.is_cuda:
+        begin_launch(tokens, where, copied, now, number, placed).run()
+        return
+    torch.stack([values.to(torch.int64) for values in tokens], out=where)
+    copied.copy_(where.view(-1))
+    device = now.targets.device
+    now.targets.fill_(NOWHERE)
+    now.targets[: len(placed)] = torch.arange(placed.start, placed.stop, device=device)
+    now.number.fill_(number)
+
+
+def judge_rows(marks: torch.Tensor, step: int, verdicts: torch.Tensor) -> None:
+    """Say of each row of a step whether it was written in all layers. ``marks``: the step that
+    wrote each row, int64 ``[layers, n]``; rows of a layer contiguous. ``verdicts``: uint8 ``[n]``,
+    contiguous, in memory that the device can write (pinned): 1 if all layers have that number, 2 if
+    one has :data:`WRONG_STEP`, otherwise 0."""
+    if marks.is_cuda:
+        judge_launch(marks, step, verdicts).run()
+        return
+    written = (marks == step).all(0).to(torch.uint8)
+    verdicts.copy_(written.masked_fill_((marks == WRONG_STEP).any(0), 2))
+
+
+def begin_launch(
+    tokens: TokenRows,
+    where: torch.Tensor,
+    copied: torch.Tensor,
+    now: StepTargets,
+    number: int,
+    placed: range,
+) -> Launch:
+    """The launch of :func:`begin_rows`."""
+    slots, positions, token_ids = (values.contiguous() for values in tokens)
+    most = now.targets.numel()
+    given = {"slots": slots, "positions": positions, "token_ids": token_ids, "n": slots.numel()}
+    given |= {"where": where, "copied": copied, "targets": now.targets, "step": now.number}
+    given |= {"number": number, "first": placed.start, "placed": len(placed), "most": most}
+    grid = (triton.cdiv(max(slots.numel(), most), _BEGUN),)
+    return block_launch(begin_kernel, grid, _BEGUN, _WARP, **given, NONE=NOWHERE)
+
+
+def judge_launch(marks: torch.Tensor, step: int, verdicts: torch.Tensor) -> Launch:
+    """The launch of :func:`judge_rows`."""
+    layers, n = marks.shape
+    given = {"marks": marks, "layer_stride": marks.stride(0), "layers": layers, "n": n}
+    given |= {"step": step, "verdicts": verdicts, "WRONG": WRONG_STEP}
+    return block_launch(judge_kernel, (triton.cdiv(n, _JUDGED),), _JUDGED, _WARP, **given)
+
+
+@triton.jit(  # else it is compiled again in service
+    do_not_specialize=["n", "number", "first", "placed", "most"],
+    do_not_specialize_on_alignment=["slots", "positions", "token_ids", "where", "copied"],
+)
+def begin_kernel(
+    slots,  # int [n]
+    positions,  # int [n]
+    token_ids,  # int [n]
+    where,  # int64 [3, n]
+    copied,  # int64 [3, n]
+    targets,  # int64 [most]
+    step,  # int64 [1]
+    n,
+    number,
+    first,
+    placed,
+    most,
+    NONE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    slot = tl.load(slots + at, mask=at < n).to(tl.int64)
+    position = tl.load(positions + at, mask=at < n).to(tl.int64)
+    token_id = tl.load(token_ids + at, mask=at < n).to(tl.int64)
+    tl.store(where + at, slot, mask=at < n)
+    tl.store(where + n + at, position, mask=at < n)
+    tl.store(where + 2 * n + at, token_id, mask=at < n)
+    tl.store(copied + at, slot, mask=at < n)
+    tl.store(copied + n + at, position, mask=at < n)
+    tl.store(copied + 2 * n + at, token_id, mask=at < n)
+    target = tl.where(at < placed, first + at, NONE).to(tl.int64)
+    tl.store(targets + at, target, mask=at < most)
+    if tl.program_id(0) == 0:
+        tl.store(step, number)
+
+
+@triton.jit(  # else it is compiled again in service
+    do_not_specialize=["step", "n", "layers", "layer_stride"],
+    do_not_specialize_on_alignment=["marks"],
+)
+def judge_kernel(
+    marks,  # int64 [layers, n], layers layer_stride apart
+    verdicts,  # uint8 [n]
+    step,
+    n,
+    layers,
+    layer_stride,
+    WRONG: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    written = tl.full((BLOCK,), 1, tl.int32)
+    unfit = tl.full((BLOCK,), 0, tl.int32)
+    row = marks + at
+    for _ in range(layers):
+        mark = tl.load(row, mask=at < n, other=0)
+        row += layer_stride
+        written &= (mark == step).to(tl.int32)
+        unfit |= (mark == WRONG).to(tl.int32)
+    verdict = tl.where(unfit != 0, 2, written)
+    tl.store(verdicts + at, verdict.to(tl.uint8), mask=at < n)
+
+
 WRONG_STEP = -1
 """Mark of a row that its codec could not hold; no step has this number."""
 NOWHERE = -1
@@ -27,6 +175,7 @@ NOWHERE = -1
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 _WIDEST_WORD = max(_WORDS)
 _MOST_WORDS = 1024  # that a program moves at a time
+_WARP = 128  # values of a warp
 
 
 @dataclass(frozen=True)
@@ -100,20 +249,10 @@ def stage_launch(
     word = min(_WIDEST_WORD, alignment(row_bytes, stride, rows.storage_offset() * size))
     words = row_bytes // word
     block = min(_MOST_WORDS, triton.next_power_of_2(words))
-    return block_launch(
-        stage_kernel,
-        grid=(n, triton.cdiv(words, block)),
-        block=block,
-        warp_values=128,
-        rows=rows.view(_WORDS[word]),
-        targets=targets,
-        step=step,
-        staged=staged.rows[layer].view(_WORDS[word]),
-        marks=staged.marks[layer],
-        row_stride=stride // word,
-        WORDS=words,
-        NONE=NOWHERE,
-    )
+    given = {"rows": rows.view(_WORDS[word]), "row_stride": stride // word, "WORDS": words}
+    given |= {"staged": staged.rows[layer].view(_WORDS[word]), "marks": staged.marks[layer]}
+    given |= {"targets": targets, "step": step, "NONE": NOWHERE}
+    return block_launch(stage_kernel, (n, triton.cdiv(words, block)), block, _WARP, **given)
 
 
 def save_launch(
@@ -132,27 +271,14 @@ def save_launch(
     aligned = alignment(row_bytes, staged.stride(0), arena.shape[1])
     word = min(_WIDEST_WORD, aligned)
     words = row_bytes // word
-    return block_launch(
-        save_kernel,
-        grid=(min(programs or copy_programs(slots.device), n * layers),),
-        block=min(_MOST_WORDS, triton.next_power_of_2(words)),
-        warp_values=128,
-        staged=staged.view(_WORDS[word]),
-        slots=slots,
-        shadows=shadows,
-        arena=arena.view(_WORDS[word]),
-        segments=segments,
-        layer_stride=staged.stride(0) // word,
-        page_words=arena.shape[1] // word,
-        n=n,
-        layers=layers,
-        PAGE_SIZE=page_size,
-        FIRST=kept.start,
-        KEPT=len(kept),
-        WORDS=words,
-        WORD_BYTES=word,
-        ALIGNED=aligned,
-    )
+    block = min(_MOST_WORDS, triton.next_power_of_2(words))
+    given = {"staged": staged.view(_WORDS[word]), "layer_stride": staged.stride(0) // word}
+    given |= {"arena": arena.view(_WORDS[word]), "page_words": arena.shape[1] // word}
+    given |= {"slots": slots, "shadows": shadows, "segments": segments, "n": n, "layers": layers}
+    given |= {"PAGE_SIZE": page_size, "FIRST": kept.start, "KEPT": len(kept)}
+    given |= {"WORDS": words, "WORD_BYTES": word, "ALIGNED": aligned}
+    grid = (min(programs or copy_programs(slots.device), n * layers),)
+    return block_launch(save_kernel, grid, block, _WARP, **given)
 
 
 @triton.jit

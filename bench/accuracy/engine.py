@@ -87,11 +87,10 @@ class Engine:
         from sglang.srt.distributed import get_tp_group
         from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-        from hcache_backend.checks.probe import PROBE_TOKENS, observe
-        from hcache_backend.checks.recompute import check_recompute
+        from hcache_backend.checks.probe import PROBE_TOKENS, check_recompute, observe
         from hcache_backend.checks.specs import LayerSpecs
         from hcache_backend.config import HCacheConfig
-        from hcache_backend.projection.generic import ProjectionBatch
+        from hcache_backend.projection.attention import ProjectionBatch
         from hcache_backend.projection.paged_pool import PagedPool
         from hcache_backend.projection.projector import Projector
         from hcache_backend.ranks import Refused

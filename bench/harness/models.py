@@ -318,6 +318,35 @@ class TinyLlama:
         )
 
 
+@dataclass(frozen=True)
+class TinyLatent:
+    """Shape of a DeepSeek with random float32 weights and without experts. Its attention is MLA:
+    a token's latent has ``latent`` values, and 64 with RoPE."""
+
+    layers: int
+    hidden: int
+    intermediate: int
+    latent: int = 512
+    positions: int = MAX_POSITIONS
+
+    def describe(self) -> dict[str, object]:
+        return {"architecture": "deepseek", "dtype": "float32", "weights": "random", **asdict(self)}
+
+    def build(self, folder: Path) -> Path:
+        """As :meth:`TinyLlama.build`."""
+        return build_model(
+            "deepseek",
+            folder,
+            num_hidden_layers=self.layers,
+            first_k_dense_replace=self.layers,
+            hidden_size=self.hidden,
+            intermediate_size=self.intermediate,
+            kv_lora_rank=self.latent,
+            qk_rope_head_dim=64,
+            max_position_embeddings=self.positions,
+        )
+
+
 def replace_weights(model: Path, other: Path) -> None:
     """Give the folder `model` the weights of `other` (same architecture, another seed)."""
     for weights in other.glob("*.safetensors"):

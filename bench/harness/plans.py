@@ -8,7 +8,8 @@ from pathlib import Path
 
 from bench.harness.machine import Machine, MachineError
 from bench.harness.options import base_environment
-from hcache_backend.plan.model_config import ModelConfigError, read_model
+from hcache_backend.config import ConfigError
+from hcache_backend.plan.model_config import read_model
 from hcache_backend.plan.profile import Profile, Rate, load_profile
 from hcache_backend.plan.restore import Partition, Restore
 
@@ -19,7 +20,7 @@ def has_shape(model: str) -> bool:
     """The model's shape can be read: it is a folder, of a family that plans know."""
     try:
         read_model(Path(model))
-    except ModelConfigError:
+    except ConfigError:
         return False
     return True
 

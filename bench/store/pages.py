@@ -22,7 +22,7 @@ from hcache_backend.config import parse_config
 from hcache_backend.format.envelope import BLOCK, PageName
 from hcache_backend.format.units import WHOLE, digest
 from hcache_backend.store import PageStore
-from hcache_backend.store.kvikio_state import kvikio_state
+from hcache_backend.store.file_ops import kvikio_state
 
 MIB = 1 << 20
 BATCH = 128

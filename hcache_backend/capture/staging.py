@@ -33,8 +33,17 @@ from hcache_backend.streams import (
     run_here,
 )
 from hcache_kernels.codecs import Codec
-from hcache_kernels.staging import NOWHERE, WRONG_STEP, StagedRows, save_rows, stage_rows
-from hcache_kernels.steps import StepTargets, TokenRows, begin_rows, judge_rows
+from hcache_kernels.staging import (
+    NOWHERE,
+    WRONG_STEP,
+    StagedRows,
+    StepTargets,
+    TokenRows,
+    begin_rows,
+    judge_rows,
+    save_rows,
+    stage_rows,
+)
 
 _AT_ONCE_BYTES = 64 << 20  # of rows encoded in one call: this device memory is in no plan
 
@@ -172,10 +181,8 @@ class Staging:
             self._named = rows, self._now.targets[:rows]
         if hidden.shape[0] != rows:
             hidden = hidden[:rows]
-        run_here(self.device, self._stage, layer, hidden, self._named[1])
-
-    def _stage(self, layer: int, hidden: torch.Tensor, targets: torch.Tensor) -> None:
-        stage_rows(hidden, targets, self._now.number, self.staged, layer)
+        to = self._named[1], self._now.number, self.staged, layer
+        run_here(self.device, stage_rows, hidden, *to)
 
     def record(self, layer: int, hidden: object) -> None:
         """Copy ``hidden`` while a CUDA graph is recorded; a replay uses its own step's targets.

@@ -16,9 +16,8 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from hcache_backend.projection.attention import AttentionLayer
+from hcache_backend.projection.attention import AttentionLayer, ProjectionFailed
 from hcache_backend.projection.exactness import difference_on_device, tolerance
-from hcache_backend.projection.generic import ProjectionFailed
 from hcache_backend.projection.projector import Projector
 
 KV = tuple[torch.Tensor, torch.Tensor]  # [n, kv_heads, head_dim] each
@@ -71,21 +70,6 @@ def projected_difference(
     explain the differences of :func:`projected`."""
     what = f"projected {{}} of {layer.name} differs from the model's"
     return difference(what, differences, tolerance(kept, codec))
-
-
-def projection_problem(
-    layer: AttentionLayer,
-    hidden: torch.Tensor,
-    positions: torch.Tensor,
-    slots: torch.Tensor,
-    projector: Projector,
-    codec: str = "none",
-) -> str | None:
-    """:func:`projected`, and the problem if it differs too much."""
-    found = projected(layer, hidden, positions, slots, projector)
-    if isinstance(found, str):
-        return found
-    return projected_difference(layer, found.tolist(), projector.pool.dtype, codec)
 
 
 def first_problem(problems: Iterable[str | None]) -> str | None:

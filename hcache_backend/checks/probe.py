@@ -1,7 +1,8 @@
 """The self-check at the start: what a forward pass on a few tokens shows of each layer.
 
 It learns the call of each attention module, and finds its projection: the linear module that is fed
-first. It proves that projecting that input gives the K and V that the model wrote.
+first. It proves that projecting that input gives the K and V that the model wrote, and that
+recomputed layers do (:func:`check_recompute`).
 """
 
 from __future__ import annotations
@@ -13,17 +14,26 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hcache_backend.checks.comparison import first_problem, projection_problem
+from hcache_backend.checks.comparison import first_problem, projected, projected_difference
 from hcache_backend.projection.attention import (
     AttentionLayer,
     CallTemplate,
     UnknownCall,
     learn_call,
 )
-from hcache_backend.projection.exactness import Bound, relative_difference
-from hcache_backend.projection.projector import Projector
-from hcache_backend.projection.spec import linear_output
+from hcache_backend.projection.exactness import (
+    Bound,
+    KVExactness,
+    kv_exactness,
+    relative_difference,
+    together,
+    worst,
+)
+from hcache_backend.projection.paged_pool import PagedPool, planes_of
+from hcache_backend.projection.projector import Projector, linear_output
 from hcache_backend.ranks import Refused
+from hcache_backend.restore.recompute import Recomputer, TokenSpan
+from hcache_backend.streams import current_stream
 
 PROBE_TOKENS = 48  # enough for a wrong RoPE to show in every head, at little cost
 _LOUDER = 3000.0  # no power of two: FP8 values whose scale is one times larger would be equal
@@ -78,12 +88,20 @@ class Probe:
 
     def compare(self, projector: Projector) -> None:
         """Project every layer's input; raises Refused if K or V differ by more than rounding."""
-        problem = first_problem(
-            projection_problem(layer, hidden, self.positions, self.slots, projector)
-            for layer, hidden in zip(self.layers, self.hidden, strict=True)
-        )
+        pairs = zip(self.layers, self.hidden, strict=True)
+        problem = first_problem(self.problem(*pair, projector) for pair in pairs)
         if problem is not None:
             raise Refused(problem)
+
+    def problem(
+        self, layer: AttentionLayer, hidden: torch.Tensor, projector: Projector, codec: str = "none"
+    ) -> str | None:
+        """The problem if K and V from ``hidden``, which may have been through ``codec``, differ
+        more from the model's than rounding and the codec explain."""
+        found = projected(layer, hidden, self.positions, self.slots, projector)
+        if isinstance(found, str):
+            return found
+        return projected_difference(layer, found.tolist(), projector.pool.dtype, codec)
 
 
 def observe(
@@ -133,26 +151,25 @@ def _watch(seen: Observation) -> list[Any]:
             seen.projection = module
             seen.hidden = hidden.detach().clone() if isinstance(hidden, torch.Tensor) else None
 
+    def on_quantised(name: str, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        depends = _depends(module, args, kwargs)
+        seen.asked[name] = seen.asked.get(name, False) or depends
+
     asked = [(on_linear, linear) for linear in seen.linears]
-    asked += [(partial(_ask_beside, seen.asked, name), m) for name, m in seen.quantised.items()]
+    asked += [(partial(on_quantised, name), module) for name, module in seen.quantised.items()]
     return [
         module.register_forward_pre_hook(hook, with_kwargs=True)
         for hook, module in ((on_call, seen.module), *asked)
     ]
 
 
-def _ask_beside(
-    asked: dict[str, bool],
-    name: str,
-    module: torch.nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> None:
-    """Call the module twice more, once with a louder last row (``[n, width]``). Both batches have
-    one shape, so all other sums have the same order."""
+def _depends(module: torch.nn.Module, args: Any, kwargs: Any) -> bool:
+    """Call the module twice more, once with a louder last row (``[n, width]``). True if that
+    changes the others: both batches have one shape, so their sums have the same order. True also
+    for rows that are quantised already: the rows before are unknown."""
     rows = given(args, kwargs)
     if not isinstance(rows, torch.Tensor) or rows.dtype.itemsize == 1:
-        return  # they are quantised already
+        return True
     louder = rows.clone()
     louder[-1] *= _LOUDER
     alone, beside = (
@@ -163,9 +180,7 @@ def _ask_beside(
         )[:-1, None].clone()  # kernels may write both outputs to one buffer of theirs
         for one in (rows.clone(), louder)  # experts may write to what they receive
     )
-    bound = Bound.of_product(rows.dtype).rms
-    depends = not relative_difference(beside, alone) <= bound
-    asked[name] = asked.get(name, False) or depends
+    return not relative_difference(beside, alone) <= Bound.of_product(rows.dtype).rms
 
 
 def _describe(
@@ -188,3 +203,93 @@ def _describe(
         raise Refused(f"{seen.name} {error}") from None
     layer = AttentionLayer(index, seen.name, seen.module, seen.kernel, seen.projection, call)
     return layer, seen.hidden
+
+
+class Recomputed(NamedTuple):
+    """Number of first layers that are exact enough, exactness in words (theirs, and the model's own
+    at other batch sizes), and why the next layer is not (None: all are)."""
+
+    layers: int
+    exactness: str
+    problem: str | None
+
+
+def check_recompute(
+    run_again: Callable[[Sequence[int], int], Sequence[torch.Tensor]],
+    most_requests: int,
+    probe: Probe,
+    recomputer: Recomputer,
+    kvcache: Any,
+) -> Recomputed:
+    """Recompute the probe's tokens, and once more their second half after the first.
+
+    Nothing may be allocated yet: other slots of the pool are overwritten too. There are more tokens
+    than in the probe, so that leftovers of its batch would show. Raises Refused if it fails, or not
+    even the first layer is exact enough. ``run_again`` runs prompts of these lengths that begin as
+    the probe does, the first tokens in a pass of their own; it returns the slots of each. There is
+    room for ``most_requests``.
+    """
+    slots, tokens, half = probe.slots, len(probe.slots), len(probe.slots) // 2
+    dtype, pool, size = probe.hidden[0].dtype, PagedPool(kvcache), kvcache.page_size
+
+    def written(at: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        return [pool.fetch(layer.kernel, at, dtype) for layer in probe.layers]
+
+    def exactness(at: torch.Tensor, part: slice) -> list[KVExactness]:
+        """Exactness, by layer, of a part of the probe's tokens that was written to ``at``."""
+        pairs = zip(written(at[part]), wanted, strict=True)
+        return [kv_exactness(got, (k[part], v[part]), pool.dtype) for got, (k, v) in pairs]
+
+    def by_layer(runs: Sequence[list[KVExactness]]) -> list[KVExactness]:
+        return [worst(layer) for layer in zip(*runs, strict=True)]
+
+    wanted = written(slots)
+    # Whole pages from the pool's last slots on; the probe's are its first.
+    first = (kvcache.size - tokens) // size * size
+    others = torch.arange(first, first + tokens, device=slots.device)
+    if int(slots.max()) >= first:
+        raise Refused("the KV pool is too small to try recomputation")
+    buffers = [plane for layer in range(kvcache.layer_num) for plane in planes_of(kvcache, layer)]
+    held = [buffer[slots] for buffer in buffers]
+    ids, none = probe.token_ids.numpy(force=True), slots[:0]
+    before = others[:half]
+    spans = [TokenSpan(ids, none), TokenSpan(ids[:half], none), TokenSpan(ids[half:], before)]
+    where, positions = torch.cat((slots, others)), probe.positions.repeat(2)
+    halves = slice(half), slice(half, tokens)
+    # A shorter prompt, as in a chunk, a larger batch, and prompts as long as the spans; at last one
+    # in two chunks, whose attention sums in another order.
+    prompts = ([half], 0), ([tokens] * 2, 0), ([tokens, half, half], 0), ([tokens], half)
+    most = most_requests - 1  # the last prompt is longer if there is no room for more
+    try:
+        own = by_layer([
+            exactness(at, part)
+            for asked, seen in prompts
+            for at in run_again([*asked[:most], sum(asked[most:])] if asked[most:] else asked, seen)
+            for part in halves[: len(at) // half]
+        ])  # fmt: skip
+        for buffer in buffers:
+            buffer[slots] = 0
+        # On the stream of service; nothing is served yet, so the host may wait.
+        forwards = recomputer.stream()
+        current_stream(slots.device).record().synchronize()
+        forwards.run(lambda: recomputer.run(len(probe.layers), positions, where, spans))
+        forwards.record().synchronize()
+        # Part by part: among many values the few that differ would not show.
+        recomputed = by_layer([exactness(at, part) for at in (slots, others) for part in halves])
+    except Exception as error:  # a model's own code, with an unusual batch
+        raise Refused(f"{type(error).__name__}: {error}") from None
+    finally:
+        for buffer, rows in zip(buffers, held, strict=True):
+            buffer[slots] = rows  # later checks compare with what the model itself wrote
+    bound = Bound.of_pass(pool.dtype)
+    pairs = zip(recomputed, own, strict=True)
+    good = [ours.as_good_as(models, bound) for ours, models in pairs]
+    layers = good.index(False) if False in good else len(good)
+    problem, beside = None, "; the model at other batch sizes"
+    if layers < len(good):
+        name = probe.layers[layers].name
+        problem = f"{name} recomputed: {recomputed[layers]}{beside}: {own[layers]}"
+    if not layers:
+        raise Refused(str(problem))
+    told = f"{together(recomputed[:layers])}{beside} {together(own[:layers])}"
+    return Recomputed(layers, told, problem)

@@ -169,23 +169,25 @@ class CaptureCheck:
         """Have ``run`` run the model, with capture, on :attr:`tokens` tokens, whose slots it
         returns, and back up the rows. Raises Refused for lost or wrong ones.
 
-        Args:
-            seen: Python sees the inputs of projections, which rows are compared with. It does not
-                in recorded prefill graphs: only K and V are compared then.
-            by_layer: The prefill passes staging layer by layer, as prompts too long for it do.
+        ``seen``: Python sees the inputs of projections, which rows are compared with. It does not
+        in recorded prefill graphs: only K and V are compared then. ``by_layer``: the prefill passes
+        staging layer by layer, as prompts too long for it do.
         """
         plan = self._plan
         received: dict[int, torch.Tensor] = {}
+
+        def receive(layer: int, _: Any, args: Any, kwargs: Any) -> None:
+            received.setdefault(layer, given(args, kwargs).detach().clone())
+
         watched = [
             layer.projection.register_forward_pre_hook(
-                partial(_receive, received, layer.index), with_kwargs=True
+                partial(receive, layer.index), with_kwargs=True
             )
             for layer in plan.hidden_layers
             if seen
         ]
-        self._capture.most_at_once = (
-            1 if by_layer and plan.staging.layers else plan.staging.capacity
-        )
+        by_layer = by_layer and bool(plan.staging.layers)
+        self._capture.most_at_once = 1 if by_layer else plan.staging.capacity
         try:
             with plan.capture_hooks.trying(self._capture):
                 self._slots = run()
@@ -230,7 +232,7 @@ class CaptureCheck:
         if plan.kv.layers:
             pages = torch.from_numpy(self._arena.physical(self._pages)).to(plan.kvcache.device)
             fits = plan.kv.save(plan.layout, self._memory, pages, self._slots)
-            if fits is not None:  # K and V that do not fit are kept apart, and pages lack them
+            if fits is not None:
                 of_layers = zip(plan.kv.layers, fits.all(1).tolist(), strict=True)
                 self._not_encoded = {layer for layer, fit in of_layers if not fit}
         self._capture.transfers().synchronize()
@@ -243,16 +245,15 @@ class CaptureCheck:
     def _difference(self, received: dict[int, torch.Tensor]) -> str | None:
         """The layer whose rows in host memory differ from its projection's input."""
         layout, codec = self._plan.layout, self._plan.codec
-        layers = {layer.index: layer for layer in self._plan.hidden_layers}
-        for index, inputs in received.items():
-            rows = codec.encode(inputs[: self.tokens - 1])[0].cpu()
+        for layer in self._plan.hidden_layers if received else ():
+            rows = codec.encode(received[layer.index][: self.tokens - 1])[0].cpu()
             for number, page in enumerate(self._arena.pages(self._pages)):
                 first = number * layout.page_size
                 kept = slice(first + layout.kept.start, first + layout.kept.stop)
-                wanted = rows[kept]
-                stored = torch.from_numpy(page[layout.segment(index)]).view(-1, codec.row_bytes)
-                if not equal(stored[: len(wanted)], wanted, self._fits[kept][: len(wanted)]):
-                    return f"other rows of {layers[index].name} than its projection received"
+                wanted, segment = rows[kept], page[layout.segment(layer.index)]
+                stored = torch.from_numpy(segment).view(-1, codec.row_bytes)[: len(wanted)]
+                if not equal(stored, wanted, self._fits[kept][: len(wanted)]):
+                    return f"other rows of {layer.name} than its projection received"
         return None
 
     def _changed(self, first: int, there: torch.Tensor, projector: Projector) -> str | None:
@@ -271,16 +272,6 @@ class CaptureCheck:
             if problem is not None:
                 return problem
         return None
-
-
-def _receive(
-    received: dict[int, torch.Tensor],
-    layer: int,
-    _: torch.nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> None:
-    received.setdefault(layer, given(args, kwargs).detach().clone())
 
 
 def _told(error: Exception) -> str:

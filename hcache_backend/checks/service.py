@@ -362,10 +362,8 @@ class ServiceChecks(_Checks[AttentionLayer]):
         def fetch(there: torch.Tensor) -> None:
             there.copy_(own, non_blocking=True)
 
-        if exchange.on_scheduler_thread:
-            exchange.gather_now([(shards, fetch)])
-        else:
-            exchange.gather(shards, fetch)
+        gather = exchange.gather_now if exchange.on_scheduler_thread else exchange.gather
+        gather(shards, fetch)
         return shards
 
     def _problem(self, check: _Check) -> str | None:

@@ -16,21 +16,21 @@ from hcache_backend.checks.probe import Probe
 from hcache_backend.config import PROJECTION_VARIABLE
 from hcache_backend.projection.attention import AttentionLayer
 from hcache_backend.projection.exactness import Bound, KVExactness, kv_exactness, together, worst
-from hcache_backend.projection.projector import Projector
-from hcache_backend.projection.proof import (
+from hcache_backend.projection.projector import LayerSpec, Projector
+from hcache_backend.projection.search import (
     LESS_EXACT,
     Evidence,
+    NoSpec,
     dependence,
+    find_spec,
     gather_evidence,
     spec_exactness,
 )
-from hcache_backend.projection.search import NoSpec, find_spec
-from hcache_backend.projection.spec import LayerSpec
 from hcache_backend.ranks import Refused, smallest
 from hcache_backend.server_report import LayerGroup
 from hcache_kernels.project_kv import Way, ways_in_use
-from hcache_kernels.project_kv.choice import measure_choice
 from hcache_kernels.project_kv.spec import kind_of
+from hcache_kernels.project_kv.ways import measure_choice
 
 logger = logging.getLogger("hcache")
 
@@ -56,11 +56,8 @@ class LayerSpecs:
     process group of the tensor-parallel ranks."""
 
     def __init__(self, runtime: Any, probe: Probe, projector: Projector, group: Any) -> None:
-        self._runtime = runtime
-        self._probe = probe
-        self._projector = projector
-        self._group = group
-        self._stale = False
+        self._runtime, self._probe, self._projector = runtime, probe, projector
+        self._group, self._stale = group, False
         self._found: list[Found] = []
 
     def find(self) -> None:
@@ -90,11 +87,9 @@ class LayerSpecs:
             return Found(None, f"the search broke: {type(error).__name__}: {error}", own)
 
     def measure(self) -> None:
-        """On a GPU, find the faster way to project each kind of layer, or use the library's.
-
-        It takes seconds on the first start with a model: a file of the device keeps the times. Its
-        choice is tested too, because :meth:`check_writing` comes after it.
-        """
+        """On a GPU, find the faster way to project each kind of layer, or use the library's. It
+        takes seconds on the first start with a model: a file of the device keeps the times. Its
+        choice is tested too, because :meth:`check_writing` comes after it."""
         if not self._probe.hidden[0].is_cuda:
             return
         specs = (found.spec for found in self._found)
@@ -106,11 +101,9 @@ class LayerSpecs:
             logger.warning("hcache: the ways to project could not be timed: %s", error)
 
     def check_writing(self) -> None:
-        """Drop specs that do not write the model's K and V to the pool. Nothing may run yet.
-
-        A fused spec multiplies by some rows of a weight. If that is not exact enough, the product
-        of the whole module, as the model computes it, is tried before the attention module.
-        """
+        """Drop specs that do not write the model's K and V to the pool. Nothing may run yet. A
+        fused spec multiplies by some rows of a weight. If that is not exact enough, the product of
+        the whole module, as the model computes it, is tried before the attention module."""
         for layer in self._probe.layers:
             found = self._found[layer.index]
             while found.spec is not None:
@@ -126,7 +119,7 @@ class LayerSpecs:
         """``found``, or a replacement with the reason against its spec."""
         assert found.spec is not None
         probe, projector = self._probe, self._projector
-        projector.use_specs([one.spec for one in self._found])
+        projector.specs = [one.spec for one in self._found]
         rows, kept = (probe.hidden[layer.index], probe.positions, probe.slots), projector.pool.dtype
         try:
             ways = ways_in_use(found.spec.projection(), kept) if found.spec.fused else [None]
@@ -143,10 +136,9 @@ class LayerSpecs:
         projections could get in the way of forward passes."""
         # Some attention modules talk to the other ranks: all must call them, or none.
         agreed = smallest(self._group, *(found.spec is not None for found in self._found))
-        specs = [
-            found.spec if fine else None for found, fine in zip(self._found, agreed, strict=True)
-        ]
-        self._projector.use_specs(specs)
+        pairs = zip(self._found, agreed, strict=True)
+        specs = [found.spec if fine else None for found, fine in pairs]
+        self._projector.specs = specs
         self._report()
         self._stale = False
         generic = [layer for layer, spec in enumerate(specs) if spec is None]
@@ -167,7 +159,7 @@ class LayerSpecs:
 
     def _forget(self) -> None:
         """Weights change: attention modules stay right, specs may not."""
-        self._projector.use_specs([None] * len(self._probe.layers))
+        self._projector.specs = [None] * len(self._probe.layers)
         self._stale = True
 
     def _renew(self) -> None:

@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from importlib import metadata
 from itertools import pairwise
 from pathlib import Path
@@ -26,9 +27,8 @@ from hcache_backend.plan.record import PartitionRecord, kept_profiles, records
 from hcache_backend.plan.restore import describe
 from hcache_backend.server_report import read_report
 from hcache_backend.store import FileOps, is_store_folder
-from hcache_backend.store.file_ops import FOLDER, probe_alignment, try_lock
+from hcache_backend.store.file_ops import FOLDER, kvikio_state, probe_alignment, try_lock
 from hcache_backend.store.folder import existing_part, file_system_of, why_not
-from hcache_backend.store.kvikio_state import kvikio_state
 
 _PROBE_BYTES = 64 << 20
 _PIECE = 4 << 20
@@ -60,13 +60,12 @@ def doctor(
     found = {f"{path}: ": list(_check_folder(path, config)) for path in config.dirs}
     found[""] = [_kvikio(config), *_sglang()]
     checks = [
-        check._replace(subject=f"{folder}{check.subject}".removesuffix(": folder"))
+        {**check._asdict(), "subject": f"{folder}{check.subject}".removesuffix(": folder")}
         for folder, checks in found.items()
         for check in checks
     ]
-    report = {"checks": [check._asdict() for check in checks]}
-    bad = any(check.verdict == "bad" for check in checks)
-    common.output(report, as_json, lambda _: _show(found), failed=bad)
+    bad = any(check["verdict"] == "bad" for check in checks)
+    common.output({"checks": checks}, as_json, lambda _: _show(found), failed=bad)
 
 
 def _show(found: dict[str, list[Check]]) -> None:
@@ -199,10 +198,7 @@ def config(
     kind = options.CONFIG_VARIABLE
     if isinstance(table, dict) and not {"hcache", "module_path"}.isdisjoint(table):
         kind = "extra config"
-        for key, wanted in (
-            ("module_path", options.MODULE_PATH),
-            ("class_name", options.CLASS_NAME),
-        ):
+        for key, wanted in options.OUR_BACKEND.items():
             if (value := table.get(key)) != wanted:
                 hint = "otherwise SGLang loads another backend"
                 raise ConfigError(f"{kind}: {key!r} is {value!r}; it must be {wanted!r}, {hint}")
@@ -211,5 +207,5 @@ def config(
         checked = options.parse_config(table, kind)
     found = checked.model_dump(mode="json", exclude_unset=True)
     lines = [f"{file}: no errors", *(f"  {name} = {value!r}" for name, value in found.items())]
-    report = {"kind": kind, "options": found}
-    common.output(report, as_json, lambda _: common.say(*lines, markup=False))
+    show = partial(common.say, *lines, markup=False)
+    common.output({"kind": kind, "options": found}, as_json, lambda _: show())

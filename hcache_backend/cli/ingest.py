@@ -209,7 +209,6 @@ def store_documents(
     """
     counts = Counter(stored=0, tokens=0, tokens_found_in_l3=0, shorter_than_a_page=0)
     failed: dict[str, str] = {}
-
     missing = (document for document in documents if document.key not in journal.keys)
     pool = ThreadPoolExecutor(max_parallel)
     try:

@@ -12,11 +12,8 @@ from typer.core import TyperGroup
 from hcache_backend import __version__
 from hcache_backend.cli import common, doctor, ingest, metrics_page, plan, store
 from hcache_backend.config import ConfigError
-from hcache_backend.plan.model_config import ModelConfigError
-from hcache_backend.plan.profile import ProfileError
 
-_INPUT = (ConfigError, ModelConfigError, ProfileError, UnicodeDecodeError)
-_FAILURES = (common.Failure, OSError, sqlite3.Error, *_INPUT)
+_FAILURES = (common.Failure, OSError, sqlite3.Error, ConfigError, UnicodeDecodeError)
 
 
 class _Commands(TyperGroup):

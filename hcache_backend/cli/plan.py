@@ -107,7 +107,7 @@ def _apply(folder: Path, shape: ModelShape, partition: Partition) -> None:
 
 
 def _profile(hardware: str, ssds: int | None) -> Profile:
-    """The profile of ``--hardware``; raises a Failure or a ProfileError."""
+    """The profile of ``--hardware``; raises a Failure or a ConfigError."""
     if hardware in PRESETS:
         return preset_profile(hardware, ssds or 0)
     if not Path(hardware).exists():
@@ -247,8 +247,8 @@ def _measure(shape: ModelShape, config: HCacheConfig, seconds: float, *, hidden:
     dtype = torch.float32 if shape.element_bytes == 4 else torch.bfloat16
     with common.progress_bar(hidden=hidden) as progress:
         task = progress.add_task("L3 folders", total=2 + len(OPERATIONS))
-        rate = read_rate(config, shape, seconds)
-        if not rate.direct:
+        l3, direct = read_rate(config, shape, seconds)
+        if not direct:
             say("L3 was read through the page cache: the disk may be slower", console=common.errors)
 
         def begin(operation: str) -> None:
@@ -257,7 +257,7 @@ def _measure(shape: ModelShape, config: HCacheConfig, seconds: float, *, hidden:
 
         try:
             bench = Bench(shape, device, dtype, seconds)
-            return measure(bench, Rate(per_second=rate.per_second), config.dirs, begin=begin)
+            return measure(bench, l3, config.dirs, begin=begin)
         except torch.OutOfMemoryError:
             raise Failure("the device has no room for one layer; stop what else uses it") from None
 

@@ -107,8 +107,8 @@ def ls(
                 }
                 for entry in islice(_entries(folder, namespace), limit - len(rows))
             )
-    reports = {str(path): report for path in config.dirs if (report := read_report(path))}
-    servers = {path: report.model_dump(mode="json") for path, report in reports.items()}
+    reports = ((str(path), read_report(path)) for path in config.dirs)
+    servers = {path: report.model_dump(mode="json") for path, report in reports if report}
     found = {"pages": rows, "last_servers": servers}
     output(found, as_json, partial(_show_pages, config, limit))
 

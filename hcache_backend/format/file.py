@@ -17,7 +17,7 @@ import os
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import NamedTuple
 
 import xxhash
@@ -48,11 +48,8 @@ _SEGMENTS_AT = CHECKSUM.stop + _FIELDS.size
 
 
 class DamagedFileError(Exception):
-    """A file is not the page file that it should be; the message says what is wrong.
-
-    Attributes:
-        status: That of the file, if one was opened.
-    """
+    """A file is not the page file that it should be; the message says what is wrong. ``status``:
+    that of the file, if one was opened."""
 
     status: os.stat_result | None = None
 
@@ -80,11 +77,6 @@ class FileLayout:
                 f"of a page; by its table it has {self.payload_bytes} and {len(self.units)}"
             )
 
-    @cached_property
-    def payload_offsets(self) -> dict[int, int]:
-        """Start of every unit in the payload, by its offset in the page."""
-        return {unit.page_offset: unit.payload_offset for unit in self.units}
-
 
 class Header(NamedTuple):
     """The verified header of a page file."""
@@ -106,11 +98,7 @@ def file_layout(table: SegmentTable, shard: Shard) -> FileLayout:
 
 
 def pack_header(
-    target: memoryview,
-    name: PageName,
-    writer: bytes,
-    layout: FileLayout,
-    digests: Sequence[int],
+    target: memoryview, name: PageName, writer: bytes, layout: FileLayout, digests: Sequence[int]
 ) -> None:
     """Write a header into ``target`` (``header_bytes``); ``digests`` are those of the units."""
     namespace, key, shard = name
@@ -178,11 +166,9 @@ def runs_between(
     table: SegmentTable, shard: Shard, target: Shard, part: Eighths
 ) -> tuple[int, list[Run]]:
     """Bytes and readings that bring ``part`` of the memory of ``target`` from a file of ``shard``.
-
-    A group that several files have comes from the file whose part has the first of its eighths.
-    """
-    layout = file_layout(table, shard)
-    places = file_layout(table, target).payload_offsets
+    A group that several files have comes from the file whose part has the first of its eighths."""
+    layout, wanted = file_layout(table, shard), file_layout(table, target).units
+    places = {unit.page_offset: unit.payload_offset for unit in wanted}
     runs: list[Run] = []
     total = end = 0
     for number, unit in enumerate(layout.units):

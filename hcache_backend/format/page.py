@@ -121,10 +121,8 @@ RECOMPUTED = StoredLayer(())
 
 
 def hidden_layer(tokens: int, row_bytes: int, values: int, codec: str = "none") -> StoredLayer:
-    """A layer whose hidden states are stored: ``tokens`` rows of ``values`` values, encoded.
-
-    They divide into eighths of the tokens; a number of tokens that does not, is one group.
-    """
+    """A layer whose hidden states are stored: ``tokens`` rows of ``values`` values, encoded. They
+    divide into eighths of the tokens; a number of tokens that does not, is one group."""
     groups = 1 if tokens % EIGHTHS else EIGHTHS
     pieces = units_per_group(tokens // groups, values)
     return StoredLayer((Segment(tokens * row_bytes, groups, pieces),), codec)
@@ -159,11 +157,9 @@ def kv_layer(
             of their values.
     """
     segments = []
-    for part, values in enumerate((k_values, v_values)):
+    for values, encoded in zip((k_values, v_values), unit_bytes or (None, None), strict=True):
         pieces = units_per_group(tokens, values // groups)
-        length = tokens * values * itemsize
-        if unit_bytes is not None:
-            length = unit_bytes[part] * groups * pieces
+        length = tokens * values * itemsize if encoded is None else encoded * groups * pieces
         segments.append(Segment(length, groups, pieces))
     return StoredLayer(tuple(segments), codec)
 
@@ -176,9 +172,6 @@ class PageLayout:
         page_size: Tokens per page.
         layers: The stored form of each layer, first layer first.
         shard: The shard of the page that this rank holds.
-
-    Raises:
-        ValueError: A segment does not divide as it says.
     """
 
     page_size: int
@@ -267,10 +260,8 @@ class PageLayout:
         pages[..., self.tables_at] = np.frombuffer(self._tables, np.uint8)
 
     def begin(self, page: Bytes, namespace: bytes, writer: bytes) -> None:
-        """Write the header of a fresh page; positions, ids and segments are the caller's.
-
-        The page is not valid until :meth:`seal`.
-        """
+        """Write the header of a fresh page; positions, ids and segments are the caller's. The page
+        is not valid until :meth:`seal`."""
         # If the page is divided already, others may read how: that never changes.
         page[: self.tables_at.start] = 0
         page[self.tables_at.stop : self.header_bytes] = 0
@@ -313,9 +304,8 @@ class PageLayout:
             token_ids: The page's tokens as the radix tree knows them, when the caller has them.
             segments: Look at shard and units too; not if the storage verified them.
         """
-        if page[: PREFIX.size].tobytes() != self._prefix:
-            return "format"
-        layout = self.of(page)
+        known = page[: PREFIX.size].tobytes() == self._prefix
+        layout = self.of(page) if known else None
         if layout is None or page[self.tables_at].tobytes() != layout._tables:
             return "format"
         if page[NAMESPACE].tobytes() != namespace:
@@ -346,14 +336,8 @@ class PageLayout:
 
     @cached_property
     def _prefix(self) -> bytes:
-        return PREFIX.pack(
-            MAGIC,
-            FORMAT_VERSION,
-            len(self.layers),
-            len(self._segments),
-            self.header_bytes // BLOCK,
-            self.page_size,
-        )
+        numbers = len(self.layers), len(self._segments), self.header_bytes // BLOCK, self.page_size
+        return PREFIX.pack(MAGIC, FORMAT_VERSION, *numbers)
 
     @cached_property
     def _tables(self) -> bytes:

@@ -36,11 +36,9 @@ Parts = Sequence[memoryview]
 
 
 class Shard(NamedTuple):
-    """Shard ``number`` of ``of`` shards of a page (tensor-parallel rank of size).
-
-    ``of`` divides 8. Shard (1, 4) holds the eighths 2 and 3: the second quarter of the tokens of
-    hidden states, and the second quarter of the heads of K and V.
-    """
+    """Shard ``number`` of ``of`` shards of a page (tensor-parallel rank of size). ``of`` divides 8.
+    Shard (1, 4) holds the eighths 2 and 3: the second quarter of the tokens of hidden states, and
+    the second quarter of the heads of K and V."""
 
     number: int
     of: int
@@ -76,11 +74,7 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True)
 class SegmentTable:
-    """How a page divides into segments.
-
-    Raises:
-        ValueError: A segment that does not divide as it says.
-    """
+    """How a page divides into segments; raises ValueError if one does not divide as it says."""
 
     segments: tuple[Segment, ...]
 
@@ -170,16 +164,12 @@ def digest(pieces: Parts) -> int:
 
 class PageMemory:
     """The memory of a shard of one page, addressed by offsets in the payload of the shard.
-
-    Attributes:
-        digests: Those of all units of the shard; None if they have to be computed.
-    """
+    ``digests``: those of all units of the shard; None if they have to be computed."""
 
     def __init__(
         self, parts: Parts, shard: Shard = WHOLE, digests: Sequence[int] | None = None
     ) -> None:
-        self.shard = shard
-        self.digests = digests
+        self.shard, self.digests = shard, digests
         self.parts = [part for part in parts if part.nbytes]
         self.length = sum([part.nbytes for part in self.parts])
 
@@ -187,16 +177,13 @@ class PageMemory:
         """The memory of ``length`` bytes of the payload from ``start`` on."""
         if len(self.parts) == 1:
             return [self.parts[0][start : start + length]]
-        found = []
+        found, end = [], start + length
         number = bisect_right(self._ends, start)
-        while length > 0:
+        while start < end:
             part = self.parts[number]
             begin = start - (self._ends[number] - part.nbytes)
-            piece = part[begin : begin + length]
-            found.append(piece)
-            start += piece.nbytes
-            length -= piece.nbytes
-            number += 1
+            found.append(part[begin : begin + end - start])
+            start, number = start + found[-1].nbytes, number + 1
         return found
 
     @cached_property

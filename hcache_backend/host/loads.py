@@ -35,6 +35,8 @@ Prefix = Callable[[], torch.Tensor | None]
 # gives the ids of all tokens up to the end of a load; None: they are not all of its input
 TokenIds = Callable[[], Sequence[int] | None]
 
+UNKNOWN: tuple[Prefix, TokenIds] = (lambda: None, lambda: None)
+
 
 class Adopted(NamedTuple):
     """Device pages for a load."""

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from hcache_backend import metrics
-from hcache_backend.arena import Arena, Ids
+from hcache_backend.arena import Ids
 from hcache_backend.capture.ledger import Read
 from hcache_backend.capture.staging import StagedCapture
 from hcache_backend.format.page import PageLayout
@@ -60,26 +60,6 @@ class NodeLayouts(Protocol):
         """Backups that wait were dropped, and the tree is empty."""
 
 
-class HostPool(Protocol):
-    page_layout: PageLayout
-    arena: Arena
-
-    def divide(self, host_pages: Ids, layout: PageLayout) -> None: ...
-
-
-class Controller(Protocol):
-    """HiCache's."""
-
-    def agreed(self, *numbers: int) -> list[int]:
-        """The smallest of each number on all ranks."""
-
-    def ended(self) -> str | None:
-        """Reason why nothing is backed up any more, or None."""
-
-    def start_writing(self) -> None:
-        """Launch the backups that are ready."""
-
-
 @dataclass(eq=False)
 class Backup:
     slots: Read = field(default_factory=Read)  # of its tokens, int64 [n], if layers are captured
@@ -89,16 +69,17 @@ class Backup:
 
 
 class NodeBackups:
-    """Scheduler thread only. ``alone``: there are no pipeline stages, which cannot agree.
+    """Scheduler thread only. ``pool`` and ``controller`` are :class:`.OwnPagesPool` and
+    :class:`.OwnPagesController`. ``alone``: there are no pipeline stages, which cannot agree.
     ``capture``: None if pages hold K and V only. ``layouts`` chooses those of nodes; None: all have
     the pool's."""
 
     def __init__(
         self,
-        pool: HostPool,
+        pool: Any,
         capture: StagedCapture | None,
         layouts: NodeLayouts | None,
-        controller: Controller,
+        controller: Any,
         *,
         alone: bool,
     ) -> None:

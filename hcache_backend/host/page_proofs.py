@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -19,32 +19,21 @@ from hcache_backend.format.page import Bytes, Ints, PageLayout
 logger = logging.getLogger("hcache")
 
 
-class PresentWeights(Protocol):
-    """The weights whose pages the process makes, and who makes them."""
-
-    weights: Any  # their digests, with ``suspended``; None until they are known
-    writer: bytes
-
-    @property
-    def quarantine(self) -> str | None: ...
-    def page_namespace(self, weights: Any = None) -> bytes: ...
-    def page_namespaces(self) -> tuple[bytes, ...]: ...
-
-
 class PageProofs:
-    """``captured``: pages hold hidden states, and have their header when their rows are proven;
+    """``runtime``: the process's :class:`.Runtime`, with its weights and their namespace.
+    ``captured``: pages hold hidden states, and have their header when their rows are proven;
     otherwise they get it when they are sealed. ``positions``: so many have a row in RoPE tables."""
 
     def __init__(
         self,
-        present: PresentWeights,
+        runtime: Any,
         arena: Arena,
         layout: PageLayout,
         *,
         captured: bool,
         positions: int,
     ) -> None:
-        self._present = present
+        self._runtime = runtime
         self._arena = arena
         self._layout = layout
         self._captured = captured
@@ -75,24 +64,24 @@ class PageProofs:
         """Reason why a page (uint8 ``[page_bytes]``) must not be stored, or None; then its header
         is complete except its seal. ``token_ids``: as in the radix tree, int32 ``[page_size]``.
         ``position``: of the first token in its sequence."""
-        present = self._present
+        runtime = self._runtime
         if self._captured:
-            if present.quarantine is not None:
+            if runtime.quarantine is not None:
                 return "page_in_quarantine"
             if not self._layout.is_stamped(page):
                 return "page_with_lost_rows"
-            if self._layout.namespace_of(page) != present.page_namespace():
+            if self._layout.namespace_of(page) != runtime.page_namespace():
                 return "host_page_of_other_namespace"
             same = np.array_equal(self._layout.token_ids(page), token_ids)
             return None if same else "host_page_of_other_tokens"
-        layout, weights = self._layout.of(page), present.weights
+        layout, weights = self._layout.of(page), runtime.weights
         if layout is None:
             return "page_of_another_form"
         if weights is None or weights.suspended is not None:
             return "page_of_other_weights"
         if position is None:
             return "page_without_position"
-        layout.begin(page, present.page_namespace(weights), present.writer)
+        layout.begin(page, runtime.page_namespace(weights), runtime.writer)
         layout.positions(page)[:] = np.arange(position, position + self._layout.page_size)
         layout.token_ids(page)[:] = token_ids
         return None
@@ -103,7 +92,7 @@ class PageProofs:
         """Number of the first of these pages (int64 ``[p]``), which came from L3, that are those of
         ``keys`` and ``token_ids`` (int32 ``[p * page_size]``). ``verified``: L3 has checked their
         units. HiCache's storage thread."""
-        namespace, size = self._present.page_namespace(), self._layout.page_size
+        namespace, size = self._runtime.page_namespace(), self._layout.page_size
         for i, page in enumerate(self._arena.pages(host_pages)):
             wanted = token_ids[i * size : (i + 1) * size]
             problem = self._layout.problem(
@@ -125,9 +114,9 @@ class PageProofs:
 
     def may_project(self, host_pages: Ids) -> bool:
         """True if all captured pages are of the present weights, and have positions of RoPE."""
-        if not self._captured or self._present.quarantine is not None:
+        if not self._captured or self._runtime.quarantine is not None:
             return not self._captured
-        namespaces = self._present.page_namespaces()
+        namespaces = self._runtime.page_namespaces()
         return all(
             self._layout.namespace_of(page) in namespaces and self._has_known_positions(page)
             for page in self._arena.pages(host_pages, header=True)

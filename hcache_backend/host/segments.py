@@ -67,8 +67,12 @@ class KVSegments:
         self._groups = 1 if self.latent else groups // shard.of
         first = int(kvcache.layer_num) if drafts else 0
         self.layers = (*layers, *range(first, first + len(self.drafts)))
-        self._encoder = None if codec == "none" else self._make_encoder(codec)
-        self.codec = codec if self._encoder is None else self._encoder.name
+        kind = LATENT if self.latent else KV
+        self._encoder = None
+        if codec != "none":
+            self._encoder = make_segment_codec(codec, *self._cut(codec), kind)
+            codec = self._encoder.name
+        self.codec = codec
         self._tables: dict[tuple[int, int, int], LayerTable] = {}
 
     def layout(self, layers: Sequence[StoredLayer], shard: Shard) -> PageLayout:
@@ -312,9 +316,6 @@ class KVSegments:
         """:meth:`bytes_of` each layer; with a codec all are alike."""
         return self.bytes_of(self.layers[0])
 
-    def _make_encoder(self, codec: str) -> Codec:
-        return make_segment_codec(codec, *self._cut(codec), LATENT if self.latent else KV)
-
     def _cut(self, codec: str) -> tuple[Cut, int, torch.dtype]:
         """The codec's arguments for the layers; raises UnsupportedRows if their shapes differ."""
         planes = [plane for layer in self.layers for plane in self.planes(layer)]
@@ -336,8 +337,8 @@ class KVSegments:
     def _plain(self, layer: int, held: torch.Tensor) -> Iterator[torch.Tensor]:
         """K, then V of pages of the pool, as plain pages hold them: uint8 ``[p, bytes]`` each."""
         for buffer in self.planes(layer):
-            rows = _swapped(self._by_page(buffer)[held], self._tokens, self._groups)
-            yield rows.view(torch.uint8)
+            rows = self._by_page(buffer)[held].unflatten(1, (self._tokens, self._groups, -1))
+            yield rows.transpose(1, 2).flatten(1).view(torch.uint8)
 
     def _by_group(self, plane: torch.Tensor) -> torch.Tensor:
         """A plane of the pool, uint8 ``[pool pages, page_size, groups, row_bytes]``."""
@@ -347,11 +348,6 @@ class KVSegments:
     def _by_page(self, buffer: torch.Tensor) -> torch.Tensor:
         """A buffer of the pool, ``[slots, heads, dim]``, as one row for each page."""
         return buffer.view(len(buffer) // self._tokens, -1)
-
-
-def _swapped(rows: torch.Tensor, outer: int, inner: int) -> torch.Tensor:
-    """Rows ``[p, outer * inner * n]`` as ``[p, inner * outer * n]``; no copy if one is 1."""
-    return rows.view(len(rows), outer, inner, -1).transpose(1, 2).reshape(len(rows), -1)
 
 
 def shard_of_heads(rank: int, ranks: int) -> Shard:

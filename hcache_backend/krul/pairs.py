@@ -31,10 +31,8 @@ def check_pairs(layers: int, pairs: Iterable[Pair]) -> None:
     known: set[int] = set()
     for pair in pairs:
         if not 0 <= pair[0] < pair[1] < layers or known & {*pair}:
-            raise ValueError(
-                f"pair {pair}: must be two of the layers 0 to {layers - 1} in order, each in one "
-                "pair"
-            )
+            right = f"must be two of the layers 0 to {layers - 1} in order, each in one pair"
+            raise ValueError(f"pair {pair}: {right}")
         known |= {*pair}
 
 
@@ -56,11 +54,9 @@ def closest_pairs(
     ratio: float,
     allowed: Collection[Pair] | None = None,
 ) -> list[Pair]:
-    """Pair layers greedily, the closest first, each layer once (Algorithm 1, lines 14 to 22).
-
-    No pair is added once the share ``ratio`` (0 to 1) of the candidates is paired. Pairs come by
-    distance (``[layers, layers]``, symmetric), equal ones by layers; None: all are allowed.
-    """
+    """Pair layers greedily, the closest first, each layer once (Algorithm 1, lines 14 to 22). No
+    pair is added once the share ``ratio`` (0 to 1) of the candidates is paired. Pairs come by
+    distance (``[layers, layers]``, symmetric), equal ones by layers; None: all are allowed."""
     candidates = sorted(candidates)
     near = [pair for pair in combinations(candidates, 2) if allowed is None or pair in allowed]
     found: dict[int, Pair] = {}
@@ -116,19 +112,13 @@ class PairChoice:
         while len(found) < self.pairs:
             second = left.pop()
             found[left.pop(), second] = False
-        return tuple(
-            (*pair, MergedPair.name if merged else Fp8.name)
-            for pair, merged in sorted(found.items())
-        )
+        codes = {True: MergedPair.name, False: Fp8.name}
+        return tuple((*pair, codes[merged]) for pair, merged in sorted(found.items()))
 
 
 def attention_sums(layers: Sequence[ProbedLayer]) -> PairSums:
-    """Compare layers by the Euclidean distances of rows of attention weights.
-
-    Raises:
-        ValueError: The layers do not have the same heads and tokens, or there are fewer tokens than
-            queries.
-    """
+    """Compare layers by the Euclidean distances of rows of attention weights. Raises ValueError if
+    they do not have the same heads and tokens, or there are fewer tokens than queries."""
     shapes = {(*layer.q.shape[:2], layer.length) for layer in layers}
     (tokens, heads, length), *others = shapes
     if others or not 0 < tokens <= length:
@@ -169,8 +159,7 @@ def _weights(layers: Sequence[ProbedLayer]) -> Iterator[tuple[torch.Tensor, torc
     """Weights of all layers, some heads and queries at a time, float32 ``[layers, heads, t, n]``,
     and the mask of tokens on neither end. K is fetched once, of few heads in all layers."""
     (tokens, heads), length = layers[0].q.shape[:2], layers[0].length
-    kv_heads = layers[0].kv_heads
-    group = heads // kv_heads
+    kv_heads, group = layers[0].kv_heads, heads // layers[0].kv_heads
     of_query = len(layers) * group * length
     several, at_once = max(1, _WEIGHTS // (of_query * tokens)), max(1, _WEIGHTS // of_query)
     for first in range(0, kv_heads, several):
@@ -180,10 +169,8 @@ def _weights(layers: Sequence[ProbedLayer]) -> Iterator[tuple[torch.Tensor, torc
         for start in range(0, tokens, at_once):
             queries = slice(start, min(start + at_once, tokens))
             seen = length - tokens + queries.stop
-            weights = torch.stack(
-                [
-                    attention_weights(layer.q[queries, asking], k[:seen], layer.scale)
-                    for layer, k in zip(layers, held, strict=True)
-                ]
-            )
+            weights = torch.stack([
+                attention_weights(layer.q[queries, asking], k[:seen], layer.scale)
+                for layer, k in zip(layers, held, strict=True)
+            ])  # fmt: skip
             yield weights, ~_at_ends(queries.stop - queries.start, seen, weights.device)

@@ -1,41 +1,230 @@
-"""The codec ``krul`` as the start of a server loads it (``start/page_plan.py:page_plugin``)."""
+"""The codec ``krul`` as the start of a server loads it (``start/page_plan.py:page_plugin``), and
+which layers share slots in the pages of each node, by how its last tokens attend.
+
+A node is what HiCache backs up at once: tokens of a sequence behind those of other nodes. Its last
+tokens are asked again, on the stream of forward passes, one node after the other. The node's backup
+waits for the answer. The sums of the nodes before it are added, as Krul adds a prompt's and a
+reply's.
+"""
 
 from __future__ import annotations
 
 import logging
+from collections import OrderedDict, deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import combinations
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from hcache_backend import metrics
 from hcache_backend.config import KrulOption
-from hcache_backend.krul.node_pairs import NodePairs
-from hcache_backend.krul.paired_layout import PairedLayout
-from hcache_backend.krul.pairs import PROBE_TOKENS, PairChoice, attention_sums, check_pairs
-from hcache_backend.krul.segments import PairedSegments
-from hcache_backend.ranks import Refused, smallest
+from hcache_backend.krul.pairs import (
+    PROBE_TOKENS,
+    CodedPair,
+    PairChoice,
+    PairSums,
+    attention_sums,
+    check_pairs,
+)
+from hcache_backend.krul.segments import PairedLayout, PairedSegments
+from hcache_backend.ranks import Refused, Said, Turn, smallest, sum_of_all_ranks
 from hcache_backend.restore.recompute import Recomputer
-from hcache_backend.streams import current_stream
+from hcache_backend.streams import Event, StreamFailed, current_stream, host_tensor
+
+logger = logging.getLogger("hcache")
+
+_KNOWN = 256  # nodes whose sums are kept: 2 MB with 32 layers, 13 MB with 80
+
+
+class _Tokens(NamedTuple):
+    ids: np.ndarray  # the node's last tokens, int64 [t]
+    keys: torch.Tensor  # slots of all tokens up to its end, int64 [n], on the device
+    ends: str | None  # hash of its last page; None without an L3
+    before: str | None  # hash of the last page of the node before it, likewise
+
+
+@dataclass
+class _Node:
+    """A node that waits for its backup."""
+
+    pairs: Sequence[CodedPair] | None  # of its pages; None: they depend on the answer
+    tokens: _Tokens | None = None
+    sums: torch.Tensor | None = None  # a table of PairSums, on the CPU behind ``event``
+    event: Event | None = None
+
+
+@dataclass(eq=False)
+class NodePairs:
+    """Chooses the pairs of nodes. Scheduler thread only; all tensor-parallel ranks must get to each
+    step at one point."""
+
+    _recomputer: Recomputer | None  # None after a failure to observe attention, _problem
+    _choice: PairChoice
+    _layout: PairedLayout  # of pages whose pairs no attention has chosen
+    _group: Any  # the tensor-parallel ranks
+    _ranks: int
+    _problem: Exception | None = None
+    _said: Said | None = None
+    _nodes: deque[_Node] = field(default_factory=deque)
+    _sums: OrderedDict[str, torch.Tensor] = field(default_factory=OrderedDict)
+
+    def ask(self, tree: Any, node_ids: Sequence[int]) -> None:
+        """Append the node of SGLang's ``tree`` with these ids; without a tree its pairs are those
+        of the start. Raises the exception of the model if there are other ranks: they may wait for
+        this one in the model's own collectives, so the server cannot go on.
+        """
+        node, tokens = _Node(self._layout.pairs), None
+        self._nodes.append(node)
+        if self._recomputer is None or tree is None:
+            return
+        with metrics.harmless("probe", "pairs of layers are chosen without the attention"):
+            tokens = _tokens(tree, node_ids[0])
+        [known] = smallest(self._group, tokens is not None)
+        if known:
+            node.pairs, node.tokens = None, tokens
+            self._ask_next()
+
+    @property
+    def asked(self) -> int:
+        return len(self._nodes)
+
+    def next(self) -> PairedLayout | None:
+        """Remove the first node and return the layout of its pages; None if it has to wait."""
+        pairs = self._nodes[0].pairs if self._nodes else None
+        if pairs is None:
+            return None
+        self._nodes.popleft()
+        for *_, code in pairs:
+            metrics.PAIRS.count(code)
+        return self._layout.with_pairs(pairs)
+
+    def look(self, turn: Turn) -> None:
+        """Say whether an answer has arrived."""
+        self._said = None
+        if (node := self._undecided) is not None:
+            self._said = turn.say(node.event is None or node.event.query())
+
+    def answered(self) -> bool:
+        """Choose by an answer that has arrived on all ranks, and ask the next node. True if the
+        first node has its pairs since now. Raises as :meth:`ask`."""
+        node = self._undecided
+        if node is None or self._said is None or not self._said.least[0]:
+            return False
+        node.pairs = self._chosen(node)
+        if self._recomputer is None:
+            for other in self._nodes:
+                other.pairs = other.pairs or self._layout.pairs
+        self._ask_next()
+        return node is self._nodes[0]
+
+    def forget(self) -> None:
+        """Backups that wait were dropped, and the tree is empty."""
+        self._nodes.clear()
+        self._sums.clear()
+
+    @property
+    def _undecided(self) -> _Node | None:
+        """The first node without pairs; none behind it is asked before its answer arrives."""
+        return next((node for node in self._nodes if node.pairs is None), None)
+
+    def _ask_next(self) -> None:
+        node, recomputer = self._undecided, self._recomputer
+        if node is None or node.sums is not None or recomputer is None:
+            return
+        assert node.tokens is not None
+        layers, keys, ids = self._choice.layers, node.tokens.keys, node.tokens.ids
+        shape, forwards = (layers + 2, layers), None
+        node.sums = torch.zeros(shape, dtype=torch.float64)
+        try:
+            sums = host_tensor(shape, torch.float64, keys.device).zero_()
+            forwards = recomputer.stream()
+            forwards.wait(current_stream(keys.device).record())
+            forwards.keep(keys)
+        except Exception as error:
+            self._problem = error
+        [ready] = smallest(self._group, forwards is not None)
+        if not ready or forwards is None:
+            return
+        node.sums, broken = sums, list[Exception]()
+
+        def run() -> None:  # an exception here would end the stream of forward passes
+            try:
+                asked = recomputer.probe(layers, ids, keys)
+            except Exception as error:
+                self._problem = error
+                broken.append(error)
+                return
+            try:  # no rank waits for this one any more
+                with torch.inference_mode():
+                    found = attention_sums(asked).table
+                sums.copy_(found, non_blocking=True)
+            except Exception as error:
+                self._problem = error
+
+        forwards.run(run)
+        node.event = forwards.record()
+        if broken and self._ranks > 1:
+            raise broken[0]
+
+    def _chosen(self, node: _Node) -> Sequence[CodedPair]:
+        assert node.sums is not None and node.tokens is not None
+        try:
+            if node.event is not None:
+                node.event.synchronize()
+        except StreamFailed as error:
+            self._problem = error
+            node.sums.zero_()
+        [fine] = smallest(self._group, bool(node.sums[0, 0] > 0))
+        table = sum_of_all_ranks(self._group, node.sums)
+        if not fine:
+            if self._recomputer is not None:
+                self._recomputer = None
+                metrics.PROBLEMS.count("probe")
+                what = "attention could not be observed; pairs of layers stay those of the start"
+                logger.error("hcache: %s: %r", what, self._problem)
+            return self._layout.pairs
+        found = PairSums(self._added(table, node.tokens))
+        pairs, distances = self._choice.by_distance(found), found.distances
+        for first, second, code in pairs:
+            metrics.PAIR_DISTANCES.observe(code, float(distances[first, second]))
+        return pairs
+
+    def _added(self, table: torch.Tensor, tokens: _Tokens) -> torch.Tensor:
+        """The sums of a node and of those before it."""
+        if tokens.before is not None and (before := self._sums.get(tokens.before)) is not None:
+            self._sums.move_to_end(tokens.before)
+            table = before + table
+        if tokens.ends is not None:
+            self._sums[tokens.ends] = table
+            if len(self._sums) > _KNOWN:
+                self._sums.popitem(last=False)
+        return table
+
+
+def _tokens(tree: Any, node_id: int) -> _Tokens:
+    spec = tree.build_storage_backup_spec(node_id, True)
+    root = tree.empty_match_result.last_device_node
+    ids = np.array(spec.token_ids[-PROBE_TOKENS:], dtype=np.int64)
+    ends, before = ((hashes or [None])[-1] for hashes in (spec.hash_value, spec.prefix_keys))
+    return _Tokens(ids, tree.collect_full_device_indices(node_id, root), ends, before)
+
 
 logger = logging.getLogger("hcache")
 
 
 class Krul:
     """Pages of K and V, each a rank's own, whose headers say how layers share them. Methods raise
-    Refused on every rank if such pages cannot be used.
-
-    Attributes:
-        allowed_change: Largest change of K and V that codes of its own may make, relative RMS.
-        wants_model: It chooses a layout for each node by a look at the model.
-    """
+    Refused on every rank if such pages cannot be used."""
 
     choice: PairChoice  # from settle
 
     def __init__(self, option: KrulOption) -> None:
         self._option = option
-        self.allowed_change, self.wants_model = option.error, option.pairs is None
+        self.allowed_change = option.error  # of K and V by codes of its own, relative RMS
+        self.wants_model = option.pairs is None  # to choose a layout for each node by a look at it
 
     def segments(
         self, kvcache: Any, layers: Sequence[int], page_size: int, groups: int
@@ -81,7 +270,8 @@ class Krul:
     def try_model(
         self, recomputer: Recomputer, token_ids: Sequence[int], slots: torch.Tensor
     ) -> None:
-        """Look at the model once. K and V of ``token_ids`` are in ``slots``, int64 ``[n]``."""
+        """Compare the attention of all layers once, as nodes do it in service; raises Refused if
+        that fails. K and V of ``token_ids`` are in ``slots``, int64 ``[n]``."""
         ids = np.array(token_ids)[-PROBE_TOKENS:]
         problems: list[Exception] = []
 

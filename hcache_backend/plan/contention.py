@@ -142,9 +142,8 @@ class Contention:
             raise RuntimeError("other bytes arrived than were sent")
         alone = self._alone(self._copying, copy)
         copies, products = (max(_LEAST, round(self._share / one)) for one in (alone, product))
-        copied, multiplied = self._beside(
-            [(self._copying, copy, copies), (self._computing, self._product, products)]
-        )
+        loops = (self._copying, copy, copies), (self._computing, self._product, products)
+        copied, multiplied = self._beside(loops)
         kept = shares(Repeated(copies, alone, copied), Repeated(products, product, multiplied))
         rate = self._out.nbytes / alone
         return CopySpeed(programs, rate, rate * kept[0], kept[1])

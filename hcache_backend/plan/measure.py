@@ -124,14 +124,11 @@ class Bench:
             weight = self._rows(model.kv_width, model.hidden)
             hidden = self._rows(PRODUCT_TOKENS, model.hidden)
             row_bytes = model.hidden * self.dtype.itemsize
-            found = Contention(
-                self.device, row_bytes, lambda: functional.linear(hidden, weight), self.seconds
-            ).measure()
+            product = lambda: functional.linear(hidden, weight)  # noqa: E731
+            found = Contention(self.device, row_bytes, product, self.seconds).measure()
         except Exception as error:  # the rest of a profile is worth having
-            logger.warning(
-                "hcache: copies were not measured during matrix products (defaults are used): %s",
-                error,
-            )
+            what = "copies were not measured during matrix products (defaults are used)"
+            logger.warning("hcache: %s: %s", what, error)
             return ()
         torch.cuda.empty_cache()  # other streams cannot use the memory cached for products
         return tuple(CopyWay(**speed._asdict()) for speed in found)
@@ -184,10 +181,8 @@ class Bench:
             following = cycle([ids.to(self.device) for ids in turns])
             # The split into K, V and heads makes no difference.
             halves = (PAGE * (row // 2), PAGE * (row - row // 2))
-            pool = [
-                torch.zeros((2 * pages, 1, 1, half), dtype=torch.uint8, device=self.device)
-                for half in halves
-            ]
+            how: dict[str, Any] = {"dtype": torch.uint8, "device": self.device}
+            pool = [torch.zeros((2 * pages, 1, 1, half), **how) for half in halves]
             places = torch.randperm(2 * pages)[:pages].to(self.device)
             size = tokens * self.model.kv_width * self.dtype.itemsize
             return size, lambda: gather_planes(memory, next(following), 0, pool, places)
@@ -260,11 +255,9 @@ def measure(
     source: str = "measured by hcache profile",
     begin: Callable[[str], object] = lambda operation: None,
 ) -> Profile:
-    """Measure every operation of a layer; ``begin`` is called before each.
-
-    From then on this process copies in the best way. Random state is restored, because ranks must
-    keep drawing the same numbers.
-    """
+    """Measure every operation of a layer; ``begin`` is called before each. From then on this
+    process copies in the best way. Random state is restored, because ranks must keep drawing the
+    same numbers."""
     points: dict[str, list[Point]] = {}
     on_gpu = [bench.device] if bench.device.type == "cuda" else []
     with torch.random.fork_rng(devices=on_gpu):
@@ -304,13 +297,6 @@ def measure(
 # ---- L3 ----
 
 
-class ReadRate(NamedTuple):
-    """Bytes per second of all folders; ``direct``: every one was read past the page cache."""
-
-    per_second: float
-    direct: bool
-
-
 class _Probe(NamedTuple):
     fd: int
     pieces: int
@@ -319,8 +305,9 @@ class _Probe(NamedTuple):
 
 def read_rate(
     config: HCacheConfig, model: ModelShape, seconds: float, ops: FileOps | None = None
-) -> ReadRate:
-    """Write a file beside every folder's pages, then read all of them for ``seconds``.
+) -> tuple[Rate, bool]:
+    """Write a file beside every folder's pages, then read all of them for ``seconds``. Returns the
+    rate of all together, and whether each was read past the page cache.
 
     Writing takes at most as long. A read is a page of hidden states, at most 16 MiB. The nearest
     parent replaces a missing folder. Raises OSError if a folder cannot be used or is too full.
@@ -330,7 +317,7 @@ def read_rate(
     with ExitStack() as stack:
         probes = [_written(stack, ops, path, piece, seconds, config) for path in config.dirs]
         direct = all(probe.io.alignment.flags for probe in probes)
-        return ReadRate(_read(probes, piece, config.io_threads, seconds), direct)
+        return Rate(per_second=_read(probes, piece, config.io_threads, seconds)), direct
 
 
 def _written(

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hcache_backend.config import ConfigError
 from hcache_backend.plan.model_shape import Latent, ModelShape
 
 _NESTED = ("text_config", "llm_config", "language_config", "thinker_config")
@@ -33,31 +34,23 @@ _NOT_GATED = _FOUR_WIDE | {"gpt_neox", "nemotron", "opt", "persimmon", "phi", "s
 _STATE_LAYERS = frozenset(("linear_attention", "mamba", "mamba2", "recurrent", "conv", "rwkv"))
 _WINDOW_LAYERS = frozenset(("sliding_attention", "chunked_attention", "local_attention"))
 _STATE_FIELDS = (
-    "hybrid_override_pattern",
-    "layers_block_type",
-    "attn_layer_period",
-    "mamba_d_state",
-    "linear_num_value_heads",
-    "ssm_cfg",
-)
+    "hybrid_override_pattern", "layers_block_type", "attn_layer_period", "mamba_d_state",
+    "linear_num_value_heads", "ssm_cfg",
+)  # fmt: skip
 _STATE = (
     "layers with a recurrent state instead of KV; there is no partition for them, the server keeps "
     "to KV mode or none"
 )
 
 
-class ModelConfigError(ValueError):
-    """A config.json that cannot be planned; the message names file, field and value."""
-
-
 def read_model(path: Path) -> ModelShape:
-    """Shape of the model of a ``config.json`` or a folder; raises ModelConfigError."""
+    """Shape of the model of a ``config.json`` or a folder; raises ConfigError."""
     return shape_from_config(*_read(path))
 
 
 def read_dtype(path: Path) -> str:
     """Value type of the model: ``bfloat16``, ``float16`` or ``float32``; raises
-    ModelConfigError."""
+    ConfigError."""
     return _dtype(_Fields(*_read(path)))
 
 
@@ -67,18 +60,18 @@ def _read(path: Path) -> tuple[dict[str, Any], str]:
     try:
         table = json.loads(file.read_text())
     except OSError as error:
-        raise ModelConfigError(
+        raise ConfigError(
             f"cannot read {file}: {error.strerror}; name a config.json or a model's folder"
         ) from None
     except ValueError as error:
-        raise ModelConfigError(f"{file} is not JSON: {error}") from None
+        raise ConfigError(f"{file} is not JSON: {error}") from None
     if not isinstance(table, dict):
-        raise ModelConfigError(f"{file}: must be a table of fields, not {table!r}")
+        raise ConfigError(f"{file}: must be a table of fields, not {table!r}")
     return table, str(file)
 
 
 def shape_from_config(table: Mapping[str, Any], source: str) -> ModelShape:
-    """Shape by the fields of a ``config.json``. Raises a ModelConfigError with ``source`` if a
+    """Shape by the fields of a ``config.json``. Raises a ConfigError with ``source`` if a
     field is missing or wrong, or the model is no decoder-only transformer."""
     fields = _Fields(table, source)
     _require_kv_cache(fields)
@@ -128,10 +121,8 @@ class _Fields:
 
     def integer(self, what: str, names: tuple[str, ...], default: int | None = None) -> int:
         """The first of ``names`` that is present, a positive integer."""
-        for name in names:
+        for name in (name for name in names if self.get(name) is not None):
             value = self.get(name)
-            if value is None:
-                continue
             if type(value) is not int or value <= 0:
                 raise self.wrong(name, "must be a positive integer")
             return value
@@ -143,11 +134,11 @@ class _Fields:
             "model's weights"
         )
 
-    def wrong(self, name: str, right: str) -> ModelConfigError:
+    def wrong(self, name: str, right: str) -> ConfigError:
         return self.error(f"field {name!r} is {json.dumps(self.get(name))}; it {right}")
 
-    def error(self, message: str) -> ModelConfigError:
-        return ModelConfigError(f"{self._source}: {message}")
+    def error(self, message: str) -> ConfigError:
+        return ConfigError(f"{self._source}: {message}")
 
 
 def _require_kv_cache(fields: _Fields) -> None:
@@ -173,12 +164,10 @@ def _layer_types(fields: _Fields) -> list[str]:
 
 
 def _windowed(fields: _Fields) -> bool:
-    kinds = _layer_types(fields)
-    if kinds:
+    if kinds := _layer_types(fields):
         return bool(_WINDOW_LAYERS & set(kinds))
-    return (
-        fields.get("sliding_window") is not None and fields.get("use_sliding_window") is not False
-    )
+    used = fields.get("use_sliding_window") is not False
+    return used and fields.get("sliding_window") is not None
 
 
 def _latent(fields: _Fields) -> Latent | None:
@@ -217,15 +206,13 @@ def _kv_heads(fields: _Fields, heads: int) -> int:
 
 
 def _dtype(fields: _Fields) -> str:
-    for name in ("torch_dtype", "dtype"):
-        value = fields.get(name)
-        if value is None:
-            continue
-        found = _DTYPES.get(str(value).removeprefix("torch."))
-        if found is None:
-            raise fields.wrong(name, f"must be one of {', '.join(_DTYPES)}")
-        return found
-    return "float16"
+    name = next((n for n in ("torch_dtype", "dtype") if fields.get(n) is not None), None)
+    if name is None:
+        return "float16"
+    found = _DTYPES.get(str(fields.get(name)).removeprefix("torch."))
+    if found is None:
+        raise fields.wrong(name, f"must be one of {', '.join(_DTYPES)}")
+    return found
 
 
 def _mlp_width(fields: _Fields, hidden: int) -> int:

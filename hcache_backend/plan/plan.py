@@ -39,11 +39,9 @@ class AtLength(NamedTuple):
 
 @dataclass(frozen=True)
 class PartitionPlan:
-    """Storage of each layer on a server, and the time of its restores.
-
-    ``model`` has encoded bytes; ``tokens`` is the restore that is solved for.
-    ``restore`` is the server's option; its other options are the defaults.
-    """
+    """Storage of each layer on a server, and the time of its restores. ``model`` has encoded bytes;
+    ``tokens`` is the restore that is solved for. ``restore`` is the server's option; its other
+    options are the defaults."""
 
     profile: Profile
     model: ModelShape
@@ -53,7 +51,7 @@ class PartitionPlan:
 
     @cached_property
     def l3(self) -> L3Path:
-        """Own pages overlap, unless ranks exchange hidden states or latents."""
+        """When a restore reads L3: during it, unless ranks exchange hidden states or latents."""
         if self.profile.l3 is None:
             return "none"
         if self.restore != "auto":
@@ -87,18 +85,13 @@ class PartitionPlan:
     def choices(self) -> dict[str, Partition]:
         """The mix and the three pure methods."""
         layers = self.model.layers
-        return {
-            "mix": self.partition,
-            "hidden": Partition(0, layers, 0),
-            "kv": Partition(0, 0, layers),
-            "recompute": Partition(layers, 0, 0),
-        }
+        pure = {"hidden": Partition(0, layers, 0), "kv": Partition(0, 0, layers)}
+        return {"mix": self.partition, **pure, "recompute": Partition(layers, 0, 0)}
 
     def bytes_per_token(self, choice: str) -> int:
         """Stored bytes of a token; for the mix a server stores every layer."""
-        return (self.stored if choice == "mix" else self.choices[choice]).bytes_per_token(
-            self.model
-        )
+        kept = self.stored if choice == "mix" else self.choices[choice]
+        return kept.bytes_per_token(self.model)
 
     def seconds(self, choice: str) -> float:
         """Predicted time of a restore by one of :attr:`choices`."""
@@ -155,12 +148,12 @@ class PartitionPlan:
         model, partition, measured = self.model, self.partition, self.profile.model
         found = []
         if not partition.hidden:
-            reason = (
-                f"they take {model.hidden_bytes:,} bytes per token and layer, KV takes "
-                f"{model.kv_bytes:,} ({model.attention})"
-                if not model.hidden_is_smaller
-                else "other methods are faster on this machine"
-            )
+            reason = "other methods are faster on this machine"
+            if not model.hidden_is_smaller:
+                reason = (
+                    f"they take {model.hidden_bytes:,} bytes per token and layer, KV takes "
+                    f"{model.kv_bytes:,} ({model.attention})"
+                )
             found.append(f"hidden states do not pay: {reason}; instead: {describe(partition)}")
         if model.latent:
             found.append("MLA pools are served in KV mode: of a page each rank keeps a part")
@@ -216,8 +209,9 @@ class PartitionPlan:
         ]
 
     def report(self) -> dict[str, Any]:
+        model = self.model
         return {
-            "model": {"attention": self.model.attention, **self.model.model_dump()},
+            "model": {"attention": model.attention, **model.model_dump()},
             "hardware": {"device": self.profile.device, "source": self.profile.source},
             "tokens": self.tokens,
             "tp": self.tp,
@@ -225,11 +219,8 @@ class PartitionPlan:
             "restore": self.restore,
             "layers": asdict(self.partition),
             "bytes_per_token": self.bytes_per_token("mix"),
-            "kv_bytes_per_token": self.model.layers * self.model.kv_bytes,
-            "bytes_per_token_and_layer": {
-                "hidden": self.model.hidden_bytes,
-                "kv": self.model.kv_bytes,
-            },
+            "kv_bytes_per_token": model.layers * model.kv_bytes,
+            "bytes_per_token_and_layer": {"hidden": model.hidden_bytes, "kv": model.kv_bytes},
             "predicted_ms": {name: self.seconds(name) * 1e3 for name in self.choices},
             "busy_ms": {name: value * 1e3 for name, value in self.busy("mix").items()},
             "binds": self.binds("mix"),

@@ -9,10 +9,11 @@ from __future__ import annotations
 import platform
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from hcache_backend.config import ConfigError
 from hcache_backend.plan.model_shape import ModelShape
 
 
@@ -23,10 +24,6 @@ def processor_name() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.machine()
-
-
-class ProfileError(ValueError):
-    """An unusable profile; the message names file, field, value and what is right."""
 
 
 class Rate(BaseModel):
@@ -112,25 +109,23 @@ class Profile(BaseModel):
 
 
 def load_profile(path: Path) -> Profile:
-    """Read a saved profile; a ProfileError names every wrong field."""
+    """Read a saved profile; a ConfigError names every wrong field."""
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise ProfileError(f"cannot read the profile {path}: {error}") from None
+        raise ConfigError(f"cannot read the profile {path}: {error}") from None
     try:
         return Profile.model_validate_json(text)
     except ValidationError as error:
         lines = []
         for detail in error.errors():
             field = ".".join(str(part) for part in detail["loc"])
-            if not field:
-                lines.append(f"{path}: no profile: {detail['msg']}")
-            elif detail["type"] in ("missing", "extra_forbidden"):
-                lines.append(f"{path}: field {field!r}: {detail['msg']}")
-            else:
-                lines.append(f"{path}: field {field!r} is {detail['input']!r}: {detail['msg']}")
+            about = f"field {field!r}" if field else "no profile"
+            if field and detail["type"] not in ("missing", "extra_forbidden"):
+                about += f" is {detail['input']!r}"
+            lines.append(f"{path}: {about}: {detail['msg']}")
         hint = "; make a new one with `hcache profile --out FILE`"
-        raise ProfileError("; ".join(lines) + hint) from None
+        raise ConfigError("; ".join(lines) + hint) from None
 
 
 # ---- machines by name: peak rates of data sheets, and the assumed shares that a restore reaches.
@@ -180,15 +175,13 @@ def preset_profile(name: str, ssds: int = 0) -> Profile:
     hardware = PRESETS[name]
     bus = Rate(per_second=hardware.bus * BUS_SHARE)
     compute = Rate(per_second=hardware.flops * COMPUTE_SHARE)
+    rates: dict[str, Any] = dict.fromkeys(("hidden_copy", "kv_load"), bus)
+    rates |= dict.fromkeys(("projection", "dense", "attention"), compute)
     return Profile(
         device=hardware.name,
         source=f"preset {name}: {hardware.source}",
         dtype="bfloat16",
         gathers=hardware.nvlink,
         l3=Rate(per_second=ssds * SSD_BYTES_PER_SECOND) if ssds else None,
-        hidden_copy=bus,
-        kv_load=bus,
-        projection=compute,
-        dense=compute,
-        attention=compute,
+        **rates,
     )

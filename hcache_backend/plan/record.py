@@ -11,8 +11,9 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from hcache_backend.config import ConfigError
 from hcache_backend.plan.model_shape import ModelShape
-from hcache_backend.plan.profile import Profile, ProfileError, load_profile
+from hcache_backend.plan.profile import Profile, load_profile
 from hcache_backend.plan.restore import L3Path, Partition, Restore, recompute_layers, simulate
 from hcache_backend.store import write_sidecar
 
@@ -81,5 +82,5 @@ def save_record(folder: Path, name: str, record: PartitionRecord, *, replace: bo
 def kept_profiles(folder: Path) -> Iterator[Profile]:
     """Readable profiles that servers left in a store folder."""
     for path in sorted(folder.glob("profile-*.json")):
-        with contextlib.suppress(ProfileError):
+        with contextlib.suppress(ConfigError):
             yield load_profile(path)

@@ -73,14 +73,9 @@ class Partition:
 
 def describe(partition: Partition) -> str:
     """The methods in words, in the order of the layers."""
-    parts = [
-        (partition.recompute, "recomputed"),
-        (partition.hidden, "from hidden states"),
-        (partition.kv, "loaded as KV"),
-    ]
-    return ", ".join(
-        f"{count} layer{'s' if count > 1 else ''} {how}" for count, how in parts if count
-    )
+    words = "recomputed", "from hidden states", "loaded as KV"
+    parts = ((getattr(partition, of), how) for of, how in zip(LAYER_METHODS, words, strict=True))
+    return ", ".join(f"{n} layer{'s' if n > 1 else ''} {how}" for n, how in parts if n)
 
 
 class LayerCosts(NamedTuple):
@@ -115,10 +110,8 @@ class LayerCosts(NamedTuple):
 
     def compute(self, partition: Partition) -> float:
         """Seconds of recomputation and projections."""
-        recomputation = self.recomputation(
-            partition.recompute, beside_copies=partition.recompute < partition.layers
-        )
-        return recomputation + self.c_h * partition.hidden
+        first, copies = partition.recompute, partition.recompute < partition.layers
+        return self.recomputation(first, beside_copies=copies) + self.c_h * partition.hidden
 
     def least(self, partition: Partition) -> float:
         """Lower bound: seconds of the slower stream. It is the paper's objective (section 4.1.2),
@@ -146,7 +139,6 @@ def simulate(
     ring: int | None = None,
     chunks: int = 1,
     pieces: int = 1,
-    parks: bool = False,
     note: Callable[..., Any] = lambda *task: None,
 ) -> float:
     """Seconds of a restore; each stream works through the layers in order.
@@ -156,11 +148,10 @@ def simulate(
             ``ring`` before it was used: by its projection, or for KV by its own transfer.
         chunks: Segments of one layer; long restores arrive and are projected in parts.
         pieces: Parts of the first layer, if no layer is recomputed before it.
-        parks: Segments wait elsewhere for the end of a recomputation, so all have room.
         note: Called with the fields of every :class:`Task`, those of a layer in order.
     """
     if partition.recompute:
-        pieces, ring = 1, None if parks else ring
+        pieces = 1
     begin = transfer = compute = costs.reading(partition)
     if begin:
         note("l3", None, None, 0.0, begin)
@@ -260,7 +251,6 @@ class Restore:
         ranks: Tensor-parallel ranks. Several recompute only what they must, because recomputation
             and transfers both have collectives.
         chunk_tokens: Most tokens of a projection, and length of the pipeline's ring.
-        parks: Segments can wait in the KV pool.
         recomputable: Number of first layers that can be recomputed here.
         eager: Pages are restored while L3 is being read.
         paper: Count as the paper: all segments have room, the first layer comes in one piece, and
@@ -272,7 +262,6 @@ class Restore:
     partition: Partition
     ranks: int = 1
     chunk_tokens: int = sys.maxsize
-    parks: bool = False
     recomputable: int = sys.maxsize
     eager: bool = False
     paper: bool = False
@@ -372,10 +361,8 @@ class Restore:
         allowed: Callable[[Partition], bool] = lambda partition: True,
     ) -> Partition:
         """The ``allowed`` partition whose restores of ``tokens`` tokens are the fastest.
-
         ``methods`` None: those that servers store. Servers store every layer, because hits in host
-        memory want the first ones, and a restore may still recompute them.
-        """
+        memory want the first ones, and a restore may still recompute them."""
         assert self.shape is not None
         stored: set[LayerMethod] = {"hidden", "kv"} if self.shape.hidden_is_smaller else {"kv"}
         costs, layers = self.costs(tokens, 0, l3), self.shape.layers
@@ -391,5 +378,4 @@ class Restore:
             ring=RUN_AHEAD * self.chunk_tokens // min(tokens, self.chunk_tokens),
             chunks=-(-tokens // self.chunk_tokens),
             pieces=max(1, pieces),
-            parks=self.parks,
         )

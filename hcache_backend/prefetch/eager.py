@@ -11,7 +11,8 @@ and a load gets the prepared device pages. It may never come, so reserved pages 
 - It becomes free only behind what writes it, and what recomputes from it.
 - A freed host page gives its device page back. Its next writer is a thread, which waits for no
   stream: the caller waits for the restore.
-- Nothing depends on what differs between tensor-parallel ranks, such as a passed event.
+- Nothing depends on what differs between tensor-parallel ranks, such as a passed event. A launch
+  that fails on one rank counts as launched there, too, and all ranks refuse a load of its pages.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -34,20 +35,13 @@ Ids = npt.NDArray[np.int64]
 
 _LEAST_BATCH = 4  # pages of a read at least, if there are as many: disks need parallel requests
 
-
 _LAUNCH_SHARE = 4  # a GPU gets a quarter of a hit at a time, or the bytes that its bus copies
 _LAUNCH_BYTES = 64 << 20  # in 2 ms: a launch takes the scheduler thread 0.1 ms
 
 
-class Launched(NamedTuple):
-    """A restore of pages that had arrived; ``lacking`` first layers must be recomputed yet."""
-
-    restore: RunningRestore
-    lacking: int
-
-
-# launch(host_pages, slots) restores consecutive pages: [p], [p * page_size]
-LaunchRestore = Callable[[Ids, torch.Tensor], Launched]
+# launch(host_pages, slots) restores consecutive pages that have arrived: [p], [p * page_size].
+# Returns the restore, and the number of their first layers that must be recomputed yet.
+LaunchRestore = Callable[[Ids, torch.Tensor], tuple[RunningRestore, int]]
 
 
 @dataclass(eq=False)
@@ -57,21 +51,16 @@ class Reserved:
     of: Reservation
     number: int  # in the reservation
     host_page: int
+    # First layers that nobody has launched. A page that has not arrived lacks all, if it may be
+    # recomputed whole, otherwise none.
+    lacks: int
     held: bool = True  # neither given back nor adopted
-    launched: Launched | None = None  # recomputations of whole pages too
+    restore: RunningRestore | None = None  # was launched for it, or recomputes it whole
     recomputed: bool = False  # it lacked layers and does not any more
 
     @property
-    def lacks(self) -> int:
-        """First layers that nobody has launched. A page that has not arrived lacks all, if it may
-        be recomputed whole, otherwise none."""
-        if self.recomputed:
-            return 0
-        return self.of.unread if self.launched is None else self.launched.lacking
-
-    @property
     def is_whole(self) -> bool:
-        return self.recomputed or (self.launched is not None and not self.launched.lacking)
+        return self.restore is not None and not self.lacks
 
 
 @dataclass(eq=False)
@@ -82,17 +71,17 @@ class Reservation:
     slots: torch.Tensor  # page by page
     keys: Sequence[Hashable]  # of each page in storage
     first: int  # number of page 0 in the prefetch
-    unread: int = 0  # layers to recompute of a page that has not arrived; 0: not allowed
     pages: list[Reserved] = field(default_factory=list)
     last_slice: tuple[int, RunningRestore] | None = None
+    failed: bool = False  # a launch failed on this rank: its pages have any content
     released: int | None = None  # the first page that is not held any more
     _front: int = 0  # all pages before this one were held and whole when it came there
 
     def waiting(self) -> list[Reserved]:
-        return [page for page in self.pages if page.held and page.launched is None]
+        return [page for page in self.pages if page.held and page.restore is None]
 
     def launched(self) -> list[Reserved]:
-        return [page for page in self.pages if page.held and page.launched is not None]
+        return [page for page in self.pages if page.held and page.restore is not None]
 
     @property
     def reachable(self) -> int:
@@ -135,7 +124,7 @@ class Recomputation(NamedTuple):
         if not self.unread:
             return None
         before = self.reservation.pages[: self.pages.start]
-        found = (page.launched.restore for page in before if page.launched and not page.recomputed)
+        found = (page.restore for page in before if page.restore and not page.recomputed)
         return list(dict.fromkeys(found))
 
     def first(self, pages: int) -> Recomputation:
@@ -156,37 +145,22 @@ def batch_pages(pages: int) -> int:
     return min(max(1, pages), max(_LEAST_BATCH, -(-pages // READ_BATCHES)))
 
 
-class FreePages(Protocol):
-    """The device's free pages, without reserved ones; slots are int64 ``[pages * page_size]``."""
-
-    def count(self) -> int:
-        """Number of free pages."""
-
-    def make_room(self, pages: int) -> None:
-        """Try to free ``pages``, at the cost of cached nodes on the device."""
-
-    def take(self, pages: int) -> torch.Tensor:
-        """Slots of ``pages`` free pages, which must be there."""
-
-    def give(self, slots: torch.Tensor) -> None:
-        """Free the whole pages of ``slots``, for the next user on the current stream."""
-
-
 class EagerRestores:
-    """Reserves free device pages for prefetches, at most ``limit``. Scheduler thread only.
-    ``launch`` restores pages, at least ``at_once(pages)`` of a prefetch at once."""
+    """Reserves device pages for prefetches, at most ``limit``. Scheduler thread only. ``pages``:
+    those that are free (:class:`.ReservablePages`). ``launch`` restores pages, at least
+    ``at_once(pages)`` of a prefetch at once."""
 
     def __init__(
         self,
         page_size: int,
-        free: FreePages,
+        pages: Any,
         launch: LaunchRestore,
         limit: int,
         at_once: Callable[[int], int] = lambda pages: 1,
     ) -> None:
         self._at_once = at_once
         self._size = page_size
-        self._free = free
+        self._free = pages
         self._launch = launch
         self._limit = limit
         self._reservations: list[Reservation] = []  # in the order in which they were made
@@ -205,32 +179,27 @@ class EagerRestores:
         """The prefetches after :meth:`reserve` and before :meth:`end`, in order."""
         return list(self._running)
 
-    def wanted(self, keys: Sequence[Hashable]) -> range:
-        """Pages that :meth:`reserve` would serve: within the limit, and brought by no running
-        prefetch."""
-        coming = {key for other in self._running.values() for key in other.keys}
-        first = next((i for i, key in enumerate(keys) if key not in coming), len(keys))
-        room = max(0, self._limit - self.pages + len(self._left_behind()))
-        return range(first, min(len(keys), first + room))
-
     def reserve(
         self, prefetch: Hashable, keys: Sequence[Hashable], host_pages: Ids, unread: int = 0
     ) -> int:
-        """A prefetch begins: reserve device pages for as many of its pages as possible; returns
-        their number. Device pages of ended prefetches are given back for it, the oldest first.
+        """A prefetch begins: reserve device pages for as many of its pages as possible, from the
+        first one on that no running prefetch brings; returns their number. Device pages of ended
+        prefetches are given back for it, the oldest first.
         ``keys`` will arrive in ``host_pages``, which nothing else uses. ``unread``: layers to
         recompute of a page that has not arrived; 0 if that is not allowed."""
-        chosen = self.wanted(keys)
-        spare = self._limit - self.pages
+        coming = {key for other in self._running.values() for key in other.keys}
+        first = next((i for i, key in enumerate(keys) if key not in coming), len(keys))
+        spare, left_behind = self._limit - self.pages, self._left_behind()
+        chosen = range(first, min(len(keys), first + max(0, spare + len(left_behind))))
         if spare < len(chosen):
-            self._give_back(self._left_behind()[: len(chosen) - spare])
+            self._give_back(left_behind[: len(chosen) - spare])
         if self._free.count() < len(chosen):
             self._free.make_room(len(chosen))
         chosen = chosen[: self._free.count()]
         ids = host_pages[chosen.start : chosen.stop].tolist()
         slots = self._free.take(len(chosen)) if ids else torch.empty(0, dtype=torch.int64)
-        reservation = Reservation(slots, keys[chosen.start : chosen.stop], chosen.start, unread)
-        reservation.pages = [Reserved(reservation, i, page) for i, page in enumerate(ids)]
+        reservation = Reservation(slots, keys[chosen.start : chosen.stop], chosen.start)
+        reservation.pages = [Reserved(reservation, i, page, unread) for i, page in enumerate(ids)]
         self._running[prefetch] = reservation
         self._reservations.append(reservation)
         self._reserved.update(zip(ids, reservation.pages, strict=True))
@@ -254,10 +223,11 @@ class EagerRestores:
         for run in runs(due):
             some = reservation.pages[run.start : run.stop]
             ids = np.array([page.host_page for page in some], dtype=np.int64)
-            launched = self._launch(ids, self._slots(reservation, run))
+            restore, lacks = self._launch(ids, self._slots(reservation, run))
+            reservation.failed |= restore.failed is not None
             for page in some:
-                page.launched = launched
-            self._reading.append((ids.tolist(), launched.restore))
+                page.restore, page.lacks = restore, lacks
+            self._reading.append((ids.tolist(), restore))
         return len(due)
 
     def to_recompute(self, most: int) -> Iterator[Recomputation]:
@@ -267,7 +237,7 @@ class EagerRestores:
             pages = reservation.to_recompute(most)
             if pages:
                 first = reservation.pages[pages.start]
-                unread = first.launched is None
+                unread = first.restore is None
                 yield Recomputation(prefetch, reservation, pages, first.lacks, unread)
 
     def slots(self, due: Recomputation) -> tuple[torch.Tensor, torch.Tensor]:
@@ -287,9 +257,8 @@ class EagerRestores:
         if restore.failed is not None:
             return
         for page in done.reservation.pages[done.pages.start : done.pages.stop]:
-            page.recomputed = True
-            if done.unread:
-                page.launched = Launched(restore, 0)
+            page.recomputed, page.lacks = True, 0
+            page.restore = page.restore or restore
 
     def end(self, prefetch: Hashable) -> int:
         """No more pages come. Gives back the pages that were not launched, and returns their
@@ -316,6 +285,11 @@ class EagerRestores:
         found = (self._reserved.get(page) for page in host_pages.tolist())
         return np.array([page is not None and page.is_whole for page in found], dtype=np.bool_)
 
+    def failed(self, host_pages: Ids) -> bool:
+        """True if no load may get the device pages for these: a launch failed on this rank."""
+        found = (self._reserved.get(page) for page in host_pages.tolist())
+        return any(page is not None and page.of.failed for page in found)
+
     # ---- allocation ----
 
     def make_free(self, pages: int) -> None:
@@ -335,7 +309,7 @@ class EagerRestores:
             return None
         found = [self._reserved.get(page) for page in host_pages.tolist()]
         adopted = [page for page in found if page is not None]
-        ready = np.array([page is not None and page.launched is not None for page in found])
+        ready = np.array([page is not None and page.restore is not None for page in found])
         whole = self.prepared(host_pages)
         restores = tuple(_using(adopted))
         self._forget(adopted)
@@ -360,7 +334,7 @@ class EagerRestores:
 
     def all_freed(self) -> None:
         """Every page of the device was freed elsewhere: forget the reservations."""
-        self._wait([*self._reserved.values()])
+        until_written(_using([*self._reserved.values()]))
         self._forget([*self._reserved.values()])
 
     # ---- internals ----
@@ -374,7 +348,7 @@ class EagerRestores:
         return reservation.slots[pages.start * self._size : pages.stop * self._size]
 
     def _give_back(self, pages: Sequence[Reserved]) -> None:
-        self._wait(pages)
+        until_written(_using(pages))
         self._forget(pages)
         numbers: dict[Reservation, list[int]] = {}
         for page in pages:
@@ -382,11 +356,6 @@ class EagerRestores:
         for reservation, some in numbers.items():
             for run in runs(sorted(some)):
                 self._free.give(self._slots(reservation, run))
-
-    def _wait(self, pages: Sequence[Reserved]) -> None:
-        for restore in _using(pages):
-            with contextlib.suppress(StreamFailed):  # then nothing is written any more
-                restore.wait()
 
     def _forget(self, pages: Iterable[Reserved]) -> None:
         for page in pages:
@@ -397,9 +366,16 @@ class EagerRestores:
         self._reservations = [one for one in self._reservations if one in held]
 
 
+def until_written(restores: Iterable[RunningRestore]) -> None:
+    """Later work of the current stream may write the device pages of these restores."""
+    for restore in restores:
+        with contextlib.suppress(StreamFailed):  # then nothing is written any more
+            restore.wait()
+
+
 def _using(pages: Sequence[Reserved]) -> Iterable[RunningRestore]:
     """Each restore that writes one of these pages, or reads it, once."""
-    using = {id(page.launched.restore): page.launched.restore for page in pages if page.launched}
+    using = {id(page.restore): page.restore for page in pages if page.restore}
     for page in pages:
         behind = page.of.last_slice
         if behind is not None and page.number < behind[0]:

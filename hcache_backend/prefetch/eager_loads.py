@@ -18,26 +18,25 @@ import numpy.typing as npt
 import torch
 
 from hcache_backend import metrics, streams
-from hcache_backend.capture.recomputed_rows import RecomputedRows
+from hcache_backend.capture.hooks import RecomputedRows
 from hcache_backend.host.loads import LoadQueue, QueuedLoad
 from hcache_backend.plan.restore import side_by_side
 from hcache_backend.prefetch.eager import (
     EagerRestores,
     Ids,
-    Launched,
     Recomputation,
     batch_pages,
     launch_pages,
+    until_written,
 )
-from hcache_backend.prefetch.governor import Governor
+from hcache_backend.prefetch.estimates import L3Progress
 from hcache_backend.prefetch.prefetch import Meeting, Prefetches
-from hcache_backend.prefetch.progress import L3Progress
-from hcache_backend.prefetch.slices import SliceBudget
+from hcache_backend.prefetch.slices import Governor, SliceBudget
 from hcache_backend.ranks import Said, Turn
 from hcache_backend.restore.pipeline import RestorePipeline
+from hcache_backend.restore.report import RunningRestore
 
 logger = logging.getLogger("hcache")
-
 
 _OFFERS = 4  # prefetches whose pages a turn may recompute: the first that has any is chosen
 
@@ -84,15 +83,15 @@ class EagerLoads:
         self._recomputed = False  # since the last take_recomputed
         self._offers: list[Offer] = []
         at_once = launch_pages(pages.device, pool.page_layout.page_bytes)
-        self._restores = EagerRestores(pool.page_size, pages, self._launch, limit, at_once)
-        pages.eager = self._restores
+        self.restores = EagerRestores(pool.page_size, pages, self._launch, limit, at_once)
+        pages.eager = self.restores
         pool.on_freed.append(self._host_freed)
 
     def ask(self, turn: Turn) -> None:
         """Restore pages that have arrived, and offer pages for a slice; after HiCache's look at its
         storage threads."""
         self.governor.look(self._prefetches.scheduler)
-        restores, size, cache = self._restores, self._pool.page_size, turn.cache
+        restores, size, cache = self.restores, self._pool.page_size, turn.cache
         self._pages.cache, self._controller = cache, cache.cache_controller
         running = {
             info.operation: info.anchor_node_id
@@ -136,17 +135,17 @@ class EagerLoads:
         if meeting is not None:
             meeting.begin(len(operation.hash_value))
             unread = len(self._loads.methods.methods)
-        self._restores.reserve(operation, keys, host_pages[: len(keys)], unread)
+        self.restores.reserve(operation, keys, host_pages[: len(keys)], unread)
         # Forward passes that were launched may still use pages that are free already.
         self._controller.after_forwards(self._stream)
 
-    def _launch(self, host_pages: Ids, slots: torch.Tensor) -> Launched:
-        arena = self._pool.arena
-        lacking = self._loads.stored_from
-        with self._stream.as_current(), metrics.timed("host_load"):
-            physical = arena.physical(host_pages)
+    def _launch(self, host_pages: Ids, slots: torch.Tensor) -> tuple[RunningRestore, int]:
+        physical, lacking = self._pool.arena.physical(host_pages), self._loads.stored_from
+        told = metrics.harmless("restore", "pages that arrived cannot be restored: a miss")
+        restore = None
+        with self._stream.as_current(), metrics.timed("host_load"), told:
             restore = self._pipeline.start(physical, slots, None, lacking, ahead=True)
-        return Launched(restore, lacking)
+        return restore or self._pipeline.abandoned(len(slots)), lacking
 
     @property
     def recomputes_pages(self) -> bool:
@@ -178,7 +177,7 @@ class EagerLoads:
         size, budget, pace = self._pool.page_size, self._budget, self.governor.pace()
         while self._offers:  # an error came between
             self._taken(self._offers.pop(), 0)
-        for due in islice(self._restores.to_recompute(max(1, budget.tokens // size)), _OFFERS):
+        for due in islice(self.restores.to_recompute(max(1, budget.tokens // size)), _OFFERS):
             prefix = self._tokens_before(due)
             if prefix is None:
                 continue
@@ -189,7 +188,7 @@ class EagerLoads:
                 until = alone, together  # slower pages are read sooner, some or all
             allowed = budget.pages(len(due.pages), size, prefix, due.layers, pace.share, *until)
             room = allowed if meeting is None else min(allowed, meeting.offer())
-            free = pace.share > 0 and not budget.full
+            free = pace.share > 0 and not budget.full and not due.reservation.failed
             self._offers.append(Offer(due, meeting, turn.say(free, room)))
         if self._offers and not pace.share:
             metrics.SLICES.count(pace.decision)
@@ -220,7 +219,7 @@ class EagerLoads:
         """Number of pages at the front of a prefetch that slices can recompute."""
         anchor = self._prefetches.of(prefetch).anchor
         there = is_on_device(self._pages.cache.tree_core, anchor)
-        return self._restores.reachable(prefetch) if there and self.recomputes_pages else 0
+        return self.restores.reachable(prefetch) if there and self.recomputes_pages else 0
 
     def _tokens_before(self, due: Recomputation) -> int | None:
         """Number of tokens of the sequence before ``due``; None if it cannot be recomputed."""
@@ -239,7 +238,7 @@ class EagerLoads:
         others = self._before_prefetch(due.prefetch)
         if others is None:
             return False
-        slots, before = self._restores.slots(due)
+        slots, before = self.restores.slots(due)
         prefix = torch.cat((others, before))
         if due.unread:
             recompute = self._loads.recompute_pages(self._token_ids(due), prefix)
@@ -264,7 +263,7 @@ class EagerLoads:
                 logger.warning("hcache: recomputed pages could not be stored: %r", problem)
         self._budget.launched(restore, len(prefix), due.layers)
         self._recomputed = True
-        self._restores.recomputed(due, restore)
+        self.restores.recomputed(due, restore)
         if restore.failed is not None:
             self._loads.recomputation_failed(restore.failed)
             return True
@@ -286,18 +285,20 @@ class EagerLoads:
     def _before_prefetch(self, prefetch: Hashable) -> torch.Tensor | None:
         """Slots of all tokens before a prefetch, int64 ``[n]``; None if the device lacks some."""
         tree, anchor = self._pages.cache.tree_core, self._prefetches.of(prefetch).anchor
-        if not is_on_device(tree, anchor):
-            return None
-        root = tree.empty_match_result.last_device_node
-        slots: torch.Tensor = tree.collect_full_device_indices(anchor, root)
-        return slots
+        return slots_to(tree, anchor) if is_on_device(tree, anchor) else None
 
     def load(self, load: QueuedLoad, ask: Callable[[], Any]) -> Any:
         """Let SGLang queue ``load`` (at least one page), by ``ask``, with the prepared device
         pages. Returns the result of ``ask``: device indices, or None if SGLang has no room."""
         with self._pages.given_to(load):
             device_indices = ask()
-        if load.adopted is not None:
+        if load.adopted is None:
+            return device_indices
+        if device_indices is None:
+            # Another pool had no room: SGLang gives the pages, which restores may still write, to
+            # the next request.
+            until_written(load.adopted.restores)
+        else:
             size, ready = self._pool.page_size, int(load.adopted.ready.sum())
             metrics.TOKENS.count("ready_at_load", ready * size)
             metrics.TOKENS.count("not_ready_at_load", (len(load.adopted.ready) - ready) * size)
@@ -305,20 +306,16 @@ class EagerLoads:
 
     def until_saved(self, host_pages: Ids) -> None:
         """Block until recomputed host pages are there, encoded or lost: the CPU wants them."""
-        self._restores.until_saved(host_pages)
+        self.restores.until_saved(host_pages)
         self._pool.settle()
 
     def _host_freed(self, host_pages: Ids) -> None:
         self.until_saved(host_pages)
-        self._restores.host_freed(host_pages)
-
-    def prepared(self, host_pages: Ids) -> npt.NDArray[np.bool_]:
-        """Mask of the pages (int64 ``[n]``) that a load would not take from the host."""
-        return self._restores.prepared(host_pages)
+        self.restores.host_freed(host_pages)
 
     def forget(self) -> None:
         """Drop all that was restored and not adopted."""
-        self._restores.clear()
+        self.restores.clear()
 
 
 def token_array(token_ids: Any) -> npt.NDArray[np.int32]:
@@ -330,3 +327,10 @@ def is_on_device(tree: Any, node: Hashable) -> bool:
     """True if the device has K and V of all tokens up to the end of a node of SGLang's tree."""
     root = tree.empty_match_result.last_device_node
     return bool(node == root or not tree.is_full_device_evicted(node))
+
+
+def slots_to(tree: Any, node: Hashable) -> torch.Tensor:
+    """Slots of all tokens up to the end of a node of SGLang's tree, int64 ``[n]``."""
+    root = tree.empty_match_result.last_device_node
+    slots: torch.Tensor = tree.collect_full_device_indices(node, root)
+    return slots

@@ -12,15 +12,15 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from hcache_backend import metrics
-from hcache_backend.prefetch.estimates import Estimate
+from hcache_backend.prefetch.estimates import Estimate, L3Progress, Reading
 from hcache_backend.prefetch.prefetch import Hit, Prefetch, Prefetches, Recomputing, State
-from hcache_backend.prefetch.progress import L3Progress, Reading
 from hcache_backend.ranks import Said, Turn
 
 logger = logging.getLogger("hcache")
@@ -73,11 +73,8 @@ class Gpu:
 class _Probes:
     """When a slow tier is read again."""
 
-    last_read: float | None = None  # in the clock's seconds
+    last_read: float = -math.inf  # in the clock's seconds
     pause: float = PROBE_SECONDS
-
-    def due(self, now: float) -> bool:
-        return self.last_read is None or now - self.last_read >= self.pause
 
     def ended(self, *, pays: bool) -> None:
         """A probe is over; the next one confirms a good one at once."""
@@ -105,8 +102,7 @@ class HitGate:
         self._probes = (_Probes(), _Probes())  # of the page store, and of the shared tier
         self._running: list[Any] = []  # SGLang's operations, in the order in which they are read
         self._said: Said | None = None
-        self._logged: float | None = None
-        self._shown: float | None = None
+        self._logged = self._shown = -math.inf  # when a refused hit was logged, and rates shown
         self._show()
 
     def clear_metrics(self) -> None:
@@ -143,10 +139,6 @@ class HitGate:
         with harmless():
             self.agreed([self.prefetches.of(operation) for operation in ended], not in_time)
 
-    def forget(self) -> None:
-        """HiCache's threads stop."""
-        self.prefetches.unfinished.clear()
-
     def may_ask(self, request_id: str, prefix: int, recomputing: Recomputing | None = None) -> bool:
         """Returns True if L3 is to be asked for tokens of a request behind ``prefix``: not while
         all ranks agree that L3 is stalled, because no request would wait for the answer."""
@@ -161,7 +153,9 @@ class HitGate:
         verdicts, earlier = [], 0.0
         with self.prefetches.lock:
             reading = self.l3.reading  # perhaps for a request that does not wait any more
-            self.prefetches.retain({*running, *([reading.prefetch] if reading else [])})
+            kept = {*running, *([reading.prefetch] if reading else [])}
+            waiting = self.prefetches.waiting.items()
+            self.prefetches.waiting = {name: one for name, one in waiting if one in kept}
             stalled = self.l3.seems_stalled(now)
             for place, one in enumerate(running):
                 rest, ends = one.rest, False
@@ -226,7 +220,7 @@ class HitGate:
                 self.prefetches.refuse(prefetch, State.REFUSED)
         if taken < tokens:
             metrics.L3_TOKENS.count("slower", tokens - taken)
-            if self._logged is None or now - self._logged > _SILENCE_SECONDS:
+            if now - self._logged > _SILENCE_SECONDS:
                 self._logged = now
                 logger.info("hcache: %d tokens of a hit are computed: %s", tokens - taken, problem)
         return taken
@@ -396,11 +390,12 @@ class HitGate:
         busy = self.l3.reading is not None or any(one.left for one in waiting)
         if busy or self.l3.seems_stalled(now):
             return False
-        return self._probes[hit.shared > 0].due(now)
+        probes = self._probes[hit.shared > 0]
+        return now - probes.last_read >= probes.pause
 
     def _show(self) -> None:
         now = self.l3.clock()
-        if self._shown is not None and now - self._shown < _SHOWN_SECONDS:
+        if now - self._shown < _SHOWN_SECONDS:
             return
         self._shown = now
         for operation, rate in self.estimates.rates().items():

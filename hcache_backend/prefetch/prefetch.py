@@ -210,23 +210,14 @@ class Prefetch:
 
 @dataclass(eq=False)
 class Held:
-    """The prompt of a waiting request. Scheduler thread only.
+    """The prompt of a waiting request. Scheduler thread only."""
 
-    Attributes:
-        request: SGLang's request.
-        operation: SGLang's operation of its prefetch; None: there is none, or it is over.
-        tokens: Tokens of the prompt that host memory has, and does not evict.
-        read: Tokens that L3 was read for, and that no batch has used.
-        computed: Tokens at the front of its prefetch that were recomputed.
-        let_go: Allows that they are evicted; None: they are not held.
-    """
-
-    request: Any
-    operation: Any = None
-    tokens: int = 0
-    read: int = 0
-    computed: int = 0
-    let_go: Callable[[], object] | None = None
+    request: Any  # SGLang's
+    operation: Any = None  # SGLang's, of its prefetch; None: there is none, or it is over
+    tokens: int = 0  # of the prompt that host memory has, and does not evict
+    read: int = 0  # tokens that L3 was read for, and that no batch has used
+    computed: int = 0  # tokens at the front of its prefetch that were recomputed
+    let_go: Callable[[], object] | None = None  # allows their eviction; None: they are not held
 
 
 class Prefetches:
@@ -248,12 +239,10 @@ class Prefetches:
     def of(self, operation: Any) -> Prefetch:
         """The prefetch of SGLang's ``operation``. Any thread."""
         with self.lock:
-            found = self._of.get(operation)
-            if found is None:
+            if operation not in self._of:
                 name = operation.request_id
-                found = self.waiting.get(name) or Prefetch(name)
-                self._of[operation] = found
-            return found
+                self._of[operation] = self.waiting.get(name) or Prefetch(name)
+            return self._of[operation]
 
     def ask(self, request_id: str, prefix: int, recomputing: Recomputing | None) -> Prefetch:
         """L3 is asked for tokens of a request behind ``prefix``."""
@@ -274,9 +263,3 @@ class Prefetches:
             prefetch.state = self._final[prefetch.request_id] = state
             if len(self._final) > _REMEMBERED:
                 self._final.popitem(last=False)
-
-    def retain(self, waiting: set[Prefetch]) -> None:
-        """Other prefetches are over."""
-        with self.lock:
-            kept = {name: one for name, one in self.waiting.items() if one in waiting}
-            self.waiting = kept

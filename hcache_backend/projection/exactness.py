@@ -52,12 +52,9 @@ class Bound(NamedTuple):
 
     @classmethod
     def of_product(cls, kept: torch.dtype) -> Bound:
-        """For K and V of the same hidden states, kept as ``kept``.
-
-        Sums in float32 differ by up to 2e-6. That moves a few values of a shorter type by one
-        place: an eighth of its epsilon is every thirtieth value. One rounding more or less moves
-        every third.
-        """
+        """For K and V of the same hidden states, kept as ``kept``. Sums in float32 differ by up to
+        2e-6. That moves a few values of a shorter type by one place: an eighth of its epsilon is
+        every thirtieth value. One rounding more or less moves every third."""
         epsilon = torch.finfo(kept).eps
         rms = max(epsilon / 8, 2.0**-19)
         return cls(rms, _LARGEST * rms / epsilon)

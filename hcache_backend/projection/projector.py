@@ -1,41 +1,198 @@
-"""K and V of every layer, each in the best way that was proven for it."""
+"""K and V of every layer, each in the best way that was proven for it: by its spec, or its module.
+
+A spec is the parts that make one layer's K and V, as found in its attention module. It holds
+modules and the names of their tensors, never tensors: the next projection sees a weight update, or
+a RoPE table that grows.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
 
 import torch
 
-from hcache_backend.projection.attention import AttentionLayer
-from hcache_backend.projection.generic import ProjectionBatch, project_with_module
+from hcache_backend.projection.attention import AttentionLayer, ProjectionBatch, project_with_module
 from hcache_backend.projection.paged_pool import PagedPool
-from hcache_backend.projection.spec import LayerSpec
-from hcache_kernels.project_kv import ProjectionCall, Way, project_kv
+from hcache_kernels.project_kv import (
+    KeyNorm,
+    KVProjection,
+    ProjectionCall,
+    Rotary,
+    Rounding,
+    Way,
+    compute_kv,
+    finish_keys,
+    project_kv,
+)
+
+COS_SIN = "cos_sin_cache"  # SGLang's (and vLLM's) name of a RoPE's table of cosines and sines
+
+_EPSILON_NAMES = ("variance_epsilon", "eps", "epsilon", "norm_eps")
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Columns of the heads of K, or of V, in the output of a linear module."""
+
+    linear: torch.nn.Module  # returns [n, width] for hidden states, alone or first
+    starts: tuple[int, ...]  # first column of each head
+    head_dim: int
+
+    @property
+    def contiguous(self) -> bool:
+        wanted = range(self.starts[0], self.starts[0] + self.width, self.head_dim)
+        return self.starts == tuple(wanted)
+
+    @property
+    def width(self) -> int:
+        return len(self.starts) * self.head_dim
+
+    def pick(self, output: torch.Tensor) -> torch.Tensor:
+        """The heads ``[n, heads, head_dim]`` in the output ``[n, width]`` of the module."""
+        if self.contiguous:
+            rows = output[:, self.starts[0] : self.starts[0] + self.width]
+            return rows.reshape(len(output), len(self.starts), self.head_dim)
+        heads = [output[:, start : start + self.head_dim] for start in self.starts]
+        return torch.stack(heads, 1)
+
+
+@dataclass(frozen=True)
+class NormModule:
+    """A module whose parameters normalise K; ``kind`` and ``over`` as in :class:`KeyNorm`."""
+
+    module: torch.nn.Module  # holds ``weight`` and ``bias``, or neither, and an epsilon
+    kind: Literal["rms", "layer"]
+    over: Literal["head", "all"]
+    offset: int  # added to the stored weight: 1 if models store ``w - 1`` (Gemma)
+
+    def key_norm(self) -> KeyNorm:
+        """The norm with the weights of this moment."""
+        weight, bias = vector(self.module, "weight"), vector(self.module, "bias")
+        if weight is not None and self.offset:
+            weight = weight.float() + self.offset  # near 1, a half type would lose its digits
+        epsilon = epsilon_of(self.module)
+        assert epsilon is not None
+        return KeyNorm(self.kind, self.over, weight, bias, epsilon)
+
+
+@dataclass(frozen=True)
+class RotaryTable:
+    """An object (``owner``) whose table of cosines and sines, ``cos_sin_cache``, rotates K."""
+
+    owner: object
+    style: Literal["neox", "interleaved"]
+
+    def rotary(self) -> Rotary:
+        """The RoPE with the table of this moment."""
+        table: torch.Tensor = getattr(self.owner, COS_SIN)
+        return Rotary(table, self.style, table.shape[1])
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """Makes K and V of one layer without its attention module (paper section 3.1).
+
+    ``fused``: the kernels can do it all. They want rows of K and then of V in one float weight.
+    Rows in another order would have to be copied, and a quantised weight is its module's own
+    affair; so the linear module is called then.
+    """
+
+    k: Columns  # before norm and RoPE
+    v: Columns
+    norm: NormModule | None  # of K
+    rotary: RotaryTable | None  # of K
+    fused: bool
+    rounding: Rounding = field(default_factory=Rounding)  # of norm and RoPE
+
+    def key_norm(self) -> KeyNorm | None:
+        return None if self.norm is None else self.norm.key_norm()
+
+    def key_rotary(self) -> Rotary | None:
+        return None if self.rotary is None else self.rotary.rotary()
+
+    def projection(self) -> KVProjection:
+        """The layer for the kernels, if it is ``fused``; weight and bias are views."""
+        weight, bias = self.k.linear.weight, getattr(self.k.linear, "bias", None)
+        assert isinstance(weight, torch.Tensor)
+        rows = slice(self.k.starts[0], self.k.starts[0] + 2 * self.k.width)
+        both = weight[rows], None if bias is None else bias[rows]
+        finish = self.key_norm(), self.key_rotary(), self.rounding
+        return KVProjection(*both, len(self.k.starts), self.k.head_dim, *finish)
+
+    def compute(
+        self, hidden: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V (``[n, kv_heads, head_dim]``) of hidden states (``[n, hidden]``), in their type.
+        Positions are int64 ``[n]``."""
+        if self.fused:
+            return compute_kv(hidden, positions, self.projection())
+        output = linear_output(self.k.linear(hidden))
+        k = self.k.pick(output)
+        k = finish_keys(k, positions, self.key_norm(), self.key_rotary(), self.rounding)
+        if self.v.linear is not self.k.linear:
+            output = linear_output(self.v.linear(hidden))
+        return k, self.v.pick(output)
+
+    def describe(self) -> str:
+        """The spec for the log; layers that are alike have the same description."""
+        if self.fused:
+            parts = ["fused weight {}x{}".format(*self.projection().weight.shape)]
+        else:
+            modules = "one module" if self.k.linear is self.v.linear else "two modules"
+            parts = [f"{2 * self.k.width} columns of {modules}"]
+        if getattr(self.k.linear, "bias", None) is not None:
+            parts.append("bias")
+        if self.norm is not None:
+            where = "a head" if self.norm.over == "head" else "all heads"
+            parts.append(f"{self.norm.kind} norm over {where}")
+        if self.rotary is not None:
+            rotary = self.rotary.rotary()
+            parts.append(f"RoPE {rotary.style} {rotary.rotary_dim}")
+        if self.rounding != Rounding():
+            rounded = [name for name, on in asdict(self.rounding).items() if on]
+            if self.norm is None:
+                rounded.remove("norm")
+            parts.append(f"rounding {' + '.join(rounded).replace('_', ' ') or 'nothing'}")
+        return ", ".join(parts)
+
+
+def linear_output(result: Any) -> torch.Tensor:
+    """The product that a linear module returned: alone, or first of several values."""
+    output: torch.Tensor = result[0] if isinstance(result, tuple) and result else result
+    return output
+
+
+def vector(module: torch.nn.Module, name: str) -> torch.Tensor | None:
+    """A parameter or plain attribute as a vector, or None if there is none."""
+    value = getattr(module, name, None)
+    return value.detach().reshape(-1) if isinstance(value, torch.Tensor) else None
+
+
+def epsilon_of(module: torch.nn.Module) -> float | None:
+    """The epsilon of a norm, under any of its usual names; None if it is no norm."""
+    for name in _EPSILON_NAMES:
+        value = getattr(module, name, None)
+        if isinstance(value, float):
+            return value
+    return None
 
 
 class Projector:
-    """Projects hidden states to ``pool``, by a layer's spec if it has one, or by its module."""
+    """Projects hidden states to ``pool``, each layer by its entry in ``specs``; None: by its
+    attention module."""
 
     def __init__(self, batch: ProjectionBatch, pool: PagedPool, layers: int) -> None:
-        self.batch = batch
-        self.pool = pool
-        self._specs: list[LayerSpec | None] = [None] * layers
-
-    @property
-    def specs(self) -> tuple[LayerSpec | None, ...]:
-        """The spec of every layer; None: its attention module projects."""
-        return tuple(self._specs)
-
-    def use_specs(self, specs: Sequence[LayerSpec | None]) -> None:
-        """Project every layer by its entry from now on."""
-        self._specs = list(specs)
+        self.batch, self.pool = batch, pool
+        self.specs: Sequence[LayerSpec | None] = [None] * layers
 
     @torch.no_grad()
     def project(
         self, layer: AttentionLayer, hidden: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As :func:`project_with_module`, by the layer's spec if it has one."""
-        spec = self._specs[layer.index]
+        spec = self.specs[layer.index]
         if spec is None:
             return project_with_module(layer, hidden, positions, self.batch)
         return spec.compute(hidden, positions)
@@ -51,7 +208,7 @@ class Projector:
     ) -> None:
         """:meth:`project` to ``slots`` (int64 ``[n]``, any order) of the pool. ``way``: the kernels
         for a fused spec; None: the fastest ones for ``n``."""
-        spec, pool = self._specs[layer.index], self.pool.of_layer(layer)
+        spec, pool = self.specs[layer.index], self.pool.of_layer(layer)
         if spec is not None and spec.fused and pool is not None:
             project_kv(ProjectionCall(hidden, positions, slots, spec.projection(), pool), way)
         else:

@@ -3,33 +3,34 @@
 Names of classes or modules decide nothing. Modules that were fed the hidden states are watched. V,
 which nothing is done to, shows its columns in their output. K is looked for in the same outputs
 under every norm and RoPE that the attention module could hold, then under every rounding of
-kernels. The best guess must prove itself on all evidence (:mod:`hcache_backend.projection.proof`).
+kernels. The best guess must prove itself by numbers, on all evidence.
+
+The module is asked about more than the probe shows: large positions (a RoPE that is no plain
+look-up), loud hidden states (clamps, saturation), quiet ones (biases, epsilons). Other batch sizes
+show other orders of sums: a spec may be as far off as these explain, and no further.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from typing import Any, Literal, NamedTuple
 
 import torch
 
-from hcache_backend.projection.attention import AttentionLayer
-from hcache_backend.projection.exactness import Bound, KVExactness
-from hcache_backend.projection.generic import ProjectionBatch, project_with_module
-from hcache_backend.projection.proof import (
-    LESS_EXACT,
-    Evidence,
-    Sample,
-    difference,
-    difference_problem,
-    spec_exactness,
-    spec_problem,
-    spec_tolerance,
+from hcache_backend.projection.attention import AttentionLayer, ProjectionBatch, project_with_module
+from hcache_backend.projection.exactness import (
+    Bound,
+    KVExactness,
+    kv_exactness,
+    relative_difference,
+    together,
+    tolerance,
+    worst,
 )
-from hcache_backend.projection.spec import (
+from hcache_backend.projection.projector import (
     COS_SIN,
     Columns,
     LayerSpec,
@@ -40,6 +41,161 @@ from hcache_backend.projection.spec import (
     vector,
 )
 from hcache_kernels.project_kv import KeyNorm, Rotary, Rounding, check_projection, finish_keys
+
+_LOUD = 4096.0  # largest number of K and V from loud hidden states
+_QUIET = 1e-3  # and from quiet ones
+_PLACES = 16
+
+LESS_EXACT = "K or V are less exact than the attention module's own at other batch sizes"
+
+_BATCH_SIZES = (1, 16)  # a decode step and a small batch; many tokens at once are evidence anyway
+
+
+@dataclass(frozen=True)
+class Sample:
+    """K and V that the module made of some tokens; a spec must make the same."""
+
+    what: str  # the purpose of these tokens
+    hidden: torch.Tensor  # [n, hidden]
+    positions: torch.Tensor  # int64 [n]
+    k: torch.Tensor  # [n, kv_heads, head_dim], like v
+    v: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Answers of a layer's attention module."""
+
+    samples: list[Sample]  # the probe, then the probe with other positions beside it, then others
+    own: KVExactness  # how exactly the module repeats the probe at other batch sizes
+
+
+@torch.no_grad()
+def gather_evidence(
+    layer: AttentionLayer,
+    hidden: torch.Tensor,
+    positions: torch.Tensor,
+    batch: ProjectionBatch,
+    position_limit: int,
+) -> Evidence:
+    """Ask the attention module; always the same number of calls, on every rank. ``hidden`` (``[n,
+    hidden]``) and ``positions`` are the probe's. The model serves positions below
+    ``position_limit``. Raises ProjectionFailed if the module gave no K and V."""
+
+    def ask(what: str, rows: torch.Tensor, where: torch.Tensor) -> Sample:
+        k, v = project_with_module(layer, rows, where, batch)
+        return Sample(what, rows, where, k, v)
+
+    n = len(hidden)
+    probe = ask("the probe's tokens", hidden, positions)
+    places = _places(min([position_limit, *_table_lengths(layer)]))
+    far = ask(
+        "the probe's tokens at other positions",
+        hidden.repeat(1 + len(places), 1),
+        torch.cat([positions, places.repeat_interleave(n).to(positions.device)]),
+    )
+    largest = float(torch.maximum(probe.k.abs().amax(), probe.v.abs().amax()))
+    loud = hidden * min(_LOUD / largest, _room(hidden)) if largest else hidden
+    quiet = hidden * (_QUIET / largest) if largest else hidden
+    samples = [
+        probe,
+        far,
+        ask("loud hidden states", loud, positions),
+        ask("quiet hidden states", quiet, positions),
+    ]
+    again = [(far.k[:n], far.v[:n])]
+    for size in _BATCH_SIZES:
+        batches = zip(hidden.split(size), positions.split(size), strict=True)
+        k, v = zip(*(project_with_module(layer, *rows, batch) for rows in batches), strict=True)
+        again.append((torch.cat(k), torch.cat(v)))
+    first = (probe.k, probe.v)
+    return Evidence(samples, worst(kv_exactness(kv, first, hidden.dtype) for kv in again))
+
+
+def dependence(layer: AttentionLayer, evidence: Evidence) -> str | None:
+    """A message if K of a token changes with the positions projected beside it, or None. No page of
+    such a layer can be restored: it does not say which tokens stood beside its own."""
+    probe, far = evidence.samples[:2]
+    n = len(probe.hidden)
+    if relative_difference(far.k[:n], probe.k) <= tolerance(probe.hidden.dtype):
+        return None
+    return (
+        f"K of {layer.name} at positions 0..{n - 1} changes when position "
+        f"{int(far.positions.max())} is projected with them"
+    )
+
+
+@torch.no_grad()
+def _difference(spec: LayerSpec, samples: list[Sample]) -> tuple[float, str]:
+    """The worst relative difference between a spec's K and V and the module's, and its place."""
+    largest, where = 0.0, ""
+    n = len(samples[0].hidden)  # the probe's tokens: compared together at all their positions
+    for sample in samples:
+        try:
+            made = spec.compute(sample.hidden, sample.positions)
+        except Exception as error:  # the model's linear module, or a table that is too short
+            return float("inf"), f"K and V of {sample.what} ({type(error).__name__}: {error})"
+        for name, got, want in zip("KV", made, (sample.k, sample.v), strict=True):
+            groups = zip(got.split(n), want.split(n), strict=True)
+            found = max(relative_difference(a.float(), b.float()) for a, b in groups)
+            if found > largest:
+                largest, where = found, f"{name} of {sample.what}"
+    return largest, where
+
+
+def _difference_problem(difference: tuple[float, str], samples: list[Sample]) -> str | None:
+    """The problem if rounding does not explain the :func:`_difference` of a spec."""
+    largest, where = difference
+    allowed = _allowed(samples[0].hidden.dtype)
+    if largest <= allowed:
+        return None
+    return f"{where} differ from the module's by {largest:.1e} (allowed {allowed:.0e})"
+
+
+def _allowed(dtype: torch.dtype) -> float:
+    """Half of the tolerance of a layer in the pool: both sides round at the same places."""
+    return tolerance(dtype) / 2
+
+
+@torch.no_grad()
+def spec_exactness(spec: LayerSpec, samples: list[Sample]) -> KVExactness:
+    return together(
+        kv_exactness(
+            spec.compute(sample.hidden, sample.positions), (sample.k, sample.v), sample.k.dtype
+        )
+        for sample in samples
+    )
+
+
+def spec_problem(spec: LayerSpec, evidence: Evidence) -> str | None:
+    """A message if a spec is wrong for its layer, or None."""
+    problem = _difference_problem(_difference(spec, evidence.samples), evidence.samples)
+    bound = Bound.of_product(evidence.samples[0].k.dtype)
+    if problem or spec_exactness(spec, evidence.samples).as_good_as(evidence.own, bound):
+        return problem
+    return LESS_EXACT
+
+
+def _places(limit: int) -> torch.Tensor:
+    """Positions of all magnitudes below ``limit``; the same on every rank."""
+    source = torch.Generator().manual_seed(limit)
+    powers = torch.linspace(0, 1, _PLACES) * max(0.0, torch.tensor(float(limit)).log2().item())
+    jitter = 0.5 + 0.5 * torch.rand(_PLACES, generator=source)
+    places = (2**powers * jitter).long().clamp(0, limit - 1)
+    places[-1] = limit - 1
+    return places
+
+
+def _table_lengths(layer: AttentionLayer) -> list[int]:
+    """Rows of the RoPE tables in sight: the module may not be asked beyond them."""
+    tables = (getattr(module, COS_SIN, None) for module in layer.module.modules())
+    return [len(table) for table in tables if isinstance(table, torch.Tensor)]
+
+
+def _room(hidden: torch.Tensor) -> float:
+    """The factor by which hidden states can still grow in their type."""
+    return float(torch.finfo(hidden.dtype).max) / 16 / max(float(hidden.abs().amax()), 1e-30)
+
 
 _NORM_KINDS: tuple[Literal["rms", "layer"], ...] = ("rms", "layer")
 
@@ -73,10 +229,7 @@ class _Fed(NamedTuple):
 @torch.no_grad()
 def find_spec(layer: AttentionLayer, evidence: Evidence, batch: ProjectionBatch) -> LayerSpec:
     """The spec of a layer, proven on ``evidence``. Calls the attention module once more, watched.
-
-    Raises:
-        NoSpec: Nothing that was tried gives the module's K and V.
-    """
+    Raises NoSpec if nothing that was tried gives the module's K and V."""
     probe = evidence.samples[0]
     head_dim = probe.k.shape[-1]
     if probe.v.shape != probe.k.shape:
@@ -95,17 +248,17 @@ def find_spec(layer: AttentionLayer, evidence: Evidence, batch: ProjectionBatch)
     ]
     if not guesses:
         raise NoSpec("K is made by no norm and RoPE that its attention module shows")
-    best = min(guesses, key=lambda spec: difference(spec, evidence.samples)[0])
-    problem = difference_problem(best, evidence.samples)
-    if problem is not None:
+    off = [_difference(spec, evidence.samples) for spec in guesses]
+    best = min(range(len(guesses)), key=lambda number: off[number][0])
+    if (problem := _difference_problem(off[best], evidence.samples)) is not None:
         raise NoSpec(problem)
-    best = _with_its_rounding(best, evidence.samples[1])
-    reached = spec_exactness(best, evidence.samples)
+    spec = _with_its_rounding(guesses[best], evidence.samples[1])
+    reached = spec_exactness(spec, evidence.samples)
     if not reached.as_good_as(evidence.own, Bound.of_product(probe.k.dtype)):
         raise NoSpec(LESS_EXACT, reached)
-    fused = _fused(best)
+    fused = _fused(spec)
     # Packed weights look like plain ones, and some modules do more than multiply.
-    return best if fused is None or spec_problem(fused, evidence) else fused
+    return spec if fused is None or spec_problem(fused, evidence) else fused
 
 
 def _watch(
@@ -193,7 +346,7 @@ def _finish(
 
 def _match(blocks: torch.Tensor, head: torch.Tensor, scale_free: bool) -> int | None:
     """Number of the block in ``[n, blocks, dim]`` that is the head ``[n, dim]``, or None."""
-    allowed = spec_tolerance(head.dtype)
+    allowed = _allowed(head.dtype)
     blocks, head = blocks.float(), head.float()
     if scale_free:
         blocks, head = (torch.nn.functional.normalize(x, dim=-1) for x in (blocks, head))
@@ -203,7 +356,7 @@ def _match(blocks: torch.Tensor, head: torch.Tensor, scale_free: bool) -> int | 
 
 
 def _norms(layer: AttentionLayer, probe: Sample) -> Iterator[NormModule | None]:
-    """No norm, and every reading of every module that could be one."""
+    """Candidates for the norm of K: none, and each module with an epsilon, applied in every way."""
     yield None
     heads, dim = probe.k.shape[1:]
     for module in layer.module.modules():
@@ -219,7 +372,7 @@ def _norms(layer: AttentionLayer, probe: Sample) -> Iterator[NormModule | None]:
 
 
 def _rotaries(layer: AttentionLayer, head_dim: int) -> list[RotaryTable | None]:
-    """No RoPE, and both styles of every table in sight."""
+    """Candidates for the RoPE of K: none, and each table of cosines and sines, in both styles."""
     held = [value for module in layer.module.modules() for value in vars(module).values()]
     owners = {id(owner): owner for owner in [*layer.module.modules(), *held]}
     tables: list[RotaryTable | None] = [None]

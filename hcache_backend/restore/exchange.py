@@ -69,24 +69,24 @@ class Exchange:
         fetch(own)
         dist.all_gather_into_tensor(shards.view(-1), own.view(-1), group=self._device_group)
 
-    def gather_now(self, wanted: Sequence[tuple[torch.Tensor, Fetch]]) -> None:
-        """:meth:`gather` for several calls, in CPU memory; every rank enters every collective.
+    def gather_now(self, shards: torch.Tensor, fetch: Fetch) -> None:
+        """:meth:`gather`, in CPU memory; every rank takes part. Each rank's shard goes straight to
+        its place: gloo's ``all_gather`` copies all of them twice more.
 
         Raises:
             ExchangeFailed: On all ranks, if one could not fetch its shard.
         """
-        problem: str | None = None
-        for shards, fetch in wanted:
-            own = shards[self.number]
-            if problem is None:
-                try:
-                    fetch(own)
-                except Exception as error:
-                    problem = f"{type(error).__name__}: {error}"
-            parts = [part.view(-1) for part in shards]
-            dist.all_gather(parts, own.reshape(-1).clone(), group=self._cpu_group)
+        problem, group = None, self._cpu_group
+        try:
+            fetch(shards[self.number])
+        except Exception as error:
+            problem = f"{type(error).__name__}: {error}"
         fine = torch.tensor([problem is None], dtype=torch.int32)
-        dist.all_reduce(fine, op=dist.ReduceOp.MIN, group=self._cpu_group)
+        at_once = [dist.all_reduce(fine, op=dist.ReduceOp.MIN, group=group, async_op=True)]
+        for number, shard in enumerate(shards):
+            at_once.append(dist.broadcast(shard, group=group, group_src=number, async_op=True))
+        for collective in at_once:
+            collective.wait()
         if not fine.item():
             reason = problem or "another rank failed"
             raise ExchangeFailed(f"shards of hidden states were not exchanged: {reason}")
@@ -94,7 +94,7 @@ class Exchange:
     def whole(self, shard: torch.Tensor) -> torch.Tensor:
         """All shards of ``shard`` (on the CPU), concatenated. Raises as :meth:`gather_now`."""
         shards = shard.new_empty((self.shards, *shard.shape))
-        self.gather_now([(shards, lambda own: own.copy_(shard))])
+        self.gather_now(shards, lambda own: own.copy_(shard))
         return shards.flatten(0, 1)
 
     def check(self, device: torch.device | str) -> str | None:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from hcache_backend.plan.restore import FIRST_PIECE_TOKENS
 from hcache_backend.streams import Stream
-
-_WORD = torch.int64
 
 Fill = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 """``fill(segments, positions, slots)`` projects K and V of one layer to the pool: uint8 ``[pages,
@@ -22,41 +21,6 @@ Copy = Callable[[Sequence[int], torch.Tensor, torch.Tensor, Sequence[int], torch
 the arena, int64 ``[p]``, each layer's offset in a page, and int64 ``[p * page_size]``."""
 
 
-class Parking(Protocol):
-    """Room for segments in the slots that their K and V will take."""
-
-    def put(self, segments: torch.Tensor, slots: torch.Tensor) -> None:
-        """Leave ``segments`` (uint8 ``[pages, segment_bytes]``) in ``slots`` (int64 ``[n]``)."""
-
-    def take(self, slots: torch.Tensor) -> torch.Tensor:
-        """The segments in ``slots``, as they were given but for the first dimension."""
-
-
-class PoolParking:
-    """Room for a layer's hidden states in its V, which has as many bytes with multi-head attention.
-    ``kvcache`` is an ``MHATokenToKVPool`` (see :meth:`fits`); ``layer`` is the pool's number."""
-
-    def __init__(self, kvcache: Any, layer: int, row_bytes: int) -> None:
-        buffer = kvcache.v_buffer[layer]
-        self._words = buffer.view(len(buffer), -1).view(_WORD)[:, : row_bytes // _WORD.itemsize]
-
-    @staticmethod
-    def fits(kvcache: Any, row_bytes: int) -> bool:
-        """True if every row of V has room for a hidden state of ``row_bytes`` bytes."""
-        return row_bytes % _WORD.itemsize == 0 and all(
-            buffer.is_contiguous()
-            and buffer[0].nbytes >= row_bytes
-            and buffer[0].nbytes % _WORD.itemsize == 0
-            for buffer in kvcache.v_buffer
-        )
-
-    def put(self, segments: torch.Tensor, slots: torch.Tensor) -> None:
-        self._words.index_copy_(0, slots, segments.view(_WORD).view(len(slots), -1))
-
-    def take(self, slots: torch.Tensor) -> torch.Tensor:
-        return self._words.index_select(0, slots).view(torch.uint8)
-
-
 class RestoredLayer(NamedTuple):
     """The way in which one layer comes back. ``hidden``: segments arrive on the copy stream, and
     ``fill`` projects them on the compute stream. ``kv``: ``copy`` brings K and V on the copy
@@ -65,7 +29,6 @@ class RestoredLayer(NamedTuple):
 
     method: Literal["hidden", "kv", "recompute"]
     fill: Fill | None = None
-    parking: Parking | None = None  # where segments can wait for ``fill``
     copy: Copy | None = None  # the same for all layers that it can bring at once
     launches: int = 1  # of a copy
     by_header: bool = False  # the copy reads headers of pages, and gets page ids on the CPU
@@ -84,3 +47,77 @@ class Recompute(NamedTuple):
     layers: int  # at least those of which nothing is stored
     fill: Callable[[npt.NDArray[np.int64], torch.Tensor], None]
     stream: Stream
+
+
+# ---- parts of a restore ----
+
+
+MOST_LAUNCHES = 4  # copies of K and V of a restore: a forward pass waits for a group, not for all
+
+
+class TokenRows(NamedTuple):
+    """Positions and slots of the tokens of a restore, int64 ``[n]`` each, on the device."""
+
+    positions: torch.Tensor
+    slots: torch.Tensor
+
+
+class Part(NamedTuple):
+    """One copy: layers (one of hidden states) of some pages; rows in the order of arrival."""
+
+    layers: range
+    pages: slice
+    page_ids: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+    is_last: bool
+
+
+def parts_of(
+    layers: Mapping[int, RestoredLayer],
+    ids: Mapping[str, torch.Tensor],
+    rows: TokenRows,
+    shared: TokenRows,
+    chunk_pages: int,
+    pieces: int,
+    launches: int = MOST_LAUNCHES,
+) -> Iterator[Part]:
+    """The parts of a restore, in the order in which they are copied.
+
+    ``layers`` are the loaded ones by number, ascending. ``ids`` are physical pages, int64 ``[p]``,
+    by method, and ``"header"`` for copies that read headers. ``shared``: ``rows`` in the order in
+    which hidden states arrive, at most ``chunk_pages`` a part. The first layer has ``pieces``, if
+    it has enough tokens. K and V have at most ``launches`` parts, or one for each group of layers.
+    """
+    pages, first = len(ids["kv"]), next(iter(layers), 0)
+    size = len(rows.slots) // max(1, pages)
+    for group in _groups(layers, launches):
+        layer = layers[group.start]
+        step = chunk_pages if layer.copy is None else max(1, pages)
+        if group.start == first and layer.copy is None:
+            step = min(step, max(-(-pages // pieces), FIRST_PIECE_TOKENS // max(1, size), 1))
+        positions, slots = shared if layer.arrives else rows
+        by = "header" if layer.by_header else layer.method
+        page_ids = ids["hidden" if layer.arrives else by]
+        for start in range(0, pages, step):
+            tokens = slice(start * size, (start + step) * size)
+            part, last = slice(start, start + step), start + step >= pages
+            yield Part(group, part, page_ids[part], positions[tokens], slots[tokens], last)
+
+
+def _groups(layers: Mapping[int, RestoredLayer], launches: int) -> Iterator[range]:
+    start, numbers = 0, list(layers)
+    while start < len(numbers):
+        layer, stop = layers[numbers[start]], start + 1
+        while (
+            layer.copy is not None
+            and stop < len(numbers)
+            and layers[numbers[stop]].copy == layer.copy
+        ):
+            stop += 1
+        count = min(stop - start, max(1, launches // layer.launches))
+        for number in range(count):
+            first = start + number * (stop - start) // count
+            last = start + (number + 1) * (stop - start) // count
+            yield range(numbers[first], numbers[last - 1] + 1)
+        start = stop

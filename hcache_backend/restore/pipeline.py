@@ -5,7 +5,7 @@
 - K and V that are stored as such are copied on the copy stream straight to their slots.
 - First layers may be recomputed on the engine's stream of forward passes: what both share
   (collectives, workspaces of kernels) is then used in one order. Meanwhile later layers arrive in
-  the ring, then in the pool itself, where no layer is read before it is done.
+  the ring, as far as it has room.
 - A layer is one copy and one projection, unless it has more tokens than a projection may take. Only
   the first layer comes in pieces: until one has arrived there is nothing to project.
 - If ranks share the tokens of pages, rows arrive in the order of the shares, not of the pages.
@@ -25,8 +25,14 @@ import torch
 from hcache_backend.format.page import PageLayout
 from hcache_backend.plan.restore import FIRST_PIECES
 from hcache_backend.restore.exchange import CollectiveOrder, Exchange
-from hcache_backend.restore.layers import Recompute, RestoredLayer
-from hcache_backend.restore.parts import MOST_LAUNCHES, Part, TokenRows, parts_of
+from hcache_backend.restore.layers import (
+    MOST_LAUNCHES,
+    Part,
+    Recompute,
+    RestoredLayer,
+    TokenRows,
+    parts_of,
+)
 from hcache_backend.restore.report import RestoreReport, RunningRestore
 from hcache_backend.restore.ring import Ring, largest_segment, ring_bytes
 from hcache_backend.streams import Event, current_stream, held_for_device, host_tensor, new_stream
@@ -142,13 +148,10 @@ class RestorePipeline:
         room_for = self._ring.begin(max(1, min(len(pages), self._chunk_pages)) * self._largest)
         copy = partial(self._copy_part, restore, bring)
         arrived: deque[_Arrived] = deque()
-        parks = recompute is not None and all(self._can_wait(index) for index in loaded)
-        while parts and len(arrived) < room_for - parks:
+        if not any(self._layers[index].arrives for index in loaded):
+            room_for = len(parts)  # K and V need no room
+        while parts and len(arrived) < room_for:
             arrived.append(copy(parts.popleft()))
-        if parks and parts:
-            room = self._ring.next(self._copy)  # a part leaves it before the next one comes
-            arrived += [copy(part, room) for part in parts]
-            parts.clear()
         if recompute is not None:
             done = self._recompute(restore, recompute, at, slots, behind, [self._written])
             # Recomputation has the device first. Hidden states that are copied from now on (and
@@ -173,6 +176,12 @@ class RestorePipeline:
             self.adopted()
         self._unread.append(restore)
         return restore
+
+    def abandoned(self, tokens: int) -> RunningRestore:
+        """A failed restore, which ends behind all that a :meth:`start` that raised has launched."""
+        copied, done = self._copy.record(), [self._copy.record(), self._compute.record()]
+        failed = RuntimeError("a restore was not launched")
+        return RunningRestore(tokens, {}, copied, self._device, copied, done, failed=failed)
 
     def adopted(self) -> None:
         """Restores ahead may be read now: recomputations wait for all launched so far."""
@@ -243,28 +252,33 @@ class RestorePipeline:
                 exchange.gather(shards, lambda own: self._bring_own(part, own))
 
             return gather
-        here: dict[tuple[int, int], torch.Tensor] = {}
-        wanted = []
+        # One exchange for all parts: each costs a turn of every rank on the CPU.
+        here: dict[tuple[int, int], slice] = {}
+        mine, size = list[Part](), 0
         for part in parts:
             layer = part.layers.start
             if self._layers[layer].arrives:
-                own_part = part._replace(page_ids=pages[part.pages])
-                size = len(own_part.page_ids) * self._layout.segment_bytes[layer]
-                shards = host_tensor((exchange.shards, size), torch.uint8, self._device)
-                here[layer, part.pages.start] = shards
-                wanted.append((shards, partial(self._bring_own, own_part)))
+                mine.append(part._replace(page_ids=pages[part.pages]))
+                length = len(mine[-1].page_ids) * self._layout.segment_bytes[layer]
+                here[layer, part.pages.start] = slice(size, size + length)
+                size += length
+        shards = host_tensor((exchange.shards, size), torch.uint8, self._device)
+
+        def fetch(own: torch.Tensor) -> None:
+            for part, there in zip(mine, here.values(), strict=True):
+                self._bring_own(part, own[there])
+
         failed: Exception | None = None
         try:
-            exchange.gather_now(wanted)
+            exchange.gather_now(shards, fetch)
         except Exception as error:
             failed = error
 
         def copy(part: Part, out: torch.Tensor) -> None:
             if failed is not None:
                 raise failed
-            out.view(-1).copy_(
-                here[part.layers.start, part.pages.start].view(-1), non_blocking=True
-            )
+            there = here[part.layers.start, part.pages.start]
+            out.view(exchange.shards, -1).copy_(shards[:, there], non_blocking=True)
 
         return copy
 
@@ -283,64 +297,43 @@ class RestorePipeline:
         offset = self._layout.segment_offsets[part.layers.start]
         self._gather(self._memory, part.page_ids, offset, out.view(len(part.page_ids), -1))
 
-    def _can_wait(self, layer: int) -> bool:
-        return self._layers[layer].copy is not None or self._layers[layer].parking is not None
-
-    def _copy_part(
-        self,
-        restore: RunningRestore,
-        bring: _Bring,
-        part: Part,
-        room: torch.Tensor | None = None,
-    ) -> _Arrived:
-        """Copy K and V to the pool, hidden states to the ring, or through ``room`` to be parked."""
+    def _copy_part(self, restore: RunningRestore, bring: _Bring, part: Part) -> _Arrived:
+        """Copy K and V to the pool, hidden states to the ring."""
         first = part.layers.start
         layer, buffer = self._layers[first], None
         if layer.copy is None:
             shards = self._exchange.shards if self._exchange is not None else 1
             length = self._layout.segment_bytes[first] * shards
-            place = self._ring.next(self._copy) if room is None else room
+            place = self._ring.next(self._copy)
             buffer = place[: len(part.page_ids) * length].view(-1, length)
 
         def copy() -> None:
-            if layer.copy is not None:
-                offsets = self._layout.segment_offsets[first : part.layers.stop]
-                layer.copy(part.layers, self._memory, part.page_ids, offsets, part.slots)
+            if buffer is not None:
+                bring(part, buffer)
                 return
-            assert buffer is not None
-            bring(part, buffer)
-            if room is not None:
-                assert layer.parking is not None
-                layer.parking.put(buffer, part.slots)
+            assert layer.copy is not None
+            offsets = self._layout.segment_offsets[first : part.layers.stop]
+            layer.copy(part.layers, self._memory, part.page_ids, offsets, part.slots)
 
         start = self._copy.record(timed=True)
         self._copy.run(copy)
         restore.copied = copied = self._copy.record(timed=True)
         restore.timed.append(("copy", first, start, copied))
-        return _Arrived(part, buffer if room is None else None, copied)
+        return _Arrived(part, buffer, copied)
 
     def _fill(self, restore: RunningRestore, arrived: _Arrived) -> Event:
         """Project a part to the pool if it is not there yet; returns the event behind that."""
         part, buffer, copied = arrived
         layer = part.layers.start
-        fill, parking = self._layers[layer].fill, self._layers[layer].parking
-        if fill is None:
+        fill = self._layers[layer].fill
+        if fill is None or buffer is None:
             return copied
-
-        def project() -> None:
-            segments = buffer
-            if segments is None:
-                assert parking is not None
-                segments = parking.take(part.slots)
-            fill(segments, part.positions, part.slots)
-
         self._compute.wait(copied)
         start = self._compute.record(timed=True)
-        self._compute.run(project)
+        self._compute.run(partial(fill, buffer, part.positions, part.slots))
         filled = self._compute.record(timed=True)
         restore.timed.append(("compute", layer, start, filled))
-        if buffer is not None:
-            self._ring.used(filled)
+        self._ring.used(filled)
         return filled
 
     def finished(self) -> list[RestoreReport]:
@@ -355,7 +348,7 @@ _Bring = Callable[[Part, torch.Tensor], None]  # copies a part to the given devi
 
 
 class _Arrived(NamedTuple):
-    """A part whose copy was launched, and the event behind it; no buffer: it is parked."""
+    """A part whose copy was launched, and the event behind it; no buffer: it is in the pool."""
 
     part: Part
     buffer: torch.Tensor | None

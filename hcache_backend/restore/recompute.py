@@ -20,27 +20,19 @@ from hcache_backend.streams import Stream, to_device
 
 
 class ProbedLayer(Protocol):
-    """The last queries of a sequence in one layer, and what they attend to, which is fetched when
-    it is asked for."""
+    """The last queries ``q`` of a sequence in one layer (``[t, heads, dim]``, as attention receives
+    them) and what they attend to: ``length`` tokens, whose products are scaled by ``scale``."""
 
     @property
-    def q(self) -> torch.Tensor:
-        """Of the last ``t`` tokens, ``[t, heads, dim]``, as attention receives them."""
-
+    def q(self) -> torch.Tensor: ...
     @property
-    def scale(self) -> float:
-        """Factor of the products of queries and keys."""
-
+    def scale(self) -> float: ...
     @property
-    def length(self) -> int:
-        """All ``n`` tokens."""
-
+    def length(self) -> int: ...
     @property
-    def kv_heads(self) -> int:
-        """Heads of K, and of V."""
-
+    def kv_heads(self) -> int: ...
     def keys(self, heads: slice) -> torch.Tensor:
-        """K of all tokens in some heads, ``[n, heads, dim]``; its type may be another one."""
+        """Fetch K of all tokens in some heads, ``[length, heads, dim]``; of any type."""
 
 
 class TokenSpan(NamedTuple):

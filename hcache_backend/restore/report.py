@@ -55,7 +55,7 @@ class RunningRestore:
     copied: Event  # behind all that is read from host pages, or written there
     layers: list[Event] = field(default_factory=list)  # by layer, behind the last of its K and V
     timed: list[tuple[StreamName, int, Event, Event]] = field(default_factory=list)
-    failed: Exception | None = None  # why first layers were not recomputed and must not be used
+    failed: Exception | None = None  # why first layers, or all, were not made: do not use them
 
     def save(
         self, stream: Stream, slots: torch.Tensor, work: Callable[[], object]

@@ -48,21 +48,24 @@ class ReservablePages:
         finally:
             self._load = None
 
-    # ---- free pages (see FreePages) ----
+    # ---- free pages without reserved ones ----
 
     def count(self) -> int:
         return int(self._available()) // self._size
 
     def make_room(self, pages: int) -> None:
+        """Try to free ``pages``, at the cost of cached nodes on the device."""
         short = pages - self.count()
         if self.cache is not None and short > 0:
             self.cache.evict_for_alloc(EvictParams(num_tokens=short * self._size))
 
     def take(self, pages: int) -> torch.Tensor:
+        """Slots of ``pages`` free pages, which must be there, int64 ``[pages * page_size]``."""
         slots: torch.Tensor = self._alloc(pages * self._size)
         return slots
 
     def give(self, slots: torch.Tensor) -> None:
+        """Free the whole pages of ``slots``, for the next user on the current stream."""
         # At once, also while the scheduler collects the slots that a step frees.
         self._allocator._release_page_ids(slots[:: self._size] // self._size)
 

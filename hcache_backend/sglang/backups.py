@@ -88,7 +88,7 @@ class Backups:
         in the same turn, with the same backups under way."""
         cache = self._cache
         self.forget()
-        if not self._on or cache is None or not _only_backs_up(cache):
+        if not self._on or cache is None or cache.ongoing_load_back or cache.ongoing_prefetch:
             return
         if not self._backups_end(cache, time.monotonic() + _FINISH_SECONDS):
             logger.warning(
@@ -132,8 +132,3 @@ class Backups:
                 return False
             time.sleep(_POLL_SECONDS)
         return True
-
-
-def _only_backs_up(cache: Any) -> bool:
-    backups = cache.ongoing_write_through or cache.ongoing_backup
-    return bool(backups) and not (cache.ongoing_load_back or cache.ongoing_prefetch)

@@ -7,14 +7,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+import math
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from sglang.srt.managers.cache_controller import STORAGE_BATCH_SIZE, PrefetchAck
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageExtraInfo, PoolName, PoolTransfer
 from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
@@ -24,21 +26,20 @@ from hcache_backend.arena import NOT_SETTLED, Ids
 from hcache_backend.capture.staging import StagedCapture
 from hcache_backend.checks.service import KVChecks
 from hcache_backend.config import ConfigError
-from hcache_backend.host.loads import LoadQueue, Prefix, QueuedLoad, TokenIds
+from hcache_backend.host.loads import UNKNOWN, LoadQueue, Prefix, QueuedLoad, TokenIds
 from hcache_backend.host.node_backups import NodeBackups, NodeLayouts
 from hcache_backend.host.page_proofs import PageProofs
+from hcache_backend.host.stages import StagePages
+from hcache_backend.prefetch.eager import batch_pages
 from hcache_backend.prefetch.eager_loads import EagerLoads, token_array
-from hcache_backend.prefetch.prefetch import Meeting, Recomputing
+from hcache_backend.prefetch.prefetch import Meeting, Prefetches, Recomputing
 from hcache_backend.ranks import Part, Turn, smallest
 from hcache_backend.sglang.hook_registry import guarded
 from hcache_backend.sglang.host_pool import OwnPagesPool
-from hcache_backend.sglang.pipeline_stages import StagePages
-from hcache_backend.sglang.read_batches import BackAck, BatchedReads
 from hcache_backend.sglang.runtime import Runtime, current
 from hcache_backend.sglang.storage_threads import READ
 
 logger = logging.getLogger("hcache")
-
 
 _STAGED_PASSES = 16  # at least as many as are under way between pipeline stages
 
@@ -80,7 +81,6 @@ class OwnPagesController(HybridCacheController):
             captured=capture is not None,
             positions=int(runtime.runner.model_config.context_len),
         )
-        self._writing = False
         self._backups = NodeBackups(pool, capture, layouts, self, alone=stages.alone)
         if capture is not None and not stages.alone:
             capture.ledger.without_results = _STAGED_PASSES
@@ -89,8 +89,8 @@ class OwnPagesController(HybridCacheController):
         self._batches: BatchedReads | None = None
         if eager is not None:
             self._batches = BatchedReads(pool.page_size, self._report, runtime.l3.waited)
-        self._prefix: Prefix = _unknown
-        self._token_ids: TokenIds = _unknown
+        # Of the present load: slots of the tokens before it, and ids of these and of its own.
+        self.loading: tuple[Prefix, TokenIds] = UNKNOWN
         self._never_loaded = False  # True: host pages that no load can use are to be evicted
         super().__init__(*hicache, **arguments)
 
@@ -159,11 +159,8 @@ class OwnPagesController(HybridCacheController):
         backup = self._backups.begin(device_indices, may_wait=may_wait)
         if backup is None:
             return None
-        self._writing = True
-        try:
-            host_indices = super().write(device_indices, *args, **kwargs)
-        finally:
-            self._writing = False
+        # K and V go to the pages of an exchange, so not before the backup is queued.
+        host_indices = super().write(device_indices, *args, **kwargs | {"flush": False})
         if host_indices is None:
             return None
         self._backups.add(backup, self._pool.page_ids(host_indices))
@@ -173,8 +170,6 @@ class OwnPagesController(HybridCacheController):
 
     def start_writing(self) -> None:
         """Launch the backups that are ready."""
-        if self._writing:
-            return  # not within ``write``: K and V must go to the pages of an exchange
         # HiCache waits for a write-back on the spot.
         may_wait = self.write_policy != "write_back"
         launched = self._backups.launch(self.write_queue, may_wait=may_wait)
@@ -221,16 +216,6 @@ class OwnPagesController(HybridCacheController):
 
     # ---- host -> device ----
 
-    @contextmanager
-    def loading_behind(self, prefix: Prefix, token_ids: TokenIds) -> Iterator[None]:
-        """Loads within the block follow the tokens whose slots ``prefix`` gives. ``token_ids``
-        gives the ids of these tokens and of the loaded ones."""
-        self._prefix, self._token_ids = prefix, token_ids
-        try:
-            yield
-        finally:
-            self._prefix = self._token_ids = _unknown
-
     def load(self, host_indices: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         host_pages = self._pool.page_ids(host_indices)
         ask = partial(super().load, host_indices, *args, **kwargs)
@@ -254,21 +239,23 @@ class OwnPagesController(HybridCacheController):
             self._capture.ledger.settle(wait=False)
         own, needed = self._pool.depth(host_pages), host_pages
         if self.eager is not None:
-            prepared = self.eager.prepared(host_pages)
+            prepared = self.eager.restores.prepared(host_pages)
             own[prepared], needed = 0, host_pages[~prepared]
         self._stages.talk()
-        if (own == NOT_SETTLED).any():
+        if self.eager is not None and self.eager.restores.failed(host_pages):
+            problem = "restore_failed"
+        elif (own == NOT_SETTLED).any():
             problem = "unsettled"
         elif not self._proofs.may_project(needed):
             problem = "stale_host_page"
         elif not self._stages.have(host_pages):
             problem = "another_stage"
         depths = np.where(own == NOT_SETTLED, layers + 1, own)
-        told = (-depths).tolist()
-        *told, fine, may_come = self.agreed(*told, problem is None, problem != "stale_host_page")
+        told, never = (-depths).tolist(), problem in ("restore_failed", "stale_host_page")
+        *told, fine, may_come = self.agreed(*told, problem is None, not never)
         if fine:
             depths = -np.array(told, np.int64)
-            load = self._loads.plan(host_pages, depths, self._prefix, self._token_ids)
+            load = self._loads.plan(host_pages, depths, *self.loading)
             if depths.any() or self._loads.stored_from:
                 # Which tokens are recomputed stands in the headers of each rank.
                 [fine] = smallest(self.tp_group, load is not None)
@@ -309,7 +296,12 @@ class OwnPagesController(HybridCacheController):
                 token_array(operation.token_ids),
                 None if before is None else len(before) * self.page_size,
             )
-        operation.hash_value = operation.hash_value[:sealed]
+        if sealed < len(operation.hash_value):
+            operation.hash_value = operation.hash_value[:sealed]
+            operation.host_indices = operation.host_indices[: sealed * self.page_size]
+            # A window or a state ends behind a page that is not stored: no hit would find it.
+            others = operation.pool_transfers or ()
+            operation.pool_transfers = [t for t in others if t.indices_from_pool == PoolName.KV]
         return super()._page_backup(operation)
 
     # ---- storage -> host ----
@@ -407,5 +399,155 @@ class OwnPagesController(HybridCacheController):
         return getattr(self.storage_backend, "verifies_segments", False)
 
 
-def _unknown() -> None:
-    """:data:`Prefix` of loads without a known one."""
+# ---- prefetches in batches ----
+
+
+_LOOKING_SECONDS = 1e-3  # between two looks at the progress of the front
+_LEAST_SECONDS = 0.01  # of a read, about, because each one has a fixed cost of milliseconds
+_MOST_STEPS = 4  # of a read
+
+
+# read(operation, keys, host_indices, extra_info) gives the number of leading pages that are there
+Read = Callable[..., int]
+UntilMet = Callable[[Meeting, int], tuple[float, float]]
+
+
+class _InOrder:
+    """Pages of a prefetch that is read from its first one on. Pages behind a missing one are read,
+    too: so the store finds all damaged pages of a batch at once, and they are written again."""
+
+    def __init__(self, pages: int) -> None:
+        self.there = 0  # leading pages that are there
+        self._next, self._end = 0, pages
+
+    def next_batch(self, most: int) -> range:
+        start, self._next = self._next, min(self._next + most, self._end)
+        return range(start, self._next)
+
+    def arrived(self, pages: range, got: int) -> None:
+        if self.there == pages.start:
+            self.there += got
+        if got < len(pages):
+            self._end = min(self._end, pages.start + STORAGE_BATCH_SIZE)
+
+
+@dataclass
+class BackAck(PrefetchAck):
+    """Report of a prefetch that is read from the back: pages ``start`` to ``end`` are there."""
+
+    start: int = 0
+    end: int = 0
+
+    def reduce(self, all_reduce: Callable[..., None]) -> None:
+        """Keep the pages that all ranks have, by ``all_reduce(tensor, op)``."""
+        pages = torch.tensor([-self.start, self.end], dtype=torch.int64)
+        all_reduce(pages, dist.ReduceOp.MIN)
+        self.start, self.end = -int(pages[0]), int(pages[1])
+
+
+def hear(
+    reports: Iterable[PrefetchAck],
+    running: Collection[Any],
+    prefetches: Prefetches,
+    page_size: int,
+) -> None:
+    """Apply ``reports``, the same on every rank, before the scheduler hears of them. HiCache has
+    dealt with prefetches that do not run any more, by the pages that counted then."""
+    for report in reports:
+        operation = report.operation
+        meeting = prefetches.of(operation).meeting
+        if isinstance(report, BackAck) and meeting is not None and operation in running:
+            meeting.arrived(report.start, report.end)
+            operation.completed_tokens = meeting.pages * page_size
+
+
+class BatchedReads:
+    """Reads prefetches in smaller batches, for the storage thread. ``report`` passes a report on to
+    SGLang's sync thread; ``waited`` gets seconds without a read."""
+
+    def __init__(
+        self,
+        page_size: int,
+        report: Callable[[PrefetchAck], None],
+        waited: Callable[[float], None],
+    ) -> None:
+        self._size = page_size
+        self._waited = waited
+        self._report = report
+        self._first = True  # no read of the present prefetch yet
+        self._seconds_per_page = math.inf  # of the first read of the last prefetch
+
+    def transfer(
+        self,
+        read: Read,
+        operation: Any,
+        meeting: Meeting | None = None,
+        until_met: UntilMet | None = None,
+    ) -> int:
+        """Read a prefetch in order, or from its last page to the ``meeting``. Every rank makes the
+        same number of reports, even if it reads less: they are reduced together. ``until_met`` is
+        :meth:`.EagerLoads.until_met`: pages that the front would reach sooner are left to it.
+        Returns the number of leading pages that were read in order and are there."""
+        keys, before = operation.hash_value, list(operation.prefix_keys or ())
+        step, order, back = batch_pages(len(keys)), _InOrder(len(keys)), range(len(keys), len(keys))
+        if meeting is not None:
+            meeting.begin(len(keys))
+        self._first = True
+        for _ in range(0, len(keys), step):
+            left = step * self._steps(step)  # till the next report
+            while left and not operation.is_terminated():
+                if meeting is None or until_met is None:
+                    pages = order.next_batch(left)
+                else:
+                    pages = self._next_back(operation, meeting, until_met, left)
+                if not pages:
+                    break
+                left -= len(pages)
+                tokens = slice(pages.start * self._size, pages.stop * self._size)
+                info = HiCacheStorageExtraInfo(prefix_keys=before + keys[: pages.start])
+                some = keys[pages.start : pages.stop]
+                got = self._timed(read, operation, some, operation.host_indices[tokens], info)
+                if meeting is None:
+                    order.arrived(pages, got)
+                else:
+                    end = back.stop if got == len(pages) else pages.start + got
+                    back = range(pages.start, end)
+            ack = operation.request_id, operation
+            if meeting is None:
+                self._report(PrefetchAck(*ack, completed_tokens=order.there * self._size))
+            else:
+                there = BackAck(*ack)
+                there.start, there.end = back.start, back.stop
+                self._report(there)
+        return order.there
+
+    def _steps(self, step: int) -> int:
+        """Number of steps of ``step`` pages to read at once. Every step is reported all the same,
+        so ranks with other disks may read differently."""
+        wanted = _LEAST_SECONDS / (step * self._seconds_per_page)
+        return min(max(1, math.ceil(wanted)), _MOST_STEPS)
+
+    def _timed(self, read: Read, operation: Any, keys: Sequence[str], *a: Any) -> int:
+        """``read(operation, keys, *a)``; :meth:`_steps` uses the time of the first read of a
+        prefetch. The last read is of the remainder: its fixed cost would count too much."""
+        start = time.monotonic()
+        got = read(operation, keys, *a)
+        if self._first and got == len(keys):
+            self._seconds_per_page = max(time.monotonic() - start, 1e-6) / got
+        self._first = False
+        return got
+
+    def _next_back(self, operation: Any, meeting: Meeting, until_met: UntilMet, most: int) -> range:
+        """Pages to read now; none if the prefetch has ended or the two ends have met. If the best
+        number is none, wait for the front, but not longer than reading would take."""
+        prefix = len(operation.prefix_keys or ()) * self._size
+        start = seen = time.monotonic()
+        while not operation.is_terminated() and (unread := meeting.unread):
+            together, alone = until_met(meeting, prefix)
+            part = round(unread * together / alone) if 0 < alone < math.inf else unread
+            if part or seen - start > alone:
+                return meeting.next_batch(min(most, max(1, part)))
+            time.sleep(_LOOKING_SECONDS)
+            before, seen = seen, time.monotonic()
+            self._waited(seen - before)  # at once: otherwise L3 would seem overdue
+        return range(0)

@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch
 
 from hcache_backend import metrics
 from hcache_backend.sglang.compat import is_first
-from hcache_backend.sglang.hook_registry import Hook, OnError
+from hcache_backend.sglang.hook_registry import Hook, OnError, Original
 from hcache_backend.sglang.runtime import Weights, current
 
 _MODULES = "sglang.srt.disaggregation."
@@ -27,9 +26,7 @@ _ROOM = slice(12, 16)
 _harmless = partial(metrics.harmless, "weights_untold", "weights are taken for other ones")
 
 
-def before_sending_prefix(
-    original: Callable[..., Any], scheduler: Any, req: Any, *a: Any, **kw: Any
-) -> Any:
+def before_sending_prefix(original: Original, scheduler: Any, req: Any, *a: Any, **kw: Any) -> Any:
     """Around ``Scheduler.maybe_send_cached_prefix_chunk``, before the forward pass of a batch.
 
     SGLang sends there the part of ``req`` that the radix tree has on the device. A node is in the
@@ -47,7 +44,7 @@ def before_sending_prefix(
     return original(scheduler, req, *a, **kw) if early else None
 
 
-def after_metadata(original: Callable[..., Any], buffers: Any, req: Any, *a: Any, **kw: Any) -> Any:
+def after_metadata(original: Original, buffers: Any, req: Any, *a: Any, **kw: Any) -> Any:
     """Around ``MetadataBuffers.set_buf``, on a prefill server, before the last part is sent."""
     result = original(buffers, req, *a, **kw)
     with _harmless():
@@ -55,9 +52,7 @@ def after_metadata(original: Callable[..., Any], buffers: Any, req: Any, *a: Any
     return result
 
 
-def before_commit(
-    original: Callable[..., Any], queue: Any, decode_req: Any, *a: Any, **kw: Any
-) -> Any:
+def before_commit(original: Original, queue: Any, decode_req: Any, *a: Any, **kw: Any) -> Any:
     """Around ``DecodeTransferQueue._commit_transfer_to_req``: K and V of a prompt are there."""
     from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
 

@@ -8,6 +8,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -27,6 +28,20 @@ def attention_ranks() -> Any:
     from sglang.srt.distributed.parallel_state import get_attn_tp_group
 
     return get_attn_tp_group()
+
+
+def new_stage_group() -> Any:
+    """A gloo process group of this rank's pipeline stages; None if there is one stage."""
+    if not dist.is_initialized():
+        return None
+    from sglang.srt.distributed.parallel_state import get_pp_group
+
+    group = get_pp_group()
+    if group.world_size == 1:
+        return None
+    # One stage may send its value hours after another one, when its next request comes.
+    patience = timedelta(days=20)
+    return dist.new_group(group.ranks, patience, backend="gloo", use_local_synchronization=True)
 
 
 def said_by_all_ranks(own: Any) -> list[Any]:

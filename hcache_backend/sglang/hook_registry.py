@@ -15,6 +15,8 @@ from hcache_backend.sglang.runtime import current
 
 logger = logging.getLogger("hcache")
 
+Original = Callable[..., Any]  # SGLang's function under a hook, and our hooks around it
+
 
 class OnError(enum.Enum):
     """SGLang's way on if a hook raises; SGLang's own errors and OutOfStep are always raised."""
@@ -30,7 +32,7 @@ class Hook(NamedTuple):
     """One AROUND hook: ``function(original, *args, **kwargs)``."""
 
     target: str
-    function: Callable[..., Any]
+    function: Original
     on_error: OnError = OnError.GO_ON
 
 
@@ -41,9 +43,9 @@ def install(hooks: list[Hook]) -> str | None:
     return f"SGLang has no place for the hooks on {', '.join(missing)}" if missing else None
 
 
-def hooks_on(function: object) -> tuple[Callable[..., Any], ...]:
+def hooks_on(function: object) -> tuple[Original, ...]:
     """Our hooks around a function, also within wrappers of other plugins."""
-    found: tuple[Callable[..., Any], ...] = getattr(function, "hcache_hooks", ())
+    found: tuple[Original, ...] = getattr(function, "hcache_hooks", ())
     return found
 
 
@@ -68,14 +70,14 @@ def _put_around(hook: Hook) -> bool:
 
 
 @functools.cache
-def guarded(hook: Hook) -> Callable[..., Any]:
+def guarded(hook: Hook) -> Original:
     """The function of ``hook``; if it raises, SGLang goes on by ``hook.on_error``."""
     function, reasons = hook.function, set[type[Exception]]()
     if hook.on_error is OnError.RAISE:
         return function
 
     @functools.wraps(function)
-    def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def around(original: Original, *args: Any, **kwargs: Any) -> Any:
         results, errors = list[Any](), list[Exception]()
 
         def noted(*given: Any, **named: Any) -> Any:

@@ -14,7 +14,7 @@ from sglang.srt.mem_cache.pool_host.base import HostKVCache
 
 from hcache_backend import metrics
 from hcache_backend.arena import NOT_SETTLED, Arena, Ids
-from hcache_backend.capture.recomputed_rows import RecomputedRows
+from hcache_backend.capture.hooks import RecomputedRows
 from hcache_backend.capture.staging import StagedCapture
 from hcache_backend.format.page import PageLayout
 from hcache_backend.host.loads import LoadQueue
@@ -167,29 +167,26 @@ class OwnPagesPool(HostKVCache):
 
     def free(self, indices: torch.Tensor) -> int:
         if indices.numel():
-            self._freed(self.page_ids(indices))
+            host_pages = self.page_ids(indices)
+            # First: tokens on the device may take rows back that are still to come.
+            for told in self.on_freed:
+                told(host_pages)
+            if self._capture is None:
+                self.arena.host_dropped(host_pages)
+            else:
+                self._capture.host_freed(host_pages, duplicates=self._frees_duplicates)
         freed: int = super().free(indices)
         return freed
 
-    def _freed(self, host_pages: Ids) -> None:
-        # First: tokens on the device may take rows back that are still to come.
-        for told in self.on_freed:
-            told(host_pages)
-        if self._capture is None:
-            self.arena.host_dropped(host_pages)
-        else:
-            self._capture.host_freed(host_pages, duplicates=self._frees_duplicates)
-
     def clear(self) -> None:
-        ends = [self._backed_up] if self._backed_up is not None else []
-        if self._capture is not None:
-            ends.append(self._capture.transfers())  # rows are written without a backup, too
-        for end in ends:
+        capture = self._capture  # its rows are written without a backup, too
+        for end in (self._backed_up, None if capture is None else capture.transfers()):
             # The next owner of a page may write it at once, so nothing may be on its way there.
             with contextlib.suppress(StreamFailed):
-                end.synchronize()
-        if self._capture is not None:
-            self._capture.ledger.forget()
+                if end is not None:
+                    end.synchronize()
+        if capture is not None:
+            capture.ledger.forget()
         self.arena.clear()
         super().clear()
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from hcache_backend.projection.generic import ProjectionBatch, ProjectionReached
+from hcache_backend.projection.attention import ProjectionBatch, ProjectionReached
 from hcache_backend.restore.recompute import RecomputePass
-from hcache_backend.sglang.hook_registry import Hook, OnError
+from hcache_backend.sglang.hook_registry import Hook, OnError, Original
 from hcache_backend.sglang.runtime import current
 
 _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner."
@@ -22,30 +21,8 @@ _WEIGHT_UPDATES = (
 )
 
 
-def _stop_projection(
-    original: Callable[..., Any],
-    kernel: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    forward_batch: Any,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    asked = getattr(forward_batch, "asked", None)
-    if isinstance(asked, RecomputePass):
-        return _attend_again(original, asked, kernel, q, k, v, forward_batch, *args, **kwargs)
-    if not isinstance(forward_batch, ProjectionBatch):
-        return original(kernel, q, k, v, forward_batch, *args, **kwargs)
-    if k is not None and v is not None:
-        k = k.reshape(-1, kernel.tp_k_head_num, kernel.qk_head_dim)
-        v = v.reshape(-1, kernel.tp_v_head_num, kernel.v_head_dim)
-    raise ProjectionReached(k, v)
-
-
-def _attend_again(
-    original: Callable[..., Any],
-    asked: RecomputePass,
+def _attention(
+    original: Original,
     kernel: Any,
     q: Any,
     k: Any,
@@ -58,11 +35,19 @@ def _attend_again(
     def engine(store: bool) -> Any:
         return original(kernel, q, k, v, forward_batch, store, *args, **kwargs)
 
-    return asked.attend(kernel, q, k, v, save_kv_cache, engine)
+    asked = getattr(forward_batch, "asked", None)
+    if isinstance(asked, RecomputePass):
+        return asked.attend(kernel, q, k, v, save_kv_cache, engine)
+    if not isinstance(forward_batch, ProjectionBatch):
+        return engine(save_kv_cache)
+    if k is not None and v is not None:
+        k = k.reshape(-1, kernel.tp_k_head_num, kernel.qk_head_dim)
+        v = v.reshape(-1, kernel.tp_v_head_num, kernel.v_head_dim)
+    raise ProjectionReached(k, v)
 
 
 def _capture_forward(
-    original: Callable[..., Any], runner: Any, forward_batch: Any, *a: Any, **kw: Any
+    original: Original, runner: Any, forward_batch: Any, *a: Any, **kw: Any
 ) -> Any:
     runtime, run = current(), partial(original, runner, forward_batch, *a, **kw)
     capture, order = runtime.forwards.capture, runtime.forwards.order
@@ -73,7 +58,7 @@ def _capture_forward(
     return run() if capture is None else capture.forward(forward_batch, run)
 
 
-def _around_weight_update(original: Callable[..., Any], updater: Any, *a: Any, **kw: Any) -> Any:
+def _around_weight_update(original: Original, updater: Any, *a: Any, **kw: Any) -> Any:
     runtime = current()
     runtime.begin_weight_update()
     try:
@@ -82,7 +67,7 @@ def _around_weight_update(original: Callable[..., Any], updater: Any, *a: Any, *
         runtime.end_weight_update()
 
 
-def _after_late_weights(original: Callable[..., Any], runner: Any, *a: Any, **kw: Any) -> Any:
+def _after_late_weights(original: Original, runner: Any, *a: Any, **kw: Any) -> Any:
     result = original(runner, *a, **kw)
     runtime = current()
     if runtime.runner is runner:
@@ -92,14 +77,14 @@ def _after_late_weights(original: Callable[..., Any], runner: Any, *a: Any, **kw
     return result
 
 
-def _after_reset(original: Callable[..., Any], controller: Any, *a: Any, **kw: Any) -> Any:
+def _after_reset(original: Original, controller: Any, *a: Any, **kw: Any) -> Any:
     result = original(controller, *a, **kw)
     current().caches_were_flushed()
     return result
 
 
 ATTENTION = Hook(
-    "sglang.srt.layers.radix_attention.RadixAttention.forward", _stop_projection, OnError.RAISE
+    "sglang.srt.layers.radix_attention.RadixAttention.forward", _attention, OnError.RAISE
 )
 FORWARD = Hook(_RUNNER + "forward", _capture_forward)
 LATE_WEIGHTS = Hook(_RUNNER + "finalize_startup_weight_load", _after_late_weights, OnError.RAISE)

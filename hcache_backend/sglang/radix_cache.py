@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from hcache_backend import metrics
-from hcache_backend.prefetch.eager_loads import is_on_device
+from hcache_backend.prefetch.eager_loads import is_on_device, slots_to
 from hcache_backend.prefetch.gate import harmless
 from hcache_backend.ranks import Turn
 from hcache_backend.sglang import waiting
 from hcache_backend.sglang.arguments import is_plain
-from hcache_backend.sglang.hook_registry import Hook, OnError
+from hcache_backend.sglang.hook_registry import Hook, OnError, Original
 from hcache_backend.sglang.runtime import current
 from hcache_backend.sglang.storage_threads import gate_of, pages_per_report
 
@@ -23,7 +23,7 @@ _CACHE = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache."
 # ---- a turn of the scheduler ----
 
 
-def around_turn(original: Callable[..., Any], cache: Any, *a: Any, **kw: Any) -> Any:
+def around_turn(original: Original, cache: Any, *a: Any, **kw: Any) -> Any:
     """Around ``check_hicache_events``, in each turn of the scheduler: HiCache's part, then ours."""
     gate, l3, turn = gate_of(cache), our_l3(cache), Turn(cache)
     controller = getattr(cache, "cache_controller", None)
@@ -50,7 +50,7 @@ def around_turn(original: Callable[..., Any], cache: Any, *a: Any, **kw: Any) ->
 
 
 def around_drain(
-    original: Callable[..., Any],
+    original: Original,
     cache: Any,
     n_storage_hit: int | None,
     n_ack_prefetch: int | None,
@@ -67,7 +67,7 @@ def around_drain(
     taken = list(itertools.islice(reports, n_ack_prefetch or 0))
     if getattr(controller, "eager", None) is not None:
         # Plugins are imported before SGLang can be.
-        from hcache_backend.sglang.read_batches import hear
+        from hcache_backend.sglang.controller import hear
 
         running = [info.operation for info in cache.ongoing_prefetch.values() if taken]
         hear(taken, running, current().prefetches, controller.page_size)
@@ -83,9 +83,7 @@ def around_drain(
 # ---- prefetches and loads ----
 
 
-def around_prefetch(
-    original: Callable[..., Any], cache: Any, request: Any, *a: Any, **kw: Any
-) -> Any:
+def around_prefetch(original: Original, cache: Any, request: Any, *a: Any, **kw: Any) -> Any:
     """First the gate says whether L3 is asked. Then our L3 hears of the prefix, and its keys."""
     given, asks = inspect.signature(original).bind(cache, request, *a, **kw), True
     asked = given.arguments
@@ -118,35 +116,31 @@ def _has_front(cache: Any, asked: Mapping[str, Any]) -> bool:
     return is_on_device(cache.tree_core, asked["last_host_node_id"])
 
 
-def around_load_back(original: Callable[..., Any], cache: Any, params: Any, *a: Any) -> Any:
-    controller = getattr(cache, "cache_controller", None)
-    behind = getattr(controller, "loading_behind", None)
-    if behind is None:
+def around_load_back(original: Original, cache: Any, params: Any, *a: Any) -> Any:
+    controller: Any = getattr(cache, "cache_controller", None)
+    if not hasattr(controller, "loading"):
         return original(cache, params, *a)
-    tree = cache.tree_core
 
     def prefix() -> Any:
-        root = tree.empty_match_result.last_device_node
-        return tree.collect_full_device_indices(params.req.last_node, root)
+        return slots_to(cache.tree_core, params.req.last_node)
 
     def token_ids() -> Any:
-        req = params.req
-        ids = getattr(req, "full_untruncated_fill_ids", None) if is_plain(req) else None
-        before = prefix()
-        if ids is None or before is None:
+        ids, before = getattr(params.req, "full_untruncated_fill_ids", None), prefix()
+        if ids is None or before is None or not is_plain(params.req):
             return None
         return ids[: len(before) + params.host_hit_length]
 
-    with behind(prefix, token_ids):
+    unknown, controller.loading = controller.loading, (prefix, token_ids)
+    try:
         return original(cache, params, *a)
+    finally:
+        controller.loading = unknown
 
 
 # ---- uses of pages ----
 
 
-def after_written(
-    original: Callable[..., Any], cache: Any, node_id: int, *a: Any, **kw: Any
-) -> Any:
+def after_written(original: Original, cache: Any, node_id: int, *a: Any, **kw: Any) -> Any:
     result = original(cache, node_id, *a, **kw)
     l3 = our_l3(cache)
     if l3 is not None:
@@ -155,7 +149,7 @@ def after_written(
 
 
 def after_backup(
-    original: Callable[..., Any], cache: Any, node_id: int, device_indices: Any, *a: Any, **kw: Any
+    original: Original, cache: Any, node_id: int, device_indices: Any, *a: Any, **kw: Any
 ) -> Any:
     """Count tokens for which the host pool is full: SGLang does not ask the controller then."""
     result, tokens = original(cache, node_id, device_indices, *a, **kw), len(device_indices)
@@ -164,13 +158,13 @@ def after_backup(
     return result
 
 
-def around_events(original: Callable[..., Any], cache: Any, *a: Any, **kw: Any) -> Any:
+def around_events(original: Original, cache: Any, *a: Any, **kw: Any) -> Any:
     """Around ``take_events``: SGLang publishes the events of L3 with its own."""
     events, l3 = original(cache, *a, **kw), our_l3(cache)
     return events if l3 is None or l3.events is None else [*events, *l3.events.take()]
 
 
-def before_stop(original: Callable[..., Any], cache: Any, *a: Any, **kw: Any) -> Any:
+def before_stop(original: Original, cache: Any, *a: Any, **kw: Any) -> Any:
     """On SIGTERM, after the last answer. SGLang kills its processes after 15 s."""
     l3 = our_l3(cache)
     if l3 is not None:

@@ -26,16 +26,17 @@ from hcache_backend.fingerprint import (
 )
 from hcache_backend.format.envelope import WRITER_BYTES
 from hcache_backend.format.page import FORMAT_VERSION
+from hcache_backend.host.stages import PipelineStages
 from hcache_backend.plan.profile import Profile
 from hcache_backend.plan.record import PartitionRecord
 from hcache_backend.plan.restore import Restore
+from hcache_backend.prefetch.estimates import L3Progress
 from hcache_backend.prefetch.gate import HitGate
 from hcache_backend.prefetch.prefetch import Prefetches
-from hcache_backend.prefetch.progress import L3Progress
 from hcache_backend.restore.exchange import CollectiveOrder
 from hcache_backend.server_report import LayerGroup, ServerReport
 from hcache_backend.sglang.arguments import page_size
-from hcache_backend.sglang.pipeline_stages import PipelineStages
+from hcache_backend.sglang.groups import new_stage_group
 from hcache_backend.store import PageStore
 
 logger = logging.getLogger("hcache")
@@ -297,7 +298,7 @@ class Runtime:
     def _tell_stages(self) -> Future[list[Weights | None]]:
         """Tell the weights of this pipeline stage to all stages; returns those of all stages."""
         if self._stages is None:
-            self._stages = PipelineStages()
+            self._stages = PipelineStages(new_stage_group())
         return self._stages.say(_stage_weights(self.runner.model))
 
     def _use_weights(self, said: Future[list[Weights | None]]) -> None:

@@ -6,15 +6,14 @@ import logging
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
 from typing import Any
 
 from hcache_backend import metrics
 from hcache_backend.prefetch.gate import harmless
-from hcache_backend.prefetch.governor import waits_for_gpu
+from hcache_backend.prefetch.slices import waits_for_gpu
 from hcache_backend.sglang import waiting
 from hcache_backend.sglang.arguments import is_plain
-from hcache_backend.sglang.hook_registry import Hook, OnError
+from hcache_backend.sglang.hook_registry import Hook, OnError, Original
 from hcache_backend.sglang.radix_cache import keys_to, our_l3
 from hcache_backend.sglang.runtime import current
 from hcache_backend.sglang.storage_threads import gate_of
@@ -29,9 +28,7 @@ _look_up_failures: set[type[Exception]] = set()  # errors of SGLang's look-ups t
 _prefills: deque[tuple[weakref.ref[Any], Any]] = deque(maxlen=64)
 
 
-def around_received(
-    original: Callable[..., Any], scheduler: Any, req: Any, *a: Any, **kw: Any
-) -> Any:
+def around_received(original: Original, scheduler: Any, req: Any, *a: Any, **kw: Any) -> Any:
     """A request comes, or SGLang tries again to prefetch for it. First the governor gets its
     scheduler, because no slice comes before a prefetch. Then the gate hears of the request. Last,
     L3 hears of a node that SGLang uses but that is not backed up, behind which it does not
@@ -62,9 +59,7 @@ def around_received(
     return result
 
 
-def around_batch(
-    original: Callable[..., Any], scheduler: Any, batch: Any, *a: Any, **kw: Any
-) -> Any:
+def around_batch(original: Original, scheduler: Any, batch: Any, *a: Any, **kw: Any) -> Any:
     """Around ``Scheduler.run_batch``: note the launch time of a prefill, and its work."""
     _note_waiting(scheduler)
     if batch.forward_mode.is_extend():
@@ -77,14 +72,15 @@ def around_batch(
             prefill = time.monotonic(), gate.launched(*work), work
     result = original(scheduler, batch, *a, **kw)
     if gate is not None:
-        alone = not _stands_behind_recomputation(scheduler)
+        eager = getattr(scheduler.tree_cache.cache_controller, "eager", None)
+        alone = eager is None or not eager.take_recomputed()
         if prefill is not None:
             _prefills.append((weakref.ref(result), (*prefill, alone)))
     return result
 
 
 def after_batch(
-    original: Callable[..., Any], scheduler: Any, batch: Any, result: Any, *a: Any, **kw: Any
+    original: Original, scheduler: Any, batch: Any, result: Any, *a: Any, **kw: Any
 ) -> Any:
     done = original(scheduler, batch, result, *a, **kw)
     gate = gate_of(scheduler.tree_cache)
@@ -118,18 +114,13 @@ def _prefill_work(batch: Any) -> tuple[int, float, int] | None:
     return (tokens, max(0.0, pairs / tokens - tokens / 2), loaded) if tokens else None
 
 
-def _stands_behind_recomputation(scheduler: Any) -> bool:
-    eager = getattr(scheduler.tree_cache.cache_controller, "eager", None)
-    return eager is not None and eager.take_recomputed()
-
-
 def _note_waiting(scheduler: Any) -> None:
     gate = gate_of(scheduler.tree_cache)
     if gate is not None:
         gate.gpu.wanted = waits_for_gpu(scheduler)
 
 
-def _after_request(original: Callable[..., Any], req: Any, *a: Any, **kw: Any) -> None:
+def _after_request(original: Original, req: Any, *a: Any, **kw: Any) -> None:
     """SGLang appends an adapter's id to ``extra_key``: a request that writes the id there finds the
     adapter's K and V. Put the id first, with its length, where no other request can have it."""
     original(req, *a, **kw)

@@ -6,12 +6,11 @@ The verdict of a look-up needs no agreement: SGLang takes the shortest hit of al
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 from hcache_backend.prefetch.eager import batch_pages
 from hcache_backend.prefetch.gate import HitGate, harmless
-from hcache_backend.sglang.hook_registry import Hook
+from hcache_backend.sglang.hook_registry import Hook, Original
 from hcache_backend.sglang.runtime import current
 
 # SGLang's name of look-ups without a request, on the scheduler's thread; they read nothing
@@ -27,9 +26,7 @@ def gate_of(cache: Any) -> HitGate | None:
     return current().hit_gate if getattr(cache, "enable_storage", False) else None
 
 
-def around_look_up(
-    original: Callable[..., Any], controller: Any, operation: Any, *a: Any, **kw: Any
-) -> Any:
+def around_look_up(original: Original, controller: Any, operation: Any, *a: Any, **kw: Any) -> Any:
     """Around ``HybridCacheController._storage_hit_query``, before its MIN over ranks."""
     gate = gate_of(controller)
     if gate is None or operation.request_id == _NO_REQUEST:
@@ -48,7 +45,7 @@ def around_look_up(
     return keys[: taken // controller.page_size], taken
 
 
-def around_read(original: Callable[..., Any], controller: Any, operation: Any) -> Any:
+def around_read(original: Original, controller: Any, operation: Any) -> Any:
     """Around ``HybridCacheController._page_transfer``: a whole prefetch."""
     gate = gate_of(controller)
     if gate is None:
@@ -67,14 +64,14 @@ def around_read(original: Callable[..., Any], controller: Any, operation: Any) -
             gate.read_ends()
 
 
-def around_read_batch(original: Callable[..., Any], controller: Any, *a: Any, **kw: Any) -> Any:
+def around_read_batch(original: Original, controller: Any, *a: Any, **kw: Any) -> Any:
     pages = original(controller, *a, **kw)
     if not hasattr(controller, "begin_turn"):  # ours tells each part itself
         current().l3.arrived(pages * controller.page_size)
     return pages
 
 
-def after_backup(original: Callable[..., Any], controller: Any, operation: Any) -> Any:
+def after_backup(original: Original, controller: Any, operation: Any) -> Any:
     """Around ``HybridCacheController._page_backup``, if L3 tells what it stores."""
     result, l3 = original(controller, operation), controller.storage_backend
     if getattr(l3, "events", None) is not None:
@@ -82,14 +79,14 @@ def after_backup(original: Callable[..., Any], controller: Any, operation: Any) 
     return result
 
 
-def around_stop(original: Callable[..., Any], controller: Any, *a: Any, **kw: Any) -> Any:
+def around_stop(original: Original, controller: Any, *a: Any, **kw: Any) -> Any:
     """Around ``HiCacheController._stop_storage_threads``, for a flush or a detach; no request is
     served. If a thread of this rank stopped before a prefetch whose request is gone, the other
     ranks would stay in a reduction, and SGLang would give the server up."""
     gate = current().hit_gate
     if gate is not None:
         _let_threads_finish(gate, controller)
-        gate.forget()
+        gate.prefetches.unfinished.clear()
     return original(controller, *a, **kw)
 
 

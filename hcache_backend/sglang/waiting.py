@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -40,14 +40,20 @@ def with_room(cache: Any, answered: int | None) -> int | None:
     controller.prefetch_capacity_limit = sys.maxsize  # room is judged here, by what L3 has
     running = [info.operation for info in cache.ongoing_prefetch.values()] if answered else []
     reading = [operation for operation in running if operation.host_indices is not None]
-    filled = _held_tokens(prefetches) + sum(len(one.host_indices) for one in reading)
+    filled = _releasable(cache, prefetches) if answered else 0
+    filled += sum(len(one.host_indices) for one in reading)
     answers, taken, waiting = controller.prefetch_hit_queue, list[Any](), list[Any]()
     short, allotted = False, 0
     for operation in list(islice(answers.queue, answered)):
         needed = _tokens_to_read(cache, operation, reading)
         if needed and not short:
             short = bool(filled) and filled + needed > _room(cache)
-            short = short or not (_make_room(cache, allotted + needed) or _is_idle(filled))
+            if not short and not _make_room(cache, allotted + needed):
+                short = bool(filled) or (needed <= _room(cache) and not _is_idle())
+                if not short and operation.pool_transfers:
+                    # HiCache would read a part, at the end of which other pools have nothing.
+                    cache.revoke_pending_prefetch(operation.handle)
+                    needed = 0
         if needed and short:  # those behind it do not overtake it
             needed = None
         if needed is None:
@@ -78,6 +84,7 @@ def _make_room(cache: Any, tokens: int) -> bool:
     from sglang.srt.mem_cache.base_prefix_cache import EvictParams  # plugins are imported before it
 
     host, device = cache.cache_controller.mem_pool_host, cache.token_to_kv_pool_allocator
+    device = getattr(device, "full_attn_allocator", device)  # windows have pages of their own
     cache.evict_host(max(0, tokens - host.available_size()))
     short = tokens - device.available_size()
     if host.available_size() < tokens and short > 0 and not cache.is_write_back:
@@ -86,15 +93,32 @@ def _make_room(cache: Any, tokens: int) -> bool:
     return bool(host.available_size() >= tokens)
 
 
-def _is_idle(filled: int) -> bool:
-    """True if nothing will give room: then HiCache reads as many tokens as there is room for."""
+def _is_idle() -> bool:
+    """True if no batch will give room: then HiCache reads as many tokens as there is room for."""
     scheduler = current().prefetches.scheduler
     batches = scheduler.running_batch, scheduler.last_batch
-    return not filled and all(batch is None or batch.is_empty() for batch in batches)
+    return all(batch is None or batch.is_empty() for batch in batches)
 
 
-def _held_tokens(prefetches: Prefetches) -> int:
-    return sum(one.tokens for one in prefetches.held.values())
+def _held_tokens(held: Iterable[Held]) -> int:
+    """Of each node's prompt once."""
+    return sum({one.request.last_host_node: one.tokens for one in held}.values())
+
+
+def _releasable(cache: Any, prefetches: Prefetches) -> int:
+    """Tokens that are let go of even if no answer is taken now: their requests wait for batches.
+    Others wait for an answer of their own, or for a decode server."""
+    unread = {
+        id(info.operation)
+        for info in cache.ongoing_prefetch.values()
+        if info.operation.host_indices is None
+    }
+    queued = {request.rid for request in prefetches.scheduler.waiting_queue}
+    return _held_tokens(
+        one
+        for rid, one in prefetches.held.items()
+        if rid in queued and id(one.operation) not in unread
+    )
 
 
 def _tokens_to_read(cache: Any, operation: Any, reading: Sequence[Any]) -> int | None:
@@ -134,7 +158,7 @@ def came(scheduler: Any, request: Any) -> None:
         return
     info = cache.ongoing_prefetch.get(request.cache_request_handle)
     held = prefetches.held[request.rid] = Held(request, None if info is None else info.operation)
-    fits = _held_tokens(prefetches) + request.host_hit_length <= _room(cache)
+    fits = _held_tokens(prefetches.held.values()) + request.host_hit_length <= _room(cache)
     if fits and not prefetches.short_of_room:
         _hold(cache, held)
 

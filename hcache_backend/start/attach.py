@@ -12,6 +12,7 @@ import logging
 import math
 import os
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
@@ -34,18 +35,18 @@ from hcache_backend.sglang.arguments import (
 from hcache_backend.sglang.compat import SUPPORTED, is_first, unsupported_reason
 from hcache_backend.sglang.groups import attention_ranks, or_stop, said_by_all_ranks
 from hcache_backend.sglang.runtime import Runtime, current, remember
-from hcache_backend.start.machine import judge_hits, keep_profile
+from hcache_backend.start.machine import judge_hits
 from hcache_backend.store import PageStore
 from hcache_backend.tiers.shared_backend import SharedBackend, make_backend
 
 logger = logging.getLogger("hcache")
 
 STARTED_WITHOUT_US = "the server was started without HCACHE_ENABLE=1"
-_NO_RIGHT_TO_WRITE = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 def bootstrap(runner: Any) -> None:
-    """Called when a process has loaded its model. A wrong configuration stops the server."""
+    """Set a process up that has loaded its model: options, store, weights and hooks; the last step
+    registers :class:`.OwnPagesStrategy`. A wrong configuration stops the server."""
     runtime = remember(runner)
     args = resolved(runner.server_args)
     extra = _our_extra_config(args)
@@ -62,17 +63,16 @@ def bootstrap(runner: Any) -> None:
         return
     runtime.config = config
     or_stop(lambda: _check_groups(runner, args, config))
+    warn_of_single_tokens(runtime)
     if extra is not None:
         or_stop(lambda: check_preemption(args))
-    warn_of_single_tokens(runtime)
-    if config.shared is not None and extra is None and args.hicache_storage_backend is not None:
+        runtime.store = or_stop(lambda: open_store(config, runtime.writer))
+    elif config.shared is not None and args.hicache_storage_backend is not None:
         logger.warning(
             "hcache: option 'shared' is ignored: it needs the page store of this package, and "
             "--hicache-storage-backend is %s",
             args.hicache_storage_backend,
         )
-    if extra is not None:
-        runtime.store = or_stop(lambda: open_store(config, runtime.writer))
     # With --startup-weight-load-mode overlap the weights are not there yet.
     late = getattr(runner, "startup_weight_load", None) is not None
     unseen = hooks.install(hooks.LATE_WEIGHTS) if late else None
@@ -129,8 +129,7 @@ def _our_extra_config(args: Any) -> Mapping[str, Any] | None:
     if args.hicache_storage_backend != "dynamic":
         return None
     extra = storage_extra_config(args)
-    ours = {"module_path": options.MODULE_PATH, "class_name": options.CLASS_NAME}
-    return extra if ours.items() <= extra.items() else None
+    return extra if options.OUR_BACKEND.items() <= extra.items() else None
 
 
 def _check_groups(runner: Any, args: Any, config: HCacheConfig) -> None:
@@ -160,22 +159,17 @@ def join(storage_config: HiCacheStorageConfig) -> Joined:
     ConfigError on every rank if an option is wrong or fixed, or a folder cannot be used."""
     joined: Joined | None = None
     error: Exception | None = None
-    try:
-        joined = _join_here(storage_config)
-    except Exception as caught:
-        error = caught
-    try:
+    with ExitStack() as opened:
+        try:
+            joined = _join_here(storage_config, opened)
+        except Exception as caught:
+            error = caught
         _agree(storage_config, joined, error)
         assert joined is not None
         if joined.runtime.config is None:
             joined.runtime.use_plain_pages(STARTED_WITHOUT_US)
         judge_hits(joined.runtime, joined.config)
-    except BaseException:
-        if joined is not None:
-            joined.store.close()
-            if joined.shared is not None:
-                joined.shared.close()
-        raise
+        opened.pop_all()
     return joined
 
 
@@ -193,7 +187,10 @@ def leave_report(joined: Joined, storage_config: HiCacheStorageConfig) -> None:
             report = report.model_copy(update={"shared": joined.config.shared.backend})
         for folder in folders:
             write_report(folder, report)
-        keep_profile(runtime, folders[0])
+        if runtime.kept_profile is not None:  # for the next start
+            name, profile = runtime.kept_profile
+            if not (folders[0] / name).exists():
+                profile.save(folders[0] / name)
 
 
 def publishes_events() -> bool:
@@ -258,14 +255,14 @@ def open_store(config: HCacheConfig, writer: bytes) -> PageStore:
     try:
         return PageStore(config, writer)
     except OSError as error:
-        hint = ""
-        if error.errno in _NO_RIGHT_TO_WRITE:
-            hint = "; every folder must be one that this user can create and write"
+        hint = "; every folder must be one that this user can create and write"
+        hint *= error.errno in (errno.EACCES, errno.EPERM, errno.EROFS)
         folders = [str(path) for path in config.dirs]
         raise ConfigError(f"hcache: option 'dirs' is {folders}: {error}{hint}") from None
 
 
-def _join_here(storage_config: HiCacheStorageConfig) -> Joined:
+def _join_here(storage_config: HiCacheStorageConfig, opened: ExitStack) -> Joined:
+    """``opened`` closes what this rank has opened."""
     runtime = current()
     fields = kv_fields(runtime.runner)
     config, store = runtime.config, runtime.store
@@ -273,11 +270,10 @@ def _join_here(storage_config: HiCacheStorageConfig) -> Joined:
     if config is None or store is None:  # not at start-up
         config = _attach_config(runtime, storage_config.extra_config or {})
         store = open_store(config, runtime.writer)
-    try:
-        shared = make_backend(config.shared, storage_config) if config.shared else None
-    except ConfigError:
-        store.close()
-        raise
+    opened.callback(store.close)
+    shared = make_backend(config.shared, storage_config) if config.shared else None
+    if shared is not None:
+        opened.callback(shared.close)
     return Joined(runtime, config, fields, store, shared)
 
 
@@ -320,12 +316,10 @@ def _check_late_start(runtime: Runtime) -> None:
         # Pages in L1 and L2 have keys that other requests may have, too.
         "--enable-lora": serves_adapters(args),
     }
-    for flag, given in mixing.items():
-        if given:
-            needs = f"with {flag} it has to be started with it"
-            raise ConfigError(f"hcache: {STARTED_WITHOUT_US}; {needs}")
-    missing = hooks.install(hooks.WEIGHTS)
-    if missing:
+    for flag in (flag for flag, given in mixing.items() if given):
+        needs = f"with {flag} it has to be started with it"
+        raise ConfigError(f"hcache: {STARTED_WITHOUT_US}; {needs}")
+    if missing := hooks.install(hooks.WEIGHTS):
         raise ConfigError(f"hcache: {missing}; weight updates could not be noticed")
     hooks.notice_uses()
 

@@ -25,21 +25,27 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.runtime_context import get_memory
 
 from hcache_backend import metrics
-from hcache_backend.capture.hooks import HiddenCapture
-from hcache_backend.capture.recomputed_rows import RecomputedRows
+from hcache_backend.capture.hooks import HiddenCapture, RecomputedRows
 from hcache_backend.capture.staging import StagedCapture, Staging
-from hcache_backend.checks.probe import PROBE_TOKENS, Probe, observe, probe_tokens
-from hcache_backend.checks.recompute import Recomputed, check_recompute
+from hcache_backend.checks.probe import (
+    PROBE_TOKENS,
+    Probe,
+    Recomputed,
+    check_recompute,
+    observe,
+    probe_tokens,
+)
 from hcache_backend.checks.round_trip import CaptureCheck, check_copies, check_lossy, whole_pages
 from hcache_backend.checks.service import KVChecks, ServiceChecks
 from hcache_backend.checks.specs import LayerSpecs
 from hcache_backend.format.units import WHOLE, Shard
 from hcache_backend.host.loads import LoadQueue
 from hcache_backend.host.segments import head_groups, shard_of_heads
+from hcache_backend.host.stages import StagePages
 from hcache_backend.plan.restore import CHUNK_TOKENS, Partition, Restore
 from hcache_backend.prefetch.eager_loads import EagerLoads
 from hcache_backend.prefetch.slices import SliceBudget
-from hcache_backend.projection.generic import ProjectionBatch
+from hcache_backend.projection.attention import ProjectionBatch
 from hcache_backend.projection.paged_pool import (
     PagedPool,
     full_attention,
@@ -55,7 +61,7 @@ from hcache_backend.sglang import hooks
 from hcache_backend.sglang.allocator import ReservablePages
 from hcache_backend.sglang.arguments import drafted_tokens, packed_drafts, storage_extra_config
 from hcache_backend.sglang.controller import OwnPagesController
-from hcache_backend.sglang.groups import attention_ranks
+from hcache_backend.sglang.groups import attention_ranks, new_stage_group
 from hcache_backend.sglang.hook_registry import Hook, install
 from hcache_backend.sglang.host_pool import OwnPagesPool
 from hcache_backend.sglang.passes import (
@@ -65,7 +71,6 @@ from hcache_backend.sglang.passes import (
     run_again,
     run_prompts,
 )
-from hcache_backend.sglang.pipeline_stages import StagePages
 from hcache_backend.sglang.runtime import Forwards, Runtime, current
 from hcache_backend.start.attach import warn_of_small_host_pool
 from hcache_backend.start.capabilities import (
@@ -112,9 +117,7 @@ class OwnPagesStrategy(StackStrategy):
     """
 
     def __init__(self, runtime: Runtime, plain: str | None, no_hidden: str | None) -> None:
-        self._runtime = runtime
-        self._plain = plain
-        self._no_hidden = no_hidden
+        self._runtime, self._plain, self._no_hidden = runtime, plain, no_hidden
 
     def matches(self, kvcache: Any, components: Any) -> bool:
         full = full_attention(kvcache)
@@ -126,8 +129,8 @@ class OwnPagesStrategy(StackStrategy):
         return False
 
     def build(self, *, kvcache: Any, params: Any, **kwargs: Any) -> Any:
-        shard = share_of_size(kvcache, params)
-        start = Start(self._runtime, full_attention(kvcache), params, shard)
+        share = share_of_size(kvcache, params)
+        start = Start(self._runtime, full_attention(kvcache), params, share)
         build = partial(strategy_of(kvcache).build, kvcache=kvcache, params=params, **kwargs)
         try:
             start.step(refuse, OWN_PAGES, start.server, self._plain)
@@ -147,11 +150,9 @@ class OwnPagesStrategy(StackStrategy):
 
 
 class Start:
-    """Decides what the pages of a server are, and proves it, on every rank of every stage.
-
-    Each :meth:`step` succeeds on all of them, or raises Refused on all at that step. Nothing is
-    allocated or served yet. K and V of the probe stay in the pool to the last check.
-    """
+    """Decides what the pages of a server are, and proves it, on every rank of every stage. Each
+    :meth:`step` succeeds on all of them, or raises Refused on all at that step. Nothing is
+    allocated or served yet. K and V of the probe stay in the pool to the last check."""
 
     smallest_page = 4  # of K and V, in headers
 
@@ -160,8 +161,7 @@ class Start:
     ) -> None:
         assert runtime.config is not None
         self._runtime, self._config, self._runner = runtime, runtime.config, runtime.runner
-        self._kvcache, self._params = kvcache, params
-        self._host_share = host_share
+        self._kvcache, self._params, self._host_share = kvcache, params, host_share
         self.server = Server(runtime, kvcache)
         marker = ProjectionBatch(ForwardMode.EXTEND)
         self.projector = Projector(marker, PagedPool(kvcache), kvcache.layer_num)
@@ -178,10 +178,10 @@ class Start:
         reason: str | None = None
         try:
             plan = self._hidden_plan(no_hidden)
-        except Refused as refused:  # then no hook and no memory of it are left
-            capture_nothing(self._runtime)
+        except Refused as refused:
             reason = str(refused)
-        if reason is not None:
+        if reason is not None:  # then no hook and no memory of hidden states are left
+            capture_nothing(self._runtime)
             plan = self._kv_plan()
         [host_pages] = smallest(self._params.pp_cache_group, plan.pages.host)
         plan.pages = plan.pages._replace(host=host_pages)
@@ -206,26 +206,14 @@ class Start:
         if methods.recomputable:
             recomputer = step(self._find_recomputer, probe, methods, whole=False)
         methods = methods.recomputing_first(recomputer.layers if recomputer else 0)
-        recorded = step(check_recording, runtime, probe.hidden[0])
-        shard = Shard(exchange.number, exchange.shards) if exchange is not None else WHOLE
-        groups, of_kv = self._head_groups(methods, shard), "none"
+        how: dict[str, Any] = {"runner": runner, "forwards": runtime.forwards}
+        how["hooks"] = step(check_recording, runtime, probe.hidden[0])
+        how |= {"layers": probe.layers, "codec": codec, "recomputer": recomputer}
+        shard = _shard(exchange)
+        groups = self._head_groups(methods, shard)
         if methods.layers("kv"):
-            of_kv = step(kv_codec, runtime, kvcache, shard, groups, stages)
-        plan = step(
-            PagePlan,
-            kvcache,
-            methods,
-            shard,
-            groups,
-            kv_codec=of_kv,
-            runner=runner,
-            layers=probe.layers,
-            codec=codec,
-            recomputer=recomputer,
-            exchange=exchange,
-            hooks=recorded,
-            forwards=runtime.forwards,
-        )
+            how["kv_codec"] = step(kv_codec, runtime, kvcache, shard, groups, stages)
+        plan = step(PagePlan, kvcache, methods, shard, groups, exchange=exchange, **how)
         plan = self._tried(plan, lambda: probe.slots)
         specs = LayerSpecs(runtime, probe, projector, ranks)
         step(specs.find)
@@ -255,14 +243,13 @@ class Start:
         own, exchange = shard_of_heads(ranks.rank_in_group, ranks.world_size), None
         if holds_latents(kvcache):
             exchange = self._latent_exchange(ranks.world_size)
-            own = WHOLE if exchange is None else Shard(exchange.number, exchange.shards)
+            own = _shard(exchange)
         groups = self._head_groups(methods, own)
         codec = self.step(kv_codec, runtime, kvcache, own, groups, self._params.pp_size)
         plugin = page_plugin(self._config) if codec != "none" else None
         parts = (own, groups) if plugin is None else (WHOLE, self._head_groups(methods, WHOLE))
         how: dict[str, Any] = {"kv_codec": codec, "plugin": plugin, "exchange": exchange}
-        how["host_share"] = self._host_share
-        how["drafts"] = packed_drafts(self._runner)
+        how |= {"host_share": self._host_share, "drafts": packed_drafts(self._runner)}
         plan = self.step(PagePlan, kvcache, methods, *parts, **how)
         return self._tried(plan, self._written, shard=own, groups=groups)
 
@@ -284,12 +271,10 @@ class Start:
         return self.step(make_exchange, "latents", rows, int(kvcache.page_size))
 
     def _tried(self, plan: PagePlan, written: Callable[[], torch.Tensor], **plain: Any) -> PagePlan:
-        """The plan with room if K and V come back by its codec, otherwise one with K and V as they
-        are, and the fields ``plain``.
-
-        ``written`` has the model write K and V, if it has not, and returns their slots, int64
-        ``[n]``. Raises Refused on every rank.
-        """
+        """Prove that K and V come back by ``plan``, and take its memory. If its codec fails, that
+        is done with the plan of K and V as they are, and the fields ``plain``. Returns the proven
+        plan; raises Refused on every rank. ``written`` has the model write K and V, if it has not,
+        and returns their slots, int64 ``[n]``."""
         try:
             self.step(self._check_copies, plan)
             if not plan.kv.lossless:
@@ -382,10 +367,8 @@ class Start:
 
     def _find_recomputer(self, probe: Probe, methods: Restore, *, whole: bool) -> Recomputer | None:
         """The recomputer of layers, the same on every tensor-parallel rank; None if there is none.
-
         All ranks call it; K and V of the probe must still be in the pool. The runtime gets the
-        exactness, or the reason for None. ``whole``: only all layers are of use.
-        """
+        exactness, or the reason for None. ``whole``: only all layers are of use."""
         runtime, runner, kvcache = self._runtime, self._runner, self._kvcache
         group, layers = attention_ranks().cpu_group, int(kvcache.layer_num)
         recomputer = make_recomputer(runner, kvcache, methods.chunk_tokens)
@@ -428,6 +411,10 @@ class Start:
             return shard.of
         extra = storage_extra_config(self.server.args)
         return head_groups(extra.get("tp_lcm_size"), shard, attention_ranks().world_size)
+
+
+def _shard(exchange: Exchange | None) -> Shard:
+    return WHOLE if exchange is None else Shard(exchange.number, exchange.shards)
 
 
 # ---- the stack of a plan ----
@@ -491,9 +478,9 @@ def build_stack(
         layouts = plan.plugin.backups(plan.observer, layout, group_of, number)
     if free_pages is not None and runtime.eager:
         reserved = max(1, int(kvcache.size // params.page_size * _RESERVED))
-        seconds, known = config.recompute_ms / 1e3, plan.methods.profile is not None
-        most = plan.methods.chunk_tokens
-        budget = SliceBudget(seconds, most, plan.methods.layer, known=known)
+        methods, seconds = plan.methods, config.recompute_ms / 1e3
+        known = methods.profile is not None
+        budget = SliceBudget(seconds, methods.chunk_tokens, methods.layer, known=known)
         both = runtime.l3, runtime.prefetches
         eager = EagerLoads(free_pages, pool, pipeline, loads, reserved, budget, *both, new_rows)
         runtime.on_weights_changed.append(eager.forget)
@@ -502,20 +489,12 @@ def build_stack(
         pool.arena.whole,
         lambda: runtime.quarantine is None,
         runtime.begin_quarantine,
+        new_stage_group,
     )
-    controller = partial(
-        OwnPagesController,
-        runtime,
-        pool,
-        loads,
-        eager,
-        stages,
-        kv_checks,
-        partial(judge_hits, runtime, config),
-        capture=capture,
-        checks=checks,
-        layouts=layouts,
-    )
+    judge = partial(judge_hits, runtime, config)
+    parts: tuple[Any, ...] = runtime, pool, loads, eager, stages, kv_checks, judge
+    hidden_parts: dict[str, Any] = {"capture": capture, "checks": checks, "layouts": layouts}
+    controller = partial(OwnPagesController, *parts, **hidden_parts)
     return with_our_pool(kvcache, pool, controller)
 
 
@@ -569,13 +548,11 @@ def _start_capture(
 
 def capture_nothing(runtime: Runtime) -> None:
     """Remove the capture hooks of the model, and free their staging."""
-    hooks = runtime.forwards.capture
-    if hooks is None:
-        return
-    # Recorded graphs read the targets of a step from this memory in every replay.
-    runtime.forwards = Forwards(recorded=hooks.staging)
-    with metrics.harmless("staging_not_freed", "staging keeps its memory on the device"):
-        hooks.remove()
+    if (hooks := runtime.forwards.capture) is not None:
+        # Recorded graphs read the targets of a step from this memory in every replay.
+        runtime.forwards = Forwards(recorded=hooks.staging)
+        with metrics.harmless("staging_not_freed", "staging keeps its memory on the device"):
+            hooks.remove()
 
 
 def _before_graphs(original: Callable[..., Any], runner: Any, *a: Any, **kw: Any) -> Any:
@@ -588,7 +565,8 @@ GRAPH_HOOKS = [Hook(_GRAPHS, _before_graphs)]  # some versions lack the place
 
 
 def record_copies(runtime: Runtime, runner: Any) -> None:
-    """Prepare capture before SGLang records CUDA graphs. Raises only SystemExit (wrong option)."""
+    """Make the hooks and the staging of capture before SGLang records CUDA graphs, which then have
+    our copies. Raises only SystemExit (wrong option)."""
     if runner.device == "cpu" or getattr(runner, "is_draft_worker", False) or graphs_are_off():
         return
     try:

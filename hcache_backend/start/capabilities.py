@@ -242,9 +242,8 @@ def graphs_are_off() -> bool:
 
 
 def _compiled(args: Any) -> bool:
-    if getattr(args, "enable_torch_compile", False):
-        return True
-    return "tc_piecewise" in (_graphs().decode.backend, _graphs().prefill.backend)
+    backends = _graphs().decode.backend, _graphs().prefill.backend
+    return getattr(args, "enable_torch_compile", False) or "tc_piecewise" in backends
 
 
 def _graphs() -> Any:
@@ -258,12 +257,11 @@ def _attention(server: Server) -> str:
 
 
 def _unusual(server: Server) -> str | None:
-    args = server.args
-    if args.speculative_algorithm is not None:
+    if server.algorithm is not None:
         return "speculative decoding"
-    if args.pp_size > 1:
+    if server.args.pp_size > 1:
         return "pipeline stages"
-    return "P/D disaggregation" if args.disaggregation_mode != "null" else None
+    return "P/D disaggregation" if server.args.disaggregation_mode != "null" else None
 
 
 def _pool_grows() -> bool:

@@ -26,13 +26,12 @@ from hcache_backend.plan.measure import (
     read_rate,
     use_measured_copies,
 )
-from hcache_backend.plan.model_config import ModelConfigError, shape_from_config
+from hcache_backend.plan.model_config import shape_from_config
 from hcache_backend.plan.model_shape import CLEARLY_LESS, ModelShape
-from hcache_backend.plan.profile import Profile, ProfileError, Rate, load_profile
+from hcache_backend.plan.profile import Profile, Rate, load_profile
 from hcache_backend.plan.record import PartitionRecord, find_record, record_name, save_record
 from hcache_backend.plan.restore import CHUNK_TOKENS, L3Path, Partition, Restore, describe
 from hcache_backend.restore.exchange import shard_of_rank
-from hcache_backend.restore.layers import PoolParking
 from hcache_backend.sglang import hooks
 from hcache_backend.sglang.arguments import ranks_of_a_request, resolved
 from hcache_backend.sglang.groups import attention_ranks, or_stop, said_by_all_ranks
@@ -102,8 +101,7 @@ def _choose(runtime: Runtime, kvcache: Any) -> Restore:
     l3 = "none" if args.hicache_storage_backend is None else l3
     tokens = min(int(runtime.runner.model_config.context_len), size)
     every_kv = Partition(0, 0, layers)
-    how = {"parks": PoolParking.fits(kvcache, row_bytes), "eager": eager}
-    restore = Restore(profile, shape, every_kv, ranks, min(CHUNK_TOKENS, size), **how)
+    restore = Restore(profile, shape, every_kv, ranks, min(CHUNK_TOKENS, size), eager=eager)
     if decision is None:
         kv_bytes = kv_share * kv_bytes_per_token(kvcache)
         given = host_bytes(kvcache, args.hicache_size, args.hicache_ratio)
@@ -211,7 +209,7 @@ def find_profile(
     if config.profile is not None:
         try:
             return load_profile(config.profile)
-        except ProfileError as error:
+        except ConfigError as error:
             raise ConfigError(f"hcache: option 'profile': {error}") from None
     device = torch.device(kvcache.device)
     # Bytes of pages are not measured: partitions and hits have one profile, whatever the codec.
@@ -220,15 +218,14 @@ def find_profile(
     file = f"profile-{digest[:12]}.json"
     if runtime.kept_profile is not None and runtime.kept_profile[0] == file:
         return runtime.kept_profile[1]
-    for path in (folder / file for folder in config.dirs):
-        if path.is_file():
-            try:
-                kept = load_profile(path)
-            except ProfileError as error:
-                logger.warning("hcache: %s", error)
-            else:
-                logger.debug("hcache: partition: using the profile in %s", path)
-                return kept
+    for path in filter(Path.is_file, (folder / file for folder in config.dirs)):
+        try:
+            kept = load_profile(path)
+        except ConfigError as error:
+            logger.warning("hcache: %s", error)
+        else:
+            logger.debug("hcache: partition: using the profile in %s", path)
+            return kept
     try:
         profile = _measure(config, shape, device, runtime.runner.dtype)
     except Exception as error:  # no room on the device, or a shape that cannot be run
@@ -244,19 +241,11 @@ def _measure(
     logger.debug("hcache: partition: measuring a quick profile of this machine")
     l3: Rate | None = None
     try:
-        l3 = Rate(per_second=read_rate(config, shape, _QUICK_SECONDS).per_second)
+        l3, _ = read_rate(config, shape, _QUICK_SECONDS)
     except OSError as error:
         logger.warning("hcache: partition: L3 was not measured: %s", error)
     bench = Bench(shape, device, dtype, _QUICK_SECONDS)
     return measure(bench, l3, config.dirs, source="measured at a server's start")
-
-
-def keep_profile(runtime: Any, folder: Path) -> None:
-    """Save a profile measured at start-up in a store folder, for the next start. Raises OSError."""
-    if runtime.kept_profile is not None:
-        name, profile = runtime.kept_profile
-        if not (folder / name).exists():
-            profile.save(folder / name)
 
 
 def copy_as_measured(profile: Profile, device: torch.device | str, segment_bytes: int) -> None:
@@ -285,15 +274,12 @@ def model_shape(
     stored hidden state; None: plain. ``kv_share``: encoded bytes of K and V relative to plain."""
     try:
         shape = shape_from_config(runner.model_config.hf_config.to_dict(), "the model's config")
-    except ModelConfigError as error:
+    except ConfigError as error:
         logger.warning("hcache: partition: %s", error)
         return None
-    found = {
-        "layers": int(kvcache.layer_num),
-        "element_bytes": runner.dtype.itemsize,
-        "kv_element_bytes": kvcache.dtype.itemsize,
-        "hidden_row_bytes": row_bytes,
-    }
+    found = {"layers": int(kvcache.layer_num), "hidden_row_bytes": row_bytes}
+    found["element_bytes"] = runner.dtype.itemsize
+    found["kv_element_bytes"] = kvcache.dtype.itemsize
     shape = shape.model_copy(update=found)
     if kv_share == 1.0:
         return shape
@@ -321,17 +307,15 @@ def may_judge(runtime: Runtime, config: HCacheConfig) -> bool:
     runtime.hit_gate = None
     if refusal(JUDGING, Server(runtime, config=config)) is not None:
         return False
-    missing = hooks.install(hooks.HITS)
-    if missing is not None:
-        logger.warning(
-            "hcache: every L3 hit is read, even if L3 is slower than computing: %s", missing
-        )
+    if (missing := hooks.install(hooks.HITS)) is not None:
+        what = "every L3 hit is read, even if L3 is slower than computing"
+        logger.warning("hcache: %s: %s", what, missing)
     return missing is None
 
 
 def _machine(runtime: Runtime, config: HCacheConfig) -> Restore | None:
-    """The machine as the choice of the partition found it, otherwise as the one rank finds it that
-    looks for all that attach together."""
+    """The cost model for L3 hits: that of the partition's choice, otherwise one that the first of
+    the ranks that attach together measures. None: this machine or model has none."""
     from sglang.srt.distributed import parallel_state as state
 
     ranks = ranks_of_a_request(runtime.runner.server_args)
@@ -349,9 +333,8 @@ def _machine(runtime: Runtime, config: HCacheConfig) -> Restore | None:
     except Exception as error:  # pools of several kinds, for which there is no cost model
         logger.info("hcache: L3 hits are judged by measurements in service alone: %s", error)
     said = said_by_all_ranks((measured, wrong))
-    for _, problem in said:
-        if problem is not None:
-            raise ConfigError(problem)
+    if (problem := next(filter(None, (problem for _, problem in said)), None)) is not None:
+        raise ConfigError(problem)
     found = next((measured for measured, _ in said if measured is not None), None)
     if found is None:
         return None

@@ -19,7 +19,7 @@ from sglang.srt.runtime_context import get_memory
 from hcache_backend.arena import Arena
 from hcache_backend.capture.hooks import HiddenCapture
 from hcache_backend.capture.staging import StagedCapture, Staging
-from hcache_backend.checks.comparison import first_problem, projection_problem
+from hcache_backend.checks.comparison import first_problem
 from hcache_backend.checks.probe import Probe
 from hcache_backend.config import HCacheConfig
 from hcache_backend.format.page import PageLayout
@@ -31,7 +31,7 @@ from hcache_backend.projection.paged_pool import planes_of
 from hcache_backend.projection.projector import Projector
 from hcache_backend.ranks import Refused, all_or_none
 from hcache_backend.restore.exchange import CollectiveOrder, Exchange, shard_of_rank
-from hcache_backend.restore.layers import PoolParking, RestoredLayer
+from hcache_backend.restore.layers import RestoredLayer
 from hcache_backend.restore.pipeline import RestorePipeline
 from hcache_backend.restore.recompute import Recomputer
 from hcache_backend.restore.ring import ring_bytes
@@ -148,20 +148,17 @@ class PagePlan:
 
     def restored_layers(self, projector: Projector) -> list[RestoredLayer]:
         """How each layer comes back."""
-        codec, kvcache = self.codec, self.kvcache
-        row_bytes = 0 if codec is None else codec.row_bytes
-        parks = codec is not None and PoolParking.fits(kvcache, row_bytes)
+        codec = self.codec
 
         def projected(index: int) -> RestoredLayer:
             layer = self.layers[index]
             assert codec is not None
 
             def fill(segments: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
-                rows = codec.decode(segments.view(-1, row_bytes))
+                rows = codec.decode(segments.view(-1, codec.row_bytes))
                 projector.project_to_pool(layer, rows, positions, slots)
 
-            parking = PoolParking(kvcache, index, row_bytes) if parks else None
-            return RestoredLayer("hidden", fill, parking)
+            return RestoredLayer("hidden", fill)
 
         restored: dict[str, Callable[[int], RestoredLayer]] = {
             "hidden": projected,
@@ -336,7 +333,7 @@ def _proven(name: str, probe: Probe, projector: Projector) -> Codec:
         fits.logical_and_(ok)
         # Rows that are not ok are not stored, so they cannot come back wrong.
         back = torch.where(ok[:, None], codec.decode(encoded), hidden)
-        return projection_problem(layer, back, probe.positions, probe.slots, projector, codec.name)
+        return probe.problem(layer, back, projector, codec.name)
 
     problem = first_problem(map(problem_of, probe.layers, probe.hidden))
     if problem is not None:
@@ -445,11 +442,9 @@ def take_staging(
     device: Any,
     recorded_tokens: int = 0,
 ) -> Staging:
-    """Staging of at least ``capacity`` rows in the memory that SGLang left beside its KV pool.
-
-    Two steps of ``recorded_tokens`` (the largest CUDA graph) fit if memory allows, so that the
-    second need not wait for the first. Raises Refused if that memory is too small.
-    """
+    """Staging of at least ``capacity`` rows in the memory that SGLang left beside its KV pool. Two
+    steps of ``recorded_tokens`` (the largest CUDA graph) fit if memory allows, so that the second
+    need not wait for the first. Raises Refused if that memory is too small."""
     row_bytes = width * dtype.itemsize
     free, two_steps = free_memory(device), max(capacity, 2 * recorded_tokens)
     if Staging.bytes_for(layers, row_bytes, two_steps) <= free * _STAGING_SHARE:

@@ -145,7 +145,7 @@ class Disk:
             self._let_go(folder)
 
     def close(self) -> None:
-        """Let go for good."""
+        """Stop the threads, and close the folder when nobody uses it any more."""
         self.readers.shutdown(wait=False)
         self.writers.shutdown(wait=False)
         self._closed = True

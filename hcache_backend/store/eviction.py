@@ -44,10 +44,8 @@ _Changes = Sequence[dict[PageName, int]]  # new ranks of page files, for each di
 
 
 class Recency:
-    """The uses of a store's pages, which its ``disks`` learn now and then. Any thread.
-
-    :meth:`save` comes first, when the disks are open.
-    """
+    """The uses of a store's pages, which its ``disks`` learn now and then. Any thread. :meth:`save`
+    comes first, when the disks are open."""
 
     def __init__(self, disks: Sequence[Disk]) -> None:
         self._disks = disks
@@ -164,9 +162,7 @@ def shortage(
     folder: Folder, config: HCacheConfig, incoming: int, on_disk: int = 0, *, empty: bool = False
 ) -> tuple[int, str | None]:
     """Bytes that must go before ``incoming`` bytes may come, and the bound that they would break.
-
-    ``on_disk`` of them are written already. ``empty``: as if the folder held no pages.
-    """
+    ``on_disk`` of them are written already. ``empty``: as if the folder held no pages."""
     there = folder.index.totals().bytes
     used = 0 if empty else there
     quota, reserve = config.quota_bytes, config.min_free_bytes
@@ -200,11 +196,9 @@ def pressure(folder: Folder, config: HCacheConfig) -> tuple[int, int]:
 
 
 def evict(folder: Folder, wanted: int, stats: StoreStats, problems: ProblemLog) -> None:
-    """Delete the pages of the lowest ranks until ``wanted`` bytes are free; the lock is held.
-
-    A file that cannot be deleted stays a page, and counts as used last. Files go before entries: a
-    crash in between leaves entries without file, which the next read removes.
-    """
+    """Delete the pages of the lowest ranks until ``wanted`` bytes are free; the lock is held. A
+    file that cannot be deleted stays a page, and counts as used last. Files go before entries: a
+    crash in between leaves entries without file, which the next read removes."""
     freed = 0
     last: Entry | None = None
     stuck: list[PageName] = []

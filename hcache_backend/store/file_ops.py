@@ -18,7 +18,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from typing import Any, NamedTuple
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +28,54 @@ import numpy.typing as npt
 from hcache_backend.config import HCacheConfig
 from hcache_backend.format.envelope import BLOCK, round_up
 from hcache_backend.format.units import PageMemory
-from hcache_backend.store.kvikio_state import kvikio_state
+
+MODULES = Path("/proc/modules")
+GDS_DRIVER = Path("/proc/driver/nvidia-fs/devcount")
+UDEV = Path("/run/udev")
+
+
+class KvikioState(NamedTuple):
+    """``GDS`` reads past host memory, ``compat`` through it, ``nothing`` does not read at all."""
+
+    mode: Literal["GDS", "compat", "nothing"]
+    why: str
+
+
+def kvikio_state() -> KvikioState:
+    """Find the state by a read with KvikIO."""
+    if find_spec("kvikio") is None:
+        return KvikioState("nothing", "it is not installed")
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        why = "there is no GPU driver (libcuda), which KvikIO asks about every address it reads to"
+        return KvikioState("nothing", why)
+    try:
+        import kvikio
+        import kvikio.defaults as options
+
+        compat = options.is_compat_mode_preferred()
+        if not compat and not MODULES.exists():
+            # cuFile looks for its driver in that file. If it cannot open it, libcufile.so.0 (1.20)
+            # calls getline for ever, and opening the first file does not return.
+            why = f"cuFile would hang: there is no {MODULES} here; set KVIKIO_COMPAT_MODE=ON"
+            return KvikioState("nothing", why)
+        # cuFile would write a log to the working directory.
+        by_kvikio_alone = options.set({"compat_mode": kvikio.CompatMode.ON})
+        with by_kvikio_alone, kvikio.CuFile(__file__, "r") as file:
+            file.read(bytearray(1))
+    except (ImportError, OSError, RuntimeError, ValueError) as error:
+        return KvikioState("nothing", f"it fails: {error}")
+    if not compat and GDS_DRIVER.exists():
+        return KvikioState("GDS", "where cuFile and its driver nvidia-fs support the file system")
+    if not compat:
+        return KvikioState("compat", "cuFile's driver nvidia-fs is not loaded")
+    if options.get("compat_mode") == kvikio.CompatMode.ON:
+        return KvikioState("compat", "compatibility mode is on (KVIKIO_COMPAT_MODE)")
+    if not UDEV.is_dir():
+        return KvikioState("compat", f"cuFile needs {UDEV}; containers must mount it")
+    return KvikioState("compat", "cuFile (libcufile.so.0) does not load, or this is WSL")
+
 
 logger = logging.getLogger("hcache.store")
 
@@ -177,11 +226,9 @@ class LockedError(TimeoutError):
 
 
 class FolderLock:
-    """The lock of one store folder, across threads and processes. Not reentrant.
-
-    It is held to change the index or names of page files. A killed process lets go of it. ``fd`` is
-    the lock file, opened for this object alone; None locks nothing, in a folder that is only read.
-    """
+    """The lock of one store folder, across threads and processes. Not reentrant. It is held to
+    change the index or names of page files. A killed process lets go of it. ``fd`` is the lock
+    file, opened for this object alone; None locks nothing, in a folder that is only read."""
 
     def __init__(self, fd: int | None) -> None:
         self._fd = fd
@@ -245,11 +292,9 @@ class Scratch(threading.local):
 
 
 class PageIO:
-    """Reads and writes stretches of the files of one file system, directly if it can.
-
-    Memory that direct I/O (O_DIRECT) does not take goes through an aligned buffer of the calling
-    thread, of ``buffer_bytes``; its bytes are counted as copied.
-    """
+    """Reads and writes stretches of the files of one file system, directly if it can. Memory that
+    direct I/O (O_DIRECT) does not take goes through an aligned buffer of the calling thread, of
+    ``buffer_bytes``; its bytes are counted as copied."""
 
     def __init__(self, ops: FileOps, alignment: Alignment, buffer_bytes: int) -> None:
         self._ops, self.alignment, self.scratch = ops, alignment, Scratch(buffer_bytes)

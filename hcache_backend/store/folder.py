@@ -184,14 +184,13 @@ class Folder:
     """An open store folder. An error of its disk is an OSError, a NotOurFolderError if it has files
     that are not a store's. Its ``lock`` is held for a change of the index or of names.
 
+    ``index_is_partial``: page files may be there that the index does not know. ``users`` hold it
+    open; the :class:`.disk.Disk` counts them.
+
     Args:
         create: Make the folder, or make an empty one a store's.
         readonly: Nothing in it changes, and it need not be writable: there is no session.
         descriptors: Number that it may keep open from one page to the next; at least 1.
-
-    Attributes:
-        users: Number of those that hold it open; the :class:`.disk.Disk` counts.
-        index_is_partial: Page files may be there that the index does not know.
     """
 
     session: Session
@@ -339,10 +338,8 @@ class Folder:
         return True
 
     def delete_page(self, name: PageName, only: os.stat_result | None = None) -> bool:
-        """Delete a page file, if it still is that with status ``only``; the lock is held.
-
-        Its entry in the index is the caller's. Returns whether there is no file now.
-        """
+        """Delete a page file, if it still is that with status ``only``; the lock is held. Its entry
+        in the index is the caller's. Returns whether there is no file now."""
         with suppress(FileNotFoundError), self.buckets.opened(name.bucket) as bucket_fd:
             if only is not None:
                 there = self.ops.stat(name.file, bucket_fd)
@@ -353,29 +350,24 @@ class Folder:
 
     def read_page(self, read: PageRead) -> tuple[int, int]:
         """Read and verify a part of a page. Returns its bytes, and those through aligned memory.
-
         Raises a DamagedFileError if the file is not as the index or its own checksums say, and a
-        ValueError if the memory has another length.
-        """
+        ValueError if the memory has another length."""
         _, entry, part, memory = read
         shard = entry.name.shard
-        fd = self._open(entry.name)
-        try:
-            _check_size(fd, entry.file_bytes)
-            if shard == memory.shard and part == shard.eighths:
-                return _read_all(self.io, fd, entry, memory)
-            return _read_units(self.io, fd, entry, memory, part)
-        except DamagedFileError as error:
-            error.status = os.fstat(fd)
-            raise
-        finally:
-            self.ops.close(fd)
+        with self._opened(entry.name) as fd:
+            try:
+                _check_size(fd, entry.file_bytes)
+                if shard == memory.shard and part == shard.eighths:
+                    return _read_all(self.io, fd, entry, memory)
+                return _read_units(self.io, fd, entry, memory, part)
+            except DamagedFileError as error:
+                error.status = os.fstat(fd)
+                raise
 
     def entry_of(self, name: PageName) -> Entry:
         """The entry that a page file with a sound header should have; its time of writing is its
         last use. Raises as :meth:`read_page`."""
-        fd = self._open(name)
-        try:
+        with self._opened(name) as fd:
             header = _read_header(self.io, fd)
             if name != header.name:
                 raise DamagedFileError("its name is not the one in its header")
@@ -383,12 +375,15 @@ class Folder:
             _check_size(fd, layout.file_bytes)
             sizes = layout.header_bytes, layout.payload_bytes
             return Entry(name, *sizes, header.writer, os.fstat(fd).st_mtime_ns)
-        finally:
-            self.ops.close(fd)
 
-    def _open(self, name: PageName) -> int:
-        with self.buckets.opened(name.bucket) as bucket_fd:
-            return self.ops.open(name.file, os.O_RDONLY | self.io.alignment.flags, bucket_fd)
+    @contextmanager
+    def _opened(self, name: PageName) -> Iterator[int]:
+        flags = os.O_RDONLY | self.io.alignment.flags
+        with (
+            self.buckets.opened(name.bucket) as bucket_fd,
+            opened(self.ops, name.file, flags, bucket_fd) as fd,
+        ):
+            yield fd
 
 
 def _check_size(fd: int, file_bytes: int) -> None:
@@ -459,9 +454,9 @@ def descriptors_of_each(folders: int) -> int:
     """Descriptors that a store of ``folders`` folders may keep open in each."""
     allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = LANES + len(BUCKETS)
-    if allowed != resource.RLIM_INFINITY:
-        most = max(1, min(most, (allowed - _OTHER_FILES) // (2 * folders)))
-    return most
+    if allowed == resource.RLIM_INFINITY:
+        return most
+    return max(1, min(most, (allowed - _OTHER_FILES) // (2 * folders)))
 
 
 def is_store_folder(path: Path) -> bool:
@@ -618,9 +613,7 @@ def _remove_session(ops: FileOps, sessions_fd: int, token: str) -> None:
 
 def write_sidecar(folder: Path, name: str, text: str, *, replace: bool = True) -> None:
     """Write a file beside the pages, for its owner only; an OSError if it cannot be written.
-
-    Readers see all of it or none. Without ``replace``, a file of this ``name`` stays.
-    """
+    Readers see all of it or none. Without ``replace``, a file of this ``name`` stays."""
     temporary = folder / f".{name}.{secrets.token_hex(4)}"
     try:
         temporary.touch(mode=0o600)

@@ -90,11 +90,9 @@ Files = dict[bytes, list[Entry]]  # of each page, by namespace + key
 
 
 class Index:
-    """The index in ``folder``, which exists, and need not be writable if ``readonly``.
-
-    Reading needs no lock, a change needs that of the folder. A change that raises sqlite3.Error has
-    changed nothing. An index that cannot be opened is one, too, and may be :func:`is_damaged`.
-    """
+    """The index in ``folder``, which exists, and need not be writable if ``readonly``. Reading
+    needs no lock, a change needs that of the folder. A change that raises sqlite3.Error has changed
+    nothing. An index that cannot be opened is one, too, and may be :func:`is_damaged`."""
 
     def __init__(self, folder: Path, ops: FileOps, *, readonly: bool = False) -> None:
         self._ops, self._path, self._readonly = ops, folder / INDEX_FILE, readonly
@@ -281,12 +279,9 @@ class Index:
                 connection.rollback()
 
     def _connect(self, how: str) -> sqlite3.Connection:
+        path, options = quote(str(self._path)), {"uri": True, "check_same_thread": False}
         connection = sqlite3.connect(
-            f"file:{quote(str(self._path))}?{how}",
-            uri=True,
-            timeout=_WAIT_SECONDS,
-            isolation_level=None,
-            check_same_thread=False,
+            f"file:{path}?{how}", timeout=_WAIT_SECONDS, isolation_level=None, **options
         )
         self._connections.append(connection)
         connection.execute(f"PRAGMA cache_size = -{_CACHE_KIB}")

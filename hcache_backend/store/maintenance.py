@@ -95,10 +95,8 @@ def find_unknown_files(
     progress: Callable[[int, int], None] = lambda done, buckets: None,
 ) -> Unknown:
     """Look for files that the index does not know, up to the first bucket at which ``stop``.
-
     ``adopt``: enter the sound ones, with their time of writing as last use. Headers are verified
-    here, payloads when they are read. ``progress`` hears the number of buckets done, and of all.
-    """
+    here, payloads when they are read. ``progress`` hears the number of buckets done, and of all."""
     result = Unknown()
     buckets = folder.bucket_names()
     for done, bucket in enumerate(buckets, start=1):
@@ -134,13 +132,9 @@ def verify_folder(
     repair: bool = False,
     progress: Callable[[int, int], None] = lambda done, pages: None,
 ) -> Findings:
-    """Read and verify every page file of a folder.
-
-    Args:
-        repair: Delete damaged files and entries without file; not if read-only. Unknown files are
-            entered by a rebuild, or deleted here if they are damaged.
-        progress: Called with the numbers of pages that are done, and of all.
-    """
+    """Read and verify every page file of a folder. ``repair``: delete damaged files and entries
+    without file; not if read-only. Unknown files are entered by a rebuild, or deleted here if they
+    are damaged. ``progress`` is called with the numbers of pages that are done, and of all."""
     findings = Findings(index=folder.index.check())
     total = folder.index.totals().pages
     # Taken out at once, so that no reader of the index lives for minutes.

@@ -92,11 +92,9 @@ class PageStore:
         return [not part for part in missing]
 
     def use(self, namespace: bytes, keys: Sequence[bytes]) -> None:
-        """The pages ``keys`` of a sequence, from its first one on, are being used.
-
-        They may be in L1, L2 or here: pages that are served are worth keeping. Never waits; all
-        keys but the last are read later.
-        """
+        """The pages ``keys`` of a sequence, from its first one on, are being used. They may be in
+        L1, L2 or here: pages that are served are worth keeping. Never waits; all keys but the last
+        are read later."""
         check_names(namespace, list(keys[-1:]))
         self._recency.note(namespace, keys)
 
@@ -185,10 +183,8 @@ class PageStore:
         *,
         shard: Shard = WHOLE,
     ) -> list[bool]:
-        """Read a shard of pages, from files of any shards, to the memory of its payload.
-
-        False is a miss; the memory of that page then holds anything. See :meth:`put`.
-        """
+        """Read a shard of pages, from files of any shards, to the memory of its payload. False is a
+        miss; the memory of that page then holds anything. See :meth:`put`."""
         keys = list(keys)
         check_names(namespace, keys, shard)
         if len(pages) != len(keys):
@@ -199,10 +195,9 @@ class PageStore:
             memory = PageMemory(pages[number], shard)
             for disk, entry, part in files:
                 reads.setdefault(disk, []).append(PageRead(number, entry, part, memory))
-        seconds = READ_SECONDS
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + READ_SECONDS
         reading = [disk.start_reading(some, deadline) for disk, some in reads.items()]
-        wait(chain(*reading), seconds)
+        wait(chain(*reading), READ_SECONDS)
         came: Counter[int] = Counter()
         for future in chain(*reading):
             # A reading that has begun is waited for: until then it may write the memory.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections.abc import Callable, Sequence
+from itertools import product
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -104,6 +105,13 @@ class PoolPages:
             "bytes_per_token": pool.size_per_token // self.parts,
             **rank,
         }
+
+    def ranks(self) -> list[dict[str, object]]:
+        """Of each rank of the server, the :meth:`fields` that tell its pages from other ranks'."""
+        fields: Any = self.fields(0)
+        names = [name for name in ("pp", "cp", "dcp", "tp") if name in fields]
+        of_each = ([[n, fields[name][1]] for n in range(fields[name][1])] for name in names)
+        return [dict(zip(names, rank, strict=True)) for rank in product(*of_each)]
 
     def digests(self, pages: Sequence[Parts]) -> list[list[int]] | None:
         """Digests in sealed pages of ours; None: other pages have none."""

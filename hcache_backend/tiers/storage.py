@@ -174,7 +174,7 @@ class HCacheStorage(HiCacheStorage):
     def _evicted(self, names: Sequence[PageName]) -> None:
         with _harmless("events"):
             if self.events is not None:
-                ours = set(self._namespaces())
+                ours = self._namespaces(PoolName.KV)  # pages of other pools have the same keys
                 self.events.evicted([name.key for name in names if name.namespace in ours])
 
     # SGLang uses no single values with ``interface_v1``.
@@ -235,13 +235,14 @@ class HCacheStorage(HiCacheStorage):
                     self._tier.put(part, pieces)
 
     def _has_state_near(self, pool: str, extra: _Extra) -> bool:
-        """True if a state need not be written, because L3 has one of the same sequence less than
-        option ``state_tokens`` before it. A state is as large as thousands of tokens."""
+        """True if a hit can end at a page less than option ``state_tokens`` before a state: L3 has
+        the states of all ranks there. This one, as large as thousands of tokens, is not written."""
         apart = -(-self._state_tokens // self.mem_pool_host.page_size)
         if pool != PoolName.MAMBA or apart < 2:
             return False
-        near = self._pages(pool, _prefix(extra)[1 - apart :])
-        return near is not None and any(map(any, map(self._tier.exists, near)))
+        keys, ranks = _prefix(extra)[1 - apart :], self._pools[pool].ranks()
+        near = [pages for rank in ranks for pages in self._pages(pool, keys, **rank) or ()]
+        return any(map(all, zip(*map(self._tier.exists, near), strict=True)))
 
     def _exists(self, keys: Sequence[str], pool: str = PoolName.KV) -> list[bool]:
         found = [False] * len(keys)
@@ -259,34 +260,36 @@ class HCacheStorage(HiCacheStorage):
             metrics.LOOKUPS.count("absent", len(found) - sum(found))
         return found
 
-    def _pages(self, pool: str, keys: Sequence[str], extra: _Extra = None) -> list[Pages] | None:
-        """The parts of these pages, or None while L3 is suspended. The weights are read once: an
-        update a moment later must not move these pages under the new weights' namespace."""
+    def _pages(
+        self, pool: str, keys: Sequence[str], extra: _Extra = None, **rank: object
+    ) -> list[Pages] | None:
+        """The parts of these pages, of a ``rank`` or ours, or None while L3 is suspended. Weights
+        are read once: an update must not move these pages under the new weights' namespace."""
         weights = self._runtime.weights
         if weights is None or weights.suspended is not None:
             return None
         pages, named = self._pools[pool], (list(PageKeys(keys)), PageKeys(_prefix(extra)))
         return [
-            Pages(pages, part, self._namespace(pool, part, weights), *named)
+            Pages(pages, part, self._namespace(pool, part, weights, **rank), *named)
             for part in range(pages.parts)
         ]
 
-    def _namespace(self, pool: str, part: int, weights: Weights) -> bytes:
+    def _namespace(self, pool: str, part: int, weights: Weights, **rank: object) -> bytes:
         if self._runtime.own_pages and pool == PoolName.KV:
             return self._runtime.namespace_of(weights, **self._runtime.page_fields)
-        fields = {**self._pools[pool].fields(part), **self._kv_fields}
+        fields = {**self._pools[pool].fields(part), **self._kv_fields, **rank}
         if pool.startswith(PoolName.DRAFT):
             fields["draft"] = self._runtime.draft_digest
         return self._runtime.namespace_of(weights, **fields)
 
-    def _namespaces(self) -> list[bytes]:
-        """Of all pools, with the present weights."""
+    def _namespaces(self, *names: str) -> list[bytes]:
+        """Of the pools of these names, or of all pools, with the present weights."""
         weights, pools = self._runtime.weights, list(self._pools.items())
         return [
             self._namespace(pool, part, weights)
             for pool, pages in pools
             for part in range(pages.parts)
-            if weights is not None
+            if weights is not None and (not names or pool in names)
         ]
 
     def _count_tokens(self, **pages: int) -> None:

@@ -22,12 +22,19 @@ from hcache_backend import metrics
 from hcache_backend.format.envelope import PROOF_BYTES, PageName, proof
 from hcache_backend.format.page import Bytes
 from hcache_backend.format.units import Parts
-from hcache_backend.prefetch.progress import L3Progress
+from hcache_backend.prefetch.estimates import L3Progress
 from hcache_backend.store import PageStore
 from hcache_backend.store.stats import ProblemLog
 from hcache_backend.tiers.pool_pages import PoolPages
-from hcache_backend.tiers.shared_backend import START_SECONDS, SharedBackend
-from hcache_backend.tiers.threads import CLOSE_SECONDS, BoundedCalls, CopyQueue, GivenUp, bounded
+from hcache_backend.tiers.shared_backend import (
+    CLOSE_SECONDS,
+    START_SECONDS,
+    BoundedCalls,
+    CopyQueue,
+    GivenUp,
+    SharedBackend,
+    bounded,
+)
 
 logger = logging.getLogger("hcache")
 

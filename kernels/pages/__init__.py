@@ -22,7 +22,6 @@ import torch
 from ..checks import BYTES, INDEX_TYPES, check_range, check_tensor, wrong
 from ..copy_engine import copy_segments
 from .kernel import WORD, gather_launch, gather_planes_launch
-from .reference import gather_pages_reference, gather_planes_reference
 
 
 def gather_pages(
@@ -32,7 +31,8 @@ def gather_pages(
     length: int,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The same bytes of many pages, one after the other.
+    """The same bytes of many pages, one after the other: uint8 ``[p, length]``. Raises NoCopyEngine
+    as :func:`hcache_kernels.copy_engine.copy_segments`.
 
     Args:
         pages: All pages, uint8 ``[pages, page_bytes]``.
@@ -41,12 +41,6 @@ def gather_pages(
         length: How many, a multiple of 8.
         out: Where to, contiguous uint8 ``[p, length]``; None: new, on the device of ``page_ids``.
             On a GPU, with ``page_ids`` on the CPU, its copy engine brings the bytes.
-
-    Returns:
-        uint8 ``[p, length]``.
-
-    Raises:
-        NoCopyEngine: See :func:`hcache_kernels.copy_engine.copy_segments`.
     """
     _check_pages(pages, offset, length)
     _check_ids("page_ids", page_ids, len(page_ids), len(pages))
@@ -57,7 +51,7 @@ def gather_pages(
         stream = torch.cuda.current_stream(out.device).cuda_stream
         copy_segments(pages, page_ids, offset, out, stream)
     elif page_ids.is_cpu:
-        gather_pages_reference(pages, page_ids, offset, out)
+        torch.index_select(pages[:, offset : offset + length], 0, page_ids, out=out)
     elif out.numel():
         gather_launch(pages, page_ids, offset, out).run()
     return out
@@ -72,7 +66,8 @@ def scatter_pages(
     _check_pages(pages, offset, rows.shape[1])
     _check_ids("page_ids", page_ids, len(rows), len(pages), rows.device)
     if rows.is_cpu:
-        gather_pages_reference(pages, page_ids, offset, rows, save=True)
+        words = pages.view(torch.int64)[:, offset // WORD : (offset + rows.shape[1]) // WORD]
+        words[page_ids.long()] = rows.view(torch.int64)
     elif rows.numel():
         gather_launch(pages, page_ids, offset, rows, save=True).run()
 
@@ -107,10 +102,18 @@ def gather_planes(
     _check_pages(pages, offset, sum(plane[0].numel() for plane in pool) if len(first) else 0)
     _check_ids("page_ids", page_ids, len(page_ids), len(pages), first.device)
     _check_ids("pool_ids", pool_ids, len(page_ids), len(first), first.device)
-    if first.is_cpu:
-        gather_planes_reference(pages, page_ids, offset, pool, pool_ids)
-    elif len(page_ids):
-        gather_planes_launch(pages, page_ids, offset, pool, pool_ids).run()
+    if not first.is_cpu:
+        if len(page_ids):
+            gather_planes_launch(pages, page_ids, offset, pool, pool_ids).run()
+        return
+    start = offset // WORD
+    for plane in pool:
+        words = plane.view(torch.int64)
+        _, tokens, groups, row = words.shape
+        end = start + tokens * groups * row
+        found = pages.view(torch.int64)[:, start:end].index_select(0, page_ids)
+        words.index_copy_(0, pool_ids.long(), found.view(-1, groups, tokens, row).transpose(1, 2))
+        start = end
 
 
 def _check_pages(pages: torch.Tensor, offset: int, length: int) -> None:

@@ -1,15 +1,14 @@
 """K and V of one layer from its hidden states, into the paged pool: the fastest way on the device.
 
-On a GPU that is one of two ways on Triton (``ways.py``, ``choice.py``), on anything else torch
-(``reference.py``). Torch also serves what no kernel can: e4m3 pools before compute capability 8.9,
-GPUs before 8.0, and norms over more than 16384 numbers of K.
+On a GPU that is one of two ways on Triton (``ways.py``), on anything else torch (``reference.py``).
+Torch also serves what no kernel can: e4m3 pools before compute capability 8.9, GPUs before 8.0, and
+norms over more than 16384 numbers of K.
 """
 
 from __future__ import annotations
 
 import torch
 
-from .choice import choose, ways_in_use
 from .reference import finish_keys, project_kv_reference
 from .spec import (
     KeyNorm,
@@ -23,7 +22,7 @@ from .spec import (
     check_rows,
     kind_of,
 )
-from .ways import Way
+from .ways import Way, choose, ways_in_use
 
 __all__ = [
     "KVPool",

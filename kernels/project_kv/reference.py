@@ -34,9 +34,7 @@ def finish_keys(
     rounding: Rounding,
 ) -> torch.Tensor:
     """Norm and RoPE of K ``[n, kv_heads, head_dim]`` that some linear module has made, unchecked.
-
-    Positions are integers ``[n]``; the result is like ``k``.
-    """
+    Positions are integers ``[n]``; the result is like ``k``."""
     model, finished = k.dtype, k.float()
     if norm is not None:
         finished = _normalise(finished, norm, model, rounding)

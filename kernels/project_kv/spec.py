@@ -46,16 +46,12 @@ class Rotary:
 
 @dataclass(frozen=True)
 class Rounding:
-    """What is rounded to the model's type between the product and the finished K.
-
-    Models differ in it with the kernels that an engine chooses for a device and a head size. Torch
-    rounds both products of the rotation; a multiply-add in the model's type rounds one.
-    """
+    """What is rounded to the model's type between the product and the finished K. Models differ in
+    it with the kernels that an engine chooses for a device and a head size. Torch rounds both
+    products of the rotation; a multiply-add in the model's type rounds one."""
 
     normed: bool = False  # the normalised K, before the norm's weight (transformers' RMSNorm)
-    norm: bool = (
-        True  # the result of the norm; kernels for norm and RoPE at once keep it in float32
-    )
+    norm: bool = True  # the result of the norm; kernels for norm and RoPE at once keep float32
     table: bool = False  # cosines and sines
     cos_products: bool = False  # products with cosines, before they are added
     sin_products: bool = False
@@ -76,10 +72,8 @@ class KVProjection:
 
 @dataclass(frozen=True)
 class KVPool:
-    """Where K and V of one layer go: the engine's paged pool.
-
-    Both are ``[slots, kv_heads, head_dim]`` in float32, float16, bfloat16 or an fp8 type.
-    """
+    """Where K and V of one layer go: the engine's paged pool. Both are ``[slots, kv_heads,
+    head_dim]`` in float32, float16, bfloat16 or an fp8 type."""
 
     k: torch.Tensor
     v: torch.Tensor
@@ -89,11 +83,9 @@ class KVPool:
 
 @dataclass(frozen=True)
 class ProjectionCall:
-    """What one ``project_kv`` reads and writes.
-
-    Slots may come in any order; slots that are not named stay untouched. A slot named twice gets
-    either row. Values beyond the range of an fp8 pool are stored as its largest.
-    """
+    """What one ``project_kv`` reads and writes. Slots may come in any order; slots that are not
+    named stay untouched. A slot named twice gets either row. Values beyond the range of an fp8 pool
+    are stored as its largest."""
 
     hidden: torch.Tensor  # input of the QKV projection, [n, hidden], float32, float16 or bfloat16
     positions: torch.Tensor  # of the tokens, int32 or int64 [n]
@@ -115,14 +107,10 @@ class LayerKind:
 
 
 def kind_of(projection: KVProjection) -> LayerKind:
-    return LayerKind(
-        hidden=projection.weight.shape[1],
-        kv_heads=projection.kv_heads,
-        head_dim=projection.head_dim,
-        dtype=projection.weight.dtype,
-        norm=projection.norm.over if projection.norm else "none",
-        rotary=projection.rotary.style if projection.rotary else "none",
-    )
+    norm = projection.norm.over if projection.norm else "none"
+    rotary = projection.rotary.style if projection.rotary else "none"
+    hidden, dtype = projection.weight.shape[1], projection.weight.dtype
+    return LayerKind(hidden, projection.kv_heads, projection.head_dim, dtype, norm, rotary)
 
 
 def check_projection(projection: KVProjection) -> None:
@@ -137,10 +125,6 @@ def check_projection(projection: KVProjection) -> None:
     if projection.bias is not None:
         check_tensor("bias", projection.bias, MODEL_TYPES, (2 * width,), weight.device)
     if norm is not None:
-        if norm.kind not in ("rms", "layer"):
-            raise wrong("norm.kind", repr(norm.kind), "'rms' or 'layer'")
-        if norm.over not in ("head", "all"):
-            raise wrong("norm.over", repr(norm.over), "'head' or 'all'")
         if not norm.epsilon >= 0:
             raise wrong("norm.epsilon", norm.epsilon, "at least 0")
         sizes = width if norm.over == "all" else (dim, width)
@@ -149,8 +133,6 @@ def check_projection(projection: KVProjection) -> None:
                 check_tensor(name, parameter, MODEL_TYPES, (sizes,), weight.device)
     if rotary is not None:
         turned = rotary.rotary_dim
-        if rotary.style not in ("neox", "interleaved"):
-            raise wrong("rotary.style", repr(rotary.style), "'neox' or 'interleaved'")
         if not (turned % 2 == 0 and 2 <= turned <= dim):
             raise wrong("rotary.rotary_dim", turned, f"even, at most head_dim {dim}")
         shape = ("positions", turned)
@@ -178,11 +160,9 @@ def check_call(call: ProjectionCall) -> None:
 def check_rows(
     positions: torch.Tensor, slots: torch.Tensor, projection: KVProjection, pool: KVPool
 ) -> None:
-    """Refuse, by a ValueError, positions without a cosine and slots outside the pool.
-
-    Both are integers ``[n]``; any layer's projection and pool will do. It reads the values, so on
-    GPU tensors it waits for the GPU: ``project_kv`` calls it for CPU tensors only.
-    """
+    """Refuse, by a ValueError, positions without a cosine and slots outside the pool. Both are
+    integers ``[n]``; any layer's projection and pool will do. It reads the values, so on GPU
+    tensors it waits for the GPU: ``project_kv`` calls it for CPU tensors only."""
     check_range("slots", slots, len(pool.k), "the pool's slots")
     if projection.rotary is not None:
         limit = len(projection.rotary.cos_sin)

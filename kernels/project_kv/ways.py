@@ -1,22 +1,35 @@
 """The ways of ``project_kv`` on Triton, with their tiles and schedules. Tests compile every one.
+Which of them is the fastest is measured once on a device, and kept in a file.
 
 - fused: one launch multiplies, and finishes K and V on the accumulators.
 - library: cuBLAS, through torch, multiplies and adds the bias before it rounds; the same kernel
   then reads the product. No product is faster, but K and V go through memory once more.
+
+The file is ``hcache/project_kv-DEVICE.json`` under ``$XDG_CACHE_HOME`` (default ``~/.cache``).
+Without a measurement the library way is taken: its product is tuned for every device.
+``triton.autotune`` cannot choose here: the library way is not a configuration of the kernel, and
+autotuning measures at the first call of each size, which is in the middle of a restore.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from functools import lru_cache
+import contextlib
+import json
+import logging
+import math
+import os
+import re
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache, partial
+from pathlib import Path
 
 import torch
 import triton
 from torch.nn import functional as F
 
-from ..launch import Launch
+from ..launch import Launch, gpu_microseconds
 from .kernel import project_kv_kernel
-from .spec import FP8_TYPES, KVProjection, LayerKind, ProjectionCall
+from .spec import FP8_TYPES, KVPool, KVProjection, LayerKind, ProjectionCall, kind_of
 
 EPILOGUE_TILE = 4096  # numbers that a program without a product holds: 32 a thread in 4 warps
 LARGEST_ROW = 16384  # numbers of a row of K, padded, in a program with a norm over all heads
@@ -120,11 +133,9 @@ def possible_ways(
 
 
 def fused_launches(call: ProjectionCall, config: TileConfig) -> list[Launch]:
-    """The fused way's launches, in order.
-
-    One, unless K is normalised over all heads: no tile holds a whole row of K then, so K without
-    norm goes through a buffer ``[n, kv_heads, head_dim]``, and a second launch finishes it.
-    """
+    """The fused way's launches, in order. One, unless K is normalised over all heads: no tile holds
+    a whole row of K then, so K without norm goes through a buffer ``[n, kv_heads, head_dim]``, and
+    a second launch finishes it."""
     projection = call.projection
     if projection.norm is None or projection.norm.over == "head":
         return [_launch(call, config)]
@@ -149,55 +160,148 @@ def _launch(call: ProjectionCall, config: TileConfig, keys_by_row: bool = False)
     norm, rotary = projection.norm, projection.rotary
     parts = 2 if config.depth else depth // (heads * dim)
 
+    norm_weight, norm_bias = (norm.weight, norm.bias) if norm else (None, None)
+
     def head_stride(parameter: torch.Tensor | None) -> int:
         return dim if parameter is not None and len(parameter) != dim else 0
 
     def limit(part: torch.Tensor) -> float | None:
         return torch.finfo(part.dtype).max if part.dtype in FP8_TYPES else None
 
-    return Launch(
-        kernel=project_kv_kernel,
-        grid=(triton.cdiv(n, config.rows) * parts * triton.cdiv(heads, config.heads),),
-        arguments={
-            "source": source,
-            "weight": projection.weight if config.depth else None,
-            "bias": projection.bias,
-            "positions": call.positions,
-            "slots": call.slots,
-            "n": n,
-            "depth": depth,
-            "source_stride": source.stride(0),
-            "weight_stride": projection.weight.stride(0),
-            "pool_k": pool.k,
-            "pool_v": pool.v,
-            "k_slot_stride": pool.k.stride(0),
-            "k_head_stride": pool.k.stride(1),
-            "v_slot_stride": pool.v.stride(0),
-            "v_head_stride": pool.v.stride(1),
-            "k_scale": pool.k_scale,
-            "v_scale": pool.v_scale,
-            "norm_weight": norm.weight if norm else None,
-            "norm_bias": norm.bias if norm else None,
-            "norm_weight_head_stride": head_stride(norm.weight) if norm else 0,
-            "norm_bias_head_stride": head_stride(norm.bias) if norm else 0,
-            "epsilon": norm.epsilon if norm else 0.0,
-            "cos_sin": rotary.cos_sin if rotary else None,
-            "K_LIMIT": limit(pool.k),
-            "V_LIMIT": limit(pool.v),
-            "NORM": norm.kind if norm else None,
-            "OVER_ALL": norm is not None and norm.over == "all",
-            "KV_HEADS": heads,
-            "HEAD_DIM": dim,
-            "PAIRS": pairs,
-            "ROTARY_DIM": rotary.rotary_dim if rotary else 0,
-            "INTERLEAVED": rotary is not None and rotary.style == "interleaved",
-            "ROUNDING": projection.rounding,
-            "KEYS_BY_ROW": keys_by_row,
-            "PARTS": parts,
-            "TILE": config,
-            "DEPTH_EVEN": config.depth > 0 and depth % config.depth == 0,
-            "COLUMNS_EVEN": heads % config.heads == 0 and dim == 2 * pairs,
-        },
-        warps=config.warps,
-        stages=config.stages,
-    )
+    given = {"source": source, "source_stride": source.stride(0), "n": n, "depth": depth}
+    given |= {"weight": projection.weight if config.depth else None, "bias": projection.bias}
+    given |= {"weight_stride": projection.weight.stride(0), "KEYS_BY_ROW": keys_by_row}
+    given |= {"positions": call.positions, "slots": call.slots, "ROUNDING": projection.rounding}
+    given |= {"pool_k": pool.k, "k_scale": pool.k_scale, "K_LIMIT": limit(pool.k)}
+    given |= {"k_slot_stride": pool.k.stride(0), "k_head_stride": pool.k.stride(1)}
+    given |= {"pool_v": pool.v, "v_scale": pool.v_scale, "V_LIMIT": limit(pool.v)}
+    given |= {"v_slot_stride": pool.v.stride(0), "v_head_stride": pool.v.stride(1)}
+    given |= {"norm_weight": norm_weight, "norm_weight_head_stride": head_stride(norm_weight)}
+    given |= {"norm_bias": norm_bias, "norm_bias_head_stride": head_stride(norm_bias)}
+    given |= {"NORM": norm.kind if norm else None, "epsilon": norm.epsilon if norm else 0.0}
+    given |= {"OVER_ALL": norm is not None and norm.over == "all"}
+    given |= {"cos_sin": rotary.cos_sin if rotary else None}
+    given |= {"ROTARY_DIM": rotary.rotary_dim if rotary else 0}
+    given |= {"INTERLEAVED": rotary is not None and rotary.style == "interleaved"}
+    given |= {"KV_HEADS": heads, "HEAD_DIM": dim, "PAIRS": pairs, "PARTS": parts, "TILE": config}
+    given |= {"DEPTH_EVEN": config.depth > 0 and depth % config.depth == 0}
+    given |= {"COLUMNS_EVEN": heads % config.heads == 0 and dim == 2 * pairs}
+    grid = (triton.cdiv(n, config.rows) * parts * triton.cdiv(heads, config.heads),)
+    return Launch(project_kv_kernel, grid, given, config.warps, config.stages)
+
+
+logger = logging.getLogger(__name__)
+
+ROWS = (256, 512, 1024, 2048, 4096, 8192, 16384)
+"""Numbers of tokens that are measured."""
+
+
+class ChoiceTable:
+    """The fastest way of each kind of layer and number of tokens that was measured on one device. A
+    file that cannot be read counts as not measured."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._fastest: dict[str, dict[int, Way]] = {}
+        try:
+            self._fastest = {
+                kind: {int(n): Way(config and TileConfig(**config)) for n, config in ways.items()}
+                for kind, ways in json.loads(path.read_text()).items()
+            }
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError, TypeError, AttributeError) as error:
+            logger.warning("%s is unreadable and will be measured again: %r", path, error)
+
+    def measured(self, kind: LayerKind) -> set[int]:
+        """The numbers of tokens that were measured for a kind of layer."""
+        return set(self._fastest.get(str(kind), ()))
+
+    def pick(self, kind: LayerKind, n: int) -> Way | None:
+        """The fastest way at the measured number of tokens nearest to ``n``; None: unmeasured."""
+        measured = self._fastest.get(str(kind))
+        if not measured:
+            return None
+        return measured[min(measured, key=lambda rows: abs(math.log2(rows / n)))]
+
+    def add(self, kind: LayerKind, rows: int, microseconds: dict[Way, float]) -> None:
+        """Note which way was the fastest; takes the place of what was measured before."""
+        fastest = min(microseconds, key=microseconds.__getitem__)
+        self._fastest.setdefault(str(kind), {})[rows] = fastest
+
+    def save(self) -> None:
+        """Write the file at once or not at all. A failure is logged: one can measure again."""
+        configs = {
+            kind: {rows: way.config and asdict(way.config) for rows, way in ways.items()}
+            for kind, ways in self._fastest.items()
+        }
+        draft = self.path.with_name(f"{self.path.name}.{os.getpid()}")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            draft.write_text(json.dumps(configs, indent=1))
+            draft.replace(self.path)
+        except OSError as error:
+            logger.warning("cannot keep measurements in %s: %s", self.path, error)
+            with contextlib.suppress(OSError):
+                draft.unlink()
+
+
+@lru_cache
+def device_table(index: int) -> ChoiceTable:
+    """The table of a CUDA device, read once a process."""
+    return ChoiceTable(table_path(torch.cuda.get_device_name(index)))
+
+
+def table_path(device_name: str) -> Path:
+    """Where the table of a kind of device is kept."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    slug = re.sub(r"[^a-z0-9]+", "-", device_name.lower()).strip("-")
+    return Path(cache) / "hcache" / f"project_kv-{slug}.json"
+
+
+def choose(kind: LayerKind, pool_type: torch.dtype, n: int, device: torch.device) -> Way | None:
+    """How a CUDA device projects ``n`` tokens of a layer; None: in torch."""
+    possible = possible_ways(kind, pool_type, torch.cuda.get_device_capability(device))
+    if not possible:
+        return None
+    measured = device_table(device.index).pick(kind, n)
+    # A file of another version may name a configuration that is gone.
+    return measured if measured in possible else possible[0]
+
+
+def ways_in_use(projection: KVProjection, pool_type: torch.dtype) -> list[Way | None]:
+    """How a layer is projected, whatever the number of tokens; None: in torch."""
+    device, kind = projection.weight.device, kind_of(projection)
+    if device.type != "cuda":
+        return [None]
+    return [*{choose(kind, pool_type, n, device) for n in ROWS}]
+
+
+def measure_choice(projection: KVProjection, pool_type: torch.dtype) -> None:
+    """Time every way for a layer on its CUDA device, on random hidden states, unless the device's
+    table has that kind of layer. It compiles every configuration, which takes seconds, and
+    allocates the hidden states, K and V of the largest number of tokens."""
+    device = projection.weight.device
+    kind = kind_of(projection)
+    table = device_table(device.index)
+    todo = [n for n in ROWS if n not in table.measured(kind)]
+    possible = possible_ways(kind, pool_type, torch.cuda.get_device_capability(device))
+    if not possible or not todo:
+        return
+    for n in todo:
+        call = _random_call(projection, pool_type, n)
+        table.add(kind, n, {way: gpu_microseconds(partial(way.run, call)) for way in possible})
+    table.save()
+
+
+def _random_call(projection: KVProjection, pool_type: torch.dtype, n: int) -> ProjectionCall:
+    weight, rotary = projection.weight, projection.rotary
+    device = weight.device
+    hidden = torch.randn(n, weight.shape[1], device=device).to(weight.dtype)
+    positions = torch.arange(n, device=device)
+    if rotary is not None:
+        positions %= len(rotary.cos_sin)
+    shape = (n, projection.kv_heads, projection.head_dim)
+    k, v = (torch.empty(shape, dtype=pool_type, device=device) for _ in "kv")
+    slots = torch.randperm(n, device=device)
+    return ProjectionCall(hidden, positions, slots, projection, KVPool(k, v))

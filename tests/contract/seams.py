@@ -90,7 +90,7 @@ OURS = {
     ("forward_batch", "asked"),
     ("controller", "eager"),
     ("controller", "begin_turn"),
-    ("controller", "loading_behind"),
+    ("controller", "loading"),
     ("backend", "backups"),
     ("memory", "finish"),
     ("memory", "numpy"),

@@ -20,7 +20,7 @@ ROOMS = ("checks", "host", "prefetch", "sglang", "start", "tiers")
 ENGINE = [
     *sorted(path for room in ROOMS for path in (ROOT / "hcache_backend" / room).rglob("*.py")),
     ROOT / "hcache_backend" / "projection" / "paged_pool.py",
-    *(ROOT / "hcache_backend" / "capture" / f"{name}.py" for name in ("hooks", "recomputed_rows")),
+    ROOT / "hcache_backend" / "capture" / "hooks.py",
     *(ROOT / "hcache_backend" / "krul" / f"{name}.py" for name in ("node_pairs", "segments")),
 ]
 STAND_INS = [
@@ -243,3 +243,18 @@ def test_every_object_of_sglangs_is_named() -> None:
     known = seams.NOT_OBJECTS | set(seams.OBJECTS)
     unknown = [use for path in ENGINE for use in USES[path].untyped() if use[1] not in known]
     assert not unknown, HINT
+
+
+def test_no_server_with_an_l3_has_draft_layers_in_its_own_pool(sglang: Source) -> None:
+    """SGLang can fuse them with the model's pages since 0.5.22, but HiCache takes none of these
+    pools, and later those of DFLASH if no L3 is named. Pages of ours would lack such layers."""
+    cache = "sglang.srt.mem_cache."
+    if sglang.find(cache + "unified_draft_pool") is None:
+        return
+    check = sglang.find(cache + "hybrid_cache.hybrid_pool_assembler.validate_fused_hicache_draft")
+    if check is not None:
+        assert "get_memory().hicache_storage_backend is None" in ast.unparse(check.node)
+        return
+    decision = cache + "kv_cache_configurator.KVCacheConfigurator._fused_draft_decision"
+    refusal = "host_pool_flag = '--enable-hierarchical-cache'"
+    assert refusal in ast.unparse(found(sglang, decision).node)

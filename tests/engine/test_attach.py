@@ -43,23 +43,25 @@ WITHOUT_US = "the server was started without HCACHE_ENABLE=1"
 
 @pytest.fixture(
     scope="module",
-    params=["hidden", pytest.param("own K and V", marks=pytest.mark.long), "plain"],
+    params=["hidden", pytest.param("own K and V", marks=pytest.mark.long), "latents", "plain"],
 )
 def server(
-    request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, model_cache: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
     """Started for us, with pages of ours, or without us, so that its pages are plain KV."""
     folder = tmp_path_factory.mktemp(request.param.replace(" ", "-"))
-    env = {
-        "hidden": hidden_mode_env(),
-        "own K and V": hidden_mode_env(mode="kv"),
-        "plain": {},
+    name, env = {
+        "hidden": ("llama", hidden_mode_env()),
+        "own K and V": ("llama", hidden_mode_env(mode="kv")),
+        "latents": ("deepseek", hidden_mode_env(mode="kv")),
+        "plain": ("llama", {}),
     }[request.param]
+    model = build_model(name, model_cache)
     options = ServerOptions(model, folder / "server.log", extra_env=env)
     with Server(options) as server:
         if request.param == "hidden":
             assert_hidden_mode(server)
-        elif request.param == "own K and V":
+        elif request.param != "plain":
             assert_own_pages_of_kv(server)
         yield server
         assert_nothing_went_wrong(server)
@@ -105,9 +107,8 @@ def test_status_policies_and_refusals(server: Server, tmp_path: Path) -> None:
         assert server.storage_info().json()["hicache_storage_backend"] is None
 
 
-def test_data_survives_a_detach_and_ends_with_clear(
-    server: Server, model: Path, tmp_path: Path
-) -> None:
+def test_data_survives_a_detach_and_ends_with_clear(server: Server, tmp_path: Path) -> None:
+    model = Path(server.options.model)
     attach(server, attach_config(tmp_path))
     (conversation,) = ask(server, [random_tokens(768, seed=31)])
     assert storage_hits(server, conversation) > 700
@@ -136,12 +137,13 @@ def test_data_survives_a_detach_and_ends_with_clear(
 
 
 def test_pages_of_other_weights_are_misses_after_an_attach(
-    server: Server, model: Path, model_cache: Path, tmp_path: Path
+    server: Server, model_cache: Path, tmp_path: Path
 ) -> None:
+    model = Path(server.options.model)
     attach(server, attach_config(tmp_path))
     (conversation,) = ask(server, [random_tokens(300, seed=32)])
     server.detach_storage()
-    other = build_model("llama", model_cache, seed=1)
+    other = build_model(model.name.rpartition("-")[0], model_cache, seed=1)
     server.update_weights_from_disk(other)
     attach(server, attach_config(tmp_path))
     under_other = [*ask(server, conversation.questions), *ask(server, conversation.questions)]
@@ -156,8 +158,9 @@ def test_pages_of_other_weights_are_misses_after_an_attach(
 
 @pytest.mark.versions
 def test_pages_behind_nodes_that_predate_the_attach_have_the_keys_of_the_whole_prefix(
-    server: Server, model: Path, tmp_path: Path
+    server: Server, tmp_path: Path
 ) -> None:
+    model = Path(server.options.model)
     old = Conversation([random_tokens(320, seed=33)])
     converse(server, [old], flush=False)
     attach(server, attach_config(tmp_path))

@@ -197,17 +197,16 @@ def _watch_collectives(trace: Trace) -> None:
             trace.say(f"gather objects of {group.world_size} ranks")
         return result
 
-    def gather(original: Any, every: Any, own: Any, *args: Any, **kwargs: Any) -> Any:
-        group = kwargs.get("group", args[0] if args else None)
-        result = original(every, own, *args, **kwargs)
-        if own.device.type == "cpu" and dist.get_world_size(group=group) > 1:
-            trace.say(f"all-gather {own.numel()} numbers")
-        return result
+    def exchange(original: Any, ranks: Any, shards: Any, fetch: Any) -> None:
+        original(ranks, shards, fetch)
+        trace.say(f"exchange shards of {shards[0].numel()} bytes")
 
     from sglang.srt.distributed.parallel_state import GroupCoordinator
 
+    from hcache_backend.restore.exchange import Exchange
+
     around(dist, "all_reduce", all_reduce)
-    around(dist, "all_gather", gather)
+    around(Exchange, "gather_now", exchange)
     around(GroupCoordinator, "all_gather_object", objects)
 
 
@@ -359,7 +358,7 @@ def _watch_restores(trace: Trace) -> None:
 
 
 def _watch_l3(trace: Trace) -> None:
-    from hcache_backend.sglang import read_batches
+    from hcache_backend.sglang import controller
     from hcache_backend.sglang.controller import OwnPagesController
     from hcache_backend.tiers.shared_backend import SharedBackend
     from hcache_backend.tiers.storage import HCacheStorage
@@ -367,7 +366,7 @@ def _watch_l3(trace: Trace) -> None:
 
     named = Pages()
     # A batch of a prefetch is read in each turn of the scheduler, however fast the disk is.
-    read_batches._MOST_STEPS = 1
+    controller._MOST_STEPS = 1
 
     def exists(original: Any, storage: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
         found = original(storage, keys, *args, **kwargs)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from tests.goldens.golden import compare
 from tests.order import edges
 from tests.order.checker import Checker
-from tests.order.reports import ENCODED, IN_PROCESS, SERVED, UNIT, Report
+from tests.order.reports import ENCODED, IN_PROCESS, LATENTS, SERVED, UNIT, Report
 from tests.order.scenarios import SCENARIOS, run
 
 
@@ -29,7 +29,7 @@ def reported(known: Mapping[str, Report]) -> Iterator[str]:
 def table() -> Iterator[str]:
     """Sorted, so that edges may be listed in another order."""
     yield "Without one edge, in scenarios of tests/order:"
-    yield from sorted((*reported(UNIT), *reported(ENCODED)))
+    yield from sorted((*reported(UNIT), *reported(ENCODED), *reported(LATENTS)))
     yield ""
     yield "Those whose scenarios need SGLang, as tests/order lists them:"
     needs_sglang = (*IN_PROCESS.values(), *SERVED.values())

@@ -31,8 +31,14 @@ from hcache_kernels.project_kv.ways import (
     fused_launches,
     head_pairs,
 )
-from hcache_kernels.staging import StagedRows, save_launch, stage_launch
-from hcache_kernels.steps import StepTargets, begin_launch, judge_launch
+from hcache_kernels.staging import (
+    StagedRows,
+    StepTargets,
+    begin_launch,
+    judge_launch,
+    save_launch,
+    stage_launch,
+)
 from tests.kernels.compiled import TOOLS, Job, Usage, compile_all, source
 
 # All of them are compiled before the first test, in two processes.

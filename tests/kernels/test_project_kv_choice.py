@@ -11,20 +11,18 @@ from typing import Any
 import pytest
 import torch
 
-from hcache_kernels.project_kv import choice as choice_module
-from hcache_kernels.project_kv.choice import (
-    ChoiceTable,
-    choose,
-    measure_choice,
-    table_path,
-)
+from hcache_kernels.project_kv import ways as choice_module
 from hcache_kernels.project_kv.spec import LayerKind, kind_of
 from hcache_kernels.project_kv.ways import (
     LIBRARY,
+    ChoiceTable,
     TileConfig,
     Way,
+    choose,
     fused_configs,
+    measure_choice,
     possible_ways,
+    table_path,
 )
 from tests.kernels.projection_cases import make_call
 

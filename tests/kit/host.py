@@ -15,8 +15,8 @@ from hcache_backend.host.loads import LoadQueue, QueuedLoad
 from hcache_backend.host.segments import KVSegments
 from hcache_backend.krul.segments import PairedSegments
 from hcache_backend.plan.restore import Partition, Restore
+from hcache_backend.prefetch.estimates import L3Progress
 from hcache_backend.prefetch.prefetch import Prefetches
-from hcache_backend.prefetch.progress import L3Progress
 from hcache_backend.restore.pipeline import RestorePipeline
 from hcache_backend.sglang.controller import OwnPagesController
 from hcache_backend.sglang.host_pool import HostPages, OwnPagesPool
@@ -186,8 +186,7 @@ def bare_controller(
             layouts=layouts,
         )
     usual = {
-        "_prefix": lambda: torch.empty(0, dtype=torch.int64),
-        "_token_ids": lambda: None,
+        "loading": (lambda: torch.empty(0, dtype=torch.int64), lambda: None),
         "write_queue": [],
         "write_policy": "write_through",
         "page_size": PAGE,

@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from hcache_backend.prefetch.estimates import Estimates
+from hcache_backend.prefetch.estimates import Estimates, L3Progress
 from hcache_backend.prefetch.prefetch import Meeting, Prefetches
-from hcache_backend.prefetch.progress import L3Progress
 
 
 class Operation:

@@ -46,13 +46,13 @@ UNIT = {
     "capture/hooks.py:_begin capture.give_up_step()": Report(
         "capture, a step that cannot begin", "forward writes what hcache transfer reads"
     ),
-    "krul/node_pairs.py:_ask_next forwards.wait(current_stream(keys.device).record())": (
+    "krul/plugin.py:_ask_next forwards.wait(current_stream(keys.device).record())": (
         Report("probes", "forward reads what schedule writes")
     ),
-    "krul/node_pairs.py:_ask_next forwards.keep(keys)": Report(
+    "krul/plugin.py:_ask_next forwards.keep(keys)": Report(
         "probes", "device memory of schedule dies while forward may use it"
     ),
-    "prefetch/eager.py:_wait restore.wait()": Report(
+    "prefetch/eager.py:until_written restore.wait()": Report(
         "eager", "forward writes what hcache compute writes"
     ),
     "restore/exchange.py:forward_begins self._forward.wait(event)": Report(
@@ -91,7 +91,7 @@ UNIT = {
     "restore/report.py:save stream.keep(slots)": Report(
         "eager, from the back", "device memory of schedule dies while hcache saves may use it"
     ),
-    "capture/recomputed_rows.py:save current_stream(capture.device).keep(rows)": Report(
+    "capture/hooks.py:save current_stream(capture.device).keep(rows)": Report(
         "eager, from the back, hidden states",
         "device memory of forward dies while hcache saves may use it",
     ),
@@ -118,7 +118,7 @@ UNIT = {
 """By the ``str`` of the edge; scenarios of ``scenarios.py``."""
 
 ENCODED = {
-    "prefetch/eager.py:_wait restore.wait()": Report(
+    "prefetch/eager.py:until_written restore.wait()": Report(
         "eager, encoded", "forward writes what hcache copy writes"
     ),
     "restore/exchange.py:forward_begins self._forward.wait(event)": Report(
@@ -147,6 +147,32 @@ ENCODED = {
     ),
 }
 """Likewise, over pages with encoded K and V."""
+
+_SHARED = "restore, latents between ranks"
+LATENTS = {
+    "restore/exchange.py:forward_begins self._forward.wait(event)": Report(
+        _SHARED, "forward writes what hcache copy writes"
+    ),
+    "restore/exchange.py:restore_begins stream.wait(launched)": Report(
+        _SHARED, "hcache copy writes what forward writes"
+    ),
+    "restore/pipeline.py:_recompute forward.wait(self._copy.record())": Report(
+        _SHARED, "forward writes what hcache copy writes"
+    ),
+    "restore/pipeline.py:start self._compute.wait(done)": Report(
+        _SHARED, "hcache copy writes what forward writes"
+    ),
+    "restore/pipeline.py:_fill self._compute.wait(copied)": Report(
+        _SHARED, "hcache compute reads what hcache copy writes"
+    ),
+    "restore/ring.py:next stream.wait(until)": Report(
+        _SHARED, "hcache copy writes what hcache compute reads"
+    ),
+    "restore/report.py:wait_for_layer current_stream(self.device).wait(self.layers[layer])": Report(
+        _SHARED, "forward reads what hcache compute writes"
+    ),
+}
+"""Likewise, over pages of latents, which ranks share."""
 
 IN_PROCESS = {
     "sglang/controller.py:after_forwards "

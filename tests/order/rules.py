@@ -67,6 +67,11 @@ KERNEL_REFERENCES = (
         ("/intel_amx_backend.py", "/cuda_graph_buffer_registry.py"),
     ),
     Silence(
+        "SGLang's experts in torch read on the host how many tokens each one has. So all that a "
+        "layer with experts wrote would be known to the host, and a backup behind it in order.",
+        ("/moe/fused_moe_native.py",),
+    ),
+    Silence(
         "Torch stand-ins of SGLang's own kernels.",
         ("/forward_batch_info.py",),
         ("compute_position_torch",),

@@ -13,10 +13,10 @@ import torch
 
 from hcache_backend import streams
 from hcache_backend.arena import Arena
-from hcache_backend.capture.recomputed_rows import RecomputedRows
+from hcache_backend.capture.hooks import RecomputedRows
 from hcache_backend.host.loads import LoadQueue, QueuedLoad
 from hcache_backend.plan.restore import Partition, Restore
-from hcache_backend.prefetch.eager import EagerRestores, Launched
+from hcache_backend.prefetch.eager import EagerRestores
 from hcache_backend.sglang.disaggregation import before_sending_prefix
 from tests.order.checker import Checker
 from tests.order.scenario_capture import EncodingCodec
@@ -77,13 +77,13 @@ class Loading:
             device=GPU,
         )
 
-    def _launch(self, host_pages: npt.NDArray[np.int64], slots: torch.Tensor) -> Launched:
+    def _launch(self, host_pages: npt.NDArray[np.int64], slots: torch.Tensor) -> tuple[Any, int]:
         """As ``hcache_backend/prefetch/eager_loads.py``, which needs SGLang."""
         lacking = self.queue.stored_from
         with self.checker.on(self.engine.loading):
             physical = self.arena.physical(host_pages)
             restore = self.pipeline.start(physical, slots, None, lacking, ahead=True)
-        return Launched(restore, lacking)
+        return restore, lacking
 
     def _recompute(self) -> None:
         """Likewise: a slice of one page."""

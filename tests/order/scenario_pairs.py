@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from hcache_backend import streams
-from hcache_backend.krul.node_pairs import NodePairs
 from hcache_backend.krul.pairs import PairChoice
+from hcache_backend.krul.plugin import NodePairs
 from tests.kit.turns import answered
 from tests.order.checker import Checker
 from tests.order.scenario_restore import GPU, SIZE

@@ -391,14 +391,30 @@ def test_no_wrong_order_whatever_the_device_does(
     assert not findings(check(model, tmp_path, name, "mixed", **chosen))
 
 
+_OF_LATENTS = {
+    "device to host reads what forward writes": "latents",
+    "forward reads what hcache compute writes": "latents, two ranks",
+}
+"""Scenarios that report the same over latents."""
+
+
 @LONG
-@pytest.mark.parametrize("encoded", ["", ", encoded"])
-@pytest.mark.parametrize("edge", SERVED)
+@pytest.mark.parametrize(
+    ("edge", "scenario"),
+    [
+        (edge, scenario)
+        for edge, known in SERVED.items()
+        for scenario in (
+            *(known.scenario + like for like in ("", ", encoded")),
+            *filter(None, [_OF_LATENTS.get(known.what)]),
+        )
+    ],
+)
 def test_every_edge_that_only_a_server_has_is_missed(
-    model: Path, tmp_path: Path, edge: str, encoded: str
+    model: Path, tmp_path: Path, edge: str, scenario: str
 ) -> None:
-    scenario, what, partition, query = SERVED[edge]
-    scenario += encoded
+    _, what, partition, query = SERVED[edge]
+    partition = "kv" if "latents" in scenario else partition
     found = check(model, tmp_path, scenario, partition, query=query, left_out=edge)
     assert what in findings(found).splitlines()
 

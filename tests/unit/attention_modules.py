@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 
-from hcache_backend.projection.attention import AttentionLayer, CallTemplate
-from hcache_backend.projection.generic import (
+from hcache_backend.projection.attention import (
+    AttentionLayer,
+    CallTemplate,
     ProjectionBatch,
     ProjectionReached,
 )
-from hcache_backend.projection.proof import Evidence, gather_evidence
+from hcache_backend.projection.search import Evidence, gather_evidence
 
 HIDDEN = 96
 HEADS = 4

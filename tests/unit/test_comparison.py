@@ -14,10 +14,10 @@ from hcache_backend.checks.comparison import (
     equal,
     first_problem,
     of_kv,
+    projected,
     projected_difference,
-    projection_problem,
 )
-from hcache_backend.projection.generic import ProjectionFailed
+from hcache_backend.projection.attention import ProjectionFailed
 
 LAYER: Any = SimpleNamespace(name="layers.0", kernel=None)
 
@@ -82,9 +82,9 @@ def test_a_layer_that_cannot_be_projected_is_a_problem(error: Exception, said: s
     rows, projector = torch.zeros(1, 4), SimpleNamespace(project=project)
     if said is None:
         with pytest.raises(torch.OutOfMemoryError):
-            projection_problem(LAYER, rows, rows, rows, projector)  # type: ignore[arg-type]
+            projected(LAYER, rows, rows, rows, projector)  # type: ignore[arg-type]
     else:
-        assert projection_problem(LAYER, rows, rows, rows, projector) == said  # type: ignore[arg-type]
+        assert projected(LAYER, rows, rows, rows, projector) == said  # type: ignore[arg-type]
 
 
 def test_all_layers_are_looked_at_before_the_first_problem_is_told() -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from hcache_backend.config import (
-    _GONE,
     FIXED_AT_START,
     ConfigError,
     HCacheConfig,
@@ -69,9 +68,7 @@ def test_defaults_work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
             {"shared": {"backend": "file", "read_seconds": float("inf")}},
             "option 'shared.read_seconds' is inf: must be a finite number",
         ),
-        *(({name: 1}, f"option '{name}' (value 1) is no option any more: ") for name in _GONE),
-        ({"pages": "plain"}, "mode 'plain' is for SGLang's pages"),
-        ({"projection": "generic"}, "variable HCACHE_PROJECTION=generic replaces it"),
+        ({"pages": "plain"}, "unknown option 'pages' (value 'plain')"),
     ],
 )
 def test_a_wrong_option_is_named_with_its_value_and_what_would_be_right(

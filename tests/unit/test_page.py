@@ -10,11 +10,20 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hcache_backend.format.page import RECOMPUTED, PageLayout, StoredLayer, hidden_layer, kv_layer
+from hcache_backend.format.page import (
+    RECOMPUTED,
+    PageLayout,
+    StoredLayer,
+    hidden_layer,
+    kv_layer,
+    latent_layer,
+)
 from hcache_backend.format.units import SHARD_COUNTS, UNIT_VALUES, WHOLE, Shard, Unit, units_of
 
 HIDDEN, KV = hidden_layer(16, 16, 8), kv_layer(16, 16, 16, 2, 1)
 LAYOUT = PageLayout(16, (RECOMPUTED, HIDDEN, HIDDEN, KV))
+LATENTS = PageLayout(16, (latent_layer(16, 8, 2),) * 2, Shard(1, 2))
+BOTH = pytest.mark.parametrize("layout", [LAYOUT, LATENTS], ids=["K and V", "latents"])
 NAMESPACE, KEY, WRITER = bytes(range(16)), bytes(range(32)), b"writer00"
 TOKENS = np.arange(100, 116, dtype=np.int32)
 
@@ -117,8 +126,10 @@ def test_models_that_people_serve_have_one_unit_for_k_and_one_for_v_of_a_layer()
         (RECOMPUTED, HIDDEN, HIDDEN, kv_layer(16, 16, 16, 2, 2)),
         (RECOMPUTED, HIDDEN, HIDDEN, kv_layer(16, 24, 8, 2, 1)),
         (RECOMPUTED, HIDDEN, HIDDEN, StoredLayer((KV.segments[0]._replace(length=1024),))),
+        (RECOMPUTED, HIDDEN, latent_layer(16, 8, 2), KV),
+        (RECOMPUTED, HIDDEN, HIDDEN, latent_layer(16, 32, 2)),
     ],
-    ids=["order", "slots", "codec", "groups", "widths", "method"],
+    ids=["order", "slots", "codec", "groups", "widths", "method", "a latent", "latents"],
 )
 def test_a_page_of_as_many_bytes_that_divides_otherwise_is_refused(
     layers: tuple[StoredLayer, ...],
@@ -129,28 +140,30 @@ def test_a_page_of_as_many_bytes_that_divides_otherwise_is_refused(
     assert other.problem(sealed_page(), NAMESPACE, KEY) == "format"
 
 
-def test_a_page_is_believed_once_it_is_sealed_as_what_it_is() -> None:
-    page = np.zeros(LAYOUT.page_bytes, np.uint8)
-    assert LAYOUT.problem(page, NAMESPACE, KEY) == "format"
-    LAYOUT.begin(page, NAMESPACE, WRITER)
-    assert LAYOUT.problem(page, NAMESPACE, KEY) == "key"
-    assert LAYOUT.problem(page, NAMESPACE, bytes(32)) == "checksum"
-    page = sealed_page()
-    assert LAYOUT.problem(page, NAMESPACE, KEY) is None
-    assert LAYOUT.problem(page, NAMESPACE, KEY, TOKENS) is None
-    assert LAYOUT.positions(page).tolist() == list(range(32, 48))
-    assert LAYOUT.problem(page, bytes(16), KEY) == "namespace"
-    assert LAYOUT.problem(page, NAMESPACE, bytes(32)) == "key"
-    assert LAYOUT.problem(page, NAMESPACE, KEY, TOKENS + 1) == "token ids"
+@BOTH
+def test_a_page_is_believed_once_it_is_sealed_as_what_it_is(layout: PageLayout) -> None:
+    page = np.zeros(layout.page_bytes, np.uint8)
+    assert layout.problem(page, NAMESPACE, KEY) == "format"
+    layout.begin(page, NAMESPACE, WRITER)
+    assert layout.problem(page, NAMESPACE, KEY) == "key"
+    assert layout.problem(page, NAMESPACE, bytes(32)) == "checksum"
+    page = sealed_page(layout)
+    assert layout.problem(page, NAMESPACE, KEY) is None
+    assert layout.problem(page, NAMESPACE, KEY, TOKENS) is None
+    assert layout.positions(page).tolist() == list(range(32, 48))
+    assert layout.problem(page, bytes(16), KEY) == "namespace"
+    assert layout.problem(page, NAMESPACE, bytes(32)) == "key"
+    assert layout.problem(page, NAMESPACE, KEY, TOKENS + 1) == "token ids"
 
 
-def test_every_byte_of_a_page_counts() -> None:
-    page = sealed_page()
-    for offset in range(LAYOUT.page_bytes):
+@BOTH
+def test_every_byte_of_a_page_counts(layout: PageLayout) -> None:
+    page = sealed_page(layout)
+    for offset in range(layout.page_bytes):
         page[offset] ^= 1 << offset % 8
-        assert LAYOUT.problem(page, NAMESPACE, KEY, TOKENS) is not None, offset
+        assert layout.problem(page, NAMESPACE, KEY, TOKENS) is not None, offset
         page[offset] ^= 1 << offset % 8
-    assert LAYOUT.problem(page, NAMESPACE, KEY, TOKENS) is None
+    assert layout.problem(page, NAMESPACE, KEY, TOKENS) is None
 
 
 def test_only_the_header_counts_where_the_storage_verifies_units() -> None:
@@ -192,6 +205,7 @@ layers = st.one_of(
         st.just(1),
         st.sampled_from(SHARD_COUNTS),
     ),
+    st.builds(latent_layer, st.just(16), st.sampled_from([8, 8192]), st.just(2)),
 )
 
 

@@ -8,17 +8,18 @@ from typing import Any
 import pytest
 import torch
 
-from hcache_backend.projection.attention import AttentionLayer, UnknownCall, learn_call
-from hcache_backend.projection.exactness import relative_difference, tolerance
-from hcache_backend.projection.generic import (
+from hcache_backend.projection.attention import (
+    AttentionLayer,
     ProjectionBatch,
     ProjectionFailed,
     ProjectionReached,
+    UnknownCall,
+    learn_call,
     project_with_module,
 )
+from hcache_backend.projection.exactness import relative_difference, tolerance
 from hcache_backend.projection.projector import Projector
-from hcache_backend.projection.proof import gather_evidence
-from hcache_backend.projection.search import find_spec
+from hcache_backend.projection.search import find_spec, gather_evidence
 from hcache_kernels.project_kv import KVPool
 from tests.unit import attention_modules as modules
 
@@ -173,7 +174,7 @@ def test_the_projector_writes_the_named_slots_and_no_others(
     if by_spec:
         marker, limit = modules.MARKER, modules.POSITION_LIMIT
         evidence = gather_evidence(layer, hidden, positions, marker, limit)
-        projector.use_specs([find_spec(layer, evidence, modules.MARKER)] * 2)
+        projector.specs = [find_spec(layer, evidence, modules.MARKER)] * 2
     slots = torch.randperm(300)[: len(hidden)]
     projector.project_to_pool(layer, hidden, positions, slots)
     others = torch.ones(300, dtype=torch.bool)

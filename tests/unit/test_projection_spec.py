@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 import torch
 
-from hcache_backend.projection.attention import AttentionLayer
-from hcache_backend.projection.generic import project_with_module
-from hcache_backend.projection.proof import (
+from hcache_backend.projection.attention import AttentionLayer, project_with_module
+from hcache_backend.projection.projector import Columns, LayerSpec, RotaryTable
+from hcache_backend.projection.search import (
     LESS_EXACT,
     Evidence,
+    NoSpec,
     dependence,
+    find_spec,
     gather_evidence,
     spec_exactness,
     spec_problem,
 )
-from hcache_backend.projection.search import NoSpec, find_spec
-from hcache_backend.projection.spec import Columns, LayerSpec, RotaryTable
 from tests.unit.attention_modules import (
     DIM,
     HEADS,

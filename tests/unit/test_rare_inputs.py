@@ -18,8 +18,7 @@ from hcache_backend.plan.model_config import _Fields, _kv_heads, _latent, _mlp_w
 from hcache_backend.plan.record import PartitionRecord
 from hcache_backend.prefetch import estimates
 from hcache_backend.projection import search
-from hcache_backend.projection.attention import UnknownCall, learn_call
-from hcache_backend.projection.generic import ProjectionFailed
+from hcache_backend.projection.attention import ProjectionFailed, UnknownCall, learn_call
 
 
 def fields(**table: Any) -> _Fields:
@@ -100,7 +99,7 @@ def test_a_module_that_cannot_be_called_alone_is_told(error: Exception, said: st
     projector: Any = SimpleNamespace(project=project)
     layer: Any = SimpleNamespace(name="layer 0")
     rows = torch.zeros(2, 4)
-    assert comparison.projection_problem(layer, rows, rows, rows, projector) == said
+    assert comparison.projected(layer, rows, rows, rows, projector) == said
 
 
 def test_a_layer_without_linear_modules_has_no_spec(monkeypatch: pytest.MonkeyPatch) -> None:

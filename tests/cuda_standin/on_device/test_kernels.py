@@ -12,10 +12,17 @@ from hcache_kernels.codecs import Cut, make_codec, make_segment_codec
 from hcache_kernels.copy_engine import NoCopyEngine
 from hcache_kernels.launch import gpu_microseconds
 from hcache_kernels.pages import gather_pages, gather_planes, scatter_pages
-from hcache_kernels.project_kv import KVPool, KVProjection, ProjectionCall, choice, project_kv
-from hcache_kernels.project_kv.choice import device_table, measure_choice, ways_in_use
-from hcache_kernels.staging import NOWHERE, StagedRows, save_rows, stage_rows
-from hcache_kernels.steps import StepTargets, begin_rows, judge_rows
+from hcache_kernels.project_kv import KVPool, KVProjection, ProjectionCall, project_kv, ways
+from hcache_kernels.project_kv.ways import device_table, measure_choice, ways_in_use
+from hcache_kernels.staging import (
+    NOWHERE,
+    StagedRows,
+    StepTargets,
+    begin_rows,
+    judge_rows,
+    save_rows,
+    stage_rows,
+)
 from tests.cuda_standin import device
 from tests.cuda_standin.device import CUDA
 
@@ -168,11 +175,11 @@ def on_cpu(call: ProjectionCall) -> ProjectionCall:
 
 
 def test_the_way_that_was_measured_to_be_fastest_projects(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choice, "ROWS", (16,))
+    monkeypatch.setattr(ways, "ROWS", (16,))
     device_table.cache_clear()
     call = projection_call()
     times = iter((3.0, 2.0, *range(10, 99)))
-    monkeypatch.setattr(choice, "gpu_microseconds", lambda work: (work(), next(times))[1])
+    monkeypatch.setattr(ways, "gpu_microseconds", lambda work: (work(), next(times))[1])
     measure_choice(call.projection, torch.bfloat16)
     (way,) = ways_in_use(call.projection, torch.bfloat16)
     assert way is not None and way.config is not None  # the second one, which is fused

@@ -13,7 +13,7 @@ import torch
 
 from hcache_backend.format.units import WHOLE
 from hcache_backend.host.segments import KVSegments
-from hcache_backend.prefetch.eager import EagerRestores, Launched, launch_pages
+from hcache_backend.prefetch.eager import EagerRestores, launch_pages
 from hcache_backend.restore.pipeline import RestorePipeline
 from hcache_backend.streams import host_tensor
 from tests.cuda_standin import device
@@ -109,8 +109,8 @@ def test_an_eager_hit_launches_eight_times_at_most(codec: str, from_back: bool) 
         count=lambda: hit, make_room=lambda pages: None, take=lambda pages: taken
     )
 
-    def launch(ids: np.ndarray, into: torch.Tensor) -> Launched:
-        return Launched(server.pipeline.start(ids, into, ahead=True), 0)
+    def launch(ids: np.ndarray, into: torch.Tensor) -> tuple[Any, int]:
+        return server.pipeline.start(ids, into, ahead=True), 0
 
     at_once = launch_pages(CUDA, server.layout.page_bytes)
     eager = EagerRestores(PAGE, free, launch, hit, at_once)  # type: ignore[arg-type]
@@ -127,6 +127,32 @@ def test_an_eager_hit_launches_eight_times_at_most(codec: str, from_back: bool) 
     assert all(map(torch.equal, server.values(taken), server.values(slots)))
 
 
+def test_a_restore_without_memory_for_encoded_pages_raises_and_the_next_one_is_right(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The scheduler goes on with a failed one, which ends behind what was launched."""
+    server, host_pages, empty = Server("exp4"), np.arange(4), torch.empty
+    slots, taken = server.slots(1, 4), server.slots(PAGES, 4)
+    fits = server.kv.save(server.layout, server.memory, torch.arange(4).to(CUDA), slots)
+    assert fits is not None and fits.all().item()
+
+    def full(*shape: Any, **how: Any) -> torch.Tensor:
+        if shape[0] == (LAYERS, 4, server.layout.segment_bytes[0]):
+            raise torch.OutOfMemoryError("no memory")
+        return empty(*shape, **how)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "empty", full)
+        with pytest.raises(torch.OutOfMemoryError):
+            server.pipeline.start(host_pages, taken, ahead=True)
+    restore = server.pipeline.abandoned(len(taken))
+    assert restore.failed is not None and not restore.copied.query()
+    restore.synchronize()
+    assert restore.copied.query()
+    server.pipeline.start(host_pages, taken, ahead=True).synchronize()
+    assert all(map(torch.equal, server.values(taken), server.values(slots)))
+
+
 def test_pages_before_a_front_do_not_wait_for_others() -> None:
     """The front and the back have met: no further page comes."""
     server = Server("none")
@@ -134,9 +160,9 @@ def test_pages_before_a_front_do_not_wait_for_others() -> None:
     free = SimpleNamespace(count=lambda: 16, make_room=lambda pages: None, take=lambda _: taken)
     launched: list[int] = []
 
-    def launch(ids: np.ndarray, into: torch.Tensor) -> Launched:
+    def launch(ids: np.ndarray, into: torch.Tensor) -> tuple[Any, int]:
         launched.append(len(ids))
-        return Launched(server.pipeline.start(ids, into, ahead=True), 0)
+        return server.pipeline.start(ids, into, ahead=True), 0
 
     at_once = launch_pages(CUDA, server.layout.page_bytes)
     eager = EagerRestores(PAGE, free, launch, 16, at_once)  # type: ignore[arg-type]

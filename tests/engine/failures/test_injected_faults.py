@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.harness.models import build_model
 from bench.harness.server import Server
 from tests.engine.harness.conversations import converse, make_conversations, turns_of
 from tests.engine.harness.ours import (
@@ -81,11 +82,12 @@ def test_a_wrong_rope_in_service_ends_backups_and_drops_what_was_written(
     assert_no_cache_output(model, [old, new])
 
 
+@pytest.mark.parametrize("name", ["llama", "deepseek"])
 def test_wrong_copies_of_k_and_v_end_backups_and_loads_and_drop_what_was_written(
-    model: Path, tmp_path: Path
+    name: str, model_cache: Path, tmp_path: Path
 ) -> None:
     """Also of what host memory has by then, though the pool of the device holds a few only."""
-    trigger = tmp_path / "trigger"
+    model, trigger = build_model(name, model_cache), tmp_path / "trigger"
     options = our_server(
         model,
         tmp_path,

@@ -47,8 +47,7 @@ def encoded_wrongly() -> None:
 def do_not_fit(one_in: int) -> None:
     """One in so many rows of a layer cannot be encoded, as if the model had written such values;
     its bytes are no code, either."""
-    from hcache_backend.capture import recomputed_rows as recomputed
-    from hcache_backend.capture import staging
+    from hcache_backend.capture import hooks, staging
     from hcache_kernels.staging import WRONG_STEP
 
     stored_rows = staging.stored_rows
@@ -62,4 +61,4 @@ def do_not_fit(one_in: int) -> None:
                 marks[part].masked_fill_(chosen, WRONG_STEP)
             yield part, stored
 
-    staging.stored_rows = recomputed.stored_rows = unfit
+    staging.stored_rows = hooks.stored_rows = unfit

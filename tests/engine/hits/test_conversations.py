@@ -58,6 +58,8 @@ SERVERS: dict[str, dict[str, Any]] = {
         "tp": 2,
     },
     "not recomputed": {"stored": "kv", "family": "qwen3"},
+    "latents": {"stored": "kv, from the back", "family": "deepseek"},
+    "latents, two ranks": {"stored": "kv, from the back", "family": "deepseek", "tp": 2},
 }
 
 

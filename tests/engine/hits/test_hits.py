@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from bench.harness.server import Server, ServerOptions
-from hcache_backend.prefetch.progress import LONGEST_PART_SECONDS, STALLED_SECONDS
+from hcache_backend.prefetch.estimates import LONGEST_PART_SECONDS, STALLED_SECONDS
 from tests.engine.harness.conversations import Conversation, random_tokens, turns_of
 from tests.engine.harness.ours import (
     assert_no_cache_output,

@@ -14,7 +14,7 @@ import requests
 
 from bench.harness.server import Server
 from hcache_backend.cli.metrics_page import fetch
-from hcache_backend.prefetch.governor import RUNNING_LIMIT
+from hcache_backend.prefetch.slices import RUNNING_LIMIT
 from tests.engine.harness.clients import Clients
 from tests.engine.harness.conversations import (
     Conversation,

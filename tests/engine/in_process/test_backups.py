@@ -164,10 +164,9 @@ class Checks:
             order=None,
         )
 
-    def gather_now(self, wanted: Any) -> None:
-        for shards, fetch in wanted:
-            fetch(shards[0])
-            self.exchanged += 1
+    def gather_now(self, shards: Any, fetch: Any) -> None:
+        fetch(shards[0])
+        self.exchanged += 1
 
     def backed_up(self, page: int, rows: torch.Tensor | None = None) -> None:
         """A page was backed up, and is looked at."""

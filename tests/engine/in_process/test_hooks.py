@@ -23,7 +23,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from bench.harness.options import hcache_config
 from hcache_backend import metrics
 from hcache_backend.config import ConfigError
-from hcache_backend.projection.generic import ProjectionBatch, ProjectionReached
+from hcache_backend.projection.attention import ProjectionBatch, ProjectionReached
 from hcache_backend.sglang import (
     compat,
     groups,

@@ -21,8 +21,7 @@ from hcache_backend.projection.attention import AttentionLayer
 from hcache_backend.projection.exactness import Bound, relative_difference, tolerance
 from hcache_backend.projection.paged_pool import PagedPool
 from hcache_backend.projection.projector import Projector
-from hcache_backend.projection.proof import LESS_EXACT, gather_evidence
-from hcache_backend.projection.search import find_spec
+from hcache_backend.projection.search import LESS_EXACT, find_spec, gather_evidence
 from hcache_backend.sglang.runtime import Runtime
 from hcache_kernels.project_kv import ProjectionCall
 from hcache_kernels.project_kv.reference import project_kv_reference
@@ -88,7 +87,7 @@ def test_a_spec_fills_the_pool_as_the_engine_does(
     for specs in ([None, None], [None, spec]):
         pool = pool_of(dtype)
         projector = Projector(MARKER, PagedPool(pool), 2)
-        projector.use_specs(specs)
+        projector.specs = specs
         for buffer in (*pool.k_buffer, *pool.v_buffer):
             buffer.fill_(1)
         projector.project_to_pool(layer, hidden, positions, slots)
@@ -102,11 +101,11 @@ def test_a_spec_fills_the_pool_as_the_engine_does(
         assert (getattr(pools[1], name)[0] == 1).all()
     # What the self-check at start does with it, on a pool that the engine filled.
     projector = projectors[0]
-    projector.use_specs([None, spec])
+    projector.specs = [None, spec]
     check = (layer, hidden, positions, slots, projector)
     assert written_exactness(*check).as_good_as(evidence.own, Bound.of_product(dtype))
     wrong = replace(spec, k=spec.v, v=spec.k, fused=False)
-    projector.use_specs([None, wrong])
+    projector.specs = [None, wrong]
     assert not written_exactness(*check).as_good_as(evidence.own, Bound.of_product(dtype))
 
 

@@ -17,11 +17,13 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolName,
     PoolTransfer,
 )
+from sglang.srt.mem_cache.utils import hash_str_to_int64
 from sglang.srt.observability.metrics_collector import StorageMetrics
 
 from hcache_backend import HCacheStorage
-from hcache_backend.format.envelope import key_bytes
+from hcache_backend.format.envelope import key_bytes, parse_name
 from hcache_backend.sglang.runtime import Runtime, Weights
+from hcache_backend.start import attach
 from tests.engine.in_process.storage_config import PAGE, storage_config
 
 KEYS = [f"{i:064x}" for i in range(8)]
@@ -114,6 +116,36 @@ def test_a_state_close_behind_another_one_of_its_sequence_is_not_written(
     storage.close()
 
 
+def test_a_state_that_one_rank_has_lost_is_near_for_no_rank(
+    tmp_path: Path, runtime: Runtime, pool: HostPool
+) -> None:
+    """SGLang takes the shortest hit of the ranks: each of them must have a state there."""
+    side = HostPool(8)
+    ranks = []
+    for rank in range(2):
+        config = storage_config(tmp_path, {"state_tokens": 5 * PAGE}, tp_rank=rank, tp_size=2)
+        ranks.append(HCacheStorage(config, {}))
+        ranks[-1].register_mem_pool_host(pool)
+        ranks[-1].register_mem_host_pool_v2(side, PoolName.MAMBA)
+    trailing = PoolTransfer(PoolName.MAMBA, keys=KEYS[:1], hit_policy=PoolHitPolicy.TRAILING_PAGES)
+
+    def turn(pages: int) -> list[int]:
+        """Each rank writes the K and V of a turn, and the state at its end; its hits then."""
+        for storage in ranks:
+            storage.batch_set_v1(KEYS[:pages], pool.fill(range(pages)))
+            end = PoolTransfer(PoolName.MAMBA, side.fill(range(1)), keys=KEYS[pages - 1 : pages])
+            storage.batch_set_v2([end], HiCacheStorageExtraInfo(prefix_keys=KEYS[: pages - 1]))
+        return [storage.batch_exists_v2(KEYS, [trailing]).kv_hit_pages for storage in ranks]
+
+    assert turn(4) == [4, 4]
+    assert turn(6) == [4, 4]
+    assert runtime.weights is not None
+    ranks[0]._tier.drop([ranks[0]._namespace(PoolName.MAMBA, 0, runtime.weights)])
+    assert turn(8) == [8, 8]
+    for storage in ranks:
+        storage.close()
+
+
 def test_prefixes_that_every_pool_can_end_are_listed(
     storage: HCacheStorage, pool: HostPool
 ) -> None:
@@ -133,6 +165,34 @@ def test_prefixes_that_every_pool_can_end_are_listed(
     assert result.extra_pool_hit_pages == {PoolName.KV: 6, PoolName.SWA: 6, PoolName.MAMBA: 4}
     assert result.restorable_prefix_pages == [2]
     assert result.kv_hit_pages == 2
+
+
+def test_evicted_pages_of_other_pools_have_no_event(
+    tmp_path: Path, runtime: Runtime, pool: HostPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They have the keys of pages of K and V, which stay."""
+    monkeypatch.setattr(attach, "publishes_events", lambda: True)
+    storage, side = HCacheStorage(storage_config(tmp_path, {"events": True}), {}), HostPool(8)
+    storage.register_mem_pool_host(pool)
+    storage.register_mem_host_pool_v2(side, PoolName.MAMBA)
+    store = storage._tier.local.store
+
+    def files() -> set[Path]:
+        return set(tmp_path.glob("**/*.page"))
+
+    def evict(pages: set[Path]) -> list[list[int]]:
+        """The store says that it has evicted these; blocks that were removed."""
+        store.stats.on_evicted([name for page in pages if (name := parse_name(page.name))])
+        assert storage.events is not None
+        return [event.block_hashes for event in storage.events.take()]
+
+    storage.batch_set_v1(KEYS[:1], pool.fill(range(1)))
+    kv = files()
+    storage.batch_set_v2([PoolTransfer(PoolName.MAMBA, side.fill(range(1)), keys=KEYS[:1])])
+    assert (len(kv), len(files())) == (1, 2)
+    assert evict(files() - kv) == []
+    assert evict(kv) == [[hash_str_to_int64(KEYS[0])]]
+    storage.close()
 
 
 def test_clear_deletes_the_pages_of_this_model_only(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from bench.harness.models import with_changed_layers
+from bench.harness.models import build_model, with_changed_layers
 from bench.harness.server import Server, ServerOptions
 from hcache_backend.cli.main import app
 from tests.engine.harness.clients import Clients
@@ -31,6 +31,7 @@ from tests.engine.harness.ours import (
     assert_nothing_went_wrong,
     assert_restored_from_l3,
     assert_sound_hidden_mode,
+    assert_sound_own_pages,
     faulty,
     our_server,
     stored_pages,
@@ -144,8 +145,16 @@ def test_wrong_copies_of_one_stage_end_loads_on_all(model: Path, tmp_path: Path)
     assert_no_cache_output(model, [wrong, *others])
 
 
-@pytest.mark.versions
-def test_replicas_share_one_store(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "page_file_bytes"),
+    [
+        pytest.param("llama", PAGE_FILE_BYTES, marks=pytest.mark.versions),
+        ("deepseek", 106_496),  # latents
+    ],
+)
+def test_replicas_share_one_store(
+    name: str, page_file_bytes: int, model_cache: Path, tmp_path: Path
+) -> None:
     """They write the same pages at once, read what the other one wrote, and share the quota."""
     asked: list[Turn] = []
 
@@ -158,8 +167,9 @@ def test_replicas_share_one_store(model: Path, tmp_path: Path) -> None:
         server.flush_cache()
         return [reply.cached.storage for reply in replies]
 
-    quota = 40 * PAGE_FILE_BYTES
-    with Server(our_server(model, tmp_path, dp=REPLICAS, hcache={"quota_bytes": quota})) as server:
+    model, quota = build_model(name, model_cache), 40 * page_file_bytes
+    hcache = {"mode": "hidden" if name == "llama" else "kv", "quota_bytes": quota}
+    with Server(our_server(model, tmp_path, dp=REPLICAS, hcache=hcache)) as server:
         both = [random_tokens(400, seed=700 + number) for number in range(2)]
         # One that comes late may find what the other one has just written.
         assert set(ask(server, [*both, *both], [0, 0, 1, 1])) <= {0, 384}
@@ -176,6 +186,6 @@ def test_replicas_share_one_store(model: Path, tmp_path: Path) -> None:
         verified = CliRunner().invoke(app, ["verify", "-d", str(tmp_path / "l3"), "--json"])
         found = json.loads(verified.output)["folders"][str(tmp_path / "l3")]
         assert (found["pages"], found["problems"]) == (len(sizes), 0)
-        assert len(sizes) > 20
-        assert_sound_hidden_mode(server)
+        assert set(sizes) == {page_file_bytes} and len(sizes) > 20
+        assert_sound_own_pages(server, hcache["mode"])
     assert_no_cache_output(model, [Conversation([turn.prompt], turns=[turn]) for turn in asked])

@@ -49,23 +49,27 @@ def size(paths: Sequence[Path]) -> int:
 
 
 @pytest.mark.parametrize(
-    ("name", "layers"),
+    ("name", "layers", "ranks"),
     [
-        pytest.param("llama", (0, 4, 0), id="hidden", marks=pytest.mark.versions),
-        pytest.param("llama", (0, 0, 4), id="K and V", marks=pytest.mark.long),
-        pytest.param("llama", (0, 2, 2), id="mixed"),
-        pytest.param("deepseek", (0, 0, 4), id="latents"),
+        pytest.param("llama", (0, 4, 0), (1, 2, 1), id="hidden", marks=pytest.mark.versions),
+        pytest.param("llama", (0, 0, 4), (1, 2, 1), id="K and V", marks=pytest.mark.long),
+        pytest.param("llama", (0, 2, 2), (1, 2, 1), id="mixed"),
+        pytest.param("deepseek", (0, 0, 4), (1, 4, 2), id="latents"),
     ],
 )
-def test_each_rank_stores_half_and_any_number_of_ranks_reads_it(
-    name: str, layers: tuple[int, int, int], model_cache: Path, tmp_path: Path
+def test_each_rank_stores_its_part_and_any_number_of_ranks_reads_it(
+    name: str,
+    layers: tuple[int, int, int],
+    ranks: tuple[int, ...],
+    model_cache: Path,
+    tmp_path: Path,
 ) -> None:
-    """What one rank wrote two read, and what these two wrote one reads. The heads of K and V are as
+    """Each server reads pages that another number of ``ranks`` wrote. The heads of K and V are as
     many groups as ``tp_lcm_size`` says. Hidden states and latents are divided by tokens."""
     model = build_model(name, model_cache)
     conversations = make_conversations(2, turns=3, tokens=200)
-    config = extra_config(tmp_path, partition=partition(*layers)) | {"tp_lcm_size": 2}
-    for turn, tp in enumerate((1, 2, 1), 1):
+    config = extra_config(tmp_path, partition=partition(*layers)) | {"tp_lcm_size": max(ranks)}
+    for turn, tp in enumerate(ranks, 1):
         options = our_server(model, tmp_path, tp=tp, log=tmp_path / f"{turn}.log")
         with Server(replace(options, extra_config=config)) as server:
             converse(server, conversations, turns=turn)
@@ -76,14 +80,17 @@ def test_each_rank_stores_half_and_any_number_of_ranks_reads_it(
                 assert projections(server) == [by_spec] * tp
     assert_restored_from_l3(conversations, 64)
     found = shards(tmp_path)
-    assert sorted(found) == ["0of1", "0of2", "1of2"]
-    assert len(found["0of2"]) == len(found["1of2"]) > 0
-    names = [{path.name.split(".")[1] for path in paths} for _, paths in sorted(found.items())]
-    assert not names[0] & names[1]  # nothing was stored a second time
-    headers = 2 * 4096  # of the file, and of the page
-    sizes = (size(paths) / len(paths) - headers for _, paths in sorted(found.items()))
-    whole, *halves = sizes
-    assert halves == [whole / 2] * 2
+    assert set(found) == {f"{number}of{tp}" for tp in ranks for number in range(tp)}
+    stored, headers = set[str](), 2 * 4096  # of the file, and of the page
+    whole = size(found["0of1"]) / len(found["0of1"]) - headers
+    for tp in set(ranks):
+        shards_of_tp = [found[f"{number}of{tp}"] for number in range(tp)]
+        names = [{path.name.split(".")[1] for path in paths} for paths in shards_of_tp]
+        assert names == [names[0]] * tp
+        assert not names[0] & stored  # nothing was stored a second time
+        stored |= names[0]
+        for paths in shards_of_tp:
+            assert size(paths) / len(paths) - headers == whole / tp
     assert_no_cache_output(model, conversations)
 
 

@@ -9,12 +9,16 @@ from hcache_kernels.staging import (
     NOWHERE,
     WRONG_STEP,
     StagedRows,
+    StepTargets,
+    begin_launch,
+    begin_rows,
+    judge_launch,
+    judge_rows,
     save_launch,
     save_rows,
     stage_launch,
     stage_rows,
 )
-from hcache_kernels.steps import StepTargets, begin_launch, begin_rows, judge_launch, judge_rows
 from tests.kernels.operations.conftest import finish, host
 
 PLACES = 300

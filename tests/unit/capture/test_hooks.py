@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from hcache_backend.capture.hooks import HiddenCapture
-from hcache_backend.capture.recomputed_rows import RecomputedRows
+from hcache_backend.capture.hooks import HiddenCapture, RecomputedRows
 from hcache_backend.restore.layers import Recompute
 from hcache_backend.streams import current_stream
 from tests.unit.capture.machine import LAYERS, LAYOUT, SIZE, WIDTH, Machine

@@ -6,10 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from hcache_backend.prefetch.estimates import Estimates
+from hcache_backend.prefetch.estimates import Estimates, L3Progress
 from hcache_backend.prefetch.gate import HitGate
 from hcache_backend.prefetch.prefetch import Prefetch, Prefetches, Recomputing
-from hcache_backend.prefetch.progress import L3Progress
 
 STEP = 128
 

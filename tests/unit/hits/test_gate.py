@@ -8,6 +8,7 @@ import pytest
 
 from hcache_backend.plan.profile import preset_profile
 from hcache_backend.plan.restore import Partition, Restore
+from hcache_backend.prefetch.estimates import LONGEST_PART_SECONDS, STALLED_SECONDS
 from hcache_backend.prefetch.gate import Gpu, HitGate
 from hcache_backend.prefetch.prefetch import (
     Hit,
@@ -17,7 +18,6 @@ from hcache_backend.prefetch.prefetch import (
     Recomputing,
     State,
 )
-from hcache_backend.prefetch.progress import LONGEST_PART_SECONDS, STALLED_SECONDS
 from tests.unit.hits.gates import (
     STEP,
     Clock,
@@ -483,7 +483,7 @@ def test_the_prefetch_of_an_operation_is_one_record_while_the_operation_lives() 
     assert prefetches.of(first) is prefetches.of(first) is asked
     again = prefetches.ask("a", 7, None)  # SGLang asks once more
     assert (prefetches.of(first), prefetches.of(later)) == (asked, again)
-    prefetches.retain({asked})
+    prefetches.waiting.clear()  # as the gate does with prefetches that are over
     assert prefetches.of(others) is not again
     del first
     assert len(prefetches._of) == 2

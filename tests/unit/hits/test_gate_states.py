@@ -16,9 +16,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from hcache_backend.prefetch.estimates import LONGEST_PART_SECONDS, STALLED_SECONDS
 from hcache_backend.prefetch.gate import HitGate
 from hcache_backend.prefetch.prefetch import Prefetch as Record
-from hcache_backend.prefetch.progress import LONGEST_PART_SECONDS, STALLED_SECONDS
 from tests.unit.hits.gates import at, named, new_gate
 
 STEP, TOKENS = 100, 1000

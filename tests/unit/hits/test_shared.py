@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from hcache_backend.prefetch.estimates import STALLED_SECONDS
 from hcache_backend.prefetch.gate import PROBE_SECONDS, HitGate
-from hcache_backend.prefetch.progress import STALLED_SECONDS
 from tests.unit.hits.gates import STEP, Clock, at, judged, read, reading, refused, takes, turn
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from hcache_backend.format.page import PageLayout, kv_layer
 from hcache_backend.format.units import Segment
-from hcache_backend.krul.paired_layout import PairedLayout
 from hcache_backend.krul.pairs import CodedPair
+from hcache_backend.krul.segments import PairedLayout
 
 LAYERS, TOKENS = 6, 16
 ALONE = kv_layer(TOKENS, 64, 64, 2, 1, "exp4.2", (1024, 1024))

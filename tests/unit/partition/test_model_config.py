@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from hcache_backend.plan.model_config import ModelConfigError, read_model, shape_from_config
+from hcache_backend.config import ConfigError
+from hcache_backend.plan.model_config import read_model, shape_from_config
 from tests.unit.partition.pipelines import CONFIGS, public_model
 
 LLAMA = json.loads((CONFIGS / "llama-2-7b.json").read_text())
@@ -135,7 +136,7 @@ def test_sliding_windows_are_noticed(changes: dict[str, Any], windowed: bool) ->
 def test_wrong_fields_are_named(
     base: dict[str, Any], changes: dict[str, Any], said: tuple[str, ...]
 ) -> None:
-    with pytest.raises(ModelConfigError) as caught:
+    with pytest.raises(ConfigError) as caught:
         shape_from_config({**base, **changes}, "that/config.json")
     for words in ("that/config.json", *said):
         assert words in str(caught.value)
@@ -148,9 +149,9 @@ def test_wrong_fields_are_named(
 def test_files_that_are_no_config(tmp_path: Path, text: str | bytes, said: str) -> None:
     path = tmp_path / "config.json"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
-    with pytest.raises(ModelConfigError, match=said):
+    with pytest.raises(ConfigError, match=said):
         read_model(path)
-    with pytest.raises(ModelConfigError, match="cannot read"):
+    with pytest.raises(ConfigError, match="cannot read"):
         read_model(tmp_path / "meta-llama" / "Llama-2-7b-hf")
 
 

@@ -34,7 +34,6 @@ class Case(NamedTuple):
     partition: Partition
     ranks: int
     chunk_tokens: int
-    parks: bool
     eager: bool
     tokens: int
     prefix: int
@@ -43,7 +42,7 @@ class Case(NamedTuple):
 
     @property
     def restore(self) -> Restore:
-        sizes = {"chunk_tokens": self.chunk_tokens, "parks": self.parks, "eager": self.eager}
+        sizes = {"chunk_tokens": self.chunk_tokens, "eager": self.eager}
         return Restore(self.profile, self.shape, self.partition, self.ranks, **sizes)
 
 
@@ -76,7 +75,6 @@ def any_case(rng: random.Random) -> Case:
         Partition(recompute, hidden, layers - recompute - hidden),
         ranks,
         rng.choice((1024, 8192)),
-        rng.random() < 0.5,
         rng.random() < 0.5,
         rng.choice((1, 64, 1000, 4096, 30000, rng.randint(1, 40000))),
         rng.choice((0, rng.randint(0, 50000))),
@@ -152,11 +150,10 @@ def finish(costs: Costs, p: Partition, case: Case) -> float:
     transfer = costs.reading(p)
     compute = transfer + costs.recomputing(p.recompute, p.layers)
     segments = p.hidden * chunks + p.kv * chunks
-    room = segments if p.recompute and case.parks else ring
     used: list[float] = []
     for index in range(segments):
-        if index >= room:
-            transfer = max(transfer, used[index - room])
+        if index >= ring:
+            transfer = max(transfer, used[index - ring])
         if index >= p.hidden * chunks:
             transfer += costs.io_kv / chunks
             used.append(transfer)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from hcache_backend.config import HCacheConfig
+from hcache_backend.config import ConfigError, HCacheConfig
 from hcache_backend.plan import measure as partition_measure
 from hcache_backend.plan.measure import (
     OPERATIONS,
@@ -34,7 +34,6 @@ from hcache_backend.plan.profile import (
     PRESETS,
     CopyWay,
     Profile,
-    ProfileError,
     Rate,
     load_profile,
     preset_profile,
@@ -116,7 +115,7 @@ def test_wrong_fields_are_named(
     table = json.loads(path.read_text())
     change(table)
     path.write_text(json.dumps(table))
-    with pytest.raises(ProfileError) as caught:
+    with pytest.raises(ConfigError) as caught:
         load_profile(path)
     for words in (str(path), "hcache profile", *said):
         assert words in str(caught.value)
@@ -126,9 +125,9 @@ def test_wrong_fields_are_named(
 def test_files_that_are_no_profile(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "profile.json"
     path.write_bytes(content)
-    with pytest.raises(ProfileError, match=r"profile\.json"):
+    with pytest.raises(ConfigError, match=r"profile\.json"):
         load_profile(path)
-    with pytest.raises(ProfileError, match="cannot read"):
+    with pytest.raises(ConfigError, match="cannot read"):
         load_profile(tmp_path / "absent.json")
 
 
@@ -292,10 +291,10 @@ def test_l3_folders_are_read_and_left_clean(tmp_path: Path) -> None:
     store.mkdir()
     ops = Reads()
     unaligned = TINY.model_copy(update={"hidden_row_bytes": 39})
-    found = read_rate(folders(store, absent), unaligned, 0.05, ops)
+    found, direct = read_rate(folders(store, absent), unaligned, 0.05, ops)
     assert found.per_second > 0
     assert ops.bytes >= 2 * 3 * 4096
-    assert found.direct == bool(ops.flags & os.O_DIRECT)
+    assert direct == bool(ops.flags & os.O_DIRECT)
     assert list(tmp_path.rglob("*")) == [store]
 
 

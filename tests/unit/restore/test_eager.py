@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hcache_backend.host.loads import Adopted
-from hcache_backend.prefetch.eager import EagerRestores, Launched
+from hcache_backend.prefetch.eager import EagerRestores
 from hcache_backend.streams import StreamFailed
 from tests.unit.restore.eager_device import (
     DEVICE_PAGES,
@@ -26,13 +26,15 @@ class Scene:
         self.launched: list[tuple[list[int], Restore]] = []
         self.lacking = lacking  # layers of every page
         self.slice: Restore | None = None  # the last one
+        self.problem: Exception | None = None  # of launches
         self.eager = EagerRestores(SIZE, self.device, self._launch, limit)
 
-    def _launch(self, host_pages: np.ndarray, slots: torch.Tensor) -> Launched:
+    def _launch(self, host_pages: np.ndarray, slots: torch.Tensor) -> tuple[Restore, int]:
         restore = Restore(pages_of(slots))
+        restore.failed = self.problem
         self.launched.append((host_pages.tolist(), restore))
         self.device.writes(restore)
-        return Launched(restore, self.lacking)
+        return restore, self.lacking
 
     def recompute(self, pages: int, *, failed: bool = False) -> list[tuple[list[int], Restore]]:
         """Recompute up to so many pages of every prefetch: its pages, and by what."""
@@ -167,6 +169,28 @@ def test_a_restore_that_failed_is_waited_for_like_any_other(
     monkeypatch.setattr(Restore, "wait", fail)
     scene.eager.clear()
     assert scene.device.count() == DEVICE_PAGES
+
+
+def test_a_launch_that_fails_counts_as_one_and_no_load_may_get_its_pages() -> None:
+    """Other ranks do not know of it: device pages are free, or not, as they are there."""
+    fine, scene = Scene(), Scene()
+    for one in (fine, scene):
+        one.problem = RuntimeError("out of memory") if one is scene else None
+        one.begin("a", [0, 1, 2, 3])
+        one.begin("b", [4, 5])
+        assert one.eager.arrived("a", 2) == 2
+        one.problem = None
+        assert one.eager.arrived("a", 4) == 2
+        assert one.eager.arrived("b", 2) == 2
+        assert one.eager.end("a") == 0
+        assert one.eager.prepared(np.arange(6)).all()
+    failed = [scene.eager.failed(np.array(pages)) for pages in ([1, 7], [3], [4, 5], [6])]
+    assert failed == [True, True, False, False]
+    assert not fine.eager.failed(np.arange(6))
+    scene.eager.host_freed(np.arange(4))
+    assert not scene.eager.failed(np.arange(6))
+    assert all(restore.is_done for _, restore in scene.launched[:2])
+    assert scene.device.count() == DEVICE_PAGES - 2
 
 
 def test_first_layers_are_recomputed_from_the_front_of_what_has_arrived() -> None:

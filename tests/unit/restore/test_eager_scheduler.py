@@ -19,7 +19,7 @@ from hypothesis.stateful import (
 )
 
 from hcache_backend.host.loads import Adopted
-from hcache_backend.prefetch.eager import EagerRestores, Launched
+from hcache_backend.prefetch.eager import EagerRestores
 from tests.integrity import assert_sound_reservations
 from tests.unit.restore.eager_device import (
     DEVICE_PAGES,
@@ -74,7 +74,7 @@ class ScriptedScheduler(RuleBasedStateMachine):
         self.used: list[int] = []
         self.number = 0
 
-    def launch(self, host_pages: np.ndarray, slots: torch.Tensor) -> Launched:
+    def launch(self, host_pages: np.ndarray, slots: torch.Tensor) -> tuple[Any, int]:
         pages = pages_of(slots)
         restore = Restore(pages)
         self.launched.append((set(host_pages.tolist()), restore))
@@ -88,7 +88,7 @@ class ScriptedScheduler(RuleBasedStateMachine):
         self.lacks.update(dict.fromkeys(pages, lacking))
         if not lacking:
             self.device.whole.update(pages)
-        return Launched(restore, lacking)
+        return restore, lacking
 
     # ---- prefetches ----
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -274,7 +275,7 @@ def refuse(exchange: Exchange) -> str:
             raise ValueError("lost")
 
     with pytest.raises(ExchangeFailed) as failed:
-        exchange.gather_now([(torch.zeros((2, 4), dtype=torch.uint8), fetch)] * 3)
+        exchange.gather_now(torch.zeros((2, 4), dtype=torch.uint8), fetch)
     assert exchange.check("cpu") is None  # nobody is left in a collective
     return str(failed.value)
 
@@ -284,8 +285,30 @@ def test_nobody_gets_what_one_could_not_fetch(two_ranks: Results) -> None:
     assert "ValueError: lost" in first and "another rank failed" in second
 
 
+def collectives_by_parts(exchange: Exchange) -> list[int]:
+    """How many collectives a restore of two parts makes, and one of eight."""
+    found = []
+    for chunk_pages in (16, 1):
+        pipeline = Rank(exchange, chunk_pages).pipeline
+        with ExitStack() as stack:
+            counted = [
+                stack.enter_context(patch.object(dist, name, wraps=getattr(dist, name)))
+                for name in ("all_gather", "all_reduce", "broadcast")
+            ]
+            pipeline.start(np.arange(4), torch.arange(4 * SIZE)).layers[-1].synchronize()
+        found.append(sum(one.call_count for one in counted))
+    return found
+
+
+def test_a_restore_of_many_parts_is_one_exchange(two_ranks: Results) -> None:
+    """Each collective waits until the other rank has its turn on the CPU."""
+    for two_parts, eight_parts in two_ranks(collectives_by_parts):
+        assert eight_parts == two_parts
+
+
 ALL = (
     restore_random_pages,
+    collectives_by_parts,
     forward_passes_and_restores,
     recompute_and_restore,
     fail_on_one_rank,

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from hcache_backend.prefetch.governor import RUNNING_LIMIT, Governor
-from hcache_backend.prefetch.slices import SliceBudget
+from hcache_backend.prefetch.slices import RUNNING_LIMIT, Governor, SliceBudget
 
 
 def batch(requests: int, *, extend: bool = False, finished: int = 0) -> Any:

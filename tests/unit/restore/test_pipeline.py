@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hcache_backend.restore import parts, pipeline
+from hcache_backend.restore import layers, pipeline
 from hcache_backend.restore.layers import Recompute
 from hcache_backend.restore.report import RunningRestore
 from hcache_backend.restore.ring import RUN_AHEAD, Ring, ring_bytes
@@ -23,7 +23,6 @@ from tests.unit.restore.pipeline_server import (
     PAGES,
     SIZE,
     SLOTS,
-    WIDTH,
     Server,
     positions_of,
     recompute,
@@ -80,7 +79,7 @@ def test_many_pages_are_one_copy_and_one_projection_a_layer() -> None:
 def test_projection_begins_when_a_piece_of_the_first_layer_is_there(
     pages: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parts, "FIRST_PIECE_TOKENS", 2 * SIZE)
+    monkeypatch.setattr(layers, "FIRST_PIECE_TOKENS", 2 * SIZE)
     server, (chosen, slots) = Server(["hidden"] * 3), some(pages)
     wait(server, chosen, slots)
     piece = max(2, -(-pages // 4))
@@ -181,6 +180,29 @@ def test_a_projection_that_fails_reaches_whoever_waits_for_the_layer() -> None:
         restore.wait_for_layer(1)
 
 
+def test_what_was_launched_of_a_restore_that_raises_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of the first layer; there is no memory for the second one."""
+    server, gate, (pages, slots) = Server(["kv", "hidden"]), threading.Event(), some(2)
+    server.pipeline._copy.run(partial(gate.wait, 240))
+
+    def full(ring: Ring, stream: Stream) -> torch.Tensor:
+        raise torch.OutOfMemoryError("no memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Ring, "next", full)
+        with pytest.raises(torch.OutOfMemoryError):
+            server.pipeline.start(pages, slots, ahead=True)
+    restore = server.pipeline.abandoned(len(slots))
+    assert restore.failed is not None and not restore.copied.query() and not restore.done()
+    gate.set()
+    restore.wait()
+    assert restore.copied.query()
+    server.assert_restored(0, pages.tolist(), slots)
+    wait(server, *some(3))
+
+
 def test_reports_say_what_each_stream_did() -> None:
     server = Server()
     pages, slots = some(3)
@@ -232,55 +254,7 @@ def test_recomputed_layers_take_no_copy_and_come_before_projections(first: int) 
     assert sum(report.bytes.values()) == 2 * sum(length for _, length in lengths)
 
 
-class Parked:
-    """Segments of a layer in the slots of its V."""
-
-    def __init__(self, server: Server, layer: int) -> None:
-        self.v, self.puts, self.takes = server.v[layer], 0, 0
-
-    def put(self, segments: torch.Tensor, slots: torch.Tensor) -> None:
-        self.v[slots] = segments.view(torch.float32).view(-1, WIDTH)
-        self.puts += 1
-
-    def take(self, slots: torch.Tensor) -> torch.Tensor:
-        self.takes += 1
-        return self.v[slots].view(torch.uint8)
-
-
-@pytest.mark.parametrize("pages", [1, 4])
-def test_nothing_waits_for_room_while_layers_are_recomputed(pages: int) -> None:
-    methods = ["hidden"] * 6 + ["kv", "hidden", "kv"]
-    server = Server(methods, chunk_tokens=2 * SIZE)
-    parking = [Parked(server, layer) for layer in range(len(methods))]
-    server.pipeline._layers = [
-        layer if layer.method == "kv" else layer._replace(parking=parked)
-        for layer, parked in zip(server.pipeline._layers, parking, strict=True)
-    ]
-    chosen, slots = some(pages)
-    slots = slots[: pages * SIZE]
-    arrived = threading.Event()
-
-    def fill(positions: np.ndarray, where: torch.Tensor) -> None:
-        # The last layer has arrived although nothing was projected yet.
-        until = time.monotonic() + 240
-        while server.k[8, slots].isnan().any() and time.monotonic() < until:
-            time.sleep(0.001)
-        # A call is noted behind its copy.
-        while {layer for layer, _ in server.calls} == {6} and time.monotonic() < until:
-            time.sleep(0.001)
-        server.assert_restored(8, chosen.tolist(), slots)
-        assert {layer for layer, _ in server.calls} == {6, 8}
-        arrived.set()
-
-    restore = server.pipeline.start(chosen, slots, recompute(1, fill))
-    assert restore.failed is None
-    server.assert_whole(restore, chosen, slots, first=1)
-    assert arrived.is_set()
-    assert [parked.puts for parked in parking] == [parked.takes for parked in parking]
-    assert sum(parked.puts for parked in parking) > 0
-
-
-def test_segments_wait_for_room_where_they_cannot_be_parked() -> None:
+def test_segments_wait_for_room_in_the_ring() -> None:
     server = Server(["hidden"] * 6, chunk_tokens=2 * SIZE)
     chosen, slots = some(2)
     restore = server.pipeline.start(chosen, slots, recompute(1, lambda *_: time.sleep(0.05)))

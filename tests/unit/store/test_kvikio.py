@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 
 from hcache_backend.cli.main import app
 from hcache_backend.store import FileOps, best_file_ops
-from hcache_backend.store.kvikio_state import KvikioState, kvikio_state
+from hcache_backend.store.file_ops import KvikioState, kvikio_state
 
 DRIVER = Path(sys.prefix) / "driver"
 """Where ``make setup`` puts the stand-in."""
@@ -89,7 +89,7 @@ def test_a_driver_that_kvikio_cannot_use_is_found_by_a_read(tmp_path: Path) -> N
     library = importlib.import_module("xxhash._xxhash").__file__
     assert library is not None
     shutil.copy(library, tmp_path / "libcuda.so.1")
-    code = "from hcache_backend.store.kvikio_state import kvikio_state; print(*kvikio_state())"
+    code = "from hcache_backend.store.file_ops import kvikio_state; print(*kvikio_state())"
     said = run(tmp_path, "-c", code)
     assert said.startswith("nothing it fails: ") and "undefined symbol" in said
 

@@ -50,7 +50,9 @@ class Model:
 def controller(server: Host, request: range | None) -> OwnPagesController:
     """It loads from the start of a ``request``."""
     made: OwnPagesController = bare_controller(
-        server.pool, server.loads, _token_ids=lambda: request
+        server.pool,
+        server.loads,
+        loading=(lambda: torch.empty(0, dtype=torch.int64), lambda: request),
     )
     return made
 
@@ -171,7 +173,8 @@ def test_ranks_agree_how_much_of_a_recomputed_page_is_there(
         pages, tokens = np.arange(3), np.arange(3 * PAGE)
         server.pool.arena.recomputed(pages, tokens, tokens)
         server.pool.arena.arrived(pages, np.array([True, rank == 1, True]))
-        eager = SimpleNamespace(prepared=lambda pages: prepared)
+        restores = SimpleNamespace(prepared=lambda pages: prepared, failed=lambda pages: False)
+        eager = SimpleNamespace(restores=restores)
         one = bare_controller(server.pool, Planned(), tp_group=rank, eager=eager)
         made.append(one)
     assert asked_on_all_ranks(made, 3) == 2 * [[0, LAYERS, 0]]

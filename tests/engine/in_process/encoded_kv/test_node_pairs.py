@@ -16,9 +16,9 @@ from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCach
 
 from hcache_backend import metrics
 from hcache_backend.config import KrulOption
-from hcache_backend.krul import node_pairs as module
-from hcache_backend.krul.node_pairs import NodePairs
+from hcache_backend.krul import plugin as module
 from hcache_backend.krul.pairs import CodedPair, PairSums
+from hcache_backend.krul.plugin import NodePairs
 from hcache_backend.sglang.controller import OwnPagesController
 from hcache_backend.streams import CallerStream, Stream
 from tests.engine.in_process.encoded_kv.test_pairs import LAYERS, plan_of
@@ -271,8 +271,8 @@ def test_ranks_whose_heads_prefer_other_pairs_make_one_choice(
         assert answered(pairs)
         single += ready(pairs)
     assert single == [((1, 4, "merged"),), ((0, 2, "merged"),)]
-    ranks = two_ranks(monkeypatch)
     every = [node_pairs(Model({40: sums}), rank, ranks=2) for rank, sums in enumerate(own)]
+    ranks = two_ranks(monkeypatch)
 
     def choose(pairs: NodePairs) -> list[tuple[CodedPair, ...]]:
         pairs.ask(Tree(40), [0])
@@ -286,8 +286,8 @@ def test_ranks_whose_heads_prefer_other_pairs_make_one_choice(
 @pytest.mark.parametrize("broken", ["broken_measure", "arrived"])
 def test_what_one_rank_lacks_no_rank_has(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
     models = [Model({40: far({(1, 4): 0.1})}) for _ in range(2)]
-    ranks = two_ranks(monkeypatch)
     every = [node_pairs(model, rank, ranks=2) for rank, model in enumerate(models)]
+    ranks = two_ranks(monkeypatch)
     setattr(models[1], broken, broken == "broken_measure")
 
     def choose(pairs: NodePairs) -> tuple[bool, list[tuple[CodedPair, ...]]]:

@@ -9,9 +9,9 @@ from hcache_backend.arena import NOT_SETTLED
 from hcache_backend.config import KrulOption
 from hcache_backend.format.units import WHOLE
 from hcache_backend.krul.pair_forms import PAIR_FORMS
-from hcache_backend.krul.paired_layout import PairedLayout
 from hcache_backend.krul.pairs import CodedPair
 from hcache_backend.krul.plugin import Krul
+from hcache_backend.krul.segments import PairedLayout
 from hcache_backend.plan.restore import Partition, Restore
 from hcache_backend.ranks import Refused
 from hcache_backend.start.page_plan import PagePlan

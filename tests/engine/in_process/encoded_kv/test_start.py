@@ -17,7 +17,6 @@ from hcache_backend.host.segments import KVSegments
 from hcache_backend.plan.restore import Partition, Restore
 from hcache_backend.ranks import Refused
 from hcache_backend.sglang.host_pool import HostPages
-from hcache_backend.start import page_plan
 from hcache_backend.start.build import Start
 from hcache_backend.start.page_plan import (
     PagePlan,
@@ -67,16 +66,13 @@ def test_hidden_states_are_encoded_unless_no_token_of_the_self_check_fits(
     unfit: int,
     used: str,
     level: str,
-    monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """What pages hold goes by the type, not by which tokens a server tried."""
-    monkeypatch.setattr(page_plan, "projection_problem", lambda *_: None)
     rows = torch.randn(10, 64, dtype=torch.bfloat16)
     rows[:unfit] = 2.0 ** -torch.arange(64).to(torch.bfloat16)  # as many exponents as values
-    probe: Any = SimpleNamespace(
-        hidden=(torch.randn_like(rows), rows), layers=(0, 1), positions=torch.arange(10), slots=None
-    )
+    probe: Any = SimpleNamespace(hidden=(torch.randn_like(rows), rows), layers=(0, 1))
+    probe.positions, probe.problem = torch.arange(10), lambda *_: None
     runtime: Any = SimpleNamespace(config=HCacheConfig(codec=codec), runner=None)
     with caplog.at_level("INFO", "hcache"):
         assert choose_codec(None, runtime, probe, None).name == used  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ import torch
 from hcache_cpu_engine import plugin
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 
-from hcache_backend.prefetch.eager import EagerRestores, Launched
+from hcache_backend.prefetch.eager import EagerRestores
 from hcache_backend.prefetch.slices import SliceBudget
 from hcache_backend.sglang.allocator import ReservablePages
 from tests.kit.prefetch import eager_over
@@ -20,6 +20,8 @@ plugin._replace_allocator_kernels()
 
 
 class Restore:
+    failed: Exception | None = None
+
     def __init__(self) -> None:
         self.waited = False
 
@@ -54,9 +56,9 @@ class Scene:
         self.eager = EagerRestores(SIZE, self.pages, self._launch, PAGES)
         self.pages.eager = self.eager
 
-    def _launch(self, *_: Any) -> Launched:
+    def _launch(self, *_: Any) -> tuple[Any, int]:
         self.restores.append(Restore())
-        return Launched(self.restores[-1], lacking=0)  # type: ignore[arg-type]
+        return self.restores[-1], 0
 
     def _launch_alone(self, *_: Any, ahead: bool) -> Restore:
         assert ahead

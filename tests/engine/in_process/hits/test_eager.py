@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from hcache_backend.host.loads import QueuedLoad
-from hcache_backend.prefetch.governor import Pace
-from hcache_backend.prefetch.slices import SliceBudget
+from hcache_backend.prefetch.slices import Pace, SliceBudget
 from hcache_backend.streams import WorkerStream
 from tests.engine.in_process.hits.eager_scene import PAGES, SIZE, Scene, pages_in
 from tests.kit.prefetch import Operation
@@ -152,7 +151,7 @@ class Slices:
         self.eager._before_prefetch = lambda prefetch: (
             torch.zeros(SIZE, dtype=torch.int64) if self.known else None
         )
-        self.restores = self.eager._restores
+        self.restores = self.eager.restores
 
     def _recompute_of(self, host_pages: np.ndarray, layers: int, prefix: Any) -> object:
         self.layers.append(layers)
@@ -275,8 +274,8 @@ def test_copies_of_a_hit_do_not_wait_for_restores_that_others_wait_for(scene: Sc
     budget = SliceBudget(1.0, SIZE, lambda tokens, prefix: 1.0, known=True)
     eager = scene.loads(budget, {"start": server.pipeline.start})
     with loading.as_current():
-        launched = eager._launch(np.array([1, 2]), torch.arange(2 * SIZE))
-    launched.restore.wait()
+        restore, _ = eager._launch(np.array([1, 2]), torch.arange(2 * SIZE))
+    restore.wait()
     assert not gate.is_set()
     server.assert_restored(1, [1, 2], torch.arange(2 * SIZE))
     gate.set()

@@ -11,15 +11,18 @@ import pytest
 import torch
 
 from hcache_backend.prefetch.eager_loads import EagerLoads, Offer
-from hcache_backend.prefetch.governor import Pace
 from hcache_backend.prefetch.prefetch import Meeting
-from hcache_backend.prefetch.slices import SliceBudget
+from hcache_backend.prefetch.slices import Pace, SliceBudget
 from hcache_backend.ranks import Turn
 from hcache_backend.restore.report import RunningRestore
 from hcache_backend.streams import WorkerStream
 from tests.engine.in_process.hits.eager_scene import PAGES, SIZE, Scene
 from tests.kit.prefetch import Operation
 from tests.kit.turns import Reduce, alone, turn_of
+
+BROKEN: Any = SimpleNamespace(
+    failed=RuntimeError("out of memory"), copied=SimpleNamespace(query=lambda: True)
+)
 
 
 class Fronts:
@@ -132,7 +135,7 @@ def test_front_pages_are_recomputed_and_saved_until_they_meet_the_back(scene: Sc
     meeting.arrived(4, 8)
     fronts.turn()
     assert meeting.pages == 8 and not meeting.next_batch(3)
-    handed = fronts.eager._restores.adopt(np.arange(8))
+    handed = fronts.eager.restores.adopt(np.arange(8))
     assert handed is not None and handed.whole.all()
 
 
@@ -180,7 +183,7 @@ def test_no_front_is_recomputed_where_another_one_was_taken(scene: Scene) -> Non
     fronts = Fronts(scene)
     operation = fronts.begin()
     fronts.turn()
-    [due] = fronts.eager._restores.to_recompute(2)
+    [due] = fronts.eager.restores.to_recompute(2)
     assert due.pages == range(2, 4)
     meeting = operation.meeting
     offer = Offer(due._replace(pages=range(3, 5)), meeting, Turn().say())
@@ -229,8 +232,8 @@ def test_what_was_restored_is_given_back_when_it_means_nothing_any_more(scene: S
     fronts.turn()
     assert scene.pages.count() == PAGES - 8
     fronts.eager.forget()
-    assert (scene.pages.count(), fronts.eager._restores.pages) == (PAGES, 0)
-    assert fronts.eager._restores.adopt(np.arange(2)).ready.tolist() == [False] * 2  # type: ignore[union-attr]
+    assert (scene.pages.count(), fronts.eager.restores.pages) == (PAGES, 0)
+    assert fronts.eager.restores.adopt(np.arange(2)).ready.tolist() == [False] * 2  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(
@@ -259,7 +262,7 @@ def test_a_host_page_is_freed_behind_what_is_to_be_done_once_it_is_saved(scene: 
     fronts.turn()
     fronts.pool.on_freed[0](np.array([1]))
     assert fronts.settled == [[], [0, 1]]
-    assert fronts.eager._restores.prepared(np.arange(2)).tolist() == [True, False]
+    assert fronts.eager.restores.prepared(np.arange(2)).tolist() == [True, False]
 
 
 def test_what_did_not_fit_when_it_was_saved_is_lost_in_a_later_turn(scene: Scene) -> None:
@@ -280,9 +283,9 @@ def test_nothing_is_recomputed_whole_for_a_prefetch_that_has_ended(scene: Scene)
     fronts.cache.ongoing_prefetch.clear()
     operation.terminated = False
     fronts.turn()
-    assert (len(fronts.launched), fronts.eager._restores.pages) == (1, 2)
+    assert (len(fronts.launched), fronts.eager.restores.pages) == (1, 2)
     fronts.pool.on_freed[0](np.arange(2))
-    assert (fronts.eager._restores.pages, scene.pages.count()) == (0, PAGES)
+    assert (fronts.eager.restores.pages, scene.pages.count()) == (0, PAGES)
 
 
 def test_pages_that_were_recomputed_and_not_saved_are_lost_on_this_rank_alone(
@@ -297,7 +300,7 @@ def test_pages_that_were_recomputed_and_not_saved_are_lost_on_this_rank_alone(
     fronts.turn()
     assert (fronts.failures, fronts.lost) == ([], [0, 1])
     assert operation.meeting.pages == 4
-    handed = fronts.eager._restores.adopt(np.arange(4))
+    handed = fronts.eager.restores.adopt(np.arange(4))
     assert handed is not None and handed.whole.all()
 
 
@@ -313,8 +316,25 @@ def test_pages_whose_recomputation_failed_do_not_count(scene: Scene) -> None:
     while batch := meeting.next_batch(3):
         meeting.arrived(batch.start, 8)
     assert meeting.pages == 0
-    handed = fronts.eager._restores.adopt(np.arange(2))
+    handed = fronts.eager.restores.adopt(np.arange(2))
     assert handed is not None and not handed.ready.any()
+
+
+def test_a_front_ends_on_all_ranks_where_a_launch_has_failed_on_one(scene: Scene) -> None:
+    """Its tokens could attend to pages that this rank does not have."""
+    fronts, said = Fronts(scene), list[list[int]]()
+    meeting = fronts.begin().meeting
+    fronts.turn()
+    fronts.eager._pipeline = SimpleNamespace(abandoned=lambda tokens: BROKEN)  # cannot start any
+    meeting.next_batch(3)
+    meeting.arrived(5, 8)
+
+    def note(numbers: torch.Tensor, _: Any) -> None:
+        said.append(numbers.tolist())
+
+    fronts.turn(note)
+    assert said == [[0, 2]] and len(fronts.launched) == 1
+    assert fronts.eager.restores.failed(np.array([0]))
 
 
 @pytest.mark.parametrize(("seconds", "recomputed"), [(0.1, 0), (1.0, 6), (9.0, 8)])
@@ -403,7 +423,7 @@ def test_slices_reach_what_is_reserved_behind_tokens_that_are_on_the_device(scen
     meeting = operation.meeting
     assert meeting.reachable == 8
     scene.pages.take(PAGES - 8)
-    fronts.eager._restores.make_free(3)
+    fronts.eager.restores.make_free(3)
     fronts.turn()
     assert meeting.reachable == 5
     fronts.known = False
@@ -415,7 +435,7 @@ def test_slices_reach_what_is_reserved_behind_tokens_that_are_on_the_device(scen
     fronts.loads.recomputes_pages = True
     fronts.turn()
     assert meeting.reachable == 5
-    fronts.eager._restores.make_free(8)
+    fronts.eager.restores.make_free(8)
     fronts.turn()
     assert meeting.reachable == 0
 

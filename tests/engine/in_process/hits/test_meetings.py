@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from hcache_backend.prefetch.eager import batch_pages
 from hcache_backend.prefetch.prefetch import Meeting
-from hcache_backend.sglang.read_batches import BackAck, BatchedReads, hear
+from hcache_backend.sglang.controller import BackAck, BatchedReads, hear
 from tests.kit.prefetch import Operation
 
 SIZE, MOST_PAGES = 2, 14

@@ -10,8 +10,9 @@ import pytest
 import torch
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 
+from hcache_backend.host.loads import QueuedLoad
 from hcache_backend.prefetch.eager_loads import EagerLoads
-from hcache_backend.prefetch.progress import L3Progress
+from hcache_backend.prefetch.estimates import L3Progress
 from hcache_backend.prefetch.slices import SliceBudget
 from hcache_backend.sglang.allocator import ReservablePages
 from hcache_backend.sglang.controller import OwnPagesController
@@ -29,7 +30,8 @@ def eager(checker: Checker) -> None:
     """Pages arrive of two prefetches, one at the root and one behind six pages on the device.
 
     Forward passes were launched over the device pages that are reserved, and over those before the
-    second prefetch, which go to somebody else next.
+    second prefetch, which go to somebody else next. A load gets what was restored of the first
+    prefetch and is refused, because another pool has no room; these pages go to somebody else, too.
     """
     loading = Loading(checker)
     engine = loading.engine
@@ -80,6 +82,12 @@ def eager(checker: Checker) -> None:
         turn_of(eager, pages.cache)
         pages.give(before)
         engine.forward(pages.take(6))
+        eager.load(QueuedLoad(pool.page_ids(at_root.host_indices)[:2]), partial(refused, allocator))
+        engine.forward(pages.take(2))
+
+
+def refused(allocator: PagedTokenToKVPoolAllocator) -> None:
+    allocator.free(allocator.alloc(2 * SIZE))
 
 
 def test_eager_loads_wait_for_forward_passes_and_those_for_them() -> None:

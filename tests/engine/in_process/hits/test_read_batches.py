@@ -14,8 +14,8 @@ from sglang.srt.managers.cache_controller import STORAGE_BATCH_SIZE, PrefetchAck
 
 from hcache_backend.prefetch.eager import batch_pages
 from hcache_backend.prefetch.prefetch import Meeting
-from hcache_backend.sglang import read_batches
-from hcache_backend.sglang.read_batches import BackAck, BatchedReads, hear
+from hcache_backend.sglang import controller
+from hcache_backend.sglang.controller import BackAck, BatchedReads, hear
 from tests.kit.prefetch import Operation
 
 SIZE = 4
@@ -26,7 +26,7 @@ READS = 2
 @pytest.fixture(autouse=True)
 def most_steps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Scripted reads take no time: tests say whether several steps are read at once."""
-    monkeypatch.setattr(read_batches, "_MOST_STEPS", getattr(request, "param", 1))
+    monkeypatch.setattr(controller, "_MOST_STEPS", getattr(request, "param", 1))
 
 
 class Stopped(Operation):
@@ -90,17 +90,17 @@ def test_quick_reads_are_of_several_steps_and_reported_like_slow_ones(
     pages: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every read costs some milliseconds more, which a quick disk's small ones would be."""
-    monkeypatch.setattr(read_batches, "_LEAST_SECONDS", 1e9)
+    monkeypatch.setattr(controller, "_LEAST_SECONDS", 1e9)
     quick, step = Rank(pages, set()), batch_pages(pages)
     assert quick.pages == sum(quick.batches) == pages
     assert max(quick.batches) == max(min(4 * step, min(pages, STORAGE_BATCH_SIZE) - step), step)
-    monkeypatch.setattr(read_batches, "_LEAST_SECONDS", 0.0)
+    monkeypatch.setattr(controller, "_LEAST_SECONDS", 0.0)
     for missing in (set(), {pages - 1}, {0}):
         slow = Rank(pages, missing)
         assert max(slow.batches) == step
         assert len(slow.reports) == len(quick.reports)
     back = BackRank(pages, set())
-    monkeypatch.setattr(read_batches, "_LEAST_SECONDS", 1e9)
+    monkeypatch.setattr(controller, "_LEAST_SECONDS", 1e9)
     quick_back = BackRank(pages, set())
     assert (quick_back.batches < back.batches) == (back.batches > 2)  # the first read is a step
     assert len(quick_back.reports) == len(back.reports)
@@ -112,7 +112,7 @@ def test_a_quick_disk_does_not_seem_slow_by_small_last_reads(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock, sizes = SimpleNamespace(now=0.0), list[int]()
-    monkeypatch.setattr(read_batches, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(controller, "time", SimpleNamespace(monotonic=lambda: clock.now))
 
     def read(operation: Any, keys: list[str], host_indices: torch.Tensor, info: Any) -> int:
         sizes.append(len(keys))

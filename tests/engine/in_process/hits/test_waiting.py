@@ -26,6 +26,7 @@ class Operation:
         self.storage_hit_count, self.storage_start = tokens, start
         self.token_ids = RadixKey([*range(first, first + tokens)])
         self.host_indices: Any = None
+        self.pool_transfers: Any = None
         self.completed_tokens, self.start_time = 0, 0.0
         self.terminated = False
 
@@ -127,6 +128,63 @@ def test_a_hit_waits_while_host_memory_has_no_room_and_is_read_in_part_if_nothin
     assert cache.take() == ["a"]
 
 
+def test_of_a_model_with_several_pools_no_part_of_a_hit_is_read() -> None:
+    cache = Cache(free=160)
+    hit = Operation("a", 320, 0)
+    hit.pool_transfers = ["states"]
+    cache.answer(hit)
+    cache.take()
+    assert cache.ongoing_prefetch == {}, "it is computed"
+
+
+@pytest.mark.parametrize(
+    ("requests", "held", "needed"), [(10, 64, 176), (30, 24, 96), (1, 320, 512)]
+)
+def test_hits_do_not_wait_for_prompts_that_only_they_can_let_go(
+    requests: int, held: int, needed: int, runtime: Runtime, scheduler: Any
+) -> None:
+    """Host memory has the beginnings of conversations, and L3 the rest."""
+    cache = Cache(free=HOST - requests * held)
+    scheduler.tree_cache, all_ = cache, [str(n) for n in range(requests)]
+    for n, name in enumerate(all_):
+        cache.answer(Operation(name, needed, 1000 * n, start=held))
+        request = waiting_request(name, host_hit_length=held)
+        request.last_host_node = n + 1
+        scheduler.waiting_queue.append(request)
+        waiting.came(scheduler, request)
+    taken: list[str] = []
+    while taken != all_:
+        now = cache.take()
+        assert now, f"{len(taken)} of {requests} hits were read, and no other one ever"
+        taken += now
+        for name in now:  # admitted, and evicted
+            operation = cache.ongoing_prefetch.pop(CacheRequestHandle(name, 0)).operation
+            cache.free += len(operation.host_indices)
+            scheduler.waiting_queue = [one for one in scheduler.waiting_queue if one.rid != name]
+        before = len(cache.unlocked)
+        waiting.left()
+        cache.free += held * (len(cache.unlocked) - before)
+
+
+def test_a_prompt_that_many_requests_share_counts_once(runtime: Runtime, scheduler: Any) -> None:
+    cache = Cache()
+    scheduler.tree_cache = cache
+    for n in range(20):
+        request = waiting_request(str(n), host_hit_length=160)
+        scheduler.waiting_queue.append(request)
+        waiting.came(scheduler, request)
+    assert [held.tokens for held in runtime.prefetches.held.values()] == [160] * 20
+
+
+def test_hits_do_not_wait_for_a_decode_server(runtime: Runtime, scheduler: Any) -> None:
+    cache = Cache()
+    scheduler.tree_cache = cache
+    request = waiting_request("bootstrapping", host_hit_length=HOST // 2)
+    waiting.came(scheduler, request)
+    cache.answer(Operation("a", 320, 0))
+    assert cache.take() == ["a"]
+
+
 def test_what_another_prefetch_brings_is_not_read_again() -> None:
     cache = Cache()
     first, second, other = (Operation(*a) for a in (("a", 320, 0), ("b", 320, 0), ("c", 320, 500)))
@@ -191,7 +249,8 @@ def test_new_prompts_are_held_only_if_no_hit_waits_for_room(
 ) -> None:
     cache = Cache()
     scheduler.tree_cache = cache
-    runtime.prefetches.held["large"] = Held(None, tokens=HOST // 2)
+    scheduler.waiting_queue = [waiting_request("large")]
+    runtime.prefetches.held["large"] = Held(scheduler.waiting_queue[0], tokens=HOST // 2)
     cache.answer(Operation("a", 320, 0))
     assert cache.take() == []
     request = SimpleNamespace(

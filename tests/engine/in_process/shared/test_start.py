@@ -16,7 +16,7 @@ from hcache_backend.config import ConfigError
 from hcache_backend.sglang.runtime import Runtime
 from hcache_backend.start import attach
 from hcache_backend.tiers import shared_backend
-from hcache_backend.tiers.threads import BoundedCalls, CopyQueue, GivenUp
+from hcache_backend.tiers.shared_backend import BoundedCalls, CopyQueue, GivenUp
 from tests.engine.in_process.shared.machines import (
     SECONDS,
     Machine,

@@ -20,7 +20,6 @@ from hcache_backend.plan.model_config import shape_from_config
 from hcache_backend.plan.model_shape import ModelShape
 from hcache_backend.plan.profile import CopyWay, Profile, Rate
 from hcache_backend.plan.restore import Partition, Restore
-from hcache_backend.restore.layers import PoolParking
 from hcache_backend.sglang.passes import forward_stream
 from hcache_backend.start.machine import copy_as_measured, fixed_partition
 from hcache_backend.streams import WorkerStream
@@ -40,23 +39,6 @@ def test_codes_that_encode_the_same_rows_otherwise_share_no_pages() -> None:
     before = PageLayout(64, (hidden_layer(64, codec.row_bytes, 256, "exp4"),))
     assert layout.page_bytes == before.page_bytes
     assert layout.form != before.form
-
-
-def test_hidden_states_wait_in_the_slots_of_their_v() -> None:
-    pool = kv_pool(1, 8, dtype=torch.float32)
-    row_bytes = pool.v_buffer[1][0].nbytes - 8
-    assert PoolParking.fits(pool, row_bytes)
-    assert not PoolParking.fits(pool, row_bytes + 16)  # as with few KV heads
-    assert not PoolParking.fits(pool, row_bytes - 4)
-    parking = PoolParking(pool, 1, row_bytes)
-    segments = torch.randint(0, 256, (2, SIZE * row_bytes), dtype=torch.uint8)
-    slots = torch.cat((torch.arange(3 * SIZE, 4 * SIZE), torch.arange(SIZE, 2 * SIZE)))
-    others = (*pool.k_buffer, pool.v_buffer[0])
-    for buffer in others:
-        buffer.fill_(1)
-    parking.put(segments, slots)
-    assert torch.equal(parking.take(slots).view(2, -1), segments)
-    assert all((buffer == 1).all() for buffer in others)
 
 
 @pytest.mark.parametrize(("overlap", "stages"), [(True, 1), (False, 2), (False, 1)])

@@ -19,7 +19,7 @@ from hcache_backend.checks import round_trip
 from hcache_backend.checks import specs as specs_module
 from hcache_backend.checks.specs import Found, LayerSpecs
 from hcache_backend.config import ConfigError, HCacheConfig
-from hcache_backend.plan.profile import ProfileError, preset_profile
+from hcache_backend.plan.profile import preset_profile
 from hcache_backend.plan.restore import Partition, Restore
 from hcache_backend.ranks import Refused, all_or_none
 from hcache_backend.sglang import compat, hook_registry, hooks, passes
@@ -194,9 +194,7 @@ class Unproven(LayerSpecs):
         hidden = SimpleNamespace(is_cuda=True)
         layers = [SimpleNamespace(module=name) for name in ("one", "two")]
         self._probe = SimpleNamespace(hidden=[hidden], layers=layers)
-        self._projector = SimpleNamespace(
-            pool=SimpleNamespace(dtype=torch.bfloat16), use_specs=lambda specs: None
-        )
+        self._projector = SimpleNamespace(pool=SimpleNamespace(dtype=torch.bfloat16))
         self._found = [
             Found(SimpleNamespace(fused=True, projection=lambda: "a kind"), "a spec", None),
             Found(None, "none", None),
@@ -349,9 +347,8 @@ def test_the_batch_shows_in_modules_that_write_to_one_buffer(in_place: bool) -> 
     def forward(x: torch.Tensor) -> torch.Tensor:
         return torch.div(x, x.abs().amax(), out=x if in_place else buffer)
 
-    asked, before = dict[str, bool](), rows.clone()
-    probe_module._ask_beside(asked, "experts", SimpleNamespace(forward=forward), (rows,), {})
-    assert asked == {"experts": True}
+    before = rows.clone()
+    assert probe_module._depends(SimpleNamespace(forward=forward), (rows,), {})
     assert torch.equal(rows, before)
 
 
@@ -383,7 +380,7 @@ def test_a_profile_that_is_unusable_is_measured_anew(
     assert find() == "a profile"  # kept
     file, runtime.kept_profile = runtime.kept_profile[0], None
     (tmp_path / file).write_text("{")
-    monkeypatch.setattr(machine, "load_profile", failing(ProfileError("is no profile")))
+    monkeypatch.setattr(machine, "load_profile", failing(ConfigError("is no profile")))
     assert find() is None
     assert "is no profile" in caplog.text and "was not measured: no room" in caplog.text
 
@@ -417,7 +414,7 @@ def test_the_choice_of_the_partition_knows_the_machine(
     runtime: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     profile, shape = preset_profile("h100", 1), public_model("gpt2")
-    runtime.layer_methods = Restore(profile, shape, Partition(0, 12, 0), parks=True)
+    runtime.layer_methods = Restore(profile, shape, Partition(0, 12, 0))
     runtime.runner = SimpleNamespace(server_args=None)
     monkeypatch.setattr(machine, "ranks_of_a_request", lambda args: 2)
     known = machine._machine(runtime, HCacheConfig())

@@ -218,9 +218,9 @@ def test_modules_are_asked_whether_a_token_depends_on_the_others(
     way: Any, depends: bool, named: bool
 ) -> None:
     module = SimpleNamespace(forward=lambda x: (way(x), None))
-    rows, asked = torch.randn(8, 4), dict[str, bool]()
-    probe_module._ask_beside(asked, "qkv", module, *(((), {"x": rows}) if named else ((rows,), {})))
-    assert asked == {"qkv": depends}
+    rows = torch.randn(8, 4)
+    given = ((), {"x": rows}) if named else ((rows,), {})
+    assert probe_module._depends(module, *given) == depends
     probe = probe_module.Probe((), (), rows, rows, rows, ("layers.0.mlp",) if depends else ())
     probe.refuse_dependence(["layers.0.attention."])
     with (
@@ -229,12 +229,10 @@ def test_modules_are_asked_whether_a_token_depends_on_the_others(
         probe.refuse_dependence()
 
 
-def test_modules_that_receive_quantised_rows_are_not_asked() -> None:
-    """They count as dependent: nobody knows the rows before they were quantised."""
-    asked = dict[str, bool]()
+def test_modules_that_receive_quantised_rows_count_as_dependent() -> None:
+    """The rows before they were quantised are unknown."""
     rows = torch.zeros(2, 4, dtype=torch.float8_e4m3fn)
-    probe_module._ask_beside(asked, "qkv", SimpleNamespace(), (rows,), {})
-    assert asked == {}
+    assert probe_module._depends(SimpleNamespace(), (rows,), {})
 
 
 def test_modules_whose_kernels_share_a_workspace() -> None:

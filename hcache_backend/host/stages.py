@@ -13,12 +13,10 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from datetime import timedelta
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
@@ -31,23 +29,19 @@ _LOST = np.iinfo(np.int64).max
 
 
 class PipelineStages:
-    """Gathers values of all pipeline stages, during the scheduler's work. All construct it at one
-    point.
+    """Gathers values of all pipeline stages, during the scheduler's work. ``group``: of the stages,
+    for this alone; None if there is one.
 
     A stage passes a request on only after it is done with it. If the scheduler thread waited for an
     answer to a request (new weights), the next stage would never get that request. So exchanges
     have their own group and thread, and end in the order in which they began, on every stage.
     """
 
-    def __init__(self) -> None:
-        self._group = _new_stage_group()
+    def __init__(self, group: Any) -> None:
+        self._group = group
         self._said: SimpleQueue[tuple[Any, Future[list[Any]]]] = SimpleQueue()
-        if self._group is not None:
+        if group is not None:
             threading.Thread(target=self._exchange, name="hcache-stages", daemon=True).start()
-
-    @property
-    def alone(self) -> bool:
-        return self._group is None
 
     def say(self, own: Any) -> Future[list[Any]]:
         """Values of all stages (pickled), in order, once each has said one; every stage must."""
@@ -70,71 +64,18 @@ class PipelineStages:
                 future.set_result(every)
 
 
-class FirstStage:
-    """Decisions of the first pipeline stage, on every stage. All must construct it at one point.
-    Ask it while a step is put together: the first stage begins that before the others, so they wait
-    for a decision that is under way. The first stage never waits: the others may still be busy with
-    the step before, until it has gone on with this one."""
-
-    def __init__(self) -> None:
-        self._group = _new_stage_group()
-        self._decided: list[SimpleQueue[bool]] = []
-        if self._group is not None and self.is_here:
-            # A thread for each: one stage may be waiting for another that waits for a decision.
-            for stage in range(1, dist.get_world_size(group=self._group)):
-                self._decided.append(SimpleQueue())
-                threading.Thread(
-                    target=self._tell, args=(stage,), name=f"hcache-stage-{stage}", daemon=True
-                ).start()
-
-    @property
-    def is_here(self) -> bool:
-        return self._group is None or dist.get_rank(group=self._group) == 0
-
-    def decide(self, verdict: bool) -> bool:
-        """The first stage's ``verdict``; those of other stages are ignored."""
-        if self._group is None:
-            return verdict
-        if self.is_here:
-            for decided in self._decided:
-                decided.put(verdict)
-            return verdict
-        message = torch.empty((), dtype=torch.int32)
-        dist.recv(message, group_src=0, group=self._group)
-        return bool(message)
-
-    def _tell(self, stage: int) -> None:
-        while True:
-            message = torch.tensor(self._decided[stage - 1].get(), dtype=torch.int32)
-            dist.send(message, group_dst=stage, group=self._group)
-
-
-def _new_stage_group() -> Any:
-    """A gloo process group of this rank's pipeline stages, or None if there is one stage."""
-    if not dist.is_initialized():
-        return None
-    from sglang.srt.distributed.parallel_state import get_pp_group
-
-    group = get_pp_group()
-    if group.world_size == 1:
-        return None
-    # One stage may send its value hours after another one, when its next request comes.
-    patience = timedelta(days=20)
-    return dist.new_group(group.ranks, patience, backend="gloo", use_local_synchronization=True)
-
-
 class _Said(NamedTuple):
     whole: bool
     trusted: bool
 
 
 class StagePages:
-    """State of the host pages of all stages. All stages must construct it at one point. Scheduler
-    thread only, except :meth:`brought`.
+    """State of the host pages of all stages. Scheduler thread only, except :meth:`brought`.
 
     ``host_pages``: number of pages, the same on every stage. ``whole(pages)``: True if their rows
     are there on this stage, None if unknown yet. ``begin_quarantine``: another stage is not
-    ``trusted``.
+    ``trusted``. ``new_group()`` makes a group of the stages, on all of them, or is None if there is
+    one.
     """
 
     def __init__(
@@ -143,20 +84,26 @@ class StagePages:
         whole: Callable[[Ids], bool | None],
         trusted: Callable[[], bool],
         begin_quarantine: Callable[[str], None],
+        new_group: Callable[[], Any],
     ) -> None:
         self._whole = whole
         self._trusted = trusted
         self._begin_quarantine = begin_quarantine
-        self._first = FirstStage()
-        self._stages = PipelineStages()
+        self._group, self._stages = new_group(), PipelineStages(new_group())
+        self.alone = self._group is None
+        self._is_first = self.alone or dist.get_rank(group=self._group) == 0
+        self._decided: list[SimpleQueue[bool]] = []  # of each other stage, on the first one
+        if self._is_first and not self.alone:
+            # A thread for each: one stage may be waiting for another that waits for a decision.
+            for stage in range(1, dist.get_world_size(group=self._group)):
+                self._decided.append(SimpleQueue())
+                threading.Thread(
+                    target=self._tell, args=(stage,), name=f"hcache-stage-{stage}", daemon=True
+                ).start()
         self._backups = self._confirmed = 0
-        self._backup_of: npt.NDArray[np.int64] = np.zeros(host_pages, np.int64)
+        self._backup_of: Ids = np.zeros(host_pages, np.int64)
         self._unsaid: deque[Ids] = deque()
         self._unheard: deque[tuple[int, Future[list[_Said]]]] = deque()
-
-    @property
-    def alone(self) -> bool:
-        return self._stages.alone
 
     def backed_up(self, host_pages: Ids) -> None:
         """The next backup went to ``host_pages`` (int64 ``[pages]``), on every stage."""
@@ -182,13 +129,26 @@ class StagePages:
 
     def have(self, host_pages: Ids) -> bool:
         """True if the first stage has heard that all stages have ``host_pages``; True on others."""
-        if self.alone or not self._first.is_here:
+        if self.alone or not self._is_first:
             return True
         return bool((self._backup_of[host_pages] <= self._confirmed).all())
 
     def decide(self, verdict: bool) -> bool:
-        """The first stage's ``verdict``, on every stage; each must ask at the same point."""
-        return self._first.decide(verdict)
+        """The first stage's ``verdict``, on every stage; each must ask while the same step is put
+        together. The first stage begins that before the others, so they wait for a decision that is
+        under way. It never waits: the others may still be busy with the step before."""
+        if not self._is_first:
+            message = torch.empty((), dtype=torch.int32)
+            dist.recv(message, group_src=0, group=self._group)
+            return bool(message)
+        for decided in self._decided:
+            decided.put(verdict)
+        return verdict
+
+    def _tell(self, stage: int) -> None:
+        while True:
+            message = torch.tensor(self._decided[stage - 1].get(), dtype=torch.int32)
+            dist.send(message, group_dst=stage, group=self._group)
 
     def _hear(self, number: int, heard: Future[list[_Said]]) -> None:
         try:
