@@ -34,19 +34,14 @@ import torch
 from ..exp4 import reference as exp4
 from ..exp4.reference import Bytes, UnitForm, found_in_blocks, listed, places_of, ranks_of
 
-WINDOW = 7
-BELOW, ABOVE = 12, 3
-"""Exponents on both sides of the window that take 4 bits."""
-WHOLE = BELOW + ABOVE
+WINDOW, WHOLE = 7, 15
 _RUNS = 8
 _BITS = np.array([[1], [2], [4]], np.uint8)
-_COUNTED_TOKENS = 64
 
 SHORT = np.full(256, WHOLE, np.uint8)
 """The 4 bits of an exception, by its exponent from ``lowest - 1`` on, modulo 256."""
-SHORT[np.arange(1 - BELOW, 1)] = np.arange(BELOW)
-SHORT[np.arange(WINDOW, WINDOW + ABOVE) + 1] = np.arange(BELOW, WHOLE)
-_LONG = np.array([*range(1 - BELOW, 1), *range(WINDOW + 1, WINDOW + 1 + ABOVE), 0]).astype(np.uint8)
+SHORT[np.arange(-11, 1)], SHORT[8:11] = np.arange(12), (12, 13, 14)
+_LONG = np.array([*range(-11, 1), 8, 9, 10, 0]).astype(np.uint8)
 """The reverse."""
 
 
@@ -58,7 +53,7 @@ def form_of(tokens: int, width: int) -> UnitForm:
     form, tail = exp4.form_of(values), (width + values * 11 // 256) // 8 * 8
     most = tail - width - 4 * (form.blocks - 1)
     pool, channels = (1 << (n - 1).bit_length() for n in (most, width // 2))
-    size, counted = values * 11 // 8 + tail, -(-tokens // _COUNTED_TOKENS)
+    size, counted = values * 11 // 8 + tail, -(-tokens // 64)
     return UnitForm(size, tail, width, most, form.blocks, counted, pool, form.pairs, channels)
 
 
@@ -124,8 +119,7 @@ def decode_units(encoded: torch.Tensor, tokens: int, width: int) -> torch.Tensor
     short = listed(halves, places, n, 2 * starts[:, 0])
     exponents.reshape(-1)[places] += _LONG.take(short)
     whole = places[short == WHOLE]
-    if len(whole):
-        exponents.reshape(-1)[whole] = listed(pool[:, ::-1], whole, n, starts[:, 1])
+    exponents.reshape(-1)[whole] = listed(pool[:, ::-1], whole, n, starts[:, 1])
     return exp4.values_of(bytes_[:, :n], exponents.reshape(count, n)).view(count, tokens, width)
 
 
@@ -133,8 +127,8 @@ def lowest_exponents(exponents: Bytes, counted: int) -> Bytes:
     """Lowest exponent of each channel of uint8 ``[units, tokens, width]``.
 
     The window ends with the largest exponent, or that of all runs but one, if it is smaller by two
-    or more: a token may stand out. It ends one lower if it then holds more of the counted values.
-    A run is an eighth of the tokens.
+    or more: a token may stand out. It ends one lower if it then holds more of the counted values,
+    of at most 64 tokens. A run is an eighth of the tokens.
     """
     count, tokens, width = exponents.shape
     runs = exponents.reshape(count * _RUNS, tokens // _RUNS, width)

@@ -24,21 +24,20 @@ class Exp4(Codec):
 
     def __init__(self, cut: Cut, dim: int, dtype: torch.dtype, planes: str = KV) -> None:
         super().__init__(cut, dim, dtype, planes)
-        values = cut.values
+        values, takes = cut.values, f"codec {self.name!r} takes"
         if dtype != torch.bfloat16:
             what = "bfloat16 hidden states"
             if planes in (KV, LATENT):
                 what = f"{'K and V' if planes == KV else 'latents'} in bfloat16"
-            raise UnsupportedRows(f"codec {self.name!r} takes {what}, not {dtype}")
+            raise UnsupportedRows(f"{takes} {what}, not {dtype}")
         if cut.width % 2:
             raise UnsupportedRows(
-                f"codec {self.name!r} takes an even number of values per token and group, not "
-                f"{cut.width}"
+                f"{takes} an even number of values per token and group, not {cut.width}"
             )
         if values % 16 or not 16 <= values <= _MOST_VALUES:
             raise UnsupportedRows(
-                f"codec {self.name!r} takes rows and units whose values are a multiple of 16 and "
-                f"at most {_MOST_VALUES}, not {values}"
+                f"{takes} rows and units whose values are a multiple of 16 and at most "
+                f"{_MOST_VALUES}, not {values}"
             )
         self._take(form_of(values))
 

@@ -37,15 +37,12 @@ def encode_kernel(
     fits += layer * tl.num_programs(0)
     encoded = unit_bytes_at(memory, pages, item, page_bytes, offsets, layer, offset)
     encoded += unit * CODE.size
-    if CODE.channels:
-        lowest, extra = lowest_exponents(values, AT, CODE), 0
-    else:
-        lowest, extra = _window(values, AT, CODE)
     tail = encoded + (CODE.size - CODE.tail)
     if CODE.channels:
-        channel = tl.arange(0, 2 * CODE.channels)
+        lowest, channel = lowest_exponents(values, AT, CODE), tl.arange(0, 2 * CODE.channels)
         tl.store(tail + channel, lowest.to(tl.uint8), mask=channel < 2 * AT.width)
     else:
+        lowest, extra = _window(values, AT, CODE)
         tl.store(tail, lowest.to(tl.uint8))
         tl.store(tail + 1, extra.to(tl.uint8))
     pool = tail + (CODE.tail - MOST)

@@ -95,9 +95,7 @@ def encode_units(units: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     rank = ranks_of(places, n, starts)
     places, rank = places[rank < most], rank[rank < most]
     tail[places // n, pool + rank] = exponents.reshape(-1)[places]
-    fits = units.new_empty(count, dtype=torch.bool)
-    np.less_equal(found.sum(1), most, out=fits.numpy())
-    return result, fits
+    return result, torch.from_numpy(found.sum(1) <= most)
 
 
 def decode_units(encoded: torch.Tensor, values: int) -> torch.Tensor:
@@ -111,13 +109,10 @@ def decode_units(encoded: torch.Tensor, values: int) -> torch.Tensor:
     codes = pairs.view(np.uint8)
     exponents = codes + (lowest - 1)
     exponents += (codes == EXTRA).view(np.uint8) * (extra - lowest - WINDOW)
-    places = places_of(codes == 0)
-    if len(places):
-        form = form_of(values)
-        pool = form.tail - form.most
-        starts = np.zeros((len(tail), form.blocks), np.int64)
-        starts[:, 1:] = tail[:, form.starts : pool].copy().view(np.uint16)
-        exponents.reshape(-1)[places] = listed(tail[:, pool:], places, values, starts)
+    form, places = form_of(values), places_of(codes == 0)
+    pool, starts = form.tail - form.most, np.zeros((len(tail), form.blocks), np.int64)
+    starts[:, 1:] = tail[:, form.starts : pool].view(np.uint16)
+    exponents.reshape(-1)[places] = listed(tail[:, pool:], places, values, starts)
     return values_of(sign_mantissa, exponents)
 
 
