@@ -140,7 +140,7 @@ def test_pages_take_the_share_of_their_bytes_that_is_stated(
     codec = make_segment_codec(name, cut, 128, torch.bfloat16)
     share = codec.segment_bytes / (2 * 2 * tokens * width)
     scales = (1 / cut.tokens + 1 / 128) / 2  # of 2 bytes: one per channel, one per head of a token
-    most = 0.725 if name == "exp3" else 0.775
+    most = 0.717 if name == "exp3" else 0.775
     assert share == pytest.approx(0.5 + scales) if name in LOSSY else share <= most
 
 

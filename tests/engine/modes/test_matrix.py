@@ -131,7 +131,7 @@ def mixed(model: str, numbers: tuple[int, int, int], *said: str, **more: Any) ->
 MIXED = [
     *(mixed(*one) for one in SHORT),
     *(mixed(*one, marks=LONG) for one in EVERY if one not in SHORT),
-    # By default codecs exp4 and exp3 in bfloat16, which leave 0.77 and 0.725 of the bytes.
+    # By default codecs exp4 and exp3 in bfloat16, which leave 0.77 and 0.72 of the bytes.
     mixed("llama", ALL_THREE, "codec exp4, exp3 of K and V", dtype="bfloat16", overlap=True),
     mixed("llama", (0, 4, 0), "codec exp4", dtype="bfloat16", shard=0.22, marks=LONG),
     mixed("llama", (0, 0, 4), "codec exp3", dtype="bfloat16", marks=LONG),

@@ -106,7 +106,5 @@ def test_the_plan_counts_the_bytes_that_a_server_stores(
     if codec in ("auto", "exp3", "exp4") and dtype == torch.bfloat16:
         width = shape.kv_heads // tp * shape.head_dim  # units have 65,536 values at most
         three = codec != "exp4" and not shape.latent and width <= 2048
-        share = 1 if codec == "exp3" else 0.766
-        if three:
-            share = 0.725 if width <= 1024 else 0.733
+        share = (0.717 if width <= 1024 else 0.725) if three else 0.766
         assert plan.kv_bytes == pytest.approx(share * shape.kv_bytes, rel=0.002)
