@@ -9,6 +9,7 @@ as pages have them. Beside that stand the share of plain bytes that the worst un
   other languages, and numbers. Units have all heads, and one. Hidden states have a window per row
 - synthetic K: normal values whose channels have scales of their own (lognormal, sigma 1); of which
   1/64 stand out, 50 times; of which 4 are shifted by 100; all of that, also in 20,480 units
+- CPU time of both codes in plain torch
 - latents of MLA: normalized rows of 512 values with weights by channel, and 64 normal values
 
 --models are fixtures, smollm2, smollm2-mha, or folders. Ends with status 1 if a unit of K and V of
@@ -18,8 +19,10 @@ at least 32 tokens does not fit.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -30,6 +33,7 @@ from bench.fixtures.models import chosen
 from bench.fixtures.text import corpus
 from bench.harness.program import Advance, Program, Run, Setting, at_least, steps
 from bench.harness.report import COLOURS, Results, Table, picture
+from hcache_kernels.codecs import Cut, make_segment_codec
 from hcache_kernels.codecs.exp3 import reference as exp3
 from hcache_kernels.codecs.exp4 import reference as exp4
 from tests.cpu_engine.hcache_cpu_engine import stub_torchvision
@@ -216,8 +220,35 @@ def merged(rows: Sequence[Row]) -> list[Row]:
     return list(groups.values())
 
 
+def cpu_seconds() -> list[Row]:
+    """CPU time of both codes in plain torch, for a GB of K and V in units of 64 tokens: one thread,
+    the least of 20 turns."""
+    rows: list[Row] = []
+    torch.set_num_threads(1)
+    for cut in (Cut(1024, 64), Cut(128, 64, groups=8), Cut(64, 64)):
+        row, items = cut.groups * cut.width, torch.arange((1 << 22) // (cut.units * cut.values))
+        values = [synthetic("scales", 1, cut.tokens * len(items), row, seed) for seed in (1, 2)]
+        planes = [each.view(-1, row // 64, 64) for each in values]
+        jobs: dict[str, Callable[[], object]] = {}
+        for name in ("exp4", "exp3"):
+            codec = make_segment_codec(name, cut, 64, torch.bfloat16)
+            encoded, fits = codec.encode_reference(planes, items)
+            assert fits.all()
+            jobs[f"{name}_encode"] = partial(codec.encode_reference, planes, items)
+            jobs[f"{name}_decode"] = partial(codec.decode_reference, encoded, planes, items)
+        least = dict.fromkeys(jobs, float("inf"))
+        for _, (what, job) in product(range(20), jobs.items()):
+            begin = time.process_time()
+            job()
+            least[what] = min(least[what], time.process_time() - begin)
+        gigabytes = sum(plane.nbytes for plane in planes) / 1e9
+        found = {what: round(seconds / gigabytes, 3) for what, seconds in least.items()}
+        rows.append({"units": f"{cut.groups} of 64 x {cut.width}", **found})
+    return rows
+
+
 def measure(run: Run) -> Results:
-    given, rows = run.given, []
+    cpu, given, rows = cpu_seconds(), run.given, []
     models = [chosen(name, quick=given.quick) for name in given.models]
     for tokens in TOKENS:
         for width in WIDTHS:
@@ -242,6 +273,7 @@ def measure(run: Run) -> Results:
         "models": [model.name for model in models],
         "tokens": given.tokens,
         "rows": merged(rows),
+        "cpu": cpu,
     }
 
 
@@ -303,6 +335,12 @@ PROGRAM = Program(
             "rows of hidden states = what | rows = units :, | window per row = unit :.2%"
             " | 99% of rows = unit_p99 :.2% | at most = unit_most :.2%"
             " | needed by `exp4` = worst_exp4 :.3f",
+        ),
+        Table(
+            "cpu",
+            "CPU seconds per GB, units of a page = units | `exp4` encodes = exp4_encode :.2f"
+            " | `exp3` encodes = exp3_encode :.2f | `exp4` decodes = exp4_decode :.2f"
+            " | `exp3` decodes = exp3_decode :.2f",
         ),
     ),
     draw=draw,
