@@ -87,8 +87,7 @@ class Engine:
         from sglang.srt.distributed import get_tp_group
         from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-        from hcache_backend.checks.probe import PROBE_TOKENS, check_recompute, observe
-        from hcache_backend.checks.specs import LayerSpecs
+        from hcache_backend.checks.probe import PROBE_TOKENS, LayerSpecs, check_recompute, observe
         from hcache_backend.config import HCacheConfig
         from hcache_backend.projection.attention import ProjectionBatch
         from hcache_backend.projection.paged_pool import PagedPool

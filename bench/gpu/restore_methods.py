@@ -17,8 +17,8 @@ from bench.gpu.shapes import PAGE, Shape
 from hcache_backend.format.page import PageLayout, StoredLayer
 from hcache_backend.format.units import WHOLE, Segment
 from hcache_backend.host.segments import KVSegments
-from hcache_backend.restore.layers import Copy, Fill, Recompute, RestoredLayer
-from hcache_backend.restore.pipeline import RestorePipeline, RestoreReport, gather_segments
+from hcache_backend.restore.layers import Copy, Fill, Part, Recompute, RestoredLayer
+from hcache_backend.restore.pipeline import RestorePipeline, RestoreReport
 from hcache_backend.streams import current_stream, to_device
 from hcache_kernels.codecs import Codec, make_codec
 from hcache_kernels.project_kv import KVPool, ProjectionCall, project_kv
@@ -266,13 +266,16 @@ class Ways:
                 restored.append(kv if method == "kv" else RestoredLayer("recompute"))
             segments.append({"hidden": 3 * i + codec, "kv": 3 * i + 2, "recompute": -1}[method])
 
-        def gather(memory: torch.Tensor, pages: torch.Tensor, at: int, out: torch.Tensor) -> None:
-            gather_segments(memory, pages, at, out)
+        layout: Any = _Pieces(history.layout, segments)
+        given = (history.memory, layout, restored, history.tokens, device.kind)
+        pipeline = RestorePipeline(*given)
+        bring = pipeline._bring_own
+
+        def slow(part: Part, out: torch.Tensor) -> None:
+            bring(part, out)
             self._slow_down(out.numel(), rate)
 
-        layout: Any = _Pieces(history.layout, segments)
-        given = (history.memory, layout, restored, history.tokens, device.kind, gather)
-        pipeline = RestorePipeline(*given)
+        pipeline._bring_own = slow  # type: ignore[method-assign]
         first = methods.count("recompute")
         recompute = history.recompute(first) if first else None
 

@@ -1,4 +1,5 @@
-"""Capture: take the hidden states out of the forward pass, for every token of every step."""
+"""Capture: take the hidden states out of the forward pass, for every token of every step, and of
+pages that are recomputed."""
 
 from __future__ import annotations
 

@@ -146,19 +146,12 @@ def _table(packed: bytes) -> SegmentTable:
 
 
 class Run(NamedTuple):
-    """Units that follow each other in a file: one reading.
+    """Units that follow each other in a file: one reading."""
 
-    Attributes:
-        offset: Their start in the file.
-        stretches: Start and length of the memory that they go to, as few stretches as possible.
-        numbers: Their numbers among the file's units.
-        units: The units, with the offsets of the memory.
-    """
-
-    offset: int
-    stretches: list[tuple[int, int]]
-    numbers: list[int]
-    units: list[Unit]
+    offset: int  # in the file
+    stretches: list[tuple[int, int]]  # start and length of the memory that they go to, few of them
+    numbers: list[int]  # among the file's units
+    units: list[Unit]  # with the offsets of the memory
 
 
 @lru_cache(maxsize=256)

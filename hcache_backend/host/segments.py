@@ -126,12 +126,7 @@ class KVSegments:
         return fits.all(2)
 
     def _save_layer(
-        self,
-        layer: int,
-        held: torch.Tensor,
-        memory: torch.Tensor,
-        pages: torch.Tensor,
-        offset: int,
+        self, layer: int, held: torch.Tensor, memory: torch.Tensor, pages: torch.Tensor, offset: int
     ) -> torch.Tensor:
         """Save a layer of pages of the pool to ``offset`` of pages. Returns a mask of those that
         fit, bool ``[p]``. ``held`` and ``pages`` are int64 ``[p]``, on the device."""
@@ -197,14 +192,10 @@ class KVSegments:
             encoder.decode_launch(encoded, table.planes, to, table, size).run()
 
     def _load_layer(
-        self,
-        layer: int,
-        held: torch.Tensor,
-        memory: torch.Tensor,
-        pages: torch.Tensor,
-        offset: int,
+        self, layer: int, held: torch.Tensor, memory: torch.Tensor, pages: torch.Tensor, offset: int
     ) -> None:
-        """The reverse of :meth:`_save_layer`."""
+        """Bring a layer of ``pages`` from ``offset`` on to the pages ``held`` of the pool, as
+        :meth:`_save_layer` saved it."""
         encoder = self._encoder
         if encoder is None:
             pool = [self._by_group(plane) for plane in self.planes(layer)]

@@ -38,8 +38,8 @@ _STATE_FIELDS = (
     "linear_num_value_heads", "ssm_cfg",
 )  # fmt: skip
 _STATE = (
-    "layers with a recurrent state instead of KV; there is no partition for them, the server keeps "
-    "to KV mode or none"
+    "layers with a recurrent state instead of KV; there is no partition for them, the server "
+    "stores K and V of the full-attention layers, and states, in KV mode"
 )
 
 

@@ -31,37 +31,25 @@ class Latent(BaseModel):
 
 
 class ModelShape(BaseModel):
-    """A decoder-only model.
-
-    Attributes:
-        family: ``model_type`` of its config.json.
-        hidden: Width of a hidden state.
-        value_dim: Dimensions of a V head; ``head_dim`` is that of Q and K.
-        mlp_width: Inner width of the MLP, or of all active experts together.
-        gated: The MLP has a gate, so three matrices instead of two.
-        element_bytes: Bytes of a value of hidden states, K and V; if those of K and V differ,
-            ``kv_element_bytes`` has them.
-        hidden_row_bytes, kv_row_bytes: Stored bytes of a token if a codec changes them.
-        windowed: Some layers attend to a window; they are planned as if they did not.
-    """
+    """A decoder-only model."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    family: str
+    family: str  # model_type of its config.json
     layers: int = Field(gt=0)
-    hidden: int = Field(gt=0)
+    hidden: int = Field(gt=0)  # width of a hidden state
     heads: int = Field(gt=0)
     kv_heads: int = Field(gt=0)
-    head_dim: int = Field(gt=0)
-    value_dim: int = Field(gt=0)
-    mlp_width: int = Field(gt=0)
-    gated: bool = True
-    element_bytes: int = Field(default=2, gt=0)
-    hidden_row_bytes: int | None = Field(default=None, gt=0)
-    kv_element_bytes: int | None = Field(default=None, gt=0)
-    kv_row_bytes: int | None = Field(default=None, gt=0)
+    head_dim: int = Field(gt=0)  # of Q and K
+    value_dim: int = Field(gt=0)  # of V
+    mlp_width: int = Field(gt=0)  # inside the MLP, or all active experts together
+    gated: bool = True  # the MLP has a gate, so three matrices instead of two
+    element_bytes: int = Field(default=2, gt=0)  # of a value of hidden states, and of K and V
+    hidden_row_bytes: int | None = Field(default=None, gt=0)  # stored, if a codec changes them
+    kv_element_bytes: int | None = Field(default=None, gt=0)  # of K and V, if it differs
+    kv_row_bytes: int | None = Field(default=None, gt=0)  # as hidden_row_bytes
     latent: Latent | None = None
-    windowed: bool = False
+    windowed: bool = False  # some layers attend to a window; they are planned as if they did not
 
     @property
     def attention(self) -> str:

@@ -290,8 +290,11 @@ class EagerLoads:
     def load(self, load: QueuedLoad, ask: Callable[[], Any]) -> Any:
         """Let SGLang queue ``load`` (at least one page), by ``ask``, with the prepared device
         pages. Returns the result of ``ask``: device indices, or None if SGLang has no room."""
-        with self._pages.given_to(load):
+        self._pages.load = load
+        try:
             device_indices = ask()
+        finally:
+            self._pages.load = None
         if load.adopted is None:
             return device_indices
         if device_indices is None:

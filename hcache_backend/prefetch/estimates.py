@@ -1,4 +1,5 @@
-"""Expected time of operations, from the cost model and from measurements in service."""
+"""Expected time of operations, from the cost model and from measurements in service; and of the
+read that is under way."""
 
 from __future__ import annotations
 

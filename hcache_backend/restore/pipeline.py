@@ -39,10 +39,6 @@ from hcache_backend.streams import Event, current_stream, held_for_device, host_
 from hcache_kernels.launch import copies_by_engine
 from hcache_kernels.pages import gather_pages
 
-Gather = Callable[[torch.Tensor, torch.Tensor, int, torch.Tensor], None]
-"""``gather(memory, pages, offset, out)`` copies a layer's hidden states: the arena, int64 ``[p]``
-on the device (for its copy engine on the CPU), bytes, and uint8 ``[p, segment_bytes]``."""
-
 
 class RestorePipeline:
     """Launches restores. Scheduler thread only.
@@ -61,7 +57,6 @@ class RestorePipeline:
         layers: Sequence[RestoredLayer],
         chunk_tokens: int,
         device: torch.device | str,
-        gather: Gather | None = None,
         exchange: Exchange | None = None,
         order: CollectiveOrder | None = None,
     ) -> None:
@@ -70,7 +65,6 @@ class RestorePipeline:
         self._layers = layers
         self._chunk_pages = max(1, chunk_tokens // layout.page_size)
         self._device = torch.device(device)
-        self._gather = gather or gather_segments
         self._exchange = exchange
         self._order = order
         arriving = [i for i, layer in enumerate(layers) if layer.arrives]
@@ -295,7 +289,8 @@ class RestorePipeline:
 
     def _bring_own(self, part: Part, out: torch.Tensor) -> None:
         offset = self._layout.segment_offsets[part.layers.start]
-        self._gather(self._memory, part.page_ids, offset, out.view(len(part.page_ids), -1))
+        rows = out.view(len(part.page_ids), -1)
+        gather_pages(self._memory, part.page_ids, offset, rows.shape[1], out=rows)
 
     def _copy_part(self, restore: RunningRestore, bring: _Bring, part: Part) -> _Arrived:
         """Copy K and V to the pool, hidden states to the ring."""
@@ -353,10 +348,3 @@ class _Arrived(NamedTuple):
     part: Part
     buffer: torch.Tensor | None
     copied: Event
-
-
-def gather_segments(
-    memory: torch.Tensor, pages: torch.Tensor, offset: int, out: torch.Tensor
-) -> None:
-    """:data:`Gather` by one kernel that reads over the bus, the copy engine, or torch on a CPU."""
-    gather_pages(memory, pages, offset, out.shape[1], out=out)

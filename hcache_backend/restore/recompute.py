@@ -180,11 +180,7 @@ class Recomputer:
 
     @torch.inference_mode()
     def run(
-        self,
-        layers: int,
-        positions: torch.Tensor,
-        slots: torch.Tensor,
-        spans: Sequence[TokenSpan],
+        self, layers: int, positions: torch.Tensor, slots: torch.Tensor, spans: Sequence[TokenSpan]
     ) -> None:
         """Write K and V of the first ``layers`` (at least 1) layers to the pool; positions and
         slots are on the device, span after span.

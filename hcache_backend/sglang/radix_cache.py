@@ -65,19 +65,34 @@ def around_drain(
         n_storage_hit = waiting.with_room(cache, n_storage_hit)
     asked, reports = controller.prefetch_hit_queue.queue, controller.ack_prefetch_queue.queue
     taken = list(itertools.islice(reports, n_ack_prefetch or 0))
+    running = [info.operation for info in cache.ongoing_prefetch.values() if taken]
     if getattr(controller, "eager", None) is not None:
         # Plugins are imported before SGLang can be.
         from hcache_backend.sglang.controller import hear
 
-        running = [info.operation for info in cache.ongoing_prefetch.values() if taken]
         hear(taken, running, current().prefetches, controller.page_size)
     answered = list(itertools.islice(asked, n_storage_hit or 0))
     result = original(cache, n_storage_hit, n_ack_prefetch, *a, **kw)
+    with harmless():
+        over = [report.operation for report in taken if report.completed_req]
+        for operation in over:
+            if operation in running and _fell_short(operation, cache):
+                cache.storage_prefetch_retries.refetch(operation.handle.rid)
     if gate is not None and cache.pp_size == 1:
         unread = [operation for operation in answered if operation.host_indices is None]
-        read = [report.operation for report in taken if report.completed_req]
-        gate.prefetches.unfinished.difference_update(unread, read)
+        gate.prefetches.unfinished.difference_update(unread, over)
     return result
+
+
+def _fell_short(operation: Any, cache: Any) -> bool:
+    """True if a page of a hybrid model's hit was damaged or gone, on any rank: SGLang has thrown
+    the hit away, and the next one ends earlier. All ranks have the same numbers."""
+    sides = [t for t in operation.pool_transfers or () if t.indices_from_pool is None]
+    if not sides or operation.is_terminated() or cache.pp_size > 1:
+        return False
+    there = operation.pool_storage_result.extra_pool_hit_pages
+    whole = operation.completed_tokens == len(operation.hash_value) * cache.page_size
+    return not whole or any(there.get(t.name, 0) != len(t.keys or ()) for t in sides)
 
 
 # ---- prefetches and loads ----

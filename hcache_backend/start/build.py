@@ -29,6 +29,7 @@ from hcache_backend.capture.hooks import HiddenCapture, RecomputedRows
 from hcache_backend.capture.staging import StagedCapture, Staging
 from hcache_backend.checks.probe import (
     PROBE_TOKENS,
+    LayerSpecs,
     Probe,
     Recomputed,
     check_recompute,
@@ -37,7 +38,6 @@ from hcache_backend.checks.probe import (
 )
 from hcache_backend.checks.round_trip import CaptureCheck, check_copies, check_lossy, whole_pages
 from hcache_backend.checks.service import KVChecks, ServiceChecks
-from hcache_backend.checks.specs import LayerSpecs
 from hcache_backend.format.units import WHOLE, Shard
 from hcache_backend.host.loads import LoadQueue
 from hcache_backend.host.segments import head_groups, shard_of_heads

@@ -95,7 +95,7 @@ def _wrong_spec(**wrong: Any) -> Callable[[], None]:
     def inject() -> None:
         from dataclasses import replace
 
-        from hcache_backend.checks import specs
+        from hcache_backend.checks import probe as specs
 
         def faulty(find: Any, layer: Any, *args: Any) -> Any:
             spec = find(layer, *args)

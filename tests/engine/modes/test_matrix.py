@@ -147,6 +147,7 @@ LATENTS = "KV mode, own pages: latents of MLA are smaller than hidden states"
 HYBRID = (
     "KV mode, own pages: only the full-attention layers of a hybrid model have pages of their own"
 )
+ONE_TOKEN = "a page of 1 tokens (--page-size) its header would take"
 STATES: dict[str, Any] = {
     "hcache": AUTO | {"state_tokens": 0},
     "extra_env": {"SGLANG_MAMBA_CONV_DTYPE": "float32"},
@@ -202,15 +203,21 @@ CLASSES = [
     row("gpt_oss", "own", HYBRID, tp=2, **LONG_CLASS | {"files": 264}),
     row("mellum", "own", HYBRID, "codec exp4", dtype="bfloat16", **CLASS | {"files": 132}),
     row("mellum", "own", HYBRID, **LONG_CLASS | {"files": 132}),
+    # Keys are wider than values, and windows have more heads.
+    row("mimo_v2", "own", HYBRID, reference="server", **CLASS | {"files": 132}),
+    row("mimo_v2", "own", HYBRID, reference="server", tp=2, **LONG_CLASS | {"files": 264}),
     # A state is kept every 64 tokens, and is a file of its own.
-    row(
-        *("qwen3_next", "own", HYBRID),
-        **LONG_CLASS | STATES | {"files": 78},
+    *(
+        row(name, "own", HYBRID, **LONG_CLASS | STATES | {"files": files, "tp": tp, "marks": marks})
+        for name, tp, files, marks in (
+            *(("qwen3_next", 1, 78, LONG), ("qwen3_next", 2, 156, LONG)),
+            *(("qwen3_5", 1, 78, ()), ("qwen3_5", 2, 156, LONG)),
+        )
     ),
+    # SGLang keeps states of convolutions with pages of one token only.
     row(
-        *("qwen3_next", "own", HYBRID),
-        tp=2,
-        **LONG_CLASS | STATES | {"files": 156},
+        *("lfm2", "plain", ONE_TOKEN),
+        **LONG_CLASS | STATES | {"page_size": 1, "grid": 1, "files": None},
     ),
 ]
 

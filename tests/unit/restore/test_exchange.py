@@ -231,14 +231,14 @@ def test_first_layers_are_recomputed_beside_an_exchange(two_ranks: Results) -> N
 def fail_on_one_rank(exchange: Exchange) -> list[str]:
     """Rank 1 cannot read its pages in the first restore; the second restore is fine."""
     rank = Rank(exchange, 16)
-    whole = rank.pipeline._gather
+    whole: Any = rank.pipeline._bring_own
 
     def broken(*arguments: Any) -> None:
         raise OSError("no such page")
 
     told = []
-    for gather in (broken if exchange.number == 1 else whole, whole):
-        rank.pipeline._gather = gather
+    for bring in (broken if exchange.number == 1 else whole, whole):
+        rank.pipeline._bring_own = bring  # type: ignore[method-assign]
         restore = rank.pipeline.start(np.arange(4), torch.arange(4 * SIZE))
         try:
             restore.layers[-1].synchronize()

@@ -57,13 +57,13 @@ def test_the_copy_engine_is_given_pages_that_the_cpu_knows(
 
     monkeypatch.setattr(pipeline, "held_for_device", holding)
     server, given = Server(chunk_tokens=3 * SIZE), []
-    gather = server.pipeline._gather
+    gather = pipeline.gather_pages
 
-    def looking(memory: torch.Tensor, pages: torch.Tensor, offset: int, out: torch.Tensor) -> None:
+    def looking(memory: torch.Tensor, pages: torch.Tensor, *others: Any, **out: Any) -> None:
         given.append(pages)
-        gather(memory, pages, offset, out)
+        gather(memory, pages, *others, **out)
 
-    server.pipeline._gather = looking
+    monkeypatch.setattr(pipeline, "gather_pages", looking)
     wait(server, *some(7))
     there = {tensor.untyped_storage().data_ptr() for tensor in held}
     assert given and all(pages.untyped_storage().data_ptr() in there for pages in given)
@@ -92,16 +92,18 @@ def test_projection_begins_when_a_piece_of_the_first_layer_is_there(
     assert server.calls == [(1, pages * SIZE), (2, pages * SIZE)]
 
 
-def test_copies_run_ahead_of_a_stalled_projection_until_the_ring_is_full() -> None:
+def test_copies_run_ahead_of_a_stalled_projection_until_the_ring_is_full(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     # One page a chunk: the ring holds RUN_AHEAD segments of exactly this restore.
     server, gate = Server(["hidden"] * 8, chunk_tokens=SIZE), threading.Event()
-    copied, gather = threading.Semaphore(0), server.pipeline._gather
+    copied, gather = threading.Semaphore(0), pipeline.gather_pages
 
-    def counted(memory: torch.Tensor, pages: torch.Tensor, offset: int, out: torch.Tensor) -> None:
-        gather(memory, pages, offset, out)
+    def counted(*pages: Any, **out: Any) -> None:
+        gather(*pages, **out)
         copied.release()
 
-    server.pipeline._gather = counted
+    monkeypatch.setattr(pipeline, "gather_pages", counted)
     for layer in range(8):
         server.before_filling(layer, gate.wait)
     pages, slots = some(1)
