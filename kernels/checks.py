@@ -8,8 +8,7 @@ import torch
 INDEX_TYPES = (torch.int32, torch.int64)
 BYTES = (torch.uint8,)
 
-Size = int | str | tuple[int, ...]
-"""One size, any size (a name), or one of several."""
+Size = int | str | tuple[int, ...]  # one size, any size (a name), or one of several
 
 
 def check_tensor(

@@ -23,8 +23,7 @@ import triton.language as tl
 
 from .launch import Launch, alignment, block_launch, copy_programs
 
-TokenRows = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""Slots, positions and token ids."""
+TokenRows = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # slots, positions and token ids
 
 _BEGUN, _JUDGED = 256, 128
 """Tokens of a program that begins a step, and of one that judges it."""
@@ -167,10 +166,8 @@ def judge_kernel(
     tl.store(verdicts + at, verdict.to(tl.uint8), mask=at < n)
 
 
-WRONG_STEP = -1
-"""Mark of a row that its codec could not hold; no step has this number."""
-NOWHERE = -1
-"""Place of a row that is not written; it gets no mark."""
+WRONG_STEP = -1  # mark of a row that its codec could not hold; no step has this number
+NOWHERE = -1  # place of a row that is not written; it gets no mark
 
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 _WIDEST_WORD = max(_WORDS)

@@ -1,11 +1,9 @@
 """Every way to get K and V of a history back, on the same data."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
 from types import SimpleNamespace
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,8 +15,8 @@ from bench.gpu.shapes import PAGE, Shape
 from hcache_backend.format.page import PageLayout, StoredLayer
 from hcache_backend.format.units import WHOLE, Segment
 from hcache_backend.host.segments import KVSegments
-from hcache_backend.restore.layers import Copy, Fill, Recompute, RestoredLayer
-from hcache_backend.restore.pipeline import RestorePipeline, RestoreReport, gather_segments
+from hcache_backend.restore.layers import Copy, Fill, Part, Recompute, RestoredLayer
+from hcache_backend.restore.pipeline import RestorePipeline, RestoreReport
 from hcache_backend.streams import current_stream, to_device
 from hcache_kernels.codecs import Codec, make_codec
 from hcache_kernels.project_kv import KVPool, ProjectionCall, project_kv
@@ -121,18 +119,6 @@ class History:
         """Restores the exact hidden states of all layers from the pages."""
         layers = [RestoredLayer("hidden", self.fill_hidden(i)) for i in range(len(self.layers))]
         return RestorePipeline(self.memory, self._pieces(0), layers, self.tokens, self.device.kind)
-
-    def stored(
-        self, kind: Literal["hidden", "kv"]
-    ) -> tuple[list[torch.Tensor], list[RestoredLayer]]:
-        """Each layer's exact hidden states, or K and V, ``[pages, bytes]`` in order of the tokens,
-        and how they come back."""
-        which, on_pages = 0 if kind == "hidden" else 2, torch.from_numpy(self.pages)
-        layers = range(len(self.layers))
-        segments = [self._segment(i, which)[on_pages] for i in layers]
-        if kind == "kv":
-            return segments, [self.kv.restored_layer(i) for i in layers]
-        return segments, [RestoredLayer("hidden", self.fill_hidden(i)) for i in layers]
 
     def kv_of(self, layer: int) -> torch.Tensor:
         """K and V of a layer in the pages: ``[all pages, 2, page_size, heads, head_dim]``."""
@@ -266,13 +252,16 @@ class Ways:
                 restored.append(kv if method == "kv" else RestoredLayer("recompute"))
             segments.append({"hidden": 3 * i + codec, "kv": 3 * i + 2, "recompute": -1}[method])
 
-        def gather(memory: torch.Tensor, pages: torch.Tensor, at: int, out: torch.Tensor) -> None:
-            gather_segments(memory, pages, at, out)
+        layout: Any = _Pieces(history.layout, segments)
+        given = (history.memory, layout, restored, history.tokens, device.kind)
+        pipeline = RestorePipeline(*given)
+        bring = pipeline._bring_own
+
+        def slow(part: Part, out: torch.Tensor) -> None:
+            bring(part, out)
             self._slow_down(out.numel(), rate)
 
-        layout: Any = _Pieces(history.layout, segments)
-        given = (history.memory, layout, restored, history.tokens, device.kind, gather)
-        pipeline = RestorePipeline(*given)
+        pipeline._bring_own = slow  # type: ignore[method-assign]
         first = methods.count("recompute")
         recompute = history.recompute(first) if first else None
 

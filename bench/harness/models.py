@@ -4,8 +4,6 @@ Weights are drawn with a large `initializer_range`, so that attention is peaked 
 really depends on the KV cache: a wrong row changes the tokens.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil
@@ -42,6 +40,14 @@ _DECODER = {
 
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
 _SLIDING = ["sliding_attention", "full_attention"] * (LAYERS // 2)
+_LINEAR = ["linear_attention", "full_attention"] * (LAYERS // 2)
+_DELTA_NET: dict[str, Any] = {
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "linear_conv_kernel_dim": 4,
+}
 _YARN: dict[str, Any] = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
@@ -68,6 +74,8 @@ class Architecture:
     """Keys of config.json that SGLang reads and transformers 5 does not write."""
     norm_means: dict[str, float] = field(default_factory=dict)
     """Part of a norm's name -> mean of its weights, if it is not 1."""
+    tensors: str = ""
+    """transformers has no such model: a name in `TENSORS`."""
 
 
 def _mla(
@@ -227,16 +235,57 @@ MORE_ARCHITECTURES: dict[str, Architecture] = {
             2,
             head_dim=64,
             **_EXPERTS,
+            **_DELTA_NET,
             shared_expert_intermediate_size=128,
             decoder_sparse_step=1,
-            linear_num_value_heads=4,
-            linear_num_key_heads=2,
-            linear_key_head_dim=64,
-            linear_value_head_dim=64,
-            linear_conv_kernel_dim=4,
-            layer_types=["linear_attention", "full_attention"] * (LAYERS // 2),
+            layer_types=_LINEAR,
         ),
         added_to_json={"full_attention_interval": 2},
+    ),
+    # The same, but dense, with projections for queries, keys, values and gates in one.
+    "qwen3_5": Architecture(
+        "qwen3_5_text",
+        _gated(2, head_dim=64, **_DELTA_NET, layer_types=_LINEAR),
+        added_to_json={"full_attention_interval": 2},
+    ),
+    # Every second layer keeps the last inputs of a convolution.
+    "lfm2": Architecture(
+        "lfm2", _gated(2, layer_types=["conv", "full_attention"] * (LAYERS // 2), conv_L_cache=3)
+    ),
+    # Layers with a window have more heads of K and V than the others, and sinks. Keys are wider
+    # than values. (transformers does not have this model: SGLang goes by the architecture's name.)
+    "mimo_v2": Architecture(
+        "llama",
+        _gated(2, head_dim=96),
+        added_to_json={
+            "architectures": ["MiMoV2FlashForCausalLM"],
+            "v_head_dim": 64,
+            "swa_num_attention_heads": HEADS,
+            "swa_num_key_value_heads": HEADS,
+            "swa_head_dim": 96,
+            "swa_v_head_dim": 64,
+            "sliding_window": 128,
+            "sliding_window_size": 128,
+            "hybrid_layer_pattern": [1, 0] * (LAYERS // 2),
+            "add_swa_attention_sink_bias": True,
+            "add_full_attention_sink_bias": False,
+            "attention_value_scale": 0.707,
+            "partial_rotary_factor": 1 / 3,
+            "swa_rope_theta": 10000.0,
+            "layernorm_epsilon": 1e-5,
+            "moe_layer_freq": [0, *[1] * (LAYERS - 1)],
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 128,
+            "n_shared_experts": None,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": True,
+            "scoring_func": "sigmoid",
+            "topk_method": "noaux_tc",
+            "routed_scaling_factor": 1.0,
+        },
+        tensors="mimo_v2",
     ),
     # GLM-4.7-Flash: MLA.
     "glm4_moe_lite": _mla("glm4_moe_lite", n_shared_experts=1),
@@ -393,9 +442,13 @@ def _save_random(built: Architecture, seed: int, folder: Path) -> None:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         config = AutoConfig.for_model(built.model_type, **built.config)
-        model = AutoModelForCausalLM.from_config(config)
-        _randomise_norms_and_biases(model, built.norm_means)
-        model.float().save_pretrained(folder)
+        if built.tensors:
+            config.save_pretrained(folder)
+            _save_tensors(TENSORS[built.tensors](built.config | built.added_to_json), folder)
+        else:
+            model = AutoModelForCausalLM.from_config(config)
+            _randomise_norms_and_biases(model, built.norm_means)
+            model.float().save_pretrained(folder)
     file = folder / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | built.added_to_json, indent=2))
 
@@ -410,3 +463,48 @@ def _randomise_norms_and_biases(model: Any, means: Mapping[str, float]) -> None:
                 continue
             mean = next((mean for part, mean in means.items() if part in name), 1.0)
             parameter.normal_(0.0 if name.endswith("bias") else mean, 0.1)
+
+
+def _mimo_v2_tensors(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Shapes of a checkpoint of MiMo-V2, by name."""
+    hidden: int = config["hidden_size"]
+    shapes: dict[str, tuple[int, ...]] = {}
+    for layer, windowed in enumerate(config["hybrid_layer_pattern"]):
+        swa, of = "swa_" if windowed else "", f"model.layers.{layer}."
+        heads, kv_heads = config[f"{swa}num_attention_heads"], config[f"{swa}num_key_value_heads"]
+        key, value = config[f"{swa}head_dim"], config[f"{swa}v_head_dim"]
+        rows = {"q": heads * key, "k": kv_heads * key, "v": kv_heads * value}
+        shapes |= {f"{of}self_attn.{name}_proj.weight": (n, hidden) for name, n in rows.items()}
+        shapes[f"{of}self_attn.o_proj.weight"] = hidden, heads * value
+        if windowed:
+            shapes[f"{of}self_attn.attention_sink_bias"] = (heads,)
+        experts = config["n_routed_experts"] if config["moe_layer_freq"][layer] else 0
+        names = [f"experts.{number}." for number in range(experts)] or [""]
+        inner = config["moe_intermediate_size" if experts else "intermediate_size"]
+        for name in names:
+            for part, shape in (("gate", (inner, hidden)), ("up", (inner, hidden))):
+                shapes[f"{of}mlp.{name}{part}_proj.weight"] = shape
+            shapes[f"{of}mlp.{name}down_proj.weight"] = hidden, inner
+        if experts:
+            shapes[f"{of}mlp.gate.weight"] = experts, hidden
+            shapes[f"{of}mlp.gate.e_score_correction_bias"] = (experts,)
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            shapes[f"{of}{norm}.weight"] = (hidden,)
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        shapes[name] = config["vocab_size"], hidden
+    return shapes | {"model.norm.weight": (hidden,)}
+
+
+TENSORS = {"mimo_v2": _mimo_v2_tensors}
+
+
+def _save_tensors(shapes: Mapping[str, tuple[int, ...]], folder: Path) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    weights = {
+        name: torch.randn(shape) * (_COMMON["initializer_range"] if len(shape) > 1 else 0.1)
+        + (len(shape) == 1 and not name.endswith("bias"))
+        for name, shape in shapes.items()
+    }
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})

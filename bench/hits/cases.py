@@ -1,7 +1,5 @@
 """The models and methods that are compared."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -51,6 +49,7 @@ class Model:
         codec: Of pages by default options; None: they are plain.
         arguments: Further ones of SGLang's, given the model's folder.
         tp: Number of tensor-parallel ranks.
+        environment: Of all servers.
     """
 
     pages: str
@@ -60,6 +59,7 @@ class Model:
     codec: str | None = "none"
     arguments: Callable[[Path], Sequence[str]] | None = None
     tp: int = 1
+    environment: Mapping[str, str] = field(default_factory=dict)
 
     def methods(self) -> dict[str, Method]:
         """Those that can run here."""
@@ -67,7 +67,7 @@ class Model:
         return {
             name: replace(how, hcache={**how.hcache, **self.insists})
             for name, how in COMPARED.items()
-            if name != "nixl" or (with_nixl and self.arguments is None)
+            if name != "nixl" or (with_nixl and self in MODELS.values())
         }
 
     @contextmanager
@@ -82,9 +82,8 @@ class Model:
         """
         model = self.build(folder, tokens)
         extra = self.arguments(model) if self.arguments is not None else ()
-        with taking_turns(
-            machine, model, methods, tokens, extra, dtype=self.dtype, tp=self.tp
-        ) as turns:
+        options = {"dtype": self.dtype, "tp": self.tp, "extra_env": self.environment}
+        with taking_turns(machine, model, methods, tokens, extra, **options) as turns:
             for name in (ALWAYS, OURS):
                 report = read_report(turns.servers[name].l3)
                 used = report.codec if report is not None else "unknown"
@@ -121,6 +120,19 @@ def _mixture(folder: Path, tokens: int) -> Path:
     return build_model("qwen3_moe", folder, **shape, moe_intermediate_size=shape["hidden_size"])
 
 
+def _hybrid(name: str, side: str) -> Callable[[Path, int], Path]:
+    """Every second layer is of the kind ``side``."""
+
+    def build(folder: Path, tokens: int) -> Path:
+        shape = _shape(tokens)
+        number, width = max(2, shape["num_hidden_layers"]), shape["hidden_size"]
+        kinds = [side, "full_attention"] * (number // 2)
+        shape |= {"num_hidden_layers": len(kinds), "intermediate_size": width * 11 // 4}
+        return build_model(name, folder, **shape, layer_types=kinds)
+
+    return build
+
+
 def _drafted(folder: Path, tokens: int) -> Path:
     """A model that is little more than its first layer, which drafts."""
     return eagle(_llama(2)(folder, tokens), folder)[0]
@@ -144,5 +156,11 @@ MODELS = {
 WITH_FLAGS = {
     "GQA-eagle": Model("K and V, a draft", _drafted, arguments=_eagle_arguments),
     "GQA-dp": Model("K and V, two groups", _mixture, arguments=lambda _: _TWO_GROUPS, tp=2),
+    "windows": Model("K and V, windows", _hybrid("gpt_oss", "sliding_attention")),
+    "states": Model(
+        "K and V, states",
+        _hybrid("qwen3_5", "linear_attention"),
+        environment={"SGLANG_MAMBA_CONV_DTYPE": "float32"},
+    ),
 }
-"""Models under flags of production, which are measured if they are named."""
+"""Models of other kinds, or under flags of production, which are measured if they are named."""

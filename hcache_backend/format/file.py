@@ -4,7 +4,7 @@
   and has the xxh3-64 of every unit, so that each can be read and verified alone. Its checksum is
   over all of it but the checksum.
 - The payload is the shard's units in the order of the page, with nothing between them. That of
-  share 0 of 1 is the page, that of another share the page of the rank that wrote it. Zeros follow
+  shard 0 of 1 is the page, that of another shard the page of the rank that wrote it. Zeros follow
   it up to a multiple of 4096 bytes.
 - A reader believes a file only if length, magic, version, shard, namespace, key and digests agree.
 - Paths are ``pages/<first two digits of the key>/<namespace>.<key>.<shard>of<shards>.page``, in
@@ -146,19 +146,12 @@ def _table(packed: bytes) -> SegmentTable:
 
 
 class Run(NamedTuple):
-    """Units that follow each other in a file: one reading.
+    """Units that follow each other in a file: one reading."""
 
-    Attributes:
-        offset: Their start in the file.
-        stretches: Start and length of the memory that they go to, as few stretches as possible.
-        numbers: Their numbers among the file's units.
-        units: The units, with the offsets of the memory.
-    """
-
-    offset: int
-    stretches: list[tuple[int, int]]
-    numbers: list[int]
-    units: list[Unit]
+    offset: int  # in the file
+    stretches: list[tuple[int, int]]  # start and length of the memory that they go to, few of them
+    numbers: list[int]  # among the file's units
+    units: list[Unit]  # with the offsets of the memory
 
 
 @lru_cache(maxsize=256)

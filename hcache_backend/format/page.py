@@ -80,14 +80,12 @@ from hcache_backend.format.units import (
 
 MAGIC = b"HCPG"
 FORMAT_VERSION = 4
-NO_NAMESPACE = bytes(NAMESPACE_BYTES)
-"""The namespace of a page whose rows are not all there."""
+NO_NAMESPACE = bytes(NAMESPACE_BYTES)  # the namespace of a page whose rows are not all there
 
 PREFIX = struct.Struct("<4sHHHHI")
 _SHARD = slice(88, 90)
 TOKENS = 96
-LAYER_ENTRY = struct.Struct("<BxH8s")
-"""A layer in the table of layers."""
+LAYER_ENTRY = struct.Struct("<BxH8s")  # a layer in the table of layers
 _LATENT = 3
 _NO_SLOT = 65535
 _DIGEST = np.dtype("<u8")
@@ -98,17 +96,11 @@ Digests = npt.NDArray[np.uint64]
 
 
 class StoredLayer(NamedTuple):
-    """The stored form of one layer.
+    """The stored form of one layer."""
 
-    Attributes:
-        segments: None, its hidden states, its K and its V, or its latents.
-        codec: Name of what encodes them; at most 8 ASCII characters.
-        latent: The segment holds latents.
-    """
-
-    segments: tuple[Segment, ...]
-    codec: str = "none"
-    latent: bool = False
+    segments: tuple[Segment, ...]  # none, its hidden states, its K and its V, or its latents
+    codec: str = "none"  # name of what encodes them; at most 8 ASCII characters
+    latent: bool = False  # the segment holds latents
 
     @property
     def method(self) -> int:
@@ -116,8 +108,7 @@ class StoredLayer(NamedTuple):
         return _LATENT if self.latent else len(self.segments)
 
 
-RECOMPUTED = StoredLayer(())
-"""A layer of which nothing is stored."""
+RECOMPUTED = StoredLayer(())  # a layer of which nothing is stored
 
 
 def hidden_layer(tokens: int, row_bytes: int, values: int, codec: str = "none") -> StoredLayer:
@@ -166,17 +157,11 @@ def kv_layer(
 
 @dataclass(frozen=True)
 class PageLayout:
-    """Where things stand in a page.
+    """Where things stand in a page."""
 
-    Attributes:
-        page_size: Tokens per page.
-        layers: The stored form of each layer, first layer first.
-        shard: The shard of the page that this rank holds.
-    """
-
-    page_size: int
-    layers: tuple[StoredLayer, ...]
-    shard: Shard = WHOLE
+    page_size: int  # tokens
+    layers: tuple[StoredLayer, ...]  # first layer first
+    shard: Shard = WHOLE  # that this rank holds
 
     @cached_property
     def form(self) -> str:

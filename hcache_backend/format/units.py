@@ -24,13 +24,11 @@ import xxhash
 EIGHTHS, ALL_EIGHTHS = 8, 0b11111111
 SHARD_COUNTS = (1, 2, 4, 8)
 """Numbers of shards that a page may have, and of groups that a segment may have."""
-UNIT_VALUES = 65536
-"""Most values of a unit, unless a single row has more."""
+UNIT_VALUES = 65536  # most values of a unit, unless a single row has more
 PACKED_SEGMENT = struct.Struct("<IHH")
 """A :class:`Segment` in the headers of pages and of page files."""
 
-Eighths = int
-"""A part of a page: bit ``e`` stands for its eighth ``e``. Every shard is such a part."""
+Eighths = int  # a part of a page: bit ``e`` stands for its eighth ``e``. Every shard is such a part
 Parts = Sequence[memoryview]
 """The memory of one page: one or more writable byte views that follow each other in the page."""
 
@@ -55,17 +53,13 @@ WHOLE = Shard(0, 1)
 class Segment(NamedTuple):
     """One stretch of a page: its header, or hidden states, K or V of one layer.
 
-    Attributes:
-        length: Bytes in the whole page.
-        groups: Groups, one after the other: 1, 2, 4 or 8. Group ``g`` stands in every shard that
-            has one of the eighths from ``8 * g / groups`` up to ``8 * (g + 1) / groups``. So a
-            single group stands in every shard.
-        pieces: Units per group.
+    Group ``g`` stands in every shard that has one of the eighths from ``8 * g / groups`` up to
+    ``8 * (g + 1) / groups``. So a single group stands in every shard.
     """
 
-    length: int
-    groups: int = 1
-    pieces: int = 1
+    length: int  # bytes in the whole page
+    groups: int = 1  # one after the other: 1, 2, 4 or 8
+    pieces: int = 1  # units per group
 
     def length_in(self, shard: Shard) -> int:
         """Bytes of the groups that stand in ``shard``."""
@@ -111,22 +105,14 @@ class SegmentTable:
 
 
 class Unit(NamedTuple):
-    """One unit of a page.
+    """One unit of a page, and of the payload of a shard: the shard's units in the order of the
+    page, with nothing between them, which is the page that a rank holds."""
 
-    Attributes:
-        segment: Number of its segment.
-        eighths: The eighths that stand for its group.
-        page_offset: Where it begins in the whole page.
-        payload_offset: Where it begins in the payload of a shard, which is the shard's units in the
-            order of the page, with nothing between them: the page that a rank holds.
-        length: Bytes.
-    """
-
-    segment: int
-    eighths: Eighths
-    page_offset: int
-    payload_offset: int
-    length: int
+    segment: int  # its number
+    eighths: Eighths  # that stand for its group
+    page_offset: int  # in the whole page
+    payload_offset: int  # in the payload
+    length: int  # bytes
 
 
 @lru_cache(maxsize=256)

@@ -58,7 +58,6 @@ class QueuedLoad:
     # pages that lack the segments of all layers, bool [pages]
     lost: npt.NDArray[np.bool_] | None = None
     lost_spans: Sequence[TokenSpan] = ()  # their tokens
-    forwards: Stream | None = None  # stream of forward passes; None if nothing can be recomputed
     adopted: Adopted | None = None  # prepared by eager restores; None without these
 
     @property
@@ -99,6 +98,7 @@ class LoadQueue:
         self._recomputer = recomputer
         self._device = device
         self._queued: list[QueuedLoad] = []
+        self._forwards: Stream | None = None  # of forward passes, when the last load was planned
         self._slowdown = slowdown
         self._failed = failed
 
@@ -121,7 +121,7 @@ class LoadQueue:
             load.lost, load.lost_spans = lost, [span]
         if self._recomputer is not None:
             # Here and not in launch: then SGLang's stream of loads is the current one.
-            load.forwards = self._recomputer.stream()
+            self._forwards = self._recomputer.stream()
         return None if self.stored_from and None in load.spans else load
 
     def add(self, load: QueuedLoad, slots: torch.Tensor) -> None:
@@ -178,8 +178,7 @@ class LoadQueue:
     def _start_lost(self, loads: Sequence[QueuedLoad], slots: torch.Tensor) -> RunningRestore:
         """Recompute lost pages whole, to their ``slots``, behind all other launched work."""
         spans = [span for load in loads for span in load.lost_spans]
-        forwards = next(load.forwards for load in loads if load.forwards is not None)
-        recompute = self._recompute(len(self.methods.methods), spans, forwards)
+        recompute = self._recompute(len(self.methods.methods), spans, self._forwards)
         positions = [len(span.prefix) + np.arange(len(span.token_ids)) for span in spans]
         restore = self._pipeline.start_recomputation(recompute, np.concatenate(positions), slots)
         if restore.failed is not None:
@@ -238,15 +237,14 @@ class LoadQueue:
     def recompute_pages(self, token_ids: Ids, prefix: torch.Tensor) -> Recompute | None:
         """Recomputation of all layers of tokens (int64 ``[n]``); None if it is not possible any
         more. ``prefix``: slots of all tokens before them, int64 ``[m]``, on the device."""
-        if self._recomputer is None:
-            return None
-        span = TokenSpan(token_ids, prefix)
-        return self._recompute(len(self.methods.methods), [span], self._recomputer.stream())
+        return self._recompute_now(len(self.methods.methods), TokenSpan(token_ids, prefix))
 
     def recompute_of(self, host_pages: Ids, layers: int, prefix: Prefix) -> Recompute | None:
         """Recomputation of the first ``layers`` (at least 1) of consecutive pages (int64 ``[p]``),
         or None. ``prefix`` gives slots with K and V of these layers."""
-        span = self._span(host_pages, prefix)
+        return self._recompute_now(layers, self._span(host_pages, prefix))
+
+    def _recompute_now(self, layers: int, span: TokenSpan | None) -> Recompute | None:
         if span is None or self._recomputer is None:
             return None
         return self._recompute(layers, [span], self._recomputer.stream())
@@ -267,14 +265,13 @@ class LoadQueue:
             pairs = sum(len(span.token_ids) * len(span.prefix) for span in spans)
             prefix, slowdown = pairs // tokens, self._slowdown(tokens)
             first = max(first, self.methods.first_layers(tokens, prefix, slowdown))
-        if not first:
-            return None
-        forwards = next(load.forwards for load in loads if load.forwards is not None)
-        return self._recompute(first, spans, forwards)
+        return self._recompute(first, spans, self._forwards) if first else None
 
-    def _recompute(self, layers: int, spans: Sequence[TokenSpan], forwards: Stream) -> Recompute:
+    def _recompute(
+        self, layers: int, spans: Sequence[TokenSpan], forwards: Stream | None
+    ) -> Recompute:
         recomputer = self._recomputer
-        assert recomputer is not None
+        assert recomputer is not None and forwards is not None
 
         def fill(positions: npt.NDArray[np.int64], slots: torch.Tensor) -> None:
             # The prefixes were made on the scheduler's stream, and may die there before this ran.

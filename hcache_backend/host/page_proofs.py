@@ -25,13 +25,7 @@ class PageProofs:
     otherwise they get it when they are sealed. ``positions``: so many have a row in RoPE tables."""
 
     def __init__(
-        self,
-        runtime: Any,
-        arena: Arena,
-        layout: PageLayout,
-        *,
-        captured: bool,
-        positions: int,
+        self, runtime: Any, arena: Arena, layout: PageLayout, *, captured: bool, positions: int
     ) -> None:
         self._runtime = runtime
         self._arena = arena

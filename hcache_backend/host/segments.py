@@ -67,11 +67,12 @@ class KVSegments:
         self._groups = 1 if self.latent else groups // shard.of
         first = int(kvcache.layer_num) if drafts else 0
         self.layers = (*layers, *range(first, first + len(self.drafts)))
-        self.codec = codec
         kind = LATENT if self.latent else KV
         self._encoder = None
         if codec != "none":
             self._encoder = make_segment_codec(codec, *self._cut(codec), kind)
+            codec = self._encoder.name
+        self.codec = codec
         self._tables: dict[tuple[int, int, int], LayerTable] = {}
 
     def layout(self, layers: Sequence[StoredLayer], shard: Shard) -> PageLayout:
@@ -125,12 +126,7 @@ class KVSegments:
         return fits.all(2)
 
     def _save_layer(
-        self,
-        layer: int,
-        held: torch.Tensor,
-        memory: torch.Tensor,
-        pages: torch.Tensor,
-        offset: int,
+        self, layer: int, held: torch.Tensor, memory: torch.Tensor, pages: torch.Tensor, offset: int
     ) -> torch.Tensor:
         """Save a layer of pages of the pool to ``offset`` of pages. Returns a mask of those that
         fit, bool ``[p]``. ``held`` and ``pages`` are int64 ``[p]``, on the device."""
@@ -198,14 +194,10 @@ class KVSegments:
             encoder.decode_launch(encoded, table.planes, to, table, size).run()
 
     def _load_layer(
-        self,
-        layer: int,
-        held: torch.Tensor,
-        memory: torch.Tensor,
-        pages: torch.Tensor,
-        offset: int,
+        self, layer: int, held: torch.Tensor, memory: torch.Tensor, pages: torch.Tensor, offset: int
     ) -> None:
-        """The reverse of :meth:`_save_layer`."""
+        """Bring a layer of ``pages`` from ``offset`` on to the pages ``held`` of the pool, as
+        :meth:`_save_layer` saved it."""
         encoder = self._encoder
         if encoder is None:
             pool = [self._by_group(plane) for plane in self.planes(layer)]

@@ -7,7 +7,7 @@ differ (dense and expert layers) are averaged.
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -16,7 +16,7 @@ from hcache_backend.format.units import units_per_group
 
 PAGE_TOKENS = 64  # of a page, by default
 CLEARLY_LESS = 0.99  # codecs round units to whole words: smaller differences are noise
-PlannedCodec = Literal["auto", "none", "exp4", "int8", "fp8"]  # krul is not planned
+PlannedCodec = Literal["auto", "none", "exp3", "exp4", "int8", "fp8"]  # krul is not planned
 
 
 class Latent(BaseModel):
@@ -30,38 +30,34 @@ class Latent(BaseModel):
     query_rank: int | None = Field(default=None, gt=0)
 
 
-class ModelShape(BaseModel):
-    """A decoder-only model.
+class Sides(NamedTuple):
+    """Layers that keep a window or a state, instead of K and V of all tokens."""
 
-    Attributes:
-        family: ``model_type`` of its config.json.
-        hidden: Width of a hidden state.
-        value_dim: Dimensions of a V head; ``head_dim`` is that of Q and K.
-        mlp_width: Inner width of the MLP, or of all active experts together.
-        gated: The MLP has a gate, so three matrices instead of two.
-        element_bytes: Bytes of a value of hidden states, K and V; if those of K and V differ,
-            ``kv_element_bytes`` has them.
-        hidden_row_bytes, kv_row_bytes: Stored bytes of a token if a codec changes them.
-        windowed: Some layers attend to a window; they are planned as if they did not.
-    """
+    kind: Literal["window", "state"]
+    layers: int
+    size: int  # bytes of one sequence's, in all these layers and on all ranks
+
+
+class ModelShape(BaseModel):
+    """A decoder-only model."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    family: str
+    family: str  # model_type of its config.json
     layers: int = Field(gt=0)
-    hidden: int = Field(gt=0)
+    hidden: int = Field(gt=0)  # width of a hidden state
     heads: int = Field(gt=0)
     kv_heads: int = Field(gt=0)
-    head_dim: int = Field(gt=0)
-    value_dim: int = Field(gt=0)
-    mlp_width: int = Field(gt=0)
-    gated: bool = True
-    element_bytes: int = Field(default=2, gt=0)
-    hidden_row_bytes: int | None = Field(default=None, gt=0)
-    kv_element_bytes: int | None = Field(default=None, gt=0)
-    kv_row_bytes: int | None = Field(default=None, gt=0)
+    head_dim: int = Field(gt=0)  # of Q and K
+    value_dim: int = Field(gt=0)  # of V
+    mlp_width: int = Field(gt=0)  # inside the MLP, or all active experts together
+    gated: bool = True  # the MLP has a gate, so three matrices instead of two
+    element_bytes: int = Field(default=2, gt=0)  # of a value of hidden states, and of K and V
+    hidden_row_bytes: int | None = Field(default=None, gt=0)  # stored, if a codec changes them
+    kv_element_bytes: int | None = Field(default=None, gt=0)  # of K and V, if it differs
+    kv_row_bytes: int | None = Field(default=None, gt=0)  # as hidden_row_bytes
     latent: Latent | None = None
-    windowed: bool = False
+    windowed: bool = False  # some layers attend to a window; they are planned as if they did not
 
     @property
     def attention(self) -> str:
@@ -145,7 +141,7 @@ def encoded(
     ``dtype`` is the type that the model is served in; each of ``tp`` ranks encodes its own heads.
     """
     if codec == "auto":
-        codec = "exp4" if dtype == "bfloat16" else "none"
+        codec = "exp3" if dtype == "bfloat16" else "none"
     if codec == "none":
         return shape
     # Not above: most plans need no torch, which takes seconds to import.

@@ -159,8 +159,8 @@ class PartitionPlan:
             found.append("MLA pools are served in KV mode: of a page each rank keeps a part")
         if model.windowed:
             found.append(
-                "sliding-window layers are planned as full attention; where they have a KV pool of "
-                "their own the server stays in KV mode"
+                "sliding-window layers are planned as full attention; if they have a KV pool of "
+                "their own, the server stores K and V of the others, and windows"
             )
         if measured is not None and measured.as_it_is != model.as_it_is:
             found.append(
@@ -276,15 +276,6 @@ class FleetPlan:
 
     Each replica has ``plan.tp`` devices and an L3. Hits that are not refused are read whole,
     because busy servers have no time to recompute a front. Rates are bytes per second.
-
-    Attributes:
-        l3_bytes: All conversations on all replicas, each page once.
-        turn, busy: Seconds per turn, and load, of each resource of a replica.
-        most_conversations: On all replicas, at full load of ``binds``, the busiest resource.
-        recompute_busy: Load of a replica's GPU if histories were computed.
-        l2_bytes: A replica's host memory for turns under way, by Little's law and the delays of a
-            queue (M/M/1) at the busiest resource; None: turns pile up.
-        network_rate: From other replicas' L3, if turns go to any replica.
     """
 
     plan: PartitionPlan
@@ -295,20 +286,24 @@ class FleetPlan:
         plan, (number, turns_per_hour, new) = self.plan, self.conversations
         token, tokens = plan.bytes_per_token("mix"), plan.tokens + new
         self.turns_per_second = turns = number * turns_per_hour / 3600 / self.replicas
-        self.l3_bytes = number * tokens * token
+        self.l3_bytes = number * tokens * token  # on all replicas, each page once
         prefill = plan.machine.prefill(new, plan.tokens)
+        # Seconds per turn, and load, of each resource of a replica.
         self.turn = plan.busy("recompute" if plan.refused else "mix")
         self.turn["compute"] += prefill
         self.busy = {name: seconds * turns for name, seconds in self.turn.items()}
         self.binds = _busiest(self.turn)
-        self.most_conversations = int(number / self.busy[self.binds])
-        self.recompute_busy = (plan.seconds("recompute") + prefill) * turns
+        self.most_conversations = int(number / self.busy[self.binds])  # on all replicas
+        self.recompute_busy = (plan.seconds("recompute") + prefill) * turns  # of histories
+        # A replica's host memory for turns under way, by Little's law and the delays of a queue
+        # (M/M/1) at the busiest resource; None: turns pile up.
         self.l2_bytes: float | None = None
         if (busiest := self.busy[self.binds]) < 1:
             under_way = turns * sum(self.turn.values()) / (1 - busiest)
             self.l2_bytes = max(1.0, under_way) * tokens * token
         self.read_rate = 0.0 if plan.refused else turns * plan.tokens * token
         self.write_rate = turns * new * token
+        # From other replicas' L3, if turns go to any replica.
         self.network_rate = self.read_rate * (self.replicas - 1) / self.replicas
 
     def report(self) -> dict[str, Any]:

@@ -66,37 +66,28 @@ class Profile(BaseModel):
 
     Copies and projections run at the same time: if ``copies`` were measured, ``hidden_copy``,
     ``kv_load`` and ``projection`` are rates beside each other.
-
-    Attributes:
-        format: Version of the file.
-        date: ISO 8601; ``date`` and ``model`` are None for assumed numbers.
-        gathers: A tensor-parallel rank loads its share of every hidden state and gathers the rest
-            at no cost (NVLink; paper section 5). Otherwise each rank's bus carries all.
-        l3: Bytes from L3, all folders together; None: all pages are in host memory.
-        hidden_copy, kv_load: Bytes of a layer from host memory to the device, to KV slots.
-        projection: FLOPs from hidden states on the device to K and V in the pool.
-        dense, attention: FLOPs of a layer's forward pass; attention makes recomputation quadratic.
-        copies: Ways to copy hidden states, the used one first; none on a CPU or if assumed.
-        points: Measured, for readers: operation -> (tokens, seconds), each alone.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    format: Literal[1] = 1
+    format: Literal[1] = 1  # of the file
     device: str
-    date: str | None = None
+    date: str | None = None  # ISO 8601; None: assumed numbers
     source: str
     dtype: str
+    # A tensor-parallel rank loads its share of every hidden state and gathers the rest at no cost
+    # (NVLink; paper section 5). Otherwise each rank's bus carries all.
     gathers: bool = False
-    l3: Rate | None
-    hidden_copy: Rate
-    kv_load: Rate
-    projection: Rate
-    dense: Rate
-    attention: Rate
-    model: ModelShape | None = None
+    l3: Rate | None  # bytes, all folders together; None: all pages are in host memory
+    hidden_copy: Rate  # bytes of a layer from host memory to the device
+    kv_load: Rate  # bytes of a layer from host memory to KV slots
+    projection: Rate  # FLOPs from hidden states on the device to K and V in the pool
+    dense: Rate  # FLOPs of a layer's forward pass without attention
+    attention: Rate  # FLOPs; it makes recomputation quadratic
+    model: ModelShape | None = None  # None: assumed numbers
     dirs: tuple[str, ...] = ()
-    copies: tuple[CopyWay, ...] = ()
+    copies: tuple[CopyWay, ...] = ()  # the used one first; none on a CPU or if assumed
+    # Measured, for readers: operation -> (tokens, seconds), each alone.
     points: dict[str, tuple[tuple[int, float], ...]] = Field(default_factory=dict)
 
     @property

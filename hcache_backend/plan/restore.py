@@ -21,10 +21,8 @@ restored eagerly."""
 RUN_AHEAD = 3
 """Segments of the longest restore that the ring holds: one is projected, one has arrived, and one
 is arriving. A shorter restore runs further ahead in the same memory."""
-FIRST_PIECES = 4
-"""Pieces that the first layer of a restore comes in at most."""
-FIRST_PIECE_TOKENS = 1024
-"""Least tokens of a piece: a projection of fewer is not worth its launch."""
+FIRST_PIECES = 4  # pieces that the first layer of a restore comes in at most
+FIRST_PIECE_TOKENS = 1024  # least tokens of a piece: a projection of fewer is not worth its launch
 CHUNK_TOKENS = 8192  # of a server's projections: bounds the device memory of a restore
 
 L3Path = Literal["overlapped", "first", "none"]
@@ -242,28 +240,19 @@ def until_there(reading: float, recomputing: float, share: float = 1.0) -> float
 
 @dataclass(frozen=True)
 class Restore:
-    """Storage and restore of each layer of a model, and their times. Any thread.
+    """Storage and restore of each layer of a model, and their times. Any thread."""
 
-    Attributes:
-        profile: The machine; None: not measured, so restores recompute only what they must.
-        shape: The model in encoded bytes; None without a profile.
-        partition: Numbers of layers by method; fixed while a server runs.
-        ranks: Tensor-parallel ranks. Several recompute only what they must, because recomputation
-            and transfers both have collectives.
-        chunk_tokens: Most tokens of a projection, and length of the pipeline's ring.
-        recomputable: Number of first layers that can be recomputed here.
-        eager: Pages are restored while L3 is being read.
-        paper: Count as the paper: all segments have room, the first layer comes in one piece, and
-            the last recomputed layer is computed whole.
-    """
-
-    profile: Profile | None
-    shape: ModelShape | None
-    partition: Partition
+    profile: Profile | None  # None: not measured, so restores recompute only what they must
+    shape: ModelShape | None  # in encoded bytes; None without a profile
+    partition: Partition  # fixed while a server runs
+    # Tensor-parallel. Several recompute only what they must, because recomputation and transfers
+    # both have collectives.
     ranks: int = 1
-    chunk_tokens: int = sys.maxsize
-    recomputable: int = sys.maxsize
-    eager: bool = False
+    chunk_tokens: int = sys.maxsize  # most of a projection, and length of the pipeline's ring
+    recomputable: int = sys.maxsize  # number of first layers that can be recomputed here
+    eager: bool = False  # pages are restored while L3 is being read
+    # Count as the paper: all segments have room, the first layer comes in one piece, and the last
+    # recomputed layer is computed whole.
     paper: bool = False
 
     @property
@@ -373,9 +362,6 @@ class Restore:
         if self.paper:
             return simulate
         pieces = min(FIRST_PIECES, tokens // FIRST_PIECE_TOKENS) if self.ranks == 1 else 1
-        return partial(
-            simulate,
-            ring=RUN_AHEAD * self.chunk_tokens // min(tokens, self.chunk_tokens),
-            chunks=-(-tokens // self.chunk_tokens),
-            pieces=max(1, pieces),
-        )
+        ring = RUN_AHEAD * self.chunk_tokens // min(tokens, self.chunk_tokens)
+        chunks = -(-tokens // self.chunk_tokens)
+        return partial(simulate, ring=ring, chunks=chunks, pieces=max(1, pieces))

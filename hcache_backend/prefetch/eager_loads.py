@@ -97,6 +97,7 @@ class EagerLoads:
             info.operation: info.anchor_node_id
             for info in cache.ongoing_prefetch.values()
             if info.operation.host_indices is not None
+            and not self._prefetches.of(info.operation).announced  # nobody waits for K and V
         }
         for operation in restores.running():
             if operation not in running:
@@ -290,8 +291,11 @@ class EagerLoads:
     def load(self, load: QueuedLoad, ask: Callable[[], Any]) -> Any:
         """Let SGLang queue ``load`` (at least one page), by ``ask``, with the prepared device
         pages. Returns the result of ``ask``: device indices, or None if SGLang has no room."""
-        with self._pages.given_to(load):
+        self._pages.load = load
+        try:
             device_indices = ask()
+        finally:
+            self._pages.load = None
         if load.adopted is None:
             return device_indices
         if device_indices is None:

@@ -39,20 +39,9 @@ from hcache_backend.streams import Event, current_stream, held_for_device, host_
 from hcache_kernels.launch import copies_by_engine
 from hcache_kernels.pages import gather_pages
 
-Gather = Callable[[torch.Tensor, torch.Tensor, int, torch.Tensor], None]
-"""``gather(memory, pages, offset, out)`` copies a layer's hidden states: the arena, int64 ``[p]``
-on the device (for its copy engine on the CPU), bytes, and uint8 ``[p, segment_bytes]``."""
-
 
 class RestorePipeline:
-    """Launches restores. Scheduler thread only.
-
-    Args:
-        memory: The arena, uint8 ``[pages, page_bytes]``; pinned if the device is a GPU.
-        chunk_tokens: Most tokens of one projection.
-        exchange: Gathers shards of hidden states; None: pages have all of them.
-        order: Keeps collectives apart from those of forward passes; None: there are none.
-    """
+    """Launches restores. Scheduler thread only."""
 
     def __init__(
         self,
@@ -61,17 +50,16 @@ class RestorePipeline:
         layers: Sequence[RestoredLayer],
         chunk_tokens: int,
         device: torch.device | str,
-        gather: Gather | None = None,
         exchange: Exchange | None = None,
         order: CollectiveOrder | None = None,
     ) -> None:
-        self._memory = memory
+        self._memory = memory  # the arena, uint8 [pages, page_bytes]; pinned for a GPU
         self._layout = layout
         self._layers = layers
-        self._chunk_pages = max(1, chunk_tokens // layout.page_size)
+        self._chunk_pages = max(1, chunk_tokens // layout.page_size)  # of one projection, at most
         self._device = torch.device(device)
-        self._gather = gather or gather_segments
-        self._exchange = exchange
+        self._exchange = exchange  # of shards of hidden states; None: pages have all of them
+        # Keeps collectives apart from those of forward passes; None: there are none.
         self._order = order
         arriving = [i for i, layer in enumerate(layers) if layer.arrives]
         self._largest = largest_segment(layout, arriving)
@@ -100,10 +88,8 @@ class RestorePipeline:
         ``pages`` (physical; none if all is recomputed) must not change until all layers are done.
         ``slots`` of their tokens are on the device. Without ``recompute``, layers before
         ``first_layer`` are restored elsewhere. ``ahead``: the slots are not read before
-        :meth:`adopted`. If a recomputation raises, the result has it in ``failed``.
-
-        Raises:
-            ValueError: A layer is neither stored nor recomputed.
+        :meth:`adopted`. If a recomputation raises, the result has it in ``failed``. Raises
+        ValueError if a layer is neither stored nor recomputed.
         """
         first = recompute.layers if recompute else first_layer
         loaded = range(first, len(self._layers))
@@ -295,7 +281,8 @@ class RestorePipeline:
 
     def _bring_own(self, part: Part, out: torch.Tensor) -> None:
         offset = self._layout.segment_offsets[part.layers.start]
-        self._gather(self._memory, part.page_ids, offset, out.view(len(part.page_ids), -1))
+        rows = out.view(len(part.page_ids), -1)
+        gather_pages(self._memory, part.page_ids, offset, rows.shape[1], out=rows)
 
     def _copy_part(self, restore: RunningRestore, bring: _Bring, part: Part) -> _Arrived:
         """Copy K and V to the pool, hidden states to the ring."""
@@ -353,10 +340,3 @@ class _Arrived(NamedTuple):
     part: Part
     buffer: torch.Tensor | None
     copied: Event
-
-
-def gather_segments(
-    memory: torch.Tensor, pages: torch.Tensor, offset: int, out: torch.Tensor
-) -> None:
-    """:data:`Gather` by one kernel that reads over the bus, the copy engine, or torch on a CPU."""
-    gather_pages(memory, pages, offset, out.shape[1], out=out)

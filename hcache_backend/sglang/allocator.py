@@ -8,8 +8,7 @@ valid row until something fills it; also one of a page that was reserved.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,26 +26,17 @@ class ReservablePages:
     def __init__(self, allocator: Any, capture: HiddenCapture | None = None) -> None:
         self.eager: EagerRestores | None = None  # reserves pages; None until it is set
         self.cache: Any = None  # the radix cache, whose pages can be evicted; None until known
+        self.load: QueuedLoad | None = None  # allocations get the pages prepared for it
         self.device = allocator.device
         self._allocator = allocator
         self._capture = capture
         self._size: int = allocator.page_size
-        self._load: QueuedLoad | None = None
         self._available, self._clear = allocator.available_size, allocator.clear
         self._alloc = allocator.alloc
         allocator.available_size, allocator.clear = self._available_size, self._clear_all
         allocator.alloc = self._allocate
         self._allocating("alloc_extend", lambda asked: asked["extend_num_tokens"] // self._size + 1)
         self._allocating("alloc_decode", lambda asked: 0)
-
-    @contextmanager
-    def given_to(self, load: QueuedLoad) -> Iterator[None]:
-        """Allocations within the block get the pages that were prepared for ``load``."""
-        self._load = load
-        try:
-            yield
-        finally:
-            self._load = None
 
     # ---- free pages without reserved ones ----
 
@@ -87,7 +77,7 @@ class ReservablePages:
         setattr(self._allocator, name, allocate)
 
     def _allocate(self, need_size: int) -> Any:
-        load = self._load
+        load = self.load
         if load is not None and load.adopted is None and self.eager is not None:
             assert need_size == len(load.host_pages) * self._size
             load.adopted = self.eager.adopt(load.host_pages)

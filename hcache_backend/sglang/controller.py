@@ -2,6 +2,10 @@
 
 - A page of L3 is a hit only if its header proves that it is the wanted one, from any backend.
 - Backups are in ``host/node_backups.py``, loads in ``host/loads.py``.
+- A prefetch is read in smaller batches than SGLang's 128 pages, so that its first pages are known
+  earlier. The storage thread reports every batch, SGLang's sync thread reduces the reports of all
+  ranks one by one, and the scheduler sees them. If its front is recomputed, it is read from the
+  back, with reports of its own.
 """
 
 from __future__ import annotations
@@ -446,10 +450,7 @@ class BackAck(PrefetchAck):
 
 
 def hear(
-    reports: Iterable[PrefetchAck],
-    running: Collection[Any],
-    prefetches: Prefetches,
-    page_size: int,
+    reports: Iterable[PrefetchAck], running: Collection[Any], prefetches: Prefetches, page_size: int
 ) -> None:
     """Apply ``reports``, the same on every rank, before the scheduler hears of them. HiCache has
     dealt with prefetches that do not run any more, by the pages that counted then."""
@@ -466,10 +467,7 @@ class BatchedReads:
     SGLang's sync thread; ``waited`` gets seconds without a read."""
 
     def __init__(
-        self,
-        page_size: int,
-        report: Callable[[PrefetchAck], None],
-        waited: Callable[[float], None],
+        self, page_size: int, report: Callable[[PrefetchAck], None], waited: Callable[[float], None]
     ) -> None:
         self._size = page_size
         self._waited = waited

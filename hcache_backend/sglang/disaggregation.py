@@ -80,7 +80,5 @@ SEND_PREFIX = Hook(
 )
 METADATA = Hook(_MODULES + "utils.MetadataBuffers.set_buf", after_metadata)
 RECEIVED_PROMPT = Hook(
-    _MODULES + "decode.DecodeTransferQueue._commit_transfer_to_req",
-    before_commit,
-    OnError.END_L3,
+    _MODULES + "decode.DecodeTransferQueue._commit_transfer_to_req", before_commit, OnError.END_L3
 )

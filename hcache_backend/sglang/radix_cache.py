@@ -11,11 +11,11 @@ from hcache_backend import metrics
 from hcache_backend.prefetch.eager_loads import is_on_device, slots_to
 from hcache_backend.prefetch.gate import harmless
 from hcache_backend.ranks import Turn
-from hcache_backend.sglang import waiting
+from hcache_backend.sglang import hints, waiting
 from hcache_backend.sglang.arguments import is_plain
 from hcache_backend.sglang.hook_registry import Hook, OnError, Original
 from hcache_backend.sglang.runtime import current
-from hcache_backend.sglang.storage_threads import gate_of, pages_per_report
+from hcache_backend.sglang.storage_threads import gate_of, keys_to, our_l3, pages_per_report
 
 _CACHE = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache."
 
@@ -33,13 +33,18 @@ def around_turn(original: Original, cache: Any, *a: Any, **kw: Any) -> Any:
     with harmless():
         waiting.left()
     result = original(cache, *a, **kw)
+    expired = None
     with harmless():
         waiting.fetched(cache)
+        hints.go_on(cache)
+        expired = hints.ask(turn)
     if gate is not None:
         gate.ask(turn)
     if ours is not None:
         ours.begin_turn(turn)
     turn.agree(cache._all_reduce_attn_groups)
+    if expired is not None:
+        hints.hear(*expired)
     if gate is not None:
         gate.hear()
     if ours is not None:
@@ -65,19 +70,34 @@ def around_drain(
         n_storage_hit = waiting.with_room(cache, n_storage_hit)
     asked, reports = controller.prefetch_hit_queue.queue, controller.ack_prefetch_queue.queue
     taken = list(itertools.islice(reports, n_ack_prefetch or 0))
+    running = [info.operation for info in cache.ongoing_prefetch.values() if taken]
     if getattr(controller, "eager", None) is not None:
         # Plugins are imported before SGLang can be.
         from hcache_backend.sglang.controller import hear
 
-        running = [info.operation for info in cache.ongoing_prefetch.values() if taken]
         hear(taken, running, current().prefetches, controller.page_size)
     answered = list(itertools.islice(asked, n_storage_hit or 0))
     result = original(cache, n_storage_hit, n_ack_prefetch, *a, **kw)
+    with harmless():
+        over = [report.operation for report in taken if report.completed_req]
+        for operation in over:
+            if operation in running and _fell_short(operation, cache):
+                cache.storage_prefetch_retries.refetch(operation.handle.rid)
     if gate is not None and cache.pp_size == 1:
         unread = [operation for operation in answered if operation.host_indices is None]
-        read = [report.operation for report in taken if report.completed_req]
-        gate.prefetches.unfinished.difference_update(unread, read)
+        gate.prefetches.unfinished.difference_update(unread, over)
     return result
+
+
+def _fell_short(operation: Any, cache: Any) -> bool:
+    """True if a page of a hybrid model's hit was damaged or gone, on any rank: SGLang has thrown
+    the hit away, and the next one ends earlier. All ranks have the same numbers."""
+    sides = [t for t in operation.pool_transfers or () if t.indices_from_pool is None]
+    if not sides or operation.is_terminated() or cache.pp_size > 1:
+        return False
+    there = operation.pool_storage_result.extra_pool_hit_pages
+    whole = operation.completed_tokens == len(operation.hash_value) * cache.page_size
+    return not whole or any(there.get(t.name, 0) != len(t.keys or ()) for t in sides)
 
 
 # ---- prefetches and loads ----
@@ -170,18 +190,6 @@ def before_stop(original: Original, cache: Any, *a: Any, **kw: Any) -> Any:
     if l3 is not None:
         l3.stop(cache)
     return original(cache, *a, **kw)
-
-
-def our_l3(cache: Any) -> Any:
-    """The :class:`HCacheStorage` of ``cache``; None if its L3 is another one, or none."""
-    controller = getattr(cache, "cache_controller", None)
-    backend = getattr(controller, "storage_backend", None)
-    return backend if hasattr(backend, "backups") else None
-
-
-def keys_to(cache: Any, node: int) -> list[str]:
-    tree = cache.tree_core
-    return [*tree.get_prefix_hash_values(node), *tree.get_hash_values(node)]
 
 
 TURN = Hook(_CACHE + "check_hicache_events", around_turn, OnError.END_L3)

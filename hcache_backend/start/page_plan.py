@@ -60,44 +60,30 @@ L3 then. It stays in use, because pages must not depend on findings at a server'
 
 @dataclass
 class PagePlan:
-    """Layout and number of own pages, and what hidden states pass through.
-
-    Attributes:
-        shard: Part of a page that this rank holds.
-        groups: Groups of heads that K and V of a page divide into, over all ranks.
-        plugin: Divides pages and encodes K and V in the place of ``kv_codec``.
-        observer: Shows the plug-in the model, by which it divides each node; None: all are alike.
-        runner: SGLang's ModelRunner; it and ``layers`` (of this stage) are given for capture.
-        codec: Encodes hidden states; None: pages hold K and V only, and no layer is captured.
-        recomputer: Recomputes layers; None if it cannot or need not.
-        exchange: Between ranks that share the tokens of a page; None: pages are whole.
-        drafts: SGLang's pools of draft layers whose K and V are layers of the pages, too.
-        hooks: The capture hooks that CUDA graphs were recorded with, if any.
-        host_share: Part of ``--hicache-size`` for these pages; side pools get the rest.
-        pages, staging: Number of pages, and memory for captured rows; from :meth:`find_room`.
-    """
+    """Layout and number of own pages, and what hidden states pass through."""
 
     kvcache: Any
     methods: Restore
-    shard: Shard
-    groups: int
+    shard: Shard  # part of a page that this rank holds
+    groups: int  # of heads, that K and V of a page divide into, over all ranks
     _: KW_ONLY
     kv_codec: str = "none"
-    plugin: Krul | None = None
-    runner: Any = None
-    layers: tuple[AttentionLayer, ...] = ()
-    codec: Codec | None = None
-    recomputer: Recomputer | None = None
-    exchange: Exchange | None = None
-    drafts: Sequence[Any] = ()
-    hooks: HiddenCapture | None = None
-    host_share: float = 1.0
+    plugin: Krul | None = None  # divides pages and encodes K and V in the place of kv_codec
+    runner: Any = None  # SGLang's ModelRunner; for capture, like layers
+    layers: tuple[AttentionLayer, ...] = ()  # of this stage
+    codec: Codec | None = None  # of hidden states; None: K and V only, no layer is captured
+    recomputer: Recomputer | None = None  # None: layers cannot or need not be recomputed
+    exchange: Exchange | None = None  # of ranks that share a page's tokens; None: pages are whole
+    drafts: Sequence[Any] = ()  # pools of draft layers whose K and V are layers of the pages, too
+    hooks: HiddenCapture | None = None  # those that CUDA graphs were recorded with, if any
+    host_share: float = 1.0  # of --hicache-size for these pages; side pools get the rest
     forwards: Forwards = field(default_factory=Forwards)
+    # Shows the plug-in the model, by which it divides each node; None: all are alike.
     observer: Recomputer | None = field(init=False, default=None)
     kv: KVSegments = field(init=False)
     layout: PageLayout = field(init=False)
-    pages: HostPages = field(init=False)
-    staging: Staging = field(init=False)
+    pages: HostPages = field(init=False)  # from find_room
+    staging: Staging = field(init=False)  # of captured rows, likewise
 
     def __post_init__(self) -> None:
         tokens, stored = int(self.kvcache.page_size), self.methods.layers("kv")
@@ -183,17 +169,11 @@ class PagePlan:
         return RestorePipeline(memory, self.layout, layers, most, self.kvcache.device, **how)
 
     def find_room(self) -> None:
-        """Divide host memory, and take staging for capture; Refused without room. No
-        collectives."""
+        """Divide host memory, and take staging for capture; Refused without room."""
         memory, codec, device = get_memory(), self.codec, self.kvcache.device
-        self.pages = plan_host_pages(
-            self.kvcache,
-            self.layout,
-            memory.hicache_size * self.host_share,
-            memory.hicache_ratio,
-            host_memory_budget_bytes(),
-            with_shadows=codec is not None,
-        )
+        size, ratio = memory.hicache_size * self.host_share, memory.hicache_ratio
+        given = self.kvcache, self.layout, size, ratio, host_memory_budget_bytes()
+        self.pages = plan_host_pages(*given, with_shadows=codec is not None)
         if codec is not None:
             hidden = len(self.methods.layers("hidden"))
             recorded = self.hooks.staging if self.hooks is not None else None
@@ -247,7 +227,7 @@ def asked_codec(runtime: Runtime, dtype: torch.dtype) -> str:
     assert runtime.config is not None
     asked = runtime.config.codec
     if asked == "auto":
-        return "exp4" if dtype == torch.bfloat16 else "none"
+        return "exp3" if dtype == torch.bfloat16 else "none"
     return asked
 
 

@@ -10,6 +10,9 @@ epochs never rise along a sequence. So the lowest ranks of every folder are thos
 sequences, and one sequence is gone before the next one loses a page. Tensor-parallel ranks that
 store their shards of a page at one time give them different epochs; a use makes them one.
 
+A window or a state stands for all tokens before it, so a use counts for the last ones alone. States
+at which no hit ends go before the pages around them.
+
 A page whose epoch is young keeps it: its age is less than 1/16 of the age of the oldest page in the
 folders. That bounds how often a page that is used all the time is written to the index.
 
@@ -39,7 +42,8 @@ _MOST_PAGES = 1_000_000  # a rank is less than its epoch by the page's number at
 _PENDING_AT_MOST = 1 << 20  # keys of uses that wait to be saved; further ones are not noted
 
 
-_Use = tuple[bytes, Sequence[bytes], int]  # namespace, keys of a sequence, epoch of its use
+# Namespace, keys of a sequence, number of the first page that is used, epoch of the use.
+_Use = tuple[bytes, Sequence[bytes], int, int]
 _Changes = Sequence[dict[PageName, int]]  # new ranks of page files, for each disk
 
 
@@ -55,17 +59,26 @@ class Recency:
         self._ahead = 0  # of the access epoch, compared with the machine's own time
         self._follow(time.time_ns())
 
-    def note(self, namespace: bytes, keys: Sequence[bytes]) -> None:
-        """The pages ``keys`` of a sequence, from its first one on, are being used. Never waits: the
+    def note(self, namespace: bytes, keys: Sequence[bytes], first: int = 0) -> None:
+        """The pages ``keys`` of a sequence are being used, from page ``first`` on. Never waits: the
         thread that saves the use reads all keys but the last."""
         if keys:
-            self._note((namespace, keys, self._now()))
+            self._note((namespace, keys, first, self._now()))
 
     def note_new(
-        self, namespace: bytes, prefix: Sequence[bytes], keys: Sequence[bytes]
+        self,
+        namespace: bytes,
+        prefix: Sequence[bytes],
+        keys: Sequence[bytes],
+        *,
+        alone: bool = False,
     ) -> list[int]:
         """Pages ``keys`` after those of ``prefix`` are about to be stored, or used if they are
-        there already; returns their ranks."""
+        there already; returns their ranks. ``alone``: they are of use without the ``prefix``."""
+        if alone:
+            first, now = len(prefix), self._now()
+            self._note((namespace, [*prefix, *keys], first, now))
+            return [now - place for place in range(first, first + len(keys))]
         with self._saving:
             young, now = self._young(), self._now()
             epoch, start, used = now, 0, 0
@@ -83,7 +96,7 @@ class Recency:
                 if place >= len(prefix):
                     ranks.append(epoch - place)
             if used:
-                self._note((namespace, [*prefix, *keys][:used], now))
+                self._note((namespace, [*prefix, *keys][:used], 0, now))
             return ranks
 
     def save(self) -> None:
@@ -100,23 +113,29 @@ class Recency:
                     disk.raise_ranks(change)
 
     def _note(self, use: _Use) -> None:
-        namespace, keys, _ = use
+        namespace, keys, *_ = use
         with self._lock:
             if self._pending_keys < _PENDING_AT_MOST:
                 self._pending[namespace, keys[-1]] = use
                 self._pending_keys += len(keys)
 
     def _apply(
-        self, namespace: bytes, used: Sequence[bytes], epoch: int, young: int, changes: _Changes
+        self,
+        namespace: bytes,
+        used: Sequence[bytes],
+        first: int,
+        epoch: int,
+        young: int,
+        changes: _Changes,
     ) -> None:
         """Note in ``changes`` the higher ranks after a use."""
         [last] = self._epochs(namespace, used[-1:], len(used) - 1)
         if len(last) == 1 and min(last) >= young:
             return
-        keys = list(used)
+        keys = list(used)[first:]
         files = [disk.lookup(namespace, keys) for disk in self._disks]
-        for place in range(len(keys)):
-            found = zip(changes, (listed[place] for listed in files), strict=True)
+        for place in range(first, first + len(keys)):
+            found = zip(changes, (listed[place - first] for listed in files), strict=True)
             entries = [(change, entry) for change, some in found for entry in some]
             epochs = {entry.rank + place for _, entry in entries}
             if len(epochs) == 1 and min(epochs) >= young:

@@ -91,12 +91,12 @@ class PageStore:
                 missing[number] &= ~part
         return [not part for part in missing]
 
-    def use(self, namespace: bytes, keys: Sequence[bytes]) -> None:
-        """The pages ``keys`` of a sequence, from its first one on, are being used. They may be in
+    def use(self, namespace: bytes, keys: Sequence[bytes], first: int = 0) -> None:
+        """The pages ``keys`` of a sequence are being used, from page ``first`` on. They may be in
         L1, L2 or here: pages that are served are worth keeping. Never waits; all keys but the last
         are read later."""
         check_names(namespace, list(keys[-1:]))
-        self._recency.note(namespace, keys)
+        self._recency.note(namespace, keys, first)
 
     def put(
         self,
@@ -105,6 +105,7 @@ class PageStore:
         pages: Sequence[Parts],
         *,
         prefix: Sequence[bytes] = (),
+        alone: bool = False,
         shard: Shard = WHOLE,
         table: SegmentTable | None = None,
         digests: Sequence[Sequence[int]] | None = None,
@@ -119,7 +120,7 @@ class PageStore:
             keys: In the order of the sequence: neighbours go to different folders.
             pages: The shard's units of every page in the order of the page, with nothing between.
             prefix: The keys of the pages before them in their sequence, from its first one on.
-                They are in use, too.
+                They are in use, too, unless the pages are of use ``alone``.
             table: How the whole page divides; a must for shards. Without it every part is one
                 segment.
             digests: Those of the shard's units of every page; without them they are computed here.
@@ -133,7 +134,7 @@ class PageStore:
         if table is None and shard != WHOLE:
             raise ValueError(f"shard {shard.number} of {shard.of} without a table of the page")
         deadline = time.monotonic() + WRITE_SECONDS
-        ranks = self._recency.note_new(namespace, prefix, keys)
+        ranks = self._recency.note_new(namespace, prefix, keys, alone=alone)
         covers = self._cover(namespace, keys, shard.eighths, on_disk=True)
         done = [bool(files) for files in covers]
         self.stats.add(pages_already_stored=sum(done))

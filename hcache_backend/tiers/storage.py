@@ -57,6 +57,7 @@ class HCacheStorage(HiCacheStorage):
         self._config = storage_config
         self._tier = Tiered(LocalTier(store, self._runtime.writer), shared, self._runtime.l3)
         self._pools: dict[str, PoolPages] = {}
+        self._windows: dict[str, int] = {}  # pages of a pool at the end of a hit, if not all
         self._state_tokens = config.state_tokens
         self.reads_any_page_alike = shared is None  # no page of a hit is farther away than others
         self.backups = Backups(storage_config.pp_size)
@@ -130,6 +131,8 @@ class HCacheStorage(HiCacheStorage):
         hits: dict[str, int] = {PoolName.KV: pages} if pages else {}
         restorable = list(range(1, pages + 1))
         for transfer in pool_transfers or []:
+            if transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
+                self._windows[transfer.name] = max(1, len(transfer.keys or ()))
             lengths = _usable_lengths(self._exists(keys[:pages], transfer.name), transfer)
             if lengths:
                 hits[transfer.name] = max(lengths)
@@ -142,12 +145,19 @@ class HCacheStorage(HiCacheStorage):
     def batch_get_v2(
         self, transfers: list[PoolTransfer], extra_info: _Extra = None
     ) -> dict[str, list[bool]]:
-        return {t.name: self._get(t.keys or [], t.host_indices, t.name) for t in transfers}
+        found = {t.name: self._get(t.keys or [], t.host_indices, t.name) for t in transfers}
+        for transfer in transfers:
+            trailing = transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES
+            if trailing and not all(found[transfer.name]):
+                self._forget_damaged(transfer, _prefix(extra_info))
+        return found
 
     def batch_set_v2(
         self, transfers: list[PoolTransfer], extra_info: _Extra = None
     ) -> dict[str, list[bool]]:
         for t in transfers:
+            if t.hit_policy == PoolHitPolicy.TRAILING_PAGES:
+                self._windows.setdefault(t.name, max(1, len(t.keys or ())))
             self._set(t.keys or [], t.host_indices, t.name, extra_info)
         return {t.name: [True] * len(t.keys or []) for t in transfers}
 
@@ -161,8 +171,10 @@ class HCacheStorage(HiCacheStorage):
         does not see uses in L1 or L2. Any thread; never waits. The time that this takes does not
         grow with the prompt."""
         with _harmless("use"):
-            for namespace in self._namespaces():
-                self._tier.local.store.use(namespace, PageKeys(keys))
+            for pool in list(self._pools):
+                first = max(0, len(keys) - self._windows.get(pool, len(keys)))
+                for namespace in self._namespaces(pool):
+                    self._tier.local.store.use(namespace, PageKeys(keys), first)
 
     def wrote(self, operation: Any) -> None:
         """HiCache has written a node, in its thread."""
@@ -234,6 +246,19 @@ class HCacheStorage(HiCacheStorage):
                 for part, pieces in zip(pages, buffers.parts, strict=True):
                     self._tier.put(part, pieces)
 
+    def _forget_damaged(self, transfer: PoolTransfer, before: Sequence[str]) -> None:
+        """A window or a state at the end of a hit did not come, so SGLang throws the hit away, and
+        L3 is asked again. Read those before it, the last one first, up to one that is whole. The
+        store forgets the others, so the next hit ends there."""
+        chain, size = [*before, *(transfer.keys or ())], len(transfer.keys or ())
+        with _harmless("get"):
+            while lengths := _usable_lengths(self._exists(chain, transfer.name), transfer):
+                keys = chain[max(0, max(lengths) - size) : max(lengths)]
+                rows = len(keys) * self._pools[transfer.name].host_pool.page_size
+                if all(self._get(keys, transfer.host_indices[:rows], transfer.name)):
+                    break
+                chain = chain[: max(lengths) - 1]
+
     def _has_state_near(self, pool: str, extra: _Extra) -> bool:
         """True if a hit can end at a page less than option ``state_tokens`` before a state: L3 has
         the states of all ranks there. This one, as large as thousands of tokens, is not written."""
@@ -270,7 +295,13 @@ class HCacheStorage(HiCacheStorage):
             return None
         pages, named = self._pools[pool], (list(PageKeys(keys)), PageKeys(_prefix(extra)))
         return [
-            Pages(pages, part, self._namespace(pool, part, weights, **rank), *named)
+            Pages(
+                pages,
+                part,
+                self._namespace(pool, part, weights, **rank),
+                *named,
+                pool in self._windows,
+            )
             for part in range(pages.parts)
         ]
 
@@ -296,9 +327,10 @@ class HCacheStorage(HiCacheStorage):
         weights, instead = self._runtime.weights, None if self._promises_hits else "not_promised"
         if weights is None or weights.suspended is not None:
             instead = "suspended"
-        for result, number in pages.items():
-            if number:
-                metrics.L3_TOKENS.count(instead or result, number * self.mem_pool_host.page_size)
+        if instead is not None:
+            pages = {instead: sum(pages.values())}
+        size = self.mem_pool_host.page_size
+        metrics.L3_TOKENS.add(**{result: number * size for result, number in pages.items()})
 
     def _renew_report(self) -> None:
         if time.monotonic() > self._reported + _REPORT_SECONDS:

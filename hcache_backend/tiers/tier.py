@@ -57,6 +57,7 @@ class Pages(NamedTuple):
     namespace: bytes
     keys: Sequence[bytes]
     prefix: Sequence[bytes] = ()  # keys of the pages before them
+    alone: bool = False  # they are of use without these
 
     def some(self, numbers: Sequence[int]) -> Pages:
         return self._replace(keys=[self.keys[number] for number in numbers])
@@ -107,7 +108,7 @@ class LocalTier(Tier):
         return found
 
     def put(self, pages: Pages, memory: Sequence[Parts]) -> list[bool]:
-        start, (pool, _, namespace, keys, prefix) = time.perf_counter(), pages
+        start, (pool, _, namespace, keys, prefix, alone) = time.perf_counter(), pages
         with self._writing:
             if self._quarantined:
                 metrics.PAGES.count("dropped_suspended", len(keys))
@@ -118,6 +119,7 @@ class LocalTier(Tier):
                     keys,
                     memory,
                     prefix=prefix,
+                    alone=alone,
                     shard=pool.shard,
                     table=pool.table,
                     digests=pool.digests(memory),
@@ -128,8 +130,9 @@ class LocalTier(Tier):
         return stored
 
     def quarantine(self, namespaces: Sequence[bytes]) -> int:
-        """Pages of earlier weights go, too. A write that began before is waited for: otherwise its
-        pages would be named afterwards."""
+        """Write no more, and delete all pages that this server wrote, also of earlier weights;
+        returns how many files. A write that began before is waited for: otherwise its pages would
+        be named afterwards."""
         with self._writing:
             self._quarantined = True
             return self.store.drop_writer(self._writer)

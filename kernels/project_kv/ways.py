@@ -192,8 +192,7 @@ def _launch(call: ProjectionCall, config: TileConfig, keys_by_row: bool = False)
 
 logger = logging.getLogger(__name__)
 
-ROWS = (256, 512, 1024, 2048, 4096, 8192, 16384)
-"""Numbers of tokens that are measured."""
+ROWS = (256, 512, 1024, 2048, 4096, 8192, 16384)  # numbers of tokens that are measured
 
 
 class ChoiceTable:

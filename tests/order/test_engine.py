@@ -1,7 +1,5 @@
 """SGLang's own scheduler, with overlap, under the checker: what users do to it, no wrong order."""
 
-from __future__ import annotations
-
 import json
 import os
 import time
@@ -257,15 +255,23 @@ SCENARIOS = {
     "latents, two ranks, eager": Scenario(
         turns, partitions=("kv",), restore="auto", tp=2, model="deepseek"
     ),
+    # Beside the pages come windows, or states, by SGLang's own copies.
+    **{
+        f"{sides}{ranks}": Scenario(
+            use, partitions=("kv",), restore="auto", tp=1 + bool(ranks), model=model
+        )
+        for sides, model in (("windows", "gpt_oss"), ("states", "qwen3_next"))
+        for ranks, use in (("", conversations), (", two ranks", turns))
+    },
     "aborts": Scenario(aborts, _was_aborted, chunk=256),
     "aborts, eager": Scenario(
         aborts, _was_aborted, KINDS, restore="auto", chunk=256, waits=(ABORTED,)
     ),
     "flushes": Scenario(flushes, _was_cut_off),
     "flushes, encoded": Scenario(
-        flushes, _was_cut_off, KINDS, restore="auto", codec="exp4", fault=UNFIT
+        *(flushes, _was_cut_off, KINDS), restore="auto", codec="exp4", fault=UNFIT, waits=(ABORTED,)
     ),
-    "flushes, eager": Scenario(flushes, _was_cut_off, KINDS, restore="auto"),
+    "flushes, eager": Scenario(flushes, _was_cut_off, KINDS, restore="auto", waits=(ABORTED,)),
 }
 
 
@@ -305,6 +311,7 @@ def checked_server(
             **fault,
             "PYTHONPATH": os.pathsep.join(paths),
             "HCACHE_CPU_L3_FILE": str(folder / "l3-rate"),
+            "SGLANG_MAMBA_CONV_DTYPE": "float32",
         },
     )
 
@@ -336,7 +343,6 @@ def check(
 
 
 def findings(found: list[dict[str, Any]]) -> str:
-    """What is wrong, on all ranks; empty if nothing is."""
     return "\n\n".join(finding for report in found for finding in report["findings"])
 
 

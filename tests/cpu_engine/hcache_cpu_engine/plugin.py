@@ -1,7 +1,5 @@
 """SGLang plugin: torch code in place of the GPU kernels on the serving path."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import multiprocessing
@@ -17,7 +15,7 @@ from . import attention, fp8, recurrent, reordering, speculation, transfers
 
 def activate() -> None:
     """Called by SGLang in each of its processes, before the server arguments are known there."""
-    _name_operators()
+    recurrent.install()  # Qwen's models look operators up at import
     _replace_allocator_kernels()
     _replace_elementwise_kernels()
     _unpin_host_pools()
@@ -33,19 +31,6 @@ def activate() -> None:
     speculation.install()
     reordering.install()
     fp8.install()
-    recurrent.install()
-
-
-def _name_operators() -> None:
-    """Operators of `sgl_kernel` that Qwen's models look up at import, vision models too."""
-    for name in (
-        "fused_sigmoid_mul_cpu",
-        "fused_qk_gemma_rmsnorm_cpu",
-        "fused_qk_gemma_rmsnorm_with_gate_cpu",
-        "fused_qkvzba_split_reshape_cat_contiguous_cpu",
-    ):
-        if not hasattr(torch.ops.sgl_kernel, name):
-            torch.library.define(f"sgl_kernel::{name}", "(Tensor x) -> Tensor")
 
 
 class TorchKernel:

@@ -1,10 +1,9 @@
-"""Gated delta net in PyTorch: layers that keep a state instead of K and V (Qwen3-Next).
+"""Layers in PyTorch that keep a state instead of K and V: gated delta nets (Qwen3-Next, Qwen3.5)
+and short convolutions (LFM2).
 
 A state is read and written in its pool, one step for each token. Host copies of states and the
 checkpoints of states within a prefill are those of SGLang's pools.
 """
-
-from __future__ import annotations
 
 import sys
 import types
@@ -27,6 +26,7 @@ def install() -> None:
     from sglang.kernels.ops.mamba import mamba_state_scatter_triton
     from sglang.srt.arg_groups import mamba_hook
     from sglang.srt.layers.attention import hybrid_linear_attn_backend
+    from sglang.srt.layers.attention.mamba import causal_conv1d
     from sglang.srt.mem_cache.pool_host import common
     from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
 
@@ -40,7 +40,13 @@ def install() -> None:
     vars(torch.ops.sgl_kernel).update(
         fused_gdn_gating_cpu=gates,
         fused_sigmoid_gating_delta_rule_update_cpu=decode,
+        fused_sigmoid_mul_cpu=gate_in_place,
+        fused_qk_gemma_rmsnorm_cpu=normed_heads,
+        fused_qk_gemma_rmsnorm_with_gate_cpu=normed_heads_and_gate,
+        fused_qkvzba_split_reshape_cat_contiguous_cpu=split,
     )
+    causal_conv1d._causal_conv1d_fn_triton = convolve
+    causal_conv1d._causal_conv1d_update_triton = convolve_next
     fused_norm_gate.layer_norm_gated_fwd = gated_norm
     for module in (mamba_state_scatter_triton, hybrid_linear_attn_backend):
         module.track_mamba_states_if_needed = track
@@ -118,6 +124,58 @@ def gates(
     """The logarithm of the decay and the strength of each write, `[1, n, heads]`."""
     decay = -torch.exp(a_log.float()) * functional.softplus(a.float() + dt_bias.float())
     return decay[None], torch.sigmoid(b.float()).to(b.dtype)[None]
+
+
+def gate_in_place(x: torch.Tensor, gate: torch.Tensor) -> None:
+    x.mul_(torch.sigmoid(gate.float()).view_as(x).to(x.dtype))
+
+
+def normed_heads(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    eps: float,
+    size: int,
+) -> tuple[torch.Tensor, ...]:
+    """A norm on each head of q and k, `[n, heads * size]`; weights are offsets from one."""
+    found = []
+    for rows, weight in ((q, q_weight), (k, k_weight)):
+        heads = rows.reshape(-1, size).float()
+        heads = heads * torch.rsqrt(heads.square().mean(-1, keepdim=True) + eps)
+        found.append((heads * (1 + weight.float())).to(rows.dtype).view(rows.shape))
+    return tuple(found)
+
+
+def normed_heads_and_gate(
+    q_and_gate: torch.Tensor,
+    k: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    eps: float,
+    size: int,
+    heads: int,
+) -> tuple[torch.Tensor, ...]:
+    """The same, where each head's gate follows its q, `[n, heads * 2 * size]`; and the gates."""
+    q, gate = q_and_gate.view(-1, heads, 2 * size).split(size, 2)
+    found = normed_heads(q.reshape(len(q), -1), k, q_weight, k_weight, eps, size)
+    return *found, gate.reshape(len(q), -1)
+
+
+def split(
+    qkvz: torch.Tensor,
+    ba: torch.Tensor,
+    key_heads: int,
+    value_heads: int,
+    key_size: int,
+    value_size: int,
+) -> tuple[torch.Tensor, ...]:
+    """q, k and v in one, gates `[n, value heads, value size]`, and b and a, `[n, value heads]`."""
+    width = value_heads * value_size
+    qkv, z = qkvz.split([2 * key_heads * key_size + width, width], 1)
+    b, a = ba.split(value_heads, 1)
+    z = z.reshape(-1, value_heads, value_size)
+    return qkv.contiguous(), z, b.contiguous(), a.contiguous()
 
 
 def prefill(
@@ -206,7 +264,6 @@ def gated_norm(
     is_rms_norm: bool = False,
     **_options: Any,
 ) -> tuple[torch.Tensor, None, None, torch.Tensor]:
-    """A norm times a gate of the same shape."""
     rows = x.float() if residual is None else x.float() + residual.float()
     centred = rows if is_rms_norm else rows - rows.mean(-1, keepdim=True)
     normed = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
@@ -218,14 +275,7 @@ def gated_norm(
 
 
 def track(
-    conv: Any,
-    states: Any,
-    source: Any,
-    mask: Any,
-    target: Any,
-    size: int,
-    *_: Any,
-    **_options: Any,
+    conv: Any, states: Any, source: Any, mask: Any, target: Any, size: int, *_: Any, **_options: Any
 ) -> None:
     """Copy the states of some sequences of a batch to where they are kept."""
     for number in range(size):
@@ -235,7 +285,6 @@ def track(
 
 
 def track_layers(conv: Any, states: Any, *others: Any, **options: Any) -> None:
-    """The same in all layers."""
     for layer in range(len(conv)):
         track(conv[layer], states[layer], *others, **options)
 
@@ -243,14 +292,12 @@ def track_layers(conv: Any, states: Any, *others: Any, **options: Any) -> None:
 def load(
     self: Any, device_pool: Any, host: Any, device: Any, layer_id: int, *_: Any, **_options: Any
 ) -> None:
-    """States of a layer from host memory."""
     for held, pool in _pools(self, device_pool):
         rows = held[layer_id][host] if self.layout == "layer_first" else held[host, layer_id]
         pool[layer_id][device] = rows.reshape(pool[layer_id][device].shape).to(pool.dtype)
 
 
 def back_up(self: Any, device_pool: Any, host: Any, device: Any, *_: Any, **_options: Any) -> None:
-    """States of all layers to host memory."""
     for held, pool in _pools(self, device_pool):
         for layer in range(self.num_mamba_layers):
             rows = pool[layer][device]

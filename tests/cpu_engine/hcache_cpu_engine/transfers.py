@@ -3,8 +3,6 @@
 SGLang does these with `sgl_kernel` or JIT CUDA kernels. "Device" is CPU memory here too.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import os
@@ -57,15 +55,8 @@ def _slow_down_restores() -> None:
     from hcache_backend.host import segments
     from hcache_backend.restore import pipeline
 
-    gather = pipeline.gather_segments
     gather_planes, gather_pages = segments.gather_planes, segments.gather_pages
     load = MHATokenToKVPoolHost.load_to_device_per_layer
-
-    def slow_gather(
-        memory: torch.Tensor, pages: torch.Tensor, offset: int, out: torch.Tensor
-    ) -> None:
-        with _bus(out.nbytes):
-            gather(memory, pages, offset, out)
 
     def slow_gather_planes(
         memory: torch.Tensor, pages: torch.Tensor, offset: int, pool: Any, *others: Any
@@ -74,10 +65,10 @@ def _slow_down_restores() -> None:
             gather_planes(memory, pages, offset, pool, *others)
 
     def slow_gather_pages(
-        memory: torch.Tensor, pages: torch.Tensor, offset: int, length: int
+        memory: torch.Tensor, pages: torch.Tensor, offset: int, length: int, **out: torch.Tensor
     ) -> torch.Tensor:
         with _bus(len(pages) * length):
-            return gather_pages(memory, pages, offset, length)
+            return gather_pages(memory, pages, offset, length, **out)
 
     @functools.wraps(load)
     def slow_load(self: Any, device_pool: Any, host: Any, device: Any, *a: Any, **kw: Any) -> None:
@@ -85,9 +76,8 @@ def _slow_down_restores() -> None:
         with _bus(len(device) * row_bytes):
             load(self, device_pool, host, device, *a, **kw)
 
-    pipeline.gather_segments = slow_gather
     segments.gather_planes = slow_gather_planes
-    segments.gather_pages = slow_gather_pages
+    segments.gather_pages = pipeline.gather_pages = slow_gather_pages
     MHATokenToKVPoolHost.load_to_device_per_layer = slow_load
 
 

@@ -4,11 +4,9 @@ A page beside the full-attention layers (a sliding window, a recurrent state) sa
 all pages of the store do. Without it a hit ends where both are whole.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,12 +41,19 @@ STATES = Class("qwen3_next", 64, {"SGLANG_MAMBA_CONV_DTYPE": "float32"})
 CLASSES = pytest.mark.parametrize("one", [WINDOWS, STATES], ids=lambda one: one.model)
 
 
-def options(one: Class, model: Path, folder: Path, number: int) -> ServerOptions:
-    how: dict[str, Any] = {"page_size": PAGE, "extra_env": one.env}
+def options(
+    one: Class,
+    model: Path,
+    folder: Path,
+    number: int,
+    hcache: dict[str, Any] | None = None,
+    **more: Any,
+) -> ServerOptions:
+    how: dict[str, Any] = {"page_size": PAGE, "extra_env": one.env} | more
     return our_server(
         model,
         folder,
-        hcache={"mode": "auto", "state_tokens": 0},
+        hcache={"mode": "auto", "state_tokens": 0} | (hcache or {}),
         log=folder / f"{number}.log",
         **how,
     )
@@ -77,8 +82,8 @@ def assert_right(one: Class, model: Path, folder: Path, asked: Sequence[Conversa
 def sides(folder: Path) -> list[Path]:
     """Files beside those of the full-attention layers, of which there are more, oldest first."""
     namespaces = Counter(path.name.split(".")[0] for path in stored_pages(folder))
-    [(full, _), (side, _)] = namespaces.most_common()
-    files = [path for path in stored_pages(folder) if path.name.startswith(side)]
+    [(full, _), *_] = namespaces.most_common()
+    files = [path for path in stored_pages(folder) if not path.name.startswith(full)]
     assert 0 < len(files) < namespaces[full]
     assert all(parse_name(path.name) for path in files)
     return sorted(files, key=lambda path: path.stat().st_mtime_ns)
@@ -103,8 +108,7 @@ def test_sides_of_other_sequences_and_damaged_ones_are_never_used(
             path.write_bytes(content)
 
     def flip() -> None:
-        for path in sides(tmp_path):
-            flip_bit(path, path.stat().st_size // 2)
+        damaged(tmp_path, sides(tmp_path))
 
     for number, damage in enumerate((swap, flip), 1):
         damage()
@@ -118,28 +122,83 @@ def test_sides_of_other_sequences_and_damaged_ones_are_never_used(
     assert_right(one, model, tmp_path, conversations)
 
 
-@CLASSES
+def gone(folder: Path, files: Iterable[Path]) -> None:
+    """The index knows that they are gone."""
+    unlinked(folder, files)
+    CliRunner().invoke(app, ["verify", "--repair", "--dir", str(folder / "l3")])
+
+
+def unlinked(_: Path, files: Iterable[Path]) -> None:
+    for path in files:
+        path.unlink()
+
+
+def damaged(_: Path, files: Iterable[Path]) -> None:
+    for path in files:
+        flip_bit(path, path.stat().st_size // 2)
+
+
+@pytest.mark.parametrize(
+    ("one", "lose", "ranks"),
+    [
+        *((one, lose, 1) for one in (WINDOWS, STATES) for lose in (gone, unlinked, damaged)),
+        *(pytest.param(one, damaged, 2, marks=pytest.mark.long) for one in (WINDOWS, STATES)),
+    ],
+    ids=lambda it: getattr(it, "model", None) or getattr(it, "__name__", it),
+)
 def test_a_hit_ends_where_all_pools_have_their_part(
-    one: Class, model_cache: Path, tmp_path: Path
+    one: Class,
+    lose: Callable[[Path, Iterable[Path]], None],
+    ranks: int,
+    model_cache: Path,
+    tmp_path: Path,
 ) -> None:
-    """The last sides are gone: a fresh server finds the turn before."""
+    """The sides of the last two turns are lost, with two ranks those of one of them: a request to a
+    fresh server finds the turn before, and the next one what it has computed."""
     model = build_model(one.model, model_cache)
-    [conversation] = make_conversations(1, turns=1, tokens=300)
-    with Server(options(one, model, tmp_path, 0)) as server:
+    [conversation] = make_conversations(1, turns=3, tokens=200)
+    first, *others = conversation.questions
+    conversation.questions[:] = [first]
+    with Server(options(one, model, tmp_path, 0, tp=ranks)) as server:
         converse(server, [conversation])
         older = set(sides(tmp_path))
-        conversation.questions.append(make_conversations(1, 1, tokens=200, seed=1)[0].questions[0])
+        conversation.questions += others
         converse(server, [conversation])
-    whole = conversation.turns[1].prompt
-    for path in set(sides(tmp_path)) - older:
-        path.unlink()
-    CliRunner().invoke(app, ["verify", "--repair", "--dir", str(tmp_path / "l3")])
-    with Server(options(one, model, tmp_path, 1)) as server:
-        [asked] = said(server, [whole])
-    found = asked.turns[0].cached.storage
-    assert found % one.boundary == 0
-    assert 0 <= len(conversation.turns[0].prompt) + 16 - found <= one.boundary + PAGE
-    assert_right(one, model, tmp_path, [conversation, asked])
+    whole = conversation.turns[2].prompt
+    lost = set(sides(tmp_path)) - older
+    namespace = min(path.name.split(".")[0] for path in lost)  # each rank has its own
+    lose(tmp_path, [path for path in lost if path.name.startswith(namespace)])
+    with Server(options(one, model, tmp_path, 1, tp=ranks)) as server:
+        again = said(server, [whole, whole])
+    shorter, longer = (asked.turns[0].cached.storage for asked in again)
+    assert shorter % one.boundary == longer % one.boundary == 0
+    assert 0 <= len(conversation.turns[0].prompt) + 16 - shorter <= one.boundary + PAGE
+    assert len(whole) - longer <= one.boundary + PAGE
+    if ranks == 1:
+        assert_right(one, model, tmp_path, [conversation, *again])
+
+
+@pytest.mark.parametrize(
+    "one", [pytest.param(WINDOWS, marks=pytest.mark.long), STATES], ids=lambda one: one.model
+)
+def test_a_full_store_keeps_what_was_used_last_with_its_sides(
+    one: Class, model_cache: Path, tmp_path: Path
+) -> None:
+    """Two of four conversations have room. A hit needs pages and sides of the same conversation."""
+    model = build_model(one.model, model_cache)
+    with Server(options(one, model, tmp_path, 0)) as server:
+        converse(server, make_conversations(4, turns=2, tokens=300))
+    quota = sum(path.stat().st_size for path in stored_pages(tmp_path)) // 2
+    small = tmp_path / "small"
+    with Server(options(one, model, small, 1, {"quota_bytes": quota})) as server:
+        asked = [converse(server, [talk])[0] for talk in make_conversations(4, 2, tokens=300)]
+        again = said(server, [talk.turns[1].prompt for talk in reversed(asked)])
+        assert_own_pages_of_kv(server)
+    assert sum(path.stat().st_size for path in stored_pages(small)) <= quota
+    newest, *_, oldest = (talk.turns[0] for talk in again)
+    assert len(newest.prompt) - newest.cached.storage <= one.boundary + PAGE
+    assert oldest.cached.storage < len(oldest.prompt) - one.boundary - PAGE
+    assert_right(one, model, tmp_path, [*asked, *again])
 
 
 @CLASSES

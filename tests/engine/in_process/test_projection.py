@@ -13,9 +13,8 @@ import torch
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
-from hcache_backend.checks import specs as specs_module
-from hcache_backend.checks.probe import Probe
-from hcache_backend.checks.specs import LayerSpecs, written_exactness
+from hcache_backend.checks import probe as probe_module
+from hcache_backend.checks.probe import LayerSpecs, Probe
 from hcache_backend.config import HCacheConfig
 from hcache_backend.projection.attention import AttentionLayer
 from hcache_backend.projection.exactness import Bound, relative_difference, tolerance
@@ -28,7 +27,6 @@ from hcache_kernels.project_kv.reference import project_kv_reference
 from tests.unit.attention_modules import (
     DIM,
     HEADS,
-    MARKER,
     POSITION_LIMIT,
     Attention,
     Norm,
@@ -77,8 +75,8 @@ def test_a_spec_fills_the_pool_as_the_engine_does(
     torch.manual_seed(0)
     layer = attention_layer(1, scales)
     hidden, positions = tokens()
-    evidence = gather_evidence(layer, hidden, positions, MARKER, POSITION_LIMIT)
-    spec = find_spec(layer, evidence, MARKER)
+    evidence = gather_evidence(layer, hidden, positions, POSITION_LIMIT)
+    spec = find_spec(layer, evidence)
     assert spec.fused
     slots = torch.randperm(192)[: len(hidden)]
     others = torch.ones(len(pool_of(dtype).k_buffer[1]), dtype=torch.bool)
@@ -86,7 +84,7 @@ def test_a_spec_fills_the_pool_as_the_engine_does(
     pools, projectors = [], []
     for specs in ([None, None], [None, spec]):
         pool = pool_of(dtype)
-        projector = Projector(MARKER, PagedPool(pool), 2)
+        projector = Projector(PagedPool(pool), 2)
         projector.specs = specs
         for buffer in (*pool.k_buffer, *pool.v_buffer):
             buffer.fill_(1)
@@ -102,11 +100,13 @@ def test_a_spec_fills_the_pool_as_the_engine_does(
     # What the self-check at start does with it, on a pool that the engine filled.
     projector = projectors[0]
     projector.specs = [None, spec]
-    check = (layer, hidden, positions, slots, projector)
-    assert written_exactness(*check).as_good_as(evidence.own, Bound.of_product(dtype))
+    probe = Probe((layer, layer), (hidden, hidden), slots, positions, positions)
+    written = probe.written(layer, projector, [None])
+    assert written.as_good_as(evidence.own, Bound.of_product(dtype))
     wrong = replace(spec, k=spec.v, v=spec.k, fused=False)
     projector.specs = [None, wrong]
-    assert not written_exactness(*check).as_good_as(evidence.own, Bound.of_product(dtype))
+    written = probe.written(layer, projector, [None])
+    assert not written.as_good_as(evidence.own, Bound.of_product(dtype))
 
 
 def test_scales_that_are_no_numbers_are_left_to_the_engine() -> None:
@@ -129,7 +129,7 @@ def projections_of(
     runner = SimpleNamespace(model_config=SimpleNamespace(context_len=POSITION_LIMIT))
     runtime = Runtime(runner, config or HCacheConfig())
     pool = pool_of(torch.float32)
-    projector = Projector(MARKER, PagedPool(pool), 2)
+    projector = Projector(PagedPool(pool), 2)
     hidden, positions = tokens()
     slots = torch.arange(64, 64 + len(hidden))
     probe = Probe(tuple(layers), (hidden, hidden), slots, positions, positions)
@@ -149,7 +149,7 @@ def test_a_layer_without_a_spec_on_one_rank_has_none_on_any(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     runtime, projector, projections = projections_of([Attention(rope=Rope()) for _ in range(2)])
-    monkeypatch.setattr(specs_module, "smallest", lambda group, *flags: (flags[0], False))
+    monkeypatch.setattr(probe_module, "smallest", lambda group, *flags: (flags[0], False))
     projections.settle()
     assert by_spec(projector) == [True, False]
     assert [(group.method, group.detail) for group in runtime.projection] == [
@@ -180,7 +180,7 @@ def test_ways_to_project_are_held_to_the_same_test(monkeypatch: pytest.MonkeyPat
         ([None, good], "fused weight 128x96, RoPE neox 16"),
         ([good, bad], "128 columns of one module, RoPE neox 16"),
     ):
-        monkeypatch.setattr(specs_module, "ways_in_use", lambda *_, ways=ways: ways)
+        monkeypatch.setattr(probe_module, "ways_in_use", lambda *_, ways=ways: ways)
         runtime, projector, projections = projections_of([Attention(rope=Rope()) for _ in range(2)])
         projections.settle()
         assert by_spec(projector) == [True, True]
@@ -190,7 +190,7 @@ def test_ways_to_project_are_held_to_the_same_test(monkeypatch: pytest.MonkeyPat
 def test_modules_project_where_their_own_product_is_not_exact_in_the_pool_either(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(specs_module, "ways_in_use", lambda *_: [way_that(rounded_once_more)])
+    monkeypatch.setattr(probe_module, "ways_in_use", lambda *_: [way_that(rounded_once_more)])
     write, written = PagedPool.store, itertools.count()
 
     def store(pool: PagedPool, kernel: Any, slots: Any, k: Any, v: Any) -> None:

@@ -1,7 +1,5 @@
 """HCacheStorage as HiCache calls it: v1, v2, and trouble."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -24,6 +22,7 @@ from hcache_backend import HCacheStorage
 from hcache_backend.format.envelope import key_bytes, parse_name
 from hcache_backend.sglang.runtime import Runtime, Weights
 from hcache_backend.start import attach
+from tests.engine.harness.ours import flip_bit
 from tests.engine.in_process.storage_config import PAGE, storage_config
 
 KEYS = [f"{i:064x}" for i in range(8)]
@@ -195,6 +194,72 @@ def test_evicted_pages_of_other_pools_have_no_event(
     storage.close()
 
 
+@pytest.mark.parametrize(
+    ("name", "window", "damaged", "rest"),
+    [
+        (PoolName.MAMBA, 1, [5], 4),
+        (PoolName.MAMBA, 1, [5, 3], 2),
+        (PoolName.MAMBA, 1, [5, 3, 1], 0),
+        (PoolName.SWA, 2, [5], 5),
+        (PoolName.SWA, 2, [4, 5, 2], 2),
+    ],
+)
+def test_behind_a_damaged_side_the_next_hit_ends_at_the_last_whole_one(
+    name: PoolName,
+    window: int,
+    damaged: list[int],
+    rest: int,
+    storage: HCacheStorage,
+    pool: HostPool,
+    tmp_path: Path,
+) -> None:
+    """All that is damaged is found at once, and what is whole stays."""
+    side = HostPool(8)
+    storage.register_mem_host_pool_v2(side, name)
+    storage.batch_set_v1(KEYS[:6], pool.fill(range(0, 6)))
+    for page in range(1, 6, 2) if window == 1 else range(6):
+        indices = side.fill(range(page, page + 1))
+        before = set(tmp_path.glob("**/*.page"))
+        storage.batch_set_v2([PoolTransfer(name, host_indices=indices, keys=[KEYS[page]])])
+        if page in damaged:
+            [file] = set(tmp_path.glob("**/*.page")) - before
+            flip_bit(file, file.stat().st_size // 2)
+    policy = PoolHitPolicy.TRAILING_PAGES
+    asked = PoolTransfer(name, keys=KEYS[:window], hit_policy=policy)
+    assert storage.batch_exists_v2(KEYS, [asked]).kv_hit_pages == 6
+    last = PoolTransfer(
+        name, keys=KEYS[6 - window : 6], host_indices=torch.arange(window * PAGE), hit_policy=policy
+    )
+    info = HiCacheStorageExtraInfo(prefix_keys=KEYS[: 6 - window])
+    assert not all(storage.batch_get_v2([last], info)[name])
+    assert storage.batch_exists_v2(KEYS, [asked]).kv_hit_pages == rest
+
+
+def test_a_hit_uses_all_its_pages_and_the_window_at_its_end(
+    storage: HCacheStorage, pool: HostPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    side = HostPool(8)
+    storage.register_mem_host_pool_v2(side, PoolName.SWA)
+    storage.batch_set_v1(KEYS[:6], pool.fill(range(0, 6)))
+    how = {"keys": KEYS[:6], "hit_policy": PoolHitPolicy.TRAILING_PAGES}
+    stored: list[bool] = []
+    store = storage._tier.local.store
+    put = store.put
+
+    def note(*given: Any, alone: bool, **named: Any) -> list[bool]:
+        stored.append(alone)
+        return put(*given, alone=alone, **named)
+
+    monkeypatch.setattr(store, "put", note)
+    storage.batch_set_v1(KEYS[:6], pool.fill(range(0, 6)))
+    storage.batch_set_v2([PoolTransfer(PoolName.SWA, host_indices=side.fill(range(0, 6)), **how)])
+    assert stored == [False, True]
+    used: list[tuple[int, int]] = []
+    monkeypatch.setattr(store, "use", lambda _, keys, first: used.append((len(keys), first)))
+    storage.batch_exists_v2(KEYS, [PoolTransfer(PoolName.SWA, **how | {"keys": KEYS[:2]})])
+    assert used == [(6, 0), (6, 4)]
+
+
 def test_clear_deletes_the_pages_of_this_model_only(
     storage: HCacheStorage, pool: HostPool, runtime: Runtime
 ) -> None:
@@ -354,8 +419,6 @@ def test_weights_that_cannot_be_read_end_l3_for_good(
 
 
 class SlowStages:
-    """Pipeline stages that say their weights when the test says so."""
-
     def __init__(self) -> None:
         self.futures: list[Future[Any]] = []
 

@@ -131,10 +131,11 @@ def mixed(model: str, numbers: tuple[int, int, int], *said: str, **more: Any) ->
 MIXED = [
     *(mixed(*one) for one in SHORT),
     *(mixed(*one, marks=LONG) for one in EVERY if one not in SHORT),
-    # By default codec exp4 in bfloat16, which leaves 0.77 of the bytes.
-    mixed("llama", ALL_THREE, "codec exp4", dtype="bfloat16", overlap=True),
+    # By default codecs exp4 and exp3 in bfloat16, which leave 0.77 and 0.72 of the bytes.
+    mixed("llama", ALL_THREE, "codec exp4, exp3 of K and V", dtype="bfloat16", overlap=True),
     mixed("llama", (0, 4, 0), "codec exp4", dtype="bfloat16", shard=0.22, marks=LONG),
-    mixed("llama", (0, 2, 2), "codec exp4", dtype="bfloat16", marks=LONG),
+    mixed("llama", (0, 0, 4), "codec exp3", dtype="bfloat16", marks=LONG),
+    mixed("llama", (0, 2, 2), "codec exp4, exp3 of K and V", dtype="bfloat16", marks=LONG),
 ]
 
 # ---- classes of models, most of them without hidden states or own pages ----
@@ -146,6 +147,7 @@ LATENTS = "KV mode, own pages: latents of MLA are smaller than hidden states"
 HYBRID = (
     "KV mode, own pages: only the full-attention layers of a hybrid model have pages of their own"
 )
+ONE_TOKEN = "a page of 1 tokens (--page-size) its header would take"
 STATES: dict[str, Any] = {
     "hcache": AUTO | {"state_tokens": 0},
     "extra_env": {"SGLANG_MAMBA_CONV_DTYPE": "float32"},
@@ -201,15 +203,21 @@ CLASSES = [
     row("gpt_oss", "own", HYBRID, tp=2, **LONG_CLASS | {"files": 264}),
     row("mellum", "own", HYBRID, "codec exp4", dtype="bfloat16", **CLASS | {"files": 132}),
     row("mellum", "own", HYBRID, **LONG_CLASS | {"files": 132}),
+    # Keys are wider than values, and windows have more heads.
+    row("mimo_v2", "own", HYBRID, reference="server", **CLASS | {"files": 132}),
+    row("mimo_v2", "own", HYBRID, reference="server", tp=2, **LONG_CLASS | {"files": 264}),
     # A state is kept every 64 tokens, and is a file of its own.
-    row(
-        *("qwen3_next", "own", HYBRID),
-        **LONG_CLASS | STATES | {"files": 78},
+    *(
+        row(name, "own", HYBRID, **LONG_CLASS | STATES | {"files": files, "tp": tp, "marks": marks})
+        for name, tp, files, marks in (
+            *(("qwen3_next", 1, 78, LONG), ("qwen3_next", 2, 156, LONG)),
+            *(("qwen3_5", 1, 78, ()), ("qwen3_5", 2, 156, LONG)),
+        )
     ),
+    # SGLang keeps states of convolutions with pages of one token only.
     row(
-        *("qwen3_next", "own", HYBRID),
-        tp=2,
-        **LONG_CLASS | STATES | {"files": 156},
+        *("lfm2", "plain", ONE_TOKEN),
+        **LONG_CLASS | STATES | {"page_size": 1, "grid": 1, "files": None},
     ),
 ]
 
@@ -240,9 +248,9 @@ OF_KV = [
         "llama", "own", "HiCache auto-sizing: ratio", hcache=KV, hicache_ratio=None, marks=VERSIONS
     ),
     row("qwen3", "own", QUERY_GROUPS, hcache=AUTO, tp=2),
-    row("qwen3", "own", "codec exp4", hcache=KV, dtype="bfloat16", page_size=128, marks=LONG),
-    row("qwen3", "own", "codec exp4", hcache=KV, dtype="bfloat16", tp=2, marks=LONG),
-    row("llama", "own", changes=GROUPED, hcache=AUTO, dtype="bfloat16", marks=LONG),
+    row("qwen3", "own", "codec exp3", hcache=KV, dtype="bfloat16", page_size=128, marks=LONG),
+    row("qwen3", "own", "codec exp3", hcache=KV, dtype="bfloat16", tp=2, marks=LONG),
+    row("llama", "own", "codec exp3", changes=GROUPED, hcache=AUTO, dtype="bfloat16", marks=LONG),
     row("qwen3", "own", hcache=AUTO, pp=2),
     row("qwen3", "own", hcache=AUTO, l3="file"),
     row(

@@ -1,7 +1,5 @@
 """How programs compare methods: with another row than their own, round by round, burst by burst."""
 
-from __future__ import annotations
-
 import json
 from contextlib import nullcontext
 from dataclasses import replace
@@ -59,7 +57,7 @@ def test_ours_is_compared_with_the_better_one_round_by_round() -> None:
 def test_nothing_is_measured_whose_pages_are_in_another_codec(
     codec: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def started(*_: Any, dtype: str, tp: int) -> Any:
+    def started(*_: Any, dtype: str, **_options: Any) -> Any:
         server = SimpleNamespace(l3=tmp_path, server=SimpleNamespace(error=ServerError))
         return nullcontext(SimpleNamespace(servers={ALWAYS: server, OURS: server}, dtype=dtype))
 

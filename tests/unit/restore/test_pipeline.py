@@ -1,7 +1,5 @@
 """The restore pipeline: right whatever the streams do, and as far ahead as its ring allows."""
 
-from __future__ import annotations
-
 import random
 import threading
 import time
@@ -44,9 +42,7 @@ def test_every_layer_of_every_page_comes_back_and_nothing_else_is_written(
     assert server.k[:, others].isnan().all() and server.v[:, others].isnan().all()
 
 
-def test_the_copy_engine_is_given_pages_that_the_cpu_knows(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_copy_engine_is_given_pages_that_the_cpu_knows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipeline, "copies_by_engine", lambda: True)
     held: list[torch.Tensor] = []
     hold = pipeline.held_for_device
@@ -57,13 +53,13 @@ def test_the_copy_engine_is_given_pages_that_the_cpu_knows(
 
     monkeypatch.setattr(pipeline, "held_for_device", holding)
     server, given = Server(chunk_tokens=3 * SIZE), []
-    gather = server.pipeline._gather
+    gather = pipeline.gather_pages
 
-    def looking(memory: torch.Tensor, pages: torch.Tensor, offset: int, out: torch.Tensor) -> None:
+    def looking(memory: torch.Tensor, pages: torch.Tensor, *others: Any, **out: Any) -> None:
         given.append(pages)
-        gather(memory, pages, offset, out)
+        gather(memory, pages, *others, **out)
 
-    server.pipeline._gather = looking
+    monkeypatch.setattr(pipeline, "gather_pages", looking)
     wait(server, *some(7))
     there = {tensor.untyped_storage().data_ptr() for tensor in held}
     assert given and all(pages.untyped_storage().data_ptr() in there for pages in given)
@@ -92,16 +88,18 @@ def test_projection_begins_when_a_piece_of_the_first_layer_is_there(
     assert server.calls == [(1, pages * SIZE), (2, pages * SIZE)]
 
 
-def test_copies_run_ahead_of_a_stalled_projection_until_the_ring_is_full() -> None:
+def test_copies_run_ahead_of_a_stalled_projection_until_the_ring_is_full(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     # One page a chunk: the ring holds RUN_AHEAD segments of exactly this restore.
     server, gate = Server(["hidden"] * 8, chunk_tokens=SIZE), threading.Event()
-    copied, gather = threading.Semaphore(0), server.pipeline._gather
+    copied, gather = threading.Semaphore(0), pipeline.gather_pages
 
-    def counted(memory: torch.Tensor, pages: torch.Tensor, offset: int, out: torch.Tensor) -> None:
-        gather(memory, pages, offset, out)
+    def counted(*pages: Any, **out: Any) -> None:
+        gather(*pages, **out)
         copied.release()
 
-    server.pipeline._gather = counted
+    monkeypatch.setattr(pipeline, "gather_pages", counted)
     for layer in range(8):
         server.before_filling(layer, gate.wait)
     pages, slots = some(1)
@@ -305,7 +303,6 @@ def test_recomputation_is_in_turn_with_forward_passes_and_copies_are_beside_it()
 
 
 def passed(event: Event) -> bool:
-    """Whether ``event`` passes in time."""
     until = time.monotonic() + 240
     while not event.query() and time.monotonic() < until:
         time.sleep(0.001)
@@ -428,8 +425,7 @@ class Copies(Stream):
 
 
 RESTORES = st.lists(
-    st.tuples(st.integers(1, RING), st.lists(st.booleans(), max_size=12), st.booleans()),
-    max_size=8,
+    st.tuples(st.integers(1, RING), st.lists(st.booleans(), max_size=12), st.booleans()), max_size=8
 )
 """Bytes of a part; for each step whether a part is taken or one is given to a projection; whether
 the last part taken stays without one."""

@@ -1,7 +1,5 @@
 """What a full folder loses: ends of sequences, those of the least recently used first."""
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 import threading
@@ -82,6 +80,23 @@ def test_the_end_of_the_older_of_two_goes_first(folders: list[Path]) -> None:
     store_sequence(store, second)
     assert found(store, second) == 15
     assert found(store, first) >= 8
+
+
+def test_states_at_which_no_hit_ends_go_first(folders: list[Path]) -> None:
+    """Each stands for all tokens before it. A state that is there and is written again is used."""
+    store = bounded(folders, 24)
+    states, pages = [key(number) for number in range(9)], range(100, 106)
+    for number in range(9):
+        page, before = [[memory(content(states[number]))]], states[:number]
+        assert store.put(NAMESPACE, states[number : number + 1], page, prefix=before, alone=True)
+    store_sequence(store, pages)
+    store.use(NAMESPACE, states, 8)
+    store.put(NAMESPACE, states[3:4], [[memory(content(states[3]))]], prefix=states[:3], alone=True)
+    for user in range(2, 4):
+        store_sequence(store, range(100 * user, 100 * user + 6))
+    assert found(store, pages) == 6
+    left = there(store, *range(9))
+    assert left[3] and left[8] and sum(left) <= 7
 
 
 class Meeting(Ops):

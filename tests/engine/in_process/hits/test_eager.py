@@ -1,7 +1,5 @@
 """Reservations in SGLang's own allocator."""
 
-from __future__ import annotations
-
 import threading
 from functools import partial
 from types import SimpleNamespace
@@ -49,13 +47,12 @@ def test_extending_and_decoding_get_reserved_pages_too(scene: Scene) -> None:
 def test_a_load_gets_what_was_restored_for_it(scene: Scene) -> None:
     scene.reserve(1, 2, 3, arrived=2)
     load = QueuedLoad(np.array([2, 3, 7]))
-    with scene.pages.given_to(load):
-        slots = scene.allocator.alloc(3 * SIZE)
+    scene.pages.load = load
+    slots, scene.pages.load = scene.allocator.alloc(3 * SIZE), None
     handed = load.adopted
     assert handed is not None
     assert torch.equal(handed.slots, slots)
     assert handed.ready.tolist() == [True, False, False]
-    assert scene.pages._load is None
     assert scene.allocator.available_size() == (PAGES - 3) * SIZE
     scene.eager.end("prefetch")
     scene.allocator.free(slots)
@@ -73,8 +70,9 @@ def test_capture_hears_of_all_slots_that_are_allocated(scene: Scene) -> None:
     )
     lengths = torch.tensor([SIZE + 1])
     found.append(scene.allocator.alloc_decode(lengths, lengths, torch.tensor([-1])))
-    with scene.pages.given_to(QueuedLoad(np.array([1]))):
-        found.append(scene.allocator.alloc(SIZE))
+    scene.pages.load = QueuedLoad(np.array([1]))
+    found.append(scene.allocator.alloc(SIZE))
+    scene.pages.load = None
     assert scene.allocator.alloc(PAGES * SIZE) is None
     assert len(scene.captured) == len(found)
     assert all(map(torch.equal, scene.captured, found))

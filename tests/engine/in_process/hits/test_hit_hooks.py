@@ -1,7 +1,5 @@
 """What decisions about L3 hits do to HiCache's queues and threads."""
 
-from __future__ import annotations
-
 import math
 import threading
 import time
@@ -11,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sglang.srt.mem_cache.hicache_storage import PoolTransferResult
 from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import (
     CacheRequestHandle,
     HybridCacheController,
@@ -23,6 +22,9 @@ from hcache_backend.ranks import Turn
 from hcache_backend.sglang import radix_cache, scheduler, storage_threads
 from hcache_backend.sglang.runtime import Runtime
 from tests.kit.turns import alone
+
+PAGES, SIZE = 8, 16
+TOKENS = PAGES * SIZE
 
 
 class Operation:
@@ -86,6 +88,37 @@ def test_prefetches_are_unfinished_until_they_are_refused_or_read(
     assert gate.prefetches.unfinished == {found}
 
 
+@pytest.mark.parametrize(
+    ("pages", "sides", "ended", "asks"),
+    [
+        (PAGES, 1, False, False),
+        (PAGES, 0, False, True),  # a damaged side
+        (PAGES - 1, 0, False, True),  # a damaged page before it
+        (PAGES - 1, 0, True, False),  # it was not read to its end
+    ],
+)
+def test_l3_is_asked_again_if_a_hit_of_a_hybrid_model_was_damaged(
+    pages: int, sides: int, ended: bool, asks: bool, gate: HitGate, controller: Any
+) -> None:
+    side = SimpleNamespace(name="mamba", keys=["key"], indices_from_pool=None)
+    found = PoolTransferResult(PAGES, {"mamba": sides})
+    operation: Any = Operation()
+    vars(operation).update(
+        handle=CacheRequestHandle("request", 0),
+        pool_transfers=[side],
+        pool_storage_result=found,
+        hash_value=["key"] * PAGES,
+        completed_tokens=pages * SIZE,
+        is_terminated=lambda: ended,
+    )
+    cache, asked = cache_of(controller), list[str]()
+    cache.page_size, cache.ongoing_prefetch = SIZE, {1: SimpleNamespace(operation=operation)}
+    cache.storage_prefetch_retries = SimpleNamespace(refetch=asked.append)
+    controller.ack_prefetch_queue.put(report(operation))
+    radix_cache.around_drain(lambda *_: None, cache, 0, 1)
+    assert asked == ["request"] * asks
+
+
 def test_threads_end_what_they_were_asked_before_they_are_stopped(
     gate: HitGate, controller: Any
 ) -> None:
@@ -118,9 +151,6 @@ def test_nobody_waits_for_threads_that_died(gate: HitGate, controller: Any) -> N
 
 
 # ---- look-ups ----
-
-PAGES, SIZE = 8, 16
-TOKENS = PAGES * SIZE
 
 
 @pytest.fixture

@@ -16,8 +16,7 @@ from bench.harness.tracing import hcache_trace
 from hcache_backend.capture.hooks import HiddenCapture, _FedHook
 from hcache_backend.checks import probe as probe_module
 from hcache_backend.checks import round_trip
-from hcache_backend.checks import specs as specs_module
-from hcache_backend.checks.specs import Found, LayerSpecs
+from hcache_backend.checks.probe import Found, LayerSpecs
 from hcache_backend.config import ConfigError, HCacheConfig
 from hcache_backend.plan.profile import preset_profile
 from hcache_backend.plan.restore import Partition, Restore
@@ -209,15 +208,15 @@ def test_on_a_gpu_modules_of_several_ranks_are_not_called_beside_forward_passes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     called: list[Any] = []
-    monkeypatch.setattr(specs_module, "smallest", lambda group, *fine: fine)
+    monkeypatch.setattr(probe_module, "smallest", lambda group, *fine: fine)
     monkeypatch.setattr(
-        specs_module, "refuse_shared_workspaces", lambda modules, what: called.extend(modules)
+        probe_module, "refuse_shared_workspaces", lambda modules, what: called.extend(modules)
     )
-    monkeypatch.setattr(specs_module.dist, "get_world_size", lambda group: 1)
+    monkeypatch.setattr(probe_module.dist, "get_world_size", lambda group: 1)
     specs = Unproven()
     specs.settle()
     assert called == ["two"]
-    monkeypatch.setattr(specs_module.dist, "get_world_size", lambda group: 2)
+    monkeypatch.setattr(probe_module.dist, "get_world_size", lambda group: 2)
     with pytest.raises(Refused, match="layers 1 have no spec, and on a GPU"):
         specs.settle()
     specs._stale, specs.find = True, lambda: None
@@ -229,14 +228,14 @@ def test_on_a_gpu_each_kind_of_layer_is_measured_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     measured: list[Any] = []
-    monkeypatch.setattr(specs_module, "kind_of", lambda projection: projection)
-    monkeypatch.setattr(specs_module, "measure_choice", lambda *given: measured.append(given))
+    monkeypatch.setattr(probe_module, "kind_of", lambda projection: projection)
+    monkeypatch.setattr(probe_module, "measure_choice", lambda *given: measured.append(given))
     specs = Unproven()
     specs._found *= 2
     specs.measure()
     assert measured == [("a kind", torch.bfloat16)]
     monkeypatch.setattr(
-        specs_module, "measure_choice", failing(torch.OutOfMemoryError("none left"))
+        probe_module, "measure_choice", failing(torch.OutOfMemoryError("none left"))
     )
     specs.measure()
     assert "the ways to project could not be timed: none left" in caplog.text
@@ -245,15 +244,13 @@ def test_on_a_gpu_each_kind_of_layer_is_measured_once(
 def test_a_search_or_a_kernel_that_breaks_leaves_the_module(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(specs_module, "find_spec", failing(KeyError("a test's")))
+    monkeypatch.setattr(probe_module, "find_spec", failing(KeyError("a test's")))
     specs = Unproven()
     specs._runtime.config = SimpleNamespace(projection="auto")
-    specs._projector.batch = None
     found = specs._find(None, SimpleNamespace(own="own", samples=[]))
     assert (found.spec, found.own) == (None, "own") and "the search broke: KeyError" in found.detail
-    monkeypatch.setattr(specs_module, "written_exactness", failing(RuntimeError("no compiler")))
-    monkeypatch.setattr(specs_module, "ways_in_use", lambda *_: [None])
-    specs._probe = SimpleNamespace(hidden=[None], positions=None, slots=None)
+    monkeypatch.setattr(probe_module, "ways_in_use", lambda *_: [None])
+    specs._probe = SimpleNamespace(written=failing(RuntimeError("no compiler")))
     written = specs._written(SimpleNamespace(index=0), specs._found[0])
     assert written.spec is None and "its kernel failed: RuntimeError: no compiler" in written.detail
 

@@ -1,7 +1,5 @@
 """Capabilities of servers: what rules each one out, asked without a GPU, and by tries."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from contextlib import nullcontext
@@ -18,7 +16,6 @@ from hcache_backend import metrics
 from hcache_backend.capture.hooks import HiddenCapture
 from hcache_backend.capture.staging import Staging
 from hcache_backend.checks import probe as probe_module
-from hcache_backend.checks import specs
 from hcache_backend.config import HCacheConfig
 from hcache_backend.ranks import Refused
 from hcache_backend.start import build, capabilities
@@ -160,10 +157,7 @@ def refusals(changes: dict[str, Any], patch: pytest.MonkeyPatch) -> dict[str, st
 
 @pytest.mark.parametrize(("changes", "refused", "reason"), MATRIX)
 def test_what_rules_a_capability_out(
-    changes: dict[str, Any],
-    refused: tuple[str, ...],
-    reason: str,
-    monkeypatch: pytest.MonkeyPatch,
+    changes: dict[str, Any], refused: tuple[str, ...], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = refusals(changes, monkeypatch)
     assert {*found} == {*refused}
@@ -238,9 +232,9 @@ def test_modules_that_receive_quantised_rows_count_as_dependent() -> None:
 def test_modules_whose_kernels_share_a_workspace() -> None:
     plain, marlin = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
     marlin.workspace = torch.zeros(4)
-    specs.refuse_shared_workspaces([torch.nn.Sequential(plain)], "projecting")
+    probe_module.refuse_shared_workspaces([torch.nn.Sequential(plain)], "projecting")
     with pytest.raises(Refused, match="projecting beside forward passes: the kernel of 1 "):
-        specs.refuse_shared_workspaces([torch.nn.Sequential(plain, marlin)], "projecting")
+        probe_module.refuse_shared_workspaces([torch.nn.Sequential(plain, marlin)], "projecting")
 
 
 def test_recorded_graphs_keep_what_they_read_after_a_refusal_and_no_more(runtime: Any) -> None:
