@@ -15,7 +15,7 @@ GPU_PYTHON := $(shell command -v nvidia-smi >/dev/null && python -c \
 export CPU_SETUP := $(if $(GPU_PYTHON),,1)
 
 .PHONY: setup versions demo test dark test-long test-versions test-gpu-versions lint docs bench-store bench-codecs \
-	bench-accuracy bench-paper bench-launches bench-beside bench-hits bench-hits-load bench-eviction bench-agents bench-returns bench-states \
+	bench-accuracy bench-paper bench-beside bench-hits bench-hits-load bench-eviction bench-agents bench-returns bench-states \
 	bench-restores bench-saving bench-multiturn bench-real-model record-demo record-restores record-accuracy record-real-model
 .DELETE_ON_ERROR:
 
@@ -153,11 +153,6 @@ bench-real-model: setup
 # The paper's Table 3 and figures 11 and 12, simulated, beside its numbers. Seconds.
 bench-paper: setup
 	$(BIN)/python -m bench.paper $(ARGS)
-
-# Launches and Python time of a backup, a load and an eager restore of 32 layers; Python time of
-# capture in a decode step without CUDA graphs. Seconds.
-bench-launches: setup
-	$(BIN)/python -m bench.launches $(ARGS)
 
 # What a full store still has of each prompt, beside LRU and the best possible. Minutes.
 bench-eviction: setup

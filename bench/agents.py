@@ -16,8 +16,6 @@ sessions of a file to the generated ones.
 - best possible: knows all requests, see :mod:`bench.eviction`
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence

@@ -161,7 +161,7 @@ class HCacheConfig(_Table):
         Discriminator(lambda value: "auto" if value == "auto" else "layers"),
     ] = "auto"
     profile: Annotated[Path | None, BeforeValidator(_path)] = None
-    codec: Literal["auto", "none", "exp4", "int8", "fp8", "krul"] = "auto"
+    codec: Literal["auto", "none", "exp3", "exp4", "int8", "fp8", "krul"] = "auto"
     krul: Annotated[KrulOption, _table('a table, such as {"ratio": 0.5, "error": 0.3}')] = (
         KrulOption()
     )
@@ -219,10 +219,7 @@ def parse_config(
     options: object, source: str, inherited: HCacheConfig | None = None
 ) -> HCacheConfig:
     """Build the configuration from the table ``options``; a ConfigError has all wrong options.
-
-    Args:
-        source: Origin of the table, for messages.
-        inherited: Options that replace the defaults.
+    ``source``: origin of the table, for messages. ``inherited``: options that replace the defaults.
     """
     if options is None:
         options = {}

@@ -7,7 +7,7 @@ differ (dense and expert layers) are averaged.
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -16,7 +16,7 @@ from hcache_backend.format.units import units_per_group
 
 PAGE_TOKENS = 64  # of a page, by default
 CLEARLY_LESS = 0.99  # codecs round units to whole words: smaller differences are noise
-PlannedCodec = Literal["auto", "none", "exp4", "int8", "fp8"]  # krul is not planned
+PlannedCodec = Literal["auto", "none", "exp3", "exp4", "int8", "fp8"]  # krul is not planned
 
 
 class Latent(BaseModel):
@@ -28,6 +28,14 @@ class Latent(BaseModel):
     rank: int = Field(gt=0)
     rope_dim: int = Field(gt=0)
     query_rank: int | None = Field(default=None, gt=0)
+
+
+class Sides(NamedTuple):
+    """Layers that keep a window or a state, instead of K and V of all tokens."""
+
+    kind: Literal["window", "state"]
+    layers: int
+    size: int  # bytes of one sequence's, in all these layers and on all ranks
 
 
 class ModelShape(BaseModel):
@@ -133,7 +141,7 @@ def encoded(
     ``dtype`` is the type that the model is served in; each of ``tp`` ranks encodes its own heads.
     """
     if codec == "auto":
-        codec = "exp4" if dtype == "bfloat16" else "none"
+        codec = "exp3" if dtype == "bfloat16" else "none"
     if codec == "none":
         return shape
     # Not above: most plans need no torch, which takes seconds to import.

@@ -4,8 +4,6 @@ A parameter of the engine that is annotated ``Any`` must be named here, so that 
 another object of SGLang's says what it is; its attributes are then checked like all others.
 """
 
-from __future__ import annotations
-
 _CACHE = "sglang.srt.mem_cache."
 _ARGUMENTS = ("sglang.srt.arg_groups.fields",)
 _BATCHES = (

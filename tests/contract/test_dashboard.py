@@ -1,7 +1,5 @@
 """The Grafana dashboard and the alerts of Prometheus ask for metrics that exist."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re

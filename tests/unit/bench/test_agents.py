@@ -1,7 +1,5 @@
 """Workloads of agents, and what tiers keep of them."""
 
-from __future__ import annotations
-
 import json
 import lzma
 from collections.abc import Callable
