@@ -15,7 +15,7 @@ GPU_PYTHON := $(shell command -v nvidia-smi >/dev/null && python -c \
 export CPU_SETUP := $(if $(GPU_PYTHON),,1)
 
 .PHONY: setup versions demo test dark test-long test-versions test-gpu-versions lint docs bench-store bench-codecs \
-	bench-accuracy bench-paper bench-launches bench-beside bench-hits bench-hits-load bench-eviction bench-agents bench-states \
+	bench-accuracy bench-paper bench-beside bench-hits bench-hits-load bench-eviction bench-agents bench-returns bench-states \
 	bench-restores bench-saving bench-multiturn bench-real-model record-demo record-restores record-accuracy record-real-model
 .DELETE_ON_ERROR:
 
@@ -154,11 +154,6 @@ bench-real-model: setup
 bench-paper: setup
 	$(BIN)/python -m bench.paper $(ARGS)
 
-# Launches and Python time of a backup, a load and an eager restore of 32 layers; Python time of
-# capture in a decode step without CUDA graphs. Seconds.
-bench-launches: setup
-	$(BIN)/python -m bench.launches $(ARGS)
-
 # What a full store still has of each prompt, beside LRU and the best possible. Minutes.
 bench-eviction: setup
 	$(BIN)/python -m bench.eviction $(ARGS)
@@ -170,6 +165,10 @@ bench-states: setup
 # What a small host tier keeps of agents' prompts, by several orders of eviction. Minutes.
 bench-agents: setup
 	$(BIN)/python -m bench.agents $(ARGS)
+
+# How soon agents that come back get their first token, on servers of four kinds. 15 minutes.
+bench-returns: setup
+	$(BIN)/python -m bench.returns $(ARGS)
 
 # First layers recomputed while L3 brings the others. An hour, alone.
 bench-beside: setup

@@ -11,8 +11,6 @@ table has medians of the ratios, and intervals that hold the true ones with 95%.
 time of a restore whose processor and L3 are busy from start to end, with the question behind it.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from math import log2

@@ -17,8 +17,6 @@ have them or not: a restart would find these. Quotas are shares of all pages of 
 Ends with status 1 if the store misses a goal.
 """
 
-from __future__ import annotations
-
 import hashlib
 import heapq
 import mmap

@@ -7,8 +7,6 @@ with the statistics of ShareGPT4, long contexts of L-Eval, and contexts by Zipf'
 each method: time to first token, time between tokens, and the tiers of hits.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 import random

@@ -8,8 +8,6 @@ differences from the paper. The numbers of its figures are those of its text: ba
 a few, as the product's do, or all of them, so that copies and projections add up.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import asdict
 from typing import Any, NamedTuple

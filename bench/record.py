@@ -38,8 +38,8 @@ PROGRAMS = {
     "store": "bench.store.__main__",
     "eviction": "bench.eviction",
     "agents": "bench.agents",
+    "returns": "bench.returns",
     "states": "bench.states",
-    "repairs": "bench.repairs",
     "hits": "bench.hits.__main__",
     "hits_load": "bench.hits.load",
 }

@@ -36,7 +36,6 @@ class Size(NamedTuple):
 
 
 def size_of(text: str) -> Size:
-    """The size of one file of Python."""
     nodes = list(ast.walk(ast.parse(text)))
     functions = sum(isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) for node in nodes)
     classes = sum(isinstance(node, ast.ClassDef) for node in nodes)
@@ -55,7 +54,6 @@ def sizes(files: Iterable[tuple[str, str]], folders: Iterable[str]) -> dict[str,
 
 
 def budgets() -> dict[str, int]:
-    """Most lines of each folder, by the table of docs/structure.md."""
     rows = _ROW.findall(STRUCTURE.read_text())
     return {folder: int(most.replace(",", "")) for folder, most in rows}
 

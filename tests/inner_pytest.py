@@ -1,7 +1,5 @@
 """pytest in a process of its own: for tests that need another environment from the start."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -5,8 +5,6 @@ that a run which is broken off keeps what it has. Tests that did not run keep th
 that no longer exist.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from datetime import UTC, datetime

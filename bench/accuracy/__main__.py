@@ -12,8 +12,6 @@ and recomputation. --model is a fixture (gqa or paired, trained when it is first
 or smollm2-mha) or any model that SGLang serves, with its tokenizer.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

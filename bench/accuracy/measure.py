@@ -4,8 +4,6 @@ The reference is a run without a cache: the model computes history and turn at o
 the history's K and V restored; then the turn behind it is computed and compared.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field

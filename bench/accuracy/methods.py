@@ -3,8 +3,6 @@
 To add one: a function that makes it from an :class:`Engine`, in :data:`MAKERS`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial

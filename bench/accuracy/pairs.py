@@ -4,8 +4,6 @@ Pairs are MiniCache's fixed ones, or chosen for every history as Krul does: from
 its last tokens.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence

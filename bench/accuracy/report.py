@@ -1,7 +1,5 @@
 """The results of ``bench.accuracy``, as a table and a picture."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -10,8 +10,6 @@ the model cannot be had, a random one is used.
 Exit status: 0; 1 when a reply differs or nothing came from L3; 2 when the demo could not run.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from bench.demo.report import build_report, form_report, headline, said, turns

@@ -1,7 +1,5 @@
 """The demo's verdict, JSON, rows of the table and of the picture."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """A conversation about a text that every machine has, on one server after the other."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import random

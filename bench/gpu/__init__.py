@@ -5,8 +5,6 @@
 If the package is not installed, the kernels are taken from the checkout.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from pathlib import Path

@@ -13,8 +13,6 @@ restores of 4096 tokens. After each run the shadow pages are compared with the i
 step's projections.
 """
 
-from __future__ import annotations
-
 from itertools import product
 
 from bench.gpu.capture_steps import decode, decode_during_restores, prefill

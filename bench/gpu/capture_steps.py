@@ -1,7 +1,5 @@
 """Decode steps and prefill, with hidden states saved in different ways."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

@@ -20,8 +20,6 @@ its
 times mean nothing. Exit status 1: a step failed, or something was wrong.
 """
 
-from __future__ import annotations
-
 import sys
 
 from bench.gpu import program, steps

@@ -6,8 +6,6 @@
 - correctness of both ways on the same random data, against float64
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 
 from bench.gpu.program import GpuProgram, GpuRun, Row, models

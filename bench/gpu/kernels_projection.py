@@ -1,7 +1,5 @@
 """``project_kv`` on the shapes of five models."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial

@@ -11,8 +11,6 @@ keeping. Then the wrong values must show, otherwise the check proves nothing. On
 product runs: the caller is the only current stream, and memory is not used again too early.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -9,8 +9,6 @@ A way keeps its speed beside products if copies and products overlap. If they ad
 keep one half. ``of one copy`` compares a way alone with one large copy from pinned memory.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

@@ -10,8 +10,6 @@
   that is free is taken, and no size that would take longer than ``--register-s``.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator

@@ -19,8 +19,6 @@ all-reduces, and measured once. ``--rates`` in GB/s slow the copy down as a slow
 is the bus as it is. K and V are compared with those of the forward pass after every method.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import groupby
 

@@ -1,11 +1,9 @@
 """Every way to get K and V of a history back, on the same data."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
 from types import SimpleNamespace
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -121,18 +119,6 @@ class History:
         """Restores the exact hidden states of all layers from the pages."""
         layers = [RestoredLayer("hidden", self.fill_hidden(i)) for i in range(len(self.layers))]
         return RestorePipeline(self.memory, self._pieces(0), layers, self.tokens, self.device.kind)
-
-    def stored(
-        self, kind: Literal["hidden", "kv"]
-    ) -> tuple[list[torch.Tensor], list[RestoredLayer]]:
-        """Each layer's exact hidden states, or K and V, ``[pages, bytes]`` in order of the tokens,
-        and how they come back."""
-        which, on_pages = 0 if kind == "hidden" else 2, torch.from_numpy(self.pages)
-        layers = range(len(self.layers))
-        segments = [self._segment(i, which)[on_pages] for i in layers]
-        if kind == "kv":
-            return segments, [self.kv.restored_layer(i) for i in layers]
-        return segments, [RestoredLayer("hidden", self.fill_hidden(i)) for i in layers]
 
     def kv_of(self, layer: int) -> torch.Tensor:
         """K and V of a layer in the pages: ``[all pages, 2, page_size, heads, head_dim]``."""

@@ -1,7 +1,5 @@
 """Layers with random weights that compute as the models' layers do, on one rank."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 

@@ -27,8 +27,6 @@ same after a restore. In 16 bits tokens may differ by rounding: the tables count
 too. Only a GPU shows whether capture works in decode graphs, and whether copies overlap.
 """
 
-from __future__ import annotations
-
 import sys
 import tempfile
 from importlib.util import find_spec

@@ -5,8 +5,6 @@ theirs (8192 at most), for histories of the workloads do. Weights are so large t
 peaked: the output depends on the KV cache, and a wrong row changes tokens.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -3,8 +3,6 @@
 One step of bench/gpu/serve.sh, whose ``--help`` lists the requests.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections.abc import Iterator

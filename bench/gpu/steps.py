@@ -4,8 +4,6 @@ A step that fails, or uses up its share of the time that is left, does not stop 
 ``NAME.json`` of the script is written after every step, and has the rows of the steps' own files.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

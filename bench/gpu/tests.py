@@ -4,8 +4,6 @@ One step of bench/gpu/first.sh. Needs pytest alone. The output of each file's pr
 ``FILE.log`` beside the results, also of a process that is killed.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

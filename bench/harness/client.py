@@ -1,7 +1,5 @@
 """Streamed requests to an SGLang server, with their times."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time

@@ -3,8 +3,6 @@
 Nothing stands in front of them: a client sends a request to one of each, as SGLang's router does.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import random

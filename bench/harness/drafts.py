@@ -1,7 +1,5 @@
 """Models and their drafts, for speculative decoding: some of the drafts are accepted."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """The device of the servers on this machine: a GPU, or the CPU engine of the tests."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from importlib.util import find_spec
 

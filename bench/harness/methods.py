@@ -1,7 +1,5 @@
 """Ways to bring a history back, which the programs that measure compare with each other."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path

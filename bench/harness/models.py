@@ -4,8 +4,6 @@ Weights are drawn with a large `initializer_range`, so that attention is peaked 
 really depends on the KV cache: a wrong row changes the tokens.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil
@@ -252,8 +250,7 @@ MORE_ARCHITECTURES: dict[str, Architecture] = {
     ),
     # Every second layer keeps the last inputs of a convolution.
     "lfm2": Architecture(
-        "lfm2",
-        _gated(2, layer_types=["conv", "full_attention"] * (LAYERS // 2), conv_L_cache=3),
+        "lfm2", _gated(2, layer_types=["conv", "full_attention"] * (LAYERS // 2), conv_L_cache=3)
     ),
     # Layers with a window have more heads of K and V than the others, and sinks. Keys are wider
     # than values. (transformers does not have this model: SGLang goes by the architecture's name.)

@@ -1,7 +1,5 @@
 """A Mooncake cluster on this machine: a master and a node that lends memory, over TCP."""
 
-from __future__ import annotations
-
 import signal
 import socket
 import subprocess

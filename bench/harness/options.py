@@ -1,7 +1,5 @@
 """The options of a server in tests and programs, and its command line."""
 
-from __future__ import annotations
-
 import json
 import os
 import secrets

@@ -1,7 +1,5 @@
 """This machine's profile, and it with a slower bus or L3, as plans of servers go by it."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

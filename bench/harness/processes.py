@@ -4,8 +4,6 @@ The nursery (see `hcache_cpu_engine/nursery.py`) is started with the first serve
 as this process: nothing imported by it outlives a test run.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import json

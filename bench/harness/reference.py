@@ -1,7 +1,5 @@
 """The reference of a run: always another run, or no comparison could fail."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import fmean

@@ -4,8 +4,6 @@ TTFT also holds the question's prefill, and on a CPU attention hides the rest; t
 time from the start of the prefetch to the last layer on the device.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import time

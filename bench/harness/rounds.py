@@ -1,7 +1,5 @@
 """Contestants that are compared round by round."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from math import comb
 

@@ -1,7 +1,5 @@
 """SGLang's router in front of servers on this machine; run as a program, the router itself."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import sys

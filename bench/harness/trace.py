@@ -1,7 +1,5 @@
 """The restore trace of a server (``tracing/hcache_trace.py``), read."""
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Servers that take turns at a history in L3, which on the CPU engine is as slow as one wants."""
 
-from __future__ import annotations
-
 import random
 import signal
 from collections.abc import Iterator, Mapping, Sequence

@@ -10,8 +10,6 @@ holds the true one with 95%. L3 also stops while a history is being read, for fi
 good.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path

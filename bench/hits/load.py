@@ -8,8 +8,6 @@ bursts, the others stopped meanwhile. Requests per second and the time to the fi
 in a burst) are medians over bursts.
 """
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Times to the first token at each speed of L3, and when L3 stops."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Sequence

@@ -24,8 +24,6 @@ interpreter lock is held. Results of other sizes that stand in the folder of res
 million pages have a run of their own.
 """
 
-from __future__ import annotations
-
 import json
 import tempfile
 from collections.abc import Iterable

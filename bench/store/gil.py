@@ -1,7 +1,5 @@
 """How long the interpreter lock (GIL) of this process is held while something runs, by py-spy."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -3,8 +3,6 @@
 Both on a quiet interpreter, and beside a thread that computes, as a server's scheduler does.
 """
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

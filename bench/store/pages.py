@@ -1,7 +1,5 @@
 """Pages through the store and through others, and the disk's ceiling, in rounds."""
 
-from __future__ import annotations
-
 import mmap
 import os
 import time

@@ -1,7 +1,5 @@
 """Other stores that pages go through: SGLang's HiCacheFile, NIXL's POSIX backend, Mooncake."""
 
-from __future__ import annotations
-
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence

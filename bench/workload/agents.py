@@ -6,8 +6,6 @@ requests of the trace of callanjfox/kv-cache-tester (Apache-2.0). Values between
 interpolated. Idle times, and new tokens, of one session are more alike than those of several.
 """
 
-from __future__ import annotations
-
 import json
 import lzma
 from collections.abc import Iterable, Iterator, Sequence

@@ -4,8 +4,6 @@ The paper gives means, one median and one maximum; which distribution has them i
 lengths are log-normal here, as lengths of texts mostly are, with spreads of our own choice.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

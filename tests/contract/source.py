@@ -193,7 +193,6 @@ class Source:
         return ".".join([*package, statement.module] if statement.module else package)
 
     def _names_of(self, module: str) -> dict[str, ast.stmt]:
-        """Names at the top of a module, under ``if`` and ``try`` too."""
         if module not in self._names:
             tree = self._module(module)
             names: dict[str, ast.stmt] = {}

@@ -3,8 +3,6 @@
 Nothing is listed by hand that can be found, so a new use is a use that is checked.
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -56,8 +54,6 @@ class Attribute:
 
 
 class Uses:
-    """One source file of ours."""
-
     def __init__(self, path: Path, root: Path) -> None:
         self.path = str(path.relative_to(root))
         self._tree = ast.parse(path.read_text(), str(path))
@@ -160,7 +156,6 @@ class Uses:
                     )
 
     def attributes(self) -> Iterator[Attribute]:
-        """Every attribute that is read, with the last name before it."""
         for node in ast.walk(self._tree):
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
                 owner = node.value
@@ -200,7 +195,6 @@ def _is_sglang(dotted: str) -> bool:
 
 
 def _of_self(cls: ast.ClassDef) -> set[str]:
-    """What is read from ``self`` and ``super()``."""
     found = set()
     for node in ast.walk(cls):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):

@@ -1,8 +1,6 @@
 """The SGLang versions that can be looked at here: the installed one, and those that
 requirements/versions.sh unpacked."""
 
-from __future__ import annotations
-
 from functools import cache
 from importlib.metadata import version
 from importlib.util import find_spec

@@ -239,7 +239,6 @@ def _device_tensor(tensor: Any) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """The same memory as a tensor of the CPU."""
     return value.as_subclass(torch.Tensor) if isinstance(value, DeviceTensor) else value
 
 

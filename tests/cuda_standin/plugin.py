@@ -3,8 +3,6 @@
 For `pytest -p tests.cuda_standin.plugin` with `TRITON_INTERPRET=1`, see `test_stand_in.py`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """Runs what needs a GPU on the stand-in, in a process whose kernels are interpreted."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

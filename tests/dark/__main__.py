@@ -7,8 +7,6 @@
 Ends with 1 if a test failed, if a dark statement is not in dark.toml, or if one there is not dark.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import shutil
@@ -26,7 +24,6 @@ RUNS = (["-m", "not long", *TWO_AT_A_TIME], [*TWO_AT_A_TIME, *LONG])
 
 
 def main() -> int:
-    """The exit status."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -53,11 +50,7 @@ def main() -> int:
 def environment(folder: Path) -> dict[str, str]:
     """Of a process whose statements are marked."""
     paths = [str(Path(__file__).with_name("python")), os.environ.get("PYTHONPATH")]
-    return {
-        **os.environ,
-        VARIABLE: str(folder),
-        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-    }
+    return {**os.environ, VARIABLE: str(folder), "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ Key = tuple[str, str, str]
 
 
 def sources() -> Iterator[Source]:
-    """All files of the package."""
     for folder in hcache_dark.FOLDERS:
         for path in sorted((ROOT / folder).rglob("*.py")):
             yield hcache_dark.read(path)
@@ -85,7 +84,6 @@ class Dark:
 
     @classmethod
     def read(cls, folder: Path) -> Dark:
-        """``folder``: the marks of all processes."""
         total, places = 0, list[tuple[str, int, Key]]()
         for source in sources():
             total += len(source.statements)

@@ -1,7 +1,5 @@
 """``python -m tests.docs``: check README, changelog and docs; ends with 1 when one is wrong."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Annotated
@@ -31,7 +29,6 @@ def check(
     run: Annotated[bool, typer.Option(help="Run the blocks that are marked runnable.")] = True,
     write: Annotated[bool, typer.Option(help="Write the printed parts first.")] = False,
 ) -> None:
-    """Check links, names, printed parts and runnable blocks."""
     findings: list[Finding] = []
     printed = capabilities.with_table(LIMITS.read_text())
     if write:

@@ -3,8 +3,6 @@
 The folder has links to everything in the checkout; new files of a block stay in the folder.
 """
 
-from __future__ import annotations
-
 import doctest
 import os
 import signal

@@ -1,7 +1,5 @@
 """The part of docs/limits.md that is printed from the product's table of capabilities."""
 
-from __future__ import annotations
-
 from hcache_backend.start.capabilities import CAPABILITIES
 
 FIRST, LAST = "<!-- capabilities: written by `python -m tests.docs --write` -->", "<!-- end -->"

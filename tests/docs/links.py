@@ -1,7 +1,5 @@
 """Do links lead somewhere? Nothing is fetched."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """Whether names in pages exist: options, configuration, variables, metrics, files, functions."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re
@@ -64,7 +62,6 @@ def name_findings(page: Page) -> Iterator[Finding]:
 
 
 def unmentioned(pages: Sequence[Page]) -> Iterator[str]:
-    """Commands and metrics of ours that are not in ``pages``."""
     text = "\n".join(piece.text for page in pages for piece in _all_code(page))
     commands = [f"hcache {name}" for name in _commands_of(app)]
     yield from (f"no page speaks of {n}" for n in (*commands, *_families()) if n not in text)
@@ -117,7 +114,6 @@ def _options_of(command: Any) -> set[str]:
 
 @cache
 def _every_option() -> set[str]:
-    """The options of ``hcache`` and of the programs in ``bench``."""
     found = set().union(*map(_options_of, _commands_of(app).values()))
     for file in (ROOT / "bench").glob("**/*"):
         if file.suffix in (".py", ".sh"):

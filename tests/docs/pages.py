@@ -1,7 +1,5 @@
 """A Markdown page, taken apart: what it links to, what can be linked to, and what is code."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence

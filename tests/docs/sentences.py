@@ -1,7 +1,5 @@
 """Lengths of the sentences of a page, in words."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A short run of ``bench.accuracy``, with a model that is trained the first time."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

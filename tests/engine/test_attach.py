@@ -1,7 +1,5 @@
 """Run-time attach and detach by the admin API: every answer of it, and what must not change."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -69,7 +67,6 @@ def server(
 
 @pytest.fixture(autouse=True)
 def detached(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Tests leave the shared server without a backend."""
     yield
     if "server" in request.fixturenames:
         request.getfixturevalue("server").detach_storage()

@@ -1,7 +1,5 @@
 """Short runs of the programs in ``bench`` that serve, and ``hcache ingest``, on real servers."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 import json
@@ -42,7 +40,6 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
 
 
 def results_of(program: Program, folder: Path, name: str, *arguments: str) -> dict[str, Any]:
-    """What a program wrote."""
     with redirect_stdout(io.StringIO()) as said:
         assert program.main(["--out", str(folder), *arguments]) == 0
     assert f"Results: {folder}/{name}.json" in said.getvalue()
@@ -52,7 +49,6 @@ def results_of(program: Program, folder: Path, name: str, *arguments: str) -> di
 
 
 def asked(server: Server, folder: Path, *arguments: str) -> dict[str, Any]:
-    """The only row of a workload that the server is asked."""
     running = ("--url", server.url, "--api-key", ADMIN_KEY, "--rates", "inf")
     found = results_of(multiturn.PROGRAM, folder, "multiturn", *running, *arguments)
     (row,) = found["rows"]

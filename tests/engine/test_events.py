@@ -1,7 +1,5 @@
 """SGLang's publisher of KV events says what L3 stores and evicts."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,13 +12,8 @@ import pytest
 import zmq
 
 from bench.harness.server import Server, free_port
+from tests.engine.harness import ours
 from tests.engine.harness.conversations import random_tokens
-from tests.engine.harness.ours import (
-    assert_nothing_went_wrong,
-    assert_own_pages_of_kv,
-    our_server,
-    stored_pages,
-)
 
 pytestmark = pytest.mark.engine
 
@@ -67,7 +60,7 @@ def test_a_subscriber_hears_what_l3_stores_and_evicts(
 ) -> None:
     port = free_port()
     told = {"publisher": "zmq", "endpoint": f"tcp://*:{port}"}
-    options = our_server(
+    options = ours.our_server(
         model,
         tmp_path,
         hcache={"mode": mode, "events": True, "quota_bytes": ROOM * FILE_BYTES},
@@ -93,14 +86,14 @@ def test_a_subscriber_hears_what_l3_stores_and_evicts(
         assert all(len(e["token_ids"]) == PAGE * len(e["block_hashes"]) for e in stored)
         server.until(lambda: bool(pages_of("BlockRemoved")), "events of evicted pages")
         there = set(pages_of("BlockStored")) - set(pages_of("BlockRemoved"))
-        assert len(there) == len(stored_pages(tmp_path)) <= ROOM
-        assert_nothing_went_wrong(server)
+        assert len(there) == len(ours.stored_pages(tmp_path)) <= ROOM
+        ours.assert_nothing_went_wrong(server)
         if mode == "kv":
-            assert_own_pages_of_kv(server)
+            ours.assert_own_pages_of_kv(server)
 
 
 def test_without_a_publisher_the_option_is_not_used(model: Path, tmp_path: Path) -> None:
-    options = our_server(model, tmp_path, hcache={"mode": "kv", "events": True})
+    options = ours.our_server(model, tmp_path, hcache={"mode": "kv", "events": True})
     with Server(options) as server:
         server.wait_for_log("hcache: option 'events' is not used: it needs --kv-events-config")
         server.generate(random_tokens(200, 1), 1)

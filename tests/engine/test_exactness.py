@@ -1,7 +1,5 @@
 """Half types: K and V come back as exactly as the model repeats them, and so do replies."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace

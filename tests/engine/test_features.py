@@ -1,7 +1,5 @@
 """What SGLang can do beside own pages: rows of the table in docs/limits.md."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,15 +10,9 @@ import requests
 from bench.harness.drafts import drafting
 from bench.harness.models import build_model
 from bench.harness.server import CachedTokens, Server
+from tests.engine.harness import ours
 from tests.engine.harness.clients import Clients
 from tests.engine.harness.conversations import converse, make_conversations, turns_of
-from tests.engine.harness.ours import (
-    assert_no_cache_output,
-    assert_no_cache_replies_up_to_ties,
-    assert_restored_from_l3,
-    assert_sound_own_pages,
-    our_server,
-)
 from tests.engine.harness.vision import IMAGE, build_vision_model, image, words
 
 pytestmark = pytest.mark.engine
@@ -37,7 +29,7 @@ pytestmark = pytest.mark.engine
 )
 def test_host_memory_that_is_a_buffer_only(mode: str, tp: int, model: Path, tmp_path: Path) -> None:
     """Nodes go while they are read, and the device gets pages that others have asked L3 for."""
-    options = our_server(
+    options = ours.our_server(
         model,
         tmp_path,
         hcache={"mode": mode},
@@ -50,21 +42,21 @@ def test_host_memory_that_is_a_buffer_only(mode: str, tp: int, model: Path, tmp_
     )
     with Server(options) as server:
         conversations = converse(server, make_conversations(2, turns=3, tokens=200))
-        assert_restored_from_l3(conversations, 16)
+        ours.assert_restored_from_l3(conversations, 16)
         clients = Clients(server, 12, aborted=0.2, kept=20)
         kinds = ("replied", "aborted", "disconnected", "device", "storage")
         clients.talk(8, until=lambda: all(clients.counts[kind] for kind in kinds))
         server.wait_backed_up()
         assert clients.counts["host"] == 0
-        assert_sound_own_pages(server, mode)
+        ours.assert_sound_own_pages(server, mode)
         assert "L3 is off" not in server.log_text()
         assert "is not the requested one" not in server.log_text()
     options.log = tmp_path / "restarted.log"
     with Server(options) as server:
         again = converse(server, make_conversations(2, turns=1, tokens=200))
     assert all(turn.cached.storage == 192 for turn in turns_of(again))
-    assert_no_cache_output(model, [*conversations, *again])
-    assert_no_cache_replies_up_to_ties(model, clients.turns)
+    ours.assert_no_cache_output(model, [*conversations, *again])
+    ours.assert_no_cache_replies_up_to_ties(model, clients.turns)
 
 
 @pytest.mark.parametrize("kind", ["drafts", pytest.param("data-parallel", marks=pytest.mark.long)])
@@ -84,7 +76,7 @@ def test_one_request_at_a_time_by_priorities(kind: str, model_cache: Path, tmp_p
         *("--max-running-requests", str(limit)),
         *("--enable-priority-scheduling", "--disable-priority-preemption"),
     ]
-    started = our_server(model, tmp_path, hcache={"mode": "kv"}, page_size=16, **options)
+    started = ours.our_server(model, tmp_path, hcache={"mode": "kv"}, page_size=16, **options)
     conversations = make_conversations(6, turns=3, tokens=120)
     with Server(started) as server, ThreadPoolExecutor(len(conversations)) as pool:
         for _ in range(3):
@@ -96,9 +88,9 @@ def test_one_request_at_a_time_by_priorities(kind: str, model_cache: Path, tmp_p
             for conversation, prompt, reply in zip(conversations, prompts, replies, strict=True):
                 conversation.add(prompt, reply.result())
             server.flush_cache()
-        assert_sound_own_pages(server, "kv")
-    assert_restored_from_l3(conversations, 16)
-    assert_no_cache_output(model, conversations)
+        ours.assert_sound_own_pages(server, "kv")
+    ours.assert_restored_from_l3(conversations, 16)
+    ours.assert_no_cache_output(model, conversations)
 
 
 class Answer(NamedTuple):
@@ -125,7 +117,7 @@ def look(server: Server, text: str, seed: int | None = None) -> Answer:
 def test_images_and_positions_of_three_dimensions(model_cache: Path, tmp_path: Path) -> None:
     """A page with a part of an image is that of no other image."""
     model = build_vision_model(model_cache)
-    options = our_server(
+    options = ours.our_server(
         model,
         tmp_path,
         hcache={"mode": "auto"},
@@ -143,7 +135,7 @@ def test_images_and_positions_of_three_dimensions(model_cache: Path, tmp_path: P
         cold = look(server, text, 1)
         other = after_a_flush(2)
         restored, other_restored = after_a_flush(1), after_a_flush(2)
-        assert_sound_own_pages(server, "kv")
+        ours.assert_sound_own_pages(server, "kv")
         assert "positions of several dimensions" in server.log_text()
     assert cold.cached == CachedTokens()
     assert other.cached.storage == before
@@ -170,7 +162,7 @@ def test_a_conversation_finds_its_pages_in_the_other_group(
     name: str, tp: int, restore: str, model_cache: Path, tmp_path: Path
 ) -> None:
     model = build_model(name, model_cache)
-    options = our_server(
+    options = ours.our_server(
         model,
         tmp_path,
         hcache={"mode": "auto", "restore": restore},
@@ -183,9 +175,9 @@ def test_a_conversation_finds_its_pages_in_the_other_group(
         conversations = converse(server, make_conversations(3, turns=3, tokens=200))
         groups = [[turn.reply.meta_info["dp_rank"] for turn in c.turns] for c in conversations]
         assert groups == [[0, 1, 0], [1, 0, 1], [0, 1, 0]]
-        assert_restored_from_l3(conversations, 16)
+        ours.assert_restored_from_l3(conversations, 16)
         together = make_conversations(4, turns=2, tokens=200, seed=7)
-        assert_restored_from_l3(converse(server, together, concurrent=True), 16)
-        assert_sound_own_pages(server, "kv")
-    assert_no_cache_output(model, [*conversations, *together])
+        ours.assert_restored_from_l3(converse(server, together, concurrent=True), 16)
+        ours.assert_sound_own_pages(server, "kv")
+    ours.assert_no_cache_output(model, [*conversations, *together])
     assert all(turn.cached.device == 0 for turn in turns_of(conversations))

@@ -1,8 +1,6 @@
 """The harness: SGLang's own caches, which our backend is later held to, and server processes: how
 they start, how their end is seen, and that none outlives its test run."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys
@@ -14,11 +12,7 @@ import pytest
 
 from bench.harness.models import build_model
 from bench.harness.server import CachedTokens, Server, ServerError, ServerOptions
-from tests.engine.harness.conversations import (
-    converse,
-    make_conversations,
-    random_tokens,
-)
+from tests.engine.harness.conversations import converse, make_conversations, random_tokens
 from tests.engine.harness.ours import assert_no_cache_output, assert_restored_from_l3, file_backend
 
 pytestmark = pytest.mark.engine
@@ -75,9 +69,7 @@ def test_a_server_that_refuses_its_arguments_exits_with_a_status(options: Server
     assert "unrecognized arguments: --no-such-argument" in server.log_text()
 
 
-def test_a_server_that_dies_while_starting_is_an_error_with_its_log(
-    options: ServerOptions,
-) -> None:
+def test_a_server_that_dies_while_starting_is_an_error_with_its_log(options: ServerOptions) -> None:
     options.extra_args = ["--hicache-size", "100000"]
     with pytest.raises(ServerError, match=r"(?s)while starting.*host memory"), Server(options):
         pass

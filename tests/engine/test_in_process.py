@@ -1,7 +1,5 @@
 """Runs the tests of tests/engine/in_process, which import SGLang, in their own interpreter."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Our metrics beside SGLang's, on a real server with --enable-metrics."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -14,14 +12,8 @@ from typer.testing import CliRunner
 from bench.harness.server import Server
 from hcache_backend.cli.main import app
 from hcache_backend.cli.metrics_page import MetricsPage, fetch
+from tests.engine.harness import ours
 from tests.engine.harness.conversations import converse, make_conversations
-from tests.engine.harness.ours import (
-    assert_nothing_went_wrong,
-    assert_restored_from_l3,
-    flip_bit,
-    our_server,
-    stored_pages,
-)
 
 pytestmark = [pytest.mark.engine, pytest.mark.versions]
 
@@ -34,7 +26,7 @@ QUOTA_PAGES = 40
 @pytest.fixture(scope="module")
 def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("metrics")
-    options = our_server(
+    options = ours.our_server(
         model,
         folder,
         hcache={"quota_bytes": QUOTA_PAGES * FILE_BYTES, "recompute": "never"},
@@ -59,8 +51,8 @@ def until(server: Server, done: Callable[[MetricsPage], bool]) -> MetricsPage:
 def test_a_conversation_shows_in_the_metrics(server: Server) -> None:
     begin = time.monotonic()
     conversations = converse(server, make_conversations(2, turns=2, tokens=300))
-    assert_restored_from_l3(conversations, PAGE)
-    paths = stored_pages(server.options.log.parent)
+    ours.assert_restored_from_l3(conversations, PAGE)
+    paths = ours.stored_pages(server.options.log.parent)
     files = len(paths)
     turns = [turn for conversation in conversations for turn in conversation.turns]
     restored = sum(turn.cached.storage for turn in turns)
@@ -94,7 +86,7 @@ def test_a_conversation_shows_in_the_metrics(server: Server) -> None:
         assert 0 < histogram.seconds < time.monotonic() - begin and histogram.count > 0, stage
         assert histogram.below[-1][1] == histogram.count
     assert page.stages["l3_read"].count == page.stages["restore"].count == 2
-    assert_nothing_went_wrong(server)
+    ours.assert_nothing_went_wrong(server)
 
 
 def test_sglang_gets_its_own_storage_metrics(server: Server) -> None:
@@ -108,7 +100,7 @@ def test_sglang_gets_its_own_storage_metrics(server: Server) -> None:
 def test_evictions_show(server: Server) -> None:
     converse(server, make_conversations(10, turns=1, tokens=400, seed=7))
     page = until(server, lambda page: page.counters["store"].get("pages_evicted", 0) > 0)
-    files = len(stored_pages(server.options.log.parent))
+    files = len(ours.stored_pages(server.options.log.parent))
     store = page.counters["store"]
     assert files <= QUOTA_PAGES
     assert store["pages_evicted"] == store["pages_written"] - files
@@ -119,8 +111,10 @@ def test_a_damaged_page_is_counted_as_one(server: Server) -> None:
     conversations = make_conversations(1, turns=2, tokens=300, seed=8)
     (conversation,) = conversations
     converse(server, conversations, turns=1)
-    newest = max(stored_pages(server.options.log.parent), key=lambda path: path.stat().st_mtime_ns)
-    flip_bit(newest, -100)
+    newest = max(
+        ours.stored_pages(server.options.log.parent), key=lambda path: path.stat().st_mtime_ns
+    )
+    ours.flip_bit(newest, -100)
     before = fetch(server.url).counters["l3_tokens"]
     converse(server, conversations)
     page = until(server, lambda page: page.counters["store"].get("bad_pages", 0) > 0)

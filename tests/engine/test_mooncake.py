@@ -1,21 +1,13 @@
 """Hidden-state pages in a Mooncake cluster: another server's pages are used, if they prove it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
 
 from bench.harness import mooncake
 from bench.harness.server import Server, ServerOptions
+from tests.engine.harness import ours
 from tests.engine.harness.conversations import ask, converse, make_conversations
-from tests.engine.harness.ours import (
-    assert_no_cache_output,
-    assert_nothing_went_wrong,
-    assert_sound_hidden_mode,
-    hidden_mode_env,
-    partition,
-)
 
 pytestmark = [
     pytest.mark.engine,
@@ -33,7 +25,7 @@ def test_what_one_server_wrote_another_one_reads_and_believes_nothing_else(
                 tmp_path / f"{name}.log",
                 storage_backend="mooncake",
                 extra_config=mooncake.store_config(cluster),
-                extra_env=hidden_mode_env(partition=partition(1, 2, 1)),
+                extra_env=ours.hidden_mode_env(partition=ours.partition(1, 2, 1)),
             )
         )
 
@@ -41,7 +33,7 @@ def test_what_one_server_wrote_another_one_reads_and_believes_nothing_else(
         first, second = make_conversations(2, turns=1, tokens=300)
         with server("writer") as writer:
             converse(writer, [first, second])
-            assert_sound_hidden_mode(writer)
+            ours.assert_sound_hidden_mode(writer)
         with server("reader") as reader:
             prompts = [first.turns[0].prompt, second.turns[0].prompt]
             again = ask(reader, prompts)
@@ -54,5 +46,5 @@ def test_what_one_server_wrote_another_one_reads_and_believes_nothing_else(
             once_more = ask(reader, prompts)
             assert [c.turns[0].cached.storage for c in once_more] == [0, 0]
             assert "is not the requested one (checksum): counted as a miss" in reader.log_text()
-            assert_nothing_went_wrong(reader)
-    assert_no_cache_output(model, [first, second, *once_more])
+            ours.assert_nothing_went_wrong(reader)
+    ours.assert_no_cache_output(model, [first, second, *once_more])

@@ -1,7 +1,5 @@
 """Many clients for a long time, in pools that are too small: nothing is wrong and nothing leaks."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -10,15 +8,8 @@ import pytest
 
 from bench.harness.server import Server
 from hcache_backend.config import HCacheConfig
+from tests.engine.harness import ours
 from tests.engine.harness.clients import Clients
-from tests.engine.harness.ours import (
-    assert_no_cache_replies_up_to_ties,
-    assert_sound_own_pages,
-    faulty,
-    holdings,
-    our_server,
-    partition,
-)
 
 pytestmark = pytest.mark.engine
 
@@ -29,9 +20,9 @@ GROWTH = 1.05
 """Memory at the end may be so much of what it was after the warm-up."""
 KINDS = ("replied", "aborted", "disconnected", "device", "host", "storage")
 PARTITIONS = {
-    "hidden": partition(0, 4, 0),
-    "all three": partition(1, 2, 1),
-    "K and V": partition(0, 0, 4),
+    "hidden": ours.partition(0, 4, 0),
+    "all three": ours.partition(1, 2, 1),
+    "K and V": ours.partition(0, 0, 4),
 }
 
 
@@ -55,7 +46,7 @@ def test_soak(
     record_property: Callable[[str, object], None],
 ) -> None:
     report = tmp_path / "report"
-    options = our_server(
+    options = ours.our_server(
         model,
         tmp_path,
         hcache={"partition": PARTITIONS[name], "quota_bytes": 64 << 20},
@@ -67,7 +58,7 @@ def test_soak(
             "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "python",
             # What SGLang checks when it is idle it checks between batches too.
             "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
-            **faulty("report_holdings", report),
+            **ours.faulty("report_holdings", report),
         },
     )
     seen = []
@@ -82,12 +73,12 @@ def test_soak(
             clients.talk(seconds / rounds, until=everything)
             # SGLang checks its pools whenever it is idle, and ends itself when one leaks.
             server.wait_backed_up()
-            seen.append(holdings(server, report))
+            seen.append(ours.holdings(server, report))
         record_property("talked_seconds", seconds)
         record_property("requests_and_tokens", dict(clients.counts))
         record_property("held_after_each_round", seen)
         assert server.generate([1, 2, 3], 2).output_ids
-        assert_sound_own_pages(server, "kv" if name == "K and V" else "hidden")
+        ours.assert_sound_own_pages(server, "kv" if name == "K and V" else "hidden")
         assert "leak detected" not in server.log_text()
     for told in seen:
         assert told["locked_nodes"] == 0, seen
@@ -99,5 +90,5 @@ def test_soak(
     assert threads[-1] <= max(threads[: len(warm)]), seen
     assert seen[-1]["descriptors"] <= max(told["descriptors"] for told in warm), seen
     assert seen[-1]["memory_bytes"] <= GROWTH * max(told["memory_bytes"] for told in warm), seen
-    assert_no_cache_replies_up_to_ties(model, clients.turns)
+    ours.assert_no_cache_replies_up_to_ties(model, clients.turns)
     record_property("replies_equal_to_no_cache", samples)

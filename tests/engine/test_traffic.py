@@ -1,25 +1,18 @@
 """Shapes of traffic, on one server: small pages, small chunks mixed with decode, many at once."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from bench.harness.server import Server
+from tests.engine.harness import ours
 from tests.engine.harness.conversations import (
     Conversation,
     ask,
     converse,
     make_conversations,
     random_tokens,
-)
-from tests.engine.harness.ours import (
-    assert_no_cache_output,
-    assert_restored_from_l3,
-    assert_sound_hidden_mode,
-    our_server,
 )
 
 pytestmark = pytest.mark.engine
@@ -33,7 +26,7 @@ def server(
 ) -> Iterator[Server]:
     """Pages of 16 tokens and chunks of 128 mixed with decode, on either radix-tree core; the one in
     Python with overlap scheduling."""
-    options = our_server(
+    options = ours.our_server(
         model,
         tmp_path_factory.mktemp(request.param),
         page_size=PAGE,
@@ -47,14 +40,14 @@ def server(
     with Server(options) as server:
         assert f"Tree Core: {core}\n" in server.log_text()
         yield server
-        assert_sound_hidden_mode(server)
+        ours.assert_sound_hidden_mode(server)
 
 
 def test_eight_conversations_at_once(server: Server, model: Path) -> None:
     conversations = make_conversations(8, turns=2, tokens=200, seed=1)
     converse(server, conversations, concurrent=True, reply_tokens=24)
-    assert_restored_from_l3(conversations, PAGE)
-    assert_no_cache_output(model, conversations)
+    ours.assert_restored_from_l3(conversations, PAGE)
+    ours.assert_no_cache_output(model, conversations)
 
 
 def test_conversations_that_part_in_the_middle_of_what_was_stored(
@@ -72,15 +65,15 @@ def test_conversations_that_part_in_the_middle_of_what_was_stored(
     for turn in (branch.turns[1] for branch in branches):
         assert turn.cached.device + turn.cached.storage >= turn.history_tokens - PAGE
         assert turn.cached.storage > 0
-    assert_no_cache_output(model, [whole, *branches])
+    ours.assert_no_cache_output(model, [whole, *branches])
 
 
 def test_generated_pages_are_restored_as_prompted_ones_are(server: Server, model: Path) -> None:
     (conversation,) = make_conversations(1, turns=3, tokens=40, seed=3)
     converse(server, [conversation], reply_tokens=200)
-    assert_restored_from_l3([conversation], PAGE)
+    ours.assert_restored_from_l3([conversation], PAGE)
     assert conversation.turns[2].cached.storage > 2 * 200
-    assert_no_cache_output(model, [conversation])
+    ours.assert_no_cache_output(model, [conversation])
 
 
 def test_twenty_flushes(server: Server, model: Path) -> None:
@@ -90,7 +83,7 @@ def test_twenty_flushes(server: Server, model: Path) -> None:
         (again,) = ask(server, [prompt])
         assert again.turns[0].cached.storage == (len(prompt) - 1) // PAGE * PAGE
         assert again.outputs == conversation.outputs
-    assert_no_cache_output(model, [conversation])
+    ours.assert_no_cache_output(model, [conversation])
 
 
 def test_warm_turns_and_restored_turns_mix(server: Server, model: Path) -> None:
@@ -99,4 +92,4 @@ def test_warm_turns_and_restored_turns_mix(server: Server, model: Path) -> None:
     converse(server, [old], turns=1)
     converse(server, [old, new], flush=False, concurrent=True)
     assert old.turns[1].cached.storage >= old.turns[1].history_tokens - PAGE
-    assert_no_cache_output(model, [old, new])
+    ours.assert_no_cache_output(model, [old, new])

@@ -3,8 +3,6 @@
 python -m tests.goldens [arguments of pytest]
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

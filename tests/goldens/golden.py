@@ -1,7 +1,5 @@
 """Compares text with what was recorded, or records it."""
 
-from __future__ import annotations
-
 import difflib
 import os
 from collections.abc import Iterable

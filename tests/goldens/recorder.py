@@ -142,7 +142,6 @@ class Trace:
             self._turn += [f"[{name}] {line}" for line in lines]
 
     def turn(self, is_idle: Callable[[], bool]) -> None:
-        """A turn of the scheduler begins."""
         self.point()
         turn, self._turn = self._turn, []
         if turn and not (turn == self._last and self._polls.issuperset(turn)):
@@ -155,7 +154,6 @@ class Trace:
             mark.unlink()
 
     def asked(self, name: str) -> bool:
-        """Whether the script asks for something, by a file."""
         return (Path(self.settings.folder) / name).exists()
 
     def _write(self, lines: Iterable[str]) -> None:

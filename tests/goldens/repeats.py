@@ -1,7 +1,5 @@
 """Text that repeats itself is written once."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 LONGEST = 60

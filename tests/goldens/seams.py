@@ -3,8 +3,6 @@
 When functions move or get other names, this changes and no trace does.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -211,11 +209,9 @@ def _watch_collectives(trace: Trace) -> None:
 
 
 def _name(op: Any) -> str:
-    return {
-        dist.ReduceOp.MIN: "min",
-        dist.ReduceOp.MAX: "max",
-        dist.ReduceOp.SUM: "sum",
-    }.get(op, str(op))
+    return {dist.ReduceOp.MIN: "min", dist.ReduceOp.MAX: "max", dist.ReduceOp.SUM: "sum"}.get(
+        op, str(op)
+    )
 
 
 def _watch_hicache(trace: Trace) -> None:

@@ -1,7 +1,5 @@
 """Pages in host memory, page files, index records and namespaces are what they were."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

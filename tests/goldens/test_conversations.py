@@ -4,8 +4,6 @@ Replies are compared within a run and not recorded: sums differ between CPUs. Th
 many tokens of each turn came from L3.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -15,13 +13,8 @@ import pytest
 
 from bench.harness.models import build_model, with_changed_layers
 from bench.harness.server import Server, ServerOptions
+from tests.engine.harness import ours
 from tests.engine.harness.conversations import Conversation, converse, make_conversations, turns_of
-from tests.engine.harness.ours import (
-    assert_no_cache_output,
-    assert_nothing_went_wrong,
-    our_server,
-    partition,
-)
 from tests.goldens.golden import compare
 from tests.goldens.traced import PAGE
 
@@ -32,10 +25,10 @@ EMPTY = (LAYERS - 2, LAYERS - 1)
 WITHOUT = "without a cache"
 FLOAT32: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
-        "hidden states": {"partition": partition(0, LAYERS, 0)},
-        "first layers recomputed": {"partition": partition(2, LAYERS - 2, 0)},
+        "hidden states": {"partition": ours.partition(0, LAYERS, 0)},
+        "first layers recomputed": {"partition": ours.partition(2, LAYERS - 2, 0)},
         "K and V": {"mode": "kv"},
-        "mixed": {"partition": partition(2, 2, LAYERS - 4)},
+        "mixed": {"partition": ours.partition(2, 2, LAYERS - 4)},
         "plain pages": {"mode": "plain"},
     }
 )
@@ -62,7 +55,7 @@ def conversations_on(options: ServerOptions, said: str = "") -> list[Conversatio
     with Server(options) as server:
         assert said in server.log_text()
         found = converse(server, make_conversations(2, 3, tokens=100), reply_tokens=8)
-        assert_nothing_went_wrong(server)
+        ours.assert_nothing_went_wrong(server)
     return [*found]
 
 
@@ -75,11 +68,11 @@ def test_replies_are_the_same_in_every_mode(
     if dtype == "float32":
         plain = ServerOptions(model, tmp_path / "plain.log", cache="none", page_size=PAGE)
         found[WITHOUT] = conversations_on(plain)
-        assert_no_cache_output(model, found[WITHOUT])
+        ours.assert_no_cache_output(model, found[WITHOUT])
     for mode, hcache in (FLOAT32 if dtype == "float32" else BFLOAT16).items():
         folder = tmp_path / mode
         folder.mkdir()
-        options = our_server(model, folder, hcache=dict(hcache), dtype=dtype, page_size=PAGE)
+        options = ours.our_server(model, folder, hcache=dict(hcache), dtype=dtype, page_size=PAGE)
         said = f", codec {hcache['codec']}," if "codec" in hcache else ""
         found[mode] = conversations_on(options, said)
     replies = {mode: [each.outputs for each in those] for mode, those in found.items()}

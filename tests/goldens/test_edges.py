@@ -4,8 +4,6 @@
 to hide another one shows. Lines do not name the place of the edge, because it may move.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 
 from tests.goldens.golden import compare

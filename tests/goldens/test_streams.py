@@ -4,8 +4,6 @@ The scenarios and modelled streams are those of ``tests/order``: there is no eng
 is in one thread. A line has launches and what orders streams; repeated lines stand once.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any

@@ -4,8 +4,6 @@
 of the model without a cache, in every mode. They are not recorded: sums differ between CPUs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -16,23 +14,14 @@ import pytest
 from bench.harness.disaggregation import PrefillServer
 from bench.harness.models import build_model, with_changed_layers
 from bench.harness.server import Server, ServerOptions
+from tests.engine.harness import ours
 from tests.engine.harness.conversations import Conversation, random_tokens
-from tests.engine.harness.ours import (
-    assert_no_cache_output,
-    assert_nothing_went_wrong,
-    attach,
-    attach_config,
-    faulty,
-    hidden_mode_env,
-    partition,
-    slow_profile,
-)
 from tests.engine.machines.servers import TRANSFER
 from tests.goldens.golden import compare
 from tests.goldens.traced import PAGE, Script, conversation, our_traced_server, traced
 
 pytestmark = pytest.mark.engine
-MIXED = {"partition": partition(1, 2, 1)}
+MIXED = {"partition": ours.partition(1, 2, 1)}
 KV = {"mode": "kv"}
 NOBODY = "2.2.2.2"
 """SGLang's name of a decode server that takes everything at once and is not there."""
@@ -110,7 +99,7 @@ def attached(script: Script, folder: Path) -> list[Conversation]:
     script.settle("detached")
     script.ask(("nothing is there", prompt))
     script.settle("attach")
-    attach(server, attach_config(folder))
+    ours.attach(server, ours.attach_config(folder))
     script.settle()
     found = conversation(script)
     script.settle("detach")
@@ -118,7 +107,7 @@ def attached(script: Script, folder: Path) -> list[Conversation]:
     script.settle()
     script.ask(("not from L3", found.history))
     script.settle("attach again")
-    attach(server, attach_config(folder))
+    ours.attach(server, ours.attach_config(folder))
     script.flush()
     script.ask(("from L3", found.history))
     return [found]
@@ -216,14 +205,14 @@ def slow_l3(script: Script, folder: Path) -> list[Conversation]:
 
 
 def plain(script: Script, folder: Path) -> list[Conversation]:
-    """SGLang's pages in our store."""
     script.settle("a conversation from L3")
     return [conversation(script)]
 
 
 def without_l3(model: Path, folder: Path) -> ServerOptions:
-    """A server with hidden states whose L3 comes later."""
-    env = hidden_mode_env(profile=str(slow_profile(folder)), partition=partition(0, 4, 0))
+    env = ours.hidden_mode_env(
+        profile=str(ours.slow_profile(folder)), partition=ours.partition(0, 4, 0)
+    )
     options = ServerOptions(model, folder / "server.log", page_size=PAGE, extra_env=env)
     return traced(options)
 
@@ -237,7 +226,7 @@ def with_shared_tier(model: Path, folder: Path) -> ServerOptions:
 def that_loses_pages(model: Path, folder: Path) -> ServerOptions:
     options = {"max_total_tokens": 512, "hicache_ratio": 4.0, "dtype": "bfloat16"}
     hcache = {"codec": "exp4", **KV}
-    env = faulty("rows_do_not_fit")
+    env = ours.faulty("rows_do_not_fit")
     return our_traced_server(model, folder, hcache, trace={}, extra_env=env, **options)
 
 
@@ -253,7 +242,7 @@ SCENARIOS = {
     "prefill server": Scenario(prefill_server, MIXED, server=PrefillServer),
     "shared tier": Scenario(shared_tier, {}, options_of=with_shared_tier),
     "two ranks": Scenario(ranks, MIXED, {"tp": 2}, ranks=2),
-    "two stages": Scenario(ranks, {"partition": partition(0, 1, 1)}, {"pp": 2}, ranks=2),
+    "two stages": Scenario(ranks, {"partition": ours.partition(0, 1, 1)}, {"pp": 2}, ranks=2),
     "slow L3": Scenario(slow_l3, {"min_gain": 1.0, **KV}, trace={"read_seconds": 1.0}),
     "plain pages": Scenario(plain, {"mode": "plain"}),
 }
@@ -265,8 +254,7 @@ def model(pytestconfig: pytest.Config) -> Path:
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=TRANSFER if "prefill" in name else ()) for name in SCENARIOS],
+    "name", [pytest.param(name, marks=TRANSFER if "prefill" in name else ()) for name in SCENARIOS]
 )
 def test_traces(name: str, model: Path, tmp_path: Path) -> None:
     scenario = SCENARIOS[name]
@@ -279,6 +267,6 @@ def test_traces(name: str, model: Path, tmp_path: Path) -> None:
         script = Script(server, scenario.ranks)
         conversations = scenario.use(script, tmp_path)
         found = script.lines()
-        assert_nothing_went_wrong(server)
+        ours.assert_nothing_went_wrong(server)
     compare(f"{name.replace(' ', '_')}.txt", found)
-    assert_no_cache_output(model, conversations)
+    ours.assert_no_cache_output(model, conversations)

@@ -1,7 +1,5 @@
 """Servers that write traces, and what a script asks of them."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -122,7 +120,6 @@ class Script:
 
 
 def conversation(script: Script, turns: int = 3) -> Conversation:
-    """Turns of a conversation, all but the first from L3."""
     [found] = make_conversations(1, turns, tokens=QUESTION, seed=9)
     for turn in range(turns):
         prompt = found.next_prompt()

@@ -3,8 +3,6 @@
 What needs no graph also runs on the CPU, where streams are threads.
 """
 
-from __future__ import annotations
-
 import random
 import time
 
@@ -109,7 +107,6 @@ class Engine:
         assert self.capture.ledger.broken is None
 
     def finish(self) -> None:
-        """Wait for everything."""
         if self.device == "cuda":
             torch.cuda.synchronize()
         self.settle()

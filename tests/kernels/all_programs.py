@@ -6,8 +6,6 @@ This is for one layer, blocks of one dimension, and loops and branches that are 
 for all programs.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch

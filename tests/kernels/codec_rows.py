@@ -1,7 +1,5 @@
 """Rows that are hard on a codec."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

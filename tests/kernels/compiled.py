@@ -1,7 +1,5 @@
 """Compiles launches ahead of time, and says what their kernels take of a multiprocessor."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import re
@@ -83,7 +81,6 @@ def _use_cache(path: str) -> None:
 
 
 def _compile(job: Job) -> Usage:
-    """Compile a kernel as its launch would, for the job's device."""
     launch, (major, minor) = job.launch(), job.capability
     compiled = triton.compile(
         source(launch.kernel, launch.arguments),

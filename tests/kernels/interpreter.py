@@ -5,8 +5,6 @@ instead of rounding, and rounds to fp8 wrongly. Arithmetic on bf16 tensors other
 stays wrong: kernels convert to float32 first, as they must for accuracy anyway.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

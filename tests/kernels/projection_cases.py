@@ -1,7 +1,5 @@
 """Layers, inputs and pools for the tests of ``project_kv``, and what is right in float64."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Codecs in plain torch: what they promise, whatever the rows; ``exp4`` of hostile units."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """How copies over the bus are launched: as many programs as were measured, or the copy engine."""
 
-from __future__ import annotations
-
 import ctypes
 import sys
 from collections.abc import Iterator

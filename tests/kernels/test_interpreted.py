@@ -1,7 +1,5 @@
 """Runs tests/kernels/operations under Triton's interpreter, in a process of its own."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Gathering and scattering parts of pages in torch, and what is refused whatever does it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """``project_kv`` as others call it: right, refused when it cannot be, and nothing else written."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The table of the faster way: nearest measurement, kept in a file, safe against damage."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A host pool of own pages over a stand-in for SGLang's pool, and the check of it in service."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -59,7 +57,6 @@ def slots_of(*pages: int, size: int = PAGE) -> torch.Tensor:
 
 
 def bits(device: Any, *pages: int) -> torch.Tensor:
-    """K and V of pages, all layers, as they stand in memory."""
     buffers = (*device.k_buffer, *device.v_buffer)
     return torch.stack([buffer[slots_of(*pages)].view(torch.int16) for buffer in buffers])
 
@@ -109,7 +106,6 @@ class Host:
         self.pool.use(self.loads)
 
     def back_up(self, *pages: int) -> torch.Tensor:
-        """Launch the backup of device pages; where to."""
         host = self.pool.alloc(PAGE * len(pages))
         assert host is not None
         self.pool.divide(self.pool.page_ids(host), self.pool.page_layout)
@@ -122,21 +118,18 @@ class Host:
         return host
 
     def load(self, host: torch.Tensor, *pages: int) -> torch.Tensor:
-        """Load host pages to device pages; what these hold then."""
         self.loads.add(QueuedLoad(self.pool.page_ids(host)), slots_of(*pages))
         for layer in range(len(self.device.k_buffer)):
             self.pool.load_to_device_per_layer(self.device, host, slots_of(*pages), layer, "kernel")
         return bits(self.device, *pages)
 
     def lost(self, host: torch.Tensor) -> list[bool]:
-        """Which of some host pages, that have arrived, lack all layers."""
         pages = self.pool.page_ids(host)
         depths = self.pool.arena.depth(pages)
         assert (depths >= 0).all()
         return [depth > 0 for depth in depths.tolist()]
 
     def settled(self, host: torch.Tensor) -> bool:
-        """Whether it is known of all these host pages."""
         return bool((self.pool.arena.depth(self.pool.page_ids(host)) >= 0).all())
 
 
@@ -216,7 +209,6 @@ def checked(server: Host, every: int = 1) -> tuple[KVChecks, list[str]]:
 
 
 def compare_all(checks: KVChecks) -> None:
-    """Let there be as many turns as the checks take that can end."""
     for _ in range(1 + sum(len(page.left) for page in checks._waiting)):
         turn_of_checks(checks)
     assert checks.failed or not checks._waiting

@@ -1,7 +1,5 @@
 """A small HTTP server for tests of what asks servers."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """A prefetch of HiCache's, and eager loads of it without a host pool."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

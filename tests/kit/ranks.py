@@ -1,7 +1,5 @@
 """Ranks of one process: threads, whose collectives end when all of them are in there."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier

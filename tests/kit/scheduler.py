@@ -1,7 +1,5 @@
 """What plugins of tests do in the process of SGLang's scheduler."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Turns of the scheduler, for one part of ours."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -37,7 +35,6 @@ def turn_of(part: Any, cache: Any, reduce: Reduce = alone) -> None:
 
 
 def recompute(eager: Any, reduce: Reduce = alone) -> None:
-    """What a turn recomputes of prefetches that run."""
     turn = Turn()
     eager._offer(turn)
     turn.agree(reduce)

@@ -1,7 +1,5 @@
 """Which bytes a torch operation reads and writes, row by row where it indexes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
@@ -24,11 +22,7 @@ VIEWS = {
 }
 """Touch no bytes, and do not say so in their schema's aliases."""
 
-FACTS = {
-    aten._local_scalar_dense.default,
-    aten.is_nonzero.default,
-    aten.equal.default,
-}
+FACTS = {aten._local_scalar_dense.default, aten.is_nonzero.default, aten.equal.default}
 """Give the host a number: it waits for the stream."""
 
 SIZED_BY_DATA = {
@@ -73,7 +67,6 @@ def arguments(
 
 
 def tensors(value: Any) -> Iterator[torch.Tensor]:
-    """All tensors in nested lists and tuples."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
@@ -95,7 +88,6 @@ def touched(
 
 
 def whole(block: Block, tensor: torch.Tensor) -> Region:
-    """The cells of all elements of a tensor."""
     starts, length = _runs(tensor.shape, tensor.stride(), tensor.element_size())
     return _cells(block, starts + tensor.storage_offset() * tensor.element_size(), length)
 

@@ -1,7 +1,5 @@
 """The checker as one object: clocks, memory, stand-ins for the device, and a report."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -32,21 +30,17 @@ class Checker:
         self.stand_ins = stand_ins(self.clocks)
 
     def on_device(self, tensor: torch.Tensor, name: str = "") -> torch.Tensor:
-        """``tensor`` is device memory."""
         self.memory.register(tensor, Kind.DEVICE, name)
         return tensor
 
     def pinned(self, tensor: torch.Tensor, name: str = "") -> torch.Tensor:
-        """``tensor`` is pinned host memory."""
         self.memory.register(tensor, Kind.PINNED, name)
         return tensor
 
     def stream(self, name: str) -> Any:
-        """A new stream, as ``torch.cuda.Stream`` would be."""
         return self.stand_ins["Stream"](actor=self.clocks.new_stream(name))
 
     def on(self, stream: Any) -> Any:
-        """The context in which ``stream`` is the current one."""
         return self.stand_ins["StreamContext"](stream)
 
     @contextmanager
@@ -84,11 +78,9 @@ class Checker:
 
     @property
     def findings(self) -> list[Finding]:
-        """What is wrong, in the order in which it was found."""
         return list(self.memory.findings.values())
 
     def report(self) -> str:
-        """Findings as text; empty if there are none."""
         return "\n\n".join(
             f"[{count} times] {self.memory.findings[key]}"
             for key, count in self.memory.counts.items()

@@ -1,7 +1,5 @@
 """Vector clocks of the host and of streams."""
 
-from __future__ import annotations
-
 import random
 import sys
 import threading
@@ -103,7 +101,6 @@ class Clocks:
     # ---- streams ----
 
     def new_stream(self, name: str) -> int:
-        """A stream that is ordered behind nothing."""
         assert len(self._clocks) < ACTORS, f"more than {ACTORS} streams: {self.names}"
         self._clocks.append(np.zeros(ACTORS, np.int64))
         self._sites.append([()])
@@ -138,16 +135,13 @@ class Clocks:
         return int(max(self._clocks[actor][other], self._clocks[HOST][other]))
 
     def site_of(self, actor: int, step: int) -> Site:
-        """Where a step was given."""
         return self._sites[actor][step]
 
     def record(self, actor: int) -> Point:
-        """An event on a stream."""
         self.step(actor, site())
         return Point(self._clocks[actor].copy())
 
     def wait(self, actor: int, point: Point) -> None:
-        """A stream waits for an event."""
         mine = self._clocks[actor]
         np.maximum(mine, self._clocks[HOST], out=mine)
         np.maximum(mine, point.clock, out=mine)
@@ -166,7 +160,6 @@ class Clocks:
         self._learn(point.clock)
 
     def host_waits_for_stream(self, actor: int, how: str) -> None:
-        """The host waits for all that a stream was given."""
         self.host_waits_for(Point(self._clocks[actor].copy()), how)
 
     def query(self, point: Point) -> bool:

@@ -1,7 +1,5 @@
 """Every place of the product that puts streams in an order, so that each can be left out."""
 
-from __future__ import annotations
-
 import ast
 import sys
 from collections.abc import Iterator
@@ -36,7 +34,6 @@ class Edge(NamedTuple):
 
 
 def all_edges() -> list[Edge]:
-    """The edges of the product; no two have the same ``str``."""
     files = (path for part in PARTS for path in sorted((PACKAGE / part).rglob("*.py")))
     return [edge for path in files for edge in _Edges(path).found]
 

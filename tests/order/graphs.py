@@ -6,8 +6,6 @@ a replay neither its hooks nor HiCache's wait for a layer run, and the barrier t
 scheduler write what forward passes read is published before the step has done anything.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -85,11 +83,9 @@ class DecodeGraphs:
     # ---- what SGLang asks of its runner of decode graphs ----
 
     def can_run_graph(self, batch: Any) -> bool:
-        """Whether a batch is small enough."""
         return bool(batch.batch_size <= SIZES[-1])
 
     def execute(self, batch: Any, pp_proxy_tensors: Any = None) -> Any:
-        """Replay the graph of the next size."""
         count = batch.batch_size
         static = self._batches[next(size for size in SIZES if size >= count)]
         for name, padding in INPUTS.items():

@@ -1,7 +1,5 @@
 """Memory that streams use: who touched which bytes last, and whether it lives long enough."""
 
-from __future__ import annotations
-
 import weakref
 from collections import Counter
 from collections.abc import Iterator
@@ -58,7 +56,6 @@ class Block:
     alive: weakref.ref[torch.UntypedStorage] | None = None
 
     def all_cells(self) -> slice:
-        """Everything."""
         return slice(0, -(-self.size // self.cell))
 
 
@@ -104,7 +101,6 @@ class Memory:
         return self._blocks.get(tensor.untyped_storage()._cdata)
 
     def kind(self, tensor: torch.Tensor) -> Kind | None:
-        """Where a tensor is."""
         block = self.find(tensor)
         return None if block is None else block.kind
 
@@ -130,7 +126,6 @@ class Memory:
             block.kept.add(actor)
 
     def named(self, name: str) -> Iterator[Block]:
-        """The blocks of that name."""
         return (block for block in list(self._blocks.values()) if block.name == name)
 
     # ---- accesses ----

@@ -1,7 +1,5 @@
 """What is reported without each edge: the proof that it is needed, and that it is looked at."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 

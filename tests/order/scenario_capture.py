@@ -1,7 +1,5 @@
 """Scenarios of capture: forward passes whose hidden states become pages in host memory."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Scenarios of loads: those that the scheduler queues, and those that eager restores prepared."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable
 from functools import partial
 from types import SimpleNamespace
@@ -137,7 +135,6 @@ class Loading:
             return engine.layers_done(self.queue.launch(slots))
 
     def begin(self, prefetch: Hashable, pages: range, unread: int = 0) -> None:
-        """A prefetch of these pages begins."""
         self.eager.reserve(prefetch, list(pages), np.array(pages), unread)
         self.engine.loads_wait()
 

@@ -1,7 +1,5 @@
 """Scenario of pairs of layers: the last tokens of nodes are asked again behind forward passes."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

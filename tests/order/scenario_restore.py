@@ -1,7 +1,5 @@
 """Scenarios of the restore pipeline: pages in host memory become K and V under forward passes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -120,11 +118,7 @@ class Pool:
         return Recompute(layers, fill, self.stream()) if layers else None
 
     def run(
-        self,
-        layers: int,
-        positions: torch.Tensor,
-        slots: torch.Tensor,
-        spans: Iterable[TokenSpan],
+        self, layers: int, positions: torch.Tensor, slots: torch.Tensor, spans: Iterable[TokenSpan]
     ) -> None:
         """Recompute the first layers, as :class:`hcache_backend.restore.recompute.Recomputer`."""
         self.talk()
@@ -155,8 +149,6 @@ class Pool:
 
 
 class Engine:
-    """SGLang's streams, and what it does on them beside us."""
-
     def __init__(self, checker: Checker, pool: Pool, order: CollectiveOrder | None = None) -> None:
         self._checker, self._pool, self._order = checker, pool, order
         self.schedule, self.forward_stream, self.loading = (

@@ -1,7 +1,5 @@
 """Scenarios without an engine: a part of the product at work on modelled streams, in a second."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

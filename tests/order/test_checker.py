@@ -1,7 +1,5 @@
 """The checker itself: each rule on a few lines of work, with the edge and without it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

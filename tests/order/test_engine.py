@@ -1,7 +1,5 @@
 """SGLang's own scheduler, with overlap, under the checker: what users do to it, no wrong order."""
 
-from __future__ import annotations
-
 import json
 import os
 import time
@@ -271,11 +269,7 @@ SCENARIOS = {
     ),
     "flushes": Scenario(flushes, _was_cut_off),
     "flushes, encoded": Scenario(
-        *(flushes, _was_cut_off, KINDS),
-        restore="auto",
-        codec="exp4",
-        fault=UNFIT,
-        waits=(ABORTED,),
+        *(flushes, _was_cut_off, KINDS), restore="auto", codec="exp4", fault=UNFIT, waits=(ABORTED,)
     ),
     "flushes, eager": Scenario(flushes, _was_cut_off, KINDS, restore="auto", waits=(ABORTED,)),
 }
@@ -349,7 +343,6 @@ def check(
 
 
 def findings(found: list[dict[str, Any]]) -> str:
-    """What is wrong, on all ranks; empty if nothing is."""
     return "\n\n".join(finding for report in found for finding in report["findings"])
 
 

@@ -3,8 +3,6 @@
 That each edge is missed is tested by ``tests/goldens/test_edges.py``, which also records by what.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
@@ -52,10 +50,7 @@ def test_a_freed_host_page_is_not_written_before_the_device_is_done_with_it(
 
 @pytest.mark.parametrize(
     "known",
-    [
-        (RestorePipeline, "adopted", lambda pipeline: None),
-        (Recomputation, "after", ()),
-    ],
+    [(RestorePipeline, "adopted", lambda pipeline: None), (Recomputation, "after", ())],
     ids=["adopted", "of the same prefetch"],
 )
 def test_pages_are_not_recomputed_before_those_restored_ahead_are_there(

@@ -1,7 +1,5 @@
 """Which waits of the host hold something up."""
 
-from __future__ import annotations
-
 from tests.order.waits import AROUND, in_service
 
 OURS = "hcache_backend/capture/ledger.py"

@@ -1,7 +1,5 @@
 """Where the scheduler's thread waited for the device, of a server under the checker."""
 
-from __future__ import annotations
-
 from typing import Any
 
 OURS = "hcache_backend/"

@@ -5,8 +5,6 @@ machine that has one; a statement that says ``"cpu"`` in so many letters, or nam
 the host. What an operation makes of the device's memory is the device's.
 """
 
-from __future__ import annotations
-
 import ast
 import itertools
 import linecache

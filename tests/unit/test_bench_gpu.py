@@ -23,7 +23,6 @@ import torch
 
 from bench.gpu import (
     capture,
-    eager,
     first,
     kernels,
     kernels_transfers,
@@ -35,7 +34,7 @@ from bench.gpu import (
 from bench.gpu.capture import WAYS
 from bench.gpu.first import STEPS
 from bench.gpu.program import Device, GpuProgram, GpuRun
-from bench.gpu.steps import Step, rows_of, run
+from bench.gpu.steps import Step, run
 
 SCRIPT = Path(__file__).resolve().parents[2] / "bench" / "gpu" / "first.sh"
 ABSENT = """
@@ -198,11 +197,6 @@ def test_questions_have_answers_except_about_streams(dry_run: DryRun) -> None:
     assert content["register"][-1]["gb"] == 0.001
 
 
-def test_the_first_stream_that_is_an_earlier_one_is_found() -> None:
-    assert questions.first_again([5, 7, 9, 7]) == 3
-    assert questions.first_again([5, 7]) is None
-
-
 def test_less_memory_is_registered_where_less_is_free_and_none_that_takes_too_long(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -248,34 +242,12 @@ def test_a_wrong_result_ends_a_program_with_status_1(
     assert (tmp_path / "it.png").stat().st_size > 0
 
 
-def test_rows_are_in_the_file_before_the_next_one_is_measured(tmp_path: Path) -> None:
-    run = make_run(tmp_path, dry_run=False)
-    for count in (1, 2):
-        run.add({"number": count, "right": True}, "a row", "some")
-        content = json.loads((tmp_path / "it.json").read_text())
-        assert [row["number"] for row in content["some"]] == [1, 2][:count]
-
-
 def test_a_dry_run_only_writes_where_it_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OUT", str(tmp_path))
     assert make_run(None, dry_run=True).folder is None
     assert make_run(None, dry_run=False).folder == tmp_path / "a-gpu"
-
-
-def test_pages_are_read_and_restored_every_way(tmp_path: Path) -> None:
-    assert eager.PROGRAM.main(["--dry-run", "--out", str(tmp_path)]) == 0
-    assert (tmp_path / "eager.png").stat().st_size > 0
-    rows = json.loads((tmp_path / "eager.json").read_text())["rows"]
-    assert all(row["right"] for row in rows)
-    rates = {row["gb_s"] for row in rows}
-    assert len(rates) == 2 and None in rates  # no limit, and the balanced one
-    cases = {(row["gb_s"], row["method"]) for row in rows}
-    assert len(rows) == len(cases) == len(rates) * 3
-    size = {row["method"]: row["bytes"] for row in rows}
-    header = 20 * 4096
-    assert size["kv"] - header == 2 * (size["eager"] - header)
 
 
 def a_step(folder: Path, code: str) -> tuple[Step, dict[str, str]]:
@@ -343,8 +315,3 @@ def test_a_failed_step_stops_no_other_and_is_told_in_the_end(
     assert list(limits) == list(first.STEPS)
     assert limits["questions"] == pytest.approx(500 * 3 / 18, abs=1)
     assert limits["order"] == pytest.approx(500, abs=1)  # what others left is its own
-
-
-def test_long_parts_of_rows_stay_in_the_files_of_the_steps() -> None:
-    content = {"device": "x", "rows": [{"ms": 1, "spans": [1] * 100}], "torch": "2"}
-    assert rows_of(content) == {"rows": [{"ms": 1}]}

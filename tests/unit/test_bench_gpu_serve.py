@@ -1,7 +1,5 @@
 """``bench/gpu/serve.sh``: servers with shapes of real models, as far as it goes without a GPU."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -13,7 +11,6 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from bench.gpu import serve
 from bench.gpu.serve import METHODS, main
 from bench.gpu.serve_models import MODELS, config, write_model
 from bench.gpu.serve_requests import (
@@ -133,23 +130,6 @@ def test_a_server_that_recomputes_nothing_is_told_from_one_that_need_not(
     assert refused_recomputation(served, "", left) == why
     log = f"a line\n[12:00] {REFUSED}K 53% equal)\nmore"
     assert refused_recomputation(served, log, left) == "K 53% equal"
-
-
-def test_a_server_without_a_report_recomputes_nothing() -> None:
-    why = refused_recomputation(METHODS_SERVED["hcache-eager"], "", None)
-    assert why == "the server left no report"
-
-
-def test_where_sglang_is_missing_one_line_says_so(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(serve, "find_spec", lambda name: None if name == "sglang" else name)
-    assert main() == 2
-    said = capsys.readouterr()
-    assert said.out == "" and said.err == (
-        "bench/gpu/serve.sh serves nothing: sglang not installed in this Python;"
-        " bench/gpu/first.sh needs none of it\n"
-    )
 
 
 @pytest.mark.parametrize("load", [*LOADS, *DRY_LOADS])

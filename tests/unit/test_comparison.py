@@ -1,7 +1,5 @@
 """The comparison of all checks: to the bit, within rounding and a codec's loss, and its words."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 from typing import Any

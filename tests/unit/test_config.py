@@ -1,7 +1,5 @@
 """Options: what is accepted, and what the messages say."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

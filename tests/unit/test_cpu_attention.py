@@ -1,7 +1,5 @@
 """Attention of the CPU engine: as a plain softmax has it, in SGLang's calls of its operators."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any

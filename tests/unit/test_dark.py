@@ -1,7 +1,6 @@
-"""The list of statements that no test runs fits the source, and marks say what ran."""
+"""Statements that no test runs, and long tests: each is known."""
 
-from __future__ import annotations
-
+import json
 import signal
 import subprocess
 import sys
@@ -88,3 +87,44 @@ def test_what_counts_as_a_statement(
     path = tmp_path / "a.py"
     path.write_text(text)
     assert [(one.owner, one.text) for one in hcache_dark.read(path).statements] == owners
+
+
+def test_the_long_tests_are_found() -> None:
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        ["make", "test-long", "ARGS=--collect-only -q tests/engine/test_soak.py tests/order"],
+        cwd=root,
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "tests/engine/test_soak.py::" in done.stdout
+    assert "tests/order/test_engine.py::" in done.stdout
+
+
+def test_results_of_tests_that_are_gone_go(pytester: pytest.Pytester) -> None:
+    pytester.makeconftest(
+        """
+        from pathlib import Path
+        from tests.long_results import LongResults
+
+        def pytest_configure(config):
+            config.addinivalue_line("markers", "long: takes long")
+            config.pluginmanager.register(LongResults(Path("long.json")))
+        """
+    )
+    pytester.makepyfile(
+        test_a="import pytest\n@pytest.mark.long\ndef test_one(): pass\ndef test_two(): pass\n",
+        test_b="import pytest\n@pytest.mark.long\ndef test_three(): pass\n",
+    )
+    results = pytester.path / "long.json"
+    others = ["test_a.py::test_gone", "test_b.py::test_three", "test_gone.py::test_one"]
+    results.write_text(json.dumps(dict.fromkeys(others, "before")))
+    pytester.runpytest("-m", "long", "test_a.py::test_one").assert_outcomes(passed=1)
+    assert json.loads(results.read_text()).keys() == {*others, "test_a.py::test_one"}
+    pytester.runpytest("-m", "long", "test_a.py").assert_outcomes(passed=1, deselected=1)
+    found = json.loads(results.read_text())
+    assert found.keys() == {"test_a.py::test_one", "test_b.py::test_three"}
+    assert found["test_b.py::test_three"] == "before"
+    assert found["test_a.py::test_one"]["outcome"] == "passed"

@@ -1,7 +1,5 @@
 """README, changelog and docs are right, in short sentences, and the checks find what is wrong."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable
@@ -147,10 +145,7 @@ def test_names_that_exist(text: str, page: MakePage) -> None:
         ("```toml\nquota = 1\n```", "unknown option 'quota'"),
         ('| option | default |\n|-|-|\n| `mode` | `"kv"` |', "default of 'mode' is \"auto\""),
         ("| option | default |\n|-|-|\n| `speed` | none |", "'speed' is no option"),
-        (
-            "`format/page.py:PageLayout.unseal`",
-            "page.py defines no PageLayout.unseal",
-        ),
+        ("`format/page.py:PageLayout.unseal`", "page.py defines no PageLayout.unseal"),
         ("`bench/nothing.py:main`", "there is no bench/nothing.py"),
         ("`sglang/hook_registry.py:Hook.unhook`", "sglang/hook_registry.py defines no Hook.unhook"),
         ("```sh\npython -m bench.nothing --out x\n```", "there is no program bench.nothing"),

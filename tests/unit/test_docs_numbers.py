@@ -1,7 +1,5 @@
 """Tables and pictures of the documentation are those that programs make of recorded results."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Shares of equal values, distances in units of the last place, and when they are good enough."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Other weights, another namespace."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import pytest

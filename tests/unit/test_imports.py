@@ -1,7 +1,5 @@
 """Imports follow docs/structure.md: dependencies point down, and few rooms know SGLang."""
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Documents in files, the journal, and what is sent in which order."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess
@@ -18,13 +16,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from hcache_backend.cli.common import Failure
-from hcache_backend.cli.ingest import (
-    Document,
-    Journal,
-    Server,
-    find_documents,
-    store_documents,
-)
+from hcache_backend.cli.ingest import Document, Journal, Server, find_documents, store_documents
 from hcache_backend.cli.main import app
 from tests.kit.http import serving
 

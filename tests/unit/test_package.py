@@ -1,7 +1,5 @@
 """The wheel, the version, and examples that commands, Prometheus and the README read."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys
@@ -30,7 +28,6 @@ def test_the_version_stands_in_one_place() -> None:
 
 
 def configs() -> dict[str, dict[str, Any]]:
-    """The extra configs that README and examples show."""
     [readme] = re.findall(r"```toml\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     _, maps, _ = yaml.safe_load_all((EXAMPLES / "kubernetes.yaml").read_text())
     texts = {

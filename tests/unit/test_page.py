@@ -1,7 +1,5 @@
 """A page proves itself, or it is refused."""
 
-from __future__ import annotations
-
 import struct
 
 import numpy as np

@@ -12,13 +12,12 @@ import torch
 from torch import nn
 
 from hcache_backend import fingerprint
-from hcache_backend.checks import comparison
 from hcache_backend.plan import profile
 from hcache_backend.plan.model_config import _Fields, _kv_heads, _latent, _mlp_width
 from hcache_backend.plan.record import PartitionRecord
 from hcache_backend.prefetch import estimates
 from hcache_backend.projection import search
-from hcache_backend.projection.attention import ProjectionFailed, UnknownCall, learn_call
+from hcache_backend.projection.attention import UnknownCall, learn_call
 
 
 def fields(**table: Any) -> _Fields:
@@ -75,8 +74,8 @@ class Attention(nn.Module):
 def test_keywords_of_a_call_are_learned_by_name() -> None:
     positions, batch = torch.arange(3), SimpleNamespace()
     given = {"positions": positions, "hidden_states": torch.zeros(3, 4), "batch": batch}
-    learned = learn_call(Attention(), (), given, positions, SimpleNamespace)
-    assert learned.names == {
+    names, _ = learn_call(Attention(), (), given, positions, SimpleNamespace)
+    assert names == {
         "positions": "positions",
         "hidden": "hidden_states",
         "batch": "batch",
@@ -85,26 +84,9 @@ def test_keywords_of_a_call_are_learned_by_name() -> None:
         learn_call(Attention(), (), {"positions": positions}, positions, SimpleNamespace)
 
 
-@pytest.mark.parametrize(
-    ("error", "said"),
-    [
-        (ProjectionFailed("no output"), "no output"),
-        (TypeError("a test's"), "layer 0 cannot be called alone: TypeError: a test's"),
-    ],
-)
-def test_a_module_that_cannot_be_called_alone_is_told(error: Exception, said: str) -> None:
-    def project(*_: Any) -> Any:
-        raise error
-
-    projector: Any = SimpleNamespace(project=project)
-    layer: Any = SimpleNamespace(name="layer 0")
-    rows = torch.zeros(2, 4)
-    assert comparison.projected(layer, rows, rows, rows, projector) == said
-
-
 def test_a_layer_without_linear_modules_has_no_spec(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search, "_watch", lambda *_: [])
     sample = SimpleNamespace(k=torch.zeros(2, 1, 8), v=torch.zeros(2, 1, 8))
     evidence: Any = SimpleNamespace(samples=[sample])
     with pytest.raises(search.NoSpec, match="no linear module gives heads of 8"):
-        search.find_spec(SimpleNamespace(), evidence, None)
+        search.find_spec(SimpleNamespace(), evidence)

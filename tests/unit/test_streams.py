@@ -1,7 +1,5 @@
 """Streams and events of CUDA, as far as they can be tried without it."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest
@@ -17,8 +15,7 @@ def test_memory_is_registered_within_the_block_only_whatever_happens_in_it(
     """What a device may still write must be on its way nowhere by then."""
     did: list[object] = []
     runtime = SimpleNamespace(
-        cudaHostRegister=lambda *args: did.append(args) or 0,
-        cudaHostUnregister=did.append,
+        cudaHostRegister=lambda *args: did.append(args) or 0, cudaHostUnregister=did.append
     )
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: did.append("synchronize"))

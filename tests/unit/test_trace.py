@@ -1,7 +1,5 @@
 """The trace of restores: its file, and the times that follow from its events."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

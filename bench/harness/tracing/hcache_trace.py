@@ -9,8 +9,6 @@ the tokens found. Backups and loads are timed to their end, which waits for the 
 any L3, or none, write a trace.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import time

@@ -9,8 +9,6 @@ With `HCACHE_CPU_REORDER_SUMS=1` the order of sums depends on the number of rows
 `HCACHE_CPU_EXACT_SUMS=1` they are float64: see `reordering`.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

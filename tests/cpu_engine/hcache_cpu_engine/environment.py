@@ -1,7 +1,5 @@
 """The environment of a CPU server process."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import subprocess

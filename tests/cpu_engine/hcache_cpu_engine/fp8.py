@@ -7,8 +7,6 @@ by group (block-wise weights), by token (weights with a scale for each channel),
 Products are float32. `reordering` says when their sums depend on the number of rows.
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

@@ -21,8 +21,6 @@ Each order brings a status pipe. It carries `pid N` from the server once it lead
 when the whole group is gone.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import gc
@@ -163,7 +161,6 @@ class Nursery:
                     return order
 
     def start(self, order: Order, log: int, status: int) -> bool:
-        """True in the forked server."""
         if not order.fresh and self.reads is None:
             self.reads = preload()
         sys.stdout.flush()

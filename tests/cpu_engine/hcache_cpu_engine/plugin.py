@@ -1,7 +1,5 @@
 """SGLang plugin: torch code in place of the GPU kernels on the serving path."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import multiprocessing

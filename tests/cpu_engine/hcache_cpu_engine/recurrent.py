@@ -5,8 +5,6 @@ A state is read and written in its pool, one step for each token. Host copies of
 checkpoints of states within a prefill are those of SGLang's pools.
 """
 
-from __future__ import annotations
-
 import sys
 import types
 from collections.abc import Sequence
@@ -47,8 +45,8 @@ def install() -> None:
         fused_qk_gemma_rmsnorm_with_gate_cpu=normed_heads_and_gate,
         fused_qkvzba_split_reshape_cat_contiguous_cpu=split,
     )
-    causal_conv1d.causal_conv1d_fn = convolve
-    causal_conv1d.causal_conv1d_update = convolve_next
+    causal_conv1d._causal_conv1d_fn_triton = convolve
+    causal_conv1d._causal_conv1d_update_triton = convolve_next
     fused_norm_gate.layer_norm_gated_fwd = gated_norm
     for module in (mamba_state_scatter_triton, hybrid_linear_attn_backend):
         module.track_mamba_states_if_needed = track
@@ -266,7 +264,6 @@ def gated_norm(
     is_rms_norm: bool = False,
     **_options: Any,
 ) -> tuple[torch.Tensor, None, None, torch.Tensor]:
-    """A norm times a gate of the same shape."""
     rows = x.float() if residual is None else x.float() + residual.float()
     centred = rows if is_rms_norm else rows - rows.mean(-1, keepdim=True)
     normed = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
@@ -278,14 +275,7 @@ def gated_norm(
 
 
 def track(
-    conv: Any,
-    states: Any,
-    source: Any,
-    mask: Any,
-    target: Any,
-    size: int,
-    *_: Any,
-    **_options: Any,
+    conv: Any, states: Any, source: Any, mask: Any, target: Any, size: int, *_: Any, **_options: Any
 ) -> None:
     """Copy the states of some sequences of a batch to where they are kept."""
     for number in range(size):
@@ -295,7 +285,6 @@ def track(
 
 
 def track_layers(conv: Any, states: Any, *others: Any, **options: Any) -> None:
-    """The same in all layers."""
     for layer in range(len(conv)):
         track(conv[layer], states[layer], *others, **options)
 
@@ -303,14 +292,12 @@ def track_layers(conv: Any, states: Any, *others: Any, **options: Any) -> None:
 def load(
     self: Any, device_pool: Any, host: Any, device: Any, layer_id: int, *_: Any, **_options: Any
 ) -> None:
-    """States of a layer from host memory."""
     for held, pool in _pools(self, device_pool):
         rows = held[layer_id][host] if self.layout == "layer_first" else held[host, layer_id]
         pool[layer_id][device] = rows.reshape(pool[layer_id][device].shape).to(pool.dtype)
 
 
 def back_up(self: Any, device_pool: Any, host: Any, device: Any, *_: Any, **_options: Any) -> None:
-    """States of all layers to host memory."""
     for held, pool in _pools(self, device_pool):
         for layer in range(self.num_mamba_layers):
             rows = pool[layer][device]

@@ -10,8 +10,6 @@ that ask for equal tokens of models that quantise the inputs of their layers nee
 in the last place moves an FP8 value by a sixteenth, now and then.
 """
 
-from __future__ import annotations
-
 import os
 
 import torch

@@ -4,8 +4,6 @@ SGLang imports them by these names. Trees have one root, the last accepted token
 Requests are rows; `req_to_token` is `[requests, tokens]`, the slots of each request's tokens.
 """
 
-from __future__ import annotations
-
 import ctypes
 import sys
 from collections.abc import Iterator

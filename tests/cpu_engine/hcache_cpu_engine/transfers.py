@@ -3,8 +3,6 @@
 SGLang does these with `sgl_kernel` or JIT CUDA kernels. "Device" is CPU memory here too.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import os

@@ -1,7 +1,5 @@
 """Decode graphs and breakable prefill graphs: the hooks record, and a replay captures its rows."""
 
-from __future__ import annotations
-
 import random
 from types import SimpleNamespace
 from typing import Any

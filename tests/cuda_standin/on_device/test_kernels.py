@@ -1,7 +1,5 @@
 """Operations whose arguments are on a GPU launch their kernel, which does what torch does."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """How often a backup, a load and an eager hit of 32 layers launch: each costs the scheduler."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -48,7 +46,6 @@ class Server:
         return torch.arange(first * PAGE, (first + pages) * PAGE).to(CUDA)
 
     def values(self, slots: torch.Tensor) -> list[torch.Tensor]:
-        """K and V of all layers, on the CPU."""
         planes = [*self.pool.k_buffer, *self.pool.v_buffer]
         return [plane[slots].cpu() for plane in planes]
 

@@ -1,7 +1,5 @@
 """A profile of a GPU: copies beside products on its clock, and what the product does then."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 
@@ -52,7 +50,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def goes_on(now: list[float], seconds: float) -> None:
-    """The current stream takes so long."""
     torch.cuda.current_stream().put(lambda: now.__setitem__(0, now[0] + seconds))
 
 

@@ -1,7 +1,5 @@
 """The backend's streams over CUDA's: what waits is right, and what does not wait is found."""
 
-from __future__ import annotations
-
 import random
 import sys
 from collections.abc import Callable
@@ -75,10 +73,7 @@ def test_registered_memory_is_reached_and_a_failure_is_told(
     assert memory.tolist() == [1] * 4  # the end of the block waits
     runtime = SimpleNamespace(cudaHostRegister=lambda *_: 2)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    with (
-        pytest.raises(RuntimeError, match="16 bytes: CUDA error 2"),
-        registered(memory, CUDA),
-    ):
+    with pytest.raises(RuntimeError, match="16 bytes: CUDA error 2"), registered(memory, CUDA):
         pass
 
 

@@ -9,8 +9,6 @@ Python 3.12, too.
 Only the standard library: this is imported before torch, Triton and SGLang.
 """
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import importlib.abc

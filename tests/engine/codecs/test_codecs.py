@@ -1,7 +1,5 @@
 """Hidden states that are stored encoded: what comes back, and what must never come back."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,15 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from bench.harness.server import Server
+from tests.engine.harness import ours
 from tests.engine.harness.conversations import converse, make_conversations
-from tests.engine.harness.ours import (
-    assert_hidden_mode,
-    assert_no_cache_output,
-    assert_no_cache_output_up_to_ties,
-    assert_nothing_went_wrong,
-    assert_restored_from_l3,
-    our_server,
-)
 
 pytestmark = pytest.mark.engine
 
@@ -53,20 +44,20 @@ def test_a_row_that_overflows_keeps_its_page_from_l3_and_exp4_in_use(
         question[:] = [1 if token in (WIDE_TOKEN, TRIED_TOKEN) else token for token in question]
     hit, other = conversations
     hit.questions[1][100] = WIDE_TOKEN
-    with Server(our_server(served, tmp_path, dtype="bfloat16")) as server:
+    with Server(ours.our_server(served, tmp_path, dtype="bfloat16")) as server:
         converse(server, conversations)
-        assert_hidden_mode(server)
+        ours.assert_hidden_mode(server)
         first_turn = (200 + 16) // 64 * 64
         assert [turn.cached.storage for turn in hit.turns[:2]] == [0, first_turn]
         # The page before the row's is stored where the backup began before the verdict was there.
         assert hit.turns[2].cached.storage in (first_turn, first_turn + 64)
-        assert_restored_from_l3([other], 64)
-        assert_nothing_went_wrong(server)
+        ours.assert_restored_from_l3([other], 64)
+        ours.assert_nothing_went_wrong(server)
         log = server.log_text()
         assert "codec 'exp4' cannot encode 1 tokens of this step" in log
         assert "codec 'exp4' cannot encode 1 of the 48 tokens that were tried" in log
         assert "is not used" not in log
-    assert_no_cache_output_up_to_ties(served, tmp_path, conversations)
+    ours.assert_no_cache_output_up_to_ties(served, tmp_path, conversations)
 
 
 def test_a_codec_that_breaks_the_model_is_refused_at_start_up(model: Path, tmp_path: Path) -> None:
@@ -76,12 +67,12 @@ def test_a_codec_that_breaks_the_model_is_refused_at_start_up(model: Path, tmp_p
         norm[7] *= 200
 
     served = change_weights(model, tmp_path, "model.layers.2.input_layernorm.weight", tower)
-    with Server(our_server(served, tmp_path, hcache={"codec": "int8"})) as server:
+    with Server(ours.our_server(served, tmp_path, hcache={"codec": "int8"})) as server:
         conversations = converse(server, make_conversations(2, turns=2))
-        assert_hidden_mode(server)
-        assert_restored_from_l3(conversations, 64)
+        ours.assert_hidden_mode(server)
+        ours.assert_restored_from_l3(conversations, 64)
         assert server.wait_for_log(
             r"codec 'int8' is not used, hidden states are stored as they are \(codec 'none'\): "
             r"projected [KV] of model.layers.2.self_attn differs from the model's by"
         )
-    assert_no_cache_output(served, conversations)
+    ours.assert_no_cache_output(served, conversations)

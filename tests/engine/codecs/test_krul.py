@@ -1,7 +1,5 @@
 """Servers whose pages have pairs of layers in one slot (codec ``krul``)."""
 
-from __future__ import annotations
-
 import json
 import random
 import re
@@ -21,14 +19,8 @@ from hcache_backend.format.file import parse_header
 from hcache_backend.format.page import LAYER_ENTRY
 from tests.cpu_engine.hcache_cpu_engine import stub_torchvision
 from tests.engine.codecs.test_encoded_kv import PAGE
+from tests.engine.harness import ours
 from tests.engine.harness.conversations import ask, converse, make_conversations, random_tokens
-from tests.engine.harness.ours import (
-    assert_nothing_went_wrong,
-    assert_restored_from_l3,
-    flip_bit,
-    our_server,
-    stored_pages,
-)
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
 
@@ -47,15 +39,14 @@ def paired(
 def served(model: Path, folder: Path, krul: dict[str, Any], **options: Any) -> ServerOptions:
     hcache = {"mode": "kv", "codec": "krul", "krul": krul}
     log = folder / "krul.log"
-    return our_server(
+    return ours.our_server(
         model, folder, hcache=hcache, log=log, dtype="bfloat16", page_size=PAGE, **options
     )
 
 
 def by_key(folder: Path) -> dict[bytes, list[Path]]:
-    """Page files, of all ranks."""
     found: dict[bytes, list[Path]] = {}
-    for path in stored_pages(folder):
+    for path in ours.stored_pages(folder):
         name = parse_name(path.name)
         assert name is not None
         found.setdefault(name.key, []).append(path)
@@ -84,17 +75,17 @@ def test_pages_of_several_servers_come_back_together_and_damage_is_a_miss(
     with Server(paired(model, tmp_path, pairs=MERGED[0])) as server:
         converse(server, conversations, turns=2)
         # Every page was checked, before it was stored and as it came back.
-        assert_nothing_went_wrong(server)
+        ours.assert_nothing_went_wrong(server)
         assert ": 0 and 5 merged, 2 and 3 merged" in server.log_text()
-    first = set(stored_pages(tmp_path))
+    first = set(ours.stored_pages(tmp_path))
     with Server(paired(model, tmp_path, pairs=MERGED[1])) as server:
         converse(server, conversations)  # the prefix, which both share, is the other server's
-        assert_nothing_went_wrong(server)
+        ours.assert_nothing_went_wrong(server)
         assert ": 1 and 4 merged, 3 and 5 fp8" in server.log_text()
-    assert_restored_from_l3(conversations[:1], PAGE)
+    ours.assert_restored_from_l3(conversations[:1], PAGE)
     for turn in conversations[1].turns[1:]:  # which finds the prefix on the device by now
         assert turn.cached.storage >= turn.history_tokens - len(prefix) - PAGE, turn.cached
-    assert first < set(stored_pages(tmp_path))
+    assert first < set(ours.stored_pages(tmp_path))
 
     whole = [conversation.history for conversation in conversations]
     with Server(paired(model, tmp_path, error=0.3)) as server:
@@ -103,12 +94,12 @@ def test_pages_of_several_servers_come_back_together_and_damage_is_a_miss(
         assert found[0].turns[0].cached.storage == len(whole[0]) // PAGE * PAGE
         assert found[1].turns[0].cached.storage == len(whole[1]) // PAGE * PAGE - len(prefix)
         server.flush_cache()
-        assert_nothing_went_wrong(server)
+        ours.assert_nothing_went_wrong(server)
         for path in first:
-            flip_bit(path, path.stat().st_size // 2, 5)
+            ours.flip_bit(path, path.stat().st_size // 2, 5)
         damaged = ask(server, whole)
         assert [c.turns[0].cached.storage for c in damaged] == [0, 0]
-        assert_nothing_went_wrong(server)
+        ours.assert_nothing_went_wrong(server)
 
 
 @pytest.mark.parametrize("tp", [1, 2])
@@ -120,8 +111,8 @@ def test_each_part_of_a_conversation_has_pairs_of_its_own(
     pairing = partial(paired, model, tmp_path, tp=tp, metrics=True)
     with Server(pairing(gamma=0.0)) as server:
         [conversation] = converse(server, make_conversations(1, turns=4, tokens=300))
-        assert_restored_from_l3([conversation], PAGE)
-        assert_nothing_went_wrong(server)
+        ours.assert_restored_from_l3([conversation], PAGE)
+        ours.assert_nothing_went_wrong(server)
         assert "15 of 15 pairs of layers may be merged" in server.log_text()
         assert "attention could not be observed" not in server.log_text()
         page = requests.get(f"{server.url}/metrics", timeout=240).text
@@ -142,7 +133,7 @@ def test_each_part_of_a_conversation_has_pairs_of_its_own(
     with Server(pairing(error=0.1)) as server:
         [again] = ask(server, [conversation.history])  # pages with merged layers are read
         assert again.turns[0].cached.storage == len(conversation.history) // PAGE * PAGE
-        assert_nothing_went_wrong(server)
+        ours.assert_nothing_went_wrong(server)
 
 
 @pytest.mark.parametrize("ratio", [0.5, 1.0])
@@ -173,10 +164,10 @@ def test_layers_with_the_same_weights_are_found_and_half_of_the_layers_in_pairs_
         server.flush_cache()
         for prompt in prompts:
             assert server.generate(prompt, max_new_tokens=4).cached.storage == 5 * PAGE
-        assert_nothing_went_wrong(server)
+        ours.assert_nothing_went_wrong(server)
     config = json.loads((model / "config.json").read_text())
     layers = config["num_hidden_layers"]
-    pages = stored_pages(tmp_path)
+    pages = ours.stored_pages(tmp_path)
     assert len(pages) >= 15
     found = {pairs_in(path, layers) for path in pages}
     tied = [(n, n + 1, b"merged") for n in range(0, layers, 2)]

@@ -1,7 +1,5 @@
 """Disks that fail under a server that goes on serving: no request notices, and L3 comes back."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil
@@ -15,23 +13,13 @@ from pathlib import Path
 import pytest
 
 from bench.harness.server import Server
+from tests.engine.harness import ours
 from tests.engine.harness.conversations import (
     Conversation,
     ask,
     converse,
     make_conversations,
     random_tokens,
-)
-from tests.engine.harness.ours import (
-    assert_hidden_mode,
-    assert_no_cache_output,
-    assert_nothing_went_wrong,
-    assert_restored_from_l3,
-    attach,
-    attach_config,
-    faulty,
-    our_server,
-    stored_pages,
 )
 
 pytestmark = pytest.mark.engine
@@ -70,16 +58,16 @@ def server(
     mode: str, model: Path, disk: Path, trigger: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("log") / "server.log"
-    env = faulty("disk", trigger)
+    env = ours.faulty("disk", trigger)
     # What is recomputed at the front of a hit counts as L3's: in one mode all of a hit is read.
     recompute = "never" if mode == "kv" else "auto"
     hcache = {**STORE, "mode": mode, "recompute": recompute}
-    options = our_server(model, disk, log=log, hcache=hcache, extra_env=env)
+    options = ours.our_server(model, disk, log=log, hcache=hcache, extra_env=env)
     with Server(options) as server:
         yield server
         if mode == "hidden":
-            assert_hidden_mode(server)
-        assert_nothing_went_wrong(server)
+            ours.assert_hidden_mode(server)
+        ours.assert_nothing_went_wrong(server)
 
 
 Fault = Callable[[Path, Path], AbstractContextManager[None]]
@@ -184,14 +172,14 @@ def test_requests_go_on_without_notice_and_l3_is_back_when_the_fault_is_over(
 ) -> None:
     old, new = make_conversations(2, turns=2, tokens=200, seed=200 + FAULTS.index(fault))
     converse(server, [old])
-    assert_restored_from_l3([old], 64)
-    before = set(stored_pages(disk))
+    ours.assert_restored_from_l3([old], 64)
+    before = set(ours.stored_pages(disk))
     old.questions.append(random_tokens(100, seed=FAULTS.index(fault)))
     with fault(disk, trigger):
         begin = time.monotonic()
         converse(server, [old, new], concurrent=True)
         took = time.monotonic() - begin
-        written = set(stored_pages(disk)) - before
+        written = set(ours.stored_pages(disk)) - before
         if fault is full:  # it takes anew what an eviction made free
             server.until(
                 lambda: shutil.disk_usage(disk).free < PAGE_FILE_BYTES[mode], "a full disk"
@@ -203,7 +191,7 @@ def test_requests_go_on_without_notice_and_l3_is_back_when_the_fault_is_over(
     elif fault in (failing_writes, read_only):
         assert written == set()
     after = wait_for_l3(server, seed=300 + FAULTS.index(fault))
-    assert_no_cache_output(model, [old, new, after])
+    ours.assert_no_cache_output(model, [old, new, after])
 
 
 def wait_for_l3(server: Server, seed: int) -> Conversation:
@@ -227,19 +215,16 @@ def test_a_prefetch_waits_as_long_as_its_options_say(
 
     def hits(fault: Fault, base: float, per_ki_token: float) -> int:
         server.detach_storage()
-        config = attach_config(disk, **STORE)
-        config |= {
-            "prefetch_timeout_base": base,
-            "prefetch_timeout_per_ki_token": per_ki_token,
-        }
-        attach(server, config, hicache_storage_prefetch_policy="timeout")
+        config = ours.attach_config(disk, **STORE)
+        config |= {"prefetch_timeout_base": base, "prefetch_timeout_per_ki_token": per_ki_token}
+        ours.attach(server, config, hicache_storage_prefetch_policy="timeout")
         with fault(disk, trigger):
             (again,) = ask(server, [conversation.turns[0].prompt], flush=False)
         server.flush_cache()
         assert again.outputs == conversation.outputs
         return again.turns[0].cached.storage
 
-    assert_no_cache_output(model, [conversation])
+    ours.assert_no_cache_output(model, [conversation])
     # 7 pages take 2 s. (With a base of 0 the time is over before SGLang knows how much to fetch.)
     assert hits(held_reads, 0.5, 0.1) == 0
     assert hits(slow_reads, 0.5, 240) == 448
@@ -252,14 +237,14 @@ def test_weights_may_change_while_pages_are_written(
 ) -> None:
     """The first ones of a server: SGLang ends one that it cannot flush then."""
     trigger, prompt = tmp_path / "trigger", random_tokens(640, seed=9)
-    env = faulty("disk", trigger)
-    options = our_server(model, tmp_path, metrics=True, extra_env=env, tp=ranks)
+    env = ours.faulty("disk", trigger)
+    options = ours.our_server(model, tmp_path, metrics=True, extra_env=env, tp=ranks)
     with Server(options) as server:
         trigger.write_text("slow writes")
         server.generate(prompt, 1)
         server.update_weights_from_disk(model)
         trigger.unlink()
         conversations = ask(server, [prompt, prompt])
-        assert_nothing_went_wrong(server)
+        ours.assert_nothing_went_wrong(server)
     assert [c.turns[0].cached.device for c in conversations] == [0, 576]
-    assert_no_cache_output(model, conversations)
+    ours.assert_no_cache_output(model, conversations)

@@ -1,7 +1,5 @@
 """What L3 has after the end of a server: by SIGTERM, as operators end one, and by SIGKILL."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,17 +10,12 @@ import pytest
 
 from bench.harness.server import Server
 from hcache_backend.sglang.compat import is_first
+from tests.engine.harness import ours
 from tests.engine.harness.conversations import (
     Conversation,
     converse,
     make_conversations,
     random_tokens,
-)
-from tests.engine.harness.ours import (
-    assert_no_cache_output,
-    assert_nothing_went_wrong,
-    faulty,
-    our_server,
 )
 
 pytestmark = [pytest.mark.engine, pytest.mark.versions]
@@ -62,12 +55,7 @@ def test_what_is_queued_for_l3_is_written_when_a_server_is_asked_to_end(
     mode: dict[str, Any], model: Path, tmp_path: Path
 ) -> None:
     trigger = tmp_path / "trigger"
-    options = our_server(
-        model,
-        tmp_path,
-        hcache=mode,
-        extra_env=faulty("disk", trigger),
-    )
+    options = ours.our_server(model, tmp_path, hcache=mode, extra_env=ours.faulty("disk", trigger))
     conversations = make_conversations(3, turns=1, tokens=600)
     with Server(options) as server:
         trigger.write_text("held writes")
@@ -76,7 +64,7 @@ def test_what_is_queued_for_l3_is_written_when_a_server_is_asked_to_end(
         server.wait_for_log("shutting down: up to 10 s to write [1-9]")
         trigger.unlink()
         assert server.wait_exit() == 0
-        assert_nothing_went_wrong(server)
+        ours.assert_nothing_went_wrong(server)
     with Server(options) as server:
         assert found(server, conversations) == whole_pages(conversations)
 
@@ -88,7 +76,7 @@ def test_write_back_stores_beginnings_that_the_device_keeps(
 ) -> None:
     """All conversations begin with the same 8 pages, which are always in use: HiCache never evicts
     them, so it never writes them."""
-    options = our_server(
+    options = ours.our_server(
         model, tmp_path, hcache=mode, write_policy="write_back", max_total_tokens=2048, tp=ranks
     )
     prefix = random_tokens(8 * PAGE, 99)
@@ -101,7 +89,7 @@ def test_write_back_stores_beginnings_that_the_device_keeps(
             assert server.wait_exit() == 0
         else:
             server.signal(signal.SIGKILL)
-        assert_nothing_went_wrong(server)
+        ours.assert_nothing_went_wrong(server)
     with Server(options) as server:
         after = found(server, conversations)
         more = converse(server, make_conversations(5, turns=3, tokens=150, prefix=prefix))
@@ -110,13 +98,13 @@ def test_write_back_stores_beginnings_that_the_device_keeps(
         assert after == whole
     else:  # the ends of those that were used last were on the device only
         assert after[0] == whole[0] and min(after) > 8 * PAGE
-    assert_no_cache_output(model, [*conversations, *more])
+    ours.assert_no_cache_output(model, [*conversations, *more])
 
 
 def test_priorities_that_would_lose_requests(model: Path, tmp_path: Path) -> None:
     """SGLang 0.5.21 forgets requests that were preempted for one whose prefetch still runs."""
     args = ["--enable-priority-scheduling"]
-    server = Server(our_server(model, tmp_path, extra_args=args))
+    server = Server(ours.our_server(model, tmp_path, extra_args=args))
     if is_first():
         try:
             server.launch()
@@ -125,6 +113,8 @@ def test_priorities_that_would_lose_requests(model: Path, tmp_path: Path) -> Non
             server.kill()
         assert "add --disable-priority-preemption, or use SGLang 0.5.22" in server.log_text()
         args.append("--disable-priority-preemption")
-    with Server(our_server(model, tmp_path, extra_args=args, log=tmp_path / "serves.log")) as fine:
+    with Server(
+        ours.our_server(model, tmp_path, extra_args=args, log=tmp_path / "serves.log")
+    ) as fine:
         replies = converse(fine, make_conversations(2, turns=2), concurrent=True)
-    assert_no_cache_output(model, replies)
+    ours.assert_no_cache_output(model, replies)

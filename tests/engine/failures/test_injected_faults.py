@@ -1,7 +1,5 @@
 """Faults inside a server that serves; those that its start finds: modes/test_matrix.py."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -4,8 +4,6 @@ A page beside the full-attention layers (a sliding window, a recurrent state) sa
 all pages of the store do. Without it a hit ends where both are whole.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence

@@ -1,7 +1,5 @@
 """Attempts to make the server use pages that are damaged, misplaced, or of another model."""
 
-from __future__ import annotations
-
 import random
 import shutil
 from collections.abc import Callable, Iterator
@@ -11,18 +9,8 @@ import pytest
 
 from bench.harness.models import build_model, replace_weights
 from bench.harness.server import Server
+from tests.engine.harness import ours
 from tests.engine.harness.conversations import Conversation, ask, converse, make_conversations
-from tests.engine.harness.ours import (
-    assert_hidden_mode,
-    assert_no_cache_output,
-    assert_own_pages_of_kv,
-    assert_restored_from_l3,
-    faulty,
-    flip_bit,
-    our_server,
-    projections,
-    stored_pages,
-)
 
 pytestmark = pytest.mark.engine
 
@@ -38,22 +26,22 @@ def server(model_cache: Path, folder: Path, request: pytest.FixtureRequest) -> I
     model = build_model("deepseek" if latents else "llama", model_cache)
     mode = "auto" if latents else request.param
     options = {"mode": mode, "recompute": "never"}  # else not every page is read
-    with Server(our_server(model, folder, hcache=options, log=log)) as server:
+    with Server(ours.our_server(model, folder, hcache=options, log=log)) as server:
         yield server
         if mode == "hidden":
-            assert_hidden_mode(server)
+            ours.assert_hidden_mode(server)
         else:
-            assert_own_pages_of_kv(server)
+            ours.assert_own_pages_of_kv(server)
 
 
 def flip_a_byte(pages: list[Path], rng: random.Random) -> None:
     for page in pages:
-        flip_bit(page, rng.randrange(page.stat().st_size), rng.randrange(8))
+        ours.flip_bit(page, rng.randrange(page.stat().st_size), rng.randrange(8))
 
 
 def flip_a_header_byte(pages: list[Path], rng: random.Random) -> None:
     for page in pages:
-        flip_bit(page, rng.randrange(88), rng.randrange(8))
+        ours.flip_bit(page, rng.randrange(88), rng.randrange(8))
 
 
 def truncate(pages: list[Path], rng: random.Random) -> None:
@@ -86,11 +74,11 @@ DAMAGES: list[Callable[[list[Path], random.Random], None]] = [
 def test_damaged_pages_are_misses(
     damage: Callable[[list[Path], random.Random], None], server: Server, folder: Path
 ) -> None:
-    before = set(stored_pages(folder))
+    before = set(ours.stored_pages(folder))
     (conversation,) = make_conversations(1, turns=3, tokens=400, seed=DAMAGES.index(damage))
     converse(server, [conversation], turns=2)
-    assert_restored_from_l3([conversation], 64)
-    pages = [page for page in stored_pages(folder) if page not in before]
+    ours.assert_restored_from_l3([conversation], 64)
+    pages = [page for page in ours.stored_pages(folder) if page not in before]
     assert len(pages) >= 12
     damage(pages, random.Random(1))
     converse(server, [conversation])
@@ -98,7 +86,7 @@ def test_damaged_pages_are_misses(
     # What was damaged has been written again by that turn, and serves.
     (again,) = ask(server, [conversation.turns[2].prompt])
     assert again.turns[0].cached.storage >= len(again.turns[0].prompt) - 64
-    assert_no_cache_output(Path(server.options.model), [conversation, again])
+    ours.assert_no_cache_output(Path(server.options.model), [conversation, again])
 
 
 @pytest.mark.parametrize(
@@ -115,15 +103,17 @@ def test_pages_of_other_weights_or_another_dtype_are_misses_after_a_restart(
     starts += [] if late else [(model, "bfloat16", 0)]
     for number, (weights, dtype, found) in enumerate(starts):
         replace_weights(served, weights)
-        env = faulty("weights_late") if late else {}
+        env = ours.faulty("weights_late") if late else {}
         log = tmp_path / f"{number}.log"
-        with Server(our_server(served, tmp_path, dtype=dtype, log=log, extra_env=env)) as server:
+        with Server(
+            ours.our_server(served, tmp_path, dtype=dtype, log=log, extra_env=env)
+        ) as server:
             conversations = converse(server, make_conversations(2, turns=1, tokens=400))
-            assert_hidden_mode(server)
+            ours.assert_hidden_mode(server)
             server.kill()  # SIGKILL: what was acknowledged must be whole all the same
         assert [c.turns[0].cached.storage for c in conversations] == [found] * 2
         if dtype == "float32":
-            assert_no_cache_output(served, conversations)
+            ours.assert_no_cache_output(served, conversations)
 
 
 @pytest.mark.versions
@@ -145,6 +135,6 @@ def test_weights_updated_in_service_are_another_namespace(
     assert back.turns[0].cached.storage == 384  # what these weights wrote before
     if "hidden mode" in server.log_text():
         by_spec = "4 layers by spec (fused weight 512x256, RoPE neox 64)"
-        assert projections(server) == 3 * [by_spec]  # proven again for each weights
-    assert_no_cache_output(model, [first, back])
-    assert_no_cache_output(other, under_other)
+        assert ours.projections(server) == 3 * [by_spec]  # proven again for each weights
+    ours.assert_no_cache_output(model, [first, back])
+    ours.assert_no_cache_output(other, under_other)

@@ -1,7 +1,5 @@
 """Prefetches that are read in step with the scheduler."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import time

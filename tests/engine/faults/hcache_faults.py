@@ -5,8 +5,6 @@ while that file exists, so that a server can start, and serve for a while, in go
 ``HCACHE_TEST_STAGE`` they only work in that pipeline stage.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -228,7 +226,6 @@ def _module_hooks() -> int:
 
 
 def _hooks() -> list[str]:
-    """The targets of our hooks."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     from hcache_backend.sglang import hooks
@@ -294,7 +291,6 @@ def _hooks_raise() -> None:
 
 
 def _rows_lost() -> None:
-    """Rows turn out not to have been written."""
     from hcache_backend.arena import Arena, Verdict
 
     def faulty(prove: Any, self: Any, slots: Any, ticket: int, verdicts: Any) -> Any:
@@ -400,13 +396,11 @@ def _misses_on_rank_1() -> None:
 
 
 def _rows_do_not_fit() -> None:
-    """Neither rows nor units of some pages can be encoded."""
     hcache_units.do_not_fit()
     hcache_rows.do_not_fit(one_in=67)
 
 
 def _some_do_not_fit() -> None:
-    """Now and then a row or a unit cannot be encoded."""
     hcache_units.do_not_fit(one_in=31)
     hcache_rows.do_not_fit(one_in=2039)
 

@@ -1,7 +1,5 @@
 """Prefetches, restores and loads that a test holds, what L3 loses, and pages of another format."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Faults of the kernel that moves rows of hidden states to host memory; rows without a code."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Sums in the order of other kernels, which is what every GPU does; and sums that are wrong."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

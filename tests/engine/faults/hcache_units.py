@@ -1,7 +1,5 @@
 """Units of K and V that cannot be encoded, as if the model had written such values; wrong ones."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

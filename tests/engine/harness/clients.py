@@ -1,7 +1,5 @@
 """Clients that talk to a server at once, with shared prefixes, and hang up when they please."""
 
-from __future__ import annotations
-
 import random
 import threading
 import time
@@ -62,16 +60,11 @@ class Clients:
             list(talks)
 
     def begin(self, conversations: int) -> None:
-        """Talk until so many more conversations were begun."""
         wanted = self.counts["conversations"] + conversations
         self.talk(0, until=lambda: self.counts["conversations"] >= wanted)
 
     def _talk(
-        self,
-        rng: random.Random,
-        left: list[list[int]],
-        deadline: float,
-        until: Callable[[], bool],
+        self, rng: random.Random, left: list[list[int]], deadline: float, until: Callable[[], bool]
     ) -> None:
         history: list[int] = []
         while time.monotonic() < deadline or not until():

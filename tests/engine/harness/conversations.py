@@ -1,7 +1,5 @@
 """Multi-turn conversations of random tokens: each turn sends the whole history plus a question."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -105,7 +103,6 @@ def converse_at_random(
 def _one_round(
     server: Server, conversations: Sequence[Conversation], reply_tokens: int, *, concurrent: bool
 ) -> None:
-    """The next turn of each."""
     prompts = [c.next_prompt() for c in conversations]
     if concurrent:
         replies = server.generate_many(prompts, reply_tokens)

@@ -1,7 +1,5 @@
 """A tiny random LoRA adapter in PEFT's file format, written without PEFT."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

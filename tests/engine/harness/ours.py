@@ -1,7 +1,5 @@
 """Servers with our backend, and what tests ask about what they stored and said."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -32,7 +30,6 @@ EVERY_HIT: dict[str, Any] = {"min_gain": 0}
 
 
 def partition(recompute: int, hidden: int, kv: int) -> dict[str, int]:
-    """Option `partition`: how many layers by which method."""
     return {"recompute": recompute, "hidden": hidden, "kv": kv}
 
 
@@ -54,7 +51,6 @@ def hidden_mode_env(**options: Any) -> dict[str, str]:
 def our_server(
     model: Path, folder: Path, *, hcache: dict[str, Any] | None = None, **options: Any
 ) -> ServerOptions:
-    """Options of a server with our backend in `folder`."""
     return ServerOptions(
         model=model,
         log=options.pop("log", folder / "server.log"),
@@ -93,13 +89,11 @@ def file_backend(
 
 
 def attach(server: Server, config: Mapping[str, Any], **policies: str) -> None:
-    """Attach our backend; raises AssertionError when it is refused."""
     answer = server.attach_storage("dynamic", config, **policies)
     assert answer.status_code == 200, answer.text
 
 
 def stored_pages(folder: Path) -> list[Path]:
-    """The page files below `folder`."""
     return sorted((folder / "l3").glob("**/*.page"))
 
 

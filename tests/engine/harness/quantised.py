@@ -1,7 +1,5 @@
 """Models with FP8 weights, made of those of `build_model`."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What a model says without any cache, and when another run's tokens count as equal to it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path

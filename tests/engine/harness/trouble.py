@@ -1,7 +1,5 @@
 """What goes wrong with L3 while clients talk, one thing after the other."""
 
-from __future__ import annotations
-
 import random
 import threading
 from collections import Counter
@@ -42,7 +40,6 @@ class Trouble:
 
     @contextmanager
     def going_on(self) -> Iterator[None]:
-        """There is trouble within the block, and none behind it."""
         over = threading.Event()
         with ThreadPoolExecutor(1) as pool:
             going = pool.submit(self._go_on, over)

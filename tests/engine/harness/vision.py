@@ -1,7 +1,5 @@
 """A tiny random Qwen2-VL, whose positions have three dimensions, and images to ask it about."""
 
-from __future__ import annotations
-
 import base64
 import io
 import json

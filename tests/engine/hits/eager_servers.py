@@ -1,7 +1,5 @@
 """Servers whose prefetches go on batch by batch, as a test wants."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -71,7 +69,6 @@ def read_batches(server: Server, most: int | None, front: int | None = None) -> 
 
 
 def tell_faults(server: Server, text: str) -> None:
-    """What the server's faults go by from now on."""
     in_step = server.options.log.parent / "in-step"
     new = in_step.with_suffix(".new")
     new.write_text(text)
@@ -84,7 +81,6 @@ def counted(server: Server, what: str, event: str) -> float:
 
 
 def tokens(server: Server, event: str) -> float:
-    """Tokens that ``event`` happened to, so far."""
     return counted(server, "tokens", event)
 
 

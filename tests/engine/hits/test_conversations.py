@@ -1,7 +1,5 @@
 """Random conversations while L3 fails, pages are damaged, and weights change: replies are right."""
 
-from __future__ import annotations
-
 import os
 import random
 from collections.abc import Callable, Mapping

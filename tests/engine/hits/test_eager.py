@@ -3,8 +3,6 @@
 Pages that have arrived are restored. If L3 is read from the back, front pages are recomputed whole.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import threading
@@ -20,6 +18,7 @@ import pytest
 from bench.harness.models import build_model
 from bench.harness.server import Server, ServerError
 from tests.cpu_engine.hcache_cpu_engine import reordering
+from tests.engine.harness import ours
 from tests.engine.harness.conversations import (
     Conversation,
     ask,
@@ -28,15 +27,6 @@ from tests.engine.harness.conversations import (
     make_conversations,
     random_tokens,
     turns_of,
-)
-from tests.engine.harness.ours import (
-    assert_no_cache_output,
-    assert_no_cache_output_up_to_ties,
-    assert_no_cache_replies_up_to_ties,
-    assert_restored_from_l3,
-    attach,
-    flip_bit,
-    stored_pages,
 )
 from tests.engine.hits.eager_servers import (
     BATCH,
@@ -62,8 +52,6 @@ LONG = pytest.mark.long
 
 
 class Case(NamedTuple):
-    """Model and pages, see `eager_servers.STORED`."""
-
     family: str
     pages: str
 
@@ -153,9 +141,8 @@ def storage(*conversations: Conversation) -> list[int]:
 
 
 def path_of(server: Server, prompt: list[int], page: int) -> Path:
-    """The file of a page of a prompt."""
     token_ids = np.array(prompt[page * PAGE : (page + 1) * PAGE], np.int32).tobytes()
-    pages = stored_pages(server.options.log.parent)
+    pages = ours.stored_pages(server.options.log.parent)
     [path] = (path for path in pages if token_ids in path.read_bytes())
     return path
 
@@ -166,16 +153,16 @@ def test_a_request_gets_what_was_restored_while_it_waited(model: Path, server: S
     conversations = converse(server, make_conversations(2, turns=3, tokens=300))
     assert tokens(server, "ready_at_load") > 2 * tokens(server, "not_ready_at_load") > 0
     assert tokens(server, "eager") == tokens(server, "ready_at_load")  # nothing in vain
-    assert_restored_from_l3(conversations, PAGE)
-    assert_no_cache_output(model, conversations)
+    ours.assert_restored_from_l3(conversations, PAGE)
+    ours.assert_no_cache_output(model, conversations)
 
 
 def test_it_is_right_whatever_has_arrived_at_the_load(model: Path, server: Server) -> None:
     (server.options.log.parent / "in-step").unlink()
     conversations = make_conversations(4, turns=3, tokens=200, seed=2)
     converse(server, conversations, concurrent=True)
-    assert_restored_from_l3(conversations, PAGE)
-    assert_no_cache_output(model, conversations)
+    ours.assert_restored_from_l3(conversations, PAGE)
+    ours.assert_no_cache_output(model, conversations)
 
 
 def test_an_abort_gives_back_what_was_reserved(case: Case, model: Path, server: Server) -> None:
@@ -185,10 +172,7 @@ def test_an_abort_gives_back_what_was_reserved(case: Case, model: Path, server: 
         read_batches(server, 0 if case.has_front else part, part)
         gone = threading.Thread(target=_may_fail, args=(server, prompt, rid))
         taken = part * (PAGE if case.has_front else BATCH)
-        with (
-            until_more(server, *progress(case), taken),
-            until_more(server, "lookups", "found", 1),
-        ):
+        with until_more(server, *progress(case), taken), until_more(server, "lookups", "found", 1):
             gone.start()
         server.abort_request(rid)
         gone.join()
@@ -198,7 +182,7 @@ def test_an_abort_gives_back_what_was_reserved(case: Case, model: Path, server: 
     with underway(server, case, prompt) as replies:
         pass
     assert storage(*replies) == [HIT]
-    assert_no_cache_output(model, replies)
+    ours.assert_no_cache_output(model, replies)
 
 
 def _may_fail(server: Server, prompt: list[int], rid: str) -> None:
@@ -217,17 +201,17 @@ def test_two_requests_with_one_prefix(case: Case, model: Path, server: Server) -
     assert 0 < counted(server, *progress(case)) - before <= HIT + PAGE
     turns = turns_of(both)
     assert all(turn.cached.storage + turn.cached.device + turn.cached.host >= HIT for turn in turns)
-    assert_no_cache_output(model, both)
+    ours.assert_no_cache_output(model, both)
 
 
 def test_a_bad_page_ends_what_is_used(case: Case, model: Path, server: Server) -> None:
     for seed, page in ((7, HIT // PAGE - 3), (8, FRONT // PAGE)):
         prompt = stored(server, seed)
-        flip_bit(path_of(server, prompt, page), -1000)
+        ours.flip_bit(path_of(server, prompt, page), -1000)
         with underway(server, case, prompt, batches=0) as replies:
             pass
         assert storage(*replies) == [page * PAGE]
-        assert_no_cache_output(model, replies)
+        ours.assert_no_cache_output(model, replies)
 
 
 def test_a_flush_waits_for_the_request(case: Case, model: Path, server: Server) -> None:
@@ -240,7 +224,7 @@ def test_a_flush_waits_for_the_request(case: Case, model: Path, server: Server) 
     server.flush_cache()
     replies.extend(asked(server, prompt))
     assert storage(*replies) == [HIT, HIT]
-    assert_no_cache_output(model, replies)
+    ours.assert_no_cache_output(model, replies)
 
 
 def test_pressure_takes_what_was_reserved(case: Case, model: Path, server: Server) -> None:
@@ -249,7 +233,7 @@ def test_pressure_takes_what_was_reserved(case: Case, model: Path, server: Serve
         (running,) = asked(server, random_tokens(2200, 90))
     assert storage(*replies) == [HIT]
     assert tokens(server, "not_ready_at_load") - not_ready > BATCH
-    assert_no_cache_output(model, [*replies, running])
+    ours.assert_no_cache_output(model, [*replies, running])
 
 
 def test_what_has_come_counts_at_a_timeout(case: Case, model: Path, server: Server) -> None:
@@ -259,7 +243,7 @@ def test_what_has_come_counts_at_a_timeout(case: Case, model: Path, server: Serv
     assert isinstance(config, dict)
     limits = {"prefetch_timeout_base": 3, "prefetch_timeout_per_ki_token": 0.1}
     server.detach_storage()
-    attach(server, config | limits, hicache_storage_prefetch_policy="timeout")
+    ours.attach(server, config | limits, hicache_storage_prefetch_policy="timeout")
     read_batches(server, 0 if case.has_front else 3)
     before = recomputed_tokens(server)
     replies = [*asked(server, prompt)]
@@ -268,14 +252,14 @@ def test_what_has_come_counts_at_a_timeout(case: Case, model: Path, server: Serv
     read_batches(server, None)
     replies.extend(asked(server, prompt))
     server.detach_storage()
-    attach(server, config, hicache_storage_prefetch_policy="best_effort")
+    ours.attach(server, config, hicache_storage_prefetch_policy="best_effort")
     server.flush_cache()
     before = recomputed_tokens(server)
     replies.extend(asked(server, prompt))  # read in order: it may end at any time
     assert recomputed_tokens(server) == before
     server.detach_storage()
-    attach(server, config, hicache_storage_prefetch_policy="wait_complete")
-    assert_no_cache_output(model, replies)
+    ours.attach(server, config, hicache_storage_prefetch_policy="wait_complete")
+    ours.assert_no_cache_output(model, replies)
 
 
 @pytest.mark.parametrize("case", IN_ORDER[::2], ids=", ".join, indirect=True)
@@ -300,13 +284,13 @@ def test_other_weights_while_pages_are_restored(
         read_batches(server, None)
         server.update_weights_from_disk(other, flush=False)
     waiting.join()
-    assert_no_cache_output(other, replies)
+    ours.assert_no_cache_output(other, replies)
     assert tokens(server, "ready_at_load") == ready
     assert tokens(server, "not_restored_stale_host_page") > 0  # what had come was offered, in vain
     server.update_weights_from_disk(model)
     (back,) = asked(server, prompt)
     assert back.turns[0].cached.storage >= 800 - 2 * PAGE
-    assert_no_cache_output(model, [back])
+    ours.assert_no_cache_output(model, [back])
 
 
 # ---- fronts ----
@@ -326,7 +310,7 @@ def test_the_front_is_recomputed_while_the_back_is_read(
     # The batch that was read last may come together with the end, and is loaded then.
     assert (front, eager + loaded) == (FRONT, BATCH)
     assert storage(*replies) == [HIT]
-    assert_no_cache_output(model, replies)
+    ours.assert_no_cache_output(model, replies)
 
 
 @fronts
@@ -341,7 +325,7 @@ def test_it_is_right_wherever_they_meet(case: Case, model: Path, server: Server)
         assert recomputed_tokens(server) - before[0] == front * PAGE
         assert tokens(server, "restored") - before[1] == HIT - front * PAGE
         replies += met
-    assert_no_cache_output(model, replies)
+    ours.assert_no_cache_output(model, replies)
 
 
 @fronts
@@ -357,7 +341,7 @@ def test_what_was_recomputed_is_in_host_memory_too(case: Case, model: Path, serv
     assert cached.host >= FRONT and cached.storage == 0
     assert recomputed_tokens(server) == before[0]
     assert tokens(server, "restored") - before[1] >= FRONT
-    assert_no_cache_output(model, [*replies, again])
+    ours.assert_no_cache_output(model, [*replies, again])
 
 
 @fronts
@@ -372,7 +356,7 @@ def test_the_front_begins_behind_what_is_on_the_device(model: Path, server: Serv
     cached = conversations[1].turns[0].cached
     assert (cached.device, cached.storage) == (320, HIT - 320)
     assert recomputed_tokens(server) > before
-    assert_no_cache_output(model, conversations)
+    ours.assert_no_cache_output(model, conversations)
 
 
 @fronts
@@ -389,7 +373,7 @@ def test_behind_a_prefix_in_host_memory_only_all_is_read(model: Path, server: Se
     cached = conversations[1].turns[0].cached
     assert (cached.device, cached.host, cached.storage) == (0, 320, HIT - 320)
     assert recomputed_tokens(server) == before
-    assert_no_cache_output(model, conversations)
+    ours.assert_no_cache_output(model, conversations)
 
 
 @fronts
@@ -397,16 +381,16 @@ def test_where_all_pages_are_others_only_the_front_counts(
     case: Case, model: Path, server: Server
 ) -> None:
     folder = server.options.log.parent
-    before = set(stored_pages(folder))
+    before = set(ours.stored_pages(folder))
     prompt = stored(server, seed=13)
-    paths = [path for path in stored_pages(folder) if path not in before]
+    paths = [path for path in ours.stored_pages(folder) if path not in before]
     contents = [path.read_bytes() for path in paths]
     for path, content in zip(paths, [*contents[1:], contents[0]], strict=True):
         path.write_bytes(content)
     with underway(server, case, prompt) as replies:
         pass
     assert storage(*replies) == [FRONT]
-    assert_no_cache_output(model, replies)
+    ours.assert_no_cache_output(model, replies)
 
 
 @pytest.mark.parametrize(
@@ -431,7 +415,7 @@ def test_two_ranks_of_which_one_has_misses_decide_the_same(
         assert tokens(server, "ready_at_load") > 0
         assert (counted(server, "l3_tokens", "recomputed") > 0) == name.endswith("from the back")
         assert_fine(server, name)
-    assert_no_cache_replies_up_to_ties(model, turns_of(conversations))
+    ours.assert_no_cache_replies_up_to_ties(model, turns_of(conversations))
 
 
 # ---- sums in another order ----
@@ -462,6 +446,6 @@ def test_a_front_is_recomputed_in_the_order_in_which_the_models_attention_sums(
         assert storage(*replies) == [HIT]
         assert_fine(server, KV)
     if dtype == "float32":
-        assert_no_cache_replies_up_to_ties(llama, turns_of(replies))
+        ours.assert_no_cache_replies_up_to_ties(llama, turns_of(replies))
     else:
-        assert_no_cache_output_up_to_ties(llama, tmp_path, replies)
+        ours.assert_no_cache_output_up_to_ties(llama, tmp_path, replies)

@@ -95,8 +95,6 @@ STALL_SECONDS = 2 * LONGEST_PART_SECONDS + STALLED_SECONDS
 
 
 class Timed:
-    """Seconds that the block took."""
-
     def __enter__(self) -> Timed:
         self._start = time.monotonic()
         return self
@@ -120,12 +118,10 @@ def slower_than_computing(kind: str, times: float) -> int:
 
 
 def count(server: Server, result: str) -> float:
-    """Tokens that were looked for in L3 and ended as ``result``."""
     return counted(server, "l3_tokens", result)
 
 
 def from_l3(server: Server, prompt: list[int]) -> tuple[int, list[Conversation]]:
-    """Tokens of a prompt that came from L3, and the conversation."""
     [conversation] = asked(server, prompt)
     return conversation.turns[0].cached.storage, [conversation]
 
@@ -140,7 +136,6 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def assert_right(kind: str, model: Path, tmp_path: Path) -> AssertRight:
-    """Replies are those without any cache."""
     if "encoded" in kind:
         return partial(assert_no_cache_output_up_to_ties, model, tmp_path)
     return partial(assert_no_cache_output, model)
@@ -253,8 +248,7 @@ def test_a_disk_that_stalls_in_the_middle_leaves_what_has_arrived(
         ended, recomputed = count(server, "ended"), count(server, "recomputed")
         waiting.start()
         server.until(
-            lambda: tokens(server, "eager") > before or not waiting.is_alive(),
-            "pages to arrive",
+            lambda: tokens(server, "eager") > before or not waiting.is_alive(), "pages to arrive"
         )
         l3_rate(server, HELD)
         with held_up_by_a_stall_at_most(computing):

@@ -1,7 +1,5 @@
 """HiCache's policies, with pools that are too small for what is asked of them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,37 +9,29 @@ import pytest
 from bench.harness.models import build_model
 from bench.harness.server import Server
 from hcache_backend.cli.metrics_page import fetch
+from tests.engine.harness import ours
 from tests.engine.harness.conversations import converse, make_conversations, turns_of
-from tests.engine.harness.ours import (
-    assert_no_cache_output,
-    assert_sound_hidden_mode,
-    assert_sound_own_pages,
-    our_server,
-    partition,
-    slow_profile,
-    stored_pages,
-)
 
 pytestmark = pytest.mark.engine
 
 
 def test_write_through_selective_backs_up_what_is_used_twice(model: Path, tmp_path: Path) -> None:
-    options = our_server(model, tmp_path, write_policy="write_through_selective", page_size=16)
+    options = ours.our_server(model, tmp_path, write_policy="write_through_selective", page_size=16)
     with Server(options) as server:
         for _ in range(2):  # the second time makes it worth a backup
             converse(server, make_conversations(2, turns=1, tokens=300, seed=1), flush=False)
         server.flush_cache()
         again = converse(server, make_conversations(2, turns=2, tokens=300, seed=1))
-        assert_sound_hidden_mode(server)
+        ours.assert_sound_hidden_mode(server)
     assert all(c.turns[0].cached.storage >= 300 - 16 for c in again)
-    assert_no_cache_output(model, again)
+    ours.assert_no_cache_output(model, again)
 
 
 @pytest.mark.parametrize("mode", ["plain", "hidden", pytest.param("kv", marks=pytest.mark.long)])
 def test_what_a_small_host_pool_loses_is_said_and_counted(
     mode: str, model: Path, tmp_path: Path
 ) -> None:
-    options = our_server(
+    options = ours.our_server(
         model,
         tmp_path,
         hcache={"mode": mode},
@@ -61,7 +51,7 @@ def test_what_a_small_host_pool_loses_is_said_and_counted(
         counted = fetch(server.url).counters["tokens"]
     room, percent, enough = int(said[1]), int(said[2]), float(said[3])
     assert percent == 100 * room // 4096
-    stored = len(stored_pages(tmp_path)) * 16
+    stored = len(ours.stored_pages(tmp_path)) * 16
     assert room - 512 < stored <= room
     computed = sum(len(c.history) // 16 * 16 for c in conversations)
     assert counted[lost] >= computed - stored > 0  # HiCache tries some of them several times
@@ -75,7 +65,7 @@ WRITE_BACK: dict[str, tuple[str, dict[str, Any], float]] = {
     # Shadow pages and headers leave HiCache 145 pages of the host memory; the device has 97.
     "hidden": ("llama", {}, 1.34),
     # Restored nodes lack layers, and would be backed up a second time.
-    "mixed": ("llama", {"partition": partition(1, 2, 1)}, 1.34),
+    "mixed": ("llama", {"partition": ours.partition(1, 2, 1)}, 1.34),
     "kv": ("qwen3", {"mode": "auto"}, 1.6),
 }
 
@@ -95,9 +85,9 @@ def test_write_back_of_nodes_that_were_restored_and_evicted_again(
     family, hcache, ratio = WRITE_BACK[pages]
     model = build_model(family, model_cache)
     if pages == "mixed":
-        profile = slow_profile(tmp_path, hidden_copy=1.0, kv_load=1.0, dense=1.0)
+        profile = ours.slow_profile(tmp_path, hidden_copy=1.0, kv_load=1.0, dense=1.0)
         hcache = hcache | {"profile": str(profile)}
-    options = our_server(
+    options = ours.our_server(
         model,
         tmp_path,
         hcache=hcache,
@@ -115,21 +105,21 @@ def test_write_back_of_nodes_that_were_restored_and_evicted_again(
             converse(server, conversations, flush=False, concurrent=True)
         server.flush_cache()
         converse(server, last, flush=False, concurrent=True)
-        assert_sound_own_pages(server, "kv" if pages == "kv" else "hidden")
+        ours.assert_sound_own_pages(server, "kv" if pages == "kv" else "hidden")
     assert sum(turn.cached.host + turn.cached.storage for turn in turns_of([*again, *last])) > 300
-    assert_no_cache_output(model, [*asked, *again, *last])
+    ours.assert_no_cache_output(model, [*asked, *again, *last])
 
 
 def test_a_host_pool_that_holds_no_conversation_costs_hits_and_no_request(
     model: Path, tmp_path: Path
 ) -> None:
     # The shadows of the device's 257 pages leave HiCache 12 pages of 16 tokens.
-    options = our_server(model, tmp_path, page_size=16, hicache_ratio=0.56)
+    options = ours.our_server(model, tmp_path, page_size=16, hicache_ratio=0.56)
     with Server(options) as server:
         conversations = converse(
             server, make_conversations(4, turns=3, tokens=300), flush=False, concurrent=True
         )
-        assert_sound_hidden_mode(server)
+        ours.assert_sound_hidden_mode(server)
         assert "12 host pages, 257 shadows" in server.log_text()
     assert all(turn.cached.host == 0 for turn in turns_of(conversations))
-    assert_no_cache_output(model, conversations)
+    ours.assert_no_cache_output(model, conversations)

@@ -1,7 +1,5 @@
 """First layers that are recomputed while the rest of their hit is still being read."""
 
-from __future__ import annotations
-
 import threading
 import uuid
 from collections.abc import Iterator

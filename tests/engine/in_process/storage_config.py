@@ -1,7 +1,5 @@
 """What SGLang tells a storage backend about a rank."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """What HiCache's controller answers about hidden states, and when it waits for the device."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -63,12 +61,10 @@ def controller(machine: Machine, runtime: Runtime) -> OwnPagesController:
 
 
 def write(controller: OwnPagesController, where: list[int]) -> bool:
-    """Whether a node gets host pages."""
     return controller.write(torch.tensor(where), flush=False) is not None
 
 
 def waits(machine: Machine) -> bool:
-    """Whether everything that the device was asked for has arrived."""
     return not machine.capture.ledger._wanted
 
 
@@ -169,14 +165,12 @@ class Checks:
         self.exchanged += 1
 
     def backed_up(self, page: int, rows: torch.Tensor | None = None) -> None:
-        """A page was backed up, and is looked at."""
         assert self.machine.forward(slots(page), rows=rows)
         self.machine.settle()
         self.machine.capture.back_up(np.array(slots(page)), np.array([page]))
         self.checks.transferred(np.array([page]), torch.tensor(slots(page)))
 
     def read(self) -> None:
-        """All checks that are under way have arrived, and are read."""
         self.machine.capture.transfers().synchronize()
         while self.checks._waiting:
             turn_of_checks(self.checks)

@@ -1,7 +1,5 @@
 """What a prefill server does not send yet, and why a decode server offloads plain pages."""
 
-from __future__ import annotations
-
 import inspect
 import pkgutil
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Hooks are applied and verified; what cannot be hooked is named."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -44,7 +42,6 @@ from hcache_backend.start.build import GRAPH_HOOKS
 
 
 def every_hook() -> list[Hook]:
-    """All hooks that a server may have."""
     always = [*hooks.OWN_PAGES, *hooks.WEIGHTS, *hooks.USES]
     always += [*hooks.PREFILL_SERVER, *hooks.DECODE_SERVER]
     always += [*hooks.HITS, *hooks.ADAPTERS, *hooks.LATE_WEIGHTS]
@@ -53,7 +50,6 @@ def every_hook() -> list[Hook]:
 
 @pytest.fixture(autouse=True)
 def unhooked() -> Iterator[None]:
-    """Undo every hook afterwards."""
     ours = every_hook()
     targets = [hook.target for hook in ours]
     before = {target: resolve_name(target) for target in targets}

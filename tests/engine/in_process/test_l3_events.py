@@ -1,7 +1,5 @@
 """Events of L3 that wait for SGLang."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

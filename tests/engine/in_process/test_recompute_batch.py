@@ -1,7 +1,5 @@
 """A pass of a recomputation, as SGLang's attention sees it."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """HCacheStorage as HiCache calls it: v1, v2, and trouble."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -421,8 +419,6 @@ def test_weights_that_cannot_be_read_end_l3_for_good(
 
 
 class SlowStages:
-    """Pipeline stages that say their weights when the test says so."""
-
     def __init__(self) -> None:
         self.futures: list[Future[Any]] = []
 

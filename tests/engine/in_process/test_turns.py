@@ -1,7 +1,5 @@
 """One agreement of the ranks in a turn of the scheduler, whatever has something to say."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The model of the kits, which speaks their words."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

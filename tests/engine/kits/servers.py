@@ -1,24 +1,14 @@
 """Servers for SGLang's kits: SGLang's own `file` as control, and ours in each mode."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
 from bench.harness.server import Server, ServerOptions
-from tests.engine.harness.ours import (
-    assert_hidden_mode,
-    assert_nothing_went_wrong,
-    assert_own_pages_of_kv,
-    file_backend,
-    our_server,
-    partition,
-    slow_profile,
-)
+from tests.engine.harness import ours
 
 MODES: dict[str, dict[str, Any]] = {
     "auto": {"mode": "auto"},
-    "hidden": {"mode": "hidden", "partition": partition(0, 4, 0)},
+    "hidden": {"mode": "hidden", "partition": ours.partition(0, 4, 0)},
     "kv": {"mode": "kv"},
 }
 PAGE = 64
@@ -32,18 +22,18 @@ def options(l3: str, model: Path, folder: Path, **chosen: Any) -> ServerOptions:
     """
     chosen["extra_args"] = [*chosen.pop("extra_args", ()), "--admin-api-key", ""]
     if l3 == "file":
-        return file_backend(model, folder, page_size=PAGE, **chosen)
-    profile = slow_profile(folder, hidden_copy=1.0, projection=2.0, kv_load=2.0, dense=1e3)
+        return ours.file_backend(model, folder, page_size=PAGE, **chosen)
+    profile = ours.slow_profile(folder, hidden_copy=1.0, projection=2.0, kv_load=2.0, dense=1e3)
     hcache = {"profile": str(profile), **MODES[l3]}
-    return our_server(model, folder, hcache=hcache, page_size=PAGE, **chosen)
+    return ours.our_server(model, folder, hcache=hcache, page_size=PAGE, **chosen)
 
 
 def assert_sound(server: Server, l3: str) -> None:
     """The server is in the mode of that name, and nothing went wrong."""
     if l3 == "hidden":
-        assert_hidden_mode(server)
+        ours.assert_hidden_mode(server)
     if l3 == "kv":
-        assert_own_pages_of_kv(server)
+        ours.assert_own_pages_of_kv(server)
     if l3 == "auto":
         assert "plain pages" not in server.log_text()
-    assert_nothing_went_wrong(server)
+    ours.assert_nothing_went_wrong(server)

@@ -1,7 +1,5 @@
 """The smallest stand-ins for what SGLang's kits take from the network or from a trained model."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import random

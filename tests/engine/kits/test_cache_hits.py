@@ -3,8 +3,6 @@
 Nothing is flushed: turns are evicted from the device and from host memory by those of others.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

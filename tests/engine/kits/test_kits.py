@@ -4,8 +4,6 @@ Tokens behind hits are those without a cache in other tests, so the kits for KL 
 left out.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path

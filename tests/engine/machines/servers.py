@@ -1,7 +1,5 @@
 """What tests of several machines need besides SGLang, and servers that start together."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 

@@ -1,7 +1,5 @@
 """Servers with page stores of their own, and one L3 that they share."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Decode servers with an L3: prefill servers find what they write, and nothing fails a request."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,21 +11,13 @@ import pytest
 from bench.harness.disaggregation import DecodeServer, PrefillServer
 from bench.harness.models import build_model
 from bench.harness.server import ServerError, ServerOptions
+from tests.engine.harness import ours
 from tests.engine.harness.conversations import (
     Conversation,
     ask,
     converse,
     make_conversations,
     random_tokens,
-)
-from tests.engine.harness.ours import (
-    assert_no_cache_output,
-    assert_nothing_went_wrong,
-    extra_config,
-    faulty,
-    flip_bit,
-    our_server,
-    stored_pages,
 )
 
 from .servers import TRANSFER, started
@@ -55,8 +45,8 @@ def other(model_cache: Path) -> Path:
 def pair(model: Path, folder: Path) -> Iterator[tuple[PrefillServer, DecodeServer]]:
     """A prefill server with plain pages in the L3 `folder / "l3"`, and one of `radix_cached`."""
     log = folder / "prefill.log"
-    prefill = PrefillServer(our_server(model, folder, hcache=PLAIN, log=log, page_size=PAGE))
-    env = faulty("lost_after_look_ups", folder / "lose")
+    prefill = PrefillServer(ours.our_server(model, folder, hcache=PLAIN, log=log, page_size=PAGE))
+    env = ours.faulty("lost_after_look_ups", folder / "lose")
     radix = DecodeServer(radix_cached(model, folder, "radix", extra_env=env), [prefill])
     with started(prefill, radix):
         yield prefill, radix
@@ -74,7 +64,7 @@ def radix(pair: tuple[PrefillServer, DecodeServer]) -> DecodeServer:
 
 def offloading(model: Path, folder: Path, name: str, **options: Any) -> ServerOptions:
     """A decode server that writes what it decodes, to L3 at `folder / "l3"` unless told."""
-    config = json.dumps(extra_config(folder, **(PLAIN | options)))
+    config = json.dumps(ours.extra_config(folder, **(PLAIN | options)))
     hicache: list[str] = [
         *("--disaggregation-decode-enable-offload-kvcache", "--hicache-ratio", "2"),
         *("--hicache-mem-layout", "page_first", "--hicache-storage-backend", "dynamic"),
@@ -92,17 +82,17 @@ def test_prefill_servers_find_what_a_decode_server_offloads(
     with DecodeServer(offloading(model, folder, "offload"), [prefill]) as decode:
         [first] = converse(decode, make_conversations(1, turns=1, seed=1), reply_tokens=40)
         pages = (len(first.history) - 1) // PAGE
-        decode.until(lambda: len(stored_pages(folder)) == pages, "the reply to be stored")
+        decode.until(lambda: len(ours.stored_pages(folder)) == pages, "the reply to be stored")
         decode.flush_cache()
         [second] = ask(decode, [[*first.history, *prompt]])
         log = decode.log_text()
-        assert_nothing_went_wrong(decode)
+        ours.assert_nothing_went_wrong(decode)
     assert second.turns[0].cached.storage == pages * PAGE > len(first.turns[0].prompt)
     assert "KV mode, plain pages: decode offload makes a host pool" in log
     assert ONLY_WRITES in log
     assert "inactive" not in log
     assert "HCACHE_ENABLE" not in log
-    assert_no_cache_output(model, [first, second])
+    ours.assert_no_cache_output(model, [first, second])
 
 
 @pytest.mark.long
@@ -115,7 +105,7 @@ def test_replies_to_prompts_of_other_weights_are_not_offloaded(
     with DecodeServer(options, [prefill]) as decode:
         converse(decode, make_conversations(1, turns=2, seed=4), reply_tokens=40)
         log = decode.log_text()
-        assert_nothing_went_wrong(decode)
+        ours.assert_nothing_went_wrong(decode)
     assert log.count(OTHER_WEIGHTS) == 1
     assert not list(l3.glob("**/*.page"))
 
@@ -127,7 +117,7 @@ def cut_short(page: Path) -> None:
 
 SPOILT: dict[str, Callable[[Path], object]] = {
     "sound": lambda page: None,
-    "a bit flipped": lambda page: flip_bit(page, page.stat().st_size // 2),
+    "a bit flipped": lambda page: ours.flip_bit(page, page.stat().st_size // 2),
     "cut short": cut_short,
     "gone": Path.unlink,
 }
@@ -135,7 +125,7 @@ SPOILT: dict[str, Callable[[Path], object]] = {
 
 def radix_cached(model: Path, folder: Path, name: str, **options: Any) -> ServerOptions:
     """A decode server whose radix cache has an L3 of its own, `folder / name`."""
-    return our_server(
+    return ours.our_server(
         model,
         folder,
         hcache={"mode": "kv", "dirs": [str(folder / name)]},
@@ -193,8 +183,8 @@ def test_pages_that_a_decode_server_cannot_read_fail_no_request(
     conversations.append(evicted)
     assert ONLY_WRITES in radix.log_text()
     assert "KV mode, plain pages: a server that decodes for prefill servers" in radix.log_text()
-    assert_nothing_went_wrong(radix)
-    assert_no_cache_output(model, conversations)
+    ours.assert_nothing_went_wrong(radix)
+    ours.assert_no_cache_output(model, conversations)
 
 
 def test_prompts_of_other_weights_are_not_stored(
@@ -210,8 +200,8 @@ def test_prompts_of_other_weights_are_not_stored(
     finally:
         radix.update_weights_from_disk(model)
     assert len(written_in(radix, later)) >= 200 // PAGE
-    assert_nothing_went_wrong(radix)
-    assert_no_cache_output(model, [later])
+    ours.assert_nothing_went_wrong(radix)
+    ours.assert_no_cache_output(model, [later])
 
 
 @pytest.mark.long
@@ -219,7 +209,7 @@ def test_sglang_fails_a_request_whose_promised_pages_cannot_be_read(
     model: Path, folder: Path, prefill: PrefillServer
 ) -> None:
     """Why decode servers find nothing: what another L3 may promise, they commit to."""
-    env = faulty("hits_promised,lost_after_look_ups", folder / "lose")
+    env = ours.faulty("hits_promised,lost_after_look_ups", folder / "lose")
     options = radix_cached(model, folder, "promised", extra_env=env)
     sound, damaged, evicted = make_conversations(3, turns=2, seed=3)
     with DecodeServer(options, [prefill]) as decode:
@@ -231,4 +221,4 @@ def test_sglang_fails_a_request_whose_promised_pages_cannot_be_read(
         spoil_what_is_written(decode, evicted, SPOILT["sound"])
         with lost_after_a_look_up(folder), pytest.raises(ServerError, match="answered 500"):
             converse(decode, [evicted])
-    assert_no_cache_output(model, [sound])
+    ours.assert_no_cache_output(model, [sound])

@@ -1,7 +1,5 @@
 """What `hcache plan --users` computes, held against a server at a small scale."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Replicas behind SGLang's router, each with disks of its own, and an L3 that they share."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,13 +10,8 @@ import pytest
 
 from bench.harness.router import Router
 from bench.harness.server import Server
+from tests.engine.harness import ours
 from tests.engine.harness.conversations import Conversation, converse, make_conversations
-from tests.engine.harness.ours import (
-    assert_no_cache_output,
-    assert_nothing_went_wrong,
-    faulty,
-    stored_pages,
-)
 
 from .servers import ROUTER, started
 from .shared_l3 import PAGE, machine, values
@@ -42,7 +35,7 @@ def until_each_can_read_what_the_other_has(servers: Sequence[Server], folder: Pa
 
     def is_shared() -> bool:
         stored = {
-            page.name for server in servers for page in stored_pages(server.options.log.parent)
+            page.name for server in servers for page in ours.stored_pages(server.options.log.parent)
         }
         return len(values(folder)) == len(stored)
 
@@ -52,7 +45,6 @@ def until_each_can_read_what_the_other_has(servers: Sequence[Server], folder: Pa
 
 
 def assert_history_was_found(conversation: Conversation) -> None:
-    """On the device of the replica that had it, or else in L3."""
     turn = conversation.turns[-1]
     assert turn.cached.total >= turn.history_tokens - 2 * PAGE, turn.cached
 
@@ -74,7 +66,7 @@ def one_is_killed(
 ) -> None:
     """By SIGKILL, when the other one can read what it had; then all have their next turn."""
     until_each_can_read_what_the_other_has(servers, front.options.log.parent)
-    assert stored_pages(gone.options.log.parent)
+    assert ours.stored_pages(gone.options.log.parent)
     gone.kill()
     turns = len(conversations[0].turns) + 1
     converse(front, conversations, turns=turns, flush=False, concurrent=True)
@@ -108,12 +100,12 @@ def test_conversations_go_on_while_replicas_restart(
         begin_on_each(servers, conversations)
         one_is_killed(front, servers, first, conversations)
         assert_all_went_on(conversations)
-        assert_nothing_went_wrong(second)
-        restart(front, first, **(faulty(fault) if fault else {}))
+        ours.assert_nothing_went_wrong(second)
+        restart(front, first, **(ours.faulty(fault) if fault else {}))
         one_is_killed(front, servers, second, conversations)
         if fault:
             assert [c.turns[-1].cached.total for c in conversations] == [0] * len(conversations)
         else:
             assert_all_went_on(conversations)
-        assert_nothing_went_wrong(first)
-    assert_no_cache_output(model, conversations)
+        ours.assert_nothing_went_wrong(first)
+    ours.assert_no_cache_output(model, conversations)

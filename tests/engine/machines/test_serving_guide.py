@@ -4,8 +4,6 @@ What readers have to fill in is filled in: `...` by what every server of a test 
 and folders by those of this machine; transfers are by TCP (`mooncake_tcp`).
 """
 
-from __future__ import annotations
-
 import json
 import shlex
 from collections.abc import Mapping, Sequence
@@ -20,15 +18,8 @@ from bench.harness.disaggregation import DecodeServer, PrefillServer
 from bench.harness.router import Router
 from bench.harness.server import Server, ServerOptions, free_port
 from tests.docs.pages import read_page
+from tests.engine.harness import ours
 from tests.engine.harness.conversations import ask, converse, make_conversations
-from tests.engine.harness.ours import (
-    assert_no_cache_output,
-    assert_nothing_went_wrong,
-    assert_restored_from_l3,
-    attach_config,
-    our_server,
-    stored_pages,
-)
 
 from .servers import ROUTER, TRANSFER
 
@@ -80,7 +71,7 @@ def of_the_guide(
     """The server that a command starts; `{...}` is an extra config with options of ours."""
     assert command.module == "sglang.launch_server"
     arguments = [
-        json.dumps(attach_config(l3, **hcache)) if word == "{...}" else word
+        json.dumps(ours.attach_config(l3, **hcache)) if word == "{...}" else word
         for word in command.arguments
     ]
     env = {**command.env, **EVERY_HIT}
@@ -110,8 +101,8 @@ def started(stack: ExitStack, server: Server, port: int) -> Server:
 def assert_goes_on(model: Path, server: Server) -> None:
     """Conversations, with what L3 has of them."""
     conversations = converse(server, make_conversations(2, turns=2, tokens=400))
-    assert_restored_from_l3(conversations, PAGE)
-    assert_no_cache_output(model, conversations)
+    ours.assert_restored_from_l3(conversations, PAGE)
+    ours.assert_no_cache_output(model, conversations)
 
 
 @TRANSFER
@@ -132,7 +123,7 @@ def test_prefill_servers(model: Path, tmp_path: Path) -> None:
         front = RouterOfTheGuide(commanded[2], servers, tmp_path / "router.log")
         assert_goes_on(model, stack.enter_context(front))
         for server in servers:
-            assert_nothing_went_wrong(server)
+            ours.assert_nothing_went_wrong(server)
 
 
 @TRANSFER
@@ -141,16 +132,16 @@ def test_decode_servers(number: int, model: Path, tmp_path: Path) -> None:
     """A prefill server finds what they write."""
     command = commands("--disaggregation-decode-enable-offload-kvcache", TCP)[number]
     log = tmp_path / "decode.log"
-    prefill = PrefillServer(our_server(model, tmp_path, hcache=PLAIN))
+    prefill = PrefillServer(ours.our_server(model, tmp_path, hcache=PLAIN))
     options = of_the_guide(command, model, log, tmp_path, PLAIN, cache="radix")
     with prefill, DecodeServer(options, [prefill]) as decode:
         [first] = converse(decode, make_conversations(1, turns=1), reply_tokens=80)
         pages = (len(first.history) - 1) // PAGE
-        decode.until(lambda: len(stored_pages(tmp_path)) == pages, "the reply to be stored")
+        decode.until(lambda: len(ours.stored_pages(tmp_path)) == pages, "the reply to be stored")
         [second] = ask(decode, [[*first.history, 1]])
-        assert_nothing_went_wrong(decode)
+        ours.assert_nothing_went_wrong(decode)
     assert second.turns[0].cached.storage == pages * PAGE > len(first.turns[0].prompt)
-    assert_no_cache_output(model, [first, second])
+    ours.assert_no_cache_output(model, [first, second])
 
 
 @ROUTER
@@ -169,7 +160,7 @@ def test_replicas_that_share_a_folder(model: Path, tmp_path: Path) -> None:
         assert_goes_on(model, stack.enter_context(front))
         assert list((tmp_path / "hcache").glob("*.bin"))
         for server in servers:
-            assert_nothing_went_wrong(server)
+            ours.assert_nothing_went_wrong(server)
 
 
 @pytest.mark.skipif(mooncake.missing() is not None, reason=f"no Mooncake: {mooncake.missing()}")
@@ -189,7 +180,7 @@ def test_mooncake(shared: bool, model: Path, tmp_path: Path) -> None:
             options = of_the_guide(command, model, log, tmp_path, {}, fork=False)
         with Server(options) as server:
             assert_goes_on(model, server)
-            assert_nothing_went_wrong(server)
+            ours.assert_nothing_went_wrong(server)
         assert mooncake.keys(cluster)
 
 
@@ -199,4 +190,4 @@ def test_sglangs_file_backend(model: Path, tmp_path: Path) -> None:
     command = command._replace(env=command.env | folder)
     with Server(of_the_guide(command, model, tmp_path / "server.log", tmp_path, {})) as server:
         assert_goes_on(model, server)
-        assert_nothing_went_wrong(server)
+        ours.assert_nothing_went_wrong(server)

@@ -1,7 +1,5 @@
 """What one machine wrote to the shared L3, another one restores."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,18 +10,12 @@ import pytest
 from bench.harness import mooncake
 from bench.harness.server import Server, ServerOptions
 from hcache_backend.cli.metrics_page import fetch
+from tests.engine.harness import ours
 from tests.engine.harness.conversations import (
     Conversation,
     converse,
     make_conversations,
     random_tokens,
-)
-from tests.engine.harness.ours import (
-    assert_no_cache_output,
-    assert_nothing_went_wrong,
-    flip_bit,
-    slow_profile,
-    stored_pages,
 )
 
 from .shared_l3 import assert_absent, assert_found, from_l3, machine, until_all_is_shared, values
@@ -31,11 +23,7 @@ from .shared_l3 import assert_absent, assert_found, from_l3, machine, until_all_
 pytestmark = pytest.mark.engine
 
 STALL_S = 10.0
-KINDS: dict[str, dict[str, Any]] = {
-    "hidden": {},
-    "own": {"mode": "kv"},
-    "plain": {"mode": "plain"},
-}
+KINDS: dict[str, dict[str, Any]] = {"hidden": {}, "own": {"mode": "kv"}, "plain": {"mode": "plain"}}
 
 
 @pytest.mark.parametrize(
@@ -59,9 +47,9 @@ def test_conversations_of_a_lost_machine_go_on_elsewhere(
         sound = values(tmp_path)
         [lost] = converse(first, make_conversations(1, 1, seed=1))
         until_all_is_shared(first, tmp_path)
-        assert_nothing_went_wrong(first)
+        ours.assert_nothing_went_wrong(first)
     for path in values(tmp_path) - sound:
-        flip_bit(path, path.stat().st_size // 4)
+        ours.flip_bit(path, path.stat().st_size // 4)
     with Server(machine(model, tmp_path, "second", {**KINDS[kind]}, tp=tp)) as second:
         moved = from_l3(second, [c.history for c in conversations])
         assert_found(moved)
@@ -73,8 +61,8 @@ def test_conversations_of_a_lost_machine_go_on_elsewhere(
         assert_found(again)
         log = second.log_text()
         assert "shared L3: file" in log
-        assert_nothing_went_wrong(second)
-    assert_no_cache_output(model, [*conversations, *moved, *damaged, *again])
+        ours.assert_nothing_went_wrong(second)
+    ours.assert_no_cache_output(model, [*conversations, *moved, *damaged, *again])
 
 
 @pytest.mark.long
@@ -83,24 +71,23 @@ def test_machines_with_different_devices_share_pages(model: Path, tmp_path: Path
     prompts = [random_tokens(200, seed) for seed in range(2)]
     asked = []
     for device, slow in (("first", "kv_load"), ("second", "projection")):
-        profile = slow_profile(tmp_path, device, **{slow: 1.0, "dense": 1.0})
+        profile = ours.slow_profile(tmp_path, device, **{slow: 1.0, "dense": 1.0})
         hcache = {"mode": "auto", "profile": str(profile)}
         with Server(machine(model, tmp_path, device, hcache)) as server:
             asked.append(from_l3(server, prompts))
             until_all_is_shared(server, tmp_path)
-            assert_nothing_went_wrong(server)
+            ours.assert_nothing_went_wrong(server)
     assert_absent(asked[0])
     assert_found(asked[1])
     with Server(machine(model, tmp_path, "third", {}, dtype="bfloat16")) as server:
         assert_absent(from_l3(server, prompts))
-        assert_nothing_went_wrong(server)
-    assert_no_cache_output(model, [*asked[0], *asked[1]])
+        ours.assert_nothing_went_wrong(server)
+    ours.assert_no_cache_output(model, [*asked[0], *asked[1]])
 
 
 def until_kept(server: Server, count: int) -> None:
-    """As many pages in the page store, at least."""
     folder = server.options.log.parent
-    server.until(lambda: len(stored_pages(folder)) >= count, "pages to be kept")
+    server.until(lambda: len(ours.stored_pages(folder)) >= count, "pages to be kept")
 
 
 # ---- Mooncake's store ----
@@ -129,10 +116,9 @@ def counted(server: Server, event: str) -> float:
 
 
 def all_in(cluster: mooncake.Cluster, server: Server) -> list[str]:
-    """The keys of all that a server has stored, when it is shared."""
     folder = server.options.log.parent
     server.until(
-        lambda: counted(server, "written") == len(stored_pages(folder)), "all to be shared"
+        lambda: counted(server, "written") == len(ours.stored_pages(folder)), "all to be shared"
     )
     return mooncake.keys(cluster)
 
@@ -159,7 +145,7 @@ def test_mooncake_shared_by_two_machines_stalls_and_dies_and_requests_go_on(
         sound = set(all_in(cluster, first))
         asked += from_l3(first, [(lost := random_tokens(200, 50))])
         mooncake.damage(cluster, set(all_in(cluster, first)) - sound)
-        pages = stored_pages(tmp_path / "first")
+        pages = ours.stored_pages(tmp_path / "first")
     quota = sum(path.stat().st_size for path in pages) // 2
     with Server(mooncake_machine(model, tmp_path, "second", cluster, quota_bytes=quota)) as second:
         asked += (found := from_l3(second, prompts[:2]))
@@ -190,7 +176,7 @@ def test_mooncake_shared_by_two_machines_stalls_and_dies_and_requests_go_on(
         asked += from_l3(second, [random_tokens(200, 99)])
         second.until(lambda: counted(second, "written") > before, "pages to go to the new cluster")
 
-        sizes = [path.stat().st_size for path in stored_pages(tmp_path / "second")]
+        sizes = [path.stat().st_size for path in ours.stored_pages(tmp_path / "second")]
         assert sum(sizes) <= quota
-        assert_nothing_went_wrong(second)
-    assert_no_cache_output(model, asked)
+        ours.assert_nothing_went_wrong(second)
+    ours.assert_no_cache_output(model, asked)

@@ -1,7 +1,5 @@
 """K and V in FP8. Models with FP8 weights are rows of `test_matrix.py`."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

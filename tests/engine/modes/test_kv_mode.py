@@ -1,7 +1,5 @@
 """Requests that must not share pages: of other adapters, salts and extra keys."""
 
-from __future__ import annotations
-
 import shutil
 import uuid
 from pathlib import Path

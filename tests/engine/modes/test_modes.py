@@ -1,7 +1,5 @@
 """Which mode a server ends up in, what it says about it, and how configurations are refused."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,23 +8,8 @@ import psutil
 import pytest
 
 from bench.harness.server import Server, ServerOptions
+from tests.engine.harness import ours
 from tests.engine.harness.conversations import converse, make_conversations
-from tests.engine.harness.ours import (
-    assert_hidden_mode,
-    assert_no_cache_output,
-    assert_nothing_went_wrong,
-    assert_restored_from_l3,
-    attach_config,
-    extra_config,
-    faulty,
-    file_backend,
-    flip_bit,
-    hidden_mode_env,
-    our_server,
-    partition,
-    stored_pages,
-    told,
-)
 
 pytestmark = [pytest.mark.engine, pytest.mark.versions]
 
@@ -41,7 +24,7 @@ def attach_error(server: Server, config: dict[str, object]) -> str:
 
 @pytest.mark.parametrize("mode", ["hidden", pytest.param("kv", marks=pytest.mark.long)])
 def test_a_start_is_summed_up_in_at_most_six_lines(mode: str, model: Path, tmp_path: Path) -> None:
-    options = our_server(
+    options = ours.our_server(
         model,
         tmp_path,
         hcache={"mode": mode, "quota_bytes": "2GB"},
@@ -62,7 +45,7 @@ class TestServerThatWasStartedWithoutUs:
     @classmethod
     def server(cls, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         folder = tmp_path_factory.mktemp("plain")
-        env = faulty("report_hooks", folder / "hooks")
+        env = ours.faulty("report_hooks", folder / "hooks")
         # Spawned afresh, as real deployments start.
         options = ServerOptions(model, folder / "server.log", fork=False, extra_env=env)
         with Server(options) as server:
@@ -74,7 +57,7 @@ class TestServerThatWasStartedWithoutUs:
         assert command[1:3] == ["-m", "sglang.launch_server"]
         assert server.generate([1, 2, 3], 2).output_ids
         assert "hcache:" not in server.log_text()
-        hooks = told(server, server.options.log.parent / "hooks")
+        hooks = ours.told(server, server.options.log.parent / "hooks")
         assert hooks == ["sglang.srt.model_executor.model_runner.ModelRunner.load_model"]
 
     @pytest.mark.parametrize(
@@ -102,9 +85,9 @@ class TestServerThatWasStartedWithoutUs:
         server: Server,
         tmp_path: Path,
     ) -> None:
-        text = attach_error(server, attach_config(tmp_path, **hcache) | outside)
+        text = attach_error(server, ours.attach_config(tmp_path, **hcache) | outside)
         assert message in text.replace("\\", "")
-        assert not stored_pages(tmp_path)
+        assert not ours.stored_pages(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +98,7 @@ class TestServerThatWasStartedWithoutUs:
             "hcache: unknown option 'recompute_m' (value 10); did you mean 'recompute_ms'?",
         ),
         (
-            {"hcache": {"partition": partition(0, 5, 0)}},
+            {"hcache": {"partition": ours.partition(0, 5, 0)}},
             "hcache: option 'partition' is {'recompute': 0, 'hidden': 5, 'kv': 0}: that is 5 "
             "layers, and the model has 4",
         ),
@@ -125,8 +108,8 @@ class TestServerThatWasStartedWithoutUs:
 def test_a_wrong_option_at_start_up_stops_the_server_with_one_line(
     extra: dict[str, Any], message: str, model: Path, tmp_path: Path
 ) -> None:
-    options = our_server(model, tmp_path, tp=2)
-    options.extra_config = {**extra, **extra_config(tmp_path, **extra.get("hcache", {}))}
+    options = ours.our_server(model, tmp_path, tp=2)
+    options.extra_config = {**extra, **ours.extra_config(tmp_path, **extra.get("hcache", {}))}
     server = Server(options)
     server.launch()
     assert server.wait_exit() != 0
@@ -138,7 +121,7 @@ def test_a_wrong_option_at_start_up_stops_the_server_with_one_line(
 
 
 def test_settings_that_store_little_or_nothing_are_warned_of(model: Path, tmp_path: Path) -> None:
-    options = our_server(model, tmp_path, page_size=1, hcache={"quota_bytes": 4096})
+    options = ours.our_server(model, tmp_path, page_size=1, hcache={"quota_bytes": 4096})
     with Server(options) as server:
         log = server.log_text()
         assert (
@@ -149,22 +132,22 @@ def test_settings_that_store_little_or_nothing_are_warned_of(model: Path, tmp_pa
         assert log.count(f"hcache: {tmp_path / 'l3'} can hold no page: {bound}") == 1
         assert server.generate(list(range(3, 40)), 2).output_ids
         server.wait_for_log(f"hcache: {tmp_path / 'l3'} is full: {bound}")
-    assert not stored_pages(tmp_path)
+    assert not ours.stored_pages(tmp_path)
 
 
 def test_pages_travel_through_sglangs_own_file_backend_and_still_prove_themselves(
     model: Path, tmp_path: Path
 ) -> None:
-    env = hidden_mode_env(partition=partition(1, 2, 1))
-    with Server(file_backend(model, tmp_path, extra_env=env)) as server:
+    env = ours.hidden_mode_env(partition=ours.partition(1, 2, 1))
+    with Server(ours.file_backend(model, tmp_path, extra_env=env)) as server:
         conversations = make_conversations(2, turns=3, tokens=300)
         converse(server, conversations, turns=2)
-        assert_hidden_mode(server)
-        assert_restored_from_l3(conversations, 64)
+        ours.assert_hidden_mode(server)
+        ours.assert_restored_from_l3(conversations, 64)
         for path in (tmp_path / "l3").glob("*.bin"):  # this backend has no checksum of its own
-            flip_bit(path, 5000)
+            ours.flip_bit(path, 5000)
         converse(server, conversations)
         assert all(c.turns[2].cached.storage == 0 for c in conversations)
         assert "is not the requested one (checksum): counted as a miss" in server.log_text()
-        assert_nothing_went_wrong(server)
-    assert_no_cache_output(model, conversations)
+        ours.assert_nothing_went_wrong(server)
+    ours.assert_no_cache_output(model, conversations)

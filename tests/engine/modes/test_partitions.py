@@ -1,7 +1,5 @@
 """Partitions on a real server: whatever is stored of a layer, the output is that of no cache."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Sequence
@@ -15,22 +13,13 @@ from bench.harness.trace import traced
 from hcache_backend.cli.metrics_page import fetch
 from hcache_backend.format.page import PageLayout, hidden_layer
 from hcache_backend.plan.restore import Partition, describe
+from tests.engine.harness import ours
 from tests.engine.harness.conversations import (
     Conversation,
     ask,
     converse,
     make_conversations,
     random_tokens,
-)
-from tests.engine.harness.ours import (
-    assert_no_cache_output,
-    assert_nothing_went_wrong,
-    assert_restored_from_l3,
-    assert_sound_hidden_mode,
-    faulty,
-    our_server,
-    partition,
-    slow_profile,
 )
 
 pytestmark = pytest.mark.engine
@@ -64,12 +53,12 @@ def test_spans_behind_a_prefix_and_restores_of_several_requests(
     model: Path, tmp_path: Path
 ) -> None:
     trace, hold = tmp_path / "trace", tmp_path / "hold"
-    options = our_server(
+    options = ours.our_server(
         model,
         tmp_path,
-        hcache={"partition": partition(2, 1, 1), "restore": "layerwise"},
+        hcache={"partition": ours.partition(2, 1, 1), "restore": "layerwise"},
         metrics=True,
-        extra_env=faulty("prefetches_held", hold),
+        extra_env=ours.faulty("prefetches_held", hold),
     )
     with Server(traced(options, trace)) as server:
         shared = random_tokens(256, 9)
@@ -79,7 +68,7 @@ def test_spans_behind_a_prefix_and_restores_of_several_requests(
         server.generate([*shared, 1], 1)
         trace.write_text("")
         converse_at_once(server, conversations, hold, behind=256)
-        assert_sound_hidden_mode(server)
+        ours.assert_sound_hidden_mode(server)
     for conversation in conversations:
         last = conversation.turns[-1]
         assert last.cached.device >= 256
@@ -88,15 +77,15 @@ def test_spans_behind_a_prefix_and_restores_of_several_requests(
     loads = [json.loads(line) for line in trace.read_text().splitlines()]
     restored = [load["tokens"] for load in loads if load["stage"] == "load"]
     assert max(restored) > max(spans), "no restore held two requests"
-    assert_no_cache_output(model, conversations)
+    ours.assert_no_cache_output(model, conversations)
 
 
 def test_stored_layers_are_recomputed_if_that_is_faster(model: Path, tmp_path: Path) -> None:
     # A layer takes as long over the bus as by computation: two of four are recomputed, although
     # all are stored.
-    profile = slow_profile(tmp_path, hidden_copy=1.0, dense=1.0)
+    profile = ours.slow_profile(tmp_path, hidden_copy=1.0, dense=1.0)
     hcache = {"profile": str(profile), "restore": "layerwise"}
-    options = our_server(
+    options = ours.our_server(
         model, tmp_path, hcache=hcache, max_total_tokens=1024, hicache_ratio=8.0, metrics=True
     )
     with Server(options) as server:
@@ -104,16 +93,16 @@ def test_stored_layers_are_recomputed_if_that_is_faster(model: Path, tmp_path: P
         converse(server, conversations, turns=2)
         assert f"hcache: hidden mode: {describe(Partition(0, 4, 0))}, " in server.log_text()
         converse(server, conversations, turns=3, flush=False)
-        assert_restored_from_l3(conversations, 64)
+        ours.assert_restored_from_l3(conversations, 64)
         ask(server, [random_tokens(900, 77)], flush=False)
         converse(server, conversations, flush=False)
         cached = [conversation.turns[-1].cached for conversation in conversations]
         assert sum(hit.host for hit in cached) >= 300, cached
-        assert_nothing_went_wrong(server)
+        ours.assert_nothing_went_wrong(server)
         counted = fetch(server.url).counters
         two_layers = 2 * LAYOUT.segment_bytes[0] // 64 * counted["tokens"]["restored"]
         assert counted["bytes"]["restored_hidden"] == two_layers
-    assert_no_cache_output(model, conversations)
+    ours.assert_no_cache_output(model, conversations)
 
 
 def test_auto_keeps_the_profile_that_one_rank_measured_and_what_it_decided_by_it(
@@ -121,16 +110,18 @@ def test_auto_keeps_the_profile_that_one_rank_measured_and_what_it_decided_by_it
 ) -> None:
     hcache = {"mode": "auto"}
     for start in range(2):
-        options = our_server(model, tmp_path, hcache=hcache, tp=2, log=tmp_path / f"{start}.log")
+        options = ours.our_server(
+            model, tmp_path, hcache=hcache, tp=2, log=tmp_path / f"{start}.log"
+        )
         with Server(options) as server:
             conversations = converse(server, make_conversations(1, turns=2))
-            assert_nothing_went_wrong(server)
+            ours.assert_nothing_went_wrong(server)
             log = server.log_text()
         assert log.count("measuring a quick profile") == (start == 0)
         chosen = re.findall(r"hcache: partition: (.*?)[;,]", log)
         assert len(chosen) == 2 and len(set(chosen)) == 1
         assert (", as the store has it: the best for " in log) == (start == 1)
-        assert_restored_from_l3(conversations, 64)
-        assert_no_cache_output(model, conversations)
+        ours.assert_restored_from_l3(conversations, 64)
+        ours.assert_no_cache_output(model, conversations)
     for kept in ("profile-*.json", "partition-*.json"):
         assert len(list((tmp_path / "l3").glob(kept))) == 1

@@ -3,8 +3,6 @@
 A draft model's K and V are a pool of SGLang's own beside ours; L3 has its pages in our store.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +10,8 @@ import pytest
 
 from bench.harness.drafts import accepted, drafting
 from bench.harness.server import Server, ServerOptions
+from tests.engine.harness import ours
 from tests.engine.harness.conversations import Conversation, converse, make_conversations, turns_of
-from tests.engine.harness.ours import (
-    assert_no_cache_output,
-    assert_no_cache_output_up_to_ties,
-    assert_nothing_went_wrong,
-    assert_restored_from_l3,
-    assert_sound_own_pages,
-    flip_bit,
-    our_server,
-    stored_pages,
-)
 
 pytestmark = pytest.mark.engine
 
@@ -76,7 +65,7 @@ def test_l3_changes_neither_tokens_nor_accepted_drafts(
     tmp_path: Path,
 ) -> None:
     drafts = drafting(algorithm, model_cache, tmp_path)
-    started = our_server(
+    started = ours.our_server(
         drafts.model,
         tmp_path,
         hcache={"mode": mode} | hcache,
@@ -86,14 +75,14 @@ def test_l3_changes_neither_tokens_nor_accepted_drafts(
     )
     with Server(started) as server:
         conversations = converse(server, make_conversations(2, turns=3, tokens=200))
-        assert_restored_from_l3(conversations, 16)
-        assert_sound_own_pages(server, mode)
+        ours.assert_restored_from_l3(conversations, 16)
+        ours.assert_sound_own_pages(server, mode)
     started.log = tmp_path / "restarted.log"
     with Server(started) as server:  # nothing of the drafts is on the device by chance
         again = converse(server, make_conversations(2, turns=3, tokens=200), flush=False)
-        assert_sound_own_pages(server, mode)
+        ours.assert_sound_own_pages(server, mode)
     assert all(turn.cached.storage for turn in turns_of(again))
-    assert_no_cache_output(drafts.model, [*conversations, *again])
+    ours.assert_no_cache_output(drafts.model, [*conversations, *again])
     found = [accepted(turn.reply) for turn in turns_of(conversations)]
     assert found == drafts_without_a_cache(started, tmp_path, conversations)
     assert found == [accepted(turn.reply) for turn in turns_of(again)]
@@ -115,18 +104,18 @@ def test_draft_layers_behind_the_models_come_back_with_it(
     """Of MTP: their K and V, or latents, are layers of our pages."""
     drafts = drafting(f"MTP {name}", model_cache, tmp_path)
     options = {"page_size": 16, "tp": tp, "extra_args": drafts.arguments}
-    started = our_server(drafts.model, tmp_path, hcache={"mode": "auto"} | hcache, **options)
+    started = ours.our_server(drafts.model, tmp_path, hcache={"mode": "auto"} | hcache, **options)
     with Server(started) as server:
         conversations = converse(server, make_conversations(2, turns=3, tokens=200))
-        assert_restored_from_l3(conversations, 16)
-        assert_sound_own_pages(server, "kv")
-    pages = stored_pages(tmp_path)
+        ours.assert_restored_from_l3(conversations, 16)
+        ours.assert_sound_own_pages(server, "kv")
+    pages = ours.stored_pages(tmp_path)
     started.log = tmp_path / "restarted.log"
     with Server(started) as server:  # nothing of the drafts is on the device by chance
         again = converse(server, make_conversations(2, turns=3, tokens=200), flush=False)
-        assert_sound_own_pages(server, "kv")
+        ours.assert_sound_own_pages(server, "kv")
     assert all(turn.cached.storage for turn in turns_of(again))
-    assert stored_pages(tmp_path) == pages
+    assert ours.stored_pages(tmp_path) == pages
     log = tmp_path / "plain.log"
     with Server(ServerOptions(drafts.model, log, cache="none", **options)) as server:
         for turn, restored in zip(turns_of(conversations), turns_of(again), strict=True):
@@ -139,7 +128,7 @@ def test_draft_layers_behind_the_models_come_back_with_it(
 @pytest.mark.parametrize("mode", ["kv", pytest.param("hidden", marks=LONG)])
 def test_encoded_pages_of_a_model_that_drafts(mode: str, model_cache: Path, tmp_path: Path) -> None:
     drafts = drafting("STANDALONE", model_cache, tmp_path)
-    options = our_server(
+    options = ours.our_server(
         drafts.model,
         tmp_path,
         hcache={"mode": mode},
@@ -149,10 +138,10 @@ def test_encoded_pages_of_a_model_that_drafts(mode: str, model_cache: Path, tmp_
     )
     with Server(options) as server:
         conversations = converse(server, make_conversations(2, turns=3, tokens=200))
-        assert_restored_from_l3(conversations, 16)
-        assert_sound_own_pages(server, mode)
+        ours.assert_restored_from_l3(conversations, 16)
+        ours.assert_sound_own_pages(server, mode)
         assert "codec exp4" in server.log_text()
-    assert_no_cache_output_up_to_ties(drafts.model, tmp_path, conversations)
+    ours.assert_no_cache_output_up_to_ties(drafts.model, tmp_path, conversations)
 
     def drafts_taken(turns: list[list[int]]) -> int:
         return sum(number * count for counts in turns for number, count in enumerate(counts))
@@ -169,7 +158,7 @@ def test_lost_and_damaged_pages_of_a_draft_cost_no_token(
     """Read in order, the hit ends before such a page, as with SGLang's own backends. Behind a
     front, fewer drafts are accepted. Neither costs a token."""
     drafts = drafting("STANDALONE", model_cache, tmp_path)
-    options = our_server(
+    options = ours.our_server(
         drafts.model,
         tmp_path,
         hcache={"mode": "kv"} | hcache,
@@ -179,21 +168,21 @@ def test_lost_and_damaged_pages_of_a_draft_cost_no_token(
     with Server(options) as server:
         converse(server, make_conversations(2, turns=2, tokens=200), flush=False)
         server.wait_backed_up()
-    pages = stored_pages(tmp_path)
+    pages = ours.stored_pages(tmp_path)
     of_draft = min(path.stat().st_size for path in pages)
     damaged = [path for path in pages if path.stat().st_size == of_draft]
     assert 2 * len(damaged) == len(pages)
     for path in damaged[::4]:
         path.unlink()
     for path in damaged[1::4]:
-        flip_bit(path, -100)
+        ours.flip_bit(path, -100)
     options.log = tmp_path / "restarted.log"
     with Server(options) as server:
         again = converse(server, make_conversations(2, turns=2, tokens=200))
-        assert_sound_own_pages(server, "kv")
+        ours.assert_sound_own_pages(server, "kv")
     found = sum(turn.cached.storage for turn in turns_of(again))
     assert (0 < found < 2 * (192 + 400)) if hcache else found
-    assert_no_cache_output(drafts.model, again)
+    ours.assert_no_cache_output(drafts.model, again)
 
 
 @pytest.mark.parametrize("algorithm", ["EAGLE", "MTP glm4_moe_lite"])
@@ -203,7 +192,7 @@ def test_pages_of_another_draft_are_not_taken_for_those_of_this_one(
     """Its K and V would be wrong ones, and next to no draft accepted."""
     for seed in (0, 1, 0):
         drafts = drafting(algorithm, model_cache, tmp_path, seed=seed)
-        options = our_server(
+        options = ours.our_server(
             drafts.model,
             tmp_path,
             log=tmp_path / f"{seed}.log",
@@ -211,9 +200,9 @@ def test_pages_of_another_draft_are_not_taken_for_those_of_this_one(
             page_size=16,
             extra_args=drafts.arguments,
         )
-        before = len(stored_pages(tmp_path)) * (1 if algorithm == "EAGLE" else 2)  # of pages
+        before = len(ours.stored_pages(tmp_path)) * (1 if algorithm == "EAGLE" else 2)  # of pages
         with Server(options) as server:
             [conversation] = converse(server, make_conversations(1, turns=1, tokens=200))  # flushed
-            assert_nothing_went_wrong(server)
+            ours.assert_nothing_went_wrong(server)
         storage = conversation.turns[0].cached.storage
         assert storage == (192 if before > 20 and seed == 0 else 0)

@@ -1,7 +1,5 @@
 """Pipeline stages, each with its own layers, and data-parallel replicas, over one store."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Tensor-parallel ranks that each hold a shard of every page's tokens (paper section 5)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -44,7 +42,6 @@ def shards(folder: Path) -> dict[str, list[Path]]:
 
 
 def size(paths: Sequence[Path]) -> int:
-    """Bytes of files."""
     return sum(path.stat().st_size for path in paths)
 
 

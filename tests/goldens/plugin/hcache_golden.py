@@ -3,8 +3,6 @@
 ``HCACHE_GOLDEN`` is a JSON object, see ``tests.goldens.recorder.Settings``.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from typing import Any

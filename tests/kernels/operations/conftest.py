@@ -4,8 +4,6 @@ Triton decides when a kernel is defined, from TRITON_INTERPRET, whether it is in
 must not reach other tests. So tests/kernels/test_interpreted.py starts a process with it.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 
@@ -42,12 +40,10 @@ def host(*shape: int, value: int | None = None) -> torch.Tensor:
 
 
 def finish() -> None:
-    """Wait until everything that was launched is done."""
     if not INTERPRETED:
         torch.cuda.synchronize()
 
 
 @pytest.fixture
 def device() -> str:
-    """Where this process runs kernels."""
     return "cpu" if INTERPRETED else "cuda"

@@ -1,7 +1,5 @@
 """What the kernels rely on: casts and products give what torch gives, to the bit."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import triton

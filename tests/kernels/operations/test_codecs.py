@@ -1,7 +1,5 @@
 """Codec kernels give the reference's bytes and values, to the bit, and write nothing else."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

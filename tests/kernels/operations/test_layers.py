@@ -1,7 +1,5 @@
 """One launch for several layers does what one for each does."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The page kernels move what the reference moves, and write nothing else."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

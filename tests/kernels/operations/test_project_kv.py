@@ -1,7 +1,5 @@
 """Both ways of ``project_kv`` on Triton: as exact as torch, and nothing else is written."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

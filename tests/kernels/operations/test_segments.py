@@ -1,7 +1,5 @@
 """The kernels of K and V give the reference's bytes and values, and touch nothing else."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest

@@ -1,7 +1,5 @@
 """The kernels of a step and of both stages against their torch references, to the byte."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -4,8 +4,6 @@
 ``<report>.<rank>`` when the file ``<report>.<rank>.ask`` appears.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -1,7 +1,5 @@
 """How ``bench.accuracy`` chooses what it scores, and how it scores; no model."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +12,6 @@ from bench.accuracy.measure import Found, Sizes, by_distance
 from bench.accuracy.methods import paired
 from bench.fixtures.text import Recalled, Text
 from bench.harness.methods import PAGE_SIZE
-from bench.harness.reference import OwnReference
 from hcache_backend.krul.pairs import closest_pairs
 from hcache_kernels.codecs import Cut
 
@@ -59,12 +56,6 @@ def test_divergence_is_from_the_reference_and_zero_only_where_both_say_the_same(
     assert found.kl == pytest.approx([0.0, 0.8 * math.log(2) + 0.2 * math.log(1 / 3)], abs=1e-6)
     assert found.same == [True, False]
     assert found.report()["same"] == 1
-
-
-def test_a_method_beside_itself_is_refused() -> None:
-    said = log_probabilities([0.5, 0.5])
-    with pytest.raises(OwnReference, match="'exact'"):
-        Found().compare("exact", said, said)
 
 
 @pytest.mark.parametrize("layers", [4, 6, 8, 22])

@@ -1,7 +1,5 @@
 """The clients against servers that answer as SGLang does, or do not."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Sequence

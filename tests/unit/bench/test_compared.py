@@ -1,7 +1,5 @@
 """How programs compare methods: with another row than their own, round by round, burst by burst."""
 
-from __future__ import annotations
-
 import json
 from contextlib import nullcontext
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The demo's report and verdict, from canned turns; no server."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

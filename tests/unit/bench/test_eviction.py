@@ -1,7 +1,5 @@
 """What the benchmark of eviction compares the store with, and what it says of it."""
 
-from __future__ import annotations
-
 import copy
 import json
 import re

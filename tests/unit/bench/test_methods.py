@@ -1,7 +1,5 @@
 """The methods' servers: what they have in common, and what tells them apart."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,6 @@ CPU, GPU = Machine("cpu", "a CPU", "0"), Machine("cuda", "a GPU", "0")
 
 
 def config(name: str, folder: Path, **options: Any) -> dict[str, Any]:
-    """Our options of a server."""
     made = server_options(METHODS[name], CPU, "org/model", folder, pool_tokens=512, **options)
     assert isinstance(made.extra_config, dict)
     found: dict[str, Any] = made.extra_config["hcache"]

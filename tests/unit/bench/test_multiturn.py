@@ -1,7 +1,5 @@
 """What ``bench.multiturn`` sends when, to a client that takes notes; and what it counts."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections.abc import Sequence
@@ -75,9 +73,7 @@ def ask(
 def flat(lengths: Sequence[Sequence[int]], **options: Any) -> Workload:
     """Sessions with questions of these lengths and replies of two tokens."""
     return Workload(
-        "test",
-        tuple(Session(tuple(Turn(n, 2) for n in session)) for session in lengths),
-        **options,
+        "test", tuple(Session(tuple(Turn(n, 2) for n in session)) for session in lengths), **options
     )
 
 
@@ -89,14 +85,6 @@ def test_each_round_sends_the_whole_history() -> None:
     assert second == [*first, 7, 7, *workload.prompt_ids(0, 1, VOCABULARY)]
     assert third == [*second, 7, 7, *workload.prompt_ids(0, 2, VOCABULARY)]
     assert [(r.session, r.round) for r in result] == [(0, 0), (0, 1), (0, 2)]
-
-
-def test_a_document_comes_before_the_first_question() -> None:
-    workload = Workload("test", (Session((Turn(3, 1),), document=1),), (10, 20))
-    notes = Notes()
-    ask(notes, workload)
-    assert notes.seen[0][:20] == workload.document_ids(1, VOCABULARY)
-    assert len(notes.seen[0]) == 23
 
 
 @pytest.mark.parametrize("arrivals", ["requests", "sessions"])
@@ -131,20 +119,6 @@ def test_a_barrier_does_not_wait_for_sessions_that_have_ended_or_failed() -> Non
     assert [r.round for r in result if r.session == 0] == [0, 1, 2]
 
 
-def test_another_run_asks_other_questions() -> None:
-    workload = flat([[8], [8]])
-    first, second = Notes(), Notes()
-    ask(first, workload, number=0)
-    ask(second, workload, number=1)
-    assert not {tuple(p) for p in first.seen} & {tuple(p) for p in second.seen}
-
-
-def test_a_flush_that_fails_ends_the_run_with_its_reason() -> None:
-    pace = Pace(rate=math.inf, flush=True)
-    with pytest.raises(UnusableServer, match="not idle"):
-        ask(Notes(flush_error=True), flat([[3, 3]]), pace)
-
-
 @pytest.fixture
 def waited(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Seconds of every sleep, none of which takes any time."""
@@ -168,12 +142,6 @@ def test_requests_come_at_the_rate(arrivals: str, waited: list[float]) -> None:
     assert sum(gaps) / len(gaps) == pytest.approx(0.25, rel=0.05)
     squares = sum(gap**2 for gap in gaps) / len(gaps)
     assert squares == pytest.approx(2 * 0.25**2, rel=0.15)  # of an exponential variable
-
-
-def test_a_session_waits_between_its_rounds(waited: list[float]) -> None:
-    workload = flat([[3, 3, 3]], arrivals="sessions", interval_s=30.0)
-    ask(Notes(), workload)
-    assert waited.count(30.0) == 2
 
 
 def test_documents_that_are_asked_about_are_prefilled_once() -> None:
@@ -205,13 +173,6 @@ def test_a_row_counts_what_succeeded_and_says_why_others_failed() -> None:
         "| ours | 1 | 1.00 | 1 | 200 | 300 | 200.0 | 47% | 7 / 13 / 27 |"
     )
     assert PROGRAM.wrong({"rows": [row]}) == ["refused"]
-
-
-def test_hits_without_tiers_and_a_run_without_replies_have_a_row() -> None:
-    whole = Reply([1], 100, CachedTokens(unsplit=50), 0.1, 0.1, [])
-    assert tiers(summary([Request(0, 0, whole)], 1.0)) == "? / ? / ?"
-    none = summary([Request(0, 0, None, "refused")], 1.0)
-    assert (none["first_ms"], none["cached"]) == (None, 0)
 
 
 def test_a_workload_that_the_server_would_refuse_is_refused_before() -> None:

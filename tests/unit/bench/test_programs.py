@@ -1,18 +1,13 @@
 """Every program has a help text; a wrong option is named before a server starts."""
 
-from __future__ import annotations
-
 import importlib
-import json
-from pathlib import Path
 
 import pytest
 
-from bench import launches
 from bench.harness.report import aligned
 from bench.record import PROGRAMS
 
-MODULES = [*PROGRAMS.values(), "bench.launches"]
+MODULES = [*PROGRAMS.values()]
 NOBODY = "http://127.0.0.1:9"
 
 
@@ -56,14 +51,3 @@ def test_a_wrong_option_is_named_with_what_would_be_right(
 def test_tables_on_a_terminal_have_columns() -> None:
     tables = "| a | long head |\n|---|--:|\n| word | 1 |\n\n| b |\n|---|\n| 2 |"
     assert aligned(tables) == "a     long head\nword          1\n\nb\n2"
-
-
-def test_launches_do_not_grow_with_layers(tmp_path: Path) -> None:
-    counts = []
-    for layers in ("8", "32"):
-        out = tmp_path / layers
-        arguments = ["--layers", layers, "--pages", "2", "--times", "1", "--out", str(out)]
-        assert launches.PROGRAM.main(arguments) == 0
-        found = json.loads((out / "launches.json").read_text())
-        counts.append([row["launches"] for row in found["rows"]])
-    assert counts == [[1, 4, 1, 2, 4, 2]] * 2

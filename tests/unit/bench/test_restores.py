@@ -1,7 +1,5 @@
 """Restores by method over a rate: what is tried where, and how rounds are compared."""
 
-from __future__ import annotations
-
 import random
 from argparse import Namespace
 from contextlib import contextmanager
@@ -15,11 +13,9 @@ from bench import restores
 from bench.harness.machine import Machine
 from bench.harness.methods import HYBRID
 from bench.harness.models import TinyLlama
-from bench.harness.plans import has_shape, naive_hybrid, with_bus, with_l3
 from bench.harness.restorer import Restore
 from bench.harness.rounds import median_interval
-from bench.restores import PROGRAM, STUDIES, Limit, compared, measure
-from hcache_backend.plan.profile import preset_profile
+from bench.restores import PROGRAM, STUDIES, compared, measure
 
 CPU, GPU = Machine("cpu", "a CPU", "0"), Machine("cuda", "a GPU", "0")
 LOAD_S = 0.01
@@ -124,32 +120,6 @@ def test_a_method_is_compared_with_the_fastest_other_of_a_round() -> None:
     found = compared(rounds, STUDIES["partition"].ratios)
     assert found["ms"] == {"hidden": 15.0, "kv": 19.0, "auto": 17.5}
     assert found["ratios"]["auto / the fastest other"]["ratio"] == pytest.approx((0.5 + 1.5) / 2)
-
-
-def test_profiles_of_limits_differ_in_what_is_slowed_down() -> None:
-    profile = preset_profile("a100-40g", 4)
-    bus, l3 = with_bus(profile, 1e9), with_l3(profile, 1e8)
-    assert bus.hidden_copy.per_second == pytest.approx(1e9) and bus.kv_load.per_second <= 1e9
-    assert bus.l3 == profile.l3 and l3.hidden_copy == profile.hidden_copy
-    assert l3.l3 is not None and l3.l3.per_second == 1e8
-
-
-def test_the_naive_hybrid_has_no_hidden_states(tmp_path: Path) -> None:
-    assert not has_shape("org/model")
-    model = str(Path(__file__).parents[1] / "partition" / "configs" / "llama-2-7b.json")
-    (tmp_path / "config.json").write_text(Path(model).read_text())
-    assert has_shape(str(tmp_path))
-    partition = naive_hybrid(preset_profile("a100-40g", 0), GPU, str(tmp_path), 1024)
-    assert partition.hidden == 0 < min(partition.recompute, partition.kv)
-
-
-def test_every_limit_shows_a_part_that_is_measured() -> None:
-    parts = {"restore", "reading L3", "load", "first token", "backup"}
-    for study in STUDIES.values():
-        assert study.limits and all(set(limit.parts) <= parts for limit in study.limits)
-        named = {name for pair in study.ratios for name in pair} - {restores.FASTEST}
-        assert {*named, *study.planned} <= set(study.methods)
-    assert restores.label(Limit("bus", 20.0), 20.0) == "bus at 20 MB/s"
 
 
 @pytest.mark.parametrize(("count", "first"), [(6, 1), (8, 1), (9, 2), (15, 4), (25, 8)])

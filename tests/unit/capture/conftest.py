@@ -1,7 +1,5 @@
 """A device that is a thread, and the machine around it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """An arena, its capture, and a device that is a thread."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 
@@ -29,8 +27,6 @@ class PickyCodec(ExactCodec):
 
 
 class Machine:
-    """An arena, its capture, and a device that is a thread."""
-
     def __init__(
         self, *, is_view: bool = True, capacity: int = CAPACITY, keeps_unfit: bool = False
     ) -> None:

@@ -1,7 +1,5 @@
 """An arena of a few small pages."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from hcache_backend.arena import Arena

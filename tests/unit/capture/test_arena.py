@@ -1,7 +1,5 @@
 """The arena: what a backup, a load, a proof and a free do, one fact at a time."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

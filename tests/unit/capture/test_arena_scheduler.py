@@ -1,7 +1,5 @@
 """A scripted scheduler over the arena: no page is lost, doubled or stale, whatever the order."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Rows that hooks take: of pages that are recomputed whole, and at few calls of Python."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -117,7 +115,6 @@ def test_a_layer_takes_few_calls_in_python() -> None:
 
 
 def calls_of(layer: Attention, hidden: torch.Tensor) -> int:
-    """How many functions written in Python a forward pass calls."""
     calls = 0
 
     def note(frame: FrameType, event: str, _: object) -> None:

@@ -1,22 +1,11 @@
 """A gate that tests of hits share."""
 
-from __future__ import annotations
-
 import pytest
 
-from hcache_backend.prefetch.gate import HitGate
-from tests.unit.hits.gates import Clock, new_gate
+from tests.unit.hits.gates import Gate, computing_a_thousand_a_second
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def gate(clock: Clock) -> HitGate:
+def gate() -> Gate:
     """It computes a thousand tokens per second, and as yet knows nothing of L3."""
-    gate = new_gate(clock)
-    for _ in range(3):
-        gate.prefilled(1000, 0, 0, 1.0)
-    return gate
+    return computing_a_thousand_a_second(Gate())

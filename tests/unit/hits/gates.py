@@ -1,7 +1,5 @@
 """A gate whose clock a test turns, and what HiCache's threads do to it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,39 +11,43 @@ from hcache_backend.prefetch.prefetch import Prefetch, Prefetches, Recomputing
 STEP = 128
 
 
-class Clock:
-    def __init__(self) -> None:
+class Gate(HitGate):
+    """One whose clock says ``now``."""
+
+    def __init__(self, machine: Any = None, min_gain: float = 1.0) -> None:
         self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def new_gate(clock: Any, machine: Any = None, min_gain: float = 1.0) -> HitGate:
-    return HitGate(L3Progress(Estimates(machine), clock), Prefetches(), "test", min_gain)
+        l3 = L3Progress(Estimates(machine), lambda: self.now)
+        super().__init__(l3, Prefetches(), "test", min_gain)
 
 
-def named(gate: HitGate, name: str) -> Prefetch:
+def computing_a_thousand_a_second(gate: Gate) -> Gate:
+    for _ in range(3):
+        gate.prefilled(1000, 0, 0, 1.0)
+    return gate
+
+
+def named(gate: Gate, name: str) -> Prefetch:
     """The prefetch of a request; another one if the gate does not know it."""
     return gate.prefetches.waiting.get(name) or Prefetch(name)
 
 
 @contextmanager
-def reading(gate: HitGate, name: str, wanted: int, step: int = STEP) -> Iterator[None]:
+def reading(gate: Gate, name: str, wanted: int, step: int = STEP) -> Iterator[None]:
     gate.read_begins(named(gate, name), wanted, step)
     yield
     gate.read_ends()
 
 
-def read(gate: HitGate, clock: Clock, seconds: float, tokens: int = 1000) -> None:
-    """L3 brought ``tokens`` tokens in ``seconds``."""
-    with reading(gate, "earlier", tokens):
-        gate.l3.arrived(tokens)
-        clock.now += seconds
+def read(gate: Gate, seconds: float, tokens: int = 1000, times: int = 1) -> None:
+    """L3 brought ``tokens`` tokens in ``seconds``, so many times."""
+    for _ in range(times):
+        with reading(gate, "earlier", tokens):
+            gate.l3.arrived(tokens)
+            gate.now += seconds
 
 
 def judged(
-    gate: HitGate,
+    gate: Gate,
     name: str,
     tokens: int = 1000,
     rest: int = 0,
@@ -60,16 +62,15 @@ def judged(
     return gate.takes(named(gate, name), tokens, tokens + rest, shared, parts=parts)
 
 
-def takes(gate: HitGate, name: str, tokens: int = 1000, **others: Any) -> bool:
+def takes(gate: Gate, name: str, tokens: int = 1000, **others: Any) -> bool:
     return judged(gate, name, tokens, **others) == tokens
 
 
-def refused(gate: HitGate, name: str) -> bool:
-    """Whether the request is refused if SGLang asks for it again."""
+def refused(gate: Gate, name: str) -> bool:
     return gate.prefetches.ask(name, 0, None).refused
 
 
-def turn(gate: HitGate, *running: Prefetch) -> list[str]:
+def turn(gate: Gate, *running: Prefetch) -> list[str]:
     """One turn of a single rank; whose prefetches end."""
     *ends, stalled = gate.to_end(running)
     ended = [one for one, end in zip(running, ends, strict=True) if end]
@@ -78,7 +79,7 @@ def turn(gate: HitGate, *running: Prefetch) -> list[str]:
 
 
 def at(
-    gate: HitGate,
+    gate: Gate,
     name: str,
     arrived: int = 0,
     whole: bool = False,

@@ -1,7 +1,5 @@
 """How long operations take, by a model and by what was measured."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Which hits are read, which prefetches end, and what is done while L3 does not answer."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -9,21 +7,14 @@ import pytest
 from hcache_backend.plan.profile import preset_profile
 from hcache_backend.plan.restore import Partition, Restore
 from hcache_backend.prefetch.estimates import LONGEST_PART_SECONDS, STALLED_SECONDS
-from hcache_backend.prefetch.gate import Gpu, HitGate
-from hcache_backend.prefetch.prefetch import (
-    Hit,
-    Meeting,
-    Prefetch,
-    Prefetches,
-    Recomputing,
-    State,
-)
+from hcache_backend.prefetch.gate import Gpu
+from hcache_backend.prefetch.prefetch import Hit, Meeting, Prefetch, Prefetches, Recomputing, State
 from tests.unit.hits.gates import (
     STEP,
-    Clock,
+    Gate,
     at,
+    computing_a_thousand_a_second,
     named,
-    new_gate,
     read,
     reading,
     refused,
@@ -35,16 +26,32 @@ from tests.unit.partition.pipelines import public_model
 # ---- taking and refusing ----
 
 
-def test_a_hit_is_taken_where_nothing_is_known(clock: Clock) -> None:
-    assert takes(new_gate(clock), "a")
+def test_a_hit_is_taken_if_nothing_is_known() -> None:
+    assert takes(Gate(), "a")
 
 
-@pytest.mark.parametrize(("seconds", "taken"), [(0.5, True), (2.0, False)])
-def test_the_faster_one_of_reading_and_computing_is_chosen(
-    seconds: float, taken: bool, gate: HitGate, clock: Clock
+@pytest.mark.parametrize(
+    ("seconds", "loading", "wanted", "min_gain", "taken"),
+    [
+        (0.5, 0.0, False, 1.0, True),
+        (2.0, 0.0, False, 1.0, False),
+        (0.5, 0.0, False, 1.5, True),
+        (0.5, 0.0, False, 3.0, False),
+        (0.7, 0.0, False, 1.0, True),
+        (0.7, 0.61, False, 1.0, False),
+        # Requests wait: a hit counts by the time of the GPU that it saves.
+        (5.0, 0.0, True, 1.0, True),
+        (0.01, 2.0, True, 1.0, False),
+    ],
+)
+def test_the_faster_one_of_reading_with_its_load_and_computing_is_chosen(
+    seconds: float, loading: float, wanted: bool, min_gain: float, taken: bool
 ) -> None:
-    for _ in range(2):
-        read(gate, clock, seconds)
+    gate = computing_a_thousand_a_second(Gate(min_gain=min_gain))
+    read(gate, seconds, times=2)
+    if loading:
+        gate.prefilled(10, 1000, loaded=1000, seconds=loading)
+    gate.gpu.wanted = wanted
     assert takes(gate, "a") is taken
 
 
@@ -54,65 +61,59 @@ def test_the_faster_one_of_reading_and_computing_is_chosen(
     [(1.0, True), (1.9, True), (2.1, False), (math.inf, False), (None, False)],
 )
 def test_a_hit_is_taken_that_is_sooner_there_if_its_front_is_recomputed(
-    recomputing: float | None, taken: bool, gate: HitGate, clock: Clock
+    recomputing: float | None, taken: bool, gate: Gate
 ) -> None:
     def seconds(tokens: int, prefix: int) -> float:
         assert recomputing is not None and prefix == 0
         return recomputing * tokens / 1000
 
-    for _ in range(2):
-        read(gate, clock, 2.0)
+    read(gate, 2.0, times=2)
     assert takes(gate, "a", recomputing=None if recomputing is None else seconds) is taken
 
 
-def test_while_the_front_is_waited_for_l3_is_not_slow(gate: HitGate, clock: Clock) -> None:
-    read(gate, clock, 0.5)
+def test_while_the_front_is_waited_for_l3_is_not_slow(gate: Gate) -> None:
+    read(gate, 0.5)
     with reading(gate, "a", 1000):
         gate.l3.arrived(500)
-        clock.now += 0.25
+        gate.now += 0.25
         gate.l3.waited(4.0)
-        clock.now += 4.0
-        assert gate.l3.slowdown(clock.now) == 1.0 and not gate.l3.seems_stalled(clock.now)
+        gate.now += 4.0
+        assert gate.l3.slowdown(gate.now) == 1.0 and not gate.l3.seems_stalled(gate.now)
         gate.l3.spared(500)
     assert gate.estimates.read.seconds(1000) == pytest.approx(0.5)
 
 
-def test_a_hit_is_refused_of_which_l3_would_bring_next_to_nothing(
-    gate: HitGate, clock: Clock
-) -> None:
+def test_a_hit_is_refused_of_which_l3_would_bring_next_to_nothing(gate: Gate) -> None:
     """However well slices do: a prefill is what is known to be no slower."""
     for read_seconds, taken in ((6.0, True), (8.0, False)):
-        for _ in range(2):
-            read(gate, clock, read_seconds)
+        read(gate, read_seconds, times=2)
         assert takes(gate, "a", recomputing=lambda tokens, prefix: 0.9e-3 * tokens) is taken
         turn(gate)
 
 
-def test_a_prefetch_does_not_end_for_a_slightly_smaller_part_of_l3(
-    gate: HitGate, clock: Clock
-) -> None:
+def test_a_prefetch_does_not_end_for_a_slightly_smaller_part_of_l3(gate: Gate) -> None:
     """Taken with a little more than the least part; then slices get a tenth faster."""
     pace = 0.9e-3
     for _ in range(2):
-        read(gate, clock, 0.9 * 0.87 / 0.13)  # the part of L3 is 0.13
+        read(gate, 0.9 * 0.87 / 0.13)  # the part of L3 is 0.13
     assert takes(gate, "a", recomputing=lambda tokens, prefix: pace * tokens)
     pace *= 0.9
     with reading(gate, "a", 1000):
-        clock.now += 0.1
+        gate.now += 0.1
         assert turn(gate, at(gate, "a")) == []
     turn(gate)
     assert not takes(gate, "b", recomputing=lambda tokens, prefix: pace * tokens)
 
 
-def test_a_prefetch_goes_on_while_its_front_is_recomputed(gate: HitGate, clock: Clock) -> None:
+def test_a_prefetch_goes_on_while_its_front_is_recomputed(gate: Gate) -> None:
     """L3 is ten times slower than it was; the front needs half as long again as computing."""
     slices: list[Recomputing | None] = [lambda tokens, prefix: 1.2e-3 * tokens, None]
     for recomputing, ended in zip(slices, ([], ["a"]), strict=True):
-        read(gate, clock, 0.5)
-        read(gate, clock, 0.5)
+        read(gate, 0.5)
+        read(gate, 0.5)
         assert takes(gate, "a", recomputing=recomputing)
         with reading(gate, "a", 1000):
-            clock.now += 0.9
+            gate.now += 0.9
             gate.l3.arrived(STEP)
             assert turn(gate, at(gate, "a", STEP)) == ended
         turn(gate)
@@ -122,63 +123,43 @@ def test_a_prefetch_goes_on_while_its_front_is_recomputed(gate: HitGate, clock: 
     ("reachable", "ended"), [(None, []), (1000, []), (700, []), (100, ["a"]), (0, ["a"])]
 )
 def test_a_prefetch_whose_front_slices_do_not_reach_ends_as_without_them(
-    reachable: int | None, ended: list[str], gate: HitGate, clock: Clock
+    reachable: int | None, ended: list[str], gate: Gate
 ) -> None:
     """L3 alone would take 2.0 s, and computing 1.0 s."""
-    for _ in range(2):
-        read(gate, clock, 2.0)
+    read(gate, 2.0, times=2)
     assert takes(gate, "a", recomputing=lambda tokens, prefix: 1e-3 * tokens)
     with reading(gate, "a", 1000):
-        clock.now += 0.1
+        gate.now += 0.1
         assert turn(gate, at(gate, "a", reachable=reachable)) == ended
 
 
-def test_the_front_of_an_earlier_hit_is_recomputed_first(gate: HitGate, clock: Clock) -> None:
+def test_the_front_of_an_earlier_hit_is_recomputed_first(gate: Gate) -> None:
     """Both would take 1.5 s to read. Slices are as fast as computing, and at one of them at a time:
     each takes 0.43 s with both."""
     recomputing: Recomputing = lambda tokens, prefix: 1e-3 * tokens  # noqa: E731
-    for _ in range(2):
-        read(gate, clock, 0.75)
+    read(gate, 0.75, times=2)
     assert takes(gate, "a", recomputing=recomputing)
     assert takes(gate, "b", recomputing=recomputing)  # 0.86 s
     # After 1.29 s. Computed after 1.0 s, and "a" would be 0.57 s late, "b" 0.14 s.
     assert takes(gate, "c", recomputing=recomputing)
-    assert gate._until_read(Hit(1000, 0, 0, 0, recomputing), clock.now) == pytest.approx(12 / 7)
+    assert gate._until_read(Hit(1000, 0, 0, 0, recomputing), gate.now) == pytest.approx(12 / 7)
     assert turn(gate, at(gate, "a"), at(gate, "b"), at(gate, "c")) == []
     # Nothing is recomputed of the first one any more: it takes as long as L3 needs.
     gate.to_end([at(gate, "a", reachable=0), at(gate, "b"), at(gate, "c")])
-    left = gate._until_read(Hit(1000, 0, 0, 0, recomputing), clock.now)
+    left = gate._until_read(Hit(1000, 0, 0, 0, recomputing), gate.now)
     assert left == pytest.approx(0.75 + 9 / 7)
 
 
-def test_option_min_gain_asks_for_more(clock: Clock) -> None:
-    for gain, taken in ((1.5, True), (3.0, False)):
-        gate = new_gate(clock, min_gain=gain)
-        gate.prefilled(1000, 0, 0, 1.0)
-        read(gate, clock, 0.5)
-        assert takes(gate, "a") is taken
-
-
-def test_the_load_counts_too(gate: HitGate, clock: Clock) -> None:
-    read(gate, clock, 0.7)
-    assert takes(gate, "a")
-    turn(gate)
-    gate.prefilled(10, 1000, loaded=1000, seconds=0.61)
-    assert not takes(gate, "b")
-
-
-def test_reads_that_are_queued_come_first(gate: HitGate, clock: Clock) -> None:
-    read(gate, clock, 0.7)
+def test_reads_that_are_queued_come_first(gate: Gate) -> None:
+    read(gate, 0.7)
     assert takes(gate, "a")
     assert not takes(gate, "b")  # 1.4 s; computed, it is there after 1.0 s, and "a" 0.3 s later
     turn(gate)  # the first is done
     assert takes(gate, "c")
 
 
-def test_a_hit_is_taken_whose_computing_would_delay_others_that_are_read(
-    gate: HitGate, clock: Clock
-) -> None:
-    read(gate, clock, 0.4)
+def test_a_hit_is_taken_whose_computing_would_delay_others_that_are_read(gate: Gate) -> None:
+    read(gate, 0.4)
     assert all(takes(gate, name) for name in "ab")
     # Of 1.0 s of computing "a" would wait for 0.6 s and "b" for 0.2 s.
     assert takes(gate, "c")  # after 1.2 s
@@ -188,41 +169,39 @@ def test_a_hit_is_taken_whose_computing_would_delay_others_that_are_read(
     assert turn(gate, at(gate, "d")) == []  # they were aborted
 
 
-def test_what_the_gpu_computes_already_comes_first(gate: HitGate, clock: Clock) -> None:
-    read(gate, clock, 1.5)
+def test_what_the_gpu_computes_already_comes_first(gate: Gate) -> None:
+    read(gate, 1.5)
     assert not takes(gate, "a")
     first = gate.launched(700, 0, 0)
     assert takes(gate, "b")
     turn(gate)
-    clock.now += 0.3
+    gate.now += 0.3
     assert not takes(gate, "c")  # 0.4 s are left of it
     second = gate.launched(500, 0, 0)
     assert takes(gate, "d")
     turn(gate)
     gate.gpu.ended(first)  # 0.4 s sooner than expected
-    clock.now += 0.1
-    assert gate.gpu.seconds_busy(clock.now) == pytest.approx(0.4)
+    gate.now += 0.1
+    assert gate.gpu.seconds_busy(gate.now) == pytest.approx(0.4)
     gate.gpu.ended(second)
-    assert gate.gpu.seconds_busy(clock.now) == 0.0
+    assert gate.gpu.seconds_busy(gate.now) == 0.0
 
 
-def test_work_of_the_gpu_whose_end_nobody_told_is_over_with_the_next(clock: Clock) -> None:
-    gpu = Gpu(clock)
+def test_work_of_the_gpu_whose_end_nobody_told_is_over_with_the_next(gate: Gate) -> None:
+    gpu = Gpu(lambda: gate.now)
     gpu.begins(5.0)
     second = gpu.begins(1.0)
-    clock.now += 1.0
-    assert gpu.seconds_busy(clock.now) == pytest.approx(5.0)
+    gate.now += 1.0
+    assert gpu.seconds_busy(gate.now) == pytest.approx(5.0)
     gpu.ended(second)
-    assert gpu.seconds_busy(clock.now) == 0.0
+    assert gpu.seconds_busy(gate.now) == 0.0
     gpu.begins(2.0)
-    clock.now += 3.0
-    assert gpu.seconds_busy(clock.now) == 0.0
+    gate.now += 3.0
+    assert gpu.seconds_busy(gate.now) == 0.0
 
 
-def test_while_requests_wait_a_hit_is_taken_that_saves_the_gpu_time(
-    gate: HitGate, clock: Clock
-) -> None:
-    read(gate, clock, 5.0)
+def test_while_requests_wait_a_hit_is_taken_that_saves_the_gpu_time(gate: Gate) -> None:
+    read(gate, 5.0)
     gate.gpu.wanted = True
     assert takes(gate, "a")
     assert turn(gate, at(gate, "a")) == []
@@ -230,27 +209,8 @@ def test_while_requests_wait_a_hit_is_taken_that_saves_the_gpu_time(
     assert turn(gate, at(gate, "a")) == ["a"]
 
 
-def test_while_requests_wait_a_hit_that_costs_the_gpu_more_is_refused(
-    gate: HitGate, clock: Clock
-) -> None:
-    read(gate, clock, 0.01)
-    gate.prefilled(10, 1000, loaded=1000, seconds=2.0)
-    gate.gpu.wanted = True
-    assert not takes(gate, "a")
-
-
-def test_what_was_refused_stays_refused(gate: HitGate, clock: Clock) -> None:
-    read(gate, clock, 2.0)
-    assert not takes(gate, "a")
-    assert refused(gate, "a") and not refused(gate, "b")
-    for _ in range(2):
-        read(gate, clock, 0.1)
-    assert takes(gate, "b")
-    assert refused(gate, "a")
-
-
-def test_a_new_request_may_have_the_name_of_a_refused_one(gate: HitGate, clock: Clock) -> None:
-    read(gate, clock, 2.0)
+def test_a_new_request_may_have_the_name_of_a_refused_one(gate: Gate) -> None:
+    read(gate, 2.0)
     assert not takes(gate, "a")
     gate.prefetches.forget("a")
     assert not refused(gate, "a")
@@ -259,93 +219,84 @@ def test_a_new_request_may_have_the_name_of_a_refused_one(gate: HitGate, clock: 
 # ---- running prefetches ----
 
 
-def test_a_prefetch_ends_when_going_on_is_slower_than_computing_what_is_left(
-    gate: HitGate, clock: Clock
-) -> None:
-    read(gate, clock, 0.5)
+def test_a_prefetch_ends_when_going_on_is_slower_than_computing_what_is_left(gate: Gate) -> None:
+    read(gate, 0.5)
     assert takes(gate, "a", 1024)
     with reading(gate, "a", 1024):
-        clock.now += 0.2
+        gate.now += 0.2
         assert turn(gate, at(gate, "a", 512)) == []
-        clock.now += 0.3  # now it brings no more
+        gate.now += 0.3  # now it brings no more
         assert turn(gate, at(gate, "a", 512)) == []
-        clock.now += 0.5
+        gate.now += 0.5
         assert turn(gate, at(gate, "a", 512)) == ["a"]
     assert refused(gate, "a")
 
 
-def test_a_read_that_is_in_time_does_not_end_shortly_before_it_is_there(
-    gate: HitGate, clock: Clock
-) -> None:
+def test_a_read_that_is_in_time_does_not_end_shortly_before_it_is_there(gate: Gate) -> None:
     """Nothing of it has arrived yet, and computing turned out faster since it was taken."""
-    read(gate, clock, 0.95)
+    read(gate, 0.95)
     assert takes(gate, "a", 1000)
     for _ in range(3):
         gate.prefilled(1000, 0, 0, 0.6)
     with reading(gate, "a", 1000, step=1000):
-        clock.now += 0.8
+        gate.now += 0.8
         assert turn(gate, at(gate, "a", step=1000)) == []
-        clock.now += 0.4  # a quarter late: perhaps it hangs
+        gate.now += 0.4  # a quarter late: perhaps it hangs
         assert turn(gate, at(gate, "a", step=1000)) == ["a"]
 
 
-def test_a_prefetch_goes_on_when_little_is_left(gate: HitGate, clock: Clock) -> None:
-    read(gate, clock, 0.9)
+def test_a_prefetch_goes_on_when_little_is_left(gate: Gate) -> None:
+    read(gate, 0.9)
     assert takes(gate, "a", 1024)
     with reading(gate, "a", 1024):
-        clock.now += 1.1  # slower than it should have been, and as fast as computing
+        gate.now += 1.1  # slower than it should have been, and as fast as computing
         gate.l3.arrived(896)
         assert turn(gate, at(gate, "a", 896)) == []
         assert turn(gate, at(gate, "a", 1024)) == []
 
 
-def test_what_would_be_lost_at_its_end_is_a_reason_to_go_on(gate: HitGate, clock: Clock) -> None:
+def test_what_would_be_lost_at_its_end_is_a_reason_to_go_on(gate: Gate) -> None:
     """It is read from the back: without the rest, only its front counts."""
-    read(gate, clock, 0.5)
+    read(gate, 0.5)
     assert takes(gate, "a", 1024)
     with reading(gate, "a", 1024):
         for _ in range(2):
-            clock.now += 0.5
+            gate.now += 0.5
             gate.l3.arrived(256)
         assert turn(gate, at(gate, "a", 512, lost=512)) == []
         assert turn(gate, at(gate, "a", 512)) == ["a"]
 
 
-def test_what_is_worth_nothing_in_parts_does_not_end_for_being_slow(
-    gate: HitGate, clock: Clock
-) -> None:
-    read(gate, clock, 0.5)
+def test_what_is_worth_nothing_in_parts_does_not_end_for_being_slow(gate: Gate) -> None:
+    read(gate, 0.5)
     assert takes(gate, "a", 1024)
     with reading(gate, "a", 1024):
-        clock.now += 0.6
+        gate.now += 0.6
         assert turn(gate, at(gate, "a", whole=True)) == []
-        clock.now += 5.0
+        gate.now += 5.0
         assert turn(gate, at(gate, "a", whole=True)) == ["a"]  # it hangs
 
 
-def test_the_read_of_a_prefetch_that_ended_is_no_reason_to_end_others(
-    gate: HitGate, clock: Clock
-) -> None:
+def test_the_read_of_a_prefetch_that_ended_is_no_reason_to_end_others(gate: Gate) -> None:
     """It had read for long, and was not behind."""
-    read(gate, clock, 5.0)
+    read(gate, 5.0)
     gate.gpu.wanted = True
     assert takes(gate, "a") and takes(gate, "b")
     with reading(gate, "a", 1000):
-        clock.now += 4.0
+        gate.now += 4.0
         gate.l3.arrived(768)
         assert turn(gate, at(gate, "a", 768), at(gate, "b")) == []
-        clock.now += 0.5
+        gate.now += 0.5
         assert turn(gate, at(gate, "b")) == []  # the other one's request was aborted
         assert gate.may_ask("c", 0)
 
 
-def test_what_was_recomputed_need_not_be_read_any_more(gate: HitGate, clock: Clock) -> None:
+def test_what_was_recomputed_need_not_be_read_any_more(gate: Gate) -> None:
     """All of it would take 2.0 s; the front has come so far that a tenth of that is left."""
-    for _ in range(2):
-        read(gate, clock, 2.0, tokens=1024)
+    read(gate, 2.0, tokens=1024, times=2)
     assert takes(gate, "a", 1024, recomputing=lambda tokens, prefix: 1e-3 * tokens)
     with reading(gate, "a", 1024):
-        clock.now += 0.6
+        gate.now += 0.6
         gate.l3.arrived(256)
         assert turn(gate, at(gate, "a", 896, lost=256)) == []
 
@@ -353,102 +304,90 @@ def test_what_was_recomputed_need_not_be_read_any_more(gate: HitGate, clock: Clo
 # ---- L3 that does not answer ----
 
 
+@pytest.mark.parametrize("wanted", [False, True])
 def test_while_a_read_is_stalled_everything_ends_and_nothing_is_asked(
-    gate: HitGate, clock: Clock
+    gate: Gate, wanted: bool
 ) -> None:
-    read(gate, clock, 0.001)
+    read(gate, 0.001)
+    gate.gpu.wanted = wanted
     assert takes(gate, "a") and takes(gate, "b")
     with reading(gate, "a", 1000):
-        clock.now += STALLED_SECONDS + 0.01
+        gate.now += STALLED_SECONDS + 0.01
         assert turn(gate, at(gate, "a"), at(gate, "b")) == ["a", "b"]
         assert not gate.may_ask("c", 0)
         assert not gate.takes(Prefetch("c"), 1000, 1000)
-        clock.now += 3600
+        gate.now += 3600
         assert turn(gate) == []
         assert not gate.may_ask("c", 0)
     turn(gate)
     assert gate.may_ask("c", 0)
 
 
-def test_reads_that_hung_teach_no_patience(gate: HitGate, clock: Clock) -> None:
-    for _ in range(2):
-        read(gate, clock, 3600.0)
+def test_reads_that_hung_teach_no_patience(gate: Gate) -> None:
+    read(gate, 3600.0, times=2)
     gate.gpu.wanted = True
     assert takes(gate, "a")
     with reading(gate, "a", 1000):
-        clock.now += 2 * LONGEST_PART_SECONDS + STALLED_SECONDS + 0.01
+        gate.now += 2 * LONGEST_PART_SECONDS + STALLED_SECONDS + 0.01
         assert turn(gate, at(gate, "a")) == ["a"]
 
 
-def test_a_part_may_take_as_long_as_computing_it(clock: Clock) -> None:
+def test_a_part_may_take_as_long_as_computing_it() -> None:
     """Plain pages come 128 at a time, which here are a prefill of 40 s."""
-    gate = new_gate(clock)
+    gate = Gate()
     gate.prefilled(1000, 0, 0, 40.0)
-    for _ in range(2):
-        read(gate, clock, 20.0)
+    read(gate, 20.0, times=2)
     assert takes(gate, "a")
     with reading(gate, "a", 1000, step=1000):
-        clock.now += 20.0
+        gate.now += 20.0
         assert turn(gate, at(gate, "a", step=1000)) == []
-        clock.now += 20.0 + STALLED_SECONDS + 0.01
+        gate.now += 20.0 + STALLED_SECONDS + 0.01
         assert turn(gate, at(gate, "a", step=1000)) == ["a"]
 
 
-def test_a_read_whose_parts_come_is_not_stalled_though_nobody_looked(
-    gate: HitGate, clock: Clock
-) -> None:
+def test_a_read_whose_parts_come_is_not_stalled_though_nobody_looked(gate: Gate) -> None:
     """The scheduler is in one long step, and its turns come late."""
-    read(gate, clock, 1.0, tokens=2000)
+    read(gate, 1.0, tokens=2000)
     gate.gpu.wanted = True
     assert takes(gate, "a") and takes(gate, "b")
     with reading(gate, "a", 1000):
         for _ in range(7):
-            clock.now += 0.3
+            gate.now += 0.3
             gate.l3.arrived(STEP)
         assert takes(gate, "c")
 
 
-def test_a_part_of_a_read_takes_its_share_of_it_whatever_small_reads_take(clock: Clock) -> None:
+def test_a_part_of_a_read_takes_its_share_of_it_whatever_small_reads_take() -> None:
     """By the profile L3 is a fast disk; whole hits show that it is a slow one by now."""
     machine = Restore(preset_profile("h100", 1), public_model("llama-2-7b"), Partition(0, 0, 32))
-    gate = new_gate(clock, machine)
-    for _ in range(3):
-        read(gate, clock, 16.0, tokens=1024)
+    gate = Gate(machine)
+    read(gate, 16.0, tokens=1024, times=3)
     with reading(gate, "a", 1024):
         assert gate.l3.seconds_to_read(STEP) == pytest.approx(2.0, rel=0.01)
         for _ in range(4):
-            clock.now += 2.0
-            assert not gate.l3.seems_stalled(clock.now)
-            assert gate.l3.slowdown(clock.now) == pytest.approx(1.0, rel=0.01)
+            gate.now += 2.0
+            assert not gate.l3.seems_stalled(gate.now)
+            assert gate.l3.slowdown(gate.now) == pytest.approx(1.0, rel=0.01)
             gate.l3.arrived(STEP)
         assert gate.l3.seconds_to_read(STEP) == pytest.approx(2.0, rel=0.01)
-        assert gate.l3.left_in_time(clock.now) == pytest.approx(8.0, rel=0.01)
-        clock.now += 4.0 + STALLED_SECONDS + 0.1
-        assert gate.l3.seems_stalled(clock.now)
+        assert gate.l3.left_in_time(gate.now) == pytest.approx(8.0, rel=0.01)
+        gate.now += 4.0 + STALLED_SECONDS + 0.1
+        assert gate.l3.seems_stalled(gate.now)
 
 
-def test_also_under_load(gate: HitGate, clock: Clock) -> None:
-    read(gate, clock, 0.001)
-    gate.gpu.wanted = True
-    assert takes(gate, "a")
-    with reading(gate, "a", 1000):
-        clock.now += STALLED_SECONDS + 0.01
-        assert turn(gate, at(gate, "a")) == ["a"]
-
-
-def test_an_index_that_hangs_is_stalled_as_well(gate: HitGate, clock: Clock) -> None:
+def test_an_index_that_hangs_is_stalled_as_well(gate: Gate) -> None:
     assert gate.may_ask("a", 0)
     with gate.l3.looking():
-        clock.now += STALLED_SECONDS / 2
+        gate.now += STALLED_SECONDS / 2
         assert turn(gate, at(gate, "a")) == []
-        clock.now += STALLED_SECONDS
+        gate.now += STALLED_SECONDS
         assert turn(gate, at(gate, "a")) == ["a"]
     assert turn(gate) == []
     assert gate.may_ask("b", 0)
 
 
-def test_what_another_rank_sees_counts(gate: HitGate, clock: Clock) -> None:
-    read(gate, clock, 0.001)
+def test_what_another_rank_sees_counts(gate: Gate) -> None:
+    read(gate, 0.001)
     assert takes(gate, "a") and takes(gate, "b")
     running = [at(gate, "a"), at(gate, "b")]
     assert gate.to_end(running) == [False, False, False]
@@ -467,7 +406,7 @@ def test_refusals_are_remembered_of_the_last_requests(monkeypatch: pytest.Monkey
     assert [prefetches.ask(name, 0, None).refused for name in "abc"] == [False, True, True]
 
 
-def test_the_end_of_a_read_that_did_not_begin_is_nothing(gate: HitGate) -> None:
+def test_the_end_of_a_read_that_did_not_begin_is_nothing(gate: Gate) -> None:
     gate.read_ends()
     assert gate.l3.reading is None
 
@@ -489,11 +428,10 @@ def test_the_prefetch_of_an_operation_is_one_record_while_the_operation_lives() 
     assert len(prefetches._of) == 2
 
 
-def test_states_of_a_prefetch_from_the_question_to_its_end(gate: HitGate, clock: Clock) -> None:
+def test_states_of_a_prefetch_from_the_question_to_its_end(gate: Gate) -> None:
     states = []
     for seconds, meeting in ((0.5, None), (0.5, Meeting()), (5.0, None)):
-        for _ in range(2):
-            read(gate, clock, seconds)
+        read(gate, seconds, times=2)
         gate.may_ask("a", 0)
         prefetch = named(gate, "a")
         prefetch.meeting = meeting

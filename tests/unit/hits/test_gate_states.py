@@ -1,7 +1,5 @@
 """Requests, reads and turns in any order: what holds for all hits at all times."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import ClassVar
@@ -19,7 +17,7 @@ from hypothesis.stateful import (
 from hcache_backend.prefetch.estimates import LONGEST_PART_SECONDS, STALLED_SECONDS
 from hcache_backend.prefetch.gate import HitGate
 from hcache_backend.prefetch.prefetch import Prefetch as Record
-from tests.unit.hits.gates import at, named, new_gate
+from tests.unit.hits.gates import Gate, at, named
 
 STEP, TOKENS = 100, 1000
 
@@ -59,8 +57,7 @@ class Hits(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.now = 0.0
-        self.gate = new_gate(lambda: self.now)
+        self.gate = Gate()
         self.requests = 0
         self.waiting: dict[str, Prefetch] = {}  # to be looked up
         self.read: dict[str, Prefetch] = {}  # in the order in which they are read
@@ -74,7 +71,7 @@ class Hits(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from([0.01, 0.1, 1.0, 20.0]))
     def time_passes(self, seconds: float) -> None:
-        self.now += seconds
+        self.gate.now += seconds
 
     @rule(tokens=st.integers(1, 2000), seconds=st.floats(0.01, 10))
     def a_batch_is_computed(self, tokens: int, seconds: float) -> None:
@@ -175,7 +172,7 @@ class Hits(RuleBasedStateMachine):
     def l3_hangs(self) -> None:
         """Longer than any part may take: also than computing it."""
         computing = self.gate.estimates.prefill.seconds(STEP) or 0.0
-        self.now += 2 * max(LONGEST_PART_SECONDS, computing) + STALLED_SECONDS + 0.1
+        self.gate.now += 2 * max(LONGEST_PART_SECONDS, computing) + STALLED_SECONDS + 0.1
         self.a_turn()
         assert self.gate.agreed_stalled and not self.read and not self.waiting
         assert not self.gate.may_ask("another", 0)

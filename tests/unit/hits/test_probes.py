@@ -1,34 +1,26 @@
 """A disk that becomes slow, and good again: the effect of reads and probes."""
 
-from __future__ import annotations
-
 import pytest
 
-from hcache_backend.prefetch.gate import (
-    LONGEST_PROBE_SECONDS,
-    PROBE_SECONDS,
-    PROBE_SHARE,
-    HitGate,
-)
+from hcache_backend.prefetch.gate import LONGEST_PROBE_SECONDS, PROBE_SECONDS, PROBE_SHARE
 from hcache_backend.prefetch.prefetch import Recomputing
-from tests.unit.hits.gates import STEP, Clock, at, judged, read, reading, takes, turn
+from tests.unit.hits.gates import STEP, Gate, at, judged, read, reading, takes, turn
 
 
 @pytest.fixture(params=[10.0])
-def slow(gate: HitGate, clock: Clock, request: pytest.FixtureRequest) -> HitGate:
+def slow(gate: Gate, request: pytest.FixtureRequest) -> Gate:
     """L3 brought two hits in ten seconds each."""
-    for _ in range(2):
-        read(gate, clock, request.param)
+    read(gate, request.param, times=2)
     return gate
 
 
-def probe(gate: HitGate, clock: Clock, name: str, seconds: float, **hit: object) -> bool:
+def probe(gate: Gate, name: str, seconds: float, **hit: object) -> bool:
     """A hit is read although L3 was slow, in ``seconds`` if it goes on. Returns whether it did."""
     assert takes(gate, name, **hit)
     ended: list[str] = []
     with reading(gate, name, 1000, step=100):
         for arrived in range(0, 1000, 100):
-            clock.now += seconds / 10
+            gate.now += seconds / 10
             ended = turn(gate, at(gate, name, arrived, step=100))
             if ended:
                 break
@@ -37,170 +29,158 @@ def probe(gate: HitGate, clock: Clock, name: str, seconds: float, **hit: object)
     return not ended
 
 
-def test_a_disk_that_became_slow_is_noticed_by_two_reads(gate: HitGate, clock: Clock) -> None:
-    for _ in range(30):
-        read(gate, clock, 0.1)
-    for _ in range(2):
-        read(gate, clock, 10.0)
+def test_a_disk_that_became_slow_is_noticed_by_two_reads(gate: Gate) -> None:
+    read(gate, 0.1, times=30)
+    read(gate, 10.0, times=2)
     assert not takes(gate, "a")
 
 
-def test_a_disk_that_is_good_again_is_noticed_by_two_probes(slow: HitGate, clock: Clock) -> None:
+def test_a_disk_that_is_good_again_is_noticed_by_two_probes(slow: Gate) -> None:
     assert not takes(slow, "a")
-    clock.now += PROBE_SECONDS + 1
+    slow.now += PROBE_SECONDS + 1
     for name in "bc":  # the second one follows at once
-        assert probe(slow, clock, name, 0.05)
+        assert probe(slow, name, 0.05)
     assert takes(slow, "d") and slow.prefetches.waiting["d"].probed is None
 
 
-def test_only_one_probe_at_a_time(slow: HitGate, clock: Clock) -> None:
-    clock.now += PROBE_SECONDS + 1
+def test_only_one_probe_at_a_time(slow: Gate) -> None:
+    slow.now += PROBE_SECONDS + 1
     assert takes(slow, "a") and not takes(slow, "b")
     with reading(slow, "a", 1000):
         assert not takes(slow, "c")
 
 
-def test_a_slow_disk_is_probed_less_and_less_often(slow: HitGate, clock: Clock) -> None:
+def test_a_slow_disk_is_probed_less_and_less_often(slow: Gate) -> None:
     pause = PROBE_SECONDS
     for name in "abcdefgh":
-        clock.now += pause - 1
+        slow.now += pause - 1
         assert not takes(slow, f"before {name}")
-        clock.now += 2
-        assert not probe(slow, clock, name, 10.0)
+        slow.now += 2
+        assert not probe(slow, name, 10.0)
         pause = min(2 * pause, LONGEST_PROBE_SECONDS)
     assert pause == LONGEST_PROBE_SECONDS
 
 
-def test_a_hit_that_seemed_worth_it_makes_pauses_short_again(slow: HitGate, clock: Clock) -> None:
-    clock.now += PROBE_SECONDS + 1
-    assert not probe(slow, clock, "a", 10.0)
+def test_a_hit_that_seemed_worth_it_makes_pauses_short_again(slow: Gate) -> None:
+    slow.now += PROBE_SECONDS + 1
+    assert not probe(slow, "a", 10.0)
     slow.gpu.wanted = True  # then its time counts alone
-    assert probe(slow, clock, "b", 10.0)
+    assert probe(slow, "b", 10.0)
     slow.gpu.wanted = False
-    clock.now += PROBE_SECONDS + 1
+    slow.now += PROBE_SECONDS + 1
     assert takes(slow, "c")
 
 
-def test_a_fast_disk_is_not_probed_for_a_hit_whose_load_is_slow(
-    gate: HitGate, clock: Clock
-) -> None:
-    for _ in range(2):
-        read(gate, clock, 0.4)
+def test_a_fast_disk_is_not_probed_for_a_hit_whose_load_is_slow(gate: Gate) -> None:
+    read(gate, 0.4, times=2)
     gate.prefilled(10, 1000, loaded=1000, seconds=2.0)
-    clock.now += PROBE_SECONDS + 1
+    gate.now += PROBE_SECONDS + 1
     assert not takes(gate, "a")
 
 
 @pytest.mark.parametrize("slow", [0.4], indirect=True)
-def test_a_probe_counts_the_load_too(slow: HitGate, clock: Clock) -> None:
+def test_a_probe_counts_the_load_too(slow: Gate) -> None:
     """Reading alone would be sooner than computing, reading and loading are not."""
     slow.prefilled(10, 1000, loaded=1000, seconds=0.81)
     assert not takes(slow, "a")
-    clock.now += PROBE_SECONDS + 1
-    assert probe(slow, clock, "b", 0.4)
+    slow.now += PROBE_SECONDS + 1
+    assert probe(slow, "b", 0.4)
     assert not takes(slow, "c"), "it was no good one"
 
 
-def test_a_probe_that_its_client_ends_says_nothing_of_the_disk(slow: HitGate, clock: Clock) -> None:
+def test_a_probe_that_its_client_ends_says_nothing_of_the_disk(slow: Gate) -> None:
     for name in "ab":
-        clock.now += PROBE_SECONDS + 1
+        slow.now += PROBE_SECONDS + 1
         assert takes(slow, name)
         with reading(slow, name, 1000):
-            clock.now += 0.01
+            slow.now += 0.01
         turn(slow)
 
 
 @pytest.mark.parametrize("parts", [True, False])
 @pytest.mark.parametrize("recomputing", [None, lambda tokens, prefix: 1e-3 * tokens])
 def test_a_probe_of_a_slow_disk_takes_a_twentieth_of_the_time_to_compute_the_hit(
-    slow: HitGate, clock: Clock, recomputing: Recomputing | None, parts: bool
+    slow: Gate, recomputing: Recomputing | None, parts: bool
 ) -> None:
-    clock.now += PROBE_SECONDS + 1
+    slow.now += PROBE_SECONDS + 1
     assert takes(slow, "a", recomputing=recomputing, parts=parts)
     with reading(slow, "a", 1000, step=10):
-        clock.now += PROBE_SHARE - 0.001
+        slow.now += PROBE_SHARE - 0.001
         assert turn(slow, at(slow, "a", whole=not parts, step=10)) == []
-        clock.now += 0.002
+        slow.now += 0.002
         assert turn(slow, at(slow, "a", whole=not parts, step=10)) == ["a"]
     assert not takes(slow, "b")
 
 
 @pytest.mark.parametrize("step", [STEP, 1024])
 def test_a_probe_whose_part_comes_late_ends_before_it_took_as_long_as_computing(
-    step: int, gate: HitGate, clock: Clock
+    step: int, gate: Gate
 ) -> None:
     """L3 is ten times as slow as computing; without an end it would never be probed again."""
-    for _ in range(2):
-        read(gate, clock, 10.0, tokens=1024)
-    clock.now += PROBE_SECONDS + 1
+    read(gate, 10.0, tokens=1024, times=2)
+    gate.now += PROBE_SECONDS + 1
     assert judged(gate, "a", 1024, parts=False) == 1024
     with reading(gate, "a", 1024, step):
         assert turn(gate, at(gate, "a", whole=True, step=step)) == []
-        began = clock.now
+        began = gate.now
         while not (ended := turn(gate, at(gate, "a", whole=True, step=step))):
-            clock.now += 0.01
-        assert ended == ["a"] and clock.now - began <= 1.05
+            gate.now += 0.01
+        assert ended == ["a"] and gate.now - began <= 1.05
     assert judged(gate, "b", 1024, parts=False) == 0
 
 
-def test_a_probe_of_a_good_disk_goes_on(slow: HitGate, clock: Clock) -> None:
-    clock.now += PROBE_SECONDS + 1
-    assert probe(slow, clock, "a", 0.5)
+def test_a_probe_of_a_good_disk_goes_on(slow: Gate) -> None:
+    slow.now += PROBE_SECONDS + 1
+    assert probe(slow, "a", 0.5)
 
 
-def test_a_disk_that_is_slow_again_after_a_good_probe_is_probed_later(
-    slow: HitGate, clock: Clock
-) -> None:
-    clock.now += PROBE_SECONDS + 1
-    assert probe(slow, clock, "a", 0.05)
-    assert not probe(slow, clock, "b", 10.0)
-    clock.now += PROBE_SECONDS - 1
+def test_a_disk_that_is_slow_again_after_a_good_probe_is_probed_later(slow: Gate) -> None:
+    slow.now += PROBE_SECONDS + 1
+    assert probe(slow, "a", 0.05)
+    assert not probe(slow, "b", 10.0)
+    slow.now += PROBE_SECONDS - 1
     assert not takes(slow, "c")
-    clock.now += 2
+    slow.now += 2
     assert takes(slow, "d")
 
 
 @pytest.mark.parametrize("seconds", [0.05, 1.5, 10.0])
 def test_a_probe_whose_front_was_all_recomputed_is_judged_by_the_time_that_it_took(
-    slow: HitGate, clock: Clock, seconds: float
+    slow: Gate, seconds: float
 ) -> None:
     """A draft's pages come first. Meanwhile K and V of the model were all recomputed."""
-    clock.now += PROBE_SECONDS + 1
+    slow.now += PROBE_SECONDS + 1
     quick: Recomputing = lambda tokens, prefix: 0.1  # noqa: E731
     assert takes(slow, "a", recomputing=quick, parts=False)
     rates = slow.estimates.rates()
     with reading(slow, "a", 1000):
-        clock.now += seconds
+        slow.now += seconds
         slow.l3.spared(1000)
     assert slow.estimates.rates() == rates, "nothing was read"
     turn(slow)
     assert takes(slow, "b", recomputing=quick, parts=False) == (seconds < 1)
 
 
-def test_reads_that_end_after_their_first_part_count_as_whole_ones(
-    gate: HitGate, clock: Clock
-) -> None:
-    for _ in range(30):
-        read(gate, clock, 0.1)
+def test_reads_that_end_after_their_first_part_count_as_whole_ones(gate: Gate) -> None:
+    read(gate, 0.1, times=30)
     for _ in range(2):
         with reading(gate, "a", 1000):
-            clock.now += 1.0
+            gate.now += 1.0
             gate.l3.arrived(100)
     assert not takes(gate, "b")
 
 
-def test_reads_that_fail_slowly_are_slow_ones(gate: HitGate, clock: Clock) -> None:
-    read(gate, clock, 0.1)
+def test_reads_that_fail_slowly_are_slow_ones(gate: Gate) -> None:
+    read(gate, 0.1)
     for _ in range(2):
         with reading(gate, "a", 1000):
-            clock.now += 5.0
+            gate.now += 5.0
     assert not takes(gate, "b")
 
 
-def test_reads_that_fail_at_once_are_not_fast_ones(gate: HitGate, clock: Clock) -> None:
-    for _ in range(2):
-        read(gate, clock, 5.0)
+def test_reads_that_fail_at_once_are_not_fast_ones(gate: Gate) -> None:
+    read(gate, 5.0, times=2)
     for _ in range(5):
         with reading(gate, "a", 1000):
-            clock.now += 0.001
+            gate.now += 0.001
     assert not takes(gate, "b")

@@ -1,7 +1,5 @@
 """What a slot keeps of two layers: what comes back, its bytes, and what does not fit."""
 
-from __future__ import annotations
-
 import hashlib
 
 import pytest
@@ -30,7 +28,6 @@ def decode(form: Codec, encoded: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def vectors(units: torch.Tensor) -> torch.Tensor:
-    """Heads of units, float32."""
     return units.float().unflatten(-1, (-1, DIM))
 
 

@@ -1,7 +1,5 @@
 """Pages in which layers share slots: where things stand by what a page's header says."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Which layers are alike, and which are paired: by hand, planted, and by whole attention maps."""
 
-from __future__ import annotations
-
 import math
 import random
 
@@ -138,10 +136,7 @@ I_R = [0.9, 0.7, 0.6, 0.9, 0.8, 0.7]
     ids=["all", "one may not", "I-R layers", "ratio", "none may"],
 )
 def test_layers_that_attend_alike_are_merged_if_they_may_be(
-    mergeable: set[tuple[int, int]],
-    gamma: float,
-    ratio: float,
-    pairs: list[tuple[int, int, str]],
+    mergeable: set[tuple[int, int]], gamma: float, ratio: float, pairs: list[tuple[int, int, str]]
 ) -> None:
     choice = PairChoice(6, 2, mergeable, ratio, gamma)
     assert choice.by_distance(attention(CLOSE, I_R)) == tuple(pairs)

@@ -1,7 +1,5 @@
 """Costs, partitions and machines of any kind, and public models."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 

@@ -60,7 +60,6 @@ class Gpu:
         self.copied = programs
 
     def seconds(self, name: str) -> float:
-        """When the loop of a stream ended."""
         copies = self.loops.get("copy", [])
         way = self.ways[copies[0]] if copies else Way(0.0, 1.0, 1.0)
         alone = {

@@ -1,7 +1,5 @@
 """The paper: costs and machines as it counts them, and its figures, reproduced and not."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Profiles: files, fits, measuring with shapes that take no time, and copies beside products."""
 
-from __future__ import annotations
-
 import json
 import os
 import threading

@@ -3,8 +3,6 @@
 That the search is right whatever it may use, and what a restore takes: test_one_model.py.
 """
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

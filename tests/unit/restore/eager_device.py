@@ -77,12 +77,10 @@ class Device:
         self.free += pages
 
     def writes(self, restore: Restore) -> None:
-        """``restore`` was launched."""
         for page in restore.pages:
             self.writers.setdefault(page, []).append(restore)
 
     def is_written(self, page: int) -> bool:
-        """Whether all that writes a page is done."""
         return all(restore.is_done for restore in self.writers.get(page, ()))
 
     def being_read(self) -> set[int]:

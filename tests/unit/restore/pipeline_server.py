@@ -1,7 +1,5 @@
 """Pages, a pool and a restore pipeline between them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import numpy as np

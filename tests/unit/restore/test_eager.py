@@ -1,7 +1,5 @@
 """Eager restores: what is reserved, launched, adopted and given back, one fact at a time."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -9,13 +7,7 @@ import torch
 from hcache_backend.host.loads import Adopted
 from hcache_backend.prefetch.eager import EagerRestores
 from hcache_backend.streams import StreamFailed
-from tests.unit.restore.eager_device import (
-    DEVICE_PAGES,
-    SIZE,
-    Device,
-    Restore,
-    pages_of,
-)
+from tests.unit.restore.eager_device import DEVICE_PAGES, SIZE, Device, Restore, pages_of
 
 
 class Scene:
@@ -96,14 +88,6 @@ def test_what_is_reserved_is_there_for_everybody_unlaunched_and_new_pages_first(
     assert scene.launched[0][1].is_done
     scene.eager.end("b")
     assert ready(scene, [0, 1, 2, 3]) == [True, True, False, True]
-
-
-def test_nothing_is_launched_into_pages_that_were_given_back() -> None:
-    scene = Scene()
-    scene.begin("a", [0, 1, 2])
-    scene.eager.make_free(DEVICE_PAGES - 1)
-    scene.eager.arrived("a", 3)
-    assert [host for host, _ in scene.launched] == [[0]]
 
 
 def test_an_ended_prefetch_gives_back_what_did_not_arrive_and_keeps_the_rest() -> None:
@@ -206,14 +190,6 @@ def test_first_layers_are_recomputed_from_the_front_of_what_has_arrived() -> Non
     assert whole(scene, [0, 1, 2, 3, 4]) == [True, True, True, True, False]
 
 
-def test_pages_that_lack_nothing_are_whole_when_they_arrive() -> None:
-    scene = Scene()
-    scene.begin("a", [0, 1])
-    scene.eager.arrived("a", 1)
-    assert scene.recompute(2) == []
-    assert whole(scene, [0, 1]) == [True, False]
-
-
 def test_nothing_is_recomputed_behind_a_page_that_lacks_layers_or_is_somebody_elses() -> None:
     scene = Scene(lacking=1)
     scene.begin("a", [0, 1], ["x", "y"])
@@ -222,16 +198,6 @@ def test_nothing_is_recomputed_behind_a_page_that_lacks_layers_or_is_somebody_el
     scene.eager.arrived("b", 3)
     assert [pages for pages, _ in scene.recompute(2, failed=True)] == [[0, 1]]
     assert whole(scene, [0, 1, 4]) == [False, False, False]
-
-
-def test_a_page_that_is_given_back_waits_for_who_recomputes_from_it() -> None:
-    scene = Scene(lacking=1)
-    scene.begin("a", [0, 1])
-    scene.eager.arrived("a", 2)
-    slices = [scene.recompute(1), scene.recompute(1)]
-    scene.eager.host_freed(np.array([0]))
-    assert all(restore.is_done for one in slices for _, restore in one)
-    assert whole(scene, [1]) == [True]
 
 
 def test_who_gets_a_page_hears_of_who_recomputes_from_it() -> None:

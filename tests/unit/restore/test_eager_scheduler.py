@@ -1,7 +1,5 @@
 """Eager restores: a scripted scheduler plays every interleaving, and the rules hold."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Hashable
 from typing import Any
@@ -10,13 +8,7 @@ import numpy as np
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-)
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from hcache_backend.host.loads import Adopted
 from hcache_backend.prefetch.eager import EagerRestores

@@ -3,8 +3,6 @@
 With as many GPUs as ranks the same runs over their links. A group of the device's is gloo here, and
 its streams are worker threads, so restores and forward passes really run beside each other."""
 
-from __future__ import annotations
-
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
@@ -81,8 +79,6 @@ def whole_rows(layer: int, page: int) -> torch.Tensor:
 
 
 class Rank:
-    """Pages of one rank, and where their rows arrive."""
-
     def __init__(self, exchange: Exchange, chunk_pages: int) -> None:
         gpu = not exchange.on_scheduler_thread
         self.device = torch.device("cuda", torch.cuda.current_device()) if gpu else "cpu"
@@ -395,7 +391,6 @@ class Contended:
         self.seconds = 0.2 if ordered else 20.0
 
     def send(self, value: int) -> list[int]:
-        """What all ranks sent in this collective."""
         every = [torch.zeros(1, dtype=torch.int64) for _ in range(2)]
         dist.all_gather(every, torch.tensor([value]), group=self.links)
         return [int(one) for one in every]

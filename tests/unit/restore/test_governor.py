@@ -1,7 +1,5 @@
 """How much of the GPU recomputation gets, from what SGLang's scheduler holds."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +25,6 @@ def scheduler_of(
     reading: tuple[str, ...] = (),
     chunked: object = None,
 ) -> Any:
-    """SGLang's scheduler, with so many running requests."""
     return SimpleNamespace(
         running_batch=batch(running),
         last_batch=last,

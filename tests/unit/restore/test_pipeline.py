@@ -1,7 +1,5 @@
 """The restore pipeline: right whatever the streams do, and as far ahead as its ring allows."""
 
-from __future__ import annotations
-
 import random
 import threading
 import time
@@ -44,9 +42,7 @@ def test_every_layer_of_every_page_comes_back_and_nothing_else_is_written(
     assert server.k[:, others].isnan().all() and server.v[:, others].isnan().all()
 
 
-def test_the_copy_engine_is_given_pages_that_the_cpu_knows(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_copy_engine_is_given_pages_that_the_cpu_knows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipeline, "copies_by_engine", lambda: True)
     held: list[torch.Tensor] = []
     hold = pipeline.held_for_device
@@ -307,7 +303,6 @@ def test_recomputation_is_in_turn_with_forward_passes_and_copies_are_beside_it()
 
 
 def passed(event: Event) -> bool:
-    """Whether ``event`` passes in time."""
     until = time.monotonic() + 240
     while not event.query() and time.monotonic() < until:
         time.sleep(0.001)
@@ -430,8 +425,7 @@ class Copies(Stream):
 
 
 RESTORES = st.lists(
-    st.tuples(st.integers(1, RING), st.lists(st.booleans(), max_size=12), st.booleans()),
-    max_size=8,
+    st.tuples(st.integers(1, RING), st.lists(st.booleans(), max_size=12), st.booleans()), max_size=8
 )
 """Bytes of a part; for each step whether a part is taken or one is given to a projection; whether
 the last part taken stays without one."""

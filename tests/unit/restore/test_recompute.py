@@ -1,7 +1,5 @@
 """Recomputation: K and V as one pass over the whole sequence gives them, however it is cut."""
 
-from __future__ import annotations
-
 from functools import partial
 from types import SimpleNamespace
 from typing import Any

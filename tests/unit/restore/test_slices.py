@@ -1,13 +1,13 @@
-"""Slices of recomputation: as long as a turn has time for, by what earlier ones took."""
-
-from __future__ import annotations
+"""How much is recomputed: slices as long as a turn has time for, and what each side may take."""
 
 import math
+import threading
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from hcache_backend.prefetch.prefetch import Meeting
 from hcache_backend.prefetch.slices import SliceBudget
 
 SIZE, LAYERS = 256, 4
@@ -114,3 +114,26 @@ def test_a_slice_that_failed_says_nothing_of_others() -> None:
     slices = budget(1.0, known=False)
     slices.launched(ended(SIZE, 1e-6, RuntimeError("out of memory")), 0, LAYERS)
     assert slices.pages(100, SIZE, 0, LAYERS) == 1
+
+
+def test_a_reader_takes_nothing_while_ranks_agree_on_what_the_front_takes() -> None:
+    meeting, tries = Meeting(), list[range]()
+    meeting.begin(4)
+    reader = threading.Thread(target=lambda: tries.append(meeting.next_batch(4)))
+
+    room = meeting.offer()
+    reader.start()
+    reader.join(0.05)
+    assert not tries
+    assert meeting.take(room - 1) == range(3)
+    reader.join()
+    assert tries == [range(3, 4)]
+
+
+def test_both_sides_may_say_how_many_pages_there_are() -> None:
+    meeting = Meeting()
+    meeting.begin(5)
+    assert meeting.next_batch(3) == range(2, 5)
+    meeting.begin(5)
+    assert meeting.next_batch(3) == range(2)
+    assert not meeting.next_batch(3) and not meeting.take(meeting.offer())

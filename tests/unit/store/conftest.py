@@ -1,7 +1,5 @@
 """Fixtures of the store's tests."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import tempfile
@@ -16,7 +14,6 @@ from hcache_backend.store import PageStore
 
 @pytest.fixture(autouse=True)
 def stores_are_closed() -> Iterator[None]:
-    """Close what a test has opened and not closed."""
     before = len(OPENED)
     yield
     for store in OPENED[before:]:
@@ -26,7 +23,6 @@ def stores_are_closed() -> Iterator[None]:
 
 @pytest.fixture
 def store(tmp_path: Path) -> PageStore:
-    """An empty store in ``tmp_path / "store"``."""
     return open_quiet(tmp_path / "store")
 
 

@@ -1,7 +1,5 @@
 """What the tests of the store shard: pages that can be told apart, and small stores."""
 
-from __future__ import annotations
-
 import errno
 import mmap
 import os
@@ -55,8 +53,6 @@ def ops_that(**instead: Callable[..., Any]) -> Any:
 def failing(
     error: Exception, fails: Callable[..., bool] = lambda *arguments, **options: True
 ) -> Any:
-    """A function that raises ``error`` if its arguments are such."""
-
     def fail(*arguments: Any, **options: Any) -> None:
         if fails(*arguments, **options):
             raise error
@@ -70,7 +66,6 @@ def broken(code: int, fails: Callable[..., bool] = lambda *arguments, **options:
 
 
 def without_direct_io() -> Any:
-    """The operations of a file system that has no direct I/O."""
     return ops_that(open=broken(errno.EINVAL, lambda name, flags, fd: flags & os.O_DIRECT))
 
 
@@ -81,18 +76,15 @@ def key(number: int) -> bytes:
 
 
 def keys(numbers: Iterable[int]) -> list[bytes]:
-    """The keys of pages."""
     return [key(number) for number in numbers]
 
 
 @lru_cache(maxsize=512)
 def content(name: bytes, size: int = PAGE, version: int = 0) -> bytes:
-    """What the page with this key holds."""
     return np.random.default_rng([*name[:8], version]).bytes(size)
 
 
 def payload(page: bytes, table: SegmentTable, shard: Shard) -> bytes:
-    """The bytes of a page that a shard has."""
     found, start = [], 0
     for length, groups, _ in table.segments:
         in_groups = np.frombuffer(page, np.uint8, length, start).reshape(groups, -1)
@@ -116,7 +108,6 @@ def memory(data: bytes | int, shift: int = 0) -> memoryview:
 
 
 def config(*dirs: Path, **options: object) -> HCacheConfig:
-    """Options of a small store."""
     table = {"dirs": [str(path) for path in dirs], "min_free_bytes": 0, "reader": READER, **options}
     return parse_config(table, "test")
 
@@ -132,10 +123,7 @@ def open_quiet(
 
 
 def put(
-    store: PageStore,
-    *numbers: int,
-    namespace: bytes = NAMESPACE,
-    prefix: Sequence[bytes] = (),
+    store: PageStore, *numbers: int, namespace: bytes = NAMESPACE, prefix: Sequence[bytes] = ()
 ) -> list[bool]:
     """Store the pages with these numbers, behind those with the keys ``prefix``."""
     names = keys(numbers)
@@ -143,7 +131,6 @@ def put(
 
 
 def there(store: PageStore, *numbers: int) -> list[bool]:
-    """Which pages the store says that it has."""
     return store.exists(NAMESPACE, keys(numbers))
 
 
@@ -171,7 +158,6 @@ def assert_right_or_miss(store: PageStore, *numbers: int) -> int:
 
 
 def page_files(*dirs: Path) -> list[Path]:
-    """The page files in store folders."""
     return [path for root in dirs for path in sorted(root.glob("pages/??/*.page"))]
 
 
@@ -202,10 +188,8 @@ def ext4_image(path: Path, megabytes: int, *options: str) -> Path:
 
 
 def names(folder: Path) -> list[str]:
-    """What stands in a folder."""
     return [path.name for path in folder.iterdir()]
 
 
 def open_files() -> int:
-    """How many files this process has open."""
     return len(names(Path("/proc/self/fd")))

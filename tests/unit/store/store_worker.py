@@ -1,7 +1,5 @@
 """Processes that use a store while others do, and while they are killed."""
 
-from __future__ import annotations
-
 import io
 import random
 import sys
@@ -46,7 +44,6 @@ class Task:
 
 
 def sequence_to(last: int) -> list[bytes]:
-    """The keys of a sequence up to page ``last``."""
     return [key(number) for number in range(last // LENGTH * LENGTH, last + 1)]
 
 

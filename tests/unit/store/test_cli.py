@@ -1,7 +1,5 @@
 """The ``hcache`` command, beside an open store as beside a live server."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """Every file operation fails once, in every way: reads give the right bytes or a miss."""
 
-from __future__ import annotations
-
 import errno
 import re
 import shutil

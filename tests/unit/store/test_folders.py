@@ -1,7 +1,5 @@
 """Folders of a store: refused, failing, vanishing, damaged, and coming back."""
 
-from __future__ import annotations
-
 import errno
 import json
 import logging

@@ -1,7 +1,5 @@
 """Page files: what version 2 wrote stays readable, and no changed byte goes unnoticed."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -53,7 +51,6 @@ def test_version_2_files_stay_readable(tmp_path: Path) -> None:
 
 
 def damaged_versions(original: bytes) -> Iterator[tuple[str, bytes]]:
-    """Every kind of changed bytes."""
     yield "longer", original + bytes(4096)
     for position in range(4096):
         changed = bytearray(original)

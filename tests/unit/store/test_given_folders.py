@@ -1,7 +1,5 @@
 """Folders as administrators make them: what opens, and that ``hcache doctor`` says the same."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

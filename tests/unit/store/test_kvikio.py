@@ -4,8 +4,6 @@ The loader looks for the driver where ``LD_LIBRARY_PATH`` points when a process 
 needs it runs in processes of its own.
 """
 
-from __future__ import annotations
-
 import ctypes
 import importlib
 import json
@@ -29,12 +27,7 @@ DRIVER = Path(sys.prefix) / "driver"
 
 FAULTS = "test_faults.py::test_whatever_operation_fails_reads_are_right_or_misses"
 FOLDERS = "--ignore=test_given_folders.py"
-READING = (
-    "with_kvikio.py",
-    "test_format.py",
-    "test_store.py",
-    f"{FAULTS}[short]",
-)
+READING = ("with_kvikio.py", "test_format.py", "test_store.py", f"{FAULTS}[short]")
 LONG = (pytest.mark.long, pytest.mark.timeout(7200))
 
 

@@ -1,7 +1,5 @@
 """What a full folder loses: ends of sequences, those of the least recently used first."""
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 import threading

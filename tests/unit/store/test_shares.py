@@ -1,7 +1,5 @@
 """Shares of pages: every rank has the memory of its own share, and reads what others wrote."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -78,7 +76,6 @@ def put_share(
     cut: int = 0,
     shift: int = 0,
 ) -> bool:
-    """Store a shard of page 1, from the memory that a rank has."""
     page = content(key(1), table.page_bytes) if page is None else page
     view = memory(payload(page, table, shard), shift)
     [stored] = store.put(NAMESPACE, [key(1)], [split(view, cut)], shard=shard, table=table)
@@ -87,12 +84,7 @@ def put_share(
 
 
 def get_share(
-    store: PageStore,
-    shard: Shard,
-    table: SegmentTable = LAYERS,
-    *,
-    cut: int = 0,
-    shift: int = 0,
+    store: PageStore, shard: Shard, table: SegmentTable = LAYERS, *, cut: int = 0, shift: int = 0
 ) -> bytes | None:
     """What a rank finds of page 1; None is a miss."""
     target = memory(len(payload(bytes(table.page_bytes), table, shard)), shift)

@@ -1,7 +1,5 @@
 """What the store promises to the engine. ``test_model.py`` compares any calls with a dictionary."""
 
-from __future__ import annotations
-
 import errno
 import os
 import threading

@@ -1,7 +1,5 @@
 """Tests that need KvikIO and a GPU driver; ``test_kvikio.py`` runs them over the stand-in."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """K and V that are stored by a lossy codec: what comes back, and what is checked."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

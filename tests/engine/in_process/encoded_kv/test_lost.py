@@ -1,24 +1,48 @@
-"""Pages of which nobody has the layers: loads recompute them, and ranks agree which these are."""
-
-from __future__ import annotations
+"""Pages of which nobody has the layers: loads recompute them, ranks agree, and L3 gets none."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
+from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
 
 from hcache_backend import metrics
-from hcache_backend.host.loads import QueuedLoad
+from hcache_backend.capture.staging import StagedCapture, Staging
+from hcache_backend.format.page import PageLayout, hidden_layer
+from hcache_backend.format.units import WHOLE
+from hcache_backend.host.loads import LoadQueue, QueuedLoad
+from hcache_backend.host.segments import KVSegments
+from hcache_backend.plan.restore import Partition, Restore
+from hcache_backend.prefetch.eager_loads import EagerLoads
+from hcache_backend.restore.layers import RestoredLayer
+from hcache_backend.restore.pipeline import RestorePipeline
 from hcache_backend.sglang import controller as controllers
 from hcache_backend.sglang.controller import OwnPagesController
+from hcache_backend.sglang.host_pool import HostPages, OwnPagesPool
+from hcache_backend.sglang.runtime import Runtime
 from hcache_backend.streams import Stream, WorkerStream, current_stream
-from tests.engine.in_process.encoded_kv.test_rows import Rows
-from tests.kit.host import LAYERS, PAGE, Host, bare_controller, bits, make_unfit, slots_of
+from tests.engine.in_process.encoded_kv.test_service import saved
+from tests.engine.in_process.test_backups import Checks, Pages
+from tests.kit.host import (
+    DEVICE_PAGES,
+    HOST_PAGES,
+    LAYERS,
+    PAGE,
+    Host,
+    bare_controller,
+    bits,
+    kv_pool,
+    make_unfit,
+    slots_of,
+)
 from tests.kit.ranks import Ranks, together
+from tests.unit.capture import machine as small
+from tests.unit.capture.machine import Machine, slots
 
 
 class Model:
@@ -212,3 +236,232 @@ def test_rows_that_do_not_fit_are_recomputed_whole_behind_what_is_before_them(
         server.pool.free(host)  # as write_back does: the tokens are on the device only
     assert model.tokens == 2 * [*range(PAGE, 2 * PAGE)]
     assert counted["recomputed_at_load"] == 2 * PAGE
+
+
+@pytest.fixture
+def device() -> Iterator[WorkerStream]:
+    stream = WorkerStream("test-device")
+    with stream.as_current():
+        yield stream
+
+
+def test_of_a_server_whose_rows_do_not_fit_and_are_not_kept_nothing_is_backed_up() -> None:
+    machine = Machine(is_view=False)
+    assert machine.forward(slots(1), rows=_unfit_rows())
+    machine.settle()
+    assert machine.arena.problem(np.array(slots(1))) == "rows not encodable"
+
+
+def _unfit_rows() -> torch.Tensor:
+    rows = torch.randn(small.LAYERS, small.SIZE, small.WIDTH)
+    rows[1, 2, 0] = torch.nan
+    return rows
+
+
+@pytest.fixture
+def machine(device: WorkerStream) -> Machine:
+    return Machine(is_view=False, keeps_unfit=True)
+
+
+def test_an_unfit_page_is_backed_up_as_one_that_loads_recompute(
+    machine: Machine, runtime: Runtime
+) -> None:
+    made = bare_controller(Pages(machine), runtime=runtime, capture=machine.capture)
+    assert machine.forward(slots(1), rows=_unfit_rows())
+    assert machine.forward(slots(2))
+    machine.settle()
+    for host_page, device_page in enumerate((1, 2)):
+        where = np.array(slots(device_page))
+        assert made._backups._problem(SimpleNamespace(values=where)) is None
+        machine.capture.back_up(where, np.array([host_page]))
+    assert made._pool.depth(np.array([0, 1])).tolist() == [small.LAYERS, 0]
+
+
+def test_the_check_in_service_says_nothing_of_an_unfit_page(
+    machine: Machine, runtime: Runtime
+) -> None:
+    """Its projector finds every page wrong."""
+    checks = Checks(machine, runtime)
+    checks.backed_up(1, _unfit_rows())
+    checks.read()
+    assert runtime.quarantine is None
+    checks.backed_up(2)
+    checks.read()
+    assert runtime.quarantine is not None
+
+
+class Rows:
+    """Pages of hidden states from a forward pass to K and V in other slots: K is twice a row of
+    these, V three times, but where a row begins with a NaN, which the codec does not hold."""
+
+    def __init__(self) -> None:
+        codec = small.PickyCodec.of_rows(small.WIDTH, torch.float32)
+        layout = PageLayout(PAGE, (hidden_layer(PAGE, codec.row_bytes, small.WIDTH),) * LAYERS)
+        self.device = kv_pool(1, small.WIDTH, dtype=torch.float32)
+        self.pool = OwnPagesPool(
+            self.device,
+            PAGE,
+            "page_first",
+            page_layout=layout,
+            pages=HostPages(HOST_PAGES, DEVICE_PAGES + 1),
+            kv=KVSegments(self.device, (), PAGE, WHOLE, 1),
+            keeps_unfit=True,
+            stamp=lambda page: layout.stamp(page, small.NAMESPACE, small.WRITER),
+            pin_memory=False,
+            allocator_type="default",
+        )
+        arena, memory = self.pool.arena, self.pool.kv_buffer
+        staging = Staging(LAYERS, small.WIDTH, torch.float32, 8 * PAGE, "cpu")
+        self.capture = StagedCapture(arena, memory, staging, range(LAYERS), codec)
+
+        def restored(layer: int) -> RestoredLayer:
+            def fill(segments: torch.Tensor, _: torch.Tensor, slots: torch.Tensor) -> None:
+                self.write(layer, slots, codec.decode(segments.view(-1, codec.row_bytes)))
+
+            return RestoredLayer("hidden", fill)
+
+        pipeline = RestorePipeline(memory, layout, [*map(restored, range(LAYERS))], 8 * PAGE, "cpu")
+        methods = Restore(None, None, Partition(0, LAYERS, 0), chunk_tokens=8 * PAGE)
+        self.loads = LoadQueue(arena, pipeline, methods, None, "cpu")
+        self.pool.use(self.loads, self.capture)
+
+    def write(self, layer: int, slots: torch.Tensor, rows: torch.Tensor) -> None:
+        for times, planes in ((2, self.device.k_buffer), (3, self.device.v_buffer)):
+            planes[layer][slots, 0] = rows * times
+
+    def forward(self, *pages: int, unfit: Collection[int]) -> torch.Tensor:
+        """Fill device pages, of which ``unfit`` have a row that is not to be encoded; what they
+        hold."""
+        slots, capture = slots_of(*pages), self.capture
+        positions = torch.arange(len(slots))
+        capture.ledger.pass_begins()
+        step = capture.begin(slots, positions, positions)
+        assert step is not None
+        for layer in range(LAYERS):
+            rows = torch.randn(len(slots), small.WIDTH)
+            self.write(layer, slots, rows)
+            if layer == 1:
+                rows[[pages.index(page) * PAGE + 5 for page in unfit], 0] = torch.nan
+            capture.take(layer, rows)
+        assert capture.end(step, replayed=False)
+        return self.bits(*pages)
+
+    def bits(self, *pages: int) -> torch.Tensor:
+        buffers = (*self.device.k_buffer, *self.device.v_buffer)
+        return torch.stack([buffer[slots_of(*pages)].view(torch.int32) for buffer in buffers])
+
+    def back_up(self, *pages: int) -> torch.Tensor:
+        host, where = self.pool.alloc(PAGE * len(pages)), slots_of(*pages)
+        assert host is not None
+        self.capture.ledger.settle()
+        assert self.pool.arena.problem(where.numpy()) is None
+        self.capture.back_up(where.numpy(), self.pool.page_ids(host))
+        self.pool.backup_from_device_all_layer(self.device, host, where, "kernel")
+        self.capture.transfers().synchronize()
+        self.capture.ledger.settle(wait=False)
+        return host
+
+    def load(self, host: torch.Tensor, *pages: int) -> torch.Tensor:
+        host_pages, slots = self.pool.page_ids(host), slots_of(*pages)
+        depths = (self.pool.arena.depth(host_pages) > 0).astype(np.int64)
+        start = torch.empty(0, dtype=torch.int64)
+        planned = self.loads.plan(host_pages, depths, lambda: start)
+        assert planned is not None
+        self.loads.add(planned, slots)
+        self.capture.ledger.loaded(slots, host_pages)
+        for layer in range(LAYERS):
+            self.pool.load_to_device_per_layer(self.device, host, slots, layer, "kernel")
+        return self.bits(*pages)
+
+
+KEYS = [f"{i:064x}" for i in range(8)]
+
+
+class Server(Host):
+    """A host pool whose nodes are written to L3.
+
+    Attributes:
+        written: Keys of the pages that went there, node by node.
+        operations: What SGLang was given for each.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.written: list[list[str]] = []
+        self.operations: list[Any] = []
+        self.problems: list[str] = []
+        monkeypatch.setattr(metrics.PROBLEMS, "count", self.problems.append)
+        monkeypatch.setattr(HybridCacheController, "_page_backup", self._write)
+        runtime = SimpleNamespace(
+            weights=SimpleNamespace(suspended=None),
+            page_namespace=lambda weights: bytes(16),
+            writer=bytes(8),
+            runner=SimpleNamespace(model_config=SimpleNamespace(context_len=1 << 20)),
+        )
+        self.controller = bare_controller(self.pool, runtime=runtime)
+
+    def _write(self, operation: Any) -> None:
+        self.operations.append(operation)
+        self.written.append(operation.hash_value)
+
+    def to_l3(self, first: int, *pages: int, others: Sequence[PoolTransfer] = ()) -> torch.Tensor:
+        """Back up device pages as the node whose first page is the ``first`` of a conversation, and
+        write that to L3, with pages of ``others``; where it is in host memory."""
+        host = self.backed_up(*pages)
+        operation: Any = SimpleNamespace(
+            host_indices=host,
+            token_ids=list(range(PAGE * len(pages))),
+            prefix_keys=KEYS[:first],
+            hash_value=KEYS[first : first + len(pages)],
+            pool_transfers=[*others],
+        )
+        self.controller._page_backup(operation)
+        return host
+
+
+def test_a_node_goes_to_l3_up_to_the_first_page_that_is_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A look-up would get no further."""
+    server = Server(monkeypatch)
+    make_unfit(server.device, 2, 0)
+    server.to_l3(0, 1)
+    server.to_l3(1, 3, 2, 4)
+    assert server.written == [KEYS[:1], KEYS[1:2]]
+    assert server.problems == ["page_with_lost_layers"]
+
+
+def test_states_behind_a_page_that_is_lost_do_not_go_to_l3(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor do windows. SGLang gives pools that have a page for each of ours the same keys."""
+    server = Server(monkeypatch)
+    make_unfit(server.device, 2, 0)
+    state = PoolTransfer(PoolName.MAMBA, host_indices=torch.zeros(1), keys=KEYS[2:3])
+    window = PoolTransfer(PoolName.SWA, host_indices=torch.zeros(2 * PAGE), keys=KEYS[1:3])
+    draft = PoolTransfer(PoolName.DRAFT, indices_from_pool=PoolName.KV)
+    others = [state, draft, window]
+    server.to_l3(0, 1, 3, 4, others=others)
+    host = server.to_l3(3, 5, 2, 6, others=others)
+    whole, cut = server.operations
+    assert (whole.pool_transfers, len(whole.host_indices)) == (others, 3 * PAGE)
+    assert (cut.pool_transfers, cut.hash_value) == ([draft], KEYS[3:4])
+    assert torch.equal(cut.host_indices, host[:PAGE])
+
+
+def test_what_is_lost_is_known_before_a_node_goes_to_l3(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = Server(monkeypatch)
+    server.controller.eager = None
+    make_unfit(server.device, 2, 0)
+    host = server.back_up(2)
+    monkeypatch.setattr(HybridCacheController, "write_storage", lambda _, host: server.lost(host))
+    assert server.controller.write_storage(host) == [True]
+
+
+def test_what_is_lost_of_recomputed_pages_is_known_before_a_page_goes_to_l3() -> None:
+    """L3 would have it for ever: HiCache may write a node before the scheduler's next turn."""
+    server = Host()
+    make_unfit(server.device, 2, 0)
+    host = saved(server, 2)
+    eager: Any = object.__new__(EagerLoads)
+    eager._pool, eager.restores = server.pool, SimpleNamespace(until_saved=lambda pages: None)
+    eager.until_saved(server.pool.page_ids(host))
+    assert server.lost(host) == [True]

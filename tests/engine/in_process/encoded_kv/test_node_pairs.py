@@ -1,7 +1,5 @@
 """Which layers share slots in the pages of each node, and backups that wait for it."""
 
-from __future__ import annotations
-
 import itertools
 from array import array
 from collections.abc import Callable, Iterator, Sequence

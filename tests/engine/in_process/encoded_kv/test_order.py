@@ -1,7 +1,5 @@
 """Encoded backups on modelled streams, up to SGLang's flush: no wrong order (see tests/order)."""
 
-from __future__ import annotations
-
 from hcache_backend import streams
 from tests.kit.host import PAGE, Host, make_unfit, slots_of
 from tests.order.checker import Checker

@@ -1,7 +1,5 @@
 """Which pairs of layers a server may merge, by what that changes at its start."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """K and V in pages where layers share slots: what comes back, and what is checked."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -31,7 +29,6 @@ def paired_host(dtype: torch.dtype = torch.bfloat16) -> Host:
 
 
 def pair_layers(server: Host, pairs: list[CodedPair]) -> None:
-    """The next backups have these pairs."""
     layout = server.pool.page_layout
     assert isinstance(layout, PairedLayout)
     server.pool.page_layout = layout.with_pairs(pairs)

@@ -1,7 +1,5 @@
 """Encoded K and V in host memory: what comes back, and what becomes of units that do not fit."""
 
-from __future__ import annotations
-
 import threading
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Scenes that tests of hits share. The modules need SGLang: see the conftest.py above."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

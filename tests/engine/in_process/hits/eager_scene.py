@@ -43,8 +43,6 @@ class Restore:
 
 
 class Scene:
-    """An allocator with reservations."""
-
     def __init__(self, *, need_sort: bool) -> None:
         self.allocator = PagedTokenToKVPoolAllocator(
             PAGES * SIZE, SIZE, torch.float32, "cpu", SimpleNamespace(), need_sort

@@ -1,7 +1,5 @@
 """Reservations in SGLang's own allocator."""
 
-from __future__ import annotations
-
 import threading
 from functools import partial
 from types import SimpleNamespace

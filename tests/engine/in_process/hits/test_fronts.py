@@ -1,7 +1,5 @@
 """Fronts of prefetches: pages that are recomputed whole while the back is read."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -37,14 +35,14 @@ class Fronts:
         failures: What recomputation was given up for.
     """
 
-    def __init__(self, scene: Scene, problem: Exception | None = None) -> None:
+    def __init__(self, scene: Scene) -> None:
         self.launched: list[tuple[list[int], int]] = []
         self.saved: list[int] = []
         self.lost: list[int] = []
         self.expected: list[tuple[list[int], list[int], list[int]]] = []
         self.settled: list[list[int]] = []
         self.failures: list[Exception | None] = []
-        self.problem, self.save_problem = problem, None
+        self.scene, self.problem, self.save_problem = scene, None, None
         self.whole = True
         self.known = True
         self.stream = WorkerStream("forward")
@@ -89,6 +87,12 @@ class Fronts:
         self.cache.ongoing_prefetch[0] = prefetch
         return prefetch
 
+    def began(self, pages: int = 8) -> Any:
+        """The same, and a turn behind it."""
+        prefetch = self.begin(pages)
+        self.turn()
+        return prefetch
+
     def turn(self, reduce: Reduce = alone) -> None:
         turn_of(self.eager, self.cache, reduce)
 
@@ -118,10 +122,13 @@ class Fronts:
         return restore
 
 
-def test_front_pages_are_recomputed_and_saved_until_they_meet_the_back(scene: Scene) -> None:
-    fronts = Fronts(scene)
-    operation = fronts.begin()
-    fronts.turn()
+@pytest.fixture
+def fronts(scene: Scene) -> Fronts:
+    return Fronts(scene)
+
+
+def test_front_pages_are_recomputed_and_saved_until_they_meet_the_back(fronts: Fronts) -> None:
+    operation = fronts.began()
     meeting = operation.meeting
     assert fronts.launched == [(list(range(100, 108)), SIZE)]  # two pages in a turn
     assert (fronts.saved, operation.completed_tokens) == ([0, 1], 2 * SIZE)
@@ -139,19 +146,16 @@ def test_front_pages_are_recomputed_and_saved_until_they_meet_the_back(scene: Sc
     assert handed is not None and handed.whole.all()
 
 
-def test_pages_are_taken_behind_the_forward_passes_that_may_still_use_them(scene: Scene) -> None:
-    fronts, waited = Fronts(scene), []
+def test_pages_are_taken_behind_the_forward_passes_that_may_still_use_them(fronts: Fronts) -> None:
+    waited: list[Any] = []
     fronts.cache.cache_controller.after_forwards = waited.append
-    fronts.begin()
-    fronts.turn()
+    fronts.began()
     fronts.turn()
     assert waited == [fronts.eager._stream]
 
 
-def test_a_front_goes_on_as_far_as_every_rank_allows_and_has_unread_pages(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fronts, asked = Fronts(scene), []
+def test_a_front_goes_on_as_far_as_every_rank_allows_and_has_unread_pages(fronts: Fronts) -> None:
+    asked: list[list[int]] = []
     others = iter([[1, 1], [1, 0], [1, 2]])
 
     def reduce(numbers: torch.Tensor, _: Any) -> None:
@@ -165,24 +169,20 @@ def test_a_front_goes_on_as_far_as_every_rank_allows_and_has_unread_pages(
     assert [len(tokens) for tokens, _ in fronts.launched] == [SIZE, 2 * SIZE]
 
 
-def test_for_what_comes_in_one_piece_nothing_is_reserved(scene: Scene) -> None:
-    fronts = Fronts(scene)
-    fronts.begin(pages=4)
-    fronts.turn()
-    assert (scene.pages.count(), fronts.launched) == (PAGES, [])
+def test_for_what_comes_in_one_piece_nothing_is_reserved(fronts: Fronts) -> None:
+    operation = fronts.began(pages=4)
+    assert (fronts.scene.pages.count(), fronts.launched) == (PAGES, [])
+    assert operation.meeting.reachable == 0
 
 
-def test_a_prefetch_that_is_read_in_order_is_not_recomputed_whole(scene: Scene) -> None:
-    fronts = Fronts(scene)
+def test_a_prefetch_that_is_read_in_order_is_not_recomputed_whole(fronts: Fronts) -> None:
     fronts.begin().meeting = None
     fronts.turn()
-    assert (scene.pages.count(), fronts.launched) == (PAGES - 8, [])
+    assert (fronts.scene.pages.count(), fronts.launched) == (PAGES - 8, [])
 
 
-def test_no_front_is_recomputed_where_another_one_was_taken(scene: Scene) -> None:
-    fronts = Fronts(scene)
-    operation = fronts.begin()
-    fronts.turn()
+def test_no_front_is_recomputed_where_another_one_was_taken(fronts: Fronts) -> None:
+    operation = fronts.began()
     [due] = fronts.eager.restores.to_recompute(2)
     assert due.pages == range(2, 4)
     meeting = operation.meeting
@@ -191,8 +191,8 @@ def test_no_front_is_recomputed_where_another_one_was_taken(scene: Scene) -> Non
     assert meeting.next_batch(8) == range(4, 8)
 
 
-def test_slices_get_shorter_behind_all_that_is_before_them(scene: Scene) -> None:
-    fronts, prefixes = Fronts(scene), []
+def test_slices_get_shorter_behind_all_that_is_before_them(fronts: Fronts) -> None:
+    prefixes: list[int] = []
     allowed = fronts.eager._budget.pages
 
     def pages(most: int, page_size: int, prefix: int, *rest: Any) -> int:
@@ -200,39 +200,34 @@ def test_slices_get_shorter_behind_all_that_is_before_them(scene: Scene) -> None
         return allowed(most, page_size, prefix, *rest)
 
     fronts.eager._budget.pages = pages  # type: ignore[method-assign]
-    fronts.begin()
-    fronts.turn()
+    fronts.began()
     fronts.turn()
     assert prefixes == [SIZE, 3 * SIZE]
 
 
-def test_a_front_is_not_recomputed_where_prefetches_may_end_at_any_time(scene: Scene) -> None:
-    fronts = Fronts(scene)
+def test_a_front_is_not_recomputed_where_prefetches_may_end_at_any_time(fronts: Fronts) -> None:
     fronts.begin()
     fronts.cache.prefetch_stop_policy = "best_effort"
     fronts.turn()
     assert not fronts.launched
 
 
-def test_host_pages_are_left_alone_when_the_processor_wants_them(scene: Scene) -> None:
-    fronts = Fronts(scene)
+def test_host_pages_are_left_alone_when_the_processor_wants_them(fronts: Fronts) -> None:
     fronts.begin().meeting = None
     fronts.cache.ongoing_prefetch[0].operation.completed_tokens = 2 * SIZE
     fronts.turn()
-    [restore] = scene.restores
+    [restore] = fronts.scene.restores
     fronts.eager.until_saved(np.array([5]))
     assert not restore.waited
     fronts.eager.until_saved(np.array([1, 5]))
     assert restore.waited
 
 
-def test_what_was_restored_is_given_back_when_it_means_nothing_any_more(scene: Scene) -> None:
-    fronts = Fronts(scene)
-    fronts.begin()
-    fronts.turn()
-    assert scene.pages.count() == PAGES - 8
+def test_what_was_restored_is_given_back_when_it_means_nothing_any_more(fronts: Fronts) -> None:
+    fronts.began()
+    assert fronts.scene.pages.count() == PAGES - 8
     fronts.eager.forget()
-    assert (scene.pages.count(), fronts.eager.restores.pages) == (PAGES, 0)
+    assert (fronts.scene.pages.count(), fronts.eager.restores.pages) == (PAGES, 0)
     assert fronts.eager.restores.adopt(np.arange(2)).ready.tolist() == [False] * 2  # type: ignore[union-attr]
 
 
@@ -240,7 +235,7 @@ def test_what_was_restored_is_given_back_when_it_means_nothing_any_more(scene: S
     ("anchor", "evicted", "found"), [(0, True, []), (7, False, [4, 5]), (7, True, None)]
 )
 def test_tokens_before_a_prefetch_are_found_unless_they_were_evicted(
-    anchor: int, evicted: bool, found: list[int] | None, scene: Scene
+    anchor: int, evicted: bool, found: list[int] | None
 ) -> None:
     slots = {0: [], 7: [4, 5]}
     tree = SimpleNamespace(
@@ -256,27 +251,22 @@ def test_tokens_before_a_prefetch_are_found_unless_they_were_evicted(
     assert found is None if before is None else before.tolist() == found
 
 
-def test_a_host_page_is_freed_behind_what_is_to_be_done_once_it_is_saved(scene: Scene) -> None:
-    fronts = Fronts(scene)
-    fronts.begin()
-    fronts.turn()
+@pytest.mark.parametrize("freed", [True, False])
+def test_what_was_saved_is_settled_before_a_page_is_freed_or_in_the_next_turn(
+    freed: bool, fronts: Fronts
+) -> None:
+    fronts.began()
+    if not freed:
+        fronts.turn()
+        assert fronts.settled == [[], [0, 1]]
+        return
     fronts.pool.on_freed[0](np.array([1]))
     assert fronts.settled == [[], [0, 1]]
     assert fronts.eager.restores.prepared(np.arange(2)).tolist() == [True, False]
 
 
-def test_what_did_not_fit_when_it_was_saved_is_lost_in_a_later_turn(scene: Scene) -> None:
-    fronts = Fronts(scene)
-    fronts.begin()
-    fronts.turn()
-    fronts.turn()
-    assert fronts.settled == [[], [0, 1]]
-
-
-def test_nothing_is_recomputed_whole_for_a_prefetch_that_has_ended(scene: Scene) -> None:
-    fronts = Fronts(scene)
-    operation = fronts.begin()
-    fronts.turn()
+def test_nothing_is_recomputed_whole_for_a_prefetch_that_has_ended(fronts: Fronts) -> None:
+    operation = fronts.began()
     operation.terminated = True
     fronts.turn()
     assert len(fronts.launched) == 1
@@ -285,17 +275,15 @@ def test_nothing_is_recomputed_whole_for_a_prefetch_that_has_ended(scene: Scene)
     fronts.turn()
     assert (len(fronts.launched), fronts.eager.restores.pages) == (1, 2)
     fronts.pool.on_freed[0](np.arange(2))
-    assert (fronts.eager.restores.pages, scene.pages.count()) == (0, PAGES)
+    assert (fronts.eager.restores.pages, fronts.scene.pages.count()) == (0, PAGES)
 
 
 def test_pages_that_were_recomputed_and_not_saved_are_lost_on_this_rank_alone(
-    scene: Scene,
+    fronts: Fronts,
 ) -> None:
     """The others know nothing of it: the front goes on, and the pages of the device count."""
-    fronts = Fronts(scene)
     fronts.save_problem = RuntimeError("no pinned memory")  # type: ignore[assignment]
-    operation = fronts.begin()
-    fronts.turn()
+    operation = fronts.began()
     fronts.save_problem = None
     fronts.turn()
     assert (fronts.failures, fronts.lost) == ([], [0, 1])
@@ -304,11 +292,9 @@ def test_pages_that_were_recomputed_and_not_saved_are_lost_on_this_rank_alone(
     assert handed is not None and handed.whole.all()
 
 
-def test_pages_whose_recomputation_failed_do_not_count(scene: Scene) -> None:
-    problem = RuntimeError("out of memory")
-    fronts = Fronts(scene, problem)
-    operation = fronts.begin()
-    fronts.turn()
+def test_pages_whose_recomputation_failed_do_not_count(fronts: Fronts) -> None:
+    fronts.problem = problem = RuntimeError("out of memory")
+    operation = fronts.began()
     assert fronts.failures == [problem]
     fronts.turn()
     assert len(fronts.launched) == 1  # there is no way past them
@@ -320,11 +306,9 @@ def test_pages_whose_recomputation_failed_do_not_count(scene: Scene) -> None:
     assert handed is not None and not handed.ready.any()
 
 
-def test_a_front_ends_on_all_ranks_where_a_launch_has_failed_on_one(scene: Scene) -> None:
+def test_a_front_ends_on_all_ranks_where_a_launch_has_failed_on_one(fronts: Fronts) -> None:
     """Its tokens could attend to pages that this rank does not have."""
-    fronts, said = Fronts(scene), list[list[int]]()
-    meeting = fronts.begin().meeting
-    fronts.turn()
+    meeting, said = fronts.began().meeting, list[list[int]]()
     fronts.eager._pipeline = SimpleNamespace(abandoned=lambda tokens: BROKEN)  # cannot start any
     meeting.next_batch(3)
     meeting.arrived(5, 8)
@@ -339,10 +323,9 @@ def test_a_front_ends_on_all_ranks_where_a_launch_has_failed_on_one(scene: Scene
 
 @pytest.mark.parametrize(("seconds", "recomputed"), [(0.1, 0), (1.0, 6), (9.0, 8)])
 def test_what_l3_brings_sooner_is_not_recomputed(
-    seconds: float, recomputed: int, scene: Scene
+    seconds: float, recomputed: int, fronts: Fronts
 ) -> None:
     """A token takes a second in each of three layers; the reader does not begin."""
-    fronts = Fronts(scene)
     fronts.eager._budget.launched = lambda *_: None  # type: ignore[method-assign]
     fronts.seconds_to_read = seconds
     fronts.begin()
@@ -352,10 +335,10 @@ def test_what_l3_brings_sooner_is_not_recomputed(
 
 
 def test_a_front_does_not_wait_for_what_is_being_read_of_a_prefetch_before_it(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
+    fronts: Fronts,
 ) -> None:
     """The last pages of the first prefetch are being read, perhaps for long."""
-    fronts, asked, other_is_free = Fronts(scene), [], 1
+    asked, other_is_free = list[Any](), 1
     fronts.seconds_to_read = 1e9
 
     def reduce(numbers: torch.Tensor, _: Any) -> None:
@@ -377,8 +360,7 @@ def test_a_front_does_not_wait_for_what_is_being_read_of_a_prefetch_before_it(
     assert [tokens[0] for tokens, _ in fronts.launched] == [500]
 
 
-def test_a_front_is_not_waited_for_where_slices_are_put_off(scene: Scene) -> None:
-    fronts = Fronts(scene)
+def test_a_front_is_not_waited_for_where_slices_are_put_off(fronts: Fronts) -> None:
     fronts.seconds_to_read, meeting = 1.0, Meeting()
     meeting.begin(8)
     meeting.reachable = 8
@@ -391,9 +373,8 @@ def test_a_front_is_not_waited_for_where_slices_are_put_off(scene: Scene) -> Non
     assert fronts.eager.until_met(meeting, 0) == (alone, alone)
 
 
-def test_slices_take_as_long_as_a_prefill_until_one_has_run(scene: Scene) -> None:
+def test_slices_take_as_long_as_a_prefill_until_one_has_run(fronts: Fronts) -> None:
     """Servers of K and V have no profile for slices; their first hits are judged all the same."""
-    fronts = Fronts(scene)
     fronts.eager._budget = SliceBudget(1.0, 2 * SIZE, lambda tokens, _: tokens, known=False)
     fronts.l3.estimates.computing = lambda tokens, prefix: tokens * 5 + prefix
     fronts.eager.governor.pace = lambda: Pace(0.5, "shorter")
@@ -402,8 +383,7 @@ def test_slices_take_as_long_as_a_prefill_until_one_has_run(scene: Scene) -> Non
     assert fronts.eager.seconds_to_recompute(8 * SIZE, 3) == 2 * 3 * 8 * SIZE
 
 
-def test_a_front_is_not_waited_for_where_slices_do_not_reach_it(scene: Scene) -> None:
-    fronts = Fronts(scene)
+def test_a_front_is_not_waited_for_where_slices_do_not_reach_it(fronts: Fronts) -> None:
     fronts.seconds_to_read, meeting = 1.0, Meeting()
     meeting.begin(8)
     alone = 8 * SIZE
@@ -416,13 +396,11 @@ def test_a_front_is_not_waited_for_where_slices_do_not_reach_it(scene: Scene) ->
         assert together == pytest.approx(alone * max(6, 8 - reachable) / 8)
 
 
-def test_slices_reach_what_is_reserved_behind_tokens_that_are_on_the_device(scene: Scene) -> None:
-    fronts = Fronts(scene)
-    operation = fronts.begin()
-    fronts.turn()
+def test_slices_reach_what_is_reserved_behind_tokens_that_are_on_the_device(fronts: Fronts) -> None:
+    operation = fronts.began()
     meeting = operation.meeting
     assert meeting.reachable == 8
-    scene.pages.take(PAGES - 8)
+    fronts.scene.pages.take(PAGES - 8)
     fronts.eager.restores.make_free(3)
     fronts.turn()
     assert meeting.reachable == 5
@@ -440,25 +418,15 @@ def test_slices_reach_what_is_reserved_behind_tokens_that_are_on_the_device(scen
     assert meeting.reachable == 0
 
 
-def test_slices_reach_nothing_of_what_comes_in_one_piece(scene: Scene) -> None:
-    fronts = Fronts(scene)
-    operation = fronts.begin(pages=4)
-    fronts.turn()
-    assert operation.meeting.reachable == 0
-
-
-def test_without_all_that_is_before_them_pages_are_read(scene: Scene) -> None:
-    fronts = Fronts(scene)
+def test_without_all_that_is_before_them_pages_are_read(fronts: Fronts) -> None:
     fronts.known = False
-    operation = fronts.begin()
-    fronts.turn()
+    operation = fronts.began()
     assert not fronts.launched and operation.completed_tokens == 0
     assert operation.meeting.next_batch(8) == range(8)
 
 
-def test_pages_that_do_not_follow_what_is_before_the_prefetch_are_read(scene: Scene) -> None:
+def test_pages_that_do_not_follow_what_is_before_the_prefetch_are_read(fronts: Fronts) -> None:
     """SGLang may cut off what has come meanwhile; then token ids are not those of the pages."""
-    fronts = Fronts(scene)
     operation = fronts.begin()
     operation.storage_start += SIZE
     fronts.turn()
@@ -468,8 +436,7 @@ def test_pages_that_do_not_follow_what_is_before_the_prefetch_are_read(scene: Sc
     assert fronts.launched == [(list(range(100, 108)), SIZE)]
 
 
-def test_prefetches_that_may_end_at_any_time_are_read_in_order(scene: Scene) -> None:
-    fronts = Fronts(scene)
+def test_prefetches_that_may_end_at_any_time_are_read_in_order(fronts: Fronts) -> None:
     assert not fronts.eager.recomputes_pages  # nobody has said
     fronts.turn()
     assert fronts.eager.recomputes_pages

@@ -1,7 +1,5 @@
 """Heads that write_back would not write, and the backups that are waited for."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,7 +40,6 @@ class Cache:
 
 
 def seen(cache: Cache, stages: int = 1) -> Backups:
-    """They know the cache by a turn of HiCache's."""
     backups = Backups(stages)
     backups.put_heads(cache)
     return backups

@@ -1,7 +1,5 @@
 """What decisions about L3 hits do to HiCache's queues and threads."""
 
-from __future__ import annotations
-
 import math
 import threading
 import time

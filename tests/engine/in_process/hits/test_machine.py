@@ -1,7 +1,5 @@
 """What is known of the machine before L3 hits were measured in service."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """The front and the back of a prefetch meet: every interleaving of readers, ranks and scheduler."""
 
-from __future__ import annotations
-
 import math
 import threading
 from typing import Any
@@ -76,7 +74,6 @@ class Rank:
 
 
 def agree(reports: list[BackAck]) -> None:
-    """Ranks reduce a report of each, as SGLang's sync threads do."""
     told: list[torch.Tensor] = []
     for report in reports:
         report.reduce(lambda pages, op: told.append(pages.clone()))
@@ -86,8 +83,6 @@ def agree(reports: list[BackAck]) -> None:
 
 
 class Meetings(RuleBasedStateMachine):
-    """The ranks' schedulers are in step; their readers are not."""
-
     @initialize(
         pages=st.integers(1, MOST_PAGES),
         lost=st.lists(st.sets(st.integers(0, 13), max_size=2), min_size=1, max_size=3),

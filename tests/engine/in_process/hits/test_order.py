@@ -1,8 +1,6 @@
 """Eager loads in SGLang's own allocator on modelled streams: no wrong order, and none without its
 edges (see tests/order)."""
 
-from __future__ import annotations
-
 from functools import partial
 from types import SimpleNamespace
 

@@ -20,7 +20,7 @@ from hcache_backend.start.capabilities import EAGER, Server, refusal
 from hcache_backend.start.machine import model_shape
 from hcache_backend.start.page_plan import encoded_share, wanted_codec
 from tests.engine.in_process.start.servers import server
-from tests.unit.hits.gates import new_gate, takes
+from tests.unit.hits.gates import Gate, takes
 from tests.unit.partition.pipelines import CONFIGS, public_model
 
 CONFIG = HCacheConfig()
@@ -55,7 +55,7 @@ def gate_takes(plan: PartitionPlan) -> bool:
         pool.kv_lora_rank = plan.model.latent.rank
     refused = refusal(EAGER, Server(runtime, pool, hidden=bool(plan.stored.hidden)))
     machine = Restore(plan.profile, plan.model, plan.stored, plan.tp, eager=refused is None)
-    gate = new_gate(lambda: 100.0, machine, CONFIG.min_gain)
+    gate = Gate(machine, CONFIG.min_gain)
     gate._probes[0].last_read = 100.0  # none is due
     return takes(gate, "a", plan.tokens, recomputing=slices(plan) if machine.eager else None)
 

@@ -1,7 +1,5 @@
 """Prefetches that are read in smaller batches than SGLang's."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -151,10 +149,7 @@ class BackRank:
         reads = BatchedReads(SIZE, self._report, self._wait)
         alone = 2**-10 if share < math.inf else math.inf
         reads.transfer(
-            self.read,
-            self.operation,
-            self.meeting,
-            lambda unread, prefix: (share * alone, alone),
+            self.read, self.operation, self.meeting, lambda unread, prefix: (share * alone, alone)
         )
 
     def _report(self, report: Any) -> None:

@@ -1,7 +1,5 @@
 """Which answers of L3 HiCache may take, and what waiting requests hold of their prompts."""
 
-from __future__ import annotations
-
 from queue import Queue
 from types import SimpleNamespace
 from typing import Any

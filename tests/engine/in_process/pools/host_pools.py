@@ -1,7 +1,5 @@
 """SGLang's own host pools over small device pools, built as each supported version wants it."""
 
-from __future__ import annotations
-
 import inspect
 from types import SimpleNamespace
 from typing import Any

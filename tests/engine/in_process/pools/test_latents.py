@@ -1,7 +1,5 @@
 """Pages of latents from SGLang's pool of MLA: what each rank keeps, and the start's checks."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Our own pages through the store: K and V of any rank's heads, hidden states of its tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Pages of SGLang's own host pools through the store: every kind, every layout."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -43,7 +41,6 @@ POOLS: list[tuple[str, Callable[[], Any], PoolName]] = [
 
 
 def buffers(pool: Any) -> list[torch.Tensor]:
-    """Where a host pool has its data."""
     if isinstance(pool, MambaPoolHost):
         return [pool.temporal_buffer, *pool.conv_buffer]
     if isinstance(pool, DSAIndexerPoolHost):
@@ -191,12 +188,7 @@ RANKS = [{"tp_rank": rank, "tp_size": 2} for rank in range(2)]
             False,
         ),
         # Data-parallel attention: the ranks of a group are counted from 0 in each of them.
-        (
-            lambda: mha("page_first"),
-            PoolName.KV,
-            [{"dp_rank": rank} for rank in range(2)],
-            True,
-        ),
+        (lambda: mha("page_first"), PoolName.KV, [{"dp_rank": rank} for rank in range(2)], True),
         (
             lambda: mla("page_first"),
             PoolName.KV,

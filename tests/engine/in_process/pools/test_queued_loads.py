@@ -1,7 +1,5 @@
 """Queued loads: what of them is recomputed, behind what, and what becomes of failures."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -186,9 +184,7 @@ class TestQueuedLoads:
         assert recomputer.spans == [(2 * SIZE, known.tolist())]
         assert recomputer.tokens == [2] * SIZE + [3] * SIZE
 
-    def test_what_prefills_took_lately_decides_what_a_load_recomputes(
-        self,
-    ) -> None:
+    def test_what_prefills_took_lately_decides_what_a_load_recomputes(self) -> None:
         """Whoever wants the GPU: the forward pass behind it holds the GPU whatever comes first."""
         loads, asked = queue(HostPages(), Partition(1, 3, 0), Recomputer()), []
         loads.methods = SimpleNamespace(

@@ -1,7 +1,5 @@
 """A load of pages of which some are restored already: the host pool launches what is missing."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -28,8 +26,6 @@ class Running:
 
 
 class Pipeline:
-    """Notes what it was to restore."""
-
     def __init__(self) -> None:
         self.started: list[tuple[list[int], list[int], Recompute | None]] = []
         self.restore = Running()
@@ -72,9 +68,7 @@ def adopted(device: list[int], ready: list[bool], whole: list[bool], *made: Any)
     return Adopted(slots_of(*device), np.array(ready), np.array(whole), made)
 
 
-def test_only_missing_pages_are_transferred_and_all_restores_waited_for(
-    pool: OwnPagesPool,
-) -> None:
+def test_only_missing_pages_are_transferred_and_all_restores_waited_for(pool: OwnPagesPool) -> None:
     early = Running()
     given = adopted([5, 6, 2], *2 * [[False, True, False]], early)
     pipeline = load(pool, [3, 1, 4], [5, 6, 2], given)

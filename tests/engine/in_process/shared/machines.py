@@ -1,7 +1,5 @@
 """Machines with page stores of their own and one folder as their shared tier."""
 
-from __future__ import annotations
-
 import os
 import re
 import threading

@@ -1,7 +1,5 @@
 """Servers that are not alike, over one L3: equal pages are shared, and no other one is read."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """NIXL as the shared tier: its POSIX plugin in a folder that machines share."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A shared tier that does not start, takes no memory or no pages, or hangs."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,13 +15,7 @@ from hcache_backend.sglang.runtime import Runtime
 from hcache_backend.start import attach
 from hcache_backend.tiers import shared_backend
 from hcache_backend.tiers.shared_backend import BoundedCalls, CopyQueue, GivenUp
-from tests.engine.in_process.shared.machines import (
-    SECONDS,
-    Machine,
-    held,
-    until,
-    values,
-)
+from tests.engine.in_process.shared.machines import SECONDS, Machine, held, until, values
 from tests.engine.in_process.storage_config import storage_config
 from tests.engine.in_process.test_storage import KEYS
 
@@ -107,9 +99,7 @@ def test_a_backend_is_closed_when_another_rank_could_not_join(
 
 
 def test_a_backend_whose_close_hangs_is_closed_all_the_same(
-    machine: Callable[..., Machine],
-    go_on: threading.Event,
-    monkeypatch: pytest.MonkeyPatch,
+    machine: Callable[..., Machine], go_on: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shared_backend, "CLOSE_SECONDS", 0.2)
     begun = threading.Event()
@@ -135,9 +125,7 @@ def test_what_waits_is_written_before_the_backend_is_closed(
 
 
 def test_while_a_write_hangs_reads_go_on(
-    machine: Callable[..., Machine],
-    go_on: threading.Event,
-    monkeypatch: pytest.MonkeyPatch,
+    machine: Callable[..., Machine], go_on: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = machine("first")
     given = first.share(0)

@@ -1,7 +1,5 @@
 """Servers as their capabilities are asked for, without a GPU."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a server's start, or an attach, asks of the options of our L3."""
 
-from __future__ import annotations
-
 import errno
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """KV segments and the choice of a partition, against SGLang's own classes."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace
@@ -64,9 +62,7 @@ def gpt2() -> ModelShape:
     return shape_from_config(json.loads((CONFIGS / "gpt2.json").read_text()), "a test")
 
 
-def test_a_server_copies_as_its_profile_found_to_be_best(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_server_copies_as_its_profile_found_to_be_best(monkeypatch: pytest.MonkeyPatch) -> None:
     used: list[tuple[int, bool]] = []
     monkeypatch.setattr(measure, "engine_works", lambda device: True)
     monkeypatch.setattr(

@@ -1,7 +1,5 @@
 """Capabilities of servers: what rules each one out, asked without a GPU, and by tries."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from contextlib import nullcontext
@@ -159,10 +157,7 @@ def refusals(changes: dict[str, Any], patch: pytest.MonkeyPatch) -> dict[str, st
 
 @pytest.mark.parametrize(("changes", "refused", "reason"), MATRIX)
 def test_what_rules_a_capability_out(
-    changes: dict[str, Any],
-    refused: tuple[str, ...],
-    reason: str,
-    monkeypatch: pytest.MonkeyPatch,
+    changes: dict[str, Any], refused: tuple[str, ...], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = refusals(changes, monkeypatch)
     assert {*found} == {*refused}

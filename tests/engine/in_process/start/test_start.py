@@ -1,7 +1,5 @@
 """What ranks do at the start when one of them fails."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from contextlib import suppress
