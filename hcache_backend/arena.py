@@ -59,14 +59,11 @@ class ShadowChanges(NamedTuple):
 
 
 class Arena:
-    """Page tables, validity of rows, and the tokens of every slot.
-
-    Args:
-        memory: uint8 ``[host_pages + device_pages, page_bytes]``; only headers are written here.
-        device_pages: Pages of the device's KV pool, with the padding page. 0: no layer is captured,
-            and pages get their headers on the way to L3.
-        stamp: Writes the header of a complete page (uint8 ``[page_bytes]``) that has its tokens.
-        keeps_unfit: Back up pages that the codec cannot hold: they only keep their tokens.
+    """Page tables, validity of rows, and the tokens of every slot. ``memory``: uint8 ``[host_pages
+    + device_pages, page_bytes]``, of which only headers are written here. ``device_pages``: of the
+    device's KV pool, with the padding page; 0: no layer is captured, and pages get their headers on
+    the way to L3. ``stamp`` writes the header of a complete page (uint8 ``[page_bytes]``) that has
+    its tokens. ``keeps_unfit``: back up pages that the codec cannot hold; they keep their tokens.
     """
 
     def __init__(

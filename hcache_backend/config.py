@@ -219,10 +219,7 @@ def parse_config(
     options: object, source: str, inherited: HCacheConfig | None = None
 ) -> HCacheConfig:
     """Build the configuration from the table ``options``; a ConfigError has all wrong options.
-
-    Args:
-        source: Origin of the table, for messages.
-        inherited: Options that replace the defaults.
+    ``source``: origin of the table, for messages. ``inherited``: options that replace the defaults.
     """
     if options is None:
         options = {}

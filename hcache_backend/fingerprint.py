@@ -21,20 +21,15 @@ _WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.int8))
 
 
 class TensorDigest(NamedTuple):
-    """Content of one tensor on one rank.
-
-    Attributes:
-        row: Elements of a row: the last dimension, or the last but one if ranks divide the last.
-        exact: Digest of every byte in its place.
-        rows: Sum of the rows' digests in any order; ranks with different rows hold parts of the
-            sum. Rows of zeros (padding) add nothing.
-    """
+    """Content of one tensor on one rank."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    row: int
-    exact: int
+    row: int  # its elements: the last dimension, or the last but one if ranks divide the last
+    exact: int  # digest of every byte in its place
+    # Sum of the rows' digests in any order; ranks with different rows hold parts of the sum. Rows
+    # of zeros (padding) add nothing.
     rows: int
 
 

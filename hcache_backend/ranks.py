@@ -109,16 +109,11 @@ class Said(NamedTuple):
 
 
 class Turn:
-    """What this rank says in one turn. Every rank says equally many numbers, in the same order.
-
-    Attributes:
-        cache: SGLang's radix cache, whose turn it is.
-        least: The smallest of each number on all ranks, from :meth:`agree`.
-    """
+    """Numbers of this rank in one turn. Every rank says equally many, in the same order."""
 
     def __init__(self, cache: Any = None) -> None:
-        self.cache = cache
-        self.least: list[int] = []
+        self.cache = cache  # SGLang's radix cache, whose turn it is
+        self.least: list[int] = []  # the smallest of each on all ranks, from :meth:`agree`
         self._own: list[int] = []
 
     def say(self, *numbers: int) -> Said:

@@ -23,33 +23,22 @@ class LayerGroup(BaseModel):
 
 
 class ServerReport(BaseModel):
-    """A server when it opened the folder.
-
-    Attributes:
-        time: Seconds since 1970.
-        reason: Why pages are plain or have no hidden states; None if they have some.
-        codec: Codec of own pages; None for plain ones.
-        partition: Storage of the layers in words; None in KV mode, when ``projection`` is empty.
-        recomputation: Exactness of recomputed layers; None if there are none.
-        unused: Capabilities that the server goes without, and why, as in its log.
-        tokens_per_second: Expected rates of L3 (``l3_read``), of loads and of prefill.
-        shared: Backend of the shared tier, if there is one.
-    """
+    """A server when it opened the folder."""
 
     model_config = ConfigDict(frozen=True)
 
-    time: float
+    time: float  # seconds since 1970
     model: str
     mode: Literal["hidden", "kv"]
     pages: Literal["own", "plain"]
-    reason: str | None
-    codec: str | None
-    partition: str | None = None
-    projection: tuple[LayerGroup, ...]
-    recomputation: str | None = None
-    unused: dict[str, str] = {}
-    tokens_per_second: dict[str, float] = {}
-    shared: str | None = None
+    reason: str | None  # why pages are plain or have no hidden states; None if they have some
+    codec: str | None  # of own pages; None for plain ones
+    partition: str | None = None  # storage of the layers in words; None in KV mode
+    projection: tuple[LayerGroup, ...]  # empty in KV mode
+    recomputation: str | None = None  # exactness of recomputed layers; None if there are none
+    unused: dict[str, str] = {}  # capabilities that the server goes without, and why
+    tokens_per_second: dict[str, float] = {}  # expected, of L3 (``l3_read``), loads and prefill
+    shared: str | None = None  # backend of the shared tier, if there is one
 
 
 def write_report(folder: Path, report: ServerReport) -> None:

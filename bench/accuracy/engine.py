@@ -85,11 +85,9 @@ class Engine:
 
     def _prove(self) -> None:
         from sglang.srt.distributed import get_tp_group
-        from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
         from hcache_backend.checks.probe import PROBE_TOKENS, LayerSpecs, check_recompute, observe
         from hcache_backend.config import HCacheConfig
-        from hcache_backend.projection.attention import ProjectionBatch
         from hcache_backend.projection.paged_pool import PagedPool
         from hcache_backend.projection.projector import Projector
         from hcache_backend.ranks import Refused
@@ -105,7 +103,7 @@ class Engine:
 
         runner, kvcache = self._runner, self._runner.token_to_kv_pool
         self.pool = PagedPool(kvcache)
-        projector = Projector(ProjectionBatch(ForwardMode.EXTEND), self.pool, kvcache.layer_num)
+        projector = Projector(self.pool, kvcache.layer_num)
         try:
             missing = hooks.install(hooks.HIDDEN)
             if missing is not None:

@@ -29,22 +29,18 @@ _EMBEDDINGS = ("input_embeds", "replace_embeds")
 
 
 class HiddenCapture:
-    """Hands each layer's projection input to the staged capture.
+    """Hands each layer's projection input to the staged capture. ``layers``: for each one its
+    attention module, and the linear modules in it.
 
     The projection of a layer is the linear module that is fed first after its attention module was
     called. So hooks on both can be there before anybody has seen a forward pass: SGLang records its
     CUDA graphs before it asks for a host pool. Once projections are known, ours stands around the
     ``forward`` of each: torch's way to a hook takes longer than what the hook does. Nothing here
     raises into the forward pass.
-
-    Args:
-        layers: For each layer its attention module and the linear modules in it.
-
-    Attributes:
-        staging: What rows go to, and recorded CUDA graphs copy to; None: it is not there yet.
     """
 
     def __init__(self, layers: Sequence[tuple[torch.nn.Module, Iterable[torch.nn.Module]]]) -> None:
+        # Rows go to it, and recorded CUDA graphs copy to it; None: it is not there yet.
         self.staging: Staging | None = None
         self._capture: StagedCapture | None = None
         self._trial = False
@@ -267,18 +263,12 @@ def _slots(batch: Any) -> Any:
 
 
 class RecomputedRows:
-    """What the projections of one slice receive. Scheduler thread only.
-
-    Args:
-        capture: Says what pages hold of rows.
-        staging: Says which rows these are.
-        hooks: See them.
-    """
+    """Inputs of the projections of one slice. Scheduler thread only."""
 
     def __init__(self, capture: StagedCapture, staging: Staging, hooks: HiddenCapture) -> None:
-        self._capture = capture
-        self._staging = staging
-        self._hooks = hooks
+        self._capture = capture  # says how pages hold rows
+        self._staging = staging  # says which rows these are
+        self._hooks = hooks  # see them
         self._rows: torch.Tensor | None = None  # [layers, n, hidden], of the model's dtype
         self._seen: list[int] = []  # of each layer, how many
 
@@ -304,9 +294,7 @@ class RecomputedRows:
 
     def save(self, pages: Ids) -> torch.Tensor:
         """Copy them to physical ``pages`` (int64 ``[p]``) of the arena, on the current stream.
-
-        Returns:
-            Which pages the codec holds whole, bool ``[p]``, on its way to the CPU.
+        Returns a mask of the pages that the codec holds whole, bool ``[p]``, on its way to the CPU.
         """
         capture, rows, self._rows = self._capture, self._rows, None
         assert rows is not None

@@ -105,11 +105,7 @@ def stored_rows(
 
 class Staging:
     """Device memory that rows pass through. It exists before CUDA graphs, which keep its addresses.
-
-    Args:
-        layers: Captured layers; 0 if no layer is stored as hidden states.
-        width: Values of a row.
-        capacity: Tokens whose rows it holds. CUDA graphs of larger batches are not captured.
+    ``layers``: captured ones; 0 if no layer is stored as hidden states. ``width``: values of a row.
     """
 
     def __init__(
@@ -117,7 +113,7 @@ class Staging:
     ) -> None:
         self.layers, self.width, self.dtype = layers, width, dtype
         self.row_bytes = width * dtype.itemsize
-        self.capacity = capacity
+        self.capacity = capacity  # tokens; CUDA graphs of larger batches are not captured
         self.device = torch.device(device)
         self._take_memory()
         self._now = StepTargets(
@@ -193,14 +189,11 @@ class Staging:
 
 class StagedCapture:
     """Takes the hidden states of every token of every step to the arena's shadow pages.
+    ``memory``: the arena's, uint8 ``[pages, page_bytes]``. ``segments``: of a page, for each
+    captured layer. An eager step may be up to ``staging.layers`` times as long as its capacity.
 
     Scheduler thread only. Methods with tensor arguments run while the stream that made them is
     current.
-
-    Args:
-        memory: The arena's memory, uint8 ``[pages, page_bytes]``.
-        staging: An eager step may be up to ``staging.layers`` times as long as its capacity.
-        segments: The segment of a page of each captured layer.
     """
 
     def __init__(

@@ -22,7 +22,7 @@ from hcache_backend.checks.comparison import first_problem, projected, projected
 from hcache_backend.config import PROJECTION_VARIABLE
 from hcache_backend.projection.attention import (
     AttentionLayer,
-    CallTemplate,
+    ProjectionBatch,
     UnknownCall,
     learn_call,
 )
@@ -62,7 +62,7 @@ _LOUDER = 3000.0  # no power of two: FP8 values whose scale is one times larger 
 class Passed(NamedTuple):
     """A forward pass: SGLang's batch, and slots, positions and ids of its tokens, int64 ``[n]``."""
 
-    batch: object
+    batch: Any
     slots: torch.Tensor
     positions: torch.Tensor
     token_ids: torch.Tensor
@@ -234,13 +234,15 @@ def _describe(
     if seen.hidden is None or seen.hidden.dim() != 2 or len(seen.hidden) != tokens:
         shape = "no tensor" if seen.hidden is None else f"shape {tuple(seen.hidden.shape)}"
         raise Refused(f"the projection of {seen.name} received {shape} for {tokens} tokens")
-    call = CallTemplate({})
+    call: tuple[dict[str, str], dict[str, Any]] = {}, {}
     try:
         if calls:
             call = learn_call(seen.module, *seen.calls[0], passed.positions, type(passed.batch))
     except (UnknownCall, TypeError, ValueError) as error:
         raise Refused(f"{seen.name} {error}") from None
-    layer = AttentionLayer(index, seen.name, seen.module, seen.kernel, seen.projection, call)
+    parts = seen.name, seen.module, seen.kernel, seen.projection
+    batch = ProjectionBatch(passed.batch.forward_mode)
+    layer = AttentionLayer(index, *parts, *call, batch)
     return layer, seen.hidden
 
 
@@ -360,9 +362,9 @@ class LayerSpecs:
         """Look for the spec of every layer on this rank; all ranks call it. Raises Refused if not
         even the attention modules can restore pages."""
         found, problems = [], []
-        limit, batch = int(self._runtime.runner.model_config.context_len), self._projector.batch
+        limit = int(self._runtime.runner.model_config.context_len)
         for layer, hidden in zip(self._probe.layers, self._probe.hidden, strict=True):
-            evidence = gather_evidence(layer, hidden, self._probe.positions, batch, limit)
+            evidence = gather_evidence(layer, hidden, self._probe.positions, limit)
             problems.append(dependence(layer, evidence))
             found.append(self._find(layer, evidence))
         self._found = found
@@ -375,7 +377,7 @@ class LayerSpecs:
         if os.environ.get(PROJECTION_VARIABLE) == "generic":
             return Found(None, f"{PROJECTION_VARIABLE} is 'generic'", own)
         try:
-            spec = find_spec(layer, evidence, self._projector.batch)
+            spec = find_spec(layer, evidence)
             return Found(spec, spec.describe(), own, spec_exactness(spec, evidence.samples))
         except NoSpec as error:
             return Found(None, str(error), own, error.reached)

@@ -99,9 +99,7 @@ class _Checks(ABC, Generic[_Layer]):
 
     def __init__(self, runtime: Any, pool: Any, layers: Sequence[_Layer]) -> None:
         self.failed = False
-        self._runtime = runtime
-        self._pool = pool
-        self._layers = deque(layers)
+        self._runtime, self._pool, self._layers = runtime, pool, deque(layers)
         self._every: int = runtime.config.check_every_pages
         self._pages_before = 0  # pages until the next one that is chosen
         self._waiting: deque[_Check] = deque()
@@ -265,10 +263,8 @@ class ServiceChecks(_Checks[AttentionLayer]):
         order: CollectiveOrder | None,
     ) -> None:
         super().__init__(runtime, pool, hidden_layers)
-        self._codec = codec
-        self._projector = projector
-        self._exchange = exchange
-        self._order = order
+        self._codec, self._projector = codec, projector
+        self._exchange, self._order = exchange, order
         self._shards: torch.Tensor | None = None
         if exchange is not None and hidden_layers:
             # Taken now: a rank without memory for it would leave the others in a collective.

@@ -343,7 +343,7 @@ def sizing(
     # SGLang's pool has a page more than it gives out.
     shadows = ((device_tokens or 0) // page_size + 1) * bool(partition.hidden)
     host_bytes = (pages + shadows) * page_bytes
-    ratio = host_bytes / (device_tokens * model.layers * plain) if device_tokens else None
+    ratio = host_bytes / (device_tokens * len(layers) * plain) if device_tokens else None
     file_bytes, files = file_layout(table, shard).file_bytes, pages * files
     disk_bytes = files * file_bytes
     return Sizing(page_bytes, pages, shadows, host_bytes, ratio, file_bytes, files, disk_bytes)
@@ -362,10 +362,11 @@ def size(
     as_json: common.AsJson = False,
 ) -> None:
     """Compute the host memory and the disk that conversations take."""
-    shape, dtype = common.served_model(model, tp)
+    shape, sides, dtype = common.hybrid_model(model, tp)
     smaller = encoded(shape, codec, dtype, tp=tp, page_size=page_size).hidden_is_smaller
-    hidden = not shape.latent and (mode == "hidden" or (mode == "auto" and smaller))
-    partition = Partition(0, shape.layers, 0) if hidden else Partition(0, 0, shape.layers)
+    layers = shape.layers - (0 if sides is None else sides.layers)
+    hidden = not (shape.latent or sides) and (mode == "hidden" or (mode == "auto" and smaller))
+    partition = Partition(0, layers, 0) if hidden else Partition(0, 0, layers)
     asked = {"conversations": conversations, "tokens": tokens, "device_tokens": device_tokens}
     pages: dict[str, Any] = {**asked, "page_size": page_size, "codec": codec, "tp": tp}
     found = sizing(shape, dtype, partition, **pages)
@@ -383,5 +384,10 @@ def size(
         f"quota_bytes {quota} for each of {folders} folder(s)\n"
         "Host memory may hold fewer conversations than the disk: those in use within minutes."
     )
-    options = {"hicache_size": gigabytes, "quota_bytes": quota}
+    if sides is not None:
+        text += (
+            f"\nNot counted, of the {sides.layers} other layers: a {sides.kind} behind each prompt "
+            f"and reply, {sides.size:,} bytes"
+        )
+    options = {"hicache_size": gigabytes, "quota_bytes": quota, "sides": sides and sides.size}
     common.output({**found._asdict(), **options}, as_json, lambda _: common.say(text))

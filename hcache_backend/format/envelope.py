@@ -45,7 +45,7 @@ PROOF_BYTES = len(_PROOF_MAGIC) + 16
 
 
 class PageName(NamedTuple):
-    """The name of a share of a page: namespace (16 bytes), key (32 bytes) and share."""
+    """The name of a shard of a page: namespace (16 bytes), key (32 bytes) and shard."""
 
     namespace: bytes
     key: bytes

@@ -4,7 +4,7 @@
   and has the xxh3-64 of every unit, so that each can be read and verified alone. Its checksum is
   over all of it but the checksum.
 - The payload is the shard's units in the order of the page, with nothing between them. That of
-  share 0 of 1 is the page, that of another share the page of the rank that wrote it. Zeros follow
+  shard 0 of 1 is the page, that of another shard the page of the rank that wrote it. Zeros follow
   it up to a multiple of 4096 bytes.
 - A reader believes a file only if length, magic, version, shard, namespace, key and digests agree.
 - Paths are ``pages/<first two digits of the key>/<namespace>.<key>.<shard>of<shards>.page``, in

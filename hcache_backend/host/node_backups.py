@@ -35,14 +35,11 @@ _PASSES = 2
 
 class NodeLayouts(Protocol):
     """Chooses the layout of the pages of each node; its backup waits until then. Scheduler thread
-    only.
-
-    Attributes:
-        asked: Number of nodes that wait.
-    """
+    only."""
 
     @property
-    def asked(self) -> int: ...
+    def asked(self) -> int:
+        """Number of nodes that wait."""
 
     def ask(self, tree: Any, node_ids: Sequence[int]) -> None:
         """Append the node of SGLang's ``tree`` with these ids; without a tree it need not wait."""

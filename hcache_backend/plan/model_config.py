@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hcache_backend.config import ConfigError
-from hcache_backend.plan.model_shape import Latent, ModelShape
+from hcache_backend.plan.model_shape import Latent, ModelShape, Sides
 
 _NESTED = ("text_config", "llm_config", "language_config", "thinker_config")
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
@@ -37,6 +37,9 @@ _STATE_FIELDS = (
     "hybrid_override_pattern", "layers_block_type", "attn_layer_period", "mamba_d_state",
     "linear_num_value_heads", "ssm_cfg",
 )  # fmt: skip
+_DELTA_NET = (  # without "linear_"
+    "num_key_heads", "key_head_dim", "num_value_heads", "value_head_dim", "conv_kernel_dim",
+)  # fmt: skip
 _STATE = (
     "layers with a recurrent state instead of KV; there is no partition for them, the server "
     "stores K and V of the full-attention layers, and states, in KV mode"
@@ -46,6 +49,13 @@ _STATE = (
 def read_model(path: Path) -> ModelShape:
     """Shape of the model of a ``config.json`` or a folder; raises ConfigError."""
     return shape_from_config(*_read(path))
+
+
+def read_hybrid(path: Path) -> tuple[ModelShape, Sides | None]:
+    """Also of a model with recurrent states whose size is known."""
+    given = _read(path)
+    sides = _sides(_Fields(*given))
+    return shape_from_config(*given, states=sides is not None), sides
 
 
 def read_dtype(path: Path) -> str:
@@ -70,11 +80,13 @@ def _read(path: Path) -> tuple[dict[str, Any], str]:
     return table, str(file)
 
 
-def shape_from_config(table: Mapping[str, Any], source: str) -> ModelShape:
+def shape_from_config(table: Mapping[str, Any], source: str, *, states: bool = False) -> ModelShape:
     """Shape by the fields of a ``config.json``. Raises a ConfigError with ``source`` if a
-    field is missing or wrong, or the model is no decoder-only transformer."""
+    field is missing or wrong, or the model is no decoder-only transformer. With ``states`` layers
+    may have recurrent ones."""
     fields = _Fields(table, source)
-    _require_kv_cache(fields)
+    if not states:
+        _require_kv_cache(fields)
     hidden = fields.integer("hidden size", _HIDDEN)
     heads = fields.integer("number of attention heads", _HEADS)
     latent = _latent(fields)
@@ -161,6 +173,33 @@ def _layer_types(fields: _Fields) -> list[str]:
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
         raise fields.wrong("layer_types", "must be a list with the kind of every layer")
     return value
+
+
+def _sides(fields: _Fields) -> Sides | None:
+    """None: there are none with a pool of their own, or their size is unknown."""
+    count, kinds = fields.integer("number of layers", _LAYERS), _layer_types(fields)
+    pattern, interval = fields.get("hybrid_layer_pattern"), fields.get("full_attention_interval")
+    if isinstance(pattern, list):
+        kinds = ["sliding_attention" if windowed else "full" for windowed in pattern]
+    elif not kinds and interval:
+        kinds = ["linear_attention" if n % interval else "full" for n in range(1, count + 1)]
+    windows, states = (sum(kind in of for kind in kinds) for of in (_WINDOW_LAYERS, _STATE_LAYERS))
+    if fields.get("linear_num_value_heads") and states:
+        key_heads, key, value_heads, value, width = (
+            fields.integer(name, (f"linear_{name}",)) for name in _DELTA_NET
+        )
+        inputs = (2 * key_heads * key + value_heads * value) * (width - 1) * 2
+        return Sides("state", states, states * (4 * value_heads * key * value + inputs))
+    if not windows or states or fields.family.startswith(("gemma2", "gemma3")):
+        return None
+    heads = fields.integer("number of attention heads", _HEADS)
+    head_dim = _head_dim(fields, fields.integer("hidden size", _HIDDEN), heads)
+    kv_heads = fields.integer("KV heads", ("swa_num_key_value_heads",), _kv_heads(fields, heads))
+    key = fields.integer("head size", ("swa_head_dim",), head_dim)
+    value = fields.integer("head size of V", ("swa_v_head_dim",), key)
+    tokens = fields.integer("tokens of a window", ("sliding_window",))
+    element = 4 if _dtype(fields) == "float32" else 2
+    return Sides("window", windows, windows * tokens * kv_heads * (key + value) * element)
 
 
 def _windowed(fields: _Fields) -> bool:

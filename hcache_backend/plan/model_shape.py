@@ -7,7 +7,7 @@ differ (dense and expert layers) are averaged.
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -28,6 +28,14 @@ class Latent(BaseModel):
     rank: int = Field(gt=0)
     rope_dim: int = Field(gt=0)
     query_rank: int | None = Field(default=None, gt=0)
+
+
+class Sides(NamedTuple):
+    """Layers that keep a window or a state, instead of K and V of all tokens."""
+
+    kind: Literal["window", "state"]
+    layers: int
+    size: int  # bytes of one sequence's, in all these layers and on all ranks
 
 
 class ModelShape(BaseModel):

@@ -167,7 +167,7 @@ class Reading:
     prefetch: Prefetch
     start: float
     whole: int  # tokens of it
-    wanted: int  # tokens to read
+    wanted: int  # tokens to read: those that are recomputed meanwhile are not
     step: int  # tokens of a part, which are reported together
     last: float  # when the last part came, or the read began
     tier: float  # when the read of the present tier began
@@ -208,11 +208,6 @@ class L3Progress:
         """Allow the present look-up ``seconds`` more."""
         if self._looking_since is not None:
             self._looking_since += seconds
-
-    def begin(self, prefetch: Prefetch, wanted: int, step: int, shared: int) -> None:
-        """L3 will be read, ``step`` tokens at a time, the last ``shared`` from the shared tier."""
-        now = self.clock()
-        self.reading = Reading(prefetch, now, wanted, wanted, step, now, now, shared)
 
     def arrived(self, tokens: int) -> None:
         reading = self.reading

@@ -105,11 +105,6 @@ class HitGate:
         self._logged = self._shown = -math.inf  # when a refused hit was logged, and rates shown
         self._show()
 
-    def clear_metrics(self) -> None:
-        """The backend is detached."""
-        for operation in self.estimates.rates():
-            metrics.RATES.set(operation, self._backend, value=0)
-
     # ---- the scheduler thread; see Part ----
 
     def ask(self, turn: Turn) -> None:
@@ -236,7 +231,8 @@ class HitGate:
                 shared = prefetch.hit.shared
             if not prefetch.refused:
                 prefetch.state = State.READING if prefetch.meeting is None else State.MEETING
-            self.l3.begin(prefetch, wanted, step, shared)
+            now = self.l3.clock()
+            self.l3.reading = Reading(prefetch, now, wanted, wanted, step, now, now, shared)
 
     def read_ends(self) -> None:
         """The read that was begun is over, in any way."""

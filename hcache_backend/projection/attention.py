@@ -9,27 +9,19 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 
 @dataclass(frozen=True)
-class CallTemplate:
-    """The model's way to call an attention module, learned from one real call. ``names`` maps
-    ``hidden``, ``positions`` and ``batch``, which depend on the tokens, to the module's arguments;
-    some modules take no positions or no batch. ``constants`` are the other arguments."""
+class ProjectionBatch:
+    """Stands in for the engine's batch; it marks a call that only wants K and V. It has no memory
+    pool, so a model that stores K and V inside a fused kernel cannot do so here. ``forward_mode``
+    is the engine's value for prefill, which some models look at."""
 
-    names: Mapping[str, str]
-    constants: Mapping[str, Any] = field(default_factory=dict)
-
-    def arguments(
-        self, hidden: torch.Tensor, positions: torch.Tensor, batch: object
-    ) -> dict[str, Any]:
-        """Keyword arguments of a call with other tokens."""
-        given = {"hidden": hidden, "positions": positions, "batch": batch}
-        return {**self.constants, **{name: given[what] for what, name in self.names.items()}}
+    forward_mode: object = None
 
 
 @dataclass(frozen=True)
@@ -41,7 +33,12 @@ class AttentionLayer:
     module: torch.nn.Module  # computes q, k, v and calls the engine's attention
     kernel: torch.nn.Module  # the engine's attention object (SGLang's ``RadixAttention``)
     projection: torch.nn.Module  # the linear module whose input is captured
-    call: CallTemplate
+    # The model's way to call the module, learned from one call: names of its arguments by
+    # ``hidden``, ``positions`` and ``batch``, which depend on the tokens (some modules take no
+    # positions or no batch), and its other arguments.
+    names: Mapping[str, str]
+    constants: Mapping[str, Any]
+    batch: ProjectionBatch = ProjectionBatch()
 
 
 class UnknownCall(ValueError):
@@ -54,8 +51,9 @@ def learn_call(
     kwargs: Mapping[str, Any],
     positions: torch.Tensor,
     batch_type: type,
-) -> CallTemplate:
-    """Learn from one real call of an attention module which argument is which.
+) -> tuple[dict[str, str], dict[str, Any]]:
+    """Learn from one real call of an attention module which argument is which: ``names`` and
+    ``constants`` of an :class:`AttentionLayer`.
 
     ``positions`` are those of that forward pass, int ``[tokens]``. A batch is recognised by
     ``batch_type``, since the engine may copy one on its way to the model. Raises UnknownCall with
@@ -84,20 +82,11 @@ def learn_call(
             raise UnknownCall(f"takes {name!r}, a {type(value).__name__}")
     if "hidden" not in names:
         raise UnknownCall("takes no hidden states")
-    return CallTemplate(names, constants)
+    return names, constants
 
 
 class ProjectionReached(Exception):
     """Carries K and V out of the attention module, as ``args``. Never escapes this module."""
-
-
-@dataclass(frozen=True)
-class ProjectionBatch:
-    """Stands in for the engine's batch; it marks a call that only wants K and V. It has no memory
-    pool, so a model that stores K and V inside a fused kernel cannot do so here. ``forward_mode``
-    is the engine's value for prefill, which some models look at."""
-
-    forward_mode: object
 
 
 class ProjectionFailed(RuntimeError):
@@ -106,7 +95,7 @@ class ProjectionFailed(RuntimeError):
 
 @torch.no_grad()
 def project_with_module(
-    layer: AttentionLayer, hidden: torch.Tensor, positions: torch.Tensor, batch: ProjectionBatch
+    layer: AttentionLayer, hidden: torch.Tensor, positions: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V of one layer, by the model's own attention module (paper section 3.1).
 
@@ -114,8 +103,10 @@ def project_with_module(
     K is ``[n, kv_heads, head_dim]`` and V ``[n, kv_heads, v_head_dim]``, in the model's type.
     Raises ProjectionFailed if the module ended without reaching attention, or without K and V.
     """
+    given = {"hidden": hidden, "positions": positions, "batch": layer.batch}
+    arguments = {name: given[what] for what, name in layer.names.items()}
     try:
-        layer.module(**layer.call.arguments(hidden, positions, batch))
+        layer.module(**layer.constants, **arguments)
     except ProjectionReached as reached:
         k, v = reached.args
     else:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 
-from hcache_backend.projection.attention import AttentionLayer, ProjectionBatch, project_with_module
+from hcache_backend.projection.attention import AttentionLayer, project_with_module
 from hcache_backend.projection.paged_pool import PagedPool
 from hcache_kernels.project_kv import (
     KeyNorm,
@@ -183,8 +183,8 @@ class Projector:
     """Projects hidden states to ``pool``, each layer by its entry in ``specs``; None: by its
     attention module."""
 
-    def __init__(self, batch: ProjectionBatch, pool: PagedPool, layers: int) -> None:
-        self.batch, self.pool = batch, pool
+    def __init__(self, pool: PagedPool, layers: int) -> None:
+        self.pool = pool
         self.specs: Sequence[LayerSpec | None] = [None] * layers
 
     @torch.no_grad()
@@ -194,7 +194,7 @@ class Projector:
         """As :func:`project_with_module`, by the layer's spec if it has one."""
         spec = self.specs[layer.index]
         if spec is None:
-            return project_with_module(layer, hidden, positions, self.batch)
+            return project_with_module(layer, hidden, positions)
         return spec.compute(hidden, positions)
 
     @torch.no_grad()

@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from hcache_backend.projection.attention import AttentionLayer, ProjectionBatch, project_with_module
+from hcache_backend.projection.attention import AttentionLayer, project_with_module
 from hcache_backend.projection.exactness import (
     Bound,
     KVExactness,
@@ -72,18 +72,14 @@ class Evidence:
 
 @torch.no_grad()
 def gather_evidence(
-    layer: AttentionLayer,
-    hidden: torch.Tensor,
-    positions: torch.Tensor,
-    batch: ProjectionBatch,
-    position_limit: int,
+    layer: AttentionLayer, hidden: torch.Tensor, positions: torch.Tensor, position_limit: int
 ) -> Evidence:
     """Ask the attention module; always the same number of calls, on every rank. ``hidden`` (``[n,
     hidden]``) and ``positions`` are the probe's. The model serves positions below
     ``position_limit``. Raises ProjectionFailed if the module gave no K and V."""
 
     def ask(what: str, rows: torch.Tensor, where: torch.Tensor) -> Sample:
-        k, v = project_with_module(layer, rows, where, batch)
+        k, v = project_with_module(layer, rows, where)
         return Sample(what, rows, where, k, v)
 
     n = len(hidden)
@@ -106,7 +102,7 @@ def gather_evidence(
     again = [(far.k[:n], far.v[:n])]
     for size in _BATCH_SIZES:
         batches = zip(hidden.split(size), positions.split(size), strict=True)
-        k, v = zip(*(project_with_module(layer, *rows, batch) for rows in batches), strict=True)
+        k, v = zip(*(project_with_module(layer, *rows) for rows in batches), strict=True)
         again.append((torch.cat(k), torch.cat(v)))
     first = (probe.k, probe.v)
     return Evidence(samples, worst(kv_exactness(kv, first, hidden.dtype) for kv in again))
@@ -227,14 +223,14 @@ class _Fed(NamedTuple):
 
 
 @torch.no_grad()
-def find_spec(layer: AttentionLayer, evidence: Evidence, batch: ProjectionBatch) -> LayerSpec:
+def find_spec(layer: AttentionLayer, evidence: Evidence) -> LayerSpec:
     """The spec of a layer, proven on ``evidence``. Calls the attention module once more, watched.
     Raises NoSpec if nothing that was tried gives the module's K and V."""
     probe = evidence.samples[0]
     head_dim = probe.k.shape[-1]
     if probe.v.shape != probe.k.shape:
         raise NoSpec(f"K has heads of {head_dim} and V of {probe.v.shape[-1]}")
-    fed = _watch(layer, probe, batch, head_dim)
+    fed = _watch(layer, probe, head_dim)
     if not fed:
         raise NoSpec(f"no linear module gives heads of {head_dim} for the hidden states")
     v = next(filter(None, (_columns(one, probe.v) for one in fed)), None)
@@ -261,9 +257,7 @@ def find_spec(layer: AttentionLayer, evidence: Evidence, batch: ProjectionBatch)
     return spec if fused is None or spec_problem(fused, evidence) else fused
 
 
-def _watch(
-    layer: AttentionLayer, probe: Sample, batch: ProjectionBatch, head_dim: int
-) -> list[_Fed]:
+def _watch(layer: AttentionLayer, probe: Sample, head_dim: int) -> list[_Fed]:
     """The modules inside the attention module that receive the hidden states."""
     fed: dict[int, _Fed] = {}
     outputs = []  # kept, so that no two of them get the same memory
@@ -287,7 +281,7 @@ def _watch(
     inner = [module for module in layer.module.modules() if module is not layer.module]
     handles = [one.register_forward_hook(on_output, with_kwargs=True) for one in inner]
     try:
-        project_with_module(layer, probe.hidden, probe.positions, batch)
+        project_with_module(layer, probe.hidden, probe.positions)
     finally:
         for handle in handles:
             handle.remove()

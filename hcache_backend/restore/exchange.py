@@ -71,11 +71,8 @@ class Exchange:
 
     def gather_now(self, shards: torch.Tensor, fetch: Fetch) -> None:
         """:meth:`gather`, in CPU memory; every rank takes part. Each rank's shard goes straight to
-        its place: gloo's ``all_gather`` copies all of them twice more.
-
-        Raises:
-            ExchangeFailed: On all ranks, if one could not fetch its shard.
-        """
+        its place: gloo's ``all_gather`` copies all of them twice more. Raises ExchangeFailed on all
+        ranks if one could not fetch its shard."""
         problem, group = None, self._cpu_group
         try:
             fetch(shards[self.number])

@@ -41,14 +41,7 @@ from hcache_kernels.pages import gather_pages
 
 
 class RestorePipeline:
-    """Launches restores. Scheduler thread only.
-
-    Args:
-        memory: The arena, uint8 ``[pages, page_bytes]``; pinned if the device is a GPU.
-        chunk_tokens: Most tokens of one projection.
-        exchange: Gathers shards of hidden states; None: pages have all of them.
-        order: Keeps collectives apart from those of forward passes; None: there are none.
-    """
+    """Launches restores. Scheduler thread only."""
 
     def __init__(
         self,
@@ -60,12 +53,13 @@ class RestorePipeline:
         exchange: Exchange | None = None,
         order: CollectiveOrder | None = None,
     ) -> None:
-        self._memory = memory
+        self._memory = memory  # the arena, uint8 [pages, page_bytes]; pinned for a GPU
         self._layout = layout
         self._layers = layers
-        self._chunk_pages = max(1, chunk_tokens // layout.page_size)
+        self._chunk_pages = max(1, chunk_tokens // layout.page_size)  # of one projection, at most
         self._device = torch.device(device)
-        self._exchange = exchange
+        self._exchange = exchange  # of shards of hidden states; None: pages have all of them
+        # Keeps collectives apart from those of forward passes; None: there are none.
         self._order = order
         arriving = [i for i, layer in enumerate(layers) if layer.arrives]
         self._largest = largest_segment(layout, arriving)
@@ -94,10 +88,8 @@ class RestorePipeline:
         ``pages`` (physical; none if all is recomputed) must not change until all layers are done.
         ``slots`` of their tokens are on the device. Without ``recompute``, layers before
         ``first_layer`` are restored elsewhere. ``ahead``: the slots are not read before
-        :meth:`adopted`. If a recomputation raises, the result has it in ``failed``.
-
-        Raises:
-            ValueError: A layer is neither stored nor recomputed.
+        :meth:`adopted`. If a recomputation raises, the result has it in ``failed``. Raises
+        ValueError if a layer is neither stored nor recomputed.
         """
         first = recompute.layers if recompute else first_layer
         loaded = range(first, len(self._layers))

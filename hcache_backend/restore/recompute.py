@@ -74,11 +74,8 @@ class RecomputePass:
         """Let the engine attend and, if ``store``, store K and V, or end the pass.
 
         ``kernel`` is the engine's attention object. ``q``, ``k``, ``v`` and the result are ``[n,
-        heads * dim]``; ``k`` and ``v`` are None if a layer uses those of another one.
-
-        Raises:
-            RecomputeRefused: The last wanted layer has no K and V of its own.
-            _LayersDone: It was the last wanted layer.
+        heads * dim]``; ``k`` and ``v`` are None if a layer uses those of another one. Raises
+        _LayersDone at the last wanted layer, or RecomputeRefused if that has no K and V of its own.
         """
         if kernel.layer_id < self._last_layer:
             return engine(store)
@@ -153,14 +150,7 @@ twice. It calls :meth:`RecomputePass.attend` in place of the engine's attention.
 
 
 class Recomputer:
-    """Runs the first layers of a model over restored tokens.
-
-    Args:
-        first_layer: Number of the model's first layer, as its attention objects count.
-        chunk_tokens: Most tokens of a forward pass; bounds the memory of activations.
-        stream: Returns the engine's stream of forward passes; scheduler thread only.
-        layers: Number of first layers that can be recomputed.
-    """
+    """Runs the first layers of a model over restored tokens."""
 
     def __init__(
         self,
@@ -171,23 +161,20 @@ class Recomputer:
         stream: Callable[[], Stream],
         layers: int,
     ) -> None:
-        self.layers = layers
-        self.stream = stream
+        self.layers = layers  # number of first ones that can be recomputed
+        self.stream = stream  # gives the engine's stream of forward passes; scheduler thread only
         self._forward = forward
         self._pool = pool
-        self._first_layer = first_layer
-        self._chunk_tokens = chunk_tokens
+        self._first_layer = first_layer  # of the model, as its attention objects count
+        self._chunk_tokens = chunk_tokens  # of a forward pass: bounds the memory of activations
 
     @torch.inference_mode()
     def run(
         self, layers: int, positions: torch.Tensor, slots: torch.Tensor, spans: Sequence[TokenSpan]
     ) -> None:
         """Write K and V of the first ``layers`` (at least 1) layers to the pool; positions and
-        slots are on the device, span after span.
-
-        Raises:
-            RecomputeRefused: The model ended before the last layer, or that one has no K and V.
-        """
+        slots are on the device, span after span. Raises RecomputeRefused if the model ended before
+        the last layer, or that one has no K and V."""
         begin, last = 0, self._first_layer + layers - 1
         for span in spans:
             end = begin + len(span.token_ids)

@@ -143,8 +143,8 @@ class Runtime:
         """The storage backend is detached."""
         metrics.CAPABILITY.set(JUDGING, value=0)
         if self.hit_gate is not None:
-            self.hit_gate.clear_metrics()
             self.hit_gate = None
+            metrics.RATES.only()
             self.l3.estimates.know(None)
 
     def judge(self, machine: Restore | None, backend: str, min_gain: float) -> None:

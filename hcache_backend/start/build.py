@@ -21,7 +21,6 @@ import torch
 from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import StackStrategy
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.mem_cache.pool_host.common import get_allocator_type
-from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.runtime_context import get_memory
 
 from hcache_backend import metrics
@@ -45,7 +44,6 @@ from hcache_backend.host.stages import StagePages
 from hcache_backend.plan.restore import CHUNK_TOKENS, Partition, Restore
 from hcache_backend.prefetch.eager_loads import EagerLoads
 from hcache_backend.prefetch.slices import SliceBudget
-from hcache_backend.projection.attention import ProjectionBatch
 from hcache_backend.projection.paged_pool import (
     PagedPool,
     full_attention,
@@ -163,8 +161,7 @@ class Start:
         self._runtime, self._config, self._runner = runtime, runtime.config, runtime.runner
         self._kvcache, self._params, self._host_share = kvcache, params, host_share
         self.server = Server(runtime, kvcache)
-        marker = ProjectionBatch(ForwardMode.EXTEND)
-        self.projector = Projector(marker, PagedPool(kvcache), kvcache.layer_num)
+        self.projector = Projector(PagedPool(kvcache), kvcache.layer_num)
 
     def step(
         self, work: Callable[_Arguments, _Result], *args: _Arguments.args, **kw: _Arguments.kwargs

@@ -9,8 +9,6 @@ import torch
 
 from hcache_backend.projection.attention import (
     AttentionLayer,
-    CallTemplate,
-    ProjectionBatch,
     ProjectionReached,
 )
 from hcache_backend.projection.search import Evidence, gather_evidence
@@ -164,9 +162,6 @@ class Attention(torch.nn.Module):
         raise ProjectionReached(*self.keys_and_values(positions, hidden))
 
 
-MARKER = ProjectionBatch(None)
-
-
 class ModelTypeRope(Rope):
     """Torch's arithmetic in the model's type: cosines, sines and both products are rounded."""
 
@@ -273,13 +268,13 @@ class NoTable(Rope):
 def layer_of(module: torch.nn.Module, dtype: torch.dtype = torch.float32) -> AttentionLayer:
     """The layer of an attention module, cast to ``dtype``."""
     module.to(dtype)
-    call = CallTemplate({"hidden": "hidden", "positions": "positions", "batch": "batch"})
-    return AttentionLayer(0, "layers.0.attn", module, module, module, call)
+    names = {name: name for name in ("hidden", "positions", "batch")}
+    return AttentionLayer(0, "layers.0.attn", module, module, module, names, {})
 
 
 def evidence_of(layer: AttentionLayer) -> Evidence:
     dtype = next(p.dtype for p in layer.module.parameters() if p.is_floating_point())
-    return gather_evidence(layer, *tokens(dtype=dtype), MARKER, POSITION_LIMIT)
+    return gather_evidence(layer, *tokens(dtype=dtype), POSITION_LIMIT)
 
 
 def tokens(n: int = PROBE, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:

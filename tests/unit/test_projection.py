@@ -49,21 +49,21 @@ class Attention(torch.nn.Module):
 
 def layer_of(module: torch.nn.Module, *args: Any, **kwargs: Any) -> AttentionLayer:
     call = learn_call(module, args, kwargs, POSITIONS, Batch)
-    return AttentionLayer(0, "layers.0.attn", module, module, module, call)
+    return AttentionLayer(0, "layers.0.attn", module, module, module, *call)
 
 
 def test_a_call_is_learned_by_what_its_arguments_are_not_by_their_names() -> None:
     class Odd(torch.nn.Module):
         def forward(self, x: Any, where: Any, b: Any, flag: Any = None) -> None: ...
 
-    call = learn_call(Odd(), (HIDDEN, POSITIONS.clone()), {"b": Batch()}, POSITIONS, Batch)
-    assert call.names == {"hidden": "x", "positions": "where", "batch": "b"}
+    names, _ = learn_call(Odd(), (HIDDEN, POSITIONS.clone()), {"b": Batch()}, POSITIONS, Batch)
+    assert names == {"hidden": "x", "positions": "where", "batch": "b"}
 
     class WithoutPositions(torch.nn.Module):
         def forward(self, hidden_states: Any, forward_batch: Any) -> None: ...
 
-    call = learn_call(WithoutPositions(), (HIDDEN, Batch()), {}, POSITIONS, Batch)
-    assert "positions" not in call.names
+    names, _ = learn_call(WithoutPositions(), (HIDDEN, Batch()), {}, POSITIONS, Batch)
+    assert "positions" not in names
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_projection_repeats_the_call_with_other_tokens_and_its_constants() -> No
     module = Attention()
     layer = layer_of(module, POSITIONS, HIDDEN, Batch(), scale=2.0)
     hidden = torch.randn(3, 8)
-    k, v = project_with_module(layer, hidden, torch.arange(3), ProjectionBatch(None))
+    k, v = project_with_module(layer, hidden, torch.arange(3))
     want_k, want_v = module.kv(hidden).chunk(2, -1)
     torch.testing.assert_close(k, (2 * want_k).view(3, 2, 4))
     torch.testing.assert_close(v, want_v.view(3, 2, 4))
@@ -102,11 +102,10 @@ def test_a_module_that_does_not_reach_attention_is_an_error() -> None:
         def forward(self, hidden_states: Any) -> Any:
             raise ProjectionReached(None, None)
 
-    batch = ProjectionBatch(None)
     with pytest.raises(ProjectionFailed, match="did not call attention"):
-        project_with_module(layer_of(NoAttention(), HIDDEN), HIDDEN, POSITIONS, batch)
+        project_with_module(layer_of(NoAttention(), HIDDEN), HIDDEN, POSITIONS)
     with pytest.raises(ProjectionFailed, match="no K and V of its own"):
-        project_with_module(layer_of(SharedKV(), HIDDEN), HIDDEN, POSITIONS, batch)
+        project_with_module(layer_of(SharedKV(), HIDDEN), HIDDEN, POSITIONS)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -170,16 +169,15 @@ def test_the_projector_writes_the_named_slots_and_no_others(
     layer = replace(modules.layer_of(modules.Attention(**made)), index=index, kernel=kernel)
     hidden, positions = modules.tokens()
     pool = Pool()
-    projector = Projector(modules.MARKER, pool, 2)
+    projector = Projector(pool, 2)
     if by_spec:
-        marker, limit = modules.MARKER, modules.POSITION_LIMIT
-        evidence = gather_evidence(layer, hidden, positions, marker, limit)
-        projector.specs = [find_spec(layer, evidence, modules.MARKER)] * 2
+        evidence = gather_evidence(layer, hidden, positions, modules.POSITION_LIMIT)
+        projector.specs = [find_spec(layer, evidence)] * 2
     slots = torch.randperm(300)[: len(hidden)]
     projector.project_to_pool(layer, hidden, positions, slots)
     others = torch.ones(300, dtype=torch.bool)
     others[slots] = False
-    want = project_with_module(layer, hidden, positions, modules.MARKER)
+    want = project_with_module(layer, hidden, positions)
     for buffer, right in zip((pool.pools[index].k, pool.pools[index].v), want, strict=True):
         torch.testing.assert_close(buffer[slots], right)
         assert (buffer[others] == 7).all()

@@ -25,7 +25,6 @@ from tests.unit.attention_modules import (
     DIM,
     HEADS,
     HIDDEN,
-    MARKER,
     POSITION_LIMIT,
     AtOnce,
     Attention,
@@ -58,7 +57,7 @@ def _one_thread_and_seed() -> Iterator[None]:
 
 def found(module: torch.nn.Module, dtype: torch.dtype = torch.float32) -> LayerSpec:
     layer = layer_of(module, dtype)
-    return find_spec(layer, evidence_of(layer), MARKER)
+    return find_spec(layer, evidence_of(layer))
 
 
 MODULES: dict[str, tuple[Callable[[], Attention], str]] = {
@@ -137,11 +136,11 @@ MODULES: dict[str, tuple[Callable[[], Attention], str]] = {
 def test_a_spec_is_found_and_gives_the_modules_k_and_v(name: str, dtype: torch.dtype) -> None:
     module, description = MODULES[name]
     layer = layer_of(module(), dtype)
-    spec = find_spec(layer, evidence_of(layer), MARKER)
+    spec = find_spec(layer, evidence_of(layer))
     assert spec.describe() == description
     hidden, _ = tokens(200, dtype)
     positions = torch.randint(POSITION_LIMIT, (200,))
-    want = project_with_module(layer, hidden, positions, MARKER)
+    want = project_with_module(layer, hidden, positions)
     torch.testing.assert_close(spec.compute(hidden, positions), want)
 
 
@@ -175,7 +174,7 @@ def test_the_modules_rounding_is_found_and_any_other_fails_the_proof(
     module: Callable[[], Attention], description: str
 ) -> None:
     layer, evidence = with_float32_table(module())
-    spec = find_spec(layer, evidence, MARKER)
+    spec = find_spec(layer, evidence)
     assert spec.describe() == description
     right = spec_exactness(spec, evidence.samples)
     assert right.k.unequal == right.v.unequal == 0
@@ -188,7 +187,7 @@ def test_the_modules_rounding_is_found_and_any_other_fails_the_proof(
 def test_a_rounding_that_no_kernel_has_is_left_to_the_module() -> None:
     layer, evidence = with_float32_table(Attention(rope=CutTableRope()))
     with pytest.raises(NoSpec, match=LESS_EXACT) as refused:
-        find_spec(layer, evidence, MARKER)
+        find_spec(layer, evidence)
     assert refused.value.reached is not None
     assert refused.value.reached.k.unequal > 0.1 * refused.value.reached.k.values
 
@@ -209,8 +208,8 @@ def test_specs_on_the_gpu_use_its_kernels(name: str, dtype: torch.dtype) -> None
     module, description = MODULES[name]
     layer = layer_of(module().to("cuda"), dtype)
     hidden, positions = (part.to("cuda") for part in tokens(dtype=dtype))
-    evidence = gather_evidence(layer, hidden, positions, MARKER, POSITION_LIMIT)
-    spec = find_spec(layer, evidence, MARKER)
+    evidence = gather_evidence(layer, hidden, positions, POSITION_LIMIT)
+    spec = find_spec(layer, evidence)
     assert spec.describe() == description
     assert spec_problem(spec, evidence) is None
 
@@ -315,7 +314,7 @@ def test_a_spec_that_is_wrong_in_one_thing_fails_the_proof(dtype: torch.dtype) -
     module = Attention(rope=Rope(), norm={})
     layer = layer_of(module, dtype)
     evidence = evidence_of(layer)
-    right = find_spec(layer, evidence, MARKER)
+    right = find_spec(layer, evidence)
     assert spec_problem(right, evidence) is None
     for what, wrong in wrong_specs(right, module).items():
         for part in (wrong.norm and wrong.norm.module, wrong.rotary and wrong.rotary.owner):
@@ -383,7 +382,7 @@ def test_new_weights_and_longer_tables_are_used_at_once(
 ) -> None:
     module = MODULES[name][0]()
     layer = layer_of(module)
-    spec = find_spec(layer, evidence_of(layer), MARKER)
+    spec = find_spec(layer, evidence_of(layer))
     hidden, positions = tokens()
     before = spec.compute(hidden, positions)
     for linear in module.linears.values():
@@ -393,7 +392,7 @@ def test_new_weights_and_longer_tables_are_used_at_once(
     assert module.rope is not None
     module.rope.cos_sin_cache = module.rope.cos_sin_cache.repeat(2, 1)
     positions = positions + POSITION_LIMIT
-    want = project_with_module(layer, hidden, positions, MARKER)
+    want = project_with_module(layer, hidden, positions)
     for got, right, old in zip(spec.compute(hidden, positions), want, before, strict=True):
         torch.testing.assert_close(got, right)
         assert not torch.allclose(got, old)

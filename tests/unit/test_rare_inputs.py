@@ -74,8 +74,8 @@ class Attention(nn.Module):
 def test_keywords_of_a_call_are_learned_by_name() -> None:
     positions, batch = torch.arange(3), SimpleNamespace()
     given = {"positions": positions, "hidden_states": torch.zeros(3, 4), "batch": batch}
-    learned = learn_call(Attention(), (), given, positions, SimpleNamespace)
-    assert learned.names == {
+    names, _ = learn_call(Attention(), (), given, positions, SimpleNamespace)
+    assert names == {
         "positions": "positions",
         "hidden": "hidden_states",
         "batch": "batch",
@@ -89,4 +89,4 @@ def test_a_layer_without_linear_modules_has_no_spec(monkeypatch: pytest.MonkeyPa
     sample = SimpleNamespace(k=torch.zeros(2, 1, 8), v=torch.zeros(2, 1, 8))
     evidence: Any = SimpleNamespace(samples=[sample])
     with pytest.raises(search.NoSpec, match="no linear module gives heads of 8"):
-        search.find_spec(SimpleNamespace(), evidence, None)
+        search.find_spec(SimpleNamespace(), evidence)

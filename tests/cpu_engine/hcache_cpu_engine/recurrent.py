@@ -45,8 +45,8 @@ def install() -> None:
         fused_qk_gemma_rmsnorm_with_gate_cpu=normed_heads_and_gate,
         fused_qkvzba_split_reshape_cat_contiguous_cpu=split,
     )
-    causal_conv1d.causal_conv1d_fn = convolve
-    causal_conv1d.causal_conv1d_update = convolve_next
+    causal_conv1d._causal_conv1d_fn_triton = convolve
+    causal_conv1d._causal_conv1d_update_triton = convolve_next
     fused_norm_gate.layer_norm_gated_fwd = gated_norm
     for module in (mamba_state_scatter_triton, hybrid_linear_attn_backend):
         module.track_mamba_states_if_needed = track

@@ -27,7 +27,6 @@ from hcache_kernels.project_kv.reference import project_kv_reference
 from tests.unit.attention_modules import (
     DIM,
     HEADS,
-    MARKER,
     POSITION_LIMIT,
     Attention,
     Norm,
@@ -76,8 +75,8 @@ def test_a_spec_fills_the_pool_as_the_engine_does(
     torch.manual_seed(0)
     layer = attention_layer(1, scales)
     hidden, positions = tokens()
-    evidence = gather_evidence(layer, hidden, positions, MARKER, POSITION_LIMIT)
-    spec = find_spec(layer, evidence, MARKER)
+    evidence = gather_evidence(layer, hidden, positions, POSITION_LIMIT)
+    spec = find_spec(layer, evidence)
     assert spec.fused
     slots = torch.randperm(192)[: len(hidden)]
     others = torch.ones(len(pool_of(dtype).k_buffer[1]), dtype=torch.bool)
@@ -85,7 +84,7 @@ def test_a_spec_fills_the_pool_as_the_engine_does(
     pools, projectors = [], []
     for specs in ([None, None], [None, spec]):
         pool = pool_of(dtype)
-        projector = Projector(MARKER, PagedPool(pool), 2)
+        projector = Projector(PagedPool(pool), 2)
         projector.specs = specs
         for buffer in (*pool.k_buffer, *pool.v_buffer):
             buffer.fill_(1)
@@ -130,7 +129,7 @@ def projections_of(
     runner = SimpleNamespace(model_config=SimpleNamespace(context_len=POSITION_LIMIT))
     runtime = Runtime(runner, config or HCacheConfig())
     pool = pool_of(torch.float32)
-    projector = Projector(MARKER, PagedPool(pool), 2)
+    projector = Projector(PagedPool(pool), 2)
     hidden, positions = tokens()
     slots = torch.arange(64, 64 + len(hidden))
     probe = Probe(tuple(layers), (hidden, hidden), slots, positions, positions)

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from hcache_backend.config import ConfigError
-from hcache_backend.plan.model_config import read_model, shape_from_config
+from hcache_backend.plan.model_config import read_hybrid, read_model, shape_from_config
+from hcache_backend.plan.model_shape import Sides
 from tests.unit.partition.pipelines import CONFIGS, public_model
 
 LLAMA = json.loads((CONFIGS / "llama-2-7b.json").read_text())
@@ -102,6 +103,53 @@ def test_experts_and_dense_layers_are_averaged() -> None:
 )
 def test_sliding_windows_are_noticed(changes: dict[str, Any], windowed: bool) -> None:
     assert shape_from_config({**LLAMA, **changes}, "a test").windowed is windowed
+
+
+DELTA_NET = {
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 64,
+    "linear_conv_kernel_dim": 4,
+}
+STATE = 4 * 4 * 32 * 64 + 2 * 3 * (2 * 2 * 32 + 4 * 64)  # bytes of a layer
+WINDOW = 100 * 32 * 256 * 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "sides"),
+    [
+        ({}, None),
+        (DELTA_NET | {"full_attention_interval": 4}, Sides("state", 24, 24 * STATE)),
+        (
+            DELTA_NET | {"layer_types": ["linear_attention", "full_attention"] * 16},
+            Sides("state", 16, 16 * STATE),
+        ),
+        (
+            {"sliding_window": 100, "layer_types": ["sliding_attention"] * 2 + ["full"] * 30},
+            Sides("window", 2, 2 * WINDOW),
+        ),
+        (
+            {"sliding_window": 100, "hybrid_layer_pattern": [0, 1] * 16}
+            | {"swa_num_key_value_heads": 8, "swa_head_dim": 96, "swa_v_head_dim": 64},
+            Sides("window", 16, 16 * 100 * 8 * 160 * 2),
+        ),
+        ({"sliding_window": 100, "model_type": "gemma3_text"}, None),
+    ],
+)
+def test_windows_and_states_beside_the_pages(
+    changes: dict[str, Any], sides: Sides | None, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | changes))
+    shape, found = read_hybrid(tmp_path)
+    assert (shape.layers, found) == (32, sides)
+
+
+@pytest.mark.parametrize("changes", [{"layer_types": ["mamba"] * 32}, {"mamba_d_state": 16}])
+def test_states_of_unknown_size_are_refused(changes: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | changes))
+    with pytest.raises(ConfigError, match="recurrent state"):
+        read_hybrid(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -247,7 +247,6 @@ def test_a_search_or_a_kernel_that_breaks_leaves_the_module(
     monkeypatch.setattr(probe_module, "find_spec", failing(KeyError("a test's")))
     specs = Unproven()
     specs._runtime.config = SimpleNamespace(projection="auto")
-    specs._projector.batch = None
     found = specs._find(None, SimpleNamespace(own="own", samples=[]))
     assert (found.spec, found.own) == (None, "own") and "the search broke: KeyError" in found.detail
     monkeypatch.setattr(probe_module, "ways_in_use", lambda *_: [None])
