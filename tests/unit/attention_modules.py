@@ -1,7 +1,5 @@
 """Attention modules of every make that matters to specs, with arithmetic of their own."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

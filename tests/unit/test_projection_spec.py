@@ -1,7 +1,5 @@
 """Specs are found for every make of attention module, and only where they are right."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Models, tensors and calls of unusual forms, each refused or taken as its text says."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from types import SimpleNamespace
