@@ -54,34 +54,6 @@ def runs(numbers: Sequence[int]) -> str:
     return ", ".join("-".join(map(str, run)) for run in found)
 
 
-Say = Callable[..., str | None]
-Told = Callable[[str, Say], None]
-
-
-def told(trace: Trace, owner: Any) -> tuple[Told, Told]:
-    """Two functions: before, or after, each call of a method of ``owner`` the trace says a text,
-    which is made of the arguments, after the call of its result and them; None: nothing."""
-
-    def before(name: str, say: Say) -> None:
-        def call(original: Any, *args: Any, **kwargs: Any) -> Any:
-            if text := say(*args, **kwargs):
-                trace.say(text)
-            return original(*args, **kwargs)
-
-        around(owner, name, call)
-
-    def after(name: str, say: Say) -> None:
-        def call(original: Any, *args: Any, **kwargs: Any) -> Any:
-            result = original(*args, **kwargs)
-            if text := say(result, *args, **kwargs):
-                trace.say(text)
-            return result
-
-        around(owner, name, call)
-
-    return before, after
-
-
 # ---- SGLang ----
 
 
@@ -245,33 +217,28 @@ def _name(op: Any) -> str:
 def _watch_hicache(trace: Trace) -> None:
     from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
 
-    before, _ = told(trace, HybridCacheController)
-    before(
-        "prefetch",
-        lambda controller, handle, tokens, *_, **__: (
+    def prefetch(
+        original: Any, controller: Any, handle: Any, tokens: Any, *a: Any, **kw: Any
+    ) -> Any:
+        trace.say(
             f"prefetch for {handle.rid}: look up {pages(len(tokens) // controller.page_size)}"
-        ),
-    )
-    before(
-        "write_storage",
-        lambda controller, host, *_, **__: (
-            f"write {pages(len(host) // controller.page_size)} to L3"
-        ),
-    )
-    before("reset", lambda _: "flush L1 and L2")
+        )
+        return original(controller, handle, tokens, *a, **kw)
+
+    def write_storage(original: Any, controller: Any, host_indices: Any, *a: Any, **kw: Any) -> Any:
+        trace.say(f"write {pages(len(host_indices) // controller.page_size)} to L3")
+        return original(controller, host_indices, *a, **kw)
+
+    def reset(original: Any, controller: Any) -> Any:
+        trace.say("flush L1 and L2")
+        return original(controller)
+
+    around(HybridCacheController, "prefetch", prefetch)
+    around(HybridCacheController, "write_storage", write_storage)
+    around(HybridCacheController, "reset", reset)
 
 
 # ---- the product ----
-
-
-def _queued(what: str) -> Say:
-    """Of a backup or a load: whether it was queued."""
-
-    def say(found: Any, controller: Any, indices: Any, *_: Any, **__: Any) -> str:
-        how = "queued" if found is not None else "refused"
-        return f"{what} {pages(len(indices) // controller.page_size)}: {how}"
-
-    return say
 
 
 def _watch_host_pages(trace: Trace) -> None:
@@ -280,29 +247,52 @@ def _watch_host_pages(trace: Trace) -> None:
     from hcache_backend.sglang.controller import OwnPagesController
     from hcache_backend.sglang.host_pool import OwnPagesPool
 
-    before, after = told(trace, OwnPagesController)
-    before("begin_turn", lambda *_: trace.point())
-    after("load", _queued("load"))
-    after("write", _queued("back up"))
-    before, _ = told(trace, OwnPagesPool)
-    before(
-        "backup_from_device_all_layer",
-        lambda pool, _, host, *__: f"launch: backup of {pages(len(host) // pool.page_size)}",
-    )
-    before(
-        "save_recomputed",
-        lambda _, host, *__: f"launch: save {pages(len(host))} that were recomputed",
-    )
-    before(
-        "free",
-        lambda pool, indices: (
-            f"free {pages(len(indices) // pool.page_size)} of the host" if len(indices) else None
-        ),
-    )
-    before, _ = told(trace, Arena)
-    before("lose", lambda _, host: f"lose {pages(len(host))} of the host" if len(host) else None)
-    before, _ = told(trace, StagedCapture)
-    before("back_up", lambda _, __, host: f"hand hidden states of {pages(len(host))} to the host")
+    def turn(original: Any, controller: Any, *args: Any) -> Any:
+        trace.point()
+        return original(controller, *args)
+
+    def write(original: Any, controller: Any, device_indices: Any, *a: Any, **kw: Any) -> Any:
+        host = original(controller, device_indices, *a, **kw)
+        how = "queued" if host is not None else "refused"
+        trace.say(f"back up {pages(len(device_indices) // controller.page_size)}: {how}")
+        return host
+
+    def load(original: Any, controller: Any, host_indices: Any, *args: Any, **kwargs: Any) -> Any:
+        device = original(controller, host_indices, *args, **kwargs)
+        how = "queued" if device is not None else "refused"
+        trace.say(f"load {pages(len(host_indices) // controller.page_size)}: {how}")
+        return device
+
+    def backup(original: Any, pool: Any, _device_pool: Any, host: Any, *args: Any) -> Any:
+        trace.say(f"launch: backup of {pages(len(host) // pool.page_size)}")
+        return original(pool, _device_pool, host, *args)
+
+    def save(original: Any, pool: Any, host_pages: Any, *args: Any) -> Any:
+        trace.say(f"launch: save {pages(len(host_pages))} that were recomputed")
+        return original(pool, host_pages, *args)
+
+    def free(original: Any, pool: Any, indices: Any) -> Any:
+        if len(indices):
+            trace.say(f"free {pages(len(indices) // pool.page_size)} of the host")
+        return original(pool, indices)
+
+    def lose(original: Any, arena: Any, host_pages: Any) -> Any:
+        if len(host_pages):
+            trace.say(f"lose {pages(len(host_pages))} of the host")
+        return original(arena, host_pages)
+
+    def rows(original: Any, capture: Any, slots: Any, host_pages: Any) -> Any:
+        trace.say(f"hand hidden states of {pages(len(host_pages))} to the host")
+        return original(capture, slots, host_pages)
+
+    around(OwnPagesController, "begin_turn", turn)
+    around(OwnPagesController, "load", load)
+    around(OwnPagesController, "write", write)
+    around(OwnPagesPool, "backup_from_device_all_layer", backup)
+    around(OwnPagesPool, "save_recomputed", save)
+    around(OwnPagesPool, "free", free)
+    around(Arena, "lose", lose)
+    around(StagedCapture, "back_up", rows)
 
 
 def _watch_restores(trace: Trace) -> None:
@@ -311,50 +301,56 @@ def _watch_restores(trace: Trace) -> None:
     from hcache_backend.restore.recompute import Recomputer
 
     def start(
-        _: Any,
+        original: Any,
+        pipeline: Any,
         page_ids: Any,
         slots: Any,
         recompute: Any = None,
         first_layer: int = 0,
         *,
         ahead: bool = False,
-    ) -> str:
+    ) -> Any:
         first = f", first {recompute.layers} layers recomputed" if recompute else ""
         since = f", from layer {first_layer} on" if first_layer else ""
         early = " ahead of the load" if ahead else ""
-        return f"launch: restore {pages(len(page_ids))}{early}{first}{since}"
+        trace.say(f"launch: restore {pages(len(page_ids))}{early}{first}{since}")
+        result = original(pipeline, page_ids, slots, recompute, first_layer, ahead=ahead)
+        trace.point()
+        return result
 
-    def adopted(handed: Any, _: Any, host_pages: Any) -> str | None:
-        if handed is None:
-            return None
-        ready = f"{int(handed.ready.sum())} of {pages(len(host_pages))}"
-        return f"hand out reserved device pages: {ready} are restored"
+    def recomputation(
+        original: Any, pipeline: Any, recompute: Any, positions: Any, *others: Any
+    ) -> Any:
+        trace.say(f"launch: recompute {len(positions)} tokens, {recompute.layers} layers")
+        return original(pipeline, recompute, positions, *others)
 
-    before, after = told(trace, RestorePipeline)
-    before("start", start)
-    after("start", lambda *_, **__: trace.point())
-    before(
-        "start_recomputation",
-        lambda _, recompute, positions, *__: (
-            f"launch: recompute {len(positions)} tokens, {recompute.layers} layers"
-        ),
-    )
-    before, _ = told(trace, Recomputer)
-    before(
-        "run",
-        lambda recomputer, layers, positions, *_: trace.costs(
-            len(positions) * layers / recomputer.layers * trace.settings.compute_seconds
-        ),
-    )
-    before, after = told(trace, EagerRestores)
-    after(
-        "reserve",
-        lambda _, __, ___, keys, *____: (
-            f"reserve device pages for {pages(len(keys))} that are read"
-        ),
-    )
-    after("adopt", adopted)
-    before("end", lambda *_: "end of a prefetch with reserved device pages")
+    def run(original: Any, recomputer: Any, layers: int, positions: Any, *others: Any) -> Any:
+        share = layers / recomputer.layers
+        trace.costs(len(positions) * share * trace.settings.compute_seconds)
+        return original(recomputer, layers, positions, *others)
+
+    def reserve(original: Any, eager: Any, prefetch: Any, keys: Any, *others: Any) -> Any:
+        result = original(eager, prefetch, keys, *others)
+        trace.say(f"reserve device pages for {pages(len(keys))} that are read")
+        return result
+
+    def adopt(original: Any, eager: Any, host_pages: Any) -> Any:
+        handed = original(eager, host_pages)
+        if handed is not None:
+            ready = f"{int(handed.ready.sum())} of {pages(len(host_pages))}"
+            trace.say(f"hand out reserved device pages: {ready} are restored")
+        return handed
+
+    def end(original: Any, eager: Any, prefetch: Any) -> Any:
+        trace.say("end of a prefetch with reserved device pages")
+        return original(eager, prefetch)
+
+    around(RestorePipeline, "start", start)
+    around(RestorePipeline, "start_recomputation", recomputation)
+    around(Recomputer, "run", run)
+    around(EagerRestores, "reserve", reserve)
+    around(EagerRestores, "adopt", adopt)
+    around(EagerRestores, "end", end)
 
 
 def _watch_l3(trace: Trace) -> None:
@@ -368,58 +364,95 @@ def _watch_l3(trace: Trace) -> None:
     # A batch of a prefetch is read in each turn of the scheduler, however fast the disk is.
     controller._MOST_STEPS = 1
 
-    def exists(found: Any, _: Any, keys: Any, *__: Any, **___: Any) -> str:
-        return f"store: exists {named(keys)} -> {getattr(found, 'kv_hit_pages', found)}"
+    def exists(original: Any, storage: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
+        found = original(storage, keys, *args, **kwargs)
+        trace.say(f"store: exists {named(keys)} -> {getattr(found, 'kv_hit_pages', found)}")
+        return found
 
-    def read(_: Any, __: Any, keys: Any, *___: Any) -> None:
+    def get(original: Any, storage: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
+        found = original(storage, keys, *args, **kwargs)
+        trace.say(f"store: get {named(keys)} -> {sum(found)}")
+        return found
+
+    def put(original: Any, storage: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
+        trace.say(f"store: put {named(keys)}")
+        return original(storage, keys, *args, **kwargs)
+
+    def use(original: Any, storage: Any, keys: Any) -> Any:
+        if keys:
+            trace.say(f"store: use {named(keys)}")
+        return original(storage, keys)
+
+    def simply(text: str) -> Callable[..., Any]:
+        def told(original: Any, *args: Any, **kwargs: Any) -> Any:
+            trace.say(text)
+            return original(*args, **kwargs)
+
+        return told
+
+    def read(original: Any, controller: Any, operation: Any, keys: Any, *others: Any) -> Any:
         """A batch of a prefetch: one in each turn of the scheduler."""
         trace.next_turn()
         trace.costs(len(keys) * trace.settings.read_seconds)
+        return original(controller, operation, keys, *others)
 
-    def hang(*_: Any) -> None:
+    def exists_shared(original: Any, shared: Any, asked: Any) -> Any:
+        found = original(shared, asked)
+        trace.say(f"shared tier: exists {pages(len(asked.keys))} -> {sum(found)}")
+        return found
+
+    def get_shared(original: Any, shared: Any, asked: Any, memory: Any) -> Any:
+        found = original(shared, asked, memory)
+        trace.say(f"shared tier: get {pages(len(asked.keys))} -> {sum(found)}")
+        return found
+
+    def hang(original: Any, values: Any, *args: Any) -> Any:
         """While a file says so, the shared tier does not answer."""
         while trace.asked("hang"):
             trace.next_look()
+        return original(values, *args)
 
-    before, after = told(trace, HCacheStorage)
-    for name, what in (("__init__", "open"), ("close", "close"), ("clear", "clear")):
-        before(name, lambda *_, what=what, **__: f"store: {what}")
-    after("batch_exists_v2", exists)
-    after(
-        "batch_get_v1",
-        lambda found, _, keys, *__, **___: f"store: get {named(keys)} -> {sum(found)}",
-    )
-    before("batch_set_v1", lambda _, keys, *__, **___: f"store: put {named(keys)}")
-    before("use", lambda _, keys: f"store: use {named(keys)}" if keys else None)
-    told(trace, OwnPagesController)[0]("_page_get_zero_copy", read)
-    told(trace, SharedBackend)[0]("get", hang)
-    _, after = told(trace, SharedTier)
-    for name, taken in (("exists", ""), ("get", ""), ("put", " taken")):
+    def put_shared(original: Any, shared: Any, given: Any, memory: Any) -> Any:
+        taken = original(shared, given, memory)
+        trace.say(f"shared tier: put {pages(len(given.keys))} -> {sum(taken)} taken")
+        return taken
 
-        def shared(
-            found: Any, _: Any, asked: Any, *__: Any, name: str = name, taken: str = taken
-        ) -> str:
-            return f"shared tier: {name} {pages(len(asked.keys))} -> {sum(found)}{taken}"
-
-        after(name, shared)
+    around(HCacheStorage, "__init__", simply("store: open"))
+    around(HCacheStorage, "close", simply("store: close"))
+    around(HCacheStorage, "clear", simply("store: clear"))
+    around(HCacheStorage, "batch_exists_v2", exists)
+    around(HCacheStorage, "batch_get_v1", get)
+    around(HCacheStorage, "batch_set_v1", put)
+    around(HCacheStorage, "use", use)
+    around(OwnPagesController, "_page_get_zero_copy", read)
+    around(SharedBackend, "get", hang)
+    around(SharedTier, "exists", exists_shared)
+    around(SharedTier, "get", get_shared)
+    around(SharedTier, "put", put_shared)
 
 
 def _watch_gate(trace: Trace) -> None:
     from hcache_backend.prefetch.gate import HitGate
 
-    def takes(taken: int, _: Any, asked: Any, tokens: int, *__: Any, **___: Any) -> str:
+    def takes(original: Any, gate: Any, asked: Any, tokens: int, *args: Any, **kwargs: Any) -> Any:
+        taken = original(gate, asked, tokens, *args, **kwargs)
         verdict = f"takes {taken} of" if taken else "refuses"
-        return f"gate: {verdict} {tokens} tokens of {asked.request_id}"
+        trace.say(f"gate: {verdict} {tokens} tokens of {asked.request_id}")
+        return taken
 
-    def agreed(_: Any, ended: Any, stalled: bool) -> str | None:
+    def may_ask(original: Any, gate: Any, rid: str, *args: Any, **kwargs: Any) -> Any:
+        asks = original(gate, rid, *args, **kwargs)
+        if not asks:
+            trace.say(f"gate: L3 is not asked for {rid}")
+        return asks
+
+    def agreed(original: Any, gate: Any, ended: Any, stalled: bool) -> Any:
         if ended:
             trace.say(f"gate: ends the prefetch of {', '.join(one.request_id for one in ended)}")
-        return "gate: L3 is overdue" if stalled else None
+        if stalled:
+            trace.say("gate: L3 is overdue")
+        return original(gate, ended, stalled)
 
-    before, after = told(trace, HitGate)
-    after("takes", takes)
-    after(
-        "may_ask",
-        lambda asks, _, rid, *__, **___: None if asks else f"gate: L3 is not asked for {rid}",
-    )
-    before("agreed", agreed)
+    around(HitGate, "takes", takes)
+    around(HitGate, "may_ask", may_ask)
+    around(HitGate, "agreed", agreed)
