@@ -154,10 +154,7 @@ QWEN3 = "fused weight 128x96, rms norm over a head, RoPE neox 16"
             lambda: Attention(rope=ModelTypeRope()),
             f"{LLAMA}, rounding table + cos products + sin products",
         ),
-        (
-            lambda: Attention(rope=MultiplyAddRope()),
-            f"{LLAMA}, rounding table + sin products",
-        ),
+        (lambda: Attention(rope=MultiplyAddRope()), f"{LLAMA}, rounding table + sin products"),
         (lambda: Attention(rope=RoundedTableRope()), f"{LLAMA}, rounding table"),
         (lambda: Attention(rope=Rope(), norm={}), QWEN3),
         (
