@@ -3,8 +3,6 @@
 SGLang's sources are read, not imported, so that all versions can be asked in one run.
 """
 
-from __future__ import annotations
-
 import ast
 
 import pytest
