@@ -15,7 +15,7 @@ GPU_PYTHON := $(shell command -v nvidia-smi >/dev/null && python -c \
 export CPU_SETUP := $(if $(GPU_PYTHON),,1)
 
 .PHONY: setup versions demo test dark test-long test-versions test-gpu-versions lint docs bench-store bench-codecs \
-	bench-accuracy bench-paper bench-beside bench-hits bench-hits-load bench-eviction bench-agents bench-states \
+	bench-accuracy bench-paper bench-beside bench-hits bench-hits-load bench-eviction bench-agents bench-returns bench-states \
 	bench-restores bench-saving bench-multiturn bench-real-model record-demo record-restores record-accuracy record-real-model
 .DELETE_ON_ERROR:
 
@@ -165,6 +165,10 @@ bench-states: setup
 # What a small host tier keeps of agents' prompts, by several orders of eviction. Minutes.
 bench-agents: setup
 	$(BIN)/python -m bench.agents $(ARGS)
+
+# How soon agents that come back get their first token, on servers of four kinds. 15 minutes.
+bench-returns: setup
+	$(BIN)/python -m bench.returns $(ARGS)
 
 # First layers recomputed while L3 brings the others. An hour, alone.
 bench-beside: setup

@@ -10,8 +10,8 @@ sessions of a file to the generated ones.
 - expected return: the session goes first whose pages are least likely to be used soon for the time
   that they would be kept. It is told by how long sessions were idle so far, all of them and this
   one. HiCache's order cannot be changed to it without private hooks
-- retained: LRU by chains, but three quarters of the tier are locked for the sessions whose return
-  is expected soonest. Locks are public in HiCache
+- announced: LRU by chains, and a hint some seconds before each turn brings the session's pages back
+  from an L3 that has all
 - the page store: our L3 as it evicts, without host memory before it
 - best possible: knows all requests, see :mod:`bench.eviction`
 """
@@ -35,10 +35,10 @@ from bench.workload.traces import Request
 
 SEED, SPAN_S, PAGE_TOKENS = 1, 6 * 3600.0, 1024
 SHARES = (0.02, 0.05, 0.1, 0.2, 0.4)
-LOCKED = 0.75  # of the tier, for ``retained``
+AHEAD_S = 3.0  # of a hint
 SERIES = {
     "lru": "LRU by chains",
-    "retained": "retained",
+    "announced": "announced",
     "returns": "expected return",
     "store": "the page store",
     "best": "best possible",
@@ -105,13 +105,14 @@ class Returns:
 
 @dataclass
 class Tier:
-    """``capacity`` pages, of which :meth:`serve` finds those of prompts. ``order``: by :meth:`lru`,
-    :meth:`returns` or :meth:`retained`."""
+    """``capacity`` pages, of which :meth:`serve` finds those of prompts. ``order``: by :meth:`lru`
+    or :meth:`returns`. ``written`` pages were computed, ``brought`` ones came from L3."""
 
     capacity: int
     order: str
     found: int = 0
     written: int = 0
+    brought: int = 0
     _sessions: dict[int, Held] = field(default_factory=dict)
     _returns: Returns = field(default_factory=Returns)
     _filled: int = 0
@@ -124,9 +125,21 @@ class Tier:
         self.found += there
         self.written += len(request.pages) - there
         self._filled += len(request.pages) - held.there
-        held.pages, held.there, held.last = request.pages, len(request.pages), request.time
+        held.pages = request.pages
+        self._keep(held, request.time)
+
+    def announce(self, number: int, now: float) -> None:
+        """A session comes back soon: L3 brings what the tier lacks."""
+        held = self._sessions[number]
+        missing = len(held.pages) - held.there
+        if missing:
+            self.brought, self._filled = self.brought + missing, self._filled + missing
+            self._keep(held, now)
+
+    def _keep(self, held: Held, now: float) -> None:
+        held.there, held.last = len(held.pages), now
         if self._filled > self.capacity:
-            for one in getattr(self, self.order)(request.time):
+            for one in getattr(self, self.order)(now):
                 gone = min(one.there, self._filled - self.capacity)
                 one.there, self._filled = one.there - gone, self._filled - gone
 
@@ -137,17 +150,25 @@ class Tier:
     def returns(self, now: float) -> list[Held]:
         return sorted(self._there(), key=lambda one: self._returns.soon(one, now))
 
-    def retained(self, now: float) -> list[Held]:
-        room, locked = LOCKED * self.capacity, list[Held]()
-        for one in reversed(self.returns(now)):
-            if one.there <= room:
-                room -= one.there
-                locked.append(one)
-        kept = set(map(id, locked))
-        return sorted(self._there(), key=lambda one: (id(one) in kept, one.last))
-
     def _there(self) -> list[Held]:
         return [one for one in self._sessions.values() if one.there]
+
+
+def announced(told: Told, capacity: int) -> Tier:
+    """A tier that hears of each turn some seconds before, but not before the one before it."""
+    tier, events, last = Tier(capacity, "lru"), list[tuple[float, int]](), dict[int, float]()
+    for place, (number, request) in enumerate(told):
+        if number in last:
+            events.append((max(last[number], request.time - AHEAD_S), 2 * place - 1))
+        events.append((request.time, 2 * place))
+        last[number] = request.time
+    for time, event in sorted(events):
+        number, request = told[(event + 1) // 2]
+        if event % 2:
+            tier.announce(number, time)
+        else:
+            tier.serve(number, request)
+    return tier
 
 
 def under(name: str, sessions: Sequence[Session], advance: Advance) -> list[Row]:
@@ -166,10 +187,11 @@ def _at(
 ) -> dict[str, Any]:
     capacity, trace = int(share * pages), [request for _, request in told]
     advance(f"{name}, {share:.0%}")
-    tiers = {order: Tier(capacity, order) for order in ("lru", "retained", "returns")}
+    tiers = {order: Tier(capacity, order) for order in ("lru", "returns")}
     for tier in tiers.values():
         for number, request in told:
             tier.serve(number, request)
+    tiers["announced"] = announced(told, capacity)
     with scratch(FOLDER) as folder:
         stored = through_the_store(trace, capacity, 0, Path(folder) / "l3")
     found = {order: tier.found for order, tier in tiers.items()}
@@ -179,6 +201,7 @@ def _at(
         "found": {by: number / asked for by, number in found.items()},
         "of_best": {by: number / found["best"] for by, number in found.items()},
         "written": {order: tier.written / pages for order, tier in tiers.items()},
+        "brought": tiers["announced"].brought / pages,
     }
 
 
@@ -193,6 +216,21 @@ def measure(run: Run) -> Results:
         for name, sessions in workloads.items():
             rows += under(name, sessions(), advance)
     return {"rows": rows}
+
+
+def sessions_of(given: Any) -> Sequence[Session]:
+    """Those of the trace if there is one, otherwise generated ones."""
+    if given.trace is not None:
+        return _drawn(given.trace, given.sessions)
+    return generated(given.sessions, SEED)
+
+
+def session_settings(sessions: int) -> tuple[Setting, ...]:
+    """Settings of programs with sessions, so many by default."""
+    return (
+        Setting("--sessions", at_least(1), sessions, "sessions, generated or of the trace"),
+        Setting("--trace", Path, None, "a file of sessions, see bench/workload/agents.py"),
+    )
 
 
 def _drawn(path: Path, count: int) -> list[Session]:
@@ -222,11 +260,13 @@ def panels(results: Results) -> dict[str, list[Row]]:
 
 
 def finding(results: Results) -> str:
-    small = [row["of_best"] for row in results["rows"] if row["share"] == f"{SHARES[0]:.0%}"]
-    lru, order = (min(one[by] for one in small) for by in ("lru", "returns"))
+    small = [row for row in results["rows"] if row["share"] == f"{SHARES[0]:.0%}"]
+    lru, order, told = (
+        min(row["of_best"][by] for row in small) for by in ("lru", "returns", "announced")
+    )
     return (
         f"A tier of {SHARES[0]:.0%} finds {lru:.2f} of what the best order finds, by expected "
-        f"return {order:.2f}"
+        f"return {order:.2f}, and {told:.2f} if hints bring sessions back {AHEAD_S:g} s before"
     )
 
 
@@ -235,10 +275,7 @@ PROGRAM = Program(
     doc=__doc__,
     measure=measure,
     serves=False,
-    settings=(
-        Setting("--sessions", at_least(1), 152, "sessions, generated and of the trace"),
-        Setting("--trace", Path, None, "a file of sessions, see bench/workload/agents.py"),
-    ),
+    settings=session_settings(152),
     tables=Table(
         rows_of,
         [
@@ -247,8 +284,11 @@ PROGRAM = Program(
             *(f"{title} = found.{by} :.3f" for by, title in SERIES.items()),
             "LRU, of best = of_best.lru :.3f",
             "expected return, of best = of_best.returns :.3f",
+            "announced, of best = of_best.announced :.3f",
             "written, LRU = written.lru :.1f",
             "by expected return = written.returns :.1f",
+            "announced = written.announced :.1f",
+            "read from L3, announced = brought :.1f",
         ],
     ),
     draw=Picture(
@@ -260,6 +300,7 @@ PROGRAM = Program(
         series=(
             Series(SERIES["lru"], "found.lru", "file", "s-"),
             Series(SERIES["returns"], "found.returns", "ours", ".--"),
+            Series(SERIES["announced"], "found.announced", "exp4", "o-"),
             Series(SERIES["best"], "found.best", "limit", ":"),
         ),
         top=1,

@@ -176,10 +176,10 @@ STUDIES = {
     "codec": Study(
         methods={
             codec: _ours(f"`{codec}`", mode="kv", codec=codec, recompute="never")
-            for codec in ("none", "exp4")
+            for codec in ("none", "exp4", "exp3")
         },
-        limits=_at("L3", 5, 10, 20),
-        ratios=(("exp4", "none"),),
+        limits=_at("L3", 10, 20, 60),
+        ratios=(("exp4", "none"), ("exp3", "none"), ("exp3", "exp4")),
         shape=_GQA,
         rounds=8,
         pool=1.5,

@@ -16,11 +16,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from heapq import heappop, heappush
-from pathlib import Path
 
 import numpy as np
 
-from bench.harness.program import Program, Run, Setting, at_least
+from bench.agents import session_settings
+from bench.harness.program import Program, Run
 from bench.harness.report import Column, Picture, Results, Row, Series, Table
 from bench.workload.agents import AgentTurn, Session, agent_sessions, generated
 
@@ -214,10 +214,7 @@ PROGRAM = Program(
     doc=__doc__,
     measure=measure,
     serves=False,
-    settings=(
-        Setting("--sessions", at_least(1), 152, "generated sessions"),
-        Setting("--trace", Path, None, "a file of sessions, see bench/workload/agents.py"),
-    ),
+    settings=session_settings(152),
     tables={"table": (KEPT, BOUNDED), "kept": KEPT, "bounds": BOUNDED},
     draw=Picture(
         title=finding,

@@ -161,7 +161,7 @@ class HCacheConfig(_Table):
         Discriminator(lambda value: "auto" if value == "auto" else "layers"),
     ] = "auto"
     profile: Annotated[Path | None, BeforeValidator(_path)] = None
-    codec: Literal["auto", "none", "exp4", "int8", "fp8", "krul"] = "auto"
+    codec: Literal["auto", "none", "exp3", "exp4", "int8", "fp8", "krul"] = "auto"
     krul: Annotated[KrulOption, _table('a table, such as {"ratio": 0.5, "error": 0.3}')] = (
         KrulOption()
     )

@@ -121,6 +121,12 @@ class Events:
         metric, labels = self._found[event]
         metric.do("inc", *labels, amount=max(0, number))
 
+    def add(self, **numbers: int) -> None:
+        """Count events, each so many times; those that happened are shown."""
+        for event, number in numbers.items():
+            if number:
+                self.count(event, number)
+
 
 def _take_file(mode: str) -> None:
     """Make the file of gauges of ``mode`` of this process, and remove those of dead processes. Only
@@ -202,6 +208,10 @@ L3_TOKENS = Events(
     ("hcache_l3_hit_tokens", "(.+)", "Tokens found in L3, by what became of them", "result"),
 )
 
+# result: useful (a request came with the prompt), useless (it did not), refused; and given_up, a
+# hint that ended early because requests needed its room in host memory
+HINTS = _counter("hcache_hints", "Hints of clients, by what became of them", "result")
+
 STORE = Events(
     ("hcache_store_read_bytes", "bytes_read", "Bytes read from page files"),
     ("hcache_store_written_bytes", "bytes_written", "Bytes written to page files"),
@@ -278,6 +288,7 @@ COUNTS: Mapping[str, Metric | Events] = {
     "pages": PAGES,
     "lookups": LOOKUPS,
     "l3_tokens": L3_TOKENS,
+    "hints": HINTS,
     "store": STORE,
     "shared": SHARED_PAGES,
     "slices": SLICES,

@@ -111,7 +111,7 @@ def speeds(times_us: Mapping[str, float], size: int) -> Row:
 
 def segment_rows(device: Device, cuts: Sequence[Cut], pages: Sequence[int]) -> Iterator[Row]:
     for name, cut, count in product(SEGMENT_CODECS, cuts, pages):
-        dtype = torch.bfloat16 if name == "exp4" else device.scaled_dtype
+        dtype = torch.bfloat16 if name in ("exp3", "exp4") else device.scaled_dtype
         codec = make_segment_codec(name, cut, min(HEAD_DIM, cut.width), dtype)
         yield {
             "kind": "segments",

@@ -29,6 +29,7 @@ COLOURS = {
     "ours, all read": "#7fb8e0",
     "limit": "#000000",
     "none": "#7f7f7f",
+    "exp3": "#17becf",
     "exp4": "#2ca02c",
     "int8": "#9467bd",
     "fp8": "#d62728",

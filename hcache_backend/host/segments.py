@@ -67,11 +67,12 @@ class KVSegments:
         self._groups = 1 if self.latent else groups // shard.of
         first = int(kvcache.layer_num) if drafts else 0
         self.layers = (*layers, *range(first, first + len(self.drafts)))
-        self.codec = codec
         kind = LATENT if self.latent else KV
         self._encoder = None
         if codec != "none":
             self._encoder = make_segment_codec(codec, *self._cut(codec), kind)
+            codec = self._encoder.name
+        self.codec = codec
         self._tables: dict[tuple[int, int, int], LayerTable] = {}
 
     def layout(self, layers: Sequence[StoredLayer], shard: Shard) -> PageLayout:

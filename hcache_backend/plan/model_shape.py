@@ -16,7 +16,7 @@ from hcache_backend.format.units import units_per_group
 
 PAGE_TOKENS = 64  # of a page, by default
 CLEARLY_LESS = 0.99  # codecs round units to whole words: smaller differences are noise
-PlannedCodec = Literal["auto", "none", "exp4", "int8", "fp8"]  # krul is not planned
+PlannedCodec = Literal["auto", "none", "exp3", "exp4", "int8", "fp8"]  # krul is not planned
 
 
 class Latent(BaseModel):
@@ -141,7 +141,7 @@ def encoded(
     ``dtype`` is the type that the model is served in; each of ``tp`` ranks encodes its own heads.
     """
     if codec == "auto":
-        codec = "exp4" if dtype == "bfloat16" else "none"
+        codec = "exp3" if dtype == "bfloat16" else "none"
     if codec == "none":
         return shape
     # Not above: most plans need no torch, which takes seconds to import.

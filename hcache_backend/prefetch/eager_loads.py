@@ -97,6 +97,7 @@ class EagerLoads:
             info.operation: info.anchor_node_id
             for info in cache.ongoing_prefetch.values()
             if info.operation.host_indices is not None
+            and not self._prefetches.of(info.operation).announced  # nobody waits for K and V
         }
         for operation in restores.running():
             if operation not in running:

@@ -53,3 +53,10 @@ def set_extend_range(request: Any, before: int, end: int) -> None:
         request.set_extend_range(before, end)
     else:
         request.prefix_len, request.extend_end = before, end
+
+
+def prefix_length(request: Any) -> int:
+    """Tokens at the front of SGLang's ``request`` that the device had at its last look-up."""
+    if hasattr(request, "prefix_len"):
+        return int(request.prefix_len)
+    return len(request.prefix_indices)

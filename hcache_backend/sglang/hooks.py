@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 
-from hcache_backend.sglang import disaggregation, model_runner, radix_cache, storage_threads
+from hcache_backend.sglang import disaggregation, hints, model_runner, radix_cache, storage_threads
 from hcache_backend.sglang.hook_registry import install
 from hcache_backend.sglang.scheduler import BATCH, COMPUTED, RECEIVED, REQUEST
 
@@ -43,6 +43,7 @@ HITS = [
     storage_threads.READ,
     storage_threads.READ_BATCH,
 ]
+HINTS = [hints.ATTACH, radix_cache.TURN, RECEIVED, BATCH]  # of clients
 EVENTS = [radix_cache.EVENTS, storage_threads.BACKUP]  # what L3 stores and evicts
 # hold back early sends, and send the weights' digest
 PREFILL_SERVER = [disaggregation.SEND_PREFIX, disaggregation.METADATA]

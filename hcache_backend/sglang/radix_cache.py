@@ -11,11 +11,11 @@ from hcache_backend import metrics
 from hcache_backend.prefetch.eager_loads import is_on_device, slots_to
 from hcache_backend.prefetch.gate import harmless
 from hcache_backend.ranks import Turn
-from hcache_backend.sglang import waiting
+from hcache_backend.sglang import hints, waiting
 from hcache_backend.sglang.arguments import is_plain
 from hcache_backend.sglang.hook_registry import Hook, OnError, Original
 from hcache_backend.sglang.runtime import current
-from hcache_backend.sglang.storage_threads import gate_of, pages_per_report
+from hcache_backend.sglang.storage_threads import gate_of, keys_to, our_l3, pages_per_report
 
 _CACHE = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache."
 
@@ -33,13 +33,18 @@ def around_turn(original: Original, cache: Any, *a: Any, **kw: Any) -> Any:
     with harmless():
         waiting.left()
     result = original(cache, *a, **kw)
+    expired = None
     with harmless():
         waiting.fetched(cache)
+        hints.go_on(cache)
+        expired = hints.ask(turn)
     if gate is not None:
         gate.ask(turn)
     if ours is not None:
         ours.begin_turn(turn)
     turn.agree(cache._all_reduce_attn_groups)
+    if expired is not None:
+        hints.hear(*expired)
     if gate is not None:
         gate.hear()
     if ours is not None:
@@ -185,18 +190,6 @@ def before_stop(original: Original, cache: Any, *a: Any, **kw: Any) -> Any:
     if l3 is not None:
         l3.stop(cache)
     return original(cache, *a, **kw)
-
-
-def our_l3(cache: Any) -> Any:
-    """The :class:`HCacheStorage` of ``cache``; None if its L3 is another one, or none."""
-    controller = getattr(cache, "cache_controller", None)
-    backend = getattr(controller, "storage_backend", None)
-    return backend if hasattr(backend, "backups") else None
-
-
-def keys_to(cache: Any, node: int) -> list[str]:
-    tree = cache.tree_core
-    return [*tree.get_prefix_hash_values(node), *tree.get_hash_values(node)]
 
 
 TURN = Hook(_CACHE + "check_hicache_events", around_turn, OnError.END_L3)

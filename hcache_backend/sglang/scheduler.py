@@ -14,9 +14,8 @@ from hcache_backend.prefetch.slices import waits_for_gpu
 from hcache_backend.sglang import waiting
 from hcache_backend.sglang.arguments import is_plain
 from hcache_backend.sglang.hook_registry import Hook, OnError, Original
-from hcache_backend.sglang.radix_cache import keys_to, our_l3
 from hcache_backend.sglang.runtime import current
-from hcache_backend.sglang.storage_threads import gate_of
+from hcache_backend.sglang.storage_threads import gate_of, keys_to, our_l3
 
 logger = logging.getLogger("hcache")
 
@@ -36,7 +35,8 @@ def around_received(original: Original, scheduler: Any, req: Any, *a: Any, **kw:
     the scheduler. Here its request goes on without L3."""
     with harmless():
         prefetches, gate = current().prefetches, gate_of(scheduler.tree_cache)
-        prefetches.scheduler, prefetches.plain = scheduler, is_plain(req)
+        prefetches.scheduler = scheduler
+        prefetches.plain = is_plain(req) and req.rid not in prefetches.hints
         if gate is not None and not req.storage_prefetch_retry_attempts:
             prefetches.forget(req.rid)  # an earlier request may have had the same one
         _note_waiting(scheduler)

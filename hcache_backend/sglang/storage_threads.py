@@ -26,6 +26,18 @@ def gate_of(cache: Any) -> HitGate | None:
     return current().hit_gate if getattr(cache, "enable_storage", False) else None
 
 
+def our_l3(cache: Any) -> Any:
+    """The :class:`HCacheStorage` of ``cache``; None if its L3 is another one, or none."""
+    controller = getattr(cache, "cache_controller", None)
+    backend = getattr(controller, "storage_backend", None)
+    return backend if hasattr(backend, "backups") else None
+
+
+def keys_to(cache: Any, node: int) -> list[str]:
+    tree = cache.tree_core
+    return [*tree.get_prefix_hash_values(node), *tree.get_hash_values(node)]
+
+
 def around_look_up(original: Original, controller: Any, operation: Any, *a: Any, **kw: Any) -> Any:
     """Around ``HybridCacheController._storage_hit_query``, before its MIN over ranks."""
     gate = gate_of(controller)
@@ -39,7 +51,7 @@ def around_look_up(original: Original, controller: Any, operation: Any, *a: Any,
     with gate.l3.looking():
         keys, tokens = original(controller, operation, *a, **kw)
     taken, shared = tokens, min(tokens, found_shared() * controller.page_size)
-    if tokens:
+    if tokens and not prefetch.announced:  # no request is later because of that
         parts = not operation.pool_transfers
         taken = gate.takes(prefetch, tokens, len(operation.token_ids), shared, parts=parts)
     return keys[: taken // controller.page_size], taken

@@ -16,13 +16,14 @@ from itertools import islice
 from typing import Any
 
 from hcache_backend import metrics
-from hcache_backend.prefetch.prefetch import Held, Prefetches
+from hcache_backend.prefetch.prefetch import Held, Hint, Prefetches
+from hcache_backend.sglang.compat import prefix_length
 from hcache_backend.sglang.runtime import current
 
 _SHARE = 2  # at most half of host memory is held or being read: backups need the other half
 
 
-def _follows(cache: Any) -> bool:
+def follows(cache: Any) -> bool:
     """True if this module may act: pipeline stages are not at one point, and without host pages of
     its own HiCache waits for room itself."""
     return cache.pp_size == 1 and getattr(cache, "buffer_pipeline", None) is None
@@ -35,7 +36,7 @@ def with_room(cache: Any, answered: int | None) -> int | None:
     """Number of answers that HiCache may take now, of the ``answered`` first ones in its queue,
     which are brought to the front. HiCache reads L3 for each that it takes."""
     controller, prefetches = cache.cache_controller, current().prefetches
-    if answered is None or not _follows(cache):
+    if answered is None or not follows(cache):
         return answered
     controller.prefetch_capacity_limit = sys.maxsize  # room is judged here, by what L3 has
     running = [info.operation for info in cache.ongoing_prefetch.values()] if answered else []
@@ -46,10 +47,15 @@ def with_room(cache: Any, answered: int | None) -> int | None:
     short, allotted = False, 0
     for operation in list(islice(answers.queue, answered)):
         needed = _tokens_to_read(cache, operation, reading)
-        if needed and not short:
-            short = bool(filled) and filled + needed > _room(cache)
+        if needed and operation.request_id in prefetches.hints:
+            if filled + needed > room(cache) or not _make_room(cache, allotted + needed):
+                end_hint(operation.request_id, "given_up")  # nobody waits for it, or behind it
+                needed = 0
+        elif needed and not short:
+            _make_way(cache, filled + needed, allotted + needed)
+            short = bool(filled) and filled + needed > room(cache)
             if not short and not _make_room(cache, allotted + needed):
-                short = bool(filled) or (needed <= _room(cache) and not _is_idle())
+                short = bool(filled) or (needed <= room(cache) and not _is_idle())
                 if not short and operation.pool_transfers:
                     # HiCache would read a part, at the end of which other pools have nothing.
                     cache.revoke_pending_prefetch(operation.handle)
@@ -73,7 +79,7 @@ def with_room(cache: Any, answered: int | None) -> int | None:
     return len(taken)
 
 
-def _room(cache: Any) -> int:
+def room(cache: Any) -> int:
     """Most tokens in host memory that are held, or being read."""
     return int(cache.cache_controller.mem_pool_host.size) // _SHARE
 
@@ -100,7 +106,33 @@ def _is_idle() -> bool:
     return all(batch is None or batch.is_empty() for batch in batches)
 
 
-def _held_tokens(held: Iterable[Held]) -> int:
+def _make_way(cache: Any, filled: int, tokens: int) -> None:
+    """End hints, the oldest first, until ``filled`` tokens have room beside them, ``tokens`` of
+    them new."""
+    for name in current().prefetches.hints:
+        hinted = held_tokens(current().prefetches.hints.values())
+        if filled + hinted <= room(cache) and _make_room(cache, tokens):
+            break
+        end_hint(name, "given_up")
+
+
+def end_hint(name: str, unused: str) -> None:
+    """Let go of the prompt of a hint, and end its prefetch. ``unused``: why no request used it."""
+    prefetches = current().prefetches
+    hint = prefetches.hints[name]
+    metrics.HINTS.count("useful" if hint.used else unused)
+    metrics.L3_TOKENS.add(hint_useless=hint.read)
+    hint.read = 0
+    _gone(name)
+    prefetches.scheduler.tree_cache.release_aborted_request(hint.request.cache_request_handle)
+
+
+def there(hint: Hint) -> int:
+    """Tokens at its front on the device or in host memory, at the last look-up."""
+    return prefix_length(hint.request) + int(hint.request.host_hit_length)
+
+
+def held_tokens(held: Iterable[Held]) -> int:
     """Of each node's prompt once."""
     return sum({one.request.last_host_node: one.tokens for one in held}.values())
 
@@ -114,7 +146,7 @@ def _releasable(cache: Any, prefetches: Prefetches) -> int:
         if info.operation.host_indices is None
     }
     queued = {request.rid for request in prefetches.scheduler.waiting_queue}
-    return _held_tokens(
+    return held_tokens(
         one
         for rid, one in prefetches.held.items()
         if rid in queued and id(one.operation) not in unread
@@ -153,23 +185,30 @@ def _note_behind(operation: Any, other: Any, page: int) -> bool:
 def came(scheduler: Any, request: Any) -> None:
     """SGLang has looked a new request up, or a waiting one again: hold its prompt."""
     cache, prefetches = scheduler.tree_cache, current().prefetches
-    _gone(request.rid)
+    held: Held | None = prefetches.hints.get(request.rid)
+    if held is None:
+        _gone(request.rid)
+        held = Held(request)
     if not getattr(cache, "enable_storage", False):
         return
     info = cache.ongoing_prefetch.get(request.cache_request_handle)
-    held = prefetches.held[request.rid] = Held(request, None if info is None else info.operation)
-    fits = _held_tokens(prefetches.held.values()) + request.host_hit_length <= _room(cache)
+    held.request, held.operation = request, None if info is None else info.operation
+    prefetches.held[request.rid] = held
+    fits = held_tokens(prefetches.held.values()) + request.host_hit_length <= room(cache)
     if fits and not prefetches.short_of_room:
-        _hold(cache, held)
+        hold(cache, held)
 
 
-def _hold(cache: Any, held: Held) -> None:
-    """Keep what host memory has of a prompt, by its last look-up."""
+def hold(cache: Any, held: Held) -> None:
+    """Keep what host memory has of a prompt, by its last look-up. A hint's stays there also when
+    it leaves the device."""
     node, tokens = held.request.last_host_node, held.request.host_hit_length
+    if isinstance(held, Hint):
+        tokens = there(held)
     if held.let_go is not None:
         held.let_go()
         held.tokens, held.let_go = 0, None
-    if tokens and _follows(cache) and cache.is_backuped(node):
+    if tokens and follows(cache) and cache.is_backuped(node):
         receipt = cache.inc_host_lock_ref(node).to_dec_params()
         held.let_go = partial(_let_go, cache, cache.storage_prefetch_retries, node, receipt)
         held.tokens = tokens
@@ -188,8 +227,9 @@ def left() -> None:
         bootstrap = getattr(scheduler, "disagg_prefill_bootstrap_queue", None)
         queued = [*scheduler.waiting_queue, *(() if bootstrap is None else bootstrap.queue)]
         waiting = {request.rid for request in queued}
-        for rid in [rid for rid in held if rid not in waiting]:
-            _gone(rid)
+        for rid, one in list(held.items()):
+            if rid not in waiting and not isinstance(one, Hint):
+                _gone(rid)
 
 
 def fetched(cache: Any) -> None:
@@ -200,13 +240,13 @@ def fetched(cache: Any) -> None:
             continue
         meeting, held.operation = current().prefetches.of(operation).meeting, None
         held.computed = 0 if meeting is None else meeting.front * cache.page_size
-        held.read = max(0, operation.completed_tokens - held.computed)
+        held.read += max(0, operation.completed_tokens - held.computed)
         if operation.completed_tokens:
             for info in cache.ongoing_prefetch.values():
                 if info.operation.host_indices is None:
                     _note_behind(info.operation, operation, cache.page_size)
             request.init_next_round_input(cache, cow_mamba=False)  # as SGLang looks a prefix up
-            _hold(cache, held)
+            hold(cache, held)
 
 
 def count_used(requests: Sequence[Any]) -> None:
@@ -215,19 +255,19 @@ def count_used(requests: Sequence[Any]) -> None:
         held = current().prefetches.held.get(request.rid)
         if held is not None and held.read:
             hit = min(held.read, max(0, request.cached_tokens_storage - held.computed))
-            _count(hit=hit, unused=held.read - hit)
+            metrics.L3_TOKENS.add(hit=hit, unused=held.read - hit)
             held.read = 0
+        for name, hint in current().prefetches.hints.items():
+            if hint.begins(request, request.origin_input_ids, there(hint)):
+                metrics.L3_TOKENS.add(hint_useful=hint.read)
+                hint.used, hint.read = True, 0
+                if hint.asked >= 0:  # it was to be here for this request
+                    end_hint(name, "")
 
 
 def _gone(rid: str) -> None:
     held = current().prefetches.held.pop(rid, None)
     if held is not None:
-        _count(unused=held.read)
+        metrics.L3_TOKENS.add(unused=held.read)
         if held.let_go is not None:
             held.let_go()
-
-
-def _count(**tokens: int) -> None:
-    for result, number in tokens.items():
-        if number:
-            metrics.L3_TOKENS.count(result, number)

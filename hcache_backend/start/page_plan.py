@@ -227,7 +227,7 @@ def asked_codec(runtime: Runtime, dtype: torch.dtype) -> str:
     assert runtime.config is not None
     asked = runtime.config.codec
     if asked == "auto":
-        return "exp4" if dtype == torch.bfloat16 else "none"
+        return "exp3" if dtype == torch.bfloat16 else "none"
     return asked
 
 

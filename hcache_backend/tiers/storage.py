@@ -327,9 +327,10 @@ class HCacheStorage(HiCacheStorage):
         weights, instead = self._runtime.weights, None if self._promises_hits else "not_promised"
         if weights is None or weights.suspended is not None:
             instead = "suspended"
-        for result, number in pages.items():
-            if number:
-                metrics.L3_TOKENS.count(instead or result, number * self.mem_pool_host.page_size)
+        if instead is not None:
+            pages = {instead: sum(pages.values())}
+        size = self.mem_pool_host.page_size
+        metrics.L3_TOKENS.add(**{result: number * size for result, number in pages.items()})
 
     def _renew_report(self) -> None:
         if time.monotonic() > self._reported + _REPORT_SECONDS:

@@ -22,7 +22,7 @@ from .units import Cut, Places
 ROWS, KV, LATENT = "h", "kv", "l"
 """Planes of a row of hidden states, and of a page of the KV pool: K and V, or latents of MLA. One
 letter for each."""
-REFERENCE_VALUES = 1 << 18
+REFERENCE_VALUES = 1 << 20
 """Values that are encoded or decoded at once on a CPU: a core's cache holds them."""
 
 

@@ -54,6 +54,8 @@ OBJECTS: dict[str, tuple[str, ...]] = {
     ),
     "req": ("sglang.srt.managers.schedule_batch.Req",),
     "request": ("sglang.srt.managers.schedule_batch.Req",),
+    "recv_req": ("sglang.srt.managers.io_struct.AttachHiCacheStorageReqInput",),
+    "tokenizer_manager": ("sglang.srt.managers.tokenizer_manager.TokenizerManager",),
     "resolved": _ARGUMENTS,
     "runner": ("sglang.srt.model_executor.model_runner.ModelRunner",),
     "scheduler": ("sglang.srt.managers.scheduler.Scheduler",),
@@ -76,8 +78,8 @@ NOT_OBJECTS = {
     "host_pool_name", "mem_pool_host", "adapter", "model", "own", "stages", "ranks",
     "q", "k", "v", "key_value_num_tokens", "kind",
     "kv_pool", "runtime", "pool", "pages", "place", "layout", "plan", "weights", "device",
-    "event", "node", "other", "receipt", "retries", "slots",
-    "allocator", "target_location", "target_locations", "target_sizes",
+    "event", "node", "other", "receipt", "retries", "slots", "ids", "extra_key", "cache_salt",
+    "app", "allocator", "target_location", "target_locations", "target_sizes",
 }  # fmt: skip
 """Other parameters annotated ``Any``: tensors, lists, classes, and pools of many classes."""
 
@@ -85,6 +87,7 @@ OURS = {
     ("ack", "_replace"),  # every NamedTuple's
     ("ack", "reduce"),
     ("request", "prefix_indices"),  # of 0.5.21; later versions ask our tree for it
+    ("request", "prefix_len"),
     ("forward_batch", "asked"),
     ("controller", "eager"),
     ("controller", "begin_turn"),
@@ -95,6 +98,7 @@ OURS = {
     ("queue", "extendleft"),  # a deque's
     ("queue", "popleft"),
     ("memory", "parts"),
+    ("tokenizer_manager", "attach_hicache_storage_communicator"),  # made from a list of names
 }
 """What we put there ourselves."""
 
@@ -159,6 +163,10 @@ ONE_OF: tuple[tuple[frozenset[str], ...], ...] = (
     (
         frozenset({"Req.set_extend_range"}),  # 0.5.21
         frozenset({"Req.extend_end"}),
+    ),
+    (
+        frozenset({"Req.prefix_indices"}),  # 0.5.21
+        frozenset({"Req.prefix_len"}),
     ),
 )
 """Where versions differ: of each line, all names of one set must be there."""

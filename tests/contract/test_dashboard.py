@@ -112,6 +112,8 @@ def test_every_event_that_is_counted_has_a_counter() -> None:
             if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)):
                 continue
             table = ast.unparse(call.func.value).rpartition(".")[2]
+            if table in tables and call.func.attr == "add":
+                counted |= {(table, str(keyword.arg)) for keyword in call.keywords if keyword.arg}
             if table in tables and call.func.attr == "count":
                 event = call.args[0]
                 if isinstance(event, ast.JoinedStr):  # any value, after what all of them begin with
@@ -131,7 +133,7 @@ def test_names_of_metrics_say_their_unit() -> None:
     for metric in metrics.ALL:
         assert re.search(
             r"_(tokens|bytes|pages|seconds|errors|folders|syncs|problems|pairs|slices|info"
-            r"|suspended|shared|distance|per_second)$",
+            r"|suspended|shared|distance|hints|per_second)$",
             metric.name,
         ), metric.name
         assert len(metric.labels) <= 2

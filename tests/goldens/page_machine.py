@@ -33,7 +33,7 @@ from hcache_backend.store import PageStore
 from hcache_kernels.codecs import make_codec
 from hcache_kernels.staging import save_rows
 
-PAGE, HEADS, DIM, HIDDEN = 16, 2, 16, 64
+HEADS, DIM, HIDDEN = 2, 16, 64
 WRITER = b"writer-1"
 KEY = hashlib.sha256(b"the tokens up to here").digest()
 SECOND_PAGE = 1
@@ -55,6 +55,7 @@ class Kind(NamedTuple):
     hidden: str = "none"
     ranks: int = 1
     pairs: tuple[tuple[int, int, str], ...] = ()
+    page: int = 16
 
 
 KINDS = {
@@ -64,6 +65,8 @@ KINDS = {
     "mixed": Kind((1, 2, 1)),
     "hidden, exp4": Kind((0, 4, 0), hidden="exp4"),
     "K and V, exp4": Kind((0, 0, 4), codec="exp4"),
+    "K and V, exp3": Kind((0, 0, 4), codec="exp3", page=64),
+    "K and V, two ranks, exp3": Kind((0, 0, 4), codec="exp3", page=64, ranks=2),
     "mixed, exp4": Kind((1, 2, 1), codec="exp4", hidden="exp4"),
     "mixed, int8": Kind((1, 2, 1), codec="int8", hidden="int8"),
     "mixed, fp8": Kind((1, 2, 1), codec="fp8", hidden="fp8"),
@@ -86,15 +89,15 @@ def device_pool(kind: Kind, rank: int) -> Any:
     own = slice(rank * heads, (rank + 1) * heads)
 
     def buffers(seed: int) -> list[torch.Tensor]:
-        every = values(seed, layers, 4 * PAGE, HEADS, DIM)[:, :, own].contiguous()
+        every = values(seed, layers, 4 * kind.page, HEADS, DIM)[:, :, own].contiguous()
         return list(every.to(kind.dtype))
 
     return SimpleNamespace(
         k_buffer=buffers(1),
         v_buffer=buffers(2),
         layer_num=layers,
-        size=3 * PAGE,
-        page_size=PAGE,
+        size=3 * kind.page,
+        page_size=kind.page,
         store_dtype=kind.dtype,
         start_layer=0,
         end_layer=layers - 1,
@@ -110,7 +113,7 @@ def runtime_of(kind: Kind) -> Runtime:
         model_config=SimpleNamespace(hf_config=config),
         dtype=kind.dtype,
         kv_cache_dtype=kind.dtype,
-        server_args=SimpleNamespace(page_size=PAGE, enable_lora=False, lora_paths=None),
+        server_args=SimpleNamespace(page_size=kind.page, enable_lora=False, lora_paths=None),
     )
     return Runtime(runner, weights=Weights(b"w" * 16, whole=b"v" * 16), writer=WRITER)
 
@@ -125,7 +128,7 @@ class Machine:
     def __init__(self, kind: Kind, rank: int) -> None:
         self.kind, self.runtime = kind, runtime_of(kind)
         kvcache = device_pool(kind, rank)
-        methods = Restore(None, None, Partition(*kind.partition), chunk_tokens=4 * PAGE)
+        methods = Restore(None, None, Partition(*kind.partition), chunk_tokens=4 * kind.page)
         shard = shard_of_heads(rank, kind.ranks)
         how = methods, shard, head_groups(None, shard, kind.ranks)
         codec: dict[str, Any] = {"kv_codec": kind.codec}
@@ -155,20 +158,22 @@ class Machine:
         """As a backup does: header, rows, K and V, then what proves the page."""
         layout, page = self.layout, self.memory[0].numpy()
         layout.begin(page, self.namespace, WRITER)
-        layout.positions(page)[:] = np.arange(PAGE) + SECOND_PAGE * PAGE
-        layout.token_ids(page)[:] = np.arange(PAGE) * 7 + 100
+        layout.positions(page)[:] = np.arange(self.kind.page) + SECOND_PAGE * self.kind.page
+        layout.token_ids(page)[:] = np.arange(self.kind.page) * 7 + 100
         hidden = self.plan.methods.layers("hidden")
         if hidden:
-            rows = values(3, len(hidden), PAGE, HIDDEN).to(self.kind.dtype).view(torch.uint8)
+            rows = (
+                values(3, len(hidden), self.kind.page, HIDDEN).to(self.kind.dtype).view(torch.uint8)
+            )
             marks = torch.zeros(rows.shape[:2], dtype=torch.int64)
             segments = torch.tensor([layout.segment_offsets[layer] for layer in hidden])
-            slots, table = torch.arange(PAGE), torch.zeros(1, dtype=torch.int64)
+            slots, table = torch.arange(self.kind.page), torch.zeros(1, dtype=torch.int64)
             for part, stored in stored_rows(self.codec, rows, marks):
-                where = segments[part], PAGE, layout.kept
+                where = segments[part], self.kind.page, layout.kept
                 save_rows(stored, slots, table, self.memory, *where)
             assert not marks.any()
         if self.plan.kv.layers:
-            slots = torch.arange(PAGE) + SECOND_PAGE * PAGE
+            slots = torch.arange(self.kind.page) + SECOND_PAGE * self.kind.page
             pages = torch.zeros(1, dtype=torch.int64)
             fits = self.plan.kv.save(layout, self.memory, pages, slots)
             assert fits is None or fits.all()

@@ -36,6 +36,7 @@ def mend() -> None:
         return shipped(self, _widened(a), _widened(b), *args)
 
     interpreter.InterpreterBuilder.create_dot = create_dot
+    interpreter.ScanOps.generic_scan = _scan
 
 
 def _convert_float(data: np.ndarray, source: tl.dtype, target: tl.dtype, rounding: Any) -> Any:
@@ -45,6 +46,19 @@ def _convert_float(data: np.ndarray, source: tl.dtype, target: tl.dtype, roundin
     converted = bits.view(_TORCH_TYPES[source]).to(_TORCH_TYPES[target])
     out = _BITS[converted.element_size()]
     return converted.view(getattr(torch, np.dtype(out).name)).numpy().reshape(data.shape)
+
+
+def _scan(self: Any, values: list[Any]) -> list[Any]:
+    """A scan of one block in logarithmic time; as shipped it calls Python for each element."""
+    [value] = values
+    found, step = value.handle.data, 1
+    assert found.ndim == 1
+    while step < len(found):
+        before = np.concatenate([found[:step], found[:-step]])
+        parts = (self.to_tensor(part, value.dtype) for part in (before, found))
+        after = self.combine_fn.fn(*parts).handle.data
+        found, step = np.concatenate([found[:step], after[step:]]), 2 * step
+    return [self.to_tensor(found, value.dtype)]
 
 
 def _widened(operand: Any) -> Any:

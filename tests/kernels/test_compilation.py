@@ -176,6 +176,16 @@ CUTS = {
 }
 """Units of K and V, and the values of a head."""
 
+EXP3_CUTS = {
+    "one group": Cut(1024, 64),
+    "8 groups": Cut(128, 64, groups=8),
+    "heads of 96": Cut(3 * 96, 64, groups=4),
+    "2 pieces": Cut(2048, 32, pieces=2),
+    "narrow": Cut(64, 32, groups=2),
+    "long": Cut(256, 256),
+}
+"""Of ``exp3``, whose units have at least 32 tokens."""
+
 SEGMENTS = (("exp4", torch.bfloat16), ("int8", torch.bfloat16), ("fp8", torch.float16))
 """Their codecs, and the type of K and V; ``fp8`` differs from ``int8`` in the codes alone."""
 
@@ -257,8 +267,14 @@ def transfer_jobs(capability: tuple[int, int]) -> Jobs:
                     f"{'decode' if decode else 'encode'} segments, {codec} {name(dtype)}, {what}",
                     partial(segments_launch, codec, decode, cut, dim, dtype),
                 )
+    for what, cut in EXP3_CUTS.items():
+        for decode in (False, True):
+            yield (
+                f"{'decode' if decode else 'encode'} segments, exp3, {what}",
+                partial(segments_launch, "exp3", decode, cut, 64, torch.bfloat16),
+            )
     cut, dim = CUTS["8 groups"]
-    for codec, dtype in SEGMENTS:
+    for codec, dtype in (*SEGMENTS, ("exp3", torch.bfloat16)):
         for decode in (False, True):
             yield (
                 f"{'decode' if decode else 'encode'} layers, {codec} {name(dtype)}",

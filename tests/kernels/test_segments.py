@@ -22,6 +22,11 @@ CUTS = {
     "groups and pieces": Cut(1024, 32, groups=2, pieces=2),
     "a token per unit": Cut(96, 1, groups=2, pieces=8),
 }
+KINDS = [
+    pytest.param(name, cut, id=f"{what}-{name}")
+    for name, (what, cut) in product(SEGMENT_CODECS, CUTS.items())
+    if name != "exp3" or cut.tokens >= 32
+]
 LOSSY = ("int8", "fp8")
 LOSSY_KINDS = list(product(LOSSY, (torch.bfloat16, torch.float16)))
 
@@ -34,7 +39,7 @@ def pool(
     slots, heads = pages * cut.pieces * cut.tokens, cut.groups * cut.width // DIM
     k, v = (torch.randn((slots, heads, DIM), generator=source) for _ in "kv")
     k *= torch.randn((heads, DIM), generator=source).exp()
-    v *= torch.randn((slots, 1, 1), generator=source).exp()
+    v *= (0.3 * torch.randn((slots, 1, 1), generator=source)).exp()
     return [k.to(dtype), v.to(dtype)]
 
 
@@ -61,8 +66,7 @@ def lines_of(cut: Cut, planes: list[torch.Tensor]) -> Iterator[torch.Tensor]:
     yield v.amax(2, keepdim=True).expand_as(v)
 
 
-@pytest.mark.parametrize("name", SEGMENT_CODECS)
-@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
+@pytest.mark.parametrize(("name", "cut"), KINDS)
 def test_segments_are_the_units_of_a_page_in_their_order(cut: Cut, name: str) -> None:
     """Each is what its values are encoded to by themselves."""
     codec, tokens = make_segment_codec(name, cut, DIM, torch.bfloat16), cut.tokens * cut.pieces
@@ -90,8 +94,7 @@ def test_segments_are_the_units_of_a_page_in_their_order(cut: Cut, name: str) ->
         assert torch.equal(memory[1, offset : offset + unit.length], wanted)
 
 
-@pytest.mark.parametrize("name", SEGMENT_CODECS)
-@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
+@pytest.mark.parametrize(("name", "cut"), KINDS)
 def test_segments_come_back_to_their_pages_and_nowhere_else(cut: Cut, name: str) -> None:
     codec = make_segment_codec(name, cut, DIM, torch.bfloat16)
     planes, tokens = pool(cut, 4, seed=10), cut.tokens * cut.pieces
@@ -122,18 +125,23 @@ def test_a_rank_has_the_bytes_of_its_heads_in_the_whole_page(name: str) -> None:
         assert torch.equal(found[0][2:], found[1])
 
 
-@pytest.mark.parametrize("name", SEGMENT_CODECS)
-@pytest.mark.parametrize("tokens", [16, 64])
-@pytest.mark.parametrize("width", [128, 1024, 8192])
+@pytest.mark.parametrize(
+    ("name", "tokens", "width"),
+    [
+        *product(("exp4", *LOSSY), (16, 64), (128, 1024, 8192)),
+        *product(("exp3",), (64,), (128, 1024)),
+    ],
+)
 def test_pages_take_the_share_of_their_bytes_that_is_stated(
-    width: int, tokens: int, name: str
+    name: str, tokens: int, width: int
 ) -> None:
     pieces = units_per_group(tokens, width)
     cut = Cut(width, tokens // pieces, pieces=pieces)
     codec = make_segment_codec(name, cut, 128, torch.bfloat16)
     share = codec.segment_bytes / (2 * 2 * tokens * width)
     scales = (1 / cut.tokens + 1 / 128) / 2  # of 2 bytes: one per channel, one per head of a token
-    assert share == pytest.approx(0.5 + scales) if name in LOSSY else share <= 0.775
+    most = 0.717 if name == "exp3" else 0.775
+    assert share == pytest.approx(0.5 + scales) if name in LOSSY else share <= most
 
 
 @pytest.mark.parametrize(("name", "dtype"), LOSSY_KINDS)
@@ -199,7 +207,7 @@ def holds(codec: Codec, page: torch.Tensor, plain: torch.Tensor) -> bool:
 def test_a_page_stands_for_what_it_was_encoded_from_and_for_nothing_else(
     name: str,
 ) -> None:
-    cut = CUTS["four groups"]
+    cut = Cut(32, 32, groups=4)
     codec = make_segment_codec(name, cut, DIM, torch.bfloat16)
 
     def plain(planes: list[torch.Tensor]) -> torch.Tensor:
@@ -216,7 +224,7 @@ def test_a_page_stands_for_what_it_was_encoded_from_and_for_nothing_else(
         others = [plane.clone() for plane in planes]
         others[number][5, 3, 7] += 0.25 * others[number].abs().max()
         assert not holds(codec, page, plain(others))
-    for place in range(0, len(page) * (not codec.lossless), 7):  # exp4 may leave bytes unused
+    for place in range(0, len(page) * (not codec.lossless), 7):  # others may leave bytes unused
         damaged = page.clone()
         damaged[place] ^= 0x40
         assert not holds(codec, damaged, plain(planes))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from ..codec import KV, LATENT, REFERENCE_VALUES, Codec, Program, UnsupportedRows
+from ..codec import KV, LATENT, Codec, Program, UnsupportedRows
 from ..units import Cut
 from .kernel import decode_kernel, encode_kernel
-from .reference import decode_units, encode_units, form_of
+from .reference import UnitForm, decode_units, encode_units, form_of
 
 _MOST_VALUES = 1 << 16
 _THREAD_PAIRS = 8
@@ -24,29 +24,33 @@ class Exp4(Codec):
 
     def __init__(self, cut: Cut, dim: int, dtype: torch.dtype, planes: str = KV) -> None:
         super().__init__(cut, dim, dtype, planes)
-        values = cut.values
+        values, takes = cut.values, f"codec {self.name!r} takes"
         if dtype != torch.bfloat16:
             what = "bfloat16 hidden states"
             if planes in (KV, LATENT):
                 what = f"{'K and V' if planes == KV else 'latents'} in bfloat16"
-            raise UnsupportedRows(f"codec 'exp4' takes {what}, not {dtype}")
+            raise UnsupportedRows(f"{takes} {what}, not {dtype}")
         if cut.width % 2:
             raise UnsupportedRows(
-                f"codec 'exp4' takes an even number of values per token and group, not {cut.width}"
+                f"{takes} an even number of values per token and group, not {cut.width}"
             )
         if values % 16 or not 16 <= values <= _MOST_VALUES:
             raise UnsupportedRows(
-                f"codec 'exp4' takes rows and units whose values are a multiple of 16 and at most "
+                f"{takes} rows and units whose values are a multiple of 16 and at most "
                 f"{_MOST_VALUES}, not {values}"
             )
-        form, units = form_of(values), len(planes) * cut.units
-        self.unit_bytes = (form.size,) * len(planes)
-        warps = max(1, form.pairs // (32 * _THREAD_PAIRS))
+        self._take(form_of(values))
+
+    def _take(self, form: UnitForm) -> None:
+        """Units have this form."""
+        thread = 32 * _THREAD_PAIRS
+        units, warps = len(self.planes) * self.cut.units, max(1, form.pairs // thread)
+        self.unit_bytes = (form.size,) * len(self.planes)
         self.encoder = Program(encode_kernel, units, warps, {"CODE": form})
         self.decoder = Program(decode_kernel, units * form.blocks, warps, {"CODE": form})
 
     def encode_units(self, units: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        encoded, fits = encode_units(units.reshape(-1, self.cut.values))
+        encoded, fits = self._encoded(units.flatten(0, 2))
         fits = fits.view(len(units), self.flags).all(1)
         return encoded.view(len(units), self.segment_bytes), fits
 
@@ -54,5 +58,10 @@ class Exp4(Codec):
         cut = self.cut
         shape = (len(encoded), len(self.planes), cut.units, cut.tokens, cut.width)
         units = encoded.reshape(-1, self.unit_bytes[0])
-        parts = units.split(max(1, REFERENCE_VALUES // cut.values))
-        return torch.cat([decode_units(some, cut.values) for some in parts]).view(shape)
+        return self._decoded(units).view(shape)
+
+    def _encoded(self, units: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return encode_units(units.flatten(1))
+
+    def _decoded(self, encoded: torch.Tensor) -> torch.Tensor:
+        return decode_units(encoded, self.cut.values)

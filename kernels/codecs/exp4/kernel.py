@@ -1,15 +1,16 @@
-"""The kernels of ``exp4``. Words of planes are pairs of values (int32)."""
+"""The kernels of ``exp4`` and ``exp3``. Words of planes are pairs of values (int32)."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
+from ..exp3.kernel import decode_block, encode_block, lowest_exponents
 from ..units import in_plane, unit_bytes_at, unit_values
 
 
-# One word of two values becomes 16 bits of sign and mantissa and 8 bits of codes: nothing moves
-# between threads but the ranks of exceptions.
+# By exp4 one word of two values becomes 16 bits of sign and mantissa and 8 bits of codes: nothing
+# moves between threads but the ranks of exceptions.
 @triton.jit(do_not_specialize_on_alignment=["items", "pages", "fits", "table", "offsets"])
 def encode_kernel(
     first,  # words [all items, words of an item]
@@ -35,11 +36,59 @@ def encode_kernel(
     values = unit_values(first, second, table, layer, items, item, unit, AT)
     fits += layer * tl.num_programs(0)
     encoded = unit_bytes_at(memory, pages, item, page_bytes, offsets, layer, offset)
-    encoded += unit * (3 * PAIRS + CODE.tail)
-
-    histogram = tl.zeros([256], tl.int32)
-    for start in range(0, PAIRS, CODE.counted * BLOCK):
+    encoded += unit * CODE.size
+    tail = encoded + (CODE.size - CODE.tail)
+    if CODE.channels:
+        lowest, channel = lowest_exponents(values, AT, CODE), tl.arange(0, 2 * CODE.channels)
+        tl.store(tail + channel, lowest.to(tl.uint8), mask=channel < 2 * AT.width)
+    else:
+        lowest, extra = _window(values, AT, CODE)
+        tl.store(tail, lowest.to(tl.uint8))
+        tl.store(tail + 1, extra.to(tl.uint8))
+    pool = tail + (CODE.tail - MOST)
+    found, whole = 0, 0
+    for start in range(0, PAIRS, BLOCK):
         at = start + tl.arange(0, BLOCK)
+        inside = at < PAIRS
+        pair = tl.load(values + in_plane(at, AT), mask=inside, other=0)
+        even, odd = pair >> 7 & 0xFF, pair >> 23 & 0xFF
+        if not CODE.channels:
+            even_code, odd_code = _code(even, lowest, extra), _code(odd, lowest, extra)
+        sign_mantissa = pair & 0x7F | pair >> 8 & 0x80 | pair >> 8 & 0x7F00 | pair >> 16 & 0x8000
+        halves = encoded.to(tl.pointer_type(tl.uint16))
+        tl.store(halves + at, sign_mantissa.to(tl.uint16), mask=inside)
+        starts = (tail + CODE.starts).to(tl.pointer_type(tl.uint16)) + start // BLOCK - 1
+        if CODE.channels:
+            if start > 0:
+                tl.store(starts, found)
+                tl.store(starts + CODE.blocks - 1, whole)
+            found, whole = encode_block(even, odd, start, lowest, encoded, found, whole, AT, CODE)
+        else:
+            codes = even_code | odd_code << 4
+            tl.store(encoded + 2 * PAIRS + at, codes.to(tl.uint8), mask=inside)
+            if start > 0:
+                tl.store(starts, found)
+            even_out, odd_out = (even_code == 0) & inside, (odd_code == 0) & inside
+            count = even_out.to(tl.int32) + odd_out.to(tl.int32)
+            rank = found + tl.cumsum(count, 0) - count
+            tl.store(pool + rank, even.to(tl.uint8), mask=even_out & (rank < MOST))
+            rank += even_out.to(tl.int32)
+            tl.store(pool + rank, odd.to(tl.uint8), mask=odd_out & (rank < MOST))
+            found += tl.sum(count)
+
+    entry = tl.arange(0, POOL)
+    unused = (entry >= found) & (entry < MOST - whole)
+    tl.store(pool + entry, tl.zeros([POOL], tl.uint8), mask=unused)
+    tl.store(fits + number, (found + whole <= MOST).to(tl.uint8))
+
+
+@triton.jit
+def _window(values, AT: tl.constexpr, CODE: tl.constexpr):
+    """The lowest exponent of the window, and the extra one."""
+    PAIRS: tl.constexpr = AT.tokens * AT.width
+    histogram = tl.zeros([256], tl.int32)
+    for start in range(0, PAIRS, CODE.counted * CODE.pairs):
+        at = start + tl.arange(0, CODE.pairs)
         pair = tl.load(values + in_plane(at, AT), mask=at < PAIRS, other=0)
         histogram += tl.histogram(pair >> 7 & 0xFF, 256, mask=at < PAIRS)
         histogram += tl.histogram(pair >> 23 & 0xFF, 256, mask=at < PAIRS)
@@ -48,38 +97,7 @@ def encode_kernel(
     window = tl.gather(up_to, tl.minimum(exponent + 13, 255), 0) - up_to + histogram
     lowest = tl.argmax(tl.where(exponent <= 242, window, -1), 0, tie_break_left=True)
     outside = (exponent < lowest) | (exponent >= lowest + 14)
-    extra = tl.argmax(tl.where(outside, histogram, -1), 0, tie_break_left=True)
-
-    tail = encoded + 3 * PAIRS
-    tl.store(tail, lowest.to(tl.uint8))
-    tl.store(tail + 1, extra.to(tl.uint8))
-    pool = tail + (CODE.tail - MOST)
-    found = 0
-    for start in range(0, PAIRS, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        inside = at < PAIRS
-        pair = tl.load(values + in_plane(at, AT), mask=inside, other=0)
-        even, odd = pair >> 7 & 0xFF, pair >> 23 & 0xFF
-        sign_mantissa = pair & 0x7F | pair >> 8 & 0x80 | pair >> 8 & 0x7F00 | pair >> 16 & 0x8000
-        even_code, odd_code = _code(even, lowest, extra), _code(odd, lowest, extra)
-        halves = encoded.to(tl.pointer_type(tl.uint16))
-        tl.store(halves + at, sign_mantissa.to(tl.uint16), mask=inside)
-        codes = even_code | odd_code << 4
-        tl.store(encoded + 2 * PAIRS + at, codes.to(tl.uint8), mask=inside)
-        if start > 0:
-            starts = (tail + CODE.starts).to(tl.pointer_type(tl.uint16))
-            tl.store(starts + start // BLOCK - 1, found)
-        even_out, odd_out = (even_code == 0) & inside, (odd_code == 0) & inside
-        count = even_out.to(tl.int32) + odd_out.to(tl.int32)
-        rank = found + tl.cumsum(count, 0) - count
-        tl.store(pool + rank, even.to(tl.uint8), mask=even_out & (rank < MOST))
-        rank += even_out.to(tl.int32)
-        tl.store(pool + rank, odd.to(tl.uint8), mask=odd_out & (rank < MOST))
-        found += tl.sum(count)
-
-    entry = tl.arange(0, POOL)
-    tl.store(pool + entry, tl.zeros([POOL], tl.uint8), mask=(entry >= found) & (entry < MOST))
-    tl.store(fits + number, (found <= MOST).to(tl.uint8))
+    return lowest, tl.argmax(tl.where(outside, histogram, -1), 0, tie_break_left=True)
 
 
 @triton.jit
@@ -91,7 +109,7 @@ def _code(exponent, lowest, extra):
 
 @triton.jit(do_not_specialize_on_alignment=["items", "table", "offsets"])
 def decode_kernel(
-    encoded,  # uint8 [layers, p, units of all planes, 6 * AT.tokens * AT.width + CODE.tail]
+    encoded,  # uint8 [layers, p, units of all planes, CODE.size]
     first,  # words [all items, words of an item]
     second,
     table,  # int64 [layers, 2], or None
@@ -102,15 +120,13 @@ def decode_kernel(
 ):
     PAIRS: tl.constexpr = AT.tokens * AT.width
     BLOCK: tl.constexpr = CODE.pairs
-    BLOCKS: tl.constexpr = (PAIRS + BLOCK - 1) // BLOCK
     UNITS: tl.constexpr = AT.planes * AT.groups * AT.pieces
-    number, block = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS
+    number, block = tl.program_id(0) // CODE.blocks, tl.program_id(0) % CODE.blocks
     layer = tl.program_id(1).to(tl.int64)
     item, unit = (number // UNITS).to(tl.int64), number % UNITS
     values = unit_values(first, second, table, layer, items, item, unit, AT)
-    encoded += (layer * (tl.num_programs(0) // BLOCKS) + number) * (3 * PAIRS + CODE.tail)
-    tail = encoded + 3 * PAIRS
-    lowest, extra = tl.load(tail).to(tl.int32), tl.load(tail + 1).to(tl.int32)
+    encoded += (layer * (tl.num_programs(0) // CODE.blocks) + number) * CODE.size
+    tail = encoded + (CODE.size - CODE.tail)
     starts = (tail + CODE.starts).to(tl.pointer_type(tl.uint16))
     before = tl.load(starts + block - 1, mask=block > 0, other=0).to(tl.int32)
 
@@ -118,16 +134,22 @@ def decode_kernel(
     inside = at < PAIRS
     halves = encoded.to(tl.pointer_type(tl.uint16))
     half = tl.load(halves + at, mask=inside, other=0).to(tl.int32)
-    codes = tl.load(encoded + 2 * PAIRS + at, mask=inside, other=0).to(tl.int32)
-    even, odd = codes & 0xF, codes >> 4
-    count = (even == 0).to(tl.int32) + (odd == 0).to(tl.int32)
-    rank = before + tl.cumsum(count, 0) - count
-    pool = tail + (CODE.tail - CODE.most)
-    even_bits = _exponent(even, rank, lowest, extra, pool, inside, CODE.most) << 7
-    rank += (even == 0).to(tl.int32)
-    odd_bits = _exponent(odd, rank, lowest, extra, pool, inside, CODE.most) << 23
-    pair = even_bits | half & 0x7F | (half & 0x80) << 8
-    pair |= odd_bits | (half & 0x7F00) << 8 | (half & 0x8000) << 16
+    if CODE.channels:
+        starts += CODE.blocks - 2 + block
+        whole = tl.load(starts, mask=block > 0, other=0).to(tl.int32)
+        even, odd = decode_block(encoded, block, before, whole, AT, CODE)
+    else:
+        lowest, extra = tl.load(tail).to(tl.int32), tl.load(tail + 1).to(tl.int32)
+        codes = tl.load(encoded + 2 * PAIRS + at, mask=inside, other=0).to(tl.int32)
+        even_code, odd_code = codes & 0xF, codes >> 4
+        count = (even_code == 0).to(tl.int32) + (odd_code == 0).to(tl.int32)
+        rank = before + tl.cumsum(count, 0) - count
+        pool = tail + (CODE.tail - CODE.most)
+        even = _exponent(even_code, rank, lowest, extra, pool, inside, CODE.most)
+        rank += (even_code == 0).to(tl.int32)
+        odd = _exponent(odd_code, rank, lowest, extra, pool, inside, CODE.most)
+    pair = even << 7 | half & 0x7F | (half & 0x80) << 8
+    pair |= odd << 23 | (half & 0x7F00) << 8 | (half & 0x8000) << 16
     tl.store(values + in_plane(at, AT), pair, mask=inside)
 
 

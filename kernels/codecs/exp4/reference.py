@@ -41,12 +41,13 @@ class UnitForm(NamedTuple):
 
     size: int  # bytes, a multiple of 8
     tail: int  # bytes behind the codes, whole words of 8 bytes
-    starts: int  # where the starts begin in the tail: behind the window and the extra exponent
-    most: int  # exceptions that there is room for
+    starts: int  # where the starts begin in the tail: behind what tells the windows
+    most: int  # bytes of exceptions that there is room for
     blocks: int  # parts that decode side by side
-    counted: int  # one block in this many is counted: all up to seven, of more at least four
+    counted: int  # one block in this many is counted for the window; with channels, one token
     pool: int  # most, up to a power of two
     pairs: int  # of values, that a program takes at once
+    channels: int = 0  # pairs of them that have windows, up to a power of two; 0: the unit has one
 
 
 @lru_cache
@@ -80,28 +81,21 @@ def encode_units(units: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
     result = units.new_zeros((count, form.size), dtype=torch.uint8)
     encoded = result.numpy()
-    sign_mantissa = bits >> 8
-    sign_mantissa &= 0x80
-    sign_mantissa |= bits & 0x7F
-    encoded[:, :n] = sign_mantissa
-    places = _places(codes == 0)
+    encoded[:, :n] = sign_mantissa_of(bits)
+    places = places_of(codes == 0)
     pairs = codes.view(np.uint16)
     pairs |= pairs >> 4
     encoded[:, n:split] = pairs
 
     tail = encoded[:, split:]
     tail[:, :1], tail[:, 1:2] = lowest, extra
-    before = _before_blocks(places, count, n)
-    pool = tail.shape[1] - most
-    starts = before[:, 1:] - before[:, :1]
-    tail[:, form.starts : pool] = starts.astype(np.uint16).view(np.uint8)
-    found = np.diff(before[:, 0], append=len(places))
-    rank = np.arange(len(places)) - np.repeat(before[:, 0], found)
+    found, pool = found_in_blocks(places, count, n), tail.shape[1] - most
+    starts = found.cumsum(1) - found
+    tail[:, form.starts : pool] = starts[:, 1:].astype(np.uint16).view(np.uint8)
+    rank = ranks_of(places, n, starts)
     places, rank = places[rank < most], rank[rank < most]
     tail[places // n, pool + rank] = exponents.reshape(-1)[places]
-    fits = units.new_empty(count, dtype=torch.bool)
-    np.less_equal(found, most, out=fits.numpy())
-    return result, fits
+    return result, torch.from_numpy(found.sum(1) <= most)
 
 
 def decode_units(encoded: torch.Tensor, values: int) -> torch.Tensor:
@@ -115,33 +109,40 @@ def decode_units(encoded: torch.Tensor, values: int) -> torch.Tensor:
     codes = pairs.view(np.uint8)
     exponents = codes + (lowest - 1)
     exponents += (codes == EXTRA).view(np.uint8) * (extra - lowest - WINDOW)
-    places = _places(codes == 0)
-    if len(places):
-        exponents.reshape(-1)[places] = _exceptions(tail, places, values)
+    form, places = form_of(values), places_of(codes == 0)
+    pool, starts = form.tail - form.most, np.zeros((len(tail), form.blocks), np.int64)
+    starts[:, 1:] = tail[:, form.starts : pool].view(np.uint16)
+    exponents.reshape(-1)[places] = listed(tail[:, pool:], places, values, starts)
+    return values_of(sign_mantissa, exponents)
 
+
+def sign_mantissa_of(bits: npt.NDArray[np.uint16]) -> Bytes:
+    """Sign (bit 7) and mantissa of bits of bfloat16."""
+    found = bits >> 8
+    found &= 0x80
+    found |= bits & 0x7F
+    return found.astype(np.uint8)
+
+
+def values_of(sign_mantissa: Bytes, exponents: Bytes) -> torch.Tensor:
+    """bfloat16 ``[units, n]`` of these parts."""
     bits = sign_mantissa.astype(np.uint16)
     bits *= 0x0101
     bits &= 0x807F
     wide = exponents.astype(np.uint16)
-    wide <<= 7
-    decoded = encoded.new_empty((len(encoded), values), dtype=torch.bfloat16)
-    np.bitwise_or(bits, wide, out=decoded.view(torch.int16).numpy().view(np.uint16))
-    return decoded
+    wide *= 0x80  # faster than a shift
+    bits |= wide
+    return torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
 
 
-def _exceptions(tail: Bytes, places: Places, values: int) -> Bytes:
-    """The exponents of values with code 0, at ``places`` among those of all units, in order."""
-    form = form_of(values)
-    most, pool = form.most, form.tail - form.most
-    ranks_before = np.zeros((len(tail), form.blocks), np.int64)
-    ranks_before[:, 1:] = tail[:, form.starts : pool].copy().view(np.uint16)
-    before = _before_blocks(places, len(tail), values).reshape(-1)
-    found = np.diff(before, append=len(places))
-    rank = np.arange(len(places)) + np.repeat(ranks_before.reshape(-1) - before, found)
-    unit = places // values
-    listed = tail[unit, pool + np.minimum(rank, most - 1)]
-    listed *= rank < most
-    return listed
+def listed(pool: Bytes, places: Places, values: int, starts: Places) -> Bytes:
+    """Entries of ``places`` in the pools of their units, ``[units, most]``, if the list of a block
+    begins at ``starts``, int64 ``[units, blocks]``: 0 behind the end of the pool."""
+    units, most = pool.shape
+    at = ranks_of(places, values, starts + most * np.arange(units)[:, None])
+    found = pool.reshape(-1).take(at, mode="clip")
+    found *= at < most * (places // values + 1)
+    return found
 
 
 def _window(exponents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -158,15 +159,24 @@ def _window(exponents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return lowest.to(torch.uint8), histogram.argmax(1).to(torch.uint8)
 
 
-def _places(mask: npt.NDArray[np.bool_]) -> Places:
+def places_of(mask: npt.NDArray[np.bool_]) -> Places:
     """Where ``[units, n]`` is True, ``n`` a multiple of 8: places among those of all units, in
     order. Few are, so words of 8 are looked at first."""
-    words = np.flatnonzero(mask.view(np.uint64))
-    places = np.flatnonzero(mask.reshape(-1, 8)[words])
-    return words[places >> 3] * 8 + (places & 7)
+    words = mask.view(np.uint64).reshape(-1)
+    some = np.flatnonzero(words != 0)
+    places = np.flatnonzero(words[some].view(np.bool_))
+    return some[places >> 3] * 8 + (places & 7)
 
 
-def _before_blocks(places: Places, units: int, values: int) -> Places:
-    """How many ``places`` there are before each block, int64 ``[units, blocks]``."""
-    begins = np.arange(units)[:, None] * values + np.arange(form_of(values).blocks) * BLOCK_VALUES
-    return np.searchsorted(places, begins.reshape(-1)).reshape(begins.shape)
+def found_in_blocks(places: Places, units: int, values: int) -> Places:
+    """How many ``places`` there are in each block, int64 ``[units, blocks]``."""
+    begins = np.arange(units)[:, None] * values + np.arange(0, values, BLOCK_VALUES)
+    before = np.searchsorted(places, begins.reshape(-1))
+    return np.diff(before, append=len(places)).reshape(begins.shape)
+
+
+def ranks_of(places: Places, values: int, starts: Places) -> Places:
+    """The rank of each of ``places`` in the list of its unit, if the list of a block begins at
+    ``starts``, int64 ``[units, blocks]``."""
+    found = found_in_blocks(places, len(starts), values).reshape(-1)
+    return np.arange(len(places)) + np.repeat(starts.reshape(-1) - found.cumsum() + found, found)

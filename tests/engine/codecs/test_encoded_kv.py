@@ -20,6 +20,7 @@ from tests.engine.harness.conversations import (
 from tests.engine.harness.ours import (
     assert_no_cache_output_up_to_ties,
     assert_nothing_went_wrong,
+    assert_restored_from_l3,
     assert_sound_own_pages,
     faulty,
     our_server,
@@ -29,13 +30,13 @@ from tests.engine.harness.ours import (
 pytestmark = pytest.mark.engine
 
 PAGE = 128
-
-
+THREE_BITS = {"codec": "exp3"}
 KV, MIXED = {"mode": "kv"}, {"partition": partition(0, 2, 2)}
 HIDDEN = {"partition": partition(0, 4, 0)}
 RANKS, BACK = {"tp": 2}, {"write_policy": "write_back"}
 NEVER = HIDDEN | {"recompute": "never"}
 UNITS, ROWS = "units_do_not_fit", "rows_do_not_fit"
+SHORT = {"page_size": 32}
 IN_EVERY_RUN = {("kv", UNITS), ("hidden", ROWS), ("mixed, two ranks", ROWS)}
 
 
@@ -45,6 +46,7 @@ IN_EVERY_RUN = {("kv", UNITS), ("hidden", ROWS), ("mixed, two ranks", ROWS)}
         pytest.param(*server, fault, id=f"{label}, {fault}", marks=marks)
         for label, server, faults in (
             ("kv", ("qwen3", KV, {}), (UNITS,)),
+            ("three bits", ("qwen3", KV | THREE_BITS, SHORT), (UNITS,)),
             ("write back", ("qwen3", KV, BACK), (UNITS,)),
             ("kv, two ranks", ("qwen3", KV, RANKS), (UNITS,)),
             ("mixed", ("llama", MIXED, {}), (UNITS, ROWS)),
@@ -77,14 +79,13 @@ def test_units_that_do_not_fit_are_computed_again(
     asked_for = our_server(
         model,
         tmp_path,
-        hcache={**hcache, "codec": "exp4"},
+        hcache={"codec": "exp4", **hcache},
         extra_env=faulty(fault),
         dtype="bfloat16",
-        page_size=16,
         max_total_tokens=1024,
         hicache_ratio=3.0,
         metrics=True,
-        **options,
+        **{"page_size": 16, **options},
     )
     never = "pp" in options or hcache.get("recompute") == "never"
     with Server(asked_for) as server:
@@ -116,3 +117,38 @@ def test_units_that_do_not_fit_are_computed_again(
         assert_nothing_went_wrong(server)
     asked += again
     assert_no_cache_output_up_to_ties(model, tmp_path, asked)
+
+
+@pytest.mark.parametrize(
+    ("name", "hcache", "options"),
+    [
+        pytest.param("qwen3", KV, {}, id="groups of queries"),
+        pytest.param("llama", KV, {}, id="a head for each query", marks=pytest.mark.long),
+        pytest.param("qwen3", KV, SHORT, id="pages of 32 tokens", marks=pytest.mark.long),
+        pytest.param("qwen3", KV, RANKS, id="two ranks", marks=pytest.mark.long),
+        pytest.param("llama", MIXED, {}, id="mixed", marks=pytest.mark.long),
+        pytest.param("llama", MIXED, RANKS, id="mixed, two ranks", marks=pytest.mark.long),
+    ],
+)
+def test_output_is_that_of_codec_none(
+    name: str, hcache: dict[str, Any], options: dict[str, Any], model_cache: Path, tmp_path: Path
+) -> None:
+    """Token for token: of turns whose history comes from L3, and of requests that share a front."""
+    model = build_model(name, model_cache)
+
+    def said(codec: str) -> list[list[int]]:
+        folder = tmp_path / codec
+        folder.mkdir()
+        how = {"dtype": "bfloat16", **options}
+        with Server(our_server(model, folder, hcache=hcache | {"codec": codec}, **how)) as server:
+            conversations = converse(server, make_conversations(3, turns=3, tokens=150, seed=6))
+            assert_restored_from_l3(conversations, options.get("page_size", 64))
+            fronts = [c.turns[-1].prompt[:300] for c in conversations]
+            shared = ask(server, [[*front, 7, tail] for tail in (1, 2) for front in fronts])
+            assert all(turn.cached.total >= 256 for turn in turns_of(shared))
+            used = "codec exp4, exp3 of K and V," if hcache == MIXED else "codec exp3,"
+            assert (used in server.log_text()) == (codec == "exp3")
+            assert_sound_own_pages(server, "hidden" if hcache == MIXED else "kv")
+        return [turn.reply.output_ids for turn in turns_of([*conversations, *shared])]
+
+    assert said("exp3") == said("none")

@@ -36,7 +36,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def options(model: Path, folder: Path, kind: str) -> ServerOptions:
+def options(model: Path, folder: Path, kind: str, host: int = HOST) -> ServerOptions:
     given = dict(KINDS[kind])
     (folder / "faults").touch()
     return our_server(
@@ -45,7 +45,7 @@ def options(model: Path, folder: Path, kind: str) -> ServerOptions:
         hcache=EVERY_HIT | given.pop("hcache"),
         metrics=True,
         page_size=PAGE,
-        max_total_tokens=HOST // 2,
+        max_total_tokens=host // 2,
         hicache_ratio=3.2 if kind == "hidden" else 2.0,
         extra_env=faulty("disk", folder / "faults"),
         extra_args=("--watchdog-timeout", "240"),

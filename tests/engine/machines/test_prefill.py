@@ -43,8 +43,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "hidden": {"partition": partition(0, 4, 0)},
     "own": {"mode": "kv"},
     "latents": {"mode": "kv"},  # of another model
-    "encoded": {"mode": "kv", "codec": "exp4"},
-    "encoded, mixed": {"partition": partition(1, 2, 1), "codec": "exp4"},
+    "encoded": {"mode": "kv", "codec": "exp3"},
+    "encoded, mixed": {"partition": partition(1, 2, 1), "codec": "exp3"},
     "layerwise": {"partition": partition(1, 2, 1), "restore": "layerwise"},
     "plain": {"mode": "plain"},
 }
@@ -112,6 +112,25 @@ def test_tokens_are_those_of_one_server_without_a_cache(
         assert_no_cache_output_up_to_ties(model, tmp_path, [*conversations, *again])
     else:
         assert_no_cache_output(model, [*conversations, *again])
+
+
+@LONG
+@pytest.mark.parametrize("kind", ["encoded", "encoded, mixed"])
+def test_tokens_are_those_of_codec_none(kind: str, model: Path, tmp_path: Path) -> None:
+    """One by one: of turns that L3 serves a prefill server after a flush."""
+
+    def said(codec: str) -> list[list[int]]:
+        folder = tmp_path / codec
+        folder.mkdir()
+        prefill = prefill_server(model, folder, "prefill", kind, hcache={"codec": codec})
+        decode = decode_server(model, folder, prefill, dtype="bfloat16")
+        with started(prefill, decode):
+            conversations = converse(decode, make_conversations(3, turns=3, tokens=200))
+            assert_sound(prefill, kind)
+        assert_restored_from_l3(conversations, PAGE)
+        return [turn.reply.output_ids for turn in turns_of(conversations)]
+
+    assert said("exp3") == said("none")
 
 
 def assert_found(conversations: Sequence[Conversation]) -> None:

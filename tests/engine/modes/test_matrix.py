@@ -131,10 +131,11 @@ def mixed(model: str, numbers: tuple[int, int, int], *said: str, **more: Any) ->
 MIXED = [
     *(mixed(*one) for one in SHORT),
     *(mixed(*one, marks=LONG) for one in EVERY if one not in SHORT),
-    # By default codec exp4 in bfloat16, which leaves 0.77 of the bytes.
-    mixed("llama", ALL_THREE, "codec exp4", dtype="bfloat16", overlap=True),
+    # By default codecs exp4 and exp3 in bfloat16, which leave 0.77 and 0.72 of the bytes.
+    mixed("llama", ALL_THREE, "codec exp4, exp3 of K and V", dtype="bfloat16", overlap=True),
     mixed("llama", (0, 4, 0), "codec exp4", dtype="bfloat16", shard=0.22, marks=LONG),
-    mixed("llama", (0, 2, 2), "codec exp4", dtype="bfloat16", marks=LONG),
+    mixed("llama", (0, 0, 4), "codec exp3", dtype="bfloat16", marks=LONG),
+    mixed("llama", (0, 2, 2), "codec exp4, exp3 of K and V", dtype="bfloat16", marks=LONG),
 ]
 
 # ---- classes of models, most of them without hidden states or own pages ----
@@ -247,9 +248,9 @@ OF_KV = [
         "llama", "own", "HiCache auto-sizing: ratio", hcache=KV, hicache_ratio=None, marks=VERSIONS
     ),
     row("qwen3", "own", QUERY_GROUPS, hcache=AUTO, tp=2),
-    row("qwen3", "own", "codec exp4", hcache=KV, dtype="bfloat16", page_size=128, marks=LONG),
-    row("qwen3", "own", "codec exp4", hcache=KV, dtype="bfloat16", tp=2, marks=LONG),
-    row("llama", "own", changes=GROUPED, hcache=AUTO, dtype="bfloat16", marks=LONG),
+    row("qwen3", "own", "codec exp3", hcache=KV, dtype="bfloat16", page_size=128, marks=LONG),
+    row("qwen3", "own", "codec exp3", hcache=KV, dtype="bfloat16", tp=2, marks=LONG),
+    row("llama", "own", "codec exp3", changes=GROUPED, hcache=AUTO, dtype="bfloat16", marks=LONG),
     row("qwen3", "own", hcache=AUTO, pp=2),
     row("qwen3", "own", hcache=AUTO, l3="file"),
     row(

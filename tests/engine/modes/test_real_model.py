@@ -36,7 +36,7 @@ def test_a_reply_behind_a_history_from_l3_is_the_computed_one(
     talk = Words(model, TEXT_TOKENS)
     prompt = talk.question(0)
     kept = prompt[: len(prompt) // 64 * 64]
-    codec = "exp4" if dtype == "bfloat16" else "none"
+    codec = "none" if dtype == "float32" else "exp4" if mode == "hidden" else "exp3"
     options = our_server(model, tmp_path, dtype=dtype, hcache={"mode": mode})
     with Server(options) as server:
         computed = server.generate(prompt, REPLY_TOKENS)

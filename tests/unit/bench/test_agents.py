@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.agents import LOCKED, Tier
+from bench.agents import AHEAD_S, Tier, announced
 from bench.eviction import best_possible, lru_by_chains
 from bench.workload.agents import (
     LEVELS,
@@ -20,6 +20,7 @@ from bench.workload.agents import (
     quantiles,
 )
 from bench.workload.base import WorkloadError
+from bench.workload.traces import Request
 
 PREFIX_SHARE = 0.963  # of the trace that the table is of
 WITHIN = {"turns": 0.25, "first": 0.2, "prompt": 0.2, "new": 0.15, "output": 0.05, "idle": 0.15}
@@ -100,7 +101,7 @@ def test_a_tier_by_lru_keeps_what_lru_by_chains_keeps_and_no_order_beats_the_bes
     for share in (0.05, 0.2, 0.5):
         capacity = int(share * pages)
         found = {}
-        for order in ("lru", "returns", "retained"):
+        for order in ("lru", "returns"):
             tier = Tier(capacity, order)
             for number, request in told:
                 tier.serve(number, request)
@@ -110,4 +111,21 @@ def test_a_tier_by_lru_keeps_what_lru_by_chains_keeps_and_no_order_beats_the_bes
         assert found["lru"] == pytest.approx(lru_by_chains(trace, capacity), abs=0.01 * asked)
         assert max(found.values()) <= best_possible(trace, capacity)
         assert found["returns"] > found["lru"] - 0.02 * asked
-    assert 0 < LOCKED < 1
+
+
+def test_announced_sessions_are_brought_back_before_their_turns() -> None:
+    one, other = (Request(0.0, range(n, n + 6), 6) for n in (0, 10))
+    returns = [one._replace(time=20.0), other._replace(time=20.0 + 2 * AHEAD_S)]
+    told = [(0, one), (1, other._replace(time=1.0)), (0, returns[0]), (1, returns[1])]
+    tier = announced(told, 7)
+    assert (tier.found, tier.written, tier.brought) == (12, 12, 10)
+    silent = Tier(7, "lru")
+    for number, request in told:
+        silent.serve(number, request)
+    assert (silent.found, silent.written) == (2, 22)
+
+
+def test_a_hint_does_not_come_before_the_turn_before() -> None:
+    request = Request(0.0, range(6), 6)
+    tier = announced([(0, request), (0, request._replace(time=AHEAD_S / 2))], 6)
+    assert (tier.found, tier.brought) == (6, 0)

@@ -24,7 +24,7 @@ from tests.unit.partition.pipelines import all_partitions, machine_of, public_mo
 
 INPUTS = 10_000
 MODELS = ("llama-2-7b", "llama-3-8b", "qwen3-8b", "gpt2", "opt-350m", "deepseek-v3", "falcon-7b")
-CODECS: tuple[PlannedCodec, ...] = ("none", "exp4", "int8", "fp8")
+CODECS: tuple[PlannedCodec, ...] = ("none", "exp3", "exp4", "int8", "fp8")
 L3S: tuple[L3Path, ...] = ("overlapped", "first", "none")
 
 

@@ -15,6 +15,7 @@ from typer.testing import CliRunner, Result
 from hcache_backend.cli.main import app
 from hcache_backend.config import parse_config
 from hcache_backend.plan import measure
+from hcache_backend.plan.model_shape import CLEARLY_LESS
 from hcache_backend.plan.plan import Conversations, FleetPlan, PartitionPlan
 from hcache_backend.plan.profile import CopyWay, Rate, preset_profile
 from hcache_backend.plan.record import (
@@ -74,7 +75,7 @@ def test_every_architecture_is_planned(path: Path, hardware: str) -> None:
     assert hardware in found["hardware"]["source"]
     assert found["binds"] in ("compute", "bus", "l3")
     times = found["predicted_ms"]
-    assert times["mix"] <= min(times["hidden"], times["kv"])
+    assert CLEARLY_LESS * times["mix"] <= min(times["hidden"], times["kv"])
     for at in found["at_length"].values():
         assert at["best_ms"] <= at["ms"]
     pays = not any("hidden states do not pay" in note for note in found["notes"])
@@ -86,8 +87,8 @@ def test_every_architecture_is_planned(path: Path, hardware: str) -> None:
 @pytest.mark.parametrize(
     ("name", "tp", "said"),
     [
-        ("llama-3-8b", 1, "6,272 bytes per token and layer, KV takes 3,136 (GQA)"),
-        ("qwen3-8b", 1, "6,272 bytes per token and layer, KV takes 3,136 (GQA)"),
+        ("llama-3-8b", 1, "6,272 bytes per token and layer, KV takes 2,936 (GQA)"),
+        ("qwen3-8b", 1, "6,272 bytes per token and layer, KV takes 2,936 (GQA)"),
         ("deepseek-v3", 8, "14,336 bytes per token and layer, KV takes 882 (MLA)"),
     ],
 )
@@ -140,9 +141,9 @@ def test_the_default_is_what_a_server_with_default_options_does(name: str, tp: i
         stored: found["model"]["layers"]
     }
     assert found["recomputes_front"] is (found["l3"] == "overlapped")
-    encoded = name != "llama-2-13b"  # bfloat16
     assert found["bytes_per_token_and_layer"]["kv"] == pytest.approx(
-        (0.766 if encoded else 1.0) * public_model(name).kv_bytes, rel=0.002
+        {"llama-2-13b": 1.0, "llama-3-8b": 0.717}.get(name, 0.766) * public_model(name).kv_bytes,
+        rel=0.002,
     )
     times, read = found["predicted_ms"], found["read_only_ms"]
     if found["recomputes_front"]:  # at their two rates together, if L3 brings an eighth
@@ -204,7 +205,9 @@ def test_the_front_of_a_hit_is_recomputed_while_the_back_is_read() -> None:
 @pytest.mark.parametrize(
     ("name", "codec", "kv"),
     [
-        ("llama-3-8b", "auto", 3136),
+        ("llama-3-8b", "auto", 2936),
+        ("llama-3-8b", "exp3", 2936),
+        ("llama-3-8b", "exp4", 3136),
         ("llama-3-8b", "none", 4096),
         ("llama-3-8b", "fp8", 2096),
         ("llama-2-7b", "auto", 16384),  # float16
@@ -540,10 +543,10 @@ SERVERS_OF_USERS = ("--ssds", 4, "--tokens", TOKENS, "--replicas", 8, "--users",
 def test_the_command_says_it_and_that_it_is_computed() -> None:
     found = plan("llama-3-8b", "h100", *SERVERS_OF_USERS)
     report = found["fleet"]
-    assert found["bytes_per_token"] == 32 * 3136, "encoded"
+    assert found["bytes_per_token"] == 32 * 2936, "encoded"
     plain = plan("llama-3-8b", "h100", *SERVERS_OF_USERS, "--codec", "none")
     assert plain["fleet"] == json.loads(json.dumps(fleet(number=100_000, replicas=8).report()))
-    assert report["l3_bytes"] == plain["fleet"]["l3_bytes"] * 3136 // 4096
+    assert report["l3_bytes"] == plain["fleet"]["l3_bytes"] * 2936 // 4096
     model = ("plan", "-m", CONFIGS / "llama-3-8b.json", "-w", "h100")
     text = hcache(*model, *SERVERS_OF_USERS).stdout
     assert "100,000 conversations" in text and "not measured" in text

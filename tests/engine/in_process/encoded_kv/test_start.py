@@ -31,6 +31,11 @@ from tests.engine.in_process.pools.host_pools import kv_cache_of_llama_3_8b
 from tests.kit.host import DEVICE_PAGES, PAGE, bits, kv_pool, slots_of
 
 
+def pool_for(codec: str) -> Any:
+    """With pages that the codec takes."""
+    return kv_pool(page=2 * PAGE if codec == "exp3" else PAGE)
+
+
 def plan_of(device: Any, codec: str) -> PagePlan:
     methods = Restore(None, None, Partition(0, 0, device.layer_num), chunk_tokens=8192)
     return PagePlan(device, methods, WHOLE, 1, kv_codec=codec)
@@ -181,7 +186,7 @@ def test_pages_of_k_and_v_stay_own_without_a_codec_that_does_not_hold_them(
     roomy: list[str] = []
     assert tried(kv_pool(), "exp4", roomy) == "none"
     monkeypatch.undo()
-    assert [tried(kv_pool(), codec, roomy) for codec in SEGMENT_CODECS] == [*SEGMENT_CODECS]
+    assert [tried(pool_for(codec), codec, roomy) for codec in SEGMENT_CODECS] == [*SEGMENT_CODECS]
     assert roomy == ["none", *SEGMENT_CODECS]
     monkeypatch.setattr(KVSegments, "save", lambda *_: None)
     with pytest.raises(Refused, match="K or V of layer 0 come back"):
@@ -192,9 +197,10 @@ def test_pages_of_k_and_v_stay_own_without_a_codec_that_does_not_hold_them(
 def test_copies_are_tried_in_the_layers_of_k_and_v_of_mixed_pages(
     codec: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    device = kv_pool()
-    kv = KVSegments(device, (1,), PAGE, WHOLE, 1, codec)
-    layout = PageLayout(PAGE, (hidden_layer(PAGE, 64, 32), kv.stored_layer(1)))
+    device = pool_for(codec)
+    page = device.page_size
+    kv = KVSegments(device, (1,), page, WHOLE, 1, codec)
+    layout = PageLayout(page, (hidden_layer(page, 64, 32), kv.stored_layer(1)))
     plan: Any = SimpleNamespace(kvcache=device, layout=layout, kv=kv)
     before = bits(device, *range(DEVICE_PAGES))
     try_copies(plan)
@@ -210,7 +216,7 @@ def test_a_codec_that_brings_something_else_is_refused(
     broken: str, codec: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Any bits at all are in the second page: it does not fit, and is not to be said to."""
-    plan = plan_of(kv_pool(), codec)
+    plan = plan_of(pool_for(codec), codec)
     save = plan.kv._save_layer
 
     def wrong(layer: int, held: Any, memory: Any, pages: torch.Tensor, offset: int) -> Any:
@@ -230,7 +236,11 @@ def test_a_codec_that_brings_something_else_is_refused(
     ("codec", "change", "stages", "used", "why"),
     [
         ("exp4", {}, 1, "exp4", ""),
-        ("auto", {}, 1, "exp4", ""),
+        ("auto", {}, 1, "exp4", ""),  # a unit has 16 tokens
+        ("exp3", {}, 1, "exp4", ""),
+        ("auto", {"page": 32}, 1, "exp3", ""),
+        ("auto", {"page": 64, "v_dim": 8}, 1, "none", ""),
+        ("exp3", {"page": 64}, 1, "exp3", ""),
         ("auto", {"dtype": torch.float16}, 1, "none", ""),
         ("auto", {"dtype": torch.float32}, 1, "none", ""),
         ("auto", {"dtype": torch.float8_e4m3fn}, 1, "none", ""),
@@ -267,6 +277,7 @@ def test_form_alone_decides_on_the_codec_of_k_and_v(
     ("codec", "change", "stages", "share"),
     [
         ("auto", {}, 1, 0.766),
+        ("auto", {"page": 64}, 1, 0.717),
         ("exp4", {}, 1, 0.766),
         ("exp4", {}, 2, 1.0),
         ("auto", {"dtype": torch.float32}, 1, 1.0),
@@ -287,7 +298,7 @@ def test_the_partition_is_chosen_by_the_bytes_that_k_and_v_are_stored_in(
 @pytest.mark.parametrize(
     ("codec", "dtype", "asked"),
     [
-        ("auto", torch.bfloat16, "exp4"),
+        ("auto", torch.bfloat16, "exp3"),
         ("auto", torch.float16, "none"),
         ("exp4", torch.bfloat16, "exp4"),
         ("int8", torch.bfloat16, "int8"),

@@ -24,7 +24,7 @@ MODEL = ModelShape(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("codec", ["auto", "none", "exp4", "int8"])
+@pytest.mark.parametrize("codec", ["auto", "none", "exp3", "exp4", "int8"])
 def test_as_many_pages_fit_as_were_asked_for(codec: str) -> None:
     given = {"conversations": 400, "tokens": 128, "device_tokens": 640, "codec": codec}
     found = sizing(MODEL, "bfloat16", Partition(1, 2, 1), **given)
@@ -32,7 +32,7 @@ def test_as_many_pages_fit_as_were_asked_for(codec: str) -> None:
     buffers = [torch.empty((640 + 64, 4, 64), dtype=torch.bfloat16) for _ in range(4)]
     kvcache = SimpleNamespace(k_buffer=buffers, v_buffer=buffers, size=640, layer_num=4)
     assert kv_bytes_per_token(kvcache) == 4 * 1024
-    used = "exp4" if codec == "auto" else codec
+    used = "exp3" if codec == "auto" else codec
     kv = KVSegments(kvcache, (3,), 64, WHOLE, 1, used)
     hidden = hidden_layer(64, make_codec(used, 256, torch.bfloat16).row_bytes, 256)
     layout = PageLayout(64, (RECOMPUTED, hidden, hidden, kv.stored_layer(3)))

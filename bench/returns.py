@@ -1,0 +1,219 @@
+"""How soon agents that come back get their first token, by what keeps their histories.
+
+Sessions of agents (:mod:`bench.workload.agents`) with windows of up to 160,000 tokens, scaled down,
+take turns on a server of each method. Tokens are divided by --tokens, and idle times by --speed.
+Idle times, and the ten seconds of the goal, are those before scaling. A turn's history is the part
+of its prompt that is a prompt before it: was it on the device or in host memory when the turn came?
+The device has room for an eighth of the tokens, or for the longest prompt, and host memory for
+twice as many.
+
+- host memory: HiCache without L3
+- L3: ours, which is read when a turn comes
+- L3, hints: the client announces each turn some seconds before, as an agent whose tool ends does
+- everything kept: the device has room for all
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from bench.agents import session_settings, sessions_of
+from bench.harness.client import StreamingClient
+from bench.harness.methods import METHODS, PAGE_SIZE, server_options
+from bench.harness.options import ADMIN_KEY
+from bench.harness.program import MODEL, Program, Run, Setting, at_least, scratch
+from bench.harness.report import Column, Picture, Results, Row, Series, Table
+from bench.harness.server import Server
+from bench.multiturn import SHAPE, VOCABULARY
+from bench.workload.agents import WINDOW, Session
+from hcache_backend.cli.common import ask
+
+SEED, GOAL, IDLE_S = 1, 0.85, 10.0
+LONGEST_IDLE_S, BEGIN_S, AHEAD_S = 300.0, 60.0, 3.0
+WAYS = {
+    "host": ("host memory", "host", False),
+    "l3": ("L3", "hcache-eager", False),
+    "hints": ("L3, hints", "hcache-eager", True),
+    "all": ("everything kept", "ideal", False),
+}
+"""Title, method of the server, and whether turns are announced."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A prompt, whose first ``shared`` tokens are those of the one before; ``idle`` seconds are
+    between the reply before and this turn, before they are scaled."""
+
+    prompt: Sequence[int]
+    shared: int
+    output: int
+    idle: float
+
+
+def turns_of(session: Session, number: int, tokens: int, most: int) -> list[Turn]:
+    """The last turns of a session, at most so many, all lengths divided by ``tokens``."""
+    chance, ids, found = random.Random(f"{SEED}/{number}"), list[int](), list[Turn]()
+    before = None
+    for turn in session[-most:]:
+        del ids[min(len(ids), turn.shared // tokens) :]
+        shared = len(ids)
+        ids += [chance.randrange(VOCABULARY) for _ in range(turn.prompt // tokens - shared)]
+        idle = 0.0 if before is None else min(LONGEST_IDLE_S, turn.time - before.answered)
+        output = max(1, turn.output // tokens)
+        found.append(Turn((*ids, chance.randrange(VOCABULARY)), shared, output, max(0.0, idle)))
+        before = turn
+    return found
+
+
+async def _talk(client: StreamingClient, url: str, turns: Sequence[Turn], given: Any) -> list[Row]:
+    rows: list[Row] = []
+    await asyncio.sleep(random.Random(f"{turns[0].prompt}").uniform(0, BEGIN_S / given.speed))
+    for place, turn in enumerate(turns):
+        ahead = min(AHEAD_S, turn.idle) if given.announced and place else 0.0
+        await asyncio.sleep((turn.idle - ahead) / given.speed)
+        if ahead:
+            hint = {"action": "prefetch", "input_ids": turn.prompt[: turn.shared], "seconds": 60}
+            await asyncio.to_thread(ask, url, "hcache/hint", 60.0, body=hint, key=ADMIN_KEY)
+            await asyncio.sleep(ahead / given.speed)
+        reply = await client.generate(turn.prompt, turn.output)
+        history = turn.shared // PAGE_SIZE * PAGE_SIZE
+        if place and history:
+            cached = reply.cached
+            rows.append(
+                {
+                    "idle_s": turn.idle,
+                    "history": history,
+                    "in_memory": cached.device + cached.host >= 0.95 * history,
+                    "from_l3": cached.storage,
+                    "first_ms": 1e3 * reply.ttft_s,
+                    "said": reply.output_ids,
+                }
+            )
+    return rows
+
+
+async def _serve(url: str, sessions: Sequence[Sequence[Turn]], given: Any) -> list[Row]:
+    async with StreamingClient(url, ADMIN_KEY) as client:
+        told = await asyncio.gather(*(_talk(client, url, turns, given) for turns in sessions))
+    return [row for rows in told for row in rows]
+
+
+def summary(way: str, turns: Sequence[Row], kept: Sequence[Row]) -> Row:
+    """Of the turns that were idle for more than ten seconds; ``kept``: those of the same sessions
+    where everything is kept."""
+    idle = [turn for turn in turns if turn["idle_s"] > IDLE_S]
+    first = sorted(turn["first_ms"] for turn in idle)
+    return {
+        "way": WAYS[way][0],
+        "turns": len(turns),
+        "idle": len(idle),
+        "in_memory": sum(turn["in_memory"] for turn in idle) / len(idle),
+        "from_l3": sum(turn["from_l3"] for turn in idle) / sum(turn["history"] for turn in idle),
+        "first_ms": median(first),
+        "first_p90_ms": first[math.ceil(0.9 * len(first)) - 1],
+        "all_first_ms": median(turn["first_ms"] for turn in turns),
+        "other_replies": sum(a["said"] != b["said"] for a, b in zip(turns, kept, strict=True)),
+    }
+
+
+def measure(run: Run) -> Results:
+    given = run.given
+    small = [one for one in sessions_of(given) if max(turn.prompt for turn in one) <= WINDOW]
+    sessions = [turns_of(one, n, given.tokens, given.turns) for n, one in enumerate(small)]
+    longest = max(len(turn.prompt) + turn.output for turns in sessions for turn in turns)
+    histories = sum(max(len(turn.prompt) for turn in turns) for turns in sessions)
+    pool = math.ceil(max(1.25 * longest, histories / 8) / PAGE_SIZE) * PAGE_SIZE
+    served: dict[str, list[Row]] = {}
+    with scratch() as folder:
+        for way, (title, name, given.announced) in reversed(WAYS.items()):
+            print(f"{title}: starting", flush=True)
+            options = server_options(
+                *(METHODS[name], run.machine, given.model_path or SHAPE.build(Path(folder))),
+                Path(folder) / way,
+                pool_tokens=pool if way != "all" else 2 * histories + 2 * longest,
+                hicache_ratio=2.0,
+                extra_args=given.server_args,
+            )
+            with Server(options) as server:
+                served[way] = asyncio.run(_serve(server.url, sessions, given))
+    rows = [summary(way, served[way], served["all"]) for way in WAYS]
+    turns = {
+        WAYS[way][0]: [{k: v for k, v in turn.items() if k != "said"} for turn in told]
+        for way, told in served.items()
+    }
+    facts = {"sessions": len(sessions), "histories": histories, "pool": pool}
+    return {**facts, "tokens": given.tokens, "speed": given.speed, "rows": rows, "turns": turns}
+
+
+def by_way(results: Results) -> Mapping[str, Row]:
+    return {row["way"]: row for row in results["rows"]}
+
+
+def finding(results: Results) -> str:
+    hints, l3, computed = (by_way(results)[WAYS[way][0]] for way in ("hints", "l3", "host"))
+    return (
+        f"Announced {AHEAD_S:g} s before, {hints['in_memory']:.0%} of the histories are in memory "
+        f"when their agents come back, otherwise {l3['in_memory']:.0%}; the first token takes "
+        f"{hints['first_ms']:.0f} ms, {l3['first_ms']:.0f} ms from L3, "
+        f"{computed['first_ms']:.0f} ms without L3"
+    )
+
+
+def missed(results: Results) -> list[str]:
+    hints = by_way(results)[WAYS["hints"][0]]["in_memory"]
+    replies = sum(row["other_replies"] for row in results["rows"])
+    return [
+        *([f"{hints:.2f} of the histories in memory, the goal is {GOAL}"] if hints < GOAL else []),
+        *([f"{replies} replies differ from those of a server that keeps all"] if replies else []),
+    ]
+
+
+PROGRAM = Program(
+    name="returns",
+    doc=__doc__,
+    measure=measure,
+    settings=(
+        *session_settings(20),
+        *MODEL,
+        Setting("--turns", at_least(2), 8, "of a session, the last ones"),
+        Setting("--tokens", at_least(1), 96, "divides lengths"),
+        Setting("--speed", at_least(1.0), 5.0, "divides idle times"),
+    ),
+    tables=Table(
+        "rows",
+        [
+            Column("histories are kept by", "way"),
+            "turns",
+            "idle for more than 10 s = idle",
+            "of these, in memory = in_memory :.0%",
+            "tokens from L3 = from_l3 :.0%",
+            "first token, ms = first_ms :.0f",
+            "90%, ms = first_p90_ms :.0f",
+            "all turns, ms = all_first_ms :.0f",
+            "other replies = other_replies",
+        ],
+    ),
+    draw=Picture(
+        title=finding,
+        panels=lambda results: {"median": results["rows"]},
+        x="way",
+        x_label="histories are kept by",
+        y_label="first token of turns idle for more than 10 s, ms",
+        series=(
+            Series("median", "first_ms", "ours"),
+            Series("90%", "first_p90_ms", "file"),
+        ),
+        bars=".0f",
+    ),
+    wrong=missed,
+)
+
+if __name__ == "__main__":
+    PROGRAM.run()

@@ -1,0 +1,150 @@
+"""Hints of clients (``POST /hcache/hint``): a prompt comes back soon, or not for a long time.
+
+A hint stands for a request that has not come. Host memory keeps what it has of its prompt for a
+limited time, as for a request that waits (:mod:`.waiting`). For ``prefetch`` L3 is read for the
+rest, a few pages at a time, and only while no request waits; nothing is computed. A hint gives way
+to requests that need its room. All tensor-parallel ranks get the same hints in the same turns.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import time
+from array import array
+from collections.abc import Mapping
+from itertools import count
+from typing import Any
+
+from hcache_backend import metrics
+from hcache_backend.prefetch.prefetch import Hint
+from hcache_backend.ranks import Said, Turn
+from hcache_backend.sglang import waiting
+from hcache_backend.sglang.hint_route import NAME, RefusedHint
+from hcache_backend.sglang.hook_registry import Hook, Original
+from hcache_backend.sglang.runtime import current
+from hcache_backend.sglang.storage_threads import keys_to, our_l3
+
+_MOST = 256  # hints at a time
+_TOKENS = 2048  # that are read at a time: a request waits for no more than these
+_TURNS = 64  # of the scheduler, between two looks at the time of a hint
+
+_numbers = count()
+
+
+def around_attach(original: Original, scheduler: Any, recv_req: Any, *a: Any, **kw: Any) -> Any:
+    """A hint comes as a request to attach a backend that nobody has. SGLang brings it to all ranks,
+    and brings back the answer of the first one."""
+    if recv_req.hicache_storage_backend != NAME:
+        return original(scheduler, recv_req, *a, **kw)
+    from sglang.srt.managers.io_struct import AttachHiCacheStorageReqOutput
+
+    told = json.loads(recv_req.hicache_storage_backend_extra_config_json)
+    try:
+        message = json.dumps(_take(scheduler, told))
+    except RefusedHint as refused:
+        metrics.HINTS.count("refused")
+        return AttachHiCacheStorageReqOutput(success=False, message=str(refused))
+    return AttachHiCacheStorageReqOutput(success=True, message=message)
+
+
+def _take(scheduler: Any, told: Mapping[str, Any]) -> dict[str, Any]:
+    """Follow a hint; returns what is known about its prompt. Raises RefusedHint."""
+    cache, prefetches = scheduler.tree_cache, current().prefetches
+    l3 = our_l3(cache)
+    if l3 is None or not waiting.follows(cache):
+        raise RefusedHint("this server takes no hints: its L3 is another one, or it has stages")
+    prefetches.scheduler = scheduler
+    request = _request(f"{NAME}:{next(_numbers)}", *_prompt(scheduler, told))
+    request.init_next_round_input(cache, cow_mamba=False)
+    prompt, action, seconds = request.origin_input_ids[:-1], told["action"], told["seconds"]
+    hint = Hint(
+        request=request,
+        prompt=prompt,
+        seconds=seconds,
+        since=time.monotonic(),
+        reads=action == "prefetch",
+    )
+    for name, other in prefetches.hints.items():
+        if action == "demote":
+            over = hint.begins(other.request, other.prompt, len(prompt))
+        else:
+            over = other.begins(request, prompt, len(other.prompt)) and other.seconds <= seconds
+        if over:
+            waiting.end_hint(name, "replaced")
+    if action != "demote":
+        l3.use(keys_to(cache, request.last_host_node))
+        if len(prefetches.hints) >= _MOST:
+            raise RefusedHint(f"{_MOST} hints are there already; one has to end first")
+        prefetches.held[request.rid] = hint
+        if _has_room(cache, waiting.there(hint)):
+            waiting.hold(cache, hint)
+    return {"tokens": len(prompt), "in_memory": waiting.there(hint), "kept": hint.tokens}
+
+
+def _prompt(scheduler: Any, told: Mapping[str, Any]) -> tuple[array[int], Any, Any]:
+    """Token ids of a hint, and the names that keep its pages apart from those of others."""
+    session = scheduler.session_controller.get(told["session"])
+    if told["session"] is None:
+        ids = array("q", base64.b64decode(told["input_ids"]))
+        return ids, told["extra_key"], told["cache_salt"]
+    if session is None or not session.req_nodes:
+        raise RefusedHint(f"session {told['session']!r} is not open, or has had no request")
+    last = list(session.req_nodes.values())[-1].req
+    ids = array("q", [*last.origin_input_ids, *last.output_ids])
+    return ids, last.extra_key, last.cache_salt
+
+
+def _request(rid: str, prompt: array[int], extra_key: Any, cache_salt: Any) -> Any:
+    """A request of SGLang's for a prompt, and a token more: the last one is never looked up."""
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+    request = Req(rid, "", prompt + array("q", [0]), SamplingParams(max_new_tokens=1))
+    request.extra_key, request.cache_salt = extra_key, cache_salt
+    return request
+
+
+def _has_room(cache: Any, tokens: int) -> bool:
+    held = current().prefetches.held.values()
+    return waiting.held_tokens(held) + tokens <= waiting.room(cache)
+
+
+def go_on(cache: Any) -> None:
+    """Called in every turn of the scheduler, behind HiCache's part: read L3 for a hint."""
+    prefetches = current().prefetches
+    scheduler = prefetches.scheduler
+    hint = next((one for one in prefetches.hints.values() if one.reads), None)
+    if hint is None or scheduler.waiting_queue or cache.ongoing_prefetch:
+        return
+    there, before = waiting.there(hint), hint.request
+    tokens = min(_TOKENS, len(hint.prompt) - there)
+    # L3 had no more, or it would not be worth a read.
+    hint.reads = there > hint.asked and tokens >= cache.prefetch_threshold
+    if hint.reads and _has_room(cache, tokens):
+        cache.release_aborted_request(before.cache_request_handle)
+        prompt, hint.asked = hint.prompt[: there + tokens], there
+        request = _request(before.rid, prompt, before.extra_key, before.cache_salt)
+        scheduler._prefetch_kvcache(request)
+
+
+def ask(turn: Turn) -> tuple[list[str], Said]:
+    """Say whose time is over; ranks have other clocks, so they end hints together."""
+    due, over, now = list[str](), list[bool](), time.monotonic()
+    for name, hint in current().prefetches.hints.items():
+        hint.turns += 1
+        if hint.turns % _TURNS == 0:
+            due.append(name)
+            over.append(now - hint.since > hint.seconds)
+    return due, turn.say(*over)
+
+
+def hear(due: list[str], said: Said) -> None:
+    for name, is_over in zip(due, said.least, strict=True):
+        if is_over:
+            waiting.end_hint(name, "useless")
+
+
+ATTACH = Hook(
+    "sglang.srt.managers.scheduler.Scheduler.attach_hicache_storage_wrapped", around_attach
+)

@@ -1,0 +1,172 @@
+"""Hints of clients: a prompt that was announced is in host memory when its request comes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+
+from bench.harness.options import ADMIN_KEY
+from bench.harness.server import Server
+from hcache_backend.cli.metrics_page import fetch
+from tests.engine.harness.conversations import random_tokens
+from tests.engine.harness.ours import assert_no_cache_output, assert_nothing_went_wrong
+from tests.engine.hits.eager_servers import asked
+from tests.engine.hits.test_bursts import PAGE, TOKENS, history, more, options, question
+
+pytestmark = pytest.mark.engine
+
+LONG = 160 * PAGE
+"""Tokens: more than are read at a time."""
+
+
+@pytest.fixture(scope="module", params=["kv", "plain", "two ranks"])
+def server(
+    request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    """Four histories are in its L3, and a long one."""
+    folder = tmp_path_factory.mktemp("hints")
+    with Server(options(model, folder, request.param, host=8 * LONG)) as server:
+        for prompt in (*map(history, range(4)), random_tokens(LONG, 600)):
+            server.generate(prompt, 1)
+            server.flush_cache()
+        yield server
+        assert_nothing_went_wrong(server)
+
+
+@pytest.fixture(autouse=True)
+def idle(server: Server) -> Iterator[None]:
+    yield
+    server.flush_cache()
+
+
+def told(server: Server, body: Any, key: str = ADMIN_KEY) -> requests.Response:
+    headers = {"Authorization": f"Bearer {key}"}
+    return requests.post(server.url + "/hcache/hint", json=body, headers=headers, timeout=60)
+
+
+def hint(server: Server, action: str, tokens: list[int], **fields: Any) -> dict[str, Any]:
+    answer = told(server, {"action": action, "input_ids": tokens, **fields})
+    assert answer.status_code == 200, answer.text
+    [said] = answer.json()
+    return dict(said)
+
+
+def is_there(server: Server, tokens: list[int]) -> bool:
+    """Whether the device or host memory has a whole prompt."""
+    return bool(hint(server, "retain", tokens, seconds=1e-3)["in_memory"] == len(tokens))
+
+
+def hints(server: Server) -> dict[str, float]:
+    counted = fetch(server.url).counters["hints"]
+    return {how: number / server.options.tp for how, number in counted.items()}
+
+
+@pytest.mark.parametrize("tokens", [history(0), random_tokens(LONG, 600)], ids=["short", "long"])
+def test_an_announced_prompt_is_in_host_memory_when_it_comes(
+    tokens: list[int], server: Server, model: Path
+) -> None:
+    before = fetch(server.url).counters["l3_tokens"]
+    assert hint(server, "prefetch", tokens) == {"tokens": len(tokens), "in_memory": 0, "kept": 0}
+    server.until(partial(is_there, server, tokens), "the prompt of a hint in host memory")
+    [conversation] = asked(server, [*tokens, *random_tokens(8, 21)])
+    cached = conversation.turns[0].cached
+    assert (cached.host, cached.storage) == (len(tokens), 0)
+    assert_no_cache_output(model, [conversation])
+    counted = more(server, before)
+    assert counted.pop("found") == counted.pop("hint_useful") == server.options.tp * len(tokens)
+    assert not counted
+    assert hints(server)["useful"]
+
+
+def test_a_retained_prompt_stays_in_host_memory_while_others_come(
+    server: Server, model: Path
+) -> None:
+    server.generate(history(1), 1)
+    server.wait_backed_up()
+    assert hint(server, "retain", history(1))["kept"] == TOKENS
+    for number in range(12):
+        server.generate(random_tokens(LONG, 700 + number), 1)
+    [conversation] = asked(server, question(1, 22))
+    cached = conversation.turns[0].cached
+    assert (cached.device + cached.host, cached.storage) == (TOKENS, 0)
+    assert_no_cache_output(model, [conversation])
+    assert hint(server, "demote", history(1))["in_memory"] == TOKENS
+    for number in range(12):
+        server.generate(random_tokens(LONG, 800 + number), 1)
+    assert hint(server, "demote", history(1))["in_memory"] == 0
+
+
+def test_a_hint_gives_way_to_requests_that_need_its_room(server: Server, model: Path) -> None:
+    server.generate(prompt := random_tokens(3 * LONG, 650), 1)
+    server.flush_cache()
+    before = hints(server)
+    hint(server, "prefetch", random_tokens(LONG, 600))
+    server.until(partial(is_there, server, random_tokens(LONG, 600)), "a hint's prompt")
+    conversations = asked(server, [*prompt, 1, 2, 3], question(0, 23), question(1, 23))
+    from_l3 = [conversation.turns[0].cached.storage for conversation in conversations]
+    assert from_l3 == [3 * LONG, TOKENS, TOKENS]
+    assert_no_cache_output(model, conversations[1:])
+    assert hints(server).get("given_up", 0) > before.get("given_up", 0)
+
+
+def test_a_session_stands_for_its_last_prompt(server: Server) -> None:
+    session = server._request("POST", "/open_session", json={"capacity_of_str_len": 9999}).json()
+    body = {"input_ids": history(2), "session_params": {"id": session}}
+    sampling = {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True}
+    answer = server._request("POST", "/generate", json={**body, "sampling_params": sampling})
+    assert answer.status_code == 200
+    server.wait_backed_up()
+    [said] = told(server, {"action": "retain", "session": session}).json()
+    assert (said["tokens"], said["kept"]) == (TOKENS + 4, TOKENS)
+    server._request("POST", "/close_session", json={"session_id": session})
+    again = told(server, {"action": "retain", "session": session})
+    assert again.status_code == 400
+    assert f"session '{session}' is not open" in again.text
+
+
+BAD: dict[str, tuple[Any, str]] = {
+    "no object": ([1, 2], "Input should be an object"),
+    "unknown field": ({"action": "retain", "ids": [1]}, "ids: Extra inputs are not permitted"),
+    "action": ({"action": "keep", "input_ids": [1]}, "action: Input should be 'retain', 'pref"),
+    "nothing": ({"action": "retain"}, "'input_ids' (token ids) or 'session', and not both"),
+    "another model": ({"action": "retain", "input_ids": [1, 1 << 20]}, "are of another model"),
+    "no ids": ({"action": "retain", "input_ids": ["a"]}, "input_ids.0: Input should be a valid"),
+    "too many": ({"action": "retain", "input_ids": [1] * 500_000}, "has 500000 tokens; a prompt"),
+    "too long": ({"action": "retain", "input_ids": [1], "seconds": 1e9}, "seconds: Input should"),
+    "session": ({"action": "retain", "session": "none"}, "session 'none' is not open"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_a_bad_hint_is_an_error_that_says_why(what: str, server: Server) -> None:
+    body, message = BAD[what]
+    answer = told(server, body)
+    assert answer.status_code == 400
+    assert message in answer.json()["error"]["message"]
+
+
+def test_hints_need_the_admin_key(server: Server) -> None:
+    assert told(server, {"action": "retain", "input_ids": [1]}, key="wrong").status_code == 401
+
+
+def test_the_command_sends_a_hint(server: Server, tmp_path: Path) -> None:
+    path = tmp_path / "prompt.json"
+    path.write_text(json.dumps(history(3)))
+    command = [sys.executable, "-m", "hcache_backend.cli.main", "hint", "prefetch", str(path)]
+    end = ["--url", server.url, "--api-key", ADMIN_KEY]
+    done = subprocess.run([*command, *end], capture_output=True, text=True, check=True)
+    assert (
+        done.stdout == f"{TOKENS} tokens: 0 on the device or in host memory, 0 of them are kept\n"
+    )
+    server.until(partial(is_there, server, history(3)), "the prompt of a hint in host memory")
+    end = ["--url", server.url]
+    bad = subprocess.run([*command, *end], capture_output=True, text=True, check=False)
+    assert (bad.returncode, bad.stderr) == (2, "hcache: 401: give its --api-key\n")

@@ -1,0 +1,159 @@
+"""What hints of clients hold, and when they end."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import CacheRequestHandle
+
+from hcache_backend import metrics
+from hcache_backend.prefetch.prefetch import Hint
+from hcache_backend.ranks import Turn
+from hcache_backend.sglang import hints, waiting
+from hcache_backend.sglang.hint_route import RefusedHint, Told, as_sent
+from hcache_backend.sglang.runtime import Runtime
+from tests.engine.in_process.hits.test_waiting import HOST, Cache, Operation, scheduler
+
+__all__ = ["scheduler"]
+
+
+class HintedCache(Cache):
+    """Ends prefetches, too."""
+
+    def release_aborted_request(self, handle: Any) -> None:
+        self.ongoing_prefetch.pop(handle, None)
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What became of hints."""
+    found: list[str] = []
+    monkeypatch.setattr(metrics.HINTS, "count", found.append)
+    return found
+
+
+def a_hint(runtime: Runtime, name: str, tokens: int, **fields: Any) -> Hint:
+    """One whose prompt host memory has, at node 1 and up."""
+    request = SimpleNamespace(
+        rid=name,
+        cache_request_handle=CacheRequestHandle(name, 0),
+        last_host_node=1 + len(runtime.prefetches.held),
+        host_hit_length=tokens,
+        prefix_len=0,
+        extra_key=None,
+        cache_salt=None,
+    )
+    now = {"seconds": 300.0, "since": time.monotonic(), "reads": False} | fields
+    hint = Hint(request=request, prompt=array("q", range(tokens)), **now)
+    runtime.prefetches.held[name] = hint
+    waiting.hold(runtime.prefetches.scheduler.tree_cache, hint)
+    return hint
+
+
+@pytest.fixture
+def cache(runtime: Runtime, scheduler: Any) -> HintedCache:
+    scheduler.tree_cache = HintedCache()
+    runtime.prefetches.scheduler = scheduler
+    found: HintedCache = scheduler.tree_cache
+    return found
+
+
+def test_a_hint_is_no_request_that_has_left(cache: HintedCache, runtime: Runtime) -> None:
+    assert a_hint(runtime, "hint", 320).tokens == 320
+    waiting.left()
+    assert list(runtime.prefetches.held) == ["hint"]
+
+
+def test_hints_give_way_to_requests_the_oldest_first(
+    cache: HintedCache, runtime: Runtime, counted: list[str]
+) -> None:
+    for name in ("first", "second", "third"):
+        a_hint(runtime, name, 240)
+    cache.answer(Operation("request", 320, 5000))
+    assert cache.take() == ["request"]
+    assert list(runtime.prefetches.held) == ["second", "third"]
+    assert counted == ["given_up"]
+    cache.answer(Operation("another", 480, 9000))
+    assert cache.take() == ["another"]
+    assert list(runtime.prefetches.held) == []
+    assert cache.unlocked == [1, 2, 3]
+
+
+def test_nobody_waits_for_the_prefetch_of_a_hint(
+    cache: HintedCache, runtime: Runtime, counted: list[str]
+) -> None:
+    a_hint(runtime, "hint", 0, reads=True)
+    cache.answer(Operation("hint", HOST, 0), Operation("request", 320, 5000))
+    assert cache.take() == ["hint", "request"], "the first one was ended, so HiCache drops it"
+    assert [handle.rid for handle in cache.ongoing_prefetch] == ["request"]
+    assert counted == ["given_up"]
+
+
+@pytest.mark.parametrize(
+    ("ids", "extra_key", "used"),
+    [
+        ([*range(320), 7], None, True),
+        ([*range(319), 9, 7], None, False),
+        (range(320), None, True),
+        (range(300), None, False),
+        ([*range(320), 7], "other", False),
+    ],
+)
+def test_a_hint_is_useful_if_a_request_begins_with_its_prompt(
+    ids: Any, extra_key: str | None, used: bool, cache: HintedCache, runtime: Runtime
+) -> None:
+    hint = a_hint(runtime, "hint", 320)
+    prompt = array("q", ids)
+    names = {"rid": "r", "extra_key": extra_key, "cache_salt": None}
+    waiting.count_used([SimpleNamespace(origin_input_ids=prompt, **names)])
+    assert hint.used == used
+    assert list(runtime.prefetches.held) == ["hint"], "it stays until its time is over"
+
+
+def test_what_was_read_for_a_hint_ends_with_its_use(
+    cache: HintedCache, runtime: Runtime, counted: list[str]
+) -> None:
+    a_hint(runtime, "hint", 320, asked=0, read=320)
+    request = SimpleNamespace(
+        rid="r", extra_key=None, cache_salt=None, origin_input_ids=array("q", range(400))
+    )
+    waiting.count_used([request])
+    assert runtime.prefetches.held == {}
+    assert counted == ["useful"]
+
+
+def test_the_time_of_hints_ends_on_all_ranks_at_once(
+    cache: HintedCache, runtime: Runtime, counted: list[str]
+) -> None:
+    a_hint(runtime, "over", 320, since=0.0)
+    a_hint(runtime, "goes on", 320)
+    for all_agree in (0, 1):
+        others = partial(torch.Tensor.mul_, other=all_agree)
+        said: list[list[int]] = []
+        for _ in range(64):
+            turn = Turn()
+            due = hints.ask(turn)
+            turn.agree(lambda numbers, _, others=others: others(numbers))
+            hints.hear(*due)
+            said.append(turn._own)
+        assert [numbers for numbers in said if numbers] == [[1, 0]]
+        assert ("over" in runtime.prefetches.held) != all_agree
+    assert list(runtime.prefetches.held) == ["goes on"]
+    assert counted == ["useless"]
+
+
+def test_an_attach_is_none_of_our_business(scheduler: Any) -> None:
+    asked = SimpleNamespace(hicache_storage_backend="file")
+    assert hints.around_attach(lambda *a: a, scheduler, asked) == (scheduler, asked)
+
+
+def test_a_server_without_our_l3_refuses_hints(cache: HintedCache, scheduler: Any) -> None:
+    sent = as_sent(Told.model_validate({"action": "retain", "input_ids": [1]}), 10, 10)
+    with pytest.raises(RefusedHint, match="takes no hints"):
+        hints._take(scheduler, sent)
