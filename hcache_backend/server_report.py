@@ -1,7 +1,5 @@
 """The report that a server leaves in its store folders, for ``hcache doctor``."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Literal
 

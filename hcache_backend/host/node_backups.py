@@ -9,8 +9,6 @@
 - If layouts are chosen for each node, a backup waits for its layout.
 """
 
-from __future__ import annotations
-
 import logging
 from collections import deque
 from collections.abc import Sequence

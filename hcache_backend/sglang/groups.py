@@ -1,7 +1,5 @@
 """SGLang's groups of ranks."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

@@ -1,7 +1,5 @@
 """SGLang's model runner: attention of a projection, captured passes, and other weights."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -19,7 +19,7 @@ ENGINE = [
     *sorted(path for room in ROOMS for path in (ROOT / "hcache_backend" / room).rglob("*.py")),
     ROOT / "hcache_backend" / "projection" / "paged_pool.py",
     ROOT / "hcache_backend" / "capture" / "hooks.py",
-    *(ROOT / "hcache_backend" / "krul" / f"{name}.py" for name in ("node_pairs", "segments")),
+    *(ROOT / "hcache_backend" / "krul" / f"{name}.py" for name in ("plugin", "segments")),
 ]
 STAND_INS = [
     *sorted((ROOT / "tests" / "cpu_engine" / "hcache_cpu_engine").glob("*.py")),
