@@ -18,6 +18,8 @@ Only :meth:`Arena.depth` says whether a page can be used. Scheduler thread, but 
 ``physical``, ``pages``, ``depth`` and ``expect`` for pages that it owns.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

@@ -3,6 +3,8 @@
 A model's name does not suffice: its weights change under the name, and at run time.
 """
 
+from __future__ import annotations
+
 import json
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple

@@ -1,5 +1,7 @@
 """The report that a server leaves in its store folders, for ``hcache doctor``."""
 
+from __future__ import annotations
+
 from pathlib import Path
 from typing import Literal
 

@@ -1,6 +1,8 @@
 """Capture: take the hidden states out of the forward pass, for every token of every step, and of
 pages that are recomputed."""
 
+from __future__ import annotations
+
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager

@@ -7,6 +7,8 @@
 - With pipeline stages more passes are under way, and a copy is known later.
 """
 
+from __future__ import annotations
+
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

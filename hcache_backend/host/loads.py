@@ -4,6 +4,8 @@ All queued loads become one restore: missing layers are transferred together, an
 first layers is recomputed in all of them. Lost pages are recomputed behind that.
 """
 
+from __future__ import annotations
+
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

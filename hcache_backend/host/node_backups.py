@@ -9,6 +9,8 @@
 - If layouts are chosen for each node, a backup waits for its layout.
 """
 
+from __future__ import annotations
+
 import logging
 from collections import deque
 from collections.abc import Sequence

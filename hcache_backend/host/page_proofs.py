@@ -3,6 +3,8 @@
 Each check reads the page's header, which says its weights, key, tokens and positions.
 """
 
+from __future__ import annotations
+
 import logging
 from collections.abc import Sequence
 from typing import Any

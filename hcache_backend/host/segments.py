@@ -1,5 +1,7 @@
 """K and V, or latents, of layers between SGLang's KV pool and segments of our pages."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any

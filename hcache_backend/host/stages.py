@@ -6,6 +6,8 @@
 - The first stage alone decides about loads, by what it has heard so far.
 """
 
+from __future__ import annotations
+
 import logging
 import threading
 from collections import deque

@@ -4,6 +4,8 @@ Prefetches are looked at in every turn of the scheduler, after HiCache's look at
 threads. All tensor-parallel ranks have agreed on HiCache's state there, so they decide the same.
 """
 
+from __future__ import annotations
+
 import logging
 import math
 from collections.abc import Callable, Hashable

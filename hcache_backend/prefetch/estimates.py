@@ -1,6 +1,8 @@
 """Expected time of operations, from the cost model and from measurements in service; and of the
 read that is under way."""
 
+from __future__ import annotations
+
 import math
 import threading
 import time

@@ -9,6 +9,8 @@
 - An L3 that was slow is probed: a hit is read whole, and judged after a small part of its time.
 """
 
+from __future__ import annotations
+
 import logging
 import math
 from collections.abc import Callable, Sequence

@@ -1,5 +1,7 @@
 """The number of tokens to recompute in one turn of the scheduler, also beside other requests."""
 
+from __future__ import annotations
+
 import math
 from collections import deque
 from typing import Any, NamedTuple

@@ -1,6 +1,8 @@
 """Ways in which a layer comes back: projected, copied as K and V, or recomputed. And the copies
 that a restore consists of: hidden states by layer, K and V by groups of layers."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 

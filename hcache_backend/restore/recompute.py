@@ -6,6 +6,8 @@ layer are written. One pass takes consecutive tokens of one sequence. Queries at
 pool: the prefix on the device, and the restored tokens themselves.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol

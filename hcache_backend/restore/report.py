@@ -1,5 +1,7 @@
 """A restore that was launched, and its times."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple

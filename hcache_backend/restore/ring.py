@@ -1,5 +1,7 @@
 """The ring of device buffers in which segments of hidden states arrive."""
 
+from __future__ import annotations
+
 from collections import deque
 from collections.abc import Iterable
 

@@ -5,6 +5,8 @@ them, so admission and eviction go on as without reservations. A slot that is al
 valid row until something fills it; also one of a page that was reserved.
 """
 
+from __future__ import annotations
+
 import inspect
 from collections.abc import Callable
 from typing import Any

@@ -1,5 +1,7 @@
 """SGLang's arguments as this process runs it, and inputs of K and V besides the weights."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from typing import Any, Literal
 

@@ -4,6 +4,8 @@ With ``write_back`` HiCache writes a node when the device evicts it, ends of con
 The beginning of one that goes on would never be written, so it is put once its end was written.
 """
 
+from __future__ import annotations
+
 import logging
 import time
 from typing import Any

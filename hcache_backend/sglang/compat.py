@@ -1,5 +1,7 @@
 """All that differs between the supported versions of SGLang."""
 
+from __future__ import annotations
+
 import inspect
 import re
 from collections.abc import Callable

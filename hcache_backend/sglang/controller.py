@@ -8,6 +8,8 @@
   back, with reports of its own.
 """
 
+from __future__ import annotations
+
 import logging
 import math
 import time

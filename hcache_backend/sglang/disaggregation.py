@@ -5,6 +5,8 @@
   stores only K and V of its own weights.
 """
 
+from __future__ import annotations
+
 from functools import partial
 from typing import Any
 

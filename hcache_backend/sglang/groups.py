@@ -1,5 +1,7 @@
 """SGLang's groups of ranks."""
 
+from __future__ import annotations
+
 import logging
 import os
 import signal

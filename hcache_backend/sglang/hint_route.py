@@ -1,5 +1,7 @@
 """The route of hints, ``POST /hcache/hint``, on SGLang's HTTP server; runs in its process."""
 
+from __future__ import annotations
+
 import base64
 import json
 from array import array

@@ -1,5 +1,7 @@
 """Hooks on SGLang: applied once, and SGLang goes on if one of ours raises."""
 
+from __future__ import annotations
+
 import enum
 import functools
 import logging

@@ -3,6 +3,8 @@
 Each target has one hook, so features share some: its function says what runs in which order.
 """
 
+from __future__ import annotations
+
 import logging
 
 from hcache_backend.sglang import disaggregation, hints, model_runner, radix_cache, storage_threads

@@ -1,5 +1,7 @@
 """L2 in page form: SGLang's host pool, holding our own pages in the arena."""
 
+from __future__ import annotations
+
 import contextlib
 import logging
 from collections.abc import Callable

@@ -1,5 +1,7 @@
 """SGLang's model runner: attention of a projection, captured passes, and other weights."""
 
+from __future__ import annotations
+
 from functools import partial
 from typing import Any
 

@@ -4,6 +4,8 @@ anything is served, and recomputations.
 The former overwrite the KV pool, and all ranks take part in each.
 """
 
+from __future__ import annotations
+
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext

@@ -1,5 +1,7 @@
 """SGLang's radix cache: a turn of the scheduler, prefetches, and the use of pages."""
 
+from __future__ import annotations
+
 import inspect
 import itertools
 from collections.abc import Mapping

@@ -1,5 +1,7 @@
 """State of one scheduler process: its model, its mode, and the loaded weights."""
 
+from __future__ import annotations
+
 import logging
 import os
 import threading

@@ -1,5 +1,7 @@
 """SGLang's scheduler and its requests: requests come, batches run, and how long they take."""
 
+from __future__ import annotations
+
 import logging
 import time
 import weakref

@@ -3,6 +3,8 @@
 The verdict of a look-up needs no agreement: SGLang takes the shortest hit of all ranks.
 """
 
+from __future__ import annotations
+
 import time
 from typing import Any
 

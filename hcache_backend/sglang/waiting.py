@@ -6,6 +6,8 @@ computed. Here every request asks, and an answer stays in HiCache's queue until 
 of it depends on what the tensor-parallel ranks have agreed on, so they do the same.
 """
 
+from __future__ import annotations
+
 import sys
 import time
 from collections.abc import Iterable, Sequence

@@ -4,6 +4,8 @@ SGLang publishes them with those of the device and of host memory (``--kv-events
 that listens can count L3 as a place for a prefix. The medium is SGLang's ``DISK``.
 """
 
+from __future__ import annotations
+
 import threading
 from collections.abc import Sequence
 from typing import Any

@@ -4,6 +4,8 @@ Own pages describe themselves. Pages of SGLang's own pools are named by pool, la
 are read and written in place, or by way of a copy if a pool has no addresses to offer.
 """
 
+from __future__ import annotations
+
 import ctypes
 import logging
 from collections.abc import Callable, Sequence

@@ -4,6 +4,8 @@ A backend gets rows of that memory instead of the host pool. So an abandoned cal
 late cannot write to a page in use.
 """
 
+from __future__ import annotations
+
 import logging
 import mmap
 import os

@@ -4,6 +4,8 @@ Nothing here raises into HiCache's threads, which are not restarted: a problem i
 that was not stored is counted and reported as done: a False would end the rest of its node.
 """
 
+from __future__ import annotations
+
 import logging
 import threading
 import time
