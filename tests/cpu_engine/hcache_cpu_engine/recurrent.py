@@ -42,7 +42,7 @@ def name_operators() -> None:
 def install() -> None:
     """Put all in their places. Models without such layers do not call them."""
     name_operators()  # what is imported below imports all models
-    from sglang.kernels.ops.attention.fla import fused_norm_gate
+    from sglang.kernels.ops.attention.fla import fused_norm_gate, layernorm_gated
     from sglang.kernels.ops.mamba import mamba_state_scatter_triton
     from sglang.srt.arg_groups import mamba_hook
     from sglang.srt.layers.attention import hybrid_linear_attn_backend
@@ -53,6 +53,7 @@ def install() -> None:
     causal_conv1d._causal_conv1d_fn_triton = convolve
     causal_conv1d._causal_conv1d_update_triton = convolve_next
     fused_norm_gate.layer_norm_gated_fwd = gated_norm
+    layernorm_gated._layer_norm_fwd = norm_beside_gate
     for module in (mamba_state_scatter_triton, hybrid_linear_attn_backend):
         module.track_mamba_states_if_needed = track
         module.track_mamba_states_all_layers = track_layers
@@ -277,6 +278,31 @@ def gated_norm(
     gate = torch.sigmoid(g.float())
     gate = gate * g.float() if activation in ("swish", "silu") else gate
     return (normed * gate).to(x.dtype), None, None, x
+
+
+def norm_beside_gate(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    z: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    group_size: int | None = None,
+    norm_before_gate: bool = True,
+    is_rms_norm: bool = False,
+    **_options: Any,
+) -> tuple[torch.Tensor, None, None]:
+    """A norm of groups of values, with a gate before or behind it; `x` is `[n, size]`."""
+    rows = x.float()
+    gate = 1.0 if z is None else functional.silu(z.float())
+    rows = rows if norm_before_gate else rows * gate
+    groups = rows.unflatten(-1, (-1, group_size or rows.shape[-1]))
+    groups = groups if is_rms_norm else groups - groups.mean(-1, keepdim=True)
+    normed = groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + eps)
+    normed = normed.flatten(-2) * weight.float()
+    normed = normed if bias is None else normed + bias.float()
+    found = (normed * gate if norm_before_gate else normed).to(x.dtype)
+    return found if out is None else out.copy_(found), None, None
 
 
 def track(
