@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -117,9 +118,10 @@ def test_tokens_are_those_of_one_server_without_a_cache(
 @LONG
 @pytest.mark.parametrize("kind", ["encoded", "encoded, mixed"])
 def test_tokens_are_those_of_codec_none(kind: str, model: Path, tmp_path: Path) -> None:
-    """One by one: of turns that L3 serves a prefill server after a flush."""
+    """One by one: of turns that L3 serves a prefill server after a flush. If a backup was late, a
+    hit ends earlier, and sums in bfloat16 have other roundings from there on."""
 
-    def said(codec: str) -> list[list[int]]:
+    def served(codec: str) -> Sequence[Conversation]:
         folder = tmp_path / codec
         folder.mkdir()
         prefill = prefill_server(model, folder, "prefill", kind, hcache={"codec": codec})
@@ -128,9 +130,18 @@ def test_tokens_are_those_of_codec_none(kind: str, model: Path, tmp_path: Path) 
             conversations = converse(decode, make_conversations(3, turns=3, tokens=200))
             assert_sound(prefill, kind)
         assert_restored_from_l3(conversations, PAGE)
-        return [turn.reply.output_ids for turn in turns_of(conversations)]
+        return conversations
 
-    assert said("exp3") == said("none")
+    alike = [
+        pair
+        for ours, none in zip(served("exp3"), served("none"), strict=True)
+        for pair in takewhile(
+            lambda pair: pair[0].cached.total == pair[1].cached.total,
+            zip(ours.turns, none.turns, strict=True),
+        )
+    ]
+    assert len(alike) >= 6  # of nine turns
+    assert all(ours.reply.output_ids == none.reply.output_ids for ours, none in alike)
 
 
 def assert_found(conversations: Sequence[Conversation]) -> None:
