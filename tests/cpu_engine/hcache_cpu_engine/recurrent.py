@@ -21,15 +21,8 @@ _OPERATORS = "sgl_kernel.mamba"
 
 
 def install() -> None:
-    """Put the operators in their places. Models without such layers do not call them."""
-    from sglang.kernels.ops.attention.fla import fused_norm_gate
-    from sglang.kernels.ops.mamba import mamba_state_scatter_triton
-    from sglang.srt.arg_groups import mamba_hook
-    from sglang.srt.layers.attention import hybrid_linear_attn_backend
-    from sglang.srt.layers.attention.mamba import causal_conv1d
-    from sglang.srt.mem_cache.pool_host import common
-    from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
-
+    """Put the operators in their places. Models without such layers do not call them, but Qwen's
+    look them up when they are imported, and so does what is imported below."""
     operators = types.ModuleType(_OPERATORS)
     vars(operators).update(
         causal_conv1d_fn_cpu=convolve,
@@ -45,6 +38,14 @@ def install() -> None:
         fused_qk_gemma_rmsnorm_with_gate_cpu=normed_heads_and_gate,
         fused_qkvzba_split_reshape_cat_contiguous_cpu=split,
     )
+    from sglang.kernels.ops.attention.fla import fused_norm_gate
+    from sglang.kernels.ops.mamba import mamba_state_scatter_triton
+    from sglang.srt.arg_groups import mamba_hook
+    from sglang.srt.layers.attention import hybrid_linear_attn_backend
+    from sglang.srt.layers.attention.mamba import causal_conv1d
+    from sglang.srt.mem_cache.pool_host import common
+    from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
+
     causal_conv1d._causal_conv1d_fn_triton = convolve
     causal_conv1d._causal_conv1d_update_triton = convolve_next
     fused_norm_gate.layer_norm_gated_fwd = gated_norm

@@ -18,10 +18,11 @@ import torch
 
 def install() -> None:
     """Give SGLang's MHA and MLA host pools torch copies for every layout they know on CUDA."""
-    from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
+    from sglang.srt.mem_cache.pool_host import mha
     from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 
-    for pool in (MHATokenToKVPoolHost, MLATokenToKVPoolHost):
+    pools = mha.MHATokenToKVPoolHost, mha.AsymmetricMHATokenToKVPoolHost, MLATokenToKVPoolHost
+    for pool in pools:
         pool.load_to_device_per_layer = load_to_device_per_layer
         pool.backup_from_device_all_layer = backup_from_device_all_layer
     if BUS_VARIABLE in os.environ:
