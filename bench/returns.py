@@ -13,8 +13,6 @@ twice as many.
 - everything kept: the device has room for all
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 import random
@@ -206,10 +204,7 @@ PROGRAM = Program(
         x="way",
         x_label="histories are kept by",
         y_label="first token of turns idle for more than 10 s, ms",
-        series=(
-            Series("median", "first_ms", "ours"),
-            Series("90%", "first_p90_ms", "file"),
-        ),
+        series=(Series("median", "first_ms", "ours"), Series("90%", "first_p90_ms", "file")),
         bars=".0f",
     ),
     wrong=missed,

@@ -11,8 +11,6 @@ Then the store is bounded, and has states 1,024 tokens apart. A hit uses its pag
 states in them or the last one. What was used least recently goes first, of pages the end.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from heapq import heappop, heappush

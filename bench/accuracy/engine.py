@@ -4,8 +4,6 @@ The steps are those of a server's start (``start/build.py``): layers are found b
 probe, each projection is proven against the K and V that the model wrote.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass

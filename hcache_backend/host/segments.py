@@ -152,7 +152,9 @@ class KVSegments:
         if self._encoder is not None:
             self._encoder.decode_pages(rows, planes, held)
         else:
-            self._by_page(planes[0]).view(torch.uint8).index_copy_(0, held, rows)
+            # By words: torch copies bytes one by one.
+            words = self._by_page(planes[0]).view(torch.int64)
+            words.index_copy_(0, held, rows.view(torch.int64))
 
     def load(
         self,

@@ -74,6 +74,7 @@ what is read from it; a package or module stands for all its classes."""
 
 NOT_OBJECTS = {
     "a", "kw", "args", "kwargs", "result", "value", "values", "index", "buffers", "group",
+    "_", "kv",
     "components", "hash_values", "host_indices", "device_indices", "token_ids", "host_pool",
     "host_pool_name", "mem_pool_host", "adapter", "model", "own", "stages", "ranks",
     "q", "k", "v", "key_value_num_tokens", "kind",

@@ -38,6 +38,24 @@ def test_a_read_on_another_stream_has_to_wait_for_the_write(checker: Checker, wa
     assert findings(checker) == ([] if waits else ["reader reads what writer writes"])
 
 
+@pytest.mark.parametrize(("file", "waits"), [("fused_moe_native", False), ("layer", True)])
+def test_the_host_learns_nothing_where_torch_stands_for_a_kernel(
+    checker: Checker, file: str, waits: bool
+) -> None:
+    """SGLang's experts in torch ask the device how many tokens each one has."""
+    module: dict[str, Callable[[torch.Tensor], object]] = {}
+    source = "def count(values):\n    return values.sum().cpu()"
+    exec(compile(source, f"/sglang/srt/layers/moe/{file}.py", "exec"), module)
+    with checker.watching():
+        checker.begin()
+        with checker.on(checker.stream("writer")):
+            values = torch.ones(8, device=GPU)
+            module["count"](values)
+        with checker.on(checker.stream("reader")):
+            values.sum()
+    assert ("reader reads what writer writes" in findings(checker)) is not waits
+
+
 def test_a_finding_names_both_places_and_the_missing_edge(checker: Checker) -> None:
     writer, reader = checker.stream("writer"), checker.stream("reader")
     values = checker.on_device(torch.zeros(8), "values")

@@ -1,16 +1,11 @@
 """Attention modules of every make that matters to specs, with arithmetic of their own."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from hcache_backend.projection.attention import (
-    AttentionLayer,
-    ProjectionReached,
-)
+from hcache_backend.projection.attention import AttentionLayer, ProjectionReached
 from hcache_backend.projection.search import Evidence, gather_evidence
 
 HIDDEN = 96
@@ -24,11 +19,7 @@ class Rope(torch.nn.Module):
     """RoPE by complex numbers, from a table; rotates the first ``dims`` of a head."""
 
     def __init__(
-        self,
-        dims: int = DIM,
-        interleaved: bool = False,
-        scale: float = 1.0,
-        base: float = 500.0,
+        self, dims: int = DIM, interleaved: bool = False, scale: float = 1.0, base: float = 500.0
     ) -> None:
         super().__init__()
         angles = torch.arange(POSITION_LIMIT)[:, None] / base ** (torch.arange(0, dims, 2) / dims)

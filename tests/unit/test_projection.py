@@ -1,7 +1,5 @@
 """Learning how a model calls its attention, projecting through it, and telling right from wrong."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Specs are found for every make of attention module, and only where they are right."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -156,10 +154,7 @@ QWEN3 = "fused weight 128x96, rms norm over a head, RoPE neox 16"
             lambda: Attention(rope=ModelTypeRope()),
             f"{LLAMA}, rounding table + cos products + sin products",
         ),
-        (
-            lambda: Attention(rope=MultiplyAddRope()),
-            f"{LLAMA}, rounding table + sin products",
-        ),
+        (lambda: Attention(rope=MultiplyAddRope()), f"{LLAMA}, rounding table + sin products"),
         (lambda: Attention(rope=RoundedTableRope()), f"{LLAMA}, rounding table"),
         (lambda: Attention(rope=Rope(), norm={}), QWEN3),
         (

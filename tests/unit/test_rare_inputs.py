@@ -1,7 +1,5 @@
 """Models, tensors and calls of unusual forms, each refused or taken as its text says."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -75,11 +73,7 @@ def test_keywords_of_a_call_are_learned_by_name() -> None:
     positions, batch = torch.arange(3), SimpleNamespace()
     given = {"positions": positions, "hidden_states": torch.zeros(3, 4), "batch": batch}
     names, _ = learn_call(Attention(), (), given, positions, SimpleNamespace)
-    assert names == {
-        "positions": "positions",
-        "hidden": "hidden_states",
-        "batch": "batch",
-    }
+    assert names == {"positions": "positions", "hidden": "hidden_states", "batch": "batch"}
     with pytest.raises(UnknownCall, match="takes no hidden states"):
         learn_call(Attention(), (), {"positions": positions}, positions, SimpleNamespace)
 

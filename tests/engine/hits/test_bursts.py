@@ -1,7 +1,5 @@
 """Bursts of requests whose histories are in L3 and do not fit into host memory together."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator, Mapping
 from functools import partial

@@ -1,7 +1,5 @@
 """Hints of clients: a prompt that was announced is in host memory when its request comes."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Specs write to SGLang's own KV pool what its own set_kv_buffer writes."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from dataclasses import replace

@@ -100,33 +100,6 @@ def union(shards: Sequence[Shard]) -> int:
     return mask
 
 
-@pytest.mark.parametrize("writers", COUNTS)
-@pytest.mark.parametrize("readers", COUNTS)
-def test_any_number_of_ranks_reads_what_any_number_wrote(
-    store: PageStore, writers: int, readers: int
-) -> None:
-    for number in range(writers):
-        assert store.exists(NAMESPACE, [key(1)]) == [False]
-        assert put_share(store, Shard(number, writers))
-    for number in range(readers):
-        shard = Shard(number, readers)
-        assert store.exists(NAMESPACE, [key(1)], shard=shard) == [True]
-        page = content(key(1), LAYERS.page_bytes)
-        assert get_share(store, shard) == payload(page, LAYERS, shard)
-
-
-def test_shards_of_different_counts_cover_together(store: PageStore) -> None:
-    page = content(key(1), LAYERS.page_bytes)
-    for shard in (Shard(0, 2), Shard(2, 4), Shard(6, 8)):
-        assert put_share(store, shard)
-    assert store.exists(NAMESPACE, [key(1)]) == [False]
-    assert get_share(store, WHOLE) is None
-    first_half = Shard(0, 2)
-    assert get_share(store, first_half) == payload(page, LAYERS, first_half)
-    assert put_share(store, Shard(7, 8))
-    assert get_share(store, WHOLE) == page
-
-
 @settings(deadline=None, max_examples=150, suppress_health_check=list(HealthCheck))
 @given(
     table=tables,

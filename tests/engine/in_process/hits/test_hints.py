@@ -1,7 +1,5 @@
 """What hints of clients hold, and when they end."""
 
-from __future__ import annotations
-
 import time
 from array import array
 from functools import partial

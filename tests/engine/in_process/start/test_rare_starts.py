@@ -1,7 +1,5 @@
 """Starts on machines, and of models, that servers of tests do not have: each refusal says why."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import replace
 from functools import partial
