@@ -116,6 +116,9 @@ def preload() -> EnvironmentReads:
     """Import what every server imports. Frozen, so that forks do not copy it page by page."""
     reads = EnvironmentReads()
     with reads.recording():
+        from .recurrent import name_operators
+
+        name_operators()
         for module in PRELOAD:
             importlib.import_module(module)
         from sglang.srt.models.registry import ModelRegistry

@@ -20,9 +20,8 @@ _CHUNK = 64
 _OPERATORS = "sgl_kernel.mamba"
 
 
-def install() -> None:
-    """Put the operators in their places. Models without such layers do not call them, but Qwen's
-    look them up when they are imported, and so does what is imported below."""
+def name_operators() -> None:
+    """Put the operators where Qwen's models look them up when they are imported."""
     operators = types.ModuleType(_OPERATORS)
     vars(operators).update(
         causal_conv1d_fn_cpu=convolve,
@@ -38,6 +37,11 @@ def install() -> None:
         fused_qk_gemma_rmsnorm_with_gate_cpu=normed_heads_and_gate,
         fused_qkvzba_split_reshape_cat_contiguous_cpu=split,
     )
+
+
+def install() -> None:
+    """Put all in their places. Models without such layers do not call them."""
+    name_operators()  # what is imported below imports all models
     from sglang.kernels.ops.attention.fla import fused_norm_gate
     from sglang.kernels.ops.mamba import mamba_state_scatter_triton
     from sglang.srt.arg_groups import mamba_hook

@@ -204,8 +204,8 @@ CLASSES = [
     row("mellum", "own", HYBRID, "codec exp4", dtype="bfloat16", **CLASS | {"files": 132}),
     row("mellum", "own", HYBRID, **LONG_CLASS | {"files": 132}),
     # Keys are wider than values, and windows have more heads.
-    row("mimo_v2", "own", HYBRID, reference="server", **CLASS | {"files": 132}),
-    row("mimo_v2", "own", HYBRID, reference="server", tp=2, **LONG_CLASS | {"files": 264}),
+    row("mimo_v2", "own", HYBRID, reference="server", **CLASS | {"files": 134}),
+    row("mimo_v2", "own", HYBRID, reference="server", tp=2, **LONG_CLASS | {"files": 268}),
     # A state is kept every 64 tokens, and is a file of its own.
     *(
         row(name, "own", HYBRID, **LONG_CLASS | STATES | {"files": files, "tp": tp, "marks": marks})
@@ -217,7 +217,7 @@ CLASSES = [
     # SGLang keeps states of convolutions with pages of one token only.
     row(
         *("lfm2", "plain", ONE_TOKEN),
-        **LONG_CLASS | STATES | {"page_size": 1, "grid": 1, "files": None},
+        **LONG_CLASS | STATES | {"page_size": 1, "grid": 1, "files": None, "restarts": False},
     ),
 ]
 
