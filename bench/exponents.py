@@ -347,7 +347,7 @@ PROGRAM = Program(
     wrong=lambda results: [
         f"{row['what']}: {row['unfit']} units of {row['tokens']} tokens do not fit"
         for row in results["rows"]
-        if row["unfit"] and row["tokens"] >= 32
+        if row.get("unfit") and row["tokens"] >= 32
     ],
 )
 

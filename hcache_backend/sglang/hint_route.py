@@ -43,7 +43,8 @@ def add_route(app: Any) -> None:
             return JSONResponse(await _tell(get_global_state().tokenizer_manager, told))
         except ValidationError as error:
             first, *_ = error.errors()
-            problem = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+            where = ".".join(map(str, first["loc"]))
+            problem = ": ".join(filter(None, (where, first["msg"])))
         except RefusedHint as error:
             problem = str(error)
         return JSONResponse({"error": {"message": f"hcache: {problem}"}}, 400)

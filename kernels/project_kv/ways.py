@@ -204,7 +204,10 @@ class ChoiceTable:
         self._fastest: dict[str, dict[int, Way]] = {}
         try:
             self._fastest = {
-                kind: {int(n): Way(config and TileConfig(**config)) for n, config in ways.items()}
+                kind: {
+                    int(rows): Way(None if config is None else TileConfig(**config))
+                    for rows, config in ways.items()
+                }
                 for kind, ways in json.loads(path.read_text()).items()
             }
         except FileNotFoundError:

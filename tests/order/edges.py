@@ -10,7 +10,7 @@ from typing import NamedTuple
 PACKAGE = Path(__file__).parents[2] / "hcache_backend"
 PARTS = ("capture", "restore", "host", "prefetch", "checks", "krul", "sglang", "tiers", "start")
 ORDERING = ("wait", "keep", "wait_for_layer", "after_forwards", "give_up_step")
-OF_THREADS = ("ended.wait(_PROGRESS_SECONDS)",)
+OF_THREADS = ("ended.wait(_PROGRESS_SECONDS)", "collective.wait()")
 """Calls with such names that put threads of the host in an order, and no streams."""
 
 

@@ -124,7 +124,8 @@ def test_tokens_are_those_of_codec_none(kind: str, model: Path, tmp_path: Path) 
     def served(codec: str) -> Sequence[Conversation]:
         folder = tmp_path / codec
         folder.mkdir()
-        prefill = prefill_server(model, folder, "prefill", kind, hcache={"codec": codec})
+        exact = {"codec": codec, "recompute": "never"}
+        prefill = prefill_server(model, folder, "prefill", kind, hcache=exact)
         decode = decode_server(model, folder, prefill, dtype="bfloat16")
         with started(prefill, decode):
             conversations = converse(decode, make_conversations(3, turns=3, tokens=200))

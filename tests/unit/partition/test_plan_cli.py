@@ -62,7 +62,11 @@ def said(*arguments: object) -> str:
 # ---- plan ----
 
 
-@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.json")), ids=lambda path: path.stem)
+PLANNED = sorted(path for path in CONFIGS.glob("*.json") if path.stem != "qwen3-next-80b")
+"""A model with recurrent layers has no partition; `hcache size` knows it."""
+
+
+@pytest.mark.parametrize("path", PLANNED, ids=lambda path: path.stem)
 @pytest.mark.parametrize("hardware", ["h200", "rtx4090"])
 def test_every_architecture_is_planned(path: Path, hardware: str) -> None:
     found = plan(path.stem, hardware, "--ssds", 1)
