@@ -168,7 +168,7 @@ CLASSES = [
         *("phi3_longrope", "own"),
         "K of model.layers.0.self_attn at positions 0..47 changes when position 16383 is projected "
         "with them",
-        hcache=AUTO,
+        hcache={"mode": "hidden"},
         reference="server",
     ),
     # All ranks have the same latent, and each keeps a part of the tokens.

@@ -38,7 +38,7 @@ from tests.engine.harness.ours import (
 pytestmark = pytest.mark.engine
 
 STAGES = REPLICAS = 2
-PAGE_FILE_BYTES = 266_240
+PAGE_FILE_BYTES = 270_336
 
 
 @pytest.mark.versions
