@@ -326,7 +326,7 @@ def _proven(name: str, probe: Probe, projector: Projector) -> Codec:
             logging.WARNING if lost > _UNENCODABLE_SHARE * len(fits) else logging.INFO,
             "hcache: codec %r cannot encode %d of the %d tokens that were tried; pages with such "
             "tokens do not go to L3 (option 'codec')",
-            name,
+            codec.name,
             lost,
             len(fits),
         )
