@@ -116,15 +116,19 @@ def test_tokens_are_those_of_one_server_without_a_cache(
 
 
 @LONG
-@pytest.mark.parametrize("kind", ["encoded", "encoded, mixed"])
-def test_tokens_are_those_of_codec_none(kind: str, model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "stored"), [("encoded", {}), ("encoded, mixed", {"partition": partition(0, 2, 2)})]
+)
+def test_tokens_are_those_of_codec_none(
+    kind: str, stored: dict[str, Any], model: Path, tmp_path: Path
+) -> None:
     """One by one: of turns that L3 serves a prefill server after a flush. If a backup was late, a
     hit ends earlier, and sums in bfloat16 have other roundings from there on."""
 
     def served(codec: str) -> Sequence[Conversation]:
         folder = tmp_path / codec
         folder.mkdir()
-        exact = {"codec": codec, "recompute": "never"}
+        exact = {"codec": codec, "recompute": "never", **stored}
         prefill = prefill_server(model, folder, "prefill", kind, hcache=exact)
         decode = decode_server(model, folder, prefill, dtype="bfloat16")
         with started(prefill, decode):
