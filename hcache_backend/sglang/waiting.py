@@ -133,8 +133,12 @@ def there(hint: Hint) -> int:
 
 
 def held_tokens(held: Iterable[Held]) -> int:
-    """Of each node's prompt once."""
-    return sum({one.request.last_host_node: one.tokens for one in held}.values())
+    """Of each node's prompt once. A request that shares a node may hold nothing of it."""
+    found: dict[Any, int] = {}
+    for one in held:
+        node = one.request.last_host_node
+        found[node] = max(one.tokens, found.get(node, 0))
+    return sum(found.values())
 
 
 def _releasable(cache: Any, prefetches: Prefetches) -> int:

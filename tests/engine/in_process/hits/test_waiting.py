@@ -172,6 +172,10 @@ def test_a_prompt_that_many_requests_share_counts_once(runtime: Runtime, schedul
         scheduler.waiting_queue.append(request)
         waiting.came(scheduler, request)
     assert [held.tokens for held in runtime.prefetches.held.values()] == [160] * 20
+    runtime.prefetches.short_of_room = True
+    waiting.came(scheduler, waiting_request("late", host_hit_length=160))
+    assert runtime.prefetches.held["late"].tokens == 0
+    assert waiting.held_tokens(runtime.prefetches.held.values()) == 160, "others hold the node"
 
 
 def test_hits_do_not_wait_for_a_decode_server(runtime: Runtime, scheduler: Any) -> None:
