@@ -77,7 +77,7 @@ def _take(scheduler: Any, told: Mapping[str, Any]) -> dict[str, Any]:
         if len(prefetches.hints) >= _MOST:
             raise RefusedHint(f"{_MOST} hints are there already; one has to end first")
         prefetches.held[request.rid] = hint
-        if _has_room(cache, waiting.there(hint)):
+        if waiting.has_room(cache, waiting.there(hint)):
             waiting.hold(cache, hint)
     return {"tokens": len(prompt), "in_memory": waiting.there(hint), "kept": hint.tokens}
 
@@ -105,11 +105,6 @@ def _request(rid: str, prompt: array[int], extra_key: Any, cache_salt: Any) -> A
     return request
 
 
-def _has_room(cache: Any, tokens: int) -> bool:
-    held = current().prefetches.held.values()
-    return waiting.held_tokens(held) + tokens <= waiting.room(cache)
-
-
 def go_on(cache: Any) -> None:
     """Called in every turn of the scheduler, behind HiCache's part: read L3 for a hint."""
     prefetches = current().prefetches
@@ -121,7 +116,7 @@ def go_on(cache: Any) -> None:
     tokens = min(_TOKENS, len(hint.prompt) - there)
     # L3 had no more, or it would not be worth a read.
     hint.reads = there > hint.asked and tokens >= cache.prefetch_threshold
-    if hint.reads and _has_room(cache, tokens):
+    if hint.reads and waiting.has_room(cache, tokens):
         cache.release_aborted_request(before.cache_request_handle)
         prompt, hint.asked = hint.prompt[: there + tokens], there
         request = _request(before.rid, prompt, before.extra_key, before.cache_salt)

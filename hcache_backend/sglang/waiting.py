@@ -84,6 +84,11 @@ def room(cache: Any) -> int:
     return int(cache.cache_controller.mem_pool_host.size) // _SHARE
 
 
+def has_room(cache: Any, tokens: int) -> bool:
+    """True if ``tokens`` may be held beside those that are."""
+    return held_tokens(current().prefetches.held.values()) + tokens <= room(cache)
+
+
 def _make_room(cache: Any, tokens: int) -> bool:
     """True if host memory has room for tokens that are going to be loaded. HiCache evicts nothing
     from it that is on the device, too: that is evicted from the device as the load would."""
@@ -198,8 +203,7 @@ def came(scheduler: Any, request: Any) -> None:
     info = cache.ongoing_prefetch.get(request.cache_request_handle)
     held.request, held.operation = request, None if info is None else info.operation
     prefetches.held[request.rid] = held
-    fits = held_tokens(prefetches.held.values()) + request.host_hit_length <= room(cache)
-    if fits and not prefetches.short_of_room:
+    if has_room(cache, request.host_hit_length) and not prefetches.short_of_room:
         hold(cache, held)
 
 
