@@ -11,8 +11,8 @@ from hcache_kernels.pages.kernel import LayerTable
 from tests.kernels.codec_rows import bits_of
 from tests.kernels.hostile_units import HOSTILE, hostile_units
 from tests.kernels.operations.conftest import finish, host
+from tests.kernels.operations.test_segments import DIM, OFFSET, POISON, planes_of
 
-POISON, OFFSET, DIM = 0xA5, 24, 16
 CUTS = {
     "one group": Cut(64, 32),
     "three groups": Cut(48, 32, groups=3),
@@ -23,19 +23,7 @@ CUTS = {
 
 
 def pool(cut: Cut, pages: int, seed: int) -> list[torch.Tensor]:
-    """K and V of a pool: some pages have hostile values, the last one usual ones."""
-    row, values = cut.groups * cut.width, cut.units * cut.values
-    source, kinds = torch.Generator().manual_seed(seed), list(HOSTILE)
-    planes = []
-    for first in (seed, seed + pages):
-        units = [
-            hostile_units(kinds[n % len(kinds)], 1, values, n, window=7)
-            for n in range(first, first + pages)
-        ]
-        usual = torch.randn((values // row, row), generator=source)
-        units[-1] = (usual * torch.randn(row, generator=source).exp()).bfloat16().view(1, -1)
-        planes.append(torch.cat(units).view(-1, row // DIM, DIM))
-    return planes
+    return planes_of(cut, pages, seed, torch.bfloat16, window=7)
 
 
 @pytest.mark.parametrize("seed", [0, 4, 8])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hcache_kernels.codecs import Cut, make_codec, make_segment_codec
-from hcache_kernels.codecs.exp4.reference import BLOCK_VALUES, decode_units, form_of
+from hcache_kernels.codecs.exp4.reference import BLOCK_VALUES, WINDOW, decode_units, form_of
 from tests.kernels.codec_rows import bits_of
 from tests.kernels.hostile_units import HOSTILE, hostile_units
 from tests.kernels.operations.conftest import finish, host
@@ -26,7 +26,9 @@ CUTS = {
 LOSSY = list(product(("int8", "fp8"), (torch.bfloat16, torch.float16)))
 
 
-def planes_of(cut: Cut, pages: int, seed: int, dtype: torch.dtype) -> list[torch.Tensor]:
+def planes_of(
+    cut: Cut, pages: int, seed: int, dtype: torch.dtype, window: int = WINDOW
+) -> list[torch.Tensor]:
     """K and V of a pool of ``pages`` pages, each of another kind; the last one has values of many
     scales, which every codec holds."""
     kinds, row = list(HOSTILE), cut.groups * cut.width
@@ -35,7 +37,8 @@ def planes_of(cut: Cut, pages: int, seed: int, dtype: torch.dtype) -> list[torch
     planes = []
     for first in (seed, seed + pages):
         units = [
-            hostile_units(kinds[n % len(kinds)], 1, values, n) for n in range(first, first + pages)
+            hostile_units(kinds[n % len(kinds)], 1, values, n, window=window)
+            for n in range(first, first + pages)
         ]
         usual = torch.randn((values // row, row), generator=source)
         units[-1] = (usual * torch.randn(row, generator=source).exp()).bfloat16().view(1, -1)
