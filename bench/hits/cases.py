@@ -151,7 +151,7 @@ MODELS = {
     "MHA-bf16": Model(
         "hidden states", _llama(8, 512), {"mode": "hidden"}, dtype="bfloat16", codec="exp4"
     ),
-    "GQA-bf16": Model("K and V", _llama(2, 512), dtype="bfloat16", codec="exp4"),
+    "GQA-bf16": Model("K and V", _llama(2, 512), dtype="bfloat16", codec="exp3"),
 }
 WITH_FLAGS = {
     "GQA-eagle": Model("K and V, a draft", _drafted, arguments=_eagle_arguments),
