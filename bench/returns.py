@@ -74,7 +74,7 @@ async def _talk(client: StreamingClient, url: str, turns: Sequence[Turn], given:
     rows: list[Row] = []
     await asyncio.sleep(random.Random(f"{turns[0].prompt}").uniform(0, BEGIN_S / given.speed))
     for place, turn in enumerate(turns):
-        ahead = min(AHEAD_S, turn.idle) if given.announced and place else 0.0
+        ahead = min(AHEAD_S, turn.idle) if given.announced and turn.shared else 0.0
         await asyncio.sleep((turn.idle - ahead) / given.speed)
         if ahead:
             hint = {"action": "prefetch", "input_ids": turn.prompt[: turn.shared], "seconds": 60}
