@@ -3,7 +3,7 @@
 A hint stands for a request that has not come. Host memory keeps what it has of its prompt for a
 limited time, as for a request that waits (:mod:`.waiting`). For ``prefetch`` L3 is read for the
 rest, a few pages at a time, and only while no request waits; nothing is computed. A hint gives way
-to requests that need its room. All tensor-parallel ranks get the same hints in the same turns.
+to requests that need its room. All ranks get the same hints in the same turns, pipeline stages too.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from array import array
 from collections.abc import Mapping
 from itertools import count
 from typing import Any
+
+import torch
 
 from hcache_backend import metrics
 from hcache_backend.prefetch.prefetch import Hint
@@ -53,7 +55,7 @@ def _take(scheduler: Any, told: Mapping[str, Any]) -> dict[str, Any]:
     cache, prefetches = scheduler.tree_cache, current().prefetches
     l3 = our_l3(cache)
     if l3 is None or not waiting.follows(cache):
-        raise RefusedHint("this server takes no hints: its L3 is another one, or it has stages")
+        raise RefusedHint("this server takes no hints: its L3 is another one, or it has no L2")
     prefetches.scheduler = scheduler
     request = _request(f"{NAME}:{next(_numbers)}", *_prompt(scheduler, told))
     request.init_next_round_input(cache, cow_mamba=False)
@@ -135,7 +137,10 @@ def ask(turn: Turn) -> tuple[list[str], Said]:
 
 
 def hear(due: list[str], said: Said) -> None:
-    for name, is_over in zip(due, said.least, strict=True):
+    over = torch.tensor(said.least, dtype=torch.int64)
+    if due:
+        said.turn.cache._pp_sync(over)  # the first pipeline stage's clock is that of all
+    for name, is_over in zip(due, over.tolist(), strict=True):
         if is_over:
             waiting.end_hint(name, "useless")
 

@@ -3,7 +3,8 @@ and host memory keeps what it has of their prompts.
 
 SGLang refuses to ask L3 once prefetches may fill half of host memory, and such a request is
 computed. Here every request asks, and an answer stays in HiCache's queue until there is room. All
-of it depends on what the tensor-parallel ranks have agreed on, so they do the same.
+of it depends on what the tensor-parallel ranks have agreed on, so they do the same. So do pipeline
+stages, which come to the same turn one after the other.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 from hcache_backend import metrics
@@ -24,9 +25,8 @@ _SHARE = 2  # at most half of host memory is held or being read: backups need th
 
 
 def follows(cache: Any) -> bool:
-    """True if this module may act: pipeline stages are not at one point, and without host pages of
-    its own HiCache waits for room itself."""
-    return cache.pp_size == 1 and getattr(cache, "buffer_pipeline", None) is None
+    """True if this module may act: without host pages of its own HiCache waits for room itself."""
+    return getattr(cache, "buffer_pipeline", None) is None
 
 
 # ---- answers of L3 ----
@@ -44,6 +44,8 @@ def with_room(cache: Any, answered: int | None) -> int | None:
     filled = _releasable(cache, prefetches) if answered else 0
     filled += sum(len(one.host_indices) for one in reading)
     answers, taken, waiting = controller.prefetch_hit_queue, list[Any](), list[Any]()
+    with answers.not_empty:  # the first pipeline stage has them, and later ones get them
+        answers.not_empty.wait_for(lambda: len(answers.queue) >= answered)
     short, allotted = False, 0
     for operation in list(islice(answers.queue, answered)):
         needed = _tokens_to_read(cache, operation, reading)
@@ -107,7 +109,8 @@ def _make_room(cache: Any, tokens: int) -> bool:
 def _is_idle() -> bool:
     """True if no batch will give room: then HiCache reads as many tokens as there is room for."""
     scheduler = current().prefetches.scheduler
-    batches = scheduler.running_batch, scheduler.last_batch
+    others = getattr(scheduler, "running_mbs", ()), getattr(scheduler, "mbs", ())  # of stages
+    batches = scheduler.running_batch, scheduler.last_batch, *chain(*others)
     return all(batch is None or batch.is_empty() for batch in batches)
 
 

@@ -25,7 +25,7 @@ LONG = 160 * PAGE
 """Tokens: more than are read at a time."""
 
 
-@pytest.fixture(scope="module", params=["kv", "plain", "two ranks"])
+@pytest.fixture(scope="module", params=["kv", "plain", "two ranks", "two stages"])
 def server(
     request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
@@ -64,7 +64,11 @@ def is_there(server: Server, tokens: list[int]) -> bool:
 
 def hints(server: Server) -> dict[str, float]:
     counted = fetch(server.url).counters["hints"]
-    return {how: number / server.options.tp for how, number in counted.items()}
+    return {how: number / ranks(server) for how, number in counted.items()}
+
+
+def ranks(server: Server) -> int:
+    return server.options.tp * server.options.pp
 
 
 @pytest.mark.parametrize("tokens", [history(0), random_tokens(LONG, 600)], ids=["short", "long"])
@@ -79,7 +83,7 @@ def test_an_announced_prompt_is_in_host_memory_when_it_comes(
     assert (cached.host, cached.storage) == (len(tokens), 0)
     assert_no_cache_output(model, [conversation])
     counted = more(server, before)
-    assert counted.pop("found") == counted.pop("hint_useful") == server.options.tp * len(tokens)
+    assert counted.pop("found") == counted.pop("hint_useful") == ranks(server) * len(tokens)
     assert not counted
     assert hints(server)["useful"]
 

@@ -22,10 +22,17 @@ __all__ = ["scheduler"]
 
 
 class HintedCache(Cache):
-    """Ends prefetches, too."""
+    """Ends prefetches, too. ``first_stage``: its flags of the hints whose time may be over; None:
+    this is the first pipeline stage."""
+
+    first_stage: list[int] | None = None
 
     def release_aborted_request(self, handle: Any) -> None:
         self.ongoing_prefetch.pop(handle, None)
+
+    def _pp_sync(self, data: torch.Tensor) -> None:
+        if self.first_stage is not None:
+            data.copy_(torch.tensor(self.first_stage))
 
 
 @pytest.fixture
@@ -135,7 +142,7 @@ def test_the_time_of_hints_ends_on_all_ranks_at_once(
         others = partial(torch.Tensor.mul_, other=all_agree)
         said: list[list[int]] = []
         for _ in range(64):
-            turn = Turn()
+            turn = Turn(cache)
             due = hints.ask(turn)
             turn.agree(lambda numbers, _, others=others: others(numbers))
             hints.hear(*due)
@@ -144,6 +151,20 @@ def test_the_time_of_hints_ends_on_all_ranks_at_once(
         assert ("over" in runtime.prefetches.held) != all_agree
     assert list(runtime.prefetches.held) == ["goes on"]
     assert counted == ["useless"]
+
+
+def test_the_time_of_hints_ends_by_the_clock_of_the_first_stage(
+    cache: HintedCache, runtime: Runtime
+) -> None:
+    a_hint(runtime, "over", 320)
+    a_hint(runtime, "goes on", 320, since=0.0)
+    cache.first_stage = [1, 0]
+    for _ in range(64):
+        turn = Turn(cache)
+        due = hints.ask(turn)
+        turn.agree(lambda *_: None)
+        hints.hear(*due)
+    assert list(runtime.prefetches.held) == ["goes on"]
 
 
 def test_an_attach_is_none_of_our_business(scheduler: Any) -> None:

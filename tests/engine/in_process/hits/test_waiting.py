@@ -1,6 +1,7 @@
 """Which answers of L3 HiCache may take, and what waiting requests hold of their prompts."""
 
 from queue import Queue
+from threading import Timer
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,7 +36,7 @@ class Operation:
 class Cache:
     """HiCache's, with ``free`` tokens of host memory and as many that it may evict."""
 
-    pp_size, page_size, prefetch_threshold, is_write_back = 1, PAGE, PAGE, False
+    page_size, prefetch_threshold, is_write_back = PAGE, PAGE, False
     enable_storage, storage_prefetch_retries = True, None
 
     def __init__(self, free: int = HOST, evictable: int = 0) -> None:
@@ -265,8 +266,25 @@ def test_new_prompts_are_held_only_if_no_hit_waits_for_room(
     assert runtime.prefetches.held["b"].tokens == 0
 
 
-def test_pipeline_stages_take_what_the_first_one_takes() -> None:
-    cache = Cache()
-    cache.pp_size = 2
-    assert waiting.with_room(cache, 3) == 3
-    assert waiting.with_room(Cache(), None) is None
+def test_a_stage_waits_for_the_answers_that_the_first_one_had() -> None:
+    cache, late = Cache(), Operation("late", 320, 2000)
+    first, other = Operation("first", 320, 0), Operation("other", 320, 1000)
+    cache.answer(first)
+    answers = cache.cache_controller.prefetch_hit_queue
+    comes = Timer(0.1, cache.answer, (other, late))
+    comes.start()
+    assert waiting.with_room(cache, 2) == 2
+    assert list(answers.queue)[:2] == [first, other]
+    comes.join()
+    assert waiting.with_room(cache, None) is None
+
+
+def test_a_hit_waits_while_another_micro_batch_runs(scheduler: Any) -> None:
+    cache = Cache(free=160)
+    cache.answer(Operation("a", 320, 0))
+    scheduler.running_mbs, scheduler.mbs = [None, busy()], [None, None]
+    assert cache.take() == []
+    scheduler.running_mbs, scheduler.mbs = [None, None], [None, busy()]
+    assert cache.take() == []
+    scheduler.mbs = [None, None]
+    assert cache.take() == ["a"]
