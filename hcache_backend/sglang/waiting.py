@@ -10,7 +10,6 @@ stages, which come to the same turn one after the other.
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import chain, islice
@@ -18,7 +17,7 @@ from typing import Any
 
 from hcache_backend import metrics
 from hcache_backend.prefetch.prefetch import Held, Hint, Prefetches
-from hcache_backend.sglang.compat import prefix_length
+from hcache_backend.sglang.compat import prefix_length, restart_timeout
 from hcache_backend.sglang.runtime import current
 
 _SHARE = 2  # at most half of host memory is held or being read: backups need the other half
@@ -65,7 +64,7 @@ def with_room(cache: Any, answered: int | None) -> int | None:
         if needed and short:  # those behind it do not overtake it
             needed = None
         if needed is None:
-            operation.start_time = time.monotonic()  # of its timeout: it is not read yet
+            restart_timeout(cache, operation)  # it is not read yet
             waiting.append(operation)
             continue
         taken.append(operation)

@@ -38,6 +38,7 @@ class Cache:
 
     page_size, prefetch_threshold, is_write_back = PAGE, PAGE, False
     enable_storage, storage_prefetch_retries = True, None
+    _storage_prefetch_wait: dict[Any, Any]
 
     def __init__(self, free: int = HOST, evictable: int = 0) -> None:
         self.ongoing_prefetch: dict[Any, Any] = {}
@@ -108,9 +109,11 @@ def test_answers_are_taken_in_order_as_far_as_half_of_host_memory() -> None:
     operations = [Operation(str(n), 320, 1000 * n) for n in range(5)]
     nothing = Operation("nothing", 0, 9000)
     cache.answer(*operations, nothing)
+    cache._storage_prefetch_wait = {operation.handle: None for operation in operations}
     assert cache.take() == ["0", "1", "nothing"], "no answer overtakes one that waits for room"
     assert cache.take() == []
     assert all(operation.start_time for operation in operations[2:]), "no timeout runs"
+    assert [*cache._storage_prefetch_wait] == [operations[0].handle, operations[1].handle]
     del cache.ongoing_prefetch[operations[0].handle]
     cache.free += 320
     assert cache.take() == ["2"]
