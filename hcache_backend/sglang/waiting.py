@@ -238,7 +238,10 @@ def left() -> None:
         queued = [*scheduler.waiting_queue, *(() if bootstrap is None else bootstrap.queue)]
         waiting = {request.rid for request in queued}
         for rid, one in list(held.items()):
-            if rid not in waiting and not isinstance(one, Hint):
+            if isinstance(one, Hint):
+                if one.tree is not scheduler.tree_cache.storage_prefetch_retries:
+                    end_hint(rid, "useless")  # a flush has emptied the tree
+            elif rid not in waiting:
                 _gone(rid)
 
 
