@@ -67,16 +67,17 @@ def _take(scheduler: Any, told: Mapping[str, Any]) -> dict[str, Any]:
         reads=action == "prefetch",
         tree=cache.storage_prefetch_retries,
     )
+    over = []
     for name, other in prefetches.hints.items():
         if action == "demote":
             ends = hint.begins(other.request, other.prompt, len(prompt))
         else:
             ends = other.begins(request, prompt, len(other.prompt)) and other.seconds <= seconds
         if ends:
+            over.append(name)
             waiting.end_hint(name, "replaced")
-    if action == "demote":
-        request.init_next_round_input(cache, cow_mamba=False)
-        return {"tokens": len(prompt), "in_memory": waiting.there(hint), "kept": 0}
+    if action == "demote":  # a look-up would make the prompt the one that was used last
+        return {"tokens": len(prompt), "ended": len(over)}
     if len(prefetches.hints) >= _MOST:
         raise RefusedHint(f"{_MOST} hints are there already; one has to end first")
     _look_up(cache, hint)

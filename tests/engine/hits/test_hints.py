@@ -100,10 +100,10 @@ def test_a_retained_prompt_stays_in_host_memory_while_others_come(
     cached = conversation.turns[0].cached
     assert (cached.device + cached.host, cached.storage) == (TOKENS, 0)
     assert_no_cache_output(model, [conversation])
-    assert hint(server, "demote", history(1))["in_memory"] == TOKENS
+    assert hint(server, "demote", history(1)) == {"tokens": TOKENS, "ended": 1}
     for number in range(12):
         server.generate(random_tokens(LONG, 800 + number), 1)
-    assert hint(server, "demote", history(1))["in_memory"] == 0
+    assert hint(server, "retain", history(1), seconds=1e-3)["in_memory"] == 0
 
 
 def test_a_hint_gives_way_to_requests_that_need_its_room(server: Server, model: Path) -> None:
@@ -169,6 +169,9 @@ def test_the_command_sends_a_hint(server: Server, tmp_path: Path) -> None:
         done.stdout == f"{TOKENS} tokens: 0 on the device or in host memory, 0 of them are kept\n"
     )
     server.until(partial(is_there, server, history(3)), "the prompt of a hint in host memory")
+    command[-2] = "demote"
+    done = subprocess.run([*command, *end], capture_output=True, text=True, check=True)
+    assert done.stdout.endswith(" hints have ended\n")
     end = ["--url", server.url]
     bad = subprocess.run([*command, *end], capture_output=True, text=True, check=False)
     assert (bad.returncode, bad.stderr) == (2, "hcache: 401: give its --api-key\n")

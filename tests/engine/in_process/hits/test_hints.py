@@ -233,6 +233,18 @@ def turns(cache: HintedCache, number: int) -> None:
         hints.hear(*due)
 
 
+def test_a_demoted_prompt_does_not_count_as_used(
+    tree: Tree, scheduler: Any, runtime: Runtime, counted: list[str]
+) -> None:
+    tree.there = 320
+    for length in (320, 160, 64):
+        told(scheduler, "retain", range(length, 2 * length))
+    tree.looked_up.clear()
+    assert told(scheduler, "demote", range(320, 480)) == {"tokens": 160, "ended": 1}
+    assert (tree.looked_up, counted) == ([], ["replaced"])
+    assert [hint.tokens for hint in runtime.prefetches.hints.values()] == [160, 64]
+
+
 def test_a_flush_ends_all_hints(
     tree: Tree, cache: HintedCache, scheduler: Any, runtime: Runtime, counted: list[str]
 ) -> None:
