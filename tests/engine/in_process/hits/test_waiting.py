@@ -234,6 +234,34 @@ def test_a_waiting_request_holds_its_prompt_until_it_waits_no_more(
     assert runtime.prefetches.held == {}
 
 
+def test_a_retracted_request_holds_its_prompt_again_and_an_aborted_one_nothing(
+    runtime: Runtime, scheduler: Any
+) -> None:
+    cache = Cache()
+    scheduler.tree_cache = cache
+    request = waiting_request("a", host_hit_length=64)
+    for _ in range(2):  # it comes, and is retracted later
+        scheduler.waiting_queue = [request]
+        waiting.came(scheduler, request)
+        waiting.left()
+        assert runtime.prefetches.held["a"].tokens == 64
+        scheduler.waiting_queue = []  # it was admitted, or aborted
+        waiting.left()
+        assert runtime.prefetches.held == {}
+    assert cache.unlocked == [1, 1]
+
+
+def test_a_request_that_is_aborted_while_its_answer_waits_is_passed_over(scheduler: Any) -> None:
+    cache = Cache(free=HOST - 640)
+    first, aborted, last = (Operation(name, 640, 1000 * n) for n, name in enumerate("abc"))
+    cache.answer(first, aborted, last)
+    assert cache.take() == ["a"]
+    assert cache.take() == []
+    del cache.ongoing_prefetch[aborted.handle], cache.ongoing_prefetch[first.handle]
+    cache.free += 640
+    assert cache.take() == ["b", "c"], "HiCache drops the answer of the aborted one"
+
+
 def test_nothing_is_let_go_of_in_a_tree_that_was_emptied(runtime: Runtime, scheduler: Any) -> None:
     cache = Cache()
     scheduler.tree_cache = cache
