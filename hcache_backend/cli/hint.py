@@ -38,5 +38,9 @@ def hint(
 
 def show(answers: list[dict[str, Any]]) -> None:
     for told in answers:
-        there = f"{told['in_memory']:,} on the device or in host memory"
-        say(f"{told['tokens']:,} tokens: {there}, {told['kept']:,} of them are kept")
+        if "ended" in told:
+            found = f"{told['ended']} hints have ended"
+        else:
+            found = f"{told['in_memory']:,} on the device or in host memory"
+            found += f", {told['kept']:,} of them are kept"
+        say(f"{told['tokens']:,} tokens: {found}")

@@ -232,6 +232,8 @@ class Hint(Held):
         asked: Tokens at its front that were there when L3 was asked last; -1: it was not asked.
         used: A request has come with the prompt.
         turns: Turns of the scheduler since it came.
+        tree: Stands for the content of SGLang's cache, until a flush.
+        next_look: Seconds from ``since`` on until host memory is looked at again.
     """
 
     prompt: Any
@@ -241,6 +243,8 @@ class Hint(Held):
     asked: int = -1
     used: bool = False
     turns: int = 0
+    tree: Any = None
+    next_look: float = 1.0
 
     def begins(self, request: Any, ids: Any, tokens: int) -> bool:
         """True if its first ``tokens`` are those of a ``request`` with these ``ids``, an array."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import time
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -60,3 +61,10 @@ def prefix_length(request: Any) -> int:
     if hasattr(request, "prefix_len"):
         return int(request.prefix_len)
     return len(request.prefix_indices)
+
+
+def restart_timeout(cache: Any, operation: Any) -> None:
+    """Let the time of a prefetch under policy ``timeout`` begin now. From 0.5.23 on it begins when
+    its request could have been admitted, which a record in the cache says."""
+    operation.start_time = time.monotonic()
+    getattr(cache, "_storage_prefetch_wait", {}).pop(operation.handle, None)

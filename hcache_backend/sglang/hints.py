@@ -3,7 +3,7 @@
 A hint stands for a request that has not come. Host memory keeps what it has of its prompt for a
 limited time, as for a request that waits (:mod:`.waiting`). For ``prefetch`` L3 is read for the
 rest, a few pages at a time, and only while no request waits; nothing is computed. A hint gives way
-to requests that need its room. All tensor-parallel ranks get the same hints in the same turns.
+to requests that need its room. All ranks get the same hints in the same turns, pipeline stages too.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from array import array
 from collections.abc import Mapping
 from itertools import count
 from typing import Any
+
+import torch
 
 from hcache_backend import metrics
 from hcache_backend.prefetch.prefetch import Hint
@@ -53,10 +55,9 @@ def _take(scheduler: Any, told: Mapping[str, Any]) -> dict[str, Any]:
     cache, prefetches = scheduler.tree_cache, current().prefetches
     l3 = our_l3(cache)
     if l3 is None or not waiting.follows(cache):
-        raise RefusedHint("this server takes no hints: its L3 is another one, or it has stages")
+        raise RefusedHint("this server takes no hints: its L3 is another one, or it has no L2")
     prefetches.scheduler = scheduler
     request = _request(f"{NAME}:{next(_numbers)}", *_prompt(scheduler, told))
-    request.init_next_round_input(cache, cow_mamba=False)
     prompt, action, seconds = request.origin_input_ids[:-1], told["action"], told["seconds"]
     hint = Hint(
         request=request,
@@ -64,22 +65,32 @@ def _take(scheduler: Any, told: Mapping[str, Any]) -> dict[str, Any]:
         seconds=seconds,
         since=time.monotonic(),
         reads=action == "prefetch",
+        tree=cache.storage_prefetch_retries,
     )
+    over = []
     for name, other in prefetches.hints.items():
         if action == "demote":
-            over = hint.begins(other.request, other.prompt, len(prompt))
+            ends = hint.begins(other.request, other.prompt, len(prompt))
         else:
-            over = other.begins(request, prompt, len(other.prompt)) and other.seconds <= seconds
-        if over:
+            ends = other.begins(request, prompt, len(other.prompt)) and other.seconds <= seconds
+        if ends:
+            over.append(name)
             waiting.end_hint(name, "replaced")
-    if action != "demote":
-        l3.use(keys_to(cache, request.last_host_node))
-        if len(prefetches.hints) >= _MOST:
-            raise RefusedHint(f"{_MOST} hints are there already; one has to end first")
-        prefetches.held[request.rid] = hint
-        if waiting.has_room(cache, waiting.there(hint)):
-            waiting.hold(cache, hint)
+    if action == "demote":  # a look-up would make the prompt the one that was used last
+        return {"tokens": len(prompt), "ended": len(over)}
+    if len(prefetches.hints) >= _MOST:
+        raise RefusedHint(f"{_MOST} hints are there already; one has to end first")
+    _look_up(cache, hint)
+    prefetches.held[request.rid] = hint
+    l3.use(keys_to(cache, request.last_host_node))
     return {"tokens": len(prompt), "in_memory": waiting.there(hint), "kept": hint.tokens}
+
+
+def _look_up(cache: Any, hint: Hint) -> None:
+    """Hold what host memory has of a prompt now."""
+    hint.request.init_next_round_input(cache, cow_mamba=False)
+    if waiting.has_room(cache, waiting.there(hint) - hint.tokens):
+        waiting.hold(cache, hint)
 
 
 def _prompt(scheduler: Any, told: Mapping[str, Any]) -> tuple[array[int], Any, Any]:
@@ -105,6 +116,12 @@ def _request(rid: str, prompt: array[int], extra_key: Any, cache_salt: Any) -> A
     return request
 
 
+def _again(hint: Hint, tokens: int) -> Any:
+    """Another request of SGLang's for the first ``tokens`` of a hint."""
+    before = hint.request
+    return _request(before.rid, hint.prompt[:tokens], before.extra_key, before.cache_salt)
+
+
 def go_on(cache: Any) -> None:
     """Called in every turn of the scheduler, behind HiCache's part: read L3 for a hint."""
     prefetches = current().prefetches
@@ -118,26 +135,35 @@ def go_on(cache: Any) -> None:
     hint.reads = there > hint.asked and tokens >= cache.prefetch_threshold
     if hint.reads and waiting.has_room(cache, tokens):
         cache.release_aborted_request(before.cache_request_handle)
-        prompt, hint.asked = hint.prompt[: there + tokens], there
-        request = _request(before.rid, prompt, before.extra_key, before.cache_salt)
-        scheduler._prefetch_kvcache(request)
+        hint.asked = there
+        scheduler._prefetch_kvcache(_again(hint, there + tokens))
 
 
 def ask(turn: Turn) -> tuple[list[str], Said]:
-    """Say whose time is over; ranks have other clocks, so they end hints together."""
+    """Say whose time is over, and who looks again; ranks have other clocks, so they do it
+    together."""
     due, over, now = list[str](), list[bool](), time.monotonic()
     for name, hint in current().prefetches.hints.items():
         hint.turns += 1
         if hint.turns % _TURNS == 0:
             due.append(name)
-            over.append(now - hint.since > hint.seconds)
+            over += now - hint.since > hint.seconds, now - hint.since > hint.next_look
     return due, turn.say(*over)
 
 
 def hear(due: list[str], said: Said) -> None:
-    for name, is_over in zip(due, said.least, strict=True):
+    cache, over = said.turn.cache, torch.tensor(said.least, dtype=torch.int64)
+    if due:
+        cache._pp_sync(over)  # the first pipeline stage's clock is that of all
+    for name, (is_over, looks) in zip(due, over.view(-1, 2).tolist(), strict=True):
+        hint = current().prefetches.hints[name]
         if is_over:
             waiting.end_hint(name, "useless")
+        elif looks:  # for what was computed, or backed up, since the last look
+            hint.next_look *= 2
+            if hint.operation is None and hint.tokens <= len(hint.prompt) - cache.page_size:
+                hint.request, hint.reads = _again(hint, len(hint.prompt)), hint.asked >= 0
+                _look_up(cache, hint)
 
 
 ATTACH = Hook(

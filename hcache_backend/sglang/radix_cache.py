@@ -43,8 +43,9 @@ def around_turn(original: Original, cache: Any, *a: Any, **kw: Any) -> Any:
     if ours is not None:
         ours.begin_turn(turn)
     turn.agree(cache._all_reduce_attn_groups)
-    if expired is not None:
-        hints.hear(*expired)
+    with harmless():
+        if expired is not None:
+            hints.hear(*expired)
     if gate is not None:
         gate.hear()
     if ours is not None:

@@ -3,30 +3,29 @@ and host memory keeps what it has of their prompts.
 
 SGLang refuses to ask L3 once prefetches may fill half of host memory, and such a request is
 computed. Here every request asks, and an answer stays in HiCache's queue until there is room. All
-of it depends on what the tensor-parallel ranks have agreed on, so they do the same.
+of it depends on what the tensor-parallel ranks have agreed on, so they do the same. So do pipeline
+stages, which come to the same turn one after the other.
 """
 
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Iterable, Sequence
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 from hcache_backend import metrics
 from hcache_backend.prefetch.prefetch import Held, Hint, Prefetches
-from hcache_backend.sglang.compat import prefix_length
+from hcache_backend.sglang.compat import prefix_length, restart_timeout
 from hcache_backend.sglang.runtime import current
 
 _SHARE = 2  # at most half of host memory is held or being read: backups need the other half
 
 
 def follows(cache: Any) -> bool:
-    """True if this module may act: pipeline stages are not at one point, and without host pages of
-    its own HiCache waits for room itself."""
-    return cache.pp_size == 1 and getattr(cache, "buffer_pipeline", None) is None
+    """True if this module may act: without host pages of its own HiCache waits for room itself."""
+    return getattr(cache, "buffer_pipeline", None) is None
 
 
 # ---- answers of L3 ----
@@ -44,6 +43,8 @@ def with_room(cache: Any, answered: int | None) -> int | None:
     filled = _releasable(cache, prefetches) if answered else 0
     filled += sum(len(one.host_indices) for one in reading)
     answers, taken, waiting = controller.prefetch_hit_queue, list[Any](), list[Any]()
+    with answers.not_empty:  # the first pipeline stage has them, and later ones get them
+        answers.not_empty.wait_for(lambda: len(answers.queue) >= answered)
     short, allotted = False, 0
     for operation in list(islice(answers.queue, answered)):
         needed = _tokens_to_read(cache, operation, reading)
@@ -63,7 +64,7 @@ def with_room(cache: Any, answered: int | None) -> int | None:
         if needed and short:  # those behind it do not overtake it
             needed = None
         if needed is None:
-            operation.start_time = time.monotonic()  # of its timeout: it is not read yet
+            restart_timeout(cache, operation)  # it is not read yet
             waiting.append(operation)
             continue
         taken.append(operation)
@@ -107,7 +108,8 @@ def _make_room(cache: Any, tokens: int) -> bool:
 def _is_idle() -> bool:
     """True if no batch will give room: then HiCache reads as many tokens as there is room for."""
     scheduler = current().prefetches.scheduler
-    batches = scheduler.running_batch, scheduler.last_batch
+    others = getattr(scheduler, "running_mbs", ()), getattr(scheduler, "mbs", ())  # of stages
+    batches = scheduler.running_batch, scheduler.last_batch, *chain(*others)
     return all(batch is None or batch.is_empty() for batch in batches)
 
 
@@ -236,7 +238,10 @@ def left() -> None:
         queued = [*scheduler.waiting_queue, *(() if bootstrap is None else bootstrap.queue)]
         waiting = {request.rid for request in queued}
         for rid, one in list(held.items()):
-            if rid not in waiting and not isinstance(one, Hint):
+            if isinstance(one, Hint):
+                if one.tree is not scheduler.tree_cache.storage_prefetch_retries:
+                    end_hint(rid, "useless")  # a flush has emptied the tree
+            elif rid not in waiting:
                 _gone(rid)
 
 

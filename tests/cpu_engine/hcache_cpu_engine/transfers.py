@@ -5,10 +5,11 @@ SGLang does these with `sgl_kernel` or JIT CUDA kernels. "Device" is CPU memory 
 
 import functools
 import importlib.util
+import itertools
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -171,6 +172,18 @@ def device_tensors(device_pool: Any, host_pool: Any) -> list[list[torch.Tensor]]
     return [device_pool.kv_buffer]
 
 
+def saved_layers(host_pool: Any, device_pool: Any) -> list[Sequence[torch.Tensor]]:
+    """The layers that a backup copies, in the order of `host_tensors`: the model's, then those of
+    packed drafts. From 0.5.23 on the host pool knows no pools, but the buffers of all of them."""
+    if hasattr(host_pool, "mtp_draft_device_pools"):
+        pools = (device_pool, *host_pool.mtp_draft_device_pools)
+        every = [device_tensors(pool, host_pool) for pool in pools]
+        return [list(itertools.chain.from_iterable(layers)) for layers in zip(*every, strict=True)]
+    if _has_kv(host_pool):
+        return [host_pool.device_k_buffers, host_pool.device_v_buffers]
+    return [host_pool.device_kv_buffers]
+
+
 def _has_kv(pool: Any) -> bool:
     return not hasattr(pool, "kv_cache_dim")
 
@@ -213,9 +226,7 @@ def backup_from_device_all_layer(
     device_indices: torch.Tensor,
     io_backend: str,
 ) -> None:
-    pools = (device_pool, *self.mtp_draft_device_pools)
-    for number, host in enumerate(host_tensors(self)):
-        layers = [layer for pool in pools for layer in device_tensors(pool, self)[number]]
+    for host, layers in zip(host_tensors(self), saved_layers(self, device_pool), strict=True):
         for layer_id, layer in enumerate(layers):
             index = layer_rows(self, host, layer_id, host_indices)
             host[index] = layer[device_indices].view_as(host[index])

@@ -30,6 +30,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "plain": {"hcache": {"mode": "plain"}},
     "hidden": {"hcache": {"mode": "hidden"}},
     "two ranks": {"hcache": {"mode": "kv"}, "tp": 2},
+    "two stages": {"hcache": {"mode": "kv"}, "pp": 2},
     "timeout": {"hcache": {"mode": "kv"}, "prefetch_policy": "timeout"},
 }
 
@@ -57,6 +58,7 @@ def options(model: Path, folder: Path, kind: str, host: int = HOST) -> ServerOpt
         "kv",
         "plain",
         "two ranks",
+        "two stages",
         pytest.param("hidden", marks=pytest.mark.long),
         pytest.param("timeout", marks=pytest.mark.long),
     ],
@@ -105,7 +107,7 @@ def test_a_burst_of_any_size_uses_what_one_by_one_uses(
     conversations = asked(server, *(question(number, count) for number in range(count)))
     from_l3 = [conversation.turns[0].cached.storage for conversation in conversations]
     assert from_l3 == [TOKENS] * count
-    ranks = server.options.tp
+    ranks = server.options.tp * server.options.pp
     counted = more(server, before)
     assert counted.pop("hit") + counted.pop("recomputed", 0) == ranks * count * TOKENS
     assert counted == {"found": ranks * count * TOKENS}, "nothing was read in vain"
@@ -127,7 +129,7 @@ def test_a_common_prefix_is_read_once(server: Server, model: Path) -> None:
     counted = more(server, before)
     assert "unused" not in counted
     read = counted["hit"] + counted.get("recomputed", 0)
-    assert read == server.options.tp * from_l3
+    assert read == server.options.tp * server.options.pp * from_l3
     assert_no_cache_output(model, conversations)
 
 

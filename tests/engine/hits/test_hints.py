@@ -25,7 +25,7 @@ LONG = 160 * PAGE
 """Tokens: more than are read at a time."""
 
 
-@pytest.fixture(scope="module", params=["kv", "plain", "two ranks"])
+@pytest.fixture(scope="module", params=["kv", "plain", "two ranks", "two stages"])
 def server(
     request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
@@ -64,7 +64,11 @@ def is_there(server: Server, tokens: list[int]) -> bool:
 
 def hints(server: Server) -> dict[str, float]:
     counted = fetch(server.url).counters["hints"]
-    return {how: number / server.options.tp for how, number in counted.items()}
+    return {how: number / ranks(server) for how, number in counted.items()}
+
+
+def ranks(server: Server) -> int:
+    return server.options.tp * server.options.pp
 
 
 @pytest.mark.parametrize("tokens", [history(0), random_tokens(LONG, 600)], ids=["short", "long"])
@@ -79,7 +83,7 @@ def test_an_announced_prompt_is_in_host_memory_when_it_comes(
     assert (cached.host, cached.storage) == (len(tokens), 0)
     assert_no_cache_output(model, [conversation])
     counted = more(server, before)
-    assert counted.pop("found") == counted.pop("hint_useful") == server.options.tp * len(tokens)
+    assert counted.pop("found") == counted.pop("hint_useful") == ranks(server) * len(tokens)
     assert not counted
     assert hints(server)["useful"]
 
@@ -96,10 +100,10 @@ def test_a_retained_prompt_stays_in_host_memory_while_others_come(
     cached = conversation.turns[0].cached
     assert (cached.device + cached.host, cached.storage) == (TOKENS, 0)
     assert_no_cache_output(model, [conversation])
-    assert hint(server, "demote", history(1))["in_memory"] == TOKENS
+    assert hint(server, "demote", history(1)) == {"tokens": TOKENS, "ended": 1}
     for number in range(12):
         server.generate(random_tokens(LONG, 800 + number), 1)
-    assert hint(server, "demote", history(1))["in_memory"] == 0
+    assert hint(server, "retain", history(1), seconds=1e-3)["in_memory"] == 0
 
 
 def test_a_hint_gives_way_to_requests_that_need_its_room(server: Server, model: Path) -> None:
@@ -165,6 +169,9 @@ def test_the_command_sends_a_hint(server: Server, tmp_path: Path) -> None:
         done.stdout == f"{TOKENS} tokens: 0 on the device or in host memory, 0 of them are kept\n"
     )
     server.until(partial(is_there, server, history(3)), "the prompt of a hint in host memory")
+    command[-2] = "demote"
+    done = subprocess.run([*command, *end], capture_output=True, text=True, check=True)
+    assert done.stdout.endswith(" hints have ended\n")
     end = ["--url", server.url]
     bad = subprocess.run([*command, *end], capture_output=True, text=True, check=False)
     assert (bad.returncode, bad.stderr) == (2, "hcache: 401: give its --api-key\n")

@@ -168,7 +168,7 @@ def asking(behind: int = 0) -> Any:
     """A controller whose L3 has all pages, so many of them behind the page store."""
     storage = SimpleNamespace(
         batch_exists=lambda keys, info: len(keys),
-        batch_exists_v2=lambda keys, pools, info: SimpleNamespace(kv_hit_pages=len(keys)),
+        batch_exists_v2=lambda keys, pools, info: PoolTransferResult(len(keys), {}),
         take_found_shared=lambda: behind,
     )
     return SimpleNamespace(enable_storage=True, page_size=SIZE, storage_backend=storage)

@@ -1,6 +1,7 @@
 """Which answers of L3 HiCache may take, and what waiting requests hold of their prompts."""
 
 from queue import Queue
+from threading import Timer
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,8 +36,9 @@ class Operation:
 class Cache:
     """HiCache's, with ``free`` tokens of host memory and as many that it may evict."""
 
-    pp_size, page_size, prefetch_threshold, is_write_back = 1, PAGE, PAGE, False
+    page_size, prefetch_threshold, is_write_back = PAGE, PAGE, False
     enable_storage, storage_prefetch_retries = True, None
+    _storage_prefetch_wait: dict[Any, Any]
 
     def __init__(self, free: int = HOST, evictable: int = 0) -> None:
         self.ongoing_prefetch: dict[Any, Any] = {}
@@ -107,9 +109,11 @@ def test_answers_are_taken_in_order_as_far_as_half_of_host_memory() -> None:
     operations = [Operation(str(n), 320, 1000 * n) for n in range(5)]
     nothing = Operation("nothing", 0, 9000)
     cache.answer(*operations, nothing)
+    cache._storage_prefetch_wait = {operation.handle: None for operation in operations}
     assert cache.take() == ["0", "1", "nothing"], "no answer overtakes one that waits for room"
     assert cache.take() == []
     assert all(operation.start_time for operation in operations[2:]), "no timeout runs"
+    assert [*cache._storage_prefetch_wait] == [operations[0].handle, operations[1].handle]
     del cache.ongoing_prefetch[operations[0].handle]
     cache.free += 320
     assert cache.take() == ["2"]
@@ -230,6 +234,34 @@ def test_a_waiting_request_holds_its_prompt_until_it_waits_no_more(
     assert runtime.prefetches.held == {}
 
 
+def test_a_retracted_request_holds_its_prompt_again_and_an_aborted_one_nothing(
+    runtime: Runtime, scheduler: Any
+) -> None:
+    cache = Cache()
+    scheduler.tree_cache = cache
+    request = waiting_request("a", host_hit_length=64)
+    for _ in range(2):  # it comes, and is retracted later
+        scheduler.waiting_queue = [request]
+        waiting.came(scheduler, request)
+        waiting.left()
+        assert runtime.prefetches.held["a"].tokens == 64
+        scheduler.waiting_queue = []  # it was admitted, or aborted
+        waiting.left()
+        assert runtime.prefetches.held == {}
+    assert cache.unlocked == [1, 1]
+
+
+def test_a_request_that_is_aborted_while_its_answer_waits_is_passed_over(scheduler: Any) -> None:
+    cache = Cache(free=HOST - 640)
+    first, aborted, last = (Operation(name, 640, 1000 * n) for n, name in enumerate("abc"))
+    cache.answer(first, aborted, last)
+    assert cache.take() == ["a"]
+    assert cache.take() == []
+    del cache.ongoing_prefetch[aborted.handle], cache.ongoing_prefetch[first.handle]
+    cache.free += 640
+    assert cache.take() == ["b", "c"], "HiCache drops the answer of the aborted one"
+
+
 def test_nothing_is_let_go_of_in_a_tree_that_was_emptied(runtime: Runtime, scheduler: Any) -> None:
     cache = Cache()
     scheduler.tree_cache = cache
@@ -265,8 +297,25 @@ def test_new_prompts_are_held_only_if_no_hit_waits_for_room(
     assert runtime.prefetches.held["b"].tokens == 0
 
 
-def test_pipeline_stages_take_what_the_first_one_takes() -> None:
-    cache = Cache()
-    cache.pp_size = 2
-    assert waiting.with_room(cache, 3) == 3
-    assert waiting.with_room(Cache(), None) is None
+def test_a_stage_waits_for_the_answers_that_the_first_one_had() -> None:
+    cache, late = Cache(), Operation("late", 320, 2000)
+    first, other = Operation("first", 320, 0), Operation("other", 320, 1000)
+    cache.answer(first)
+    answers = cache.cache_controller.prefetch_hit_queue
+    comes = Timer(0.1, cache.answer, (other, late))
+    comes.start()
+    assert waiting.with_room(cache, 2) == 2
+    assert list(answers.queue)[:2] == [first, other]
+    comes.join()
+    assert waiting.with_room(cache, None) is None
+
+
+def test_a_hit_waits_while_another_micro_batch_runs(scheduler: Any) -> None:
+    cache = Cache(free=160)
+    cache.answer(Operation("a", 320, 0))
+    scheduler.running_mbs, scheduler.mbs = [None, busy()], [None, None]
+    assert cache.take() == []
+    scheduler.running_mbs, scheduler.mbs = [None, None], [None, busy()]
+    assert cache.take() == []
+    scheduler.mbs = [None, None]
+    assert cache.take() == ["a"]

@@ -7,6 +7,7 @@ import pytest
 import torch
 from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool, MLATokenToKVPool
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+from sglang.srt.runtime_context import get_parallel
 
 from hcache_backend.checks import round_trip
 from hcache_backend.checks.round_trip import check_copies
@@ -196,10 +197,11 @@ def test_rows_of_dsa_are_latents_and_its_index_keys_are_whole_pages() -> None:
     """A row has values in FP8, their scales and RoPE: bytes to us, which ranks share. Keys of the
     indexer are another plane: in a page all keys come before all scales, and some layers have none.
     No server of these models starts without CUDA, so they keep plain pages."""
-    pool = DSATokenToKVPool(
-        *(8 * 64, 64, 512, torch.float8_e4m3fn, 64, LAYERS, "cpu", 128, False, 512 + 16 + 128),
-        skip_topk_layers=[False, True, False],
-    )
+    with get_parallel().override(attn_dcp_size=1):  # from 0.5.23 on the pool asks for it
+        pool = DSATokenToKVPool(
+            *(8 * 64, 64, 512, torch.float8_e4m3fn, 64, LAYERS, "cpu", 128, False, 512 + 16 + 128),
+            skip_topk_layers=[False, True, False],
+        )
     for rows in pool.kv_buffer:
         assert rows.shape == (9 * 64, 1, 656) and rows.dtype == torch.uint8
         rows[:] = torch.randint(0, 256, rows.shape, dtype=torch.uint8)
