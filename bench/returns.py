@@ -34,7 +34,7 @@ from bench.workload.agents import WINDOW, Session
 from hcache_backend.cli.common import ask
 
 SEED, GOAL, IDLE_S = 1, 0.85, 10.0
-LONGEST_IDLE_S, BEGIN_S, AHEAD_S = 300.0, 60.0, 3.0
+LONGEST_IDLE_S, BEGIN_S, AHEAD_S = 300.0, 300.0, 3.0
 WAYS = {
     "host": ("host memory", "host", False),
     "l3": ("L3", "hcache-eager", False),
@@ -181,7 +181,7 @@ PROGRAM = Program(
         *session_settings(20),
         *MODEL,
         Setting("--turns", at_least(2), 8, "of a session, the last ones"),
-        Setting("--tokens", at_least(1), 96, "divides lengths"),
+        Setting("--tokens", at_least(1), 128, "divides lengths"),
         Setting("--speed", at_least(1.0), 5.0, "divides idle times"),
     ),
     tables=Table(

@@ -133,6 +133,8 @@ def go_on(cache: Any) -> None:
     tokens = min(_TOKENS, len(hint.prompt) - there)
     # L3 had no more, or it would not be worth a read.
     hint.reads = there > hint.asked and tokens >= cache.prefetch_threshold
+    if not hint.reads:
+        hint.asked = there
     if hint.reads and waiting.has_room(cache, tokens):
         cache.release_aborted_request(before.cache_request_handle)
         hint.asked = there

@@ -55,7 +55,11 @@ def test_results_that_are_missing_end_the_program(tmp_path: Path) -> None:
 
 
 def test_what_pages_say_of_the_judgement_of_hits_is_what_was_measured() -> None:
-    cases = json.loads((RESULTS / "hits.json").read_text())["cases"]
+    cases = [
+        case
+        for name in ("hits.json", "hits_latents.json")
+        for case in json.loads((RESULTS / name).read_text())["cases"]
+    ]
     points = [point for case in cases for point in case["points"]]
     assert (len(points), f"{max(point['of_better'] for point in points):.2f}") == (60, "1.04")
     [slower] = [point for point in points if (point["interval"] or [0])[0] > 1]

@@ -126,10 +126,11 @@ def test_a_hint_is_useful_if_a_request_begins_with_its_prompt(
     assert list(runtime.prefetches.held) == ["hint"], "it stays until its time is over"
 
 
-def test_what_was_read_for_a_hint_ends_with_its_use(
-    cache: HintedCache, runtime: Runtime, counted: list[str]
+@pytest.mark.parametrize("fields", [{"asked": 0, "read": 320}, {"reads": True}])
+def test_a_hint_of_a_prefetch_ends_with_its_use(
+    fields: dict[str, Any], cache: HintedCache, runtime: Runtime, counted: list[str]
 ) -> None:
-    a_hint(runtime, "hint", 320, asked=0, read=320)
+    a_hint(runtime, "hint", 320, **fields)
     request = SimpleNamespace(
         rid="r", extra_key=None, cache_salt=None, origin_input_ids=array("q", range(400))
     )
