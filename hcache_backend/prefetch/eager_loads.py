@@ -42,7 +42,7 @@ _OFFERS = 4  # prefetches whose pages a turn may recompute: the first that has a
 
 
 class Offer(NamedTuple):
-    """Pages that a slice may recompute. ``said``: if a slice may start, and the number of pages."""
+    """Pages that a slice may recompute. ``said``: how many of them, 0 if no slice may start."""
 
     due: Recomputation
     meeting: Meeting | None  # its reader waits; None: the pages were read
@@ -158,7 +158,7 @@ class EagerLoads:
 
     def seconds_to_recompute(self, tokens: int, prefix: int) -> float:
         """Time of all layers of tokens in slices; infinite if put off or unknown. Any thread."""
-        share, layers = self.governor.pace().share, len(self._loads.methods.methods)
+        share, layers = self.governor.pace.share, len(self._loads.methods.methods)
         if not share:
             return math.inf
         seconds = self._budget.seconds(tokens, self._pool.page_size, prefix, layers)
@@ -175,7 +175,7 @@ class EagerLoads:
 
     def _offer(self, turn: Turn) -> None:
         """Offer the pages that a slice may recompute now, as many as one turn has time for."""
-        size, budget, pace = self._pool.page_size, self._budget, self.governor.pace()
+        size, budget, pace = self._pool.page_size, self._budget, self.governor.pace
         while self._offers:  # an error came between
             self._taken(self._offers.pop(), 0)
         for due in islice(self.restores.to_recompute(max(1, budget.tokens // size)), _OFFERS):
@@ -189,20 +189,20 @@ class EagerLoads:
                 until = alone, together  # slower pages are read sooner, some or all
             allowed = budget.pages(len(due.pages), size, prefix, due.layers, pace.share, *until)
             room = allowed if meeting is None else min(allowed, meeting.offer())
-            free = pace.share > 0 and not budget.full and not due.reservation.failed
-            self._offers.append(Offer(due, meeting, turn.say(free, room)))
+            said = turn.say(0 if due.reservation.failed else room)
+            self._offers.append(Offer(due, meeting, said))
         if self._offers and not pace.share:
             metrics.SLICES.count(pace.decision)
 
     def hear(self) -> None:
         """The ranks have agreed: recompute layers of the first offer that all allow."""
-        decision, launched = self.governor.pace().decision, False
+        decision, launched = self.governor.pace.decision, False
         while self._offers:
             offer = self._offers.pop(0)
-            free, pages = offer.said.least
+            [pages] = offer.said.least
             # The turn may have ended the prefetch, on all ranks.
             ended = offer.due.unread and offer.due.prefetch.is_terminated()
-            pages = self._taken(offer, 0 if launched or ended or not free else pages)
+            pages = self._taken(offer, 0 if launched or ended else pages)
             if pages:
                 launched = self._recompute_slice(offer.due.first(pages))
         if launched:
