@@ -150,26 +150,24 @@ class LoadQueue:
         pages = self._arena.physical(np.concatenate([load.host_pages for load in loads]))
         ready = np.concatenate([load.ready for load in loads])
         lost = np.concatenate([load.nowhere for load in loads])
-        plain = not ready.any() and not lost.any()
-        recompute = self._recompute_queued(loads, only_missing=not plain)
-        if plain:
-            restore = self._pipeline.start(pages, slots, recompute)
-            if restore.failed is None:
-                return (restore,)
-            self._need_no_recomputation(restore.failed)
-            current_stream(self._device).wait(restore.layers[0])  # it may have written some layers
-            return (restore, self._pipeline.start(pages, slots))
+        missing = ~ready & ~lost
+        recompute = self._recompute_queued(loads, only_missing=not missing.all())
         adopted = [load.adopted for load in loads if load.adopted is not None]
         restores = tuple({id(one): one for each in adopted for one in each.restores}.values())
-        if recompute is not None:
+            if restore.failed is not None:
+                self.recomputation_failed(restore.failed)
+                if self.stored_from:
+                    raise restore.failed
+                # It may have written some layers.
+                current_stream(self._device).wait(restore.layers[0])
+                restores = (*restores, self._pipeline.start(some, there))
+        if recompute is not None and not missing.all():
             lack = ~np.concatenate([load.whole for load in loads])
             there = self._slots(slots, lack)
             recompute = self._only_for(recompute, pages[lack], there)
-        missing = ~ready & ~lost
         if recompute is not None or missing.any():
-            restore = self._pipeline.start(pages[missing], self._slots(slots, missing), recompute)
-            if restore.failed is not None:
-                self._need_no_recomputation(restore.failed)
+            some, there = pages[missing], self._slots(slots, missing)
+            restore = self._pipeline.start(some, there, recompute)
             restores = (*restores, restore)
         if lost.any():
             restores = (*restores, self._start_lost(loads, self._slots(slots, lost)))
@@ -186,12 +184,6 @@ class LoadQueue:
             raise restore.failed
         metrics.TOKENS.count("recomputed_at_load", len(slots))
         return restore
-
-    def _need_no_recomputation(self, problem: Exception) -> None:
-        """First layers were not recomputed: raise ``problem`` if they are not stored."""
-        self.recomputation_failed(problem)
-        if self.stored_from:
-            raise problem
 
     def recomputation_failed(self, problem: Exception) -> None:
         """From now on nothing is recomputed, and if layers are not stored nothing is restored.
@@ -317,6 +309,8 @@ class LoadQueue:
             return None
         own = np.asarray(ids[len(slots) :], dtype=np.int64)
         return TokenSpan(own, slots) if len(own) == pages * self._layout.page_size else None
+        if pages.all():
+            return slots
 
     def _part(self, span: TokenSpan, slots: torch.Tensor, pages: range) -> TokenSpan:
         size = self._layout.page_size
