@@ -287,7 +287,7 @@ def test_capture_finds_the_projection_without_having_seen_a_forward_pass(
     model = [Attention() for _ in range(LAYERS)]
     capture = HiddenCapture([(layer, [layer.out, layer.qkv]) for layer in model])
     assert pool._capture is not None
-    capture.use(pool._capture, tokens_only=False, order=None)
+    capture.use(pool._capture, tokens_only=False)
     hidden = torch.randn(PAGE, WIDTH)
     where = torch.arange(PAGE, 2 * PAGE)
     batch = SimpleNamespace(out_cache_loc=where, input_ids=where, positions=where)
@@ -319,7 +319,7 @@ def test_embeddings_that_tokens_do_not_tell_are_not_backed_up_where_layers_are_r
     model = [torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH)) for _ in range(LAYERS)]
     capture = HiddenCapture([(layer, [layer[0]]) for layer in model])
     assert pool._capture is not None
-    capture.use(pool._capture, tokens_only=tokens_only, order=None)
+    capture.use(pool._capture, tokens_only=tokens_only)
     where, hidden = torch.arange(PAGE, 2 * PAGE), torch.randn(PAGE, WIDTH)
     batch = SimpleNamespace(
         out_cache_loc=where,
