@@ -93,7 +93,6 @@ from hcache_backend.start.page_plan import (
     kv_codec,
     make_exchange,
     page_plugin,
-    staging_rows,
     take_staging,
 )
 from hcache_backend.start.sides import share_of_size, strategy_of, with_our_pool
@@ -573,9 +572,8 @@ def record_copies(runtime: Runtime, runner: Any) -> None:
         every = attention_modules(runner.model, kvcache.layer_num)
         seen = [every[layer] for layer in hidden]
         recorded = _largest_recorded_tokens(drafted_tokens(server.args))
-        capacity = staging_rows(runner, len(seen), recorded)
-        rows = runner.model_config.hidden_size, runner.dtype
-        staging = take_staging(len(seen), *rows, capacity, kvcache.device, recorded_tokens=recorded)
+        how = runner, len(seen), runner.model_config.hidden_size, runner.dtype, kvcache.device
+        staging = take_staging(*how, recorded_tokens=recorded)
         hooks = HiddenCapture([(layer.module, layer.linears) for layer in seen])
         hooks.staging, runtime.forwards.capture = staging, hooks
     except Refused as refused:
