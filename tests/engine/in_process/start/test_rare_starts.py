@@ -352,7 +352,7 @@ def test_the_batch_shows_in_modules_that_write_to_one_buffer(in_place: bool) -> 
 
 def test_a_stage_behind_one_that_failed_is_refused() -> None:
     with pytest.raises(Refused, match="the pipeline stage before this one failed"):
-        passes._Stages._input(SimpleNamespace(_received={}))
+        passes._Stages.run(SimpleNamespace(_received={}), None, None)
 
 
 def test_a_check_that_breaks_is_a_refusal_of_all(caplog: pytest.LogCaptureFixture) -> None:
