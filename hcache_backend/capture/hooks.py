@@ -17,7 +17,6 @@ import torch
 from hcache_backend import metrics
 from hcache_backend.arena import Ids
 from hcache_backend.capture.staging import StagedCapture, Staging, Step, stored_rows
-from hcache_backend.restore.exchange import CollectiveOrder
 from hcache_backend.restore.layers import Recompute
 from hcache_backend.streams import current_stream, host_tensor, to_device
 from hcache_kernels.staging import save_rows
@@ -45,7 +44,6 @@ class HiddenCapture:
         self._capture: StagedCapture | None = None
         self._trial = False
         self._tokens_only = False
-        self._order: CollectiveOrder | None = None
         self._aside: Callable[[int, object], None] | None = None
         self._thread = get_ident()
         self._called = [False] * len(layers)
@@ -76,12 +74,10 @@ class HiddenCapture:
             for index, projection in enumerate(projections)
         ]
 
-    def use(
-        self, capture: StagedCapture, *, tokens_only: bool, order: CollectiveOrder | None
-    ) -> None:
+    def use(self, capture: StagedCapture, *, tokens_only: bool) -> None:
         """Capture every forward pass from now on; ``tokens_only``: not those that cannot be
         recomputed from token ids."""
-        self._capture, self._tokens_only, self._order = capture, tokens_only, order
+        self._capture, self._tokens_only = capture, tokens_only
 
     @contextmanager
     def trying(self, capture: StagedCapture) -> Iterator[None]:
@@ -112,8 +108,6 @@ class HiddenCapture:
             return run()
         self._thread = get_ident()
         self._guarded(lambda capture: capture.ledger.pass_begins())
-        if self._order is not None:
-            self._order.forward_begins()
         step = self._guarded(lambda capture: self._begin(capture, batch))
         output = run()
         if step is not None:

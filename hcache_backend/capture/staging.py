@@ -187,32 +187,27 @@ class Staging:
             self.stage(layer, hidden, len(hidden))
 
 
+@dataclass(eq=False)
 class StagedCapture:
-    """Takes the hidden states of every token of every step to the arena's shadow pages.
-    ``memory``: the arena's, uint8 ``[pages, page_bytes]``. ``segments``: of a page, for each
-    captured layer. An eager step may be up to ``staging.layers`` times as long as its capacity.
+    """Takes the hidden states of every token of every step to the arena's shadow pages. An eager
+    step may be up to ``staging.layers`` times as long as its capacity.
 
     Scheduler thread only. Methods with tensor arguments run while the stream that made them is
     current.
     """
 
-    def __init__(
-        self,
-        arena: Arena,
-        memory: torch.Tensor,
-        staging: Staging,
-        segments: Sequence[int],
-        codec: Codec,
-    ) -> None:
-        self.arena = arena
-        self.most_at_once = staging.capacity  # tokens of a step; longer ones go layer by layer
+    arena: Arena
+    memory: torch.Tensor  # the arena's, uint8 [pages, page_bytes]
+    _staging: Staging
+    _segments: Sequence[int]  # of a page, for each captured layer
+    codec: Codec
+
+    def __post_init__(self) -> None:
+        arena, self.device = self.arena, self._staging.device
+        self.most_at_once = self._staging.capacity  # tokens; longer steps go layer by layer
         self.waits_for_staging = 0  # times that a forward pass's stream waited for a transfer
-        self.memory = memory
-        self._staging = staging
-        self.codec = codec
-        self.device = staging.device
         self.ledger = Ledger(arena, self.device)
-        offsets = [arena.layout.segment_offsets[segment] for segment in segments]
+        offsets = [arena.layout.segment_offsets[segment] for segment in self._segments]
         self.segments = torch.tensor(offsets, dtype=torch.int64, device=self.device)
         self._shadows = torch.from_numpy(arena.shadows).to(self.device)
         self._steps = 0

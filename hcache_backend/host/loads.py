@@ -74,33 +74,25 @@ class QueuedLoad:
         return ~self.whole & (self.lost if self.lost is not None else False)
 
 
+@dataclass(eq=False)
 class LoadQueue:
-    """Plans loads, and launches those that were queued. Scheduler thread only. The recomputer is
-    None if the model cannot be run, and from its first failure on. ``slowdown``: recent time to
-    compute tokens, relative to the profile. ``failed`` gets the reason why pages cannot be restored
-    any more."""
+    """Plans loads, and launches those that were queued. Scheduler thread only."""
 
-    def __init__(
-        self,
-        arena: Arena,
-        pipeline: RestorePipeline,
-        methods: Restore,
-        recomputer: Recomputer | None,
-        device: torch.device | str,
-        slowdown: Callable[[int], float] = lambda tokens: 1.0,
-        failed: Callable[[str], None] = lambda reason: None,
-    ) -> None:
-        self.stored_from = len(methods.layers("recompute"))  # layers before this one are not stored
-        self._arena = arena
-        self._layout = arena.layout
-        self._pipeline = pipeline
-        self.methods = methods  # of each layer
-        self._recomputer = recomputer
-        self._device = device
+    _arena: Arena
+    _pipeline: RestorePipeline
+    methods: Restore  # of each layer
+    _recomputer: Recomputer | None  # None: the model cannot be run, or it failed once
+    _device: torch.device | str
+    # Recent time to compute tokens, relative to the profile.
+    _slowdown: Callable[[int], float] = lambda tokens: 1.0
+    # Gets the reason why pages cannot be restored any more.
+    _failed: Callable[[str], None] = lambda reason: None
+
+    def __post_init__(self) -> None:
+        self.stored_from = len(self.methods.layers("recompute"))  # the first stored layer
+        self._layout = self._arena.layout
         self._queued: list[QueuedLoad] = []
         self._forwards: Stream | None = None  # of forward passes, when the last load was planned
-        self._slowdown = slowdown
-        self._failed = failed
 
     # ---- from asking to launching ----
 
@@ -150,27 +142,25 @@ class LoadQueue:
         pages = self._arena.physical(np.concatenate([load.host_pages for load in loads]))
         ready = np.concatenate([load.ready for load in loads])
         lost = np.concatenate([load.nowhere for load in loads])
-        plain = not ready.any() and not lost.any()
-        recompute = self._recompute_queued(loads, only_missing=not plain)
-        if plain:
-            restore = self._pipeline.start(pages, slots, recompute)
-            if restore.failed is None:
-                return (restore,)
-            self._need_no_recomputation(restore.failed)
-            current_stream(self._device).wait(restore.layers[0])  # it may have written some layers
-            return (restore, self._pipeline.start(pages, slots))
+        missing = ~ready & ~lost
+        recompute = self._recompute_queued(loads, only_missing=not missing.all())
         adopted = [load.adopted for load in loads if load.adopted is not None]
         restores = tuple({id(one): one for each in adopted for one in each.restores}.values())
-        if recompute is not None:
+        if recompute is not None and not missing.all():
             lack = ~np.concatenate([load.whole for load in loads])
             there = self._slots(slots, lack)
             recompute = self._only_for(recompute, pages[lack], there)
-        missing = ~ready & ~lost
         if recompute is not None or missing.any():
-            restore = self._pipeline.start(pages[missing], self._slots(slots, missing), recompute)
-            if restore.failed is not None:
-                self._need_no_recomputation(restore.failed)
+            some, there = pages[missing], self._slots(slots, missing)
+            restore = self._pipeline.start(some, there, recompute)
             restores = (*restores, restore)
+            if restore.failed is not None:
+                self.recomputation_failed(restore.failed)
+                if self.stored_from:
+                    raise restore.failed
+                # It may have written some layers.
+                current_stream(self._device).wait(restore.layers[0])
+                restores = (*restores, self._pipeline.start(some, there))
         if lost.any():
             restores = (*restores, self._start_lost(loads, self._slots(slots, lost)))
         return restores
@@ -186,12 +176,6 @@ class LoadQueue:
             raise restore.failed
         metrics.TOKENS.count("recomputed_at_load", len(slots))
         return restore
-
-    def _need_no_recomputation(self, problem: Exception) -> None:
-        """First layers were not recomputed: raise ``problem`` if they are not stored."""
-        self.recomputation_failed(problem)
-        if self.stored_from:
-            raise problem
 
     def recomputation_failed(self, problem: Exception) -> None:
         """From now on nothing is recomputed, and if layers are not stored nothing is restored.
@@ -325,6 +309,8 @@ class LoadQueue:
 
     def _slots(self, slots: torch.Tensor, pages: npt.NDArray[np.bool_]) -> torch.Tensor:
         """Those of ``slots`` (page by page) that belong to the chosen ``pages``."""
+        if pages.all():
+            return slots
         by_page = slots.split(self._layout.page_size)
         return torch.cat([slots[:0], *(by_page[i] for i in np.flatnonzero(pages).tolist())])
 

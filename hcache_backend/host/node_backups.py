@@ -65,26 +65,17 @@ class Backup:
     host_pages: Ids = field(default_factory=lambda: np.empty(0, np.int64))  # int64 [n / page_size]
 
 
+@dataclass(eq=False)
 class NodeBackups:
-    """Scheduler thread only. ``pool`` and ``controller`` are :class:`.OwnPagesPool` and
-    :class:`.OwnPagesController`. ``alone``: there are no pipeline stages, which cannot agree.
-    ``capture``: None if pages hold K and V only. ``layouts`` chooses those of nodes; None: all have
-    the pool's."""
+    """Scheduler thread only."""
 
-    def __init__(
-        self,
-        pool: Any,
-        capture: StagedCapture | None,
-        layouts: NodeLayouts | None,
-        controller: Any,
-        *,
-        alone: bool,
-    ) -> None:
-        self._pool = pool
-        self._capture = capture
-        self._layouts = layouts
-        self._controller = controller
-        self._alone = alone
+    _pool: Any  # an OwnPagesPool
+    _capture: StagedCapture | None  # None: pages hold K and V only
+    _layouts: NodeLayouts | None  # chooses those of nodes; None: all have the pool's
+    _controller: Any  # an OwnPagesController
+    _alone: bool  # there are no pipeline stages, which cannot agree
+
+    def __post_init__(self) -> None:
         self._waiting: deque[Backup] = deque()  # as HiCache's write queue
         self._passes = 0  # of the last turn
         self._tree: Any = None  # SGLang's, with the nodes whose layouts are chosen

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,19 +20,16 @@ from hcache_backend.format.page import Bytes, Ints, PageLayout
 logger = logging.getLogger("hcache")
 
 
+@dataclass(eq=False)
 class PageProofs:
-    """``runtime``: the process's :class:`.Runtime`, with its weights and their namespace.
-    ``captured``: pages hold hidden states, and have their header when their rows are proven;
-    otherwise they get it when they are sealed. ``positions``: so many have a row in RoPE tables."""
+    """Proofs of pages in the arena. Pages with hidden states (``_captured``) have their header when
+    their rows are proven; others get it when they are sealed."""
 
-    def __init__(
-        self, runtime: Any, arena: Arena, layout: PageLayout, *, captured: bool, positions: int
-    ) -> None:
-        self._runtime = runtime
-        self._arena = arena
-        self._layout = layout
-        self._captured = captured
-        self._positions = positions
+    _runtime: Any  # the process's :class:`.Runtime`, with its weights and their namespace
+    _arena: Arena
+    _layout: PageLayout
+    _captured: bool
+    _positions: int  # with a row in RoPE tables
 
     def seal(self, host_pages: Ids, keys: Sequence[str], token_ids: Ints, first: int | None) -> int:
         """Seal pages (int64 ``[p]``) of ``keys``, up to one that must not be stored; returns how

@@ -21,7 +21,6 @@ from hcache_backend.plan.restore import Restore
 from hcache_backend.projection.paged_pool import holds_latents, planes_of
 from hcache_backend.restore.layers import RestoredLayer
 from hcache_kernels.codecs import KV, LATENT, Codec, Cut, UnsupportedRows, make_segment_codec
-from hcache_kernels.launch import Launch
 from hcache_kernels.pages import gather_pages, gather_planes, scatter_pages
 from hcache_kernels.pages.kernel import LayerTable, gather_launch, gather_planes_launch
 
@@ -101,28 +100,21 @@ class KVSegments:
         the device. Returns, with a codec, a mask of the layers that fit, bool ``[layers, p]`` on
         the device; others have no valid bytes."""
         offsets = [layout.segment_offsets[layer] for layer in self.layers]
-        slots = self.kept(slots)
-        if slots.is_cuda:
-            return self._save_at_once(offsets, memory, pages, slots)
-        held = self.pages_of(slots)
-        fits = [
-            self._save_layer(layer, held, memory, pages, offset)
-            for layer, offset in zip(self.layers, offsets, strict=True)
-        ]
-        return torch.stack(fits) if self._encoder is not None else None
-
-    def _save_at_once(
-        self, offsets: Sequence[int], memory: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor
-    ) -> torch.Tensor | None:
-        """:meth:`save` by one launch over layers, planes and units."""
-        table, encoder = self._table(self.layers, offsets), self._encoder
+        slots, encoder = self.kept(slots), self._encoder
+        if not slots.is_cuda:
+            held, each = self.pages_of(slots), zip(self.layers, offsets, strict=True)
+            masks = [self._save_layer(layer, held, memory, pages, offset) for layer, offset in each]
+            return torch.stack(masks) if encoder is not None else None
+        # By one launch over layers, planes and units.
+        table, size = self._table(self.layers, offsets), self._tokens
         if encoder is None:
-            self._plain_launch(table, memory, pages, slots, save=True).run()
+            pool = [self._by_group(plane) for plane in table.planes]
+            gather_planes_launch(memory, pages, 0, pool, slots, None, table, size, save=True).run()
             return None
         shape = (len(table), len(pages), encoder.flags)
         fits = torch.empty(shape, dtype=torch.bool, device=slots.device)
         units = memory, pages, 0, fits
-        encoder.encode_launch(table.planes, slots, *units, table, self._tokens).run()
+        encoder.encode_launch(table.planes, slots, *units, table, size).run()
         return fits.all(2)
 
     def _save_layer(
@@ -165,24 +157,16 @@ class KVSegments:
         slots: torch.Tensor,
     ) -> None:
         """:data:`.Copy` of K and V: on a GPU one or two launches over layers, planes and units."""
-        if slots.is_cuda:
-            self._load_at_once(layers, memory, pages, offsets, slots)
+        encoder = self._encoder
+        if not slots.is_cuda:
+            held = self.pages_of(slots)
+            for layer, offset in zip(layers, offsets, strict=True):
+                self._load_layer(layer, held, memory, pages, offset)
             return
-        held = self.pages_of(slots)
-        for layer, offset in zip(layers, offsets, strict=True):
-            self._load_layer(layer, held, memory, pages, offset)
-
-    def _load_at_once(
-        self,
-        layers: Sequence[int],
-        memory: torch.Tensor,
-        pages: torch.Tensor,
-        offsets: Sequence[int],
-        slots: torch.Tensor,
-    ) -> None:
-        table, encoder, size = self._table(layers, offsets), self._encoder, self._tokens
+        table, size = self._table(layers, offsets), self._tokens
         if encoder is None:
-            self._plain_launch(table, memory, pages, slots).run()
+            pool = [self._by_group(plane) for plane in table.planes]
+            gather_planes_launch(memory, pages, 0, pool, slots, None, table, size).run()
             return
         # An even number keeps the alignment of the ids of each part.
         row = len(table) * encoder.segment_bytes
@@ -205,19 +189,6 @@ class KVSegments:
             return
         encoded = gather_pages(memory, pages, offset, encoder.segment_bytes)
         encoder.decode_pages(encoded, self.planes(layer), held)
-
-    def _plain_launch(
-        self,
-        table: LayerTable,
-        memory: torch.Tensor,
-        pages: torch.Tensor,
-        slots: torch.Tensor,
-        *,
-        save: bool = False,
-    ) -> Launch:
-        pool = [self._by_group(plane) for plane in table.planes]
-        ids = pages, 0, pool, slots
-        return gather_planes_launch(memory, *ids, None, table, self._tokens, save=save)
 
     def _table(self, layers: Sequence[int], offsets: Sequence[int]) -> LayerTable:
         """Addresses of ``layers`` for kernels; made at the first use."""

@@ -13,6 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
@@ -69,27 +70,20 @@ class _Said(NamedTuple):
     trusted: bool
 
 
+@dataclass(eq=False)
 class StagePages:
-    """State of the host pages of all stages. Scheduler thread only, except :meth:`brought`.
+    """State of the host pages of all stages. Scheduler thread only, except :meth:`brought`."""
 
-    ``host_pages``: number of pages, the same on every stage. ``whole(pages)``: True if their rows
-    are there on this stage, None if unknown yet. ``begin_quarantine``: another stage is not
-    ``trusted``. ``new_group()`` makes a group of the stages, on all of them, or is None if there is
-    one.
-    """
+    _host_pages: int  # number of them, the same on every stage
+    # True if the rows of pages are there on this stage; None: unknown yet.
+    _whole: Callable[[Ids], bool | None]
+    _trusted: Callable[[], bool]
+    _begin_quarantine: Callable[[str], None]  # another stage is not trusted
+    # Makes a group of the stages, on all of them; None if there is one.
+    _new_group: Callable[[], Any]
 
-    def __init__(
-        self,
-        host_pages: int,
-        whole: Callable[[Ids], bool | None],
-        trusted: Callable[[], bool],
-        begin_quarantine: Callable[[str], None],
-        new_group: Callable[[], Any],
-    ) -> None:
-        self._whole = whole
-        self._trusted = trusted
-        self._begin_quarantine = begin_quarantine
-        self._group, self._stages = new_group(), PipelineStages(new_group())
+    def __post_init__(self) -> None:
+        self._group, self._stages = self._new_group(), PipelineStages(self._new_group())
         self.alone = self._group is None
         self._is_first = self.alone or dist.get_rank(group=self._group) == 0
         self._decided: list[SimpleQueue[bool]] = []  # of each other stage, on the first one
@@ -101,7 +95,7 @@ class StagePages:
                     target=self._tell, args=(stage,), name=f"hcache-stage-{stage}", daemon=True
                 ).start()
         self._backups = self._confirmed = 0
-        self._backup_of: Ids = np.zeros(host_pages, np.int64)
+        self._backup_of: Ids = np.zeros(self._host_pages, np.int64)
         self._unsaid: deque[Ids] = deque()
         self._unheard: deque[tuple[int, Future[list[_Said]]]] = deque()
 

@@ -145,24 +145,18 @@ def batch_pages(pages: int) -> int:
     return min(max(1, pages), max(_LEAST_BATCH, -(-pages // READ_BATCHES)))
 
 
+@dataclass(eq=False)
 class EagerRestores:
-    """Reserves device pages for prefetches, at most ``limit``. Scheduler thread only. ``pages``:
-    those that are free (:class:`.ReservablePages`). ``launch`` restores pages, at least
-    ``at_once(pages)`` of a prefetch at once."""
+    """Reserves device pages for prefetches. Scheduler thread only."""
 
-    def __init__(
-        self,
-        page_size: int,
-        pages: Any,
-        launch: LaunchRestore,
-        limit: int,
-        at_once: Callable[[int], int] = lambda pages: 1,
-    ) -> None:
-        self._at_once = at_once
-        self._size = page_size
-        self._free = pages
-        self._launch = launch
-        self._limit = limit
+    _size: int  # tokens of a page
+    _free: Any  # device pages that are free (:class:`.ReservablePages`)
+    _launch: LaunchRestore
+    limit: int  # most reserved pages
+    # Least number of pages of a prefetch to launch at once, by all of its pages.
+    _at_once: Callable[[int], int] = lambda pages: 1
+
+    def __post_init__(self) -> None:
         self._reservations: list[Reservation] = []  # in the order in which they were made
         self._running: dict[Hashable, Reservation] = {}  # by prefetch
         self._reserved: dict[int, Reserved] = {}  # held pages, by host page
@@ -189,7 +183,9 @@ class EagerRestores:
         recompute of a page that has not arrived; 0 if that is not allowed."""
         coming = {key for other in self._running.values() for key in other.keys}
         first = next((i for i, key in enumerate(keys) if key not in coming), len(keys))
-        spare, left_behind = self._limit - self.pages, self._left_behind()
+        ended = (one for one in self._reservations if one not in self._running.values())
+        left_behind = [page for one in ended for page in reversed(one.launched())]
+        spare = self.limit - self.pages
         chosen = range(first, min(len(keys), first + max(0, spare + len(left_behind))))
         if spare < len(chosen):
             self._give_back(left_behind[: len(chosen) - spare])
@@ -339,11 +335,6 @@ class EagerRestores:
 
     # ---- internals ----
 
-    def _left_behind(self) -> list[Reserved]:
-        running = {id(reservation) for reservation in self._running.values()}
-        ended = (one for one in self._reservations if id(one) not in running)
-        return [page for one in ended for page in reversed(one.launched())]
-
     def _slots(self, reservation: Reservation, pages: range) -> torch.Tensor:
         return reservation.slots[pages.start * self._size : pages.stop * self._size]
 
@@ -375,12 +366,10 @@ def until_written(restores: Iterable[RunningRestore]) -> None:
 
 def _using(pages: Sequence[Reserved]) -> Iterable[RunningRestore]:
     """Each restore that writes one of these pages, or reads it, once."""
-    using = {id(page.restore): page.restore for page in pages if page.restore}
-    for page in pages:
-        behind = page.of.last_slice
-        if behind is not None and page.number < behind[0]:
-            using[id(behind[1])] = behind[1]
-    return using.values()
+    using = [page.restore for page in pages if page.restore]
+    slices = ((page.number, page.of.last_slice) for page in pages if page.of.last_slice)
+    using += [restore for number, (stop, restore) in slices if number < stop]
+    return {id(restore): restore for restore in using}.values()
 
 
 def _until_copied(restore: RunningRestore) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
@@ -42,40 +43,31 @@ _OFFERS = 4  # prefetches whose pages a turn may recompute: the first that has a
 
 
 class Offer(NamedTuple):
-    """Pages that a slice may recompute. ``said``: if a slice may start, and the number of pages."""
+    """Pages that a slice may recompute. ``said``: how many of them, 0 if no slice may start."""
 
     due: Recomputation
     meeting: Meeting | None  # its reader waits; None: the pages were read
     said: Said
 
 
+@dataclass(eq=False)
 class EagerLoads:
-    """Pages of running prefetches are restored, and loads get them. ``pages`` are SGLang's
-    (:class:`.ReservablePages`), of which at most ``limit`` are reserved. ``budget`` bounds
-    recomputed tokens in a turn. ``new_rows`` takes hidden states if pages hold them. ``l3`` and
-    ``prefetches``: the process's."""
+    """Pages of running prefetches are restored, and loads get them."""
 
-    def __init__(
-        self,
-        pages: Any,
-        pool: Any,
-        pipeline: RestorePipeline,
-        loads: LoadQueue,
-        limit: int,
-        budget: SliceBudget,
-        l3: L3Progress,
-        prefetches: Prefetches,
-        new_rows: Callable[[], RecomputedRows] | None = None,
-    ) -> None:
+    _pages: Any  # of the device (:class:`.ReservablePages`)
+    _pool: Any
+    _pipeline: RestorePipeline
+    _loads: LoadQueue
+    _limit: int  # most reserved pages
+    _budget: SliceBudget  # of recomputed tokens in a turn
+    _l3: L3Progress
+    _prefetches: Prefetches
+    # Takes hidden states of recomputed pages; None: pages hold K and V only.
+    _new_rows: Callable[[], RecomputedRows] | None = None
+
+    def __post_init__(self) -> None:
+        pages, pool = self._pages, self._pool
         self.governor = Governor()
-        self._l3 = l3
-        self._prefetches = prefetches
-        self._budget = budget
-        self._new_rows = new_rows
-        self._pages = pages
-        self._pool = pool
-        self._pipeline = pipeline
-        self._loads = loads
         self._controller: Any = None
         # Not SGLang's stream of loads: that one waits for restores of other requests.
         self._stream = streams.new_stream(pages.device, "eager")
@@ -83,7 +75,7 @@ class EagerLoads:
         self._recomputed = False  # since the last take_recomputed
         self._offers: list[Offer] = []
         at_once = launch_pages(pages.device, pool.page_layout.page_bytes)
-        self.restores = EagerRestores(pool.page_size, pages, self._launch, limit, at_once)
+        self.restores = EagerRestores(pool.page_size, pages, self._launch, self._limit, at_once)
         pages.eager = self.restores
         pool.on_freed.append(self._host_freed)
 
@@ -112,7 +104,9 @@ class EagerLoads:
             if meeting is not None:
                 there = meeting.here
                 met = there.start <= meeting.front
-                meeting.reachable = self._reachable(operation)
+                on_device = is_on_device(cache.tree_core, anchor)
+                may = on_device and self.recomputes_pages
+                meeting.reachable = restores.reachable(operation) if may else 0
             arrived = restores.arrived(operation, there.stop, there.start, last=met)
             if arrived:
                 metrics.TOKENS.count("eager", arrived * size)
@@ -158,7 +152,7 @@ class EagerLoads:
 
     def seconds_to_recompute(self, tokens: int, prefix: int) -> float:
         """Time of all layers of tokens in slices; infinite if put off or unknown. Any thread."""
-        share, layers = self.governor.pace().share, len(self._loads.methods.methods)
+        share, layers = self.governor.pace.share, len(self._loads.methods.methods)
         if not share:
             return math.inf
         seconds = self._budget.seconds(tokens, self._pool.page_size, prefix, layers)
@@ -175,7 +169,7 @@ class EagerLoads:
 
     def _offer(self, turn: Turn) -> None:
         """Offer the pages that a slice may recompute now, as many as one turn has time for."""
-        size, budget, pace = self._pool.page_size, self._budget, self.governor.pace()
+        size, budget, pace = self._pool.page_size, self._budget, self.governor.pace
         while self._offers:  # an error came between
             self._taken(self._offers.pop(), 0)
         for due in islice(self.restores.to_recompute(max(1, budget.tokens // size)), _OFFERS):
@@ -189,20 +183,20 @@ class EagerLoads:
                 until = alone, together  # slower pages are read sooner, some or all
             allowed = budget.pages(len(due.pages), size, prefix, due.layers, pace.share, *until)
             room = allowed if meeting is None else min(allowed, meeting.offer())
-            free = pace.share > 0 and not budget.full and not due.reservation.failed
-            self._offers.append(Offer(due, meeting, turn.say(free, room)))
+            said = turn.say(0 if due.reservation.failed else room)
+            self._offers.append(Offer(due, meeting, said))
         if self._offers and not pace.share:
             metrics.SLICES.count(pace.decision)
 
     def hear(self) -> None:
         """The ranks have agreed: recompute layers of the first offer that all allow."""
-        decision, launched = self.governor.pace().decision, False
+        decision, launched = self.governor.pace.decision, False
         while self._offers:
             offer = self._offers.pop(0)
-            free, pages = offer.said.least
+            [pages] = offer.said.least
             # The turn may have ended the prefetch, on all ranks.
             ended = offer.due.unread and offer.due.prefetch.is_terminated()
-            pages = self._taken(offer, 0 if launched or ended or not free else pages)
+            pages = self._taken(offer, 0 if launched or ended else pages)
             if pages:
                 launched = self._recompute_slice(offer.due.first(pages))
         if launched:
@@ -215,12 +209,6 @@ class EagerLoads:
             return pages
         taken = offer.meeting.take(pages)
         return len(taken) if taken.start == offer.due.pages.start else 0
-
-    def _reachable(self, prefetch: Hashable) -> int:
-        """Number of pages at the front of a prefetch that slices can recompute."""
-        anchor = self._prefetches.of(prefetch).anchor
-        there = is_on_device(self._pages.cache.tree_core, anchor)
-        return self.restores.reachable(prefetch) if there and self.recomputes_pages else 0
 
     def _tokens_before(self, due: Recomputation) -> int | None:
         """Number of tokens of the sequence before ``due``; None if it cannot be recomputed."""
@@ -240,9 +228,11 @@ class EagerLoads:
         if others is None:
             return False
         slots, before = self.restores.slots(due)
-        prefix = torch.cat((others, before))
+        prefix, size = torch.cat((others, before)), self._pool.page_size
         if due.unread:
-            recompute = self._loads.recompute_pages(self._token_ids(due), prefix)
+            tokens = slice(due.pages.start * size, due.pages.stop * size)
+            token_ids = token_array(due.prefetch.token_ids)[tokens].astype(np.int64)
+            recompute = self._loads.recompute_pages(token_ids, prefix)
         else:
             recompute = self._loads.recompute_of(due.host_pages, due.layers, lambda: prefix)
         if recompute is None:
@@ -255,7 +245,7 @@ class EagerLoads:
         if due.unread and restore.failed is None:
             # As a backup would: for HiCache these pages are in host memory now.
             host_pages = due.host_pages
-            self._pool.arena.recomputed(host_pages, positions, self._token_ids(due))
+            self._pool.arena.recomputed(host_pages, positions, token_ids)
             save = partial(self._pool.save_recomputed, host_pages, slots, rows)
             problem = restore.save(self._saving, slots, save)
             if problem is not None:  # the device's copy is as good as other ranks'
@@ -275,13 +265,8 @@ class EagerLoads:
             meeting = self._prefetches.of(due.prefetch).meeting
             assert meeting is not None
             meeting.launched(due.pages)
-            due.prefetch.completed_tokens = meeting.pages * self._pool.page_size
+            due.prefetch.completed_tokens = meeting.pages * size
         return True
-
-    def _token_ids(self, due: Recomputation) -> npt.NDArray[np.int64]:
-        size = self._pool.page_size
-        tokens = slice(due.pages.start * size, due.pages.stop * size)
-        return token_array(due.prefetch.token_ids)[tokens].astype(np.int64)
 
     def _before_prefetch(self, prefetch: Hashable) -> torch.Tensor | None:
         """Slots of all tokens before a prefetch, int64 ``[n]``; None if the device lacks some."""

@@ -82,23 +82,18 @@ class _Probes:
         self.pause = 0.0 if pays else longer
 
 
+@dataclass(eq=False)
 class HitGate:
-    """Takes or refuses L3 hits, and ends prefetches. It never raises on purpose and never waits.
+    """Takes or refuses L3 hits, and ends prefetches. It never raises on purpose and never waits."""
 
-    ``backend``: the storage backend's name. ``min_gain``: a hit is read if computing takes at least
-    this many times as long; 0: always.
-    """
+    l3: L3Progress
+    prefetches: Prefetches
+    _backend: str  # the storage backend's name
+    _min_gain: float  # a hit is read if computing takes as many times as long; 0: always
 
-    def __init__(
-        self, l3: L3Progress, prefetches: Prefetches, backend: str, min_gain: float
-    ) -> None:
-        self.l3 = l3
-        self.estimates = l3.estimates
-        self.prefetches = prefetches
-        self.gpu = Gpu(l3.clock)
+    def __post_init__(self) -> None:
+        self.estimates, self.gpu = self.l3.estimates, Gpu(self.l3.clock)
         self.agreed_stalled = False  # when the ranks last agreed
-        self._backend = backend
-        self._min_gain = min_gain
         self._probes = (_Probes(), _Probes())  # of the page store, and of the shared tier
         self._running: list[Any] = []  # SGLang's operations, in the order in which they are read
         self._said: Said | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import deque
 from typing import Any, NamedTuple
 
@@ -43,7 +44,7 @@ class SliceBudget:
         has ``page_size`` tokens, of which ``layers`` layers are recomputed behind ``prefix``
         tokens, in ``share`` of the time of a slice. No page is recomputed that takes longer than
         ``within`` seconds, and several only if they take at most ``best`` seconds."""
-        if not share or self.full:
+        if not share or self.unfinished() >= _UNFINISHED:
             return 0
         if (self._layer.seconds(page_size, prefix) or 0.0) * layers > within:
             return 0
@@ -60,29 +61,19 @@ class SliceBudget:
     def _slice(
         self, most: int, page_size: int, prefix: int, layers: int, share: float, within: float
     ) -> int:
-        """Number of pages of a slice that may take ``within`` seconds."""
-        longest = min(share * self._seconds, within)
-        pages = self._longest(most, page_size, prefix, layers, longest)
+        """Number of pages, at least one, of a slice that may take ``within`` seconds."""
+        if self._layer.seconds(page_size, prefix) is None:
+            return 1  # no slice has run yet
+
+        def seconds(pages: int) -> float:
+            return (self._layer.seconds(pages * page_size, prefix) or 0.0) * layers
+
+        counts, longest = range(1, most + 1), min(share * self._seconds, within)
+        pages = bisect_right(counts, longest, key=seconds)
         if share == 1.0:
-            least = min(most, max(1, _LEAST_TOKENS // page_size))
-            pages = max(pages, self._longest(least, page_size, prefix, layers, within))
-        return pages
-
-    def _longest(self, most: int, page_size: int, prefix: int, layers: int, seconds: float) -> int:
-        """Number of pages that take at most ``seconds``, but at least one."""
-        least, too_many = 1, most + 1
-        while too_many - least > 1:
-            pages = (least + too_many) // 2
-            layer = self._layer.seconds(pages * page_size, prefix)
-            if layer is not None and layer * layers <= seconds:
-                least = pages
-            else:
-                too_many = pages
-        return least
-
-    @property
-    def full(self) -> bool:
-        return self.unfinished() >= _UNFINISHED
+            least = counts[: max(1, _LEAST_TOKENS // page_size)]
+            pages = max(pages, bisect_right(least, within, key=seconds))
+        return max(1, pages)
 
     def unfinished(self) -> int:
         while self._launched and self._launched[0][0].done():
@@ -111,6 +102,8 @@ class Pace(NamedTuple):
 
 
 _WHOLE = Pace(1.0, "whole")
+_WAITING = Pace(0.0, "put_off_waiting")
+_BLIND = Pace(*_WAITING)  # from the first error on
 
 
 class Governor:
@@ -126,29 +119,22 @@ class Governor:
     """
 
     def __init__(self) -> None:
-        self._blind = False
-        self._pace = _WHOLE
+        self.pace = _WHOLE  # for this turn of the scheduler; any thread
 
     def look(self, scheduler: Any) -> None:
         """Look at SGLang's scheduler when its turn begins: later, other threads may change it.
         None until the first request comes."""
-        if scheduler is None or self._blind:
+        if scheduler is None or self.pace is _BLIND:
             return
-        self._blind = True
+        pace = _BLIND
         with metrics.harmless("governor", "who wants the GPU is not known: no more slices"):
-            self._pace = _pace_beside(scheduler)
-            self._blind = False
-        if self._blind:
-            self._pace = Pace(0.0, "put_off_waiting")
-
-    def pace(self) -> Pace:
-        """The decision for this turn of the scheduler. Any thread."""
-        return self._pace
+            pace = _pace_beside(scheduler)
+        self.pace = pace
 
 
 def _pace_beside(scheduler: Any) -> Pace:
     if scheduler.chunked_req is not None or waits_for_gpu(scheduler):
-        return Pace(0.0, "put_off_waiting")
+        return _WAITING
     requests, batch = [*scheduler.running_batch.reqs], scheduler.last_batch
     if batch is not None and batch.forward_mode.is_extend():  # not among those that run yet
         requests += batch.reqs

@@ -4,6 +4,7 @@ that a restore consists of: hidden states by layer, K and V by groups of layers.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import groupby, pairwise
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -107,18 +108,9 @@ def parts_of(
 
 
 def _groups(layers: Mapping[int, RestoredLayer], launches: int) -> Iterator[range]:
-    start, numbers = 0, list(layers)
-    while start < len(numbers):
-        layer, stop = layers[numbers[start]], start + 1
-        while (
-            layer.copy is not None
-            and stop < len(numbers)
-            and layers[numbers[stop]].copy == layer.copy
-        ):
-            stop += 1
-        count = min(stop - start, max(1, launches // layer.launches))
-        for number in range(count):
-            first = start + number * (stop - start) // count
-            last = start + (number + 1) * (stop - start) // count
-            yield range(numbers[first], numbers[last - 1] + 1)
-        start = stop
+    """Layers that are copied together, by at most ``launches``; others alone."""
+    for _, together in groupby(layers, lambda number: layers[number].copy or number):
+        numbers = list(together)
+        count = min(len(numbers), max(1, launches // layers[numbers[0]].launches))
+        for first, stop in pairwise(len(numbers) * part // count for part in range(count + 1)):
+            yield range(numbers[first], numbers[stop - 1] + 1)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -40,34 +41,29 @@ from hcache_kernels.launch import copies_by_engine
 from hcache_kernels.pages import gather_pages
 
 
+@dataclass(eq=False)
 class RestorePipeline:
     """Launches restores. Scheduler thread only."""
 
-    def __init__(
-        self,
-        memory: torch.Tensor,
-        layout: PageLayout,
-        layers: Sequence[RestoredLayer],
-        chunk_tokens: int,
-        device: torch.device | str,
-        exchange: Exchange | None = None,
-        order: CollectiveOrder | None = None,
-    ) -> None:
-        self._memory = memory  # the arena, uint8 [pages, page_bytes]; pinned for a GPU
-        self._layout = layout
-        self._layers = layers
-        self._chunk_pages = max(1, chunk_tokens // layout.page_size)  # of one projection, at most
-        self._device = torch.device(device)
-        self._exchange = exchange  # of shards of hidden states; None: pages have all of them
-        # Keeps collectives apart from those of forward passes; None: there are none.
-        self._order = order
-        arriving = [i for i, layer in enumerate(layers) if layer.arrives]
+    _memory: torch.Tensor  # the arena, uint8 [pages, page_bytes]; pinned for a GPU
+    _layout: PageLayout
+    _layers: Sequence[RestoredLayer]
+    _chunk_tokens: int  # of one projection, at most
+    _device: torch.device | str
+    exchange: Exchange | None = None  # of shards of hidden states; None: pages have all of them
+    # Keeps collectives apart from those of forward passes; None: there are none.
+    order: CollectiveOrder | None = None
+
+    def __post_init__(self) -> None:
+        layout, device = self._layout, torch.device(self._device)
+        self._device, self._chunk_pages = device, max(1, self._chunk_tokens // layout.page_size)
+        arriving = [i for i, layer in enumerate(self._layers) if layer.arrives]
         self._largest = largest_segment(layout, arriving)
-        size = ring_bytes(layout, chunk_tokens, arriving)
+        size = ring_bytes(layout, self._chunk_tokens, arriving)
         self._ring = Ring(torch.empty(size, dtype=torch.uint8, device=device))
         self._copy = new_stream(device, "copy")
         # Projections may talk to other ranks.
-        self._compute = new_stream(device, "compute", in_turn=order is not None)
+        self._compute = new_stream(device, "compute", in_turn=self.order is not None)
         self._unread: deque[RunningRestore] = deque()
         # By layer: behind all copies and projections, and behind those that are adopted.
         self._written: dict[int, Event] = {}
@@ -104,21 +100,21 @@ class RestorePipeline:
         page_ids = torch.empty(len(pages), dtype=torch.int64, device=device)
         positions = torch.empty(len(slots), dtype=torch.int64, device=device)
         rows = TokenRows(positions, slots)
-        shared = rows if self._exchange is None else TokenRows(*map(torch.empty_like, rows))
+        shared = rows if self.exchange is None else TokenRows(*map(torch.empty_like, rows))
         hidden = held_pages if copies_by_engine() else page_ids
         ids = {"kv": page_ids, "hidden": hidden, "header": held_pages}
-        pieces = FIRST_PIECES if recompute is None and self._exchange is None else 1
+        pieces = FIRST_PIECES if recompute is None and self.exchange is None else 1
         launches = 1 if ahead else MOST_LAUNCHES  # no forward pass waits for these
         chosen = {index: self._layers[index] for index in range(first, len(self._layers))}
         parts = deque(parts_of(chosen, ids, rows, shared, self._chunk_pages, pieces, launches))
-        bring = self._exchanged(parts, held_pages) if self._exchange else self._bring_own
+        bring = self._exchanged(parts, held_pages) if self.exchange else self._bring_own
         behind = current_stream(device).record()
         self._copy.wait(behind)
         for stream in (self._copy, self._compute):
             for tensor in (page_ids, *rows, *shared):
                 stream.keep(tensor)
-        if self._order is not None:
-            self._order.restore_begins(self._copy)
+        if self.order is not None:
+            self.order.restore_begins(self._copy)
 
         def bring_indices() -> None:
             page_ids.copy_(held_pages, non_blocking=True)
@@ -156,8 +152,8 @@ class RestorePipeline:
                 self._written |= dict.fromkeys(item.part.layers, filled)
             if parts:
                 arrived.append(copy(parts.popleft()))
-        if self._order is not None:
-            self._order.restore_launched(self._copy)
+        if self.order is not None:
+            self.order.restore_launched(self._copy)
         if not ahead:
             self.adopted()
         self._unread.append(restore)
@@ -213,7 +209,7 @@ class RestorePipeline:
             events = [each[layer] for each in written for layer in layers if layer in each]
             for event in dict.fromkeys(events):
                 forward.wait(event)
-            if self._order is not None:
+            if self.order is not None:
                 forward.wait(self._copy.record())  # two kinds of collectives never run at once
             forward.keep(slots)
             start = forward.record(timed=True)
@@ -229,7 +225,7 @@ class RestorePipeline:
 
     def _exchanged(self, parts: Sequence[Part], pages: torch.Tensor) -> _Bring:
         """A function that brings hidden parts by exchange. ``pages``: physical, on the CPU."""
-        exchange = self._exchange
+        exchange = self.exchange
         assert exchange is not None
         if not exchange.on_scheduler_thread:
 
@@ -270,8 +266,8 @@ class RestorePipeline:
 
     def _order_by_shard(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Put rows into the order in which the shards of every chunk of pages arrive."""
-        assert self._exchange is not None
-        size, shards = self._layout.page_size, self._exchange.shards
+        assert self.exchange is not None
+        size, shards = self._layout.page_size, self.exchange.shards
         for start in range(0, len(source), self._chunk_pages * size):
             chunk = source[start : start + self._chunk_pages * size]
             by_shard = chunk.view(-1, shards, size // shards).transpose(0, 1)
@@ -289,7 +285,7 @@ class RestorePipeline:
         first = part.layers.start
         layer, buffer = self._layers[first], None
         if layer.copy is None:
-            shards = self._exchange.shards if self._exchange is not None else 1
+            shards = self.exchange.shards if self.exchange is not None else 1
             length = self._layout.segment_bytes[first] * shards
             place = self._ring.next(self._copy)
             buffer = place[: len(part.page_ids) * length].view(-1, length)

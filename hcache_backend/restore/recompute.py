@@ -9,7 +9,7 @@ pool: the prefix on the device, and the restored tokens themselves.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -53,20 +53,15 @@ class _LayersDone(Exception):
 Engine = Callable[[bool], torch.Tensor]  # attention of a layer; True: it stores K and V
 
 
+@dataclass(eq=False)
 class RecomputePass:
     """One forward pass of a recomputation, which the engine's attention asks at every layer.
+    Layers are numbered as by the engine's attention objects."""
 
-    Layers are numbered as by the engine's attention objects. ``keys``: slots of the pass's tokens
-    and of all before them, in order, int64 ``[m]``. ``slots``: where K and V go, int64 ``[n]``.
-    """
-
-    def __init__(
-        self, pool: PagedPool, last_layer: int, keys: torch.Tensor, slots: torch.Tensor
-    ) -> None:
-        self.keys = keys
-        self.slots = slots
-        self._pool = pool
-        self._last_layer = last_layer
+    _pool: PagedPool
+    _last_layer: int
+    keys: torch.Tensor  # slots of its tokens and of all before them, in order, int64 [m]
+    slots: torch.Tensor  # of its tokens, to which K and V go, int64 [n]
 
     def attend(
         self, kernel: Any, q: torch.Tensor, k: Any, v: Any, store: bool, engine: Engine
@@ -115,14 +110,11 @@ class _Asked:
         return self.pool.fetch_keys(self.kernel, self.slots, self.q.dtype, heads)
 
 
+@dataclass(eq=False)
 class _ProbePass(RecomputePass):
     """A pass over tokens whose K and V are in the pool already; it writes nothing there."""
 
-    def __init__(
-        self, pool: PagedPool, last_layer: int, keys: torch.Tensor, slots: torch.Tensor
-    ) -> None:
-        super().__init__(pool, last_layer, keys, slots)
-        self.layers: list[_Asked] = []  # what attention received, by layer
+    layers: list[_Asked] = field(default_factory=list)  # what attention received, by layer
 
     def attend(
         self, kernel: Any, q: torch.Tensor, k: Any, v: Any, store: bool, engine: Engine
@@ -149,24 +141,17 @@ Forward = Callable[[torch.Tensor, torch.Tensor, RecomputePass], object]
 twice. It calls :meth:`RecomputePass.attend` in place of the engine's attention."""
 
 
+@dataclass(eq=False)
 class Recomputer:
     """Runs the first layers of a model over restored tokens."""
 
-    def __init__(
-        self,
-        forward: Forward,
-        pool: PagedPool,
-        first_layer: int,
-        chunk_tokens: int,
-        stream: Callable[[], Stream],
-        layers: int,
-    ) -> None:
-        self.layers = layers  # number of first ones that can be recomputed
-        self.stream = stream  # gives the engine's stream of forward passes; scheduler thread only
-        self._forward = forward
-        self._pool = pool
-        self._first_layer = first_layer  # of the model, as its attention objects count
-        self._chunk_tokens = chunk_tokens  # of a forward pass: bounds the memory of activations
+    _forward: Forward
+    _pool: PagedPool
+    _first_layer: int  # of the model, as its attention objects count
+    _chunk_tokens: int  # of a forward pass: bounds the memory of activations
+    # Gives the engine's stream of forward passes; scheduler thread only.
+    stream: Callable[[], Stream]
+    layers: int  # number of first ones that can be recomputed
 
     @torch.inference_mode()
     def run(

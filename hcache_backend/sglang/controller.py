@@ -78,14 +78,10 @@ class OwnPagesController(HybridCacheController):
         self._kv_checks = kv_checks
         self._judge = judge
         self._capture = capture
-        self._proofs = PageProofs(
-            runtime,
-            pool.arena,
-            pool.page_layout,
-            captured=capture is not None,
-            positions=int(runtime.runner.model_config.context_len),
-        )
-        self._backups = NodeBackups(pool, capture, layouts, self, alone=stages.alone)
+        positions = int(runtime.runner.model_config.context_len)
+        of_pages = runtime, pool.arena, pool.page_layout
+        self._proofs = PageProofs(*of_pages, capture is not None, positions)
+        self._backups = NodeBackups(pool, capture, layouts, self, stages.alone)
         if capture is not None and not stages.alone:
             capture.ledger.without_results = _STAGED_PASSES
         parts = (eager, self._backups, checks, kv_checks)
@@ -462,18 +458,16 @@ def hear(
             operation.completed_tokens = meeting.pages * page_size
 
 
+@dataclass(eq=False)
 class BatchedReads:
-    """Reads prefetches in smaller batches, for the storage thread. ``report`` passes a report on to
-    SGLang's sync thread; ``waited`` gets seconds without a read."""
+    """Reads prefetches in smaller batches, for the storage thread."""
 
-    def __init__(
-        self, page_size: int, report: Callable[[PrefetchAck], None], waited: Callable[[float], None]
-    ) -> None:
-        self._size = page_size
-        self._waited = waited
-        self._report = report
-        self._first = True  # no read of the present prefetch yet
-        self._seconds_per_page = math.inf  # of the first read of the last prefetch
+    _size: int  # tokens of a page
+    _report: Callable[[PrefetchAck], None]  # passes a report on to SGLang's sync thread
+    _waited: Callable[[float], None]  # gets seconds without a read
+    # Of the first read of the last prefetch. Its last read is of the remainder: the fixed cost of
+    # that would count too much.
+    _seconds_per_page: float = math.inf
 
     def transfer(
         self,
@@ -488,9 +482,9 @@ class BatchedReads:
         Returns the number of leading pages that were read in order and are there."""
         keys, before = operation.hash_value, list(operation.prefix_keys or ())
         step, order, back = batch_pages(len(keys)), _InOrder(len(keys)), range(len(keys), len(keys))
+        first = True
         if meeting is not None:
             meeting.begin(len(keys))
-        self._first = True
         for _ in range(0, len(keys), step):
             left = step * self._steps(step)  # till the next report
             while left and not operation.is_terminated():
@@ -504,7 +498,11 @@ class BatchedReads:
                 tokens = slice(pages.start * self._size, pages.stop * self._size)
                 info = HiCacheStorageExtraInfo(prefix_keys=before + keys[: pages.start])
                 some = keys[pages.start : pages.stop]
-                got = self._timed(read, operation, some, operation.host_indices[tokens], info)
+                begin = time.monotonic()
+                got = read(operation, some, operation.host_indices[tokens], info)
+                if first and got == len(some):
+                    self._seconds_per_page = max(time.monotonic() - begin, 1e-6) / got
+                first = False
                 if meeting is None:
                     order.arrived(pages, got)
                 else:
@@ -514,9 +512,7 @@ class BatchedReads:
             if meeting is None:
                 self._report(PrefetchAck(*ack, completed_tokens=order.there * self._size))
             else:
-                there = BackAck(*ack)
-                there.start, there.end = back.start, back.stop
-                self._report(there)
+                self._report(BackAck(*ack, start=back.start, end=back.stop))
         return order.there
 
     def _steps(self, step: int) -> int:
@@ -524,16 +520,6 @@ class BatchedReads:
         so ranks with other disks may read differently."""
         wanted = _LEAST_SECONDS / (step * self._seconds_per_page)
         return min(max(1, math.ceil(wanted)), _MOST_STEPS)
-
-    def _timed(self, read: Read, operation: Any, keys: Sequence[str], *a: Any) -> int:
-        """``read(operation, keys, *a)``; :meth:`_steps` uses the time of the first read of a
-        prefetch. The last read is of the remainder: its fixed cost would count too much."""
-        start = time.monotonic()
-        got = read(operation, keys, *a)
-        if self._first and got == len(keys):
-            self._seconds_per_page = max(time.monotonic() - start, 1e-6) / got
-        self._first = False
-        return got
 
     def _next_back(self, operation: Any, meeting: Meeting, until_met: UntilMet, most: int) -> range:
         """Pages to read now; none if the prefetch has ended or the two ends have met. If the best

@@ -49,14 +49,10 @@ def said_by_all_ranks(own: Any) -> list[Any]:
     data-parallel group, because such groups attach one by one."""
     if not dist.is_initialized():
         return [own]
-    from sglang.srt.distributed import parallel_state
+    from sglang.srt.distributed import parallel_state as state
 
     said = [own]
-    for group in (
-        parallel_state.get_attn_tp_group(),
-        parallel_state.get_attn_cp_group(),
-        parallel_state.get_pp_group(),
-    ):
+    for group in (state.get_attn_tp_group(), state.get_attn_cp_group(), state.get_pp_group()):
         if group.world_size > 1:
             said = [item for part in group.all_gather_object(said) for item in part]
     return said

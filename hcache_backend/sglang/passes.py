@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -38,14 +38,10 @@ def run_prompts(runner: Any, lengths: Sequence[int], before: int = 0) -> Passed:
     try:
         for length in ([before], lengths) if before else (lengths,):
             prompts = [prefill_request(probe_tokens(vocabulary, n), prefix) for n in length]
-            stages = _Stages()
-            try:
+            with _Stages() as stages, _without_prefill_graphs(runner):
                 forward = forward_batch(runner, prefill_batch(runner, prompts))
                 positions, token_ids = forward.positions.clone(), forward.input_ids.clone()
-                with _without_prefill_graphs(runner):
-                    written = stages.run(runner, forward)
-            finally:
-                stages.pass_on()
+                written = stages.run(runner, forward)
             prefix = slots = written if prefix is None else torch.cat((prefix, written))
             runner.req_to_token_pool.clear()  # there may be one row only
         return Passed(forward, slots, positions, token_ids)
@@ -73,18 +69,16 @@ def prefill_and_decode(runner: Any, tokens: int, ranks: Any, *, graphs: bool) ->
     try:
         with nullcontext() if graphs else _without_prefill_graphs(runner):
             for _ in range(2):
-                stages = _Stages()  # also after a problem: the others go on
-                try:
-                    if problem is None and batch is None:
-                        batch = prefill_batch(runner, [prefill_request(prompt[:-1])])
-                    elif problem is None:
-                        prepare_decode(batch, prompt[-1:])
-                    if problem is None:
-                        slots.append(stages.run(runner, forward_batch(runner, batch)))
-                except Exception as error:
-                    problem = error
-                finally:
-                    stages.pass_on()
+                with _Stages() as stages:  # also after a problem: the others go on
+                    try:
+                        if problem is None and batch is None:
+                            batch = prefill_batch(runner, [prefill_request(prompt[:-1])])
+                        elif problem is None:
+                            prepare_decode(batch, prompt[-1:])
+                        if problem is None:
+                            slots.append(stages.run(runner, forward_batch(runner, batch)))
+                    except Exception as error:
+                        problem = error
                 [fine] = smallest(ranks, problem is None)
                 if not fine and problem is None:
                     problem = Refused("another tensor-parallel rank failed in a forward pass")
@@ -207,8 +201,9 @@ def _empty_pools(runner: Any) -> None:
     runner.req_to_token_pool.clear()
 
 
-class _Stages:
-    """Data between pipeline stages in a pass; the first and the only one receive none."""
+class _Stages(AbstractContextManager["_Stages"]):
+    """Data between pipeline stages in a pass, which is run in the block; the first and the only one
+    receive none. The next stage gets the output, or nothing if this one failed."""
 
     def __init__(self) -> None:
         self._group = parallel_state.get_pp_group()
@@ -219,19 +214,14 @@ class _Stages:
     def run(self, runner: Any, batch: Any) -> torch.Tensor:
         """Run this stage's model; returns the slots that it filled, int64 ``[n]``. Raises Refused
         if the stage before failed."""
+        if self._received == {}:
+            raise Refused("the pipeline stage before this one failed its self-check")
         slots: torch.Tensor = batch.out_cache_loc.clone()
-        self._outcome = runner.forward(batch, pp_proxy_tensors=self._input()).logits_output
+        received = None if self._received is None else PPProxyTensors(self._received)
+        self._outcome = runner.forward(batch, pp_proxy_tensors=received).logits_output
         return slots
 
-    def _input(self) -> Any:
-        if self._received is None:
-            return None
-        if not self._received:
-            raise Refused("the pipeline stage before this one failed its self-check")
-        return PPProxyTensors(self._received)
-
-    def pass_on(self) -> None:
-        """Hand the output to the next stage; nothing if this one failed."""
+    def __exit__(self, *_: object) -> None:
         if not self._group.is_last_rank:
             self._group.send_tensor_dict(getattr(self._outcome, "tensors", {}))
 

@@ -60,7 +60,7 @@ class Forwards:
     """Stands around forward passes of the model."""
 
     capture: HiddenCapture | None = None
-    order: CollectiveOrder | None = None  # without capture, which has one otherwise
+    order: CollectiveOrder | None = None  # None: restores have no collectives
     no_capture: str = "the log says why"  # CUDA graphs were recorded without copies
     recorded: Staging | None = None  # recorded graphs read the places of a step from it
 
@@ -127,11 +127,6 @@ class Runtime:
         metrics.MODE.set(self.mode, "own")
         if reason is not None:
             logger.info("hcache: KV mode, own pages: %s", reason)
-
-    def use_codec(self, name: str, asked: str) -> None:
-        """Own pages are encoded by the codec ``name``; option ``codec`` means ``asked`` here."""
-        self.codec = name
-        metrics.CODEC.set(asked, name)
 
     def use_plain_pages(self, reason: str) -> None:
         """The host pool holds SGLang's plain KV pages, for this ``reason``."""

@@ -93,7 +93,6 @@ from hcache_backend.start.page_plan import (
     kv_codec,
     make_exchange,
     page_plugin,
-    staging_rows,
     take_staging,
 )
 from hcache_backend.start.sides import share_of_size, strategy_of, with_our_pool
@@ -441,13 +440,12 @@ def build_stack(
     )
     hidden, order = codec is not None, None
     if ranks.world_size > 1 and (hidden or plan.exchange is not None):
-        order = CollectiveOrder(device)
-    runtime.forwards.order = None if hidden else order  # otherwise capture has it
+        order = runtime.forwards.order = CollectiveOrder(device)
     reason, free_pages = refusal(EAGER, Server(runtime, kvcache, allocator, hidden)), None
     if reason is not None:
         runtime.unused[EAGER] = reason
     runtime.eager = reason is None
-    capture = _start_capture(runtime, pool, plan, order) if hidden else None
+    capture = _start_capture(runtime, pool, plan) if hidden else None
     if hidden or runtime.eager:
         free_pages = ReservablePages(allocator, plan.capture_hooks if hidden else None)
     pipeline = plan.pipeline(pool.kv_buffer, projector, order)
@@ -506,7 +504,8 @@ def use_own_pages(runtime: Runtime, kvcache: Any, plan: PagePlan, reason: str | 
         if not plan.codec.is_view and plan.recomputer is None:
             runtime.unused["pages that the codec cannot encode"] = "they cannot be recomputed"
     room = ring_bytes(plan.layout, plan.methods.chunk_tokens, plan.arriving) * bool(plan.arriving)
-    runtime.use_codec(codec, asked_codec(runtime, dtype))
+    runtime.codec = codec
+    metrics.CODEC.set(asked_codec(runtime, dtype), codec)
     fields = plan.fields(runtime.runner)
     if plan.drafts:
         fields["draft"] = runtime.draft_digest
@@ -524,13 +523,11 @@ def use_own_pages(runtime: Runtime, kvcache: Any, plan: PagePlan, reason: str | 
     )
 
 
-def _start_capture(
-    runtime: Runtime, pool: OwnPagesPool, plan: PagePlan, order: CollectiveOrder | None
-) -> StagedCapture:
+def _start_capture(runtime: Runtime, pool: OwnPagesPool, plan: PagePlan) -> StagedCapture:
     """Capture hidden states in every forward pass."""
     hooks, staging = plan.capture_hooks, plan.staging
     capture = plan.capture(pool.arena, pool.kv_buffer)
-    hooks.use(capture, tokens_only=plan.recomputer is not None, order=order)
+    hooks.use(capture, tokens_only=plan.recomputer is not None)
     runtime.on_weights_changed.append(capture.ledger.forget)
     logger.debug(
         "hcache: capture: staging of %d tokens, %.0f MB of device memory",
@@ -575,9 +572,8 @@ def record_copies(runtime: Runtime, runner: Any) -> None:
         every = attention_modules(runner.model, kvcache.layer_num)
         seen = [every[layer] for layer in hidden]
         recorded = _largest_recorded_tokens(drafted_tokens(server.args))
-        capacity = staging_rows(runner, len(seen), recorded)
-        rows = runner.model_config.hidden_size, runner.dtype
-        staging = take_staging(len(seen), *rows, capacity, kvcache.device, recorded_tokens=recorded)
+        how = runner, len(seen), runner.model_config.hidden_size, runner.dtype, kvcache.device
+        staging = take_staging(*how, recorded_tokens=recorded)
         hooks = HiddenCapture([(layer.module, layer.linears) for layer in seen])
         hooks.staging, runtime.forwards.capture = staging, hooks
     except Refused as refused:

@@ -177,8 +177,8 @@ class PagePlan:
         if codec is not None:
             hidden = len(self.methods.layers("hidden"))
             recorded = self.hooks.staging if self.hooks is not None else None
-            rows, capacity = (codec.hidden_size, codec.dtype), staging_rows(self.runner, hidden)
-            self.staging = recorded or take_staging(hidden, *rows, capacity, device)
+            how = self.runner, hidden, codec.hidden_size, codec.dtype, device
+            self.staging = recorded or take_staging(*how)
         # Try the room for restores: freed memory stays in torch's cache until it is needed.
         room = ring_bytes(self.layout, self.methods.chunk_tokens, self.arriving)
         try:
@@ -401,30 +401,28 @@ def _gigabytes(*sizes: float) -> list[str]:
     return shown
 
 
-def staging_rows(runner: Any, layers: int, recorded_tokens: int = 0) -> int:
-    """Rows that staging needs for ``layers`` captured ones: two layers of the longest eager forward
-    pass; two of the largest decode steps, one captured and one in transfer; all layers of
-    ``recorded_tokens``, the largest CUDA graph. Without layers places take no memory."""
+def take_staging(
+    runner: Any,
+    layers: int,
+    width: int,
+    dtype: torch.dtype,
+    device: Any,
+    recorded_tokens: int = 0,
+) -> Staging:
+    """Staging for ``layers`` captured ones, in the memory that SGLang left beside its KV pool.
+
+    It holds two layers of the longest eager forward pass; two of the largest decode steps, one
+    captured and one in transfer; all layers of ``recorded_tokens``, the largest CUDA graph, twice
+    if memory allows, so that the second step need not wait for the first. Without layers places
+    take no memory. Raises Refused if that memory is too small.
+    """
     args = resolved(runner.server_args)
     decode = int(runner.max_running_requests) * drafted_tokens(args)
     chunk = args.chunked_prefill_size
     prefill = int(chunk if chunk is not None and chunk > 0 else args.max_prefill_tokens)
     step = min(prefill + decode, int(runner.max_total_num_tokens))
     by_layer = -(-2 * step // layers) if layers else step
-    return max(by_layer, 2 * min(decode, _DECODE_TOKENS), recorded_tokens, 1)
-
-
-def take_staging(
-    layers: int,
-    width: int,
-    dtype: torch.dtype,
-    capacity: int,
-    device: Any,
-    recorded_tokens: int = 0,
-) -> Staging:
-    """Staging of at least ``capacity`` rows in the memory that SGLang left beside its KV pool. Two
-    steps of ``recorded_tokens`` (the largest CUDA graph) fit if memory allows, so that the second
-    need not wait for the first. Raises Refused if that memory is too small."""
+    capacity = max(by_layer, 2 * min(decode, _DECODE_TOKENS), recorded_tokens, 1)
     row_bytes = width * dtype.itemsize
     free, two_steps = free_memory(device), max(capacity, 2 * recorded_tokens)
     if Staging.bytes_for(layers, row_bytes, two_steps) <= free * _STAGING_SHARE:

@@ -99,7 +99,7 @@ def captures(checker: Checker, *, replay: bool, codec: type[ExactCodec] = ExactC
 def step_that_cannot_begin(checker: Checker) -> None:
     """A decode graph is replayed although its step could not begin to be captured."""
     captured, hooks = Captured(checker), HiddenCapture([])
-    hooks.use(captured.capture, tokens_only=False, order=None)
+    hooks.use(captured.capture, tokens_only=False)
     give_up_step = captured.capture.give_up_step
     checker.begin()
     captured.forward(range(SIZE), replay=True)  # its transfer reads the rows from here on

@@ -82,7 +82,7 @@ def test_replays_capture_what_projections_are_given(breakable: bool) -> None:
     model = Model(engine, breakable=breakable)
     for size in (4, 16):
         model.record(size)
-    model.hooks.use(engine.capture, tokens_only=False, order=None)
+    model.hooks.use(engine.capture, tokens_only=False)
     expected: dict[int, torch.Tensor] = {}
     for count in (3, 16, 1, 9, 4):
         slots = random_slots(rng, count)
@@ -105,7 +105,7 @@ def test_a_step_that_is_too_long_for_staging_is_not_taken_from_a_replay(
     model = Model(engine, breakable=True)
     count = engine.staging.capacity + 16
     model.record(count)
-    model.hooks.use(engine.capture, tokens_only=False, order=None)
+    model.hooks.use(engine.capture, tokens_only=False)
     slots = random_slots(random.Random(5), count)
     model.forward(torch.ones((LAYERS, count, WIDTH), device=CUDA).to(DTYPE), slots)
     engine.settle()
@@ -171,7 +171,7 @@ def test_a_decode_step_is_three_launches_and_makes_nothing_that_it_could_use_aga
     with streams.through(door):
         engine = Engine("cuda")
         model = Model(engine, breakable=False)
-        model.hooks.use(engine.capture, tokens_only=False, order=None)
+        model.hooks.use(engine.capture, tokens_only=False)
         layers = () if replayed else model.layers
         hidden = torch.zeros((2, WIDTH), device=CUDA, dtype=DTYPE)
 

@@ -108,7 +108,7 @@ def test_a_layer_takes_few_calls_in_python() -> None:
     machine, layers = Machine(), [Attention() for _ in range(LAYERS)]
     hooks = HiddenCapture([(layer, (layer.qkv, layer.out)) for layer in layers])
     hooks.watch_only(layer.qkv for layer in layers)
-    hooks.use(machine.capture, tokens_only=False, order=None)
+    hooks.use(machine.capture, tokens_only=False)
     where, hidden = torch.tensor([SIZE, 2 * SIZE]), torch.zeros(2, WIDTH)
     assert machine.capture.begin(where, where, where) is not None
     assert 0 < calls_of(layers[0], hidden) - calls_of(Attention(), hidden) <= 10

@@ -104,7 +104,7 @@ class ScriptedScheduler(RuleBasedStateMachine):
         self.recomputes[self.number] = recomputes
         before = self.eager.pages
         reserved = self.eager.reserve(self.number, keys, np.array(host), 2 * self.back)
-        assert reserved <= pages and self.eager.pages <= max(before, self.eager._limit)
+        assert reserved <= pages and self.eager.pages <= max(before, self.eager.limit)
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())

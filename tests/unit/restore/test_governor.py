@@ -49,30 +49,30 @@ def governor(
 
 
 def test_slices_are_whole_where_nothing_else_runs() -> None:
-    assert Governor().pace() == (1.0, "whole")  # before the first request
-    assert governor().pace() == (1.0, "whole")
-    assert governor(waiting=("a", "b"), reading=("a", "b")).pace() == (1.0, "whole")
+    assert Governor().pace == (1.0, "whole")  # before the first request
+    assert governor().pace == (1.0, "whole")
+    assert governor(waiting=("a", "b"), reading=("a", "b")).pace == (1.0, "whole")
 
 
 def test_the_share_falls_to_nothing_as_the_batch_grows() -> None:
-    shares = [governor(running).pace().share for running in range(RUNNING_LIMIT + 3)]
+    shares = [governor(running).pace.share for running in range(RUNNING_LIMIT + 3)]
     assert shares[0] == 1
     assert all(more > less for more, less in pairwise(shares[: RUNNING_LIMIT + 1]))
     assert shares[RUNNING_LIMIT:] == [0, 0, 0]
-    assert governor(1).pace().decision == "shorter"
-    assert governor(RUNNING_LIMIT).pace().decision == "put_off_running"
+    assert governor(1).pace.decision == "shorter"
+    assert governor(RUNNING_LIMIT).pace.decision == "put_off_running"
 
 
 def test_requests_of_the_last_prefill_run_already_and_those_of_a_decode_step_run_once() -> None:
-    assert governor(5, last=batch(3, extend=True)).pace() == (0.0, "put_off_running")
-    assert governor(5, last=batch(5)).pace().share == 1 - 5 / RUNNING_LIMIT
+    assert governor(5, last=batch(3, extend=True)).pace == (0.0, "put_off_running")
+    assert governor(5, last=batch(5)).pace.share == 1 - 5 / RUNNING_LIMIT
 
 
 def test_requests_that_have_finished_want_nothing() -> None:
     scheduler, found = scheduler_of(last=batch(0, extend=True, finished=1)), Governor()
     scheduler.running_batch = batch(2, finished=6)
     found.look(scheduler)
-    assert found.pace().share == 1 - 2 / RUNNING_LIMIT
+    assert found.pace.share == 1 - 2 / RUNNING_LIMIT
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_requests_that_have_finished_want_nothing() -> None:
     ],
 )
 def test_nothing_is_recomputed_while_a_request_waits_for_the_gpu(wanted: dict[str, Any]) -> None:
-    assert governor(**wanted).pace() == (0.0, "put_off_waiting")
+    assert governor(**wanted).pace == (0.0, "put_off_waiting")
 
 
 def test_a_scheduler_that_cannot_be_asked_is_asked_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -93,7 +93,7 @@ def test_a_scheduler_that_cannot_be_asked_is_asked_once(caplog: pytest.LogCaptur
     broken = Governor()
     for _ in range(3):
         broken.look(SimpleNamespace(chunked_req=None))
-        assert broken.pace() == (0.0, "put_off_waiting")
+        assert broken.pace == (0.0, "put_off_waiting")
     assert len(caplog.records) == 1
 
 
@@ -101,10 +101,10 @@ def test_other_threads_see_what_the_turn_saw_while_the_scheduler_goes_on() -> No
     scheduler, found = scheduler_of(2), Governor()
     found.look(scheduler)
     del scheduler.last_batch  # as good as anything between two turns
-    assert found.pace().share == 1 - 2 / RUNNING_LIMIT
+    assert found.pace.share == 1 - 2 / RUNNING_LIMIT
     scheduler.last_batch, scheduler.running_batch = None, batch(0)
     found.look(scheduler)
-    assert found.pace() == (1.0, "whole")
+    assert found.pace == (1.0, "whole")
 
 
 def test_a_slice_is_as_long_as_its_share_of_the_time_allows() -> None:

@@ -156,7 +156,7 @@ def test_pages_are_taken_behind_the_forward_passes_that_may_still_use_them(front
 
 def test_a_front_goes_on_as_far_as_every_rank_allows_and_has_unread_pages(fronts: Fronts) -> None:
     asked: list[list[int]] = []
-    others = iter([[1, 1], [1, 0], [1, 2]])
+    others = iter([[1], [0], [2]])
 
     def reduce(numbers: torch.Tensor, _: Any) -> None:
         asked.append(numbers.tolist())
@@ -165,7 +165,7 @@ def test_a_front_goes_on_as_far_as_every_rank_allows_and_has_unread_pages(fronts
     fronts.begin()
     for _ in range(3):
         fronts.turn(reduce)
-    assert asked == [[1, 2]] * 3
+    assert asked == [[2]] * 3
     assert [len(tokens) for tokens, _ in fronts.launched] == [SIZE, 2 * SIZE]
 
 
@@ -317,7 +317,7 @@ def test_a_front_ends_on_all_ranks_where_a_launch_has_failed_on_one(fronts: Fron
         said.append(numbers.tolist())
 
     fronts.turn(note)
-    assert said == [[0, 2]] and len(fronts.launched) == 1
+    assert said == [[0]] and len(fronts.launched) == 1
     assert fronts.eager.restores.failed(np.array([0]))
 
 
@@ -343,7 +343,7 @@ def test_a_front_does_not_wait_for_what_is_being_read_of_a_prefetch_before_it(
 
     def reduce(numbers: torch.Tensor, _: Any) -> None:
         asked.append(numbers.tolist())
-        numbers[::2] *= other_is_free
+        numbers *= other_is_free
 
     first, second = fronts.begin(5), fronts.begin(5)
     fronts.cache.ongoing_prefetch = dict(enumerate((first, second)))
@@ -356,7 +356,7 @@ def test_a_front_does_not_wait_for_what_is_being_read_of_a_prefetch_before_it(
     assert len(asked) == 1 and not fronts.launched
     other_is_free = 1
     fronts.turn(reduce)
-    assert asked == [[1, 0, 1, 2]] * 2
+    assert asked == [[0, 2]] * 2
     assert [tokens[0] for tokens, _ in fronts.launched] == [500]
 
 
@@ -367,9 +367,9 @@ def test_a_front_is_not_waited_for_where_slices_are_put_off(fronts: Fronts) -> N
     assert fronts.eager.seconds_to_recompute(8 * SIZE, 0) == 3 * 8 * SIZE
     together, alone = fronts.eager.until_met(meeting, 0)
     assert (together, alone) == (pytest.approx(8 * SIZE * 3 / 4), 8 * SIZE)
-    fronts.eager.governor.pace = lambda: Pace(0.5, "shorter")
+    fronts.eager.governor.pace = Pace(0.5, "shorter")
     assert fronts.eager.seconds_to_recompute(8 * SIZE, 0) == 2 * 3 * 8 * SIZE
-    fronts.eager.governor.pace = lambda: Pace(0.0, "put_off_running")
+    fronts.eager.governor.pace = Pace(0.0, "put_off_running")
     assert fronts.eager.until_met(meeting, 0) == (alone, alone)
 
 
@@ -377,7 +377,7 @@ def test_slices_take_as_long_as_a_prefill_until_one_has_run(fronts: Fronts) -> N
     """Servers of K and V have no profile for slices; their first hits are judged all the same."""
     fronts.eager._budget = SliceBudget(1.0, 2 * SIZE, lambda tokens, _: tokens, known=False)
     fronts.l3.estimates.computing = lambda tokens, prefix: tokens * 5 + prefix
-    fronts.eager.governor.pace = lambda: Pace(0.5, "shorter")
+    fronts.eager.governor.pace = Pace(0.5, "shorter")
     assert fronts.eager.seconds_to_recompute(8 * SIZE, 3) == 2 * (8 * SIZE * 5 + 3)
     fronts.eager._budget._layer.measured(2 * SIZE, 0, 2.0 * SIZE)
     assert fronts.eager.seconds_to_recompute(8 * SIZE, 3) == 2 * 3 * 8 * SIZE

@@ -2,6 +2,7 @@
 
 import re
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +30,6 @@ from hcache_backend.start.page_plan import (
     PagePlan,
     kv_bytes_per_token,
     plan_host_pages,
-    staging_rows,
     take_staging,
 )
 from hcache_kernels.codecs import ExactCodec
@@ -228,20 +228,27 @@ def test_too_little_host_memory_is_told_with_what_will_do(pages: int, share: flo
                 plan_host_pages(device, LAYOUT, 0, enough - 0.02, 1e12, with_shadows=True)
 
 
-def test_staging_holds_the_largest_graph_two_decode_steps_or_two_layers_of_prefill(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.fixture
+def staging(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Staging]:
+    """Staging of a server whose longest step has so many tokens."""
     monkeypatch.setattr(page_plan, "resolved", lambda args: args)
 
-    def places(longest: int, recorded: int = 0) -> int:
-        chunk = {"chunked_prefill_size": longest - 64, "speculative_algorithm": None}
-        sizes = {"max_running_requests": 64, "max_total_num_tokens": 1 << 20}
+    def take(longest: int, layers: int, recorded: int = 0, requests: int = 1) -> Staging:
+        chunk = {"chunked_prefill_size": longest - requests, "speculative_algorithm": None}
+        sizes = {"max_running_requests": requests, "max_total_num_tokens": 1 << 20}
         runner = SimpleNamespace(server_args=SimpleNamespace(**chunk), **sizes)
-        return staging_rows(runner, 32, recorded)
+        return take_staging(runner, layers, CODEC.hidden_size, CODEC.dtype, "cpu", recorded)
 
-    assert places(8192) == 512
-    assert places(1024) == 128
-    assert places(1024, recorded=8192) == 8192
+    return take
+
+
+def test_staging_holds_the_largest_graph_two_decode_steps_or_two_layers_of_prefill(
+    staging: Callable[..., Staging],
+) -> None:
+    with streams.through(Gpu(4 * Staging.bytes_for(32, CODEC.row_bytes, 8192))):
+        assert staging(8192, 32, requests=64).capacity == 512
+        assert staging(1024, 32, requests=64).capacity == 128
+        assert staging(1024, 32, recorded=8192, requests=64).capacity == 8192
 
 
 class Gpu(streams.Door):
@@ -254,23 +261,24 @@ class Gpu(streams.Door):
         return self.free
 
 
-def test_staging_takes_a_quarter_of_what_sglang_left_at_most() -> None:
+def test_staging_takes_a_quarter_of_what_sglang_left_at_most(
+    staging: Callable[..., Staging],
+) -> None:
     wanted = Staging.bytes_for(LAYERS, CODEC.row_bytes, 32)
     with streams.through(Gpu(4 * wanted)):
-        staged = take_staging(LAYERS, CODEC.hidden_size, CODEC.dtype, 32, "cpu").staged
+        staged = staging(16 * LAYERS, LAYERS).staged
     assert staged.rows.nbytes + staged.marks.nbytes == wanted
     refused = "staging of 32 tokens takes .* GB of device memory that SGLang left, more than 1/4"
     with streams.through(Gpu(4 * wanted - 1)), pytest.raises(Refused, match=refused):
-        take_staging(LAYERS, CODEC.hidden_size, CODEC.dtype, 32, "cpu")
+        staging(16 * LAYERS, LAYERS)
 
 
 @pytest.mark.parametrize(("lacks", "capacity"), [(0, 64), (1, 32)])
 def test_staging_holds_two_of_the_largest_graphs_where_sglang_left_enough(
-    lacks: int, capacity: int
+    staging: Callable[..., Staging], lacks: int, capacity: int
 ) -> None:
     with streams.through(Gpu(4 * Staging.bytes_for(LAYERS, CODEC.row_bytes, 64) - lacks)):
-        row = CODEC.hidden_size, CODEC.dtype
-        assert take_staging(LAYERS, *row, 32, "cpu", recorded_tokens=32).capacity == capacity
+        assert staging(16 * LAYERS, LAYERS, recorded=32).capacity == capacity
 
 
 def test_capture_finds_the_projection_without_having_seen_a_forward_pass(
@@ -287,7 +295,7 @@ def test_capture_finds_the_projection_without_having_seen_a_forward_pass(
     model = [Attention() for _ in range(LAYERS)]
     capture = HiddenCapture([(layer, [layer.out, layer.qkv]) for layer in model])
     assert pool._capture is not None
-    capture.use(pool._capture, tokens_only=False, order=None)
+    capture.use(pool._capture, tokens_only=False)
     hidden = torch.randn(PAGE, WIDTH)
     where = torch.arange(PAGE, 2 * PAGE)
     batch = SimpleNamespace(out_cache_loc=where, input_ids=where, positions=where)
@@ -319,7 +327,7 @@ def test_embeddings_that_tokens_do_not_tell_are_not_backed_up_where_layers_are_r
     model = [torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH)) for _ in range(LAYERS)]
     capture = HiddenCapture([(layer, [layer[0]]) for layer in model])
     assert pool._capture is not None
-    capture.use(pool._capture, tokens_only=tokens_only, order=None)
+    capture.use(pool._capture, tokens_only=tokens_only)
     where, hidden = torch.arange(PAGE, 2 * PAGE), torch.randn(PAGE, WIDTH)
     batch = SimpleNamespace(
         out_cache_loc=where,

@@ -260,8 +260,12 @@ def test_no_room_on_the_device_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> 
     none_left = failing(torch.OutOfMemoryError("none left"))
     monkeypatch.setattr(page_plan, "Staging", type("Staging", (), {"bytes_for": lambda *_: 1}))
     monkeypatch.setattr(page_plan.Staging, "__init__", none_left)
+    monkeypatch.setattr(page_plan, "resolved", lambda args: args)
+    chunk = SimpleNamespace(chunked_prefill_size=4, speculative_algorithm=None)
+    sizes = {"max_running_requests": 1, "max_total_num_tokens": 8}
+    runner = SimpleNamespace(server_args=chunk, **sizes)
     with pytest.raises(Refused, match="no device memory for staging: none left"):
-        page_plan.take_staging(2, 8, torch.float32, 4, "cpu")
+        page_plan.take_staging(runner, 2, 8, torch.float32, "cpu")
     monkeypatch.setattr(page_plan, "ring_bytes", lambda *_: 1)
     monkeypatch.setattr(page_plan.torch, "empty", none_left)
     plan: Any = SimpleNamespace(
@@ -278,7 +282,6 @@ def test_no_room_on_the_device_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(page_plan, "get_memory", lambda: memory)
     monkeypatch.setattr(page_plan, "host_memory_budget_bytes", lambda: 1)
     monkeypatch.setattr(page_plan, "plan_host_pages", lambda *_, with_shadows: None)
-    monkeypatch.setattr(page_plan, "staging_rows", lambda runner, layers: 4)
     with pytest.raises(Refused, match="no device memory for restores: none left"):
         page_plan.PagePlan.find_room(plan)
 
@@ -349,7 +352,7 @@ def test_the_batch_shows_in_modules_that_write_to_one_buffer(in_place: bool) -> 
 
 def test_a_stage_behind_one_that_failed_is_refused() -> None:
     with pytest.raises(Refused, match="the pipeline stage before this one failed"):
-        passes._Stages._input(SimpleNamespace(_received={}))
+        passes._Stages.run(SimpleNamespace(_received={}), None, None)
 
 
 def test_a_check_that_breaks_is_a_refusal_of_all(caplog: pytest.LogCaptureFixture) -> None:

@@ -2,8 +2,9 @@
 
 import gc
 import weakref
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -18,12 +19,12 @@ def test_no_rank_takes_the_decode_step_when_another_failed_in_the_prefill(
     """Its collectives would wait for that rank for ever."""
     seen = []
 
-    class Stages:
+    class Stages(AbstractContextManager[Any]):
         def run(self, runner: object, batch: object) -> torch.Tensor:
             seen.append(batch)
             return torch.arange(3)
 
-        def pass_on(self) -> None:
+        def __exit__(self, *_: object) -> None:
             pass
 
     monkeypatch.setattr(passes, "_Stages", Stages)
@@ -42,13 +43,13 @@ def test_a_forward_pass_that_failed_leaves_none_of_its_tensors(
     """SGLang may have stopped the collector of reference cycles by then."""
     left: list[weakref.ref[torch.Tensor]] = []
 
-    class Stages:
+    class Stages(AbstractContextManager[Any]):
         def run(self, runner: object, batch: object) -> torch.Tensor:
             activations = torch.zeros(3)
             left.append(weakref.ref(activations))
             raise torch.OutOfMemoryError("a test's")
 
-        def pass_on(self) -> None:
+        def __exit__(self, *_: object) -> None:
             pass
 
     monkeypatch.setattr(passes, "_Stages", Stages)
