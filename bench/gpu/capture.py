@@ -36,9 +36,8 @@ class Saving:
     """Shadow pages, and how rows come to them."""
 
     def __init__(self, device: Device, shape: Shape, tokens: int, capacity: int) -> None:
-        self.device, self.shape, self.tokens = device, shape, tokens
-        self.codec = make_codec("none", shape.hidden, device.dtype)
-        stored = hidden_layer(PAGE, self.codec.row_bytes, shape.hidden)
+        codec = make_codec("none", shape.hidden, device.dtype)
+        stored = hidden_layer(PAGE, codec.row_bytes, shape.hidden)
         layout = PageLayout(PAGE, (stored,) * shape.layers)
         pages = -(-tokens // PAGE) + 1  # slot 0 belongs to the padding page
         self.memory = device.pinned(pages + 1, layout.page_bytes)
@@ -46,7 +45,7 @@ class Saving:
         self.arena = Arena(self.memory.numpy(), layout, 1, pages, lambda page: None)
         self.staging = Staging(shape.layers, shape.hidden, device.dtype, capacity, device.kind)
         self.capture = StagedCapture(
-            self.arena, self.memory, self.staging, range(shape.layers), self.codec
+            self.arena, self.memory, self.staging, range(shape.layers), codec
         )
         self.slots = torch.randperm((pages - 1) * PAGE, device=device.kind)[:tokens] + PAGE
         self.positions = torch.arange(tokens, device=device.kind)
