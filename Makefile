@@ -147,7 +147,7 @@ bench-accuracy: setup
 
 # What codecs, pairs of layers and exp4 do to a model with trained weights. A quarter of an hour.
 bench-real-model: setup
-	$(foreach model,smollm2 smollm2-mha,$(BIN)/python -m bench.accuracy --whole --model $(model) $(ARGS) &&) true
+	$(foreach model,smollm2 smollm2-mha,$(BIN)/python -m bench.accuracy --model $(model) $(ARGS) &&) true
 	$(BIN)/python -m bench.codecs --model smollm2-mha --dtypes bfloat16 --conversations 2 --turns 3
 
 # The paper's Table 3 and figures 11 and 12, simulated, beside its numbers. Seconds.

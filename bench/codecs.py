@@ -2,13 +2,11 @@
 
 A server without a cache holds conversations about Python source that a fixture model
 (bench/fixtures) has not seen. Replies are drawn by their likelihood, because the likeliest
-replies soon repeat themselves, and no codec changes that. Every codec's server then gets the same
-texts, turn by turn: the history of each comes back from L3, and question and reply behind it are
-computed. The model's scores of the reply's tokens are compared with those of
-
-- a server without a cache, which computes the whole text in the same type. The row `decoded` is its
-  own replies against that: the effect of rounding alone, one token at a time and all at once
-- codec `none`, which shows the effect of the codec alone
+replies soon repeat themselves. Every codec's server then gets the same texts, turn by turn: the
+history of each comes back from L3, and question and reply behind it are computed. The model's
+scores of the reply's tokens are compared with those of the server without a cache, which computes
+the whole text, and with those of codec `none`. The row `decoded` is the first server's own replies
+against that: the effect of rounding alone, one token at a time and all at once.
 
 Bytes per token are those of the page files.
 

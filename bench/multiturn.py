@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
+from typing import Any, NamedTuple
 
 from bench.harness.client import Reply, StreamingClient
 from bench.harness.methods import METHODS, PAGE_SIZE, SERVED, server_options
@@ -24,8 +24,8 @@ from bench.harness.options import ADMIN_KEY
 from bench.harness.program import MODEL, Program, Run, Setting, at_least, names, scratch, several
 from bench.harness.report import Column, Picture, Results, Row, Series, Table
 from bench.harness.server import Server
-from bench.workload.base import Workload, WorkloadError
-from bench.workload.paper import LEVAL, leval, sharegpt4, zipf_contexts
+from bench.workload.base import Turn, Workload
+from bench.workload.paper import leval, sharegpt4, zipf_contexts
 from hcache_backend.cli.common import RequestError
 from hcache_backend.cli.ingest import UnusableServer
 
@@ -41,11 +41,11 @@ class Pace:
     """When requests are sent.
 
     Attributes:
-        rate: Requests per second, or sessions if the workload says so; infinite: all at once.
+        rate: Sessions that begin per second; infinite: all at once.
         max_parallel: Requests in flight at most.
         flush: A round begins when all sessions have ended the one before it, and the caches of
             device and host are emptied before it.
-        seed: Draws times and picks.
+        seed: Draws times.
     """
 
     rate: float
@@ -54,8 +54,7 @@ class Pace:
     seed: int = 1
 
 
-@dataclass(frozen=True)
-class Request:
+class Request(NamedTuple):
     """One request of a run; a failed one has ``error`` and no reply."""
 
     session: int
@@ -64,9 +63,14 @@ class Request:
     error: str | None = None
 
 
+@dataclass
 class _Talk:
-    def __init__(self, place: int, history: list[int]) -> None:
-        self.place, self.round, self.history = place, 0, history
+    """A session: its history, and whether there is a ``round`` to ask; None: it has ended."""
+
+    place: int
+    turns: Sequence[Turn]
+    history: list[int]
+    round: int | None = 0
 
 
 class Conversations:
@@ -80,16 +84,8 @@ class Conversations:
     ) -> None:
         self._client, self._workload, self._pace, self._number = client, workload, pace, number
         self._chance = random.Random(f"{pace.seed}/{number}")
-        self._talks = [
-            _Talk(place, workload.document_ids(session.document, VOCABULARY))
-            for place, session in enumerate(workload.sessions)
-        ]
-        self._ready: list[_Talk] = []
-        self._held: list[_Talk] = []  # until the round ends
-        self._in_round = len(self._talks)
-        self._in_flight, self._left = 0, workload.requests
+        self._gate = asyncio.Semaphore(pace.max_parallel)
         self._ended: list[Request] = []
-        self._changed = asyncio.Event()
 
     async def run(self) -> tuple[Sequence[Request], float]:
         """Requests in the order of their ends, and the seconds until the last end.
@@ -97,84 +93,43 @@ class Conversations:
         Raises:
             UnusableServer: The caches could not be flushed between rounds.
         """
-        start = self._last_end = time.perf_counter()
-        try:
-            await self._send()
-        except BaseExceptionGroup as group:  # the first error, behind which the others ended
-            error: BaseException = group
-            while isinstance(error, BaseExceptionGroup):
-                error = error.exceptions[0]
-            raise error from None
+        start, workload = time.perf_counter(), self._workload
+        left = [
+            _Talk(place, session.turns, workload.document_ids(session.document, VOCABULARY))
+            for place, session in enumerate(workload.sessions)
+        ]
+        async with asyncio.TaskGroup() as tasks:
+            for talk in left:
+                if talk.place and math.isfinite(self._pace.rate):
+                    await asyncio.sleep(self._chance.expovariate(self._pace.rate))
+                tasks.create_task(self._ask(talk) if self._pace.flush else self._go_on(talk))
+        while left := [talk for talk in left if talk.round is not None]:
+            await self._client.flush()
+            await asyncio.sleep(workload.interval_s)
+            await asyncio.gather(*map(self._ask, left))
         return self._ended, self._last_end - start
 
-    async def _send(self) -> None:
-        by_session = self._workload.arrivals == "sessions"
-        async with asyncio.TaskGroup() as tasks:
-            if by_session:
-                tasks.create_task(self._arrive())
-            else:
-                self._ready += self._talks
-            while self._left:
-                if not self._ready or self._in_flight >= self._pace.max_parallel:
-                    self._changed.clear()
-                    await self._changed.wait()
-                    continue
-                talk = self._ready.pop(self._chance.randrange(len(self._ready)))
-                self._in_flight += 1
-                tasks.create_task(self._ask(talk))
-                if not by_session:
-                    await asyncio.sleep(self._gap())
-
-    async def _arrive(self) -> None:
-        for place, talk in enumerate(self._talks):
-            if place:
-                await asyncio.sleep(self._gap())
-            self._make_ready([talk])
+    async def _go_on(self, talk: _Talk) -> None:
+        await self._ask(talk)
+        while talk.round is not None:
+            await asyncio.sleep(self._workload.interval_s)
+            await self._ask(talk)
 
     async def _ask(self, talk: _Talk) -> None:
-        turns = self._workload.sessions[talk.place].turns
-        talk.history += self._workload.prompt_ids(talk.place, talk.round, VOCABULARY, self._number)
-        ended = len(turns) - talk.round
+        assert talk.round is not None
+        place, number = talk.place, talk.round
+        talk.history += self._workload.prompt_ids(place, number, VOCABULARY, self._number)
+        talk.round = None
         try:
-            reply = await self._client.generate(talk.history, turns[talk.round].output)
+            async with self._gate:
+                reply = await self._client.generate(talk.history, talk.turns[number].output)
         except RequestError as error:
-            self._ended.append(Request(talk.place, talk.round, None, str(error)))
-            more = False
+            self._ended.append(Request(place, number, None, str(error)))
         else:
-            self._ended.append(Request(talk.place, talk.round, reply))
+            self._ended.append(Request(place, number, reply))
             talk.history += reply.output_ids
-            talk.round += 1
-            more, ended = ended > 1, 1
+            talk.round = number + 1 if number + 1 < len(talk.turns) else None
         self._last_end = time.perf_counter()
-        self._in_flight -= 1
-        self._left -= ended
-        self._changed.set()
-        if self._pace.flush:
-            await self._end_round(talk, more=more)
-        elif more:
-            await asyncio.sleep(self._workload.interval_s)
-            self._make_ready([talk])
-
-    async def _end_round(self, talk: _Talk, *, more: bool) -> None:
-        """Hold a session until the others have ended the round too."""
-        if more:
-            self._held.append(talk)
-        self._in_round -= 1
-        if self._in_round or not self._held:
-            return
-        await self._client.flush()
-        await asyncio.sleep(self._workload.interval_s)
-        held, self._held = self._held, []
-        self._in_round = len(held)
-        self._make_ready(held)
-
-    def _make_ready(self, talks: Sequence[_Talk]) -> None:
-        self._ready += talks
-        self._changed.set()
-
-    def _gap(self) -> float:
-        rate = self._pace.rate
-        return 0.0 if math.isinf(rate) else self._chance.expovariate(rate)
 
 
 async def prefill(client: StreamingClient, workload: Workload, max_parallel: int) -> None:
@@ -189,7 +144,8 @@ async def prefill(client: StreamingClient, workload: Workload, max_parallel: int
         async with gate:
             await client.generate(workload.document_ids(document, VOCABULARY), 1)
 
-    await asyncio.gather(*map(one, workload.asked))
+    asked = {session.document for session in workload.sessions}
+    await asyncio.gather(*map(one, sorted(place for place in asked if place is not None)))
 
 
 def check_length(workload: Workload, server: Mapping[str, Any]) -> None:
@@ -198,8 +154,7 @@ def check_length(workload: Workload, server: Mapping[str, Any]) -> None:
     if isinstance(most, int) and workload.longest >= most:
         raise UnusableServer(
             f"workload {workload.name} has a history of {workload.longest:,} tokens and the server "
-            f"takes fewer than {most:,}: give --max-context {most - 1}, or --scale "
-            f"{0.95 * most / workload.longest:.2g}"
+            f"takes fewer than {most:,}: give --scale {0.95 * most / workload.longest:.2g}"
         )
 
 
@@ -215,11 +170,10 @@ async def ask(
     rows: list[Row] = []
     async with StreamingClient(url, key) as client:
         check_length(workload, await client.server())
-        if workload.prefilled:
-            try:
-                await prefill(client, workload, pace.max_parallel)
-            except RequestError as error:
-                raise UnusableServer(f"a document could not be prefilled: {error}") from None
+        try:
+            await prefill(client, workload, pace.max_parallel)
+        except RequestError as error:
+            raise UnusableServer(f"a document could not be prefilled: {error}") from None
         for number, rate in enumerate(rates):
             await client.flush()
             asked = Conversations(client, workload, replace(pace, rate=rate), number)
@@ -260,21 +214,14 @@ def summary(requests: Sequence[Request], seconds: float) -> Row:
 
 
 def workload_of(given: Any) -> Workload:
-    """The workload of these options.
-
-    Raises:
-        WorkloadError: A value is out of its range.
-    """
     shape = (given.num_clients, given.seed)
     if given.workload == "sharegpt4":
         made = sharegpt4(*shape)
     elif given.workload == "leval":
-        made = leval(*shape, given.leval_task)
+        made = leval(*shape)
     else:
         made = zipf_contexts(*shape, given.zipf_skew)
-    if not 0 < given.scale < math.inf:
-        raise WorkloadError(f"--scale {given.scale:g}: must be a number above 0")
-    return made.scaled(given.scale).limited(given.max_context, given.max_rounds)
+    return made.scaled(given.scale, given.max_rounds)
 
 
 def pool_of(workload: Workload, given: int | None, method: str) -> int:
@@ -350,12 +297,10 @@ PROGRAM = Program(
         *MODEL,
         Setting("--workload", str, "sharegpt4", "of the paper", {"choices": WORKLOADS}),
         Setting("--num-clients", at_least(1), 8, "sessions"),
-        Setting("--leval-task", str, "mixed", f"{', '.join(LEVAL)} (leval)"),
         Setting("--zipf-skew", float, 1.0, "0: all documents alike, 2: few favourites (zipf)"),
         Setting("--max-rounds", at_least(1), None, "of a client"),
-        Setting("--scale", float, 1.0, "multiplies all lengths and intervals"),
-        Setting("--max-context", at_least(1), None, "tokens of a history, its last reply included"),
-        several("--rates", float, [1.0], "requests, or sessions of sharegpt4, per second; or inf"),
+        Setting("--scale", at_least(0.001), 1.0, "multiplies all lengths and intervals"),
+        several("--rates", float, [1.0], "sessions that begin per second; or inf"),
         Setting("--max-parallel", at_least(1), None, "requests in flight; leval and zipf: 1"),
         Setting(
             "--flush-between-rounds",

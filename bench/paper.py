@@ -72,7 +72,6 @@ class Setting(NamedTuple):
         preset: A key of the presets.
         ssds: SSDs that L3 is striped over; 0: host memory.
         tp: Tensor-parallel ranks.
-        tokens: Tokens that are restored.
         compute_share: Share of the peak FLOP/s that is reached.
     """
 
@@ -80,7 +79,6 @@ class Setting(NamedTuple):
     preset: str = "a100-40g"
     ssds: int = 0
     tp: int = 1
-    tokens: int = TOKENS
     compute_share: float = COMPUTE_SHARE
 
     def __str__(self) -> str:
@@ -96,8 +94,8 @@ class Setting(NamedTuple):
         profile = profile.model_copy(update=rates)
         model = MODELS[self.model]
         restore = Restore(profile, model, Partition(0, 0, model.layers), self.tp, paper=True)
-        partition = restore.fastest(self.tokens, "overlapped", LAYER_METHODS)
-        return Planned(profile, model, restore.costs(self.tokens, 0, "overlapped"), partition)
+        partition = restore.fastest(TOKENS, "overlapped", LAYER_METHODS)
+        return Planned(profile, model, restore.costs(TOKENS, 0, "overlapped"), partition)
 
 
 ONE_SSD = Setting("Llama-2-13B", ssds=1)
@@ -109,7 +107,6 @@ TABLE_3 = (
     (ONE_SSD, Partition(9, 31, 0), None),
 )
 """The paper's schedules, and bytes of KV over bytes that they store (6.1.3, 6.3.2)."""
-LENGTHS = (1024, 2048, 4096, 8192, 16384)
 FIGURE_11 = {
     "platforms": (  # those that hold the weights; the text does not say which model ran on which
         *(Setting("Llama-2-7B", name) for name in ("a100-40g", "a30", "rtx4090", "l20", "h800")),
@@ -119,10 +116,6 @@ FIGURE_11 = {
     "SSDs": (
         *(Setting(f"Llama-2-{size}", ssds=n) for size in ("7B", "13B") for n in (1, 2, 3, 4)),
         *(Setting("OPT-30B", ssds=n, tp=4) for n in (4, 8, 12, 16)),
-    ),
-    "lengths": (
-        *(Setting(f"Llama-2-{size}", ssds=4, tokens=n) for size in ("7B", "13B") for n in LENGTHS),
-        *(Setting("OPT-30B", ssds=4, tp=4, tokens=n) for n in LENGTHS),
     ),
 }
 POINTS = {A30: 1.33, Setting("Llama-2-13B"): 1.66, Setting("Llama-2-13B", "h800"): 1.77}
@@ -181,7 +174,6 @@ def restore(setting: Setting) -> Row:
     ms = {name: 1e3 * simulate(plan.costs, choice) for name, choice in choices.items()}
     return {
         "setting": str(setting),
-        "tokens": setting.tokens,
         "paper": POINTS.get(setting),
         **{f"{name}_ms": took for name, took in ms.items()},
         **{f"over_{name}": took / ms["mix"] for name, took in ms.items() if name != "mix"},

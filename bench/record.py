@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 PROGRAMS = {
-    "demo": "bench.demo.__main__",
+    "demo": "bench.demo",
     "restores": "bench.restores",
     "multiturn": "bench.multiturn",
     "paper": "bench.paper",

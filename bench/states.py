@@ -19,7 +19,7 @@ import numpy as np
 
 from bench.agents import session_settings
 from bench.harness.program import Program, Run
-from bench.harness.report import Column, Picture, Results, Row, Series, Table
+from bench.harness.report import Column, Picture, Results, Row, Series, Table, by
 from bench.workload.agents import AgentTurn, Session, agent_sessions, generated
 
 SEED, GRID, CHUNK = 1, 64, 8192  # tokens
@@ -177,14 +177,6 @@ def _shown(row: Row) -> bool:
     return bool(row["chunks"] and not row["replayed"])
 
 
-def panels(results: Results) -> dict[str, list[Row]]:
-    shown: dict[str, list[Row]] = {}
-    for row in results["rows"]:
-        if _shown(row):
-            shown.setdefault(row["workload"], []).append(row)
-    return shown
-
-
 KEPT = Table(
     rows_of,
     [
@@ -216,7 +208,7 @@ PROGRAM = Program(
     tables={"table": (KEPT, BOUNDED), "kept": KEPT, "bounds": BOUNDED},
     draw=Picture(
         title=finding,
-        panels=panels,
+        panels=by("workload", lambda results: filter(_shown, results["rows"])),
         x="written_mb",
         x_label="MB written a turn",
         y_label="tokens of prompts found, of all",

@@ -5,7 +5,7 @@ first part is the history, whose K and V are kept by each method and restored. T
 scored: divergence from a run without a cache (KL), negative log-likelihood (NLL), how often both
 find the same token most likely, and how often a value is recalled that the history gave, by
 distance. Methods: K and V as they are, through every codec and with half of the layers in pairs,
-recomputed, hidden states through every codec, and each layer alone from hidden states.
+recomputed, and hidden states through every codec.
 
 Everything runs in SGLang's model runner in this process, with the package's own projections, codecs
 and recomputation. --model is a fixture (gqa or paired, trained when it is first asked for; smollm2
@@ -40,7 +40,7 @@ def measure(run: Run) -> Results:
         os.execve(sys.executable, command, {**os.environ, **cpu_engine_env()})
     from bench.accuracy.engine import Engine
     from bench.accuracy.measure import Sizes, score
-    from bench.accuracy.methods import methods
+    from bench.accuracy.methods import MAKERS
 
     model = chosen(given.model, quick=given.quick)
     sizes = Sizes(given.texts, given.history, given.turn)
@@ -65,7 +65,8 @@ def measure(run: Run) -> Results:
             raise MachineError(f"--model {given.model}: it needs the files of its tokenizer")
         texts = Texts(encode, corpus().held_out)
         with steps(sizes.texts) as advance:
-            found = score(engine, texts, sizes, advance, methods(engine, whole=given.whole))
+            methods = [method for make in MAKERS for method in make(engine)]
+            found = score(engine, texts, sizes, advance, methods)
     about = {"name": model.name, "model": model.about, "dtype": given.dtype}
     return {**about, **asdict(sizes), **found}
 
@@ -81,7 +82,6 @@ PROGRAM = Program(
         Setting("--texts", at_least(1), 16, "how many are scored"),
         Setting("--history", at_least(PAGE_SIZE), 384, "tokens that are kept"),
         Setting("--turn", at_least(8), 128, "tokens that are scored"),
-        Setting("--whole", None, False, "no method that restores a single layer"),
     ),
     tables=report.TABLES,
     draw=report.draw,

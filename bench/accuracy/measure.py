@@ -143,7 +143,6 @@ def score(
         "methods": [
             {
                 "method": method.name,
-                "layer": method.layer,
                 "bytes_per_token": method.bytes_per_token,
                 **found.report(),
                 **({} if method.pairs is None else {"pairs": dict(method.pairs)}),

@@ -35,14 +35,12 @@ class Method:
         bytes_per_token: Of all layers.
         restore: Writes K and V of a history to the pool, which has lost them; returns how many
             tokens could not be kept so, and were computed again or kept as they are.
-        layer: The one layer that it restores from hidden states; None: all.
         pairs: How many histories had which layers in pairs; None: it makes none.
     """
 
     name: str
     bytes_per_token: int
     restore: Callable[[History], int]
-    layer: int | None = None
     pairs: Mapping[str, int] | None = None
 
 
@@ -50,8 +48,8 @@ def exact(engine: Engine) -> Iterator[Method]:
     """K and V as the model wrote them (KV pages)."""
 
     def restore(history: History) -> int:
-        for layer in range(len(engine.layers)):
-            _put_exact(engine, history, layer)
+        for layer, kv in zip(engine.layers, history.kv, strict=True):
+            engine.pool.store(layer.kernel, history.slots, *kv)
         return 0
 
     yield Method(EXACT, engine.kv_bytes * len(engine.layers), restore)
@@ -99,27 +97,12 @@ def recomputed(engine: Engine) -> Iterator[Method]:
 
 def hidden(engine: Engine) -> Iterator[Method]:
     """All layers projected from hidden states, through every codec that holds them."""
-    for codec in _codecs(engine):
-        restore = partial(_restore_hidden, engine, codec, range(len(engine.layers)))
+    for codec in _possible(CODECS, lambda n: make_codec(n, engine.hidden_size, engine.dtype)):
+        restore = partial(_restore_hidden, engine, codec)
         yield Method(f"hidden, {codec.name}", codec.row_bytes * len(engine.layers), restore)
 
 
-def hidden_layers(engine: Engine) -> Iterator[Method]:
-    """One layer projected from hidden states, the others exact, through every codec."""
-    for codec in _codecs(engine):
-        size = engine.kv_bytes * (len(engine.layers) - 1) + codec.row_bytes
-        for only in range(len(engine.layers)):
-            restore = partial(_restore_hidden, engine, codec, [only])
-            yield Method(f"hidden, {codec.name}", size, restore, only)
-
-
 MAKERS = (exact, encoded, paired, recomputed, hidden)
-
-
-def methods(engine: Engine, *, whole: bool = False) -> list[Method]:
-    """All methods for a model; ``whole``: only those that restore all layers alike."""
-    makers = MAKERS if whole else (*MAKERS, hidden_layers)
-    return [method for make in makers for method in make(engine)]
 
 
 def _possible(names: Collection[str], make: Callable[[str], Codec]) -> Iterator[Codec]:
@@ -128,10 +111,6 @@ def _possible(names: Collection[str], make: Callable[[str], Codec]) -> Iterator[
             yield make(name)
         except UnsupportedRows:
             continue  # a server would store with codec none instead
-
-
-def _codecs(engine: Engine) -> Iterator[Codec]:
-    return _possible(CODECS, lambda name: make_codec(name, engine.hidden_size, engine.dtype))
 
 
 def _restore_encoded(engine: Engine, codec: Codec, history: History) -> int:
@@ -150,20 +129,12 @@ def _restore_encoded(engine: Engine, codec: Codec, history: History) -> int:
     return int(lost.sum()) * PAGE_SIZE
 
 
-def _restore_hidden(engine: Engine, codec: Codec, layers: Collection[int], history: History) -> int:
+def _restore_hidden(engine: Engine, codec: Codec, history: History) -> int:
     lost = torch.zeros_like(history.slots, dtype=torch.bool)
-    for index, layer in enumerate(engine.layers):
-        if index not in layers:
-            _put_exact(engine, history, index)
-            continue
-        rows = history.hidden[index]
+    for layer, rows in zip(engine.layers, history.hidden, strict=True):
         encoded, ok = codec.encode(rows)
         lost |= ~ok
         # A server does not store rows that the codec cannot hold: they are computed again.
         back = torch.where(ok[:, None], codec.decode(encoded), rows)
         engine.projector.project_to_pool(layer, back, history.positions, history.slots)
     return int(lost.sum())
-
-
-def _put_exact(engine: Engine, history: History, layer: int) -> None:
-    engine.pool.store(engine.layers[layer].kernel, history.slots, *history.kv[layer])

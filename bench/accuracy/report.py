@@ -14,7 +14,7 @@ _DIVERGENCE = "KL, nats = kl :.1e | largest = largest_kl :.1e | same token = sam
 
 
 def all_columns(results: Row) -> Columns:
-    distances = dict.fromkeys(far for row in whole(results) for far in row["recall"])
+    distances = dict.fromkeys(far for row in all_rows(results) for far in row["recall"])
     return (
         "history from = method | bytes per token = bytes_per_token :, | not kept = not_kept | "
         f"error of K = k_error :.1e | of V = v_error :.1e | {_DIVERGENCE} | NLL = nll :.4f",
@@ -39,15 +39,14 @@ def start_rows(results: Row) -> list[Row]:
 
 
 def chosen(results: Row) -> list[Row]:
-    found = {row["method"]: row for row in whole(results)}
+    found = {row["method"]: row for row in all_rows(results)}
     plain = found[EXACT]["bytes_per_token"]
     return [{**found[name], "of_plain": found[name]["bytes_per_token"] / plain} for name in CHOSEN]
 
 
-def whole(results: Row) -> list[Row]:
-    """The reference and the methods that restore all layers alike."""
-    reference = {"method": "no cache", **results["reference"]}
-    rows = [reference, *(row for row in results["methods"] if row["layer"] is None)]
+def all_rows(results: Row) -> list[Row]:
+    """The reference and the methods."""
+    rows = [{"method": "no cache", **results["reference"]}, *results["methods"]]
     return [
         {
             **row,
@@ -58,29 +57,18 @@ def whole(results: Row) -> list[Row]:
     ]
 
 
-def by_layer(results: Row) -> dict[str, list[float]]:
-    """KL of every layer restored alone, by method."""
-    found: dict[str, list[float]] = {}
-    for row in results["methods"]:
-        if row["layer"] is not None:
-            found.setdefault(row["method"], []).append(row["kl"])
-    return found
-
-
 def draw(results: Row) -> Any:
-    """KL of every method, and of layers restored alone if there are any."""
-    rows = sorted((row for row in whole(results) if "kl" in row), key=lambda row: float(row["kl"]))
+    """KL of every method."""
+    rows = sorted(all_rows(results)[1:], key=lambda row: float(row["kl"]))
     # Behind restored K and V a turn is computed apart from its history, which rounds as well.
     least = max((row["kl"] for row in rows if row["method"] == EXACT), default=0.0)
     lossy = [row["kl"] for row in rows if row["kl"] > 1.01 * least]
     floor = min(lossy, default=1.0) / 10
-    layers = by_layer(results)
     figure = picture(
         f"{results['name']} in {results['dtype']}: {len(rows) - len(lossy)} of {len(rows)} ways to "
-        "keep a history change nothing",
-        4.5 + 3 * bool(layers),
+        "keep a history change nothing"
     )
-    axes = figure.add_subplot(2 if layers else 1, 1, 1)
+    axes = figure.add_subplot()
     for place, row in enumerate(rows):
         kl = row["kl"]
         if kl > 1.01 * least:
@@ -95,20 +83,11 @@ def draw(results: Row) -> Any:
     axes.set_xlim(floor, 8 * max(lossy, default=1.0))
     axes.set_xlabel("KL from a run without a cache, nats per token", fontsize=SMALLEST)
     axes.spines[["top", "right"]].set_visible(False)
-    if layers:
-        below = figure.add_subplot(2, 1, 2)
-        for name, values in layers.items():
-            below.plot(values, "o-", label=name)
-        below.set_yscale("log")
-        below.set_xlabel("layer restored from hidden states, the others exact", fontsize=SMALLEST)
-        below.set_ylabel("KL, nats per token", fontsize=SMALLEST)
-        below.grid(alpha=0.3)
-        below.legend(fontsize=SMALLEST)
     return figure
 
 
 TABLES: Mapping[str, Table] = {
-    "table": Table(whole, all_columns),
+    "table": Table(all_rows, all_columns),
     "short": Table(
         start_rows,
         lambda results: (

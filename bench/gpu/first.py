@@ -1,23 +1,22 @@
-"""The first script for a GPU: seven steps, the most telling first, within a budget of time.
+"""The first script for a GPU: six steps, the most telling first, within a budget of time.
 
     bench/gpu/first.sh [--budget 500] [--only tests overlap ...]
 
 Needs torch, triton, numpy, pytest and xxhash; neither SGLang nor anything from the network.
 
-- tests: ``pytest -m gpu`` of capture and restores with recorded graphs, and of kernels
+- tests: ``pytest -m gpu`` of capture and restores with recorded graphs, of streams that are late,
+  of memory that is freed early, and of kernels
 - questions: bits and seconds of K and V alone against all of QKV, the scheduler's time for a backup
-  and for a load, registering host memory, and streams that are one
+  and for a load, and registering host memory
 - overlap: whether copies run beside matrix products, as a server measures it
 - restore: 4,096 and 1,024 tokens of Llama-2-7B by every method
 - capture: decode graphs of 16 and 64 requests, a prefill graph, eager prefill
 - kernels: at 1,024 and 4,096 rows
-- order: streams that are late and memory that is freed early
 
 Each step is a process of its own. ``out/DEVICE/first.json`` is written after every step, beside the
 steps' own files, and has their rows; ``first.tar`` beside it has all of these files. ``OUT`` names
 another folder than ``out``. ``--dry-run`` goes through everything on the CPU in a minute or two:
-its
-times mean nothing. Exit status 1: a step failed, or something was wrong.
+its times mean nothing. Exit status 1: a step failed, or something was wrong.
 """
 
 import sys
@@ -34,7 +33,6 @@ STEPS = {
     "restore": ("bench.gpu.restore", f"{MODEL} --tokens 4096 1024 --rates 0", 4),
     "capture": ("bench.gpu.capture", f"{MODEL} --batches 16 64", 4),
     "kernels": ("bench.gpu.kernels", f"{MODEL} Qwen3-8B --rows 1024 4096", 4),
-    "order": ("bench.gpu.order", "", 1),
 }
 
 

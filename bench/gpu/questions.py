@@ -3,7 +3,6 @@
 - slices: K and V by a product of their own (N = 2W) against K and V out of that of the whole QKV
   (N = 3W): whether they have the same bits, and how long both take. A difference is no fault: a
   server then finds it at its start.
-- streams: after how many new torch streams one is a ``cudaStream`` that an earlier one is too
 - host: how long the scheduler's thread takes to launch a backup and a load of own pages of K and V,
   by the product's methods, and how long the GPU takes for them
 - register: how long it takes to register host memory, small sizes first. At most half of the memory
@@ -32,7 +31,6 @@ ROWS = (1, 16, 48, 96, 816)  # tokens of a product: decode steps, and the prefil
 HOST_PAGES = (1, 16, 64)  # pages of a backup or a load, 64 tokens each
 CODECS = ("exp4", "none")
 REPEATS = 10
-STREAMS = 100  # more than torch has of one priority
 REGISTERED_GB = (1, 8, 50)
 CGROUPS = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
@@ -45,7 +43,6 @@ def measure(run: GpuRun) -> None:
     device, shapes = run.device, (LLAMA_7B, LLAMA_8B)
     for row in slices(device, shapes):
         run.add(row, f"slices, {row['model']}, {row['rows']} rows", "slices")
-    run.add(collisions(device), "streams", "streams")
     for row in host(device, shapes[1]):
         run.add(row, f"host, {row['codec']}, {row['pages']} pages", "host")
     most = 1e-3 if device.dry_run else run.given.register_gb
@@ -78,25 +75,6 @@ def slices(device: Device, shapes: Iterable[Shape]) -> Iterator[Row]:
                 "qkv_us": device.microseconds(whole),
                 "right": torch.allclose(kv, qkv, rtol=0.02, atol=0.02),
             }
-
-
-def collisions(device: Device) -> Row:
-    if device.dry_run:
-        return {"skipped": "a CPU has no CUDA streams"}
-    made = [torch.cuda.Stream() for _ in range(STREAMS)]
-    handles = [stream.cuda_stream for stream in made]
-    found = {"made": STREAMS, "first_again": first_again(handles), "right": None}
-    return found | {"different": len(set(handles))}
-
-
-def first_again(handles: Iterable[int]) -> int | None:
-    """How many different handles come before one that stands twice; None: none does."""
-    seen: set[int] = set()
-    for handle in handles:
-        if handle in seen:
-            return len(seen)
-        seen.add(handle)
-    return None
 
 
 def host(device: Device, full: Shape) -> Iterator[Row]:
@@ -217,9 +195,7 @@ PROGRAM = GpuProgram(
         Setting("--register-gb", float, 50.0, "largest size"),
         Setting("--register-s", float, 25.0, "for one size"),
     ),
-    tables=tuple(
-        Table(kind, partial(columns, kind)) for kind in ("slices", "streams", "host", "register")
-    ),
+    tables=tuple(Table(kind, partial(columns, kind)) for kind in ("slices", "host", "register")),
 )
 
 if __name__ == "__main__":

@@ -115,11 +115,6 @@ class History:
         """The places of one of the three forms of every layer in the pages."""
         return _Pieces(self.layout, [3 * i + which for i in range(len(self.layers))])
 
-    def hidden_pipeline(self) -> RestorePipeline:
-        """Restores the exact hidden states of all layers from the pages."""
-        layers = [RestoredLayer("hidden", self.fill_hidden(i)) for i in range(len(self.layers))]
-        return RestorePipeline(self.memory, self._pieces(0), layers, self.tokens, self.device.kind)
-
     def kv_of(self, layer: int) -> torch.Tensor:
         """K and V of a layer in the pages: ``[all pages, 2, page_size, heads, head_dim]``."""
         rows = self._segment(layer, 2).view(self.device.dtype)

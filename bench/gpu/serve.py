@@ -5,17 +5,14 @@
 Needs SGLang and this package with aiohttp; nothing from the network. Models have the shape of
 published ones and random weights, without a tokenizer. Both together take 30 GB of ``--dir``.
 
-Each method is one server, with SGLang's own defaults: scheduling overlaps with the GPU, decode
-steps replay graphs, and SGLang chooses the attention backend. First comes Llama-3-8B (grouped-query
+Each method is one server, with SGLang's own defaults. First comes Llama-3-8B (grouped-query
 attention, bfloat16) with this package's own defaults, except that every hit is read (``min_gain``
 0). Then comes Llama-2-7B (multi-head attention) by several methods. These force hidden mode, so a
-server that refuses it fails. ``--model`` serves one model only. Requests are:
+server that refuses it fails. Requests are:
 
-- two prompts of 4,096 tokens at once, three times
-- 64 requests at once that generate 128 tokens, three times
+- two prompts of 4,096 tokens at once, and 64 requests at once that generate 128 tokens
 - both again, with L3 alone having them: the prompts, and the pages that decode steps filled
-- four requests that decode, alone and while one of the prompts comes back from L3, which shows the
-  cost of copies and of slices of recomputation
+- four requests that decode, alone and while one of the prompts comes back from L3
 
 A step fails if a history does not come back whole, or if the server refuses to recompute layers:
 the reason is printed, and the step still asks the rest. Later steps run all the same.

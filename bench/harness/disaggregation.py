@@ -17,15 +17,6 @@ from bench.harness.server import Server, ServerOptions, free_port
 _TRANSFER = ("--disaggregation-transfer-backend", "mooncake_tcp")
 
 
-def missing() -> str | None:
-    """Why K and V cannot be transferred here, or None."""
-    try:
-        import mooncake.engine  # noqa: F401
-    except ImportError as error:
-        return f"{error}; see requirements/mooncake.txt"
-    return None
-
-
 class PrefillServer(Server):
     """A prefill server; decode servers find it at ``bootstrap_port``, once it was launched."""
 

@@ -64,16 +64,10 @@ def eagle(model: Path, folder: Path, seed: int = 0) -> tuple[Path, Path]:
     EAGLE's layer has no norm before it: rows of the embedding have the norm already.
     """
     import torch
-    from safetensors.torch import load_file
 
-    weights = load_file(model / "model.safetensors")
+    weights = _little_but_the_first_layer(model)
+    weights["model.norm.weight"].fill_(1.0)
     embedding = weights["model.embed_tokens.weight"]
-    embedding /= embedding.pow(2).mean(1, keepdim=True).sqrt()
-    for name, weight in weights.items():
-        if name in ("model.norm.weight", "model.layers.0.input_layernorm.weight"):
-            weight.fill_(1.0)
-        if ("o_proj" in name or "down_proj" in name) and ".layers.0." not in name:
-            weight.mul_(0.01)
     width = embedding.shape[1]
     draft = {
         name.removeprefix("model."): weight
@@ -91,19 +85,12 @@ def eagle(model: Path, folder: Path, seed: int = 0) -> tuple[Path, Path]:
 def mtp(name: str, models: Path, folder: Path, seed: int = 0) -> Path:
     """A model that is little more than its first layer, whose draft layer (MTP) is this layer."""
     import torch
-    from safetensors.torch import load_file
 
     # The draft layer has experts, and so has the first one then.
     sparse: dict[str, Any] = {"mlp_layer_types": ["sparse"] * 4} if name == "glm4_moe_lite" else {}
     model = build_model(name, models, first_k_dense_replace=0, **sparse)
-    weights = load_file(model / "model.safetensors")
-    embedding = weights["model.embed_tokens.weight"]
-    embedding /= embedding.pow(2).mean(1, keepdim=True).sqrt()
-    for key, weight in weights.items():
-        if ("o_proj" in key or "down_proj" in key) and ".layers.0." not in key:
-            weight.mul_(0.01)
-    first, width = "model.layers.0.", embedding.shape[1]
-    weights[f"{first}input_layernorm.weight"].fill_(1.0)
+    weights = _little_but_the_first_layer(model)
+    first, width = "model.layers.0.", weights["model.embed_tokens.weight"].shape[1]
     count = 1 + max(int(key.split(".")[2]) for key in weights if ".layers." in key)
     draft = {key.removeprefix(first): w.clone() for key, w in weights.items() if first in key}
     draft["eh_proj.weight"] = torch.eye(width, 2 * width) * (1 + seed)
@@ -111,6 +98,20 @@ def mtp(name: str, models: Path, folder: Path, seed: int = 0) -> Path:
     draft["shared_head.norm.weight"] = weights["model.norm.weight"].clone()
     weights |= {f"model.layers.{count}.{key}": weight for key, weight in draft.items()}
     return _save(folder / f"mtp-{name}-{seed}", model, weights, {"num_nextn_predict_layers": 1})
+
+
+def _little_but_the_first_layer(model: Path) -> dict[str, Any]:
+    """Weights of a model whose other layers add little, with embeddings of norm one."""
+    from safetensors.torch import load_file
+
+    weights: dict[str, Any] = load_file(model / "model.safetensors")
+    embedding = weights["model.embed_tokens.weight"]
+    embedding /= embedding.pow(2).mean(1, keepdim=True).sqrt()
+    for name, weight in weights.items():
+        if ("o_proj" in name or "down_proj" in name) and ".layers.0." not in name:
+            weight.mul_(0.01)
+    weights["model.layers.0.input_layernorm.weight"].fill_(1.0)
+    return weights
 
 
 def _eagle3(model: Path, folder: Path, seed: int) -> Path:

@@ -18,24 +18,19 @@ NODE_BYTES = 256 << 20
 BUFFER_BYTES = 16 << 20
 READY_S = 20.0
 CLIENT_TTL_S = 120  # the master gives up a node that is silent for longer; the default is 10
-NODE = """
+_CONNECT = """
 import sys, time
 from mooncake.store import MooncakeDistributedStore
-store = MooncakeDistributedStore()
-assert not store.setup(
-    "127.0.0.1", "P2PHANDSHAKE", int(sys.argv[2]), int(sys.argv[3]), "tcp", "", sys.argv[1], None
-)
+store, address, lent, buffer = MooncakeDistributedStore(), *sys.argv[1:4]
+setup = "127.0.0.1", "P2PHANDSHAKE", int(lent), int(buffer), "tcp", "", address, None
+assert not store.setup(*setup)
+"""
+NODE = f"""{_CONNECT}
 print("ready", flush=True)
 time.sleep(1e6)
 """
-DAMAGE = f"""
-import sys
-from mooncake.store import MooncakeDistributedStore
-store = MooncakeDistributedStore()
-assert not store.setup(
-    "127.0.0.1", "P2PHANDSHAKE", 0, {BUFFER_BYTES}, "tcp", "", sys.argv[1], None
-)
-for key in sys.argv[2:]:
+DAMAGE = f"""{_CONNECT}
+for key in sys.argv[4:]:
     value = bytearray(store.get(key))
     value[len(value) // 2] ^= 1
     assert not store.remove(key, True)
@@ -136,7 +131,7 @@ def keys(cluster: Cluster) -> list[str]:
 
 
 def damage(cluster: Cluster, keys: Iterable[str]) -> None:
-    program = [sys.executable, "-c", DAMAGE, cluster.address, *keys]
+    program = [sys.executable, "-c", DAMAGE, cluster.address, "0", str(BUFFER_BYTES), *keys]
     subprocess.run(program, check=True, capture_output=True)
 
 

@@ -5,19 +5,9 @@
 Disks of virtual machines change their speed from second to second, so contestants come right after
 each other within a round, and every ratio is the median of the ratios of rounds.
 
-- ceiling: O_DIRECT on one large, freshly preallocated file of the same bytes, from and to the same
-  memory, with the best block size and thread count of earlier tries; writes end with one fdatasync
-- store: ``put`` (durability ``batch``) and a final ``flush``; ``get`` with a cold cache
-- its files, bare loop: the store's files, opened, read and closed by as many threads, without index
-  and checks; also with the digest of every page
-- store, KvikIO: reads of the same files with option ``reader`` ``kvikio``; without a GPU over the
-  stand-in for the driver that the tests have
-- HiCacheFile: SGLang's own file backend, read with a cold cache
-- NIXL POSIX: NIXL's backend for local files with Linux AIO and direct I/O, 32 pages at a time. Its
-  writes end with a sync of everything, as those of HiCacheFile do
-- Mooncake, memory: its store in another process on this machine, over TCP, without a disk
-- exists: 128 random keys of an index with a million pages, against gets of the same keys in lmdb,
-  alone and beside a thread that computes
+docs/research/store.md describes the contestants. KvikIO, without a GPU, reads over the stand-in for
+the driver that the tests have. "128 `exists`" are random keys of an index with a million pages,
+against gets of the same keys in lmdb, alone and beside a thread that computes.
 
 CPU seconds are those of the whole process. py-spy samples in a round that is not timed how long the
 interpreter lock is held. Results of other sizes that stand in the folder of results are kept: ten

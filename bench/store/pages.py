@@ -2,6 +2,10 @@
 
 import mmap
 import os
+import signal
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +18,6 @@ from typing import TypeVar
 
 import numpy as np
 
-from bench.store.gil import gil_seconds
 from bench.store.peers import Peer, files_in, found_peers
 from hcache_backend.config import parse_config
 from hcache_backend.format.envelope import BLOCK, PageName
@@ -32,6 +35,8 @@ _LEAST_BYTES = 512 * MIB
 _BLOCKS = (MIB, 4 * MIB, 16 * MIB)
 _THREADS = (4, 8)
 _TRIES = 2
+_GIL_RATE = 500  # samples per second
+_PY_SPY = Path(sys.executable).with_name("py-spy")
 
 Contestant = TypeVar("Contestant")
 Work = Callable[[], None]
@@ -74,6 +79,37 @@ class Speeds:
         elapsed, cpu = time.perf_counter() - start, time.process_time() - cpu
         getattr(self, kind).setdefault(name, []).append(pages * page / MIB / elapsed)
         self.cpu.setdefault(kind, {}).setdefault(name, []).append(cpu * 1e9 / (pages * page))
+
+
+def gil_seconds(work: Callable[[], None]) -> float | None:
+    """Run ``work``; returns how long threads of this process held the lock, None if unknown.
+
+    py-spy looks at the process now and then without stopping it. It needs to be installed, and
+    allowed to read the memory of another process (in a container: the capability SYS_PTRACE).
+    """
+    with tempfile.TemporaryDirectory(prefix="hcache-gil-") as folder:
+        samples = Path(folder) / "samples"
+        options = ("--gil", "--nonblocking", "--rate", str(_GIL_RATE), "--format", "raw")
+        try:
+            watcher = subprocess.Popen(
+                [_PY_SPY, "record", "--pid", str(os.getpid()), *options, "--output", samples],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+            )
+        except OSError:
+            work()
+            return None
+        assert watcher.stdout is not None
+        watcher.stdout.readline()  # it says that it has begun, or ends
+        try:
+            work()
+        finally:
+            watcher.send_signal(signal.SIGINT)
+            watcher.communicate()
+        if not samples.exists():
+            return None
+        return sum(int(line.rsplit(" ", 1)[1]) for line in samples.open()) / _GIL_RATE
 
 
 def bench_pages(folder: Path, page: int, rounds: int, io_threads: int) -> Speeds:

@@ -9,7 +9,7 @@ interpolated. Idle times, and new tokens, of one session are more alike than tho
 import json
 import lzma
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import count, pairwise
+from itertools import count
 from math import exp, log
 from pathlib import Path
 from statistics import NormalDist
@@ -40,7 +40,7 @@ YOUNG = 45_000  # shorter prompts grow faster, in proportion
 ALIKE = {"idle": 0.148, "new": 0.233}  # share of the variance (of logarithms) between sessions
 LATE = 0.65  # so many times as many turns have sessions that begin near the end of the window
 LONGEST = 1_000_000  # tokens of a prompt, in these
-ID_TOKENS, MOONCAKE_TOKENS = 64, 512  # of a hash id
+ID_TOKENS = 64  # of a hash id
 
 
 class AgentTurn(NamedTuple):
@@ -129,21 +129,6 @@ def _of_trace(requests: Iterable[dict[str, Any]]) -> Session:
     return turns
 
 
-def mooncake_requests(path: Path) -> list[Request]:
-    """Requests of a Mooncake trace (JSONL of ``timestamp`` (ms), ``input_length``,
-    ``output_length``, ``hash_ids``), in pages of 512 tokens; the last page may be part of one.
-    Raises WorkloadError if it is something else."""
-    found = []
-    for number, line in enumerate(path.read_text().splitlines(), 1):
-        try:
-            one = json.loads(line)
-            pages = tuple(one["hash_ids"][: one["input_length"] // MOONCAKE_TOKENS])
-            found.append(Request(one["timestamp"] / 1e3, pages, len(pages)))
-        except (KeyError, TypeError, ValueError) as error:
-            raise WorkloadError(f"{path}, line {number}: not of Mooncake: {error!r}") from None
-    return sorted(found, key=lambda request: request.time)
-
-
 # ---- what they ask of a cache ----
 
 
@@ -168,20 +153,6 @@ def _pages(
         del pages[turn.shared // page_tokens :]
         pages += [next(new) for _ in range(turn.prompt // page_tokens - len(pages))]
         yield turn.time, tuple(pages)
-
-
-def quantiles(sessions: Sequence[Session]) -> dict[str, tuple[float, ...]]:
-    """The rows of the table that are not shares, of these sessions."""
-    pairs = [pair for session in sessions for pair in pairwise(session)]
-    values: dict[str, list[float]] = {
-        "turns": [len(session) for session in sessions],
-        "first": [session[0].prompt for session in sessions],
-        "prompt": [turn.prompt for session in sessions for turn in session],
-        "output": [turn.output for session in sessions for turn in session],
-        "new": [b.prompt - b.shared for a, b in pairs if b.shared >= 0.95 * a.prompt],
-        "idle": [max(0.5, b.time - a.answered) for a, b in pairs],
-    }
-    return {n: tuple(np.quantile(all_, LEVELS).tolist()) for n, all_ in values.items()}
 
 
 def prefix_share(sessions: Sequence[Session]) -> float:

@@ -5,20 +5,10 @@ lengths are log-normal here, as lengths of texts mostly are, with spreads of our
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 
-from bench.workload.base import (
-    Lengths,
-    Session,
-    Turn,
-    Workload,
-    WorkloadError,
-    about_documents,
-    lognormal,
-    zipf,
-)
+from bench.workload.base import Lengths, Session, Turn, Workload, lognormal, zipf
 
 HISTORY_CAP = 16_384
 ROUND_INTERVAL_S = 30.0
@@ -33,26 +23,17 @@ class ShareGPT4:
     rounds_median, rounds_spread = 6.0, 1.0
 
 
-class Task(NamedTuple):
-    """A row of table 1: mean tokens of contexts, instructions and replies."""
+class LEval:
+    """Table 1: mean tokens of contexts, instructions and replies in the row AVG. (20 sub-tasks)."""
 
-    context: float
-    prompt: float
-    output: float
-    context_spread: float
+    context, context_spread = 16340.2, 0.6
+    prompt, output = 44.7, 50.2
 
 
-LEVAL = {
-    "paper": Task(10603.5, 142.7, 404.8, 0.35),  # Paper Assistant
-    "gsm": Task(5451.7, 77.4, 4.3, 0.1),  # GSM-100: few-shot examples, all about as long
-    "quality": Task(7053.9, 92.4, 19.2, 0.2),
-    "mixed": Task(16340.2, 44.7, 50.2, 0.6),  # the row AVG. (20 sub-tasks)
-}
 _INSTRUCTION_SPREAD = 0.4
 ZIPF_CONTEXTS = 24
 """With room for 48K tokens on the device (Llama-2-7B on an A100 40G, section 2.4), an LRU cache
 hits about 15% of uniform requests for so many contexts of at most 16K, as in section 6.4."""
-MAX_SKEW = 2.0
 
 
 def sharegpt4(clients: int, seed: int) -> Workload:
@@ -71,26 +52,17 @@ def sharegpt4(clients: int, seed: int) -> Workload:
         if not fit:  # one round beyond 16K, which is next to impossible
             turns = [Turn(min(turns[0].prompt, HISTORY_CAP // 2), HISTORY_CAP // 2)]
         sessions.append(Session(tuple(turns[: max(1, fit)])))
-    return Workload(
-        "sharegpt4", tuple(sessions), arrivals="sessions", interval_s=ROUND_INTERVAL_S, seed=seed
-    )
+    return Workload("sharegpt4", tuple(sessions), interval_s=ROUND_INTERVAL_S, seed=seed)
 
 
-def leval(clients: int, seed: int, task: str = "mixed") -> Workload:
+def leval(clients: int, seed: int) -> Workload:
     """Long contexts as in figure 10: each is restored once, for one instruction, one at a time.
 
-    The contexts are prefilled before the run. ``mixed`` has the average of all 20 sub-tasks and
-    goes beyond 16K tokens; the paper's models took no more (``--max-context 16384``).
-
-    Raises:
-        WorkloadError: There is no such task.
+    Contexts go beyond 16K tokens, which those of the paper's models did not.
     """
-    if task not in LEVAL:
-        raise WorkloadError(f"--leval-task {task!r}: must be one of {', '.join(LEVAL)}")
     source = np.random.default_rng([seed, 2])
-    row = LEVAL[task]
-    contexts = lognormal(source, row.context, row.context_spread, clients)
-    return _instructions("leval", contexts, range(clients), source, row, seed)
+    contexts = lognormal(source, LEval.context, LEval.context_spread, clients)
+    return _instructions("leval", contexts, range(clients), source, seed)
 
 
 def zipf_contexts(
@@ -99,18 +71,12 @@ def zipf_contexts(
     """Requests for contexts of L-Eval with Zipf's popularity, as in section 6.4 and figure 15.
 
     The device's cache is not flushed between requests: popular contexts stay there. ``skew``: the
-    exponent, from 0 (uniform) to 2.
-
-    Raises:
-        WorkloadError: The skew is out of its range.
+    exponent; 0: uniform.
     """
-    if not 0 <= skew <= MAX_SKEW:
-        raise WorkloadError(f"--zipf-skew {skew:g}: must be from 0 (uniform) to {MAX_SKEW:g}")
     source = np.random.default_rng([seed, 3])
-    row = LEVAL["mixed"]
-    lengths = lognormal(source, row.context, row.context_spread, contexts)
+    lengths = lognormal(source, LEval.context, LEval.context_spread, contexts)
     chosen = zipf(source, contexts, skew, clients).tolist()
-    return _instructions("zipf", lengths, chosen, source, row, seed)
+    return _instructions("zipf", lengths, chosen, source, seed)
 
 
 def _instructions(
@@ -118,10 +84,11 @@ def _instructions(
     contexts: Lengths,
     asked: Sequence[int],
     source: np.random.Generator,
-    row: Task,
     seed: int,
 ) -> Workload:
-    """One instruction at a time for a context of each number in ``asked``."""
-    prompts = lognormal(source, row.prompt, _INSTRUCTION_SPREAD, len(asked))
-    outputs = lognormal(source, row.output, _INSTRUCTION_SPREAD, len(asked))
-    return about_documents(name, contexts, asked, prompts, outputs, max_parallel=1, seed=seed)
+    """One instruction at a time, each about the context of its place in ``asked``."""
+    prompts = lognormal(source, LEval.prompt, _INSTRUCTION_SPREAD, len(asked))
+    outputs = lognormal(source, LEval.output, _INSTRUCTION_SPREAD, len(asked))
+    turns = map(Turn, prompts.tolist(), outputs.tolist())
+    sessions = tuple(Session((turn,), place) for turn, place in zip(turns, asked, strict=True))
+    return Workload(name, sessions, tuple(contexts.tolist()), max_parallel=1, seed=seed)

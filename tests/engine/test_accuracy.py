@@ -34,7 +34,7 @@ def test_what_each_method_changes_is_measured_beside_a_run_without_a_cache(tmp_p
     assert done.returncode == 0, done.stderr
     results: dict[str, Any] = json.loads((tmp_path / "accuracy_gqa.json").read_text())
     assert (tmp_path / "accuracy_gqa.png").exists()
-    whole = {row["method"]: row for row in results["methods"] if row["layer"] is None}
+    whole = {row["method"]: row for row in results["methods"]}
     assert list(whole) == ["exact", "recomputed", "hidden, none", "hidden, int8", "hidden, fp8"]
     assert [row["bytes_per_token"] for row in whole.values()][:3] == [
         2 * LAYERS * KV_HEADS * HEAD_DIM * 4,
@@ -58,10 +58,6 @@ def test_what_each_method_changes_is_measured_beside_a_run_without_a_cache(tmp_p
     hits, asked = map(sum, zip(*results["reference"]["recall"].values(), strict=True))
     assert asked >= 4
     assert hits > 0.5 * asked > asked / len(VALUES)
-    by_layer = [row for row in results["methods"] if row["layer"] is not None]
-    assert len(by_layer) == 3 * LAYERS
-    for row in by_layer:
-        assert row["kl"] <= whole[row["method"]]["largest_kl"]
     assert "| hidden, fp8 |" in done.stdout
     # Every server says how exact its K and V are; so does this one.
     [projected] = results["exactness"]["projected"]

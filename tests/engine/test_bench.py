@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from bench import multiturn, restores
-from bench.demo.__main__ import PROGRAM as DEMO
+from bench.demo import PROGRAM as DEMO
 from bench.harness.client import Reply, StreamingClient
 from bench.harness.machine import find_machine
 from bench.harness.methods import METHODS, server_options

@@ -5,11 +5,11 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 
-from bench.harness import disaggregation, router
+from bench.harness import mooncake, router
 from bench.harness.server import Server
 from tests.cpu_engine.hcache_cpu_engine import warm_extensions
 
-_NO_TRANSFER, _NO_ROUTER = disaggregation.missing(), router.missing()
+_NO_TRANSFER, _NO_ROUTER = mooncake.missing(), router.missing()
 TRANSFER = pytest.mark.skipif(_NO_TRANSFER is not None, reason=f"no transfer: {_NO_TRANSFER}")
 ROUTER = pytest.mark.skipif(_NO_ROUTER is not None, reason=f"no router: {_NO_ROUTER}")
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.demo.talk import Words
+from bench.demo import Words
 from bench.fixtures.models import real_model
 from bench.fixtures.smollm2 import ModelMissing
 from bench.harness.server import Server

@@ -2,9 +2,11 @@
 
 import json
 import lzma
-from collections.abc import Callable
+from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from bench.agents import AHEAD_S, Tier, announced
@@ -12,18 +14,31 @@ from bench.eviction import best_possible, lru_by_chains
 from bench.workload.agents import (
     LEVELS,
     QUANTILES,
+    Session,
     agent_sessions,
     as_requests,
     generated,
-    mooncake_requests,
     prefix_share,
-    quantiles,
 )
 from bench.workload.base import WorkloadError
 from bench.workload.traces import Request
 
 PREFIX_SHARE = 0.963  # of the trace that the table is of
 WITHIN = {"turns": 0.25, "first": 0.2, "prompt": 0.2, "new": 0.15, "output": 0.05, "idle": 0.15}
+
+
+def quantiles(sessions: Sequence[Session]) -> dict[str, tuple[float, ...]]:
+    """The rows of the table that are not shares, of these sessions."""
+    pairs = [pair for session in sessions for pair in pairwise(session)]
+    values: dict[str, list[float]] = {
+        "turns": [len(session) for session in sessions],
+        "first": [session[0].prompt for session in sessions],
+        "prompt": [turn.prompt for session in sessions for turn in session],
+        "output": [turn.output for session in sessions for turn in session],
+        "new": [b.prompt - b.shared for a, b in pairs if b.shared >= 0.95 * a.prompt],
+        "idle": [max(0.5, b.time - a.answered) for a, b in pairs],
+    }
+    return {n: tuple(np.quantile(all_, LEVELS).tolist()) for n, all_ in values.items()}
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
@@ -70,26 +85,14 @@ def test_a_trace_of_agents_is_read(ending: str, tmp_path: Path) -> None:
     assert third[1] not in second
 
 
-def test_a_trace_of_mooncake_is_read(tmp_path: Path) -> None:
-    lines = [
-        {"timestamp": 3000, "input_length": 1100, "output_length": 5, "hash_ids": [7, 8, 9]},
-        {"timestamp": 1000, "input_length": 512, "output_length": 5, "hash_ids": [7]},
-    ]
-    path = tmp_path / "trace.jsonl"
-    path.write_text("\n".join(map(json.dumps, lines)))
-    requests = [(r.time, r.pages, r.prompt) for r in mooncake_requests(path)]
-    assert requests == [(1.0, (7,), 1), (3.0, (7, 8), 2)]
-
-
-@pytest.mark.parametrize("read", [agent_sessions, mooncake_requests])
 @pytest.mark.parametrize(
     "text", ["[3]", '{"requests": 1}', "no JSON", '[{"requests": [{"in": 1}]}]']
 )
-def test_something_else_is_named(read: Callable[[Path], object], text: str, tmp_path: Path) -> None:
+def test_something_else_is_named(text: str, tmp_path: Path) -> None:
     path = tmp_path / "other.json"
     path.write_text(text)
     with pytest.raises(WorkloadError, match=r"other.json.*: not"):
-        read(path)
+        agent_sessions(path)
 
 
 def test_a_tier_by_lru_keeps_what_lru_by_chains_keeps_and_no_order_beats_the_best_possible() -> (

@@ -7,9 +7,20 @@ from typing import Any
 
 import pytest
 
-from bench.demo import __main__ as program
-from bench.demo.report import build_report, finding, form_report, problems
-from bench.demo.talk import COMPUTED, FILE, OURS, Run, Tokens, Turn, Words
+from bench import demo as program
+from bench.demo import (
+    COMPUTED,
+    FILE,
+    OURS,
+    Conversation,
+    Tokens,
+    Turn,
+    Words,
+    build_report,
+    finding,
+    form_report,
+    problems,
+)
 from bench.fixtures.models import real_model
 from bench.fixtures.smollm2 import ModelMissing
 from bench.harness.server import CachedTokens
@@ -36,9 +47,9 @@ def make_form(heads: str = "multi-head", ours: tuple[int, ...] = (7, 8)) -> dict
         ]
 
     runs = {
-        COMPUTED: Run(turns(1000.0, 0), None),
-        FILE: Run(turns(400.0, 640), 1000.0),
-        OURS: Run(turns(250.0, 640, ours), 520.0),
+        COMPUTED: Conversation(turns(1000.0, 0), None),
+        FILE: Conversation(turns(400.0, 640), 1000.0),
+        OURS: Conversation(turns(250.0, 640, ours), 520.0),
     }
     return form_report(heads, runs, Tokens(10, 640))
 

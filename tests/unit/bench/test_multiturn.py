@@ -87,9 +87,8 @@ def test_each_round_sends_the_whole_history() -> None:
     assert [(r.session, r.round) for r in result] == [(0, 0), (0, 1), (0, 2)]
 
 
-@pytest.mark.parametrize("arrivals", ["requests", "sessions"])
-def test_no_more_are_in_flight_than_allowed(arrivals: str) -> None:
-    workload = flat([[3, 3]] * 20, arrivals=arrivals)
+def test_no_more_are_in_flight_than_allowed() -> None:
+    workload = flat([[3, 3]] * 20)
     notes = Notes()
     result = ask(notes, workload, Pace(rate=math.inf, max_parallel=4))
     assert notes.most == 4
@@ -133,12 +132,11 @@ def waited(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return seconds_slept
 
 
-@pytest.mark.parametrize("arrivals", ["requests", "sessions"])
-def test_requests_come_at_the_rate(arrivals: str, waited: list[float]) -> None:
-    workload = flat([[3]] * 2000, arrivals=arrivals)
+def test_sessions_begin_at_the_rate(waited: list[float]) -> None:
+    workload = flat([[3]] * 2000)
     ask(Notes(), workload, Pace(rate=4.0))
     gaps = [seconds for seconds in waited if seconds]
-    assert len(gaps) == (2000 if arrivals == "requests" else 1999)
+    assert len(gaps) == 1999
     assert sum(gaps) / len(gaps) == pytest.approx(0.25, rel=0.05)
     squares = sum(gap**2 for gap in gaps) / len(gaps)
     assert squares == pytest.approx(2 * 0.25**2, rel=0.15)  # of an exponential variable
@@ -146,7 +144,7 @@ def test_requests_come_at_the_rate(arrivals: str, waited: list[float]) -> None:
 
 def test_documents_that_are_asked_about_are_prefilled_once() -> None:
     sessions = tuple(Session((Turn(3, 1),), document=place) for place in (2, 0, 2))
-    workload = Workload("test", sessions, (10, 20, 30), prefilled=True)
+    workload = Workload("test", sessions, (10, 20, 30))
     notes = Notes()
     asyncio.run(prefill(cast(StreamingClient, notes), workload, 2))
     assert sorted(map(len, notes.seen)) == [10, 30]
@@ -179,7 +177,7 @@ def test_a_workload_that_the_server_would_refuse_is_refused_before() -> None:
     workload = Workload("test", (Session((Turn(90, 10),)),))
     check_length(workload, {"max_req_input_len": 101})
     check_length(workload, {})
-    wrong = r"100 tokens .* fewer than 100: give --max-context 99"
+    wrong = r"100 tokens .* fewer than 100: give --scale 0.95"
     with pytest.raises(UnusableServer, match=wrong):
         check_length(workload, {"max_req_input_len": 100})
 
