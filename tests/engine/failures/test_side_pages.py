@@ -216,12 +216,12 @@ def test_a_full_store_keeps_what_was_used_last_with_its_sides(
 def test_conversations_go_on_while_pages_and_windows_are_evicted(
     model_cache: Path, tmp_path: Path
 ) -> None:
-    """Four conversations take turns. There is room for a third of what they write."""
+    """Four conversations take turns. There is room for two fifths of what they write."""
     model, small = build_model(WINDOWS.model, model_cache), tmp_path / "small"
     with Server(options(WINDOWS, model, tmp_path, 0)) as server:
         converse(server, make_conversations(4, turns=3, tokens=200))
     everything, all_sides = stored_pages(tmp_path), sides(tmp_path)
-    quota = sum(path.stat().st_size for path in everything) // 3
+    quota = sum(path.stat().st_size for path in everything) * 2 // 5
     with Server(options(WINDOWS, model, small, 1, {"quota_bytes": quota})) as server:
         asked = converse(server, make_conversations(4, turns=3, tokens=200))
         assert_own_pages_of_kv(server)
