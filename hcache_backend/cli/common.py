@@ -18,7 +18,7 @@ from rich.table import Table
 from typer import Argument, Exit, Option, echo
 
 from hcache_backend.config import HCacheConfig, config_from_environment, parse_config
-from hcache_backend.plan.model_config import read_dtype, read_hybrid, read_model
+from hcache_backend.plan.model_config import read_dtype, read_hybrid
 from hcache_backend.plan.model_shape import ModelShape, PlannedCodec, Sides
 from hcache_backend.server_report import ServerReport
 from hcache_backend.store import is_store_folder
@@ -67,16 +67,9 @@ def existing_store(*dirs: Sequence[Path] | None, **options: object) -> HCacheCon
     return config
 
 
-def served_model(path: Path, tp: int = 1) -> tuple[ModelShape, str]:
-    """A model without recurrent states, and its dtype; raises a Failure if ``tp`` ranks cannot
-    divide its heads."""
-    read_model(path)  # raises if there are states
-    shape, _, dtype = hybrid_model(path, tp)
-    return shape, dtype
-
-
-def hybrid_model(path: Path, tp: int) -> tuple[ModelShape, Sides | None, str]:
-    """The same of a model that may have states, and what its layers beside the others keep."""
+def served_model(path: Path, tp: int = 1) -> tuple[ModelShape, Sides | None, str]:
+    """A model, what its layers beside the full-attention ones keep, and its dtype; raises a Failure
+    if ``tp`` ranks cannot divide its heads."""
     (shape, sides), dtype = read_hybrid(path), read_dtype(path)
     if shape.heads % tp:
         raise Failure(f"--tp {tp}: must divide the model's {shape.heads} attention heads")

@@ -67,7 +67,7 @@ def plan(
     ] = None,
 ) -> None:
     """Plan which layers to store as hidden states, as KV, or not at all; predict restore times."""
-    shape, dtype = common.served_model(model, tp)
+    shape, sides, dtype = common.served_model(model, tp)
     profile = _profile(hardware, ssds)
     extra = []
     if hardware in PRESETS and dtype == "float32":
@@ -81,7 +81,7 @@ def plan(
         )
     elif codec not in ("auto", "none"):
         extra.append(f"codec {codec} does not apply to {dtype}; planned without it")
-    result = PartitionPlan(profile, shape, tokens, tp, restore)
+    result = PartitionPlan(profile, shape, tokens, tp, restore, sides)
     report = result.report()
     report["notes"] += extra
     show = partial(_show, result, report["notes"])
@@ -135,7 +135,7 @@ def _show(result: PartitionPlan, notes: list[str], path: Path) -> None:
     methods = table("", "", "bytes/token#", "of KV#", "restore, ms#", "slower, x#", "binds")
     for name in result.choices:
         size, seconds = result.bytes_per_token(name), result.seconds(name)
-        share, slower = size / (model.layers * model.kv_bytes), seconds / result.seconds("mix")
+        share, slower = size / result.bytes_per_token("kv"), seconds / result.seconds("mix")
         cells = f"{size:,}", f"{share:.2f}", f"{seconds * 1e3:,.1f}"
         factor = "" if name == "mix" else f"{slower:.2f}"
         methods.add_row(_TITLES.get(name, name), *cells, factor, result.binds(name))
@@ -225,7 +225,7 @@ def profile(
     as_json: common.AsJson = False,
 ) -> None:
     """Measure L3, the way to the device, projection and recomputation on this machine."""
-    shape, _ = common.served_model(model)
+    shape, _, _ = common.served_model(model)
     config = common.settings(folders, dirs)
     if out is not None and not out.absolute().parent.is_dir():
         raise Failure(f"--out {out}: there is no folder {out.absolute().parent}")
@@ -362,7 +362,7 @@ def size(
     as_json: common.AsJson = False,
 ) -> None:
     """Compute the host memory and the disk that conversations take."""
-    shape, sides, dtype = common.hybrid_model(model, tp)
+    shape, sides, dtype = common.served_model(model, tp)
     smaller = encoded(shape, codec, dtype, tp=tp, page_size=page_size).hidden_is_smaller
     layers = shape.layers - (0 if sides is None else sides.layers)
     hidden = not (shape.latent or sides) and (mode == "hidden" or (mode == "auto" and smaller))

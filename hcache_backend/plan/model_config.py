@@ -190,7 +190,7 @@ def _sides(fields: _Fields) -> Sides | None:
         )
         inputs = (2 * key_heads * key + value_heads * value) * (width - 1) * 2
         return Sides("state", states, states * (4 * value_heads * key * value + inputs))
-    if not windows or states or fields.family.startswith(("gemma2", "gemma3")):
+    if windows in (0, count) or states or fields.family.startswith(("gemma2", "gemma3")):
         return None
     heads = fields.integer("number of attention heads", _HEADS)
     head_dim = _head_dim(fields, fields.integer("hidden size", _HIDDEN), heads)

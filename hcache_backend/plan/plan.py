@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
-from hcache_backend.plan.model_shape import ModelShape
+from hcache_backend.plan.model_shape import ModelShape, Sides
 from hcache_backend.plan.profile import Profile
 from hcache_backend.plan.restore import (
     LAYER_METHODS,
@@ -41,13 +41,15 @@ class AtLength(NamedTuple):
 class PartitionPlan:
     """Storage of each layer on a server, and the time of its restores. ``model`` has encoded bytes;
     ``tokens`` is the restore that is solved for. ``restore`` is the server's option; its other
-    options are the defaults."""
+    options are the defaults. Layers with ``sides`` are not stored, and their window or state is a
+    part of each restore."""
 
     profile: Profile
     model: ModelShape
     tokens: int
     tp: int
     restore: RestorePath
+    sides: Sides | None = None
 
     @cached_property
     def l3(self) -> L3Path:
@@ -65,9 +67,9 @@ class PartitionPlan:
         return self._restores(self.l3)
 
     def _restores(self, l3: L3Path) -> Restore:
-        layers = Partition(0, 0, self.model.layers)
-        eager = l3 == "overlapped"
-        found = Restore(self.profile, self.model, layers, self.tp, eager=eager, paper=True)
+        layers = Partition(0, 0, self.model.layers - (self.sides.layers if self.sides else 0))
+        how: dict[str, Any] = {"eager": l3 == "overlapped", "paper": True, "sides": self.sides}
+        found = Restore(self.profile, self.model, layers, self.tp, **how)
         stored = found.fastest(self.tokens, l3)
         # Without hidden states a server decides at no load what to recompute.
         return replace(found, partition=stored, recomputable=stored.layers * bool(stored.hidden))
@@ -83,10 +85,12 @@ class PartitionPlan:
 
     @cached_property
     def choices(self) -> dict[str, Partition]:
-        """The mix and the three pure methods."""
-        layers = self.model.layers
+        """The mix and the three pure methods; without hidden states if there are sides."""
+        layers = self.stored.layers
         pure = {"hidden": Partition(0, layers, 0), "kv": Partition(0, 0, layers)}
-        return {"mix": self.partition, **pure, "recompute": Partition(layers, 0, 0)}
+        if self.sides:
+            del pure["hidden"]
+        return {"mix": self.partition, **pure, "recompute": Partition(self.model.layers, 0, 0)}
 
     def bytes_per_token(self, choice: str) -> int:
         """Stored bytes of a token; for the mix a server stores every layer."""
@@ -100,7 +104,7 @@ class PartitionPlan:
     @property
     def recomputes_front(self) -> bool:
         """True if a hit is read from its last page on while its front is recomputed."""
-        return self.l3 == "overlapped"
+        return self.l3 == "overlapped" and not self.sides
 
     @property
     def seconds_read_only(self) -> float:
@@ -111,7 +115,11 @@ class PartitionPlan:
         """The pipeline of one of :attr:`choices`, without a recomputed front."""
         tasks: list[Task] = []
         partition, costs = self.choices[choice], self.machine.costs(self.tokens, 0, self.l3)
-        simulate(costs, partition, note=lambda *task: tasks.append(Task(*task)))
+        end = simulate(costs, partition, note=lambda *task: tasks.append(Task(*task)))
+        if self.sides and partition.kv:
+            read, copied = self.machine.sides_seconds(self.l3)
+            tasks.append(Task("l3", None, None, end, end + read))
+            tasks.append(Task("transfer", None, "kv", end + read, end + read + copied))
         late = self._unused(partition, self.tokens)
         return [
             task._replace(start=task.start + late * (task.stream != "l3"), end=task.end + late)
@@ -121,10 +129,11 @@ class PartitionPlan:
     def busy(self, choice: str) -> dict[Resource, float]:
         """Seconds that each resource works in a restore, without a recomputed front."""
         partition, costs = self.choices[choice], self.machine.costs(self.tokens, 0, "first")
+        read, copied = self.machine.sides_seconds("first") if partition.kv else (0, 0)
         return {
             "compute": costs.compute(partition),
-            "bus": costs.transfer(partition),
-            "l3": costs.reading(partition),
+            "bus": costs.transfer(partition) + copied,
+            "l3": costs.reading(partition) + read,
         }
 
     def binds(self, choice: str) -> Resource:
@@ -139,7 +148,7 @@ class PartitionPlan:
         used = self._restored(tokens)
         recomputes = self.machine.recomputable and self.tp == 1 and not self.recomputes_front
         methods = LAYER_METHODS if recomputes else ("hidden", "kv")
-        best = self.machine.fastest(tokens, self.l3, methods)
+        best = self.machine.fastest(tokens, self.l3, None if self.sides else methods)
         ms, best_ms = (1e3 * self._seconds(each, tokens) for each in (used, best))
         return AtLength(used.recompute, ms, asdict(best), best_ms, self._refuses(tokens))
 
@@ -149,7 +158,9 @@ class PartitionPlan:
         found = []
         if not partition.hidden:
             reason = "other methods are faster on this machine"
-            if not model.hidden_is_smaller:
+            if self.sides:
+                reason = "only the full-attention layers have pages of their own"
+            elif not model.hidden_is_smaller:
                 reason = (
                     f"they take {model.hidden_bytes:,} bytes per token and layer, KV takes "
                     f"{model.kv_bytes:,} ({model.attention})"
@@ -157,7 +168,14 @@ class PartitionPlan:
             found.append(f"hidden states do not pay: {reason}; instead: {describe(partition)}")
         if model.latent:
             found.append("MLA pools are served in KV mode: of a page each rank keeps a part")
-        if model.windowed:
+        if self.sides:
+            read, copied = (1e3 * seconds for seconds in self.machine.sides_seconds(self.l3))
+            found.append(
+                f"a hit also needs a {self.sides.kind} of the {self.sides.layers} other layers: "
+                f"{self.sides.size:,} bytes, {read:,.1f} ms to read and {copied:,.1f} ms to copy, "
+                "which the times include; no front is recomputed"
+            )
+        elif model.windowed:
             found.append(
                 "sliding-window layers are planned as full attention; if they have a KV pool of "
                 "their own, the server stores K and V of the others, and windows"
@@ -219,7 +237,8 @@ class PartitionPlan:
             "restore": self.restore,
             "layers": asdict(self.partition),
             "bytes_per_token": self.bytes_per_token("mix"),
-            "kv_bytes_per_token": model.layers * model.kv_bytes,
+            "kv_bytes_per_token": self.bytes_per_token("kv"),
+            "sides": self.sides and self.sides._asdict(),
             "bytes_per_token_and_layer": {"hidden": model.hidden_bytes, "kv": model.kv_bytes},
             "predicted_ms": {name: self.seconds(name) * 1e3 for name in self.choices},
             "busy_ms": {name: value * 1e3 for name, value in self.busy("mix").items()},
@@ -285,8 +304,9 @@ class FleetPlan:
     def __post_init__(self) -> None:
         plan, (number, turns_per_hour, new) = self.plan, self.conversations
         token, tokens = plan.bytes_per_token("mix"), plan.tokens + new
+        side = plan.sides.size if plan.sides else 0  # one for each conversation and turn
         self.turns_per_second = turns = number * turns_per_hour / 3600 / self.replicas
-        self.l3_bytes = number * tokens * token  # on all replicas, each page once
+        self.l3_bytes = number * (tokens * token + side)  # on all replicas, each page once
         prefill = plan.machine.prefill(new, plan.tokens)
         # Seconds per turn, and load, of each resource of a replica.
         self.turn = plan.busy("recompute" if plan.refused else "mix")
@@ -300,9 +320,9 @@ class FleetPlan:
         self.l2_bytes: float | None = None
         if (busiest := self.busy[self.binds]) < 1:
             under_way = turns * sum(self.turn.values()) / (1 - busiest)
-            self.l2_bytes = max(1.0, under_way) * tokens * token
-        self.read_rate = 0.0 if plan.refused else turns * plan.tokens * token
-        self.write_rate = turns * new * token
+            self.l2_bytes = max(1.0, under_way) * (tokens * token + side)
+        self.read_rate = 0.0 if plan.refused else turns * (plan.tokens * token + side)
+        self.write_rate = turns * (new * token + side)
         # From other replicas' L3, if turns go to any replica.
         self.network_rate = self.read_rate * (self.replicas - 1) / self.replicas
 

@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 if TYPE_CHECKING:  # the programs of bench/gpu have no pydantic
-    from hcache_backend.plan.model_shape import ModelShape
+    from hcache_backend.plan.model_shape import ModelShape, Sides
     from hcache_backend.plan.profile import Profile
 
 READ_BATCHES = 16
@@ -254,6 +254,8 @@ class Restore:
     # Count as the paper: all segments have room, the first layer comes in one piece, and the last
     # recomputed layer is computed whole.
     paper: bool = False
+    # Of the layers of ``shape`` that are not in ``partition``; None: there are none.
+    sides: Sides | None = None
 
     @property
     def methods(self) -> tuple[LayerMethod, ...]:
@@ -285,7 +287,9 @@ class Restore:
         hidden_share = 1 / ranks if profile.gathers else 1.0
         loaded = hidden_share if model.latent else kv_share
         projection = model.projection_flops * kv_share
-        pairs = tokens * int(prefix) + tokens * tokens / 2
+        # A mean of all layers, of which those with sides do not attend to all tokens.
+        attending = 1 - self.sides.layers / model.layers if self.sides else 1
+        pairs = attending * (tokens * int(prefix) + tokens * tokens / 2)
         c_tok = profile.dense.time(tokens * model.dense_flops / ranks)
         c_tok += profile.attention.time(pairs * model.attention_flops / ranks)
         # The engine leaves out attention and MLP of the last recomputed layer; the paper does not.
@@ -308,7 +312,17 @@ class Restore:
 
     def seconds(self, tokens: int, l3: L3Path = "none") -> float:
         """Seconds of a restore of ``tokens`` tokens, counted as in the paper."""
-        return simulate(self.costs(tokens, 0, l3), self.partition)
+        sides = sum(self.sides_seconds(l3)) if self.partition.kv else 0
+        return simulate(self.costs(tokens, 0, l3), self.partition) + sides
+
+    def sides_seconds(self, l3: L3Path) -> tuple[float, float]:
+        """Seconds to read the window or state at the end of a hit, behind its pages, and to copy it
+        to the device."""
+        assert self.profile is not None
+        if self.sides is None:
+            return 0, 0
+        size, disk = self.sides.size, None if l3 == "none" else self.profile.l3
+        return disk.time(size) if disk else 0, self.profile.kv_load.time(size / self.ranks)
 
     def layer(self, tokens: int, prefix: float) -> float:
         """Seconds to recompute one layer of ``tokens`` tokens after ``prefix``. Without a profile
@@ -353,8 +367,9 @@ class Restore:
         ``methods`` None: those that servers store. Servers store every layer, because hits in host
         memory want the first ones, and a restore may still recompute them."""
         assert self.shape is not None
-        stored: set[LayerMethod] = {"hidden", "kv"} if self.shape.hidden_is_smaller else {"kv"}
-        costs, layers = self.costs(tokens, 0, l3), self.shape.layers
+        hidden = self.shape.hidden_is_smaller and not self.sides
+        stored: set[LayerMethod] = {"hidden", "kv"} if hidden else {"kv"}
+        costs, layers = self.costs(tokens, 0, l3), self.partition.layers
         return search(costs, layers, self.pipeline(tokens), methods or stored, allowed)
 
     def pipeline(self, tokens: int) -> Objective:

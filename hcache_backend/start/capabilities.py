@@ -132,7 +132,8 @@ CAPABILITIES: dict[str, tuple[Need, ...]] = {
         Need("`SGLANG_ENABLE_POST_CAPTURE_KV_SIZING`", lambda s: _pool_grows(),
              "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING: the KV pool grows after host memory is "
              "divided"),
-        Need("hybrid models with speculative decoding, pipeline stages or P/D disaggregation",
+        Need("hybrid models with speculative decoding, pipeline stages or P/D disaggregation, and "
+             "states with `--page-size 1`",
              lambda s: _is_hybrid(s) and _unusual(s),
              "a hybrid model with {}"),
         Need("quantised KV other than fp8",
@@ -257,11 +258,16 @@ def _attention(server: Server) -> str:
 
 
 def _unusual(server: Server) -> str | None:
+    from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool
+
     if server.algorithm is not None:
         return "speculative decoding"
     if server.args.pp_size > 1:
         return "pipeline stages"
-    return "P/D disaggregation" if server.args.disaggregation_mode != "null" else None
+    if server.args.disaggregation_mode != "null":
+        return "P/D disaggregation"
+    states = isinstance(server.runtime.runner.token_to_kv_pool, HybridLinearKVPool)
+    return "states and pages of one token" if states and server.pool.page_size == 1 else None
 
 
 def _pool_grows() -> bool:

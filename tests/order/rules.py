@@ -86,10 +86,14 @@ HOST_MEMORY = (
 )
 
 READ_ONCE = Silence(
-    "GPU backends turn req_to_token into page tables once, at the begin of a step; the one for "
-    "CPUs reads it again in every layer, behind SGLang's barrier.",
-    ("/hcache_cpu_engine/attention.py",),
+    "GPU backends turn req_to_token into page tables once, at the begin of a step, and translate "
+    "them to slots of windows. SGLang's barrier is behind that, and its scheduler waits for it "
+    "before it frees windows or writes req_to_token. Here the barrier may be before the whole "
+    "step, and the backend for CPUs reads both again in every layer. Plain HiCache is reported, "
+    "too.",
+    ("/hcache_cpu_engine/attention.py", "/intel_amx_backend.py"),
 )
+PAGE_TABLES = ("req_to_token", "full_to_swa")
 
 
 def is_kernel_reference(where: Sequence[Frame]) -> bool:
@@ -109,5 +113,6 @@ def is_host_memory(frame: Frame) -> bool:
 
 def is_silent(memory: str, how: str, where: Sequence[Frame]) -> bool:
     """Whether an access is one that a GPU's backend does not make there."""
-    reads = memory == "req_to_token" and how == "read"
-    return reads and bool(where) and READ_ONCE.covers(where[0])
+    reads = memory in PAGE_TABLES and how == "read"
+    # SGLang's function that translates slots is between.
+    return reads and any(READ_ONCE.covers(frame) for frame in where[:2])

@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from tests.cpu_engine.hcache_cpu_engine.plugin import _unpinned
+from tests.order import rules
 from tests.order.checker import Checker
+from tests.order.clocks import Frame
 from tests.order.edges import PARTS
 
 GPU = torch.device("cpu")
@@ -227,3 +229,22 @@ def test_the_engine_s_path_reaches_streams_by_one_door() -> None:
         if "torch.cuda" in path.read_text()
     ]
     assert not beside, "torch.cuda is streams.py's"
+
+
+@pytest.mark.parametrize(
+    ("memory", "how", "files", "silent"),
+    [
+        ("req_to_token", "read", ["/hcache_cpu_engine/attention.py"], True),
+        ("full_to_swa", "read", ["/swa_memory_pool.py", "/hcache_cpu_engine/attention.py"], True),
+        ("full_to_swa", "read", ["/swa_memory_pool.py", "/intel_amx_backend.py"], True),
+        ("full_to_swa", "read", ["/swa_memory_pool.py", "/hcache_backend/host/loads.py"], False),
+        ("full_to_swa", "write", ["/swa_memory_pool.py", "/hcache_cpu_engine/attention.py"], False),
+        ("K", "read", ["/hcache_cpu_engine/attention.py"], False),
+        ("req_to_token", "read", [], False),
+    ],
+)
+def test_page_tables_are_not_read_in_each_layer_of_a_gpu(
+    memory: str, how: str, files: list[str], silent: bool
+) -> None:
+    where = [Frame(compile("0", file, "eval"), 1) for file in files]
+    assert rules.is_silent(memory, how, where) is silent

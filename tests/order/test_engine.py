@@ -255,14 +255,18 @@ SCENARIOS = {
     "latents, two ranks, eager": Scenario(
         turns, partitions=("kv",), restore="auto", tp=2, model="deepseek"
     ),
-    # Beside the pages come states, by SGLang's own copies: it sends their indices to the device.
-    "states": Scenario(
-        conversations,
-        partitions=("kv",),
-        restore="auto",
-        waits=("hcache_backend/sglang/controller.py:_move_pool_indices",),
-        model="qwen3_next",
-    ),
+    # Windows or states come with the pages, by SGLang's own copies: it sends their indices to the
+    # device.
+    **{
+        sides: Scenario(
+            conversations,
+            partitions=("kv",),
+            restore="auto",
+            waits=("hcache_backend/sglang/controller.py:_move_pool_indices",),
+            model=model,
+        )
+        for sides, model in (("windows", "gpt_oss"), ("states", "qwen3_next"))
+    },
     "aborts": Scenario(aborts, _was_aborted, chunk=256),
     "aborts, eager": Scenario(
         aborts, _was_aborted, KINDS, restore="auto", chunk=256, waits=(ABORTED,)

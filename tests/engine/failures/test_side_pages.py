@@ -68,9 +68,11 @@ def said(server: Server, prompts: Sequence[list[int]]) -> list[Conversation]:
     return found
 
 
-def assert_right(one: Class, model: Path, folder: Path, asked: Sequence[Conversation]) -> None:
+def assert_right(
+    one: Class, model: Path, folder: Path, asked: Sequence[Conversation], tp: int = 1
+) -> None:
     plain = ServerOptions(
-        model, folder / "plain.log", cache="none", page_size=PAGE, extra_env=one.env
+        model, folder / "plain.log", cache="none", page_size=PAGE, extra_env=one.env, tp=tp
     )
     with Server(plain) as server:
         for turn in (turn for conversation in asked for turn in conversation.turns):
@@ -79,9 +81,13 @@ def assert_right(one: Class, model: Path, folder: Path, asked: Sequence[Conversa
             assert_equal_tokens(turn.reply.output_ids, want.output_ids)
 
 
+def namespace(path: Path) -> str:
+    return path.name.split(".")[0]
+
+
 def sides(folder: Path) -> list[Path]:
     """Files beside those of the full-attention layers, of which there are more, oldest first."""
-    namespaces = Counter(path.name.split(".")[0] for path in stored_pages(folder))
+    namespaces = Counter(map(namespace, stored_pages(folder)))
     [(full, _), *_] = namespaces.most_common()
     files = [path for path in stored_pages(folder) if not path.name.startswith(full)]
     assert 0 < len(files) < namespaces[full]
@@ -142,7 +148,11 @@ def damaged(_: Path, files: Iterable[Path]) -> None:
     ("one", "lose", "ranks"),
     [
         *((one, lose, 1) for one in (WINDOWS, STATES) for lose in (gone, unlinked, damaged)),
-        *(pytest.param(one, damaged, 2, marks=pytest.mark.long) for one in (WINDOWS, STATES)),
+        *(
+            pytest.param(one, lose, 2, marks=pytest.mark.long)
+            for one in (WINDOWS, STATES)
+            for lose in (gone, damaged)
+        ),
     ],
     ids=lambda it: getattr(it, "model", None) or getattr(it, "__name__", it),
 )
@@ -153,8 +163,8 @@ def test_a_hit_ends_where_all_pools_have_their_part(
     model_cache: Path,
     tmp_path: Path,
 ) -> None:
-    """The sides of the last two turns are lost, with two ranks those of one of them: a request to a
-    fresh server finds the turn before, and the next one what it has computed."""
+    """The sides of the last two turns are lost, with two ranks those of either of them: a request
+    to a fresh server finds the turn before, and the next one what it has computed."""
     model = build_model(one.model, model_cache)
     [conversation] = make_conversations(1, turns=3, tokens=200)
     first, *others = conversation.questions
@@ -166,16 +176,17 @@ def test_a_hit_ends_where_all_pools_have_their_part(
         converse(server, [conversation])
     whole = conversation.turns[2].prompt
     lost = set(sides(tmp_path)) - older
-    namespace = min(path.name.split(".")[0] for path in lost)  # each rank has its own
-    lose(tmp_path, [path for path in lost if path.name.startswith(namespace)])
+    of_ranks = sorted(set(map(namespace, lost)))
+    assert len(of_ranks) == ranks
+    either = of_ranks[0 if lose is gone else -1]
+    lose(tmp_path, [path for path in lost if namespace(path) == either])
     with Server(options(one, model, tmp_path, 1, tp=ranks)) as server:
         again = said(server, [whole, whole])
     shorter, longer = (asked.turns[0].cached.storage for asked in again)
     assert shorter % one.boundary == longer % one.boundary == 0
     assert 0 <= len(conversation.turns[0].prompt) + 16 - shorter <= one.boundary + PAGE
     assert len(whole) - longer <= one.boundary + PAGE
-    if ranks == 1:
-        assert_right(one, model, tmp_path, [conversation, *again])
+    assert_right(one, model, tmp_path, [conversation, *again], tp=ranks)
 
 
 @pytest.mark.parametrize(
@@ -199,6 +210,29 @@ def test_a_full_store_keeps_what_was_used_last_with_its_sides(
     assert len(newest.prompt) - newest.cached.storage <= one.boundary + PAGE
     assert oldest.cached.storage < len(oldest.prompt) - one.boundary - PAGE
     assert_right(one, model, tmp_path, [*asked, *again])
+
+
+@pytest.mark.long
+def test_conversations_go_on_while_pages_and_windows_are_evicted(
+    model_cache: Path, tmp_path: Path
+) -> None:
+    """Four conversations take turns. There is room for two fifths of what they write."""
+    model, small = build_model(WINDOWS.model, model_cache), tmp_path / "small"
+    with Server(options(WINDOWS, model, tmp_path, 0)) as server:
+        converse(server, make_conversations(4, turns=3, tokens=200))
+    everything, all_sides = stored_pages(tmp_path), sides(tmp_path)
+    quota = sum(path.stat().st_size for path in everything) * 2 // 5
+    with Server(options(WINDOWS, model, small, 1, {"quota_bytes": quota})) as server:
+        asked = converse(server, make_conversations(4, turns=3, tokens=200))
+        assert_own_pages_of_kv(server)
+    kept, kept_sides = stored_pages(small), sides(small)
+    assert sum(path.stat().st_size for path in kept) <= quota
+    assert len(kept_sides) < len(all_sides)
+    assert len(kept) - len(kept_sides) < len(everything) - len(all_sides)
+    turns = [turn for talk in asked for turn in talk.turns[1:]]
+    lost = [turn.history_tokens - turn.cached.storage > WINDOWS.boundary + PAGE for turn in turns]
+    assert any(lost) and not all(lost)
+    assert_right(WINDOWS, model, tmp_path, asked)
 
 
 @CLASSES

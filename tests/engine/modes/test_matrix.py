@@ -147,7 +147,7 @@ LATENTS = "KV mode, own pages: latents of MLA are smaller than hidden states"
 HYBRID = (
     "KV mode, own pages: only the full-attention layers of a hybrid model have pages of their own"
 )
-ONE_TOKEN = "a page of 1 tokens (--page-size) its header would take"
+ONE_TOKEN = "KV mode, plain pages: a hybrid model with states and pages of one token"
 STATES: dict[str, Any] = {
     "hcache": AUTO | {"state_tokens": 0},
     "extra_env": {"SGLANG_MAMBA_CONV_DTYPE": "float32"},

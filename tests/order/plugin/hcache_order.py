@@ -187,9 +187,15 @@ def _watch_the_event_loop(
 
     def run(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
         _name_streams(checker, scheduler)
-        pool = scheduler.req_to_token_pool.req_to_token
-        if (block := checker.memory.find(pool)) is not None:
-            block.name = "req_to_token"
+        allocator = scheduler.token_to_kv_pool_allocator
+        tables = {
+            "req_to_token": scheduler.req_to_token_pool.req_to_token,
+            "full_to_swa": getattr(allocator, "full_to_swa_index_mapping", None),
+        }
+        for name, table in tables.items():
+            block = None if table is None else checker.memory.find(table)
+            if block is not None:
+                block.name = name
         threading.Thread(target=_answer, args=(settings, found), daemon=True).start()
         if settings.failing_begins:
             _fail_to_begin()

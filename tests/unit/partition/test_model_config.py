@@ -135,6 +135,7 @@ WINDOW = 100 * 32 * 256 * 2
             Sides("window", 16, 16 * 100 * 8 * 160 * 2),
         ),
         ({"sliding_window": 100, "model_type": "gemma3_text"}, None),
+        ({"sliding_window": 100, "layer_types": ["sliding_attention"] * 32}, None),
     ],
 )
 def test_windows_and_states_beside_the_pages(

@@ -15,7 +15,8 @@ from typer.testing import CliRunner, Result
 from hcache_backend.cli.main import app
 from hcache_backend.config import parse_config
 from hcache_backend.plan import measure
-from hcache_backend.plan.model_shape import CLEARLY_LESS
+from hcache_backend.plan.model_config import read_hybrid
+from hcache_backend.plan.model_shape import CLEARLY_LESS, Sides
 from hcache_backend.plan.plan import Conversations, FleetPlan, PartitionPlan
 from hcache_backend.plan.profile import CopyWay, Rate, preset_profile
 from hcache_backend.plan.record import (
@@ -62,24 +63,21 @@ def said(*arguments: object) -> str:
 # ---- plan ----
 
 
-PLANNED = sorted(path for path in CONFIGS.glob("*.json") if path.stem != "qwen3-next-80b")
-"""A model with recurrent layers has no partition; `hcache size` knows it."""
-
-
-@pytest.mark.parametrize("path", PLANNED, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.json")), ids=lambda path: path.stem)
 @pytest.mark.parametrize("hardware", ["h200", "rtx4090"])
 def test_every_architecture_is_planned(path: Path, hardware: str) -> None:
     found = plan(path.stem, hardware, "--ssds", 1)
-    assert sum(found["layers"].values()) == found["model"]["layers"]
+    stored = found["model"]["layers"] - (found["sides"]["layers"] if found["sides"] else 0)
+    assert sum(found["layers"].values()) == stored
     sizes = found["bytes_per_token_and_layer"]
     assert found["bytes_per_token"] == (
         found["layers"]["hidden"] * sizes["hidden"] + found["layers"]["kv"] * sizes["kv"]
     )
-    assert found["kv_bytes_per_token"] == found["model"]["layers"] * sizes["kv"]
+    assert found["kv_bytes_per_token"] == stored * sizes["kv"]
     assert hardware in found["hardware"]["source"]
     assert found["binds"] in ("compute", "bus", "l3")
     times = found["predicted_ms"]
-    assert CLEARLY_LESS * times["mix"] <= min(times["hidden"], times["kv"])
+    assert CLEARLY_LESS * times["mix"] <= min(times.get("hidden", times["kv"]), times["kv"])
     for at in found["at_length"].values():
         assert at["best_ms"] <= at["ms"]
     pays = not any("hidden states do not pay" in note for note in found["notes"])
@@ -105,6 +103,59 @@ def test_where_hidden_states_do_not_pay_the_plan_says_so(name: str, tp: int, sai
     assert any("served in KV mode" in note for note in found["notes"]) is ("MLA" in said)
     text = hcache("plan", "-m", CONFIGS / f"{name}.json", "-w", "h200", "--tp", tp).stdout
     assert note in text.replace("\n", " ")
+
+
+# Layers with pages, and what a hit needs besides.
+HYBRIDS = {
+    "qwen3-next-80b": (12, {"kind": "state", "layers": 36, "size": 77_266_944}),
+    "gpt-oss-120b": (18, {"kind": "window", "layers": 18, "size": 4_718_592}),
+}
+
+
+@pytest.mark.parametrize("restore", ["auto", "layerwise"])
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_a_hit_of_a_hybrid_model_brings_a_window_or_a_state(
+    name: str, tp: int, restore: str, tmp_path: Path
+) -> None:
+    layers, sides = HYBRIDS[name]
+    options = ("--ssds", 1, "--tp", tp, "--tokens", 16384, "--restore", restore)
+    found = plan(name, "h100", *options, "--plot", tmp_path / "plan.png")
+    assert found["sides"] == sides
+    assert found["layers"] == {"recompute": 0, "hidden": 0, "kv": layers}
+    assert set(found["predicted_ms"]) == {"mix", "kv", "recompute"}
+    assert not found["recomputes_front"] and found["at_length"]["256"]["best"] == found["layers"]
+    pages = 16384 * found["bytes_per_token"]
+    read, copied = (1e3 * size / 6.9e9 for size in (pages, sides["size"]))
+    bus = 1e3 / preset_profile("h100").kv_load.per_second / tp
+    assert found["busy_ms"]["l3"] == pytest.approx(read + copied)
+    assert found["busy_ms"]["bus"] == pytest.approx((pages + sides["size"]) * bus)
+    first = pages * bus if restore == "layerwise" else 0.0  # before or while pages are restored
+    expected = read + first + copied + sides["size"] * bus
+    assert found["predicted_ms"]["mix"] == pytest.approx(expected)
+    (note,) = (note for note in found["notes"] if f"a {sides['kind']} of the" in note)
+    assert f"{copied:,.1f} ms to read and {sides['size'] * bus:,.1f} ms to copy" in note
+    (note,) = (note for note in found["notes"] if "do not pay" in note)
+    assert f"instead: {layers} layers loaded as KV" in note
+
+
+def test_a_short_hit_is_refused_if_its_state_takes_longer_than_computing() -> None:
+    lengths = plan("qwen3-next-80b", "h100", "--ssds", 1)["at_length"]
+    assert [at["refused"] for at in lengths.values()] == [True, True, False, False]
+    windows = plan("gpt-oss-120b", "h100", "--ssds", 1)["at_length"]
+    assert not any(at["refused"] for at in windows.values())
+
+
+def test_layers_with_sides_do_not_attend_to_all_tokens() -> None:
+    """Of twice as many tokens the full-attention layers alone have four times as much to do."""
+    profile, shape = preset_profile("h100"), public_model("gpt-oss-120b")
+    sides = Sides("window", 18, 4_718_592)
+    times = [
+        PartitionPlan(profile, shape, tokens, 1, "auto", sides).seconds("recompute")
+        for tokens in (1 << 14, 1 << 15)
+    ]
+    pairs = shape.attention_flops * 18 * (1 << 28) / profile.attention.per_second
+    assert times[1] - 2 * times[0] == pytest.approx(pairs, rel=0.02)
 
 
 def test_reading_l3_first_is_slower_and_pictured(tmp_path: Path) -> None:
@@ -505,6 +556,23 @@ def test_a_resource_is_busy_for_its_part_of_a_turn() -> None:
     assert found.busy["l3"] == pytest.approx(TOKENS * 32 * 4096 / (4 * 6.9e9))
     assert found.busy["l3"] > found.busy["bus"] > 0
     assert found.busy["compute"] < found.recompute_busy
+
+
+def test_each_turn_of_a_hybrid_model_reads_and_writes_a_state() -> None:
+    given = read_hybrid(CONFIGS / "qwen3-next-80b.json")
+    bare, found = (
+        FleetPlan(
+            PartitionPlan(preset_profile("h100", 4), given[0], TOKENS, 1, "auto", sides),
+            Conversations(3600, 1.0, 500),
+            1,
+        )
+        for sides in (given[1] and given[1]._replace(size=0), given[1])
+    )
+    state = 77_266_944
+    assert found.l3_bytes - bare.l3_bytes == pytest.approx(3600 * state)
+    assert found.read_rate - bare.read_rate == pytest.approx(state)
+    assert found.write_rate - bare.write_rate == pytest.approx(state)
+    assert found.busy["l3"] - bare.busy["l3"] == pytest.approx(state / (4 * 6.9e9))
 
 
 def test_replicas_share_the_turns() -> None:

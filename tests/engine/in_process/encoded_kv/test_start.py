@@ -89,6 +89,19 @@ def test_hidden_states_of_float32_are_stored_as_they_are(caplog: pytest.LogCaptu
     assert "(codec 'none'): " in caplog.text and "bfloat16" in caplog.text
 
 
+@pytest.mark.parametrize("page", [1, 256])
+def test_pages_that_are_hardly_more_than_their_header_are_refused(page: int) -> None:
+    start, plan = bare_start(), plan_of(kv_pool(page=page), "none")
+    start.smallest_page = Start.smallest_page
+    if page > 1:
+        start._check_copies(plan)
+        return
+    with pytest.raises(
+        Refused, match=r"page of 1 tokens \(--page-size\) its header would take 4096"
+    ):
+        start._check_copies(plan)
+
+
 @pytest.mark.parametrize("page_size", [16, 64])
 @pytest.mark.parametrize(("codec", "least", "most"), [("none", 0.99, 1.0), ("exp4", 1.28, 1.31)])
 def test_host_memory_holds_so_many_times_the_tokens_of_sglangs_own_pool(

@@ -11,6 +11,7 @@ import pytest
 import torch
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
+from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool
 
 from hcache_backend import metrics
 from hcache_backend.capture.hooks import HiddenCapture
@@ -37,7 +38,8 @@ class OtherAllocator(PagedTokenToKVPoolAllocator):
 
 
 MODULES = HIDDEN, RECOMPUTATION
-WINDOWS = SimpleNamespace(full_kv_pool=None)
+WINDOWS, STATES = SimpleNamespace(full_kv_pool=None), object.__new__(HybridLinearKVPool)
+STATES.full_kv_pool = None
 DRAFT = SimpleNamespace(page_size=16, dtype=torch.bfloat16, layer_num=1)
 MTP = {"runner.mtp_draft_device_pools": (DRAFT,), "pool.page_size": 16}
 LATENTS = {"pool.kv_lora_rank": 1, "pool.kv_buffer": [torch.empty(1, 1, 1)]}
@@ -72,6 +74,21 @@ MATRIX: list[tuple[dict[str, Any], tuple[str, ...], str]] = [
         {"runner.token_to_kv_pool": WINDOWS, "disaggregation_mode": "prefill"},
         (OWN_PAGES, HIDDEN, RECOMPUTATION),
         "a hybrid model",
+    ),
+    (
+        {"runner.token_to_kv_pool": STATES, "pool.page_size": 1},
+        (OWN_PAGES, HIDDEN, RECOMPUTATION),
+        "a hybrid model",
+    ),
+    (
+        {"runner.token_to_kv_pool": STATES, "pool.page_size": 16},
+        (HIDDEN, RECOMPUTATION),
+        "of a hybrid model",
+    ),
+    (
+        {"runner.token_to_kv_pool": WINDOWS, "pool.page_size": 1},
+        (HIDDEN, RECOMPUTATION),
+        "of a hybrid model",
     ),
     ({"attn_cp_size": 2}, (OWN_PAGES,), "context-parallel"),
     ({"dcp_size": 2}, (OWN_PAGES,), "context-parallel"),
