@@ -40,7 +40,7 @@ YOUNG = 45_000  # shorter prompts grow faster, in proportion
 ALIKE = {"idle": 0.148, "new": 0.233}  # share of the variance (of logarithms) between sessions
 LATE = 0.65  # so many times as many turns have sessions that begin near the end of the window
 LONGEST = 1_000_000  # tokens of a prompt, in these
-ID_TOKENS = 64  # of a hash id
+ID_TOKENS, MOONCAKE_TOKENS = 64, 512  # of a hash id
 
 
 class AgentTurn(NamedTuple):
@@ -107,9 +107,12 @@ def _session(dice: _Dice) -> Session:
 def agent_sessions(path: Path) -> list[Session]:
     """Sessions of a trace (JSON, also as ``.xz``): a list of ``{"requests": [{"t", "in", "out",
     "api_time", "hash_ids"}]}``. ``hash_ids`` are of 64 tokens: the number of those shared with the
-    request before, and the others. Raises WorkloadError if it is something else."""
+    request before, and the others. A ``.jsonl`` is a trace of Mooncake. Raises WorkloadError if it
+    is something else."""
     try:
         text = path.read_bytes()
+        if path.suffix == ".jsonl":
+            return _of_mooncake(map(json.loads, text.splitlines()))
         text = lzma.decompress(text) if path.suffix == ".xz" else text
         return [_of_trace(session["requests"]) for session in json.loads(text)]
     except (KeyError, TypeError, ValueError, IndexError, lzma.LZMAError) as error:
@@ -127,6 +130,28 @@ def _of_trace(requests: Iterable[dict[str, Any]]) -> Session:
         turns.append(AgentTurn(one["t"], one["in"], shared, one["out"], answered))
         before = one["in"]
     return turns
+
+
+def _of_mooncake(requests: Iterable[dict[str, Any]]) -> list[Session]:
+    """Of ``{"timestamp" (ms), "input_length", "output_length", "hash_ids"}``. An id of 512 tokens
+    stands for all tokens before, too. A request goes on with the session whose prompt it begins
+    with."""
+    sessions, ends = list[list[AgentTurn]](), dict[int, list[AgentTurn]]()
+    for one in sorted(requests, key=lambda one: one["timestamp"]):
+        ids, at = one["hash_ids"][: one["input_length"] // MOONCAKE_TOKENS], one["timestamp"] / 1e3
+        known = next((n for n in range(len(ids), 0, -1) if ids[n - 1] in ends), 0)
+        session = ends.pop(ids[known - 1]) if known else []
+        if not session:
+            sessions.append(session)
+        shared = known * MOONCAKE_TOKENS
+        session.append(AgentTurn(at, one["input_length"], shared, one["output_length"], at))
+        if ids:
+            ends[ids[-1]] = session
+    return [[_since(turn, session[0].time) for turn in session] for session in sessions]
+
+
+def _since(turn: AgentTurn, begin: float) -> AgentTurn:
+    return turn._replace(time=turn.time - begin, answered=turn.answered - begin)
 
 
 # ---- what they ask of a cache ----

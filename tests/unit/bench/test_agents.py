@@ -85,13 +85,28 @@ def test_a_trace_of_agents_is_read(ending: str, tmp_path: Path) -> None:
     assert third[1] not in second
 
 
+def test_a_trace_of_mooncake_is_read(tmp_path: Path) -> None:
+    lines = [
+        {"timestamp": 3000, "input_length": 1100, "output_length": 5, "hash_ids": [7, 8, 9]},
+        {"timestamp": 4000, "input_length": 1600, "output_length": 6, "hash_ids": [7, 12, 13, 14]},
+        {"timestamp": 1000, "input_length": 600, "output_length": 4, "hash_ids": [7, 10]},
+    ]
+    path = tmp_path / "trace.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    [first, second], [third] = agent_sessions(path)
+    assert first == (0.0, 600, 0, 4, 0.0)
+    assert second == (2.0, 1100, 512, 5, 2.0)
+    assert third == (0.0, 1600, 0, 6, 0.0), "another prompt that shares its first block"
+
+
+@pytest.mark.parametrize("ending", ["json", "jsonl"])
 @pytest.mark.parametrize(
     "text", ["[3]", '{"requests": 1}', "no JSON", '[{"requests": [{"in": 1}]}]']
 )
-def test_something_else_is_named(text: str, tmp_path: Path) -> None:
-    path = tmp_path / "other.json"
+def test_something_else_is_named(text: str, ending: str, tmp_path: Path) -> None:
+    path = tmp_path / f"other.{ending}"
     path.write_text(text)
-    with pytest.raises(WorkloadError, match=r"other.json.*: not"):
+    with pytest.raises(WorkloadError, match=r"other.json.*: not a trace"):
         agent_sessions(path)
 
 
