@@ -143,15 +143,16 @@ class LoadQueue:
         ready = np.concatenate([load.ready for load in loads])
         lost = np.concatenate([load.nowhere for load in loads])
         missing = ~ready & ~lost
-        recompute = self._recompute_queued(loads, only_missing=not missing.all())
+        all_missing = bool(missing.all())
+        recompute = self._recompute_queued(loads, only_missing=not all_missing)
         adopted = [load.adopted for load in loads if load.adopted is not None]
         restores = tuple({id(one): one for each in adopted for one in each.restores}.values())
-        if recompute is not None and not missing.all():
+        if recompute is not None and not all_missing:
             lack = ~np.concatenate([load.whole for load in loads])
             there = self._slots(slots, lack)
             recompute = self._only_for(recompute, pages[lack], there)
         if recompute is not None or missing.any():
-            some, there = pages[missing], self._slots(slots, missing)
+            some, there = pages[missing], slots if all_missing else self._slots(slots, missing)
             restore = self._pipeline.start(some, there, recompute)
             restores = (*restores, restore)
             if restore.failed is not None:
@@ -309,8 +310,6 @@ class LoadQueue:
 
     def _slots(self, slots: torch.Tensor, pages: npt.NDArray[np.bool_]) -> torch.Tensor:
         """Those of ``slots`` (page by page) that belong to the chosen ``pages``."""
-        if pages.all():
-            return slots
         by_page = slots.split(self._layout.page_size)
         return torch.cat([slots[:0], *(by_page[i] for i in np.flatnonzero(pages).tolist())])
 
