@@ -203,7 +203,7 @@ PROGRAM = Program(
         x_label="histories are kept by",
         y_label="first token of turns idle for more than 10 s, ms",
         series=(Series("median", "first_ms", "ours"), Series("90%", "first_p90_ms", "file")),
-        bars=".0f",
+        bars="%.0f",
     ),
     wrong=missed,
 )
