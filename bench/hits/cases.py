@@ -160,6 +160,7 @@ WITH_FLAGS = {
     "states": Model(
         "K and V, states",
         _hybrid("qwen3_5", "linear_attention"),
+        arguments=lambda _: ("--max-mamba-cache-size", "24"),
         environment={"SGLANG_MAMBA_CONV_DTYPE": "float32"},
     ),
 }
