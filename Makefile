@@ -15,7 +15,7 @@ GPU_PYTHON := $(shell command -v nvidia-smi >/dev/null && python -c \
 export CPU_SETUP := $(if $(GPU_PYTHON),,1)
 
 .PHONY: setup versions demo test dark test-long test-versions test-gpu-versions lint docs bench-store bench-codecs \
-	bench-accuracy bench-paper bench-beside bench-hits bench-hits-load bench-eviction bench-agents bench-returns bench-states \
+	bench-accuracy bench-paper bench-beside bench-hits bench-hits-load bench-eviction bench-agents bench-returns bench-bursts bench-states \
 	bench-restores bench-saving bench-multiturn bench-real-model record-demo record-restores record-accuracy record-real-model
 .DELETE_ON_ERROR:
 
@@ -169,6 +169,10 @@ bench-agents: setup
 # How soon agents that come back get their first token, on servers of four kinds. 15 minutes.
 bench-returns: setup
 	$(BIN)/python -m bench.returns $(ARGS)
+
+# What requests that come at once use of L3, and how long they take. Five minutes.
+bench-bursts: setup
+	$(BIN)/python -m bench.bursts $(ARGS)
 
 # First layers recomputed while L3 brings the others. An hour, alone.
 bench-beside: setup

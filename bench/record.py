@@ -39,6 +39,7 @@ PROGRAMS = {
     "eviction": "bench.eviction",
     "agents": "bench.agents",
     "returns": "bench.returns",
+    "bursts": "bench.bursts",
     "states": "bench.states",
     "hits": "bench.hits.__main__",
     "hits_load": "bench.hits.load",
