@@ -56,7 +56,7 @@ def _served(server: Server, sizes: Sequence[int], rounds: int) -> list[Row]:
                 cached = sum(reply.cached.total for reply in replies)
                 used[how].append(cached / (size * TOKENS))
                 server.flush_cache()
-        row = {"size": size}
+        row: Row = {"size": size}
         row |= {f"used_{how}": median(found) for how, found in used.items()}
         row |= {f"seconds_{how}": median(found) for how, found in seconds.items()}
         ratios = [at / one for at, one in zip(seconds["at_once"], seconds["alone"], strict=True)]
