@@ -1,8 +1,8 @@
 """What requests that come at once use of L3, beside what they use one by one.
 
 Histories of 1,344 tokens are in L3 and nowhere else, as after a restart. Half of host memory holds
-four of them. A question behind each is asked, one request after the other and all at once, with this
-backend and with SGLang's `file`.
+four of them. A question behind each is asked, one request after the other and all at once, with
+this backend and with SGLang's `file`.
 """
 
 import asyncio
@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from bench.harness.client import Reply, StreamingClient
 from bench.harness.methods import METHODS, PAGE_SIZE, server_options
@@ -56,7 +57,7 @@ def _served(server: Server, sizes: Sequence[int], rounds: int) -> list[Row]:
                 cached = sum(reply.cached.total for reply in replies)
                 used[how].append(cached / (size * TOKENS))
                 server.flush_cache()
-        row: Row = {"size": size}
+        row: dict[str, Any] = {"size": size}
         row |= {f"used_{how}": median(found) for how, found in used.items()}
         row |= {f"seconds_{how}": median(found) for how, found in seconds.items()}
         ratios = [at / one for at, one in zip(seconds["at_once"], seconds["alone"], strict=True)]
