@@ -512,7 +512,9 @@ class BatchedReads:
             if meeting is None:
                 self._report(PrefetchAck(*ack, completed_tokens=order.there * self._size))
             else:
-                self._report(BackAck(*ack, start=back.start, end=back.stop))
+                there = BackAck(*ack)
+                there.start, there.end = back.start, back.stop
+                self._report(there)
         return order.there
 
     def _steps(self, step: int) -> int:
