@@ -228,7 +228,8 @@ class Hint(Held):
     Attributes:
         prompt: Its token ids, an array of int64.
         seconds: Its time to live, from ``since`` (monotonic) on.
-        reads: L3 is to be read for it.
+        prefetch: L3 is read for it, and it ends with its use.
+        reads: L3 may have more of it than the last look-up found.
         asked: Tokens at its front that were there when L3 was asked last; -1: it was not asked.
         used: A request has come with the prompt.
         turns: Turns of the scheduler since it came.
@@ -239,7 +240,8 @@ class Hint(Held):
     prompt: Any
     seconds: float
     since: float
-    reads: bool
+    prefetch: bool
+    reads: bool = False
     asked: int = -1
     used: bool = False
     turns: int = 0

@@ -64,7 +64,7 @@ def _take(scheduler: Any, told: Mapping[str, Any]) -> dict[str, Any]:
         prompt=prompt,
         seconds=seconds,
         since=time.monotonic(),
-        reads=action == "prefetch",
+        prefetch=action == "prefetch",
         tree=cache.storage_prefetch_retries,
     )
     over = []
@@ -87,7 +87,8 @@ def _take(scheduler: Any, told: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _look_up(cache: Any, hint: Hint) -> None:
-    """Hold what host memory has of a prompt now."""
+    """Hold what host memory has of a prompt now; for a prefetch L3 is read for the rest."""
+    hint.reads = hint.prefetch
     hint.request.init_next_round_input(cache, cow_mamba=False)
     if waiting.has_room(cache, waiting.there(hint) - hint.tokens):
         waiting.hold(cache, hint)
@@ -133,8 +134,6 @@ def go_on(cache: Any) -> None:
     tokens = min(_TOKENS, len(hint.prompt) - there)
     # L3 had no more, or it would not be worth a read.
     hint.reads = there > hint.asked and tokens >= cache.prefetch_threshold
-    if not hint.reads:
-        hint.asked = there
     if hint.reads and waiting.has_room(cache, tokens):
         cache.release_aborted_request(before.cache_request_handle)
         hint.asked = there
@@ -164,7 +163,7 @@ def hear(due: list[str], said: Said) -> None:
         elif looks:  # for what was computed, or backed up, since the last look
             hint.next_look *= 2
             if hint.operation is None and hint.tokens <= len(hint.prompt) - cache.page_size:
-                hint.request, hint.reads = _again(hint, len(hint.prompt)), hint.asked >= 0
+                hint.request = _again(hint, len(hint.prompt))
                 _look_up(cache, hint)
 
 

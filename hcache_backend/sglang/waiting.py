@@ -274,7 +274,7 @@ def count_used(requests: Sequence[Any]) -> None:
             if hint.begins(request, request.origin_input_ids, there(hint)):
                 metrics.L3_TOKENS.add(hint_useful=hint.read)
                 hint.used, hint.read = True, 0
-                if hint.reads or hint.asked >= 0:  # it was to be here for this request
+                if hint.prefetch:  # it was to be here for this request
                     end_hint(name, "")
 
 

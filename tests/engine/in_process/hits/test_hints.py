@@ -58,7 +58,7 @@ def a_hint(runtime: Runtime, name: str, tokens: int, **fields: Any) -> Hint:
         extra_key=None,
         cache_salt=None,
     )
-    now = {"seconds": 300.0, "since": time.monotonic(), "reads": False, "tree": TREE} | fields
+    now = {"seconds": 300.0, "since": time.monotonic(), "prefetch": False, "tree": TREE} | fields
     hint = Hint(request=request, prompt=array("q", range(tokens)), **now)
     runtime.prefetches.held[name] = hint
     waiting.hold(runtime.prefetches.scheduler.tree_cache, hint)
@@ -126,11 +126,11 @@ def test_a_hint_is_useful_if_a_request_begins_with_its_prompt(
     assert list(runtime.prefetches.held) == ["hint"], "it stays until its time is over"
 
 
-@pytest.mark.parametrize("fields", [{"asked": 0, "read": 320}, {"reads": True}])
+@pytest.mark.parametrize("fields", [{"asked": 0, "read": 320}, {"reads": True}, {}])
 def test_a_hint_of_a_prefetch_ends_with_its_use(
     fields: dict[str, Any], cache: HintedCache, runtime: Runtime, counted: list[str]
 ) -> None:
-    a_hint(runtime, "hint", 320, **fields)
+    a_hint(runtime, "hint", 320, prefetch=True, **fields)
     request = SimpleNamespace(
         rid="r", extra_key=None, cache_salt=None, origin_input_ids=array("q", range(400))
     )
@@ -283,6 +283,21 @@ def test_a_prompt_that_is_being_computed_is_held_once_host_memory_has_it(
     turns(cache, 64)
     assert runtime.prefetches.held == {}
     assert len(cache.unlocked) == 2
+
+
+def test_l3_is_read_once_no_request_waits_also_after_a_look(
+    tree: Tree, cache: HintedCache, scheduler: Any
+) -> None:
+    asked: list[str] = []
+    scheduler._prefetch_kvcache = lambda request: asked.append(request.rid)
+    told(scheduler, "prefetch", range(320))
+    scheduler.waiting_queue = [SimpleNamespace(rid="r")]
+    tree.now += 1.5
+    turns(cache, 64)
+    assert (len(tree.looked_up), asked) == (2, [])
+    scheduler.waiting_queue = []
+    turns(cache, 1)
+    assert len(asked) == 1
 
 
 def test_hints_hold_half_of_host_memory_and_are_not_too_many(
