@@ -27,14 +27,10 @@ WAYS = {"ours": "hcache-eager", "file": "file"}
 """Name in tables -> the server's method."""
 
 
-async def _one_by_one(url: str, prompts: Sequence[Sequence[int]]) -> list[Reply]:
+async def _answers(url: str, prompts: Sequence[Sequence[int]], *, at_once: bool) -> list[Reply]:
     async with StreamingClient(url, ADMIN_KEY) as client:
-        return [await client.generate(prompt, 1) for prompt in prompts]
-
-
-async def _at_once(url: str, prompts: Sequence[Sequence[int]]) -> list[Reply]:
-    async with StreamingClient(url, ADMIN_KEY) as client:
-        return await asyncio.gather(*(client.generate(prompt, 1) for prompt in prompts))
+        asked = (client.generate(prompt, 1) for prompt in prompts)
+        return await asyncio.gather(*asked) if at_once else [await one for one in asked]
 
 
 def _served(server: Server, sizes: Sequence[int], rounds: int) -> list[Row]:
@@ -47,15 +43,15 @@ def _served(server: Server, sizes: Sequence[int], rounds: int) -> list[Row]:
         used: dict[str, list[float]] = {"alone": [], "at_once": []}
         seconds: dict[str, list[float]] = {"alone": [], "at_once": []}
         for turn in range(rounds):
-            for how, ask in (("alone", _one_by_one), ("at_once", _at_once)):
+            for how, shares in used.items():
                 asked = [
                     history(TOKENS, n) + history(QUESTION, 1000 * turn + n) for n in range(size)
                 ]
                 begin = time.perf_counter()
-                replies = asyncio.run(ask(server.url, asked))
+                replies = asyncio.run(_answers(server.url, asked, at_once=how == "at_once"))
                 seconds[how].append(time.perf_counter() - begin)
                 cached = sum(reply.cached.total for reply in replies)
-                used[how].append(cached / (size * TOKENS))
+                shares.append(cached / (size * TOKENS))
                 server.flush_cache()
         row: dict[str, Any] = {"size": size}
         row |= {f"used_{how}": median(found) for how, found in used.items()}

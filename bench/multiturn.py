@@ -24,7 +24,7 @@ from bench.harness.options import ADMIN_KEY
 from bench.harness.program import MODEL, Program, Run, Setting, at_least, names, scratch, several
 from bench.harness.report import Column, Picture, Results, Row, Series, Table
 from bench.harness.server import Server
-from bench.workload.base import Turn, Workload
+from bench.workload.base import Turn, Workload, WorkloadError
 from bench.workload.paper import leval, sharegpt4, zipf_contexts
 from hcache_backend.cli.common import RequestError
 from hcache_backend.cli.ingest import UnusableServer
@@ -214,6 +214,11 @@ def summary(requests: Sequence[Request], seconds: float) -> Row:
 
 
 def workload_of(given: Any) -> Workload:
+    """The workload of these options.
+
+    Raises:
+        WorkloadError: A value is out of its range.
+    """
     shape = (given.num_clients, given.seed)
     if given.workload == "sharegpt4":
         made = sharegpt4(*shape)
@@ -221,6 +226,8 @@ def workload_of(given: Any) -> Workload:
         made = leval(*shape)
     else:
         made = zipf_contexts(*shape, given.zipf_skew)
+    if not 0 < given.scale < math.inf:
+        raise WorkloadError(f"--scale {given.scale:g}: must be a number above 0")
     return made.scaled(given.scale, given.max_rounds)
 
 
@@ -299,7 +306,7 @@ PROGRAM = Program(
         Setting("--num-clients", at_least(1), 8, "sessions"),
         Setting("--zipf-skew", float, 1.0, "0: all documents alike, 2: few favourites (zipf)"),
         Setting("--max-rounds", at_least(1), None, "of a client"),
-        Setting("--scale", at_least(0.001), 1.0, "multiplies all lengths and intervals"),
+        Setting("--scale", float, 1.0, "multiplies all lengths and intervals"),
         several("--rates", float, [1.0], "sessions that begin per second; or inf"),
         Setting("--max-parallel", at_least(1), None, "requests in flight; leval and zipf: 1"),
         Setting(

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from bench.workload.base import Lengths, Session, Turn, Workload, lognormal, zipf
+from bench.workload.base import Lengths, Session, Turn, Workload, WorkloadError, lognormal, zipf
 
 HISTORY_CAP = 16_384
 ROUND_INTERVAL_S = 30.0
@@ -34,6 +34,7 @@ _INSTRUCTION_SPREAD = 0.4
 ZIPF_CONTEXTS = 24
 """With room for 48K tokens on the device (Llama-2-7B on an A100 40G, section 2.4), an LRU cache
 hits about 15% of uniform requests for so many contexts of at most 16K, as in section 6.4."""
+MAX_SKEW = 2.0
 
 
 def sharegpt4(clients: int, seed: int) -> Workload:
@@ -71,8 +72,13 @@ def zipf_contexts(
     """Requests for contexts of L-Eval with Zipf's popularity, as in section 6.4 and figure 15.
 
     The device's cache is not flushed between requests: popular contexts stay there. ``skew``: the
-    exponent; 0: uniform.
+    exponent, from 0 (uniform) to 2.
+
+    Raises:
+        WorkloadError: The skew is out of its range.
     """
+    if not 0 <= skew <= MAX_SKEW:
+        raise WorkloadError(f"--zipf-skew {skew:g}: must be from 0 (uniform) to {MAX_SKEW:g}")
     source = np.random.default_rng([seed, 3])
     lengths = lognormal(source, LEval.context, LEval.context_spread, contexts)
     chosen = zipf(source, contexts, skew, clients).tolist()

@@ -65,7 +65,7 @@ def test_nothing_is_measured_whose_pages_are_in_another_codec(
     if codec is not None:
         report = {"time": 0.0, "model": "m", "mode": "kv", "pages": "own", "reason": None}
         write_report(tmp_path, ServerReport(**report, codec=codec, projection=()))
-    model = replace(MODELS["GQA-bf16"], build=lambda *_: tmp_path)
+    model = replace(MODELS["MHA-bf16"], build=lambda *_: tmp_path)
     wrong = pytest.raises(ServerError, match=f"by codec {codec or 'unknown'}, not by exp4")
     with nullcontext() if codec == "exp4" else wrong, model.turns(None, tmp_path, 256) as turns:  # type: ignore[arg-type]
         assert turns.dtype == "bfloat16"  # type: ignore[attr-defined]

@@ -25,7 +25,8 @@ def test_a_program_says_what_it_is_told(module: str, capsys: pytest.CaptureFixtu
     ("module", "arguments", "message"),
     [
         ("multiturn", ["--methods", "magic"], "argument --methods: 'magic' must be of ideal"),
-        ("multiturn", ["--scale", "0"], "argument --scale: 0 must be at least 0.001"),
+        ("multiturn", ["--scale", "0"], "--scale 0: must be a number above 0"),
+        ("multiturn", ["--workload", "zipf", "--zipf-skew", "3"], "--zipf-skew 3: must be from 0"),
         ("multiturn", ["--url", "localhost:1"], "--url localhost:1: must be http://HOST:PORT"),
         ("multiturn", ["--url", NOBODY], f"SGLang server at {NOBODY}"),
         ("multiturn", ["--model-path", "/no/model"], "--model-path: /no/model: there is nothing"),
