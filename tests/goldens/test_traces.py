@@ -226,7 +226,7 @@ def with_shared_tier(model: Path, folder: Path) -> ServerOptions:
 def that_loses_pages(model: Path, folder: Path) -> ServerOptions:
     options = {"max_total_tokens": 512, "hicache_ratio": 4.0, "dtype": "bfloat16"}
     hcache = {"codec": "exp4", **KV}
-    env = ours.faulty("rows_do_not_fit")
+    env = ours.faulty("third_pages_do_not_fit")
     return our_traced_server(model, folder, hcache, trace={}, extra_env=env, **options)
 
 

@@ -433,6 +433,7 @@ FAULTS: dict[str, Callable[[], None]] = {
     "batches_in_step": lambda: hcache_batches.keep_in_step(lambda: _active() and not _says("free")),
     "no_store_on_rank_1": _no_store_on_rank_1,
     "units_do_not_fit": hcache_units.do_not_fit,
+    "third_pages_do_not_fit": lambda: hcache_units.do_not_fit(by_number=True),
     "attention_in_blocks": hcache_sums.attention_in_blocks,
     "products_by_width": hcache_sums.products_by_width,
     "recomputed_wrongly": lambda: hcache_sums.recomputed_wrongly(layer=1),

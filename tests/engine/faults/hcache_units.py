@@ -8,8 +8,9 @@ import torch
 from tests.kit.scheduler import around
 
 
-def do_not_fit(one_in: int = 3) -> None:
-    """In every other layer one page in so many does not fit; its bytes are no codes, either."""
+def do_not_fit(one_in: int = 3, by_number: bool = False) -> None:
+    """In every other layer one page in so many does not fit; its bytes are no codes, either.
+    ``by_number``: every CPU chooses the same pages, whose bytes differ with its order of sums."""
     from hcache_backend.host.segments import KVSegments
     from hcache_backend.start import build
 
@@ -20,7 +21,8 @@ def do_not_fit(one_in: int = 3) -> None:
     ) -> torch.Tensor:
         fits = save(self, layer, held, memory, pages, offset)
         # By what the page holds: encoded once more, it does not fit either.
-        chosen = (memory[pages, offset] % one_in == 0) & (layer % 2 == 1)
+        name = pages if by_number else memory[pages, offset]
+        chosen = (name % one_in == 0) & (layer % 2 == 1)
         part = slice(offset, offset + self._encoder.segment_bytes)
         # No index by a mask: the host would wait for the device.
         memory[pages, part] = torch.where(chosen[:, None], 0xA5, memory[pages, part])

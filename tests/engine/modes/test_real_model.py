@@ -46,6 +46,7 @@ def test_a_reply_behind_a_history_from_l3_is_the_computed_one(
         log = server.log_text()
     assert restored.cached.storage >= len(kept) - 64  # the last token is computed in any case
     assert restored.output_ids == computed.output_ids
-    assert " the " in str(talk.text(computed.output_ids))  # it speaks
+    # It speaks. Which words it says depends on the CPU: bfloat16 sums differ.
+    assert {"a", "and", "in", "is", "of", "the", "to"} & set(str(talk.text(computed.output_ids)).split())
     assert f"codec {codec}" in log
     assert ("hidden mode" if mode == "hidden" else "KV mode, own pages") in log
