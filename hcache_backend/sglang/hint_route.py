@@ -6,6 +6,7 @@ import base64
 import json
 from array import array
 from typing import Any, Literal
+from uuid import uuid4
 
 from pydantic import BaseModel, Field, ValidationError
 
@@ -81,8 +82,8 @@ async def _tell(tokenizer_manager: Any, told: Told) -> list[dict[str, Any]]:
 
 
 def as_sent(told: Told, vocabulary: int, longest: int) -> dict[str, Any]:
-    """A hint for the scheduler, its token ids as int64 in base64. ``longest``: most tokens of a
-    prompt. Raises RefusedHint."""
+    """A hint for the scheduler, its token ids as int64 in base64, with a name that no request has.
+    ``longest``: most tokens of a prompt. Raises RefusedHint."""
     ids = told.input_ids
     if (ids is None) == (told.session is None):
         raise RefusedHint("a hint needs 'input_ids' (token ids) or 'session', and not both")
@@ -91,4 +92,4 @@ def as_sent(told: Told, vocabulary: int, longest: int) -> dict[str, Any]:
     if ids is not None and not 0 <= min(ids) <= max(ids) < vocabulary:
         raise RefusedHint(f"'input_ids' are of another model: this one has {vocabulary} tokens")
     sent = base64.b64encode(array("q", ids or ()).tobytes()).decode()
-    return told.model_dump() | {"input_ids": sent}
+    return told.model_dump() | {"input_ids": sent, "name": f"{NAME}:{uuid4().hex}"}

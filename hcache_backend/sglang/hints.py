@@ -13,7 +13,6 @@ import json
 import time
 from array import array
 from collections.abc import Mapping
-from itertools import count
 from typing import Any
 
 import torch
@@ -30,8 +29,6 @@ from hcache_backend.sglang.storage_threads import keys_to, our_l3
 _MOST = 256  # hints at a time
 _TOKENS = 2048  # that are read at a time: a request waits for no more than these
 _TURNS = 64  # of the scheduler, between two looks at the time of a hint
-
-_numbers = count()
 
 
 def around_attach(original: Original, scheduler: Any, recv_req: Any, *a: Any, **kw: Any) -> Any:
@@ -57,7 +54,7 @@ def _take(scheduler: Any, told: Mapping[str, Any]) -> dict[str, Any]:
     if l3 is None or not waiting.follows(cache):
         raise RefusedHint("this server takes no hints: its L3 is another one, or it has no L2")
     prefetches.scheduler = scheduler
-    request = _request(f"{NAME}:{next(_numbers)}", *_prompt(scheduler, told))
+    request = _request(told["name"], *_prompt(scheduler, told))
     prompt, action, seconds = request.origin_input_ids[:-1], told["action"], told["seconds"]
     hint = Hint(
         request=request,

@@ -207,7 +207,7 @@ class Tree:
         def look_up(cache: Any, *, cow_mamba: bool) -> None:
             self.looked_up.append(rid)
             found.host_hit_length = min(self.there, len(prompt))
-            found.last_host_node = 1 + int(rid.rpartition(":")[2])
+            found.last_host_node = 1 + int(rid.rpartition(":")[2], 16)
 
         found.init_next_round_input = look_up
         return found
