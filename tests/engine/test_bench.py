@@ -58,7 +58,7 @@ def asked(server: Server, folder: Path, *arguments: str) -> dict[str, Any]:
 
 
 def test_histories_come_from_l3_when_rounds_are_flushed(server: Server, tmp_path: Path) -> None:
-    shape = ("--num-clients", "3", "--scale", "0.3", "--max-rounds", "3")
+    shape = ("--num-clients", "3", "--scale", "0.15", "--max-rounds", "3")
     flushed = asked(server, tmp_path, *shape, "--flush-between-rounds")
     assert flushed["tiers"]["device"] == flushed["tiers"]["host"] == 0 < flushed["tiers"]["storage"]
     assert asked(server, tmp_path, *shape, "--seed", "2")["tiers"]["device"] > 0.3

@@ -38,7 +38,8 @@ RANKS, BACK = {"tp": 2}, {"write_policy": "write_back"}
 NEVER = HIDDEN | {"recompute": "never"}
 UNITS, ROWS = "units_do_not_fit", "rows_do_not_fit"
 SHORT = {"page_size": 32}
-IN_EVERY_RUN = {("kv", UNITS), ("hidden", ROWS), ("mixed, two ranks", ROWS)}
+IN_EVERY_RUN = {("mixed, two ranks", ROWS)}
+"""Units and rows of one rank alone: tests/goldens and test_codecs.py."""
 
 
 @pytest.mark.parametrize(

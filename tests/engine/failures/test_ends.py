@@ -27,7 +27,7 @@ PAGE = 64
     params=[
         pytest.param({"mode": "kv"}, id="kv", marks=pytest.mark.long),
         pytest.param({"mode": "hidden"}, id="hidden"),
-        pytest.param({"mode": "plain"}, id="plain"),
+        pytest.param({"mode": "plain"}, id="plain", marks=pytest.mark.long),
     ]
 )
 def mode(request: pytest.FixtureRequest) -> dict[str, Any]:

@@ -147,11 +147,13 @@ def damaged(_: Path, files: Iterable[Path]) -> None:
 @pytest.mark.parametrize(
     ("one", "lose", "ranks"),
     [
-        *((one, lose, 1) for one in (WINDOWS, STATES) for lose in (gone, unlinked, damaged)),
+        *((WINDOWS, damaged, 1), (WINDOWS, unlinked, 1), (STATES, gone, 1)),
         *(
-            pytest.param(one, lose, 2, marks=pytest.mark.long)
-            for one in (WINDOWS, STATES)
-            for lose in (gone, damaged)
+            pytest.param(one, lose, ranks, marks=pytest.mark.long)
+            for one, lose, ranks in (
+                *((WINDOWS, gone, 1), (STATES, damaged, 1), (STATES, unlinked, 1)),
+                *((one, lose, 2) for one in (WINDOWS, STATES) for lose in (gone, damaged)),
+            )
         ),
     ],
     ids=lambda it: getattr(it, "model", None) or getattr(it, "__name__", it),

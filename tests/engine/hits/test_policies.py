@@ -27,7 +27,9 @@ def test_write_through_selective_backs_up_what_is_used_twice(model: Path, tmp_pa
     ours.assert_no_cache_output(model, again)
 
 
-@pytest.mark.parametrize("mode", ["plain", "hidden", pytest.param("kv", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "mode", ["hidden", *(pytest.param(mode, marks=pytest.mark.long) for mode in ("plain", "kv"))]
+)
 def test_what_a_small_host_pool_loses_is_said_and_counted(
     mode: str, model: Path, tmp_path: Path
 ) -> None:
@@ -71,7 +73,12 @@ WRITE_BACK: dict[str, tuple[str, dict[str, Any], float]] = {
 
 
 @pytest.mark.parametrize(
-    "pages", [*(pytest.param(p, marks=pytest.mark.versions) for p in ("hidden", "kv")), "mixed"]
+    "pages",
+    [
+        pytest.param("hidden", marks=[pytest.mark.versions, pytest.mark.long]),
+        pytest.param("kv", marks=[pytest.mark.versions, pytest.mark.long]),
+        "mixed",
+    ],
 )
 def test_write_back_of_nodes_that_were_restored_and_evicted_again(
     pages: str, model_cache: Path, tmp_path: Path

@@ -243,7 +243,7 @@ OF_KV = [
         for how in (KERNEL, PAGES_DIRECT, HEADS_KERNEL)
     ),
     # As many heads of K and V as of queries, where mode `kv` insists.
-    *(row(name, "own", hcache=KV, marks=marks) for name, marks in (("phi3", ()), ("olmoe", LONG))),
+    *(row(name, "own", hcache=KV, marks=LONG) for name in ("phi3", "olmoe")),
     row(
         "llama", "own", "HiCache auto-sizing: ratio", hcache=KV, hicache_ratio=None, marks=VERSIONS
     ),
@@ -309,7 +309,7 @@ RANKS = [
             ("opt", WITH_BIAS, LONG),
         )
     ),
-    row("llama", "hidden", tp=2, pp=2),
+    row("llama", "hidden", tp=2, pp=2, marks=LONG),
     # One KV head for all queries: hidden states need more than twice the KV pool's host memory.
     row("gemma", "hidden", hcache=HIDDEN, hicache_ratio=16.0, talk=(1, 2, 300)),
     row("llama", "hidden", tp=2, l3="file", marks=LONG),
@@ -346,7 +346,7 @@ FP8 = [
             recomputes=True,
             weights=kind,
             metrics=True,
-            marks=() if kind == "blocks" else LONG,
+            marks=LONG,
         )
         for kind in KINDS
         if kind != "batch"

@@ -20,9 +20,10 @@ TEXT_TOKENS, REPLY_TOKENS = 300, 16
 @pytest.mark.parametrize(
     ("form", "mode", "dtype"),
     [
-        ("smollm2-mha", "hidden", "bfloat16"),
+        ("smollm2-mha", "hidden", "float32"),
         ("smollm2", "kv", "float32"),
-        pytest.param("smollm2-mha", "hidden", "float32", marks=pytest.mark.long),
+        # CPUs without instructions for bfloat16 take minutes.
+        pytest.param("smollm2-mha", "hidden", "bfloat16", marks=pytest.mark.long),
         pytest.param("smollm2", "kv", "bfloat16", marks=pytest.mark.long),
     ],
 )

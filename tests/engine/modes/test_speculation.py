@@ -45,7 +45,7 @@ def drafts_without_a_cache(
         ("NGRAM", "hidden", {}, {}),
         pytest.param("NGRAM", "kv", {}, {}, marks=LONG),
         ("STANDALONE", "kv", {}, {}),
-        ("STANDALONE", "hidden", LAYERWISE, {}),
+        pytest.param("STANDALONE", "hidden", LAYERWISE, {}, marks=LONG),
         pytest.param("STANDALONE", "kv", LAYERWISE, {}, marks=LONG),
         pytest.param("STANDALONE", "hidden", {}, {}, marks=LONG),
         ("EAGLE", "hidden", {}, {}),
