@@ -160,7 +160,7 @@ EXACT = {"auto": {}, "generic": {}, "kv": {"mode": "kv"}}
 @pytest.mark.parametrize(
     ("count", "choices"),
     [
-        pytest.param(8, {"auto": {}}, id="8"),
+        pytest.param(16, {"auto": {}}, id="16"),
         pytest.param(64, EXACT, id="64", marks=[pytest.mark.long, pytest.mark.timeout(1800)]),
     ],
 )
