@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from tests.engine.harness.conversations import (
 )
 from tests.engine.harness.vision import IMAGE, build_vision_model, image, words
 from tests.engine.hits.eager_servers import asked
+from tests.engine.hits.test_hints import answers, is_there
 
 pytestmark = pytest.mark.engine
 
@@ -193,22 +195,11 @@ def test_a_conversation_finds_its_pages_in_the_other_group(
 
 def asked_after_a_hint(server: Server, prompt: list[int]) -> Sequence[Conversation]:
     """Both groups follow a hint: each has the prompt in host memory when it is asked."""
-    tokens = len(prompt) // 16 * 16
-
-    def hint(**fields: Any) -> list[dict[str, Any]]:
-        told = {"input_ids": prompt[:tokens], **fields}
-        answers = server._request("POST", "/hcache/hint", json=told).json()
-        assert len(answers) == 2
-        return list(answers)
-
-    def is_there() -> bool:
-        answers = hint(action="retain", seconds=1e-3)
-        return all(answer["in_memory"] == tokens for answer in answers)
-
+    announced = prompt[: len(prompt) // 16 * 16]
     server.flush_cache()
-    assert [answer["in_memory"] for answer in hint(action="prefetch")] == [0, 0]
-    server.until(is_there, "the prompt of a hint in host memory of both groups")
+    assert [said["in_memory"] for said in answers(server, "prefetch", announced)] == [0, 0]
+    server.until(partial(is_there, server, announced), "a hint's prompt in both groups")
     found = asked(server, [*prompt, 1], [*prompt, 2])
     assert [one.turns[0].reply.meta_info["dp_rank"] for one in found] in ([0, 1], [1, 0])
-    assert all((t.cached.host, t.cached.storage) == (tokens, 0) for t in turns_of(found))
+    assert all((t.cached.host, t.cached.storage) == (len(announced), 0) for t in turns_of(found))
     return found

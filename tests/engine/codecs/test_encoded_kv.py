@@ -38,7 +38,7 @@ RANKS, BACK = {"tp": 2}, {"write_policy": "write_back"}
 NEVER = HIDDEN | {"recompute": "never"}
 UNITS, ROWS = "units_do_not_fit", "rows_do_not_fit"
 SHORT = {"page_size": 32}
-IN_EVERY_RUN = {("mixed, two ranks", ROWS)}
+IN_EVERY_RUN = "mixed, two ranks", ROWS
 """Units and rows of one rank alone: tests/goldens and test_codecs.py."""
 
 
@@ -64,7 +64,7 @@ IN_EVERY_RUN = {("mixed, two ranks", ROWS)}
             ("kv, never recomputed", ("qwen3", KV | {"recompute": "never"}, {}), (UNITS,)),
         )
         for fault in faults
-        for marks in [() if (label, fault) in IN_EVERY_RUN else pytest.mark.long]
+        for marks in [() if (label, fault) == IN_EVERY_RUN else pytest.mark.long]
     ],
 )
 def test_units_that_do_not_fit_are_computed_again(

@@ -147,7 +147,9 @@ def damaged(_: Path, files: Iterable[Path]) -> None:
 @pytest.mark.parametrize(
     ("one", "lose", "ranks"),
     [
-        *((WINDOWS, damaged, 1), (WINDOWS, unlinked, 1), (STATES, gone, 1)),
+        (WINDOWS, damaged, 1),
+        (WINDOWS, unlinked, 1),
+        (STATES, gone, 1),
         *(
             pytest.param(one, lose, ranks, marks=pytest.mark.long)
             for one, lose, ranks in (

@@ -52,16 +52,22 @@ def told(server: Server, body: Any, key: str = ADMIN_KEY) -> requests.Response:
     return requests.post(server.url + "/hcache/hint", json=body, headers=headers, timeout=60)
 
 
-def hint(server: Server, action: str, tokens: list[int], **fields: Any) -> dict[str, Any]:
+def answers(server: Server, action: str, tokens: list[int], **fields: Any) -> list[dict[str, Any]]:
+    """What each data-parallel rank says of a hint."""
     answer = told(server, {"action": action, "input_ids": tokens, **fields})
     assert answer.status_code == 200, answer.text
-    [said] = answer.json()
-    return dict(said)
+    return list(answer.json())
+
+
+def hint(server: Server, action: str, tokens: list[int], **fields: Any) -> dict[str, Any]:
+    [said] = answers(server, action, tokens, **fields)
+    return said
 
 
 def is_there(server: Server, tokens: list[int]) -> bool:
-    """Whether the device or host memory has a whole prompt."""
-    return bool(hint(server, "retain", tokens, seconds=1e-3)["in_memory"] == len(tokens))
+    """Whether the device or host memory has a whole prompt, on all data-parallel ranks."""
+    found = answers(server, "retain", tokens, seconds=1e-3)
+    return all(said["in_memory"] == len(tokens) for said in found)
 
 
 def hints(server: Server) -> dict[str, float]:

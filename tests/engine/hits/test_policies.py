@@ -75,8 +75,10 @@ WRITE_BACK: dict[str, tuple[str, dict[str, Any], float]] = {
 @pytest.mark.parametrize(
     "pages",
     [
-        pytest.param("hidden", marks=[pytest.mark.versions, pytest.mark.long]),
-        pytest.param("kv", marks=[pytest.mark.versions, pytest.mark.long]),
+        *(
+            pytest.param(pages, marks=[pytest.mark.versions, pytest.mark.long])
+            for pages in ("hidden", "kv")
+        ),
         "mixed",
     ],
 )

@@ -47,8 +47,8 @@ def test_a_reply_behind_a_history_from_l3_is_the_computed_one(
         log = server.log_text()
     assert restored.cached.storage >= len(kept) - 64  # the last token is computed in any case
     assert restored.output_ids == computed.output_ids
-    # It speaks. Which words it says depends on the CPU: bfloat16 sums differ.
-    words = str(talk.text(computed.output_ids)).split()
-    assert {"a", "and", "in", "is", "of", "the", "to"} & set(words)
+    # It speaks. In bfloat16 the words depend on the CPU, because sums differ.
+    words = ["the"] if dtype == "float32" else ["a", "and", "in", "is", "of", "the", "to"]
+    assert any(f" {word} " in str(talk.text(computed.output_ids)) for word in words)
     assert f"codec {codec}" in log
     assert ("hidden mode" if mode == "hidden" else "KV mode, own pages") in log
