@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ import numpy.typing as npt
 
 from bench.eviction import FOLDER, WORST_LOSS, best_possible, leading, through_the_store
 from bench.harness.program import Advance, Program, Run, Setting, at_least, scratch, steps
-from bench.harness.report import Column, Picture, Results, Row, Series, Table
+from bench.harness.report import Column, Picture, Results, Row, Series, Table, by
 from bench.workload.agents import Session, agent_sessions, as_requests, generated, prefix_share
 from bench.workload.traces import Request
 
@@ -240,10 +241,6 @@ def _drawn(path: Path, count: int) -> list[Session]:
     return [sessions[place] for place in chosen]
 
 
-def rows_of(results: Results) -> list[Row]:
-    return [dict(row) for row in results["rows"]]
-
-
 def missed_goals(results: Results) -> list[str]:
     """Sizes at which expected return finds fewer pages than LRU by chains, one line each."""
     return [
@@ -252,11 +249,6 @@ def missed_goals(results: Results) -> list[str]:
         for row in results["rows"]
         if row["found"]["returns"] < row["found"]["lru"] - WORST_LOSS
     ]
-
-
-def panels(results: Results) -> dict[str, list[Row]]:
-    names = dict.fromkeys(row["workload"] for row in results["rows"])
-    return {name: [row for row in results["rows"] if row["workload"] == name] for name in names}
 
 
 def finding(results: Results) -> str:
@@ -277,7 +269,7 @@ PROGRAM = Program(
     serves=False,
     settings=session_settings(152),
     tables=Table(
-        rows_of,
+        "rows",
         [
             "workload",
             Column("size", "share"),
@@ -293,7 +285,7 @@ PROGRAM = Program(
     ),
     draw=Picture(
         title=finding,
-        panels=panels,
+        panels=by("workload", itemgetter("rows")),
         x="share",
         x_label="size, of all pages",
         y_label="pages of prompts found, of all",

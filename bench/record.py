@@ -33,7 +33,6 @@ PROGRAMS = {
     "paper": "bench.paper",
     "beside": "bench.beside",
     "codecs": "bench.codecs",
-    "exponents": "bench.exponents",
     "accuracy": "bench.accuracy.__main__",
     "store": "bench.store.__main__",
     "eviction": "bench.eviction",

@@ -7,9 +7,7 @@ files are not in the page cache) to the last layer in the pool. Studies:
 
 - methods: SGLang's file L3, NIXL, Mooncake, recomputation and ours; L3 as it is, over a bus on
   which the load takes as long as it took to restore (balanced), and from an L3 of a third of that
-- partition: copies to the device at several rates; all layers from hidden states, from K and V,
-  recomputed, and by the automatic partition of a profile with that bus
-- eager, eager_kv: L3 at several rates; pages restored while L3 is read, and after that
+- eager: L3 at several rates; pages restored while L3 is read, and after that
 - codec: encoded K and V in bfloat16 beside those as they are, from a slow L3
 - pages: own pages of K and V beside SGLang's plain pages, also a backup of two histories to host
   memory and a load of one from there
@@ -56,7 +54,6 @@ from bench.harness.rounds import median_interval
 from bench.harness.turns import history
 from hcache_backend.plan.profile import Profile
 
-FASTEST = "the fastest other"
 MHA = TinyLlama(layers=8, hidden=1024, heads=8, kv_heads=8, intermediate=2816)
 
 
@@ -87,7 +84,6 @@ class Study:
         planned: Methods that go by a profile of this machine with the limit: each limit has its
             own server of them.
         pool: Tokens of the device's pool, in histories.
-        bus: MB/s of copies to the device in all rows; 0: no limit.
         staged: Also backups and loads are timed.
         options: Further ones of the servers.
     """
@@ -100,7 +96,6 @@ class Study:
     tokens: int = 1024
     rounds: int = 6
     pool: float = 2.0
-    bus: float = 0.0
     staged: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -117,7 +112,6 @@ _PAGES = (("plain", "plain"), ("own", "kv"))
 _EAGER = {"restore": "auto", "recompute": "never"}  # every page is read
 _GQA = TinyLlama(layers=8, hidden=1024, heads=8, kv_heads=4, intermediate=1024)
 """In float32 K and V of a page have as many bytes as those of Llama-3-8B in bfloat16."""
-_LONG = replace(MHA, layers=4)
 _COMPARED = (
     *("hcache-hidden", "hcache-hidden-eager", "hcache-kv", "file", NIXL, MOONCAKE),
     *("hcache", "hcache-eager", HYBRID, "recompute"),
@@ -134,20 +128,6 @@ STUDIES = {
         tokens=4096,
         rounds=3,
     ),
-    "partition": Study(
-        methods={
-            "hidden": _ours("hidden states", partition={"hidden": 8}, **LAYERWISE),
-            "kv": _ours("KV", mode="kv", **LAYERWISE),
-            "recompute": _ours("recompute", partition={"recompute": 8}, **LAYERWISE),
-            "auto": _ours("automatic", mode="auto", **LAYERWISE),
-        },
-        limits=(
-            *_at("bus", 20, 50, 100, 200, 400, 800, 0, part="load"),
-            Limit("bus", of_balanced=1.0, parts=("load",)),
-        ),
-        ratios=(("auto", FASTEST),),
-        planned=("auto",),
-    ),
     "eager": Study(
         methods={
             "layerwise": _ours("layer-wise", mode="hidden", **LAYERWISE),
@@ -156,22 +136,9 @@ STUDIES = {
         },
         limits=(*_at("L3", 10, 25, 100, 200, 400, 0), Limit("L3", of_balanced=1.0)),
         ratios=(("eager", "layerwise"), ("eager", "kv")),
-        shape=_LONG,
+        shape=replace(MHA, layers=4),
         tokens=4096,
         rounds=5,
-    ),
-    "eager_kv": Study(
-        methods={
-            "layerwise": _ours("layer-wise", mode="kv", **LAYERWISE),
-            "eager": _ours("eager", mode="kv", **_EAGER),
-            "file": METHODS["file"],
-        },
-        limits=(*_at("L3", 10, 25, 100, 0), Limit("L3", of_balanced=1.0)),
-        ratios=(("eager", "layerwise"), ("eager", "file")),
-        shape=replace(_LONG, kv_heads=2),
-        tokens=4096,
-        rounds=5,
-        bus=50,
     ),
     "codec": Study(
         methods={
@@ -265,9 +232,8 @@ class Servers:
                     self._rounds(limit, servers | started)
 
     def _rounds(self, limit: Limit, servers: Mapping[str, Restorer]) -> None:
-        rates = {"bus": self._study.bus, limit.slowed.lower(): self.limit(limit)}
         for server in servers.values():
-            server.slow_down(**{slowed: 1e6 * rate for slowed, rate in rates.items()})
+            server.slow_down(**{limit.slowed.lower(): 1e6 * self.limit(limit)})
         for number in range(self._study.rounds):
             self._said(f"{label(limit, self.limit(limit))}, round {number + 1}")
             for name in random.Random(number).sample(list(servers), len(servers)):
@@ -296,7 +262,7 @@ class Servers:
 
     def _find_balanced(self, name: str, server: Restorer) -> float:
         """MB/s at which the stored bytes take as long as their load takes here."""
-        server.slow_down(bus=1e6 * self._study.bus)
+        server.slow_down()
         with self._turn(name, server):
             loads = [server.restore(self._histories[0]).load_ms for _ in range(3)]
         return l3_bytes(server.l3) / median(loads) / 1e3
@@ -396,7 +362,7 @@ def chosen(given: Any) -> Study:
         raise MachineError(f"--methods: {given.study} has {known}, not {unknown}")
     changed: dict[str, Any] = {
         "methods": {name: how for name, how in study.methods.items() if name in methods},
-        "ratios": [pair for pair in study.ratios if {*pair} <= {*methods, FASTEST}],
+        "ratios": [pair for pair in study.ratios if set(pair) <= set(methods)],
         "rounds": given.rounds or study.rounds,
         "tokens": (given.tokens or study.tokens) // PAGE_SIZE * PAGE_SIZE,
     }
@@ -422,7 +388,6 @@ def measure(run: Run) -> Results:
         "study": given.study,
         "model": given.model_path or study.shape.describe(),
         "tokens": study.tokens,
-        "bus_mb_per_s": study.bus or None,
         "titles": {name: method.title for name, method in study.methods.items()},
         "left_out": left_out,
         "rows": rows_of(study, servers),
@@ -449,9 +414,8 @@ def compared(rounds: Mapping[str, Sequence[float]], pairs: Sequence[tuple[str, s
     ms = {name: median(times) for name, times in rounds.items()}
     ratios = {}
     for one, other in pairs:
-        than = min((n for n in ms if n != one), key=ms.__getitem__) if other == FASTEST else other
-        if one in ms and than in ms:
-            found = [a / b for a, b in zip(rounds[one], rounds[than], strict=True)]
+        if one in ms and other in ms:
+            found = [a / b for a, b in zip(rounds[one], rounds[other], strict=True)]
             both = {"ratio": median(found), "interval": median_interval(found)}
             ratios[f"{one} / {other}"] = both
     return {"ms": ms, "ratios": ratios}
