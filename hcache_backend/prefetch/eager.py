@@ -7,12 +7,12 @@ and a load gets the prepared device pages. It may never come, so reserved pages 
 - It is launched for a host page once: after that page arrived and was proven, or to be recomputed
   whole, and then the host page is made of it.
 - First layers that it lacks are recomputed only behind pages that lack none.
-- It is adopted once, with the restore that writes it: the reader waits for that first.
-- It becomes free only behind what writes it, and what recomputes from it.
-- A freed host page gives its device page back. Its next writer is a thread, which waits for no
-  stream: the caller waits for the restore.
-- Nothing depends on what differs between tensor-parallel ranks, such as a passed event. A launch
-  that fails on one rank counts as launched there, too, and all ranks refuse a load of its pages.
+- It is adopted once, with the restore that writes it. It becomes free only behind what writes it,
+  and what recomputes from it.
+- A freed host page gives its device page back. The caller waits for the restore, because the next
+  writer is a thread, which waits for no stream.
+- All tensor-parallel ranks do the same. A launch that fails on one counts as launched there, too,
+  and all ranks refuse a load of its pages.
 """
 
 from __future__ import annotations
@@ -34,10 +34,8 @@ from hcache_backend.streams import StreamFailed
 Ids = npt.NDArray[np.int64]
 
 _LEAST_BATCH = 4  # pages of a read at least, if there are as many: disks need parallel requests
-
 _LAUNCH_SHARE = 4  # a GPU gets a quarter of a hit at a time, or the bytes that its bus copies
 _LAUNCH_BYTES = 64 << 20  # in 2 ms: a launch takes the scheduler thread 0.1 ms
-
 
 # launch(host_pages, slots) restores consecutive pages that have arrived: [p], [p * page_size].
 # Returns the restore, and the number of their first layers that must be recomputed yet.
@@ -65,13 +63,13 @@ class Reserved:
 
 @dataclass(eq=False)
 class Reservation:
-    """Device pages for consecutive pages of one prefetch. ``last_slice``: end and restore of the
-    last recomputation, which ends behind the earlier ones."""
+    """Device pages for consecutive pages of one prefetch."""
 
     slots: torch.Tensor  # page by page
     keys: Sequence[Hashable]  # of each page in storage
     first: int  # number of page 0 in the prefetch
     pages: list[Reserved] = field(default_factory=list)
+    # End and restore of the last recomputation, which ends behind the earlier ones.
     last_slice: tuple[int, RunningRestore] | None = None
     failed: bool = False  # a launch failed on this rank: its pages have any content
     released: int | None = None  # the first page that is not held any more
@@ -91,8 +89,7 @@ class Reservation:
         return held if not self.first and held >= self._front else 0
 
     def to_recompute(self, most: int) -> range:
-        """At most ``most`` pages that lack the same layers, behind pages that are held and whole.
-        Pages that have not arrived lack all layers, if they may be recomputed whole."""
+        """At most ``most`` pages that lack the same layers, behind held pages that lack none."""
         end = self.reachable
         while self._front < end and self.pages[self._front].is_whole:
             self._front += 1
@@ -132,8 +129,7 @@ class Recomputation(NamedTuple):
 
 
 def launch_pages(device: torch.device | str, page_bytes: int) -> Callable[[int], int]:
-    """Least number of pages to restore at once, by the pages of a prefetch; the same on all ranks.
-    Only the restore wants arrived pages, so they can wait for more."""
+    """Least number of pages to restore at once, by the pages of a prefetch."""
     if torch.device(device).type != "cuda":
         return lambda pages: 1
     enough = max(1, _LAUNCH_BYTES // page_bytes)
@@ -153,8 +149,7 @@ class EagerRestores:
     _free: Any  # device pages that are free (:class:`.ReservablePages`)
     _launch: LaunchRestore
     limit: int  # most reserved pages
-    # Least number of pages of a prefetch to launch at once, by all of its pages.
-    _at_once: Callable[[int], int] = lambda pages: 1
+    _at_once: Callable[[int], int] = lambda pages: 1  # from :func:`launch_pages`
 
     def __post_init__(self) -> None:
         self._reservations: list[Reservation] = []  # in the order in which they were made
@@ -176,11 +171,10 @@ class EagerRestores:
     def reserve(
         self, prefetch: Hashable, keys: Sequence[Hashable], host_pages: Ids, unread: int = 0
     ) -> int:
-        """A prefetch begins: reserve device pages for as many of its pages as possible, from the
-        first one on that no running prefetch brings; returns their number. Device pages of ended
-        prefetches are given back for it, the oldest first.
-        ``keys`` will arrive in ``host_pages``, which nothing else uses. ``unread``: layers to
-        recompute of a page that has not arrived; 0 if that is not allowed."""
+        """A prefetch begins, of ``keys`` to ``host_pages``: reserve device pages for as many as
+        possible, from the first one on that no running prefetch brings; returns their number.
+        Device pages of ended prefetches are given back for it, the oldest first. ``unread``: layers
+        to recompute of a page that has not arrived; 0 if that is not allowed."""
         coming = {key for other in self._running.values() for key in other.keys}
         first = next((i for i, key in enumerate(keys) if key not in coming), len(keys))
         ended = (one for one in self._reservations if one not in self._running.values())
@@ -213,8 +207,8 @@ class EagerRestores:
         there = range(start - reservation.first, pages - reservation.first)
         due = [page.number for page in reservation.waiting() if page.number in there]
         size = len(reservation.pages)
-        last = last or (there.start <= 0 and size <= there.stop)
-        if not last and len(due) < self._at_once(size):
+        whole = there.start <= 0 and size <= there.stop
+        if not (last or whole) and len(due) < self._at_once(size):
             return 0
         for run in runs(due):
             some = reservation.pages[run.start : run.stop]
@@ -230,11 +224,10 @@ class EagerRestores:
         """Up to ``most`` pages per running prefetch that lack first layers, behind pages without a
         lack."""
         for prefetch, reservation in self._running.items():
-            pages = reservation.to_recompute(most)
-            if pages:
+            if pages := reservation.to_recompute(most):
                 first = reservation.pages[pages.start]
-                unread = first.restore is None
-                yield Recomputation(prefetch, reservation, pages, first.lacks, unread)
+                how = first.lacks, first.restore is None
+                yield Recomputation(prefetch, reservation, pages, *how)
 
     def slots(self, due: Recomputation) -> tuple[torch.Tensor, torch.Tensor]:
         """Slots of the tokens of ``due``, and of all tokens before them in the prefetch."""
@@ -266,8 +259,8 @@ class EagerRestores:
     def host_freed(self, host_pages: Ids) -> None:
         """Host pages get other content. Blocks until nothing accesses them."""
         self.until_saved(host_pages)
-        freed = dict.fromkeys(host_pages.tolist())
-        self._give_back([self._reserved[page] for page in freed if page in self._reserved])
+        freed = self._found(np.unique(host_pages))
+        self._give_back([page for page in freed if page is not None])
 
     def until_saved(self, host_pages: Ids) -> None:
         """Block until nothing reads or writes the host pages, for the CPU."""
@@ -278,13 +271,15 @@ class EagerRestores:
 
     def prepared(self, host_pages: Ids) -> npt.NDArray[np.bool_]:
         """Mask of the pages that :meth:`adopt` would give whole."""
-        found = (self._reserved.get(page) for page in host_pages.tolist())
-        return np.array([page is not None and page.is_whole for page in found], dtype=np.bool_)
+        whole = [page is not None and page.is_whole for page in self._found(host_pages)]
+        return np.array(whole, dtype=np.bool_)
 
     def failed(self, host_pages: Ids) -> bool:
         """True if no load may get the device pages for these: a launch failed on this rank."""
-        found = (self._reserved.get(page) for page in host_pages.tolist())
-        return any(page is not None and page.of.failed for page in found)
+        return any(page is not None and page.of.failed for page in self._found(host_pages))
+
+    def _found(self, host_pages: Ids) -> list[Reserved | None]:
+        return [self._reserved.get(page) for page in host_pages.tolist()]
 
     # ---- allocation ----
 
@@ -299,11 +294,10 @@ class EagerRestores:
             self._give_back([*waiting, *launched][:short])
 
     def adopt(self, host_pages: Ids) -> Adopted | None:
-        """Device pages for a load of ``host_pages``, each used once. None, without a change, if too
-        few."""
+        """Device pages for a load of ``host_pages``; None, without a change, if too few."""
         if len(host_pages) > self._free.count() + self.pages:
             return None
-        found = [self._reserved.get(page) for page in host_pages.tolist()]
+        found = self._found(host_pages)
         adopted = [page for page in found if page is not None]
         ready = np.array([page is not None and page.restore is not None for page in found])
         whole = self.prepared(host_pages)
@@ -313,9 +307,7 @@ class EagerRestores:
         self.make_free(missing)
         fresh = iter(self._free.take(missing).split(self._size) if missing else ())
         parts = [
-            next(fresh)
-            if page is None
-            else self._slots(page.of, range(page.number, page.number + 1))
+            self._slots(page.of, range(page.number, page.number + 1)) if page else next(fresh)
             for page in found
         ]
         return Adopted(torch.cat(parts), ready, whole, restores)

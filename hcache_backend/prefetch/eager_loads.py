@@ -1,8 +1,4 @@
-"""Eager restores on a server: its prefetches, its allocator, its loads (see prefetch/eager.py).
-
-Prefetches are looked at in every turn of the scheduler, after HiCache's look at its storage
-threads. All tensor-parallel ranks have agreed on HiCache's state there, so they decide the same.
-"""
+"""Eager restores on a server: its prefetches, its allocator, its loads (see prefetch/eager.py)."""
 
 from __future__ import annotations
 
@@ -81,7 +77,7 @@ class EagerLoads:
 
     def ask(self, turn: Turn) -> None:
         """Restore pages that have arrived, and offer pages for a slice; after HiCache's look at its
-        storage threads."""
+        storage threads, on which all tensor-parallel ranks have agreed."""
         self.governor.look(self._prefetches.scheduler)
         restores, size, cache = self.restores, self._pool.page_size, turn.cache
         self._pages.cache, self._controller = cache, cache.cache_controller
@@ -153,12 +149,10 @@ class EagerLoads:
     def seconds_to_recompute(self, tokens: int, prefix: int) -> float:
         """Time of all layers of tokens in slices; infinite if put off or unknown. Any thread."""
         share, layers = self.governor.pace.share, len(self._loads.methods.methods)
-        if not share:
-            return math.inf
         seconds = self._budget.seconds(tokens, self._pool.page_size, prefix, layers)
         if seconds == math.inf:  # no slice has run yet: as a prefill, then
-            seconds = self._l3.estimates.computing(tokens, prefix)
-        return seconds / share
+            seconds = self._l3.estimates.prefill.seconds(tokens, prefix) or math.inf
+        return seconds / share if share else math.inf
 
     def until_met(self, meeting: Meeting, prefix: int) -> tuple[float, float]:
         """Estimated time to finish the unread pages behind ``prefix`` tokens: reading and
@@ -173,8 +167,7 @@ class EagerLoads:
         while self._offers:  # an error came between
             self._taken(self._offers.pop(), 0)
         for due in islice(self.restores.to_recompute(max(1, budget.tokens // size)), _OFFERS):
-            prefix = self._tokens_before(due)
-            if prefix is None:
+            if (prefix := self._tokens_before(due)) is None:
                 continue
             until = math.inf, math.inf
             meeting = self._prefetches.of(due.prefetch).meeting if due.unread else None
@@ -205,10 +198,9 @@ class EagerLoads:
     def _taken(self, offer: Offer, pages: int) -> int:
         """Let the reader go on behind ``pages`` of the front; returns how many are next in the
         offer."""
-        if offer.meeting is None:
-            return pages
-        taken = offer.meeting.take(pages)
-        return len(taken) if taken.start == offer.due.pages.start else 0
+        if offer.meeting is not None and offer.meeting.take(pages).start != offer.due.pages.start:
+            return 0
+        return pages
 
     def _tokens_before(self, due: Recomputation) -> int | None:
         """Number of tokens of the sequence before ``due``; None if it cannot be recomputed."""
@@ -218,9 +210,8 @@ class EagerLoads:
         others = self._before_prefetch(due.prefetch)
         if others is None or due.prefetch.is_terminated() or not self.recomputes_pages:
             return None
-        if len(others) != due.prefetch.storage_start:
-            return None  # its pages follow other tokens than these
-        return len(others) + due.pages.start * self._pool.page_size
+        follows = len(others) == due.prefetch.storage_start  # or its pages follow other tokens
+        return len(others) + due.pages.start * self._pool.page_size if follows else None
 
     def _recompute_slice(self, due: Recomputation) -> bool:
         """Recompute all of ``due``. Returns True if that was launched."""
@@ -281,13 +272,11 @@ class EagerLoads:
             device_indices = ask()
         finally:
             self._pages.load = None
-        if load.adopted is None:
-            return device_indices
-        if device_indices is None:
+        if load.adopted is not None and device_indices is None:
             # Another pool had no room: SGLang gives the pages, which restores may still write, to
             # the next request.
             until_written(load.adopted.restores)
-        else:
+        elif load.adopted is not None:
             size, ready = self._pool.page_size, int(load.adopted.ready.sum())
             metrics.TOKENS.count("ready_at_load", ready * size)
             metrics.TOKENS.count("not_ready_at_load", (len(load.adopted.ready) - ready) * size)

@@ -45,9 +45,12 @@ class Estimate:
         with self._lock:
             self._measured.append((tokens, ratio))
 
-    def like(self, tokens: int, seconds: float, wanted: int) -> float:
-        """Expected seconds for ``wanted`` tokens if ``tokens`` took ``seconds``."""
-        return seconds * self._curve(wanted, 0.0) / self._curve(tokens, 0.0)
+    def part(self, tokens: int, whole: int) -> float | None:
+        """Expected seconds of ``tokens`` of an operation on the ``whole``; None if unknown: small
+        operations say little about a part of a large one."""
+        whole = max(whole, tokens)
+        seconds = self.seconds(whole) if tokens else 0.0
+        return seconds and seconds * self._curve(tokens, 0.0) / self._curve(whole, 0.0)
 
     def seconds(self, tokens: int, prefix: float = 0.0) -> float | None:
         """Expected seconds; None if unknown."""
@@ -74,14 +77,14 @@ class Estimate:
 
 
 class Estimates:
-    """All that a decision about a hit needs. They always exist, and learn. ``machine``: its cost
-    model; None if it was not measured, so that only times in service are known."""
+    """All that a decision about a hit needs. They always exist, and learn."""
 
     def __init__(self, machine: Restore | None = None) -> None:
         self.know(machine)
 
     def know(self, machine: Restore | None) -> None:
-        """Begin anew with another cost model, or none: an L3 is attached or detached."""
+        """Begin anew, by the cost model of ``machine``, or by times in service alone: an L3 is
+        attached or detached."""
         known = machine is not None
         # computing tokens
         self.prefill = Estimate(machine.prefill if machine else _linear, known=known)
@@ -96,17 +99,8 @@ class Estimates:
         """Recent prefill time of ``tokens`` relative to the profile; 1.0 without measurements."""
         return self.prefill.slowdown(tokens)
 
-    def computing(self, tokens: int, prefix: int) -> float:
-        """Seconds of a prefill of ``tokens`` behind ``prefix``; infinite if unknown."""
-        return self.prefill.seconds(tokens, prefix) or math.inf
-
-    def reading(self, tokens: int, shared: int) -> float | None:
-        """Seconds to read ``tokens``, ``shared`` of them from the shared tier; None if unknown."""
-        near, far = self.read.seconds(tokens - shared), self.shared.seconds(shared)
-        return None if near is None or far is None else near + far
-
     def least_reading(self, hit: Hit) -> float:
-        """As :meth:`reading`, but an unknown part counts as 0."""
+        """Seconds to read a hit; an unknown part counts as 0."""
         near, far = self.read.seconds(hit.tokens - hit.shared), self.shared.seconds(hit.shared)
         return (near or 0.0) + (far or 0.0)
 
@@ -122,14 +116,10 @@ class Estimates:
 
     def rates(self) -> dict[str, float]:
         """Known rates, in tokens per second, of operations on :data:`SHOWN_TOKENS` tokens."""
-        estimates = {
-            "l3_read": self.read,
-            "shared_read": self.shared,
-            "load": self.load,
-            "prefill": self.prefill,
-        }
-        taken = {name: known.seconds(SHOWN_TOKENS) for name, known in estimates.items()}
-        return {name: SHOWN_TOKENS / seconds for name, seconds in taken.items() if seconds}
+        names = ("l3_read", "shared_read", "load", "prefill")
+        taken = zip(names, (self.read, self.shared, self.load, self.prefill), strict=True)
+        known = ((name, each.seconds(SHOWN_TOKENS)) for name, each in taken)
+        return {name: SHOWN_TOKENS / seconds for name, seconds in known if seconds}
 
 
 def _linear(tokens: int, prefix: float) -> float:
@@ -263,11 +253,7 @@ class L3Progress:
     def seconds_to_read(self, tokens: int, shared: int = 0) -> float:
         """Expected time of the next ``tokens``, ``shared`` of them from the shared tier; infinite
         if unknown."""
-        reading = self.reading
-        if reading is None:
-            seconds = self.estimates.reading(tokens, shared)
-        else:
-            seconds = self._expected(reading, tokens, shared)
+        seconds = self._expected(self.reading, tokens, shared)
         return math.inf if seconds is None else seconds * self.slowdown(self.clock())
 
     def left_in_time(self, now: float) -> float | None:
@@ -278,18 +264,9 @@ class L3Progress:
         expected = self._expected(reading, reading.wanted, reading.shared)
         return None if expected is None else max(0.0, expected - (now - reading.start))
 
-    def _expected(self, reading: Reading, tokens: int, shared: int) -> float | None:
-        """Expected seconds of ``tokens`` of a read, or None: their share of the whole read, because
-        small reads say little about a part of a large one."""
-        estimates = self.estimates
-        near = self._share(estimates.read, reading.whole - reading.shared, tokens - shared)
-        far = self._share(estimates.shared, reading.shared, shared)
+    def _expected(self, reading: Reading | None, tokens: int, shared: int) -> float | None:
+        """Expected seconds of ``tokens``, of a read if there is one; None if unknown."""
+        whole, far_whole = (reading.whole, reading.shared) if reading is not None else (0, 0)
+        near = self.estimates.read.part(tokens - shared, whole - far_whole)
+        far = self.estimates.shared.part(shared, far_whole)
         return None if near is None or far is None else near + far
-
-    @staticmethod
-    def _share(reads: Estimate, whole: int, part: int) -> float | None:
-        if not part:
-            return 0.0
-        whole = max(whole, part)
-        seconds = reads.seconds(whole)
-        return None if seconds is None else reads.like(whole, seconds, part)

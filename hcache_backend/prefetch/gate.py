@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 from hcache_backend import metrics
@@ -40,11 +41,10 @@ harmless = partial(metrics.harmless, "hit_gate", "a decision about an L3 hit fai
 
 
 class Gpu:
-    """The GPU's launched work, from the scheduler's thread. ``wanted``: requests wait for the
-    GPU."""
+    """The GPU's launched work, from the scheduler's thread."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        self.wanted = False
+        self.wanted = False  # requests wait for it
         self.last_end = 0.0  # of any batch
         self._clock = clock
         self._number = 0
@@ -75,11 +75,6 @@ class _Probes:
 
     last_read: float = -math.inf  # in the clock's seconds
     pause: float = PROBE_SECONDS
-
-    def ended(self, *, pays: bool) -> None:
-        """A probe is over; the next one confirms a good one at once."""
-        longer = min(max(PROBE_SECONDS, 2 * self.pause), LONGEST_PROBE_SECONDS)
-        self.pause = 0.0 if pays else longer
 
 
 @dataclass(eq=False)
@@ -179,14 +174,12 @@ class HitGate:
         """A batch computed ``tokens``, on average behind ``prefix``, and waited for ``loaded`` of
         L3."""
         estimates = self.estimates
+        computing = estimates.prefill.seconds(tokens, prefix)
         if not loaded:
             estimates.prefill.measured(tokens, prefix, seconds)
-            self._show()
-            return
-        computing = estimates.prefill.seconds(tokens, prefix)
-        if computing is not None:
+        elif computing is not None:
             estimates.load.measured(loaded, 0, max(seconds - computing, 1e-6))
-            self._show()
+        self._show()
 
     # ---- the thread that asks L3 ----
 
@@ -194,9 +187,8 @@ class HitGate:
         self, prefetch: Prefetch, tokens: int, wanted: int, shared: int = 0, *, parts: bool = True
     ) -> int:
         """Number of tokens of a hit that this rank wants to read: all or none; or those in the page
-        store, if the shared tier is slower than computing. L3 was asked for ``wanted`` tokens;
-        ``shared`` of the hit, at its end, are in the shared tier. False ``parts``: a part is worth
-        nothing."""
+        store. L3 was asked for ``wanted`` tokens; ``shared`` of the hit, at its end, are in the
+        shared tier. False ``parts``: a part is worth nothing."""
         now = self.l3.clock()
         with self.prefetches.lock:
             self.prefetches.waiting.setdefault(prefetch.request_id, prefetch)
@@ -234,17 +226,20 @@ class HitGate:
         reading = self.l3.reading
         if reading is None:
             return
-        now = self.l3.clock()
+        now, seconds_far = self.l3.clock(), reading.seconds_shared
         seconds = now - reading.start
         far = min(reading.from_shared, reading.tokens)  # after a missing page nothing counts
-        near = reading.tokens - far
         wanted_far = max(reading.shared, far)
-        seconds_near = seconds - reading.seconds_shared
-        self._measured(self.estimates.read, near, reading.wanted - wanted_far, seconds_near)
+        wanted, near = reading.wanted - wanted_far, reading.tokens - far
+        self._measured(self.estimates.read, near, wanted, seconds - seconds_far)
         if reading.gave_up and wanted_far:
-            self._gave_up(wanted_far, reading.seconds_shared)
+            # The shared tier did not answer in time, so its real time is unknown.
+            shared, computing = self.estimates.shared, self.estimates.prefill.seconds(wanted_far)
+            longest = max(shared.seconds(wanted_far) or 0.0, 2 * (computing or 0.0))
+            shared.measured(wanted_far, 0, max(longest, 2 * seconds_far, 1e-6))
         else:
-            self._measured(self.estimates.shared, far, wanted_far, reading.seconds_shared)
+            self._measured(self.estimates.shared, far, wanted_far, seconds_far)
+        self._show()
         with self.prefetches.lock:
             self.l3.reading = None
             self._probe_ends(reading, seconds)
@@ -255,15 +250,15 @@ class HitGate:
     def _probe_ends(self, reading: Reading, seconds: float) -> None:
         """What the end of a read says about its tier."""
         probes, prefetch = self._probes[reading.shared > 0], reading.prefetch
-        probed = prefetch.probed
+        probed, failed = prefetch.probed, reading.gave_up or prefetch.refused
         if probed is None:
             if prefetch.hit is not None:  # it seemed worth it
                 probes.pause = PROBE_SECONDS
-        elif reading.gave_up or prefetch.refused:
-            probes.ended(pays=False)
-        elif reading.tokens == reading.wanted:
+        elif failed or reading.tokens == reading.wanted:
             hit = probed.cut(reading.whole)._replace(recomputing=None)
-            probes.ended(pays=self._pays(hit, seconds))
+            pays = not failed and self._pays(hit, seconds)
+            longer = min(max(PROBE_SECONDS, 2 * probes.pause), LONGEST_PROBE_SECONDS)
+            probes.pause = 0.0 if pays else longer  # the next one confirms a good one at once
         # Otherwise its client is gone, or pages are: no evidence about the disk.
 
     def _measured(self, reads: Estimate, tokens: int, wanted: int, seconds: float) -> None:
@@ -273,14 +268,6 @@ class HitGate:
         if tokens and wanted > 0:
             # A read that ended early counts as if the rest had come at the same pace.
             reads.measured(wanted, 0, max(seconds, 1e-6) * wanted / tokens)
-            self._show()
-
-    def _gave_up(self, wanted: int, seconds: float) -> None:
-        """The shared tier did not answer in time, so its real time is unknown."""
-        shared, computing = self.estimates.shared, self.estimates.prefill.seconds(wanted) or 0.0
-        expected = shared.seconds(wanted) or 0.0
-        shared.measured(wanted, 0, max(expected, 2 * computing, 2 * seconds, 1e-6))
-        self._show()
 
     # ---- estimates ----
 
@@ -293,13 +280,9 @@ class HitGate:
     def _computing(self, saved: float, others: Sequence[Prefetch], now: float) -> float:
         """Seconds until work of ``saved`` seconds is computed, plus the delays of the ``others``,
         which are read one after the other."""
-        computing = self.gpu.seconds_busy(now) + saved
-        slowdown, there, late = self.l3.slowdown(now), 0.0, 0.0
-        for rest in (other.rest for other in others):
-            if rest is not None:
-                there += self._until_there(rest, slowdown)
-                late += max(0.0, computing - there)
-        return computing + late
+        computing, slowdown = self.gpu.seconds_busy(now) + saved, self.l3.slowdown(now)
+        reads = [self._until_there(rest, slowdown) for one in others if (rest := one.rest)]
+        return computing + sum(max(0.0, computing - there) for there in accumulate(reads))
 
     def _too_slow(self, hit: Hit, now: float) -> str | None:
         """Reason why a hit is not to be read, or None. Under the lock."""
@@ -325,21 +308,19 @@ class HitGate:
         slowdown = self.l3.slowdown(now)
         queued = [rest for one in self.prefetches.waiting.values() if (rest := one.rest)]
         earlier = sum(self._until_there(rest, slowdown) for rest in queued)
-        return earlier + hit.until_there(slowdown * self.estimates.least_reading(hit))
+        return earlier + self._until_there(hit, slowdown, begun=False)
 
-    def _until_there(self, rest: Hit, slowdown: float = 1.0) -> float:
+    def _until_there(self, rest: Hit, slowdown: float = 1.0, *, begun: bool = True) -> float:
         """Seconds until the rest of a hit is there, with L3 and slices at work."""
-        return rest.until_there(slowdown * self.estimates.least_reading(rest), begun=True)
+        return rest.until_there(slowdown * self.estimates.least_reading(rest), begun=begun)
 
     def _ends(self, prefetch: Prefetch, rest: Hit, earlier: float, now: float) -> bool:
         """True if a prefetch should end; its ``rest`` begins in ``earlier`` seconds."""
         hit, probed = prefetch.hit, prefetch.probed
         if hit is None or self.gpu.wanted or (prefetch.whole and probed is None):
             return False  # without worth in parts it is read to its end, unless it is a probe
-        saved = self.estimates.saved(
-            hit.without(0 if prefetch.whole else prefetch.arrived - prefetch.lost)
-        )
-        if saved is None:
+        worth = 0 if prefetch.whole else prefetch.arrived - prefetch.lost
+        if (saved := self.estimates.saved(hit.without(worth))) is None:
             return False
         reading, elapsed, going_on, in_time = self.l3.reading, 0.0, 0.0, None
         if reading is not None and reading.prefetch is prefetch:
@@ -375,19 +356,15 @@ class HitGate:
         return probed.tokens
 
     def _is_probe_due(self, hit: Hit, now: float) -> bool:
-        if not self._pays(hit, 0.0):
-            return False  # however fast L3 is
-        waiting = self.prefetches.waiting.values()
-        busy = self.l3.reading is not None or any(one.left for one in waiting)
-        if busy or self.l3.seems_stalled(now):
-            return False
+        others = any(one.left for one in self.prefetches.waiting.values())
+        busy = others or self.l3.reading is not None or self.l3.seems_stalled(now)
         probes = self._probes[hit.shared > 0]
-        return now - probes.last_read >= probes.pause
+        # A hit that is not worth it however fast L3 is tells nothing.
+        return not busy and self._pays(hit, 0.0) and now - probes.last_read >= probes.pause
 
     def _show(self) -> None:
         now = self.l3.clock()
-        if now - self._shown < _SHOWN_SECONDS:
-            return
-        self._shown = now
-        for operation, rate in self.estimates.rates().items():
-            metrics.RATES.set(operation, self._backend, value=rate)
+        if now - self._shown >= _SHOWN_SECONDS:
+            self._shown = now
+            for operation, rate in self.estimates.rates().items():
+                metrics.RATES.set(operation, self._backend, value=rate)

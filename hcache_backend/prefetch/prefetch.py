@@ -51,10 +51,9 @@ class Hit(NamedTuple):
         return self._replace(tokens=tokens, rest=self.rest + cut_off, shared=shared)
 
     def until_there(self, read: float, *, begun: bool = False) -> float:
-        """Completion time of the hit if L3 alone takes ``read`` seconds. A hit is recomputed in
-        slices only if L3 has a worthwhile part in it; otherwise by a prefill. Once it has
-        ``begun``, any part is worthwhile: a small change of the estimates must not throw away what
-        was read and recomputed."""
+        """Completion time of the hit if L3 alone takes ``read`` seconds. Slices recompute it only
+        if L3 has a worthwhile part in it. Once it has ``begun``, any part is worthwhile: a small
+        change of the estimates must not throw away what was read and recomputed."""
         if self.recomputing is None or not self.tokens:
             return read
         recomputing = self.recomputing(self.tokens, self.prefix)
@@ -64,16 +63,15 @@ class Hit(NamedTuple):
 
 class Meeting:
     """The two ends of one prefetch. A thread reads pages from the last one on; the scheduler has
-    pages recomputed whole from the first one on, until they meet. No page is taken by both, so no
-    thread writes to a page of the front. Tensor-parallel ranks read on their own and recompute in
-    step: the front takes only pages that no rank reads, and pages of the back count once all ranks
-    have them. Page numbers are those in the prefetch. ``reachable``: first page that recomputation
-    cannot reach, as of the last scheduler turn. None, before the first turn, counts as "all
-    reachable": otherwise the reader would claim the front's pages."""
+    pages recomputed whole from the first one on, until they meet. No page is taken by both.
+    Tensor-parallel ranks read on their own and recompute in step: the front takes only pages that
+    no rank reads, and pages of the back count once all ranks have them."""
 
     def __init__(self) -> None:
         self.front = 0  # pages whose recomputation was launched; the scheduler's
         self.here = range(0)  # pages that were read and proven on all ranks; the scheduler's
+        # First page that recomputation cannot reach, as of the last turn; None, before the first
+        # one, is all: otherwise the reader would take the front's pages.
         self.reachable: int | None = None
         self._lock = threading.Lock()
         self._taken = 0  # by the front
@@ -145,18 +143,8 @@ class Meeting:
         return max(self.front, self.here.stop) if met else self.front
 
 
-class State(Enum):
-    """Where a prefetch is in its life, see the module's text."""
-
-    ASKED = "asked"
-    READING = "reading"
-    MEETING = "meeting"
-    DONE = "done"
-    REFUSED = "refused"
-    ENDED = "ended"
-
-
-_FINAL = (State.REFUSED, State.ENDED)
+# where a prefetch is in its life, see the module's text
+State = Enum("State", "ASKED READING MEETING DONE REFUSED ENDED")
 
 
 @dataclass(eq=False)
@@ -193,8 +181,7 @@ class Prefetch:
     @property
     def left(self) -> int:
         """Tokens that have not arrived."""
-        hit = None if self.state in _FINAL else self.hit
-        return 0 if hit is None else hit.tokens - self.arrived
+        return 0 if self.refused or self.hit is None else self.hit.tokens - self.arrived
 
     @property
     def rest(self) -> Hit | None:
@@ -206,7 +193,7 @@ class Prefetch:
     @property
     def refused(self) -> bool:
         """True if its hit was refused, or its read ended: that is final."""
-        return self.state in _FINAL
+        return self.state in (State.REFUSED, State.ENDED)
 
 
 @dataclass(eq=False)
@@ -223,30 +210,19 @@ class Held:
 
 @dataclass(eq=False, kw_only=True)
 class Hint(Held):
-    """A prompt that a client has announced: its request, or one with the beginning, is in no queue.
+    """A prompt that a client has announced: its request, or one with the beginning, is in no
+    queue."""
 
-    Attributes:
-        prompt: Its token ids, an array of int64.
-        seconds: Its time to live, from ``since`` (monotonic) on.
-        prefetch: L3 is read for it, and it ends with its use.
-        reads: L3 may have more of it than the last look-up found.
-        asked: Tokens at its front that were there when L3 was asked last; -1: it was not asked.
-        used: A request has come with the prompt.
-        turns: Turns of the scheduler since it came.
-        tree: Stands for the content of SGLang's cache, until a flush.
-        next_look: Seconds from ``since`` on until host memory is looked at again.
-    """
-
-    prompt: Any
-    seconds: float
+    prompt: Any  # its token ids, an array of int64
+    seconds: float  # its time to live, from ``since`` (monotonic) on
     since: float
-    prefetch: bool
-    reads: bool = False
-    asked: int = -1
-    used: bool = False
-    turns: int = 0
-    tree: Any = None
-    next_look: float = 1.0
+    prefetch: bool  # L3 is read for it, and it ends with its use
+    reads: bool = False  # L3 may have more of it than the last look-up found
+    asked: int = -1  # tokens at its front that were there when L3 was asked last; -1: it was not
+    used: bool = False  # a request has come with the prompt
+    turns: int = 0  # of the scheduler since it came
+    tree: Any = None  # stands for the content of SGLang's cache, until a flush
+    next_look: float = 1.0  # seconds from ``since`` on until host memory is looked at again
 
     def begins(self, request: Any, ids: Any, tokens: int) -> bool:
         """True if its first ``tokens`` are those of a ``request`` with these ``ids``, an array."""

@@ -19,9 +19,9 @@ _LEAST_TOKENS = 256
 
 
 class SliceBudget:
-    """Bounds a slice of a recomputation by its time, as far as that is known. A slice may take
-    ``seconds`` if it has the GPU alone, and have ``tokens``. ``curve``: recomputing one layer.
-    ``known``: it is in seconds; otherwise the first slice is as short as possible."""
+    """Bounds a slice of a recomputation: it may take ``seconds`` if it has the GPU alone, and have
+    ``tokens``. ``curve``: recomputing one layer. ``known``: it is in seconds; otherwise the first
+    slice is as short as possible."""
 
     def __init__(self, seconds: float, tokens: int, curve: Curve, *, known: bool) -> None:
         self.tokens = tokens
@@ -40,13 +40,12 @@ class SliceBudget:
         within: float = math.inf,
         best: float = math.inf,
     ) -> int:
-        """Number of pages, up to ``most`` (at least 1), that a slice may have now; 0: none. Each
-        has ``page_size`` tokens, of which ``layers`` layers are recomputed behind ``prefix``
-        tokens, in ``share`` of the time of a slice. No page is recomputed that takes longer than
-        ``within`` seconds, and several only if they take at most ``best`` seconds."""
-        if not share or self.unfinished() >= _UNFINISHED:
-            return 0
-        if (self._layer.seconds(page_size, prefix) or 0.0) * layers > within:
+        """Number of pages, up to ``most`` (at least 1), of which a slice may recompute ``layers``
+        layers now, behind ``prefix`` tokens, in ``share`` of the time of a slice. No page is
+        recomputed that takes longer than ``within`` seconds, and several only if they take at most
+        ``best`` seconds."""
+        page = (self._layer.seconds(page_size, prefix) or 0.0) * layers
+        if not share or self.unfinished() >= _UNFINISHED or page > within:
             return 0
         return self._slice(most, page_size, prefix, layers, share, min(within, best))
 
@@ -96,9 +95,7 @@ class Pace(NamedTuple):
     """The governor's decision."""
 
     share: float  # 0 to 1: of the time that a slice may take if no request wants the GPU
-    # The metric's label: ``whole``, ``shorter`` beside running requests, or the reason why there is
-    # no slice, ``put_off_running`` or ``put_off_waiting``.
-    decision: str
+    decision: str  # the metric's label
 
 
 _WHOLE = Pace(1.0, "whole")
@@ -109,21 +106,19 @@ _BLIND = Pace(*_WAITING)  # from the first error on
 class Governor:
     """Keeps recomputation of hits that are still being read out of the way of other requests.
 
-    - A slice may take ``1 - running / RUNNING_LIMIT`` of the time that it may take alone.
-    - It may take nothing while a request is queued for a turn of the GPU, room for its K and V, or
-      a place in the batch, but not for L3; nor while a prompt is computed in chunks.
+    - A slice may take ``1 - running / RUNNING_LIMIT`` of the time that it may take alone, and
+      nothing while a request is queued for the GPU, or a prompt is computed in chunks.
     - The governor uses no clock, only the state of SGLang's scheduler, which is the same on all
       tensor-parallel ranks.
-    - The load of the hit does work that was put off, in front of the forward pass that needs it,
-      and running requests wait. So it is put off until SGLang admits the request, and no longer.
+    - The load of the hit does what was put off, in front of the forward pass that needs it.
     """
 
     def __init__(self) -> None:
         self.pace = _WHOLE  # for this turn of the scheduler; any thread
 
     def look(self, scheduler: Any) -> None:
-        """Look at SGLang's scheduler when its turn begins: later, other threads may change it.
-        None until the first request comes."""
+        """Look at SGLang's scheduler (None until a request comes) when its turn begins: later,
+        other threads may change it."""
         if scheduler is None or self.pace is _BLIND:
             return
         pace = _BLIND

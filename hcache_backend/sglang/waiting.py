@@ -1,10 +1,9 @@
 """Requests that wait to be admitted: L3 is read for them in order, as far as host memory has room,
 and host memory keeps what it has of their prompts.
 
-SGLang refuses to ask L3 once prefetches may fill half of host memory, and such a request is
-computed. Here every request asks, and an answer stays in HiCache's queue until there is room. All
-of it depends on what the tensor-parallel ranks have agreed on, so they do the same. So do pipeline
-stages, which come to the same turn one after the other.
+SGLang does not ask L3 once prefetches may fill half of host memory. Here every request asks, and
+an answer stays in HiCache's queue until there is room. All ranks have agreed on what that depends
+on, so they do the same; so do pipeline stages, which come to the same turn one after the other.
 """
 
 from __future__ import annotations
@@ -61,9 +60,7 @@ def with_room(cache: Any, answered: int | None) -> int | None:
                     # HiCache would read a part, at the end of which other pools have nothing.
                     cache.revoke_pending_prefetch(operation.handle)
                     needed = 0
-        if needed and short:  # those behind it do not overtake it
-            needed = None
-        if needed is None:
+        if needed is None or (needed and short):  # those behind it do not overtake it
             restart_timeout(cache, operation)  # it is not read yet
             waiting.append(operation)
             continue
@@ -73,9 +70,8 @@ def with_room(cache: Any, answered: int | None) -> int | None:
             reading.append(operation)
     if waiting:
         with answers.mutex:
-            for _ in range(answered):
-                answers.queue.popleft()
-            answers.queue.extendleft(reversed([*taken, *waiting]))
+            for place, operation in enumerate([*taken, *waiting]):
+                answers.queue[place] = operation
     prefetches.short_of_room = short
     return len(taken)
 
@@ -86,7 +82,7 @@ def room(cache: Any) -> int:
 
 
 def has_room(cache: Any, tokens: int) -> bool:
-    """True if ``tokens`` may be held beside those that are."""
+    """True if ``tokens`` more may be held."""
     return held_tokens(current().prefetches.held.values()) + tokens <= room(cache)
 
 
@@ -116,9 +112,10 @@ def _is_idle() -> bool:
 def _make_way(cache: Any, filled: int, tokens: int) -> None:
     """End hints, the oldest first, until ``filled`` tokens have room beside them, ``tokens`` of
     them new."""
-    for name in current().prefetches.hints:
-        hinted = held_tokens(current().prefetches.hints.values())
-        if filled + hinted <= room(cache) and _make_room(cache, tokens):
+    prefetches = current().prefetches
+    for name in prefetches.hints:
+        beside = filled + held_tokens(prefetches.hints.values())
+        if beside <= room(cache) and _make_room(cache, tokens):
             break
         end_hint(name, "given_up")
 
@@ -151,17 +148,11 @@ def held_tokens(held: Iterable[Held]) -> int:
 def _releasable(cache: Any, prefetches: Prefetches) -> int:
     """Tokens that are let go of even if no answer is taken now: their requests wait for batches.
     Others wait for an answer of their own, or for a decode server."""
-    unread = {
-        id(info.operation)
-        for info in cache.ongoing_prefetch.values()
-        if info.operation.host_indices is None
-    }
-    queued = {request.rid for request in prefetches.scheduler.waiting_queue}
-    return held_tokens(
-        one
-        for rid, one in prefetches.held.items()
-        if rid in queued and id(one.operation) not in unread
-    )
+    running = [info.operation for info in cache.ongoing_prefetch.values()]
+    unread = {id(operation) for operation in running if operation.host_indices is None}
+    queued = (request.rid for request in prefetches.scheduler.waiting_queue)
+    held = (prefetches.held[rid] for rid in queued if rid in prefetches.held)
+    return held_tokens(one for one in held if id(one.operation) not in unread)
 
 
 def _tokens_to_read(cache: Any, operation: Any, reading: Sequence[Any]) -> int | None:
@@ -185,8 +176,7 @@ def _note_behind(operation: Any, other: Any, page: int) -> bool:
     start = operation.storage_start - other.storage_start
     first = operation.token_ids.token_ids[:page]
     behind = start >= 0 and other.token_ids.token_ids[start : start + page] == first
-    if behind:
-        current().prefetches.of(operation).behind = True
+    current().prefetches.of(operation).behind |= behind
     return behind
 
 
@@ -231,18 +221,18 @@ def _let_go(cache: Any, retries: Any, node: Any, receipt: Any) -> None:
 
 def left() -> None:
     """Called in every turn of the scheduler, before HiCache's part: requests that do not wait any
-    more let go of their prompts."""
+    more let go of their prompts, and hints after a flush."""
     held, scheduler = current().prefetches.held, current().prefetches.scheduler
     if held:
         bootstrap = getattr(scheduler, "disagg_prefill_bootstrap_queue", None)
         queued = [*scheduler.waiting_queue, *(() if bootstrap is None else bootstrap.queue)]
         waiting = {request.rid for request in queued}
+        retries = scheduler.tree_cache.storage_prefetch_retries
         for rid, one in list(held.items()):
-            if isinstance(one, Hint):
-                if one.tree is not scheduler.tree_cache.storage_prefetch_retries:
-                    end_hint(rid, "useless")  # a flush has emptied the tree
-            elif rid not in waiting:
+            if not isinstance(one, Hint) and rid not in waiting:
                 _gone(rid)
+            elif isinstance(one, Hint) and one.tree is not retries:
+                end_hint(rid, "useless")
 
 
 def fetched(cache: Any) -> None:
