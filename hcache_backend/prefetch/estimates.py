@@ -29,9 +29,8 @@ _MODEL_WEIGHT = 0.1
 
 
 class Estimate:
-    """Seconds of an operation: its curve, times a ratio of measurements to the curve. Any thread.
-    The ratio is a weighted median: newer ones, and those of about the wanted size, weigh more.
-    ``known``: the curve is in seconds, and serves without measurements."""
+    """Seconds of an operation: its curve, times a weighted median of the ratios of measurements to
+    it. Any thread. ``known``: the curve is in seconds, and serves without measurements."""
 
     def __init__(self, curve: Curve, *, known: bool) -> None:
         self._curve = curve
@@ -221,8 +220,7 @@ class L3Progress:
             self.reading.last += seconds
 
     def came_from_shared(self, tokens: int, seconds: float, *, gave_up: bool = False) -> None:
-        """The shared tier took ``seconds`` for ``tokens``; ``gave_up``: it failed, or was too
-        slow."""
+        """The shared tier took ``seconds`` for ``tokens``; ``gave_up``: it failed or was late."""
         if self.reading is not None:
             self.reading.from_shared += tokens
             self.reading.seconds_shared += seconds

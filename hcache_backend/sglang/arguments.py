@@ -73,9 +73,7 @@ def storage_extra_config(args: Any) -> dict[str, Any]:
         return {}
     from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
 
-    extra: dict[str, Any]
-    extra, *_ = HybridCacheController.parse_storage_backend_extra_config(text)
-    return extra
+    return dict(HybridCacheController.parse_storage_backend_extra_config(text)[0])
 
 
 def check_tp_lcm_size(asked: object, ranks: int, heads: int, *, own_pages: bool) -> None:
@@ -103,8 +101,7 @@ def kv_fields(runner: Any) -> dict[str, object]:
 
 
 def _kv_scales(model: torch.nn.Module) -> dict[str, list[float]]:
-    """Scales of quantised K and V by attention layer. Those of ``--quantization-param-path`` are
-    plain numbers, not parameters among the weights."""
+    """Scales of quantised K and V by attention layer, as far as they are no parameters."""
     names = ("k_scale", "v_scale", "k_scale_float", "v_scale_float")
     scales = {}
     for layer, module in model.named_modules():
@@ -116,29 +113,21 @@ def _kv_scales(model: torch.nn.Module) -> dict[str, list[float]]:
 
 def _adapter_digests(runner: Any) -> dict[str, str]:
     """Digests, by identity, of the LoRA adapters whose pages outlive the server; and the version of
-    their keys. SGLang seeds the keys of a request with the identity of its adapter.
-
-    An adapter of the command line has one identity in every run, from its name and path, but its
-    content may change. An adapter that is loaded at run time gets a new identity each time.
-    """
+    their keys. SGLang seeds the keys of a request with the identity of its adapter: from name and
+    path for one of the command line, whose content may change; at run time a new one each time."""
     manager = getattr(runner, "lora_manager", None)
     if manager is None:
         return {}
-    keys = {"keys": "2"}  # before, other requests could have an adapter's keys
     from sglang.srt.lora.lora_registry import LoRARef
 
-    return keys | {
-        identity: _adapter_digest(manager.loras[identity])
-        for identity, ref in sorted(manager.lora_refs.items())
-        if identity in manager.loras
-        and identity == LoRARef.deterministic_id(ref.lora_name, ref.lora_path)
-    }
-
-
-def _adapter_digest(adapter: Any) -> str:
-    weights = fingerprint([digest_tensors(_adapter_tensors(adapter))])
-    fields = {"weights": weights.hex(), "scaling": adapter.scaling}
-    return namespace({**fields, "config": adapter.config.hf_config}).hex()
+    digests = {"keys": "2"}  # before, other requests could have an adapter's keys
+    for identity, ref in sorted(manager.lora_refs.items()):
+        kept = identity == LoRARef.deterministic_id(ref.lora_name, ref.lora_path)
+        if kept and (adapter := manager.loras.get(identity)) is not None:
+            weights = fingerprint([digest_tensors(_adapter_tensors(adapter))])
+            fields = {"weights": weights.hex(), "scaling": adapter.scaling}
+            digests[identity] = namespace(fields | {"config": adapter.config.hf_config}).hex()
+    return digests
 
 
 def _adapter_tensors(adapter: Any) -> Iterator[tuple[str, torch.Tensor]]:

@@ -25,9 +25,8 @@ _POLL_SECONDS = 0.001
 
 
 class Backups:
-    """Beginnings of conversations under ``write_back``, and the last backups. Scheduler thread
-    only. Every rank sees the same nodes, so all put the same ones at once. Pipeline stages do not:
-    they put none, and do not wait."""
+    """Scheduler thread only. Every rank sees the same nodes, so all put the same ones at once.
+    Pipeline stages do not: they put none, and do not wait."""
 
     def __init__(self, stages: int) -> None:
         self._on = stages == 1
@@ -83,9 +82,9 @@ class Backups:
         self._heads.clear()
 
     def finish(self) -> None:
-        """Wait for running backups, for a limited time, before the weights change. SGLang ends a
-        server whose caches cannot be flushed then, because it was idle before. Every rank calls it
-        in the same turn, with the same backups under way."""
+        """Wait for running backups, for a limited time, before the weights change: SGLang ends a
+        server whose caches cannot be flushed then. Every rank calls it in the same turn, with the
+        same backups under way."""
         cache = self._cache
         self.forget()
         if not self._on or cache is None or cache.ongoing_load_back or cache.ongoing_prefetch:
@@ -104,22 +103,19 @@ class Backups:
             return False
         from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
+        def nodes() -> int:
+            return len(cache.ongoing_backup) + len(cache.ongoing_write_through)
+
         end = time.monotonic() + _FINISH_SECONDS
-        logger.info(
-            "hcache: shutting down: up to %g s to write %d more nodes to L3",
-            _FINISH_SECONDS,
-            len(cache.ongoing_backup) + len(cache.ongoing_write_through),
-        )
+        within = "hcache: shutting down: up to %g s to write %d more nodes to L3"
+        logger.info(within, _FINISH_SECONDS, nodes())
         ended = self._backups_end(cache, end)
         some = EvictParams(num_tokens=_PAGES * cache.page_size)
         while ended and cache.is_write_back and cache.evict(some).num_tokens_evicted:
             ended = self._backups_end(cache, end)
         if not ended:
-            logger.warning(
-                "hcache: %d nodes were not written to L3 within %g s of the shutdown",
-                len(cache.ongoing_backup) + len(cache.ongoing_write_through),
-                _FINISH_SECONDS,
-            )
+            late = "hcache: %d nodes were not written to L3 within %g s of the shutdown"
+            logger.warning(late, nodes(), _FINISH_SECONDS)
         return ended
 
     def _backups_end(self, cache: Any, end: float) -> bool:

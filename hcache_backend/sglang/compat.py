@@ -48,8 +48,7 @@ def known_arguments(function: Callable[..., Any], arguments: dict[str, Any]) -> 
 
 
 def set_extend_range(request: Any, before: int, end: int) -> None:
-    """Let a prefill of SGLang's ``request`` compute tokens ``before`` to ``end``. From 0.5.22 on it
-    asks the tree for the slots before them."""
+    """Let a prefill of SGLang's ``request`` compute tokens ``before`` to ``end``."""
     if hasattr(request, "set_extend_range"):
         request.set_extend_range(before, end)
     else:

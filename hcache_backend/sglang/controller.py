@@ -49,8 +49,7 @@ _STAGED_PASSES = 16  # at least as many as are under way between pipeline stages
 
 
 class OwnPagesController(HybridCacheController):
-    """``write``, ``load`` and ``write_storage`` run on the scheduler thread; ``_page_*`` in
-    HiCache's storage threads."""
+    """``_page_*`` run in HiCache's storage threads, all else on the scheduler thread."""
 
     def __init__(
         self,
@@ -121,7 +120,6 @@ class OwnPagesController(HybridCacheController):
             part.forget()
 
     def begin_turn(self, turn: Turn) -> None:
-        """Add our part to a scheduler's turn, after HiCache's."""
         for part in self._parts:
             part.ask(turn)
 
@@ -232,8 +230,7 @@ class OwnPagesController(HybridCacheController):
         return device_indices
 
     def _planned(self, host_pages: Ids) -> QueuedLoad | None:
-        """A load of ``host_pages`` (int64 ``[pages]``), or None: a miss on every rank. A page may
-        be of other weights, or lack layers that cannot be recomputed."""
+        """A load of ``host_pages`` (int64 ``[pages]``), or None: a miss on every rank."""
         layers, problem, load = self._pool.layer_num, None, None
         if self._capture is not None:
             self._capture.ledger.settle(wait=False)
@@ -518,8 +515,7 @@ class BatchedReads:
         return order.there
 
     def _steps(self, step: int) -> int:
-        """Number of steps of ``step`` pages to read at once. Every step is reported all the same,
-        so ranks with other disks may read differently."""
+        """Number of steps of ``step`` pages to read at once; each is reported all the same."""
         wanted = _LEAST_SECONDS / (step * self._seconds_per_page)
         return min(max(1, math.ceil(wanted)), _MOST_STEPS)
 

@@ -138,8 +138,7 @@ def go_on(cache: Any) -> None:
 
 
 def ask(turn: Turn) -> tuple[list[str], Said]:
-    """Say whose time is over, and who looks again; ranks have other clocks, so they do it
-    together."""
+    """Say whose time is over, and who looks again: together, because ranks have other clocks."""
     due, over, now = list[str](), list[bool](), time.monotonic()
     for name, hint in current().prefetches.hints.items():
         hint.turns += 1

@@ -51,13 +51,9 @@ class _Saved(NamedTuple):
 
 class OwnPagesPool(HostKVCache):
     """Our pages in host memory; opaque bytes to everything else in HiCache. Raises ValueError if
-    the machine has not enough memory.
-
-    HiCache's host indices are logical: the arena maps them to memory. If layers are captured, the
-    memory also holds the shadow pages of the device, which HiCache never sees. ``layout`` is
-    SGLang's: pages do not depend on it, but HiCache moves indices by it. ``stamp``,
-    ``keeps_unfit``: see :class:`.Arena`.
-    """
+    the machine has not enough memory. HiCache's host indices are logical: the arena maps them to
+    memory, which also holds the shadows of the device's pages. HiCache moves indices by ``layout``,
+    SGLang's. ``stamp``, ``keeps_unfit``: see :class:`.Arena`."""
 
     def __init__(
         self,
@@ -281,8 +277,7 @@ class OwnPagesPool(HostKVCache):
         *,
         is_draft: bool = False,
     ) -> None:
-        """Restore whole pages: the first layer launches all layers of all queued loads. SGLang asks
-        for draft layers between those of the model."""
+        """Restore whole pages: the first layer launches all layers of all queued loads."""
         assert self._loads is not None
         if layer_id == 0:
             self._restores = self._loads.launch(device_indices)

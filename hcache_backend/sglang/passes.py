@@ -56,12 +56,10 @@ def run_again(runner: Any, lengths: Sequence[int], before: int = 0) -> Sequence[
 
 @torch.no_grad()
 def prefill_and_decode(runner: Any, tokens: int, ranks: Any, *, graphs: bool) -> torch.Tensor:
-    """Run all but the last token of a prompt that begins as the probe, then the last one by itself.
-
-    Returns the slots, int64 ``[tokens]``; ``tokens`` is at least 2. The decode step uses a recorded
-    CUDA graph, and with ``graphs`` the prefill too. If the prefill fails on one of ``ranks``
-    (tensor-parallel), none decodes, and the others raise Refused.
-    """
+    """Run all but the last token of a prompt that begins as the probe, then the last one by itself;
+    returns the slots, int64 ``[tokens]``, at least two. The decode step uses a recorded CUDA graph,
+    and with ``graphs`` the prefill too. If the prefill fails on one of ``ranks`` (tensor-parallel),
+    none decodes, and the others raise Refused."""
     prompt = probe_tokens(runner.model_config.vocab_size, tokens)
     batch: Any = None
     slots: list[torch.Tensor] = []
@@ -93,9 +91,8 @@ def prefill_and_decode(runner: Any, tokens: int, ranks: Any, *, graphs: bool) ->
 
 
 def attention_modules(model: torch.nn.Module, layers: int) -> list[Observation]:
-    """The attention modules of ``model``, in order. Raises Refused if they are not ``layers``, as
-    the KV pool has, numbered one after the other. Modules of MLA have several attention objects:
-    the first one stands for all."""
+    """The attention modules of ``model``, in order. Raises Refused unless they are ``layers``,
+    numbered one after the other. In modules of MLA the first attention object stands for all."""
     from sglang.srt.layers.linear import LinearBase
     from sglang.srt.layers.radix_attention import RadixAttention
 
@@ -180,7 +177,6 @@ def forward_batch(runner: Any, batch: Any) -> Any:
 
 
 def _no_tree(runner: Any) -> SimpleNamespace:
-    """A prefix cache with nothing in it, for batches of any supported version."""
     return SimpleNamespace(
         page_size=page_size(runner.server_args),
         device=runner.device,
@@ -247,8 +243,7 @@ class RecomputeBatch(ForwardBatch):
 
 
 def forward_stream(runner: Any) -> Stream:
-    """SGLang's stream of forward passes: the scheduler's without overlap and pipeline stages.
-    Called on the scheduler thread."""
+    """SGLang's stream of forward passes: the scheduler's without overlap and pipeline stages."""
     args = resolved(runner.server_args)
     if args.disable_overlap_schedule and args.pp_size == 1:
         return current_stream(runner.device)
@@ -256,9 +251,8 @@ def forward_stream(runner: Any) -> Stream:
 
 
 def make_recomputer(runner: Any, kvcache: Any, chunk_tokens: int) -> Recomputer:
-    """The :class:`Recomputer` of the model of SGLang's ``runner``. Attention is planned as SGLang
-    plans it before each pass, so its next pass does not see this plan. Inputs are written on the
-    stream of forward passes, and the host waits for nothing."""
+    """The :class:`Recomputer` of the model of SGLang's ``runner``. Attention is planned anew before
+    each pass of SGLang, so none sees this plan. The host waits for nothing."""
 
     def forward(token_ids: torch.Tensor, positions: torch.Tensor, asked: RecomputePass) -> object:
         seen, tokens, device = len(asked.keys), len(token_ids), token_ids.device

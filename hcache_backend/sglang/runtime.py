@@ -43,12 +43,12 @@ logger = logging.getLogger("hcache")
 
 JUDGING = "judging L3 hits"  # a capability (start/capabilities.py)
 _UNTOLD = "the weights were updated and not all pipeline stages have said theirs"
+_REASONS = ("quarantined", "not_restorable", "flush_needed", "stages")
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Present weights of one pipeline stage or of all; replaced whole, because other threads
-    read."""
+    """Present weights of one pipeline stage or of all."""
 
     fingerprint: bytes  # digest over all tensor-parallel ranks
     suspended: str | None = None  # reason why L3 takes and gives nothing at present
@@ -67,8 +67,7 @@ class Forwards:
 
 @dataclass
 class Runtime:
-    """State of one scheduler process. Attributes change on the scheduler thread only, except
-    ``weights``, which changes when the other pipeline stages have told theirs."""
+    """State of one scheduler process, changed on the scheduler thread only, except ``weights``."""
 
     runner: Any  # SGLang's ModelRunner
     config: HCacheConfig | None = None  # None until hcache is asked for
@@ -83,16 +82,15 @@ class Runtime:
     writer: bytes = field(default_factory=lambda: os.urandom(WRITER_BYTES))
     weights: Weights | None = None
     draft: Any = None  # SGLang's ModelRunner of a draft model
-    # Digest (16 bytes, hexadecimal) of its layers on this rank, in the names of its pages in L3.
-    # Its embedding and head may be the model's.
+    # Digest (hexadecimal) of its layers on this rank, in the names of its pages in L3.
     draft_digest: str | None = None
     # Fields of the namespace of own pages besides the weights.
     page_fields: dict[str, object] = field(default_factory=dict)
-    # Called on the scheduler thread when captured rows lose their meaning.
+    # Called on the scheduler thread when captured rows lose their meaning, ...
     on_weights_changed: list[Callable[[], None]] = field(default_factory=list)
-    # Called on the scheduler thread when L1 and L2 have been emptied.
+    # ...when L1 and L2 have been emptied, ...
     on_caches_flushed: list[Callable[[], None]] = field(default_factory=list)
-    # Called when projected K and V stop matching those of the model.
+    # ...and, in a thread of its own, when projected K and V stop matching those of the model.
     on_quarantine: list[Callable[[], None]] = field(default_factory=list)
     projection: list[LayerGroup] = field(default_factory=list)  # empty in KV mode
     recomputation: str | None = None  # in words: how exact; None: nothing is recomputed
@@ -107,12 +105,8 @@ class Runtime:
     codec: str | None = None  # of our own pages; None without them
     # Features that the server goes without, and why; for the log.
     unused: dict[str, str] = field(default_factory=dict)
-    # why L3 is suspended, by the metric's label; the first reason counts
-    _reasons: dict[str, str | None] = field(
-        default_factory=lambda: dict.fromkeys(
-            ("quarantined", "not_restorable", "flush_needed", "stages")
-        )
-    )
+    # why L3 is suspended, by the metric's label; the first reason in _REASONS counts
+    _reasons: dict[str, str | None] = field(default_factory=lambda: dict.fromkeys(_REASONS))
     _namespaces: dict[tuple[bytes, str], bytes] = field(default_factory=dict)
     _stages: PipelineStages | None = None
     _lock: threading.RLock = field(default_factory=threading.RLock)
@@ -191,8 +185,8 @@ class Runtime:
     def page_namespaces(self) -> tuple[bytes, ...]:
         """Namespaces of pages of the present weights; a stand-in until all stages have told
         these."""
-        made = (weights for weights in (self.weights, self._stand_in) if weights is not None)
-        return tuple(self.namespace_of(weights, **self.page_fields) for weights in made)
+        made = filter(None, (self.weights, self._stand_in))
+        return tuple(map(self.page_namespace, made))
 
     def read_weights(self) -> None:
         """Fingerprint the loaded weights. Every rank of every stage must call it at one point.
@@ -245,8 +239,8 @@ class Runtime:
         self._suspend(flush_needed=None)
 
     def got_other_weights(self) -> None:
-        """A prefill server sent K and V of other weights than this decode server's. L1 and L2 hold
-        them, and K and V decoded behind them: L3 is suspended until these are flushed."""
+        """A prefill server sent K and V of other weights than this decode server's: L3 is suspended
+        until L1 and L2, which hold them, are flushed."""
         with self._lock:
             if self._reasons["flush_needed"] is not None:
                 return
@@ -354,20 +348,20 @@ def _stage_weights(model: Any) -> Weights | None:
 def _digest_model(model: Any) -> list[TensorDigest]:
     from sglang.srt.layers.linear import RowParallelLinear
 
-    by_column = {
-        f"{name}.weight"
-        for name, module in model.named_modules()
-        if isinstance(module, RowParallelLinear)
-    }
+    def named(name: str) -> str:
+        """LoRA wraps layers when it is set up, which must not make other weights of them."""
+        return name.replace(".base_layer.", ".")
+
+    modules, parameters = model.named_modules(), model.named_parameters()
+    rows = (f"{name}.weight" for name, of in modules if isinstance(of, RowParallelLinear))
     # The same of all experts of a layer in one tensor.
-    by_column |= {name for name, _ in model.named_parameters() if name.endswith("w2_weight")}
-    # LoRA wraps layers when it is set up, which must not make other weights of them.
-    tensors = ((name.replace(".base_layer.", "."), t) for name, t in model_tensors(model))
-    return digest_tensors(tensors, {name.replace(".base_layer.", ".") for name in by_column})
+    experts = (name for name, _ in parameters if name.endswith("w2_weight"))
+    tensors = ((named(name), tensor) for name, tensor in model_tensors(model))
+    return digest_tensors(tensors, set(map(named, (*rows, *experts))))
 
 
 def _settings(settings: dict[str, Any]) -> dict[str, Any]:
-    """The model's settings (norm epsilon, RoPE, scalings...) without those that are only names: the
-    same weights under another name or path share pages, on purpose."""
+    """The model's settings without those that are only names: the same weights under another name
+    or path share pages, on purpose."""
     ignored = {"_name_or_path", "transformers_version", "id2label", "label2id"}
     return {key: value for key, value in settings.items() if key not in ignored}

@@ -28,11 +28,10 @@ _prefills: deque[tuple[weakref.ref[Any], Any]] = deque(maxlen=64)
 
 
 def around_received(original: Original, scheduler: Any, req: Any, *a: Any, **kw: Any) -> Any:
-    """A request comes, or SGLang tries again to prefetch for it. First the governor gets its
-    scheduler, because no slice comes before a prefetch. Then the gate hears of the request. Last,
-    L3 hears of a node that SGLang uses but that is not backed up, behind which it does not
-    prefetch. A prefix that SGLang cannot look up, such as that of a streaming session, would end
-    the scheduler. Here its request goes on without L3."""
+    """A request comes, or SGLang tries again to prefetch for it. The governor gets its scheduler,
+    and the gate hears of the request. Last, L3 hears of a node that is not backed up, behind which
+    SGLang does not prefetch. A prefix that SGLang cannot look up, such as that of a streaming
+    session, would end the scheduler: its request goes on without L3."""
     with harmless():
         prefetches, gate = current().prefetches, gate_of(scheduler.tree_cache)
         prefetches.scheduler = scheduler

@@ -110,8 +110,7 @@ def _is_idle() -> bool:
 
 
 def _make_way(cache: Any, filled: int, tokens: int) -> None:
-    """End hints, the oldest first, until ``filled`` tokens have room beside them, ``tokens`` of
-    them new."""
+    """End hints, the oldest first, until ``filled`` tokens, ``tokens`` of them new, have room."""
     prefetches = current().prefetches
     for name in prefetches.hints:
         beside = filled + held_tokens(prefetches.hints.values())

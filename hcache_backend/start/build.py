@@ -44,12 +44,7 @@ from hcache_backend.host.stages import StagePages
 from hcache_backend.plan.restore import CHUNK_TOKENS, Partition, Restore
 from hcache_backend.prefetch.eager_loads import EagerLoads
 from hcache_backend.prefetch.slices import SliceBudget
-from hcache_backend.projection.paged_pool import (
-    PagedPool,
-    full_attention,
-    holds_latents,
-    planes_of,
-)
+from hcache_backend.projection.paged_pool import PagedPool, full_attention, holds_latents, planes_of
 from hcache_backend.projection.projector import Projector
 from hcache_backend.ranks import Refused, all_or_none, smallest
 from hcache_backend.restore.exchange import CollectiveOrder, Exchange

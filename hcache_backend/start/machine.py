@@ -19,13 +19,7 @@ import torch
 
 from hcache_backend.config import ConfigError, HCacheConfig
 from hcache_backend.plan.contention import PAGE
-from hcache_backend.plan.measure import (
-    Bench,
-    device_name,
-    measure,
-    read_rate,
-    use_measured_copies,
-)
+from hcache_backend.plan.measure import Bench, device_name, measure, read_rate, use_measured_copies
 from hcache_backend.plan.model_config import shape_from_config
 from hcache_backend.plan.model_shape import CLEARLY_LESS, ModelShape
 from hcache_backend.plan.profile import Profile, Rate, load_profile

@@ -402,12 +402,7 @@ def _gigabytes(*sizes: float) -> list[str]:
 
 
 def take_staging(
-    runner: Any,
-    layers: int,
-    width: int,
-    dtype: torch.dtype,
-    device: Any,
-    recorded_tokens: int = 0,
+    runner: Any, layers: int, width: int, dtype: torch.dtype, device: Any, recorded_tokens: int = 0
 ) -> Staging:
     """Staging for ``layers`` captured ones, in the memory that SGLang left beside its KV pool.
 
