@@ -253,9 +253,6 @@ def _slots(batch: Any) -> Any:
     return batch.out_cache_loc if slots is None else slots
 
 
-# ---- recomputed rows ----
-
-
 class RecomputedRows:
     """Inputs of the projections of one slice. Scheduler thread only."""
 

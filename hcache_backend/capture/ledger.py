@@ -90,8 +90,6 @@ class Ledger:
         self._entries: deque[_Entry] = deque()
         self._proofs: deque[Proof] = deque()
 
-    # ---- what happens to slots ----
-
     def pass_begins(self) -> None:
         """Call before the engine launches a forward pass."""
         try:
@@ -142,8 +140,6 @@ class Ledger:
         if any(not freed.isdisjoint(pages.tolist()) for pages in loads):
             self.settle()
 
-    # ---- what the arena is told ----
-
     @property
     def none_lost(self) -> bool:
         """True if no forward pass is known to have lost rows of slots that are still its own."""
@@ -180,8 +176,6 @@ class Ledger:
         # Their memory is still to be written.
         self._proofs = deque(proof._replace(step=None) for proof in self._proofs)
         self._arena.clear()
-
-    # ---- from the device to the CPU ----
 
     def read(self, values: torch.Tensor) -> Read:
         """Ask the next pass to bring ``values`` (int64 ``[n]``, on the device) to the CPU."""

@@ -222,8 +222,6 @@ class StagedCapture:
         """Bytes of one token, all captured layers."""
         return self.segments.numel() * self.codec.row_bytes
 
-    # ---- the forward pass ----
-
     def begin(
         self, slots: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor
     ) -> Step | None:
@@ -370,8 +368,6 @@ class StagedCapture:
         self._transfer.keep(step.where)
         self._transfer.keep(step.marks)
         self._transfer.run(save)
-
-    # ---- backup ----
 
     def back_up(self, slots: Ids, host_pages: Ids) -> None:
         self._use_shadows(self.arena.swap(slots, host_pages))

@@ -94,8 +94,6 @@ class LoadQueue:
         self._queued: list[QueuedLoad] = []
         self._forwards: Stream | None = None  # of forward passes, when the last load was planned
 
-    # ---- from asking to launching ----
-
     def plan(
         self, host_pages: Ids, depths: Ids, prefix: Prefix, token_ids: TokenIds | None = None
     ) -> QueuedLoad | None:
@@ -207,8 +205,6 @@ class LoadQueue:
                 metrics.STREAM_SECONDS.count(f"{stream}_busy", report.busy_ms(stream) / 1e3)
                 metrics.STREAM_SECONDS.count(f"{stream}_idle", report.idle_ms(stream) / 1e3)
 
-    # ---- recomputation ----
-
     @property
     def recomputes_pages(self) -> bool:
         """True if pages can be recomputed whole, and slices have no other work (unstored
@@ -277,8 +273,6 @@ class LoadQueue:
             recompute.fill(positions, slots)
 
         return recompute._replace(fill=fill)
-
-    # ---- tokens and slots ----
 
     def _span(self, host_pages: Ids, prefix: Prefix) -> TokenSpan | None:
         """The tokens of pages; None if they cannot be recomputed, or ``prefix`` is not theirs."""

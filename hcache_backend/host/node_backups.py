@@ -80,8 +80,6 @@ class NodeBackups:
         self._passes = 0  # of the last turn
         self._tree: Any = None  # SGLang's, with the nodes whose layouts are chosen
 
-    # ---- turns of the scheduler ----
-
     def ask(self, turn: Turn) -> None:
         """Say which layouts are chosen."""
         if self._layouts is not None:
@@ -98,8 +96,6 @@ class NodeBackups:
         self._waiting.clear()
         if self._layouts is not None:
             self._layouts.forget()
-
-    # ---- from HiCache's question to the copy ----
 
     def begin(self, slots: torch.Tensor, *, may_wait: bool) -> Backup | None:
         """A backup of tokens in ``slots`` (int64 ``[n]``, on the device); None, on every rank, if

@@ -162,8 +162,6 @@ class EagerRestores:
     def pages(self) -> int:
         return len(self._reserved)
 
-    # ---- prefetches ----
-
     def running(self) -> list[Hashable]:
         """The prefetches after :meth:`reserve` and before :meth:`end`, in order."""
         return list(self._running)
@@ -281,8 +279,6 @@ class EagerRestores:
     def _found(self, host_pages: Ids) -> list[Reserved | None]:
         return [self._reserved.get(page) for page in host_pages.tolist()]
 
-    # ---- allocation ----
-
     def make_free(self, pages: int) -> None:
         """Give back reserved pages until ``pages`` device pages are free, if there are as many:
         first those not launched, from the end of the newest prefetch on, then the oldest."""
@@ -312,8 +308,6 @@ class EagerRestores:
         ]
         return Adopted(torch.cat(parts), ready, whole, restores)
 
-    # ---- the end ----
-
     def clear(self) -> None:
         """Give back everything and block until nothing reads host pages; prefetches go on."""
         for _, restore in self._reading:
@@ -324,8 +318,6 @@ class EagerRestores:
         """Every page of the device was freed elsewhere: forget the reservations."""
         until_written(_using([*self._reserved.values()]))
         self._forget([*self._reserved.values()])
-
-    # ---- internals ----
 
     def _slots(self, reservation: Reservation, pages: range) -> torch.Tensor:
         return reservation.slots[pages.start * self._size : pages.stop * self._size]

@@ -135,9 +135,6 @@ def _median(weighted: list[tuple[float, float]]) -> float:
     return max(weighted)[0]
 
 
-# ---- the state of HiCache's L3 threads ----
-
-
 # A look-up is stalled after this time; a read, if its next part comes later than this plus twice
 # its expected time.
 STALLED_SECONDS = 0.5

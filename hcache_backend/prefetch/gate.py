@@ -269,8 +269,6 @@ class HitGate:
             # A read that ended early counts as if the rest had come at the same pace.
             reads.measured(wanted, 0, max(seconds, 1e-6) * wanted / tokens)
 
-    # ---- estimates ----
-
     def _pays(self, hit: Hit, read: float) -> bool:
         """True if reading a hit in ``read`` seconds is worth it with nothing else under way."""
         saved = self.estimates.saved(hit)

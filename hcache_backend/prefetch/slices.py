@@ -86,8 +86,6 @@ class SliceBudget:
         self._launched.append((restore, prefix, layers))
 
 
-# ---- beside other requests ----
-
 RUNNING_LIMIT = 8  # beside this many running requests nothing is recomputed
 
 

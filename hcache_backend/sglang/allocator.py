@@ -38,8 +38,6 @@ class ReservablePages:
         self._allocating("alloc_extend", lambda asked: asked["extend_num_tokens"] // self._size + 1)
         self._allocating("alloc_decode", lambda asked: 0)
 
-    # ---- free pages without reserved ones ----
-
     def count(self) -> int:
         return int(self._available()) // self._size
 
@@ -58,8 +56,6 @@ class ReservablePages:
         """Free the whole pages of ``slots``, for the next user on the current stream."""
         # At once, also while the scheduler collects the slots that a step frees.
         self._allocator._release_page_ids(slots[:: self._size] // self._size)
-
-    # ---- the allocator's methods ----
 
     def _allocating(self, name: str, pages: Callable[[dict[str, Any]], int]) -> None:
         """Wrap a method that gives slots to sequences: at most a page each, and ``pages``."""

@@ -134,8 +134,6 @@ class OwnPagesController(HybridCacheController):
             turn.cache.evict_host(self._pool.size)
             self._never_loaded = False
 
-    # ---- indices ----
-
     # Our tables are on the CPU: SGLang would send host indices to the device and we read them back.
 
     def _move_pool_indices(
@@ -394,9 +392,6 @@ class OwnPagesController(HybridCacheController):
     @property
     def _storage_verifies(self) -> bool:
         return getattr(self.storage_backend, "verifies_segments", False)
-
-
-# ---- prefetches in batches ----
 
 
 _LOOKING_SECONDS = 1e-3  # between two looks at the progress of the front

@@ -126,8 +126,6 @@ class OwnPagesPool(HostKVCache):
         self._capture = capture
         self._frees_duplicates = frees_duplicates
 
-    # ---- sizes and memory ----
-
     def get_size_per_token(self) -> int:
         # Divides for page sizes that are powers of two; others only round the pool's size down.
         return -(-self.page_layout.page_bytes // self.page_layout.page_size)
@@ -159,8 +157,6 @@ class OwnPagesPool(HostKVCache):
         ids: Ids = host_indices[:: self.page_size].to("cpu").numpy() // self.page_size
         return ids
 
-    # ---- HiCache's calls with its indices ----
-
     def free(self, indices: torch.Tensor) -> int:
         if indices.numel():
             host_pages = self.page_ids(indices)
@@ -185,8 +181,6 @@ class OwnPagesPool(HostKVCache):
             capture.ledger.forget()
         self.arena.clear()
         super().clear()
-
-    # ---- device <-> host ----
 
     def backup_from_device_all_layer(
         self, device_pool: Any, host_indices: Any, device_indices: Any, io_backend: str

@@ -233,9 +233,6 @@ def _without_prefill_graphs(runner: Any) -> Iterator[None]:
         runner.prefill_cuda_graph_runner = graphs
 
 
-# ---- recomputations ----
-
-
 class RecomputeBatch(ForwardBatch):
     """Marks a recomputation: our hook on attention asks ``asked`` first."""
 

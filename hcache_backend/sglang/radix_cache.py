@@ -20,9 +20,6 @@ from hcache_backend.sglang.storage_threads import gate_of, keys_to, our_l3, page
 _CACHE = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache."
 
 
-# ---- a turn of the scheduler ----
-
-
 def around_turn(original: Original, cache: Any, *a: Any, **kw: Any) -> Any:
     """Around ``check_hicache_events``, in each turn of the scheduler: HiCache's part, then ours."""
     gate, l3, turn = gate_of(cache), our_l3(cache), Turn(cache)
@@ -101,9 +98,6 @@ def _fell_short(operation: Any, cache: Any) -> bool:
     return not whole or any(there.get(t.name, 0) != len(t.keys or ()) for t in sides)
 
 
-# ---- prefetches and loads ----
-
-
 def around_prefetch(original: Original, cache: Any, request: Any, *a: Any, **kw: Any) -> Any:
     """First the gate says whether L3 is asked. Then our L3 hears of the prefix, and its keys."""
     given, asks = inspect.signature(original).bind(cache, request, *a, **kw), True
@@ -156,9 +150,6 @@ def around_load_back(original: Original, cache: Any, params: Any, *a: Any) -> An
         return original(cache, params, *a)
     finally:
         controller.loading = unknown
-
-
-# ---- uses of pages ----
 
 
 def after_written(original: Original, cache: Any, node_id: int, *a: Any, **kw: Any) -> Any:

@@ -27,9 +27,6 @@ def follows(cache: Any) -> bool:
     return getattr(cache, "buffer_pipeline", None) is None
 
 
-# ---- answers of L3 ----
-
-
 def with_room(cache: Any, answered: int | None) -> int | None:
     """Number of answers that HiCache may take now, of the ``answered`` first ones in its queue,
     which are brought to the front. HiCache reads L3 for each that it takes."""

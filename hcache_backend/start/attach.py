@@ -141,9 +141,6 @@ def _check_groups(runner: Any, args: Any, config: HCacheConfig) -> None:
         check_tp_lcm_size(asked, ranks, heads, own_pages=own_pages)
 
 
-# ---- attach ----
-
-
 class Joined(NamedTuple):
     """Parts of a backend instance; ``kv_fields``: inputs of K and V besides the weights."""
 

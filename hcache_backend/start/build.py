@@ -408,9 +408,6 @@ def _shard(exchange: Exchange | None) -> Shard:
     return WHOLE if exchange is None else Shard(exchange.number, exchange.shards)
 
 
-# ---- the stack of a plan ----
-
-
 def build_stack(
     runtime: Runtime, params: Any, plan: PagePlan, projector: Projector
 ) -> AbstractContextManager[None]:

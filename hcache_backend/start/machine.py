@@ -50,9 +50,6 @@ so prefetches have only the others; K and V of all layers may leave fewer."""
 _Decision = tuple[Partition, str]  # and the reason
 
 
-# ---- the partition ----
-
-
 def layer_methods(runtime: Runtime, kvcache: Any) -> Restore:
     """The storage of each layer: by the options, otherwise the store's record, otherwise the
     profile, which only the first rank of the first stage finds. All ranks must ask first at the
