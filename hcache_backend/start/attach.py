@@ -1,8 +1,6 @@
 """Joining a server, at its start or at a run-time attach: options, store, hooks, agreement of
-ranks. Nothing else is registered unless the server wants us.
-
-At an attach every rank reports before any of them raises: a rank that failed alone would leave the
-others waiting in HiCache's next collective.
+ranks. At an attach every rank reports before any of them raises: a rank that failed alone would
+leave the others waiting in HiCache's next collective.
 """
 
 from __future__ import annotations
@@ -67,20 +65,16 @@ def bootstrap(runner: Any) -> None:
     if extra is not None:
         or_stop(lambda: check_preemption(args))
         runtime.store = or_stop(lambda: open_store(config, runtime.writer))
-    elif config.shared is not None and args.hicache_storage_backend is not None:
-        logger.warning(
-            "hcache: option 'shared' is ignored: it needs the page store of this package, and "
-            "--hicache-storage-backend is %s",
-            args.hicache_storage_backend,
-        )
+    elif config.shared is not None and (other := args.hicache_storage_backend) is not None:
+        why = f"it needs the page store of this package, and --hicache-storage-backend is {other}"
+        logger.warning("hcache: option 'shared' is ignored: %s", why)
     # With --startup-weight-load-mode overlap the weights are not there yet.
     late = getattr(runner, "startup_weight_load", None) is not None
     unseen = hooks.install(hooks.LATE_WEIGHTS) if late else None
     if not late or unseen is not None:
         runtime.read_weights()
-    unnoticed = hooks.install(hooks.WEIGHTS)
     doubts = {"--startup-weight-load-mode overlap": unseen}
-    doubts["weight updates would go unnoticed"] = unnoticed
+    doubts["weight updates would go unnoticed"] = unnoticed = hooks.install(hooks.WEIGHTS)
     if serves_adapters(args):
         doubts["pages of adapters would not be kept apart"] = hooks.install(hooks.ADAPTERS)
     if may_be("decode", runner.server_args):
@@ -181,9 +175,9 @@ def leave_report(joined: Joined, storage_config: HiCacheStorageConfig) -> None:
         name, record = runtime.kept_partition
         save_record(folders[0], name, record, replace=False)
     if storage_config.pp_rank == 0:
-        report = runtime.report()
-        if joined.config.shared is not None:
-            report = report.model_copy(update={"shared": joined.config.shared.backend})
+        shared = joined.config.shared
+        backend = {"shared": shared.backend} if shared is not None else None
+        report = runtime.report().model_copy(update=backend)
         for folder in folders:
             write_report(folder, report)
         if runtime.kept_profile is not None:  # for the next start
@@ -239,13 +233,9 @@ def warn_of_small_host_pool(
         more = 1.004 * missing / (device_tokens * device_token_bytes)
         enough = f"--hicache-ratio {math.ceil(100 * (memory.hicache_ratio + more)) / 100:.2f}"
     logger.warning(
-        "hcache: the host pool has room for %d tokens and the device pool for %d: about %d%% of "
-        "what fills the device is stored (hcache_not_backed_up_tokens_total counts the rest); with "
-        "%s all of it",
-        host_tokens,
-        device_tokens,
-        100 * host_tokens // device_tokens,
-        enough,
+        f"hcache: the host pool has room for {host_tokens} tokens and the device pool for "
+        f"{device_tokens}: about {100 * host_tokens // device_tokens}% of what fills the device is "
+        f"stored (hcache_not_backed_up_tokens_total counts the rest); with {enough} all of it"
     )
 
 
@@ -290,9 +280,8 @@ def _attach_config(runtime: Runtime, extra: Mapping[str, Any]) -> HCacheConfig:
         asked, has = getattr(config, name), getattr(started, name)
         told = in_mode if runtime.config is None else f"was started with {has!r}"
         if name == "mode":  # the server's may differ from its option
-            has, told = runtime.mode or "kv", in_mode
-            if asked == "auto" or (asked == "plain" and not runtime.own_pages):
-                has = asked
+            alike = asked == "auto" or (asked == "plain" and not runtime.own_pages)
+            has, told = asked if alike else runtime.mode or "kv", in_mode
         if name == "codec" and has == "auto" and asked != "auto":  # the codec that this server uses
             has = runtime.codec or "none"
         if asked != has:
@@ -309,15 +298,13 @@ def _attach_config(runtime: Runtime, extra: Mapping[str, Any]) -> HCacheConfig:
 def _check_late_start(runtime: Runtime) -> None:
     """Raise ConfigError if pages of a server started without us would mix with others."""
     args = resolved(runtime.runner.server_args)
-    mixing = {
-        # Ranks of one data-parallel group attach alone; the weights are those of all groups.
-        "--enable-dp-attention": runtime.weights is None and args.enable_dp_attention,
-        # Pages in L1 and L2 have keys that other requests may have, too.
-        "--enable-lora": serves_adapters(args),
-    }
-    for flag in (flag for flag, given in mixing.items() if given):
-        needs = f"with {flag} it has to be started with it"
-        raise ConfigError(f"hcache: {STARTED_WITHOUT_US}; {needs}")
+    flag = None
+    if runtime.weights is None and args.enable_dp_attention:
+        flag = "--enable-dp-attention"  # a data-parallel group attaches alone, without its weights
+    elif serves_adapters(args):
+        flag = "--enable-lora"  # pages in L1 and L2 have keys that other requests may have, too
+    if flag is not None:
+        raise ConfigError(f"hcache: {STARTED_WITHOUT_US}; with {flag} it has to be started with it")
     if missing := hooks.install(hooks.WEIGHTS):
         raise ConfigError(f"hcache: {missing}; weight updates could not be noticed")
     hooks.notice_uses()
@@ -330,9 +317,8 @@ def _agree(
     rank = f"tensor-parallel rank {storage_config.tp_rank}"
     if storage_config.pp_size > 1:
         rank += f" of pipeline stage {storage_config.pp_rank}"
-    problem = None
+    problem, known = None, isinstance(error, ConfigError)
     if error is not None:
-        known = isinstance(error, ConfigError)
         problem = str(error) if known else f"hcache: {type(error).__name__}: {error}"
     knows_weights = joined is not None and joined.runtime.weights is not None
     said = said_by_all_ranks((rank, problem, knows_weights))

@@ -50,21 +50,16 @@ from hcache_backend.ranks import Refused, all_or_none, smallest
 from hcache_backend.restore.exchange import CollectiveOrder, Exchange
 from hcache_backend.restore.recompute import Recomputer
 from hcache_backend.restore.ring import ring_bytes
-from hcache_backend.sglang import hooks
+from hcache_backend.sglang import hooks, passes
 from hcache_backend.sglang.allocator import ReservablePages
 from hcache_backend.sglang.arguments import drafted_tokens, packed_drafts, storage_extra_config
 from hcache_backend.sglang.controller import OwnPagesController
 from hcache_backend.sglang.groups import attention_ranks, new_stage_group
 from hcache_backend.sglang.hook_registry import Hook, install
 from hcache_backend.sglang.host_pool import OwnPagesPool
-from hcache_backend.sglang.passes import (
-    attention_modules,
-    make_recomputer,
-    prefill_and_decode,
-    run_again,
-    run_prompts,
-)
+from hcache_backend.sglang.passes import make_recomputer, run_again
 from hcache_backend.sglang.runtime import Forwards, Runtime, current
+from hcache_backend.start import page_plan
 from hcache_backend.start.attach import warn_of_small_host_pool
 from hcache_backend.start.capabilities import (
     EAGER,
@@ -79,17 +74,7 @@ from hcache_backend.start.capabilities import (
     tell,
 )
 from hcache_backend.start.machine import judge_hits, layer_methods
-from hcache_backend.start.page_plan import (
-    PagePlan,
-    asked_codec,
-    choose_codec,
-    hidden_as_they_are,
-    kv_bytes_per_token,
-    kv_codec,
-    make_exchange,
-    page_plugin,
-    take_staging,
-)
+from hcache_backend.start.page_plan import PagePlan
 from hcache_backend.start.sides import share_of_size, strategy_of, with_our_pool
 
 logger = logging.getLogger("hcache")
@@ -191,8 +176,9 @@ class Start:
         probe = self._observe()
         step(probe.refuse_dependence, [f"{layer.name}." for layer in probe.layers])
         step(probe.compare, projector)
-        codec = step(choose_codec, ranks, runtime, probe, projector)
-        exchange = step(make_exchange, "hidden states", probe.hidden, kvcache.page_size)
+        codec = step(page_plan.choose_codec, ranks, runtime, probe, projector)
+        rows = "hidden states", probe.hidden, kvcache.page_size
+        exchange = step(page_plan.make_exchange, *rows)
         recomputer = None
         if methods.recomputable:
             recomputer = step(self._find_recomputer, probe, methods, whole=False)
@@ -203,7 +189,7 @@ class Start:
         shard = _shard(exchange)
         groups = self._head_groups(methods, shard)
         if methods.layers("kv"):
-            how["kv_codec"] = step(kv_codec, runtime, kvcache, shard, groups, stages)
+            how["kv_codec"] = step(page_plan.kv_codec, runtime, kvcache, shard, groups, stages)
         plan = step(PagePlan, kvcache, methods, shard, groups, exchange=exchange, **how)
         plan = self._tried(plan, lambda: probe.slots)
         specs = LayerSpecs(runtime, probe, projector, ranks)
@@ -216,9 +202,10 @@ class Start:
         except Refused as refused:
             if codec.is_view:
                 raise
-            codec = hidden_as_they_are(codec.name, codec.hidden_size, codec.dtype, refused)
+            exact = codec.name, codec.hidden_size, codec.dtype, refused
             # The next plan reuses its hooks and its staging.
-            plan = step(replace, plan, codec=codec, hooks=plan.capture_hooks)
+            how = {"codec": page_plan.hidden_as_they_are(*exact), "hooks": plan.capture_hooks}
+            plan = step(replace, plan, **how)
             plan = self._tried(plan, lambda: probe.slots)
             self._check_capture(plan)
         specs.follow_weights()
@@ -236,8 +223,9 @@ class Start:
             exchange = self._latent_exchange(ranks.world_size)
             own = _shard(exchange)
         groups = self._head_groups(methods, own)
-        codec = self.step(kv_codec, runtime, kvcache, own, groups, self._params.pp_size)
-        plugin = page_plugin(self._config) if codec != "none" else None
+        stages = self._params.pp_size
+        codec = self.step(page_plan.kv_codec, runtime, kvcache, own, groups, stages)
+        plugin = page_plan.page_plugin(self._config) if codec != "none" else None
         parts = (own, groups) if plugin is None else (WHOLE, self._head_groups(methods, WHOLE))
         how: dict[str, Any] = {"kv_codec": codec, "plugin": plugin, "exchange": exchange}
         how |= {"host_share": self._host_share, "drafts": packed_drafts(self._runner)}
@@ -259,7 +247,7 @@ class Start:
         self.step(refuse, OWN_PAGES, self.server, install(hooks.EXCHANGE))
         slots = self.step(self._written)
         rows = [planes_of(kvcache, layer)[0][slots] for layer in range(kvcache.layer_num)]
-        return self.step(make_exchange, "latents", rows, int(kvcache.page_size))
+        return self.step(page_plan.make_exchange, "latents", rows, int(kvcache.page_size))
 
     def _tried(self, plan: PagePlan, written: Callable[[], torch.Tensor], **plain: Any) -> PagePlan:
         """Prove that K and V come back by ``plan``, and take its memory. If its codec fails, that
@@ -300,21 +288,19 @@ class Start:
                 f"of the {page} bytes of a page of {layout.page_size} tokens (--page-size) its "
                 f"header would take {header}"
             )
-        if plan.kv.layers:
-            for variant in layout.variants:
-                check_copies(variant, plan.kv)
+        for variant in layout.variants if plan.kv.layers else ():
+            check_copies(variant, plan.kv)
 
     def _look_at_model(self, plan: PagePlan, slots: torch.Tensor) -> None:
         """Let the plan's plug-in look at the model, in which K and V of the self-check's tokens are
         in ``slots`` (int64 ``[n]``)."""
-        runner, plugin = self._runner, plan.plugin
-        assert plugin is not None
 
         def observer() -> Recomputer:
             refuse(HIDDEN, self.server, install(hooks.HIDDEN))
-            recomputer = make_recomputer(runner, plan.kvcache, plan.methods.chunk_tokens)
-            ids = probe_tokens(runner.model_config.vocab_size, len(slots))
-            plugin.try_model(recomputer, ids, slots)
+            recomputer = make_recomputer(self._runner, plan.kvcache, plan.methods.chunk_tokens)
+            ids = probe_tokens(self._runner.model_config.vocab_size, len(slots))
+            assert plan.plugin is not None
+            plan.plugin.try_model(recomputer, ids, slots)
             return recomputer
 
         try:
@@ -329,14 +315,16 @@ class Start:
         order = CollectiveOrder(kvcache.device) if attention_ranks().world_size > 1 else None
         check = self.step(CaptureCheck, plan, projector, order)
         for graphs, by_layer in ((False, True), (False, False), (True, False)):
-            run = partial(prefill_and_decode, self._runner, check.tokens, ranks, graphs=graphs)
+            of_check = self._runner, check.tokens, ranks
+            run = partial(passes.prefill_and_decode, *of_check, graphs=graphs)
             self.step(check.save, run, seen=not graphs, by_layer=by_layer)
             self.step(check.restore, projector)
 
     def _observe(self) -> Probe:
-        modules = self.step(attention_modules, self._runner.model, self._kvcache.layer_num)
+        of_model = self._runner.model, self._kvcache.layer_num
+        modules = self.step(passes.attention_modules, *of_model)
         calls = not holds_latents(self._kvcache)  # nothing is projected to latents
-        run = partial(run_prompts, self._runner, [PROBE_TOKENS])
+        run = partial(passes.run_prompts, self._runner, [PROBE_TOKENS])
         return self.step(observe, run, modules, calls=calls)
 
     def _page_recomputer(self, plan: PagePlan) -> Recomputer | None:
@@ -374,15 +362,15 @@ class Start:
         try:
             found = all_or_none((group,), prove)
             [recomputer.layers] = smallest(group, found.layers)
-            if whole and recomputer.layers < layers:
-                why = found.problem or "a layer of another tensor-parallel rank is not exact"
-                raise Refused(why)
+            all_exact = recomputer.layers == layers
+            if whole and not all_exact:
+                elsewhere = "a layer of another tensor-parallel rank is not exact"
+                raise Refused(found.problem or elsewhere)
         except Refused as refused:
             runtime.unused[RECOMPUTATION] = str(refused)
             return None
-        first, reason = "", found.problem or "other tensor-parallel ranks"
-        if recomputer.layers < layers:
-            first = f"the first {recomputer.layers} layers only ({reason}); "
+        reason = found.problem or "other tensor-parallel ranks"
+        first = "" if all_exact else f"the first {recomputer.layers} layers only ({reason}); "
         runtime.recomputation = first + found.exactness
         logger.debug("hcache: exactness: recomputed layers: %s", runtime.recomputation)
         return recomputer
@@ -414,7 +402,7 @@ def build_stack(
     """Within the block SGLang's strategy builds HiCache's components around ours, which are by the
     plan that every rank agreed on."""
     kvcache, layout, config = plan.kvcache, plan.layout, runtime.config
-    codec, ranks, memory = plan.codec, attention_ranks(), get_memory()
+    ranks, memory = attention_ranks(), get_memory()
     device, whole = kvcache.device, params.token_to_kv_pool_allocator
     allocator = getattr(whole, "full_attn_allocator", whole)  # without that of windows
     assert config is not None
@@ -430,23 +418,20 @@ def build_stack(
         stamp=lambda page: layout.stamp(page, runtime.page_namespace(), runtime.writer),
         keeps_unfit=plan.recomputer is not None,
     )
-    hidden, order = codec is not None, None
+    hidden, order = plan.codec is not None, None
     if ranks.world_size > 1 and (hidden or plan.exchange is not None):
         order = runtime.forwards.order = CollectiveOrder(device)
-    reason, free_pages = refusal(EAGER, Server(runtime, kvcache, allocator, hidden)), None
+    reason = refusal(EAGER, Server(runtime, kvcache, allocator, hidden))
     if reason is not None:
         runtime.unused[EAGER] = reason
     runtime.eager = reason is None
     capture = _start_capture(runtime, pool, plan) if hidden else None
-    if hidden or runtime.eager:
-        free_pages = ReservablePages(allocator, plan.capture_hooks if hidden else None)
     pipeline = plan.pipeline(pool.kv_buffer, projector, order)
     heard = runtime.l3.estimates.slowdown, runtime.cannot_restore
     loads = LoadQueue(pool.arena, pipeline, plan.methods, plan.recomputer, device, *heard)
     pool.use(loads, capture, frees_duplicates=memory.hicache_write_policy == "write_back")
-    warn_of_small_host_pool(
-        pool.size, int(kvcache.size), pool.size_per_token, kv_bytes_per_token(kvcache)
-    )
+    token_bytes = pool.size_per_token, page_plan.kv_bytes_per_token(kvcache)
+    warn_of_small_host_pool(pool.size, int(kvcache.size), *token_bytes)
     kv_checks = KVChecks(runtime, pool, plan.kv)
     new_rows, checks, layouts, eager = None, None, None, None
     if plan.kv.layers:
@@ -454,16 +439,18 @@ def build_stack(
         pool.on_backed_up.append(kv_checks.transferred)
         if capture is None:  # otherwise a load may recompute layers whose K and V are stored
             pool.on_loaded.append(kv_checks.transferred)
-    if codec is not None and capture is not None:
+    if plan.codec is not None and capture is not None:
         new_rows = partial(RecomputedRows, capture, plan.staging, plan.capture_hooks)
-        how = codec, projector, plan.exchange, order
+        how = plan.codec, projector, plan.exchange, order
         checks = ServiceChecks(runtime, pool, plan.hidden_layers, *how)
         pool.on_freed.append(checks.freed)
         pool.on_backed_up.append(checks.transferred)
     if plan.plugin is not None and plan.observer is not None:
-        group_of, number = params.tp_cache_group, ranks.world_size
-        layouts = plan.plugin.backups(plan.observer, layout, group_of, number)
-    if free_pages is not None and runtime.eager:
+        together = params.tp_cache_group, ranks.world_size
+        layouts = plan.plugin.backups(plan.observer, layout, *together)
+    if hidden or runtime.eager:
+        free_pages = ReservablePages(allocator, plan.capture_hooks if hidden else None)
+    if runtime.eager:
         reserved = max(1, int(kvcache.size // params.page_size * _RESERVED))
         methods, seconds = plan.methods, config.recompute_ms / 1e3
         known = methods.profile is not None
@@ -471,13 +458,8 @@ def build_stack(
         both = runtime.l3, runtime.prefetches
         eager = EagerLoads(free_pages, pool, pipeline, loads, reserved, budget, *both, new_rows)
         runtime.on_weights_changed.append(eager.forget)
-    stages = StagePages(
-        plan.pages.host,
-        pool.arena.whole,
-        lambda: runtime.quarantine is None,
-        runtime.begin_quarantine,
-        new_stage_group,
-    )
+    trust = lambda: runtime.quarantine is None, runtime.begin_quarantine
+    stages = StagePages(plan.pages.host, pool.arena.whole, *trust, new_stage_group)
     judge = partial(judge_hits, runtime, config)
     parts: tuple[Any, ...] = runtime, pool, loads, eager, stages, kv_checks, judge
     hidden_parts: dict[str, Any] = {"capture": capture, "checks": checks, "layouts": layouts}
@@ -497,7 +479,7 @@ def use_own_pages(runtime: Runtime, kvcache: Any, plan: PagePlan, reason: str | 
             runtime.unused["pages that the codec cannot encode"] = "they cannot be recomputed"
     room = ring_bytes(plan.layout, plan.methods.chunk_tokens, plan.arriving) * bool(plan.arriving)
     runtime.codec = codec
-    metrics.CODEC.set(asked_codec(runtime, dtype), codec)
+    metrics.CODEC.set(page_plan.asked_codec(runtime, dtype), codec)
     fields = plan.fields(runtime.runner)
     if plan.drafts:
         fields["draft"] = runtime.draft_digest
@@ -517,15 +499,12 @@ def use_own_pages(runtime: Runtime, kvcache: Any, plan: PagePlan, reason: str | 
 
 def _start_capture(runtime: Runtime, pool: OwnPagesPool, plan: PagePlan) -> StagedCapture:
     """Capture hidden states in every forward pass."""
-    hooks, staging = plan.capture_hooks, plan.staging
-    capture = plan.capture(pool.arena, pool.kv_buffer)
-    hooks.use(capture, tokens_only=plan.recomputer is not None)
+    staging, capture = plan.staging, plan.capture(pool.arena, pool.kv_buffer)
+    plan.capture_hooks.use(capture, tokens_only=plan.recomputer is not None)
     runtime.on_weights_changed.append(capture.ledger.forget)
-    logger.debug(
-        "hcache: capture: staging of %d tokens, %.0f MB of device memory",
-        staging.capacity,
-        Staging.bytes_for(staging.layers, staging.row_bytes, staging.capacity) / 1e6,
-    )
+    size = Staging.bytes_for(staging.layers, staging.row_bytes, staging.capacity) / 1e6
+    told = "hcache: capture: staging of %d tokens, %.0f MB of device memory"
+    logger.debug(told, staging.capacity, size)
     return capture
 
 
@@ -561,11 +540,11 @@ def record_copies(runtime: Runtime, runner: Any) -> None:
         if refusal(OWN_PAGES, server) or refusal(HIDDEN, server):
             return  # the reason is logged when the host pool is built
         hidden = layer_methods(runtime, kvcache).layers("hidden")
-        every = attention_modules(runner.model, kvcache.layer_num)
+        every = passes.attention_modules(runner.model, kvcache.layer_num)
         seen = [every[layer] for layer in hidden]
         recorded = _largest_recorded_tokens(drafted_tokens(server.args))
         how = runner, len(seen), runner.model_config.hidden_size, runner.dtype, kvcache.device
-        staging = take_staging(*how, recorded_tokens=recorded)
+        staging = page_plan.take_staging(*how, recorded_tokens=recorded)
         hooks = HiddenCapture([(layer.module, layer.linears) for layer in seen])
         hooks.staging, runtime.forwards.capture = staging, hooks
     except Refused as refused:
@@ -582,12 +561,10 @@ def check_recording(runtime: Runtime, hidden: torch.Tensor) -> HiddenCapture | N
         return hooks
     if hooks is None or hooks.staging is None:
         raise Refused(f"CUDA graphs were recorded without our copies: {why}")
-    width, dtype = hooks.staging.width, hooks.staging.dtype
-    if (width, dtype) != (hidden.shape[1], hidden.dtype):
-        raise Refused(
-            f"CUDA graphs copy {width} values of {dtype}, and this model's rows are "
-            f"{hidden.shape[1]} of {hidden.dtype}"
-        )
+    copied = f"{hooks.staging.width} values of {hooks.staging.dtype}"
+    wanted = f"{hidden.shape[1]} values of {hidden.dtype}"
+    if copied != wanted:
+        raise Refused(f"CUDA graphs copy {copied}, and this model's rows are {wanted}")
     return hooks
 
 

@@ -37,13 +37,12 @@ _WAITING = ("flashinfer", "torch_native", "flex_attention")  # they copy from th
 
 @dataclass(frozen=True)
 class Server:
-    """A server whose capabilities are asked for. ``pool`` is SGLang's KV pool and ``allocator``
-    that of its pages, if known. ``hidden``: pages hold hidden states, or are to be recomputed."""
+    """A server whose capabilities are asked for."""
 
     runtime: Runtime
-    pool: Any = None
-    allocator: Any = None
-    hidden: bool = False
+    pool: Any = None  # SGLang's KV pool, ...
+    allocator: Any = None  # ...and the allocator of its pages, if known
+    hidden: bool = False  # pages hold hidden states
     config: HCacheConfig | None = None
 
     @property
@@ -58,6 +57,15 @@ class Server:
     def algorithm(self) -> Any:
         return self.args.speculative_algorithm
 
+    @property
+    def hybrid(self) -> bool:
+        whole = getattr(self.runtime.runner, "token_to_kv_pool", None)
+        return full_attention(whole) is not whole
+
+    @property
+    def attention(self) -> str:
+        return str(self.runtime.runner.attn_backend.prefill_attention_backend_str)
+
     def asks(self, option: str, value: object) -> bool:
         return bool(getattr(self.config or self.runtime.config, option) == value)
 
@@ -69,11 +77,6 @@ class Need(NamedTuple):
     feature: str
     has: Callable[[Server], object]
     reason: str
-
-
-def _is_hybrid(server: Server) -> bool:
-    whole = getattr(server.runtime.runner, "token_to_kv_pool", None)
-    return full_attention(whole) is not whole
 
 
 OWN_PAGES, HIDDEN, RECOMPUTATION = "own pages", "hidden states", "recomputation"
@@ -95,7 +98,7 @@ _PACKED = Need(
     "draft layers behind the model's (MTP) come back as K and V only")
 _HYBRID = Need(
     "sliding windows, recurrent states",
-    _is_hybrid,
+    lambda s: s.hybrid,
     "only the full-attention layers of a hybrid model have pages of their own")
 _MODULES = (  # rules out all that calls or hooks the model's modules
     Need("`--enable-dp-attention`", lambda s: s.args.enable_dp_attention,
@@ -134,7 +137,7 @@ CAPABILITIES: dict[str, tuple[Need, ...]] = {
              "divided"),
         Need("hybrid models with speculative decoding, pipeline stages or P/D disaggregation, and "
              "states with `--page-size 1`",
-             lambda s: _is_hybrid(s) and _unusual(s),
+             lambda s: s.hybrid and _unusual(s),
              "a hybrid model with {}"),
         Need("quantised KV other than fp8",
              lambda s: s.pool.dtype not in TOLERANCE and s.pool.dtype,
@@ -168,7 +171,7 @@ CAPABILITIES: dict[str, tuple[Need, ...]] = {
         Need("multimodal models", lambda s: s.runtime.runner.model_config.is_multimodal,
              "the model's embeddings are not those of token ids alone"),
         Need("on CUDA attention by " + ", ".join(f"`{name}`" for name in _WAITING),
-             lambda s: s.on_gpu and _attention(s) in _WAITING and repr(_attention(s)),
+             lambda s: s.on_gpu and s.attention in _WAITING and repr(s.attention),
              "attention backend {} waits for the GPU before every prefill"),
         Need("`--enable-pdmux`", lambda s: s.args.enable_pdmux,
              "--enable-pdmux interrupts prefills, whose plan would be lost"),
@@ -231,8 +234,8 @@ def count(runtime: Runtime) -> None:
         EAGER: runtime.eager,
         JUDGING: runtime.hit_gate is not None,
     }
-    for capability in CAPABILITIES:
-        metrics.CAPABILITY.set(capability, value=int(has[capability]))
+    for capability, value in has.items():
+        metrics.CAPABILITY.set(capability, value=int(value))
 
 
 def graphs_are_off() -> bool:
@@ -251,10 +254,6 @@ def _graphs() -> Any:
     from sglang.srt.runtime_context import get_exec
 
     return get_exec().graph.cuda_graph_config
-
-
-def _attention(server: Server) -> str:
-    return str(server.runtime.runner.attn_backend.prefill_attention_backend_str)
 
 
 def _unusual(server: Server) -> str | None:

@@ -1,9 +1,7 @@
 """The machine's profile, and what follows from it: the partition of the server's layers into hidden
 states, KV and nothing (section 4.1), and whether L3 hits pay.
 
-The partition precedes CUDA graphs, because capture depends on it, and is chosen once per model and
-store. The profile is the given one, a kept one, or a quick measurement. Store folders keep both for
-the next server.
+The partition precedes CUDA graphs, because capture depends on it. Store folders keep both.
 """
 
 from __future__ import annotations
@@ -42,11 +40,9 @@ from hcache_kernels.launch import copies_by_engine, copy_programs
 logger = logging.getLogger("hcache")
 
 _QUICK_SECONDS = 0.2
-
+# Tokens in host memory for each on the device. Host pages of tokens on the device are not evicted,
+# so prefetches have only the others; K and V of all layers may leave fewer.
 _LEAST_HOST_SHARE = 1.5
-"""Tokens in host memory for each on the device. Host pages of tokens on the device are not evicted,
-so prefetches have only the others; K and V of all layers may leave fewer."""
-
 _Decision = tuple[Partition, str]  # and the reason
 
 
@@ -153,13 +149,9 @@ def known_partition(wanted: Partition | None, recorded: PartitionRecord | None) 
         logger.debug("hcache: partition: %s, as the store has it: %s", describe(partition), reason)
         return partition, reason
     if wanted != partition:
-        logger.warning(
-            "hcache: partition: the options want %s, and the store has pages of this model "
-            "with %s (%s): neither finds the other's",
-            describe(wanted),
-            describe(partition),
-            reason,
-        )
+        has = f"the store has pages of this model with {describe(partition)} ({reason})"
+        told = "hcache: partition: the options want %s, and %s: neither finds the other's"
+        logger.warning(told, describe(wanted), has)
     return wanted, "by an option"
 
 
@@ -212,11 +204,10 @@ def find_profile(
     for path in filter(Path.is_file, (folder / file for folder in config.dirs)):
         try:
             kept = load_profile(path)
-        except ConfigError as error:
-            logger.warning("hcache: %s", error)
-        else:
             logger.debug("hcache: partition: using the profile in %s", path)
             return kept
+        except ConfigError as error:
+            logger.warning("hcache: %s", error)
     try:
         profile = _measure(config, shape, device, runtime.runner.dtype)
     except Exception as error:  # no room on the device, or a shape that cannot be run
@@ -241,21 +232,17 @@ def _measure(
 
 def copy_as_measured(profile: Profile, device: torch.device | str, segment_bytes: int) -> None:
     """Copy over the bus, on this rank, in the best way of ``profile`` beside matrix products.
-
     ``segment_bytes``: hidden states of one layer in one page of this rank; 0 leaves their way of
     copying as it is. The copy engine takes its time for each segment, so segments of less than half
-    the measured size do not use it.
-    """
+    the measured size do not use it."""
     if not profile.copies or profile.model is None:
         return
     measured = PAGE * profile.model.hidden * profile.model.element_bytes
     engine = 2 * segment_bytes >= measured
     use_measured_copies(profile.copies, torch.device(device), engine=engine)
-    logger.debug(
-        "hcache: copies: kernels have %d programs%s",
-        copy_programs(torch.device(device)),
-        "; hidden states come by the copy engine" if copies_by_engine() else "",
-    )
+    by_engine = "; hidden states come by the copy engine" if copies_by_engine() else ""
+    programs = copy_programs(torch.device(device))
+    logger.debug("hcache: copies: kernels have %d programs%s", programs, by_engine)
 
 
 def model_shape(
@@ -272,9 +259,8 @@ def model_shape(
     found["element_bytes"] = runner.dtype.itemsize
     found["kv_element_bytes"] = kvcache.dtype.itemsize
     shape = shape.model_copy(update=found)
-    if kv_share == 1.0:
-        return shape
-    return shape.model_copy(update={"kv_row_bytes": round(kv_share * shape.kv_bytes)})
+    encoded = {"kv_row_bytes": round(kv_share * shape.kv_bytes)} if kv_share != 1.0 else None
+    return shape.model_copy(update=encoded)
 
 
 # ---- whether L3 hits pay ----
@@ -309,8 +295,7 @@ def _machine(runtime: Runtime, config: HCacheConfig) -> Restore | None:
     the ranks that attach together measures. None: this machine or model has none."""
     from sglang.srt.distributed import parallel_state as state
 
-    ranks = ranks_of_a_request(runtime.runner.server_args)
-    methods = runtime.layer_methods
+    ranks, methods = ranks_of_a_request(runtime.runner.server_args), runtime.layer_methods
     if methods is not None and methods.profile is not None and methods.shape is not None:
         return replace(methods, ranks=ranks, eager=runtime.eager)
     measured: tuple[Profile, ModelShape] | None = None
@@ -324,9 +309,9 @@ def _machine(runtime: Runtime, config: HCacheConfig) -> Restore | None:
     except Exception as error:  # pools of several kinds, for which there is no cost model
         logger.info("hcache: L3 hits are judged by measurements in service alone: %s", error)
     said = said_by_all_ranks((measured, wrong))
-    if (problem := next(filter(None, (problem for _, problem in said)), None)) is not None:
+    for problem in filter(None, (problem for _, problem in said)):
         raise ConfigError(problem)
-    found = next((measured for measured, _ in said if measured is not None), None)
+    found = next(filter(None, (measured for measured, _ in said)), None)
     if found is None:
         return None
     profile, shape = found

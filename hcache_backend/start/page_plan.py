@@ -6,7 +6,7 @@ All host and device memory that hidden mode takes is within the user's limits.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -47,15 +47,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("hcache")
 
+# most of the device's free memory that staging takes: SGLang left it for activations and graphs
 _STAGING_SHARE = 1 / 4
-"""Most of the device's free memory that staging takes: SGLang left it for activations and CUDA
-graphs, and a lack of it ends the server."""
-
 _DECODE_TOKENS = 256  # larger decode steps are captured layer by layer; staging need not hold two
-
+# Warn if a codec cannot hold a larger share of the probe's tokens: hardly a conversation goes to L3
+# then. It stays in use, because pages must not depend on findings at a server's start.
 _UNENCODABLE_SHARE = 0.1
-"""Warn if a codec cannot hold a larger share of the probe's tokens: hardly a conversation goes to
-L3 then. It stays in use, because pages must not depend on findings at a server's start."""
 
 
 @dataclass
@@ -136,7 +133,11 @@ class PagePlan:
         """How each layer comes back."""
         codec = self.codec
 
-        def projected(index: int) -> RestoredLayer:
+        def restored(index: int, method: str) -> RestoredLayer:
+            if method == "kv":
+                return self.kv.restored_layer(index)
+            if method == "recompute":
+                return RestoredLayer("recompute", None)
             layer = self.layers[index]
             assert codec is not None
 
@@ -146,13 +147,8 @@ class PagePlan:
 
             return RestoredLayer("hidden", fill)
 
-        restored: dict[str, Callable[[int], RestoredLayer]] = {
-            "hidden": projected,
-            "kv": self.kv.restored_layer,
-            "recompute": lambda _: RestoredLayer("recompute", None),
-        }
         methods = (*self.methods.methods, *["kv"] * len(self.drafts))
-        return [restored[method](layer) for layer, method in enumerate(methods)]
+        return [restored(layer, method) for layer, method in enumerate(methods)]
 
     def capture(self, arena: Arena, memory: torch.Tensor) -> StagedCapture:
         """Capture of hidden states into the pages of ``arena``, whose bytes are ``memory``."""
@@ -175,10 +171,9 @@ class PagePlan:
         given = self.kvcache, self.layout, size, ratio, host_memory_budget_bytes()
         self.pages = plan_host_pages(*given, with_shadows=codec is not None)
         if codec is not None:
-            hidden = len(self.methods.layers("hidden"))
             recorded = self.hooks.staging if self.hooks is not None else None
-            how = self.runner, hidden, codec.hidden_size, codec.dtype, device
-            self.staging = recorded or take_staging(*how)
+            hidden = len(self.methods.layers("hidden")), codec.hidden_size, codec.dtype
+            self.staging = recorded or take_staging(self.runner, *hidden, device)
         # Try the room for restores: freed memory stays in torch's cache until it is needed.
         room = ring_bytes(self.layout, self.methods.chunk_tokens, self.arriving)
         try:
@@ -214,7 +209,7 @@ def make_exchange(what: str, rows: Sequence[torch.Tensor], page_size: int) -> Ex
 
 def page_plugin(config: HCacheConfig | None) -> Krul | None:
     """The plug-in that option ``codec`` names, if it names one: it decides on its own how layers
-    share a page. Nothing else loads one."""
+    share a page."""
     if config is None or config.codec != "krul":
         return None
     from hcache_backend.krul.plugin import Krul
@@ -223,12 +218,10 @@ def page_plugin(config: HCacheConfig | None) -> Krul | None:
 
 
 def asked_codec(runtime: Runtime, dtype: torch.dtype) -> str:
-    """The codec that option ``codec`` means for values of ``dtype``, on which ``auto`` depends."""
+    """The codec that option ``codec`` means for values of ``dtype``."""
     assert runtime.config is not None
-    asked = runtime.config.codec
-    if asked == "auto":
-        return "exp3" if dtype == torch.bfloat16 else "none"
-    return asked
+    asked, smallest = runtime.config.codec, "exp3" if dtype == torch.bfloat16 else "none"
+    return smallest if asked == "auto" else asked
 
 
 def wanted_codec(runtime: Runtime, runner: Any) -> Codec:
@@ -269,13 +262,13 @@ def _encoding_segments(
     codec = asked_codec(runtime, planes_of(kvcache, 0)[0].dtype)
     if codec != "none" and stages > 1:  # a stage cannot tell the others what it could not keep
         raise UnsupportedRows(f"codec {codec!r} takes no K and V of pipeline stages")
-    layers, plugin = range(kvcache.layer_num), page_plugin(runtime.config)
-    drafts = packed_drafts(runtime.runner)
+    plugin, drafts = page_plugin(runtime.config), packed_drafts(runtime.runner)
     if plugin is not None and drafts:
         raise UnsupportedRows(f"codec {codec!r} takes no draft layers")
+    every = kvcache, range(kvcache.layer_num), kvcache.page_size
     if plugin is not None:
-        return plugin.segments(kvcache, layers, kvcache.page_size, groups // shard.of)
-    return KVSegments(kvcache, layers, kvcache.page_size, shard, groups, codec, drafts)
+        return plugin.segments(*every, groups // shard.of)
+    return KVSegments(*every, shard, groups, codec, drafts)
 
 
 def choose_codec(group: Any, runtime: Runtime, probe: Probe, projector: Projector) -> Codec:
@@ -291,11 +284,8 @@ def choose_codec(group: Any, runtime: Runtime, probe: Probe, projector: Projecto
 
 def hidden_as_they_are(name: str, width: int, dtype: torch.dtype, refused: Refused) -> Codec:
     """The exact codec, because codec ``name`` was refused."""
-    logger.warning(
-        "hcache: codec %r is not used, hidden states are stored as they are (codec 'none'): %s",
-        name,
-        refused,
-    )
+    why = "hidden states are stored as they are (codec 'none')"
+    logger.warning("hcache: codec %r is not used, %s: %s", name, why, refused)
     return make_codec("none", width, dtype)
 
 
@@ -318,18 +308,16 @@ def _proven(name: str, probe: Probe, projector: Projector) -> Codec:
     problem = first_problem(map(problem_of, probe.layers, probe.hidden))
     if problem is not None:
         raise Refused(problem)
-    lost = int((~fits).sum())
-    if lost == len(fits):
+    lost, tried = int((~fits).sum()), len(fits)
+    if lost == tried:
         raise Refused(f"it cannot hold one of the {lost} tokens of the self-check")
     if lost:
-        logger.log(
-            logging.WARNING if lost > _UNENCODABLE_SHARE * len(fits) else logging.INFO,
+        told = (
             "hcache: codec %r cannot encode %d of the %d tokens that were tried; pages with such "
-            "tokens do not go to L3 (option 'codec')",
-            codec.name,
-            lost,
-            len(fits),
+            "tokens do not go to L3 (option 'codec')"
         )
+        level = logging.WARNING if lost > _UNENCODABLE_SHARE * tried else logging.INFO
+        logger.log(level, told, codec.name, lost, tried)
     return codec
 
 
@@ -356,13 +344,9 @@ def plan_host_pages(
     *,
     with_shadows: bool,
 ) -> HostPages:
-    """Divide HiCache's host memory into pages and shadows; raises Refused if it is too little.
-
-    Args:
-        size_gb: ``--hicache-size``, or 0.
-        ratio: ``--hicache-ratio``: host memory relative to the KV pool, without a size.
-        budget_bytes: Memory of the machine; raises Refused if it is less than the option asks for.
-    """
+    """Divide HiCache's host memory into pages and shadows; raises Refused if it is too little, or
+    more than ``budget_bytes``, the machine's. ``size_gb`` is ``--hicache-size``, or 0: then
+    ``ratio``, ``--hicache-ratio``, counts."""
     shadows = int(kvcache.k_buffer[0].shape[0]) // layout.page_size if with_shadows else 0
     given = host_bytes(kvcache, size_gb, ratio)
     option = f"--hicache-size {size_gb} (GB)" if size_gb > 0 else f"--hicache-ratio {ratio}"
@@ -394,23 +378,17 @@ def plan_host_pages(
 
 def _gigabytes(*sizes: float) -> list[str]:
     """Sizes as GB, with two decimals or as many as tell them apart."""
-    for digits in range(2, 10):
-        shown = [f"{size / 1e9:.{digits}f}" for size in sizes]
-        if len(set(shown)) == len(sizes):
-            break
-    return shown
+    shown = ([f"{size / 1e9:.{digits}f}" for size in sizes] for digits in range(2, 10))
+    return next((each for each in shown if len(set(each)) == len(sizes)), [*map(str, sizes)])
 
 
 def take_staging(
     runner: Any, layers: int, width: int, dtype: torch.dtype, device: Any, recorded_tokens: int = 0
 ) -> Staging:
     """Staging for ``layers`` captured ones, in the memory that SGLang left beside its KV pool.
-
-    It holds two layers of the longest eager forward pass; two of the largest decode steps, one
-    captured and one in transfer; all layers of ``recorded_tokens``, the largest CUDA graph, twice
-    if memory allows, so that the second step need not wait for the first. Without layers places
-    take no memory. Raises Refused if that memory is too small.
-    """
+    Raises Refused if that is too small. It holds two layers of the longest eager forward pass; two
+    of the largest decode steps; all layers of ``recorded_tokens``, the largest CUDA graph, twice if
+    memory allows, so that the second step need not wait for the first."""
     args = resolved(runner.server_args)
     decode = int(runner.max_running_requests) * drafted_tokens(args)
     chunk = args.chunked_prefill_size
