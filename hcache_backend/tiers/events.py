@@ -1,7 +1,6 @@
-"""Events of L3 in SGLang's format: pages that this server stores on its disks, and evicts.
-
-SGLang publishes them with those of the device and of host memory (``--kv-events-config``). A router
-that listens can count L3 as a place for a prefix. The medium is SGLang's ``DISK``.
+"""Events of L3 in SGLang's format: pages that this server stores on its disks, and evicts. SGLang
+publishes them with its own (``--kv-events-config``), so routers can count L3 as a place for a
+prefix.
 """
 
 from __future__ import annotations

@@ -38,23 +38,19 @@ class PoolPages:
 
     def __init__(self, name: str, host_pool: Any, config: HiCacheStorageConfig) -> None:
         self.name, self.host_pool, self._config = name, host_pool, config
-        layout: PageLayout | None = getattr(host_pool, "page_layout", None)
-        self._layout = layout
-        # This rank's shard of a page, as other ranks can complete it, and the division of a whole
-        # page of ours.
+        self._layout: PageLayout | None = getattr(host_pool, "page_layout", None)
+        layout = self._layout
+        # This rank's shard of a page, and the division of a whole page of ours.
         self.shard: Shard = layout.shard if layout is not None else WHOLE
         self.table: SegmentTable | None = layout.table if layout is not None else None
         lcm, ranks, mla = config.tp_lcm_size, config.tp_size, config.is_mla_model
         of_kv = lcm and name == PoolName.KV
-        self._any_ranks = bool(
-            of_kv and layout is None and host_pool.layout == "page_head" and not mla
-        )
+        divides = layout is None and host_pool.layout == "page_head" and not mla
+        self._any_ranks = bool(of_kv and divides)
         # Pages of the store per page of the pool: more than one if it is divided by heads, so that
-        # servers with more ranks can read it. 0 if the pool only counts tokens (the anchor of pools
-        # that hold the data).
+        # servers with more ranks can read it; 0 if the pool only counts tokens.
         self.parts = 1 if host_pool.size_per_token else 0
-        if self._any_ranks:
-            assert lcm is not None
+        if self._any_ranks and lcm is not None:
             check_tp_lcm_size(lcm, ranks, host_pool.head_num, own_pages=False)
             self.parts = lcm // ranks
         self.part_bytes = host_pool.size_per_token * host_pool.page_size // max(1, self.parts)

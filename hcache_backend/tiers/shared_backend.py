@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate, pairwise
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TypeVar
@@ -80,8 +81,8 @@ class SharedBackend:
         self._in_place = type(backend).batch_get_v1 is not HiCacheStorage.batch_get_v1
 
     def use_memory(self, most_bytes: int, value_bytes: int, pieces: int) -> None:
-        """Make memory of ``most_bytes``, or two rows if that is more. A value has ``pieces`` pieces
-        of equal length; direct I/O needs whole blocks."""
+        """Make memory of ``most_bytes``, or two rows if that is more. A value has ``pieces`` equal
+        pieces; direct I/O needs whole blocks."""
         length = -(-value_bytes // (pieces * _BLOCK)) * pieces * _BLOCK
         pool = RowPool(2 * max(1, most_bytes // 2 // length), length, pieces)
         self.memory = pool.kv_buffer
@@ -128,8 +129,7 @@ class SharedBackend:
 def make_backend(option: SharedOption, config: HiCacheStorageConfig) -> SharedBackend:
     """The backend that ``option`` names, made by SGLang for the rank of ``config``. Raises
     ConfigError: a wrong option of its own, a missing package, a service that does not answer in
-    time. Values are named by content, without the model's name: it may be a path of this
-    machine."""
+    time."""
     named = {"backend": option.backend, "config": sorted(option.config)}  # values may be secrets
     where = f"hcache: option 'shared' is {named}: "
     variable = _FOLDERS.get(option.backend, "")
@@ -139,7 +139,7 @@ def make_backend(option: SharedOption, config: HiCacheStorageConfig) -> SharedBa
         raise ConfigError(f"{where}the environment variable {variable} {wanted}")
     own = replace(
         config,
-        model_name=None,
+        model_name=None,  # values are named by content, and it may be a path of this machine
         extra_config=dict(option.config),
         enable_storage_metrics=False,
         is_page_first_layout=True,
@@ -151,9 +151,8 @@ def make_backend(option: SharedOption, config: HiCacheStorageConfig) -> SharedBa
     def create() -> SharedBackend:
         if option.backend == "file" and folder:  # SGLang's fails if two ranks make it at once
             Path(folder).mkdir(parents=True, exist_ok=True)
-        made = SharedBackend(
-            StorageBackendFactory.create_backend(option.backend, own, None), option
-        )
+        backend = StorageBackendFactory.create_backend(option.backend, own, None)
+        made = SharedBackend(backend, option)
         if given_up.is_set():
             made.close()
         return made
@@ -189,7 +188,7 @@ def bounded(name: str, work: Callable[[], _Result], seconds: float) -> _Result:
 
 
 class _Worker:
-    """A thread that makes one call after the other."""
+    """A thread that makes one call after the other. Nothing waits for it at exit."""
 
     def __init__(self, name: str) -> None:
         self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
@@ -291,11 +290,8 @@ class CopyQueue(_Worker):
 
 def _copy(row: Bytes, page: Parts) -> Parts:
     """Copy the parts of a page into ``row``, one after the other; returns the copies."""
-    copies: list[memoryview] = []
-    start = 0
-    for part in page:
-        end = start + part.nbytes
-        row[start:end] = np.frombuffer(part, np.uint8)
-        copies.append(row[start:end].data)
-        start = end
-    return copies
+    ends = [*accumulate((part.nbytes for part in page), initial=0)]
+    copies = [row[start:end] for start, end in pairwise(ends)]
+    for copy, part in zip(copies, page, strict=True):
+        copy[:] = np.frombuffer(part, np.uint8)
+    return [copy.data for copy in copies]

@@ -1,7 +1,7 @@
 """HCacheStorage: the L3 backend that SGLang loads by name.
 
 Nothing here raises into HiCache's threads, which are not restarted: a problem is a miss. A page
-that was not stored is counted and reported as done: a False would end the rest of its node.
+that was not stored is reported as done: a False would end the rest of its node.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, TypeAlias
@@ -76,13 +76,10 @@ class HCacheStorage(HiCacheStorage):
         self._report = partial(_report, joined, storage_config)
         self._reported = time.monotonic()
         self._report()
-        quota = config.quota_bytes
-        logger.info(
-            "hcache: L3 in %s, %s%s",
-            ", ".join(map(str, config.dirs)),
-            f"at most {quota / 1e9:.1f} GB in each" if quota else "no quota",
-            f", shared L3: {config.shared.backend}" if config.shared is not None else "",
-        )
+        quota = f"at most {config.quota_bytes / 1e9:.1f} GB in each" if config.quota_bytes else ""
+        beside = f", shared L3: {config.shared.backend}" if config.shared is not None else ""
+        folders = ", ".join(map(str, config.dirs))
+        logger.info("hcache: L3 in %s, %s%s", folders, quota or "no quota", beside)
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         """Called once, before any page. Raises ConfigError if ``tp_lcm_size`` is wrong."""
@@ -180,7 +177,7 @@ class HCacheStorage(HiCacheStorage):
         """HiCache has written a node, in its thread."""
         keys, pages = operation.hash_value, self._pages(PoolName.KV, operation.hash_value)
         if self.events is not None and pages is not None:
-            there = [all(part) for part in zip(*map(self._tier.local.exists, pages), strict=True)]
+            there = _all_parts(map(self._tier.local.exists, pages), len(keys))
             self.events.stored(keys, there, operation.prefix_keys or (), operation.token_ids)
 
     def _evicted(self, names: Sequence[PageName]) -> None:
@@ -228,8 +225,7 @@ class HCacheStorage(HiCacheStorage):
             pages = self._pages(pool, keys, extra)
             buffers = self._pools[pool].memory(host_indices, len(keys), read=True)
             if pages is not None and buffers is not None:
-                parts = map(self._tier.get, pages, buffers.parts)
-                arrived = list(map(all, zip([True] * len(keys), *parts, strict=True)))
+                arrived = _all_parts(map(self._tier.get, pages, buffers.parts), len(keys))
                 buffers.finish(arrived)
                 found = arrived
         return found
@@ -279,8 +275,7 @@ class HCacheStorage(HiCacheStorage):
             if pages is None:
                 metrics.LOOKUPS.count("suspended", len(keys))
                 return found
-            parts = map(self._tier.exists, pages)
-            found = list(map(all, zip([True] * len(keys), *parts, strict=True)))
+            found = _all_parts(map(self._tier.exists, pages), len(keys))
             metrics.LOOKUPS.count("found", sum(found))
             metrics.LOOKUPS.count("absent", len(found) - sum(found))
         return found
@@ -293,17 +288,10 @@ class HCacheStorage(HiCacheStorage):
         weights = self._runtime.weights
         if weights is None or weights.suspended is not None:
             return None
-        pages, named = self._pools[pool], (list(PageKeys(keys)), PageKeys(_prefix(extra)))
-        return [
-            Pages(
-                pages,
-                part,
-                self._namespace(pool, part, weights, **rank),
-                *named,
-                pool in self._windows,
-            )
-            for part in range(pages.parts)
-        ]
+        pages, parts = self._pools[pool], range(self._pools[pool].parts)
+        own, before, alone = list(PageKeys(keys)), PageKeys(_prefix(extra)), pool in self._windows
+        names = enumerate(self._namespace(pool, part, weights, **rank) for part in parts)
+        return [Pages(pages, part, name, own, before, alone) for part, name in names]
 
     def _namespace(self, pool: str, part: int, weights: Weights, **rank: object) -> bytes:
         if self._runtime.own_pages and pool == PoolName.KV:
@@ -359,7 +347,11 @@ def _prefix(extra_info: HiCacheStorageExtraInfo | None) -> list[str]:
 
 
 def _leading(found: Sequence[bool]) -> int:
-    return list(found).index(False) if False in found else len(found)
+    return [*found, False].index(False)
+
+
+def _all_parts(parts: Iterable[Sequence[bool]], pages: int) -> list[bool]:
+    return list(map(all, zip([True] * pages, *parts, strict=True)))
 
 
 def _usable_lengths(present: Sequence[bool], transfer: PoolTransfer) -> set[int]:

@@ -1,5 +1,12 @@
 """Places where L3 keeps pages, with one interface: the page store, a tier that machines share, and
-both as one.
+both as one. Any thread may call it. ``memory``: the pieces of each page, in order.
+
+- ``exists`` returns flags of the pages that are there. It may give up at a page that is not.
+- ``get`` reads pages; False is a miss, and the memory of that page has any bytes.
+- ``put`` stores pages, now or later; False: the page will not be stored.
+- ``quarantine``: pages of this server may be wrong. Take no more, and delete those that only this
+  machine has; returns their number.
+- ``close`` stores queued pages, in limited time, and releases all resources.
 
 A value in the shared tier is a page's bytes and a digest of them, the namespace, the key and the
 shard. So any value that a backend returns for a name is the page, or a miss.
@@ -13,7 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import compress
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from sglang.srt.observability.metrics_collector import StorageMetrics
@@ -66,26 +73,7 @@ class Pages(NamedTuple):
         return [PageName(self.namespace, key, self.pool.shard) for key in self.keys]
 
 
-class Tier(Protocol):
-    """A place for pages. Any thread. ``memory``: the pieces of each page, in order.
-
-    - ``exists`` returns flags of the pages that are there. It may give up at a page that is not.
-    - ``get`` reads pages; False is a miss, and the memory of that page has any bytes.
-    - ``put`` stores pages, now or later; their memory may change when it returns. False: the page
-      will not be stored.
-    - ``quarantine``: pages of this server may be wrong. Take no more, and delete those that only
-      this machine has; returns their number. ``namespaces``: those of the present weights.
-    - ``close`` stores queued pages, in limited time, and releases all resources.
-    """
-
-    def exists(self, pages: Pages) -> list[bool]: ...
-    def get(self, pages: Pages, memory: Sequence[Parts]) -> list[bool]: ...
-    def put(self, pages: Pages, memory: Sequence[Parts]) -> list[bool]: ...
-    def quarantine(self, namespaces: Sequence[bytes]) -> int: ...
-    def close(self) -> None: ...
-
-
-class LocalTier(Tier):
+class LocalTier:
     """The page store of this machine; calls may raise. ``writer``: number of this server run."""
 
     def __init__(self, store: PageStore, writer: bytes) -> None:
@@ -114,16 +102,9 @@ class LocalTier(Tier):
                 metrics.PAGES.count("dropped_suspended", len(keys))
                 return [False] * len(keys)
             with metrics.timed("l3_write"):
-                stored = self.store.put(
-                    namespace,
-                    keys,
-                    memory,
-                    prefix=prefix,
-                    alone=alone,
-                    shard=pool.shard,
-                    table=pool.table,
-                    digests=pool.digests(memory),
-                )
+                how: dict[str, Any] = {"prefix": prefix, "alone": alone, "table": pool.table}
+                how |= {"shard": pool.shard, "digests": pool.digests(memory)}
+                stored = self.store.put(namespace, keys, memory, **how)
         self._note("backup", memory, stored, start)
         metrics.PAGES.count("written", sum(stored))
         metrics.PAGES.count("dropped_error", len(stored) - sum(stored))
@@ -156,7 +137,7 @@ class LocalTier(Tier):
             getattr(self._stats, f"{kind}_bandwidth").append(rate)
 
 
-class SharedTier(Tier):
+class SharedTier:
     """Pages of one host pool in a backend that other machines use, too. Calls never raise.
 
     Look-ups and parts of reads wait for a bounded time. Writes are copied, and made later. This
@@ -237,7 +218,7 @@ class SharedTier(Tier):
             metrics.SHARED_PAGES.count("dropped_full", len(names) - given)
         return [True] * given + [False] * (len(names) - given)
 
-    def keep_in(self, pages: Pages, memory: Sequence[Parts], tier: Tier) -> None:
+    def keep_in(self, pages: Pages, memory: Sequence[Parts], tier: LocalTier) -> None:
         """Copy the first pages and put them into ``tier`` later; pages without room are dropped."""
 
         def put(rows: list[int], copies: list[Parts]) -> None:
@@ -296,9 +277,8 @@ class SharedTier(Tier):
         """Copy a value to the memory of its page. Returns True if its proof is right there."""
         start, value = 0, self._memory[row]
         for part in page:
-            end = start + part.nbytes
-            np.frombuffer(part, np.uint8)[:] = value[start:end]
-            start = end
+            np.frombuffer(part, np.uint8)[:] = value[start : start + part.nbytes]
+            start += part.nbytes
         if value[-PROOF_BYTES:].tobytes() == proof(name, page):
             return True
         metrics.SHARED_PAGES.count("damaged")
@@ -313,15 +293,15 @@ class SharedTier(Tier):
         """The result of ``work()``; None if the backend failed or was too slow, now or recently."""
         if time.monotonic() < self._rests_until or self._looking.hangs or self._reading.hangs:
             return None
+        found = problem = None
         try:
             found = calls.call(work, seconds)
         except Exception as error:
             failed = "" if isinstance(error, GivenUp) else f"failed: {type(error).__name__}: "
+            problem = f"{failed}{error}; not used for {REST_SECONDS:.0f} s"
             self._rests_until = time.monotonic() + REST_SECONDS
             metrics.PROBLEMS.count("shared_silent")
-            self._note("reads", f"{failed}{error}; not used for {REST_SECONDS:.0f} s")
-            return None
-        self._note("reads", None)
+        self._note("reads", problem)
         return found
 
     def _note(self, work: str, problem: str | None) -> None:
@@ -338,7 +318,7 @@ class SharedTier(Tier):
             logger.info("hcache: the shared L3 (%s) responds again", self._name)
 
 
-class Tiered(Tier):
+class Tiered:
     """The page store, and a shared tier that is asked for pages that the page store lacks, and that
     are put there later. ``backend``: of the shared tier, or None. ``l3`` is told about it."""
 
@@ -381,7 +361,7 @@ class Tiered(Tier):
         for number in absent[:count]:
             here[number] = True
         if pages.part == 0:  # each page counts once
-            end = absent[count] if count < len(absent) else len(here)
+            end = [*here, False].index(False)
             start = 0 if self.found_shared else absent[0] if count else end
             self.found_shared += end - start
         return here
@@ -395,7 +375,7 @@ class Tiered(Tier):
         proven = list(compress(missing, came))
         for number in proven:
             found[number] = True
-        end = found.index(False) if False in found else len(found)
+        end = [*found, False].index(False)
         count = sum(number < end for number in proven) if pages.part == 0 else 0
         tokens = count * pages.pool.host_pool.page_size
         seconds, gave_up = time.monotonic() - start, "reads" in self._shared.failing

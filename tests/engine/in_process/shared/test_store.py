@@ -18,7 +18,7 @@ from hcache_backend.format.units import Shard
 from hcache_backend.prefetch.prefetch import Prefetch
 from hcache_backend.sglang.runtime import Runtime, Weights
 from hcache_backend.tiers import tier as shared_tier
-from hcache_backend.tiers.tier import Pages, Tier
+from hcache_backend.tiers.tier import Pages
 from tests.engine.in_process.pools.test_own_pages import Server, indices
 from tests.engine.in_process.shared.machines import (
     PAGE,
@@ -263,7 +263,7 @@ def test_a_backend_that_cannot_be_made_is_named(
     HCacheStorage(storage_config(tmp_path)).close()
 
 
-TIERS: dict[str, Callable[[Machine], Tier]] = {
+TIERS: dict[str, Callable[[Machine], Any]] = {
     "local": lambda machine: machine.storage._tier.local,
     "shared": lambda machine: machine.storage._tier._shared,
     "both": lambda machine: machine.storage._tier,
