@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from threading import get_ident
 from typing import Any
@@ -29,27 +30,23 @@ _EMBEDDINGS = ("input_embeds", "replace_embeds")
 
 class HiddenCapture:
     """Hands each layer's projection input to the staged capture. ``layers``: for each one its
-    attention module, and the linear modules in it.
+    attention module, and the linear modules in it. Nothing here raises into the forward pass.
 
     The projection of a layer is the linear module that is fed first after its attention module was
-    called. So hooks on both can be there before anybody has seen a forward pass: SGLang records its
-    CUDA graphs before it asks for a host pool. Once projections are known, ours stands around the
-    ``forward`` of each: torch's way to a hook takes longer than what the hook does. Nothing here
-    raises into the forward pass.
+    called. So hooks on both can be there before SGLang records its CUDA graphs. Once projections
+    are known, ours stands around the ``forward`` of each: torch's hooks take longer.
     """
 
     def __init__(self, layers: Sequence[tuple[torch.nn.Module, Iterable[torch.nn.Module]]]) -> None:
         # Rows go to it, and recorded CUDA graphs copy to it; None: it is not there yet.
         self.staging: Staging | None = None
         self._capture: StagedCapture | None = None
-        self._trial = False
-        self._tokens_only = False
+        self._trial = self._tokens_only = False
         self._aside: Callable[[int, object], None] | None = None
         self._thread = get_ident()
         self._called = [False] * len(layers)
         self._hooks: list[Any] = []
-        self._complained = False
-        self._noted_unfit = False
+        self._complained = self._noted_unfit = False
         for index, (module, linears) in enumerate(layers):
             on_call = partial(self._on_call, index)
             self._hooks.append(module.register_forward_pre_hook(on_call))
@@ -183,40 +180,33 @@ class HiddenCapture:
             self._take(index, args[0] if args else next(iter(kwargs.values()), None))
 
     def _take(self, index: int, hidden: object) -> None:
-        capture = self._capture
-        if self._aside is not None and get_ident() == self._thread:
+        if get_ident() != self._thread:
+            return  # a restore may project with attention modules on a thread of its own
+        if self._aside is not None:
             self._aside(index, hidden)
             return
         try:
-            if get_ident() != self._thread:
-                return  # a restore may project with attention modules on a thread of its own
-            if capture is not None:
-                capture.take(index, hidden)
+            if self._capture is not None:
+                self._capture.take(index, hidden)
             elif self.staging is not None:
                 self.staging.record(index, hidden)
         except Exception as error:
             self._failed(error)
 
     def _publish(self, capture: StagedCapture) -> None:
-        ledger = capture.ledger
-        elapsed, ledger.transfer_ms = ledger.transfer_ms, 0.0
+        elapsed, missing, unfit = capture.ledger.take_counts()
         if elapsed:
             metrics.STAGE_SECONDS.observe("capture_transfer", elapsed / 1e3)
-        missing, ledger.tokens_missing = ledger.tokens_missing, 0
+        metrics.TOKENS.add(not_written=missing, not_encodable=unfit)
         if missing:
-            metrics.TOKENS.count("not_written", missing)
             self._complain(f"{missing} tokens without the rows of every layer")
-        unfit, ledger.tokens_unfit = ledger.tokens_unfit, 0
-        if unfit:
-            metrics.TOKENS.count("not_encodable", unfit)
-            if not self._noted_unfit:
-                self._noted_unfit = True
-                logger.warning(
-                    "hcache: codec %r cannot encode %d tokens of this step; their pages do not "
-                    "go to L3 (logged once, counted always)",
-                    capture.codec.name,
-                    unfit,
-                )
+        if unfit and not self._noted_unfit:
+            self._noted_unfit = True
+            told = (
+                "hcache: codec %r cannot encode %d tokens of this step; their pages do not go to "
+                "L3 (logged once, counted always)"
+            )
+            logger.warning(told, capture.codec.name, unfit)
 
     def _complain(self, what: str) -> None:
         metrics.PROBLEMS.count("capture")
@@ -253,15 +243,15 @@ def _slots(batch: Any) -> Any:
     return batch.out_cache_loc if slots is None else slots
 
 
+@dataclass(eq=False)
 class RecomputedRows:
     """Inputs of the projections of one slice. Scheduler thread only."""
 
-    def __init__(self, capture: StagedCapture, staging: Staging, hooks: HiddenCapture) -> None:
-        self._capture = capture  # says how pages hold rows
-        self._staging = staging  # says which rows these are
-        self._hooks = hooks  # see them
-        self._rows: torch.Tensor | None = None  # [layers, n, hidden], of the model's dtype
-        self._seen: list[int] = []  # of each layer, how many
+    _capture: StagedCapture  # says how pages hold rows
+    _staging: Staging  # says which rows these are
+    _hooks: HiddenCapture  # see them
+    _rows: torch.Tensor | None = None  # [layers, n, hidden], of the model's dtype
+    _seen: Sequence[int] = ()  # of each layer, how many
 
     def taken_from(self, recompute: Recompute) -> Recompute:
         """The same, and its rows are taken; if a layer shows too few it has failed."""

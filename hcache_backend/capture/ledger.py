@@ -1,10 +1,9 @@
 """Tells the arena what happened to slots, in the scheduler's order, without waiting for the device.
 
-- Slots, tokens and verdicts are in device memory. The next forward pass copies them to the CPU, on
-  its own stream.
-- The engine waits for the results of a pass before it launches two more. So a copy is known to have
-  arrived once the next pass has begun: no rank waits, and all know it at the same point.
-- With pipeline stages more passes are under way, and a copy is known later.
+- Slots, tokens and verdicts are in device memory. The next forward pass copies them to the CPU.
+- The engine waits for the results of a pass before it launches two more (with pipeline stages
+  more). So a copy is known to have arrived once the next pass has begun: no rank waits, and all
+  know it at the same point.
 """
 
 from __future__ import annotations
@@ -79,9 +78,9 @@ class Ledger:
         self.broken: str | None = None  # why nothing more can be learned: all rows are void
         self.passes = 0  # that have begun
         self.without_results = 1
-        self.tokens_missing = 0  # with a promised row that was not written; the reader sets it to 0
-        self.tokens_unfit = 0  # with a row that the codec cannot hold; likewise
-        self.transfer_ms = 0.0  # of stage two; likewise
+        self.tokens_missing = 0  # with a promised row that was not written
+        self.tokens_unfit = 0  # with a row that the codec cannot hold
+        self.transfer_ms = 0.0  # of stage two
         self.buffers = HostBuffers(device)
         self._arena = arena
         self._device = device
@@ -127,6 +126,12 @@ class Ledger:
         self._copies.append(_Copy(self.passes, [entry.read], [where.numel()], buffer, now.record()))
         self._entries.append(_Entry(entry.read, partial(self._begin, entry), entry))
         return entry, where
+
+    def take_counts(self) -> tuple[float, int, int]:
+        """Time of stage two, and tokens missing and unfit, since the last call."""
+        taken = self.transfer_ms, self.tokens_missing, self.tokens_unfit
+        self.transfer_ms, self.tokens_missing, self.tokens_unfit = 0.0, 0, 0
+        return taken
 
     def prove(self, proof: Proof) -> None:
         """Queue the proof of a step; call in the order of the steps."""
@@ -185,13 +190,12 @@ class Ledger:
 
     def _forget_allocation_of(self, slots: torch.Tensor) -> None:
         """Drop the allocation that a step repeats: for the arena a step allocates its slots too."""
-        if not self._wanted or not self._entries:
-            return
-        [read, values], last = self._wanted[-1], self._entries[-1]
-        same = values.data_ptr() == slots.data_ptr() and values.shape == slots.shape
-        if same and last.read is read and last.tell == self._arena.allocated:
-            self._wanted.pop()
-            self._entries.pop()
+        if self._wanted and self._entries:
+            [read, values], last = self._wanted[-1], self._entries[-1]
+            same = values.data_ptr() == slots.data_ptr() and values.shape == slots.shape
+            if same and last.read is read and last.tell == self._arena.allocated:
+                self._wanted.pop()
+                self._entries.pop()
 
     def copy_wanted(self) -> None:
         """Copy what is wanted to the CPU on the current stream; every forward pass must call it."""

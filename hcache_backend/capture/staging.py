@@ -3,9 +3,8 @@
 - Stage one runs on the forward pass's stream, also in a CUDA graph: one kernel per layer copies the
   projection's input to a ring of rows.
 - Stage two runs on its own stream: one launch moves all layers of a step to the shadow pages of its
-  tokens. With a codec another launch encodes them first; recorded graphs know nothing of it.
-- A step that is too long for these rows uses the same memory as a ring of layers. Steps of one
-  length go round in it, so none waits for the whole step before.
+  tokens. With a codec another launch encodes them first.
+- A step that is too long for these rows uses the same memory as a ring of layers.
 - The forward pass never waits for the CPU. If staging is full, its *stream* waits for the transfer
   that still reads the rows.
 """
@@ -140,10 +139,6 @@ class Staging:
     def bytes_for(layers: int, row_bytes: int, capacity: int) -> int:
         return layers * capacity * (row_bytes + torch.int64.itemsize)
 
-    @property
-    def flat(self) -> torch.Tensor:
-        return self.staged.rows.view(-1)
-
     def begin(
         self, tokens: TokenRows, step: int, placed: range
     ) -> Callable[[torch.Tensor, torch.Tensor], None]:
@@ -239,7 +234,7 @@ class StagedCapture:
             self.skip()
         elif placed:
             self._step = self._use_rows(placed, where, entry)
-        elif tokens * self._staging.row_bytes <= self._staging.flat.numel():
+        elif tokens * self._staging.row_bytes <= self._staging.staged.rows.numel():
             self._step = self._use_layers(tokens, where, entry)
         else:
             self.skip()
@@ -278,7 +273,7 @@ class StagedCapture:
         size = tokens * self._staging.row_bytes
         if self._ring is None or self._ring.part_bytes != size:
             self._wait_for_rows(0, self._staging.capacity)
-            self._ring = LayerRing(self._staging.flat, size)
+            self._ring = LayerRing(self._staging.staged.rows.view(-1), size)
         shape = (self._staging.layers, tokens)
         marks = torch.zeros(shape, dtype=torch.int64, device=self.device)
         return Step(tokens, self._steps, where, entry, None, marks, [0] * shape[0], self._ring)
@@ -373,8 +368,7 @@ class StagedCapture:
         self._use_shadows(self.arena.swap(slots, host_pages))
 
     def host_freed(self, host_pages: Ids, *, duplicates: bool) -> None:
-        """HiCache freed ``host_pages``. ``duplicates``: their tokens may still be on the device, so
-        this waits for what happened to their slots."""
+        """HiCache freed ``host_pages``. ``duplicates``: their tokens may still be on the device."""
         if duplicates:
             self.ledger.settle()
             self._use_shadows(self.arena.host_freed(host_pages))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -98,8 +97,8 @@ class LoadQueue:
         self, host_pages: Ids, depths: Ids, prefix: Prefix, token_ids: TokenIds | None = None
     ) -> QueuedLoad | None:
         """A load of ``host_pages`` (int64 ``[p]``, at least one) behind the tokens of ``prefix``.
-        None: they lack layers that cannot be recomputed. ``depths`` (int64 ``[p]``, the same on all
-        ranks): layers that pages lack, none or all. ``token_ids`` are for pages without headers."""
+        None: they lack layers that cannot be recomputed. ``depths`` (int64 ``[p]``): layers that
+        pages lack, none or all. ``token_ids`` are for pages without headers."""
         lost, layers = depths > 0, self._recomputable
         if self.stored_from > layers or (lost.any() and layers < len(self.methods.methods)):
             return None
@@ -178,8 +177,7 @@ class LoadQueue:
 
     def recomputation_failed(self, problem: Exception) -> None:
         """From now on nothing is recomputed, and if layers are not stored nothing is restored.
-        Raises OutOfStep if there are other ranks, which may wait in the model's own collectives:
-        the server cannot go on."""
+        Raises OutOfStep if there are other ranks, which may wait in collectives of the model."""
         if self.methods.ranks > 1:
             raise OutOfStep(str(problem)) from problem
         if self._recomputer is not None:
@@ -283,11 +281,10 @@ class LoadQueue:
         token_ids = np.concatenate([self._layout.token_ids(page) for page in pages])
         first, slots = int(positions[0]), None
         if np.array_equal(positions, np.arange(first, first + len(positions))):
-            nothing = partial(torch.empty, 0, dtype=torch.int64, device=self._device)
-            slots = prefix() if first else nothing()
-        if slots is None or len(slots) != first:
-            return None
-        return TokenSpan(token_ids.astype(np.int64), slots)
+            slots = torch.empty(0, dtype=torch.int64, device=self._device)
+            slots = prefix() if first else slots
+        known = slots is not None and len(slots) == first
+        return TokenSpan(token_ids.astype(np.int64), slots) if known else None
 
     def _told(self, pages: int, prefix: Prefix, token_ids: TokenIds | None) -> TokenSpan | None:
         """The tokens of ``pages`` pages without headers; None if unknown."""

@@ -4,8 +4,7 @@
   table entries of the arena.
 - The slots of a node are in device memory, and HiCache wants its answer at once. If no row of any
   token in the KV pool was lost, a node gets host pages before the CPU knows its slots, and the
-  exchange follows a few passes later. Otherwise the scheduler thread waits for the slots, behind
-  the beginning of the last pass.
+  exchange follows a few passes later. Otherwise the scheduler thread waits for the slots.
 - If layouts are chosen for each node, a backup waits for its layout.
 """
 
@@ -103,10 +102,9 @@ class NodeBackups:
         needs the backup at once, or tokens of other weights, whose rows are void, may be cached."""
         problem, tokens = self._controller.ended(), len(slots)
         if self._capture is None:
-            if problem is None:
-                return Backup()
-            _not_backed_up(problem, tokens)
-            return None
+            if problem is not None:
+                _not_backed_up(problem, tokens)
+            return Backup() if problem is None else None
         ledger = self._capture.ledger
         backup = Backup(due=ledger.passes + _PASSES)
         # Passes of pipeline stages begin at different times.
@@ -189,10 +187,9 @@ class NodeBackups:
 
     def _problem(self, slots: Read) -> str | None:
         """Reason why a node in ``slots`` cannot be backed up, or None."""
-        ended = self._controller.ended()
-        if ended is not None or slots.values is None:
-            return ended or "capture broke"
-        return self._pool.arena.problem(slots.values)
+        if slots.values is None:
+            return self._controller.ended() or "capture broke"
+        return self._controller.ended() or self._pool.arena.problem(slots.values)
 
 
 def _not_backed_up(problem: str, tokens: int) -> None:

@@ -37,8 +37,7 @@ class PageProofs:
         HiCache's backup thread."""
         arena, size = self._arena, self._layout.page_size
         arena.host_access(arena.physical(host_pages), write=True, header=True)
-        pages = zip(keys, arena.pages(host_pages), strict=False)
-        for i, (key, page) in enumerate(pages):
+        for i, (key, page) in enumerate(zip(keys, arena.pages(host_pages), strict=False)):
             own = token_ids[i * size : (i + 1) * size]
             at = None if first is None else first + i * size
             problem: str | None = "page_with_lost_layers"
@@ -108,11 +107,12 @@ class PageProofs:
         """True if all captured pages are of the present weights, and have positions of RoPE."""
         if not self._captured or self._runtime.quarantine is not None:
             return not self._captured
-        namespaces = self._runtime.page_namespaces()
-        return all(
-            self._layout.namespace_of(page) in namespaces and self._has_known_positions(page)
-            for page in self._arena.pages(host_pages, header=True)
+        namespaces, pages = (
+            self._runtime.page_namespaces(),
+            self._arena.pages(host_pages, header=True),
         )
+        known = all(self._layout.namespace_of(page) in namespaces for page in pages)
+        return known and all(map(self._has_known_positions, pages))
 
     def _has_known_positions(self, page: Bytes) -> bool:
         """Kernels look positions up in RoPE tables, and cannot check them without stalling the

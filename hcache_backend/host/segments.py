@@ -29,8 +29,8 @@ _GATHERED_BYTES = 128 << 20  # encoded bytes on the device at once: this memory 
 
 class KVSegments:
     """Copies K and V of some layers between SGLang's pool (MHATokenToKVPool) and pages, or latents
-    (MLATokenToKVPool), which K and V stand for below, too. Raises UnsupportedRows if ``codec``
-    (``none``, ``exp4``, ``int8`` or ``fp8``) does not take them.
+    (MLATokenToKVPool), which K and V stand for below, too. Raises UnsupportedRows if ``codec`` does
+    not take them.
 
     - A page has K of one group of this rank's heads after the other, each of all tokens, then V.
       With one group, and unencoded, that is the content of the pool's slots.
@@ -38,8 +38,7 @@ class KVSegments:
       and a restore brings the parts of all (:attr:`shares_tokens`). They have no groups of heads.
     - Layers are numbered as by ``kvcache``. Behind its last one follow those of ``drafts``: pools
       of one layer each, with K and V of the same slots.
-    - The slots of a page follow each other, from a multiple of the page size on, so whole pages are
-      copied.
+    - The slots of a page follow each other, from a multiple of the page size on.
     - ``shard`` is this rank's part of a page; ``groups`` are those of all ranks.
     """
 
@@ -95,10 +94,9 @@ class KVSegments:
         self, layout: PageLayout, memory: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor
     ) -> torch.Tensor | None:
         """Copy K and V of whole pages from the pool to ``memory`` (uint8 ``[all pages,
-        page_bytes]``, which the device can write), on the current stream. ``pages`` are physical,
-        int64 ``[p]``, on the device, or :attr:`by_header`; ``slots`` int64 ``[p * page_size]``, on
-        the device. Returns, with a codec, a mask of the layers that fit, bool ``[layers, p]`` on
-        the device; others have no valid bytes."""
+        page_bytes]``), on the current stream. ``pages`` (physical, int64 ``[p]``; see
+        :attr:`by_header`) and ``slots`` (int64 ``[p * page_size]``) are on the device. Returns,
+        with a codec, a mask of the layers that fit, bool ``[layers, p]`` on the device."""
         offsets = [layout.segment_offsets[layer] for layer in self.layers]
         slots, encoder = self.kept(slots), self._encoder
         if not slots.is_cuda:
@@ -180,15 +178,13 @@ class KVSegments:
     def _load_layer(
         self, layer: int, held: torch.Tensor, memory: torch.Tensor, pages: torch.Tensor, offset: int
     ) -> None:
-        """Bring a layer of ``pages`` from ``offset`` on to the pages ``held`` of the pool, as
-        :meth:`_save_layer` saved it."""
-        encoder = self._encoder
-        if encoder is None:
+        """Bring what :meth:`_save_layer` saved."""
+        if self._encoder is None:
             pool = [self._by_group(plane) for plane in self.planes(layer)]
             gather_planes(memory, pages, offset, pool, held)
             return
-        encoded = gather_pages(memory, pages, offset, encoder.segment_bytes)
-        encoder.decode_pages(encoded, self.planes(layer), held)
+        encoded = gather_pages(memory, pages, offset, self._encoder.segment_bytes)
+        self._encoder.decode_pages(encoded, self.planes(layer), held)
 
     def _table(self, layers: Sequence[int], offsets: Sequence[int]) -> LayerTable:
         """Addresses of ``layers`` for kernels; made at the first use."""
@@ -213,10 +209,9 @@ class KVSegments:
     def holds(
         self, segments: torch.Tensor, held: torch.Tensor, part: int, layout: PageLayout, layer: int
     ) -> bool:
-        """True if a part of a slot in a page stands for the values that the pool ``held``, by the
-        reference: to the bit, or within the promise of a lossy codec. ``segments``: of the slot of
-        ``layer`` in a page of this ``layout``. ``held``: as by :meth:`held`, of all layers that
-        share the slot. Both uint8, on the CPU."""
+        """True if a part of the slot of ``layer`` in a page of this ``layout`` (its bytes are
+        ``segments``) stands for the values that the pool ``held`` (see :meth:`held`), by the
+        reference: to the bit, or within the promise of a lossy codec. Both uint8, on the CPU."""
         if self._encoder is None:
             return torch.equal(segments, held)
         return self._encoder.holds(segments, held, part)
@@ -228,22 +223,13 @@ class KVSegments:
         through pages, by the reference, on the CPU; and a mask of the pages that fit, bool
         ``[layers, p]``."""
         pages = torch.arange(len(planes[0][0]) // self._tokens)
-        fits = torch.ones((len(planes), len(pages)), dtype=torch.bool)
-        return [
-            self._layer_through_codec(kv, pages, fit) for kv, fit in zip(planes, fits, strict=True)
-        ], fits
-
-    def _layer_through_codec(
-        self, planes: Sequence[torch.Tensor], pages: torch.Tensor, fits: torch.Tensor
-    ) -> Sequence[torch.Tensor]:
-        """One layer; writes ``fits`` (bool ``[p]``)."""
-        if self._encoder is None:
-            return planes
-        planes = [plane.cpu() for plane in planes]
-        encoded, fits[:] = self._encoder.encode_reference(planes, pages)
-        back = [torch.empty_like(plane) for plane in planes]
-        self._encoder.decode_reference(encoded, back, pages)
-        return back
+        fits, back = torch.ones((len(planes), len(pages)), dtype=torch.bool), [*planes]
+        for layer, kv in enumerate(planes if self._encoder is not None else ()):
+            own = [plane.cpu() for plane in kv]
+            encoded, fits[layer] = self._encoder.encode_reference(own, pages)
+            back[layer] = [torch.empty_like(plane) for plane in own]
+            self._encoder.decode_reference(encoded, back[layer], pages)
+        return back, fits
 
     def code_of(self, layout: PageLayout, layer: int) -> str:
         return self.codec

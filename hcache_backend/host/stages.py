@@ -35,7 +35,7 @@ class PipelineStages:
 
     A stage passes a request on only after it is done with it. If the scheduler thread waited for an
     answer to a request (new weights), the next stage would never get that request. So exchanges
-    have their own group and thread, and end in the order in which they began, on every stage.
+    have their own thread, and end in the order in which they began, on every stage.
     """
 
     def __init__(self, group: Any) -> None:

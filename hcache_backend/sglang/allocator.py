@@ -77,7 +77,7 @@ class ReservablePages:
         if load is not None and load.adopted is None and self.eager is not None:
             assert need_size == len(load.host_pages) * self._size
             load.adopted = self.eager.adopt(load.host_pages)
-            return self._given(load.adopted.slots if load.adopted is not None else None)
+            return self._given(load.adopted and load.adopted.slots)
         if self.eager is not None and self.eager.pages:
             self.eager.make_free(-(-need_size // self._size))
         return self._given(self._alloc(need_size))

@@ -56,25 +56,20 @@ def _take(scheduler: Any, told: Mapping[str, Any]) -> dict[str, Any]:
     prefetches.scheduler = scheduler
     request = _request(told["name"], *_prompt(scheduler, told))
     prompt, action, seconds = request.origin_input_ids[:-1], told["action"], told["seconds"]
-    hint = Hint(
-        request=request,
-        prompt=prompt,
-        seconds=seconds,
-        since=time.monotonic(),
-        prefetch=action == "prefetch",
-        tree=cache.storage_prefetch_retries,
-    )
-    over = []
+    lasts: dict[str, Any] = {"since": time.monotonic(), "seconds": seconds}
+    reads, tree = action == "prefetch", cache.storage_prefetch_retries
+    hint = Hint(request=request, prompt=prompt, prefetch=reads, tree=tree, **lasts)
+    ended = 0
     for name, other in prefetches.hints.items():
         if action == "demote":
             ends = hint.begins(other.request, other.prompt, len(prompt))
         else:
             ends = other.begins(request, prompt, len(other.prompt)) and other.seconds <= seconds
         if ends:
-            over.append(name)
+            ended += 1
             waiting.end_hint(name, "replaced")
     if action == "demote":  # a look-up would make the prompt the one that was used last
-        return {"tokens": len(prompt), "ended": len(over)}
+        return {"tokens": len(prompt), "ended": ended}
     if len(prefetches.hints) >= _MOST:
         raise RefusedHint(f"{_MOST} hints are there already; one has to end first")
     _look_up(cache, hint)
@@ -93,10 +88,10 @@ def _look_up(cache: Any, hint: Hint) -> None:
 
 def _prompt(scheduler: Any, told: Mapping[str, Any]) -> tuple[array[int], Any, Any]:
     """Token ids of a hint, and the names that keep its pages apart from those of others."""
-    session = scheduler.session_controller.get(told["session"])
     if told["session"] is None:
         ids = array("q", base64.b64decode(told["input_ids"]))
         return ids, told["extra_key"], told["cache_salt"]
+    session = scheduler.session_controller.get(told["session"])
     if session is None or not session.req_nodes:
         raise RefusedHint(f"session {told['session']!r} is not open, or has had no request")
     last = list(session.req_nodes.values())[-1].req

@@ -69,15 +69,12 @@ class OwnPagesPool(HostKVCache):
         stamp: Callable[[np.ndarray], None] = lambda page: None,
         keeps_unfit: bool = False,
     ) -> None:
-        self.page_layout = page_layout
-        self._stamp = stamp
-        self._keeps_unfit = keeps_unfit
+        self.page_layout, self._pages, self._kv = page_layout, pages, kv
+        self._stamp, self._keeps_unfit = stamp, keeps_unfit
         self._capture: StagedCapture | None = None
         self._frees_duplicates = True
         self.layer_num = len(page_layout.segment_bytes)
         self.target_layer_num = self.layer_num - len(kv.drafts)
-        self._pages = pages
-        self._kv = kv
         self._saved: list[_Saved] = []
         self._warned = False
         self._loads: LoadQueue | None = None
@@ -85,10 +82,9 @@ class OwnPagesPool(HostKVCache):
         self._backed_up: Event | None = None
         # called with pages ([n]) that HiCache freed
         self.on_freed: list[Callable[[Ids], None]] = []
-        # Called with pages ([n]) and the slots ([n * page_size], on the device) from which they
-        # were copied, on the current stream.
+        # Called with pages ([n]) and the slots ([n * page_size], on the device) from which, or to
+        # which, they were copied, on the current stream.
         self.on_backed_up: list[Callable[[Ids, torch.Tensor], None]] = []
-        # The same of pages that were copied to slots.
         self.on_loaded: list[Callable[[Ids, torch.Tensor], None]] = []
         self.pieces_per_page = 1  # pieces of memory that storage backends see in a page
         self.device_pool = device_pool
@@ -114,16 +110,11 @@ class OwnPagesPool(HostKVCache):
         assert self.page_num == pages.host
 
     def use(
-        self,
-        loads: LoadQueue,
-        capture: StagedCapture | None = None,
-        *,
-        frees_duplicates: bool = True,
+        self, loads: LoadQueue, capture: StagedCapture | None = None, frees_duplicates: bool = True
     ) -> None:
         """Give the pool its queue of loads and, if layers are captured, the capture.
         ``frees_duplicates``: HiCache frees pages of tokens that are still on the device."""
-        self._loads = loads
-        self._capture = capture
+        self._loads, self._capture = loads, capture
         self._frees_duplicates = frees_duplicates
 
     def get_size_per_token(self) -> int:
@@ -171,14 +162,15 @@ class OwnPagesPool(HostKVCache):
         return freed
 
     def clear(self) -> None:
-        capture = self._capture  # its rows are written without a backup, too
-        for end in (self._backed_up, None if capture is None else capture.transfers()):
-            # The next owner of a page may write it at once, so nothing may be on its way there.
+        # The next owner of a page may write it at once, so nothing may be on its way there.
+        ends = [self._backed_up]
+        if self._capture is not None:  # its rows are written without a backup, too
+            ends.append(self._capture.transfers())
+        for end in filter(None, ends):
             with contextlib.suppress(StreamFailed):
-                if end is not None:
-                    end.synchronize()
-        if capture is not None:
-            capture.ledger.forget()
+                end.synchronize()
+        if self._capture is not None:
+            self._capture.ledger.forget()
         self.arena.clear()
         super().clear()
 
@@ -226,9 +218,9 @@ class OwnPagesPool(HostKVCache):
         self.settle()
         depths = self.arena.depth(host_pages)
         if self._kv.by_header:
-            pages = self.arena.pages(host_pages, header=True)
-            unknown = [self.page_layout.of(page) is None for page in pages]
-            depths[np.array(unknown, np.bool_)] = NOT_SETTLED
+            for at, page in enumerate(self.arena.pages(host_pages, header=True)):
+                if self.page_layout.of(page) is None:
+                    depths[at] = NOT_SETTLED
         return depths
 
     def settle(self) -> None:
@@ -246,9 +238,9 @@ class OwnPagesPool(HostKVCache):
         if len(lost) and not self._warned:
             self._warned = True
             logger.warning(
-                "hcache: pages of %d tokens cannot be encoded: loads compute them again, and they "
-                "do not go to L3 (logged once, counted always; codec 'none' encodes all)",
-                len(lost) * self.page_size,
+                f"hcache: pages of {len(lost) * self.page_size} tokens cannot be encoded: loads "
+                "compute them again, and they do not go to L3 (logged once, counted always; codec "
+                "'none' encodes all)"
             )
 
     def divide(self, host_pages: Ids, layout: PageLayout) -> None:

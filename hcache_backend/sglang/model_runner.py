@@ -51,11 +51,10 @@ def _capture_forward(
 ) -> Any:
     runtime, run = current(), partial(original, runner, forward_batch, *a, **kw)
     capture, order = runtime.forwards.capture, runtime.forwards.order
-    if runner is not runtime.runner:  # of a draft model
-        return run()
-    if order is not None:
+    ours = runner is runtime.runner  # not that of a draft model
+    if ours and order is not None:
         order.forward_begins()
-    return run() if capture is None else capture.forward(forward_batch, run)
+    return capture.forward(forward_batch, run) if ours and capture is not None else run()
 
 
 def _around_weight_update(original: Original, updater: Any, *a: Any, **kw: Any) -> Any:

@@ -108,11 +108,8 @@ def attention_modules(model: torch.nn.Module, layers: int) -> list[Observation]:
             inside = modules[name].modules()
             linears = [part for part in inside if isinstance(part, LinearBase | torch.nn.Linear)]
         layer = name.rpartition(".")[0]
-        quantised = {
-            f"{layer}.{part}": module
-            for part, module in modules[layer].named_modules()
-            if is_quantised(module)
-        }
+        parts = ((f"{layer}.{part}", of) for part, of in modules[layer].named_modules())
+        quantised = {part: module for part, module in parts if is_quantised(module)}
         seen = Observation(name, modules[name], kernel, linears, quantised)
         known.setdefault((kernel.layer_id, name), seen)
     found = [known[key] for key in sorted(known)]
@@ -130,18 +127,13 @@ def prefill_request(token_ids: Sequence[int], prefix: torch.Tensor | None = None
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.sampling.sampling_params import SamplingParams
 
-    request = Req(
-        rid="hcache-prefill",
-        origin_input_text="",
-        origin_input_ids=array("q", token_ids),
-        sampling_params=SamplingParams(temperature=0, max_new_tokens=1),
-    )
+    sampling = SamplingParams(temperature=0, max_new_tokens=1)
+    request = Req("hcache-prefill", "", array("q", token_ids), sampling)
     request.full_untruncated_fill_ids = request.origin_input_ids
     request.logprob_start_len = -1
-    before = 0
     if prefix is not None:
-        request.prefix_indices, before = prefix, len(prefix)
-    set_extend_range(request, before, len(token_ids))
+        request.prefix_indices = prefix
+    set_extend_range(request, 0 if prefix is None else len(prefix), len(token_ids))
     return request
 
 

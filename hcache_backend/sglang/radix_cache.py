@@ -107,9 +107,8 @@ def around_prefetch(original: Original, cache: Any, request: Any, *a: Any, **kw:
         if gate is not None and request not in cache.ongoing_prefetch:
             before = len(asked.get("matched_prefix_tokens") or ())
             recomputing = getattr(cache.cache_controller, "recomputing", None)
-            if recomputing is not None and not _has_front(cache, asked):
-                recomputing = None
-            asks = gate.may_ask(request.rid, before, recomputing)
+            fronts = recomputing is not None and _has_front(cache, asked)
+            asks = gate.may_ask(request.rid, before, recomputing if fronts else None)
     if not asks:
         cache.storage_prefetch_retries.cancel(request.rid)
         return None
@@ -126,9 +125,8 @@ def _has_front(cache: Any, asked: Mapping[str, Any]) -> bool:
     """True if the front of a prefetch (arguments of its call) may be recomputed: it comes in
     several pieces, and the device has K and V of the tokens before it."""
     pages = len(asked["new_input_tokens"]) // cache.page_size
-    if pages <= pages_per_report(cache.cache_controller, pages):
-        return False
-    return is_on_device(cache.tree_core, asked["last_host_node_id"])
+    parts = pages > pages_per_report(cache.cache_controller, pages)
+    return parts and is_on_device(cache.tree_core, asked["last_host_node_id"])
 
 
 def around_load_back(original: Original, cache: Any, params: Any, *a: Any) -> Any:
@@ -140,10 +138,10 @@ def around_load_back(original: Original, cache: Any, params: Any, *a: Any) -> An
         return slots_to(cache.tree_core, params.req.last_node)
 
     def token_ids() -> Any:
-        ids, before = getattr(params.req, "full_untruncated_fill_ids", None), prefix()
-        if ids is None or before is None or not is_plain(params.req):
+        ids = getattr(params.req, "full_untruncated_fill_ids", None)
+        if ids is None or not is_plain(params.req):
             return None
-        return ids[: len(before) + params.host_hit_length]
+        return ids[: len(prefix()) + params.host_hit_length]
 
     unknown, controller.loading = controller.loading, (prefix, token_ids)
     try:

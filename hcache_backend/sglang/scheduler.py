@@ -65,10 +65,8 @@ def around_batch(original: Original, scheduler: Any, batch: Any, *a: Any, **kw: 
         with harmless():
             waiting.count_used(batch.reqs)
     gate, prefill = gate_of(scheduler.tree_cache), None
-    if gate is not None:
-        work = _prefill_work(batch)
-        if work is not None:
-            prefill = time.monotonic(), gate.launched(*work), work
+    if gate is not None and (work := _prefill_work(batch)) is not None:
+        prefill = time.monotonic(), gate.launched(*work), work
     result = original(scheduler, batch, *a, **kw)
     if gate is not None:
         eager = getattr(scheduler.tree_cache.cache_controller, "eager", None)
@@ -81,17 +79,14 @@ def around_batch(original: Original, scheduler: Any, batch: Any, *a: Any, **kw: 
 def after_batch(
     original: Original, scheduler: Any, batch: Any, result: Any, *a: Any, **kw: Any
 ) -> Any:
-    done = original(scheduler, batch, result, *a, **kw)
-    gate = gate_of(scheduler.tree_cache)
-    prefill = next((of for seen, of in _prefills if seen() is result), None)
+    done, gate = original(scheduler, batch, result, *a, **kw), gate_of(scheduler.tree_cache)
     if gate is not None:
         now = time.monotonic()
         before, gate.gpu.last_end = gate.gpu.last_end, now
-        if prefill is not None:
-            launched, number, (tokens, prefix, loaded), alone = prefill
+        for launched, number, work, alone in (of for seen, of in _prefills if seen() is result):
             gate.gpu.ended(number)
             if alone:
-                gate.prefilled(tokens, prefix, loaded, now - max(launched, before))
+                gate.prefilled(*work, now - max(launched, before))
     return done
 
 
@@ -100,16 +95,13 @@ def _prefill_work(batch: Any) -> tuple[int, float, int] | None:
     is no prefill, or waits for something else besides."""
     if not batch.forward_mode.is_extend() or batch.forward_mode.is_mixed():
         return None
-    tokens = sum(batch.extend_lens)
-    loaded = 0
+    tokens, loaded = sum(batch.extend_lens), 0
     if batch.hicache_consumer_index >= 0:
         loaded = sum(req.cached_tokens_storage for req in batch.reqs)
         if not loaded or any(req.cached_tokens_host for req in batch.reqs):
             return None
-    pairs = sum(
-        extend * prefix + extend * extend / 2
-        for extend, prefix in zip(batch.extend_lens, batch.prefix_lens, strict=True)
-    )
+    lengths = zip(batch.extend_lens, batch.prefix_lens, strict=True)
+    pairs = sum(extend * prefix + extend * extend / 2 for extend, prefix in lengths)
     return (tokens, max(0.0, pairs / tokens - tokens / 2), loaded) if tokens else None
 
 
