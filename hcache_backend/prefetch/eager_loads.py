@@ -27,7 +27,7 @@ from hcache_backend.prefetch.eager import (
     until_written,
 )
 from hcache_backend.prefetch.estimates import L3Progress
-from hcache_backend.prefetch.prefetch import Meeting, Prefetches
+from hcache_backend.prefetch.prefetch import Meeting, Prefetch, Prefetches
 from hcache_backend.prefetch.slices import Governor, SliceBudget
 from hcache_backend.ranks import Said, Turn
 from hcache_backend.restore.pipeline import RestorePipeline
@@ -81,18 +81,17 @@ class EagerLoads:
         self.governor.look(self._prefetches.scheduler)
         restores, size, cache = self.restores, self._pool.page_size, turn.cache
         self._pages.cache, self._controller = cache, cache.cache_controller
-        running = {
-            info.operation: info.anchor_node_id
-            for info in cache.ongoing_prefetch.values()
-            if info.operation.host_indices is not None
-            and not self._prefetches.of(info.operation).announced  # nobody waits for K and V
-        }
+        running: dict[Any, Prefetch] = {}
+        for info in cache.ongoing_prefetch.values():
+            prefetch = self._prefetches.of(info.operation)
+            prefetch.anchor = info.anchor_node_id
+            # For a hint: nobody waits for K and V.
+            if info.operation.host_indices is not None and not prefetch.announced:
+                running[info.operation] = prefetch
         for operation in restores.running():
             if operation not in running:
                 restores.end(operation)
-        for operation, anchor in running.items():
-            prefetch = self._prefetches.of(operation)
-            prefetch.anchor = anchor
+        for operation, prefetch in running.items():
             if operation not in restores.running():
                 self._begin(operation)
             there = range(operation.completed_tokens // size)
@@ -100,7 +99,7 @@ class EagerLoads:
             if meeting is not None:
                 there = meeting.here
                 met = there.start <= meeting.front
-                on_device = is_on_device(cache.tree_core, anchor)
+                on_device = is_on_device(cache.tree_core, prefetch.anchor)
                 may = on_device and self.recomputes_pages
                 meeting.reachable = restores.reachable(operation) if may else 0
             arrived = restores.arrived(operation, there.stop, there.start, last=met)

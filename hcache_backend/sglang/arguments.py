@@ -80,12 +80,10 @@ def check_tp_lcm_size(asked: object, ranks: int, heads: int, *, own_pages: bool)
     """Raise ConfigError, with the allowed numbers, unless K and V of a page of all ranks divide
     into ``asked`` groups of heads (SGLang's ``tp_lcm_size``). ``heads`` are those of a rank.
     ``own_pages``: pages divide into shards of eight, too."""
-    allowed = [
-        number
-        for number in range(ranks, heads * ranks + 1, ranks)
-        if heads * ranks % number == 0
-        and (number == ranks or not own_pages or number in SHARD_COUNTS)
-    ]
+    every = heads * ranks
+    allowed = [number for number in range(ranks, every + 1, ranks) if every % number == 0]
+    if own_pages:
+        allowed = [number for number in allowed if number == ranks or number in SHARD_COUNTS]
     if type(asked) is not int or asked not in allowed:
         pages = "own" if own_pages else "plain"
         raise ConfigError(

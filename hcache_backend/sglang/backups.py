@@ -91,9 +91,8 @@ class Backups:
             return
         if not self._backups_end(cache, time.monotonic() + _FINISH_SECONDS):
             logger.warning(
-                "hcache: backups did not end in %g s: SGLang may be unable to flush its caches "
-                "after this weight update, and then ends the server",
-                _FINISH_SECONDS,
+                f"hcache: backups did not end in {_FINISH_SECONDS:g} s: SGLang may be unable to "
+                "flush its caches after this weight update, and then ends the server"
             )
 
     def stop(self, cache: Any) -> bool:

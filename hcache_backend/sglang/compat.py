@@ -40,7 +40,7 @@ def _number(text: str) -> str:
     return match.group() if match is not None else ""
 
 
-def known_arguments(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
+def known_arguments(function: Callable[..., Any], **arguments: Any) -> dict[str, Any]:
     """Those of ``arguments`` that this version's function has. HostKVCache has its geometry among
     its arguments from 0.5.22 on; before, it asks the device pool."""
     known = inspect.signature(function).parameters

@@ -69,13 +69,8 @@ class OwnPagesController(HybridCacheController):
         """``capture`` fills hidden states, which ``checks`` checks; None: pages hold K and V only.
         ``layouts`` chooses those of nodes. ``judge`` is called on all ranks, with its name, if an
         L3 other than our store is attached. The other arguments are SGLang's."""
-        self._runtime = runtime
-        self._pool = pool
-        self._loads = loads
-        self.eager = eager
-        self._stages = stages
-        self._kv_checks = kv_checks
-        self._judge = judge
+        self._runtime, self._pool, self._loads, self.eager = runtime, pool, loads, eager
+        self._stages, self._kv_checks, self._judge = stages, kv_checks, judge
         self._capture = capture
         positions = int(runtime.runner.model_config.context_len)
         of_pages = runtime, pool.arena, pool.page_layout
@@ -115,8 +110,7 @@ class OwnPagesController(HybridCacheController):
 
     def reset(self) -> None:
         super().reset()
-        self._loads.forget()
-        for part in self._parts:
+        for part in (self._loads, *self._parts):
             part.forget()
 
     def begin_turn(self, turn: Turn) -> None:
@@ -134,14 +128,10 @@ class OwnPagesController(HybridCacheController):
             turn.cache.evict_host(self._pool.size)
             self._never_loaded = False
 
-    # Our tables are on the CPU: SGLang would send host indices to the device and we read them back.
-
-    def _move_pool_indices(
-        self, host_pool: Any, host_indices: Any, device_indices: Any, **kwargs: Any
-    ) -> Any:
-        if host_pool is self._pool:
-            return host_indices, device_indices
-        return super()._move_pool_indices(host_pool, host_indices, device_indices, **kwargs)
+    def _move_pool_indices(self, host_pool: Any, *indices: Any, **kwargs: Any) -> Any:
+        if host_pool is self._pool:  # its tables are on the CPU, where host indices are needed
+            return indices
+        return super()._move_pool_indices(host_pool, *indices, **kwargs)
 
     # ---- device -> host ----
 
@@ -237,15 +227,16 @@ class OwnPagesController(HybridCacheController):
             prepared = self.eager.restores.prepared(host_pages)
             own[prepared], needed = 0, host_pages[~prepared]
         self._stages.talk()
+        unsettled = own == NOT_SETTLED
         if self.eager is not None and self.eager.restores.failed(host_pages):
             problem = "restore_failed"
-        elif (own == NOT_SETTLED).any():
+        elif unsettled.any():
             problem = "unsettled"
         elif not self._proofs.may_project(needed):
             problem = "stale_host_page"
         elif not self._stages.have(host_pages):
             problem = "another_stage"
-        depths = np.where(own == NOT_SETTLED, layers + 1, own)
+        depths = np.where(unsettled, layers + 1, own)
         told, never = (-depths).tolist(), problem in ("restore_failed", "stale_host_page")
         *told, fine, may_come = self.agreed(*told, problem is None, not never)
         if fine:
@@ -266,9 +257,8 @@ class OwnPagesController(HybridCacheController):
                 self._never_loaded |= not may_come
             return None
         if not fine:  # the first stage knew that it is: a mistake of ours
-            self._runtime.begin_quarantine(
-                "a page is not what the first pipeline stage took it for"
-            )
+            mistaken = "a page is not what the first pipeline stage took it for"
+            self._runtime.begin_quarantine(mistaken)
         return load or QueuedLoad(host_pages)
 
     # ---- host -> storage ----
@@ -285,12 +275,9 @@ class OwnPagesController(HybridCacheController):
     def _page_backup(self, operation: Any) -> Any:
         sealed, before = 0, operation.prefix_keys
         with metrics.harmless("backup", "pages of a node are not stored"):  # a thread of SGLang's
-            sealed = self._proofs.seal(
-                self._pool.page_ids(operation.host_indices),
-                operation.hash_value,
-                token_array(operation.token_ids),
-                None if before is None else len(before) * self.page_size,
-            )
+            pages, keys = self._pool.page_ids(operation.host_indices), operation.hash_value
+            first = None if before is None else len(before) * self.page_size
+            sealed = self._proofs.seal(pages, keys, token_array(operation.token_ids), first)
         if sealed < len(operation.hash_value):
             operation.hash_value = operation.hash_value[:sealed]
             operation.host_indices = operation.host_indices[: sealed * self.page_size]
@@ -339,11 +326,8 @@ class OwnPagesController(HybridCacheController):
         """Read the draft model's pages of a whole hit: a recomputed front has no K and V of the
         draft. A missing page costs accepted drafts, and no token."""
         keys, before = operation.hash_value, list(operation.prefix_keys or ())
-        pools = [
-            transfer.name
-            for transfer in operation.pool_transfers or ()
-            if transfer.indices_from_pool == PoolName.KV
-        ]
+        every = operation.pool_transfers or ()
+        pools = [of.name for of in every if of.indices_from_pool == PoolName.KV]
         for start in range(0, len(keys) if pools else 0, STORAGE_BATCH_SIZE):
             if operation.is_terminated():
                 break
@@ -504,9 +488,7 @@ class BatchedReads:
             if meeting is None:
                 self._report(PrefetchAck(*ack, completed_tokens=order.there * self._size))
             else:
-                there = BackAck(*ack)
-                there.start, there.end = back.start, back.stop
-                self._report(there)
+                self._report(BackAck(*ack, start=back.start, end=back.stop))
         return order.there
 
     def _steps(self, step: int) -> int:

@@ -88,16 +88,17 @@ class OwnPagesPool(HostKVCache):
         self.on_loaded: list[Callable[[Ids, torch.Tensor], None]] = []
         self.pieces_per_page = 1  # pieces of memory that storage backends see in a page
         self.device_pool = device_pool
-        geometry = {
-            "device_pool": device_pool,
-            "dtype": device_pool.store_dtype,
-            "device_capacity_tokens": device_pool.size,
-            "size_per_token": self.get_size_per_token(),
-            "start_layer": device_pool.start_layer,
-            "end_layer": device_pool.end_layer,
-        }
+        geometry = known_arguments(
+            HostKVCache.__init__,
+            device_pool=device_pool,
+            dtype=device_pool.store_dtype,
+            device_capacity_tokens=device_pool.size,
+            size_per_token=self.get_size_per_token(),
+            start_layer=device_pool.start_layer,
+            end_layer=device_pool.end_layer,
+        )
         super().__init__(
-            **known_arguments(HostKVCache.__init__, geometry),
+            **geometry,
             # The base class makes pages of tokens of a ratio, rounds down and adds one page.
             host_to_device_ratio=(pages.host - 0.5) * page_size / device_pool.size,
             host_size=0,

@@ -82,7 +82,8 @@ class Runtime:
     writer: bytes = field(default_factory=lambda: os.urandom(WRITER_BYTES))
     weights: Weights | None = None
     draft: Any = None  # SGLang's ModelRunner of a draft model
-    # Digest (hexadecimal) of its layers on this rank, in the names of its pages in L3.
+    # Digest (hexadecimal) of its layers on this rank, in the names of its pages in L3; its
+    # embedding and head may be the model's.
     draft_digest: str | None = None
     # Fields of the namespace of own pages besides the weights.
     page_fields: dict[str, object] = field(default_factory=dict)
@@ -198,11 +199,8 @@ class Runtime:
         """Fingerprint the weights of a draft model: pages of another one give other drafts."""
         self.draft, self.draft_digest = runner, os.urandom(16).hex()  # if it cannot be read
         with metrics.harmless("draft", "pages of the draft model are not found again"):
-            tensors = [
-                (name, tensor)
-                for name, tensor in model_tensors(runner.model)
-                if "embed_tokens" not in name and "lm_head" not in name
-            ]
+            every, shared = model_tensors(runner.model), ("embed_tokens", "lm_head")
+            tensors = [own for own in every if not any(part in own[0] for part in shared)]
             self.draft_digest = fingerprint([digest_tensors(tensors)]).hex()
         if "draft" in self.page_fields:  # its K and V are in our own pages
             self.page_fields["draft"] = self.draft_digest
@@ -257,9 +255,8 @@ class Runtime:
                 return
             self._suspend(quarantined=reason)
         logger.error(
-            "hcache: %s. L3 is off until a restart, and the pages that this server wrote are being "
-            "deleted. Requests continue. Please report this with the log",
-            reason,
+            f"hcache: {reason}. L3 is off until a restart, and the pages that this server wrote "
+            "are being deleted. Requests continue. Please report this with the log"
         )
         for callback in self.on_quarantine:
             threading.Thread(target=callback, name="hcache-quarantine", daemon=True).start()

@@ -268,11 +268,8 @@ class Start:
         except Refused as refused:
             if plan.kv_codec == "none":
                 raise
-            logger.warning(
-                "hcache: codec %r is not used, K and V are stored as they are (codec 'none'): %s",
-                plan.kv_codec,
-                refused,
-            )
+            why = "K and V are stored as they are (codec 'none')"
+            logger.warning("hcache: codec %r is not used, %s: %s", plan.kv_codec, why, refused)
             plan = self.step(replace, plan, kv_codec="none", plugin=None, **plain)
             self.step(self._check_copies, plan)
         self.step(plan.find_room)
@@ -484,16 +481,11 @@ def use_own_pages(runtime: Runtime, kvcache: Any, plan: PagePlan, reason: str | 
     if plan.drafts:
         fields["draft"] = runtime.draft_digest
     runtime.use_own_pages(fields, reason)
+    mode, layout = "own pages" if plan.codec is None else "hidden mode", plan.layout
     logger.info(
-        "hcache: %s: %s, %d bytes per %d-token page, codec %s, %d host pages, %d shadows, "
-        "%.0f MB of device memory for restores",
-        "own pages" if plan.codec is None else "hidden mode",
-        plan.methods.describe(),
-        plan.layout.page_bytes,
-        plan.layout.page_size,
-        codec,
-        *plan.pages,
-        room / 1e6,
+        f"hcache: {mode}: {plan.methods.describe()}, {layout.page_bytes} bytes per "
+        f"{layout.page_size}-token page, codec {codec}, {plan.pages.host} host pages, "
+        f"{plan.pages.shadows} shadows, {room / 1e6:.0f} MB of device memory for restores"
     )
 
 

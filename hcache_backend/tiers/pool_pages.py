@@ -72,9 +72,8 @@ class PoolPages:
             )
         if mla and ranks > 1 and divided and name != PoolName.MAMBA:
             logger.warning(
-                "hcache: pool %s is divided over the ranks and SGLang backs up the first rank's "
-                "part only: prompts that need it do not come back from L3",
-                name,
+                f"hcache: pool {name} is divided over the ranks and SGLang backs up the first "
+                "rank's part only: prompts that need it do not come back from L3"
             )
         self._access: Literal["in place", "copy", "none"] = "in place"
 

@@ -238,12 +238,11 @@ class SharedTier:
             self._quarantined = True
             self._writes.forget()
         self.forget_kept()
+        names = " or ".join(sorted({f"hcache-{namespace.hex()}-" for namespace in namespaces}))
         logger.error(
-            "hcache: pages that this server wrote are still in the shared L3 (%s), and other "
-            "machines read and keep them. Delete the values there whose names begin with %s, "
-            "then run `hcache clear` on every machine",
-            self._name,
-            " or ".join(sorted({f"hcache-{namespace.hex()}-" for namespace in namespaces})),
+            f"hcache: pages that this server wrote are still in the shared L3 ({self._name}), and "
+            "other machines read and keep them. Delete the values there whose names begin with "
+            f"{names}, then run `hcache clear` on every machine"
         )
         return 0
 
