@@ -21,7 +21,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from hcache_backend.arena import Ids
+from hcache_backend.arena import Arena, Ids
 
 logger = logging.getLogger("hcache")
 
@@ -74,11 +74,9 @@ class _Said(NamedTuple):
 class StagePages:
     """State of the host pages of all stages. Scheduler thread only, except :meth:`brought`."""
 
+    _runtime: Any  # the process's :class:`.Runtime`
+    _arena: Arena
     _host_pages: int  # number of them, the same on every stage
-    # True if the rows of pages are there on this stage; None: unknown yet.
-    _whole: Callable[[Ids], bool | None]
-    _trusted: Callable[[], bool]
-    _begin_quarantine: Callable[[str], None]  # another stage is not trusted
     # Makes a group of the stages, on all of them; None if there is one.
     _new_group: Callable[[], Any]
 
@@ -113,10 +111,11 @@ class StagePages:
 
     def talk(self) -> None:
         """Send and receive without a wait: what this stage knows, and the others' messages."""
-        while self._unsaid and (whole := self._whole(self._unsaid[0])) is not None:
+        while self._unsaid and (whole := self._arena.whole(self._unsaid[0])) is not None:
             number = self._backups - len(self._unsaid) + 1
             self._unsaid.popleft()
-            self._unheard.append((number, self._stages.say(_Said(whole, self._trusted()))))
+            said = _Said(whole, self._runtime.quarantine is None)
+            self._unheard.append((number, self._stages.say(said)))
         while self._unheard and self._unheard[0][1].done():
             number, heard = self._unheard.popleft()
             self._hear(number, heard)
@@ -154,4 +153,4 @@ class StagePages:
             self._backup_of[self._backup_of == number] = _LOST
         self._confirmed = number
         if not all(said.trusted for said in stages):
-            self._begin_quarantine("another pipeline stage failed its self-check")
+            self._runtime.begin_quarantine("another pipeline stage failed its self-check")

@@ -31,7 +31,7 @@ from hcache_backend.capture.staging import StagedCapture
 from hcache_backend.checks.service import KVChecks
 from hcache_backend.config import ConfigError
 from hcache_backend.host.loads import UNKNOWN, LoadQueue, Prefix, QueuedLoad, TokenIds
-from hcache_backend.host.node_backups import NodeBackups, NodeLayouts
+from hcache_backend.host.node_backups import NodeBackups
 from hcache_backend.host.page_proofs import PageProofs
 from hcache_backend.host.stages import StagePages
 from hcache_backend.prefetch.eager import batch_pages
@@ -63,7 +63,7 @@ class OwnPagesController(HybridCacheController):
         *hicache: Any,
         capture: StagedCapture | None = None,
         checks: Part | None = None,
-        layouts: NodeLayouts | None = None,
+        layouts: Any = None,
         **arguments: Any,
     ) -> None:
         """``capture`` fills hidden states, which ``checks`` checks; None: pages hold K and V only.

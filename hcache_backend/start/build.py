@@ -455,8 +455,7 @@ def build_stack(
         both = runtime.l3, runtime.prefetches
         eager = EagerLoads(free_pages, pool, pipeline, loads, reserved, budget, *both, new_rows)
         runtime.on_weights_changed.append(eager.forget)
-    trust = lambda: runtime.quarantine is None, runtime.begin_quarantine
-    stages = StagePages(plan.pages.host, pool.arena.whole, *trust, new_stage_group)
+    stages = StagePages(runtime, pool.arena, plan.pages.host, new_stage_group)
     judge = partial(judge_hits, runtime, config)
     parts: tuple[Any, ...] = runtime, pool, loads, eager, stages, kv_checks, judge
     hidden_parts: dict[str, Any] = {"capture": capture, "checks": checks, "layouts": layouts}
