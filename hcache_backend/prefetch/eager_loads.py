@@ -18,14 +18,8 @@ from hcache_backend import metrics, streams
 from hcache_backend.capture.hooks import RecomputedRows
 from hcache_backend.host.loads import LoadQueue, QueuedLoad
 from hcache_backend.plan.restore import side_by_side
-from hcache_backend.prefetch.eager import (
-    EagerRestores,
-    Ids,
-    Recomputation,
-    batch_pages,
-    launch_pages,
-    until_written,
-)
+from hcache_backend.prefetch import eager
+from hcache_backend.prefetch.eager import EagerRestores, Ids, Recomputation
 from hcache_backend.prefetch.estimates import L3Progress
 from hcache_backend.prefetch.prefetch import Meeting, Prefetch, Prefetches
 from hcache_backend.prefetch.slices import Governor, SliceBudget
@@ -70,7 +64,7 @@ class EagerLoads:
         self._saving = streams.new_stream(pages.device, "saves")
         self._recomputed = False  # since the last take_recomputed
         self._offers: list[Offer] = []
-        at_once = launch_pages(pages.device, pool.page_layout.page_bytes)
+        at_once = eager.launch_pages(pages.device, pool.page_layout.page_bytes)
         self.restores = EagerRestores(pool.page_size, pages, self._launch, self._limit, at_once)
         pages.eager = self.restores
         pool.on_freed.append(self._host_freed)
@@ -119,7 +113,7 @@ class EagerLoads:
     def _begin(self, operation: Any) -> None:
         host_pages = self._pool.page_ids(operation.host_indices)
         keys = operation.hash_value[: len(host_pages)]
-        if len(keys) <= batch_pages(len(keys)):
+        if len(keys) <= eager.batch_pages(len(keys)):
             keys = []  # it comes in one piece
         meeting, unread = self._prefetches.of(operation).meeting, 0
         if meeting is not None:
@@ -274,7 +268,7 @@ class EagerLoads:
         if load.adopted is not None and device_indices is None:
             # Another pool had no room: SGLang gives the pages, which restores may still write, to
             # the next request.
-            until_written(load.adopted.restores)
+            eager.until_written(load.adopted.restores)
         elif load.adopted is not None:
             size, ready = self._pool.page_size, int(load.adopted.ready.sum())
             metrics.TOKENS.count("ready_at_load", ready * size)

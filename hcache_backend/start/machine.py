@@ -28,13 +28,8 @@ from hcache_backend.sglang import hooks
 from hcache_backend.sglang.arguments import ranks_of_a_request, resolved
 from hcache_backend.sglang.groups import attention_ranks, or_stop, said_by_all_ranks
 from hcache_backend.sglang.runtime import Runtime
+from hcache_backend.start import page_plan
 from hcache_backend.start.capabilities import EAGER, JUDGING, Server, refusal
-from hcache_backend.start.page_plan import (
-    encoded_share,
-    host_bytes,
-    kv_bytes_per_token,
-    wanted_codec,
-)
 from hcache_kernels.launch import copies_by_engine, copy_programs
 
 logger = logging.getLogger("hcache")
@@ -62,8 +57,8 @@ def _choose(runtime: Runtime, kvcache: Any) -> Restore:
     assert config is not None and runtime.weights is not None
     layers, ranks, size = int(kvcache.layer_num), int(args.tp_size), int(kvcache.size)
     eager = refusal(EAGER, Server(runtime, kvcache, hidden=True)) is None
-    row_bytes = wanted_codec(runtime, runtime.runner).row_bytes
-    kv_share = encoded_share(runtime, kvcache, int(args.pp_size))
+    row_bytes = page_plan.wanted_codec(runtime, runtime.runner).row_bytes
+    kv_share = page_plan.encoded_share(runtime, kvcache, int(args.pp_size))
     stages, stage = get_pp_group(), attention_ranks()
     wanted = or_stop(lambda: fixed_partition(config, layers))
     place = {"first_layer": kvcache.start_layer, "layers": layers}
@@ -90,8 +85,8 @@ def _choose(runtime: Runtime, kvcache: Any) -> Restore:
     every_kv = Partition(0, 0, layers)
     restore = Restore(profile, shape, every_kv, ranks, min(CHUNK_TOKENS, size), eager=eager)
     if decision is None:
-        kv_bytes = kv_share * kv_bytes_per_token(kvcache)
-        given = host_bytes(kvcache, args.hicache_size, args.hicache_ratio)
+        kv_bytes = kv_share * page_plan.kv_bytes_per_token(kvcache)
+        given = page_plan.host_bytes(kvcache, args.hicache_size, args.hicache_ratio)
 
         def leaves_room(partition: Partition) -> bool:
             """True if host memory holds enough tokens besides hidden states of the device's."""
@@ -326,7 +321,7 @@ def _measured(runtime: Runtime, config: HCacheConfig) -> tuple[Profile, ModelSha
     kvcache, kv_share = runtime.runner.token_to_kv_pool, 1.0
     if runtime.codec not in (None, "none"):
         stages = int(resolved(runtime.runner.server_args).pp_size)
-        kv_share = encoded_share(runtime, kvcache, stages)
+        kv_share = page_plan.encoded_share(runtime, kvcache, stages)
     shape = model_shape(runtime.runner, kvcache, kv_share=kv_share)
     profile = find_profile(runtime, config, kvcache, shape) if shape is not None else None
     return (profile, shape) if profile is not None and shape is not None else None

@@ -12,28 +12,21 @@ from contextlib import contextmanager
 from typing import Any
 
 from sglang.srt.mem_cache.hybrid_cache import hybrid_pool_assembler as assembler
-from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import (
-    StackStrategy,
-    _MambaStrategy,
-    _PlainKvStrategy,
-    _split_hicache_size,
-    _SwaStrategy,
-)
 from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.runtime_context import get_memory
 
 from hcache_backend.projection.paged_pool import full_attention
 
-_HYBRID: dict[type, type[StackStrategy]] = {
-    SWAKVPool: _SwaStrategy,
-    HybridLinearKVPool: _MambaStrategy,
+_HYBRID: dict[type, type[assembler.StackStrategy]] = {
+    SWAKVPool: assembler._SwaStrategy,
+    HybridLinearKVPool: assembler._MambaStrategy,
 }
 
 
-def strategy_of(kvcache: Any) -> StackStrategy:
+def strategy_of(kvcache: Any) -> assembler.StackStrategy:
     """SGLang's strategy for a KV pool of a class of models that can have own pages."""
-    return _HYBRID.get(type(kvcache), _PlainKvStrategy)()
+    return _HYBRID.get(type(kvcache), assembler._PlainKvStrategy)()
 
 
 def share_of_size(kvcache: Any, params: Any) -> float:
@@ -42,7 +35,7 @@ def share_of_size(kvcache: Any, params: Any) -> float:
         return 1.0
     windows = type(kvcache) is SWAKVPool
     side = kvcache.swa_kv_pool if windows else params.req_to_token_pool.mamba_pool
-    return float(_split_hicache_size(1, (full_attention(kvcache), side))[0])
+    return float(assembler._split_hicache_size(1, (full_attention(kvcache), side))[0])
 
 
 @contextmanager
