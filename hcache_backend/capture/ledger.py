@@ -68,15 +68,12 @@ class _Copy(NamedTuple):
 
 
 class Ledger:
-    """Events that the arena does not know. Scheduler thread; slots are int64 ``[n]`` on the device.
-
-    ``without_results``: most passes whose results the engine may lack, except between the start of
-    a pass and the results of the one before.
-    """
+    """Events that the arena does not know. Scheduler thread; slots are int64 ``[n]`` on the device."""
 
     def __init__(self, arena: Arena, device: torch.device) -> None:
         self.broken: str | None = None  # why nothing more can be learned: all rows are void
         self.passes = 0  # that have begun
+        # Most passes whose results the engine may lack when the next one has begun.
         self.without_results = 1
         self.tokens_missing = 0  # with a promised row that was not written
         self.tokens_unfit = 0  # with a row that the codec cannot hold

@@ -1,7 +1,6 @@
-"""Loads from host memory, from SGLang's request for one to the launch of all queued loads.
-
-All queued loads become one restore: missing layers are transferred together, and the same number of
-first layers is recomputed in all of them. Lost pages are recomputed behind that.
+"""Loads from host memory, from SGLang's request for one to the launch of all queued loads as one
+restore: missing layers are transferred together, and the same number of first layers is recomputed
+in all of them. Lost pages are recomputed behind that.
 """
 
 from __future__ import annotations

@@ -20,11 +20,9 @@ SHOWN_TOKENS = 4096  # rates are shown for operations of this size
 Curve = Callable[[int, float], float]
 
 _KEPT = 32
-# Weight of a measurement relative to the next one. Two in a row outweigh all before them: one
-# disturbed measurement does not count, and a change is believed at once.
+# Weight of a measurement relative to the next one: two in a row outweigh all before them.
 _FADING = 0.65
-# About that of all measurements of four times the size, or a quarter. Beyond, the model counts:
-# small operations say little about the cost of large ones.
+# About that of all measurements of four times the size, or a quarter; beyond, the model counts.
 _MODEL_WEIGHT = 0.1
 
 
@@ -138,11 +136,8 @@ def _median(weighted: list[tuple[float, float]]) -> float:
 # A look-up is stalled after this time; a read, if its next part comes later than this plus twice
 # its expected time.
 STALLED_SECONDS = 0.5
-# A read that takes this many times its expected time is late. Its rest is then estimated by what
-# has arrived, not by earlier reads.
-LATE = 1.25
-# Longest expected time of a part, after any earlier reads, because a read that hung must not teach
-# patience. Or the time to compute the part, if that is more.
+LATE = 1.25  # times its expected time: then the rest of a read is estimated by what has arrived
+# Longest expected time of a part, or the time to compute it: a read that hung teaches no patience.
 LONGEST_PART_SECONDS = 5.0
 
 

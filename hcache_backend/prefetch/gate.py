@@ -4,8 +4,7 @@
   prefill grows faster than linearly: its minimum is at 0 or N. So a hit is read whole or refused.
 - A prefetch that is slower than computing what is left ends with what has arrived.
 - Computing a hit is behind the GPU's present work, and delays hits that are read: both count.
-- While requests wait for the GPU, only its time counts: a hit is read if its load takes the GPU
-  less time than computing it, however long L3 takes.
+- While requests wait for the GPU, only its time counts, however long L3 takes.
 - An L3 that was slow is probed: a hit is read whole, and judged after a small part of its time.
 """
 

@@ -11,11 +11,8 @@ from hcache_backend import metrics
 from hcache_backend.prefetch.estimates import Curve, Estimate
 from hcache_backend.restore.report import RunningRestore
 
-# Slices that are launched and not done: one runs while the next is launched. A forward pass waits
-# for at most this many.
-_UNFINISHED = 2
-# of a slice that has the GPU alone: fewer take as long, because all weights are read
-_LEAST_TOKENS = 256
+_UNFINISHED = 2  # slices at most: one runs while the next is launched, and forward passes wait
+_LEAST_TOKENS = 256  # of a slice alone: fewer take as long, because all weights are read
 
 
 class SliceBudget:

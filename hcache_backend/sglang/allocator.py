@@ -1,8 +1,7 @@
 """SGLang's allocator: pages that eager restores may reserve, and slots that capture hears of.
 
-Reserved device pages are out of the allocator's lists but count as available. Any allocation gets
-them, so admission and eviction go on as without reservations. A slot that is allocated anew has no
-valid row until something fills it; also one of a page that was reserved.
+Reserved device pages are out of the allocator's lists but count as available: any allocation gets
+them. A slot that is allocated anew has no valid row until something fills it.
 """
 
 from __future__ import annotations

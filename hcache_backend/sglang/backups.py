@@ -1,5 +1,4 @@
 """Backups that HiCache would not make or not wait for: beginnings of conversations, the last ones.
-
 With ``write_back`` HiCache writes a node when the device evicts it, ends of conversations first.
 The beginning of one that goes on would never be written, so it is put once its end was written.
 """

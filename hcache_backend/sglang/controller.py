@@ -1,11 +1,9 @@
 """HiCache's controller over own pages: backup, load and storage transfers. Loads become restores.
 
 - A page of L3 is a hit only if its header proves that it is the wanted one, from any backend.
-- Backups are in ``host/node_backups.py``, loads in ``host/loads.py``.
 - A prefetch is read in smaller batches than SGLang's 128 pages, so that its first pages are known
-  earlier. The storage thread reports every batch, SGLang's sync thread reduces the reports of all
-  ranks one by one, and the scheduler sees them. If its front is recomputed, it is read from the
-  back, with reports of its own.
+  earlier; from the back, if its front is recomputed. The storage thread reports every batch,
+  SGLang's sync thread reduces the reports of all ranks, and the scheduler sees them.
 """
 
 from __future__ import annotations
@@ -123,8 +121,8 @@ class OwnPagesController(HybridCacheController):
             part.hear()
         self._stages.talk()
         if self._never_loaded or (self._kv_checks.failed and self._stages.alone):
-            # A node whose load is refused stays a hit for HiCache. It would be a miss for ever and
-            # hide its copy in L3. HiCache cannot remove one node, so all that are in L2 only go.
+            # A node whose load is refused stays a hit for HiCache, and hides its copy in L3. HiCache
+            # cannot remove one node, so all that are in L2 only go.
             turn.cache.evict_host(self._pool.size)
             self._never_loaded = False
 
@@ -156,8 +154,7 @@ class OwnPagesController(HybridCacheController):
 
     def start_writing(self) -> None:
         """Launch the backups that are ready."""
-        # HiCache waits for a write-back on the spot.
-        may_wait = self.write_policy != "write_back"
+        may_wait = self.write_policy != "write_back"  # HiCache waits for that on the spot
         launched = self._backups.launch(self.write_queue, may_wait=may_wait)
         for host_pages in launched:
             self._stages.backed_up(host_pages)
@@ -165,8 +162,7 @@ class OwnPagesController(HybridCacheController):
         del self.write_queue[len(launched) :]
         if self.write_queue:
             # HiCache backs a page up as soon as the step that fills its last slot is launched, and
-            # waits only for what SGLang's read barrier lets through: with decode graphs that is
-            # published before the step has written. (Plain HiCache copies in the same order.)
+            # waits only for SGLang's read barrier: that of a decode graph may be too early.
             self.after_forwards(streams.of(self.l2_transfer_engine.device_to_host_stream))
         super().start_writing()
         self.write_queue.extend(later)
@@ -441,9 +437,7 @@ class BatchedReads:
     _size: int  # tokens of a page
     _report: Callable[[PrefetchAck], None]  # passes a report on to SGLang's sync thread
     _waited: Callable[[float], None]  # gets seconds without a read
-    # Of the first read of the last prefetch. Its last read is of the remainder: the fixed cost of
-    # that would count too much.
-    _seconds_per_page: float = math.inf
+    _seconds_per_page: float = math.inf  # of the first read of the last prefetch
 
     def transfer(
         self,

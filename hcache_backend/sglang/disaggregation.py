@@ -1,8 +1,6 @@
-"""Prefill/decode disaggregation: which K and V are sent, and which of those that come are stored.
-
-- A prefill server sends no K and V that are still on their way to the device's memory.
-- It sends the digest of its weights, in free space of the metadata of each request. A decode server
-  stores only K and V of its own weights.
+"""Prefill/decode disaggregation: a prefill server sends no K and V that are still on their way to
+the device's memory. It sends the digest of its weights, in free space of the metadata of each
+request. A decode server stores only K and V of its own weights.
 """
 
 from __future__ import annotations

@@ -40,15 +40,6 @@ class HostPages(NamedTuple):
     shadows: int
 
 
-class _Saved(NamedTuple):
-    """Pages (int64 ``[p]``) in host memory behind ``event``. ``fits``: for each part True if the
-    codec holds it, bool ``[parts, p]``, on the CPU behind ``event``."""
-
-    event: Event
-    host_pages: Ids
-    fits: tuple[torch.Tensor, ...]
-
-
 class OwnPagesPool(HostKVCache):
     """Our pages in host memory; opaque bytes to everything else in HiCache. Raises ValueError if
     the machine has not enough memory. HiCache's host indices are logical: the arena maps them to
@@ -75,7 +66,9 @@ class OwnPagesPool(HostKVCache):
         self._frees_duplicates = True
         self.layer_num = len(page_layout.segment_bytes)
         self.target_layer_num = self.layer_num - len(kv.drafts)
-        self._saved: list[_Saved] = []
+        # Events behind which pages (int64 [p]) are in host memory, and masks of those that fit the
+        # codec (bool [p]) on the CPU.
+        self._saved: list[tuple[Event, Ids, tuple[torch.Tensor, ...]]] = []
         self._warned = False
         self._loads: LoadQueue | None = None
         self._restores: tuple[RunningRestore, ...] = ()
@@ -210,7 +203,7 @@ class OwnPagesPool(HostKVCache):
             note(host_pages, slots)
         if fits:
             self.arena.wait_for(host_pages)
-            self._saved.append(_Saved(current_stream(device).record(), host_pages, fits))
+            self._saved.append((current_stream(device).record(), host_pages, fits))
         else:
             self.arena.settle(host_pages)
 
@@ -227,11 +220,11 @@ class OwnPagesPool(HostKVCache):
     def settle(self) -> None:
         """Mark as lost the arrived pages that the codec does not hold."""
         saved, self._saved = self._saved, []
-        for one in saved:
-            if one.event.query():
-                self._arrived(one.host_pages, torch.vstack(one.fits).all(0).numpy())
+        for event, host_pages, fits in saved:
+            if event.query():
+                self._arrived(host_pages, torch.vstack(fits).all(0).numpy())
             else:
-                self._saved.append(one)
+                self._saved.append((event, host_pages, fits))
 
     def _arrived(self, host_pages: Ids, fits: npt.NDArray[np.bool_]) -> None:
         lost = self.arena.arrived(host_pages, fits)

@@ -1,7 +1,5 @@
-"""HiCache's storage threads: one looks pages up, one reads a prefetch, one tells other ranks.
-
-The verdict of a look-up needs no agreement: SGLang takes the shortest hit of all ranks.
-"""
+"""HiCache's storage threads: one looks pages up (SGLang takes the shortest hit of all ranks), one
+reads a prefetch, one tells other ranks."""
 
 from __future__ import annotations
 

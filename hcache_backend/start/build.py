@@ -1,11 +1,9 @@
 """HiCache's stack over own pages: the plan of the pages and its proof; then host pool, capture,
 restores and controller, put together. HiCache asks :class:`OwnPagesStrategy` for it.
 
-SGLang records CUDA graphs before that, so our copies come first (:func:`record_copies`):
-
-- A replay runs recorded kernels and no Python hook: staging and hooks exist before recording.
-- The copies read the targets of a step's rows from device memory, and leave the step's number
-  beside each row. This shows a replay that recorded no copy of ours.
+SGLang records CUDA graphs before that, and a replay runs no Python hook. So staging and hooks exist
+before (:func:`record_copies`). Copies leave the step's number beside each row, which shows a replay
+that recorded no copy of ours.
 """
 
 from __future__ import annotations

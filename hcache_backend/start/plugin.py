@@ -1,8 +1,6 @@
-"""Entry point ``sglang.srt.plugins``: runs in every SGLang process, before its arguments exist.
-
-It registers one bootstrap hook (see ``start/attach.py``), and where SGLang's HTTP server puts its
-keys in front of its routes, that of hints.
-"""
+"""Entry point ``sglang.srt.plugins``: runs in every SGLang process, before its arguments exist. It
+registers one bootstrap hook, and where SGLang's HTTP server puts its keys in front of its routes,
+that of hints."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """SGLang's own assembly of pools, with our host pool and controller in the place of its own.
 
-Hybrid models have a second pool, of windows or of states, beside that of the layers that attend to
-all tokens. Its host pool, its transfers and its evictions are SGLang's. Our pages hold the other
-layers. A hit counts up to a page at which both pools have their part.
+Hybrid models have a second pool, of windows or of states, whose host pool, transfers and evictions
+are SGLang's. A hit counts up to a page at which both pools have their part.
 """
 
 from __future__ import annotations

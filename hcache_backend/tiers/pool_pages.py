@@ -1,8 +1,6 @@
-"""Pages of one of SGLang's host pools, as the store sees them.
-
-Own pages describe themselves. Pages of SGLang's own pools are named by pool, layout and rank. They
-are read and written in place, or by way of a copy if a pool has no addresses to offer.
-"""
+"""Pages of one of SGLang's host pools, as the store sees them: in place, or by way of a copy if a
+pool has no addresses to offer. Own pages describe themselves; others are named by pool, layout and
+rank."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""SGLang's storage backends as values by name, read into and written from memory of ours.
-
-A backend gets rows of that memory instead of the host pool. So an abandoned call that comes back
-late cannot write to a page in use.
-"""
+"""SGLang's storage backends as values by name, read into and written from rows of memory of ours:
+an abandoned call that comes back late cannot write to a page in use."""
 
 from __future__ import annotations
 
