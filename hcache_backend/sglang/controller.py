@@ -121,8 +121,8 @@ class OwnPagesController(HybridCacheController):
             part.hear()
         self._stages.talk()
         if self._never_loaded or (self._kv_checks.failed and self._stages.alone):
-            # A node whose load is refused stays a hit for HiCache, and hides its copy in L3. HiCache
-            # cannot remove one node, so all that are in L2 only go.
+            # A node whose load is refused stays a hit, and hides its copy in L3. HiCache cannot
+            # remove one node, so all that are in L2 only go.
             turn.cache.evict_host(self._pool.size)
             self._never_loaded = False
 
