@@ -68,7 +68,7 @@ class _Copy(NamedTuple):
 
 
 class Ledger:
-    """Events that the arena does not know. Scheduler thread; slots: int64 ``[n]``, on the device."""
+    """Events that the arena does not know. Scheduler thread; slots are int64 ``[n]`` tensors."""
 
     def __init__(self, arena: Arena, device: torch.device) -> None:
         self.broken: str | None = None  # why nothing more can be learned: all rows are void
