@@ -238,7 +238,6 @@ class _FedHook:
 
 
 def _slots(batch: Any) -> Any:
-    """The slots that a forward pass fills."""
     slots = getattr(batch, "out_cache_loc_virtual", None)
     return batch.out_cache_loc if slots is None else slots
 

@@ -230,8 +230,7 @@ class LoadQueue:
     def _recompute_queued(
         self, loads: Sequence[QueuedLoad], *, only_missing: bool
     ) -> Recompute | None:
-        """Recomputation of the first layers of ``loads``; None if all are loaded. ``only_missing``:
-        only layers that must be, because the others are restored already, or come otherwise."""
+        """First layers of ``loads``; ``only_missing``: only those that are not stored."""
         wanted = [span for load in loads for span in load.spans]
         spans = [span for span in wanted if span is not None]
         first = self.stored_from if wanted else 0
@@ -299,7 +298,6 @@ class LoadQueue:
         return TokenSpan(span.token_ids[start:stop], torch.cat((span.prefix, slots[:start])))
 
     def _slots(self, slots: torch.Tensor, pages: npt.NDArray[np.bool_]) -> torch.Tensor:
-        """Those of ``slots`` (page by page) that belong to the chosen ``pages``."""
         by_page = slots.split(self._layout.page_size)
         return torch.cat([slots[:0], *(by_page[i] for i in np.flatnonzero(pages).tolist())])
 

@@ -139,7 +139,6 @@ class NodeBackups:
         return True
 
     def _ready(self, backup: Backup) -> PageLayout | None:
-        """The layout of the pages of the first backup; None if it has to wait."""
         if self._layouts is not None:
             return self._layouts.next()
         passes = 0 if self._capture is None else self._capture.ledger.passes

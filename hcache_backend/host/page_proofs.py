@@ -112,7 +112,6 @@ class PageProofs:
         return known and all(map(self._has_known_positions, pages))
 
     def _has_known_positions(self, page: Bytes) -> bool:
-        """Kernels look positions up in RoPE tables, and cannot check them without stalling the
-        GPU."""
+        """Kernels look positions up in RoPE tables, and cannot check them."""
         positions = self._layout.positions(page)
         return bool(0 <= positions.min() <= positions.max() < self._positions)

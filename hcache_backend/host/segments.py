@@ -118,8 +118,7 @@ class KVSegments:
     def _save_layer(
         self, layer: int, held: torch.Tensor, memory: torch.Tensor, pages: torch.Tensor, offset: int
     ) -> torch.Tensor:
-        """Save a layer of pages of the pool to ``offset`` of pages. Returns a mask of those that
-        fit, bool ``[p]``. ``held`` and ``pages`` are int64 ``[p]``, on the device."""
+        """Save a layer of pages of the pool at ``offset``. Returns a mask of those that fit."""
         if self._encoder is not None:
             return self._encoder.encode_pages(self.planes(layer), held, memory, pages, offset)
         for plane in self._plain(layer, held):
@@ -291,12 +290,10 @@ class KVSegments:
             yield rows.transpose(1, 2).flatten(1).view(torch.uint8)
 
     def _by_group(self, plane: torch.Tensor) -> torch.Tensor:
-        """A plane of the pool, uint8 ``[pool pages, page_size, groups, row_bytes]``."""
         rows = self._by_page(plane).view(torch.uint8)
         return rows.unflatten(1, (self._tokens, self._groups, -1))
 
     def _by_page(self, buffer: torch.Tensor) -> torch.Tensor:
-        """A buffer of the pool, ``[slots, heads, dim]``, as one row for each page."""
         return buffer.view(len(buffer) // self._tokens, -1)
 
 

@@ -189,8 +189,7 @@ class EagerLoads:
             metrics.SLICES.count(decision)
 
     def _taken(self, offer: Offer, pages: int) -> int:
-        """Let the reader go on behind ``pages`` of the front; returns how many are next in the
-        offer."""
+        """Let the reader go on behind ``pages`` of the front; returns how many the offer gets."""
         if offer.meeting is not None and offer.meeting.take(pages).start != offer.due.pages.start:
             return 0
         return pages
@@ -253,7 +252,6 @@ class EagerLoads:
         return True
 
     def _before_prefetch(self, prefetch: Hashable) -> torch.Tensor | None:
-        """Slots of all tokens before a prefetch, int64 ``[n]``; None if the device lacks some."""
         tree, anchor = self._pages.cache.tree_core, self._prefetches.of(prefetch).anchor
         return slots_to(tree, anchor) if is_on_device(tree, anchor) else None
 

@@ -308,7 +308,6 @@ class HitGate:
         return earlier + self._until_there(hit, slowdown, begun=False)
 
     def _until_there(self, rest: Hit, slowdown: float = 1.0, *, begun: bool = True) -> float:
-        """Seconds until the rest of a hit is there, with L3 and slices at work."""
         return rest.until_there(slowdown * self.estimates.least_reading(rest), begun=begun)
 
     def _ends(self, prefetch: Prefetch, rest: Hit, earlier: float, now: float) -> bool:

@@ -35,7 +35,6 @@ def is_first() -> bool:
 
 
 def _number(text: str) -> str:
-    """``0.5.21`` of a version such as ``0.5.21.post1``; empty if it has not three numbers."""
     match = re.match(r"\d+\.\d+\.\d+", text)
     return match.group() if match is not None else ""
 

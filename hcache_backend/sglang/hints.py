@@ -110,7 +110,6 @@ def _request(rid: str, prompt: array[int], extra_key: Any, cache_salt: Any) -> A
 
 
 def _again(hint: Hint, tokens: int) -> Any:
-    """Another request of SGLang's for the first ``tokens`` of a hint."""
     before = hint.request
     return _request(before.rid, hint.prompt[:tokens], before.extra_key, before.cache_salt)
 

@@ -184,8 +184,7 @@ class OwnPagesPool(HostKVCache):
         self._save(host_pages, slots, *fits)
 
     def _save(self, host_pages: Ids, slots: torch.Tensor, *fits: torch.Tensor) -> None:
-        """Copy K and V. ``fits`` (bool ``[p]``, on the way to the CPU): pages that the codec
-        holds."""
+        """Copy K and V; ``fits`` (bool ``[p]``) says which pages the codec holds."""
         device = self.device_pool.device
         if self._kv.layers:
             physical = self.arena.physical(host_pages)

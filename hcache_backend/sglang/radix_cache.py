@@ -122,8 +122,7 @@ def around_prefetch(original: Original, cache: Any, request: Any, *a: Any, **kw:
 
 
 def _has_front(cache: Any, asked: Mapping[str, Any]) -> bool:
-    """True if the front of a prefetch (arguments of its call) may be recomputed: it comes in
-    several pieces, and the device has K and V of the tokens before it."""
+    """True if a prefetch comes in several pieces, and the device has the tokens before it."""
     pages = len(asked["new_input_tokens"]) // cache.page_size
     parts = pages > pages_per_report(cache.cache_controller, pages)
     return parts and is_on_device(cache.tree_core, asked["last_host_node_id"])

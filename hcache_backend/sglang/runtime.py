@@ -358,7 +358,6 @@ def _digest_model(model: Any) -> list[TensorDigest]:
 
 
 def _settings(settings: dict[str, Any]) -> dict[str, Any]:
-    """The model's settings without those that are only names: the same weights under another name
-    or path share pages, on purpose."""
+    """The model's settings without names: the same weights under another name share pages."""
     ignored = {"_name_or_path", "transformers_version", "id2label", "label2id"}
     return {key: value for key, value in settings.items() if key not in ignored}

@@ -91,8 +91,7 @@ def after_batch(
 
 
 def _prefill_work(batch: Any) -> tuple[int, float, int] | None:
-    """Tokens that a batch computes, the average number before them, and those from L3. None if it
-    is no prefill, or waits for something else besides."""
+    """Tokens that a prefill computes, on average before them, and from L3; None: more than that."""
     if not batch.forward_mode.is_extend() or batch.forward_mode.is_mixed():
         return None
     tokens, loaded = sum(batch.extend_lens), 0

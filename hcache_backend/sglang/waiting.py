@@ -142,8 +142,7 @@ def held_tokens(held: Iterable[Held]) -> int:
 
 
 def _releasable(cache: Any, prefetches: Prefetches) -> int:
-    """Tokens that are let go of even if no answer is taken now: their requests wait for batches.
-    Others wait for an answer of their own, or for a decode server."""
+    """Tokens that are let go of even if no answer is taken now: they wait for batches only."""
     running = [info.operation for info in cache.ongoing_prefetch.values()]
     unread = {id(operation) for operation in running if operation.host_indices is None}
     queued = (request.rid for request in prefetches.scheduler.waiting_queue)

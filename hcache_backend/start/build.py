@@ -210,8 +210,7 @@ class Start:
         return plan
 
     def _kv_plan(self) -> PagePlan:
-        """Pages of K and V of all layers. Raises Refused on every rank if there is no room, the
-        header is too large, or K and V do not come back."""
+        """Pages of K and V of all layers; raises Refused on every rank."""
         runtime, kvcache, ranks = self._runtime, self._kvcache, attention_ranks()
         chunk = min(CHUNK_TOKENS, int(kvcache.size))
         everything = Partition(0, 0, int(kvcache.layer_num))
@@ -274,8 +273,7 @@ class Start:
         return plan
 
     def _check_copies(self, plan: PagePlan) -> None:
-        """Raise Refused if K and V do not come back, or a page of them is hardly more than its
-        header."""
+        """Raise Refused if K and V do not come back, or a page is hardly more than its header."""
         layout = plan.layout
         header, page = layout.header_bytes, layout.page_bytes
         if plan.codec is None and header * self.smallest_page > page:
@@ -287,8 +285,7 @@ class Start:
             check_copies(variant, plan.kv)
 
     def _look_at_model(self, plan: PagePlan, slots: torch.Tensor) -> None:
-        """Let the plan's plug-in look at the model, in which K and V of the self-check's tokens are
-        in ``slots`` (int64 ``[n]``)."""
+        """Let the plug-in look at the model, with K and V of the self-check in ``slots``."""
 
         def observer() -> Recomputer:
             refuse(HIDDEN, self.server, install(hooks.HIDDEN))

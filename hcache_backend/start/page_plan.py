@@ -290,8 +290,7 @@ def hidden_as_they_are(name: str, width: int, dtype: torch.dtype, refused: Refus
 
 
 def _proven(name: str, probe: Probe, projector: Projector) -> Codec:
-    """The codec, if rows of the probe decode to the model's K and V; raises Refused otherwise. Logs
-    the number of tokens that are not encodable, which may not be all."""
+    """The codec, if rows of the probe decode to the model's K and V; raises Refused otherwise."""
     try:
         codec = make_codec(name, probe.hidden[0].shape[1], probe.hidden[0].dtype)
     except UnsupportedRows as error:

@@ -286,7 +286,6 @@ class CopyQueue(_Worker):
 
 
 def _copy(row: Bytes, page: Parts) -> Parts:
-    """Copy the parts of a page into ``row``, one after the other; returns the copies."""
     ends = [*accumulate((part.nbytes for part in page), initial=0)]
     copies = [row[start:end] for start, end in pairwise(ends)]
     for copy, part in zip(copies, page, strict=True):
