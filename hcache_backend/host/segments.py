@@ -223,11 +223,13 @@ class KVSegments:
         ``[layers, p]``."""
         pages = torch.arange(len(planes[0][0]) // self._tokens)
         fits, back = torch.ones((len(planes), len(pages)), dtype=torch.bool), [*planes]
-        for layer, kv in enumerate(planes if self._encoder is not None else ()):
-            own = [plane.cpu() for plane in kv]
-            encoded, fits[layer] = self._encoder.encode_reference(own, pages)
-            back[layer] = [torch.empty_like(plane) for plane in own]
-            self._encoder.decode_reference(encoded, back[layer], pages)
+        encoder = self._encoder
+        for layer, kv in enumerate(planes):
+            if encoder is not None:
+                own = [plane.cpu() for plane in kv]
+                encoded, fits[layer] = encoder.encode_reference(own, pages)
+                back[layer] = [torch.empty_like(plane) for plane in own]
+                encoder.decode_reference(encoded, back[layer], pages)
         return back, fits
 
     def code_of(self, layout: PageLayout, layer: int) -> str:
