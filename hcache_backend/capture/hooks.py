@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from threading import get_ident
 from typing import Any
@@ -250,7 +250,7 @@ class RecomputedRows:
     _staging: Staging  # says which rows these are
     _hooks: HiddenCapture  # see them
     _rows: torch.Tensor | None = None  # [layers, n, hidden], of the model's dtype
-    _seen: Sequence[int] = ()  # of each layer, how many
+    _seen: list[int] = field(default_factory=list)  # of each layer, how many
 
     def taken_from(self, recompute: Recompute) -> Recompute:
         """The same, and its rows are taken; if a layer shows too few it has failed."""

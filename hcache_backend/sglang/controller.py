@@ -108,7 +108,8 @@ class OwnPagesController(HybridCacheController):
 
     def reset(self) -> None:
         super().reset()
-        for part in (self._loads, *self._parts):
+        self._loads.forget()
+        for part in self._parts:
             part.forget()
 
     def begin_turn(self, turn: Turn) -> None:

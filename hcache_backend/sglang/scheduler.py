@@ -86,7 +86,7 @@ def after_batch(
         for launched, number, work, alone in (of for seen, of in _prefills if seen() is result):
             gate.gpu.ended(number)
             if alone:
-                gate.prefilled(*work, now - max(launched, before))
+                gate.prefilled(*work, seconds=now - max(launched, before))
     return done
 
 

@@ -101,8 +101,8 @@ def around_stop(original: Original, controller: Any, *a: Any, **kw: Any) -> Any:
 
 
 def _let_threads_finish(gate: HitGate, controller: Any) -> None:
-    threads = controller.prefetch_thread, controller.prefetch_io_aux_thread
-    threads = *threads, controller.prefetch_sync_thread
+    names = ("prefetch_thread", "prefetch_io_aux_thread", "prefetch_sync_thread")
+    threads = [getattr(controller, name) for name in names]
     deadline = time.monotonic() + _STOP_SECONDS
     while all(thread.is_alive() for thread in threads) and time.monotonic() < deadline:
         answered = set(controller.prefetch_hit_queue.queue)
