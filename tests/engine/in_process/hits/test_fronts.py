@@ -376,7 +376,7 @@ def test_a_front_is_not_waited_for_where_slices_are_put_off(fronts: Fronts) -> N
 def test_slices_take_as_long_as_a_prefill_until_one_has_run(fronts: Fronts) -> None:
     """Servers of K and V have no profile for slices; their first hits are judged all the same."""
     fronts.eager._budget = SliceBudget(1.0, 2 * SIZE, lambda tokens, _: tokens, known=False)
-    fronts.l3.estimates.computing = lambda tokens, prefix: tokens * 5 + prefix
+    fronts.l3.estimates.prefill.seconds = lambda tokens, prefix: tokens * 5 + prefix
     fronts.eager.governor.pace = Pace(0.5, "shorter")
     assert fronts.eager.seconds_to_recompute(8 * SIZE, 3) == 2 * (8 * SIZE * 5 + 3)
     fronts.eager._budget._layer.measured(2 * SIZE, 0, 2.0 * SIZE)
