@@ -3,7 +3,6 @@ pages that are recomputed."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,11 +17,10 @@ import torch
 from hcache_backend import metrics
 from hcache_backend.arena import Ids
 from hcache_backend.capture.staging import StagedCapture, Staging, Step, stored_rows
+from hcache_backend.metrics import logger
 from hcache_backend.restore.layers import Recompute
 from hcache_backend.streams import current_stream, host_tensor, to_device
 from hcache_kernels.staging import save_rows
-
-logger = logging.getLogger("hcache")
 
 # fields of a batch whose requests bring embeddings of their own
 _EMBEDDINGS = ("input_embeds", "replace_embeds")

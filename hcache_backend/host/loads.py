@@ -5,7 +5,6 @@ in all of them. Lost pages are recomputed behind that.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -17,6 +16,7 @@ import torch
 
 from hcache_backend import metrics
 from hcache_backend.arena import Arena, Ids
+from hcache_backend.metrics import logger
 from hcache_backend.plan.restore import Restore
 from hcache_backend.ranks import OutOfStep
 from hcache_backend.restore.layers import Recompute
@@ -24,8 +24,6 @@ from hcache_backend.restore.pipeline import RestorePipeline
 from hcache_backend.restore.recompute import Recomputer, TokenSpan
 from hcache_backend.restore.report import RunningRestore
 from hcache_backend.streams import Stream, current_stream, to_device
-
-logger = logging.getLogger("hcache")
 
 # gives the slots of all tokens before some others; None: not all are on the device
 Prefix = Callable[[], torch.Tensor | None]

@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -24,9 +23,8 @@ from hcache_backend.arena import Ids
 from hcache_backend.capture.ledger import Read
 from hcache_backend.capture.staging import StagedCapture
 from hcache_backend.format.page import PageLayout
+from hcache_backend.metrics import logger
 from hcache_backend.ranks import Turn
-
-logger = logging.getLogger("hcache")
 
 # the next forward pass copies a node's slots to the CPU; they are known when one more began
 _PASSES = 2

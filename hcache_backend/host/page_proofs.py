@@ -5,7 +5,6 @@ Each check reads the page's header, which says its weights, key, tokens and posi
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +15,7 @@ from hcache_backend import metrics
 from hcache_backend.arena import Arena, Ids
 from hcache_backend.format.envelope import key_bytes
 from hcache_backend.format.page import Bytes, Ints, PageLayout
-
-logger = logging.getLogger("hcache")
+from hcache_backend.metrics import logger
 
 
 @dataclass(eq=False)

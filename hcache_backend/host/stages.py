@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -22,8 +21,7 @@ import torch
 import torch.distributed as dist
 
 from hcache_backend.arena import Arena, Ids
-
-logger = logging.getLogger("hcache")
+from hcache_backend.metrics import logger
 
 _BROUGHT = 0  # instead of a backup's number: L3 brought the page, to all stages or none
 _LOST = np.iinfo(np.int64).max

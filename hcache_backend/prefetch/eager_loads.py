@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ import torch
 from hcache_backend import metrics, streams
 from hcache_backend.capture.hooks import RecomputedRows
 from hcache_backend.host.loads import LoadQueue, QueuedLoad
+from hcache_backend.metrics import logger
 from hcache_backend.plan.restore import side_by_side
 from hcache_backend.prefetch import eager
 from hcache_backend.prefetch.eager import EagerRestores, Ids, Recomputation
@@ -26,8 +26,6 @@ from hcache_backend.prefetch.slices import Governor, SliceBudget
 from hcache_backend.ranks import Said, Turn
 from hcache_backend.restore.pipeline import RestorePipeline
 from hcache_backend.restore.report import RunningRestore
-
-logger = logging.getLogger("hcache")
 
 _OFFERS = 4  # prefetches whose pages a turn may recompute: the first that has any is chosen
 

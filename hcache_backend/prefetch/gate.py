@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,11 +18,10 @@ from itertools import accumulate
 from typing import Any
 
 from hcache_backend import metrics
+from hcache_backend.metrics import logger
 from hcache_backend.prefetch.estimates import Estimate, L3Progress, Reading
 from hcache_backend.prefetch.prefetch import Hit, Prefetch, Prefetches, Recomputing, State
 from hcache_backend.ranks import Said, Turn
-
-logger = logging.getLogger("hcache")
 
 # going on must be slower by this factor to end a prefetch: noise does not end it
 _ENDING_MARGIN = 1.25

@@ -5,7 +5,6 @@ The beginning of one that goes on would never be written, so it is put once its 
 
 from __future__ import annotations
 
-import logging
 import time
 from typing import Any
 
@@ -14,8 +13,7 @@ import torch.distributed as dist
 
 from hcache_backend import metrics
 from hcache_backend.format.envelope import key_bytes
-
-logger = logging.getLogger("hcache")
+from hcache_backend.metrics import logger
 
 _PAGES = 128  # a turn puts no further node once its nodes have this many pages
 _NODES = 1 << 16  # known ends of written beginnings; the oldest ones are forgotten

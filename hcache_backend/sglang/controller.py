@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -40,8 +39,6 @@ from hcache_backend.sglang.hook_registry import guarded
 from hcache_backend.sglang.host_pool import OwnPagesPool
 from hcache_backend.sglang.runtime import Runtime, current
 from hcache_backend.sglang.storage_threads import READ
-
-logger = logging.getLogger("hcache")
 
 _STAGED_PASSES = 16  # at least as many as are under way between pipeline stages
 

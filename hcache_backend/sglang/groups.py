@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import socket
@@ -14,8 +13,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from hcache_backend.config import ConfigError
-
-logger = logging.getLogger("hcache")
+from hcache_backend.metrics import logger
 
 _Result = TypeVar("_Result")
 

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import enum
 import functools
-import logging
 import pkgutil
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from hcache_backend import metrics
+from hcache_backend.metrics import logger
 from hcache_backend.ranks import OutOfStep
 from hcache_backend.sglang.runtime import current
-
-logger = logging.getLogger("hcache")
 
 Original = Callable[..., Any]  # SGLang's function under a hook, and our hooks around it
 

@@ -5,13 +5,10 @@ Each target has one hook, so features share some: its function says what runs in
 
 from __future__ import annotations
 
-import logging
-
+from hcache_backend.metrics import logger
 from hcache_backend.sglang import disaggregation, hints, model_runner, radix_cache, storage_threads
 from hcache_backend.sglang.hook_registry import install
 from hcache_backend.sglang.scheduler import BATCH, COMPUTED, RECEIVED, REQUEST
-
-logger = logging.getLogger("hcache")
 
 HIDDEN = [model_runner.ATTENTION, model_runner.FORWARD]
 EXCHANGE = [model_runner.FORWARD]  # of latents between ranks

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -19,6 +18,7 @@ from hcache_backend.capture.staging import StagedCapture
 from hcache_backend.format.page import PageLayout
 from hcache_backend.host.loads import LoadQueue
 from hcache_backend.host.segments import KVSegments
+from hcache_backend.metrics import logger
 from hcache_backend.restore.report import RunningRestore
 from hcache_backend.sglang.compat import known_arguments
 from hcache_backend.streams import (
@@ -29,8 +29,6 @@ from hcache_backend.streams import (
     pinning,
     to_device,
 )
-
-logger = logging.getLogger("hcache")
 
 
 class HostPages(NamedTuple):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import time
@@ -27,6 +26,7 @@ from hcache_backend.fingerprint import (
 from hcache_backend.format.envelope import WRITER_BYTES
 from hcache_backend.format.page import FORMAT_VERSION
 from hcache_backend.host.stages import PipelineStages
+from hcache_backend.metrics import logger
 from hcache_backend.plan.profile import Profile
 from hcache_backend.plan.record import PartitionRecord
 from hcache_backend.plan.restore import Restore
@@ -38,8 +38,6 @@ from hcache_backend.server_report import LayerGroup, ServerReport
 from hcache_backend.sglang.arguments import page_size
 from hcache_backend.sglang.groups import new_stage_group
 from hcache_backend.store import PageStore
-
-logger = logging.getLogger("hcache")
 
 JUDGING = "judging L3 hits"  # a capability (start/capabilities.py)
 _UNTOLD = "the weights were updated and not all pipeline stages have said theirs"

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import time
 import weakref
 from collections import deque
 from typing import Any
 
 from hcache_backend import metrics
+from hcache_backend.metrics import logger
 from hcache_backend.prefetch.gate import harmless
 from hcache_backend.prefetch.slices import waits_for_gpu
 from hcache_backend.sglang import waiting
@@ -16,8 +16,6 @@ from hcache_backend.sglang.arguments import is_plain
 from hcache_backend.sglang.hook_registry import Hook, OnError, Original
 from hcache_backend.sglang.runtime import current
 from hcache_backend.sglang.storage_threads import gate_of, keys_to, our_l3
-
-logger = logging.getLogger("hcache")
 
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler."
 ADAPTER_KEY = "hcache:adapter:"  # prefix of the keys of requests with an adapter, and of no others

@@ -6,7 +6,6 @@ leave the others waiting in HiCache's next collective.
 from __future__ import annotations
 
 import errno
-import logging
 import math
 import os
 from collections.abc import Mapping
@@ -18,6 +17,7 @@ from sglang.srt.runtime_context import get_memory
 
 from hcache_backend import config as options
 from hcache_backend.config import ConfigError, HCacheConfig
+from hcache_backend.metrics import logger
 from hcache_backend.plan.record import save_record
 from hcache_backend.server_report import write_report
 from hcache_backend.sglang import hooks
@@ -36,8 +36,6 @@ from hcache_backend.sglang.runtime import Runtime, current, remember
 from hcache_backend.start.machine import judge_hits
 from hcache_backend.store import PageStore
 from hcache_backend.tiers.shared_backend import SharedBackend, make_backend
-
-logger = logging.getLogger("hcache")
 
 STARTED_WITHOUT_US = "the server was started without HCACHE_ENABLE=1"
 

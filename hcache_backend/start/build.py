@@ -8,7 +8,6 @@ that recorded no copy of ours.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -39,6 +38,7 @@ from hcache_backend.format.units import WHOLE, Shard
 from hcache_backend.host.loads import LoadQueue
 from hcache_backend.host.segments import head_groups, shard_of_heads
 from hcache_backend.host.stages import StagePages
+from hcache_backend.metrics import logger
 from hcache_backend.plan.restore import CHUNK_TOKENS, Partition, Restore
 from hcache_backend.prefetch.eager_loads import EagerLoads
 from hcache_backend.prefetch.slices import SliceBudget
@@ -74,8 +74,6 @@ from hcache_backend.start.capabilities import (
 from hcache_backend.start.machine import judge_hits, layer_methods
 from hcache_backend.start.page_plan import PagePlan
 from hcache_backend.start.sides import share_of_size, strategy_of, with_our_pool
-
-logger = logging.getLogger("hcache")
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")

@@ -6,7 +6,6 @@ Log, metric, the report for ``hcache doctor`` and a part of ``docs/limits.md`` a
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -15,6 +14,7 @@ import torch
 
 from hcache_backend import metrics
 from hcache_backend.config import HCacheConfig
+from hcache_backend.metrics import logger
 from hcache_backend.projection.exactness import TOLERANCE
 from hcache_backend.projection.paged_pool import full_attention, holds_latents, planes_of
 from hcache_backend.ranks import Refused
@@ -27,8 +27,6 @@ from hcache_backend.sglang.arguments import (
     serves_adapters,
 )
 from hcache_backend.sglang.runtime import JUDGING, Runtime
-
-logger = logging.getLogger("hcache")
 
 _DRAFTING = ("EAGLE", "EAGLE3", "NGRAM", "STANDALONE")  # drafts have a pool of their own, if any
 _WAITING = ("flashinfer", "torch_native", "flex_attention")  # they copy from the GPU and wait

@@ -7,7 +7,6 @@ The partition precedes CUDA graphs, because capture depends on it. Store folders
 from __future__ import annotations
 
 import hashlib
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 
 from hcache_backend.config import ConfigError, HCacheConfig
+from hcache_backend.metrics import logger
 from hcache_backend.plan.contention import PAGE
 from hcache_backend.plan.measure import Bench, device_name, measure, read_rate, use_measured_copies
 from hcache_backend.plan.model_config import shape_from_config
@@ -31,8 +31,6 @@ from hcache_backend.sglang.runtime import Runtime
 from hcache_backend.start import page_plan
 from hcache_backend.start.capabilities import EAGER, JUDGING, Server, refusal
 from hcache_kernels.launch import copies_by_engine, copy_programs
-
-logger = logging.getLogger("hcache")
 
 _QUICK_SECONDS = 0.2
 # Tokens in host memory for each on the device. Host pages of tokens on the device are not evicted,

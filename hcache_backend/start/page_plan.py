@@ -25,6 +25,7 @@ from hcache_backend.config import HCacheConfig
 from hcache_backend.format.page import PageLayout
 from hcache_backend.format.units import WHOLE, Shard
 from hcache_backend.host.segments import KVSegments, page_layout
+from hcache_backend.metrics import logger
 from hcache_backend.plan.restore import Restore
 from hcache_backend.projection.attention import AttentionLayer
 from hcache_backend.projection.paged_pool import planes_of
@@ -44,8 +45,6 @@ from hcache_kernels.codecs import Codec, UnsupportedRows, make_codec
 
 if TYPE_CHECKING:
     from hcache_backend.krul.plugin import Krul
-
-logger = logging.getLogger("hcache")
 
 # most of the device's free memory that staging takes: SGLang left it for activations and graphs
 _STAGING_SHARE = 1 / 4

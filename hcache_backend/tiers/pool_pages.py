@@ -5,7 +5,6 @@ rank."""
 from __future__ import annotations
 
 import ctypes
-import logging
 from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Any, Literal, NamedTuple
@@ -18,9 +17,8 @@ from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from hcache_backend.config import ConfigError
 from hcache_backend.format.page import PageLayout
 from hcache_backend.format.units import WHOLE, Parts, SegmentTable, Shard
+from hcache_backend.metrics import logger
 from hcache_backend.sglang.arguments import check_tp_lcm_size
-
-logger = logging.getLogger("hcache")
 
 
 class PoolMemory(NamedTuple):

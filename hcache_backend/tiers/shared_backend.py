@@ -3,7 +3,6 @@ an abandoned call that comes back late cannot write to a page in use."""
 
 from __future__ import annotations
 
-import logging
 import mmap
 import os
 import threading
@@ -25,9 +24,8 @@ from sglang.srt.mem_cache.storage import StorageBackendFactory
 from hcache_backend.config import ConfigError, SharedOption
 from hcache_backend.format.page import Bytes
 from hcache_backend.format.units import Parts
+from hcache_backend.metrics import logger
 from hcache_backend.store.stats import ProblemLog
-
-logger = logging.getLogger("hcache")
 
 START_SECONDS = 60.0  # longest time to make a backend, and to give it memory: the server waits
 # environment variables with the folder of a backend; SGLang's default is in /tmp

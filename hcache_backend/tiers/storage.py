@@ -6,7 +6,6 @@ that was not stored is reported as done: a False would end the rest of its node.
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Iterable, Sequence
@@ -28,6 +27,7 @@ from sglang.srt.observability.metrics_collector import StorageMetrics
 
 from hcache_backend import metrics
 from hcache_backend.format.envelope import PageKeys, PageName
+from hcache_backend.metrics import logger
 from hcache_backend.sglang.arguments import may_be, page_size
 from hcache_backend.sglang.backups import Backups
 from hcache_backend.sglang.runtime import Weights
@@ -35,8 +35,6 @@ from hcache_backend.start import attach
 from hcache_backend.tiers.events import L3Events
 from hcache_backend.tiers.pool_pages import PoolPages
 from hcache_backend.tiers.tier import LocalTier, Pages, Tiered
-
-logger = logging.getLogger("hcache")
 
 _Extra: TypeAlias = HiCacheStorageExtraInfo | None
 

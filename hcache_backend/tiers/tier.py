@@ -14,7 +14,6 @@ shard. So any value that a backend returns for a name is the page, or a miss.
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -29,6 +28,7 @@ from hcache_backend import metrics
 from hcache_backend.format.envelope import PROOF_BYTES, PageName, proof
 from hcache_backend.format.page import Bytes
 from hcache_backend.format.units import Parts
+from hcache_backend.metrics import logger
 from hcache_backend.prefetch.estimates import L3Progress
 from hcache_backend.store import PageStore
 from hcache_backend.store.stats import ProblemLog
@@ -42,8 +42,6 @@ from hcache_backend.tiers.shared_backend import (
     SharedBackend,
     bounded,
 )
-
-logger = logging.getLogger("hcache")
 
 LOOK_UP_SECONDS = 0.4  # longest look-up in the shared tier
 WRITE_SECONDS = 5.0  # longest wait of a batch of pages for room
