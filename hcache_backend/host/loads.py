@@ -27,10 +27,8 @@ from hcache_backend.streams import Stream, current_stream, to_device
 
 # gives the slots of all tokens before some others; None: not all are on the device
 Prefix = Callable[[], torch.Tensor | None]
-
 # gives the ids of all tokens up to the end of a load; None: they are not all of its input
 TokenIds = Callable[[], Sequence[int] | None]
-
 UNKNOWN: tuple[Prefix, TokenIds] = (lambda: None, lambda: None)
 
 
@@ -143,8 +141,7 @@ class LoadQueue:
         restores = tuple({id(one): one for each in adopted for one in each.restores}.values())
         if recompute is not None and not all_missing:
             lack = ~np.concatenate([load.whole for load in loads])
-            there = self._slots(slots, lack)
-            recompute = self._only_for(recompute, pages[lack], there)
+            recompute = self._only_for(recompute, pages[lack], self._slots(slots, lack))
         if recompute is not None or missing.any():
             some, there = pages[missing], slots if all_missing else self._slots(slots, missing)
             restore = self._pipeline.start(some, there, recompute)

@@ -272,9 +272,8 @@ class KVSegments:
         planes = [plane for layer in self.layers for plane in self.planes(layer)]
         shapes = sorted({tuple(plane.shape[1:]) for plane in planes})
         if len(shapes) > 1:
-            raise UnsupportedRows(
-                f"codec {codec!r} takes K and V of one shape, not {', '.join(map(str, shapes))}"
-            )
+            found = ", ".join(map(str, shapes))
+            raise UnsupportedRows(f"codec {codec!r} takes K and V of one shape, not {found}")
         [(heads, dim)] = shapes
         width = heads * dim // self._groups
         if self.latent:

@@ -155,10 +155,8 @@ class HitGate:
             self.prefetches.refuse(prefetch, State.ENDED)
         if stalled and not before:
             metrics.PROBLEMS.count("l3_stalled")
-            logger.warning(
-                "hcache: L3 is not responding: prompts are computed instead until it does. "
-                "Check the disks of `dirs`"
-            )
+            meanwhile = "prompts are computed instead until it does. Check the disks of `dirs`"
+            logger.warning("hcache: L3 is not responding: %s", meanwhile)
         elif before and not stalled:
             logger.info("hcache: L3 responds again")
 
@@ -291,10 +289,8 @@ class HitGate:
         taken = max(self.gpu.seconds_busy(now), read) + self.estimates.loaded(hit.tokens)
         if taken * self._min_gain <= computing:
             return None
-        return (
-            f"to read and load {hit.tokens} tokens takes {taken:.3f} s, to compute them "
-            f"{computing:.3f} s"
-        )
+        reading = f"to read and load {hit.tokens} tokens takes {taken:.3f} s"
+        return f"{reading}, to compute them {computing:.3f} s"
 
     def _until_read(self, hit: Hit, now: float) -> float:
         """Known seconds until a hit is there, behind those being read. Under the lock."""

@@ -75,12 +75,12 @@ class Meeting:
         self.reachable: int | None = None
         self._lock = threading.Lock()
         self._taken = 0  # by the front
-        self._unread: int | None = None  # the reader takes pages before this one
+        self._unread = -1  # the reader takes pages before this one; -1: it has not begun
 
     def begin(self, pages: int) -> None:
         """The prefetch has ``pages`` pages. Both sides call it, in any order."""
         with self._lock:
-            if self._unread is None:
+            if self._unread < 0:
                 self._unread = pages
 
     # ---- the thread that reads ----
@@ -88,7 +88,6 @@ class Meeting:
     def next_batch(self, most: int) -> range:
         """The next pages to read, at most ``most`` (at least 1); empty if the ends have met."""
         with self._lock:
-            assert self._unread is not None
             stop, self._unread = self._unread, max(self._taken, self._unread - most)
             return range(self._unread, stop)
 
@@ -102,7 +101,6 @@ class Meeting:
     @property
     def unread(self) -> int:
         """Pages that are neither taken nor being read."""
-        assert self._unread is not None
         return self._unread - self._taken
 
     @property
@@ -117,7 +115,6 @@ class Meeting:
         """Number of pages that the front may take next: those that are not read. Holds the lock
         until :meth:`take`: the reader takes none while the ranks agree on them."""
         self._lock.acquire()
-        assert self._unread is not None
         # Pages taken but not launched have failed: there is no way past them.
         return self._unread - self._taken if self._taken == self.front else 0
 

@@ -54,8 +54,6 @@ LATE_WEIGHTS = [model_runner.LATE_WEIGHTS]  # the weights arrive after ``load_mo
 
 def notice_uses() -> None:
     """Let L3 hear of used pages; log a warning if it cannot."""
-    unnoticed = install(USES)
-    if unnoticed is not None:
-        logger.warning(
-            "hcache: eviction from L3 does not see uses on the GPU or in host memory: %s", unnoticed
-        )
+    unseen = "hcache: eviction from L3 does not see uses on the GPU or in host memory: %s"
+    if (missing := install(USES)) is not None:
+        logger.warning(unseen, missing)

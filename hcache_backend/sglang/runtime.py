@@ -206,10 +206,8 @@ class Runtime:
     def begin_weight_update(self) -> None:
         """Weights are about to change: rows captured or queued under the old ones are void."""
         if self.weights is not None and self.weights.suspended is None:
-            logger.warning(
-                "hcache: weights are changing: L3 is off until the caches are flushed "
-                "(POST /flush_cache)"
-            )
+            flushed = "until the caches are flushed (POST /flush_cache)"
+            logger.warning("hcache: weights are changing: L3 is off %s", flushed)
         self._suspend(flush_needed="the weights were updated and the caches not flushed yet")
         for callback in self.on_weights_changed:
             callback()
@@ -237,14 +235,12 @@ class Runtime:
     def got_other_weights(self) -> None:
         """A prefill server sent K and V of other weights than this decode server's: L3 is suspended
         until L1 and L2, which hold them, are flushed."""
+        sent = "a prefill server sent K and V of other"
         with self._lock:
             if self._reasons["flush_needed"] is not None:
                 return
-            self._suspend(flush_needed="a prefill server sent K and V of other weights")
-        logger.warning(
-            "hcache: a prefill server sent K and V of other or unknown weights: L3 is off until "
-            "POST /flush_cache"
-        )
+            self._suspend(flush_needed=f"{sent} weights")
+        logger.warning("hcache: %s or unknown weights: L3 is off until POST /flush_cache", sent)
 
     def begin_quarantine(self, reason: str) -> None:
         """Projected K and V differ from the model's: stop saving and serving, for good."""

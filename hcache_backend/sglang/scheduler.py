@@ -43,9 +43,8 @@ def around_received(original: Original, scheduler: Any, req: Any, *a: Any, **kw:
         metrics.PROBLEMS.count("look_up")
         if type(error) not in _look_up_failures:
             _look_up_failures.add(type(error))
-            logger.warning(
-                "hcache: SGLang cannot look up request %s in L3 (logged once): %r", req.rid, error
-            )
+            told = "hcache: SGLang cannot look up request %s in L3 (logged once): %r"
+            logger.warning(told, req.rid, error)
         return None
     with harmless():
         waiting.came(scheduler, req)
@@ -81,10 +80,11 @@ def after_batch(
     if gate is not None:
         now = time.monotonic()
         before, gate.gpu.last_end = gate.gpu.last_end, now
-        for launched, number, work, alone in (of for seen, of in _prefills if seen() is result):
+        found = (of for seen, of in _prefills if seen() is result)
+        for launched, number, (tokens, prefix, loaded), alone in found:
             gate.gpu.ended(number)
             if alone:
-                gate.prefilled(*work, seconds=now - max(launched, before))
+                gate.prefilled(tokens, prefix, loaded, now - max(launched, before))
     return done
 
 

@@ -283,10 +283,8 @@ def _attach_config(runtime: Runtime, extra: Mapping[str, Any]) -> HCacheConfig:
         if name == "codec" and has == "auto" and asked != "auto":  # the codec that this server uses
             has = runtime.codec or "none"
         if asked != has:
-            raise ConfigError(
-                f"hcache: option {name!r} is {asked!r} but this server {told}; "
-                "it can only change at a restart"
-            )
+            wrong = f"hcache: option {name!r} is {asked!r} but this server {told}"
+            raise ConfigError(f"{wrong}; it can only change at a restart")
     if runtime.config is None:
         _check_late_start(runtime)
         warn_of_single_tokens(runtime)

@@ -275,10 +275,8 @@ class Start:
         layout = plan.layout
         header, page = layout.header_bytes, layout.page_bytes
         if plan.codec is None and header * self.smallest_page > page:
-            raise Refused(
-                f"of the {page} bytes of a page of {layout.page_size} tokens (--page-size) its "
-                f"header would take {header}"
-            )
+            whole = f"the {page} bytes of a page of {layout.page_size} tokens (--page-size)"
+            raise Refused(f"of {whole} its header would take {header}")
         for variant in layout.variants if plan.kv.layers else ():
             check_copies(variant, plan.kv)
 
@@ -369,10 +367,8 @@ class Start:
         config, methods = self._config, layer_methods(self._runtime, self._kvcache)
         chosen = config.mode == "auto" and config.partition == "auto"
         if not methods.layers("hidden") and (chosen or not methods.layers("recompute")):
-            raise Refused(
-                f"the partition has no hidden states: {methods.describe()} (override with mode: "
-                "hidden or partition)"
-            )
+            none = f"the partition has no hidden states: {methods.describe()}"
+            raise Refused(f"{none} (override with mode: hidden or partition)")
         return methods
 
     def _head_groups(self, methods: Restore, shard: Shard) -> int:

@@ -126,10 +126,8 @@ def fixed_partition(config: HCacheConfig, layers: int) -> Partition | None:
         return Partition(0, layers, 0) if config.mode == "hidden" else None
     partition = Partition(option.recompute, option.hidden, option.kv)
     if partition.layers != layers:
-        raise ConfigError(
-            f"hcache: option 'partition' is {option.model_dump()}: that is {partition.layers} "
-            f"layers, and the model has {layers}"
-        )
+        asked = f"hcache: option 'partition' is {option.model_dump()}"
+        raise ConfigError(f"{asked}: that is {partition.layers} layers, and the model has {layers}")
     return partition
 
 

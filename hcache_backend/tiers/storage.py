@@ -65,10 +65,8 @@ class HCacheStorage(HiCacheStorage):
             store.stats.on_evicted = self._evicted
         self._promises_hits = not may_be("decode", self._runtime.runner.server_args)
         if not self._promises_hits:
-            logger.warning(
-                "hcache: a decode server only writes L3: SGLang fails a request whose hit cannot "
-                "be read, so every look-up is a miss"
-            )
+            why = "SGLang fails a request whose hit cannot be read, so every look-up is a miss"
+            logger.warning("hcache: a decode server only writes L3: %s", why)
         self._runtime.on_quarantine.append(self._drop_own_pages)
         self._runtime.on_weights_changed.append(self.backups.finish)
         self._report = partial(_report, joined, storage_config)
