@@ -102,10 +102,8 @@ class PageProofs:
         """True if all captured pages are of the present weights, and have positions of RoPE."""
         if not self._captured or self._runtime.quarantine is not None:
             return not self._captured
-        namespaces, pages = (
-            self._runtime.page_namespaces(),
-            self._arena.pages(host_pages, header=True),
-        )
+        namespaces = self._runtime.page_namespaces()
+        pages = self._arena.pages(host_pages, header=True)
         known = all(self._layout.namespace_of(page) in namespaces for page in pages)
         return known and all(map(self._has_known_positions, pages))
 
