@@ -272,8 +272,7 @@ class RecomputedRows:
 
     def save(self, pages: Ids) -> torch.Tensor:
         """Copy them to physical ``pages`` (int64 ``[p]``) of the arena, on the current stream.
-        Returns a mask of the pages that the codec holds whole, bool ``[p]``, on its way to the CPU.
-        """
+        Returns a mask of those that the codec holds whole, bool ``[p]``, on its way to the CPU."""
         capture, rows, self._rows = self._capture, self._rows, None
         assert rows is not None
         layout = capture.arena.layout

@@ -108,11 +108,9 @@ class Ledger:
     def step(
         self, slots: torch.Tensor, launch: Callable[[torch.Tensor, torch.Tensor], object]
     ) -> tuple[StepEntry, torch.Tensor]:
-        """A forward pass over ``slots`` begins; it also copies everything wanted before to the CPU.
-
+        """A forward pass over ``slots`` begins, which copies all that is wanted to the CPU.
         ``launch`` writes slots, positions and token ids on the current stream, to int64 ``[3, n]``
-        on the device and ``[3 * n]`` on the CPU. Returns the entry and the former.
-        """
+        on the device and ``[3 * n]`` on the CPU. Returns the entry and the former."""
         self._forget_allocation_of(slots)
         self.copy_wanted()
         shape = (3, slots.numel())

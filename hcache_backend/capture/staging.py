@@ -84,12 +84,10 @@ class Step:
 def stored_rows(
     codec: Codec, rows: torch.Tensor, marks: torch.Tensor
 ) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Yields some layers, and their staged rows as pages hold them, on the current stream.
-
-    ``rows`` are the model's, uint8 ``[layers, n, row_bytes]``, contiguous by layer; yielded ones
-    are uint8 ``[some layers, n, codec.row_bytes]``. ``marks`` (int64 ``[layers, n]``) become
-    :data:`WRONG_STEP` for rows that the codec cannot hold.
-    """
+    """Yields some layers, and their staged rows (uint8 ``[some layers, n, codec.row_bytes]``) as
+    pages hold them, on the current stream. ``rows``: uint8 ``[layers, n, row_bytes]``, contiguous
+    by layer. ``marks`` (int64 ``[layers, n]``) become :data:`WRONG_STEP` for rows that the codec
+    cannot hold."""
     if codec.is_view:
         yield slice(None), rows
         return
@@ -104,8 +102,7 @@ def stored_rows(
 
 class Staging:
     """Device memory that rows pass through. It exists before CUDA graphs, which keep its addresses.
-    ``layers``: captured ones; 0 if no layer is stored as hidden states. ``width``: values of a row.
-    """
+    ``layers``: captured ones, or 0. ``width``: values of a row."""
 
     def __init__(
         self, layers: int, width: int, dtype: torch.dtype, capacity: int, device: torch.device | str
@@ -185,11 +182,8 @@ class Staging:
 @dataclass(eq=False)
 class StagedCapture:
     """Takes the hidden states of every token of every step to the arena's shadow pages. An eager
-    step may be up to ``staging.layers`` times as long as its capacity.
-
-    Scheduler thread only. Methods with tensor arguments run while the stream that made them is
-    current.
-    """
+    step may be up to ``staging.layers`` times as long as its capacity. Scheduler thread only.
+    Methods with tensor arguments run while the stream that made them is current."""
 
     arena: Arena
     memory: torch.Tensor  # the arena's, uint8 [pages, page_bytes]

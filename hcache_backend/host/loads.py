@@ -199,8 +199,7 @@ class LoadQueue:
 
     @property
     def recomputes_pages(self) -> bool:
-        """True if pages can be recomputed whole, and slices have no other work (unstored
-        layers)."""
+        """True if pages can be recomputed whole, and slices have no unstored layers to do."""
         return self._recomputable == len(self.methods.methods) and not self.stored_from
 
     @property

@@ -107,9 +107,8 @@ class NodeBackups:
         self._waiting.append(backup)
 
     def launch(self, queue: Sequence[Any], *, may_wait: bool) -> list[Ids]:
-        """Let HiCache copy the backups that are ready; returns the host pages of each. From now on
-        these belong to their tokens. ``queue`` is HiCache's, of nodes that its tree knows by now.
-        """
+        """Let HiCache copy the backups that are ready; returns the host pages of each. ``queue`` is
+        HiCache's, of nodes that its tree knows by now."""
         if self._capture is not None:
             self._capture.ledger.settle(wait=False)
         if self._layouts is not None:

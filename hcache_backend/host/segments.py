@@ -219,8 +219,7 @@ class KVSegments:
         self, layout: PageLayout, planes: Sequence[Sequence[torch.Tensor]]
     ) -> tuple[list[Sequence[torch.Tensor]], torch.Tensor]:
         """K and V of :meth:`kept` slots (``[n, heads, dim]``) of all :attr:`layers` after a way
-        through pages, by the reference, on the CPU; and a mask of the pages that fit, bool
-        ``[layers, p]``."""
+        through pages, by the reference, on the CPU; and a mask of the pages that fit."""
         pages = torch.arange(len(planes[0][0]) // self._tokens)
         fits, back = torch.ones((len(planes), len(pages)), dtype=torch.bool), [*planes]
         encoder = self._encoder

@@ -28,13 +28,10 @@ _LOST = np.iinfo(np.int64).max
 
 
 class PipelineStages:
-    """Gathers values of all pipeline stages, during the scheduler's work. ``group``: of the stages,
-    for this alone; None if there is one.
-
-    A stage passes a request on only after it is done with it. If the scheduler thread waited for an
-    answer to a request (new weights), the next stage would never get that request. So exchanges
-    have their own thread, and end in the order in which they began, on every stage.
-    """
+    """Gathers values of all pipeline stages. ``group``: of the stages, for this alone; None if
+    there is one. A stage passes a request on only after it is done with it, so its scheduler thread
+    cannot wait for an answer. Exchanges have their own thread, and end in the order in which they
+    began."""
 
     def __init__(self, group: Any) -> None:
         self._group = group

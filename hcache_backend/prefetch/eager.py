@@ -219,8 +219,7 @@ class EagerRestores:
         return len(due)
 
     def to_recompute(self, most: int) -> Iterator[Recomputation]:
-        """Up to ``most`` pages per running prefetch that lack first layers, behind pages without a
-        lack."""
+        """Up to ``most`` pages per running prefetch that lack first layers, behind whole pages."""
         for prefetch, reservation in self._running.items():
             if pages := reservation.to_recompute(most):
                 first = reservation.pages[pages.start]

@@ -166,8 +166,7 @@ class HitGate:
         return self.gpu.begins(computing + self.estimates.loaded(loaded))
 
     def prefilled(self, tokens: int, prefix: float, loaded: int, seconds: float) -> None:
-        """A batch computed ``tokens``, on average behind ``prefix``, and waited for ``loaded`` of
-        L3."""
+        """A batch computed ``tokens``, on average behind ``prefix``, and waited for ``loaded``."""
         estimates = self.estimates
         computing = estimates.prefill.seconds(tokens, prefix)
         if not loaded:

@@ -207,8 +207,7 @@ class Held:
 
 @dataclass(eq=False, kw_only=True)
 class Hint(Held):
-    """A prompt that a client has announced: its request, or one with the beginning, is in no
-    queue."""
+    """A prompt that a client has announced: no request with its beginning is in a queue."""
 
     prompt: Any  # its token ids, an array of int64
     seconds: float  # its time to live, from ``since`` (monotonic) on

@@ -38,9 +38,8 @@ class SliceBudget:
         best: float = math.inf,
     ) -> int:
         """Number of pages, up to ``most`` (at least 1), of which a slice may recompute ``layers``
-        layers now, behind ``prefix`` tokens, in ``share`` of the time of a slice. No page is
-        recomputed that takes longer than ``within`` seconds, and several only if they take at most
-        ``best`` seconds."""
+        layers now, behind ``prefix`` tokens, in ``share`` of the time of a slice; none if one takes
+        longer than ``within`` seconds, and several only if they take at most ``best`` seconds."""
         page = (self._layer.seconds(page_size, prefix) or 0.0) * layers
         if not share or self.unfinished() >= _UNFINISHED or page > within:
             return 0
@@ -112,8 +111,7 @@ class Governor:
         self.pace = _WHOLE  # for this turn of the scheduler; any thread
 
     def look(self, scheduler: Any) -> None:
-        """Look at SGLang's scheduler (None until a request comes) when its turn begins: later,
-        other threads may change it."""
+        """Look at SGLang's scheduler (None until a request comes) when its turn begins."""
         if scheduler is None or self.pace is _BLIND:
             return
         pace = _BLIND

@@ -80,8 +80,7 @@ class Backups:
 
     def finish(self) -> None:
         """Wait for running backups, for a limited time, before the weights change: SGLang ends a
-        server whose caches cannot be flushed then. Every rank calls it in the same turn, with the
-        same backups under way."""
+        server whose caches cannot be flushed then. Every rank calls it in the same turn."""
         cache = self._cache
         self.forget()
         if not self._on or cache is None or cache.ongoing_load_back or cache.ongoing_prefetch:

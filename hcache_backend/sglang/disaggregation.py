@@ -25,12 +25,10 @@ _harmless = partial(metrics.harmless, "weights_untold", "weights are taken for o
 
 
 def before_sending_prefix(original: Original, scheduler: Any, req: Any, *a: Any, **kw: Any) -> Any:
-    """Around ``Scheduler.maybe_send_cached_prefix_chunk``, before the forward pass of a batch.
-
-    SGLang sends there the part of ``req`` that the radix tree has on the device. Before 0.5.23 that
-    waits for no load, and with overlap and chunks the pass before may still compute a node. What is
-    held back goes after the forward pass, which waits for every layer of every load.
-    """
+    """Before the forward pass of a batch SGLang sends the part of ``req`` that the radix tree has
+    on the device. Before 0.5.23 that waits for no load, and with overlap and chunks the pass before
+    may still compute a node. What is held back goes after the forward pass, which waits for every
+    load."""
     early = False
     with metrics.harmless("early_send", "a prefix is sent with the rest of its prompt"):
         loading = bool(scheduler.tree_cache.cache_controller.ack_load_queue)

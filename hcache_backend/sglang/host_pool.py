@@ -234,8 +234,7 @@ class OwnPagesPool(HostKVCache):
             )
 
     def divide(self, host_pages: Ids, layout: PageLayout) -> None:
-        """Write ``layout`` to the headers of pages (int64 ``[n]``) that are about to be written
-        whole."""
+        """Write ``layout`` to the headers of pages (int64 ``[n]``) that are about to be written."""
         self.arena.complete(host_pages)  # they may have been lost with other tokens
         if self._kv.by_header:
             pages = self.arena.physical(host_pages)

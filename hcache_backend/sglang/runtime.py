@@ -182,8 +182,7 @@ class Runtime:
         return self.namespace_of(weights, **self.page_fields)
 
     def page_namespaces(self) -> tuple[bytes, ...]:
-        """Namespaces of pages of the present weights; a stand-in until all stages have told
-        these."""
+        """Namespaces of pages of the present weights; a stand-in until all stages told these."""
         made = filter(None, (self.weights, self._stand_in))
         return tuple(map(self.page_namespace, made))
 
@@ -213,8 +212,7 @@ class Runtime:
             callback()
 
     def end_weight_update(self) -> None:
-        """Weights have changed. L3 stays suspended until a flush, and until all stages told
-        theirs."""
+        """Weights have changed. L3 is suspended until a flush, and until all stages told theirs."""
         with self._lock:
             self._updates_untold += 1
             self._suspend(stages=_UNTOLD)

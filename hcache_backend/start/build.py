@@ -83,11 +83,8 @@ _RESERVED = 0.5  # largest share of the device's pages that hits being read may 
 
 class OwnPagesStrategy(StackStrategy):
     """Own pages for a plain MHA/GQA pool: with hidden states if possible and useful, otherwise of K
-    and V; for a plain MLA pool of latents. Of hybrid models the full-attention layers have own
-    pages. Without own pages SGLang's plain ones.
-
-    ``plain``, ``no_hidden``: known reasons against own pages, against hidden states, or None.
-    """
+    and V; for a plain MLA pool of latents; of hybrid models for the full-attention layers.
+    ``plain``, ``no_hidden``: known reasons against own pages, against hidden states, or None."""
 
     def __init__(self, runtime: Runtime, plain: str | None, no_hidden: str | None) -> None:
         self._runtime, self._plain, self._no_hidden = runtime, plain, no_hidden
@@ -385,8 +382,7 @@ def _shard(exchange: Exchange | None) -> Shard:
 def build_stack(
     runtime: Runtime, params: Any, plan: PagePlan, projector: Projector
 ) -> AbstractContextManager[None]:
-    """Within the block SGLang's strategy builds HiCache's components around ours, which are by the
-    plan that every rank agreed on."""
+    """Within the block SGLang's strategy builds HiCache's components around ours, by the plan."""
     kvcache, layout, config = plan.kvcache, plan.layout, runtime.config
     ranks, memory = attention_ranks(), get_memory()
     device, whole = kvcache.device, params.token_to_kv_pool_allocator

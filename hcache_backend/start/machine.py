@@ -119,8 +119,7 @@ def _choose(runtime: Runtime, kvcache: Any) -> Restore:
 
 
 def fixed_partition(config: HCacheConfig, layers: int) -> Partition | None:
-    """The partition that the options demand; None: the profile decides. Raises ConfigError if it is
-    for another number of layers."""
+    """The partition that the options demand, or None. Raises ConfigError for other layers."""
     option = config.partition
     if isinstance(option, str):
         return Partition(0, layers, 0) if config.mode == "hidden" else None
@@ -178,8 +177,7 @@ def find_profile(
     runtime: Any, config: HCacheConfig, kvcache: Any, shape: ModelShape
 ) -> Profile | None:
     """The profile of option ``profile``, a kept one, or a new quick one, which ``runtime`` keeps
-    for the folders; None if measuring fails. Raises ConfigError if the option names no usable
-    file."""
+    for the folders; None if measuring fails. Raises ConfigError if the option names none."""
     if config.profile is not None:
         try:
             return load_profile(config.profile)

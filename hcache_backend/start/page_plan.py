@@ -207,8 +207,7 @@ def make_exchange(what: str, rows: Sequence[torch.Tensor], page_size: int) -> Ex
 
 
 def page_plugin(config: HCacheConfig | None) -> Krul | None:
-    """The plug-in that option ``codec`` names, if it names one: it decides on its own how layers
-    share a page."""
+    """The plug-in that option ``codec`` names: it decides on its own how layers share a page."""
     if config is None or config.codec != "krul":
         return None
     from hcache_backend.krul.plugin import Krul

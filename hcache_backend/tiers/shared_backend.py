@@ -123,8 +123,7 @@ class SharedBackend:
 
 def make_backend(option: SharedOption, config: HiCacheStorageConfig) -> SharedBackend:
     """The backend that ``option`` names, made by SGLang for the rank of ``config``. Raises
-    ConfigError: a wrong option of its own, a missing package, a service that does not answer in
-    time."""
+    ConfigError: a wrong option of its own, a missing package, a service that is silent."""
     named = {"backend": option.backend, "config": sorted(option.config)}  # values may be secrets
     where = f"hcache: option 'shared' is {named}: "
     variable = _FOLDERS.get(option.backend, "")

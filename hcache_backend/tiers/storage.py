@@ -161,8 +161,7 @@ class HCacheStorage(HiCacheStorage):
 
     def use(self, keys: Sequence[str]) -> None:
         """A request uses the pages ``keys`` of its prompt, from the first one on, in any tier: L3
-        does not see uses in L1 or L2. Any thread; never waits. The time that this takes does not
-        grow with the prompt."""
+        sees no uses in L1 or L2. Any thread; never waits, and takes as long for any prompt."""
         with _harmless("use"):
             for pool in list(self._pools):
                 first = max(0, len(keys) - self._windows.get(pool, len(keys)))

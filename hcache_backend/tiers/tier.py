@@ -109,9 +109,8 @@ class LocalTier:
         return stored
 
     def quarantine(self, namespaces: Sequence[bytes]) -> int:
-        """Write no more, and delete all pages that this server wrote, also of earlier weights;
-        returns how many files. A write that began before is waited for: otherwise its pages would
-        be named afterwards."""
+        """Write no more, and delete all pages that this server wrote; returns how many files. A
+        write that began before is waited for: otherwise its pages would be named afterwards."""
         with self._writing:
             self._quarantined = True
             return self.store.drop_writer(self._writer)
@@ -136,12 +135,10 @@ class LocalTier:
 
 
 class SharedTier:
-    """Pages of one host pool in a backend that other machines use, too. Calls never raise.
-
-    Look-ups and parts of reads wait for a bounded time. Writes are copied, and made later. This
-    object closes ``backend``. ``page_bytes``: of the largest page; ``pieces``: of memory in a page.
-    The constructor raises if the backend does not take its memory.
-    """
+    """Pages of one host pool in a backend that other machines use, too. Calls never raise, and wait
+    for a bounded time. Writes are copied, and made later. This object closes ``backend``. The
+    constructor raises if that does not take its memory. ``page_bytes``: of the largest page;
+    ``pieces``: of memory in a page."""
 
     def __init__(self, backend: SharedBackend, page_bytes: int, pieces: int) -> None:
         self._backend, self._name = backend, backend.option.backend
