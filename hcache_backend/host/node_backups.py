@@ -122,8 +122,7 @@ class NodeBackups:
         return launched
 
     def settle_when_idle(self) -> bool:
-        """Returns True if backups are ready now: no pass was launched since the last turn, so
-        nothing is late because of a wait for their slots."""
+        """Returns True if backups are ready now: nothing was launched that a wait would delay."""
         if self._capture is None:
             return False
         ledger = self._capture.ledger

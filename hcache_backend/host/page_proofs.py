@@ -51,8 +51,7 @@ class PageProofs:
 
     def _header_problem(self, page: Bytes, token_ids: Ints, position: int | None) -> str | None:
         """Reason why a page (uint8 ``[page_bytes]``) must not be stored, or None; then its header
-        is complete except its seal. ``token_ids``: as in the radix tree, int32 ``[page_size]``.
-        ``position``: of the first token in its sequence."""
+        is complete except its seal. ``token_ids``: int32 ``[page_size]``, from ``position`` on."""
         runtime = self._runtime
         if self._captured:
             if runtime.quarantine is not None:

@@ -43,8 +43,7 @@ class Estimate:
             self._measured.append((tokens, ratio))
 
     def part(self, tokens: int, whole: int) -> float | None:
-        """Expected seconds of ``tokens`` of an operation on the ``whole``; None if unknown: small
-        operations say little about a part of a large one."""
+        """Expected seconds of ``tokens`` by those of the ``whole`` operation; None if unknown."""
         whole = max(whole, tokens)
         seconds = self.seconds(whole) if tokens else 0.0
         return seconds and seconds * self._curve(tokens, 0.0) / self._curve(whole, 0.0)

@@ -180,9 +180,8 @@ class HitGate:
     def takes(
         self, prefetch: Prefetch, tokens: int, wanted: int, shared: int = 0, *, parts: bool = True
     ) -> int:
-        """Number of tokens of a hit that this rank wants to read: all or none; or those in the page
-        store. L3 was asked for ``wanted`` tokens; ``shared`` of the hit, at its end, are in the
-        shared tier. False ``parts``: a part is worth nothing."""
+        """Number of tokens of a hit that this rank wants to read: all, none, or those in the page
+        store. L3 was asked for ``wanted``; ``shared``, at its end, are in the shared tier."""
         now = self.l3.clock()
         with self.prefetches.lock:
             self.prefetches.waiting.setdefault(prefetch.request_id, prefetch)
@@ -270,8 +269,7 @@ class HitGate:
         return saved is None or taken * self._min_gain <= saved
 
     def _computing(self, saved: float, others: Sequence[Prefetch], now: float) -> float:
-        """Seconds until work of ``saved`` seconds is computed, plus the delays of the ``others``,
-        which are read one after the other."""
+        """Seconds until work of ``saved`` seconds is computed, plus the delays of ``others``."""
         computing, slowdown = self.gpu.seconds_busy(now) + saved, self.l3.slowdown(now)
         reads = [self._until_there(rest, slowdown) for one in others if (rest := one.rest)]
         return computing + sum(max(0.0, computing - there) for there in accumulate(reads))

@@ -16,9 +16,8 @@ _LEAST_TOKENS = 256  # of a slice alone: fewer take as long, because all weights
 
 
 class SliceBudget:
-    """Bounds a slice of a recomputation: it may take ``seconds`` if it has the GPU alone, and have
-    ``tokens``. ``curve``: recomputing one layer. ``known``: it is in seconds; otherwise the first
-    slice is as short as possible."""
+    """Bounds a slice: it may take ``seconds`` if it has the GPU alone, and have ``tokens``.
+    ``curve``: recomputing one layer. ``known``: in seconds; otherwise the first slice is short."""
 
     def __init__(self, seconds: float, tokens: int, curve: Curve, *, known: bool) -> None:
         self.tokens = tokens

@@ -19,8 +19,7 @@ from hcache_backend.prefetch.eager import EagerRestores
 
 
 class ReservablePages:
-    """Free pages of SGLang's ``allocator``, some reserved; replaces its methods. ``capture`` hears
-    of all slots that are allocated."""
+    """Free pages of SGLang's ``allocator``, some reserved. ``capture`` hears of all allocations."""
 
     def __init__(self, allocator: Any, capture: HiddenCapture | None = None) -> None:
         self.eager: EagerRestores | None = None  # reserves pages; None until it is set

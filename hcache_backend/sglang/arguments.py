@@ -43,8 +43,7 @@ def drafts_trees(args: Any) -> bool:
 
 
 def ranks_of_a_request(server_args: Any) -> int:
-    """Tensor-parallel ranks that compute a request together. With data-parallel attention these are
-    a part of them; all ranks share the MLPs."""
+    """Tensor-parallel ranks that compute a request together; fewer with data-parallel attention."""
     arguments = resolved(server_args)
     groups = int(arguments.dp_size) if arguments.enable_dp_attention else 1
     return int(arguments.tp_size) // groups

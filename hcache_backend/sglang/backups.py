@@ -22,8 +22,7 @@ _POLL_SECONDS = 0.001
 
 
 class Backups:
-    """Scheduler thread only. Every rank sees the same nodes, so all put the same ones at once.
-    Pipeline stages do not: they put none, and do not wait."""
+    """Scheduler thread only. All ranks put the same nodes at once. Pipeline stages put none."""
 
     def __init__(self, stages: int) -> None:
         self._on = stages == 1

@@ -29,8 +29,7 @@ def unsupported_reason(text: str | None = None) -> str | None:
 
 
 def is_first() -> bool:
-    """True for 0.5.21. There Mooncake's transfer does not wait for the running forward pass, and a
-    preempted request leaves the host tier's locks."""
+    """True for 0.5.21: its Mooncake transfer does not wait, and preempted requests leave locks."""
     return _number(sglang_version()) == SUPPORTED[0]
 
 

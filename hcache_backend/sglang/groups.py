@@ -58,8 +58,7 @@ def said_by_all_ranks(own: Any) -> list[Any]:
 
 def or_stop(work: Callable[[], _Result]) -> _Result:
     """The result of ``work`` on this rank. All ranks of a data-parallel group call it at one point.
-    A ConfigError on one raises SystemExit on all, with one log line: to an exception SGLang adds
-    tracebacks that hide the message."""
+    A ConfigError on one raises SystemExit on all, with one log line and no traceback."""
     own = dist.get_rank() if dist.is_initialized() else 0
     launcher = socket.gethostname(), os.getppid()
     problem: str | None = None

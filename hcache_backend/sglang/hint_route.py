@@ -80,8 +80,7 @@ async def _tell(tokenizer_manager: Any, told: Told) -> list[dict[str, Any]]:
 
 
 def as_sent(told: Told, vocabulary: int, longest: int) -> dict[str, Any]:
-    """A hint for the scheduler, its token ids as int64 in base64, with a name that no request has.
-    ``longest``: most tokens of a prompt. Raises RefusedHint."""
+    """A hint for the scheduler, with a name that no request has. Raises RefusedHint."""
     ids = told.input_ids
     if (ids is None) == (told.session is None):
         raise RefusedHint("a hint needs 'input_ids' (token ids) or 'session', and not both")

@@ -32,8 +32,7 @@ _TURNS = 64  # of the scheduler, between two looks at the time of a hint
 
 
 def around_attach(original: Original, scheduler: Any, recv_req: Any, *a: Any, **kw: Any) -> Any:
-    """A hint comes as a request to attach a backend that nobody has. SGLang brings it to all ranks,
-    and brings back the answer of the first one."""
+    """A hint comes as a request to attach a backend that nobody has, which goes to all ranks."""
     if recv_req.hicache_storage_backend != NAME:
         return original(scheduler, recv_req, *a, **kw)
     from sglang.srt.managers.io_struct import AttachHiCacheStorageReqOutput

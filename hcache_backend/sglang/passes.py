@@ -122,8 +122,7 @@ def attention_modules(model: torch.nn.Module, layers: int) -> list[Observation]:
 
 
 def prefill_request(token_ids: Sequence[int], prefix: torch.Tensor | None = None) -> Any:
-    """SGLang's request for a prefill; ``token_ids`` is the whole prompt. ``prefix``: slots of its
-    first tokens whose K and V the pool has (int64 ``[n]``)."""
+    """SGLang's request for a prefill. ``prefix``: slots (int64 ``[n]``) of its first tokens."""
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.sampling.sampling_params import SamplingParams
 

@@ -113,8 +113,7 @@ class Runtime:
     _updates_untold: int = 0
 
     def use_own_pages(self, fields: dict[str, object], reason: str | None = None) -> None:
-        """The host pool holds our own pages; ``fields`` go into their namespace. ``reason``: why
-        they hold no hidden states; None if they do."""
+        """The host pool holds own pages. ``reason``: why no hidden states; None if it does."""
         self.mode, self.own_pages, self.reason = "kv" if reason else "hidden", True, reason
         self.page_fields = fields
         metrics.MODE.set(self.mode, "own")

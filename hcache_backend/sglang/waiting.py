@@ -215,8 +215,7 @@ def _let_go(cache: Any, retries: Any, node: Any, receipt: Any) -> None:
 
 
 def left() -> None:
-    """Called in every turn of the scheduler, before HiCache's part: requests that do not wait any
-    more let go of their prompts, and hints after a flush."""
+    """Before HiCache's part of a turn: what does not wait any more lets go of its prompt."""
     held, scheduler = current().prefetches.held, current().prefetches.scheduler
     if held:
         bootstrap = getattr(scheduler, "disagg_prefill_bootstrap_queue", None)

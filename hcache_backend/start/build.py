@@ -506,8 +506,7 @@ GRAPH_HOOKS = [Hook(_GRAPHS, _before_graphs)]  # some versions lack the place
 
 
 def record_copies(runtime: Runtime, runner: Any) -> None:
-    """Make the hooks and the staging of capture before SGLang records CUDA graphs, which then have
-    our copies. Raises only SystemExit (wrong option)."""
+    """Make hooks and staging before SGLang records CUDA graphs. Raises only SystemExit."""
     if runner.device == "cpu" or getattr(runner, "is_draft_worker", False) or graphs_are_off():
         return
     try:

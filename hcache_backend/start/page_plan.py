@@ -183,8 +183,7 @@ class PagePlan:
 
 def make_exchange(what: str, rows: Sequence[torch.Tensor], page_size: int) -> Exchange | None:
     """The exchange of token shards between ranks, which all call it; None if pages are whole.
-    ``rows``: ``what`` (hidden states or latents) of the same tokens. Raises Refused on every rank
-    if they differ between ranks, or shards do not get across."""
+    Refused on every rank if ``rows`` differ, or shards do not get across."""
     ranks = attention_ranks()
     number, shards = shard_of_rank(ranks.rank_in_group, ranks.world_size, page_size)
     if shards == 1:
@@ -232,8 +231,7 @@ def wanted_codec(runtime: Runtime, runner: Any) -> Codec:
 
 
 def kv_codec(runtime: Runtime, kvcache: Any, shard: Shard, groups: int, stages: int) -> str:
-    """The codec of K and V, by the option and their shape alone; logs a fallback to ``none``.
-    ``groups``: groups of heads in a page of all ranks."""
+    """The codec of K and V, by the option and their shape alone; logs a fallback to ``none``."""
     try:
         return _encoding_segments(runtime, kvcache, shard, groups, stages).codec
     except UnsupportedRows as error:
@@ -270,8 +268,7 @@ def _encoding_segments(
 
 
 def choose_codec(group: Any, runtime: Runtime, probe: Probe, projector: Projector) -> Codec:
-    """The wanted codec of hidden states if all ranks of ``group``, which all call it, can use it;
-    otherwise the exact one, with a warning."""
+    """The wanted codec of hidden states if all ranks of ``group`` can use it, or the exact one."""
     rows = probe.hidden[0]
     wanted = asked_codec(runtime, rows.dtype)
     try:

@@ -30,8 +30,7 @@ class L3Events:
     def stored(
         self, keys: Sequence[str], there: Sequence[bool], before: Sequence[str], token_ids: Any
     ) -> None:
-        """Consecutive pages were written; those that are ``there`` now were stored. ``before``:
-        keys of the pages before them."""
+        """Consecutive pages were written behind ``before`` (keys); some are ``there`` now."""
         hashes = [hash_str_to_int64(key) for key in keys]
         parent = hash_str_to_int64(before[-1]) if before else None
         for run in runs([page for page, is_there in enumerate(there) if is_there]):

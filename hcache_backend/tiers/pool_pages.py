@@ -111,8 +111,7 @@ class PoolPages:
         return [layout.unit_digests(np.frombuffer(page, np.uint8)) for [page] in pages]
 
     def memory(self, host_indices: torch.Tensor, pages: int, *, read: bool) -> PoolMemory | None:
-        """Memory of ``pages`` pages at ``host_indices``, to ``read`` into it or to write it; None
-        if SGLang cannot store this pool."""
+        """Memory of ``pages`` pages, to ``read`` into or to write; None: SGLang cannot store it."""
         found = self._in_place(host_indices, pages)
         if found is not None or self._access == "none":
             return found

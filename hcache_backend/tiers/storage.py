@@ -238,9 +238,8 @@ class HCacheStorage(HiCacheStorage):
                     self._tier.put(part, pieces)
 
     def _forget_damaged(self, transfer: PoolTransfer, before: Sequence[str]) -> None:
-        """A window or a state at the end of a hit did not come, so SGLang throws the hit away, and
-        L3 is asked again. Read those before it, the last one first, up to one that is whole. The
-        store forgets the others, so the next hit ends there."""
+        """A window or a state at the end of a hit did not come. Read those before it, the last one
+        first, up to one that is whole. The store forgets the others: the next hit ends there."""
         chain, size = [*before, *(transfer.keys or ())], len(transfer.keys or ())
         with _harmless("get"):
             while lengths := _usable_lengths(self._exists(chain, transfer.name), transfer):
