@@ -36,8 +36,7 @@ class HiddenCapture:
     """
 
     def __init__(self, layers: Sequence[tuple[torch.nn.Module, Iterable[torch.nn.Module]]]) -> None:
-        # Rows go to it, and recorded CUDA graphs copy to it; None: it is not there yet.
-        self.staging: Staging | None = None
+        self.staging: Staging | None = None  # recorded CUDA graphs copy to it
         self._capture: StagedCapture | None = None
         self._trial = self._tokens_only = False
         self._aside: Callable[[int, object], None] | None = None

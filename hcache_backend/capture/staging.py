@@ -320,8 +320,7 @@ class StagedCapture:
         if replayed and step.first is None:
             return False  # recorded copies know only the ring of rows
         if not replayed and step.layers_seen.count(1) != self._staging.layers:
-            # Transfers of its layers may still read memory that the next step writes. These rows
-            # stay void, and later transfers write their shadows behind these.
+            # Transfers may still read memory that the next step writes: these rows stay void.
             return False
         transfer = self._transfer
         transfer.wait(current_stream(self.device).record())

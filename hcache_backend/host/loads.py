@@ -36,8 +36,7 @@ class Adopted(NamedTuple):
     """Device pages for a load."""
 
     slots: torch.Tensor  # of all pages of the load, int64 [pages * page_size]
-    # pages with K and V of the stored layers, now or later; bool [pages]
-    ready: npt.NDArray[np.bool_]
+    ready: npt.NDArray[np.bool_]  # with K and V of the stored layers, now or later; bool [pages]
     whole: npt.NDArray[np.bool_]  # those with K and V of all layers; bool [pages]
     restores: tuple[RunningRestore, ...]  # that write the ready ones, or still read them
 
@@ -47,10 +46,8 @@ class QueuedLoad:
     """A load of whole pages."""
 
     host_pages: Ids  # int64 [pages]
-    # tokens of which not all layers are launched; None: cannot be recomputed
-    spans: Sequence[TokenSpan | None] = ()
-    # pages that lack the segments of all layers, bool [pages]
-    lost: npt.NDArray[np.bool_] | None = None
+    spans: Sequence[TokenSpan | None] = ()  # of layers not launched; None: not recomputable
+    lost: npt.NDArray[np.bool_] | None = None  # pages that lack all layers, bool [pages]
     lost_spans: Sequence[TokenSpan] = ()  # their tokens
     adopted: Adopted | None = None  # prepared by eager restores; None without these
 
@@ -77,10 +74,8 @@ class LoadQueue:
     methods: Restore  # of each layer
     _recomputer: Recomputer | None  # None: the model cannot be run, or it failed once
     _device: torch.device | str
-    # Recent time to compute tokens, relative to the profile.
-    _slowdown: Callable[[int], float] = lambda tokens: 1.0
-    # Gets the reason why pages cannot be restored any more.
-    _failed: Callable[[str], None] = lambda reason: None
+    _slowdown: Callable[[int], float] = lambda tokens: 1.0  # :meth:`.Estimates.slowdown`
+    _failed: Callable[[str], None] = lambda reason: None  # nothing can be restored any more
 
     def __post_init__(self) -> None:
         self.stored_from = len(self.methods.layers("recompute"))  # the first stored layer

@@ -49,9 +49,7 @@ class Reserved:
     of: Reservation
     number: int  # in the reservation
     host_page: int
-    # First layers that nobody has launched. A page that has not arrived lacks all, if it may be
-    # recomputed whole, otherwise none.
-    lacks: int
+    lacks: int  # first layers that nobody has launched: of a page that has not arrived all or none
     held: bool = True  # neither given back nor adopted
     restore: RunningRestore | None = None  # was launched for it, or recomputes it whole
     recomputed: bool = False  # it lacked layers and does not any more
@@ -69,8 +67,9 @@ class Reservation:
     keys: Sequence[Hashable]  # of each page in storage
     first: int  # number of page 0 in the prefetch
     pages: list[Reserved] = field(default_factory=list)
-    # End and restore of the last recomputation, which ends behind the earlier ones.
-    last_slice: tuple[int, RunningRestore] | None = None
+    last_slice: tuple[int, RunningRestore] | None = (
+        None  # end and restore of the last recomputation
+    )
     failed: bool = False  # a launch failed on this rank: its pages have any content
     released: int | None = None  # the first page that is not held any more
     _front: int = 0  # all pages before this one were held and whole when it came there
@@ -155,8 +154,7 @@ class EagerRestores:
         self._reservations: list[Reservation] = []  # in the order in which they were made
         self._running: dict[Hashable, Reservation] = {}  # by prefetch
         self._reserved: dict[int, Reserved] = {}  # held pages, by host page
-        # Host pages, and the restore that reads or writes them.
-        self._reading: list[tuple[list[int], RunningRestore]] = []
+        self._reading: list[tuple[list[int], RunningRestore]] = []  # or writing: host pages
 
     @property
     def pages(self) -> int:

@@ -262,8 +262,7 @@ class EagerLoads:
         finally:
             self._pages.load = None
         if load.adopted is not None and device_indices is None:
-            # Another pool had no room: SGLang gives the pages, which restores may still write, to
-            # the next request.
+            # Another pool had no room: SGLang gives the pages to the next request.
             eager.until_written(load.adopted.restores)
         elif load.adopted is not None:
             size, ready = self._pool.page_size, int(load.adopted.ready.sum())

@@ -15,8 +15,7 @@ from hcache_backend.plan.restore import Restore
 from hcache_backend.prefetch.prefetch import Hit, Prefetch
 
 SHOWN_TOKENS = 4096  # rates are shown for operations of this size
-# Seconds of an operation on ``tokens`` tokens behind ``prefix`` tokens; in any unit on an unknown
-# machine: then only its growth counts.
+# time of an operation on ``tokens`` behind ``prefix``, in seconds; in any unit if unknown
 Curve = Callable[[int, float], float]
 
 _KEPT = 32
@@ -132,8 +131,7 @@ def _median(weighted: list[tuple[float, float]]) -> float:
     return max(weighted)[0]
 
 
-# A look-up is stalled after this time; a read, if its next part comes later than this plus twice
-# its expected time.
+# until a look-up is stalled; a read is, this after twice the expected time of its next part
 STALLED_SECONDS = 0.5
 LATE = 1.25  # times its expected time: then the rest of a read is estimated by what has arrived
 # Longest expected time of a part, or the time to compute it: a read that hung teaches no patience.

@@ -22,8 +22,7 @@ from hcache_backend.plan.restore import side_by_side, until_there
 
 _REMEMBERED = 4096  # refused requests
 
-# Seconds to recompute tokens behind a prefix (arguments: numbers of tokens); infinite if unknown,
-# or put off. Any thread.
+# seconds to recompute tokens behind a prefix (numbers); infinite if unknown. Any thread
 Recomputing = Callable[[int, int], float]
 
 
@@ -34,8 +33,7 @@ class Hit(NamedTuple):
     prefix: int  # tokens before them, which are neither computed nor read
     rest: int  # tokens after them, which are computed in any case
     shared: int = 0  # tokens at their end that come from the shared tier
-    # time in slices, while they are read from the last one on; None: read only
-    recomputing: Recomputing | None = None
+    recomputing: Recomputing | None = None  # time in slices, meanwhile; None: read only
     reachable: float = math.inf  # tokens at their front that slices can reach
 
     def without(self, tokens: int) -> Hit:
@@ -70,8 +68,7 @@ class Meeting:
     def __init__(self) -> None:
         self.front = 0  # pages whose recomputation was launched; the scheduler's
         self.here = range(0)  # pages that were read and proven on all ranks; the scheduler's
-        # First page that recomputation cannot reach, as of the last turn; None, before the first
-        # one, is all: otherwise the reader would take the front's pages.
+        # First page that recomputation cannot reach, as of the last turn; None: all can be.
         self.reachable: int | None = None
         self._lock = threading.Lock()
         self._taken = 0  # by the front
@@ -153,8 +150,7 @@ class Prefetch:
     recomputing: Recomputing | None = None  # as in Hit
     state: State = State.ASKED
     hit: Hit | None = None  # is being read, or will be
-    # The whole hit, if it is read to measure the present speed of L3.
-    probed: Hit | None = None
+    probed: Hit | None = None  # the whole hit, if it is read to measure the present speed of L3
     meeting: Meeting | None = None  # None: it is read in order
     anchor: Any = None  # SGLang's node before it
     arrived: int = 0  # of the hit, on all ranks
@@ -238,8 +234,7 @@ class Prefetches:
         self.plain = False  # token ids are all input of the request that is being received
         self.short_of_room = False  # hits wait for room in host memory, on all ranks
         self.waiting: dict[str, Prefetch] = {}  # of requests that the gate knows, in order
-        # Operations that HiCache's threads still process on some rank, also without a waiting
-        # request; the same on every rank.
+        # SGLang's operations that a thread still processes on some rank; the same on every rank.
         self.unfinished: set[Hashable] = set()
         self._of: weakref.WeakKeyDictionary[Any, Prefetch] = weakref.WeakKeyDictionary()
         self._final: OrderedDict[str, State] = OrderedDict()  # of requests

@@ -23,8 +23,7 @@ class SliceBudget:
         self.tokens = tokens
         self._seconds = seconds
         self._layer = Estimate(curve, known=known)
-        # With the tokens before it, and the layers, of each that may not be done.
-        self._launched: deque[tuple[RunningRestore, int, int]] = deque()
+        self._launched: deque[tuple[RunningRestore, int, int]] = deque()  # prefix, layers
 
     def pages(
         self,

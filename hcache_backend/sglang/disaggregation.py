@@ -17,8 +17,7 @@ from hcache_backend.sglang.runtime import Weights, current
 
 _MODULES = "sglang.srt.disaggregation."
 
-# Numbers of ``MetadataBuffers.cached_tokens`` (16 of int32 per request) that no supported version
-# uses: 16 bytes for a digest.
+# numbers of ``MetadataBuffers.cached_tokens`` (int32) that no version uses: 16 bytes for a digest
 _ROOM = slice(12, 16)
 
 _harmless = partial(metrics.harmless, "weights_untold", "weights are taken for other ones")

@@ -74,8 +74,7 @@ def or_stop(work: Callable[[], _Result]) -> _Result:
         logger.error("%s", problem)
     said_by_all_ranks(None)  # the first signal ends all ranks, so it comes after that line
     if own == next(rank for rank, other, _ in said if other == launcher):
-        # SGLang's schedulers send this signal when they fail. A second one would add a traceback
-        # while the handler logs the first.
+        # SGLang's schedulers send this signal when they fail; a second one would add a traceback.
         os.kill(os.getppid(), signal.SIGQUIT)
     else:
         time.sleep(_STOP_SECONDS)  # a launcher that sees a rank end logs that instead

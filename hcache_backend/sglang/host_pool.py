@@ -64,8 +64,7 @@ class OwnPagesPool(HostKVCache):
         self._frees_duplicates = True
         self.layer_num = len(page_layout.segment_bytes)
         self.target_layer_num = self.layer_num - len(kv.drafts)
-        # Events behind which pages (int64 [p]) are in host memory, and masks of those that fit the
-        # codec (bool [p]) on the CPU.
+        # Pages (int64 [p]) in host memory behind an event, and masks of those that fit the codec.
         self._saved: list[tuple[Event, Ids, tuple[torch.Tensor, ...]]] = []
         self._warned = False
         self._loads: LoadQueue | None = None

@@ -76,15 +76,13 @@ class Runtime:
     eager: bool = False  # the arrived part of a hit is restored while L3 is read
     # of a server that was started with it as L3, until the storage class takes it
     store: PageStore | None = None
-    # Marks the pages of this server run.
-    writer: bytes = field(default_factory=lambda: os.urandom(WRITER_BYTES))
+    writer: bytes = field(default_factory=lambda: os.urandom(WRITER_BYTES))  # of this run's pages
     weights: Weights | None = None
     draft: Any = None  # SGLang's ModelRunner of a draft model
     # Digest (hexadecimal) of its layers on this rank, in the names of its pages in L3; its
     # embedding and head may be the model's.
     draft_digest: str | None = None
-    # Fields of the namespace of own pages besides the weights.
-    page_fields: dict[str, object] = field(default_factory=dict)
+    page_fields: dict[str, object] = field(default_factory=dict)  # of own pages' namespace
     # Called on the scheduler thread when captured rows lose their meaning, ...
     on_weights_changed: list[Callable[[], None]] = field(default_factory=list)
     # ...when L1 and L2 have been emptied, ...
@@ -102,8 +100,7 @@ class Runtime:
     prefetches: Prefetches = field(default_factory=Prefetches)
     hit_gate: HitGate | None = None  # chooses the L3 hits to read; None: all
     codec: str | None = None  # of our own pages; None without them
-    # Features that the server goes without, and why; for the log.
-    unused: dict[str, str] = field(default_factory=dict)
+    unused: dict[str, str] = field(default_factory=dict)  # what it goes without, and why
     # why L3 is suspended, by the metric's label; the first reason in _REASONS counts
     _reasons: dict[str, str | None] = field(default_factory=lambda: dict.fromkeys(_REASONS))
     _namespaces: dict[tuple[bytes, str], bytes] = field(default_factory=dict)

@@ -33,8 +33,7 @@ from hcache_backend.start.capabilities import EAGER, JUDGING, Server, refusal
 from hcache_kernels.launch import copies_by_engine, copy_programs
 
 _QUICK_SECONDS = 0.2
-# Tokens in host memory for each on the device. Host pages of tokens on the device are not evicted,
-# so prefetches have only the others; K and V of all layers may leave fewer.
+# tokens in host memory for each on the device, which is not evicted: prefetches have the others
 _LEAST_HOST_SHARE = 1.5
 _Decision = tuple[Partition, str]  # and the reason
 

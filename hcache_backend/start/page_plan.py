@@ -49,8 +49,7 @@ if TYPE_CHECKING:
 # most of the device's free memory that staging takes: SGLang left it for activations and graphs
 _STAGING_SHARE = 1 / 4
 _DECODE_TOKENS = 256  # larger decode steps are captured layer by layer; staging need not hold two
-# Warn if a codec cannot hold a larger share of the probe's tokens: hardly a conversation goes to L3
-# then. It stays in use, because pages must not depend on findings at a server's start.
+# of the probe's tokens; warn if a codec, which stays in use, cannot hold more: hardly any hits then
 _UNENCODABLE_SHARE = 0.1
 
 

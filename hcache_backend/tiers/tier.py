@@ -320,8 +320,9 @@ class Tiered:
         self.local, self._l3 = local, l3
         self._unused = backend  # until the size of a page is known
         self._shared: SharedTier | None = None
-        # Pages that look-ups (one thread) found, from the first one on that only ``shared`` has.
-        self.found_shared = 0
+        self.found_shared = (
+            0  # pages that look-ups found, from the first one in ``shared`` alone on
+        )
 
     def use_shared(self, page_bytes: int, pieces: int) -> None:
         """Begin to use the shared tier, once; it is not used if :class:`SharedTier` raises."""
