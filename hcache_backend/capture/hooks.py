@@ -199,11 +199,9 @@ class HiddenCapture:
             self._complain(f"{missing} tokens without the rows of every layer")
         if unfit and not self._noted_unfit:
             self._noted_unfit = True
-            told = (
-                "hcache: codec %r cannot encode %d tokens of this step; their pages do not go to "
-                "L3 (logged once, counted always)"
-            )
-            logger.warning(told, capture.codec.name, unfit)
+            what = f"codec {capture.codec.name!r} cannot encode {unfit} tokens of this step"
+            once = "(logged once, counted always)"
+            logger.warning("hcache: %s; their pages do not go to L3 %s", what, once)
 
     def _complain(self, what: str) -> None:
         metrics.PROBLEMS.count("capture")

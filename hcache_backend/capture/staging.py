@@ -152,14 +152,10 @@ class Staging:
 
     def fits(self, hidden: object, rows: int) -> TypeGuard[torch.Tensor]:
         """True if ``hidden`` has at least ``rows`` rows of this width and type."""
-        return (
-            isinstance(hidden, torch.Tensor)
-            and len(shape := hidden.shape) == 2
-            and shape[0] >= rows
-            and shape[1] == self.width
-            and hidden.dtype == self.dtype
-            and hidden.stride(1) == 1
-        )
+        if not isinstance(hidden, torch.Tensor) or hidden.dtype != self.dtype:
+            return False
+        matrix = len(shape := hidden.shape) == 2 and hidden.stride(1) == 1
+        return matrix and shape[0] >= rows and shape[1] == self.width
 
     def stage(self, layer: int, hidden: torch.Tensor, rows: int) -> None:
         """Copy the first ``rows`` of ``hidden`` to the targets named last."""

@@ -83,9 +83,8 @@ class PageProofs:
         namespace, size = self._runtime.page_namespace(), self._layout.page_size
         for i, page in enumerate(self._arena.pages(host_pages)):
             wanted = token_ids[i * size : (i + 1) * size]
-            problem = self._layout.problem(
-                page, namespace, key_bytes(keys[i]), wanted, segments=not verified
-            )
+            asked = page, namespace, key_bytes(keys[i]), wanted
+            problem = self._layout.problem(*asked, segments=not verified)
             if problem is None and not self._has_known_positions(page):
                 problem = "positions"
             if problem is not None:

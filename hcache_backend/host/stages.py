@@ -84,9 +84,8 @@ class StagePages:
             # A thread for each: one stage may be waiting for another that waits for a decision.
             for stage in range(1, dist.get_world_size(group=self._group)):
                 self._decided.append(SimpleQueue())
-                threading.Thread(
-                    target=self._tell, args=(stage,), name=f"hcache-stage-{stage}", daemon=True
-                ).start()
+                name, told = f"hcache-stage-{stage}", (stage,)
+                threading.Thread(target=self._tell, args=told, name=name, daemon=True).start()
         self._backups = self._confirmed = 0
         self._backup_of: Ids = np.zeros(self._host_pages, np.int64)
         self._unsaid: deque[Ids] = deque()

@@ -345,24 +345,19 @@ class OwnPagesController(HybridCacheController):
         return self._got(super()._generic_page_get, *args)
 
     def _got(
-        self,
-        read: Callable[..., int],
-        operation: Any,
-        hash_values: Sequence[str],
-        host_indices: torch.Tensor,
-        *others: Any,
+        self, read: Read, operation: Any, keys: Sequence[str], indices: torch.Tensor, *others: Any
     ) -> int:
         """Number of pages that ``read`` brings and that the radix tree asked for."""
         with metrics.harmless("read", "pages of L3 are a miss"):  # a thread of SGLang's
-            host_pages = self._pool.page_ids(host_indices)
+            host_pages = self._pool.page_ids(indices)
             self._pool.arena.expect(host_pages)
             self._stages.brought(host_pages)
-            got = read(operation, hash_values, host_indices, *others)
+            got = read(operation, keys, indices, *others)
             # With buffer_only, `hash_value` loses pages that the device has got meanwhile.
-            first = operation.all_hash_values.index(hash_values[0]) if hash_values else 0
+            first = operation.all_hash_values.index(keys[0]) if keys else 0
             tokens = token_array(operation.token_ids)[first * self.page_size :]
             ids, verified = host_pages[:got], self._storage_verifies
-            proven = self._proofs.proven(ids, hash_values, tokens, verified=verified)
+            proven = self._proofs.proven(ids, keys, tokens, verified=verified)
             self._runtime.l3.arrived(proven * self.page_size)
             return proven
         return 0

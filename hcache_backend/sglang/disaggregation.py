@@ -68,11 +68,8 @@ def _numbers(weights: Weights | None) -> torch.Tensor:
     return torch.frombuffer(bytearray(weights.whole), dtype=torch.int32)
 
 
-SEND_PREFIX = Hook(
-    _MODULES + "prefill.SchedulerDisaggregationPrefillMixin.maybe_send_cached_prefix_chunk",
-    before_sending_prefix,
-)
+_PREFILL = _MODULES + "prefill.SchedulerDisaggregationPrefillMixin."
+_QUEUE = _MODULES + "decode.DecodeTransferQueue."
+SEND_PREFIX = Hook(_PREFILL + "maybe_send_cached_prefix_chunk", before_sending_prefix)
 METADATA = Hook(_MODULES + "utils.MetadataBuffers.set_buf", after_metadata)
-RECEIVED_PROMPT = Hook(
-    _MODULES + "decode.DecodeTransferQueue._commit_transfer_to_req", before_commit, OnError.END_L3
-)
+RECEIVED_PROMPT = Hook(_QUEUE + "_commit_transfer_to_req", before_commit, OnError.END_L3)

@@ -156,6 +156,5 @@ def hear(due: list[str], said: Said) -> None:
                 _look_up(cache, hint)
 
 
-ATTACH = Hook(
-    "sglang.srt.managers.scheduler.Scheduler.attach_hicache_storage_wrapped", around_attach
-)
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler."
+ATTACH = Hook(_SCHEDULER + "attach_hicache_storage_wrapped", around_attach)

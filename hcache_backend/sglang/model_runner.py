@@ -82,14 +82,10 @@ def _after_reset(original: Original, controller: Any, *a: Any, **kw: Any) -> Any
     return result
 
 
-ATTENTION = Hook(
-    "sglang.srt.layers.radix_attention.RadixAttention.forward", _attention, OnError.RAISE
-)
+_RADIX_ATTENTION = "sglang.srt.layers.radix_attention.RadixAttention."
+ATTENTION = Hook(_RADIX_ATTENTION + "forward", _attention, OnError.RAISE)
 FORWARD = Hook(_RUNNER + "forward", _capture_forward)
 LATE_WEIGHTS = Hook(_RUNNER + "finalize_startup_weight_load", _after_late_weights, OnError.RAISE)
 WEIGHTS = [Hook(_WEIGHTS + name, _around_weight_update, OnError.END_L3) for name in _WEIGHT_UPDATES]
-RESET = Hook(
-    "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController.reset",
-    _after_reset,
-    OnError.END_L3,
-)
+_CONTROLLER = "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController."
+RESET = Hook(_CONTROLLER + "reset", _after_reset, OnError.END_L3)

@@ -81,10 +81,9 @@ def bootstrap(runner: Any) -> None:
         if missing is not None:
             runtime.begin_quarantine(f"{doubt}: {missing}")
     if not args.enable_hierarchical_cache:
-        runtime.use_plain_pages(
-            "decode offload makes a host pool and a controller of its own, and does not tell where "
-            "in its sequence a page is; it only writes L3"
-        )
+        own = "decode offload makes a host pool and a controller of its own"
+        untold = "does not tell where in its sequence a page is"
+        runtime.use_plain_pages(f"{own}, and {untold}; it only writes L3")
         return
     hooks.notice_uses()
     plain = unnoticed or unsupported_reason()

@@ -62,10 +62,9 @@ class PoolPages:
                 f"{own_groups} groups of heads; it shapes pages, so it can only change at a restart"
             )
         if of_kv and not self._any_ranks and not shared:
-            logger.warning(
-                "hcache: 'tp_lcm_size' is ignored: KV pages can be divided by heads with "
-                "--hicache-mem-layout page_head only, and not those of MLA"
-            )
+            only = "with --hicache-mem-layout page_head only, and not those of MLA"
+            told = "hcache: 'tp_lcm_size' is ignored: KV pages can be divided by heads %s"
+            logger.warning(told, only)
         if mla and ranks > 1 and divided and name != PoolName.MAMBA:
             logger.warning(
                 f"hcache: pool {name} is divided over the ranks and SGLang backs up the first "
