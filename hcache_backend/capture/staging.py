@@ -237,8 +237,7 @@ class StagedCapture:
         self.ledger.copy_wanted()
 
     def give_up_step(self) -> None:
-        """Call if :meth:`begin` raised. Names no target: a recorded graph runs all the same, and
-        must not write where a transfer may still read."""
+        """Call if :meth:`begin` raised: a recorded graph that runs all the same writes nothing."""
         self._step = None
         try:
             self._staging.name_none()

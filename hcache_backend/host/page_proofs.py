@@ -20,8 +20,7 @@ from hcache_backend.metrics import logger
 
 @dataclass(eq=False)
 class PageProofs:
-    """Proofs of pages in the arena. Pages with hidden states (``_captured``) have their header when
-    their rows are proven; others get it when they are sealed."""
+    """Pages with hidden states (``_captured``) have their header when their rows are proven."""
 
     _runtime: Any  # the process's :class:`.Runtime`, with its weights and their namespace
     _arena: Arena

@@ -77,8 +77,7 @@ def storage_extra_config(args: Any) -> dict[str, Any]:
 
 def check_tp_lcm_size(asked: object, ranks: int, heads: int, *, own_pages: bool) -> None:
     """Raise ConfigError, with the allowed numbers, unless K and V of a page of all ranks divide
-    into ``asked`` groups of heads (SGLang's ``tp_lcm_size``). ``heads`` are those of a rank.
-    ``own_pages``: pages divide into shards of eight, too."""
+    into ``asked`` groups of heads (SGLang's ``tp_lcm_size``). ``heads`` are those of a rank."""
     every = heads * ranks
     allowed = [number for number in range(ranks, every + 1, ranks) if every % number == 0]
     if own_pages:

@@ -129,11 +129,8 @@ class OwnPagesController(HybridCacheController):
             return indices
         return super()._move_pool_indices(host_pool, *indices, **kwargs)
 
-    # ---- device -> host ----
-
     def write(self, device_indices: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Back up a node, or return None on every rank if one of its rows is not valid. Pipeline
-        stages cannot agree, so they back it up in any case."""
+        """Back up a node, or return None on every rank if one of its rows is not valid."""
         self._stages.talk()
         weights = self._runtime.weights
         flushed = weights is not None and weights.suspended is None
@@ -194,8 +191,6 @@ class OwnPagesController(HybridCacheController):
         if self.load_fence_stream is not None:  # the forward passes' own, once SGLang is set up
             stream.wait(streams.of(self.load_fence_stream).record())
 
-    # ---- host -> device ----
-
     def load(self, host_indices: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         host_pages = self._pool.page_ids(host_indices)
         ask = partial(super().load, host_indices, *args, **kwargs)
@@ -255,8 +250,6 @@ class OwnPagesController(HybridCacheController):
             self._runtime.begin_quarantine(mistaken)
         return load or QueuedLoad(host_pages)
 
-    # ---- host -> storage ----
-
     def write_storage(self, host_indices: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if self._capture is not None:  # the backup is done, so its rows have arrived
             self._capture.ledger.settle(wait=False)
@@ -279,8 +272,6 @@ class OwnPagesController(HybridCacheController):
             others = operation.pool_transfers or ()
             operation.pool_transfers = [t for t in others if t.indices_from_pool == PoolName.KV]
         return super()._page_backup(operation)
-
-    # ---- storage -> host ----
 
     def _report(self, ack: PrefetchAck) -> None:
         self.prefetch_sync_queue.put(ack)
@@ -317,8 +308,7 @@ class OwnPagesController(HybridCacheController):
         self._page_transfer_sidecar(operation, there)  # SGLang's report of other pools
 
     def _read_drafts(self, operation: Any) -> None:
-        """Read the draft model's pages of a whole hit: a recomputed front has no K and V of the
-        draft. A missing page costs accepted drafts, and no token."""
+        """Read the draft model's pages of a whole hit, because a recomputed front has none."""
         keys, before = operation.hash_value, list(operation.prefix_keys or ())
         every = operation.pool_transfers or ()
         pools = [of.name for of in every if of.indices_from_pool == PoolName.KV]

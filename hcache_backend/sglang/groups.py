@@ -43,8 +43,7 @@ def new_stage_group() -> Any:
 
 
 def said_by_all_ranks(own: Any) -> list[Any]:
-    """``own`` (pickled) of all ranks that attach a storage backend together: those of one
-    data-parallel group, because such groups attach one by one."""
+    """``own`` (pickled) of all ranks that attach a storage backend together."""
     if not dist.is_initialized():
         return [own]
     from sglang.srt.distributed import parallel_state as state

@@ -262,8 +262,6 @@ class OwnPagesPool(HostKVCache):
                 told(self.page_ids(host_indices), device_indices)
             self._loads.count_finished()
 
-    # ---- pages as storage backends see them ----
-
     def get_page_buffer_meta(self, indices: torch.Tensor) -> tuple[list[int], list[int]]:
         base, length = self.kv_buffer.data_ptr(), self.page_layout.page_bytes
         cuts = [length * piece // self.pieces_per_page for piece in range(self.pieces_per_page)]

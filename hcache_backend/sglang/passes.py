@@ -56,10 +56,9 @@ def run_again(runner: Any, lengths: Sequence[int], before: int = 0) -> Sequence[
 
 @torch.no_grad()
 def prefill_and_decode(runner: Any, tokens: int, ranks: Any, *, graphs: bool) -> torch.Tensor:
-    """Run all but the last token of a prompt that begins as the probe, then the last one by itself;
-    returns the slots, int64 ``[tokens]``, at least two. The decode step uses a recorded CUDA graph,
-    and with ``graphs`` the prefill too. If the prefill fails on one of ``ranks`` (tensor-parallel),
-    none decodes, and the others raise Refused."""
+    """Run all but the last token of a prompt that begins as the probe, then the last one; returns
+    the slots, int64 ``[tokens]``, at least two. The decode step uses a recorded CUDA graph, and
+    with ``graphs`` the prefill too. Raises Refused if another of ``ranks`` failed."""
     prompt = probe_tokens(runner.model_config.vocab_size, tokens)
     batch: Any = None
     slots: list[torch.Tensor] = []

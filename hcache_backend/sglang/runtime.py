@@ -227,8 +227,7 @@ class Runtime:
         self._suspend(flush_needed=None)
 
     def got_other_weights(self) -> None:
-        """A prefill server sent K and V of other weights than this decode server's: L3 is suspended
-        until L1 and L2, which hold them, are flushed."""
+        """A prefill server sent K and V of other weights: L3 is suspended until a flush."""
         sent = "a prefill server sent K and V of other"
         with self._lock:
             if self._reasons["flush_needed"] is not None:

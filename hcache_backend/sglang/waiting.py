@@ -151,8 +151,7 @@ def _releasable(cache: Any, prefetches: Prefetches) -> int:
 
 
 def _tokens_to_read(cache: Any, operation: Any, reading: Sequence[Any]) -> int | None:
-    """Tokens that HiCache would read for an answer. None while another prefetch reads the first
-    ones: L3 is then asked again, for what is behind these."""
+    """Tokens that HiCache would read for an answer. None: another prefetch reads the first ones."""
     info, tokens = cache.ongoing_prefetch.get(operation.handle), int(operation.storage_hit_count)
     wanted = info is not None and info.operation is operation and not operation.is_terminated()
     if not wanted or tokens < cache.prefetch_threshold:
@@ -173,9 +172,6 @@ def _note_behind(operation: Any, other: Any, page: int) -> bool:
     behind = start >= 0 and other.token_ids.token_ids[start : start + page] == first
     current().prefetches.of(operation).behind |= behind
     return behind
-
-
-# ---- prompts of waiting requests ----
 
 
 def came(scheduler: Any, request: Any) -> None:

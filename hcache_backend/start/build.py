@@ -484,9 +484,6 @@ def _start_capture(runtime: Runtime, pool: OwnPagesPool, plan: PagePlan) -> Stag
     return capture
 
 
-# ---- CUDA graphs ----
-
-
 def capture_nothing(runtime: Runtime) -> None:
     """Remove the capture hooks of the model, and free their staging."""
     if (hooks := runtime.forwards.capture) is not None:

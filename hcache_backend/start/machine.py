@@ -169,9 +169,6 @@ def settle(dirs: Sequence[Path], name: str, record: PartitionRecord) -> Partitio
     return find_record(dirs, name) or record
 
 
-# ---- the profile ----
-
-
 def find_profile(
     runtime: Any, config: HCacheConfig, kvcache: Any, shape: ModelShape
 ) -> Profile | None:
@@ -221,8 +218,7 @@ def _measure(
 def copy_as_measured(profile: Profile, device: torch.device | str, segment_bytes: int) -> None:
     """Copy over the bus, on this rank, in the best way of ``profile`` beside matrix products.
     ``segment_bytes``: hidden states of one layer in one page of this rank; 0 leaves their way of
-    copying as it is. The copy engine takes its time for each segment, so segments of less than half
-    the measured size do not use it."""
+    copying. The copy engine takes its time for each: small ones do not use it."""
     if not profile.copies or profile.model is None:
         return
     measured = PAGE * profile.model.hidden * profile.model.element_bytes
@@ -249,9 +245,6 @@ def model_shape(
     shape = shape.model_copy(update=found)
     encoded = {"kv_row_bytes": round(kv_share * shape.kv_bytes)} if kv_share != 1.0 else None
     return shape.model_copy(update=encoded)
-
-
-# ---- whether L3 hits pay ----
 
 
 def judge_hits(runtime: Runtime, config: HCacheConfig | None, backend: str | None = None) -> None:

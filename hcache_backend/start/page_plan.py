@@ -201,9 +201,6 @@ def make_exchange(what: str, rows: Sequence[torch.Tensor], page_size: int) -> Ex
     return exchange
 
 
-# ---- codecs ----
-
-
 def page_plugin(config: HCacheConfig | None) -> Krul | None:
     """The plug-in that option ``codec`` names: it decides on its own how layers share a page."""
     if config is None or config.codec != "krul":
@@ -314,9 +311,6 @@ def _proven(name: str, probe: Probe, projector: Projector) -> Codec:
     return codec
 
 
-# ---- memory ----
-
-
 def kv_bytes_per_token(kvcache: Any) -> int:
     """Bytes of K and V, or latents, of one token, all layers of this rank."""
     layers = range(kvcache.layer_num)
@@ -338,8 +332,7 @@ def plan_host_pages(
     with_shadows: bool,
 ) -> HostPages:
     """Divide HiCache's host memory into pages and shadows; raises Refused if it is too little, or
-    more than ``budget_bytes``, the machine's. ``size_gb`` is ``--hicache-size``, or 0: then
-    ``ratio``, ``--hicache-ratio``, counts."""
+    more than ``budget_bytes``. Without ``size_gb`` (0) ``ratio`` counts."""
     shadows = int(kvcache.k_buffer[0].shape[0]) // layout.page_size if with_shadows else 0
     given = host_bytes(kvcache, size_gb, ratio)
     option = f"--hicache-size {size_gb} (GB)" if size_gb > 0 else f"--hicache-ratio {ratio}"

@@ -76,8 +76,7 @@ class SharedBackend:
         self._in_place = type(backend).batch_get_v1 is not HiCacheStorage.batch_get_v1
 
     def use_memory(self, most_bytes: int, value_bytes: int, pieces: int) -> None:
-        """Make memory of ``most_bytes``, or two rows if that is more. A value has ``pieces`` equal
-        pieces; direct I/O needs whole blocks."""
+        """Make memory of ``most_bytes``, at least two rows. A value has ``pieces`` equal pieces."""
         length = -(-value_bytes // (pieces * _BLOCK)) * pieces * _BLOCK
         pool = RowPool(2 * max(1, most_bytes // 2 // length), length, pieces)
         self.memory = pool.kv_buffer
@@ -158,9 +157,6 @@ def make_backend(option: SharedOption, config: HiCacheStorageConfig) -> SharedBa
         raise ConfigError(f"{where}it {error}") from None
     except Exception as error:
         raise ConfigError(f"{where}{type(error).__name__}: {error}") from error
-
-
-# ---- calls that may hang ----
 
 
 _Result = TypeVar("_Result")
