@@ -202,13 +202,11 @@ class LoadQueue:
         return 0 if self._recomputer is None else self._recomputer.layers
 
     def recompute_pages(self, token_ids: Ids, prefix: torch.Tensor) -> Recompute | None:
-        """Recomputation of all layers of tokens (int64 ``[n]``); None if it is not possible any
-        more. ``prefix``: slots of all tokens before them, int64 ``[m]``, on the device."""
+        """Recomputation of all layers of tokens (int64 ``[n]``) behind ``prefix``, or None."""
         return self._recompute_now(len(self.methods.methods), TokenSpan(token_ids, prefix))
 
     def recompute_of(self, host_pages: Ids, layers: int, prefix: Prefix) -> Recompute | None:
-        """Recomputation of the first ``layers`` (at least 1) of consecutive pages (int64 ``[p]``),
-        or None. ``prefix`` gives slots with K and V of these layers."""
+        """Recomputation of the first ``layers`` (at least 1) of pages (int64 ``[p]``), or None."""
         return self._recompute_now(layers, self._span(host_pages, prefix))
 
     def _recompute_now(self, layers: int, span: TokenSpan | None) -> Recompute | None:

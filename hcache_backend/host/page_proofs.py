@@ -1,7 +1,5 @@
-"""Is a host page the wanted one: before it goes to L3, when it comes, and before it is projected.
-
-Each check reads the page's header, which says its weights, key, tokens and positions.
-"""
+"""Is a host page the wanted one, by its header (weights, key, tokens and positions): before it goes
+to L3, when it comes, and before it is projected."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
 """Pipeline stages: messages between them, and the host pages that all of them may load.
 
 - No stage may wait for a later one on the scheduler thread: that one may wait for the first.
-- So every stage backs up every node, if necessary with pages that are marked as lost. Once it
-  knows, it says for each backup if its rows are whole.
-- The first stage alone decides about loads, by what it has heard so far.
+- So every stage backs up every node, if necessary with pages that are marked as lost, and says
+  later if its rows are whole. The first stage alone decides about loads, by what it has heard.
 """
 
 from __future__ import annotations
@@ -122,8 +121,7 @@ class StagePages:
 
     def decide(self, verdict: bool) -> bool:
         """The first stage's ``verdict``, on every stage; each must ask while the same step is put
-        together. The first stage begins that before the others, so they wait for a decision that is
-        under way. It never waits: the others may still be busy with the step before."""
+        together. The others wait for it; the first one never waits."""
         if not self._is_first:
             message = torch.empty((), dtype=torch.int32)
             dist.recv(message, group_src=0, group=self._group)

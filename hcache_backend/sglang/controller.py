@@ -423,11 +423,7 @@ class BatchedReads:
     _seconds_per_page: float = math.inf  # of the first read of the last prefetch
 
     def transfer(
-        self,
-        read: Read,
-        operation: Any,
-        meeting: Meeting | None = None,
-        until_met: UntilMet | None = None,
+        self, read: Read, operation: Any, meeting: Meeting | None = None, until_met: Any = None
     ) -> int:
         """Read a prefetch in order, or from its last page to the ``meeting``. Every rank makes the
         same number of reports, even if it reads less: they are reduced together. ``until_met`` is
@@ -441,7 +437,7 @@ class BatchedReads:
         for _ in range(0, len(keys), step):
             left = step * self._steps(step)  # till the next report
             while left and not operation.is_terminated():
-                if meeting is None or until_met is None:
+                if meeting is None:
                     pages = order.next_batch(left)
                 else:
                     pages = self._next_back(operation, meeting, until_met, left)

@@ -1,7 +1,5 @@
 """Prefill/decode disaggregation: a prefill server sends no K and V that are still on their way to
-the device's memory. It sends the digest of its weights, in free space of the metadata of each
-request. A decode server stores only K and V of its own weights.
-"""
+the device, and with each request the digest of its weights. A decode server stores only its own."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
 """Hints of clients (``POST /hcache/hint``): a prompt comes back soon, or not for a long time.
 
-A hint stands for a request that has not come. Host memory keeps what it has of its prompt for a
-limited time, as for a request that waits (:mod:`.waiting`). For ``prefetch`` L3 is read for the
-rest, a few pages at a time, and only while no request waits; nothing is computed. A hint gives way
-to requests that need its room. All ranks get the same hints in the same turns, pipeline stages too.
+Host memory keeps what it has of its prompt for a limited time, as for a request that waits
+(:mod:`.waiting`). For ``prefetch`` L3 is read for the rest, a few pages at a time, while no request
+waits. A hint gives way to requests that need its room. All ranks get it in the same turn.
 """
 
 from __future__ import annotations

@@ -41,12 +41,9 @@ HITS = [
 ]
 HINTS = [hints.ATTACH, radix_cache.TURN, RECEIVED, BATCH]  # of clients
 EVENTS = [radix_cache.EVENTS, storage_threads.BACKUP]  # what L3 stores and evicts
-# hold back early sends, and send the weights' digest
 PREFILL_SERVER = [disaggregation.SEND_PREFIX, disaggregation.METADATA]
-# keeps K and V of other servers' weights out of L3
-DECODE_SERVER = [disaggregation.RECEIVED_PROMPT]
-# keep pages of other weights away; in both modes
-WEIGHTS = [*model_runner.WEIGHTS, model_runner.RESET]
+DECODE_SERVER = [disaggregation.RECEIVED_PROMPT]  # keeps K and V of other weights out of L3
+WEIGHTS = [*model_runner.WEIGHTS, model_runner.RESET]  # keep pages of other weights away
 ADAPTERS = [REQUEST]  # keeps pages of adapters from requests that only name them
 LATE_WEIGHTS = [model_runner.LATE_WEIGHTS]  # the weights arrive after ``load_model`` has returned
 

@@ -11,8 +11,7 @@ from hcache_backend.prefetch.gate import HitGate, harmless
 from hcache_backend.sglang.hook_registry import Hook, Original
 from hcache_backend.sglang.runtime import current
 
-# SGLang's name of look-ups without a request, on the scheduler's thread; they read nothing
-_NO_REQUEST = "__storage_hit_query__"
+_NO_REQUEST = "__storage_hit_query__"  # SGLang's name of look-ups by the scheduler's thread
 _STOP_SECONDS = 60.0  # longest wait for the threads of an idle server to end a read
 
 _CONTROLLER = "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController."

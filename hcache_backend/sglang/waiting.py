@@ -2,8 +2,7 @@
 and host memory keeps what it has of their prompts.
 
 SGLang does not ask L3 once prefetches may fill half of host memory. Here every request asks, and
-an answer stays in HiCache's queue until there is room. All ranks have agreed on what that depends
-on, so they do the same; so do pipeline stages, which come to the same turn one after the other.
+an answer stays in HiCache's queue until there is room. All ranks, and pipeline stages, do the same.
 """
 
 from __future__ import annotations

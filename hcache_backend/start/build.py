@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import StackStrategy
@@ -75,7 +75,6 @@ from hcache_backend.start.machine import judge_hits, layer_methods
 from hcache_backend.start.page_plan import PagePlan
 from hcache_backend.start.sides import share_of_size, strategy_of, with_our_pool
 
-_Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
 _RESERVED = 0.5  # largest share of the device's pages that hits being read may reserve
@@ -121,8 +120,7 @@ class OwnPagesStrategy(StackStrategy):
 
 class Start:
     """Decides what the pages of a server are, and proves it, on every rank of every stage. Each
-    :meth:`step` succeeds on all of them, or raises Refused on all at that step. Nothing is
-    allocated or served yet. K and V of the probe stay in the pool to the last check."""
+    :meth:`step` succeeds on all, or raises Refused on all. Nothing is allocated or served yet."""
 
     smallest_page = 4  # of K and V, in headers
 
@@ -135,9 +133,7 @@ class Start:
         self.server = Server(runtime, kvcache)
         self.projector = Projector(PagedPool(kvcache), kvcache.layer_num)
 
-    def step(
-        self, work: Callable[_Arguments, _Result], *args: _Arguments.args, **kw: _Arguments.kwargs
-    ) -> _Result:
+    def step(self, work: Callable[..., _Result], *args: Any, **kw: Any) -> _Result:
         groups = self._params.tp_cache_group, self._params.pp_cache_group
         return all_or_none(groups, work, *args, **kw)
 

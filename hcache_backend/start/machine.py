@@ -1,8 +1,5 @@
 """The machine's profile, and what follows from it: the partition of the server's layers into hidden
-states, KV and nothing (section 4.1), and whether L3 hits pay.
-
-The partition precedes CUDA graphs, because capture depends on it. Store folders keep both.
-"""
+states, KV and nothing (section 4.1), which precedes CUDA graphs, and whether L3 hits pay."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""The layout, codec and number of this server's pages, and what hidden states pass through.
-
-All host and device memory that hidden mode takes is within the user's limits.
-"""
+"""The layout, codec and number of this server's pages, and what hidden states pass through; all
+host and device memory is within the user's limits."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """Events of L3 in SGLang's format: pages that this server stores on its disks, and evicts. SGLang
-publishes them with its own (``--kv-events-config``), so routers can count L3 as a place for a
-prefix.
-"""
+publishes them with its own (``--kv-events-config``)."""
 
 from __future__ import annotations
 

@@ -227,7 +227,7 @@ class SharedTier:
     def forget_kept(self) -> None:
         metrics.SHARED_PAGES.count("not_kept", self._keeps.forget())
 
-    def quarantine(self, namespaces: Sequence[bytes]) -> int:
+    def quarantine(self, namespaces: Sequence[bytes]) -> None:
         """Drop the waiting pages, and log the names to delete."""
         with self._putting:
             self._quarantined = True
@@ -239,7 +239,6 @@ class SharedTier:
             "other machines read and keep them. Delete the values there whose names begin with "
             f"{names}, then run `hcache clear` on every machine"
         )
-        return 0
 
     def close(self) -> None:
         """Close the backend once waiting pages are written; a slow call is given up."""
@@ -313,8 +312,7 @@ class SharedTier:
 
 
 class Tiered:
-    """The page store, and a shared tier that is asked for pages that the page store lacks, and that
-    are put there later. ``backend``: of the shared tier, or None. ``l3`` is told about it."""
+    """The page store, and a shared tier that is asked for pages that the page store lacks."""
 
     def __init__(self, local: LocalTier, backend: SharedBackend | None, l3: L3Progress) -> None:
         self.local, self._l3 = local, l3
@@ -390,7 +388,7 @@ class Tiered:
         """Delete pages from the page store; returns the number of files."""
         if self._shared is not None:
             self._shared.forget_kept()
-        return sum(self.local.store.drop(namespace) for namespace in namespaces)
+        return sum(map(self.local.store.drop, namespaces))
 
     def quarantine(self, namespaces: Sequence[bytes]) -> int:
         if self._shared is not None:
