@@ -124,10 +124,12 @@ class OwnPagesController(HybridCacheController):
             turn.cache.evict_host(self._pool.size)
             self._never_loaded = False
 
-    def _move_pool_indices(self, host_pool: Any, *indices: Any, **kwargs: Any) -> Any:
+    def _move_pool_indices(
+        self, host_pool: Any, host_indices: Any, device_indices: Any, **kwargs: Any
+    ) -> Any:
         if host_pool is self._pool:  # its tables are on the CPU, where host indices are needed
-            return indices
-        return super()._move_pool_indices(host_pool, *indices, **kwargs)
+            return host_indices, device_indices
+        return super()._move_pool_indices(host_pool, host_indices, device_indices, **kwargs)
 
     def write(self, device_indices: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Back up a node, or return None on every rank if one of its rows is not valid."""

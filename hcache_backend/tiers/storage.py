@@ -172,7 +172,7 @@ class HCacheStorage(HiCacheStorage):
         """HiCache has written a node, in its thread."""
         keys, pages = operation.hash_value, self._pages(PoolName.KV, operation.hash_value)
         if self.events is not None and pages is not None:
-            there = _all_parts(map(self._tier.local.exists, pages), len(keys))
+            there = [all(part) for part in zip(*map(self._tier.local.exists, pages), strict=True)]
             self.events.stored(keys, there, operation.prefix_keys or (), operation.token_ids)
 
     def _evicted(self, names: Sequence[PageName]) -> None:
