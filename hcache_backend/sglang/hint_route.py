@@ -11,7 +11,6 @@ from uuid import uuid4
 from pydantic import BaseModel, Field, ValidationError
 
 NAME = "hcache:hint"  # stands for a backend; also for a policy, which SGLang alone would refuse
-
 _PATH = "/hcache/hint"
 
 
@@ -66,10 +65,11 @@ async def _tell(tokenizer_manager: Any, told: Told) -> list[dict[str, Any]]:
     if tokenizer_manager.config_value("hicache_storage_backend") != "dynamic":
         raise RefusedHint("this server has no L3 of hcache")
     vocabulary, longest = tokenizer_manager.model_config.vocab_size, tokenizer_manager.context_len
+    checked = json.dumps(as_sent(told, vocabulary, longest))
     tokenizer_manager.auto_create_handle_loop()
     asked = AttachHiCacheStorageReqInput(
         hicache_storage_backend=NAME,
-        hicache_storage_backend_extra_config_json=json.dumps(as_sent(told, vocabulary, longest)),
+        hicache_storage_backend_extra_config_json=checked,
         hicache_storage_prefetch_policy=NAME,
     )
     answers = await tokenizer_manager.attach_hicache_storage_communicator(asked)
