@@ -216,12 +216,12 @@ def left() -> None:
         bootstrap = getattr(scheduler, "disagg_prefill_bootstrap_queue", None)
         queued = [*scheduler.waiting_queue, *(() if bootstrap is None else bootstrap.queue)]
         waiting = {request.rid for request in queued}
-        retries = scheduler.tree_cache.storage_prefetch_retries
         for rid, one in list(held.items()):
-            if not isinstance(one, Hint) and rid not in waiting:
+            if isinstance(one, Hint):
+                if one.tree is not scheduler.tree_cache.storage_prefetch_retries:
+                    end_hint(rid, "useless")  # a flush has emptied the tree
+            elif rid not in waiting:
                 _gone(rid)
-            elif isinstance(one, Hint) and one.tree is not retries:
-                end_hint(rid, "useless")
 
 
 def fetched(cache: Any) -> None:
