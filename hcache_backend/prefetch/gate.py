@@ -23,8 +23,7 @@ from hcache_backend.prefetch.estimates import Estimate, L3Progress, Reading
 from hcache_backend.prefetch.prefetch import Hit, Prefetch, Prefetches, Recomputing, State
 from hcache_backend.ranks import Said, Turn
 
-# going on must be slower by this factor to end a prefetch: noise does not end it
-_ENDING_MARGIN = 1.25
+_ENDING_MARGIN = 1.25  # going on must be slower by this factor to end a prefetch: not by noise
 _JUDGED = 4  # prefetches that are judged in a turn: L3 is read for one after the other
 _SILENCE_SECONDS = 60.0  # between two log lines about refused hits
 _SHOWN_SECONDS = 1.0  # between two updates of the shown rates
@@ -33,7 +32,6 @@ LONGEST_PROBE_SECONDS = 320.0  # ...twice as long after each slow probe, up to t
 PROBE_SHARE = 0.05  # a probe is judged after this share of the time to compute its hit
 
 
-# if the block fails, SGLang goes on as without a decision
 harmless = partial(metrics.harmless, "hit_gate", "a decision about an L3 hit failed; it is read")
 
 

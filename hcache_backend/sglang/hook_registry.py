@@ -36,7 +36,7 @@ class Hook(NamedTuple):
 
 def install(hooks: list[Hook]) -> str | None:
     """Put ``hooks`` around SGLang's functions, each once; returns a message about missing ones, or
-    None. SGLang's own registry would look at every name of every module for each hook."""
+    None. SGLang's own registry looks at every name of every module."""
     missing = [hook.target for hook in hooks if not _put_around(hook)]
     return f"SGLang has no place for the hooks on {', '.join(missing)}" if missing else None
 

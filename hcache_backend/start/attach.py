@@ -218,8 +218,7 @@ def warn_of_single_tokens(runtime: Runtime) -> None:
 def warn_of_small_host_pool(
     host_tokens: int, device_tokens: int, host_token_bytes: int, device_token_bytes: int
 ) -> None:
-    """Warn with the share that can be stored if the host pool is smaller than the device's.
-    ``*_token_bytes``: of a token in host memory, and of its K and V on the device."""
+    """Warn with the share that can be stored if the host pool is smaller than the device's."""
     missing = (device_tokens - host_tokens) * host_token_bytes
     if missing <= 0 or (memory := get_memory()).hicache_write_policy == "write_back":
         return  # write_back keeps tokens in host memory that left the device

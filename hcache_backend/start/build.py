@@ -529,10 +529,10 @@ def check_recording(runtime: Runtime, hidden: torch.Tensor) -> HiddenCapture | N
         return hooks
     if hooks is None or hooks.staging is None:
         raise Refused(f"CUDA graphs were recorded without our copies: {why}")
-    copied = f"{hooks.staging.width} values of {hooks.staging.dtype}"
-    wanted = f"{hidden.shape[1]} values of {hidden.dtype}"
-    if copied != wanted:
-        raise Refused(f"CUDA graphs copy {copied}, and this model's rows are {wanted}")
+    copied = hooks.staging.width, hooks.staging.dtype
+    if copied != (hidden.shape[1], hidden.dtype):
+        rows = f"this model's rows are {hidden.shape[1]} of {hidden.dtype}"
+        raise Refused("CUDA graphs copy {} values of {}, and {}".format(*copied, rows))
     return hooks
 
 

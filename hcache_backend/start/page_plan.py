@@ -362,8 +362,11 @@ def plan_host_pages(
 
 def _gigabytes(*sizes: float) -> list[str]:
     """Sizes as GB, with two decimals or as many as tell them apart."""
-    shown = ([f"{size / 1e9:.{digits}f}" for size in sizes] for digits in range(2, 10))
-    return next((each for each in shown if len(set(each)) == len(sizes)), [*map(str, sizes)])
+    for digits in range(2, 10):
+        shown = [f"{size / 1e9:.{digits}f}" for size in sizes]
+        if len(set(shown)) == len(sizes):
+            break
+    return shown
 
 
 def take_staging(
