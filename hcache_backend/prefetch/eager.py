@@ -67,9 +67,8 @@ class Reservation:
     keys: Sequence[Hashable]  # of each page in storage
     first: int  # number of page 0 in the prefetch
     pages: list[Reserved] = field(default_factory=list)
-    last_slice: tuple[int, RunningRestore] | None = (
-        None  # end and restore of the last recomputation
-    )
+    # End and restore of the last recomputation, which ends behind the earlier ones.
+    last_slice: tuple[int, RunningRestore] | None = None
     failed: bool = False  # a launch failed on this rank: its pages have any content
     released: int | None = None  # the first page that is not held any more
     _front: int = 0  # all pages before this one were held and whole when it came there

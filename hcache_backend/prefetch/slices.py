@@ -38,8 +38,9 @@ class SliceBudget:
         """Number of pages, up to ``most`` (at least 1), of which a slice may recompute ``layers``
         layers now, behind ``prefix`` tokens, in ``share`` of the time of a slice; none if one takes
         longer than ``within`` seconds, and several only if they take at most ``best`` seconds."""
-        page = (self._layer.seconds(page_size, prefix) or 0.0) * layers
-        if not share or self.unfinished() >= _UNFINISHED or page > within:
+        if not share or self.unfinished() >= _UNFINISHED:
+            return 0
+        if (self._layer.seconds(page_size, prefix) or 0.0) * layers > within:
             return 0
         return self._slice(most, page_size, prefix, layers, share, min(within, best))
 
