@@ -3,7 +3,7 @@ both as one. Any thread may call it. ``memory``: the pieces of each page, in ord
 
 - ``exists`` returns flags of the pages that are there. It may give up at a page that is not.
 - ``get`` reads pages; False is a miss, and the memory of that page has any bytes.
-- ``put`` stores pages, now or later; False: the page will not be stored.
+- ``put`` stores pages, now or later; their memory may change then. False: it will not be stored.
 - ``quarantine``: pages of this server may be wrong. Take no more, and delete those that only this
   machine has; returns their number.
 - ``close`` stores queued pages, in limited time, and releases all resources.
@@ -318,9 +318,8 @@ class Tiered:
         self.local, self._l3 = local, l3
         self._unused = backend  # until the size of a page is known
         self._shared: SharedTier | None = None
-        self.found_shared = (
-            0  # pages that look-ups found, from the first one in ``shared`` alone on
-        )
+        # Pages that look-ups (one thread) found, from the first one on that only ``shared`` has.
+        self.found_shared = 0
 
     def use_shared(self, page_bytes: int, pieces: int) -> None:
         """Begin to use the shared tier, once; it is not used if :class:`SharedTier` raises."""
