@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -110,3 +111,19 @@ def hostile_units(kind: str, count: int, n: int, seed: int, window: int = WINDOW
         rest = rng.integers(0, 256, (count, n), dtype=np.uint8).astype(np.uint16)
         made = (rest & 0x80) << 8 | made.astype(np.uint16) << 7 | rest & 0x7F
     return torch.from_numpy(made.view(np.int16)).view(torch.bfloat16)
+
+
+CHUNK = 640_000
+"""Values that are tried at once."""
+
+
+def exact_or_unfit(code: Any, units: torch.Tensor) -> torch.Tensor:
+    """Which of the units ``[count, *shape]`` fit by a code's reference; those come back to the
+    bit."""
+    shape = units.shape[1:]
+    encoded, fits = code.encode_units(units)
+    assert encoded.shape == (len(units), code.form_of(*shape).size)
+    decoded = code.decode_units(encoded, *shape)
+    same = (decoded.view(torch.int16) == units.view(torch.int16)).flatten(1).all(1)
+    assert (same | ~fits).all()
+    return fits

@@ -176,13 +176,9 @@ CUTS = {
 }
 """Units of K and V, and the values of a head."""
 
-EXP3_CUTS = {
-    "one group": Cut(1024, 64),
-    "8 groups": Cut(128, 64, groups=8),
-    "heads of 96": Cut(3 * 96, 64, groups=4),
+EXP3_CUTS = {what: cut for what, (cut, _) in CUTS.items() if cut.tokens >= 32} | {
     "2 pieces": Cut(2048, 32, pieces=2),
     "narrow": Cut(64, 32, groups=2),
-    "long": Cut(256, 256),
 }
 """Of ``exp3``, whose units have at least 32 tokens."""
 

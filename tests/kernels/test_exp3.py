@@ -13,12 +13,11 @@ import torch
 
 from hcache_kernels.codecs import LATENT, Cut, UnsupportedRows, make_codec, make_segment_codec
 from hcache_kernels.codecs.exp3 import Exp3
-from hcache_kernels.codecs.exp3.reference import decode_units, encode_units, form_of
+from hcache_kernels.codecs.exp3 import reference as exp3
+from hcache_kernels.codecs.exp3.reference import form_of
 from tests.kernels.codec_rows import bfloat16, bits_of
-from tests.kernels.hostile_units import HOSTILE, hostile_units
+from tests.kernels.hostile_units import CHUNK, HOSTILE, exact_or_unfit, hostile_units
 
-CHUNK = 640_000
-"""Values that are tried at once."""
 SHAPES = [(32, 64), (64, 64), (40, 48), (64, 256), (256, 8)]
 
 
@@ -42,21 +41,12 @@ def bytes_needed(exponents: np.ndarray) -> int:
     return sum(-(-count // 2) for count in in_blocks) + int((out & whole).sum())
 
 
-def exact_or_unfit(units: torch.Tensor) -> torch.Tensor:
-    """Which of the units fit, bool ``[count]``; those come back to the bit."""
-    encoded, fits = encode_units(units)
-    assert encoded.shape == (len(units), form_of(*units.shape[1:]).size)
-    same = (bits_of(decode_units(encoded, *units.shape[1:])) == bits_of(units)).flatten(1).all(1)
-    assert (same | ~fits).all()
-    return fits
-
-
 def check_units(kind: str, tokens: int, width: int, seeds: range) -> tuple[int, int]:
     """Chunks of hostile units; they fit whenever they can. How many were tried, and fit."""
     count, fit, pool = CHUNK // (tokens * width), 0, form_of(tokens, width).most
     for seed in seeds:
         units = hostile_units(kind, count, tokens * width, seed, window=7).view(-1, tokens, width)
-        fits = exact_or_unfit(units)
+        fits = exact_or_unfit(exp3, units)
         exponents = bits_of(units[:3]).numpy() >> 7 & 0xFF
         assert fits[:3].tolist() == [bytes_needed(unit) <= pool for unit in exponents]
         fit += int(fits.sum())
@@ -83,7 +73,7 @@ def test_a_million_hostile_units_come_back_to_the_bit_or_do_not_fit(
 def test_each_of_the_65536_patterns_comes_back() -> None:
     """An exponent a channel."""
     patterns = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(512, 128)
-    assert exact_or_unfit(patterns.T.contiguous().view(torch.bfloat16)[None]).all()
+    assert exact_or_unfit(exp3, patterns.T.contiguous().view(torch.bfloat16)[None]).all()
 
 
 def nearly_full(tokens: int, width: int, *, whole: bool) -> np.ndarray:
@@ -106,7 +96,7 @@ def test_a_unit_has_as_many_exceptions_as_it_has_room_for_and_not_one_more(
     tokens: int, width: int, whole: bool
 ) -> None:
     units = bfloat16(nearly_full(tokens, width, whole=whole), seed=1)
-    assert exact_or_unfit(units).tolist() == [True, False]
+    assert exact_or_unfit(exp3, units).tolist() == [True, False]
 
 
 def test_a_unit_of_64_tokens_takes_at_most_0_72_of_its_bytes() -> None:
@@ -119,7 +109,7 @@ def test_a_unit_of_64_tokens_takes_at_most_0_72_of_its_bytes() -> None:
 def test_a_token_that_stands_out_costs_its_own_values_only() -> None:
     values = torch.randn((64, 64, 64), generator=torch.Generator().manual_seed(0))
     values[:, 5] *= 2.0**20
-    assert exact_or_unfit(values.bfloat16()).all()
+    assert exact_or_unfit(exp3, values.bfloat16()).all()
 
 
 @pytest.mark.parametrize(("tokens", "digest"), [(32, "bbaeb5ae488e373b"), (64, "a503bbb01244e78f")])
@@ -130,13 +120,9 @@ def test_encoded_units_are_part_of_the_page_format(tokens: int, digest: str) -> 
     at = torch.arange(tokens * 64).view(1, tokens, 64)
     unit = ((at * 7919 % 1009) / 64 - 8) * 2.0 ** (at % 64 % 9)
     unit[0, 3, ::5], unit[0, 9, ::7] = 2.0**40, 2.0**-40
-    encoded, fits = encode_units(unit.bfloat16())
+    encoded, fits = exp3.encode_units(unit.bfloat16())
     assert fits.all()
     assert hashlib.sha256(encoded.numpy().tobytes()).hexdigest()[:16] == digest
-
-
-def test_rows_beside_it_have_the_code_of_four_bits() -> None:
-    assert make_codec("exp3", 256, torch.bfloat16).name == "exp4"
 
 
 @pytest.mark.parametrize(
@@ -159,7 +145,8 @@ def test_units_that_it_does_not_take_have_exp4(cut: Cut, dtype: torch.dtype, mes
         assert dtype == torch.bfloat16
 
 
-def test_latents_have_exp4() -> None:
+def test_rows_and_latents_have_exp4() -> None:
     with pytest.raises(UnsupportedRows, match="not latents"):
         Exp3(Cut(512, 64), 2, torch.bfloat16, LATENT)
     assert make_segment_codec("exp3", Cut(512, 64), 2, torch.bfloat16, LATENT).name == "exp4"
+    assert make_codec("exp3", 256, torch.bfloat16).name == "exp4"

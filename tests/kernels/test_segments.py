@@ -199,14 +199,11 @@ def test_a_page_with_a_value_that_is_not_finite_or_out_of_range_does_not_fit(
 
 
 def holds(codec: Codec, page: torch.Tensor, plain: torch.Tensor) -> bool:
-    """Whether a page stands for K and V in a page that is not encoded."""
     return all(codec.holds(page, plain, unit) for unit in range(codec.cut.units))
 
 
 @pytest.mark.parametrize("name", SEGMENT_CODECS)
-def test_a_page_stands_for_what_it_was_encoded_from_and_for_nothing_else(
-    name: str,
-) -> None:
+def test_a_page_stands_for_what_it_was_encoded_from_and_for_nothing_else(name: str) -> None:
     cut = Cut(32, 32, groups=4)
     codec = make_segment_codec(name, cut, DIM, torch.bfloat16)
 
@@ -239,9 +236,9 @@ def test_an_encoder_that_loses_more_than_it_says_is_noticed(
     cut = CUTS["one group"]
     codec = make_segment_codec(name, cut, DIM, dtype)
     planes = [plane * scale for plane in pool(cut, 1, seed=9, dtype=dtype)]
-    [page] = encoded_pages(codec, planes, torch.tensor([0]))
-    assert holds(codec, page, torch.stack(planes).view(torch.uint8).flatten())
     plain = torch.stack(planes).view(torch.uint8).flatten()
+    [page] = encoded_pages(codec, planes, torch.tensor([0]))
+    assert holds(codec, page, plain)
     encode = type(codec).encode_units
 
     def coarse(self: Any, units: torch.Tensor) -> Any:

@@ -1,19 +1,13 @@
 """Codec kernels give the reference's bytes and values, to the bit, and write nothing else."""
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 import torch
 
 from hcache_kernels.codecs import Codec, make_codec
-from hcache_kernels.launch import Launch
-from tests.kernels.codec_rows import bfloat16, bits_of, float_rows, full_rows
+from tests.kernels.codec_rows import bfloat16, float_rows, full_rows
 from tests.kernels.hostile_units import HOSTILE, hostile_units
 from tests.kernels.operations.conftest import INTERPRETED
-
-if INTERPRETED:
-    from tests.kernels.all_programs import run_at_once
 
 POISON = 0xA5
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -23,17 +17,15 @@ def poisoned(n: int, width: int) -> torch.Tensor:
     return torch.full((n, width), POISON, dtype=torch.uint8, device=DEVICE)
 
 
-def run(
-    codec: Codec, rows: torch.Tensor, launched: Callable[[Launch], None] = Launch.run
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def run(codec: Codec, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Encode and decode by the kernels, inside poisoned buffers; results on the CPU."""
     n, width = rows.shape
     encoded = poisoned(n + 2, codec.row_bytes)
     ok = poisoned(1, n + 2)[0]
     flags = ok[1:-1].view(torch.bool)
-    launched(codec.encode_launch((rows.to(DEVICE),), None, encoded[1:-1], None, 0, flags))
+    codec.encode_launch((rows.to(DEVICE),), None, encoded[1:-1], None, 0, flags).run()
     decoded = poisoned(n + 2, width * rows.itemsize)
-    launched(codec.decode_launch(encoded[1:-1], (decoded[1:-1].view(rows.dtype),), None))
+    codec.decode_launch(encoded[1:-1], (decoded[1:-1].view(rows.dtype),), None).run()
     for buffer in (encoded, ok, decoded):
         assert (buffer[0] == POISON).all()
         assert (buffer[-1] == POISON).all()
@@ -41,10 +33,8 @@ def run(
     return encoded[1:-1].cpu(), ok.view(torch.bool), decoded
 
 
-def same_as_reference(
-    codec: Codec, rows: torch.Tensor, launched: Callable[[Launch], None] = Launch.run
-) -> None:
-    encoded, ok, decoded = run(codec, rows, launched)
+def same_as_reference(codec: Codec, rows: torch.Tensor) -> None:
+    encoded, ok, decoded = run(codec, rows)
     want, want_ok = codec.encode(rows)
     assert torch.equal(ok, want_ok)
     assert torch.equal(encoded, want)
@@ -52,7 +42,7 @@ def same_as_reference(
     assert torch.equal(decoded.view(torch.uint8), want_rows.view(torch.uint8))
 
 
-@pytest.mark.parametrize("width", [64, 256, 272, 784, 4096, 4112])
+@pytest.mark.parametrize("width", [64, 272, 4096, 4112])
 def test_exp4(width: int) -> None:
     codec = make_codec("exp4", width, torch.bfloat16)
     exponents = np.repeat(full_rows(width), 2, axis=0)
@@ -67,31 +57,25 @@ def test_exp4(width: int) -> None:
 @pytest.mark.parametrize("kind", HOSTILE)
 def test_exp4_of_a_million_hostile_units(kind: str, n: int) -> None:
     """As by the reference: of each of eleven kinds 100,000 of 64 values, as many values in larger
-    ones."""
-    launched = run_at_once if INTERPRETED else Launch.run
+    ones. The interpreter has time for one in 250."""
     for seed in range(11, 36):
-        units = hostile_units(kind, 4000 * 64 // n, n, seed)
-        same_as_reference(make_codec("exp4", n, torch.bfloat16), units, launched)
+        units = hostile_units(kind, (16 if INTERPRETED else 4000) * 64 // n or 1, n, seed)
+        same_as_reference(make_codec("exp4", n, torch.bfloat16), units)
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="how the interpreter runs many programs")
-@pytest.mark.parametrize("width", [64, 272, 4112])
-def test_all_programs_at_once_do_what_each_does(width: int) -> None:
-    codec = make_codec("exp4", width, torch.bfloat16)
-    units = torch.cat([hostile_units(kind, 1, width, seed=1) for kind in HOSTILE])
-    one_by_one, at_once = run(codec, units), run(codec, units, run_at_once)
-    assert all(map(torch.equal, one_by_one[:2], at_once[:2]))
-    assert torch.equal(bits_of(one_by_one[2]), bits_of(at_once[2]))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("width", [1, 100, 256, 4112])
+@pytest.mark.parametrize(
+    ("width", "dtype"),
+    [
+        *((width, torch.bfloat16) for width in (1, 256, 4112)),
+        *((256, torch.float16), (4112, torch.float32)),
+    ],
+)
 @pytest.mark.parametrize("name", ["int8", "fp8"])
 def test_scaled_codecs(name: str, width: int, dtype: torch.dtype) -> None:
     codec = make_codec(name, width, dtype)
     same_as_reference(codec, float_rows(dtype, width, seed=width))
     source = torch.Generator().manual_seed(width)
-    anything = torch.randint(256, (20, width * dtype.itemsize), generator=source).byte()
+    anything = torch.randint(256, (6, width * dtype.itemsize), generator=source).byte()
     same_as_reference(codec, anything.view(dtype))
 
 
