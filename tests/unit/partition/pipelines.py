@@ -29,11 +29,8 @@ def partitions(draw: st.DrawFn) -> Partition:
 
 
 def makespan(costs: LayerCosts, partition: Partition) -> float:
-    """Seconds of a restore with room for all segments, without simulating it.
-
-    Exact for two streams that each work through the layers in order and wait for nothing else: the
-    projections end when the computation does that begins with the first or the last of them.
-    """
+    """Seconds of a restore with room for all segments, without simulating it: the projections end
+    when the computation does that begins with the first or the last of them."""
     if not partition.hidden:
         return costs.least(partition)
     first = costs.io_h + costs.c_h * partition.hidden

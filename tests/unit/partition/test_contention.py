@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -29,11 +30,12 @@ ROW_BYTES, TOKENS = 64, 128
 BYTES = ROW_BYTES * TOKENS
 
 
-class Way:
+class Way(NamedTuple):
     """How copies of one way go: seconds alone, and what copies and products keep together."""
 
-    def __init__(self, alone: float, copies: float, products: float) -> None:
-        self.alone, self.copies, self.products = alone, copies, products
+    alone: float
+    copies: float
+    products: float
 
 
 class Gpu:
@@ -104,23 +106,12 @@ class FakeStream(Stream):
         return FakeEvent(self.gpu, self.name)
 
 
-class Launched:
-    def __init__(self, run: Callable[[], None]) -> None:
-        self.run = run
-
-
-def gpu_streams(ways: dict[int | None, Way], monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    gpu = Gpu(ways, 1.5e-3)
-    measured(gpu, monkeypatch)
-    return gpu.streams
-
-
 def measured(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> tuple[CopySpeed, ...]:
     fakes: dict[str, Any] = {
         "new_stream": gpu.new_stream,
         "current_stream": lambda device: FakeStream(gpu, "current"),
-        "gather_launch": lambda pages, ids, offset, out, programs: Launched(
-            lambda: gpu.copy(programs, pages, ids, offset, out)
+        "gather_launch": lambda pages, ids, offset, out, programs: SimpleNamespace(
+            run=lambda: gpu.copy(programs, pages, ids, offset, out)
         ),
         "gather_pages": lambda pages, ids, offset, length, out: gpu.copy(
             None, pages, ids, offset, out
@@ -143,7 +134,11 @@ WAYS = {
 
 
 def test_what_each_way_keeps_beside_products_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = measured(Gpu(WAYS, 1.5e-3), monkeypatch)
+    gpu = Gpu(WAYS, 1.5e-3)
+    found = measured(gpu, monkeypatch)
+    # torch hands out 32 streams in turn: with one for each way the last ones would be SGLang's.
+    assert gpu.streams == ["compute", "copy"]
+    assert found[0].programs == 16  # copies take longer than products
     assert {speed.programs for speed in found} == set(WAYS) == {*PROGRAMS, None}
     for speed in found:
         way = WAYS[speed.programs]
@@ -152,31 +147,29 @@ def test_what_each_way_keeps_beside_products_is_found(monkeypatch: pytest.Monkey
         assert speed.products == pytest.approx(way.products)
 
 
-def test_the_fastest_pair_of_copy_and_product_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Where copies take longer, 16 programs copy the fastest beside products.
-    assert measured(Gpu(WAYS, 1.5e-3), monkeypatch)[0].programs == 16
-    # Where products take longer, the copy engine leaves them all of the multiprocessors.
+def test_where_products_take_longer_the_copy_engine_leaves_them_everything(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert measured(Gpu(WAYS, 3e-3), monkeypatch)[0].programs is None
 
 
-def test_of_ways_as_fast_the_one_is_taken_that_leaves_most_to_products() -> None:
-    ways = [CopySpeed(8, 1e9, 0.97e9, 0.9), CopySpeed(32, 1e9, 1e9, 0.6)]
-    assert fastest_first(ways, 1e6, 1e-5)[0].programs == 8
-    slow = [CopySpeed(8, 1e9, 0.9e9, 0.9), CopySpeed(32, 1e9, 1e9, 0.6)]
-    assert [way.programs for way in fastest_first(slow, 1e6, 1e-5)] == [32, 8]
-    equal = [CopySpeed(n, 1e9, 1e9, 1.0) for n in (8, 2, 4)]
-    assert fastest_first(equal, 1e6, 1e-5)[0].programs == 2
-    assert fastest_first([], 1e6, 1e-5) == ()
-
-
-def test_kernels_are_chosen_by_the_same_rule_where_the_copy_engine_is_taken() -> None:
-    """K and V are copied by a kernel even then."""
-    ways = [
-        CopySpeed(None, 1e9, 1e9, 1.0),
-        CopySpeed(32, 1e9, 0.99e9, 0.6),
-        CopySpeed(8, 1e9, 0.98e9, 0.9),
-    ]
-    assert [way.programs for way in fastest_first(ways, 1e6, 1e-5)] == [None, 8, 32]
+@pytest.mark.parametrize(
+    ("ways", "order"),
+    [
+        # Equally fast: the one that leaves most to products.
+        ([(8, 0.97e9, 0.9), (32, 1e9, 0.6)], [8, 32]),
+        ([(8, 0.9e9, 0.9), (32, 1e9, 0.6)], [32, 8]),
+        ([(8, 1e9, 1.0), (2, 1e9, 1.0), (4, 1e9, 1.0)], [2, 4, 8]),
+        # K and V are copied by a kernel even where the copy engine is taken.
+        ([(None, 1e9, 1.0), (32, 0.99e9, 0.6), (8, 0.98e9, 0.9)], [None, 8, 32]),
+        ([], []),
+    ],
+)
+def test_ways_are_in_order_of_speed(
+    ways: list[tuple[int | None, float, float]], order: list[int | None]
+) -> None:
+    speeds = [CopySpeed(programs, 1e9, beside, products) for programs, beside, products in ways]
+    assert [way.programs for way in fastest_first(speeds, 1e6, 1e-5)] == order
 
 
 def test_a_way_that_fails_or_brings_other_bytes_is_left_out(
@@ -185,13 +178,8 @@ def test_a_way_that_fails_or_brings_other_bytes_is_left_out(
     gpu = Gpu({n: way for n, way in WAYS.items() if n is not None}, 1.5e-3)
     gpu.wrong = {16}
     assert {speed.programs for speed in measured(gpu, monkeypatch)} == {2, 4, 8, 32}
-
-
-def test_all_ways_that_work_are_measured_on_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch hands out 32 streams in turn: with one for each way the last ones would be SGLang's."""
-    assert gpu_streams(WAYS, monkeypatch) == ["compute", "copy"]
-    failing = {n: way for n, way in WAYS.items() if n is not None}
-    assert gpu_streams(failing, monkeypatch) == ["compute", "copy", "copy"]
+    # A stream on which something failed is not used again.
+    assert gpu.streams == ["compute", "copy", "copy", "copy"]
 
 
 @given(

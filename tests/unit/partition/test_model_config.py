@@ -19,11 +19,9 @@ DEEPSEEK = json.loads((CONFIGS / "deepseek-v3.json").read_text())
     ("name", "attention", "layers", "hidden_bytes", "kv_bytes"),
     [
         ("llama-2-7b", "MHA", 32, 8192, 16384),
-        ("llama-2-13b", "MHA", 40, 10240, 20480),
         ("opt-30b", "MHA", 48, 14336, 28672),
         ("opt-350m", "MHA", 24, 2048, 4096),  # not word_embed_proj_dim: layers see hidden_size
         ("gpt2", "MHA", 12, 1536, 3072),
-        ("llama-3-8b", "GQA", 32, 8192, 4096),
         ("qwen3-8b", "GQA", 36, 8192, 4096),
         ("mixtral-8x7b", "GQA", 32, 8192, 4096),
         ("qwen1.5-moe", "MHA", 24, 4096, 8192),
@@ -43,10 +41,8 @@ def test_bytes(name: str, attention: str, layers: int, hidden_bytes: int, kv_byt
     [
         # Weights that work on a token, without embeddings: those the authors count.
         ("llama-2-7b", 6.738 - 2 * 0.131),
-        ("llama-2-13b", 13.016 - 2 * 0.164),
         ("opt-30b", 29.975 - 0.360 - 0.015),
         ("gpt2", 0.085),
-        ("llama-3-8b", 8.030 - 2 * 0.525),
         ("qwen3-8b", 6.95),
         ("mixtral-8x7b", 12.88 - 2 * 0.131),
         ("qwen1.5-moe", 2.69 - 2 * 0.311),

@@ -171,6 +171,9 @@ def test_one_measurement_is_a_rate() -> None:
 # ---- measuring ----
 
 
+CPU = torch.device("cpu")
+
+
 def bench(shape: ModelShape, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Bench:
     return Bench(shape, torch.device(device), dtype, seconds=0.02)
 
@@ -230,13 +233,11 @@ def test_a_measured_profile_plans(tmp_path: Path) -> None:
 class Crowded(Bench):
     """A device that has no room for more than 256 tokens."""
 
-    room = 256
-
     def _projection(self) -> Prepare:
         prepare = super()._projection()
 
         def crowded(tokens: int) -> tuple[float, Work]:
-            if tokens > self.room:
+            if tokens > 256:
                 raise torch.OutOfMemoryError("no room")
             return prepare(tokens)
 
@@ -244,7 +245,7 @@ class Crowded(Bench):
 
 
 def test_a_device_without_much_room_is_measured_with_less() -> None:
-    crowded = Crowded(TINY, torch.device("cpu"), torch.float32, seconds=0.5)
+    crowded = Crowded(TINY, CPU, torch.float32, seconds=0.5)
     assert [point.tokens for point in crowded.points("projection")] == [64, 128, 256]
 
 
@@ -266,9 +267,7 @@ def test_measuring_on_a_gpu(shape: ModelShape) -> None:
 class Reads(FileOps):
     """Counts what is read, as the store would read it."""
 
-    def __init__(self) -> None:
-        self.bytes = 0
-        self.flags = 0
+    bytes = flags = 0
 
     def open(self, name: str, flags: int, dir_fd: int) -> int:
         self.flags |= flags if name == "pages" else 0
@@ -303,25 +302,24 @@ def test_a_full_file_system_is_not_filled_further(tmp_path: Path) -> None:
 
 
 class Broken(FileOps):
+    """Reads the beginning of a file and then not, or nothing more."""
+
+    def __init__(self, error: OSError | None) -> None:
+        self.error = error
+
     def read(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        if offset:
-            raise OSError("the disk is gone")
-        return super().read(fd, buffers, offset)
+        if not offset:
+            return super().read(fd, buffers, offset)
+        if self.error:
+            raise self.error
+        return 0
 
 
-class Cut(FileOps):
-    def read(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        return 0 if offset else super().read(fd, buffers, offset)
-
-
-@pytest.mark.parametrize(("ops", "said"), [(Broken(), "disk is gone"), (Cut(), "cut")])
-def test_a_disk_that_fails_is_no_rate(tmp_path: Path, ops: FileOps, said: str) -> None:
+@pytest.mark.parametrize(("error", "said"), [(OSError("gone"), "gone"), (None, "cut")])
+def test_a_disk_that_fails_is_no_rate(tmp_path: Path, error: OSError | None, said: str) -> None:
     with pytest.raises(OSError, match=said):
-        read_rate(folders(tmp_path), TINY, 0.05, ops)
+        read_rate(folders(tmp_path), TINY, 0.05, Broken(error))
     assert list(tmp_path.iterdir()) == []
-
-
-CPU = torch.device("cpu")
 
 
 class Beside(Bench):
@@ -341,24 +339,19 @@ def copies_as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("copies_as_before")
 def test_rates_are_those_beside_each_other_and_the_process_copies_so() -> None:
-    measured = measure(Beside(TINY, torch.device("cpu"), torch.float32, 0.02), None, [])
+    measured = measure(Beside(TINY, CPU, torch.float32, 0.02), None, [])
     assert measured.copies == WAYS
     assert copies_by_engine() and copy_programs(CPU) == 8
-    # Hidden states by the copy engine, K and V by the kernel.
-    shares = {"hidden_copy": 0.8, "kv_load": 0.5, "projection": 0.95, "dense": 1, "attention": 1}
-    amounts = {
-        "hidden_copy": TINY.hidden_bytes,
-        "kv_load": TINY.kv_bytes,
-        "projection": TINY.projection_flops,
-        "dense": TINY.dense_flops,
+    # Hidden states by the copy engine, K and V by the kernel. FLOPs or bytes of so many tokens:
+    expected: dict[str, tuple[float, Callable[[int], float]]] = {
+        "hidden_copy": (0.8, lambda tokens: tokens * TINY.hidden_bytes),
+        "kv_load": (0.5, lambda tokens: tokens * TINY.kv_bytes),
+        "projection": (0.95, lambda tokens: tokens * TINY.projection_flops),
+        "dense": (1, lambda tokens: tokens * TINY.dense_flops),
+        "attention": (1, lambda tokens: tokens**2 / 2 * TINY.attention_flops),
     }
-    for operation, share in shares.items():
-        points = [
-            Point(tokens, tokens * amounts[operation], seconds)
-            if operation in amounts
-            else Point(tokens, tokens**2 / 2 * TINY.attention_flops, seconds)
-            for tokens, seconds in measured.points[operation]
-        ]
+    for operation, (share, amount) in expected.items():
+        points = [Point(n, amount(n), seconds) for n, seconds in measured.points[operation]]
         alone, found = fit(points), getattr(measured, operation)
         assert found.seconds == pytest.approx(alone.seconds)
         assert found.per_second == pytest.approx(alone.per_second * share)
@@ -377,29 +370,25 @@ def test_the_copy_engine_is_measured_on_a_stream_of_its_own(
         return gather(*arguments)
 
     monkeypatch.setattr(partition_measure, "gather_pages", gathering)
-    measured = Bench(TINY, torch.device("cpu"), torch.float32, 0.02, engine)
+    measured = Bench(TINY, CPU, torch.float32, 0.02, engine)
     assert measured.points("hidden_copy")
     assert threads == {"hcache-copy" if engine else threading.current_thread().name}
 
 
 @pytest.mark.usefixtures("copies_as_before")
-def test_a_profile_without_copies_changes_no_way_to_copy() -> None:
+def test_only_what_a_profile_measured_and_this_machine_has_is_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     use_copies(4, engine=True)
     use_measured_copies((), CPU)
     assert copies_by_engine() and copy_programs(CPU) == 4
     use_measured_copies(WAYS[1:], CPU)
     assert not copies_by_engine() and copy_programs(CPU) == 8
-
-
-@pytest.mark.usefixtures("copies_as_before")
-def test_a_profile_of_a_machine_with_more_does_not_ask_for_the_copy_engine(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(partition_measure, "engine_works", lambda device: False)
-    use_measured_copies(WAYS, CPU)
-    assert not copies_by_engine() and copy_programs(CPU) == 8
-    monkeypatch.setattr(partition_measure, "engine_works", lambda device: True)
-    use_measured_copies(WAYS, CPU, engine=False)
-    assert not copies_by_engine()
     use_measured_copies(WAYS, CPU)
     assert copies_by_engine()
+    use_measured_copies(WAYS, CPU, engine=False)
+    assert not copies_by_engine()
+    use_copies(4, engine=True)
+    monkeypatch.setattr(partition_measure, "engine_works", lambda device: False)
+    use_measured_copies(WAYS, CPU)  # of another machine
+    assert not copies_by_engine() and copy_programs(CPU) == 8

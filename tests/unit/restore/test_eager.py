@@ -28,8 +28,8 @@ class Scene:
         self.device.writes(restore)
         return restore, self.lacking
 
-    def recompute(self, pages: int, *, failed: bool = False) -> list[tuple[list[int], Restore]]:
-        """Recompute up to so many pages of every prefetch: its pages, and by what."""
+    def recompute(self, pages: int, *, failed: bool = False) -> list[Restore]:
+        """Recompute up to so many pages of every prefetch."""
         done = []
         for due in self.eager.to_recompute(pages):
             assert due.layers == self.lacking
@@ -38,7 +38,7 @@ class Scene:
             restore.failed = RuntimeError("out of memory") if failed else None
             self.device.writes(restore)
             self.eager.recomputed(due, restore)  # type: ignore[arg-type]
-            done.append((due.host_pages.tolist(), restore))
+            done.append(restore)
         return done
 
     def begin(self, name: str, host: list[int], keys: list[str] | None = None) -> int:
@@ -55,24 +55,19 @@ def ready(scene: Scene, host: list[int]) -> list[bool]:
     return list(adopt(scene, host).ready)
 
 
-def whole(scene: Scene, host: list[int]) -> list[bool]:
-    return list(adopt(scene, host).whole)
-
-
 def test_pages_are_restored_once_as_they_arrive_and_handed_out_at_the_load() -> None:
     scene = Scene()
     assert scene.begin("a", [5, 6, 7, 8]) == 4
     assert [scene.eager.arrived("a", n) for n in (0, 2, 2, 3)] == [0, 2, 0, 1]
     assert [host for host, _ in scene.launched] == [[5, 6], [7]]
-    handed = scene.eager.adopt(np.array([6, 7, 8, 9]))
-    assert handed is not None
+    handed = adopt(scene, [6, 7, 8, 9])
     assert handed.ready.tolist() == [True, True, False, False]
     assert handed.restores == tuple(restore for _, restore in scene.launched)
-    assert pages_of(handed.slots)[:2] == [
-        scene.launched[0][1].pages[1],
-        *scene.launched[1][1].pages,
-    ]
+    [(_, first), (_, second)] = scene.launched
+    assert pages_of(handed.slots)[:2] == [first.pages[1], *second.pages]
     assert scene.eager.pages == 1  # page 5
+    scene.eager.end("a")
+    assert ready(scene, [5]) == [True]
 
 
 def test_what_is_reserved_is_there_for_everybody_unlaunched_and_new_pages_first() -> None:
@@ -88,17 +83,6 @@ def test_what_is_reserved_is_there_for_everybody_unlaunched_and_new_pages_first(
     assert scene.launched[0][1].is_done
     scene.eager.end("b")
     assert ready(scene, [0, 1, 2, 3]) == [True, True, False, True]
-
-
-def test_an_ended_prefetch_gives_back_what_did_not_arrive_and_keeps_the_rest() -> None:
-    scene = Scene()
-    scene.begin("a", [0, 1, 2])
-    scene.eager.arrived("a", 2)
-    assert scene.eager.end("a") == 1
-    assert scene.eager.pages == 2
-    scene.eager.host_freed(np.array([0, 2]))
-    assert scene.eager.pages == 1
-    assert ready(scene, [1]) == [True]
 
 
 def test_who_frees_host_pages_waits_for_their_copies_and_for_no_more() -> None:
@@ -142,15 +126,14 @@ def test_the_device_cache_makes_room_for_what_may_be_reserved() -> None:
 def test_a_restore_that_failed_is_waited_for_like_any_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    scene = Scene()
-    scene.begin("a", [0])
-    scene.eager.arrived("a", 1)
-
     def fail(restore: Restore) -> None:
         restore.is_done = True
         raise StreamFailed("no such weights")
 
     monkeypatch.setattr(Restore, "wait", fail)
+    scene = Scene()
+    scene.begin("a", [0])
+    scene.eager.arrived("a", 1)
     scene.eager.clear()
     assert scene.device.count() == DEVICE_PAGES
 
@@ -177,44 +160,11 @@ def test_a_launch_that_fails_counts_as_one_and_no_load_may_get_its_pages() -> No
     assert scene.device.count() == DEVICE_PAGES - 2
 
 
-def test_first_layers_are_recomputed_from_the_front_of_what_has_arrived() -> None:
-    scene = Scene(lacking=2)
-    scene.begin("a", [0, 1, 2, 3, 4])
-    assert scene.recompute(2) == []
-    scene.eager.arrived("a", 1)
-    scene.eager.arrived("a", 4)
-    slices = [scene.recompute(2) for _ in range(3)]
-    assert [[pages for pages, _ in one] for one in slices] == [[[0, 1]], [[2, 3]], []]
-    [[(_, first)], [(_, second)], _] = slices
-    assert (first.reads, second.reads) == ([], first.pages)
-    assert whole(scene, [0, 1, 2, 3, 4]) == [True, True, True, True, False]
-
-
-def test_nothing_is_recomputed_behind_a_page_that_lacks_layers_or_is_somebody_elses() -> None:
-    scene = Scene(lacking=1)
-    scene.begin("a", [0, 1], ["x", "y"])
-    scene.begin("b", [2, 3, 4], ["x", "y", "z"])
-    scene.eager.arrived("a", 2)
-    scene.eager.arrived("b", 3)
-    assert [pages for pages, _ in scene.recompute(2, failed=True)] == [[0, 1]]
-    assert whole(scene, [0, 1, 4]) == [False, False, False]
-
-
-def test_who_gets_a_page_hears_of_who_recomputes_from_it() -> None:
-    scene = Scene(lacking=1)
-    scene.begin("a", [0, 1])
-    scene.eager.arrived("a", 2)
-    [_, (_, last)] = [*scene.recompute(1), *scene.recompute(1)]
-    [(_, restore)] = scene.launched
-    # The last slice stands behind all others: however many there were, one is waited for.
-    assert adopt(scene, [0]).restores == (restore, last)
-
-
 def test_pages_of_a_slice_that_failed_wait_for_it_though_fewer_are_tried_again() -> None:
     scene = Scene(lacking=1)
     scene.begin("a", [0, 1])
     scene.eager.arrived("a", 2)
-    [(_, failed)] = scene.recompute(2, failed=True)  # it may have written both
+    [failed] = scene.recompute(2, failed=True)  # it may have written both
     scene.recompute(1)
     scene.eager.host_freed(np.array([1]))
     assert failed.is_done
@@ -229,4 +179,4 @@ def test_nothing_is_recomputed_behind_a_page_that_was_taken_away(taken: int) -> 
         scene.recompute(1)
     scene.eager.host_freed(np.array([taken]))
     assert scene.recompute(4) == []
-    assert whole(scene, [2, 3]) == [False, False]
+    assert not adopt(scene, [2, 3]).whole.any()

@@ -34,24 +34,40 @@ def scheduler_of(
     )
 
 
-def governor(
-    running: int = 0,
-    *,
-    last: Any = None,
-    waiting: tuple[str, ...] = (),
-    reading: tuple[str, ...] = (),
-    chunked: object = None,
-) -> Governor:
+def governor(running: int = 0, **others: Any) -> Governor:
     """Of a scheduler with so many running requests, and others that wait or are being read."""
     found = Governor()
-    found.look(scheduler_of(running, last, waiting, reading, chunked))
+    found.look(scheduler_of(running, **others))
     return found
 
 
-def test_slices_are_whole_where_nothing_else_runs() -> None:
-    assert Governor().pace == (1.0, "whole")  # before the first request
-    assert governor().pace == (1.0, "whole")
-    assert governor(waiting=("a", "b"), reading=("a", "b")).pace == (1.0, "whole")
+WHOLE, WAITING = (1.0, "whole"), (0.0, "put_off_waiting")
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "pace"),
+    [
+        ({}, WHOLE),
+        ({"waiting": ("a", "b"), "reading": ("a", "b")}, WHOLE),
+        ({"running": 1}, (1 - 1 / RUNNING_LIMIT, "shorter")),
+        ({"running": RUNNING_LIMIT}, (0.0, "put_off_running")),
+        # Requests of the last prefill run already, those of a decode step run once.
+        ({"running": 5, "last": batch(3, extend=True)}, (0.0, "put_off_running")),
+        ({"running": 5, "last": batch(5)}, (1 - 5 / RUNNING_LIMIT, "shorter")),
+        # Requests that have finished want nothing.
+        ({"last": batch(2, extend=True, finished=6)}, (1 - 2 / RUNNING_LIMIT, "shorter")),
+        # A request waits for the GPU.
+        ({"waiting": ("a",)}, WAITING),
+        ({"waiting": ("a", "b"), "reading": ("a",)}, WAITING),
+        ({"chunked": object()}, WAITING),
+        ({"running": RUNNING_LIMIT, "waiting": ("a",)}, WAITING),
+    ],
+)
+def test_the_pace_is_what_the_batch_and_the_queue_leave(
+    scheduler: dict[str, Any], pace: tuple[float, str]
+) -> None:
+    assert Governor().pace == WHOLE  # before the first request
+    assert governor(**scheduler).pace == pace
 
 
 def test_the_share_falls_to_nothing_as_the_batch_grows() -> None:
@@ -59,33 +75,6 @@ def test_the_share_falls_to_nothing_as_the_batch_grows() -> None:
     assert shares[0] == 1
     assert all(more > less for more, less in pairwise(shares[: RUNNING_LIMIT + 1]))
     assert shares[RUNNING_LIMIT:] == [0, 0, 0]
-    assert governor(1).pace.decision == "shorter"
-    assert governor(RUNNING_LIMIT).pace.decision == "put_off_running"
-
-
-def test_requests_of_the_last_prefill_run_already_and_those_of_a_decode_step_run_once() -> None:
-    assert governor(5, last=batch(3, extend=True)).pace == (0.0, "put_off_running")
-    assert governor(5, last=batch(5)).pace.share == 1 - 5 / RUNNING_LIMIT
-
-
-def test_requests_that_have_finished_want_nothing() -> None:
-    scheduler, found = scheduler_of(last=batch(0, extend=True, finished=1)), Governor()
-    scheduler.running_batch = batch(2, finished=6)
-    found.look(scheduler)
-    assert found.pace.share == 1 - 2 / RUNNING_LIMIT
-
-
-@pytest.mark.parametrize(
-    "wanted",
-    [
-        {"waiting": ("a",)},
-        {"waiting": ("a", "b"), "reading": ("a",)},
-        {"chunked": object()},
-        {"running": RUNNING_LIMIT, "waiting": ("a",)},
-    ],
-)
-def test_nothing_is_recomputed_while_a_request_waits_for_the_gpu(wanted: dict[str, Any]) -> None:
-    assert governor(**wanted).pace == (0.0, "put_off_waiting")
 
 
 def test_a_scheduler_that_cannot_be_asked_is_asked_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -109,6 +98,5 @@ def test_other_threads_see_what_the_turn_saw_while_the_scheduler_goes_on() -> No
 
 def test_a_slice_is_as_long_as_its_share_of_the_time_allows() -> None:
     slices = SliceBudget(1.0, 8192, lambda tokens, prefix: 0.001 * tokens, known=True)
-    assert [slices.pages(1000, 10, 0, 1, share) for share in (1.0, 0.5, 0.25)] == [100, 50, 25]
-    assert slices.pages(1000, 10, 0, 1, 1e-9) == 1
-    assert slices.pages(1000, 10, 0, 1, 0.0) == 0
+    shares = {1.0: 100, 0.5: 50, 1e-9: 1, 0.0: 0}
+    assert {share: slices.pages(1000, 10, 0, 1, share) for share in shares} == shares

@@ -121,14 +121,9 @@ class Model:
             q, k, v = self.project(layer, x, torch.arange(len(x)))
             k, v = (part.view(len(x), self.kv_heads, DIM) for part in (k, v))
             found.append((k, v))
-            spread = HEADS // self.kv_heads
-            heads = [
-                part.transpose(0, 1)
-                for part in (
-                    q.view(len(x), HEADS, DIM),
-                    *(part.repeat_interleave(spread, dim=1) for part in (k, v)),
-                )
-            ]
+            q = q.view(len(x), HEADS, DIM)
+            k, v = (part.repeat_interleave(HEADS // self.kv_heads, dim=1) for part in (k, v))
+            heads = [part.transpose(0, 1) for part in (q, k, v)]
             attended = functional.scaled_dot_product_attention(*heads, is_causal=True, scale=0.4)
             x = torch.tanh(x + attended.transpose(0, 1).reshape(len(x), -1) @ self.out[layer].T)
         return found
@@ -144,6 +139,22 @@ def sequence(tokens: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, 50, (tokens,), generator=generator)
     return ids, torch.randperm(60, generator=generator)[:tokens] + 60 * seed
+
+
+class Recomputed:
+    """A sequence whose first layers were recomputed in one span."""
+
+    def __init__(
+        self, tokens: int, layers: int, kv_heads: int = 2, *, chunk: int = 64, latent: bool = False
+    ) -> None:
+        self.pool = Pool(kv_heads)
+        self.pool.latent = latent
+        self.model = Model(self.pool)
+        self.recomputer = recomputer_of(self.model.forward, self.pool, chunk)
+        self.ids, self.slots = sequence(tokens, 1)
+        span = TokenSpan(self.ids.numpy(), self.slots[:0])
+        self.recomputer.run(layers, torch.arange(tokens), self.slots, [span])
+        assert_restored(self.pool, self.model, self.ids, self.slots, layers)
 
 
 def assert_restored(
@@ -184,30 +195,18 @@ def test_spans_with_and_without_prefix_in_one_pass(layers: int, chunk: int, kv_h
 @pytest.mark.parametrize("layers", [2, 3])
 def test_the_engine_attends_up_to_the_last_wanted_layer_and_stores_its_k_and_v(layers: int) -> None:
     """There its own store is enough: nobody needs what attention would give."""
-    pool = Pool(2)
-    model = Model(pool)
-    ids, slots = sequence(9, 0)
-    recomputer = recomputer_of(model.forward, pool, 64)
-    recomputer.run(layers, torch.arange(9), slots, [TokenSpan(ids.numpy(), slots[:0])])
+    model = Recomputed(9, layers).model
     assert model.layers_run == layers
     assert model.attended == [(layer, True) for layer in range(layers - 1)]
-    assert_restored(pool, model, ids, slots, layers)
 
 
 def test_latents_of_the_last_layer_are_stored_by_the_engine() -> None:
     """It alone knows how it puts them together; some models have stored them before."""
-    pool = Pool(2)
-    pool.latent = True
-    model = Model(pool)
-    ids, slots = sequence(9, 0)
-    recomputer = recomputer_of(model.forward, pool, 64)
-    recomputer.run(2, torch.arange(9), slots, [TokenSpan(ids.numpy(), slots[:0])])
+    model = Recomputed(9, 2, latent=True).model
     assert (model.layers_run, model.attended) == (2, [(0, True), (1, True)])
-    assert_restored(pool, model, ids, slots, 2)
 
 
 def shares(token_ids: torch.Tensor, positions: torch.Tensor, asked: RecomputePass) -> None:
-    """A forward pass whose first layer has the K and V of another one."""
     asked.attend(kernel(0, HEADS), torch.zeros(5, WIDTH), None, None, True, lambda store: None)
 
 
@@ -231,11 +230,8 @@ def test_a_model_without_k_and_v_of_the_last_wanted_layer_is_refused(
 @pytest.mark.parametrize("kv_heads", [HEADS, 2])
 def test_the_last_tokens_are_asked_again_and_the_pool_stays_as_it_is(kv_heads: int) -> None:
     """Their queries, and the keys of all tokens of the sequence, are those of its own pass."""
-    pool = Pool(kv_heads)
-    model = Model(pool)
-    recomputer = recomputer_of(model.forward, pool, 7)
-    ids, slots = sequence(23, 1)
-    recomputer.run(LAYERS, torch.arange(23), slots, [TokenSpan(ids.numpy(), slots[:0])])
+    done = Recomputed(23, LAYERS, kv_heads, chunk=7)
+    pool, model, ids = done.pool, done.model, done.ids
     queries: list[torch.Tensor] = []
     project = model.project
 
@@ -250,7 +246,7 @@ def test_the_last_tokens_are_asked_again_and_the_pool_stays_as_it_is(kv_heads: i
         for (k, v), q in zip(model.whole(ids), queries, strict=True)
     ]
     before = pool.k.clone(), pool.v.clone()
-    found = attention_sums(recomputer.probe(LAYERS, ids[-5:].numpy(), slots))
+    found = attention_sums(done.recomputer.probe(LAYERS, ids[-5:].numpy(), done.slots))
     expected = attention_sums(wanted)
     assert found.table[0, 0] == 5 * HEADS
     torch.testing.assert_close(found.table, expected.table, rtol=1e-4, atol=1e-6)
@@ -264,14 +260,11 @@ def test_keys_are_read_once_and_values_never(
 ) -> None:
     """However few weights of attention may exist at once."""
     monkeypatch.setattr("hcache_backend.krul.pairs._WEIGHTS", weights)
-    pool = Pool(2)
-    model = Model(pool)
-    recomputer = recomputer_of(model.forward, pool, 64)
-    ids, slots = sequence(23, 1)
-    recomputer.run(LAYERS, torch.arange(23), slots, [TokenSpan(ids.numpy(), slots[:0])])
-    asked = recomputer.probe(LAYERS, ids[-5:].numpy(), slots)
-    assert pool.read == []
+    done = Recomputed(23, LAYERS)
+    pool = done.pool
     pool.whole.clear()
+    asked = done.recomputer.probe(LAYERS, done.ids[-5:].numpy(), done.slots)
+    assert pool.read == []
     attention_sums(asked)
     heads = [(first, first + at_once) for first in range(0, 2, at_once)]
     once = [(layer, *some, 23) for some in heads for layer in range(LAYERS)]
@@ -289,11 +282,7 @@ def test_keys_are_read_once_and_values_never(
     ids=lambda fields: next(iter(fields)),
 )
 def test_attention_of_another_kind_is_not_looked_at(unusual: dict[str, Any]) -> None:
-    pool = Pool(HEADS)
-    model = Model(pool)
-    ids, slots = sequence(9, 1)
-    recomputer = recomputer_of(model.forward, pool, 64)
-    recomputer.run(LAYERS, torch.arange(9), slots, [TokenSpan(ids.numpy(), slots[:0])])
-    model.kernels[1] = kernel(1, HEADS, **unusual)
+    done = Recomputed(9, LAYERS, HEADS)
+    done.model.kernels[1] = kernel(1, HEADS, **unusual)
     with pytest.raises(RecomputeRefused, match="attention of its own kind"):
-        recomputer.probe(LAYERS, ids[-5:].numpy(), slots)
+        done.recomputer.probe(LAYERS, done.ids[-5:].numpy(), done.slots)
