@@ -7,9 +7,8 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -34,35 +33,19 @@ _NAMES = {
 }
 
 
-@dataclass(frozen=True)
-class Usage:
-    """What a program of a kernel takes of a multiprocessor.
+class Usage(NamedTuple):
+    """What a program of a kernel takes of a multiprocessor."""
 
-    Attributes:
-        registers: Of a thread.
-        stack: Bytes of memory that a thread spills registers to.
-        shared: Bytes of shared memory.
-        loads, stores: The widest ones of global memory, in bytes; 0: it has none of that kind.
-    """
-
-    registers: int
-    stack: int
-    shared: int
-    loads: int
+    registers: int  # of a thread
+    stack: int  # bytes of memory that a thread spills registers to
+    shared: int  # bytes of shared memory
+    loads: int  # bytes of the widest load of global memory; 0: there is none
     stores: int
 
 
-@dataclass(frozen=True)
-class Job:
-    """A launch to compile.
-
-    Attributes:
-        capability: For which device.
-        launch: Makes the launch, in another process: a function of a module, or a partial of one.
-    """
-
-    capability: tuple[int, int]
-    launch: Callable[[], Launch]
+class Job(NamedTuple):
+    capability: tuple[int, int]  # of the device to compile for
+    launch: Callable[[], Launch]  # a function of a module or a partial of one: for other processes
 
 
 def compile_all(jobs: Mapping[str, Job]) -> dict[str, Usage]:
@@ -90,12 +73,8 @@ def _compile(job: Job) -> Usage:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(compiled.asm["cubin"])
         cubin.flush()
-        done = subprocess.run(
-            [TOOLS / "cuobjdump", "-res-usage", cubin.name],
-            capture_output=True,
-            text=True,
-            check=True,
-        )
+        command = [TOOLS / "cuobjdump", "-res-usage", cubin.name]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
     found = re.search(r"REG:(\d+) STACK:(\d+)", done.stdout + done.stderr)
     assert found, done.stdout + done.stderr
     widths = (_widest(way, compiled.asm["ptx"]) for way in ("ld", "st"))

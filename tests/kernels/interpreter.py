@@ -37,6 +37,8 @@ def mend() -> None:
 
     interpreter.InterpreterBuilder.create_dot = create_dot
     interpreter.ScanOps.generic_scan = _scan
+    interpreter._patch_lang(tl.interleave.fn)  # what Triton's own functions call
+    interpreter.InterpretedFunction.__call__ = _call
 
 
 def _convert_float(data: np.ndarray, source: tl.dtype, target: tl.dtype, rounding: Any) -> Any:
@@ -59,6 +61,11 @@ def _scan(self: Any, values: list[Any]) -> list[Any]:
         after = self.combine_fn.fn(*parts).handle.data
         found, step = np.concatenate([found[:step], after[step:]]), 2 * step
     return [self.to_tensor(found, value.dtype)]
+
+
+def _call(self: Any, *arguments: Any, **named: Any) -> Any:
+    """Of a function of a kernel. As shipped each call patches triton.language again."""
+    return self.rewrite()(*arguments, **named)
 
 
 def _widened(operand: Any) -> Any:

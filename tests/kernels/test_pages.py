@@ -1,12 +1,13 @@
 """Gathering and scattering parts of pages in torch, and what is refused whatever does it."""
 
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 
 pytest.importorskip("hypothesis", reason="hypothesis is not installed")
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hcache_kernels.pages import gather_pages, gather_planes, scatter_pages
@@ -19,7 +20,6 @@ def some_pages() -> torch.Tensor:
     return torch.randint(0, 256, (PAGES, PAGE_BYTES), dtype=torch.uint8, generator=source)
 
 
-@settings(deadline=None)
 @given(
     ids=st.lists(st.integers(0, PAGES - 1), max_size=12),
     offset=st.integers(0, PAGE_BYTES // 8).map(lambda words: 8 * words),
@@ -37,46 +37,29 @@ def test_gathered_bytes_are_those_of_the_pages(
             assert torch.equal(row, pages[page, offset : offset + length])
 
 
-@settings(deadline=None)
 @given(
-    tokens=st.integers(1, 8),
-    groups=st.integers(1, 4),
+    shape=st.tuples(st.integers(1, 8), st.integers(1, 4)),
     rows_bytes=st.tuples(*[st.integers(1, 8).map(lambda words: 8 * words)] * 2),
     offset=st.integers(0, 8).map(lambda words: 8 * words),
-    places=st.lists(st.integers(0, 9), unique=True),
-    data=st.data(),
+    to=st.dictionaries(st.integers(0, 9), st.integers(0, PAGES - 1)),
 )
 def test_k_and_v_go_to_their_pages_of_the_pool_token_by_token(
-    tokens: int,
-    groups: int,
-    rows_bytes: tuple[int, int],
-    offset: int,
-    places: list[int],
-    data: st.DataObject,
+    shape: tuple[int, int], rows_bytes: tuple[int, int], offset: int, to: dict[int, int]
 ) -> None:
-    size = len(places)
-    ids = data.draw(st.lists(st.integers(0, PAGES - 1), min_size=size, max_size=size))
-    pages = some_pages()
+    pages, (tokens, groups) = some_pages(), shape
     pool = [torch.zeros((10, tokens, groups, row), dtype=torch.uint8) for row in rows_bytes]
     want = [plane.clone() for plane in pool]
-    gather_planes(
-        pages,
-        torch.tensor(ids, dtype=torch.int32),
-        offset,
-        pool,
-        torch.tensor(places, dtype=torch.int64),
-    )
-    for page, place in zip(ids, places, strict=True):
+    ids = torch.tensor([*to.values()], dtype=torch.int32)
+    gather_planes(pages, ids, offset, pool, torch.tensor([*to], dtype=torch.int64))
+    for place, page in to.items():
         start = offset
         for plane, row_bytes in zip(want, rows_bytes, strict=True):
-            for group in range(groups):
-                for token in range(tokens):
-                    plane[place, token, group] = pages[page, start : start + row_bytes]
-                    start += row_bytes
+            for group, token in product(range(groups), range(tokens)):
+                plane[place, token, group] = pages[page, start : start + row_bytes]
+                start += row_bytes
     assert all(map(torch.equal, pool, want))
 
 
-@settings(deadline=None)
 @given(
     places=st.lists(st.integers(0, PAGES - 1), unique=True),
     row_bytes=st.integers(1, 500).map(lambda words: 8 * words),

@@ -35,23 +35,29 @@ def check(case: dict[str, Any], way: str, device: str, number: int = 0) -> None:
     assert_as_exact_as_torch(got, call.written_by(project_kv_reference), call)
 
 
-def cases() -> list[Any]:
-    """Every case both ways; interpreted, one of them in long runs only."""
-    rare = pytest.mark.long if INTERPRETED else ()
-    return [
-        pytest.param(number, way, marks=rare if number % 2 == odd else ())
-        for number in range(len(CASES))
-        for odd, way in enumerate(("fused", "library"))
-    ]
+RARE = [pytest.mark.long] if INTERPRETED else []
+
+BOTH_WAYS = [
+    pytest.param(number, way, marks=RARE if number % 2 == odd else ())
+    for number in range(len(CASES))
+    for odd, way in enumerate(("fused", "library"))
+]
+"""Every case both ways; interpreted, one of them in long runs only."""
 
 
-@pytest.mark.parametrize(("number", "way"), cases())
+@pytest.mark.parametrize(("number", "way"), BOTH_WAYS)
 def test_as_exact_as_torch_and_other_slots_untouched(number: int, way: str, device: str) -> None:
     check(CASES[number], way, device, number)
 
 
-@pytest.mark.parametrize("way", ["fused", "library"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("way", "dtype"),
+    [
+        *(("fused", torch.bfloat16), ("library", torch.float16)),
+        pytest.param("fused", torch.float16, marks=RARE),
+        pytest.param("library", torch.bfloat16, marks=RARE),
+    ],
+)
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 def test_numbers_are_rounded_where_torch_rounds_them_and_nowhere_else(
     rounding: str, dtype: torch.dtype, way: str, device: str

@@ -66,15 +66,9 @@ def load(path: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def content(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("paper")
-    done = subprocess.run(
-        [sys.executable, "-m", "bench.paper", "--out", folder],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    command = [sys.executable, "-m", "bench.paper", "--out", folder]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=True)
     assert (folder / "paper.png").stat().st_size > 0
     assert "the paper's closed form" in done.stdout
     return load(folder / "paper.json")

@@ -1,4 +1,4 @@
-"""The cost model: what a layer and a restore take, what is searched, the paper's closed forms."""
+"""The cost model: what a layer and a restore take, and what is searched."""
 
 import itertools
 import math
@@ -9,12 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.paper import closed_form
 from hcache_backend.plan.profile import Rate, preset_profile
 from hcache_backend.plan.restore import (
     READ_BATCHES,
     LayerCosts,
-    LayerMethod,
     Partition,
     Restore,
     Task,
@@ -29,47 +27,7 @@ from tests.unit.partition.pipelines import (
     makespan,
     partitions,
     public_model,
-    seconds,
 )
-
-
-@st.composite
-def mha_costs(draw: st.DrawFn) -> LayerCosts:
-    """Costs as the paper has them: KV twice the bytes, recomputation six times the work or more."""
-    io_h, c_h = draw(seconds), draw(seconds)
-    return LayerCosts(io_h, 2 * io_h, c_h, c_h * draw(st.floats(6, 40)))
-
-
-@given(mha_costs(), st.integers(1, 80))
-@settings(max_examples=60)
-def test_the_closed_form_is_the_search_rounded_up(costs: LayerCosts, layers: int) -> None:
-    """The paper rounds the number of hidden layers up; the search takes the better neighbour.
-
-    It searches the two methods of the closed form: one layer of the third may balance a remainder.
-    """
-    closed = closed_form(costs, layers)
-    assert closed is not None
-    assert closed.layers == layers
-    other: LayerMethod = "kv" if costs.c_h > costs.io_h else "recompute"
-    found = search(costs, layers, LayerCosts.least, ("hidden", other))
-    assert closed.hidden - 1 <= found.hidden <= closed.hidden
-    best = search(costs, layers, LayerCosts.least)
-    assert costs.least(best) <= costs.least(found)
-    assert costs.least(found) <= costs.least(closed)
-
-
-@pytest.mark.parametrize(
-    "costs",
-    [
-        LayerCosts(io_h=2.0, io_kv=1.0, c_h=1.0, c_tok=6.0),
-        LayerCosts(io_h=1.0, io_kv=2.0, c_h=6.0, c_tok=6.0),
-        LayerCosts(io_h=1.0, io_kv=2.0, c_h=1.0, c_tok=6.0, l3_h=1.0, l3_kv=2.0),
-        LayerCosts(io_h=1.0, io_kv=2.0, c_h=1.0, c_tok=6.0, c_tok_last=1.5),
-    ],
-    ids=["GQA", "projection as slow as recomputation", "L3 first", "recomputation ends early"],
-)
-def test_the_closed_form_says_where_it_does_not_apply(costs: LayerCosts) -> None:
-    assert closed_form(costs, 32) is None
 
 
 @given(any_costs(), st.integers(1, 6), st.integers(1, 12), st.sampled_from(["kv", "hidden kv", ""]))

@@ -114,16 +114,17 @@ class ScriptedScheduler(RuleBasedStateMachine):
 
     def read_on(self, number: int, data: Any, *, told: bool = True) -> None:
         prefetch = self.running[number]
+        self.read_up_to(number, data.draw(st.integers(prefetch.arrived, prefetch.start)), told)
+
+    def read_up_to(self, number: int, page: int, told: bool = True) -> None:
+        prefetch = self.running[number]
         if self.back:
-            prefetch.start = data.draw(st.integers(prefetch.arrived, prefetch.start))
-            self.readable.update(prefetch.host[prefetch.start :])
+            prefetch.start, first, end = page, page, len(prefetch.host)
         else:
-            prefetch.arrived = data.draw(st.integers(prefetch.arrived, len(prefetch.host)))
-            self.readable.update(prefetch.host[: prefetch.arrived])
-        if told and self.back:
-            self.eager.arrived(number, len(prefetch.host), prefetch.start)
-        elif told:
-            self.eager.arrived(number, prefetch.arrived)
+            prefetch.arrived, first, end = page, 0, page
+        self.readable.update(prefetch.host[first:end])
+        if told:
+            self.eager.arrived(number, end, first)
 
     @rule(most=st.integers(1, 4), data=st.data())
     def recompute(self, most: int, data: Any) -> None:
@@ -141,50 +142,37 @@ class ScriptedScheduler(RuleBasedStateMachine):
             if not self.recomputes[found.prefetch] or not room:
                 continue
             due = found.first(data.draw(st.integers(1, room)))
-            host = self.running[due.prefetch].host
             slots, before = map(pages_of, self.eager.slots(due))
-            assert due.host_pages.tolist() == host[len(before) :][: len(slots)]
-            if self.back:
-                self.recompute_whole(due, prefetch, slots, before, failed=data.draw(st.booleans()))
-                return
-            made = [self.device.made.get(page) for page in (*before, *slots)]
-            there = host[: len(made)]
-            assert made == [(page, self.content[page]) for page in there], "of other pages"
+            host = due.host_pages.tolist()
+            assert host == prefetch.host[len(before) :][: len(slots)]
+            there = before if self.back else [*before, *slots]  # restored already
+            made = [self.device.made.get(page) for page in there]
+            assert made == [(page, self.content[page]) for page in prefetch.host[: len(there)]]
             assert set(before) <= self.device.whole, "they lack layers themselves"
             assert not set(slots) & self.device.whole, "recomputed twice"
-            assert {self.lacks[page] for page in slots} == {due.layers}, "of another depth"
+            if self.back:
+                others = self.device.made.keys() | set(self.device.free) | set(self.used)
+                assert not set(slots) & others
+                assert not set(host) & self.readable, "read, too"
+            else:
+                assert {self.lacks[page] for page in slots} == {due.layers}, "of another depth"
             failed = data.draw(st.booleans())
             restore = self.slice = Restore(slots, before, self.slice)
             restore.failed = RuntimeError("out of memory") if failed else None
             self.device.readers.append(restore)
             self.device.writes(restore)
-            self.device.whole.update(() if failed else slots)
             self.eager.recomputed(due, restore)  # type: ignore[arg-type]
+            if failed:
+                self.recomputes[due.prefetch] = not self.back
+                return
+            self.device.whole.update(slots)
+            if self.back:
+                self.launched.append((set(host), restore))  # it writes them
+                self.readable.update(host)
+                for page, source in zip(slots, host, strict=True):
+                    self.device.made[page] = source, self.content[source]
+                prefetch.arrived += len(slots)
             return
-
-    def recompute_whole(
-        self, due: Any, prefetch: Prefetch, slots: list[int], before: list[int], *, failed: bool
-    ) -> None:
-        host = due.host_pages.tolist()
-        made = [self.device.made.get(page) for page in before]
-        assert made == [(page, self.content[page]) for page in prefetch.host[: len(before)]]
-        assert set(before) <= self.device.whole
-        assert not set(slots) & (self.device.made.keys() | set(self.device.free) | set(self.used))
-        assert not set(host) & self.readable, "read, too"
-        restore = self.slice = Restore(slots, before, self.slice)
-        restore.failed = RuntimeError("out of memory") if failed else None
-        self.device.readers.append(restore)
-        self.device.writes(restore)
-        self.eager.recomputed(due, restore)  # type: ignore[arg-type]
-        if failed:
-            self.recomputes[due.prefetch] = False
-            return
-        self.launched.append((set(host), restore))  # it writes them
-        self.readable.update(host)
-        self.device.whole.update(slots)
-        for page, source in zip(slots, host, strict=True):
-            self.device.made[page] = source, self.content[source]
-        prefetch.arrived += len(slots)
 
     @precondition(lambda self: self.running)
     @rule(data=st.data(), polled=st.booleans())
@@ -214,14 +202,9 @@ class ScriptedScheduler(RuleBasedStateMachine):
         prefetch = self.running[self.number]
         host = prefetch.host
         for arrived in (pages // 2, pages):
-            if self.back:
-                prefetch.start = max(pages - arrived, prefetch.arrived)
-                self.readable.update(host[prefetch.start :])
-                self.eager.arrived(self.number, pages, prefetch.start)
-            else:
-                prefetch.arrived = arrived
-                self.readable.update(host[:arrived])
-                self.eager.arrived(self.number, arrived)
+            self.read_up_to(
+                self.number, max(pages - arrived, prefetch.arrived) if self.back else arrived
+            )
             self.recompute(4, data)
         assert prefetch.counts == pages
         del self.running[self.number]

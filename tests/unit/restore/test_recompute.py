@@ -48,8 +48,6 @@ class Pool:
     def __init__(self, kv_heads: int) -> None:
         self.k = torch.full((LAYERS, SLOTS, kv_heads, DIM), float("nan"), dtype=torch.float64)
         self.v = self.k.clone()
-        self.read: list[tuple[int, int, int, int]] = []  # keys: layer, heads, tokens
-        self.whole: list[tuple[int, int]] = []  # K and V: layer, tokens
 
     def of(self, kernel: Any) -> tuple[torch.Tensor, torch.Tensor]:
         return self.k[kernel.layer_id - FIRST], self.v[kernel.layer_id - FIRST]
@@ -59,11 +57,9 @@ class Pool:
         self.v[kernel.layer_id - FIRST, slots] = v
 
     def fetch(self, kernel: Any, slots: torch.Tensor, dtype: torch.dtype) -> Any:
-        self.whole.append((kernel.layer_id - FIRST, len(slots)))
         return self.k[kernel.layer_id - FIRST, slots], self.v[kernel.layer_id - FIRST, slots]
 
     def fetch_keys(self, kernel: Any, slots: torch.Tensor, dtype: torch.dtype, heads: slice) -> Any:
-        self.read.append((kernel.layer_id - FIRST, heads.start, heads.stop, len(slots)))
         return self.k[kernel.layer_id - FIRST, slots][:, heads]
 
 
@@ -227,9 +223,14 @@ def test_a_model_without_k_and_v_of_the_last_wanted_layer_is_refused(
         )
 
 
+@pytest.mark.parametrize("weights", [1 << 24, 1])
 @pytest.mark.parametrize("kv_heads", [HEADS, 2])
-def test_the_last_tokens_are_asked_again_and_the_pool_stays_as_it_is(kv_heads: int) -> None:
-    """Their queries, and the keys of all tokens of the sequence, are those of its own pass."""
+def test_the_last_tokens_are_asked_again_and_the_pool_stays_as_it_is(
+    kv_heads: int, weights: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their queries, and the keys of all tokens of the sequence, are those of its own pass; however
+    few weights of attention may exist at once."""
+    monkeypatch.setattr("hcache_backend.krul.pairs._WEIGHTS", weights)
     done = Recomputed(23, LAYERS, kv_heads, chunk=7)
     pool, model, ids = done.pool, done.model, done.ids
     queries: list[torch.Tensor] = []
@@ -252,23 +253,6 @@ def test_the_last_tokens_are_asked_again_and_the_pool_stays_as_it_is(kv_heads: i
     torch.testing.assert_close(found.table, expected.table, rtol=1e-4, atol=1e-6)
     for held, exact in zip((pool.k, pool.v), before, strict=True):
         torch.testing.assert_close(held, exact, rtol=0, atol=0, equal_nan=True)
-
-
-@pytest.mark.parametrize(("weights", "at_once"), [(1 << 24, 2), (1, 1)])
-def test_keys_are_read_once_and_values_never(
-    weights: int, at_once: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """However few weights of attention may exist at once."""
-    monkeypatch.setattr("hcache_backend.krul.pairs._WEIGHTS", weights)
-    done = Recomputed(23, LAYERS)
-    pool = done.pool
-    pool.whole.clear()
-    asked = done.recomputer.probe(LAYERS, done.ids[-5:].numpy(), done.slots)
-    assert pool.read == []
-    attention_sums(asked)
-    heads = [(first, first + at_once) for first in range(0, 2, at_once)]
-    once = [(layer, *some, 23) for some in heads for layer in range(LAYERS)]
-    assert (pool.read, pool.whole) == (once, [])
 
 
 @pytest.mark.parametrize(
