@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hcache_kernels.project_kv import ways as choice_module
-from hcache_kernels.project_kv.spec import LayerKind, kind_of
+from hcache_kernels.project_kv.spec import LayerKind
 from hcache_kernels.project_kv.ways import (
     LIBRARY,
     ChoiceTable,
@@ -18,11 +18,9 @@ from hcache_kernels.project_kv.ways import (
     Way,
     choose,
     fused_configs,
-    measure_choice,
     possible_ways,
     table_path,
 )
-from tests.kernels.projection_cases import make_call
 
 HOPPER = (9, 0)
 LLAMA = LayerKind(4096, 32, 128, torch.bfloat16, "none", "neox")
@@ -112,32 +110,6 @@ def test_a_failed_write_leaves_the_old_file(
     assert "disk full" in caplog.text
     assert ChoiceTable(table.path).measured(LLAMA) == {256}
     assert [path.name for path in table.path.parent.iterdir()] == ["table.json"]
-
-
-def test_only_what_is_missing_is_measured_and_the_faster_way_is_taken(
-    table: ChoiceTable, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    projection = make_call(kv_heads=4, rope=("neox", None)).projection
-    kind = kind_of(projection)
-    possible = possible_ways(kind, torch.bfloat16, HOPPER)
-    assert len(possible) > 2
-    times = {possible[0]: 7.0, possible[1]: 8.0, possible[2]: 3.0}
-    timed = []
-
-    def microseconds(work: Any) -> float:
-        timed.append(work)
-        return times.get(work.func.__self__, 99.0)
-
-    monkeypatch.setattr(choice_module, "gpu_microseconds", microseconds)
-    monkeypatch.setattr(choice_module, "ROWS", (16, 32))
-    measure_choice(projection, torch.bfloat16)
-    assert len(timed) == 2 * len(possible)
-    assert choose(kind, torch.bfloat16, 20, CPU) == possible[2]
-
-    monkeypatch.setattr(choice_module, "ROWS", (16, 32, 64))
-    measure_choice(projection, torch.bfloat16)
-    assert len(timed) == 3 * len(possible)
-    assert ChoiceTable(table.path).measured(kind) == {16, 32, 64}
 
 
 def test_a_configuration_that_is_gone_is_not_taken(table: ChoiceTable) -> None:

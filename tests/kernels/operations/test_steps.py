@@ -22,38 +22,40 @@ from tests.kernels.operations.conftest import finish, host
 PLACES = 300
 
 
+BOTH = pytest.mark.parametrize("kernel", [False, True], ids=["reference", "kernel"])
+
+
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
 @pytest.mark.parametrize(
     ("n", "placed"),
     [(1, range(7, 8)), (5, range(2, 7)), (290, range(10, 300)), (290, range(0)), (700, range(0))],
 )
-def test_begin_rows(device: str, n: int, placed: range, dtype: torch.dtype) -> None:
+@BOTH
+def test_begin_rows(device: str, n: int, placed: range, dtype: torch.dtype, kernel: bool) -> None:
     """Rows behind those of the step, and all rows of a step without targets, get none."""
     torch.manual_seed(n)
+    device = device if kernel else "cpu"
     slots, positions = torch.randperm(2 * n).to(dtype), torch.arange(9, 9 + n).to(dtype)
     tokens = (slots[::2], positions, torch.randint(0, 1000, (n,), dtype=dtype))
-    results = []
-    for launch in (begin_rows, lambda *a: begin_launch(*a).run()):
-        on = "cpu" if launch is begin_rows else device
-        where = torch.full((3, n), -7, device=on)
-        copied = torch.full((3 * n + 1,), -7)
-        copied = copied.pin_memory() if on == "cuda" else copied
-        now = StepTargets(torch.full((PLACES,), 5, device=on), torch.zeros(1, device=on).long())
-        there = tuple(values.to(on) for values in tokens)
-        launch(there, where, copied[: 3 * n], now, 41, placed)
+    there = tuple(values.to(device) for values in tokens)
+    where = torch.full((3, n), -7, device=device)
+    copied = torch.full((3 * n + 1,), -7, pin_memory=device == "cuda")
+    now = StepTargets(torch.full((PLACES,), 5, device=device), torch.zeros_like(where[0, :1]))
+    if kernel:
+        begin_launch(there, where, copied[: 3 * n], now, 41, placed).run()
         finish()
-        results.append([where.cpu(), copied, now.targets.cpu(), now.number.cpu()])
+    else:
+        begin_rows(there, where, copied[: 3 * n], now, 41, placed)
     want = torch.stack(tokens).long()
-    none = [NOWHERE] * (PLACES - len(placed))
-    for where, copied, targets, number in results:
-        assert torch.equal(where, want)
-        assert copied.tolist() == [*want.flatten().tolist(), -7]
-        assert targets.tolist() == [*placed, *none]
-        assert number.tolist() == [41]
+    assert torch.equal(where.cpu(), want)
+    assert copied.tolist() == [*want.flatten().tolist(), -7]
+    assert now.targets.tolist() == [*placed, *[NOWHERE] * (PLACES - len(placed))]
+    assert now.number.tolist() == [41]
 
 
 @pytest.mark.parametrize(("layers", "n"), [(1, 1), (3, 128), (5, 300)])
-def test_judge_rows(device: str, layers: int, n: int) -> None:
+@BOTH
+def test_judge_rows(device: str, layers: int, n: int, kernel: bool) -> None:
     """Rows of a part of staging; some of another step, some that no codec could hold."""
     torch.manual_seed(n)
     marks = torch.full((layers, n + 3), 17)[:, 2 : n + 2]
@@ -61,12 +63,12 @@ def test_judge_rows(device: str, layers: int, n: int) -> None:
     marks[torch.rand(layers, n) < 0.1] = WRONG_STEP
     unfit, written = (marks == WRONG_STEP).any(0), (marks == 17).all(0)
     want = [2 if unfit[i] else int(written[i]) for i in range(n)]
-    got = torch.full((n + 1,), 0xEE, dtype=torch.uint8)
-    judge_rows(marks, 17, got[:n])
-    assert got.tolist() == [*want, 0xEE]
     got = host(n + 1, value=0xEE)
-    judge_launch(marks.to(device), 17, got[:n]).run()
-    finish()
+    if kernel:
+        judge_launch(marks.to(device), 17, got[:n]).run()
+        finish()
+    else:
+        judge_rows(marks, 17, got[:n])
     assert got.tolist() == [*want, 0xEE]
 
 
@@ -80,38 +82,43 @@ def buffer(layers: int, row_bytes: int, device: str) -> StagedRows:
     )
 
 
+def staged(
+    rows: torch.Tensor, targets: torch.Tensor, device: str, layers: int = 1, layer: int = 0
+) -> StagedRows:
+    """What the reference stages in step 41, and the kernel too."""
+    row_bytes, step = rows.shape[1] * rows.itemsize, torch.tensor([41], device=device)
+    got, want = buffer(layers, row_bytes, device), buffer(layers, row_bytes, "cpu")
+    stage_launch(rows, targets, step, got, layer).run()
+    stage_rows(rows.cpu(), targets.cpu(), step.cpu(), want, layer)
+    assert torch.equal(got.rows.cpu(), want.rows)
+    assert torch.equal(got.marks.cpu(), want.marks)
+    return want
+
+
 @pytest.mark.parametrize("row_bytes", [1, 6, 12, 160, 3000, 8192])
 def test_stage_rows(device: str, row_bytes: int) -> None:
     torch.manual_seed(row_bytes)
-    n = 5
-    rows = torch.randint(0, 256, (n, row_bytes), dtype=torch.uint8, device=device)
-    targets = torch.randperm(STAGED, device=device)[:n]
-    step = torch.tensor([41], device=device)
-    got, want = buffer(2, row_bytes, device), buffer(2, row_bytes, "cpu")
-    stage_launch(rows, targets, step, got, 1).run()
-    stage_rows(rows.cpu(), targets.cpu(), step.cpu(), want, 1)
-    assert torch.equal(got.rows.cpu(), want.rows)
-    assert torch.equal(got.marks.cpu(), want.marks)
-    assert (want.marks == 41).sum() == n
+    rows = torch.randint(0, 256, (5, row_bytes), dtype=torch.uint8, device=device)
+    targets = torch.randperm(STAGED, device=device)[:5]
+    want = staged(rows, targets, device, layers=2, layer=1)
+    assert torch.equal(want.rows[1, targets.cpu()], rows.cpu())
+    assert (want.marks == 41).sum() == 5
     assert (want.rows[0] == 0xEE).all()
 
 
 def test_rows_without_a_place_leave_the_buffer_alone(device: str) -> None:
     """Also one that is gone, as where hidden mode was refused behind the recording of graphs."""
     rows = torch.randint(0, 256, (4, 160), dtype=torch.uint8, device=device)
-    targets = torch.tensor([NOWHERE, 2, NOWHERE, NOWHERE], device=device)
-    step = torch.tensor([41], device=device)
-    got, want = buffer(1, 160, device), buffer(1, 160, "cpu")
-    want.rows[0, 2], want.marks[0, 2] = rows[1].cpu(), 41
-    stage_launch(rows, targets, step, got, 0).run()
-    assert torch.equal(got.rows.cpu(), want.rows)
-    assert torch.equal(got.marks.cpu(), want.marks)
-    none = torch.full_like(targets, NOWHERE)
-    gone = StagedRows(got.rows[:, :0], got.marks[:, :0])
+    want = staged(rows, torch.tensor([NOWHERE, 2, NOWHERE, NOWHERE], device=device), device)
+    assert torch.equal(want.rows[0, 2], rows[1].cpu())
+    assert want.marks.nonzero().tolist() == [[0, 2]]
+    none, step = torch.full((4,), NOWHERE, device=device), torch.tensor([41], device=device)
+    kept, untouched = buffer(1, 160, device), buffer(1, 160, "cpu")
+    gone = StagedRows(kept.rows[:, :0], kept.marks[:, :0])
     stage_launch(rows, none, step, gone, 0).run()
-    stage_rows(rows.cpu(), none.cpu(), step.cpu(), want, 0)
-    assert torch.equal(got.rows.cpu(), want.rows)
-    assert torch.equal(got.marks.cpu(), want.marks)
+    stage_rows(rows, none, step, gone, 0)
+    assert torch.equal(kept.rows.cpu(), untouched.rows)
+    assert torch.equal(kept.marks.cpu(), untouched.marks)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -119,15 +126,9 @@ def test_rows_without_a_place_leave_the_buffer_alone(device: str) -> None:
 def test_stage_rows_that_are_part_of_something_wider(
     device: str, columns: int, dtype: torch.dtype
 ) -> None:
-    wide = torch.randn(5, 64, device=device).to(dtype)
-    rows = wide[:, 3 : 3 + columns]
-    row_bytes = columns * dtype.itemsize
-    got, want = buffer(1, row_bytes, device), buffer(1, row_bytes, "cpu")
-    targets, step = torch.arange(5, device=device), torch.tensor([7], device=device)
-    stage_launch(rows, targets, step, got, 0).run()
-    stage_rows(rows.cpu(), targets.cpu(), step.cpu(), want, 0)
+    rows = torch.randn(5, 64, device=device).to(dtype)[:, 3 : 3 + columns]
+    want = staged(rows, torch.arange(5, device=device), device)
     assert torch.equal(want.rows[0, :5].view(dtype), rows.cpu())
-    assert torch.equal(got.rows.cpu(), want.rows)
 
 
 @pytest.mark.parametrize(

@@ -177,39 +177,27 @@ def test_the_default_is_what_a_server_with_default_options_does(name: str, tp: i
     assert times["mix"] == times[stored] == pytest.approx(read)
 
 
-def test_a_layerwise_server_recomputes_layers_that_it_stores() -> None:
-    options = ("--ssds", 2, "--tokens", 16384, "--restore", "layerwise")
-    found = plan("llama-2-13b", "h100", *options)
-    assert found["l3"] == "first"
-    assert all(0 < at["recompute_layers"] < 40 for at in found["at_length"].values())
-    assert plan("llama-2-13b", "h100", *options, "--tp", 2)["layers"]["recompute"] == 0
-
-
-# That a server does the same, at many rates: tests/engine/in_process/hits/test_plan.py.
+# That the plan and a server decide the same: tests/engine/in_process/hits/test_plan.py.
 @pytest.mark.parametrize(
-    ("name", "restore", "gb_per_second", "refused"),
+    ("restore", "gb_per_second", "refused"),
     [
-        ("llama-2-7b", "layerwise", 6.9, True),
-        ("llama-2-7b", "layerwise", 55.0, False),
-        ("llama-2-7b", "auto", 1.9, False),  # its front is recomputed, L3 brings a part
-        ("llama-2-7b", "auto", 1.7, True),  # L3 would bring less than an eighth
-        ("deepseek-v3", "layerwise", 0.1, True),
-        ("deepseek-v3", "auto", 0.1, False),
+        ("layerwise", 6.9, True),
+        ("auto", 1.9, False),  # its front is recomputed, L3 brings a part
+        ("auto", 1.7, True),  # L3 would bring less than an eighth
     ],
 )
 def test_hits_that_take_longer_than_computing_them_are_refused(
-    name: str, restore: str, gb_per_second: float, refused: bool, tmp_path: Path
+    restore: str, gb_per_second: float, refused: bool, tmp_path: Path
 ) -> None:
     path = tmp_path / "profile.json"
     l3 = Rate(per_second=gb_per_second * 1e9)
     preset_profile("h100").model_copy(update={"l3": l3}).save(path)
-    options = ("--tokens", 4096, "--restore", restore)
-    found = plan(name, path, *options)
+    options = ("llama-2-7b", path, "--tokens", 4096, "--restore", restore)
+    found = plan(*options)
     times = found["predicted_ms"]
     assert found["refused"] is refused is (times["recompute"] <= times["mix"])
-    assert found["at_length"]["4096"]["refused"] is refused
     assert any("L3 hits of 4,096 tokens are refused" in note for note in found["notes"]) is refused
-    assert not plan(name, path, *options, "--ssds", 0)["refused"]  # from host memory
+    assert not plan(*options, "--ssds", 0)["refused"]  # from host memory
 
 
 # That a server stores these bytes: tests/engine/in_process/hits/test_plan.py.
@@ -228,20 +216,6 @@ def test_a_codec_that_applies_or_does_not_is_told(name: str, codec: str, note: s
         if note.startswith("codec ")
     )
     assert note in found
-
-
-def test_either_path_tells_what_the_other_takes() -> None:
-    options = ("--ssds", 1)  # L3 is the slowest part: both choose the same partition
-    eager, layerwise = (
-        plan("llama-2-7b", "a100-40g", *options, "--restore", restore)
-        for restore in ("auto", "layerwise")
-    )
-    assert eager["layers"] == layerwise["layers"]
-    for mine, other in ((eager, layerwise), (layerwise, eager)):
-        (note,) = (note for note in mine["notes"] if note.startswith("L3 is read "))
-        assert f"--restore {other['restore']}" in note
-        assert note.endswith(f"takes {other['predicted_ms']['mix']:,.1f} ms")
-    assert eager["predicted_ms"]["mix"] < layerwise["predicted_ms"]["mix"]
 
 
 def test_float32_models_are_served_in_16_bits_on_a_gpu(tmp_path: Path) -> None:

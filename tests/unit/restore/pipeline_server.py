@@ -6,6 +6,8 @@ import numpy as np
 import torch
 
 from hcache_backend.format.page import RECOMPUTED, PageLayout, hidden_layer, kv_layer
+from hcache_backend.format.units import Shard
+from hcache_backend.restore.exchange import CollectiveOrder, Exchange
 from hcache_backend.restore.layers import Recompute, RestoredLayer
 from hcache_backend.restore.pipeline import RestorePipeline
 from hcache_backend.restore.report import RunningRestore
@@ -16,26 +18,55 @@ METHODS = ("hidden", "kv", "hidden", "hidden", "kv")
 
 
 class Server:
-    """Pages with random content, a pool that starts poisoned, and a pipeline between them."""
+    """Pages with random content, a pool that starts poisoned, and a pipeline between them.
 
-    def __init__(self, methods: Sequence[str] = METHODS, chunk_tokens: int = 1024) -> None:
+    With an ``exchange`` each rank has its share of the same hidden states, and its own K and V.
+    """
+
+    def __init__(
+        self,
+        methods: Sequence[str] = METHODS,
+        chunk_tokens: int = 1024,
+        exchange: Exchange | None = None,
+    ) -> None:
+        number, shards = (exchange.number, exchange.shards) if exchange else (0, 1)
+        gpu = exchange is not None and not exchange.on_scheduler_thread
+        self.device = torch.device("cuda", torch.cuda.current_device()) if gpu else "cpu"
+        self.size = 8 if exchange else SIZE  # ranks share eighths of the tokens of a page
+        width = shards * WIDTH
         stored = {
-            "hidden": hidden_layer(SIZE, 4 * WIDTH, WIDTH),
-            "kv": kv_layer(SIZE, WIDTH, WIDTH, 4, 1),
+            "hidden": hidden_layer(self.size, 4 * WIDTH, WIDTH),
+            "kv": kv_layer(self.size, width, width, 4, shards),
         }
-        self.layout = PageLayout(SIZE, tuple(stored[method] for method in methods))
-        self.memory = torch.zeros((PAGES, self.layout.page_bytes), dtype=torch.uint8)
+        layers = tuple(stored[method] for method in methods)
+        self.layout = PageLayout(self.size, layers, Shard(number, shards))
+        shape = (PAGES, self.layout.page_bytes)
+        self.memory = torch.zeros(shape, dtype=torch.uint8, pin_memory=gpu)
         self.methods = methods
-        for page in range(PAGES):
-            for layer in range(len(methods)):
-                values = torch.randn(self.layout.segment_bytes[layer] // 4)
-                self.memory[page, self.layout.segment(layer)] = values.view(torch.uint8)
-            self.layout.positions(self.memory.numpy())[page] = np.arange(SIZE) + 1000 * page
-        self.k = torch.full((len(methods), SLOTS, WIDTH), float("nan"))
-        self.v = torch.full((len(methods), SLOTS, WIDTH), float("nan"))
+        source = torch.Generator().manual_seed(0)
+        shape = (len(methods), 2, PAGES, self.size, WIDTH)
+        self.content = torch.randn(shape, generator=source)  # hidden states: the first of two
+        self.content[[method == "kv" for method in methods]] += number
+        for layer, (one, both) in enumerate(zip(self.content[:, 0], self.content, strict=True)):
+            kept = one[:, list(self.layout.kept)]
+            values = both.transpose(0, 1) if methods[layer] == "kv" else kept
+            held = values.contiguous().view(torch.uint8).view(PAGES, -1)
+            self.memory[:, self.layout.segment(layer)] = held
+        positions = np.arange(self.size) + 1000 * np.arange(PAGES)[:, None]
+        self.layout.positions(self.memory.numpy())[:] = positions
+        self.k = torch.full((len(methods), SLOTS, WIDTH), float("nan"), device=self.device)
+        self.v = self.k.clone()
         self.calls: list[tuple[int, int]] = []  # layer, tokens
-        layers = [self.restored(layer) for layer in range(len(methods))]
-        self.pipeline = RestorePipeline(self.memory, self.layout, layers, chunk_tokens, "cpu")
+        self.order = CollectiveOrder(self.device)
+        self.pipeline = RestorePipeline(
+            self.memory,
+            self.layout,
+            [self.restored(layer) for layer in range(len(methods))],
+            chunk_tokens,
+            self.device,
+            exchange,
+            self.order if exchange else None,
+        )
 
     def restored(self, layer: int) -> RestoredLayer:
         def fill(segments: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
@@ -57,10 +88,10 @@ class Server:
         slots: torch.Tensor,
     ) -> None:
         for layer, offset in zip(layers, offsets, strict=True):
-            segments = memory[pages, offset : offset + self.layout.segment_bytes[layer]]
-            k, v = segments.view(torch.float32).view(-1, 2, SIZE, WIDTH).unbind(1)
-            self.k[layer, slots] = k.reshape(-1, WIDTH)
-            self.v[layer, slots] = v.reshape(-1, WIDTH)
+            segments = memory[pages.cpu(), offset : offset + self.layout.segment_bytes[layer]]
+            rows = segments.view(torch.float32).view(-1, 2, self.size, WIDTH).to(self.device)
+            for pool, part in zip((self.k, self.v), rows.unbind(1), strict=True):
+                pool[layer, slots] = part.reshape(-1, WIDTH)
             self.calls.append((layer, len(slots)))
 
     def before_filling(self, layer: int, work: Callable[[], object]) -> None:
@@ -72,16 +103,13 @@ class Server:
         self.pipeline._layers = layers
 
     def assert_restored(self, layer: int, pages: Sequence[int], slots: torch.Tensor) -> None:
-        for page, at in zip(pages, slots.view(-1, SIZE), strict=True):
-            segment = self.memory[page, self.layout.segment(layer)].clone().view(torch.float32)
-            if self.methods[layer] == "kv":
-                want_k, want_v = segment.view(2, SIZE, WIDTH)
-            else:
-                rows = segment.view(SIZE, WIDTH)
-                want_k = rows + (torch.arange(SIZE)[:, None] + 1000 * page)
-                want_v = rows * 2
-            assert torch.equal(self.k[layer, at], want_k), (layer, page)
-            assert torch.equal(self.v[layer, at], want_v), (layer, page)
+        for page, at in zip(pages, slots.view(-1, self.size), strict=True):
+            k, v = self.content[layer, :, page]
+            if self.methods[layer] == "hidden":
+                positions = torch.arange(self.size)[:, None] + 1000 * page
+                k, v = k + positions, k * 2
+            assert torch.equal(self.k[layer, at].cpu(), k), (layer, page)
+            assert torch.equal(self.v[layer, at].cpu(), v), (layer, page)
 
     def assert_whole(
         self, restore: RunningRestore, pages: np.ndarray, slots: torch.Tensor, first: int = 0
@@ -92,8 +120,8 @@ class Server:
             self.assert_restored(layer, pages.tolist(), slots)
 
 
-def positions_of(pages: np.ndarray) -> list[int]:
-    return [1000 * int(page) + i for page in pages for i in range(SIZE)]
+def positions_of(pages: np.ndarray, size: int = SIZE) -> list[int]:
+    return [1000 * int(page) + i for page in pages for i in range(size)]
 
 
 def recompute(layers: int, fill: Callable[[np.ndarray, torch.Tensor], None]) -> Recompute:

@@ -5,7 +5,7 @@ its streams are worker threads, so restores and forward passes really run beside
 
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -18,16 +18,11 @@ import torch.distributed as dist
 import torch.multiprocessing as processes
 
 from hcache_backend import streams
-from hcache_backend.format.page import PageLayout, hidden_layer, kv_layer
-from hcache_backend.format.units import Shard
 from hcache_backend.restore.exchange import CollectiveOrder, Exchange, shard_of_rank
-from hcache_backend.restore.layers import RestoredLayer
-from hcache_backend.restore.pipeline import RestorePipeline
 from hcache_backend.streams import StreamFailed, WorkerStream
-from tests.unit.restore.pipeline_server import recompute
+from tests.unit.restore.pipeline_server import PAGES, Server, positions_of, recompute
 
-SIZE, ROW, PAGES, SLOTS, LAYERS = 8, 16, 12, 96, 3
-METHODS = ("hidden", "kv", "hidden")
+SIZE = 8
 Ranked = Callable[[Exchange], Any]
 Results = Callable[[Ranked], list[Any]]
 """What something gave on each of two ranks."""
@@ -72,76 +67,8 @@ def test_shards_of_ranks(ranks: int, page_size: int, shards: int) -> None:
     assert found == [(number, shards) for number in range(shards)] * (ranks // shards)
 
 
-def whole_rows(layer: int, page: int) -> torch.Tensor:
-    """What all ranks together hold: hidden states ``[SIZE, ROW]`` of a layer of a page."""
-    generator = torch.Generator().manual_seed(100 * layer + page)
-    return torch.randint(0, 256, (SIZE, ROW), dtype=torch.uint8, generator=generator)
-
-
-class Rank:
-    def __init__(self, exchange: Exchange, chunk_pages: int) -> None:
-        gpu = not exchange.on_scheduler_thread
-        self.device = torch.device("cuda", torch.cuda.current_device()) if gpu else "cpu"
-        number, shards = exchange.number, exchange.shards
-        stored = {
-            "hidden": hidden_layer(SIZE, ROW, ROW),
-            "kv": kv_layer(SIZE, ROW * shards, ROW * shards, 1, shards),
-        }
-        layers = tuple(stored[method] for method in METHODS)
-        self.layout = PageLayout(SIZE, layers, Shard(number, shards))
-        size = (PAGES, self.layout.page_bytes)
-        self.memory = torch.zeros(size, dtype=torch.uint8, pin_memory=gpu)
-        for page in range(PAGES):
-            self.layout.positions(self.memory.numpy())[page] = np.arange(SIZE) + SIZE * page
-            for layer in range(LAYERS):
-                rows = whole_rows(layer, page)
-                kept = rows[list(self.layout.kept)] if METHODS[layer] == "hidden" else rows
-                content = kept.flatten()
-                if METHODS[layer] == "kv":
-                    content = torch.cat((content, content + number))  # K and V of its own heads
-                self.memory[page, self.layout.segment(layer)] = content
-        self.rows = torch.zeros((LAYERS, SLOTS, ROW), dtype=torch.uint8, device=self.device)
-        self.positions = torch.full((LAYERS, SLOTS), -1, dtype=torch.int64, device=self.device)
-        self.order = CollectiveOrder(self.device)
-        self.pipeline = RestorePipeline(
-            self.memory,
-            self.layout,
-            [self.restored(layer) for layer in range(LAYERS)],
-            chunk_pages * SIZE,
-            self.device,
-            exchange=exchange,
-            order=self.order,
-        )
-
-    def restored(self, layer: int) -> RestoredLayer:
-        def fill(segments: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
-            self.rows[layer, slots] = segments.reshape(-1, ROW)
-            self.positions[layer, slots] = positions
-
-        if METHODS[layer] == "kv":
-            return RestoredLayer("kv", copy=self.copy)
-        return RestoredLayer("hidden", fill)
-
-    def copy(
-        self,
-        layers: Sequence[int],
-        memory: torch.Tensor,
-        pages: torch.Tensor,
-        offsets: Sequence[int],
-        slots: torch.Tensor,
-    ) -> None:
-        for layer, offset in zip(layers, offsets, strict=True):
-            k = memory[pages.cpu(), offset : offset + SIZE * ROW]
-            self.rows[layer, slots] = k.reshape(-1, ROW).to(self.device)
-
-    def assert_restored(self, pages: np.ndarray, slots: torch.Tensor, first: int = 0) -> None:
-        for layer in range(first, LAYERS):
-            for page, where in zip(pages.tolist(), slots.view(-1, SIZE), strict=True):
-                rows = self.rows[layer, where].cpu()
-                assert torch.equal(rows, whole_rows(layer, page)), (layer, page)
-                if METHODS[layer] == "hidden":
-                    want = torch.arange(SIZE) + SIZE * page
-                    assert torch.equal(self.positions[layer, where].cpu(), want)
+def rank_of(exchange: Exchange, chunk_pages: int) -> Server:
+    return Server(("hidden", "kv", "hidden"), chunk_pages * SIZE, exchange)
 
 
 def some_pages(random: np.random.Generator, count: int) -> tuple[np.ndarray, torch.Tensor]:
@@ -154,14 +81,12 @@ def some_pages(random: np.random.Generator, count: int) -> tuple[np.ndarray, tor
 def restore_random_pages(exchange: Exchange) -> int:
     """Several restores, of one or many chunks."""
     for chunk_pages in (1, 3, 16):
-        rank = Rank(exchange, chunk_pages)
+        rank = rank_of(exchange, chunk_pages)
         for seed in range(4):
             pages, slots = some_pages(np.random.default_rng(seed), 1 + 3 * seed)
             with WorkerStream("engine").as_current():
-                restore = rank.pipeline.start(pages, slots)
-                for layer in range(LAYERS):
-                    restore.layers[layer].synchronize()
-            rank.assert_restored(pages, slots)
+                restore = rank.pipeline.start(pages, slots.to(rank.device))
+            rank.assert_whole(restore, pages, slots)
     return exchange.number
 
 
@@ -175,20 +100,19 @@ def test_every_rank_gets_the_rows_of_all(two_ranks: Results) -> None:
 
 def forward_passes_and_restores(exchange: Exchange) -> bool:
     """Both talk to the other ranks; the restores are launched while forward passes may run."""
-    rank = Rank(exchange, 3)
+    rank = rank_of(exchange, 3)
     value = torch.ones(1 << 16, device=rank.device)
     random = np.random.default_rng(0)
     for _ in range(30):
         pages, slots = some_pages(random, 7)
         restore = rank.pipeline.start(pages, slots.to(rank.device))
         rank.order.forward_begins()
-        for layer in range(LAYERS):
+        for layer in range(3):
             restore.wait_for_layer(layer)
             dist.all_reduce(value)
             value /= exchange.shards
         if random.random() < 0.3:
-            restore.layers[-1].synchronize()
-            rank.assert_restored(pages, slots)
+            rank.assert_whole(restore, pages, slots)
     return bool((value == 1).all())
 
 
@@ -203,7 +127,7 @@ def test_restores_between_forward_passes_on_gpus() -> None:
 
 
 def recompute_and_restore(exchange: Exchange) -> bool:
-    rank, seen = Rank(exchange, 4), []
+    rank, seen = rank_of(exchange, 4), []
 
     def fill(positions: np.ndarray, slots: torch.Tensor) -> None:
         seen.append((positions, slots.clone()))
@@ -213,12 +137,9 @@ def recompute_and_restore(exchange: Exchange) -> bool:
     slots = torch.arange(3 * SIZE)
     restore = rank.pipeline.start(pages, slots, recompute(1, fill))
     assert restore.failed is None
-    for event in restore.layers:
-        event.synchronize()
-    rank.assert_restored(pages, slots, first=1)
-    positions = (pages[:, None] * SIZE + np.arange(SIZE)).ravel()
+    rank.assert_whole(restore, pages, slots, first=1)
     [(given, where)] = seen
-    return np.array_equal(given, positions) and torch.equal(where, slots)
+    return given.tolist() == positions_of(pages, SIZE) and torch.equal(where, slots)
 
 
 def test_first_layers_are_recomputed_beside_an_exchange(two_ranks: Results) -> None:
@@ -227,7 +148,7 @@ def test_first_layers_are_recomputed_beside_an_exchange(two_ranks: Results) -> N
 
 def fail_on_one_rank(exchange: Exchange) -> str:
     """Rank 1 cannot read its pages."""
-    rank = Rank(exchange, 16)
+    rank = rank_of(exchange, 16)
 
     def broken(*arguments: Any) -> None:
         raise OSError("no such page")
@@ -266,7 +187,7 @@ def collectives_by_parts(exchange: Exchange) -> list[int]:
     """How many collectives a restore of two parts makes, and one of eight."""
     found = []
     for chunk_pages in (16, 1):
-        pipeline = Rank(exchange, chunk_pages).pipeline
+        pipeline = rank_of(exchange, chunk_pages).pipeline
         with ExitStack() as stack:
             counted = [
                 stack.enter_context(patch.object(dist, name, wraps=getattr(dist, name)))

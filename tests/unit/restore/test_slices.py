@@ -1,13 +1,11 @@
 """How much is recomputed: slices as long as a turn has time for, and what each side may take."""
 
 import math
-import threading
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from hcache_backend.prefetch.prefetch import Meeting
 from hcache_backend.prefetch.slices import SliceBudget
 
 SIZE, LAYERS = 256, 4
@@ -99,26 +97,3 @@ def test_no_more_than_two_slices_are_ahead_of_the_device() -> None:
     assert slices.pages(10, SIZE, 0, LAYERS) == 0
     running[0].done = lambda: True
     assert slices.pages(10, SIZE, 0, LAYERS) > 0
-
-
-def test_a_reader_takes_nothing_while_ranks_agree_on_what_the_front_takes() -> None:
-    meeting, tries = Meeting(), list[range]()
-    meeting.begin(4)
-    reader = threading.Thread(target=lambda: tries.append(meeting.next_batch(4)))
-
-    room = meeting.offer()
-    reader.start()
-    reader.join(0.05)
-    assert not tries
-    assert meeting.take(room - 1) == range(3)
-    reader.join()
-    assert tries == [range(3, 4)]
-
-
-def test_both_sides_may_say_how_many_pages_there_are() -> None:
-    meeting = Meeting()
-    meeting.begin(5)
-    assert meeting.next_batch(3) == range(2, 5)
-    meeting.begin(5)
-    assert meeting.next_batch(3) == range(2)
-    assert not meeting.next_batch(3) and not meeting.take(meeting.offer())
