@@ -3,7 +3,7 @@
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, product
 from typing import Any
 
 import torch
@@ -65,23 +65,18 @@ def pairwise(factors: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
     the most missing pairs.
     """
     chance = random.Random(0)
-    names = list(factors)
 
-    def pairs_of(row: Mapping[str, int]) -> set[tuple[str, int, str, int]]:
-        return {(a, row[a], b, row[b]) for a, b in combinations(names, 2)}
+    def pairs_of(row: Mapping[str, int]) -> set[tuple[tuple[str, int], ...]]:
+        return set(combinations(row.items(), 2))
 
-    missing = {
-        (a, i, b, j)
-        for a, b in combinations(names, 2)
-        for i in range(len(factors[a]))
-        for j in range(len(factors[b]))
-    }
+    every = [[(name, i) for i in range(len(values))] for name, values in factors.items()]
+    missing = {pair for one, other in combinations(every, 2) for pair in product(one, other)}
     rows = []
     while missing:
-        candidates = []
-        for a, i, b, j in chance.sample(sorted(missing), min(50, len(missing))):
-            row = {name: chance.randrange(len(values)) for name, values in factors.items()}
-            candidates.append(row | {a: i, b: j})
+        candidates = [
+            {name: chance.randrange(len(values)) for name, values in factors.items()} | dict(pair)
+            for pair in chance.sample(sorted(missing), min(50, len(missing)))
+        ]
         best = max(candidates, key=lambda row: len(pairs_of(row) & missing))
         missing -= pairs_of(best)
         rows.append({name: factors[name][index] for name, index in best.items()})
