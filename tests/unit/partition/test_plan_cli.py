@@ -114,7 +114,7 @@ def test_a_hit_of_a_hybrid_model_brings_a_window_or_a_state(
     assert set(found["predicted_ms"]) == {"mix", "kv", "recompute"}
     assert not found["recomputes_front"]
     refused = {length: at["refused"] for length, at in found["at_length"].items()}
-    assert refused["256"] is (sides["kind"] == "state") and not refused["16384"]
+    assert refused["1024"] is (sides["kind"] == "state") and not refused["16384"]
     pages = 16384 * found["bytes_per_token"]
     read, copied = (1e3 * size / 6.9e9 for size in (pages, sides["size"]))
     bus = 1e3 / preset_profile("h100").kv_load.per_second / tp
